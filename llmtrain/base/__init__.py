@@ -1,1 +1,1 @@
-"""What needs the standard library alone: errors, the log, units, files, redaction, untrusted text."""
+"""Modules that need the standard library alone: errors, the log, units, files, redaction, untrusted text."""

@@ -13,7 +13,7 @@ class UserError(ValueError):
     everywhere = False
     """All ranks of the run raise the same error, so rank 0 alone prints it."""
     passing = False
-    """Of the hosts' making, not the user's: the same command may do better on another start."""
+    """A fault of the hosts, not of the user: the same command may succeed on another start."""
 
 
 class ConfigError(UserError):

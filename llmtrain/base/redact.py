@@ -25,7 +25,7 @@ _KNOWN_FORMS = re.compile(r"\b(hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|wa
 
 
 def is_secret(key: str) -> bool:
-    """Whether a value under this name (config key, environment variable, flag) is to be hidden."""
+    """True if a value under this name (config key, environment variable, flag) is to be hidden."""
     words = [word.lower() for word in _WORD.findall(key)]
     if not words:
         return False

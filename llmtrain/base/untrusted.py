@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 MAX_DEPTH = 100
-"""Of objects and lists within each other. Hugging Face's own files have 6; Python gives up at about 1,000."""
+"""Nesting depth of objects and lists. Hugging Face's own files have 6; Python gives up at about 1,000."""
 _CODE = ("auto_map", "custom_pipelines", "custom_generate")
 _KERNELS = ("attn_implementation", "experts_implementation")
 _OWN = (None, "eager", "sdpa", "flex_attention", "batched_mm", "grouped_mm")

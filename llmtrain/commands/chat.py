@@ -100,7 +100,7 @@ class Conversation:
 
 
 class _Stopped:
-    """Whether Ctrl-C was pressed while an answer is generated."""
+    """True after Ctrl-C while an answer is generated."""
 
     asked = False
 
@@ -149,7 +149,7 @@ def _note(text: str) -> None:
 
 
 def _turns(interactive: bool) -> Iterator[str]:
-    """What the user says, a line at a time, until the end of the input."""
+    """Lines that the user types, until the end of the input."""
     if not interactive:
         yield from (line.rstrip("\n") for line in sys.stdin)
         return

@@ -20,7 +20,7 @@ from llmtrain.data.shards import PreparedSet, TokenStream
 from llmtrain.data.tokenize import Encoder
 
 _STYLES = {(True, False): "bold green", (True, True): "bold magenta", (False, False): "dim", (False, True): "cyan"}
-"""Of (counted, special token) in a terminal."""
+"""Terminal style of each (counted, special token)."""
 
 _PREFIX = len("counted | ")
 _SHOWN_TOKENS = 2000

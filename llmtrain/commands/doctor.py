@@ -46,7 +46,7 @@ _ALL_REDUCE = "llmtrain.engine.dist.all_reduce"
 
 
 def needs(config: str, run: RunConfig, mix: Mix, run_dir: str) -> Needs:
-    """What a run needs of its hosts. `config`: its YAML."""
+    """Requirements of a run on its hosts. `config`: its YAML."""
     return Needs(
         files=(config, run.deepspeed),
         folders=tuple(_read_by(run)),

@@ -200,7 +200,7 @@ def _no_answer(blunt: Difference) -> int:
 
 
 def bluntness(name: str, verdict: Verdict) -> list[str]:
-    """What a comparison in half precision cannot see, as a line of the report; none in fp32."""
+    """Line of the report on faults that a comparison in half precision cannot find; none in fp32."""
     moved = verdict.worst.get("movement")
     if name == "fp32" or moved is None or moved.tolerated < 0.1:
         return []

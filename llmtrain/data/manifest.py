@@ -34,7 +34,7 @@ class Shard:
     xxh3: str
     """xxh3_64 of the file's bytes, in hexadecimal."""
     rows: str = ""
-    """Of conversations: xxh3_64 of the file beside it, which says where rows begin and what is counted (shards.py)."""
+    """xxh3_64 of a conversations shard's second file, with the rows' lengths and the counted bits (shards.py)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,12 +64,12 @@ class Manifest:
     source: dict[str, Any]
     """files, bytes, and `stat`: hash of names, sizes and modification times."""
     settings: dict[str, Any]
-    """What `llmtrain prepare` was asked for."""
+    """Options that `llmtrain prepare` ran with."""
     shards: dict[str, tuple[Shard, ...]]
     """Shards per split, in order."""
     chat: dict[str, Any] | None = None
-    """Of conversations, each of which is a row (a document): `counted` tokens per split, tokens of the `longest` row,
-    the `stop_tokens` that end an answer. Nothing stands between rows. `pairs`: rows 2i and 2i + 1 are a chosen and a
+    """Figures of conversations, one a row (a document): `counted` tokens per split, tokens of the `longest` row, the
+    `stop_tokens` that end an answer. Nothing stands between rows. `pairs`: rows 2i and 2i + 1 are a chosen and a
     rejected answer, and `longest` is of both. `unpaired`: each row is an answer that was judged alone.
     `prompts`: each row is what is fed before an answer is generated, and nothing is counted. `moment`: what the
     template took for the time, where it writes the date. `chat_template_kwargs`: what all records said to it."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _MOST_CHARACTERS = 1 << 20
-"""Of remembered pieces; with their ids about 25 MB."""
+"""Limit on remembered pieces; with their ids about 25 MB."""
 
 _W = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"  # \s of the library: White_Space
 _SIGN = r"[\x00-\x08\x0e-\x1f!-/:-@\[-`{-\x7f]"  # ASCII that is neither letter, digit nor white space
@@ -63,7 +63,7 @@ _CUTS = {
 }
 """Our cut for each pattern of the library."""
 _BECOMES_ASCII = "\u037e\u1fef\u212a"
-"""What NFC makes ;, ` and K of: by it an added token may come to be."""
+"""Characters that NFC turns into ;, ` and K: an added token may arise from them."""
 
 
 class Words:
@@ -118,6 +118,6 @@ def cut_of(tokenizer: Tokenizer) -> str | None:
 
 
 def _settings(part: Any) -> dict[str, Any]:
-    """Of a part of a tokenizer, as they stand in tokenizer.json."""
+    """Fields of a part of a tokenizer, as they stand in tokenizer.json."""
     found: dict[str, Any] = {} if part is None else json.loads(part.__getstate__())
     return found

@@ -21,12 +21,11 @@ from llmtrain.data.manifest import NAME, SPLITS, Shard, Split, read_manifest
 _CHUNK = 4 << 20
 """Bytes that a comparison with checksums reads at a time."""
 JUDGED = np.dtype([("prompt", "<u8"), ("begin", "<u4"), ("desirable", "u1")])
-"""Of a row of unpaired answers: a hash of its prompt, the place of its answer's first token, whether the answer
-is desired."""
+"""Entry for a row of unpaired answers: hash of its prompt, place of its answer's first token, label of the answer."""
 
 
 def rows_path(shard: Path) -> Path:
-    """Of the file beside a shard of conversations."""
+    """Name of the file of rows beside a shard of conversations."""
     return shard.with_suffix(".rows")
 
 
@@ -59,7 +58,7 @@ class TokenStream:
         return np.concatenate(parts) if parts else np.empty(0, dtype=self._dtype)
 
     def counted(self, start: int, length: int) -> np.ndarray | None:
-        """Whether tokens [start, start + length) are counted, bool [length]; None where all are, in texts."""
+        """Counted bits of tokens [start, start + length), bool [length]; None for texts, where all are counted."""
         if not self._rows:
             return None
         parts = [np.empty(0, dtype=bool)]

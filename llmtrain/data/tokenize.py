@@ -21,7 +21,7 @@ SEPARATOR = "<|endoftext|>"
 TURNS = tuple(f"<|{role}|>" for role in ("system", "user", "assistant", "tool"))
 """Tokens that a chat template may begin a turn with."""
 _NO_BYTES = ("\u00c0", "\u00c1", "\u00fe", "\u00ff")
-"""How a byte-level BPE writes bytes that UTF-8 never uses (0xC0, 0xC1, 0xFE, 0xFF): no text has their tokens."""
+"""Byte-level BPE's characters for bytes that UTF-8 never uses (0xC0, 0xC1, 0xFE, 0xFF): no text has their tokens."""
 _TEMPLATE = "chat_template.jinja"
 NAMED_TEMPLATES = "additional_chat_templates"
 """Folder of further templates, NAME.jinja; transformers takes tool_use for a conversation with tools."""
@@ -37,7 +37,7 @@ _FILES = (
     "tokenizer.model",
 )
 LEAST_VOCABULARY = 257
-"""Of a byte-level BPE: a token for every byte, and the separator."""
+"""Size of the smallest byte-level BPE: a token for every byte, and the separator."""
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, folder: Path) -> None:
@@ -82,7 +82,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, folder: Path) -> None:
 
 
 def _with_turns(tokenizer: Any) -> Any:
-    """The same tokenizer with `TURNS` under the ids of bytes that no text has."""
+    """Copy of a tokenizer that has `TURNS` under the ids of bytes that no text has."""
     from tokenizers import AddedToken, Tokenizer
 
     values = json.loads(tokenizer.to_str())

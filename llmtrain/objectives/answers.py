@@ -1,4 +1,4 @@
-"""What a micro-batch says of its answers."""
+"""The answers in a micro-batch, and their counted tokens."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def objective_of(config: ObjectiveConfig, teacher: Teacher | None = None) -> Objective:
-    """What a run minimises. `teacher`: of a distillation, on the ranks that compute a loss."""
+    """Objective of a run. `teacher`: for distillation, on the ranks that compute a loss."""
     if config.name == NEXT_TOKEN_NAME:
         return NEXT_TOKEN
     if config.name == DISTILL:

@@ -1,4 +1,4 @@
-"""What a training minimises. An objective is one file beside this one; engines and sessions know no other."""
+"""Contract of an objective, minimised by a run. Each is a file beside this one; engines and sessions know no other."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Objective(Protocol):
     """Names of what is summed, divided by the same weight and reported: "loss" first, whose gradient is taken."""
 
     def weight(self, micro: MicroBatch) -> int:
-        """What a micro-batch adds to the divisor: counted tokens, rows, pairs. Of tensors on the host."""
+        """Share of a micro-batch in the divisor: counted tokens, rows, pairs. Its tensors are on the host."""
         ...
 
     def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:

@@ -25,12 +25,12 @@ from llmtrain.objectives.objective import Evaluate
 
 @dataclass(frozen=True)
 class Answers:
-    """Of P pairs, fp32 [P, 2] each: the chosen answer and the rejected one."""
+    """Log-probabilities of P pairs, fp32 [P, 2] each: the chosen answer and the rejected one."""
 
     log_prob: Tensor
     """Summed over counted tokens, nats."""
     tokens: Tensor
-    """How many are counted."""
+    """Counted tokens of each answer."""
     reference: Tensor | None
 
     @property
@@ -63,7 +63,7 @@ def dpo(a: Answers, o: dict[str, float]) -> tuple[Tensor, Tensor]:
 
 
 def robust(a: Answers, o: dict[str, float]) -> tuple[Tensor, Tensor]:
-    """What has the plain loss for its mean though a share e of labels is wrong (arXiv 2403.00409)."""
+    """Loss whose mean is the plain loss though a share e of labels is wrong (arXiv 2403.00409)."""
     margin, wrong = o["beta"] * _gap(a.ratio), o["smoothing"]
     return (wrong * F.logsigmoid(-margin) - (1 - wrong) * F.logsigmoid(margin)) / (1 - 2 * wrong), margin
 

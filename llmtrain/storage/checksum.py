@@ -58,7 +58,7 @@ def checksum_part(values: Tensor, region: Region) -> int:
 
 
 def checksum_part_array(values: npt.NDArray[np.float32], region: Region) -> int:
-    """The same for a flat fp32 array, without torch. 0.8 G elements/s with rows of 512, 0.5 G with rows of 32."""
+    """Checksum of a flat fp32 array, without torch. 0.8 G elements/s with rows of 512, 0.5 G with rows of 32."""
     assert values.size == region.numel, (values.size, region)
     total = 0
     for block in region.blocks():
@@ -179,6 +179,6 @@ def _mixed(value: int) -> int:
 
 
 def as_int64(value: int) -> int:
-    """The same 64 bits as a signed number, for tensors that are summed over ranks."""
+    """Reinterprets 64 bits as a signed number, for tensors that are summed over ranks."""
     value %= 2**64
     return value - 2**64 if value >= 2**63 else value

@@ -1,4 +1,4 @@
-"""Which elements of a tensor a flat piece of it holds: what a tensor-parallel or expert-parallel rank has, cut by ZeRO.
+"""Regions: the elements of a tensor in a flat piece of it, as tensor or expert parallelism and then ZeRO cut them.
 
 Standard library only: the checkpoint's manifest is made of these.
 """
@@ -32,7 +32,7 @@ class Region:
 
     @property
     def contiguous(self) -> bool:
-        """Whether the elements lie side by side in the tensor."""
+        """True if the elements lie side by side in the tensor."""
         return not self.runs
 
     def spans(self) -> Iterator[tuple[int, int, int]]:
@@ -55,8 +55,7 @@ class Region:
             period += self.stride
 
     def blocks(self) -> list[Block]:
-        """The same elements as a few rectangles, at most three for each run: what lies before, in and after whole
-        periods."""
+        """Rectangles that make up the region, at most three for each run: before, in and after whole periods."""
         if not self.runs:
             return [Block(self.start, 0, 1, self.numel)] if self.numel else []
         period = self._period
@@ -75,7 +74,7 @@ class Region:
         return self._piece(low, high)._simplest()
 
     def below(self, position: int) -> int:
-        """How many elements of the piece lie before this element of the tensor."""
+        """Number of the piece's elements before this element of the tensor."""
         if not self.runs:
             return min(max(position - self.start, 0), self.numel)
         periods, rest = divmod(position - self.start, self.stride)
@@ -115,7 +114,7 @@ class Region:
         return replace(self, start=self.start + periods * self.stride, numel=high - low, skip=skip)
 
     def _simplest(self) -> Region:
-        """The same elements, contiguous if they are: equal pieces compare equal."""
+        """Canonical form, contiguous if the elements are: equal pieces compare equal."""
         if not self.runs:
             return self
         merged: list[tuple[int, int]] = []

@@ -112,7 +112,7 @@ def git_state() -> dict[str, Any]:
 
 
 def describe_environment(*, ranks: Iterable[Mapping[str, Any]], argv: Iterable[str] | None = None) -> dict[str, Any]:
-    """What environment.json holds, secrets redacted. `ranks`: per rank its rank, host and device."""
+    """Content of environment.json, secrets redacted. `ranks`: per rank its rank, host and device."""
     variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)}
     return {
         "versions": versions(),

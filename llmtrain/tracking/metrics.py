@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """What one key of metrics.jsonl means."""
+    """Definition of one key of metrics.jsonl."""
 
     unit: str
     meaning: str
@@ -128,7 +128,7 @@ METRICS: dict[str, Metric] = {
 
 
 def loss_unit(row: Mapping[str, object]) -> str:
-    """Of `loss` and `eval/loss` in a row of metrics."""
+    """Unit of `loss` and `eval/loss` in a row of metrics."""
     kinds = {key.removeprefix("eval/").partition("/")[0] for key in row}
     return "nats/pair" if "pairs" in kinds else "per answer" if "unpaired" in kinds else "nats/token"
 

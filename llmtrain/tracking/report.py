@@ -27,15 +27,15 @@ _EVENTS_SHOWN = 200
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What the files of a run folder say."""
+    """Content of a run folder's files."""
 
     name: str
     rows: list[dict[str, Any]]
     events: list[dict[str, Any]]
     environment: dict[str, Any]
     settings: dict[str, str]
-    """Of config.yaml by dotted key, with the precision and the ZeRO stage of deepspeed.json; `norm`: what `grad_norm`
-    is the norm of."""
+    """Values of config.yaml by dotted key, with the precision and the ZeRO stage of deepspeed.json; `norm`: the vector
+    whose norm is `grad_norm`."""
     unreadable_lines: int
 
     def shown_settings(self) -> dict[str, str]:
@@ -178,7 +178,7 @@ def facts_of(run: Run, curves: Curves) -> list[tuple[str, str]]:
 
 
 def _measured_on(run: Run) -> str:
-    """Of the baselines: counted on the training tokens, measured on so many of the validation split."""
+    """Note on the baselines: counted on the training tokens, measured on so many of the validation split."""
     tokens = _finite(run.of_kind("baselines")[-1].get("validation_tokens"))
     return "" if tokens is None else f" (first {tokens:,.0f} validation tokens)"
 

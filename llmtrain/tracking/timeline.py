@@ -21,7 +21,7 @@ Span = tuple[float, float, str]
 
 @dataclass(kw_only=True)
 class Seen:
-    """What the folder of one site shows of it, and of the others."""
+    """Timeline of a site and its peers, read from the site's run folder."""
 
     name: str
     own: list[Span] = field(default_factory=list)
@@ -30,7 +30,7 @@ class Seen:
 
 
 def launches(name: str | None, rows: Iterable[dict[str, Any]], events: Iterable[dict[str, Any]]) -> Seen | None:
-    """What a run folder shows, from its metrics and its events. None: it is not the folder of a site."""
+    """Timeline from a run folder's metrics and events. None: it is not the folder of a site."""
     ordered = sorted((each for each in [*rows, *events] if _time(each) is not None), key=lambda each: _time(each) or 0)
     if name is None or not any(each.get("kind") == "synchronise" for each in ordered):
         return None

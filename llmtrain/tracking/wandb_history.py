@@ -1,4 +1,4 @@
-"""Which steps of a run W&B has already, and which it has to be told again from metrics.jsonl.
+"""Steps of a run that W&B has already, and those to be sent again from metrics.jsonl.
 
 W&B's own step, `_step`, is the training step. It can only grow: the server and `wandb sync` move a row whose step is
 taken to the next free one. So each step must be sent once over all launches, and offline there is no server to ask:

@@ -86,7 +86,7 @@ def said_to_wandb() -> tuple[Mode, str] | None:
 
 
 def has_api_key(url: str) -> bool:
-    """Whether W&B will find credentials by itself: an environment variable or netrc. The key is not kept."""
+    """True if W&B finds credentials by itself: an environment variable or netrc. The key is not kept."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     names = [os.environ["NETRC"]] if os.environ.get("NETRC") else ["~/.netrc", "~/_netrc"]
@@ -100,7 +100,7 @@ def has_api_key(url: str) -> bool:
 
 
 def reachable(url: str) -> bool:
-    """Whether a TCP connection to the server, or to the proxy before it, opens within 3 s."""
+    """True if a TCP connection to the server, or to the proxy before it, opens within 3 s."""
     scheme = urlsplit(url).scheme or "https"
     proxy = urllib.request.getproxies().get(scheme)
     host = urlsplit(url).hostname or ""

@@ -1,4 +1,4 @@
-"""From a conversation to token ids and a counted bit for each, and the proofs that both are what a server will see.
+"""Conversations as token ids with a counted bit for each, and the proofs that a server will see the same ids.
 
 transformers renders (rendering.py); no template is written here. A row is what a server feeds and gets: the ids of
 the rendered prompt (with its generation prompt), then the answer up to the token where generation stops. While the next
@@ -34,16 +34,16 @@ _BEYOND_BOUNDS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions:
-    """How conversations become rows."""
+    """Options for turning conversations into rows."""
 
     field: str
-    """Which field holds the messages, where a record has it."""
+    """Field of a record that holds the messages, where there is one."""
     stop_tokens: tuple[str, ...]
     """Texts of the tokens at which generation stops."""
     count: Count = "assistant"
-    """What is counted: all answers, the last one, or every token."""
+    """Tokens that count for the loss: all answers, the last one, or every token."""
     max_tokens: int | None = None
-    """Of a row; what happens to a longer one says `too_long`."""
+    """Limit for a row; `too_long` decides about a longer one."""
     too_long: TooLong = "reject"
     pairs: bool = False
     """Records are preferences: each gives two rows, of the chosen answer and of the rejected one. `max_tokens` is of
@@ -65,7 +65,7 @@ class Row:
     ids: np.ndarray
     counted: np.ndarray
     desirable: bool | None = None
-    """Of unpaired answers: what the label says."""
+    """Label of an unpaired answer: True if it is desired."""
     whole: bool = True
     """False where it is a part of a row that was too long."""
 
@@ -464,7 +464,7 @@ def _any_of(tokens: set[str]) -> re.Pattern[str]:
 
 
 def _composed(text: str) -> str:
-    """What a tokenizer may do to a text."""
+    """NFKC of a text: a tokenizer may normalize, which is no difference."""
     return unicodedata.normalize("NFKC", text)
 
 
@@ -478,7 +478,7 @@ def _shared(first: list[int], second: list[int]) -> int:
 
 
 def _differs(found: str, wanted: str) -> str:
-    """Where two texts part, in a few words."""
+    """Short description of the place where two texts begin to differ."""
     found, wanted = plain(found), plain(wanted)
     at = next((i for i, (a, b) in enumerate(zip(found, wanted, strict=False)) if a != b), min(len(found), len(wanted)))
     return f"{found[max(0, at - 10) : at + 20]!r} where {wanted[max(0, at - 10) : at + 20]!r} was expected"

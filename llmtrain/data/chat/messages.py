@@ -1,4 +1,4 @@
-"""From a record of chat data, in any of the usual forms, to the messages that transformers' chat templates take.
+"""Parses records of chat data, in the usual forms, into the messages that transformers' chat templates take.
 
 messages [{role, content, tool_calls, reasoning_content}] with tools and chat_template_kwargs; sharegpt conversations
 [{from, value}]; alpaca instruction, input, output, system, history; prompt + completion. What can be no conversation is
@@ -40,7 +40,7 @@ _FORMS = "messages, conversations, instruction + output, or prompt + completion"
 
 
 class RefusedError(ValueError):
-    """Why a record cannot be used."""
+    """Reason for which a record is refused."""
 
 
 class RepeatedError(ValueError):
@@ -61,7 +61,7 @@ def no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What a template renders, and which of its turns are there to be learnt."""
+    """Input of a template, and the turns in it that are to be learnt."""
 
     messages: list[dict[str, Any]]
     """role and content (a string); of an assistant also thoughts (the same under reasoning_content and thinking) and
@@ -161,7 +161,7 @@ def _record(text: str) -> dict[str, Any]:
 
 
 def _conversation(record: dict[str, Any], raw: list[Any], prompt: int, *, asks: bool = False) -> Conversation:
-    """Of messages with roles as transformers names them; the first `prompt` ones are not there to be learnt.
+    """Checked conversation of messages with transformers' roles; the first `prompt` ones are not to be learnt.
 
     `asks`: it is a prompt alone, and the answer is what comes next.
     """
@@ -239,7 +239,7 @@ def _answer(record: dict[str, Any], name: str) -> list[dict[str, Any]]:
 
 
 def _prompt(record: dict[str, Any], field: str) -> list[dict[str, Any]]:
-    """What precedes both answers, if it has a field of its own."""
+    """Messages before both answers, if they have a field of their own."""
     given: Any = next((record[name] for name in (field, "prompt", *_LISTS) if record.get(name) is not None), [])
     if not given and record.get("instruction") is not None:
         return _from_alpaca({**record, "output": None})[:-1]

@@ -184,7 +184,7 @@ class Marked:
 
 
 def check_generation(whole: str, spans: list[tuple[int, int]], bounds: tuple[int, int, int], turn: int) -> None:
-    """What `{% generation %}` encloses of the last answer, but for white space, is what generation gives.
+    """Checks that `{% generation %}` encloses the generated text of the last answer, but for white space.
 
     `bounds`: where in `whole` the turn's header begins, which SmolLM3 encloses, too; the answer; and its end.
     """

@@ -134,7 +134,7 @@ if TYPE_CHECKING:
 Family = Literal["sums", "calls", "functions", "topics"]
 
 SOURCES = {"stdlib-chat": "chat", "stdlib-preference": "preference"}
-"""What --source names -> the --format of its records."""
+"""Name of a --source -> the --format of its records."""
 _VALIDATION = "/validation"
 """After a source's name: what it holds out."""
 _HELD_OUT = 0.1
@@ -143,7 +143,7 @@ _BELOW = 40
 _PAIR = 200
 """Characters of two rows, a question twice: a longer pair would not fit the short sequences of the recipe."""
 _CALLS = 1500
-"""Of each tool."""
+"""Calls of each tool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ class Lesson:
 
     family: Family
     subject: str
-    """What decides whether it is held out."""
+    """Key of the draw that decides if it is held out."""
     question: str
     answer: str
     tool: str | None = None
@@ -163,7 +163,7 @@ class Lesson:
 
     @property
     def split(self) -> Split:
-        """Which side it is on."""
+        """The lesson's split."""
         return "validation" if draw(f"{self.family} {self.subject}".encode()) < _HELD_OUT else "train"
 
     def messages(self) -> list[dict[str, Any]]:
@@ -211,7 +211,7 @@ def lines(source: str, split: Split) -> list[str]:
 
 
 def is_made(source: str) -> bool:
-    """Whether a name that a user gives is a source of this module; a file of that name comes first."""
+    """True if a user's name is a source of this module; a file of that name takes precedence."""
     return source.removesuffix(_VALIDATION) in SOURCES and not os.path.exists(source)
 
 

@@ -35,7 +35,7 @@ class OnHub:
 
 
 def parts_of(source: str) -> OnHub | None:
-    """What a source says of the Hub; None: it is no such name, or a file that is called so."""
+    """Parses the name of a source on the Hub; None: it is no such name, or a file has it."""
     found = None if Path(source).exists() else _SOURCE.fullmatch(source)
     if found is None or not is_name(found[1]):
         return None

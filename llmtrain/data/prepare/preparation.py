@@ -1,4 +1,4 @@
-"""From text to a folder of token shards that training maps into memory.
+"""Prepares text: a folder of token shards that training maps into memory.
 
     find files -> cut into units -> tokenizer -> workers write shards, one pair a unit -> manifest.json, last
 

@@ -1,4 +1,4 @@
-"""From a piece of a file to its documents, one at a time; whatever is wrong with a record becomes a `Rejection`.
+"""Reads the documents in a piece of a file, one at a time; a record that cannot be used becomes a `Rejection`.
 
 Memory stays flat: compressed files are streamed, jsonl is read line by line with a limit, parquet and Arrow
 in small batches. A file that breaks in the middle (truncated gzip, corrupt row group) gives what came before
@@ -160,7 +160,7 @@ def _open(path: str) -> BinaryIO:
 
 
 def _broken(error: Exception) -> str | None:
-    """Why a compressed stream cannot be read on; None when the error is the machine's and not the file's."""
+    """Reason for which a compressed stream is unreadable; None when the error is the machine's and not the file's."""
     if isinstance(error, EOFError):
         return "truncated: the compressed data ends before its end marker"
     if isinstance(error, (zlib.error, gzip.BadGzipFile)):
@@ -445,7 +445,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _named(value: object) -> dict[str, str]:
-    """What JSON has no form for (bytes, a date), so that nobody takes it for a text."""
+    """Placeholder for a value without a JSON form (bytes, a date), so that nobody takes it for a text."""
     return {type(value).__name__: repr(value)}
 
 

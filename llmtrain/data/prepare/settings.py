@@ -1,4 +1,4 @@
-"""What `llmtrain prepare` is asked for."""
+"""Settings of `llmtrain prepare`, checked."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHAT_FORMATS = ("chat", "preference", "unpaired", "prompt")
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareSettings:
-    """What to prepare, and how. Exactly one of `tokenizer` and `vocab_size` is given."""
+    """Settings of one preparation. Exactly one of `tokenizer` and `vocab_size` is given."""
 
     sources: tuple[str, ...]
     out: str
@@ -29,7 +29,7 @@ class PrepareSettings:
     field: str = "text"
     format: str = "auto"
     validation_sources: tuple[str, ...] = ()
-    """What validation consists of; then nothing of `sources` is held out."""
+    """Sources of the validation split; with them nothing of `sources` is held out."""
     validation_fraction: float | None = None
     """Share of `sources` that is held out: 0.05, or 0 with `validation_sources`, if it is not given."""
     max_document_bytes: int = 16 << 20

@@ -1,4 +1,4 @@
-"""From what a user names (files, folders, globs, `stdlib`, `hf:ORG/NAME`) to work units, which only the input decides.
+"""Cuts a user's sources (files, folders, globs, `stdlib`, `hf:ORG/NAME`) into work units, by the input alone.
 
 A unit is what one worker turns into one pair of shards (train and validation). How the input is cut into
 units never depends on the number of processes; that is why any number of them writes the same bytes.
@@ -69,7 +69,7 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """What one worker does in one go; `index` names its shards."""
+    """Input of one pair of shards, which one worker processes; `index` names the shards."""
 
     index: int
     pieces: tuple[Piece, ...]
@@ -148,7 +148,7 @@ def _within(folder: str, paths: list[str], option: str) -> list[str]:
 
 
 def _hub_files(found: hub.OnHub, form: str) -> list[SourceFile]:
-    """Those of a commit that `hub.fetched` has chosen. Their time is the commit's, on every host: 0."""
+    """Files of the commit that `hub.fetched` has chosen. Time 0 on every host: the commit already fixes them."""
     assert found.revision is not None
     root = found.repository.snapshot(found.revision)
     names = hub.chosen(known_files(found.repository, found.revision), found)

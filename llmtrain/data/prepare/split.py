@@ -40,7 +40,7 @@ def parts(text: str, data: bytes, fraction: float, cut_bytes: int) -> list[tuple
 
 
 def _boundary(text: str, share: float) -> int | None:
-    """Where to cut, with about `share` of the characters after it: a paragraph's end, else a line's, else a word's.
+    """Position of a cut with about `share` of the characters after it: a paragraph's end, else a line's, else a word's.
 
     At most a tenth of the smaller part off the mark; a text without any of the three is cut at the mark itself.
     """

@@ -44,7 +44,7 @@ _BATCH_DOCUMENTS = 256
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSettings:
-    """What every unit is processed with."""
+    """Settings that every unit is processed with."""
 
     out: str
     field: str
@@ -138,7 +138,7 @@ class _ShardWriter:
         self.documents += len(rows)
 
     def of_chat(self) -> dict[str, int]:
-        """What the manifest tells of conversations: counted tokens, and tokens of the longest row or pair."""
+        """The manifest's figures of conversations: counted tokens, and tokens of the longest row or pair."""
         together = 2 if self._chat is not None and self._chat.pairs else 1
         lengths = np.array(self._lengths, dtype=np.int64).reshape(-1, together).sum(1)
         return {"counted": sum(int(row.sum()) for row in self._counted), "longest": int(lengths.max(initial=0))}
@@ -173,7 +173,7 @@ class _ShardWriter:
 
 @dataclass
 class _Written:
-    """What a unit's record says of its documents."""
+    """Counts and hashes of a unit's documents, for its record."""
 
     rejected: list[Rejection] = field(default_factory=list)
     content: int = 0
@@ -182,9 +182,9 @@ class _Written:
     left_out: int = 0
     """Documents for training that are in --validation-source, too."""
     hashes: bytearray = field(default_factory=bytearray)
-    """Of a unit for validation, 16 bytes each."""
+    """Hashes of a validation unit's documents, 16 bytes each."""
     sample: list[dict[str, Any]] = field(default_factory=list)
-    """Of conversations, `kept` for the first ones."""
+    """`kept` for the first conversations."""
     lowest_draw: float = 1.0
     """The smallest validation fraction that would hold one of the documents out whole."""
 

@@ -1,4 +1,4 @@
-"""How well counting does: the validation loss of a unigram and of a bigram model of the same training tokens.
+"""N-gram baselines: the validation loss of a unigram and of a bigram model of the same training tokens.
 
 A language model that has learnt anything beats both. To be fair to them, the few smoothing constants are chosen
 on the validation tokens themselves, which can only flatter the baselines.
@@ -27,13 +27,13 @@ class _Counts:
     """Training counts looked up at the validation positions [N], and of the whole vocabulary."""
 
     unigram: np.ndarray
-    """How often each token occurs, [vocab_size]."""
+    """Occurrences of each token, [vocab_size]."""
     pair: np.ndarray
-    """How often the position's token follows the one before it, [N]."""
+    """Occurrences of the position's token after the one before it, [N]."""
     context: np.ndarray
-    """How often the token before it is followed by anything, [N]."""
+    """Occurrences of the token before it with any successor, [N]."""
     followers: np.ndarray
-    """How many different tokens follow the one before it, [N]."""
+    """Number of different tokens that follow the one before it, [N]."""
 
 
 def ngram_baselines(data: TrainData, *, sequences: int) -> tuple[float, float]:

@@ -40,7 +40,7 @@ _AT_ONCE = 1 << 22  # tokens whose bits of the mask are read at once
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """What a column belongs to."""
+    """Identity of a column: the model and the data that its numbers come from."""
 
     weights: str
     """`weights_hash` of the reference's parameters."""
@@ -53,12 +53,12 @@ class Reference:
 
 
 def numbers(manifest: Manifest, split: Split) -> int:
-    """How many the column of a split has."""
+    """Number of values in the column of a split."""
     return manifest.documents[split] * (2 if (manifest.chat or {}).get("unpaired") else 1)
 
 
 def weights_hash(checksums: Mapping[str, int]) -> str:
-    """Of the checksums of all parameters by name."""
+    """Hash of a model: of the checksums of all parameters by name."""
     return xxhash.xxh3_128_hexdigest(json.dumps(sorted(checksums.items())).encode())
 
 
@@ -103,14 +103,14 @@ def read_reference(folder: PreparedSet, precision: str) -> tuple[Reference, dict
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherColumn:
-    """What a column belongs to."""
+    """Identity of a column: the model and the data that its numbers come from."""
 
     weights: str
     """`weights_hash` of the teacher's parameters."""
     data: str
     """The manifest's data_fingerprint: tokenizer, tokens, and what is counted of them."""
     windows: list[Any] | None
-    """Of texts: sequence length, isolate_documents, mask_document_starts. None: of conversations."""
+    """For texts: sequence length, isolate_documents, mask_document_starts. None: for conversations."""
     top_k: int
     temperature: float
     vocabulary: int
@@ -124,12 +124,12 @@ class TeacherColumn:
 
     @property
     def dtype(self) -> np.dtype:
-        """Of the words."""
+        """Type of the ids on disk."""
         return np.dtype("<u2" if self.vocabulary <= 1 << 16 else "<u4")
 
     @property
     def bytes_a_place(self) -> int:
-        """Of both files."""
+        """Bytes of one place in both files."""
         return 4 * (self.top_k + 1) + self.dtype.itemsize * self.top_k
 
 
@@ -154,7 +154,7 @@ class Taught:
 
 
 def row_places(stream: TokenStream, lengths: np.ndarray) -> np.ndarray:
-    """Of conversations: where the places of each row begin, and where they end: int64 [rows + 1]."""
+    """Beginnings of each row's places in a column of conversations, and the last one's end: int64 [rows + 1]."""
     ends = np.cumsum(lengths)
     starts, found, row = ends - lengths, [np.zeros(1, dtype=np.int64)], 0
     while row < len(lengths):

@@ -41,7 +41,7 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """What one forward pass of one rank gets: b sequences of T tokens."""
+    """Input of one forward pass of one rank: b sequences of T tokens."""
 
     inputs: torch.Tensor
     """int64 [b, T]."""
@@ -55,12 +55,12 @@ class MicroBatch:
     """Labels that count, on a device, where counting them would make the host wait."""
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same with every tensor there; the host does not wait."""
+        """Copy with every tensor on `device`; the host does not wait."""
         counted = int((self.labels != IGNORED).sum()) if self.labels.device.type == "cpu" else self.counted
         return replace(self._with(lambda tensor: tensor.to(device, non_blocking=True)), counted=counted)
 
     def pinned(self) -> MicroBatch:
-        """The same in page-locked memory."""
+        """Copy in page-locked memory."""
         return self._with(torch.Tensor.pin_memory)
 
     def _with(self, change: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
@@ -82,7 +82,7 @@ class TaughtBatch(MicroBatch):
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerBatch(MicroBatch):
-    """Of A answers. Of preferences: 2p is the chosen one of pair p, 2p + 1 the rejected."""
+    """Micro-batch of A answers. Preferences: 2p is the chosen one of pair p, 2p + 1 the rejected."""
 
     answers: torch.Tensor
     """int64 [b, T]: which answer a token belongs to; A: none."""
@@ -94,12 +94,12 @@ class AnswerBatch(MicroBatch):
 
 @dataclass(frozen=True, kw_only=True)
 class UnpairedBatch(AnswerBatch):
-    """Of answers judged alone."""
+    """Micro-batch of unpaired answers, each with a label of its own."""
 
     desirable: torch.Tensor
     """bool [A]."""
     mismatched: AnswerBatch
-    """The same prompts, each with the answer to another one. It stays on the host."""
+    """This micro-batch's prompts, each with the answer to another one. It stays on the host."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +127,7 @@ def _micro_batch(read: Callable[[int], Window], indices: list[int], rows: int, p
 
 
 def _stacked(windows: list[Window], indices: list[int]) -> MicroBatch:
-    """Of windows, of which the first len(indices) count."""
+    """Micro-batch of windows, of which the first len(indices) count."""
     inputs = torch.from_numpy(np.stack([window.inputs for window in windows]))
     labels = torch.from_numpy(np.stack([window.labels for window in windows]))
     labels[len(indices) :] = IGNORED
@@ -247,7 +247,7 @@ class TrainLoader:
             self._begin(index)
 
     def share(self, sequences: Sequence[int]) -> None:
-        """From the next step on each rank takes so many sequences of a step. What was read ahead is read again."""
+        """Change each rank's sequences of a step, from the next step on. Batches read ahead are read again."""
         self.close()
         self._sequences = sequences
         self._begin(self.next_index)

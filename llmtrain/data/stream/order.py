@@ -23,7 +23,7 @@ class _Node:
     left: _Node | int
     right: _Node | int
     share: Fraction
-    """Of the sequences that reach this node, what goes left."""
+    """Share of the sequences that reach this node which goes left."""
 
     def left_count(self, k: int) -> int:
         a, b = self.share.numerator, self.share.denominator
@@ -62,7 +62,7 @@ class Mixture:
         return node, k
 
     def counts(self, k: int) -> list[int]:
-        """How many of the first k sequences come from each set."""
+        """Number of the first k sequences that come from each set."""
         counts = [0] * len(self.shares)
         pending: list[tuple[_Node | int, int]] = [(self._root, k)]
         while pending:
@@ -92,7 +92,7 @@ _ROUNDS = 8  # four would do for statistics on large n; small epochs need more t
 
 
 def permute(n: int, seed: int, epoch: int, member: int, index: int) -> int:
-    """Where position `index` of the epoch lies in [0, n). `member` is the set's place in a mixture (0 outside one).
+    """Sample in [0, n) at position `index` of the epoch. `member` is the set's place in a mixture (0 outside one).
 
     For fixed (n, seed, epoch, member) this is a permutation of [0, n).
     """
@@ -113,7 +113,7 @@ def permute(n: int, seed: int, epoch: int, member: int, index: int) -> int:
 
 
 def rows_of(sequences: Sequence[int], accumulation: int, micro: int, group: int) -> range:
-    """Which sequences of a step, counted from its first, one micro-batch of a group holds.
+    """Sequences of a step, counted from its first, that one micro-batch of a group holds.
 
     Each of the step's sequences is in one micro-batch of one group; the micro-batches of a group differ by one at most.
     Equal shares give the order of equal ranks: micro-batch by micro-batch, within each group by group.

@@ -129,7 +129,7 @@ class TrainData:
         return hashes
 
     def places(self, split: Split, index: int) -> np.ndarray:
-        """Of the labels that count in a sequence of a run with one set: where they are in the teacher's column."""
+        """Places in the teacher's column of a sequence's counted labels, in a run with one set."""
         windows = self._members[0].train if split == "train" else self._members[0].validation
         own = permute(windows.count, self._config.seed if split == "train" else 0, 0, 0, index)
         return windows.places(own, windows.read(own))

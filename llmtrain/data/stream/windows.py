@@ -43,7 +43,7 @@ def positions_of(inputs: np.ndarray, separator_id: int) -> np.ndarray:
 
 
 def windows_in(tokens: int, sequence_length: int) -> int:
-    """How many windows a stream of `tokens` has: the last label of a window is the first input of the next."""
+    """Number of windows in a stream of `tokens`: the last label of a window is the first input of the next."""
     return max(0, (tokens - 1) // sequence_length)
 
 
@@ -54,17 +54,17 @@ class Window(NamedTuple):
     labels: np.ndarray
     """Already shifted; -100 is not counted."""
     positions: np.ndarray | None
-    """Of each token in its document; None: the sequence is one text."""
+    """Each token's position in its document; None: the sequence is one text."""
     rows: np.ndarray | None = None
-    """Of preferences, int64 [2 pairs]: which rows of the split are its first documents, chosen and rejected in turn."""
+    """Rows of the split that are its first documents, int64 [2 pairs]: of preferences, chosen and rejected in turn."""
     reference: np.ndarray | None = None
     """Their log-probabilities under the reference, fp32 [2 pairs], where the run has one."""
     desirable: np.ndarray | None = None
-    """Of unpaired answers, bool [rows]: whether each is desired; `rows` and `reference` are [rows], too."""
+    """Labels of unpaired answers, bool [rows]: True if desired; `rows` and `reference` are [rows], too."""
     mismatched: Window | None = None
-    """Of unpaired answers: the same prompts, each with the answer to another one. Its rows come after the split's."""
+    """For unpaired answers: its prompts, each with the answer to another one. Their rows come after the split's."""
     words: np.ndarray | None = None
-    """Where the run has a teacher's column, int64 [T, k]: its likeliest words in place of each label that counts."""
+    """Ids that the teacher finds likeliest in place of each counted label, int64 [T, k]; None: no teacher's column."""
     logs: np.ndarray | None = None
     """fp32 [T, k + 1]: the logarithms of their probabilities, and of the mass of all others; 0 where none counts."""
 
@@ -88,17 +88,17 @@ class Texts:
 
     @property
     def context(self) -> list[Any] | None:
-        """What a token's prediction depends on beside the tokens before it."""
+        """Settings on which a token's prediction depends beside the tokens before it."""
         config = self._config
         return [config.sequence_length, config.isolate_documents, config.mask_document_starts]
 
     @property
     def place_count(self) -> int:
-        """Of a teacher's column (teacher.py)."""
+        """Places in a teacher's column (columns.py)."""
         return self.count * self._config.sequence_length
 
     def places(self, index: int, window: Window) -> np.ndarray:
-        """Those of the labels that count in this window, int64 [labels]."""
+        """Places of this window's counted labels, int64 [labels]."""
         return index * self._config.sequence_length + np.flatnonzero(window.labels != IGNORED)
 
 
@@ -291,5 +291,5 @@ class Unpaired(Conversations):
 
 
 def kind_of(chat: dict[str, Any]) -> type[Conversations]:
-    """From the manifest's `chat`."""
+    """Class for the rows that the manifest's `chat` describes."""
     return Preferences if chat.get("pairs") else Unpaired if chat.get("unpaired") else Conversations

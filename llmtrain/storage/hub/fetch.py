@@ -28,9 +28,9 @@ from llmtrain.storage.hub.names import COMMIT, Repository
 from llmtrain.storage.hub.trouble import explain
 
 Choose = Callable[[Sequence[str], Path], Sequence[str]]
-"""From the names of all files, and the folder with those that were chosen before, to the names of those to fetch."""
+"""Chooses the files to fetch, given the names of all and the folder with those that were fetched before."""
 Wrong = Callable[[str], UserError]
-"""From what is wrong to an error that names key and value before it."""
+"""Makes an error of a text, with key and value before it."""
 
 _NOTES = "llmtrain"  # a folder beside huggingface_hub's own, and deleted with them
 _CHUNK = 8 << 20  # bytes
@@ -48,7 +48,7 @@ class Snapshot:
 
 @dataclass(frozen=True, kw_only=True)
 class _File:
-    """What the Hub says of a file."""
+    """The Hub's record of a file."""
 
     size: int | None
     """Bytes."""
@@ -117,7 +117,7 @@ def _commit_here(repository: Repository, revision: str | None) -> str | None:
 
 
 def _launch() -> str:
-    """The same for the ranks of a launch on this host, and for no other process: who started them."""
+    """Key that the ranks of a launch on this host share, and no other process has: their parent."""
     parent = os.getppid()
     with contextlib.suppress(psutil.Error):
         return f"{socket.gethostname()} {parent} {psutil.Process(parent).create_time()}"
@@ -158,7 +158,7 @@ def _ask(repository: Repository, revision: str | None, wrong: Wrong) -> tuple[st
 
 
 def _noted(repository: Repository, commit: str) -> dict[str, _File]:
-    """What the Hub said of a commit when it was asked before."""
+    """The Hub's earlier answer about a commit, from the cache."""
     files = _read_note(repository, commit).get("files")
     return {name: _File(size=size, checksum=checksum) for name, (size, checksum) in (files or {}).items()}
 
@@ -287,7 +287,7 @@ def _note(repository: Repository, name: str, values: dict[str, Any]) -> None:
 
 
 def _refer(repository: Repository, revision: str, commit: str) -> None:
-    """What huggingface_hub notes, too: the commit of a branch, for the time without a network."""
+    """Record the commit of a branch as huggingface_hub does, for the time without a network."""
     with contextlib.suppress(OSError):
         path = repository.folder / "refs" / revision
         path.parent.mkdir(parents=True, exist_ok=True)

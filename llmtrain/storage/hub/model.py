@@ -1,4 +1,4 @@
-"""Which files of a model's repository are needed: its settings, and the safetensors that they name. Never a pickle."""
+"""Selects the files of a model's repository: its settings, and the safetensors that they name. Never a pickle."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ Kind = Literal["model", "dataset"]
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-"""Which file holds which weight, where there are several."""
+"""Index of the weights' files, where there are several."""
 
 _PART = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?"
 _NAME = re.compile(rf"{_PART}/{_PART}")
@@ -22,7 +22,7 @@ REVISION = re.compile(r"(?!.*(?:\.\.|//))[A-Za-z0-9_][A-Za-z0-9._/-]*")
 
 
 def is_name(text: str) -> bool:
-    """Whether this has the form ORG/NAME of a repository and nothing on this host is called so: what is here wins."""
+    """True if this has the form ORG/NAME of a repository and no path on this host has the name: a local path wins."""
     return bool(_NAME.fullmatch(text)) and "--" not in text and ".." not in text and not os.path.lexists(text)
 
 
@@ -36,7 +36,7 @@ class Repository:
 
     @property
     def folder(self) -> Path:
-        """Where this host's cache keeps it; huggingface_hub's own layout."""
+        """Its folder in this host's cache; huggingface_hub's own layout."""
         return _cache() / "--".join([f"{self.kind}s", *self.name.split("/")])
 
     @property
@@ -83,7 +83,7 @@ def leads_out(folder: Path, path: Path) -> Path | None:
 
 
 def commit_of(folder: Path) -> tuple[Repository, str] | None:
-    """What a folder in some host's cache holds: .../models--ORG--NAME/snapshots/COMMIT. None: it is no such folder."""
+    """Parses a folder of a host's cache, .../models--ORG--NAME/snapshots/COMMIT. None: it is no such folder."""
     kind, *parts = folder.parent.parent.name.split("--")
     name = "/".join(parts)
     if folder.parent.name != "snapshots" or not COMMIT.fullmatch(folder.name) or kind not in ("models", "datasets"):

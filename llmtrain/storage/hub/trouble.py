@@ -1,4 +1,4 @@
-"""What keeps something on the Hub from being read or written: said in words, and told apart."""
+"""Diagnoses of failed reads from the Hub and writes to it, in words."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Said(str):
 
 
 def explain(error: BaseException | None, repository: Repository, revision: str | None) -> Said:
-    """Why a repository cannot be used. `error`: what huggingface_hub raised; None: HF_HUB_OFFLINE forbids to ask."""
+    """Diagnosis of an unusable repository. `error`: huggingface_hub's; None: HF_HUB_OFFLINE forbids to ask."""
     asked = f"revision {revision or 'main'}"
     where = f"on the Hub ({endpoint()})"
     if repository.kind == "model":  # it may be the path of a folder, misspelt
@@ -102,7 +102,7 @@ def _who() -> str:
 
 
 def explain_push(error: BaseException, repository: Repository) -> str:
-    """Why something cannot be published."""
+    """Diagnosis of a failed upload."""
     status = _status(_chain(error))
     if status == 401:
         return f"the Hub ({endpoint()}) does not take the token that is set. Renew HF_TOKEN."
