@@ -1,4 +1,4 @@
-"""Each command that takes a run takes it in the same words: RUN.yaml or --config RUN.yaml, with overrides in any place."""
+"""Each command that takes a run takes it in the same words: RUN.yaml or --config RUN.yaml, overrides in any place."""
 
 from __future__ import annotations
 
