@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from typing import Any, ClassVar, Self
 
 
@@ -71,6 +71,19 @@ def bounded(default: Any, bound: Bound | None, remedy: str = "") -> Any:
     return field(default=default, metadata={"bound": bound, "remedy": remedy})
 
 
+def joined(default: Any, json_key: str, bound: Bound, remedy: str) -> Any:
+    """A dataclass field that may stand in the DeepSpeed JSON instead, under `json_key`.
+
+    Its value is None where the YAML does not give it, until the two files are joined; if neither gives it, `default`.
+    """
+    return field(default=None, metadata={"bound": bound, "remedy": remedy, "json": json_key, "default": default})
+
+
+def default_of(item: Field[Any]) -> Any:
+    """The value of a field that nobody gives."""
+    return item.metadata.get("default", item.default)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Choice:
     """Base of the sections whose class is selected by a name in the section, such as `schedule.name`."""
@@ -124,12 +137,17 @@ class Choice:
     def defaults(cls, name: str) -> list[Any]:
         """The defaults of a field in the choices that have it."""
         owned = (cls.CHOICES[owner].__dataclass_fields__[name] for owner in cls.owners(name))
-        return [item.default for item in owned]
+        return [default_of(item) for item in owned]
 
     @classmethod
     def refusal(cls, name: str) -> tuple[str, str]:
         """(rule, remedy) for a field of other choices: the one sentence for YAML, command line and JSON."""
-        owners, selector = cls.owners(name), f"{cls.SECTION}.{cls.SELECTOR}"
+        return cls.refusal_of(cls.owners(name))
+
+    @classmethod
+    def refusal_of(cls, owners: list[str]) -> tuple[str, str]:
+        """(rule, remedy) for what only these choices have."""
+        selector = f"{cls.SECTION}.{cls.SELECTOR}"
         one_of = "one of " if len(owners) > 1 else ""
         return (
             f"belongs to {selector} {either(owners)}",

@@ -8,8 +8,10 @@ import os
 from typing import TYPE_CHECKING
 
 from llmtrain.base import units
+from llmtrain.base.choice import either
 from llmtrain.commands import completion
 from llmtrain.config.dump import dump
+from llmtrain.config.json_schema import json_schema
 from llmtrain.config.load import load, run_words
 from llmtrain.config.pinned import with_base
 from llmtrain.config.problems import closest, stop
@@ -23,15 +25,19 @@ if TYPE_CHECKING:  # torch is for those who ask
 USAGE = """\
 usage: llmtrain config check RUN.yaml [--SECTION.FIELD VALUE ...] [--world-size N] [--data]
        llmtrain config show  RUN.yaml [--SECTION.FIELD VALUE ...] [--world-size N]
+       llmtrain config schema
 
 check   does all that `llmtrain train` does before it needs a device: YAML, DeepSpeed JSON, paths, DeepSpeed's own
         checks, the model without its weights, the data's shards; no GPU, some seconds, and no network unless
         model.pretrained is a name on the Hub, which is fetched
 show    prints the resolved YAML and the exact dict that DeepSpeed will get, in a fraction of a second
+schema  prints the JSON Schema of a run's YAML, for editors
 
 --world-size N   ranks to check for (default: WORLD_SIZE, or 1)
 --data           check reads the prepared data, too, and compares it with its checksums
 """
+
+_ACTIONS = ["check", "show", "schema"]
 
 
 def main(argv: list[str]) -> int:
@@ -40,8 +46,8 @@ def main(argv: list[str]) -> int:
     Raises: ConfigError.
     """
     parser = argparse.ArgumentParser(prog="llmtrain config")
-    parser.add_argument("action", choices=["check", "show"])
-    parser.add_argument("run")
+    parser.add_argument("action", choices=_ACTIONS)
+    parser.add_argument("run", nargs="?")
     parser.add_argument("--world-size")
     parser.add_argument("--data", action="store_true")
     completion.offer_run(parser)
@@ -49,11 +55,16 @@ def main(argv: list[str]) -> int:
         print(USAGE, end="")
         return 0
     action, rest = argv[0], argv[1:]
-    if action not in ("check", "show"):
-        near = closest(action, ("check", "show"))
-        raise stop("llmtrain config", action, "is not a command", f"did you mean {near}?" if near else "check or show")
+    if action not in _ACTIONS:
+        near = closest(action, _ACTIONS)
+        raise stop("llmtrain config", action, "is not a command", f"did you mean {near}?" if near else either(_ACTIONS))
     if "-h" in rest or "--help" in rest:
         print(USAGE, end="")
+        return 0
+    if action == "schema":
+        if rest:
+            raise stop("llmtrain config schema", rest[0], "takes no words: there is one schema", "remove it")
+        print(json.dumps(json_schema(), indent=1))
         return 0
     world_size, source, rest = _world_size(rest)
     reads_data, rest = "--data" in rest, [word for word in rest if word != "--data"]

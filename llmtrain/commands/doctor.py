@@ -37,7 +37,7 @@ from llmtrain.config.rules import has_checkpoints, reads_weights
 from llmtrain.config.run import ResolvedRun, RunConfig
 from llmtrain.config.topology import Mix, ring_bytes
 from llmtrain.data.manifest import SPLITS, read_manifest
-from llmtrain.optim.optimizers import OPTIMIZERS
+from llmtrain.optim.optimizers import Optimizer
 from llmtrain.storage.hub.model import weights
 from llmtrain.storage.hub.names import INDEX, is_name
 
@@ -52,7 +52,7 @@ def needs(config: str, run: RunConfig, mix: Mix, run_dir: str) -> Needs:
         folders=tuple(_read_by(run)),
         folder=run.checkpoint.dir or run_dir,
         own_folders=run.checkpoint.dir is not None,
-        ops=OPTIMIZERS[mix.optimizer].host_ops if mix.offload_optimizer else (),
+        ops=Optimizer.CHOICES[mix.optimizer].host_ops if mix.offload_optimizer else (),
     )
 
 

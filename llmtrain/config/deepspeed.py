@@ -17,9 +17,9 @@ from llmtrain.config.batch import Batch
 from llmtrain.config.ds_json import lookup
 from llmtrain.config.pipeline import read_partition
 from llmtrain.config.problems import Problems, show, stop
-from llmtrain.config.run import ResolvedOptim, RunConfig
+from llmtrain.config.run import RunConfig
 from llmtrain.config.topology import Degrees, Mix, clashes
-from llmtrain.optim.optimizers import OPTIMIZERS
+from llmtrain.optim.optimizers import Optimizer
 
 # DeepSpeed prints a line every `steps_per_print` steps, and its pipeline engine divides by it: so not None.
 NEVER = 2**31 - 1
@@ -65,7 +65,7 @@ class Facts:
     notes: tuple[str, ...]
 
 
-def read_facts(tree: dict[str, Any], path: str, run: RunConfig, optim: ResolvedOptim, problems: Problems) -> Facts:
+def read_facts(tree: dict[str, Any], path: str, run: RunConfig, optim: Optimizer, problems: Problems) -> Facts:
     """Resolve every "auto" that is not shared with the YAML, and refuse illegal mixes."""
     tree = copy.deepcopy(tree)
     notes: list[str] = []
@@ -116,7 +116,7 @@ def read_facts(tree: dict[str, Any], path: str, run: RunConfig, optim: ResolvedO
         tree["zero_optimization"] = {**zero, "stage": 1}
         mix = replace(mix, zero_stage=1)
         notes.append(f"{path}: {why}")
-    if mix.zero_stage == 3 and "scattered gradients" in OPTIMIZERS[mix.optimizer].refuses:
+    if mix.zero_stage == 3 and "scattered gradients" in optim.refuses:
         tree["zero_optimization"]["reduce_scatter"] = False  # DeepSpeed's default is true
     if bf16_moments:
         notes.append(

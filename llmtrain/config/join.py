@@ -6,35 +6,31 @@ llmtrain's default, which is written down here once.
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import fields, replace
 from typing import Any
 
+from llmtrain.base.choice import default_of, either
+from llmtrain.base.errors import ConfigError
+from llmtrain.config import ds_json
 from llmtrain.config.ds_json import lookup
 from llmtrain.config.problems import Places, Problems, closest, show
-from llmtrain.config.run import ResolvedOptim, RunConfig
-from llmtrain.optim.optimizers import OPTIMIZERS, Optimizer
+from llmtrain.config.run import RunConfig
+from llmtrain.optim.optimizers import Optimizer
 from llmtrain.optim.schedules import Falling
 
 SHARED: dict[str, str] = {
     "train.global_batch": "train_batch_size",
     "train.micro_batch": "train_micro_batch_size_per_gpu",
     "train.accumulation": "gradient_accumulation_steps",
-    "optim.clip_norm": "gradient_clipping",
-    "optim.lr": "optimizer.params.lr",
-    "optim.betas": "optimizer.params.betas",
-    "optim.eps": "optimizer.params.eps",
-    "optim.weight_decay": "optimizer.params.weight_decay",
+    **{
+        f"optim.{item.name}": item.metadata["json"]
+        for optimizer in Optimizer.CHOICES.values()
+        for item in fields(optimizer)
+        if "json" in item.metadata
+    },
 }
 """YAML key -> JSON key of the same value. optim.name and optimizer.type are joined by `_join_name`."""
-
-DEFAULTS: dict[str, Any] = {
-    "optim.name": "adamw",
-    "optim.lr": 3e-4,
-    "optim.betas": (0.9, 0.95),
-    "optim.eps": 1e-8,
-    "optim.weight_decay": 0.1,
-    "optim.clip_norm": 1.0,
-}
 
 _NO_EFFECT = ("torch_adam", "fused")
 
@@ -60,7 +56,7 @@ def differ(
 
 def join_values(
     run: RunConfig, tree: dict[str, Any], places: Places, problems: Problems
-) -> tuple[RunConfig, ResolvedOptim, dict[str, str]]:
+) -> tuple[RunConfig, Optimizer, dict[str, str]]:
     """The run with every shared field filled in from YAML, JSON or default, except the three batch sizes.
 
     Returns also its optimizer, and where each value from the JSON stands (YAML key -> "FILE, JSON key"). Batch sizes
@@ -71,6 +67,9 @@ def join_values(
     origin: dict[str, str] = {}
     for yaml_key, json_key in SHARED.items():
         section, name = yaml_key.split(".")
+        item = getattr(run, section).__dataclass_fields__.get(name)
+        if item is None:
+            continue  # `_check_optimizer_params` finds it in the JSON
         ours = getattr(getattr(run, section), name)
         theirs = lookup(tree, json_key)
         if theirs == "auto":
@@ -81,15 +80,12 @@ def join_values(
         if ours is None and theirs is not None:
             origin[yaml_key] = f"{path}, {json_key}"
         value = ours if ours is not None else theirs
-        values[section][name] = DEFAULTS.get(yaml_key) if value is None else value
-    name = values["optim"]["name"] = _join_name(run, tree, places, problems)
-    unset = "optim.clip_norm" not in origin and run.optim.clip_norm is None
-    if unset and "clipping" in OPTIMIZERS[name].refuses:
-        values["optim"]["clip_norm"] = 0.0
+        values[section][name] = default_of(item) if value is None else value
+    _check_name(run, tree, places, problems)
     if "optimizer.type" not in problems:  # the parameters of another optimizer are no further mistakes
-        _check_optimizer_params(run, OPTIMIZERS[name], tree, places, problems)
+        _check_optimizer_params(run, tree, problems)
     run = replace(run, optim=replace(run.optim, **values["optim"]), train=replace(run.train, **values["train"]))
-    return run, ResolvedOptim(**vars(run.optim)), origin
+    return run, run.optim, origin
 
 
 def _typed(yaml_key: str, json_key: str, value: Any, path: str, problems: Problems) -> Any:
@@ -112,69 +108,67 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _join_name(run: RunConfig, tree: dict[str, Any], places: Places, problems: Problems) -> str:
+def optimizer_in(path: Any) -> str | None:
+    """The optim.name that a JSON's optimizer.type means; None: it means none, or `resolve` will tell what is wrong."""
+    try:
+        return _named(lookup(ds_json.read(path), "optimizer.type")) if isinstance(path, str) else None
+    except ConfigError:
+        return None
+
+
+def _named(json_type: Any) -> str | None:
+    types = {known.lower(): name for name, each in Optimizer.CHOICES.items() for known in each.json_types}
+    return types.get(json_type.lower()) if isinstance(json_type, str) else None
+
+
+def _check_name(run: RunConfig, tree: dict[str, Any], places: Places, problems: Problems) -> None:
     json_type = lookup(tree, "optimizer.type")
-    theirs = None
-    if isinstance(json_type, str) and json_type.lower() != "auto":
-        types = {known: entry.name for entry in OPTIMIZERS.values() for known in entry.json_types}
-        theirs = {known.lower(): name for known, name in types.items()}.get(json_type.lower())
-        if theirs is None:
-            ours_in_json = _either([f'"{entry.json_types[-1]}"' for entry in OPTIMIZERS.values()])
-            problems.add(
-                "optimizer.type", json_type, f"llmtrain trains with {_either(list(types))}",
-                f"write {ours_in_json}, or remove the optimizer section and set optim.name in the YAML",
-                run.deepspeed,
-            )  # fmt: skip
-    ours = run.optim.name
-    if ours is not None and theirs is not None and ours != theirs:
-        differ(
-            problems, "optim.name", ours, places.get("optim.name", "the YAML"),
-            "optimizer.type", json_type, run.deepspeed,
+    if not isinstance(json_type, str) or json_type.lower() == "auto":
+        return
+    theirs, known = _named(json_type), Optimizer.CHOICES.values()
+    if theirs is None:
+        problems.add(
+            "optimizer.type", json_type,
+            f"llmtrain trains with {either([kind for each in known for kind in each.json_types])}",
+            f"write {either([json.dumps(each.json_types[-1]) for each in known])}, or remove the optimizer section "
+            "and set optim.name in the YAML", run.deepspeed,
         )  # fmt: skip
-    return ours or theirs or DEFAULTS["optim.name"]
+    elif run.optim.name != theirs:
+        place = places.get("optim.name", "the YAML or its default")
+        differ(problems, "optim.name", run.optim.name, place, "optimizer.type", json_type, run.deepspeed)
 
 
-def _either(names: list[str]) -> str:
-    """`a, b or c`."""
-    return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
-
-
-def _check_optimizer_params(
-    run: RunConfig, optimizer: Optimizer, tree: dict[str, Any], places: Places, problems: Problems
-) -> None:
-    """Optimizer parameters that are not shared: each is harmless, or an error. None is ignored silently."""
-    params = lookup(tree, "optimizer.params") or {}
-    owners = {param: entry.title for entry in OPTIMIZERS.values() for param in (*entry.params, *entry.fixed)}
-    shared = [key.rsplit(".", 1)[1] for key in SHARED.values() if key.startswith("optimizer.params.")]
-    for name, value in params.items():
+def _check_optimizer_params(run: RunConfig, tree: dict[str, Any], problems: Problems) -> None:
+    """Optimizer parameters that are not joined: each is harmless, or an error. None is ignored silently."""
+    optim, every = run.optim, Optimizer.CHOICES
+    owners = {choice: {*_params(each), *each.fixed} for choice, each in every.items()}
+    known = set().union(*owners.values())
+    for name, value in (lookup(tree, "optimizer.params") or {}).items():
         key = f"optimizer.params.{name}"
-        if name in _NO_EFFECT or (value in (None, "auto") and name in owners):
+        if name in _NO_EFFECT or name in _params(type(optim)) or (value in (None, "auto") and name in known):
             continue
-        if name in optimizer.params and name in shared:
-            continue  # it is joined already
-        if name in optimizer.params:
-            field = optimizer.params[name]
-            ours = getattr(run.optim, field)
-            if ours != value:
-                place = places.get(f"optim.{field}", "the YAML or its default")
-                differ(problems, f"optim.{field}", ours, place, key, value, run.deepspeed)
-        elif name in optimizer.fixed:
-            if value != optimizer.fixed[name]:
-                rule = f"llmtrain's {optimizer.title} has {name} = {show(optimizer.fixed[name])}"
+        if name in optim.fixed:
+            if value != optim.fixed[name]:
+                rule = f"llmtrain's {optim.title} has {name} = {show(optim.fixed[name])}"
                 problems.add(key, value, rule, "remove it", run.deepspeed)
-        elif name in owners:
-            instead = name == "momentum" and "betas" in optimizer.params
-            remedy = f"remove it ({optimizer.title}'s momentum is betas[0])" if instead else "remove it"
-            rule = f"{owners[name]} has such a parameter, {optimizer.title} has not"
+        elif having := [choice for choice, names in owners.items() if name in names]:
+            rule, remedy = Optimizer.refusal_of(having)
+            remedy += f" ({optim.title}'s momentum is betas[0])" if name == "momentum" else ""
             problems.add(key, value, rule, remedy, run.deepspeed)
         elif name == "max_grad_norm":
             remedy = "write gradient_clipping at the top level of the JSON, or optim.clip_norm in the YAML"
             problems.add(key, value, "clipping is not an optimizer parameter", remedy, run.deepspeed)
         else:
-            near = closest(name, [*owners, *_NO_EFFECT])
+            near = closest(name, [*known, *_NO_EFFECT])
             remedy = f"did you mean optimizer.params.{near}?" if near else "remove it"
-            rule = f"no such parameter of {_either([entry.title for entry in OPTIMIZERS.values()])}"
+            rule = f"no such parameter of {either([each.title for each in every.values()])}"
             problems.add(key, value, rule, remedy, run.deepspeed)
+
+
+def _params(optimizer: type[Optimizer]) -> set[str]:
+    """The keys of `optimizer.params` that are fields of this optimizer."""
+    keys = (item.metadata.get("json", "") for item in fields(optimizer))
+    return {key.removeprefix("optimizer.params.") for key in keys if key.startswith("optimizer.params.")}
 
 
 _NO_SECTION = "remove the scheduler section: the YAML's schedule decides anyway"

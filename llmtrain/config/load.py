@@ -20,6 +20,7 @@ from jsonargparse import ArgumentError, ArgumentParser
 
 from llmtrain.base.choice import Choice
 from llmtrain.config import ds_keys, model_tree, rules, strict_yaml, unknown
+from llmtrain.config.join import optimizer_in
 from llmtrain.config.problems import Problems, closest, show, stop
 from llmtrain.config.reference import choices, default_choice, help_text, schema, sections, type_name
 from llmtrain.config.resolve import resolve
@@ -29,7 +30,10 @@ COMMAND_LINE = "command line"
 _LAUNCHER_FLAGS = ("--local_rank", "--local-rank")
 _FREE_KEYS = ("model.config", "data.mixture")  # maps whose keys are the user's own
 
-FORMERLY = {"schedule": {"warmup_steps", "decay_steps", "min_ratio"}}
+FORMERLY = {
+    "schedule": {"warmup_steps", "decay_steps", "min_ratio"},
+    "optim": {"lr", "muon_lr", "muon_momentum", "betas", "eps", "weight_decay", "decay", "clip_norm"},
+}
 """Section -> the fields that llmtrain wrote into each config.yaml until November 2026, whichever choice was made."""
 
 _MOST_BRACKETS = 1_000
@@ -310,11 +314,12 @@ def _choose(tree: dict[str, Any], section: str, places: dict[str, str], problems
     dumped = FORMERLY[section] <= {key for key in fields_here if places.get(f"{section}.{key}") != COMMAND_LINE}
     for key in [key for key, value in fields_here.items() if value is None]:
         del fields_here[key]  # null is the default
-    name = fields_here.pop(base.SELECTOR, default_choice(section))
+    unnamed = (section == "optim" and optimizer_in(tree["deepspeed"])) or default_choice(section)
+    name = fields_here.pop(base.SELECTOR, unnamed)
     if not isinstance(name, str) or name not in base.CHOICES:
         key = f"{section}.{base.SELECTOR}"
         problems.add(key, name, *_type_words(key, name), places.get(key))
-        name = default_choice(section)
+        name = unnamed
     chosen: type[Choice] = base.CHOICES[name]
     for field in [field for field in fields_here if field not in chosen.own()]:
         value, key = fields_here.pop(field), f"{section}.{field}"

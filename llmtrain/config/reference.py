@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from llmtrain.base.choice import Bound, Choice
+from llmtrain.base.choice import Bound, Choice, default_of
 from llmtrain.config import ds_keys, together, topology
 from llmtrain.config.problems import show
 from llmtrain.config.run import RunConfig
@@ -146,7 +146,7 @@ def _doc(cls: type, field: str) -> str:
 
 def _default(item: Field[Any]) -> str:
     if item.default is not MISSING:
-        return show(item.default)
+        return show(default_of(item))
     return "required" if item.default_factory is MISSING else show(item.default_factory())
 
 

@@ -62,7 +62,6 @@ def resolve(
     return ResolvedRun(
         run=run,
         batch=batch,
-        optim=optim,
         mix=replace(facts.mix, degrees=degrees),
         deepspeed=exact,
         pipeline_partition=facts.pipeline_partition,

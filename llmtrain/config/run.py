@@ -24,7 +24,7 @@ from llmtrain.base.choice import (
 from llmtrain.config.batch import Batch
 from llmtrain.config.sites import SitesConfig
 from llmtrain.config.topology import Degrees, Mix
-from llmtrain.optim.optimizers import OptimizerName
+from llmtrain.optim.optimizers import AdamW, Optimizer
 from llmtrain.optim.schedules import Cosine, Schedule
 from llmtrain.storage.hub.names import local_folder
 
@@ -154,30 +154,6 @@ class ObjectiveConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimConfig:
-    """The optimizer."""
-
-    name: OptimizerName | None = None
-    """adamw (default); muon: Muon for the decoder layers' matrices, AdamW for the rest; lion. Or from the JSON."""
-    lr: float | None = bounded(None, Bound(above=0, at_most=1), "3e-4 is the default")
-    """Peak learning rate (of AdamW). Default 3e-4, or from the JSON."""
-    muon_lr: float = bounded(0.02, Bound(above=0, at_most=10), "0.02 is the default")
-    """Peak learning rate of the Muon group, used with `name: muon`."""
-    muon_momentum: float = bounded(0.95, BELOW_1, "0.95 is the default")
-    """Momentum of Muon."""
-    betas: tuple[float, float] | None = bounded(None, BELOW_1, "[0.9, 0.95]")
-    """AdamW's decay rates of the two moments. Default (0.9, 0.95), or from the JSON."""
-    eps: float | None = bounded(None, POSITIVE, "1e-8 is the default")
-    """AdamW's epsilon. Default 1e-8, or from the JSON."""
-    weight_decay: float | None = bounded(None, NOT_NEGATIVE, "0.1 is the default, 0 turns it off")
-    """Decoupled weight decay. Default 0.1, or from the JSON."""
-    decay: Literal["matrices", "all"] = "matrices"
-    """Which parameters decay: matrices, or biases, norms and other vectors as well (one group, as plain AdamW has)."""
-    clip_norm: float | None = bounded(None, NOT_NEGATIVE, "1.0 is the default, 0 turns it off")
-    """Largest global gradient norm; 0 = no clipping. Default 1.0 (Muon: 0), or from the JSON (gradient_clipping)."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """Batch, length, evaluation. Two of (global_batch, micro_batch, accumulation) give the third."""
 
@@ -288,29 +264,13 @@ class RunConfig:
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     data: DataConfig = field(default_factory=DataConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
-    optim: OptimConfig = field(default_factory=OptimConfig)
+    optim: Optimizer = field(default_factory=AdamW)
     schedule: Schedule = field(default_factory=Cosine)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     fault: FaultConfig = field(default_factory=FaultConfig)
     sites: SitesConfig = field(default_factory=SitesConfig)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ResolvedOptim:
-    """`OptimConfig` with every value there."""
-
-    name: OptimizerName
-    lr: float
-    muon_lr: float
-    muon_momentum: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-    decay: Literal["matrices", "all"]
-    clip_norm: float
-    """0 = no clipping."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -323,7 +283,6 @@ class ResolvedRun:
     run: RunConfig
     """As the user wrote it, every shared field filled in: for dumps, checkpoints, and what only the YAML says."""
     batch: Batch
-    optim: ResolvedOptim
     mix: Mix
     """How it computes; the degrees with the data-parallel one."""
     deepspeed: dict[str, Any]
@@ -338,6 +297,11 @@ class ResolvedRun:
     """Dotted key -> where the user wrote it, for messages."""
     notes: tuple[str, ...]
     """What was filled in or adapted, for the user to read."""
+
+    @property
+    def optim(self) -> Optimizer:
+        """The optimizer, no value missing."""
+        return self.run.optim
 
     @property
     def degrees(self) -> Degrees:

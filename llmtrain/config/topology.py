@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from llmtrain.optim.optimizers import OPTIMIZERS, Form, Optimizer, OptimizerName
+from llmtrain.optim.optimizers import Form, Optimizer
 
 
 def ranks_of_this_host() -> int:
@@ -94,7 +94,8 @@ class Mix:
     keep_attention: bool = False
     recomputes: bool = False
     """The JSON has an `activation_checkpointing` section."""
-    optimizer: OptimizerName = "adamw"
+    optimizer: str = "adamw"
+    """`optim.name`."""
     clip_norm: float = 0.0
     reduce_scatter: bool = False
     fp32_accumulation: bool = False
@@ -149,12 +150,12 @@ _ASKED: dict[Form, tuple[tuple[str, ...], Callable[[Mix], bool]]] = {
 """Form that an optimizer may refuse -> the keys that ask for it, and whether a run does."""
 
 
-def _refused(optimizer: Optimizer, form: Form) -> Rule:
+def _refused(optimizer: type[Optimizer], form: Form) -> Rule:
     keys, asked = _ASKED[form]
     why = optimizer.refuses[form]
     return Rule(
         keys=keys,
-        broken=lambda m: m.optimizer == optimizer.name and asked(m),
+        broken=lambda m: m.optimizer == optimizer.selected() and asked(m),
         reason=why.reason,
         remedy=why.remedy,
     )
@@ -267,7 +268,7 @@ RULES: tuple[Rule, ...] = (
         reason="tokens travel in numbers that the host reads in the middle of a layer, where torch.compile breaks it",
         remedy="set model.compile_layers to false",
     ),
-    *(_refused(optimizer, form) for optimizer in OPTIMIZERS.values() for form in optimizer.refuses),
+    *(_refused(optimizer, form) for optimizer in Optimizer.CHOICES.values() for form in optimizer.refuses),
 )
 
 

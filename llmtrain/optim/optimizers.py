@@ -1,16 +1,16 @@
-"""What is to be known of each optimizer without torch: one entry each, which every part asks. Standard library only.
+"""Optimizers as far as they are known without torch: the fields of `optim`, what each goes with, what it keeps.
 
-An optimizer is an entry here, the fields of `optim` that are its own (config/run.py), and its file of the engine.
+A new one is a class here, and its builder in engine/deepspeed/optimizers.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-OptimizerName = Literal["adamw", "muon", "lion"]
-"""`optim.name`."""
+from llmtrain.base.choice import BELOW_1, NOT_NEGATIVE, POSITIVE, Bound, Choice, joined
+
 PARAM = "param"
 """Kind of the fp32 master values in an optimizer's state; the other kinds are its names of its moments (`state`)."""
 Form = Literal["clipping", "offload", "scattered gradients", "fp32 sums at ZeRO 1", "bf16 moments", "tensor", "expert"]
@@ -26,52 +26,80 @@ class Refusal:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Optimizer:
-    """One optimizer."""
+class Optimizer(Choice, section="optim"):
+    """The optimizer. Fields that may stand in the JSON are None until `config/join.py` has joined the two."""
 
-    name: OptimizerName
-    title: str
-    """In sentences."""
-    json_types: tuple[str, ...]
-    """What `optimizer.type` of a DeepSpeed JSON may say for it, in any case; the last one is what we write."""
-    params: Mapping[str, str]
-    """What `optimizer.params` of a JSON may hold -> the field of `optim` of the same value: those that it uses."""
-    fixed: Mapping[str, Any]
-    """Further ones that may stand there with this value alone: llmtrain has no other."""
-    state: tuple[str, ...]
+    title: ClassVar[str]
+    """Its name in sentences."""
+    json_types: ClassVar[tuple[str, ...]]
+    """Values of `optimizer.type` of a DeepSpeed JSON that mean it, in any case; the last one is what we write."""
+    fixed: ClassVar[Mapping[str, Any]]
+    """Further keys of `optimizer.params` that may stand there with this value alone: llmtrain has no other."""
+    state: ClassVar[tuple[str, ...]]
     """Kinds of tensor that it may keep for a parameter, as checkpoints name them."""
-    host_ops: tuple[str, ...]
+    moments: ClassVar[int]
+    """Most of them for one parameter."""
+    host_ops: ClassVar[tuple[str, ...]] = ()
     """DeepSpeed's ops that are built at the start when its state is offloaded; everything else is torch's."""
-    refuses: Mapping[Form, Refusal] = field(default_factory=dict)
-    by_sign: bool = False
+    refuses: ClassVar[Mapping[Form, Refusal]] = {}
+    by_sign: ClassVar[bool] = False
     """A step is the sign of a mean of gradients: where that is all rounding, a step is anyone's."""
-    norm_of_update: bool = False
+    norm_of_update: ClassVar[bool] = False
     """Under ZeRO, DeepSpeed measures and clips the norm of its update, not of the gradient."""
 
+    name: str = field(init=False)
+    """Or from the JSON (optimizer.type)."""
+    lr: float = joined(3e-4, "optimizer.params.lr", Bound(above=0, at_most=1), "3e-4 is the default")
+    """Peak learning rate (of AdamW). Or from the JSON."""
+    betas: tuple[float, float] = joined((0.9, 0.95), "optimizer.params.betas", BELOW_1, "[0.9, 0.95]")
+    """Decay rates of the moments. Or from the JSON."""
+    weight_decay: float = joined(
+        0.1, "optimizer.params.weight_decay", NOT_NEGATIVE, "0.1 is the default, 0 turns it off"
+    )
+    """Decoupled weight decay. Or from the JSON."""
+    decay: Literal["matrices", "all"] = "matrices"
+    """Parameters that decay: matrices, or biases, norms and other vectors as well (one group, as plain AdamW has)."""
+    clip_norm: float = joined(1.0, "gradient_clipping", NOT_NEGATIVE, "1.0 is the default, 0 turns it off")
+    """Largest global gradient norm; 0 = no clipping. The default of muon is 0. Or from the JSON (gradient_clipping)."""
 
-_ADAM_PARAMS = {name: name for name in ("lr", "betas", "eps", "weight_decay")}
-_ADAM_FIXED = {"adam_w_mode": True, "bias_correction": True, "amsgrad": False, "fp32_optimizer_states": True}
-_ADAM_STATE = ("exp_avg", "exp_avg_sq")
+    def group(self) -> dict[str, Any]:
+        """The settings of a group of parameters, except its decay; `peak_lr` is what the schedule multiplies."""
+        return {"lr": self.lr, "peak_lr": self.lr, "betas": self.betas}
 
-_ADAMW = Optimizer(
-    name="adamw",
-    title="AdamW",
-    json_types=("Adam", "AdamW"),
-    params=_ADAM_PARAMS,
-    fixed=_ADAM_FIXED,
-    state=_ADAM_STATE,
-    host_ops=("cpu_adam",),
-)
 
-_MUON = Optimizer(  # for the matrices of the decoder layers; the rest has AdamW
-    name="muon",
-    title="Muon",
-    json_types=("Muon",),
-    params={**_ADAM_PARAMS, "muon_lr": "muon_lr", "momentum": "muon_momentum"},
-    fixed=_ADAM_FIXED,
-    state=(*_ADAM_STATE, "momentum_buffer"),
-    host_ops=(),
-    refuses={
+@dataclass(frozen=True, kw_only=True)
+class AdamW(Optimizer, choice="adamw"):
+    """AdamW."""
+
+    title = "AdamW"
+    json_types: ClassVar[tuple[str, ...]] = ("Adam", "AdamW")
+    fixed: ClassVar[Mapping[str, Any]] = {
+        "adam_w_mode": True,
+        "bias_correction": True,
+        "amsgrad": False,
+        "fp32_optimizer_states": True,
+    }
+    state: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+    moments = 2
+    host_ops: ClassVar[tuple[str, ...]] = ("cpu_adam",)
+
+    eps: float = joined(1e-8, "optimizer.params.eps", POSITIVE, "1e-8 is the default")
+    """AdamW's epsilon. Or from the JSON."""
+
+    def group(self) -> dict[str, Any]:
+        return {**super().group(), "eps": self.eps}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Muon(AdamW, choice="muon"):
+    """Muon for the decoder layers' matrices, AdamW for the rest."""
+
+    title = "Muon"
+    json_types: ClassVar[tuple[str, ...]] = ("Muon",)
+    state: ClassVar[tuple[str, ...]] = (*AdamW.state, "momentum_buffer")
+    host_ops: ClassVar[tuple[str, ...]] = ()
+    norm_of_update = True
+    refuses: ClassVar[Mapping[Form, Refusal]] = {
         "clipping": Refusal(
             reason="Muon's update has a norm of its own, and DeepSpeed's ZeRO would clip that norm, not the gradient's",
             remedy="set optim.clip_norm to 0 (Muon does not need it), or use adamw",
@@ -100,26 +128,34 @@ _MUON = Optimizer(  # for the matrices of the decoder layers; the rest has AdamW
             reason="Muon's momentum of experts that ranks share is in no form that checkpoints can read",
             remedy="use adamw, or remove expert_parallel",
         ),
-    },
-    norm_of_update=True,
-)
+    }
 
-_LION = Optimizer(
-    name="lion",
-    title="Lion",
-    json_types=("Lion",),
-    params={name: name for name in ("lr", "betas", "weight_decay")},
-    fixed={"fp32_optimizer_states": True},
-    state=("exp_avg",),
-    host_ops=("cpu_lion",),
-    by_sign=True,
-)
+    muon_lr: float = joined(0.02, "optimizer.params.muon_lr", Bound(above=0, at_most=10), "0.02 is the default")
+    """Peak learning rate of the Muon group. Or from the JSON."""
+    muon_momentum: float = joined(0.95, "optimizer.params.momentum", BELOW_1, "0.95 is the default")
+    """Momentum of Muon. Or from the JSON."""
+    clip_norm: float = joined(0.0, "gradient_clipping", NOT_NEGATIVE, "0 is the default of muon")
 
-OPTIMIZERS: dict[str, Optimizer] = {entry.name: entry for entry in (_ADAMW, _MUON, _LION)}
+    def matrices(self) -> dict[str, Any]:
+        """The settings of the group of matrices."""
+        return {"lr": self.muon_lr, "peak_lr": self.muon_lr, "momentum": self.muon_momentum}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lion(Optimizer, choice="lion"):
+    """Lion."""
+
+    title = "Lion"
+    json_types: ClassVar[tuple[str, ...]] = ("Lion",)
+    fixed: ClassVar[Mapping[str, Any]] = {"fp32_optimizer_states": True}
+    state: ClassVar[tuple[str, ...]] = ("exp_avg",)
+    moments = 1
+    host_ops: ClassVar[tuple[str, ...]] = ("cpu_lion",)
+    by_sign = True
 
 
 def norm_of(name: str | None, *, zero: bool) -> Literal["gradient", "update"]:
     """What the metric `grad_norm` is the norm of. `name`: `optim.name`, also None or one that is not known here;
     `zero`: whether the run has ZeRO 1, 2 or 3."""
-    entry = OPTIMIZERS.get(name or "")
+    entry = Optimizer.CHOICES.get(name or "")
     return "update" if zero and entry is not None and entry.norm_of_update else "gradient"

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 from llmtrain.config.batch import Batch
 from llmtrain.config.objective import BY_TOKEN, SCORED, UNPAIRED
-from llmtrain.config.run import ModelConfig, ObjectiveConfig, ResolvedOptim, ResolvedRun
+from llmtrain.config.run import ModelConfig, ObjectiveConfig, ResolvedRun
 from llmtrain.models.build import DTYPES, load_config
 from llmtrain.models.source import ParameterSource
 from llmtrain.models.spec import ModelSpec
-from llmtrain.optim.optimizers import OPTIMIZERS
+from llmtrain.optim.optimizers import AdamW, Lion, Muon, Optimizer
 from llmtrain.optim.schedules import Constant, Cosine, Falling, Schedule, Wsd
 from llmtrain.parity.adapter import adapt_plainly, base_of, frozen_beside, loud_source, pack_plainly
 from llmtrain.parity.answers import Answers, divergence, plain_loss
@@ -113,7 +113,7 @@ def train_plainly(resolved: ResolvedRun, steps: int, order: Order, device: torch
     vocabulary, objective = config.get_text_config().vocab_size, run.objective
     tokens = Tokens(run.data, vocabulary, objective.top_k) if objective.name in BY_TOKEN else Answers(run, vocabulary)
     teacher = PlainTeacher.of(run.objective, order.attention, DTYPES[resolved.precision], device)
-    trace = Trace(by_sign=OPTIMIZERS[optim.name].by_sign)
+    trace = Trace(by_sign=optim.by_sign)
     trace.parameters.append({name: value.detach().cpu().clone() for name, value in (masters | frozen).items()})
     for step in range(steps):
         _copy(masters, model, order.nudge and order.nudge * 1_000_003 + step)
@@ -124,7 +124,7 @@ def train_plainly(resolved: ResolvedRun, steps: int, order: Order, device: torch
             loss = _forward_backward(model, tokens, resolved.batch, step, order, device, teacher)
         norm = optimizer.step(rate_of_step(run.schedule, step + 1, resolved.max_steps or steps))
         trace.losses.append(loss)
-        if not OPTIMIZERS[optim.name].norm_of_update:
+        if not optim.norm_of_update:
             trace.norms.append(norm)
         trace.parameters.append({name: value.detach().cpu().clone() for name, value in (masters | frozen).items()})
         if step == 0:
@@ -319,7 +319,7 @@ class PlainOptimizer:
         self,
         model: nn.Module,
         masters: dict[str, Tensor],
-        optim: ResolvedOptim,
+        optim: Optimizer,
         newton_schulz_dtype: torch.dtype = torch.float32,
         *,
         bf16: bool = False,
@@ -334,7 +334,7 @@ class PlainOptimizer:
         self._kept = torch.bfloat16 if bf16 else torch.float32
         self._steps = 0
         self._muon: set[str] = set()
-        if optim.name == "muon":  # for the matrices of the decoder layers: of the list that holds most
+        if isinstance(optim, Muon):  # for the matrices of the decoder layers: of the list that holds most
             lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
             layers = max(lists, key=lambda m: sum(1 for _ in m.parameters()))
             inside = {id(p) for p in layers.parameters() if p.dim() >= 2}
@@ -352,8 +352,8 @@ class PlainOptimizer:
         self._steps += 1
         for name, grad in grads.items():
             if name in self._muon:
-                self._muon_update(name, grad, optim.muon_lr * lr_factor)
-            elif optim.name == "lion":
+                self._muon_update(name, grad, lr_factor)
+            elif isinstance(optim, Lion):
                 self._lion_update(name, grad, optim.lr * lr_factor)
             else:
                 self._adamw_update(name, grad, optim.lr * lr_factor)
@@ -371,6 +371,7 @@ class PlainOptimizer:
 
     def _adamw_update(self, name: str, grad: Tensor, lr: float) -> None:
         """Loshchilov and Hutter, arXiv 1711.05101, algorithm 2."""
+        assert isinstance(self._optim, AdamW)
         first_rate, second_rate = self._optim.betas
         value, first, second = self._masters[name], self._first[name], self._second[name]
         self._decay(value, lr)
@@ -388,9 +389,11 @@ class PlainOptimizer:
         value.sub_(lr * torch.sign(slow * moment + (1 - slow) * grad))
         moment.mul_(fast).add_(grad, alpha=1 - fast)
 
-    def _muon_update(self, name: str, grad: Tensor, lr: float) -> None:
+    def _muon_update(self, name: str, grad: Tensor, lr_factor: float) -> None:
         """Nesterov momentum, orthogonalised (https://kellerjordan.github.io/posts/muon/), scaled for tall matrices."""
+        assert isinstance(self._optim, Muon)
         value, momentum, rate = self._masters[name], self._first[name], self._optim.muon_momentum
+        lr = self._optim.muon_lr * lr_factor
         momentum.lerp_(grad, 1 - rate)
         update = orthogonalised(grad.lerp(momentum, rate), self._newton_schulz_dtype)
         self._decay(value, lr)

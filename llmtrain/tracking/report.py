@@ -16,7 +16,7 @@ from llmtrain.base import units, untrusted
 from llmtrain.base.errors import UserError
 from llmtrain.base.files import replace_file
 from llmtrain.config import strict_yaml
-from llmtrain.optim.optimizers import OPTIMIZERS, norm_of
+from llmtrain.optim.optimizers import Optimizer, norm_of
 from llmtrain.tracking.charts import MARKED_BELOW, Curve, Curves, png, smooth, svg
 from llmtrain.tracking.local import read_rows
 from llmtrain.tracking.metrics import perplexity
@@ -270,7 +270,7 @@ def charts_of(runs: list[Run]) -> list[dict[str, Any]]:
             unit = " or ".join(dict.fromkeys(curves.unit for curves in all_curves))
         if title == _UPDATE_NORM:
             measured = [run for run in runs if run.settings.get("norm") == "update"]
-            names = dict.fromkeys(OPTIMIZERS[run.settings["optim.name"]].title for run in measured)
+            names = dict.fromkeys(Optimizer.CHOICES[run.settings["optim.name"]].title for run in measured)
             title += f" ({', '.join(names)})"
         levels = _levels(all_curves) if number == 0 else {}
         marks = all_curves[0].resumes if len(runs) == 1 else []

@@ -18,11 +18,11 @@ from llmtrain.config.run import (
     DataConfig,
     ModelConfig,
     ObjectiveConfig,
-    OptimConfig,
     ResolvedRun,
     RunConfig,
     TrainConfig,
 )
+from llmtrain.optim.optimizers import Optimizer
 from llmtrain.optim.schedules import Cosine
 from llmtrain.parity.compare import Trace, Verdict, compare
 from llmtrain.parity.diagnosis import hint
@@ -126,7 +126,7 @@ def resolved(form: Form) -> ResolvedRun:
             adapter=AdapterConfig(**json.loads(form.adapter)),
             objective=_objective(form, json.dumps(model)),
             data=DataConfig(path="(none)", isolate_documents=form.isolate_documents),
-            optim=OptimConfig(name=form.optimizer),  # type: ignore[arg-type]
+            optim=Optimizer.of(form.optimizer),
             schedule=Cosine(warmup_steps=100),
             train=TrainConfig(micro_batch=2, accumulation=form.accumulation, max_steps=1000),
         )

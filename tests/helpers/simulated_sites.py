@@ -36,7 +36,7 @@ def simulated(
     """The parameters after `steps` steps of every site, by name (local SGD, DiLoCo).
 
     Site i of a round of n = sync_every steps takes the i-th n x batch sequences of it. AdamW with the defaults of
-    `OptimConfig`, which each site keeps for itself. `outer_lr` None: the sites' parameters are averaged (local SGD).
+    `Optimizer`, which each site keeps for itself. `outer_lr` None: the sites' parameters are averaged (local SGD).
     Otherwise torch.optim.SGD with Nesterov's momentum takes (common - average) as its gradient (DiLoCo).
     """
     common = _first(model_fields)

@@ -25,7 +25,6 @@ from llmtrain.config.run import (
     DataConfig,
     ModelConfig,
     ObjectiveConfig,
-    OptimConfig,
     ResolvedRun,
     RunConfig,
     TrainConfig,
@@ -40,7 +39,7 @@ from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.models.spec import ModelSpec
 from llmtrain.objectives.next_token import NEXT_TOKEN
 from llmtrain.objectives.objective import Objective
-from llmtrain.optim.optimizers import PARAM
+from llmtrain.optim.optimizers import PARAM, Optimizer
 from llmtrain.optim.schedules import Cosine
 from llmtrain.storage.pieces import put
 from llmtrain.training.examine import Checked
@@ -179,13 +178,12 @@ def resolved_run(case: Case, world_size: int) -> ResolvedRun:
             adapter=AdapterConfig(**case.adapter),
             objective=ObjectiveConfig(**case.objective),
             data=case_data(case),
-            optim=OptimConfig(
-                name=case.optimizer,  # type: ignore[arg-type]
+            optim=Optimizer.of(
+                case.optimizer,
                 lr=case.lr,
                 betas=(0.9, 0.95),
-                eps=1e-8,
                 weight_decay=0.1,
-                decay=case.decay,  # type: ignore[arg-type]
+                decay=case.decay,
                 clip_norm=0.0 if case.optimizer == "muon" else case.clip,
             ),
             schedule=Cosine(warmup_steps=min(3, case.steps - 1)),

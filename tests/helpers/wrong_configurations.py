@@ -542,7 +542,7 @@ CASES = [
     ),
     Wrong(
         "momentum of AdamW",
-        ("optimizer.params.momentum = 0.9", "AdamW has not", "betas[0]"),
+        ("optimizer.params.momentum = 0.9", "belongs to optim.name muon", "betas[0]"),
         ds={"optimizer": {"type": "AdamW", "params": {"momentum": 0.9}}},
     ),
     Wrong(

@@ -122,7 +122,7 @@ def ours(task: Attempt) -> Any:
     import torch
 
     from llmtrain.config.resolve import resolve
-    from llmtrain.config.run import DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
+    from llmtrain.config.run import DataConfig, ModelConfig, RunConfig, TrainConfig
     from llmtrain.data.stream.loader import MicroBatch
     from llmtrain.engine.deepspeed.build import build_engine
     from llmtrain.engine.deepspeed.join import join_process_group
@@ -130,6 +130,7 @@ def ours(task: Attempt) -> Any:
     from llmtrain.models.parallel.mesh import mesh_of
     from llmtrain.models.run.build_for_rank import build_model
     from llmtrain.models.spec import ModelSpec
+    from llmtrain.optim.optimizers import AdamW
     from llmtrain.optim.schedules import Constant
 
     model = ModelConfig(
@@ -141,7 +142,7 @@ def ours(task: Attempt) -> Any:
         deepspeed=task.deepspeed,
         model=model,
         data=DataConfig(path="(random)", sequence_length=task.tokens),
-        optim=OptimConfig(lr=1e-4),
+        optim=AdamW(lr=1e-4),
         schedule=Constant(),
         train=TrainConfig(micro_batch=1, accumulation=1, max_steps=2),
     )

@@ -47,7 +47,8 @@ class _SlowBackward(torch.autograd.Function):
 def resolved_run(stages: int, micro_batches: int) -> Any:
     """A run of one row a micro-batch."""
     from llmtrain.config.resolve import resolve
-    from llmtrain.config.run import DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
+    from llmtrain.config.run import DataConfig, ModelConfig, RunConfig, TrainConfig
+    from llmtrain.optim.optimizers import AdamW
     from llmtrain.optim.schedules import Constant
 
     tree = {"zero_optimization": {"stage": 1}, "pipeline": {"stages": stages, "partition": "uniform"}}
@@ -58,7 +59,7 @@ def resolved_run(stages: int, micro_batches: int) -> Any:
             deepspeed=file.name,
             model=ModelConfig(config=dict(MODEL)),
             data=DataConfig(path="-", sequence_length=LENGTH),
-            optim=OptimConfig(lr=1e-4),
+            optim=AdamW(lr=1e-4),
             schedule=Constant(),
             train=TrainConfig(micro_batch=1, accumulation=micro_batches, max_steps=1),
         )

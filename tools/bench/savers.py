@@ -28,7 +28,6 @@ from llmtrain.config.run import (
     CheckpointConfig,
     DataConfig,
     ModelConfig,
-    OptimConfig,
     ResolvedRun,
     RunConfig,
     TrainConfig,
@@ -41,6 +40,7 @@ from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.models.parallel.mesh import mesh_of
 from llmtrain.models.run.build_for_rank import build_model
 from llmtrain.models.spec import ModelSpec
+from llmtrain.optim.optimizers import AdamW
 from llmtrain.optim.schedules import Constant
 
 _BLOCK = 16 << 20
@@ -88,7 +88,7 @@ def make_engine(task: Task, stage: int, *, universal: bool = False) -> tuple[Zer
             deepspeed=file.name,
             model=ModelConfig(config=dict(task.model)),
             data=DataConfig(path="(bench)", sequence_length=task.sequence),
-            optim=OptimConfig(lr=1e-4),
+            optim=AdamW(lr=1e-4),
             schedule=Constant(),
             train=TrainConfig(micro_batch=task.micro_batch, accumulation=1, max_minutes=60.0),
             checkpoint=CheckpointConfig(keep=1),

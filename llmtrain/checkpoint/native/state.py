@@ -18,10 +18,10 @@ from torch import Tensor
 from llmtrain.base.errors import CheckpointError
 from llmtrain.checkpoint.native.files import Files
 from llmtrain.checkpoint.native.pickles import PickleFile, shown
-from llmtrain.optim.optimizers import OPTIMIZERS, PARAM
+from llmtrain.optim.optimizers import PARAM, AdamW
 from llmtrain.storage.tensorfile import numel
 
-MOMENTS = OPTIMIZERS["adamw"].state
+MOMENTS = AdamW.state
 _TIED = "tied_modules."
 
 

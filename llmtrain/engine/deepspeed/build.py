@@ -16,7 +16,6 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.utils import groups
 from torch import nn
 
-from llmtrain.config.run import ResolvedOptim
 from llmtrain.config.topology import Mix
 from llmtrain.engine.deepspeed import patches
 from llmtrain.engine.deepspeed.engine import ZeroEngine
@@ -27,10 +26,11 @@ from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.engine.process_memory import return_freed_memory
 from llmtrain.models.language import LanguageModel
 from llmtrain.models.parallel.mesh import Mesh
+from llmtrain.optim.optimizers import Optimizer
 
 
 def build_engine(
-    model: LanguageModel, optim: ResolvedOptim, mix: Mix, exact: dict[str, Any], ranks: Ranks, mesh: Mesh
+    model: LanguageModel, optim: Optimizer, mix: Mix, exact: dict[str, Any], ranks: Ranks, mesh: Mesh
 ) -> ZeroEngine:
     """The engine for a model whose parameters have not been given values yet. `exact`: DeepSpeed's dict.
 

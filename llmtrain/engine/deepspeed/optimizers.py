@@ -22,14 +22,13 @@ from deepspeed.runtime import compiler as ds_compiler
 from llmtrain.base.files import lock_file
 from llmtrain.base.log import warn
 from llmtrain.cluster.doctor.probe import BUILD_LOCK, users_of
-from llmtrain.config.run import ResolvedOptim
 from llmtrain.config.topology import Mix
 from llmtrain.engine.deepspeed.moments import MOMENTS, MOMENTUM, Bf16Moments
 from llmtrain.engine.deepspeed.zero_step import LARGEST_GROUP
 from llmtrain.models import compiler
 from llmtrain.models.build import decoder_layers
 from llmtrain.models.language import LanguageModel
-from llmtrain.optim.optimizers import OPTIMIZERS
+from llmtrain.optim.optimizers import Muon, Optimizer
 
 # One build of DeepSpeed's ops at a time, and none that waits for the dead.
 
@@ -64,7 +63,7 @@ _MUON = "deepspeed.runtime.zero.muon"
 
 
 def parameter_groups(
-    model: LanguageModel, optim: ResolvedOptim, largest: float = math.inf, moments: torch.dtype = torch.float32
+    model: LanguageModel, optim: Optimizer, largest: float = math.inf, moments: torch.dtype = torch.float32
 ) -> list[dict[str, Any]]:
     """The parameter groups: optim.decay selects which get weight decay; Muon's matrices are groups of their own.
 
@@ -72,15 +71,14 @@ def parameter_groups(
     `largest` elements on this rank, but for a tensor that has more: it is alone.
     """
     muon_ids = set()
-    if optim.name == "muon":
+    if isinstance(optim, Muon):
         muon_ids = {id(p) for p in decoder_layers(model.hf).parameters() if _dim(p) >= 2}
     groups: list[dict[str, Any]] = []
     filling: dict[str, dict[str, Any]] = {}
     elements: Counter[str] = Counter()
-    kinds = {kind: moments for kind in OPTIMIZERS[optim.name].state if kind != MOMENTUM}
-    usual = {"lr": optim.lr, "peak_lr": optim.lr, "betas": optim.betas, "eps": optim.eps, MOMENTS: kinds}
-    whole = {MOMENTUM: torch.float32}
-    muon = {"lr": optim.muon_lr, "peak_lr": optim.muon_lr, "momentum": optim.muon_momentum, MOMENTS: whole}
+    kinds = {kind: moments for kind in optim.state if kind != MOMENTUM}
+    usual = {**optim.group(), MOMENTS: kinds}
+    muon = {**optim.matrices(), MOMENTS: {MOMENTUM: torch.float32}} if isinstance(optim, Muon) else {}
     for parameter in (held.parameter for held in model.local_parameters() if held.trains):
         is_muon = id(parameter) in muon_ids
         parameter.use_muon = is_muon  # type: ignore[attr-defined]  # DeepSpeed's ZeRO reads this tag
@@ -90,7 +88,7 @@ def parameter_groups(
         if shared:  # DeepSpeed finds the ranks that hold the same experts by the name of the group
             name = parameter.group_name  # type: ignore[attr-defined]
         settings = dict(muon if is_muon else usual, weight_decay=optim.weight_decay if decays else 0.0)
-        if optim.name == "muon":
+        if muon:
             settings["use_muon"] = is_muon
         if shared:
             settings["moe"] = True
@@ -108,10 +106,10 @@ def _dim(parameter: torch.Tensor) -> int:
     return len(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def build_optimizer(model: LanguageModel, optim: ResolvedOptim, mix: Mix) -> torch.optim.Optimizer:
+def build_optimizer(model: LanguageModel, optim: Optimizer, mix: Mix) -> torch.optim.Optimizer:
     """The run's optimizer, over the parameters of `model` that train."""
     device = torch.device(get_accelerator().device_name())
-    import_muon(compiled=optim.name == "muon" and device.type != "cpu" and compiler.trouble(device) is None)
+    import_muon(compiled=isinstance(optim, Muon) and device.type != "cpu" and compiler.trouble(device) is None)
     cuts = mix.zero_stage in (1, 2) and not mix.offload_optimizer
     dtype = torch.bfloat16 if mix.bf16_moments else torch.float32
     groups = parameter_groups(model, optim, LARGEST_GROUP if cuts else math.inf, dtype)
@@ -123,7 +121,7 @@ def build_optimizer(model: LanguageModel, optim: ResolvedOptim, mix: Mix) -> tor
             try:
                 return on_host(groups)
             except Exception as error:  # no compiler, an unsupported CPU, a broken build: DeepSpeed raises them all
-                op = " and ".join(OPTIMIZERS[optim.name].host_ops)
+                op = " and ".join(optim.host_ops)
                 warn(f"DeepSpeed's {op} cannot be built here, torch's code runs on the CPU instead: {error}")
     optimizer = build(groups, mix.precision)
     return Bf16Moments(optimizer) if mix.bf16_moments else optimizer

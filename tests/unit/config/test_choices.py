@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from llmtrain.cli import main
 from llmtrain.config.dump import dump
 from llmtrain.config.load import load, parse
 from llmtrain.config.reference import choices
+from llmtrain.optim.optimizers import Muon, Optimizer
 from llmtrain.optim.schedules import Constant, Cosine, Wsd
 from tests.helpers.config_workplace import write
 
@@ -36,8 +37,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def value_of(section: str, field: str) -> Any:
     """A legal value of a field, which is the default where there is one: that is refused, too."""
     base = choices()[section]
-    default = base.CHOICES[base.owners(field)[0]].__dataclass_fields__[field].default
-    return 5 if default is None or default is MISSING else default
+    default = base.defaults(field)[0]
+    return 5 if default is None else default
 
 
 @pytest.mark.parametrize(("section", "choice", "field"), FOREIGN)
@@ -61,6 +62,29 @@ def test_a_field_of_another_choice_is_refused_in_the_yaml_and_on_the_command_lin
 
 def test_there_are_fields_to_refuse() -> None:
     assert {("schedule", "cosine", "decay_steps"), ("schedule", "constant", "min_ratio")} <= set(FOREIGN)
+    assert {("optim", "adamw", "muon_lr"), ("optim", "lion", "eps")} <= set(FOREIGN)
+
+
+@pytest.mark.parametrize(("choice", "field"), [each[1:] for each in FOREIGN if each[0] == "optim"])
+def test_a_parameter_of_another_optimizer_is_refused_in_the_json(choice: str, field: str, here: Path) -> None:
+    params = {item.name: item.metadata["json"] for item in fields(Optimizer.CHOICES[Optimizer.owners(field)[0]])
+              if item.metadata.get("json", "").startswith("optimizer.params.")}  # fmt: skip
+    kind, name = Optimizer.CHOICES[choice].json_types[-1], params[field].rpartition(".")[2]
+    write(here, None, {"optimizer": {"type": kind, "params": {name: 0.5}}})
+    rule, remedy = Optimizer.refusal(field)
+    with pytest.raises(ConfigError) as told:
+        load(["run.yaml"], 2)
+    assert f"{params[field]} = 0.5  (ds.json)\n    rule:   {rule}\n    remedy: {remedy}" in str(told.value)
+
+
+def test_the_json_selects_the_class_of_an_optimizer_without_a_name(here: Path) -> None:
+    write(here, {"optim": {"muon_lr": 0.03}}, {"optimizer": {"type": "muon", "params": {"lr": 1e-3}}})
+    optim = load(["run.yaml"], 2).run.optim
+    assert optim == Muon(lr=1e-3, muon_lr=0.03, muon_momentum=0.95, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1,
+                         clip_norm=0.0)  # fmt: skip
+    write(here, {"optim": {"eps": 1e-6}}, {"optimizer": {"type": "Lion"}})
+    with pytest.raises(ConfigError, match=r"optim.eps = 1e-06 .*\n *rule: *belongs to optim.name adamw"):
+        load(["run.yaml"], 2)
 
 
 def test_the_command_line_selects_the_class_before_its_fields_are_read(here: Path) -> None:
@@ -86,6 +110,17 @@ def test_a_foreign_field_is_told_beside_other_mistakes(here: Path) -> None:
 
 EARLIER: dict[str, dict[str, Any]] = {
     "schedule": {"name": "constant", "warmup_steps": 3, "decay_steps": None, "min_ratio": 0.1},
+    "optim": {
+        "name": "lion",
+        "lr": 0.0003,
+        "muon_lr": 0.02,
+        "muon_momentum": 0.95,
+        "betas": [0.9, 0.95],
+        "eps": 1e-8,
+        "weight_decay": 0.1,
+        "decay": "all",
+        "clip_norm": 1.0,
+    },
 }
 """Sections as llmtrain dumped them until November 2026: with the fields of all choices."""
 
@@ -98,12 +133,13 @@ def test_the_dump_of_an_earlier_version_is_read(section: str, here: Path) -> Non
     (here / "run.yaml").write_text(yaml.safe_dump(tree))
     run = load(["run.yaml"], 2).run
     base = choices()[section]
-    assert getattr(run, section) == base.read(EARLIER[section])
+    lists = {key: tuple(value) for key, value in EARLIER[section].items() if isinstance(value, list)}
+    assert getattr(run, section) == base.read({**EARLIER[section], **lists})
     again = yaml.safe_load(dump(run))[section]
     assert set(again) == {base.SELECTOR, *getattr(run, section).own()}
 
 
-@pytest.mark.parametrize(("section", "field", "value"), [("schedule", "min_ratio", 0.5)])
+@pytest.mark.parametrize(("section", "field", "value"), [("schedule", "min_ratio", 0.5), ("optim", "eps", 0.1)])
 def test_what_somebody_wrote_into_such_a_dump_is_refused(section: str, field: str, value: Any, here: Path) -> None:
     write(here, {section: {**EARLIER[section], field: value}})
     with pytest.raises(ConfigError, match=rf"{section}\.{field} = "):

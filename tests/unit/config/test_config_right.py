@@ -312,7 +312,7 @@ def test_help_names_every_field(here: Path, capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(SystemExit) as stop:
         parse(["--help"])
     assert stop.value.code == 0
-    assert "--optim.lr  (a number or null, greater than 0 and at most 1; default: null)" in capsys.readouterr().out
+    assert "--optim.lr  (a number, greater than 0 and at most 1; default: 0.0003)" in capsys.readouterr().out
 
 
 def test_a_mistake_is_told_before_anything_heavy_is_imported(here: Path) -> None:

@@ -17,9 +17,9 @@ pytestmark = pytest.mark.long
 WITHOUT = """
 import torch
 from types import SimpleNamespace
-from llmtrain.config.run import OptimConfig
 from llmtrain.engine.deepspeed import optimizers
 from llmtrain.models import compiler, loss
+from llmtrain.optim.optimizers import Muon
 from llmtrain.config.topology import Mix
 
 reason = compiler.trouble(torch.device("cpu"))
@@ -32,7 +32,7 @@ optimizers.get_accelerator = lambda: SimpleNamespace(device_name=lambda: "cuda")
 optimizers.parameter_groups = lambda *_: [
     {"params": [torch.nn.Parameter(torch.eye(4))], "use_muon": True, "lr": 0.1, "momentum": 0.9, "weight_decay": 0.0}
 ]
-run = OptimConfig(name="muon"), Mix(zero_stage=1, optimizer="muon")
+run = Muon(), Mix(zero_stage=1, optimizer="muon")
 
 optimizers.build_optimizer(None, *run)
 from deepspeed.runtime.zero.muon import original_muon

@@ -22,12 +22,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from llmtrain.config.load import resolve
-from llmtrain.config.run import DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
+from llmtrain.config.run import DataConfig, ModelConfig, RunConfig, TrainConfig
 from llmtrain.models import language, loss
 from llmtrain.models.build import decoder_layers
 from llmtrain.models.run import build_for_rank
 from llmtrain.models.spec import ModelSpec
 from llmtrain.models.structure import projections
+from llmtrain.optim.optimizers import AdamW
 from llmtrain.optim.schedules import Constant
 from tests.helpers.families import summed_loss
 from tests.helpers.launching import REPO
@@ -107,7 +108,7 @@ def step_counted(
         deepspeed=str(deepspeed),
         model=model,
         data=DataConfig(path="(none)", sequence_length=tokens),
-        optim=OptimConfig(lr=1e-4),
+        optim=AdamW(lr=1e-4),
         schedule=Constant(),
         train=TrainConfig(micro_batch=micro_batch, accumulation=1, max_steps=1),
     )

@@ -1,36 +1,29 @@
-"""The table of optimizers against the schema, the table of legal mixes and torch."""
+"""The optimizers against the schema, the table of legal mixes and torch."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 import pytest
 import torch
 
+from llmtrain.base.choice import NOT_NEGATIVE, joined
 from llmtrain.base.errors import ConfigError
 from llmtrain.config import topology
 from llmtrain.config.resolve import resolve
-from llmtrain.config.run import DataConfig, ModelConfig, OptimConfig, ResolvedRun, RunConfig, TrainConfig
-from llmtrain.optim.optimizers import OPTIMIZERS, Form, Optimizer, OptimizerName, Refusal, norm_of
+from llmtrain.config.run import DataConfig, ModelConfig, ResolvedRun, RunConfig, TrainConfig
+from llmtrain.optim.optimizers import AdamW, Form, Muon, Optimizer, Refusal, norm_of
 
 
-@pytest.mark.parametrize("entry", OPTIMIZERS.values(), ids=lambda entry: entry.name)
-def test_an_entry_names_what_there_is(entry: Optimizer) -> None:
-    assert OPTIMIZERS[entry.name] is entry and entry.name in get_args(OptimizerName)
-    assert set(entry.params.values()) <= OptimConfig.__dataclass_fields__.keys()
-    assert {kind.lower() for kind in entry.json_types}.isdisjoint(
-        kind.lower() for other in OPTIMIZERS.values() if other is not entry for kind in other.json_types
-    )
+@pytest.mark.parametrize("entry", Optimizer.CHOICES.values(), ids=lambda entry: entry.selected())
+def test_a_class_names_what_there_is(entry: type[Optimizer]) -> None:
+    others = [other for other in Optimizer.CHOICES.values() if other is not entry]
+    assert {kind.lower() for kind in entry.json_types}.isdisjoint(kind.lower() for o in others for kind in o.json_types)
     assert set(entry.refuses) <= set(get_args(Form))
-
-
-def test_every_name_has_an_entry_and_every_field_a_user() -> None:
-    assert set(get_args(OptimizerName)) == set(OPTIMIZERS)
-    used = {field for entry in OPTIMIZERS.values() for field in entry.params.values()}
-    assert used == OptimConfig.__dataclass_fields__.keys() - {"name", "decay", "clip_norm"}
+    assert entry.own() >= {"lr", "betas", "weight_decay", "decay", "clip_norm"}
 
 
 def test_adamw_keeps_what_torch_keeps() -> None:
@@ -38,43 +31,63 @@ def test_adamw_keeps_what_torch_keeps() -> None:
     optimizer = torch.optim.AdamW([weight])
     weight.sum().backward()
     optimizer.step()
-    assert set(optimizer.state[weight]) - {"step"} == set(OPTIMIZERS["adamw"].state)
+    assert set(optimizer.state[weight]) - {"step"} == set(AdamW.state)
 
 
-def resolved(here: Path, tree: dict[str, Any], optim: dict[str, Any]) -> ResolvedRun:
+def resolved(here: Path, tree: dict[str, Any], optim: Optimizer) -> ResolvedRun:
     path = here / "ds.json"
     path.write_text(json.dumps(tree))
     run = RunConfig(
         deepspeed=str(path),
         model=ModelConfig(config={"model_type": "llama"}),
         data=DataConfig(path="x"),
-        optim=OptimConfig(**optim),
+        optim=optim,
         train=TrainConfig(max_steps=4),
     )
     return resolve(run, 1)
 
 
-def test_another_optimizer_is_an_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its name in the JSON, its parameters, its default of clip_norm and what it refuses: from the entry alone."""
-    why = Refusal(reason="signs have no norm", remedy="set optim.clip_norm to 0")
-    lion: Any = replace(
-        OPTIMIZERS["adamw"], name="lion", title="Lion", json_types=("Lion",), fixed={"use_triton": False},
-        params={"lr": "lr", "betas": "betas", "weight_decay": "weight_decay"}, refuses={"clipping": why},
-    )  # fmt: skip
-    monkeypatch.setitem(OPTIMIZERS, "lion", lion)
-    monkeypatch.setattr(topology, "RULES", (*topology.RULES, topology._refused(lion, "clipping")))
-    tree: dict[str, Any] = {"optimizer": {"type": "lion", "params": {"lr": 1e-4, "use_triton": False}}}
-    run = resolved(tmp_path, tree, {})
-    assert (run.optim.name, run.optim.lr, run.optim.clip_norm) == ("lion", 1e-4, 0.0)
+def test_another_optimizer_is_a_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its name in the JSON, its parameters, its default of clip_norm and what it refuses: from the class alone."""
+    monkeypatch.setattr(Optimizer, "CHOICES", dict(Optimizer.CHOICES))
+
+    @dataclass(frozen=True, kw_only=True)
+    class Sign(Optimizer, choice="sign"):
+        title = "Sign"
+        json_types = ("SignSGD",)
+        fixed: ClassVar = {"use_triton": False}
+        refuses: ClassVar = {"clipping": Refusal(reason="signs have no norm", remedy="set optim.clip_norm to 0")}
+        clip_norm: float = joined(0.0, "gradient_clipping", NOT_NEGATIVE, "0")
+
+    monkeypatch.setattr(topology, "RULES", (*topology.RULES, topology._refused(Sign, "clipping")))
+    tree: dict[str, Any] = {"optimizer": {"type": "signsgd", "params": {"lr": 1e-4, "use_triton": False}}}
+    run = resolved(tmp_path, tree, Sign())
+    assert (run.optim.name, run.optim.lr, run.optim.clip_norm) == ("sign", 1e-4, 0.0)
     with pytest.raises(ConfigError, match="signs have no norm"):
-        resolved(tmp_path, {**tree, "gradient_clipping": 1.0}, {})
+        resolved(tmp_path, {**tree, "gradient_clipping": 1.0}, Sign())
     tree["optimizer"]["params"] = {"amsgrad": False, "use_triton": True}
-    with pytest.raises(ConfigError, match=r"llmtrain's Lion has use_triton = false") as refused:
-        resolved(tmp_path, tree, {})
-    assert "has such a parameter, Lion has not" in str(refused.value)  # amsgrad
+    with pytest.raises(ConfigError, match=r"llmtrain's Sign has use_triton = false") as refused:
+        resolved(tmp_path, tree, Sign())
+    assert "optimizer.params.amsgrad = false" in str(refused.value)
+    assert Optimizer.refusal("eps")[0] in str(refused.value)  # those that have amsgrad, too
     tree["optimizer"] = {"type": "Lamb"}
-    with pytest.raises(ConfigError, match=r"trains with Adam, AdamW, Muon or Lion"):
-        resolved(tmp_path, tree, {})
+    with pytest.raises(ConfigError, match=r"trains with Adam, AdamW, Muon, Lion or SignSGD"):
+        resolved(tmp_path, tree, Sign())
+
+
+@pytest.mark.parametrize(
+    ("params", "optim", "want"),
+    [
+        ({"muon_lr": 0.01, "momentum": 0.9}, Muon(), (0.01, 0.9)),
+        ({"muon_lr": 0.01}, Muon(muon_momentum=0.8), (0.01, 0.8)),
+    ],
+)
+def test_muons_own_values_may_stand_in_the_json(
+    tmp_path: Path, params: dict[str, float], optim: Muon, want: tuple[float, float]
+) -> None:
+    run = resolved(tmp_path, {"optimizer": {"type": "Muon", "params": params}}, optim)
+    assert isinstance(run.optim, Muon) and (run.optim.muon_lr, run.optim.muon_momentum) == want
+    assert run.optim.clip_norm == 0.0
 
 
 @pytest.mark.parametrize(
@@ -86,6 +99,5 @@ def test_what_the_norm_is_of(name: str | None, zero: bool, norm: str) -> None:
 
 
 def test_nothing_of_a_resolved_optimizer_or_batch_is_missing(tmp_path: Path) -> None:
-    run = resolved(tmp_path, {}, {})
+    run = resolved(tmp_path, {}, AdamW())
     assert None not in {*vars(run.optim).values(), *vars(run.batch).values()}
-    assert {name: getattr(run.run.optim, name) for name in vars(run.optim)} == vars(run.optim)

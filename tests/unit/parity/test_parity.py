@@ -23,9 +23,10 @@ import torch
 
 from llmtrain.base.errors import UserError
 from llmtrain.config.ds_json import read
-from llmtrain.config.run import DataConfig, OptimConfig, RunConfig, TrainConfig
+from llmtrain.config.run import DataConfig, RunConfig, TrainConfig
 from llmtrain.config.topology import Degrees
 from llmtrain.engine.dist.local_ranks import RankError, Ranks
+from llmtrain.optim.optimizers import AdamW
 from llmtrain.optim.schedules import Wsd
 from llmtrain.parity.compare import KINDS, Trace, compare
 from llmtrain.parity.diagnosis import hint
@@ -51,7 +52,7 @@ def small(wanted: Wanted, ranks: int = 2) -> RunConfig:
 
 def test_the_small_run_keeps_what_the_user_chose_and_shrinks_what_is_long() -> None:
     sections = {
-        "optim": OptimConfig(name="adamw", lr=3.0, clip_norm=0.5, weight_decay=0.3),
+        "optim": AdamW(lr=3.0, clip_norm=0.5, weight_decay=0.3),
         "schedule": Wsd(warmup_steps=2000, decay_steps=500),
         "data": DataConfig(path="there", sequence_length=4096, isolate_documents=True, mask_document_starts=False),
     }
@@ -178,13 +179,15 @@ def test_the_reference_takes_nothing_from_a_run_but_its_settings_and_its_first_w
         "llmtrain.config.objective.UNPAIRED",
         "llmtrain.config.run.ModelConfig",
         "llmtrain.config.run.ObjectiveConfig",
-        "llmtrain.config.run.ResolvedOptim",
         "llmtrain.config.run.ResolvedRun",
         "llmtrain.models.build.DTYPES",
         "llmtrain.models.build.load_config",
         "llmtrain.models.source.ParameterSource",
         "llmtrain.models.spec.ModelSpec",
-        "llmtrain.optim.optimizers.OPTIMIZERS",
+        "llmtrain.optim.optimizers.AdamW",
+        "llmtrain.optim.optimizers.Lion",
+        "llmtrain.optim.optimizers.Muon",
+        "llmtrain.optim.optimizers.Optimizer",
         "llmtrain.optim.schedules.Constant",
         "llmtrain.optim.schedules.Cosine",
         "llmtrain.optim.schedules.Falling",
