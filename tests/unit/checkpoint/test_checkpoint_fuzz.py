@@ -39,9 +39,15 @@ from tests.helpers.mutations import mutate_bytes, mutate_folder, mutate_header, 
 
 pytestmark = pytest.mark.long
 
-EACH = 125
-"""Mutations of each of the eight kinds."""
-EXPORTS = 40
+
+def mutations(few: int, all_: int) -> pytest.MarkDecorator:
+    """So many of a kind, a fifth by default. The default's are the first of all, so that each has its number."""
+    return pytest.mark.parametrize("count", [few, pytest.param(all_, marks=pytest.mark.slow)])
+
+
+EACH = mutations(25, 125)
+"""Of each of the eight kinds."""
+EXPORTS = mutations(10, 40)
 KINDS = ["tensors", "header", "manifest", "trainer", "folder"]
 """Of damage to a checkpoint."""
 LONGEST_S = 5.0
@@ -178,13 +184,16 @@ def _damage(rng: random.Random, kind: str, folder: Path, other: Path) -> None:
             path.write_bytes(mutate_bytes(rng, path.read_bytes()))
 
 
+@EACH
 @pytest.mark.parametrize("kind", KINDS)
-def test_damage(kind: str, copies: Callable[[], Path], originals: Path, bounded: Callable[[], None]) -> None:
+def test_damage(
+    count: int, kind: str, copies: Callable[[], Path], originals: Path, bounded: Callable[[], None]
+) -> None:
     """What verify calls intact is what was saved; what reads differently is caught by its checksum, too."""
     intact = originals / "a/checkpoints/step-00000100"
     unchanged = {name: data for name, data in _contents(intact).items() if name != MANIFEST}
     caught = 0
-    for number in range(EACH):
+    for number in range(count):
         place = copies()
         folder, other = place / "a/checkpoints/step-00000100", place / "b/checkpoints/step-00000200"
         _damage(random.Random(f"{kind} {number}"), kind, folder, other)
@@ -200,17 +209,18 @@ def test_damage(kind: str, copies: Callable[[], Path], originals: Path, bounded:
             assert manifest == Manifest.read(intact), case
             assert all(checksum(values[key]) != sums[key] for key in changed), case
         caught += bool(wrong)
-    assert caught > EACH * 3 // 4
+    assert caught > count * 3 // 4
 
 
 def _contents(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file() and not file.is_symlink()}
 
 
-def test_malice(copies: Callable[[], Path], originals: Path, bounded: Callable[[], None]) -> None:
+@EACH
+def test_malice(count: int, copies: Callable[[], Path], originals: Path, bounded: Callable[[], None]) -> None:
     """Signed by whoever changed it, a checkpoint may hold other values. It may not hurt."""
     refused = 0
-    for number in range(EACH):
+    for number in range(count):
         rng = random.Random(f"malice {number}")
         folder = copies() / "a/checkpoints/step-00000100"
         for name in rng.sample([*RANK_FILES, TRAINER], rng.randint(0, 2)):
@@ -226,17 +236,18 @@ def test_malice(copies: Callable[[], Path], originals: Path, bounded: Callable[[
         bounded()
         wrong, values, _ = look(folder, originals / "a/checkpoints/step-00000100")
         refused += bool(wrong) or len(values) < len(tensors(1))
-    assert refused > EACH // 2
+    assert refused > count // 2
 
 
-def test_exports(originals: Path, tmp_path: Path, bounded: Callable[[], None]) -> None:
+@EXPORTS
+def test_exports(count: int, originals: Path, tmp_path: Path, bounded: Callable[[], None]) -> None:
     """What leaves a mutated checkpoint as a Hugging Face folder has the values of the intact one, or nothing leaves."""
     first = write_checkpoint(tmp_path / "intact", 100, 1, shapes=WHOLE_LLAMA, strided=True)
     other = write_checkpoint(tmp_path / "other", 100, 2, shapes=WHOLE_LLAMA)
     export_hf(first, tmp_path / "want", "fp32", check="none")
     want = (tmp_path / "want/model.safetensors").read_bytes()
     refused = 0
-    for number in range(EXPORTS):
+    for number in range(count):
         folder = tmp_path / f"trial {number}/checkpoints/step-00000100"
         shutil.copytree(first, folder)
         rng = random.Random(f"export {number}")
@@ -248,15 +259,16 @@ def test_exports(originals: Path, tmp_path: Path, bounded: Callable[[], None]) -
         refused += bool(log)
         assert out.exists() != bool(log), number
         assert log or (out / "model.safetensors").read_bytes() == want, number
-    assert EXPORTS // 4 < refused < EXPORTS
+    assert count // 4 < refused < count
 
 
-def test_exports_of_a_signed_state(tmp_path: Path, bounded: Callable[[], None]) -> None:
+@EXPORTS
+def test_exports_of_a_signed_state(count: int, tmp_path: Path, bounded: Callable[[], None]) -> None:
     """The model's configuration in trainer.json may say anything, and say it with a signature."""
     folder = write_checkpoint(tmp_path / "run", 100, 1, shapes=WHOLE_LLAMA)
     trainer = (folder / TRAINER).read_text()
     refused = 0
-    for number in range(EXPORTS):
+    for number in range(count):
         rng = random.Random(f"state {number}")
         tree = json.loads(trainer)
         mutate_tree(rng, rng.choice([tree, tree["model_config"]]))
@@ -268,14 +280,15 @@ def test_exports_of_a_signed_state(tmp_path: Path, bounded: Callable[[], None]) 
         refused += bool(log)
         assert (tmp_path / "export").exists() != bool(log), (number, log)
         shutil.rmtree(tmp_path / "export", ignore_errors=True)
-    assert EXPORTS // 4 < refused < EXPORTS
+    assert count // 4 < refused < count
 
 
+@EACH
 @pytest.mark.parametrize("kind", ["shards", "index and config"])
-def test_hugging_face_folders(kind: str, copies: Callable[[], Path], bounded: Callable[[], None]) -> None:
+def test_hugging_face_folders(count: int, kind: str, copies: Callable[[], Path], bounded: Callable[[], None]) -> None:
     """Whatever our reader takes, the safetensors library takes too, and both read the same values."""
     refused = 0
-    for number in range(EACH):
+    for number in range(count):
         rng = random.Random(f"{kind} {number}")
         place = copies()
         folder, other = place / "hf_a", place / "hf_b"
@@ -312,7 +325,7 @@ def test_hugging_face_folders(kind: str, copies: Callable[[], Path], bounded: Ca
                 assert mine.dtype == value.dtype
                 assert torch.equal(mine.view(torch.uint8), value.reshape(-1).view(torch.uint8)), (kind, number, name)
         source.close()
-    assert refused > EACH // 3
+    assert refused > count // 3
 
 
 def test_a_message_for_each(copies: Callable[[], Path], tmp_path: Path) -> None:
