@@ -3,35 +3,48 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
+import time
 import warnings
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
-from llmtrain.base import log
+from llmtrain.base import log, units
 from llmtrain.base.errors import TrainingStopped
-from llmtrain.checkpoint.folder import open_checkpoints
+from llmtrain.checkpoint.folder import CheckpointFolder, open_checkpoints
 from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.cluster import messages
 from llmtrain.cluster.watch import rank_side
 from llmtrain.cluster.watch.heartbeat import count_collectives, heart
-from llmtrain.data.stream.columns import weights_hash
+from llmtrain.config.batch import Batch
+from llmtrain.config.deepspeed import FP32_BY_AUTO
+from llmtrain.config.dump import dump
+from llmtrain.config.run import RunConfig
+from llmtrain.config.topology import Mix
+from llmtrain.data.stream.loader import TrainLoader, check_validation
 from llmtrain.engine.deepspeed.join import join_process_group
-from llmtrain.engine.dist.control import AgreedError, StopRequests, together
-from llmtrain.engine.dist.device import use_deterministic_kernels
+from llmtrain.engine.dist.control import AgreedError, StopAsked, StopRequests, together
+from llmtrain.engine.dist.device import device_name, use_deterministic_kernels
+from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.engine.dist.rendezvous import describe, introduce, leave_all
 from llmtrain.engine.process_memory import collected_by_hand
+from llmtrain.models.spec import ModelFacts
 from llmtrain.optim.optimizers import norm_of
+from llmtrain.tracking.environment import describe_environment, unverified, versions, write_environment
 from llmtrain.tracking.tracker import Status, Tracker
-from llmtrain.training.begin import announce, write_run_files
 from llmtrain.training.examine import Checked
-from llmtrain.training.loop import Training
+from llmtrain.training.guards import AdapterCheck, DataCheck, Limits, SkippedSteps
+from llmtrain.training.loop import train_steps
+from llmtrain.training.parts import Part
+from llmtrain.training.replica_check import ReplicaCheck
+from llmtrain.training.reporting import Evaluation, Logging, throughput_of
+from llmtrain.training.resume import Start, resume_or_start
 from llmtrain.training.saving import Saving
 from llmtrain.training.setup import Setup
-
-if TYPE_CHECKING:
-    from llmtrain.sites.site import Site
+from llmtrain.training.step import Position, Session
 
 
 def train(checked: Checked) -> int:
@@ -59,141 +72,188 @@ def train(checked: Checked) -> int:
                 if ranks.rank == 0:
                     stack.enter_context(folder)
             checkpoints = stack.enter_context(open_checkpoints(folder, run, ranks))
-            _train(Training(Setup(checked, ranks), folder, checkpoints, requests), stack)
+            if run.train.eval:
+                with together(ranks):
+                    check_validation(checked.data)  # now, not after days of training
+            _train(Setup(checked, ranks), folder, checkpoints, requests)
         except Exception as error:
             rank_side.failed(error)  # before anything is closed: what is left of the job may hold that up
             raise
     return 0
 
 
-def _train(training: Training, stack: contextlib.ExitStack) -> None:
-    """All that the ranks do together. `stack`: what is to be closed at the end."""
-    resolved, ranks, folder = training.resolved, training.ranks, training.folder
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """The objects that the parts of a run are made from."""
+
+    setup: Setup
+    start: Start
+    folder: RunDirectory
+    checkpoints: CheckpointFolder
+    requests: StopRequests
+    tracker: Tracker
+    session: Session
+    loader: TrainLoader
+    began_s: float
+    """time.monotonic() from which train.max_minutes counts."""
+
+
+def _train(setup: Setup, folder: RunDirectory, checkpoints: CheckpointFolder, requests: StopRequests) -> None:
+    """Everything that the ranks do together."""
+    resolved, ranks, began_s = setup.resolved, setup.ranks, time.monotonic()
     heart.phase("resume")
-    lines = training.resume_or_start()
-    training.setup.prove()
-    environment = write_run_files(folder, resolved.run, resolved.deepspeed, ranks, training.model_facts)
-    experts = getattr(training.engine.module, "routing", None) is not None
-    describe(resolved.run.tracking, resolved.mix, training.wandb_id, experts)
-    tracker = _tracker(training, environment)
+    start = resume_or_start(setup, folder, checkpoints)
+    setup.prove()
+    environment = write_run_files(folder, setup.run, resolved.deepspeed, ranks, setup.spec.facts)
+    experts = getattr(setup.engine.module, "routing", None) is not None
+    describe(setup.run.tracking, resolved.mix, start.trainer.wandb_id, experts)
+    tracker, session = _tracker(setup, start, folder, environment), setup.session(start.position.step)
     status: Status = "failed"
+    parts: list[Part] = []
     try:
-        tracker.event("resume" if training.position.step else "start", step=training.position.step, lines=lines)
-        site = stack.enter_context(_site(training, tracker)) if resolved.run.sites.name else None
-        saving = stack.enter_context(_saving(training, tracker, site))
-        lines = [*resolved.notes, *training.notes, *lines]
-        announce(resolved.batch, resolved.mix, folder, training.model_facts, ranks.device, lines)
-        try:
-            with collected_by_hand():
-                complete = training.loop(tracker, saving, site)
-        except TrainingStopped:
-            saving.settle()
-            raise
-        status, told = _conclude(training, tracker, saving, complete)
+        with contextlib.ExitStack() as stack:
+            stack.push(functools.partial(_close, parts))
+            tracker.event("resume" if start.position.step else "start", step=start.position.step, lines=start.lines)
+            loader = stack.enter_context(setup.loader(start.position.sample_index))
+            launch = Launch(setup=setup, start=start, folder=folder, checkpoints=checkpoints, requests=requests,
+                            tracker=tracker, session=session, loader=loader, began_s=began_s)  # fmt: skip
+            saving, evaluation = _fill(parts, launch)
+            lines = [*resolved.notes, *setup.engine.module.notes, *start.lines]
+            announce(resolved.batch, resolved.mix, folder, setup.spec.facts, ranks.device, lines)
+            began = True
+            try:
+                with collected_by_hand():
+                    position, ended = train_steps(session, loader, parts, start.position, tokens=resolved.batch.tokens,
+                                                  limit=resolved.max_steps)  # fmt: skip
+            except StopAsked:  # while it waited for the other sites: there is nothing new to save
+                position, ended, began = start.position, False, False
+            reason = None if ended else requests.stop_reason or "another rank was asked to stop"
+            told = _conclude(launch, position, saving, evaluation, reason, began=began)
+        status = "finished" if ended else "stopped"
     except TrainingStopped as error:
-        tracker.event("stop", step=training.position.step, complete=False, reason=str(error))
+        tracker.event("stop", step=session.step_number, complete=False, reason=str(error))
         raise AgreedError(str(error), error.exit_code) from error  # the ranks skip the same steps
-    except Exception as error:
-        rank_side.failed(error)  # now: closing W&B may take 20 s, and the other hosts' ranks wait for this one
-        raise
     finally:
         tracker.close(status)
     log.info(told)  # the last words: closing W&B may have printed
 
 
-def _saving(training: Training, tracker: Tracker, site: Site | None) -> Saving:
-    return Saving(
-        training.engine,
-        training.checkpoints,
-        training.run.checkpoint,
-        training.resolved.mix,
-        training.ranks,
-        tracker,
-        saved_step=training.saved_step,
-        max_failed=training.run.fault.max_failed_saves,
-        frozen=training.frozen_source,
-        more=site.state if site else list,
-    )
+def _fill(parts: list[Part], launch: Launch) -> tuple[Saving, Evaluation]:
+    """Make the parts of the run, in the order in which the loop calls them.
+
+    Returns: those that the end of a run uses. Raises: AgreedError.
+    """
+    setup, start, tracker = launch.setup, launch.start, launch.tracker
+    run, speed = setup.run, throughput_of(setup)
+    parts.append(Limits(launch.requests, run.train.max_minutes, launch.began_s, setup.ranks))
+    parts.append(SkippedSteps(setup, tracker, launch.folder.checkpoints))
+    if run.adapter.r is not None:
+        parts.append(AdapterCheck(setup))
+    if run.sites.name is not None:
+        from llmtrain.training.sites import Sites  # most runs are one launch
+
+        parts.append(Sites(setup, tracker, start.frozen, launch.requests))
+    if run.train.balance != "equal" and setup.resolved.batch.data_parallel > 1:
+        from llmtrain.training.load_balance import LoadBalance
+
+        parts.append(LoadBalance(setup, launch.session, launch.loader, tracker))
+    for part in parts:
+        if start.folder is not None and (kept := start.kept.get(part.key)):
+            part.restore(kept, start.folder)
+    saving = Saving(setup, launch.checkpoints, tracker, speed, launch.requests, start, parts)  # of those before it
+    evaluation = Evaluation(setup, tracker, speed)
+    parts.append(Logging(setup, launch.session, tracker, speed, parts, evaluation))
+    parts.append(evaluation)
+    parts.append(DataCheck(setup, saving, resumes=start.folder is not None))
+    parts.append(ReplicaCheck(setup, tracker, saving))
+    parts.append(saving)
+    return saving, evaluation
 
 
-def _site(training: Training, tracker: Tracker) -> Site:
-    """This launch among the sites that train the run's model. Raises AgreedError."""
-    from llmtrain.sites.site import Site, telling
-    from llmtrain.sites.step_rate import Share
-
-    run, batch = training.run, training.resolved.batch
-    common = {
-        "data": training.data.fingerprint,
-        "data.seed": run.data.seed,
-        "data.sequence_length": run.data.sequence_length,
-        "train.seed": run.train.seed,
-        "adapter": asdict(run.adapter),
-        "frozen parameters (model.pretrained)": weights_hash(training.frozen_source.checksums),
-        "sites.method": run.sites.method,
-        "sites.sync_every": 1 if run.sites.method == "every_step" else run.sites.sync_every,
-        "sites.pace": run.sites.pace,
-        "sites.max_alone_steps": run.sites.max_alone_steps,
-        "sites.outer_lr": run.sites.outer[0],
-        "sites.outer_momentum": run.sites.outer[1],
-        "sites.compress": run.sites.compress,
-        "sites.mean": run.sites.mean,
-        "sites.meet_every": run.sites.meet_every,
-        "sites.fragments": run.sites.fragments,
-    }
-    resumed = training.resumed
-    site = Site(
-        training.engine,
-        training.ranks,
-        run.sites,
-        common,
-        Share(batch=batch.global_batch, tokens=batch.tokens),
-        telling(tracker.event, tracker.log),
-        frozen=training.spec.frozen,
-        last_step=training.resolved.max_steps,
-    )
-    if resumed is not None and (kept := resumed.trainer.get("outer")):
-        site.restore(resumed.folder, kept)
-    return site
+def _close(parts: list[Part], kind: Any, error: BaseException | None, trace: Any) -> None:
+    """Close the parts, the last first, each of them whatever the others raise."""
+    if isinstance(error, Exception) and not isinstance(error, TrainingStopped):
+        rank_side.failed(error)  # now: closing W&B may take 20 s, and the other hosts' ranks wait for this one
+    with contextlib.ExitStack() as stack:
+        for part in parts:
+            stack.callback(part.close, error)
 
 
-def _tracker(training: Training, environment: dict[str, Any]) -> Tracker:
+def _tracker(setup: Setup, start: Start, folder: RunDirectory, environment: dict[str, Any]) -> Tracker:
     return Tracker(
-        training.folder.path,
-        tracking=training.run.tracking,
-        run_id=training.wandb_id,
-        config={"run": asdict(training.run), "deepspeed": training.resolved.deepspeed, "environment": environment},
-        total_steps=training.resolved.max_steps,
-        enabled=training.ranks.rank == 0,
-        start_step=training.position.step,
-        norm=norm_of(training.resolved.optim.name, zero=training.resolved.zero_stage > 0),
+        folder.path,
+        tracking=setup.run.tracking,
+        run_id=start.trainer.wandb_id,
+        config={"run": asdict(setup.run), "deepspeed": setup.resolved.deepspeed, "environment": environment},
+        total_steps=setup.resolved.max_steps,
+        enabled=setup.ranks.rank == 0,
+        start_step=start.position.step,
+        norm=norm_of(setup.resolved.optim.name, zero=setup.resolved.zero_stage > 0),
         show=messages.show_progress(),
     )
 
 
-def _conclude(training: Training, tracker: Tracker, saving: Saving, complete: bool) -> tuple[Status, str]:
-    """What follows the last step: the last save, the validation loss, rank 0's export; returns rank 0's last words."""
-    position, ranks, told = training.position, training.ranks, ""
+def _conclude(
+    launch: Launch, position: Position, saving: Saving, evaluation: Evaluation, reason: str | None, *, began: bool
+) -> str:
+    """The last save, the validation loss and rank 0's export. `reason`: why the run has stopped before its end.
+    `began`: False if that was before its first step.
+
+    Returns: rank 0's last words.
+    """
+    setup, folder, tracker = launch.setup, launch.folder, launch.tracker
+    complete, told = reason is None, ""
     tracker.end_progress()
     with heart.during("save"):
-        if training.began:
-            saving.last(position.step, training.trainer_state, exports=complete and training.run.train.export)
-    validation_loss = training.evaluate(tracker) if complete and training.run.train.eval else None
-    if ranks.rank == 0:
+        if began:
+            saving.last(position, exports=complete and setup.run.train.export)
+    validation_loss = evaluation.evaluate(position) if complete and setup.run.train.eval else None
+    if setup.ranks.rank == 0:
         from llmtrain.training.finish import (  # an export and a sample take much that training does not need
             finish,
             stopped,
         )
 
-        reason = None if complete else training.requests.stop_reason or "another rank was asked to stop"
         tracker.event("stop", step=position.step, complete=complete, reason=reason)
         if complete:
             heart.phase("export")
-            told = finish(training.run, training.folder, training.data, tracker, validation_loss, ranks.device)
+            told = finish(setup.run, folder, setup.data, tracker, validation_loss, setup.ranks.device)
         else:
-            told = stopped(training.checkpoints.path if training.began else None, position.step, reason)
+            told = stopped(launch.checkpoints.path if began else None, position.step, reason)
         messages.emit("end", status="complete" if complete else "stopped", code=0, reason=reason)
     rank_side.left(0)
-    return "finished" if complete else "stopped", told
+    return told
+
+
+def write_run_files(
+    folder: RunDirectory, run: RunConfig, exact: dict[str, Any], ranks: Ranks, sizes: ModelFacts
+) -> dict[str, Any]:
+    """config.yaml, deepspeed.json (the `exact` dict) and environment.json. Returns that (rank 0; else empty)."""
+    if ranks.rank != 0:
+        return {}
+    (folder.path / "config.yaml").write_text(dump(run))
+    (folder.path / "deepspeed.json").write_text(json.dumps(exact, indent=2) + "\n")
+    environment = describe_environment(ranks=[asdict(seat) for seat in ranks.seats])
+    environment["parameters"] = sizes.parameters
+    write_environment(folder.path, environment)
+    return environment
+
+
+def announce(
+    batch: Batch, mix: Mix, folder: RunDirectory, sizes: ModelFacts, device: torch.device, lines: list[str]
+) -> None:
+    """Print on rank 0 what is about to run, and `lines`."""
+    frozen = f" ({units.count(sizes.trained)} trained)" if sizes.trained < sizes.parameters else ""
+    by_auto = ' (by the JSON\'s "auto")' if any(FP32_BY_AUTO in line for line in lines) else ""
+    log.info(
+        f"{units.count(sizes.parameters)} parameters{frozen}, {mix.precision}{by_auto}, ZeRO {mix.zero_stage}, "
+        f"{units.counted(mix.degrees.world_size, 'rank')} on {device_name(device)}; "
+        f"{units.count(batch.tokens)} tokens a step ({batch.global_batch} sequences of {batch.sequence_length}: "
+        f"micro-batch {batch.micro_batch} x accumulation {batch.accumulation} x {batch.data_parallel} data-parallel "
+        f"ranks); run folder {folder.path}"
+    )
+    for line in (*filter(None, [unverified(versions())]), *lines):
+        log.info(line)
 
 
 def _leave(_kind: Any, error: BaseException | None, _trace: Any) -> None:

@@ -1,102 +1,112 @@
-"""When a run saves, and what it says about it."""
+"""The part of a run that saves checkpoints, and reports on them."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from llmtrain.base import log
 from llmtrain.base.errors import CheckpointError, TrainingStopped
 from llmtrain.checkpoint.folder import CheckpointFolder
 from llmtrain.checkpoint.format import step_folder
-from llmtrain.checkpoint.frozen import NOWHERE, FrozenSource
 from llmtrain.checkpoint.host_files import fetch_all
 from llmtrain.checkpoint.retain import keep_newest
 from llmtrain.checkpoint.save import Outcome, Saver
 from llmtrain.cluster import messages
-from llmtrain.config.run import CheckpointConfig
-from llmtrain.config.topology import Mix
-from llmtrain.engine.api import Engine, StateTensor
-from llmtrain.engine.dist.control import Agreement
-from llmtrain.engine.dist.ranks import Ranks
-from llmtrain.training.step import is_due
+from llmtrain.cluster.watch.heartbeat import heart
+from llmtrain.engine.api import StateTensor
+from llmtrain.engine.dist.control import StopRequests
+from llmtrain.training.parts import Done, Part
+from llmtrain.training.resume import Start
+from llmtrain.training.step import Position, Request, is_due
 
 if TYPE_CHECKING:
+    from llmtrain.tracking.metrics import Throughput
     from llmtrain.tracking.tracker import Tracker
+    from llmtrain.training.setup import Setup
 
 _TELL_S = 1.0
 """A shorter wait for a checkpoint is in the events only."""
 
 
-class Saving:
-    """The checkpoints of one launch. All ranks call every method together. Use as a context manager."""
+class Saving(Part):
+    """The checkpoints of one launch."""
 
     def __init__(
         self,
-        engine: Engine,
+        setup: Setup,
         folder: CheckpointFolder,
-        settings: CheckpointConfig,
-        mix: Mix,
-        ranks: Ranks,
         tracker: Tracker,
-        *,
-        saved_step: int | None,
-        max_failed: int,
-        frozen: FrozenSource = NOWHERE,
-        more: Callable[[], list[StateTensor]] = list,
+        speed: Throughput,
+        requests: StopRequests,
+        start: Start,
+        parts: Sequence[Part],
     ) -> None:
-        """`mix`: how the run computes. `saved_step`: the step whose checkpoint the folder holds already. `max_failed`:
-        saves that may fail in a row. `frozen`: parameters that checkpoints name and do not hold. `more`: what they
-        hold beside the engine's state."""
-        self._settings = settings
-        self._ranks, self._tracker = ranks, tracker
-        self._folder = folder
-        self._saver = Saver(engine, folder, settings, mix, ranks, frozen, more)
-        self._saved_step = saved_step
-        self._max_failed, self._failed_in_a_row = max_failed, 0
-        self._began_s = time.monotonic()
+        """`start`: from which the run goes on. `parts`: those of the run that checkpoints hold tensors and entries of;
+        they are complete. Raises AgreedError: the ranks' pieces do not cover each tensor once."""
+        self._setup, self._settings, self._ranks = setup, setup.run.checkpoint, setup.ranks
+        self._folder, self._tracker, self._speed, self._requests = folder, tracker, speed, requests
+        self._start, self._parts = start, parts
 
-    def __enter__(self) -> Saving:
+        def more() -> list[StateTensor]:
+            return [tensor for part in parts for tensor in part.state()]
+
+        self._saver = Saver(setup.engine, folder, self._settings, setup.resolved.mix, self._ranks, start.frozen, more)
+        self._saved_step = start.saved_step
+        self._max_failed, self._failed_in_a_row = setup.run.fault.max_failed_saves, 0
+        self._began_s = time.monotonic()
         self._saver.check_shares()  # now: a form that has its shards wrong must not train until its first save
         self._saver.prepare()
         if shortage := self._saver.shortage(self._settings.keep):
             log.warn(shortage)
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._saver.__exit__(kind, error, trace)
+    def request(self) -> Request:
+        """Send if this rank was asked to save, and how far its part of the save under way is."""
+        ended, failed = self._saver.status()
+        return Request(save=self._requests.take_save() or self._time_is_due(), save_ended=ended, save_failed=failed)
 
-    def time_is_due(self) -> bool:
-        """Whether rank 0 finds that `every_minutes` have passed."""
+    def _time_is_due(self) -> bool:
+        """True if rank 0 finds that `every_minutes` have passed."""
         minutes = self._settings.every_minutes
         return minutes is not None and self._ranks.rank == 0 and time.monotonic() - self._began_s > 60 * minutes
 
-    def is_due(self, steps: range, agreed: Agreement) -> bool:
-        """Whether all ranks save after these steps."""
-        return agreed.save or is_due(self._settings.every_steps, steps)
-
-    def status(self) -> tuple[bool, bool]:
-        """For the ranks' next agreement: whether this rank's part of the save under way has ended, or failed."""
-        return self._saver.status()
+    def is_due(self, done: Done) -> bool:
+        """True if all ranks save after the step; after the last one the caller asks for it."""
+        return not done.last and (done.agreed.save or is_due(self._settings.every_steps, done.steps))
 
     def before_update(self) -> None:
-        """Call before the optimizer writes."""
+        """Wait until the optimizer may write over what is saved."""
         self._saver.before_update()
 
-    def advance(self, agreed: Agreement) -> None:
-        """Go on with the save under way, if all ranks have come so far."""
-        self._report(self._saver.advance(agreed.save_ended, agreed.save_failed))
+    def after_step(self, done: Done) -> None:
+        """Go on with the save under way, if all ranks have come so far, and begin one if it is due.
 
-    def settle(self) -> None:
+        Raises: TrainingStopped or CheckpointError, after too many saves that failed in a row.
+        """
+        self._report(self._saver.advance(done.agreed.save_ended, done.agreed.save_failed))
+        if self.is_due(done):
+            with self._speed.checkpoint_stall(), heart.during("save"):
+                self.save(done.position)
+        if not done.last and self._failed_in_a_row >= self._max_failed:
+            self._end_unsaved(done.position)
+
+    def close(self, error: BaseException | None) -> None:
+        """Give the memory back; an end that all ranks have agreed on waits for the save under way."""
+        if isinstance(error, TrainingStopped):
+            self._settle()
+        self._saver.__exit__()
+
+    def _settle(self) -> None:
         """Wait for the save under way."""
         self._report(self._saver.drain())
 
-    def save(self, step: int, trainer_state: Callable[[], dict[str, Any]]) -> None:
-        """Begin a checkpoint of this step. A failed save is reported and training goes on."""
+    def _trainer(self, position: Position) -> dict[str, Any]:
+        return self._start.trainer.to_json(position, self._parts)
+
+    def save(self, position: Position) -> None:
+        """Begin a checkpoint. A failed save is reported and training goes on."""
+        step = position.step
         self._began_s = began_s = time.monotonic()
         if self._saver.busy:
             if self._settings.when_busy == "skip":
@@ -105,7 +115,7 @@ class Saving:
                     f"no checkpoint at step {step}: the one before is still being written (checkpoint.when_busy: skip)"
                 )
                 return
-            self.settle()
+            self._settle()
             waited_s = time.monotonic() - began_s
             self._tracker.event("save_waited", step=step, seconds=round(waited_s, 3))
             if waited_s > _TELL_S:
@@ -116,18 +126,13 @@ class Saving:
         if self._saved_step == step:
             return
         try:
-            self._saver.begin(step, trainer_state())
+            self._saver.begin(step, self._trainer(position))
         except CheckpointError as error:
             self._failed(step, str(error))
         if not self._saver.asynchronous:
-            self.settle()
+            self._settle()
 
-    @property
-    def gives_up(self) -> bool:
-        """So many saves have failed in a row that training on would only lose more."""
-        return self._failed_in_a_row >= self._max_failed
-
-    def end_unsaved(self, step: int, trainer_state: Callable[[], dict[str, Any]]) -> NoReturn:
+    def _end_unsaved(self, position: Position) -> NoReturn:
         """End a run that cannot save: write its state once more, with what retention would then delete deleted before.
 
         Raises TrainingStopped where that succeeds, else CheckpointError.
@@ -137,28 +142,29 @@ class Saving:
             for gone in keep_newest(self._folder.path, max(1, self._settings.keep - 1)):
                 log.warn(f"{gone} was deleted before the last save, to make room for it")
         try:
-            self._save_last(step, trainer_state)
+            self._save_last(position)
         except CheckpointError as error:
             raise CheckpointError(f"{failed}. {error}") from error
-        raise TrainingStopped(f"{failed}. The run has ended, and its state at step {step} is saved. Mend what kept the "
-                              "others from being written, and the same command goes on.")  # fmt: skip
+        raise TrainingStopped(f"{failed}. The run has ended, and its state at step {position.step} is saved. Mend what "
+                              "kept the others from being written, and the same command goes on.")  # fmt: skip
 
-    def last(self, step: int, trainer_state: Callable[[], dict[str, Any]], *, exports: bool) -> None:
+    def last(self, position: Position, *, exports: bool) -> None:
         """The checkpoint at the end of a launch; if rank 0 `exports` it, its folder gets all files.
 
         Raises CheckpointError when it cannot be written.
         """
-        self._save_last(step, trainer_state)
+        self._save_last(position)
         if exports:
-            fetch_all(step_folder(self._folder.path, step), self._folder, self._ranks)
+            fetch_all(step_folder(self._folder.path, position.step), self._folder, self._ranks)
 
-    def _save_last(self, step: int, trainer_state: Callable[[], dict[str, Any]]) -> None:
-        self.settle()
+    def _save_last(self, position: Position) -> None:
+        self._settle()
+        step = position.step
         if self._saved_step == step:
             return
         for attempt in range(2):  # a writer that was killed is replaced at the second
             try:
-                self._saver.begin(step, trainer_state())
+                self._saver.begin(step, self._trainer(position))
             except CheckpointError as error:
                 self._tracker.event("save_failed", step=step, error=str(error))
                 raise CheckpointError(f"{error} {self._lost(step)}") from error

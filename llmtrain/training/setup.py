@@ -47,7 +47,6 @@ from llmtrain.training.step import Session
 
 if TYPE_CHECKING:
     from llmtrain.models.teacher import Teacher
-    from llmtrain.training.pace import Pace
 
 _PROVED_TOKENS = 32
 
@@ -124,11 +123,11 @@ class Setup:
             prove_start(self.engine, self.resolved, self.objective, self._with_reference, self.data, self.mesh.place,
                         self.ranks, own_teacher=self.teacher == self.began_with)  # fmt: skip
 
-    def session(self, step: int = 0, pace: Pace | None = None) -> Session:
+    def session(self, step: int = 0) -> Session:
         """The steps of the run. `step`: optimizer steps done before, skipped ones included."""
         rate = partial(self.run.schedule.factor, max_steps=self.resolved.max_steps)
         return Session(self.engine, self.ranks, self.resolved.degrees, rate, seed=self.run.train.seed,
-                       objective=self.objective, step=step, pace=pace)  # fmt: skip
+                       objective=self.objective, step=step)  # fmt: skip
 
     def loader(self, start_index: int = 0, sequences: Sequence[int] | None = None) -> TrainLoader:
         """This rank's batches. `sequences`: of a step, by data-parallel rank; None: equally many."""

@@ -1,33 +1,33 @@
 """One step of a training after another: what the ranks agree on, random numbers, learning rate, gradient, update.
 
-What happens between steps (logs, evaluation, checkpoints, an outer optimizer) is its caller's.
+What happens between steps (logs, evaluation, checkpoints, an outer optimizer) are the parts of a run (parts.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from llmtrain.config.topology import Degrees
-from llmtrain.data.stream.loader import StepBatch
+from llmtrain.data.stream.loader import MicroBatch, StepBatch
 from llmtrain.engine.api import Engine, Update
 from llmtrain.engine.dist.control import Agree, Agreement
 from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.objectives.next_token import NEXT_TOKEN
 from llmtrain.objectives.objective import LooksAhead, Objective
 
-if TYPE_CHECKING:
-    from llmtrain.training.pace import Pace
+
+def _unmeasured(_: Sequence[MicroBatch]) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """Where a run stands; with the parameters and moments it is all that a checkpoint needs."""
+    """The counters of a run; with the parameters and moments they are all that a checkpoint needs."""
 
     step: int = 0
     """Optimizer steps done, skipped ones included."""
@@ -36,11 +36,14 @@ class Position:
     sample_index: int = 0
     """Global index of the next sequence."""
     skipped_steps: int = 0
+    optimizer_step: int = 0
+    """Updates that the optimizer has applied. A foreign checkpoint may bring more of them than this run has steps.
+    Counted, not read from the optimizer: on a GPU its counter is a tensor, and reading it waits for the step."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Requests:
-    """What this rank has to tell the others, once a step."""
+class Request:
+    """A rank's message to the others, once a step. `|` joins the requests of two parts."""
 
     stop: bool = False
     """It was asked to stop."""
@@ -48,8 +51,22 @@ class Requests:
     """The run's time limit is reached."""
     save: bool = False
     """It was asked to save, or the time for a checkpoint has come."""
-    save_status: tuple[bool, bool] = (False, False)
-    """Whether its part of the save under way has ended, and whether it failed."""
+    save_ended: bool = False
+    """Its part of the save under way has ended."""
+    save_failed: bool = False
+    """Its part of the save under way has failed."""
+    pace: int | None = None
+    """Nanoseconds that it computes for a sequence, 0: not known. None on all ranks: nobody asks."""
+
+    def __or__(self, other: Request) -> Request:
+        return Request(
+            stop=self.stop or other.stop,
+            time_up=self.time_up or other.time_up,
+            save=self.save or other.save,
+            save_ended=self.save_ended or other.save_ended,
+            save_failed=self.save_failed or other.save_failed,
+            pace=other.pace if self.pace is None else self.pace,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,24 +82,6 @@ class Step:
     update: Update
 
 
-class Outer(Protocol):
-    """What changes the parameters between steps, and says where the data goes on. All ranks call it together."""
-
-    def to_json(self) -> dict[str, Any]:
-        """What a checkpoint's trainer.json keeps of it."""
-        ...
-
-    def begin(self, step: int, sample_index: int, limit_s: float, stop_asked: Callable[[], bool]) -> tuple[int, int]:
-        """Before the first step: (optimizer steps done, index of the next sequence) to go on with. Raises StopAsked
-        where `stop_asked` is true of a rank meanwhile."""
-        ...
-
-    def after_update(self, step: int, *, complete: bool) -> tuple[int, int]:
-        """After each step: (optimizer steps done, index of the next sequence) to go on with. `complete`: no step
-        follows."""
-        ...
-
-
 class Session:
     """The steps of a run with an engine whose parameters have their values. All ranks call it together."""
 
@@ -96,28 +95,28 @@ class Session:
         seed: int,
         objective: Objective = NEXT_TOKEN,
         step: int = 0,
-        pace: Pace | None = None,
     ) -> None:
         """`rate`: from a step's number (0 is the first) to the factor on the peak learning rates. `seed`: of dropout.
-        `step`: optimizer steps done before, skipped ones included. `pace`: of this rank, for the others to hear."""
+        `step`: optimizer steps done before, skipped ones included."""
         self.engine, self.objective = engine, objective
         self.step_number = step
         self._rate, self._seed, self._agree = rate, seed, Agree(ranks)
         self._leads = degrees.place(ranks.rank).leads
         self._seeded_as = ranks.rank // degrees.tensor
-        self._pace = pace
+        self.measured: Callable[[Sequence[MicroBatch]], contextlib.AbstractContextManager[None]] = _unmeasured
+        """A context around the forward and backward passes of these micro-batches."""
 
     def step(
         self,
         batch: StepBatch,
-        requests: Requests = Requests(),  # frozen
+        request: Request = Request(),  # frozen
         before_update: Callable[[], None] = lambda: None,
     ) -> Step:
         """Train on this rank's part of a global batch.
 
         Args:
             batch: the part.
-            requests: what the ranks learn of each other with this step.
+            request: what this rank sends to the others with this step.
             before_update: called when the gradients are there and the optimizer has not written yet.
 
         Raises:
@@ -127,15 +126,15 @@ class Session:
             self.objective.look(batch.micro_batches, self.engine.evaluate)
         agreement = self._agree.start(
             weight=sum(map(self.objective.weight, batch.micro_batches)) if self._leads else 0,
-            stop=requests.stop,
-            time_up=requests.time_up,
-            save=requests.save,
-            save_status=requests.save_status,
-            pace=None if self._pace is None else self._pace.take(),
+            stop=request.stop,
+            time_up=request.time_up,
+            save=request.save,
+            save_status=(request.save_ended, request.save_failed),
+            pace=request.pace,
         )
         seed_step(self._seed, self.step_number, self._seeded_as)
         lr_factor = self._rate(self.step_number)
-        with contextlib.nullcontext() if self._pace is None else self._pace.measured(batch.micro_batches):
+        with self.measured(batch.micro_batches):
             sums = self.engine.forward_backward(batch.micro_batches, lambda: agreement().weight, self.objective)
         before_update()
         update = self.engine.update(lr_factor)
@@ -149,7 +148,7 @@ class Session:
 
 
 def is_due(every: int | None, steps: range) -> bool:
-    """Whether what happens every so many steps (None, 0: never) happens after these, of which a site may skip some."""
+    """True if any of `steps` is a multiple of `every` (None, 0: never)."""
     return every is not None and every > 0 and any(step % every == 0 for step in steps)
 
 

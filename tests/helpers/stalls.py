@@ -115,16 +115,16 @@ def spins_in_evaluate(rank: int) -> None:
     watched(rank)
     if rank == 1:
         from llmtrain.cluster.watch.heartbeat import heart
-        from llmtrain.training import loop
+        from llmtrain.training import reporting
 
-        plain = loop.Training.evaluation_batches
+        plain = reporting.evaluation_batches
 
-        def batches(self: Any) -> Any:
-            while heart.in_phase() == "evaluate":  # it is called before training, too
+        def batches(setup: Any) -> Any:
+            while heart.in_phase() == "evaluate":
                 pass
-            return plain(self)
+            return plain(setup)
 
-        loop.Training.evaluation_batches = batches  # type: ignore[method-assign]
+        reporting.evaluation_batches = batches
 
 
 def _as_on_gpus(act: Callable[[], None]) -> None:
@@ -211,9 +211,15 @@ def waits_for_a_lock(rank: int) -> None:
 def rank_0_saves_alone(rank: int) -> None:
     watched(rank)
     if rank == 0:
+        from dataclasses import replace
+
+        from llmtrain.training.parts import Done
         from llmtrain.training.saving import Saving
 
-        _at_step(Saving, "is_due", lambda *_, **__: True)
+        def after_step(plain: Any, self: Any, done: Done) -> None:
+            plain(self, replace(done, agreed=replace(done.agreed, save=True)))
+
+        _at_step(Saving, "after_step", after_step)
 
 
 def another_collective(rank: int) -> None:

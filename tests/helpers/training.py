@@ -234,15 +234,20 @@ def joined() -> Ranks:
     return join_process_group(120.0)
 
 
-def make_engine(case: Case) -> tuple[ZeroEngine, Ranks]:
-    """An engine with the run's initial weights, after all proofs that a run makes before its first step."""
+def make_setup(case: Case) -> Setup:
+    """A run with its initial weights, after all proofs of its engine."""
     ranks = joined()
-    resolved = resolved_run(case, ranks.world_size)
-    setup = Setup(checked(resolved), ranks)
-    assert isinstance(setup.engine, ZeroEngine)
+    setup = Setup(checked(resolved_run(case, ranks.world_size)), ranks)
     setup.write(setup.spec.initial_weights(0, torch.device("cpu")))
     setup.prove()
-    return setup.engine, ranks
+    return setup
+
+
+def make_engine(case: Case) -> tuple[ZeroEngine, Ranks]:
+    """The engine of `make_setup`, and this rank."""
+    setup = make_setup(case)
+    assert isinstance(setup.engine, ZeroEngine)
+    return setup.engine, setup.ranks
 
 
 def checked(resolved: ResolvedRun) -> Checked:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from llmtrain.config.topology import Degrees
 from llmtrain.optim.optimizers import PARAM
 from tests.helpers.families import FAMILIES, FROZEN
-from tests.helpers.training import LLAMA, Case, batches, make_engine, resolved_run, train_steps
+from tests.helpers.training import LLAMA, Case, batches, make_engine, make_setup, train_steps
 
 TIED = {**LLAMA, "tie_word_embeddings": True}
 UP, NORM = "model.layers.1.mlp.up_proj.weight", "model.layers.1.input_layernorm.weight"
@@ -177,14 +178,14 @@ def test_what_one_rank_alone_holds_is_nobodys_difference_and_nans_are_equal(pool
 
 
 def ended(case: Case, fault: str, guilty: int) -> tuple[str, str]:
-    """What `Consistency` says of a step: (in a healthy one, in one with a fault on rank `guilty`)."""
+    """The errors of `ReplicaCheck` after a step: (a healthy one, one with a fault on rank `guilty`)."""
     from llmtrain.base.errors import TrainingStopped
     from llmtrain.tracking.tracker import Tracker
-    from llmtrain.training.consistency import Consistency
+    from llmtrain.training.replica_check import ReplicaCheck
     from llmtrain.training.step import seed_step
 
-    engine, ranks = make_engine(case)
-    resolved = resolved_run(case, ranks.world_size)
+    setup = make_setup(case)
+    engine, ranks, resolved = setup.engine, setup.ranks, setup.resolved
     degrees: Degrees = resolved.degrees
     told = []
     for faulty in (False, True):
@@ -198,9 +199,11 @@ def ended(case: Case, fault: str, guilty: int) -> tuple[str, str]:
         seed_step(0 + (wrong and fault == "seed"), 4, ranks.rank // degrees.tensor)
         position = {"step": 5 + (wrong and fault == "step"), "tokens": 500}
         tracker = Tracker(".", tracking=resolved.run.tracking, run_id="", config={}, total_steps=None, enabled=False)
-        data = "another" if wrong and fault == "data" else "folder"
+        data: Any = SimpleNamespace(fingerprint="another" if wrong and fault == "data" else "folder")
+        setup.data = data
+        never: Any = None
         try:
-            Consistency(resolved.run, resolved.deepspeed, degrees, engine, ranks, tracker, data).check(position, batch)
+            ReplicaCheck(setup, tracker, never).check(position, batch)
             told.append("")
         except TrainingStopped as error:
             told.append(str(error))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,19 +13,16 @@ import torch
 
 from llmtrain.checkpoint.load import load_checkpoint
 from llmtrain.checkpoint.reader import CheckpointReader
-from llmtrain.data.stream.loader import TrainData, TrainLoader
-from llmtrain.training.step import Session
+from llmtrain.training.load_balance import LoadBalance
 from tests.helpers.preference import prepared_preferences
 from tests.helpers.training import (
     LLAMA,
     Case,
     Trace,
     assembled,
-    case_data,
     largest_difference,
-    make_engine,
+    make_setup,
     plain_pytorch,
-    resolved_run,
     save_checkpoint,
     uneven,
 )
@@ -65,14 +62,13 @@ class Found(Trace):
 
 def part(case: Case, found: Found, steps: range, speeds: list[list[int]], folder: str) -> None:
     """Steps of a launch that goes on from the folder's checkpoint, and leaves one. `speeds`: by step, by rank."""
-    from llmtrain.objectives.named import objective_of
-    from llmtrain.training import balance
-    from llmtrain.training.shares import Shares
+    from llmtrain.training import load_balance
+    from llmtrain.training.parts import Done
+    from llmtrain.training.step import Position
 
-    balance.SETTLE_STEPS, balance.WINDOW_STEPS = 0, 1
-    engine, ranks = make_engine(case)
-    resolved = resolved_run(case, ranks.world_size)
-    batch, degrees, run = resolved.batch, resolved.degrees, resolved.run
+    load_balance.SETTLE_STEPS, load_balance.WINDOW_STEPS = 0, 1
+    setup = make_setup(case)
+    engine, ranks, resolved = setup.engine, setup.ranks, setup.resolved
     kept = None
     if steps.start:
         with torch.no_grad():
@@ -82,30 +78,23 @@ def part(case: Case, found: Found, steps: range, speeds: list[list[int]], folder
         trainer = json.loads((path / "trainer.json").read_text())
         load_checkpoint(engine, CheckpointReader(path), trainer, ranks)
         kept = trainer["shares"]
-    shares = Shares(engine, ranks, batch, degrees, at_once=resolved.zero_stage >= 2, kept=kept)
-    shares.pace = Said([each[ranks.rank] for each in speeds])
-    rate = functools.partial(run.schedule.factor, max_steps=case.steps)
-    objective = objective_of(run.objective)
-    session = Session(engine, ranks, degrees, rate, seed=0, objective=objective, step=steps.start, pace=shares.pace)
-    with TrainLoader(
-        TrainData(case_data(case)),
-        global_batch=batch.global_batch,
-        micro_batch=batch.micro_batch,
-        accumulation=batch.accumulation,
-        rank=degrees.place(ranks.rank).data,
-        data_parallel=batch.data_parallel,
-        start_index=steps.start * batch.global_batch,
-        sequences=shares.sequences,
-    ) as loader:
+    session = setup.session(steps.start)
+    tracker: Any = SimpleNamespace(event=lambda *args, **kwargs: None)
+    with setup.loader(steps.start * resolved.batch.global_batch) as loader:
+        shares = LoadBalance(setup, session, loader, tracker)
+        shares.pace = Said([each[ranks.rank] for each in speeds])
+        if kept is not None:
+            shares.restore(kept, path)
         for step in steps:
             given = next(loader)
             found.shares.append(shares.sequences)
             found.indices.append([index for micro in given.micro_batches for index in micro.sample_indices])
             found.sizes.append([len(micro.inputs) for micro in given.micro_batches])
-            done = session.step(uneven(given) if not case.objective else given)
+            done = session.step(uneven(given) if not case.objective else given, shares.request())
             found.losses.append(session.figures(done)["loss"])
             found.norms.append(float(done.update.grad_norm))
-            shares.after_step(step + 1, done.agreed.paces, loader, lambda *args, **kwargs: None)
+            shares.after_step(Done(**vars(done), position=Position(step=step + 1), steps=range(step + 1, step + 2),
+                                   complete=False, data_wait_s=0.0, step_s=0.0, comm_s=0.0))  # fmt: skip
     trainer = {"step": steps.stop, "optimizer_step": engine.optimizer_step(), "shares": shares.to_json()}
     save_checkpoint(engine, Path(folder) / "checkpoints", steps.stop, trainer, resolved, ranks)
     found.parameters = assembled(engine, ranks)
@@ -114,12 +103,12 @@ def part(case: Case, found: Found, steps: range, speeds: list[list[int]], folder
 
 def with_a_resume(case: Case, folder: str, speeds: list[list[int]]) -> Found:
     """All steps, in two launches."""
-    from llmtrain.training import balance
+    from llmtrain.training import load_balance
 
-    found, before = Found([], []), (balance.SETTLE_STEPS, balance.WINDOW_STEPS)
+    found, before = Found([], []), (load_balance.SETTLE_STEPS, load_balance.WINDOW_STEPS)
     part(case, found, range(HALF), speeds[:HALF], folder)
     part(case, found, range(HALF, STEPS), speeds[HALF:], folder)
-    balance.SETTLE_STEPS, balance.WINDOW_STEPS = before
+    load_balance.SETTLE_STEPS, load_balance.WINDOW_STEPS = before
     return found
 
 

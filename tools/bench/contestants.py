@@ -183,27 +183,28 @@ def timed_run(clock: Clock, path: Path) -> None:
     from llmtrain.checkpoint.rundir import RunDirectory
     from llmtrain.config.load import load
     from llmtrain.engine.deepspeed.join import join_process_group
-    from llmtrain.engine.dist.control import StopRequests
     from llmtrain.tracking.tracker import Tracker
     from llmtrain.training.examine import examine
-    from llmtrain.training.loop import Training
-    from llmtrain.training.saving import Saving
+    from llmtrain.training.guards import SkippedSteps
+    from llmtrain.training.loop import train_steps
+    from llmtrain.training.parts import Part
+    from llmtrain.training.reporting import Evaluation, Logging, throughput_of
+    from llmtrain.training.resume import resume_or_start
     from llmtrain.training.setup import Setup
     from llmtrain.training.step import Session, Step
 
     resolved = load(["--config", str(path)], 1, "the benchmark")
     run = resolved.run
     ranks = join_process_group(run.fault.timeout_s)
-    with StopRequests() as requests, RunDirectory(str(run.train.run_dir)) as folder:
+    with RunDirectory(str(run.train.run_dir)) as folder:
         checkpoints = find_folder(folder.checkpoints, ranks)
         setup = Setup(examine(resolved), ranks)
-        training = Training(setup, folder, checkpoints, requests)
-        training.resume_or_start()
+        start = resume_or_start(setup, folder, checkpoints)
         setup.prove()  # as a run: what it leaves behind in compiled layers is in the figures
         tracker = Tracker(
             folder.path,
             tracking=run.tracking,
-            run_id=training.wandb_id,
+            run_id=start.trainer.wandb_id,
             config={"run": asdict(run)},
             total_steps=resolved.max_steps,
             enabled=True,
@@ -216,12 +217,14 @@ def timed_run(clock: Clock, path: Path) -> None:
             return done
 
         Session.step = timed_step  # type: ignore[method-assign, assignment]
-        # Not entered: no checkpoint is due, and 12 bytes a parameter of memory and disk are not asked for.
-        saving = Saving(
-            training.engine, checkpoints, run.checkpoint, resolved.mix, ranks, tracker, saved_step=None, max_failed=1
-        )
+        # Without saving: no checkpoint is due, and 12 bytes a parameter of memory and disk are not asked for.
+        session, loader, speed = setup.session(), setup.loader(), throughput_of(setup)
+        evaluation, parts = Evaluation(setup, tracker, speed), list[Part]()
+        parts.append(SkippedSteps(setup, tracker, folder.checkpoints))
+        parts.append(Logging(setup, session, tracker, speed, parts, evaluation))
+        parts.append(evaluation)
         clock.ready()
-        training.loop(tracker, saving)
+        train_steps(session, loader, parts, start.position, tokens=resolved.batch.tokens, limit=resolved.max_steps)
         tracker.close()
 
 

@@ -278,6 +278,16 @@ class TrainLoader:
             index += self._global_batch
 
 
+def check_validation(data: TrainData) -> None:
+    """Raises DataError when the data has no validation sequence."""
+    if data.validation_sequences == 0:
+        raise DataError(
+            f"{data.tokenizer_dir.parent}: its validation split does not fill one sequence of data.sequence_length "
+            f"{data.sequence_length}; prepare it with a larger --validation-fraction or with --validation-source FILE, "
+            "or set train.eval to off"
+        )
+
+
 def validation_batches(
     data: TrainData, *, sequences: int, micro_batch: int, rank: int, data_parallel: int, pin_memory: bool = False
 ) -> Iterator[MicroBatch]:
@@ -288,12 +298,7 @@ def validation_batches(
     data has no validation sequence.
     """
     assert sequences >= 1 and 0 <= rank < data_parallel, (sequences, rank, data_parallel)
-    if data.validation_sequences == 0:
-        raise DataError(
-            f"{data.tokenizer_dir.parent}: its validation split does not fill one sequence of data.sequence_length "
-            f"{data.sequence_length}; prepare it with a larger --validation-fraction or with --validation-source FILE, "
-            "or set train.eval to off"
-        )
+    check_validation(data)
     total = min(sequences, data.validation_sequences)
     return batches_of(data.validation_window_at, total, micro_batch, rank, data_parallel, pin_memory)
 

@@ -120,7 +120,7 @@ class Agreement:
     save_failed: int = 0
     """Ranks for which it failed."""
     paces: tuple[int, ...] = ()
-    """Nanoseconds for a sequence on each rank (training/pace.py), 0: not known; empty where shares stay equal."""
+    """Nanoseconds for a sequence on each rank (training/load_balance.py), 0: unknown; empty where shares stay equal."""
 
 
 class Agree:

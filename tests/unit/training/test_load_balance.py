@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import pytest
 
 from llmtrain.data.stream.order import rows_of
-from llmtrain.training import balance
-from llmtrain.training.balance import Balance, share_out
+from llmtrain.training import load_balance
+from llmtrain.training.load_balance import Balance, share_out
 
 
 @pytest.mark.parametrize(("sequences", "accumulation"), [((8, 4), 3), ((3, 9), 3), ((16, 8, 5, 11), 4), ((7,), 2)])
@@ -48,17 +48,19 @@ def test_no_other_shares_end_earlier(unit: int) -> None:
 
 def decide(shares: Balance, paces: Sequence[int], steps: int = 30) -> list[tuple[int, tuple[int, ...]]]:
     """(step, shares) of each change."""
-    changes = [(step, shares.heard(paces)) for step in range(1, steps + 1)]
+    changes = [(step, shares.measured(paces)) for step in range(1, steps + 1)]
     return [(step, change.after) for step, change in changes if change is not None]
 
 
 def made(groups: Sequence[int] = (0, 1), at_once: bool = False, kept: object = None) -> Balance:
-    return Balance(groups, global_batch=24, accumulation=3, at_once=at_once, kept=kept)
+    balance = Balance(groups, global_batch=24, accumulation=3, at_once=at_once)
+    balance.restore(kept)
+    return balance
 
 
 def test_a_rank_at_half_speed_takes_half_as_much() -> None:
     shares = made()
-    first = balance.SETTLE_STEPS + balance.WINDOW_STEPS
+    first = load_balance.SETTLE_STEPS + load_balance.WINDOW_STEPS
     assert decide(shares, (10, 20)) == [(first, (16, 8))] and shares.sequences == (16, 8)
     assert [each for _, each in decide(shares, (20, 10))] == [(8, 16)]  # it is the other that is slow now
     assert decide(made(at_once=True), (10, 20)) == [(first, (15, 9))]  # as many in each of three micro-batches
@@ -70,7 +72,7 @@ def test_a_rank_at_half_speed_takes_half_as_much() -> None:
 
 def test_what_a_change_says() -> None:
     shares = made()
-    (change,) = [each for each in (shares.heard((10**9, 2 * 10**9)) for _ in range(10)) if each]
+    (change,) = [each for each in (shares.measured((10**9, 2 * 10**9)) for _ in range(10)) if each]
     assert (change.equal_s, change.before_s, change.after_s, change.ideal_s) == (24, 24, 16, 16)
     assert "16, 8 sequences" in str(change) and "100% of the sum" in str(change) and "equal shares 67%" in str(change)
 
@@ -79,14 +81,14 @@ def test_noise_and_one_slow_step_change_nothing() -> None:
     rng, shares = random.Random(0), made()
     for step in range(400):
         held_up = 50 if step % 5 == 0 else 1
-        assert shares.heard((round(1000 * rng.uniform(0.97, 1.03)) * held_up, 1000)) is None
-    assert made().heard((0, 0)) is None
+        assert shares.measured((round(1000 * rng.uniform(0.97, 1.03)) * held_up, 1000)) is None
+    assert made().measured((0, 0)) is None
 
 
 def test_a_rank_that_does_not_know_yet_is_waited_for() -> None:
     shares = made()
     for _ in range(40):
-        assert shares.heard((10, 0)) is None
+        assert shares.measured((10, 0)) is None
     assert decide(shares, (10, 20))
 
 
@@ -97,7 +99,7 @@ def test_the_slowest_rank_of_a_group_counts() -> None:
 def test_shares_go_on_where_they_fit() -> None:
     shares = made()
     decide(shares, (10, 20))
-    kept = shares.to_json()
+    kept = {"sequences": list(shares.sequences)}
     assert made(kept=kept).sequences == (16, 8)
     assert made(at_once=True, kept=kept).sequences == (12, 12)  # micro-batches of 16 would not be equal
     assert made(range(4), kept=kept).sequences == (6, 6, 6, 6)

@@ -1,0 +1,172 @@
+"""Parts that end a run: a request from outside, steps that are skipped, an adapter without gradients, changed data."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import os
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from llmtrain.base import log, units
+from llmtrain.base.errors import DataError, TrainingStopped
+from llmtrain.cluster.watch.heartbeat import heart
+from llmtrain.data.shards import FileSum
+from llmtrain.engine.dist.control import StopRequests, from_all
+from llmtrain.engine.dist.ranks import Ranks
+from llmtrain.engine.moved import check_adapter
+from llmtrain.training.parts import Done, Part
+from llmtrain.training.step import Position, Request, is_due
+
+if TYPE_CHECKING:
+    from llmtrain.tracking.tracker import Tracker
+    from llmtrain.training.saving import Saving
+    from llmtrain.training.setup import Setup
+
+_AT_ONCE = 4 << 30
+"""Bytes of data that a resume compares with their checksums before its first step; more beside the steps."""
+_BEAT_S = 1.0
+
+
+class Limits(Part):
+    """Signals that ask for an end, and `train.max_minutes`."""
+
+    def __init__(self, requests: StopRequests, max_minutes: float | None, began_s: float, ranks: Ranks) -> None:
+        """`began_s`: time.monotonic() from which the minutes count."""
+        self._requests, self._ranks = requests, ranks
+        self._max_minutes, self._began_s = max_minutes, began_s
+
+    def request(self) -> Request:
+        """Return the flags of this rank; rank 0's clock counts."""
+        minutes = self._max_minutes
+        up = minutes is not None and self._ranks.rank == 0 and time.monotonic() - self._began_s > 60 * minutes
+        return Request(stop=self._requests.stop_reason is not None, time_up=up)
+
+
+class SkippedSteps(Part):
+    """Reports a step that the optimizer has skipped with its samples, and ends the run after too many in a row."""
+
+    def __init__(self, setup: Setup, tracker: Tracker, checkpoints: object) -> None:
+        """`checkpoints`: the folder of them, for the message."""
+        self._setup, self._tracker, self._checkpoints = setup, tracker, checkpoints
+        self._in_a_row = 0
+
+    def figures(self, done: Done) -> dict[str, Any]:
+        """Return the steps skipped so far."""
+        return {"skipped_steps": done.position.skipped_steps}
+
+    def after_step(self, done: Done) -> None:
+        """Raises TrainingStopped, on all ranks alike."""
+        if not done.update.skipped:
+            self._in_a_row = 0
+            return
+        bad = [
+            index
+            for micro, sums in zip(done.batch.micro_batches, done.sums, strict=True)
+            if not math.isfinite(float(sums[0]))
+            for index in micro.sample_indices
+        ]
+        samples = sorted(index for found in from_all(self._setup.ranks, bad) for index in found)
+        # fp16 finds its loss scale by overflowing: with a finite loss that is no fault.
+        scaling = self._setup.resolved.precision == "fp16" and not samples
+        what, step = "gradient" if not samples else "loss", done.position.step
+        first, count = done.batch.first_index, self._setup.resolved.batch.global_batch
+        named = samples or list(range(first, first + count))
+        self._tracker.event("skip", step=step, what=f"non-finite {what}", samples=named, loss_scaling=scaling)
+        if scaling:
+            return
+        self._in_a_row += 1
+        log.warn(f"step {step} skipped: non-finite {what}; samples {units.some(named)} ({self._in_a_row} in a row)")
+        if self._in_a_row >= self._setup.run.fault.max_skipped:
+            raise TrainingStopped(
+                f"{self._in_a_row} steps in a row were skipped for a non-finite {what}; fault.max_skipped is "
+                f"{self._setup.run.fault.max_skipped}. Last samples: {units.some(named)}. Look at them, lower "
+                f"optim.lr, or resume from an earlier checkpoint in {self._checkpoints}."
+            )
+
+
+class AdapterCheck(Part):
+    """Checks after the first update of a run with an adapter that gradients have reached it."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+
+    def after_step(self, done: Done) -> None:
+        """Raises TrainingStopped, on all ranks alike."""
+        if done.position.optimizer_step == 1 and not done.update.skipped and done.agreed.weight > 0:
+            check_adapter(self._setup.engine, self._setup.ranks)
+
+
+class DataChanged(TrainingStopped):
+    """The prepared data is not what its manifest says."""
+
+    exit_code = DataError.exit_code
+
+
+class DataCheck(Part):
+    """Compares the data's files with their checksums beside a run's first steps, on a thread of each rank.
+
+    Ranks that see the same files share them. A difference ends the run before its first save.
+    """
+
+    def __init__(self, setup: Setup, saving: Saving, *, resumes: bool) -> None:
+        """`saving`: decides when a checkpoint follows. `resumes`: the run goes on from a checkpoint, so that data of a
+        few GiB is compared before the first step."""
+        self._files, self._ranks, self._log_every = setup.data.sums(), setup.ranks, setup.run.train.log_every
+        self._saving, self._resumes = saving, resumes
+        self._closed, self._settled, self._error = False, False, ""
+        self._thread = threading.Thread(target=self._compare, name="data-check", daemon=True)
+
+    def begin(self, position: Position) -> None:
+        """Start the threads. Raises DataChanged, on all ranks."""
+        everyone = from_all(self._ranks, _identity(self._files))  # copies on two hosts have other numbers and times
+        group = [rank for rank, identity in enumerate(everyone) if identity == everyone[self._ranks.rank]]
+        self._mine = self._files[group.index(self._ranks.rank) :: len(group)]
+        self._thread.start()
+        size = sum(file.path.stat().st_size for file in self._files if file.path.is_file())
+        if self._resumes and size <= _AT_ONCE:
+            self._look(wait=True)  # what was trained belongs to what the data was
+
+    def after_step(self, done: Done) -> None:
+        """Raises DataChanged, on all ranks."""
+        due = self._saving.is_due(done)
+        if not self._settled and (due or done.last or is_due(self._log_every, done.steps)):
+            # A run that was asked to stop has no time.
+            self._look(wait=due or (done.last and not done.agreed.stop))
+        if done.last:
+            self.close(None)
+
+    def _look(self, *, wait: bool) -> None:
+        """Read how far the ranks are; `wait`: until all have finished. Raises DataChanged, on all ranks."""
+        while wait and self._thread.is_alive():
+            self._thread.join(_BEAT_S)
+            heart.beat()
+        found = from_all(self._ranks, (self._thread.is_alive(), self._error))
+        if wrong := next((error for _, error in found if error), None):
+            raise DataChanged(f"{wrong}. The run ends before it saves what it has trained on it")
+        self._settled = not any(alive for alive, _ in found)
+
+    def close(self, error: BaseException | None) -> None:
+        """End the thread."""
+        self._closed = True
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _compare(self) -> None:
+        with contextlib.suppress(OSError):  # the steps go first
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        try:
+            for file in self._mine:
+                file.compare(lambda: not self._closed)
+        except DataError as error:
+            self._error = str(error)
+        except Exception as error:
+            self._error = f"the data could not be compared with its checksums: {error!r}"
+
+
+def _identity(files: list[FileSum]) -> str:
+    """Hash of the files' inode numbers and change times: equal on hosts that share the files, different for copies."""
+    stats = [os.stat(file.path) for file in files if file.path.is_file()]
+    return hashlib.sha256(repr([(stat.st_ino, stat.st_ctime_ns) for stat in stats]).encode()).hexdigest()

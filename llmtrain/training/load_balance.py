@@ -1,0 +1,328 @@
+"""Load balancing: each data-parallel group takes as many sequences of a step as its measured speed allows.
+
+The loss of a step is per token of the global batch, whoever computes it: other shares are the same training, as another
+number of ranks is. All ranks read the same measurements and decide the same from them, without another message.
+
+A rank's speed is measured without its waiting for others. On the processor: the time of a step's forward and backward
+passes less that inside collectives. On a GPU, where the host waits for nothing and collectives stand in the device's
+queue: events around a forward pass. Under ZeRO 3 that pass waits for parameters, so there the events stand around each
+module that has some, after they have come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import nn
+
+from llmtrain.base import log
+from llmtrain.cluster.watch.heartbeat import heart
+from llmtrain.config.balance import MOST
+from llmtrain.data.stream.loader import MicroBatch, TrainLoader
+from llmtrain.training.parts import Done, Part
+from llmtrain.training.step import Request, Session
+
+if TYPE_CHECKING:
+    from llmtrain.tracking.tracker import Tracker
+    from llmtrain.training.setup import Setup
+
+SETTLE_STEPS = 2
+"""After the start and after a change: kernels are chosen, memory is allocated, code is compiled for the new shapes."""
+WINDOW_STEPS = 8
+"""Whose medians are compared: a step that something else has held up does not count."""
+LEAST_GAIN = 0.03
+"""Share of a step's computing that a change has to save, so that noise changes nothing."""
+
+
+def share_out(seconds: Sequence[float], total: int, *, least: int, most: int, unit: int) -> tuple[int, ...]:
+    """The shares of `total` sequences with which the slowest group ends first.
+
+    Args:
+        seconds: that a sequence takes, by group.
+        total: sequences of all groups: `least` for each, and a multiple of `unit` more.
+        least: of a group.
+        most: of a group.
+        unit: what shares are counted in.
+    """
+    shares = [least] * len(seconds)
+    ends = [(each * (least + unit), least, group) for group, each in enumerate(seconds) if least + unit <= most]
+    heapq.heapify(ends)
+    for _ in range((total - sum(shares)) // unit):
+        *_, group = heapq.heappop(ends)  # of two that would end alike the one that has less
+        shares[group] += unit
+        if shares[group] + unit <= most:
+            heapq.heappush(ends, (seconds[group] * (shares[group] + unit), shares[group], group))
+    return tuple(shares)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """Other shares from the next step on, and why."""
+
+    before: tuple[int, ...]
+    """Sequences of a step by group."""
+    after: tuple[int, ...]
+    before_s: float
+    """Computing of a step: of the group that ends last."""
+    after_s: float
+    """The same as the measured speeds predict it."""
+    equal_s: float
+    """The same with equal shares."""
+    ideal_s: float
+    """If all speeds added up."""
+
+    def __str__(self) -> str:
+        given = ", ".join(map(str, self.after[:16])) + (", ..." if len(self.after) > 16 else "")
+        return (
+            f"ranks of unequal speed take {given} sequences of a step: computing one takes {self.after_s:.3g} s, "
+            f"before {self.before_s:.3g} s, with equal shares {self.equal_s:.3g} s; {self.ideal_s / self.after_s:.0%} "
+            f"of the sum of their speeds, with equal shares {self.ideal_s / self.equal_s:.0%}"
+        )
+
+
+class Balance:
+    """The shares of a launch, from the measured speeds of its ranks."""
+
+    def __init__(self, groups: Sequence[int], *, global_batch: int, accumulation: int, at_once: bool) -> None:
+        """
+        Args:
+            groups: the data-parallel group of each rank. The ranks of one compute the same sequences.
+            global_batch: sequences of a step.
+            accumulation: micro-batches of a step.
+            at_once: the ranks wait for each other in every micro-batch (ZeRO 2 and 3), not only at a step's end; then
+                all micro-batches of a group are equal.
+        """
+        self._groups, self._count = tuple(groups), max(groups) + 1
+        self._total, self._least = global_batch, accumulation
+        self._most = MOST * (global_batch // self._count)
+        self._unit = accumulation if at_once else 1
+        self._equal = (global_batch // self._count,) * self._count
+        self.sequences: tuple[int, ...] = self._equal
+        """Sequences of a step, by group."""
+        self._forget()
+
+    def restore(self, kept: Any) -> None:
+        """Take the shares of a checkpoint's entry; those that fit nothing here are forgotten."""
+        given = kept.get("sequences") if isinstance(kept, dict) else None
+        if isinstance(given, list) and self._fits(given):
+            self.sequences = tuple(given)
+
+    def _fits(self, given: list[Any]) -> bool:
+        whole = all(isinstance(each, int) and not isinstance(each, bool) for each in given)
+        return (
+            whole
+            and (len(given), sum(given)) == (self._count, self._total)
+            and all(self._least <= each <= self._most and each % self._unit == 0 for each in given)
+        )
+
+    def _forget(self) -> None:
+        self._settles = SETTLE_STEPS
+        self._window: list[list[int]] = []
+
+    def measured(self, paces: Sequence[int]) -> Change | None:
+        """Once a step: the nanoseconds that each rank has computed for a sequence lately, 0 where it does not know.
+
+        Returns: other shares, if they are worth it; `sequences` has them from now on.
+        """
+        if not all(paces):
+            return None
+        if self._settles:
+            self._settles -= 1
+            return None
+        slowest = [0] * self._count
+        for group, pace in zip(self._groups, paces, strict=True):
+            slowest[group] = max(slowest[group], pace)
+        self._window.append(slowest)
+        if len(self._window) < WINDOW_STEPS:
+            return None
+        seconds = [statistics.median(column) / 1e9 for column in zip(*self._window, strict=True)]
+        self._window = []
+        after = share_out(seconds, self._total, least=self._least, most=self._most, unit=self._unit)
+        before_s, after_s = _slowest(seconds, self.sequences), _slowest(seconds, after)
+        if after_s > (1 - LEAST_GAIN) * before_s:
+            return None
+        change = Change(
+            before=self.sequences,
+            after=after,
+            before_s=before_s,
+            after_s=after_s,
+            equal_s=_slowest(seconds, self._equal),
+            ideal_s=self._total / sum(1 / each for each in seconds),
+        )
+        self.sequences = after
+        self._forget()
+        return change
+
+
+def _slowest(seconds: Sequence[float], sequences: Sequence[int]) -> float:
+    """When the last group ends."""
+    return max(each * count for each, count in zip(seconds, sequences, strict=True))
+
+
+class Pace(Protocol):
+    """A rank's own speed."""
+
+    def measured(self, micros: Sequence[MicroBatch]) -> contextlib.AbstractContextManager[None]:
+        """In which these are computed, forward and backward."""
+        ...
+
+    def take(self) -> int:
+        """Nanoseconds that a sequence took in a step since the last call; 0: not known."""
+        ...
+
+    def forget(self) -> None:
+        """Drop what was measured so far."""
+        ...
+
+
+class HostPace:
+    """Measures on the processor. Collectives are those that `count_collectives` counts."""
+
+    def __init__(self, waited_s: Callable[[], float] = heart.waited_s, clock: Callable[[], float] = time.monotonic):
+        self._waited_s, self._clock = waited_s, clock
+        self._found = 0
+
+    @contextlib.contextmanager
+    def measured(self, micros: Sequence[MicroBatch]) -> Iterator[None]:
+        began_s, waited_s = self._clock(), self._waited_s()
+        yield
+        own_s = self._clock() - began_s - (self._waited_s() - waited_s)
+        rows = sum(len(micro.sample_indices) for micro in micros)
+        self._found = max(1, round(own_s * 1e9 / rows))
+
+    def take(self) -> int:
+        found, self._found = self._found, 0
+        return found
+
+    def forget(self) -> None:
+        self._found = 0
+
+
+class Event(Protocol):
+    """As torch.cuda.Event: a place in the device's queue, with the time when the device was there."""
+
+    def record(self) -> None: ...
+
+    def query(self) -> bool: ...
+
+    def elapsed_time(self, end: Any) -> float: ...
+
+
+def _cuda_event() -> Event:
+    return torch.cuda.Event(enable_timing=True)
+
+
+class DevicePace:
+    """Measures the first forward pass of a step on a GPU. Nothing waits for the device."""
+
+    def __init__(self, module: nn.Module, *, gathers: bool, new_event: Callable[[], Event] = _cuda_event) -> None:
+        """`gathers`: parameters come when their module begins (ZeRO 3); its hooks are there already."""
+        self._new_event = new_event
+        self._wanted = self._inside = False
+        self._open: list[Event] = []
+        self._pairs: list[tuple[Event, Event]] = []
+        self._ahead: deque[tuple[int, list[tuple[Event, Event]]]] = deque()
+        module.register_forward_pre_hook(self._enter)
+        timed = [each for each in module.modules() if any(True for _ in each.parameters(recurse=False))]
+        for each in timed if gathers else [module]:
+            each.register_forward_pre_hook(self._begin)
+            each.register_forward_hook(self._end, prepend=True)  # before parameters are given back
+        module.register_forward_hook(self._leave)
+
+    @contextlib.contextmanager
+    def measured(self, micros: Sequence[MicroBatch]) -> Iterator[None]:
+        self._wanted, self._pairs = True, []
+        try:
+            yield
+        finally:
+            self._wanted = self._inside = False
+        self._ahead.append((len(micros[0].sample_indices), self._pairs))
+
+    def take(self) -> int:
+        found = 0
+        while self._ahead and all(end.query() for _, end in self._ahead[0][1]):
+            rows, pairs = self._ahead.popleft()
+            found = max(1, round(sum(begin.elapsed_time(end) for begin, end in pairs) * 1e6 / rows))
+        return found
+
+    def forget(self) -> None:
+        self._ahead.clear()
+
+    def _enter(self, *_: Any) -> None:
+        self._inside, self._wanted = self._wanted, False
+
+    def _leave(self, *_: Any) -> None:
+        self._inside = False
+
+    def _begin(self, *_: Any) -> None:
+        if self._inside:
+            self._open.append(self._marked())
+
+    def _end(self, *_: Any) -> None:
+        if self._inside:
+            self._pairs.append((self._open.pop(), self._marked()))
+
+    def _marked(self) -> Event:
+        event = self._new_event()
+        event.record()
+        return event
+
+
+def pace_of(module: nn.Module, device: torch.device, *, gathers: bool) -> Pace:
+    """Return the clock for this rank. `gathers`: as `DevicePace` has it."""
+    return DevicePace(module, gathers=gathers) if device.type == "cuda" else HostPace()
+
+
+class LoadBalance(Part):
+    """Measures this launch's ranks, and changes how the sequences of a step are divided among them."""
+
+    key = "shares"
+
+    def __init__(self, setup: Setup, session: Session, loader: TrainLoader, tracker: Tracker) -> None:
+        engine, ranks, batch = setup.engine, setup.ranks, setup.resolved.batch
+        self.pace: Pace = pace_of(engine.module, ranks.device, gathers=engine.partitions_parameters)
+        """Measures this rank."""
+        session.measured = lambda micros: self.pace.measured(micros)
+        self._loader, self._tracker = loader, tracker
+        self._balance = Balance(
+            [setup.resolved.degrees.place(rank).data for rank in range(ranks.world_size)],
+            global_batch=batch.global_batch,
+            accumulation=batch.accumulation,
+            at_once=setup.resolved.zero_stage >= 2,
+        )
+
+    @property
+    def sequences(self) -> tuple[int, ...]:
+        """Sequences of a step, by data-parallel group."""
+        return self._balance.sequences
+
+    def restore(self, kept: Any, folder: Path) -> None:
+        """Take the shares of the launch before; those that fit nothing here are forgotten."""
+        self._balance.restore(kept)
+        self._loader.share(self.sequences)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the shares."""
+        return {"sequences": list(self.sequences)}
+
+    def request(self) -> Request:
+        """Send this rank's speed."""
+        return Request(pace=self.pace.take())
+
+    def after_step(self, done: Done) -> None:
+        """Take other shares from the next step on, if it is worth it."""
+        if (change := self._balance.measured(done.agreed.paces)) is None:
+            return
+        self.pace.forget()
+        self._loader.share(change.after)
+        self._tracker.event("shares", step=done.position.step, **asdict(change))
+        log.info(f"step {done.position.step}: {change}")

@@ -1,0 +1,76 @@
+"""`Part`: what takes part in a run beside the step itself, such as saving, evaluation or the exchange between sites."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmtrain.engine.api import StateTensor
+from llmtrain.training.step import Position, Request, Step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Done(Step):
+    """A step that is done, and where the run stands after it."""
+
+    position: Position
+    """After the step, and after the parts before this one in the list."""
+    steps: range
+    """Optimizer steps that the position has passed: one, or more where other sites have trained further."""
+    complete: bool
+    """The run has all of its steps."""
+    data_wait_s: float
+    """Seconds that this rank waited for the batch."""
+    step_s: float
+    """Seconds that the step took on this rank."""
+    comm_s: float
+    """Seconds of these inside collectives that the watch counts (cluster/watch/collectives.py)."""
+
+    @property
+    def last(self) -> bool:
+        """No step follows in this launch."""
+        return self.complete or self.agreed.stop or self.agreed.time_up
+
+
+class Part:
+    """Takes part in a run beside the step. All ranks call every method together; each default does nothing.
+
+    `training/run.py` has the list of a run's parts. Its order is the order in which the loop calls them.
+    """
+
+    key = ""
+    """Name of its entry in a checkpoint's trainer.json; empty: it has none."""
+
+    def begin(self, position: Position) -> Position | None:
+        """Called before the first step. Returns where the run goes on instead; None: at `position`."""
+        return None
+
+    def request(self) -> Request:
+        """Return this rank's share of the next step's all-reduce."""
+        return Request()
+
+    def before_update(self) -> None:
+        """Called when the gradients are there and the optimizer has not written yet."""
+
+    def after_step(self, done: Done) -> Position | None:
+        """Called after each step. Returns where the run goes on instead; None: at `done.position`."""
+        return None
+
+    def figures(self, done: Done) -> dict[str, Any]:
+        """Return its figures for the row of metrics of a step that is logged, by their keys in METRICS."""
+        return {}
+
+    def state(self) -> list[StateTensor]:
+        """Return the tensors that a checkpoint keeps of it."""
+        return []
+
+    def to_json(self) -> Any:
+        """Return the entry of trainer.json; it is saved under `key`."""
+        return None
+
+    def restore(self, kept: Any, folder: Path) -> None:
+        """Called before `begin`: go on from the checkpoint in `folder`. `kept`: what `to_json` returned there."""
+
+    def close(self, error: BaseException | None) -> None:
+        """Called once at the end of the launch, however it ends. `error`: what ended it, if something did."""

@@ -1,0 +1,87 @@
+"""The part of a run that exchanges with the other sites that train its model."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmtrain.checkpoint.frozen import FrozenSource
+from llmtrain.data.stream.columns import weights_hash
+from llmtrain.engine.api import StateTensor
+from llmtrain.engine.dist.control import StopRequests
+from llmtrain.sites.site import Site, telling
+from llmtrain.sites.step_rate import Share
+from llmtrain.training.parts import Done, Part
+from llmtrain.training.step import Position
+
+if TYPE_CHECKING:
+    from llmtrain.tracking.tracker import Tracker
+    from llmtrain.training.setup import Setup
+
+
+class Sites(Part):
+    """This launch among the sites."""
+
+    key = "outer"
+
+    def __init__(self, setup: Setup, tracker: Tracker, frozen: FrozenSource, requests: StopRequests) -> None:
+        """Raises AgreedError."""
+        run, batch = setup.run, setup.resolved.batch
+        common = {
+            "data": setup.data.fingerprint,
+            "data.seed": run.data.seed,
+            "data.sequence_length": run.data.sequence_length,
+            "train.seed": run.train.seed,
+            "adapter": asdict(run.adapter),
+            "frozen parameters (model.pretrained)": weights_hash(frozen.checksums),
+            "sites.method": run.sites.method,
+            "sites.sync_every": 1 if run.sites.method == "every_step" else run.sites.sync_every,
+            "sites.pace": run.sites.pace,
+            "sites.max_alone_steps": run.sites.max_alone_steps,
+            "sites.outer_lr": run.sites.outer[0],
+            "sites.outer_momentum": run.sites.outer[1],
+            "sites.compress": run.sites.compress,
+            "sites.mean": run.sites.mean,
+            "sites.meet_every": run.sites.meet_every,
+            "sites.fragments": run.sites.fragments,
+        }
+        self._start_timeout_s, self._requests = run.fault.start_timeout_s, requests
+        self._site = Site(
+            setup.engine,
+            setup.ranks,
+            run.sites,
+            common,
+            Share(batch=batch.global_batch, tokens=batch.tokens),
+            telling(tracker.event, tracker.log),
+            frozen=setup.spec.frozen,
+            last_step=setup.resolved.max_steps,
+        )
+
+    def restore(self, kept: Any, folder: Path) -> None:
+        """Go on where the checkpoint's site was. Raises AgreedError: it is damaged."""
+        self._site.restore(folder, kept)
+
+    def begin(self, position: Position) -> Position:
+        """Join the other sites. Raises SitesError; StopAsked: a rank was, before any step. On all ranks alike."""
+        step, index = self._site.begin(
+            position.step, position.sample_index, self._start_timeout_s, lambda: self._requests.stop_reason is not None
+        )
+        return replace(position, step=step, sample_index=index)
+
+    def after_step(self, done: Done) -> Position:
+        """Exchange with the other sites if it is due. Raises TrainingStopped, on all ranks alike."""
+        step, index = self._site.after_update(done.position.step, complete=done.complete)
+        return replace(done.position, step=step, sample_index=index)
+
+    def state(self) -> list[StateTensor]:
+        """Return the common parameters, the outer momentum and what the codec has left out."""
+        return self._site.state()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return where this site is between two exchanges."""
+        return self._site.to_json()
+
+    def close(self, error: BaseException | None) -> None:
+        """End its connections."""
+        self._site.__exit__(None if error is None else type(error), error, None)
