@@ -50,7 +50,7 @@ class Console:
         self._line = ""
         self._show = LiveLine().show if show is None and stream is None and sys.stdout.isatty() else show
 
-    def update(self, row: dict[str, Any]) -> None:
+    def log(self, row: dict[str, Any], *, more: bool = False) -> None:
         """Show a row of metrics: evaluations stay on the screen; on a terminal, progress replaces itself."""
         step = _number(row, "step")
         if step is None:
@@ -68,7 +68,14 @@ class Console:
                     None if self._total_steps is None else step / self._total_steps,
                 )
 
-    def close(self) -> None:
+    def event(self, kind: str, fields: dict[str, Any]) -> None:
+        """Events are not shown here."""
+
+    def close(self, *, exit_code: int = 0) -> None:
+        """Leave the last progress line on the screen."""
+        self.end_steps()
+
+    def end_steps(self) -> None:
         """Leave the last progress line on the screen. A second call does nothing."""
         if self._show is not None and self._line:
             self._show("", None)

@@ -7,15 +7,20 @@ cut off when the file is opened again. NaN and infinities have no JSON form: the
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import math
 import os
+import time
 from pathlib import Path
 from typing import Any
 
 from llmtrain.base import log, untrusted
 from llmtrain.base.files import replace_file
+
+RUN_FILES = ("config.yaml", "deepspeed.json", "environment.json")
+"""Written once, at the start."""
 
 
 def to_json(value: Any) -> Any:
@@ -166,3 +171,50 @@ class JsonLines:
                 self._warn(error)
         finally:
             os.close(fd)
+
+
+class LocalFiles:
+    """metrics.jsonl and events.jsonl of a run's folder, and its other files put back if something removes them."""
+
+    def __init__(self, run_dir: Path, *, start_step: int) -> None:
+        """`start_step`: of the checkpoint that training goes on from (0: a new run); rows of later steps go."""
+        metrics = run_dir / "metrics.jsonl"
+        self.dropped_rows = 0
+        try:
+            # A run that starts again from nothing repeats its step 0 as well.
+            self.dropped_rows = truncate_after(metrics, start_step if start_step > 0 else -1)
+        except OSError as error:
+            log.warn(f"{metrics} keeps rows after step {start_step} that this launch repeats ({error.strerror}).")
+        self._metrics = JsonLines(metrics)
+        self._events = JsonLines(run_dir / "events.jsonl")
+        self._held = [HeldFile(run_dir / name) for name in RUN_FILES if (run_dir / name).exists()]
+
+    def log(self, row: dict[str, Any], *, more: bool) -> None:
+        """Append a row of metrics."""
+        self._put_back(row.get("step"))
+        self._metrics.write(row)
+
+    def event(self, kind: str, fields: dict[str, Any]) -> None:
+        """Append an event."""
+        self._events.write({"time_unix_s": time.time(), "kind": kind, **fields})
+
+    def end_steps(self) -> None:
+        """Rows may follow, of the last evaluation."""
+
+    def close(self, *, exit_code: int) -> None:
+        """Flush to the disk and close."""
+        self._put_back(None)
+        for held in self._held:
+            os.close(held.fd)
+        self._metrics.close()
+        self._events.close()
+
+    def _put_back(self, step: Any) -> None:
+        """Write the files again that something outside the run has removed from its folder."""
+        with contextlib.suppress(OSError):  # metrics.jsonl says it
+            if gone := [held.path.name for held in self._held if held.put_back()]:
+                log.warn(
+                    f"{self._held[0].path.parent}: something outside the run has removed {', '.join(gone)}, which are "
+                    "written again; checkpoints that were removed with them are gone until the next save"
+                )
+                self.event("removed", {"step": step, "files": gone})

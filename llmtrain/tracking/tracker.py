@@ -1,25 +1,40 @@
-"""One object that takes the run's metrics and events: local files, console and W&B behind it."""
+"""The list of a run's trackers, and one object that hands metrics and events to each of them."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from llmtrain.base import log
 from llmtrain.base.redact import redact
 from llmtrain.config.run import TrackingConfig
 from llmtrain.tracking.console import Console
-from llmtrain.tracking.local import HeldFile, JsonLines, truncate_after
+from llmtrain.tracking.local import LocalFiles
 from llmtrain.tracking.metrics import METRICS
 
-RUN_FILES = ("config.yaml", "deepspeed.json", "environment.json")
-"""Written once, at the start."""
-
 Status = Literal["finished", "stopped", "failed"]
+
+
+class Sink(Protocol):
+    """A tracker of a run, on rank 0. No method raises or waits for a network: training goes on without it."""
+
+    def log(self, row: dict[str, Any], *, more: bool) -> None:
+        """Take a row of metrics, keyed as in METRICS. `more`: another row of the same step follows."""
+        ...
+
+    def event(self, kind: str, fields: dict[str, Any]) -> None:
+        """Take an event; secrets in its fields are redacted."""
+        ...
+
+    def end_steps(self) -> None:
+        """The last step is done; what follows is the end of the run."""
+        ...
+
+    def close(self, *, exit_code: int) -> None:
+        """Write everything out, in at most 20 s. `exit_code`: 1 if the run has failed, else 0."""
+        ...
 
 
 class Tracker:
@@ -44,72 +59,47 @@ class Tracker:
         norm: str = "gradient",
         show: Callable[[str, float | None], None] | None = None,
     ) -> None:
-        self._open = enabled
+        self._began_s = time.monotonic()
+        self._sinks: list[Sink] = []
         if not enabled:
             return
         from llmtrain.tracking.wandb_sink import WandbSink  # rank 0 alone has one
 
         run_dir = Path(run_dir)
-        self._began_s = time.monotonic()
-        metrics = run_dir / "metrics.jsonl"
-        dropped = 0
-        try:
-            # A run that starts again from nothing repeats its step 0 as well.
-            dropped = truncate_after(metrics, start_step if start_step > 0 else -1)
-        except OSError as error:
-            log.warn(f"{metrics} keeps rows after step {start_step} that this launch repeats ({error.strerror}).")
-        self._metrics = JsonLines(metrics)
-        self._events = JsonLines(run_dir / "events.jsonl")
-        self._held = [HeldFile(run_dir / name) for name in RUN_FILES if (run_dir / name).exists()]
-        self._console = Console(total_steps=total_steps, norm=norm, show=show)
-        self._wandb = WandbSink(run_dir, tracking=tracking, run_id=run_id, config=config, start_step=start_step)
-        if dropped:
-            self.event("rewind", step=start_step, dropped_rows=dropped)
+        files = LocalFiles(run_dir, start_step=start_step)
+        self._sinks = [
+            Console(total_steps=total_steps, norm=norm, show=show),
+            files,
+            WandbSink(run_dir, tracking=tracking, run_id=run_id, config=config, start_step=start_step),
+        ]
+        if files.dropped_rows:
+            self.event("rewind", step=start_step, dropped_rows=files.dropped_rows)
 
     def log(self, metrics: dict[str, Any], *, more: bool = False) -> None:
         """Write one row; its keys are those of METRICS and `step` is among them. Adds the two times.
 
         `more`: another row of the same step follows.
         """
-        if not self._open:
+        if not self._sinks:
             return
         if unknown := sorted(metrics.keys() - METRICS.keys()):
             log.warn_once(f"metrics without a documented meaning: {', '.join(unknown)}")
         row = {**metrics, "time_unix_s": time.time(), "elapsed_s": time.monotonic() - self._began_s}
-        self._put_back(row.get("step"))
-        self._metrics.write(row)
-        self._console.update(row)
-        self._wandb.log(row, more=more)
-
-    def _put_back(self, step: Any) -> None:
-        """Write the files again that something outside the run has removed from its folder."""
-        with contextlib.suppress(OSError):  # metrics.jsonl says it
-            if gone := [held.path.name for held in self._held if held.put_back()]:
-                log.warn(
-                    f"{self._held[0].path.parent}: something outside the run has removed {', '.join(gone)}, which are "
-                    "written again; checkpoints that were removed with them are gone until the next save"
-                )
-                self.event("removed", step=step, files=gone)
+        for sink in self._sinks:
+            sink.log(row, more=more)
 
     def event(self, kind: str, **fields: Any) -> None:
         """Write one event: start, resume, save, skip, stop, fault, baselines, ... Secrets are redacted."""
-        if self._open:
-            self._events.write({"time_unix_s": time.time(), "kind": kind, **redact(fields)})
+        for sink in self._sinks:
+            sink.event(kind, redact(fields))
 
     def end_progress(self) -> None:
         """The last step is done: its line stays on the screen, and what comes now stands below it."""
-        if self._open:
-            self._console.close()
+        for sink in self._sinks:
+            sink.end_steps()
 
     def close(self, status: Status = "finished") -> None:
         """Write everything out. Takes at most 20 s, whatever W&B does. A second call does nothing."""
-        if not self._open:
-            return
-        self._open = False
-        self._console.close()
-        self._put_back(None)
-        for held in self._held:
-            os.close(held.fd)
-        self._metrics.close()
-        self._events.close()
-        self._wandb.close(exit_code=1 if status == "failed" else 0)
+        sinks, self._sinks = self._sinks, []
+        for sink in sinks:
+            sink.close(exit_code=1 if status == "failed" else 0)

@@ -186,6 +186,12 @@ class WandbSink:
             return
         self._rows.put_nowait((dict(row), more))
 
+    def event(self, kind: str, fields: dict[str, Any]) -> None:
+        """Events stay in events.jsonl."""
+
+    def end_steps(self) -> None:
+        """Rows may follow, of the last evaluation."""
+
     def close(self, *, exit_code: int, timeout_s: float = 20.0) -> None:
         """Upload what is left and end the run; after `timeout_s` leave the rest to `wandb sync`."""
         thread, self._thread = self._thread, None

@@ -74,9 +74,9 @@ class Change:
     before_s: float
     """Computing of a step: of the group that ends last."""
     after_s: float
-    """The same as the measured speeds predict it."""
+    """Computing of a step after the change, as the measured speeds predict it."""
     equal_s: float
-    """The same with equal shares."""
+    """Computing of a step with equal shares."""
     ideal_s: float
     """If all speeds added up."""
 

@@ -171,10 +171,10 @@ ROW = {"loss": 3.25, "lr": 3e-4, "grad_norm": 0.5, "tokens_per_s": 12345.0, "max
 def test_plain_lines_where_there_is_no_terminal():
     stream = io.StringIO()
     console = Console(total_steps=100, norm="update", stream=stream)
-    console.update({"step": 10, **ROW})
+    console.log({"step": 10, **ROW})
     time.sleep(0.01)
-    console.update({"step": 20, **ROW})
-    console.update({"step": 20, "eval/loss": 3.0, "eval/perplexity": 20.09})
+    console.log({"step": 20, **ROW})
+    console.log({"step": 20, "eval/loss": 3.0, "eval/perplexity": 20.09})
     console.close()
     first, second, evaluation = stream.getvalue().splitlines()
     assert first == (
@@ -190,9 +190,9 @@ def test_the_live_line_is_off_the_screen_before_what_is_said_last(monkeypatch):
     monkeypatch.setattr(sys, "stdout", screen)
     monkeypatch.setenv("TERM", "xterm")
     console = Console(total_steps=4)
-    console.update({"step": 1, **ROW})
+    console.log({"step": 1, **ROW})
     print("saved", "checkpoint")
-    console.update({"step": 2, **ROW})
+    console.log({"step": 2, **ROW})
     console.close()
     print("last")
     assert sys.stdout is screen
@@ -211,7 +211,7 @@ def test_the_live_line_of_a_long_run_fits_beside_its_bar_into_120_columns():
     figures = {"tokens_per_s": 123_456.0, "lr": 4.3e-3, "grad_norm": 67.19, "max_memory_gib": 70.5}
     for step in (99_990, 100_000):
         row = {"step": step, "loss": 4.164, **figures, "mfu_causal": 0.401, "comm_share": 0.19}
-        console.update(row)
+        console.log(row)
     text = shown[-1][0]
     assert text.endswith("MFU 40.1%  comm 19%") and "loss 4.1640" in text and " left" in text
     assert len(text) <= 120 - 9, text  # a bar of 8 and a blank
@@ -222,8 +222,8 @@ def test_another_process_shows_the_progress():
     shown = []
     stream = io.StringIO()
     console = Console(total_steps=4, show=lambda *given: shown.append(given), stream=stream)
-    console.update({"step": 2, **ROW})
-    console.update({"step": 2, "eval/loss": 3.0})
+    console.log({"step": 2, **ROW})
+    console.log({"step": 2, "eval/loss": 3.0})
     console.close()
     line = shown[0][0]
     assert line.startswith("step 2/4  loss") and shown == [(line, 0.5), ("", None)]
@@ -300,7 +300,7 @@ def test_training_goes_on_when_nobody_reads_its_lines_or_their_disk_is_full(monk
         monkeypatch.setattr(sys, "stdout", stream)
         console = Console(total_steps=3)
         for step in (1, 2, 3):
-            console.update({"step": step, "loss": 2.0})
+            console.log({"step": step, "loss": 2.0})
         console.close()
 
 
