@@ -324,7 +324,9 @@ def _check_run_dir(run: RunConfig, places: Places, problems: Problems) -> None:
             continue
         nearest = next((p for p in (Path(path), *Path(path).parents) if os.path.exists(p)), Path("/"))
         rule = None
-        if not os.path.isdir(nearest):
+        if "\0" in path:
+            rule = "has a null character, which no path can have"
+        elif not os.path.isdir(nearest):
             rule = f"{nearest} is a file, so no folder can be there"
         elif os.path.realpath(nearest).split("/")[1] in ("proc", "sys"):
             rule = f"{os.path.realpath(nearest)} belongs to the kernel, and no folder can be made there"
