@@ -21,8 +21,6 @@ class SitesConfig:
     for Nesterov's momentum; streaming does so for one fragment of the model after the other, while training goes on;
     async sends what this site has changed and takes the newest of the others every sync_every steps, without waiting;
     every_step averages what one optimizer step has changed, after each."""
-    mean: Literal["weighted", "median", "trimmed"] = "weighted"
-    """By tokens; or, of three or more sites, element by element the median, or the mean without both extremes."""
     sync_every: int = bounded(100, AT_LEAST_1, "100 is the default")
     """Optimizer steps between two synchronisations, of the fastest site (every_step: 1, whatever this says)."""
     pace: Literal["measured", "equal"] = "measured"
@@ -37,9 +35,9 @@ class SitesConfig:
     """Optimizer steps that streaming and async train while parameters are on their way, and keep; 0 waits for them."""
     meet_every: int = bounded(10, AT_LEAST_1, "10 is the default")
     """async: after so many times sync_every steps all sites meet, so that none is staler."""
-    compress: Literal["none", "bf16", "int8", "int4", "topk", "sign"] = "none"
-    """How sites write what they send: fp32 parameters; or these' changes since the last synchronisation in bf16, 8 or 4
-    bits with a scale for 256 elements, as the 16 largest of 256, or as signs. What one loses, the next sends."""
+    compress: Literal["none", "bf16", "int8", "int4", "sign"] = "none"
+    """Format of the messages: fp32 parameters (none); or changes since the last synchronisation in bf16, in 8 or 4 bits
+    with a scale for 256 elements, or as signs with a scale. What one message loses is added to the next."""
     start_sites: int = bounded(1, AT_LEAST_1, "1 waits for nobody")
     """Sites that the start waits for, this one included (as long as fault.start_timeout_s)."""
     timeout_s: float = bounded(60.0, SECONDS, "60 is the default")

@@ -57,15 +57,11 @@ def _check_streaming(sites: SitesConfig, places: Places, problems: Problems) -> 
 
 
 def _check_async(sites: SitesConfig, places: Places, problems: Problems) -> None:
-    """What the others have changed comes before the next exchange, and all count by their tokens."""
+    """The others' changes must arrive before the next exchange."""
     most = sites.sync_every - 1
     if sites.overlap_steps > most:
         problems.add("sites.overlap_steps", sites.overlap_steps, f"must be at most {most}: less than sites.sync_every",
                      "lower it, or raise sites.sync_every", places.get("sites.overlap_steps"))  # fmt: skip
-    if sites.mean != "weighted":
-        problems.add("sites.mean", sites.mean, "between two meetings async takes what each site sends by itself, and "
-                     "has none but the weighted mean", "set it to weighted, or choose another sites.method",
-                     places.get("sites.mean"))  # fmt: skip
 
 
 _PRIVATE = tuple(

@@ -1,10 +1,10 @@
-"""async: between two meetings of all sites each sends what it has changed, and takes the newest of the others, alone.
+"""sites.method async: between two meetings each site publishes its changes and takes the newest of the others, alone.
 
-What a site itself has changed since the meeting is a line of its own: the common parameters and the sum of its steps.
-It trains on the mean of the newest lines that it knows, weighted by the tokens behind them, which is what a parameter
-server would give out; and the next meeting makes the mean of all lines common. A change whose ground has moved by late
-more updates of another site than USUAL is weighted by (1 + late) ** -0.5, after C. Xie et al., "Asynchronous Federated
-Optimization", arXiv 1903.03934.
+A site's line is the common parameters plus the sum of its own steps since the meeting. It trains on the mean of the
+newest lines that it knows, weighted by the tokens behind them, as a parameter server would give out; the next meeting
+makes the mean of all lines the common parameters. A change whose ground has moved by `late` more updates of another
+site than USUAL is weighted by (1 + late) ** -0.5, after C. Xie et al., "Asynchronous Federated Optimization", arXiv
+1903.03934.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from llmtrain.sites.transport import Array as Served
 from llmtrain.sites.transport import Server
 
 USUAL = 2
-"""Updates that an equally fast site makes between two exchanges: one, and by their order now and then another."""
+"""Updates of an equally fast site between two exchanges: one, and sometimes two because of their order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """What a site has changed since the meeting, as another knows it."""
+    """A peer's change since the meeting, as this site knows it."""
 
     clock: Clock
     change: Array
-    """Of this rank's elements."""
+    """Its line minus the common parameters, [elements of this rank]."""
 
 
 class Newest:
@@ -54,11 +54,13 @@ class Newest:
     ) -> None:
         """
         Args:
-            exchange: with a group of ranks of its own where `overlap_steps` is not 0.
-            form: how changes are written; what a record loses is not made up for before the meeting.
+            ranks: of the site.
+            shard: parameters that this rank owns.
+            exchange: uses a process group of its own if `overlap_steps` is not 0.
+            server: publishes this rank's changes.
+            form: format of changes; there is no error feedback between meetings.
             tell: takes the kind of an event and its fields.
-            settings: an exchange every `sync_every` steps; the others' part is on its way during `overlap_steps`, for
-                `timeout_s` at most.
+            settings: an exchange every `sync_every` steps; fetches run during `overlap_steps`, at most `timeout_s`.
         """
         self._ranks, self._shard, self._exchange, self._server = ranks, shard, exchange, server
         self._form, self._tell = form, tell
@@ -67,52 +69,52 @@ class Newest:
         self.begin(shard.read(), 0, [])
 
     def begin(self, common: Array, round_: int, others: Sequence[PeerStatus], line: Array | None = None) -> None:
-        """All sites have met, or this one goes on from a checkpoint.
+        """Start from a meeting of all sites, or from a checkpoint.
 
         Args:
-            common: the parameters that all have alike, [size].
-            round_: synchronisations behind them.
+            common: the common parameters, [size].
+            round_: number of synchronisations behind them.
             others: the other sites.
-            line: this site's own, if it has changed them: the live parameters are the ground of what follows.
+            line: this site's own line from a checkpoint; the live parameters are the ground of what follows.
         """
         self._common, self._round, self._others = common, round_, others
         self._line = common if line is None else line
         self._ground = common if line is None else self._shard.read()
         self._known: dict[str, Line] = {}
         self._under: dict[str, int] = {}
-        """Versions of the others in the ground."""
+        """Site -> version that is part of the ground."""
         self._clock = Clock(version=0, tokens=0, steps=0)
         self._served: dict[str, Served] = {}
 
     def line(self, live: Array) -> Array:
-        """This site's line with what it has changed since it last took the others'. `live`: its parameters, [size]."""
+        """Return this site's line, including its changes since the last exchange. `live`: its parameters, [size]."""
         if self._line is self._ground and not self._late():
             return live
         return self._line + np.float32((1 + self._late()) ** -0.5) * (live - self._ground)
 
     def advance(self, live: Array) -> Array:
-        """The same, and what follows is counted from `live`."""
+        """Set the line to `line(live)` and return it; later changes are counted from `live`."""
         self._line = self.line(live)
         self._ground = self._line if not self._known else live
         return self._line
 
     def served(self) -> Mapping[str, Served]:
-        """What the others may fetch of it: the last two versions, for those that have begun with the older one."""
+        """Return what peers may fetch: the last two versions, as some may still be fetching the older one."""
         return self._served
 
     def settle(self) -> None:
-        """Before a meeting: what is on its way must not meet its collectives."""
+        """Wait for a running fetch: its collectives must not mix with a meeting's."""
         if self._asked is not None:
             self._asked.result()
             self._asked = None
 
     def after_step(self, step: int, steps: int, tokens: int) -> None:
-        """Ask, or send and take, if it is time.
+        """Start a fetch, or publish and take, if it is due.
 
         Args:
-            step: of the run, for the log.
-            steps: of this site since the meeting.
-            tokens: behind them.
+            step: optimizer step of the run, for events.
+            steps: optimizer steps of this site since the meeting.
+            tokens: tokens behind them.
         """
         if (steps + self._overlap) % self._every == 0 and self._asked is None and self._others:
             known = {site: line.clock.version for site, line in self._known.items()}
@@ -157,12 +159,12 @@ class Newest:
         self._server.publish(self._round, self._served)
 
     def _late(self) -> int:
-        """Updates of another site that have come since the ground, beyond USUAL."""
+        """Return the largest number of another site's updates since the ground, beyond USUAL."""
         come = [line.clock.version - self._under.get(site, 0) for site, line in self._known.items()]
         return max(0, max(come, default=0) - USUAL)
 
     def _mean(self) -> Array:
-        """Of all lines, by the tokens behind them."""
+        """Return the mean of all lines, weighted by tokens."""
         total = self._clock.tokens + sum(line.clock.tokens for line in self._known.values())
         mean = self._common + np.float32(self._clock.tokens / total) * (self._line - self._common)
         for site in sorted(self._known):

@@ -1,4 +1,4 @@
-"""What a site fetches from the others in a round: each of its ranks the elements that it owns."""
+"""Fetching from other sites: each rank of a site fetches the elements that it owns, and all agree on what has come."""
 
 from __future__ import annotations
 
@@ -26,43 +26,43 @@ from llmtrain.sites.transport import Peer, Rectangle, WireError
 T = TypeVar("T")
 
 CHANGES = "changes"
-"""Of parameters since the last synchronisation, compressed."""
+"""Kind of array: compressed changes of parameters since the last synchronisation."""
 CLOCK, NEWEST = "clock", "newest"
-"""What `async` serves between meetings: a Clock, and `newest VERSION`."""
+"""Kinds that `async` serves between meetings: a Clock, and `newest VERSION`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Clock:
-    """How far a site has come since the sites met."""
+    """Progress of a site since the sites met."""
 
     version: int
-    """Changes that it has sent."""
+    """Number of changes sent."""
     tokens: int
-    """Behind the last."""
+    """Tokens behind the last change."""
     steps: int
+    """Optimizer steps behind it."""
 
     def array(self) -> npt.NDArray[np.int64]:
-        """As it is served, [3]."""
+        """Return it as it is served, int64 [3]."""
         return np.array([self.version, self.tokens, self.steps], "<i8")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fetched:
-    """What has come. All but the arrays is the same on all ranks of the site."""
+    """Result of a fetch. Everything but the arrays is equal on all ranks of the site."""
 
     found: dict[str, Array]
-    """Site -> its parameters, or what it has changed of them, [elements of this rank], of those that came to all
-    ranks."""
+    """Site -> its parameters or their changes, [elements of this rank], if they came to all ranks."""
     failed: dict[str, str]
-    """Site -> why its parameters have not."""
+    """Site -> reason why its parameters did not come."""
     outer: tuple[Array, Array] | None
-    """(common parameters, outer momentum), if they were asked for and came to all ranks."""
+    """(common parameters, outer momentum), if requested and received by all ranks."""
     received_bytes: int
-    """By all ranks."""
+    """Sum over all ranks."""
 
 
 class Background(Generic[T]):
-    """A call in a thread of its own."""
+    """Runs a call in a thread of its own."""
 
     def __init__(self, call: Callable[[], T]) -> None:
         self._result: T
@@ -71,11 +71,11 @@ class Background(Generic[T]):
         self._thread.start()
 
     def done(self) -> bool:
-        """Whether `result` is there at once."""
+        """True if `result` returns at once."""
         return not self._thread.is_alive()
 
     def result(self) -> T:
-        """Wait for it; what it returned or raised."""
+        """Wait for the call; return or raise what it did."""
         while self._thread.is_alive():
             self._thread.join(0.5)
             heart.beat()
@@ -91,23 +91,23 @@ class Background(Generic[T]):
 
 
 class Exchange:
-    """The other sites' ranks, as those of this one see them."""
+    """Fetches from the ranks of other sites. All ranks of this site call every method together."""
 
     def __init__(
         self, ranks: Ranks, shard: Shard, site: str, run: str, form: Format | None, keys: Keys | None, most_steps: int
     ) -> None:
         """
         Args:
-            site: this one's id.
-            run: what the sites have in common.
-            form: how they write their changes; without one they send parameters.
-            most_steps: that a site trains between two synchronisations; who tells of more has not trained them.
+            site: id of this site.
+            run: checksum of the settings that the sites share.
+            form: format of changes; None: sites send fp32 parameters.
+            most_steps: limit of the steps of a site between two synchronisations; larger reports are capped.
         """
         self.ranks = self._ranks = ranks
         self._shard, self._site, self._run, self._form = shard, site, run, form
         self._healer = ""
         self._liars: set[str] = set()
-        """Ids of those that have sent another state than they told of."""
+        """Ids of sites that sent another state than they had reported."""
         self._keys, self._most_steps = keys, float(most_steps)
         self._peers: dict[str, list[Peer]] = {}
 
@@ -121,23 +121,23 @@ class Exchange:
         part: slice,
         deadline_s: float,
     ) -> Fetched:
-        """Fetch in this round, with all ranks of the site.
+        """Fetch what a round needs.
 
         Args:
-            sources: whose parameters count, this site's too if they do.
-            healers: who has the common state; empty if this site has it.
-            own: this rank's parameters, or its changes as others read them.
-            common: parameters that the sites have changed since, [size]; those that came count before them.
-            leader: whose state counts: what healers send must be what it told of.
-            part: of the array, what the round is about.
-            deadline_s: time.monotonic() by which all must be there.
+            sources: sites whose parameters count, this one included if its own do.
+            healers: sites that have the common state; empty if this site has it.
+            own: this rank's parameters, or its changes as others decode them.
+            common: this site's common parameters, [size]; a fetched common state replaces them.
+            leader: the site whose state counts: what healers send must match its report.
+            part: slice of the array that the round synchronises.
+            deadline_s: time.monotonic() by which everything must have come.
         """
         found: dict[str, Array] = {}
         failed: dict[str, str] = {}
         round_ = leader.round
         kind = CHANGES if self._form else "values"
         others = {name: told for name, told in sorted(sources.items()) if name != self._site}
-        # All at the same time: one that sends slowly, or nothing, takes no time from the others.
+        # All at once: a site that sends slowly, or nothing, takes no time from the others.
         with ThreadPoolExecutor(len(others) + 1, "sites-fetch") as threads:
             honest = sorted(healers, key=lambda each: (each.id in self._liars, each.id))
             healing = threads.submit(self._healed, honest, round_, deadline_s)
@@ -171,17 +171,17 @@ class Exchange:
         round_: int,
         deadline_s: float,
     ) -> tuple[Fetched, dict[str, Clock]]:
-        """What other sites have changed since all met, with all ranks of the site; nobody is waited for.
+        """Fetch the other sites' newest changes since all met, without waiting for anybody.
 
         Args:
             sources: the other sites.
-            known: of each the version that is here.
-            own: what this site has changed, by which theirs are judged.
-            steps: behind that.
-            round_: the round since which.
-            deadline_s: time.monotonic() by which all must be there.
+            known: site -> version that this site has.
+            own: this site's changes, the reference for outliers.
+            steps: optimizer steps behind `own`.
+            round_: round since which changes count.
+            deadline_s: time.monotonic() by which everything must have come.
 
-        Returns: (what has come and is newer, clocks of the sites).
+        Returns: (newer changes that have come, site -> clock).
         """
         told = from_rank_0(self._ranks, lambda: {each.id: self._clock(each, round_, deadline_s) for each in sources})
         clocks = {site: each for site, each in told.items() if isinstance(each, Clock)}
@@ -202,7 +202,7 @@ class Exchange:
         return self._joined(found, failed, None, received, squares, behind), clocks
 
     def _clock(self, site: PeerStatus, round_: int, deadline_s: float) -> Clock | str:
-        """A site's clock, or why it is not known."""
+        """Return a site's clock, or the reason why it is not known."""
         read = np.zeros(3, "<i8")
         peer = self._peers_of(site)[0]
         try:
@@ -213,22 +213,22 @@ class Exchange:
         return Clock(version=version, tokens=tokens, steps=steps) if min(read) >= 0 else "its clock makes no sense"
 
     def _false(self, outer: tuple[Array, Array] | None, leader: PeerStatus) -> str:
-        """Return why the received state is not the one that the leader told of; empty: it is, or a rank has none."""
+        """Return why the received state does not match the leader's report; empty: it does, or a rank has none."""
         sums = from_all(self._ranks, None if outer is None else [self._shard.checksum(each) for each in outer])
         there = [each for each in sums if each is not None]
         if len(there) < len(sums) or checksum_of(there) == leader.checksum:
             return ""
         self._liars.add(self._healer)
-        return "the state that it sent is not the one that it told of"
+        return "the state that it sent is not the one that it reported"
 
     def _healed(
         self, healers: Sequence[PeerStatus], round_: int, deadline_s: float
     ) -> tuple[tuple[Array, Array] | None, int, dict[str, str]]:
-        """((common parameters, outer momentum) of the first that sends them, bytes, why others have not)."""
+        """Return ((common parameters, outer momentum) of the first healer that sends them, bytes, id -> failure)."""
         failed: dict[str, str] = {}
         for each in healers:
             last, now_s = each is healers[-1], time.monotonic()
-            by_s = deadline_s if last else (now_s + deadline_s) / 2  # one that is slow leaves time for the next
+            by_s = deadline_s if last else (now_s + deadline_s) / 2  # a slow one leaves time for the next
             try:
                 anchor, size = self._values(each, "anchor", round_, None, by_s)
                 momentum, more = self._values(each, "momentum", round_, None, by_s)
@@ -240,7 +240,7 @@ class Exchange:
         return None, 0, failed
 
     def forget_all_but(self, sites: Collection[str]) -> None:
-        """Other sites are gone: one that comes back is another process."""
+        """Forget all sites but these: one that comes back is another process."""
         self._peers = {site: peers for site, peers in self._peers.items() if site in sites}
 
     def _joined(
@@ -252,7 +252,7 @@ class Exchange:
         squares: Mapping[str, float],
         steps: Mapping[str, float],
     ) -> Fetched:
-        """What all ranks have, without updates that are too large. `squares`: norms of this rank's parts of them."""
+        """Combine the ranks' results; refuse updates that are too large. `squares`: squared norms on this rank."""
         reports = from_all(self._ranks, (failed, outer is not None, received, squares))
         failures = {site: text for other, *_ in reversed(reports) for site, text in other.items()}
         there = [site for site in found if site not in failures]
@@ -269,7 +269,7 @@ class Exchange:
     def _values(
         self, site: PeerStatus, kind: str, round_: int, part: slice | None, deadline_s: float
     ) -> tuple[Array, int]:
-        """(this rank's elements, or those of a part, as another site has them; bytes). Raises WireError."""
+        """Return (this rank's elements, or those of a part, from another site; bytes). Raises WireError."""
         first, end = (part.start, part.stop) if part else (0, self._shard.size)
         mine = [(at - first, name, region) for at, name, region in self._shard.regions(part)]
         wanted = sum(region.numel for _, _, region in mine)
@@ -280,7 +280,7 @@ class Exchange:
             raise WireError(f"it has {elements} of {wanted} elements")
         values = np.zeros(end - first, np.float32)
         for at, _, region in mine:
-            values[at : at + region.numel] = np.nan  # what it sends twice does not stand for what it does not send
+            values[at : at + region.numel] = np.nan  # an element sent twice must not hide one that is missing
         received = 0
         for peer, theirs in zip(peers, pairs, strict=True):
             if self._form and kind.startswith((CHANGES, NEWEST)):
@@ -302,7 +302,7 @@ def checksum_of(ranks: Sequence[Sequence[int]]) -> str:
 
 
 def _changes(peer: Peer, form: Format, kind: str, pairs: Pairs, round_: int, into: Array, deadline_s: float) -> int:
-    """Fill the elements `pairs` of `into` from the blocks that hold them; returns the bytes that came."""
+    """Fill the elements `pairs` of `into` from the blocks that hold them; return the received bytes."""
     blocks = Blocks(pairs)
     records = np.empty(blocks.count * form.record, np.uint8)
     received = peer.fetch(kind, round_, blocks.wanted(form.record), records, deadline_s)
@@ -311,16 +311,16 @@ def _changes(peer: Peer, form: Format, kind: str, pairs: Pairs, round_: int, int
 
 
 Pairs = Sequence[tuple[Rectangle, Rectangle]]
-"""(elements of the other rank's array, the same elements in this rank's), as `Peer.covers` gives them."""
+"""(elements of the other rank's array, the same elements in this rank's), from `Peer.covers`."""
 
 
 class Blocks:
-    """The blocks that hold all elements of some pairs."""
+    """The compressed blocks of another rank that hold the elements of some pairs."""
 
     def __init__(self, pairs: Pairs) -> None:
         self._pairs = pairs
         self.runs: list[tuple[int, int]] = []
-        """(first block, blocks) that follow one another, in order; no block twice."""
+        """(first block, number of blocks) of each contiguous run, in order; no block twice."""
         spans = sorted((there // BLOCK, (there + length - 1) // BLOCK + 1) for there, _, length in self._rows())
         for begin, end in spans:
             if self.runs and begin <= sum(self.runs[-1]):
@@ -331,7 +331,7 @@ class Blocks:
         self.count = sum(count for _, count in self.runs)
 
     def wanted(self, record: int) -> list[tuple[Rectangle, Rectangle]]:
-        """The records as pairs of bytes: where they are, and where in an array of `count` records they go."""
+        """Return the records as pairs of byte ranges: in the other rank's array, and in one of `count` records."""
         pairs: list[tuple[Rectangle, Rectangle]] = []
         at = 0
         for first, count in self.runs:
@@ -341,7 +341,7 @@ class Blocks:
         return pairs
 
     def spread(self, decoded: Array, into: Array) -> None:
-        """Put what the records say, [count * BLOCK], where the pairs say."""
+        """Copy the decoded records, [count * BLOCK], to the elements of the pairs."""
         firsts = [first for first, _ in self.runs]
         before = [0]
         for _, count in self.runs:
@@ -352,7 +352,7 @@ class Blocks:
             into[here : here + length] = decoded[at : at + length]
 
     def _rows(self) -> Iterator[tuple[int, int, int]]:
-        """(first element there, first element here, elements)."""
+        """Yield (first element there, first element here, elements)."""
         for (there, step, rows, length), (here, own_step, _, _) in self._pairs:
             for row in range(rows):
                 yield there + row * step, here + row * own_step, length

@@ -14,7 +14,7 @@ from typing import Any
 from llmtrain.config.objective import SCORED
 from llmtrain.config.run import RunConfig
 from llmtrain.config.topology import ring_bytes
-from llmtrain.sites.compress import BLOCK, Compress, format_of
+from llmtrain.sites.compress import BLOCK, FORMATS
 
 HEADERS = 1 + 66 / 1448
 """Bytes on the wire for a byte sent: Ethernet, IPv4 and TCP headers of a full segment."""
@@ -23,17 +23,17 @@ FIRST_WINDOW = 10 * 1448
 WINDOW = 4 << 20
 """Bytes of one connection on their way at most: the largest send buffer that Linux gives by itself (tcp_wmem)."""
 ROUND_TRIPS = 2
-"""Of a request: the connection, and the question."""
+"""Round trips of a request: the connection, and the question."""
 MEETINGS = 2
-"""A round's: who is there, and what has come. A round trip to the coordinator each."""
+"""Meetings of a round, a round trip to the coordinator each."""
 GOAL = 0.95
-"""Share of the time spent computing."""
+"""Default goal: share of the time spent computing."""
 LONGEST = 100
 """Steps between two synchronisations up to which a gentler compression is preferred."""
 _MOST = 100_000
-GENTLE: tuple[Compress, ...] = ("none", "bf16", "int8", "int4")
-"""From the one that loses least. `sign` and `topk` lose most of a round's change, and are for long runs."""
-COMPRESS: tuple[Compress, ...] = (*GENTLE, "sign", "topk")
+COMPRESS = ("none", *FORMATS)
+GENTLE = ("none", *(name for name, each in FORMATS.items() if each.gentle))
+"""Formats that may be recommended, from the one that loses least."""
 
 # Seconds of one core for an element, measured on 2.5 GHz x86-64: docs/networks.md, "Plan".
 _KEEP_S = 5.2e-9
@@ -48,19 +48,16 @@ _OUTER_S: Mapping[str, float] = {
     "streaming": 22e-9,
 }
 _MEAN_S = 6.5e-9
-"""Each site beyond two."""
+"""Averaging, for each site beyond two."""
 _ASK_S = 2.5e-3
-"""Of one other site, whatever the model's size: a request asked, one answered, what it said at two meetings."""
-_CODE_S: Mapping[Compress, tuple[float, float]] = {
-    "none": (0.0, 0.6e-9), "bf16": (8e-9, 2.4e-9), "int8": (7e-9, 2.0e-9), "int4": (8e-9, 2.7e-9),
-    "topk": (12e-9, 2.2e-9), "sign": (8e-9, 6.2e-9),
-}  # fmt: skip
-"""Of sending, with the decoding of what was sent; of receiving from one site."""
+"""Cost of one peer whatever the model's size: a request sent, one served, its status at two meetings."""
+_RECEIVE_S = 0.6e-9
+"""Receiving fp32 from one site."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """What joins the sites. Each has a line of its own that carries both directions at once."""
+    """Network line of each site; it carries both directions at once."""
 
     rate: float
     """Bytes a second, headers included."""
@@ -70,15 +67,15 @@ class Line:
     """Bytes of one connection on their way at most."""
 
     def fetch_s(self, payload: float, answers: int = 1) -> float:
-        """Seconds until bytes asked for over new connections, one after another, are there."""
+        """Return the seconds until bytes requested over new connections, one after another, have come."""
         if not payload:
             return 0.0
         return answers * ROUND_TRIPS * self.rtt_s + self.transfer_s(payload)
 
     def transfer_s(self, payload: float) -> float:
-        """Seconds from the first byte's arrival to the last one's, on a connection that was idle before.
+        """Return the seconds from the first byte's arrival to the last one's, on a connection that was idle before.
 
-        Its window doubles with each round trip until it fills the line, or is as large as it may be.
+        Its window doubles with each round trip until it fills the line or reaches its limit.
         """
         size = payload * HEADERS
         rate = min(self.rate, self.window / self.rtt_s) if self.rtt_s else self.rate
@@ -91,17 +88,17 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A run, as far as its synchronisations go."""
+    """The properties of a run that a forecast needs."""
 
     fragments: tuple[int, ...]
-    """Parameters that train, of each fragment of streaming."""
+    """Trained parameters of each fragment of streaming."""
     sites: int
     ranks: int
-    """Of each site."""
+    """Ranks of each site."""
     step_s: float
     """Seconds of computing of an optimizer step, without other sites."""
     steps: int | None
-    """Of the whole run; None: unknown, and no wall time is given."""
+    """Optimizer steps of the run; None: unknown, no wall time is given."""
     overlap: int
     """sites.overlap_steps."""
     meet_every: int = 1
@@ -109,20 +106,20 @@ class Job:
 
     @property
     def parameters(self) -> int:
-        """All that train."""
+        """Trained parameters."""
         return sum(self.fragments)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """What a way of training costs a site."""
+    """Cost of a way of training for a site."""
 
     way: str
     compress: str
     sync_every: int
     """Optimizer steps between two synchronisations of an element; 1: every step."""
     bytes_per_step: float
-    """That a site sends in the mean of all steps, headers included; and as many that it receives."""
+    """Bytes sent by a site per step in the mean, headers included; it receives as many."""
     wait_s: float
     """Seconds of a step that are not its computing, in the mean of all steps but the run's last synchronisation."""
     computing: float
@@ -130,7 +127,7 @@ class Forecast:
     round_s: float
     """A synchronisation from its beginning to its end."""
     fetch_s: float
-    """Of it, until parameters have come."""
+    """The part of `round_s` until parameters have come."""
     run_s: float | None
     """The whole run with what comes after its last step; without evaluation, saving and start."""
 
@@ -186,7 +183,7 @@ def data_parallel(job: Job, line: Line) -> Forecast:
     )  # fmt: skip
 
 
-def with_sites(job: Job, line: Line, way: str, compress: Compress, sync_every: int) -> Forecast:
+def with_sites(job: Job, line: Line, way: str, compress: str, sync_every: int) -> Forecast:
     """A run a site, with a `sites.method`."""
     kind = WAYS[way]
     sync_every = 1 if kind.each_step else sync_every
@@ -214,7 +211,7 @@ def with_sites(job: Job, line: Line, way: str, compress: Compress, sync_every: i
     )  # fmt: skip
 
 
-def smallest(job: Job, line: Line, way: str, compress: Compress, goal: float = GOAL) -> int | None:
+def smallest(job: Job, line: Line, way: str, compress: str, goal: float = GOAL) -> int | None:
     """The smallest sites.sync_every with which a site computes for `goal` of the time; None: more than 100,000 steps.
 
     Of a run without end: the last synchronisation, which a short run feels, is left out.
@@ -254,12 +251,12 @@ def needed_timeout_s(forecast: Forecast) -> int:
     return 5 * math.ceil(2 * 1.5 * forecast.fetch_s / 5)
 
 
-def _payload(part: int, compress: Compress) -> float:
-    form = format_of(compress)
+def _payload(part: int, compress: str) -> float:
+    form = FORMATS.get(compress)
     return 4.0 * part if form is None else math.ceil(part / BLOCK) * form.record
 
 
-def _round(job: Job, line: Line, way: str, compress: Compress, part: int) -> tuple[float, float]:
+def _round(job: Job, line: Line, way: str, compress: str, part: int) -> tuple[float, float]:
     """(seconds of fetching, seconds of this site's own work) of a round about so many parameters.
 
     The ranks of a site fetch at the same time over its line; each asks the ranks of each other site in turn for what
@@ -269,7 +266,8 @@ def _round(job: Job, line: Line, way: str, compress: Compress, part: int) -> tup
     payload = _payload(part, compress)
     # All ask all others at once: a site's line carries W - 1 of them, in each direction.
     fetch_s = replace(line, rate=line.rate / max(1, others)).fetch_s(payload) if others else 0.0
-    encode_s, decode_s = _CODE_S[compress]
+    form = FORMATS.get(compress)
+    encode_s, decode_s = (form.encode_s, form.decode_s) if form else (0.0, _RECEIVE_S)
     whole_s = _KEEP_S * job.parameters
     part_s = part * (_MOVE_S + _OUTER_S[way] + _MEAN_S * max(0, others - 1) + encode_s + decode_s * others)
     return fetch_s, (whole_s + part_s) / job.ranks + _ASK_S * others

@@ -1,7 +1,7 @@
-"""Who takes part in a synchronisation. torchft's lighthouse decides; nothing else of torchft is used.
+"""Membership of the sites in a run, by torchft's lighthouse; nothing else of torchft is used.
 
-`meet` is the whole of what a site asks of it: everybody who meets is told the same participants, and what each of them
-said. A participant that is silent is left out after seconds.
+`meet` is the only question to it: every participant gets the same list of participants with their messages. A silent
+participant is left out after seconds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from llmtrain.config.sites_rules import private
 from llmtrain.sites.sample_ledger import Ledger
 
 SILENT_S = 5.0
-"""As the lighthouse's heartbeat_timeout_ms: a site that is silent for longer is left out."""
+"""The lighthouse's heartbeat_timeout_ms: a site that is silent for longer is left out."""
 _STATUS_S = 5.0
 _PAGE_BYTES = 1 << 20
 _MEMBER = re.compile(r"<b>(.*?)</b>.*?Step: (-?\d+).*?TCPStore: (\S*) <br/>.*?World size: (\d+)", re.DOTALL)
@@ -37,24 +37,24 @@ _CALL_S = 5.0
 
 
 class MembersError(Exception):
-    """The sites have not met. The message says why."""
+    """The sites did not meet. The message says why."""
 
     late = False
-    """The coordinator is there; it is the others that have not come."""
+    """The coordinator answers; it is the other sites that did not come."""
 
 
 class SitesError(UserError):
-    """A run cannot take part with its site."""
+    """The site cannot take part in the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """A process group that trains as a site, from its start to its end."""
+    """A launch that trains as a site, from its start to its end."""
 
     id: str
-    """Site's name, and a word that tells this process from an earlier one of the same site."""
+    """NAME:WORD; the word distinguishes this launch from an earlier one of the same site."""
     said: Mapping[str, Any]
-    """What it told the others. Written by others: believe nothing of it."""
+    """Its message to the others, not validated."""
 
     @property
     def site(self) -> str:
@@ -68,23 +68,23 @@ def name_of(member: str) -> str:
 
 
 def is_site(word: str) -> bool:
-    """Return True for a valid id of a site: a stranger's may hold anything, and ids come into lines of the log."""
+    """True if it is a valid id of a site: a stranger's may hold anything, and ids come into lines of the log."""
     return _ID.fullmatch(word) is not None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Heard:
-    """A site as the coordinator has heard of it, also one that is gone."""
+    """The coordinator's record of a site, also of one that is gone."""
 
     id: str
     silent_s: float
     met: bool
-    """It took part when sites met last."""
+    """It took part in the last meeting."""
     step: int = 0
     run: str = ""
-    """Checksum of the settings that a run's sites share. It and `step` are of the last meeting, if it took part."""
+    """Checksum of the settings that a run's sites share; like `step` from the last meeting, if it took part."""
     together: int = 0
-    """Sites of its last synchronisation, itself included; 0: it has joined nobody yet."""
+    """Number of sites in its last synchronisation, itself included; 0: it has had none yet."""
 
     @property
     def site(self) -> str:
@@ -98,13 +98,13 @@ class Heard:
 
 
 def heard_at(address: str) -> list[Heard]:
-    """The sites that the lighthouse at HOST:PORT has heard of, by its status page. Raises OSError, ValueError."""
+    """Return the sites on the status page of the lighthouse at HOST:PORT. Raises OSError, ValueError."""
     with urllib.request.urlopen(f"http://{address}/status", timeout=_STATUS_S) as answer:
         return heard_on(answer.read(_PAGE_BYTES).decode(errors="replace"))
 
 
 def heard_on(page: str) -> list[Heard]:
-    """The sites on a lighthouse's status page."""
+    """Return the sites on a lighthouse's status page, sorted by id."""
     met = {html.unescape(member): rest for member, *rest in _MEMBER.findall(page)}
     found = []
     for member, age in _HEARTBEAT.findall(page):
@@ -118,23 +118,23 @@ def heard_on(page: str) -> list[Heard]:
 
 
 class Members(Protocol):
-    """The other sites, seen from rank 0 of this one."""
+    """Membership of a run, seen from rank 0 of a site."""
 
     id: str
 
     def meet(self, said: Mapping[str, Any], limit_s: float) -> list[Member]:
-        """Wait for the other sites, and give all participants, this one included, in the order of their ids.
+        """Wait for the other sites; return all participants, this one included, sorted by id.
 
         Every participant gets the same list. Raises MembersError.
         """
         ...
 
     def heard(self) -> list[Heard]:
-        """Every site that the coordinator has heard of; none where it does not answer."""
+        """Return every site that the coordinator has heard of; none if it does not answer."""
         ...
 
     def close(self) -> None:
-        """Leave: the others do not wait for this site any more after some seconds."""
+        """Leave: after some seconds the others no longer wait for this site."""
         ...
 
 
@@ -149,7 +149,7 @@ class TorchftMembers:
         try:
             self._client = client(f"http://{coordinator}", timedelta(seconds=connect_s))
             self._pulse = client(f"http://{coordinator}", timedelta(seconds=connect_s))
-            heard_at(coordinator)  # no heartbeat: the others would wait for a site that still reads its checkpoint
+            heard_at(coordinator)  # no heartbeat yet: the others would wait for a site that still reads its checkpoint
         except Exception as error:  # RuntimeError, TimeoutError: torchft has no class of its own
             raise SitesError(
                 f"sites.coordinator {coordinator}: no coordinator answers ({_reason(error)}). Start it there with "
@@ -177,7 +177,7 @@ class TorchftMembers:
 
         asking = threading.Thread(target=ask, name="sites-quorum", daemon=True)
         asking.start()
-        while asking.is_alive():  # the call holds this thread alone: the watch sees that the rank waits, and works
+        while asking.is_alive():  # beat meanwhile: the rank waits, it does not hang
             asking.join(0.5)
             heart.beat()
         if isinstance(error := box.get("error"), TimeoutError):
@@ -199,11 +199,11 @@ class TorchftMembers:
     def close(self) -> None:
         """See `Members`."""
         self._closed.set()
-        if self._beating is not None:  # one that comes back from torchft when Python is ending aborts the process
+        if self._beating is not None:  # a thread that returns from torchft while Python ends aborts the process
             self._beating.join(2 * _CALL_S)
 
     def _live(self) -> None:
-        """Start the heartbeats, if they have not begun: as long as they come, the other sites wait for this one."""
+        """Start the heartbeats, once: as long as they come, the other sites wait for this one."""
         if self._beating is None:
             self._beating = threading.Thread(target=self._beat, name="sites-heartbeat", daemon=True)
             self._beating.start()
@@ -212,12 +212,12 @@ class TorchftMembers:
         while not self._closed.wait(_HEARTBEAT_S):
             try:
                 self._pulse.heartbeat(self.id, timedelta(seconds=_CALL_S))
-            except Exception:  # the coordinator may be away: `meet` says so
+            except Exception:  # the coordinator may be away: `meet` reports it
                 continue
 
 
 def own_address(coordinator: str, *, encrypted: bool) -> str:
-    """The address of this host from which the coordinator is reached. Raises SitesError."""
+    """Return the address of this host from which the coordinator is reached. Raises SitesError."""
     host, _, port = coordinator.rpartition(":")
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
@@ -237,7 +237,7 @@ def own_address(coordinator: str, *, encrypted: bool) -> str:
 
 
 def lighthouse_client() -> Any:
-    """torchft's class. Raises SitesError where it is not installed."""
+    """Return torchft's client class. Raises SitesError: it is not installed."""
     os.environ.setdefault("RUST_LOG", "warn")
     try:
         from torchft.coordination import LighthouseClient
@@ -249,13 +249,10 @@ def lighthouse_client() -> Any:
 
 
 def _reason(error: BaseException) -> str:
-    """The words of a gRPC status, which torchft gives with all its fields."""
+    """Return the message of a gRPC status, which torchft prints with all its fields."""
     text = (str(error).splitlines() or [type(error).__name__])[0]
     words = re.search(r'message: "([^"]+)"', text)
     return shown(words[1] if words else text, 200)
-
-
-# What a site says of itself at a meeting, read with the doubt that it deserves.
 
 
 _LARGEST = 1 << 62
@@ -263,30 +260,30 @@ _LARGEST = 1 << 62
 
 @dataclass(frozen=True, kw_only=True)
 class PeerStatus:
-    """A site that is ready to synchronise."""
+    """A peer's status message, validated: peers are not trusted."""
 
     id: str
     run: str
-    """What sites of one run have in common, as a checksum."""
+    """Checksum of `common`."""
     common: Mapping[str, Any]
-    """The same in words."""
+    """Settings that all sites of a run must share, JSON values."""
     round: int
-    """Synchronisations behind its state."""
+    """Number of synchronisations behind its state."""
     checksum: str
-    """Of the common parameters and the outer momentum."""
+    """Checksum of its common parameters and outer momentum."""
     step: int
     batch: int
-    """Sequences of one of its steps."""
+    """Sequences of an optimizer step."""
     step_s: float
-    """Seconds that one of its steps takes; 0: it has trained none."""
+    """Seconds of an optimizer step; 0: it has trained none."""
     trained: int
-    """Sequences since its last synchronisation, and those that it trains during this one."""
+    """Sequences since its last synchronisation, with those that it trains during this one."""
     weight: int
-    """Tokens behind what it sends."""
+    """Tokens behind the parameters that it sends."""
     was: str
-    """The id under which it was dealt them: that of the process whose checkpoint it goes on from, or its own."""
+    """The id under which it was dealt its samples: its own, or that of the launch whose checkpoint it resumes."""
     joined: bool
-    """It has synchronised since its process began: what it tells of is not only a checkpoint's."""
+    """It has synchronised since its launch: its state is not merely a checkpoint's."""
     addresses: tuple[str, ...]
     """HOST:PORT of each of its ranks."""
     ledger: Ledger
@@ -297,7 +294,7 @@ class PeerStatus:
         return name_of(self.id)
 
     def difference(self, common: Mapping[str, Any]) -> str:
-        """Why it is not of the run that has this in `common`."""
+        """Return the message that names the settings in which it differs from `common`."""
         keys = sorted(key for key in {*common, *self.common} if common.get(key) != self.common.get(key))
         return (
             f"site {self.site} trains something else: its {shown(', '.join(keys) or 'configuration', 200)} differ(s). "
@@ -306,12 +303,12 @@ class PeerStatus:
 
     @property
     def state(self) -> tuple[int, str, str]:
-        """Sites with the same have the same parameters in common, and have been dealt the same samples."""
+        """Key of the common state: equal on sites with equal common parameters and ledger."""
         return self.round, self.checksum, json.dumps(self.ledger.to_json(), sort_keys=True)
 
 
 def peer_status(member: Member) -> PeerStatus | None:
-    """None: it is in another part of a round, or what it says makes no sense."""
+    """Return a member's validated status; None: it is in another phase of a round, or its message is malformed."""
     said = member.said
     if said.get("phase") != "meet":
         return None
@@ -337,7 +334,7 @@ def peer_status(member: Member) -> PeerStatus | None:
 
 
 def _address(said: object) -> str:
-    """HOST:PORT with an IP address, as it is: no name is looked up for others. Raises ValueError."""
+    """Return HOST:PORT unchanged if the host is an IP address: no name is resolved for peers. Raises ValueError."""
     host, _, port = str(said).rpartition(":")
     ipaddress.ip_address(host)
     if not 0 < int(port) < 1 << 16:

@@ -1,4 +1,4 @@
-"""The outer optimisation over the part of the model that a rank owns: what all sites hold alike, and its update.
+"""The outer optimizer: from the sites' parameters to the next common ones, and updates that are too large to count.
 
 Local SGD: S. Stich, "Local SGD Converges Fast and Communicates Little", arXiv 1805.09767. DiLoCo: A. Douillard et al.,
 arXiv 2311.08105, algorithm 1: the difference between the common parameters and the mean of the sites' is a gradient for
@@ -9,15 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[np.float32]
-Mean = Literal["weighted", "median", "trimmed"]
-ROBUST = 3
-"""Sites without which neither a median nor a trimmed mean tells one that is wrong from the others."""
 _CHUNK = 1 << 18
 """Elements updated at a time: the fp64 temporaries stay in the cache."""
 
@@ -30,22 +26,22 @@ def outer_step(
     *,
     lr: float,
     beta: float,
-    mean: Mean = "weighted",
 ) -> tuple[Array, Array]:
-    """The outer update: the same on every site to the last bit.
+    """Return the outer update, which is bit-equal on every site.
 
-    With mean = sum of weight x values / sum of weights, or by `robust`:
+    With mean = sum of weight x values / sum of weights:
         g = anchor - mean;  momentum <- beta momentum + g;  anchor <- anchor - lr (g + beta momentum)
     With lr 1 and beta 0 that is the mean, to the last bit.
 
     numpy's operators round after each operation, on every processor alike; sums run in the order of the names.
 
     Args:
-        anchor: the parameters that all sites hold alike, fp32 [n].
-        momentum: the outer momentum, fp32 [n]; without beta it stays as it is.
-        found: site -> its parameters, fp32 [n]; with none, nothing changes.
-        weights: of each of them.
-        mean: of the sites; fewer than ROBUST have none but the weighted one.
+        anchor: the common parameters, fp32 [n].
+        momentum: the outer momentum, fp32 [n]; unchanged if beta is 0.
+        found: site -> its parameters, fp32 [n]; if empty, nothing changes.
+        weights: site -> tokens behind its parameters.
+        lr: outer learning rate.
+        beta: outer momentum.
 
     Returns: (anchor, momentum), new arrays: another site may still be reading the old ones.
     """
@@ -55,18 +51,14 @@ def outer_step(
         return anchor, momentum
     for low in range(0, len(anchor), _CHUNK):
         part = slice(low, low + _CHUNK)
-        values = [found[site][part].astype(np.float64) for site in sorted(found)]
-        if mean == "weighted" or len(values) < ROBUST:
-            middle = np.zeros(len(anchor[part]))
-            for site, each in zip(sorted(found), values, strict=True):
-                middle += each * (weights[site] / total)
-        else:
-            middle = robust(values, mean)
-        if lr == 1 and not beta:  # the mean, whatever it was before
-            anchor[part] = middle
+        mean = np.zeros(len(anchor[part]))
+        for site in sorted(found):
+            mean += found[site][part].astype(np.float64) * (weights[site] / total)
+        if lr == 1 and not beta:  # exactly the mean: before - (before - mean) would round
+            anchor[part] = mean
             continue
         before = anchor[part].astype(np.float64)
-        gradient = before - middle
+        gradient = before - mean
         if beta:
             momentum[part] = beta * momentum[part].astype(np.float64) + gradient
             gradient += beta * momentum[part].astype(np.float64)
@@ -74,19 +66,8 @@ def outer_step(
     return anchor, momentum
 
 
-def robust(values: list[npt.NDArray[np.float64]], mean: Mean) -> npt.NDArray[np.float64]:
-    """Element by element, of ROBUST or more arrays [n]: the median, or the mean without the least and the largest.
-
-    D. Yin et al., "Byzantine-Robust Distributed Learning", arXiv 1803.01498. Every site has the same voice.
-    """
-    ordered = np.sort(np.stack(values), axis=0)
-    if mean == "median":
-        return (ordered[(len(values) - 1) // 2] + ordered[len(values) // 2]) / 2
-    return ordered[1:-1].sum(axis=0) / (len(values) - 2)
-
-
 def squared_distance(before: Array | None, after: Array) -> float:
-    """Squared L2 norm of the difference between two arrays [n], or of one, summed in fp64."""
+    """Return the squared L2 norm of after - before, or of after, fp32 [n], summed in fp64."""
     total = 0.0
     for low in range(0, len(after), _CHUNK):
         difference = after[low : low + _CHUNK].astype(np.float64)
@@ -97,20 +78,20 @@ def squared_distance(before: Array | None, after: Array) -> float:
 
 
 LARGEST = 100.0
-"""Times the others' change of a step. A site of one step beside others of 500 is within it: a sum of changes that all
-have one direction is 500 times one of them, of changes without any direction 22 times."""
+"""Largest allowed ratio of a site's change per step to the others'. A site of 1 step beside sites of 500 stays below:
+their summed change is 500 times one step's if all steps agree in direction, 22 times if they are independent."""
 
 
 def outsized(squares: Mapping[str, float], steps: Mapping[str, float], own: str) -> dict[str, str]:
-    """Why a site's update does not count, by site; empty where all do.
+    """Return site -> reason for each update that is too large to count.
 
-    The measure is the change a step of the lower median of the sites, or this site's own where that is larger: of two
-    sites each trusts itself, and of three or more one cannot make the others look large.
+    The reference is the lower median of the sites' changes per step, or this site's own if that is larger: of two sites
+    each trusts itself, and of three or more a single one cannot make the others look too large.
 
     Args:
-        squares: squared L2 norm of what each site has changed since the last synchronisation, of all of its ranks.
-        steps: of its training behind that.
-        own: this site, which may be among them.
+        squares: site -> squared L2 norm of its change since the last synchronisation, summed over its ranks.
+        steps: site -> optimizer steps behind that change.
+        own: id of this site; it may be missing in `squares`.
     """
     changes = {site: math.sqrt(square) / max(steps[site], 1.0) for site, square in squares.items()}
     if not changes:

@@ -1,4 +1,4 @@
-"""The two meetings of a round, on all ranks of a site: who is there, and what all of them have got."""
+"""The quorum of a round: which sites take part, whose state counts, and whose parameters all of them have."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.sites.membership import Heard, Member, Members, MembersError, PeerStatus, SitesError, name_of, peer_status
 
 AGAIN_S = 0.5
-"""Between two looks for sites that the run's start waits for."""
+"""Seconds between two attempts to meet."""
 _ASK_S, _JOINS_S = 0.1, 10.0
-"""Shortest time limit of a request to the coordinator: of any, and of a site that joins and waits without limit."""
+"""Shortest limits of a request to the coordinator: of any, and of a site that joins and waits without limit."""
 _LONGEST_S = 30.0
 _SAID_S = 1.0
 """Seconds of waiting before a site logs that it waits: a peer that comes sooner is not mentioned."""
 _HEARD_S = 2.0
-"""After it a coordinator that was away has heard of every living site, and a meeting waits for them again."""
+"""Seconds after which a coordinator that was away has heard of every living site, and meetings wait for them again."""
 
 
 class RoundFailed(Exception):
-    """The sites have not synchronised; all ranks of this site know it with the same words."""
+    """The sites have not synchronised. Raised on all ranks of this site with the same message."""
 
 
 class MeetAgain(Exception):
-    """Sites that had met are back at the meeting; all ranks of this site know it. This one goes there, too."""
+    """Peers have given the round up and meet again; so must this site. Raised on all of its ranks."""
 
 
 class Meetings:
     """Meetings of a site with its peers at the coordinator. All ranks of the site call every method together.
 
-    A site is alone only if the coordinator has heard of no other that is alive: sites that come at different times
-    would else train side by side for ever, each sure that nobody is there.
+    A site is alone only if the coordinator has heard of no other living one: sites that come at different times
+    would otherwise train side by side for ever.
     """
 
     def __init__(
@@ -49,17 +49,18 @@ class Meetings:
     ) -> None:
         """
         Args:
-            members: on rank 0.
-            site: this one's id.
+            members: the membership on rank 0, None on other ranks.
+            site: id of this site.
             run: checksum of `common`.
-            longest_s: of one question to the coordinator: ranks that do not ask wait for it in a collective.
+            common: settings that all sites must share.
+            longest_s: limit of one request to the coordinator: the other ranks wait for it in a collective.
         """
         self._longest_s = min(longest_s, _LONGEST_S)
         self._ranks, self._members, self._site, self._run, self._common = ranks, members, site, run, common
         self.before: list[str] = []
-        """Names of those that took part in the last round."""
+        """Names of the sites in the last round."""
         self.missed = False
-        """A round has failed since."""
+        """A round has failed since then."""
         self.stop_asked: Callable[[], bool] = lambda: False
         """True if this rank was asked to stop while the site waits to join."""
         self._waits_for: list[str] = []
@@ -67,14 +68,17 @@ class Meetings:
     def meet(
         self, said: Mapping[str, Any], deadline_s: float, least: int, *, joins: bool = False, patience_s: float = 0.0
     ) -> list[PeerStatus]:
-        """What all sites of this run say that want to synchronise, this one included. Raises RoundFailed, StopAsked.
+        """Return the status of all sites of this run that come to synchronise, this one included.
+
+        Raises RoundFailed, StopAsked.
 
         Args:
-            deadline_s: time.monotonic() until which they are waited for.
-            least: sites that must be there.
-            joins: this site trains nothing yet. It waits for all others that are alive, as long as one is: the next
-                meeting of theirs may be a whole round away.
-            patience_s: the same for one whose last synchronisation has failed. Of two sites whose rounds fall at
+            said: the fields of this site's status.
+            deadline_s: time.monotonic() until which peers are waited for.
+            least: number of sites that must be there.
+            joins: this site trains nothing yet. It waits as long as any peer is alive: their next meeting may be a
+                whole round away.
+            patience_s: seconds beyond the deadline if the last synchronisation has failed. Of two sites that meet at
                 different times one must wait for as long as the other trains, or they never meet.
         """
         said = {"phase": "meet", "run": self._run, "common": self._common, "together": len(self.before), **said}
@@ -92,7 +96,7 @@ class Meetings:
             told = [each for each in told if each.run == self._run]
             busy = [each.site for each in members if self._in_commit(each)]
             absent = busy if len(told) > 1 and not joins else busy + heard
-            unheard = all(each.id != self._site for each in told)  # somebody has spoken under this site's id
+            unheard = all(each.id != self._site for each in told)  # a stranger has spoken under this site's id
             waits = not late and (unheard or len(told) < least or bool(absent and (joins or len(told) == 1)))
             if not (late or waits):
                 if not self.missed or len(told) >= len(self.before):
@@ -110,18 +114,20 @@ class Meetings:
     def commit(
         self, round_: int, told: Collection[str], have: list[str] | None, deadline_s: float
     ) -> tuple[list[str], list[str]]:
-        """(sites that make this outer step, sites whose parameters all of them have).
+        """Return (sites that make this outer step, sites whose parameters all of them have).
 
-        No more than half of those that have met make it only if the others are gone: a site that was slow would make
-        another step, out of the same votes.
+        Half of the sites that have met, or fewer, make it only if the others are gone: a slow site would otherwise make
+        another step from the same votes.
 
         Args:
+            round_: number of the round.
             told: ids of the sites that have met.
-            have: those whose parameters this site has; None if it cannot make the step.
+            have: ids of the sites whose parameters this one has; None if it cannot make the step.
+            deadline_s: time.monotonic() by which all must have voted.
 
         Raises:
-            RoundFailed: they have not said in time what they have got.
-            MeetAgain: they have given this round up.
+            RoundFailed: the peers have not voted in time.
+            MeetAgain: the peers have given this round up.
         """
         said = {"phase": "commit", "run": self._run, "round": round_, "have": have}
         while True:
@@ -149,7 +155,7 @@ class Meetings:
             time.sleep(AGAIN_S)
 
     def past(self) -> list[Heard]:
-        """Other sites that were in the last meeting of this run, and are gone."""
+        """Return the other sites that were in the last meeting of this run, and are gone."""
 
         def ask() -> list[Heard]:
             assert self._members is not None
@@ -159,12 +165,12 @@ class Meetings:
         return from_rank_0(self._ranks, ask)
 
     def leave(self) -> None:
-        """This site comes to no more meetings: the others do not wait for it."""
+        """Leave: the others no longer wait for this site at meetings."""
         if self._members is not None:
             self._members.close()
 
     def _in_commit(self, member: Member, round_: int | None = None) -> bool:
-        """Return True if a peer of this run is between the two meetings of a round. `round_`: of this one; any site."""
+        """True if a peer of this run is between the two meetings of a round; `round_`: of that one, this site too."""
         said = member.said
         here = said.get("phase") == "commit" and said.get("run") == self._run
         here = here and isinstance(said.get("round"), int) and isinstance(said.get("have"), list | None)
@@ -195,7 +201,7 @@ class Meetings:
         return name_of(self._site)
 
     def _refuse(self, other: PeerStatus, *, late: bool) -> None:
-        """Somebody trains something else at this coordinator: whoever was here first stays."""
+        """Refuse a peer that trains something else; `late`: only warn, as this site was here first."""
         text = other.difference(self._common)
         if late:
             log.warn_once(text)
@@ -207,13 +213,15 @@ class Meetings:
     def _ask(
         self, said: Mapping[str, Any], deadline_s: float, *, always: bool = False, expected: Collection[str] = ()
     ) -> tuple[list[Member], list[str], str]:
-        """(all participants, names of the others that are alive elsewhere, why nobody has come), on all ranks.
+        """Return (participants, names of other living sites, reason if nobody came), on all ranks.
 
-        A wait longer than a collective may last is several. Raises RoundFailed: the coordinator does not answer.
+        A wait longer than a collective may last is split. Raises RoundFailed: the coordinator does not answer.
 
         Args:
-            always: ask who is alive, even if others have come.
-            expected: ask it, too, where one of these is not among the participants.
+            said: message of this site.
+            deadline_s: time.monotonic() until which the coordinator may wait.
+            always: list living sites even if others have come.
+            expected: ids; list living sites if one of these is missing.
         """
 
         def ask() -> tuple[list[Member], list[str], str, bool]:
@@ -237,11 +245,11 @@ class Meetings:
 
 
 def agreed(votes: Mapping[str, set[str]]) -> tuple[list[str], list[str]]:
-    """(sites that make an outer step, sites whose parameters all of them have), from what each has got.
+    """Return (sites that make an outer step, sites whose parameters all of them have), from what each has received.
 
-    Nobody is left out who does not stand in the way of the others: as many sites as can be both go on and count. One to
-    which the others' parameters have not come, over a line that carries its votes alone, would else decide that nothing
-    counts but its own. More than half must go on: those that are apart from each other make no step in two ways.
+    As many sites as possible both go on and count, so a site is left out only if it stands in the way of more: one that
+    received nothing over a line that carries only its votes would otherwise decide that only its own parameters count.
+    More than half must go on, so that two parts of the sites never make two different steps.
     """
     ordered = sorted(votes, key=lambda site: (len(votes[site]), site))
     most: tuple[list[str], list[str]] = ([], [])
@@ -262,18 +270,19 @@ def leader_of(
     trusted: Collection[str],
     impossible: Callable[[PeerStatus], str],
 ) -> tuple[PeerStatus | None, dict[str, str]]:
-    """(the site whose state counts, why the states of others do not, by id). No site: there is no telling.
+    """Return (the site whose state counts or None if undecidable, id -> reason why a state does not count).
 
-    A site that trains takes a state that is ahead of its own from more than half of those that it knows, or from one
-    that it trusts. One that joins takes what more than half of those tell that train; where all only start, what is
-    furthest, for their checkpoints may be of different times. Those behind take the state from the others.
+    A training site accepts a state ahead of its own from more than half of the sites that it knows, or from one that it
+    trusts. A joining site accepts the state that more than half of the training sites report; if all only start, the
+    furthest one, as their checkpoints may differ in age. Sites behind copy the state from the others.
 
     Args:
-        own: this site's id.
-        joins: it has not synchronised since its process began.
-        known: names of the sites of its last synchronisation.
-        trusted: names of `sites.trust`.
-        impossible: why a site cannot be where it says, or nothing.
+        told: status of each participant, this site included.
+        own: id of this site.
+        joins: this site has not synchronised since its launch.
+        known: names of the sites in its last synchronisation.
+        trusted: names in `sites.trust`.
+        impossible: returns the reason why a reported position is impossible, or an empty string.
     """
     mine = next(each for each in told if each.id == own)
     refused = {each.id: why for each in told if each is not mine and (why := impossible(each))}
@@ -300,5 +309,5 @@ def leader_of(
 
 
 def _order(site: PeerStatus) -> tuple[int, str]:
-    """The furthest first; of equals the same one at all sites."""
+    """Sort key: the furthest first; equal ones in the same order on all sites."""
     return -site.round, site.id

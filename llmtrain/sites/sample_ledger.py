@@ -1,6 +1,6 @@
-"""Which samples of the global order each site trains: disjoint blocks, dealt out anew with every synchronisation.
+"""The ledger of samples: disjoint blocks of the global order, dealt to the sites anew at every synchronisation.
 
-Every site holds the same ledger and changes it by the same facts, so that nothing but those facts is sent.
+Every site holds an equal ledger and updates it from the same facts, so only those facts are sent.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a site is dealt."""
+    """A site's request for samples."""
 
     site: str
     batch: int
-    """Sequences of one of its optimizer steps."""
+    """Sequences of an optimizer step."""
     steps: int
-    """Its steps until the next synchronisation."""
+    """Steps until the next synchronisation."""
     reserve: int
-    """Steps beyond them, which it trains only while a synchronisation fails; they return with the next one."""
+    """Steps beyond them, trained only while synchronisations fail; unused ones return at the next."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ledger:
-    """Blocks that are being trained; all other samples before `next` are in the model."""
+    """Blocks in training; all other samples before `next` are in the model."""
 
     next: int
-    """First sample that was never dealt."""
+    """The first sample that was never dealt."""
     free: tuple[Span, ...] = ()
     """Samples before `next` that came back from sites, in order."""
     dealt: Mapping[str, tuple[Span, ...]] = field(default_factory=dict)
-    """Of each site, in the order in which it trains them."""
+    """Site -> its spans, in training order."""
 
     def settled(self, trained: Mapping[str, int], requests: Sequence[Request]) -> Ledger:
-        """After a synchronisation: what is in the model is done, the rest returns, every participant gets a block.
+        """Return the ledger after a synchronisation: delivered samples leave it, the rest is dealt anew.
 
         Args:
-            trained: site -> samples of its block that are in the model now. A site that is missing here was lost, and
-                all of its block is handed on.
-            requests: of the participants, in an order that is the same for all.
+            trained: site -> samples of its block that are in the model now. The block of a site that is missing here is
+                handed on whole.
+            requests: of the participants, in the same order on all sites.
         """
         back = list(self.free)
         for site, spans in self.dealt.items():
@@ -56,7 +56,7 @@ class Ledger:
         return Ledger(next=following, free=free, dealt={site: tuple(_joined(spans)) for site, spans in dealt.items()})
 
     def left_out(self) -> int:
-        """Samples that are in no model though later ones are: of sites that have not delivered them."""
+        """Return the number of samples before the last dealt one that no site has delivered."""
         waiting = _merged([*self.free, *(span for spans in self.dealt.values() for span in spans)])
         if waiting and waiting[-1][1] == self.next:
             waiting.pop()
@@ -67,7 +67,7 @@ class Ledger:
 
     @staticmethod
     def from_json(tree: Mapping[str, Any]) -> Ledger:
-        """What `to_json` gave. Raises KeyError, TypeError, ValueError for anything else."""
+        """Rebuild from `to_json`. Raises KeyError, TypeError, ValueError for anything else."""
         spans = {site: _spans(given) for site, given in tree["dealt"].items()}
         if (following := int(tree["next"])) < 0:
             raise ValueError(f"{following} is no sample")
@@ -75,7 +75,7 @@ class Ledger:
 
 
 def steps_of(spans: Sequence[Span], batch: int) -> Iterator[int]:
-    """First sample of each step of a block."""
+    """Yield the first sample of each step of a block."""
     for begin, end in spans:
         yield from range(begin, end, batch)
 
@@ -89,7 +89,7 @@ class _Pool:
         self._spans = spans
 
     def take(self, batch: int, steps: int) -> list[Span]:
-        """So many steps; a span that is shorter than a step is left for a site with a smaller batch."""
+        """Remove and return `steps` steps; spans shorter than a step stay for a site with a smaller batch."""
         taken: list[Span] = []
         left: list[tuple[int, int | None]] = []
         for begin, end in self._spans:
@@ -103,12 +103,12 @@ class _Pool:
         return taken
 
     def rest(self) -> tuple[tuple[Span, ...], int]:
-        """(what came back and was not dealt, the first sample that was never dealt)."""
+        """Return (returned spans that were not dealt, the first sample that was never dealt)."""
         return tuple((begin, end) for begin, end in self._spans if end is not None), self._spans[-1][0]
 
 
 def _without(spans: Sequence[Span], count: int) -> list[Span]:
-    """The spans without their first `count` samples."""
+    """Return the spans without their first `count` samples."""
     rest = []
     for begin, end in spans:
         done = min(count, end - begin)
@@ -119,12 +119,12 @@ def _without(spans: Sequence[Span], count: int) -> list[Span]:
 
 
 def _merged(spans: Sequence[Span]) -> list[Span]:
-    """The same samples in order, as few spans as possible."""
+    """Return the spans sorted, adjacent ones joined."""
     return _joined(sorted(spans))
 
 
 def _joined(spans: Sequence[Span]) -> list[Span]:
-    """Spans that follow one another as one."""
+    """Return the spans with adjacent ones joined."""
     joined: list[Span] = []
     for begin, end in spans:
         if joined and joined[-1][1] == begin:

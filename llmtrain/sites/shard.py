@@ -1,4 +1,4 @@
-"""The parameters that a rank owns, for the exchange with other sites: one flat array, its fragments, its replicas.
+"""The parameters that a rank exchanges with other sites: one flat array, its fragments, replicas, checkpoint tensors.
 
 Streaming DiLoCo, which exchanges one fragment of the model after another: A. Douillard et al., arXiv 2501.18512.
 """
@@ -36,31 +36,31 @@ from llmtrain.storage.region import Region, shared
 
 Array = npt.NDArray[np.float32]
 Pieces = Sequence[tuple[int, str, Region]]
-"""(first element in an array, Hugging Face name, elements of the tensor)."""
+"""(first element in an array, Hugging Face name, elements of the tensor) of several tensors."""
 _LIMIT_S = 600.0
 _LAYER = re.compile(r"\.(\d+)\.")
 
 
 @dataclass(frozen=True)
 class Copy:
-    """Rows of elements that an owner sends, and where a rank keeps them."""
+    """Rows of elements that an owner broadcasts, and their place on another rank."""
 
     there: tuple[int, int]
-    """First element in the owner's array, and the distance of rows."""
+    """First element in the owner's array, and distance of rows."""
     here: tuple[int, int]
-    """The same in an array of all that this rank holds."""
+    """First element and distance of rows in the array of all that this rank holds."""
     rows: int
     length: int
 
     def take(self, sent: Array, into: Array) -> None:
-        """`sent`: the owner's array; `into`: this rank's."""
+        """Copy the rows from `sent`, the owner's array, to `into`, this rank's."""
         for row in range(self.rows):
             there, here = self.there[0] + row * self.there[1], self.here[0] + row * self.here[1]
             into[here : here + self.length] = sent[there : there + self.length]
 
 
 def copies(owned: Pieces, held: Pieces) -> list[Copy]:
-    """What a rank that holds `held` takes of what another owns."""
+    """Return the rows that a rank holding `held` takes from an owner of `owned`."""
     theirs: dict[str, list[tuple[int, Region]]] = {}
     for at, name, region in owned:
         theirs.setdefault(name, []).append((at, region))
@@ -73,11 +73,11 @@ def copies(owned: Pieces, held: Pieces) -> list[Copy]:
 
 
 def joined(owners: Sequence[Pieces], holders: Sequence[Pieces]) -> list[list[int]]:
-    """Groups of ranks, in order, that hold elements of one another; each rank is in one at most, none is alone."""
+    """Return the groups of ranks that hold elements of one another, in order; a group has at least two."""
     group = list(range(len(owners)))
     for holder, held in enumerate(holders):
         if _count(held) == _count(owners[holder]):
-            continue  # as under ZeRO: nobody else owns what it holds
+            continue  # as under ZeRO: it owns all that it holds
         for owner, owned in enumerate(owners):
             if group[owner] != group[holder] and copies(owned, held):
                 low, high = sorted((group[owner], group[holder]))
@@ -91,16 +91,16 @@ def _count(pieces: Pieces) -> int:
 
 
 class Replicas:
-    """The other ranks of the site that hold elements of this one's, or own some that it holds."""
+    """Elements replicated on several ranks of a site: one rank exchanges each with other sites, and broadcasts it."""
 
     def __init__(self, ranks: Ranks, owned: Pieces, held: Pieces) -> None:
-        """All ranks call it together. `owned`: what this rank exchanges, in its array; `held`: all that it has."""
+        """All ranks call it together. `owned`: what this rank exchanges; `held`: all that it has."""
         said: list[tuple[Pieces, Pieces]] = from_all(ranks, (list(owned), list(held)))
         self._group: Any = None
         self._from: list[tuple[int, int, list[Copy]]] = []
-        """(rank in the group, elements of its array, what this rank takes of it)."""
+        """(rank in the group, elements of its array, rows that this rank takes from it)."""
         for members in joined([each for each, _ in said], [each for _, each in said]):
-            # Every rank makes every group, in one order: torch.distributed asks for it.
+            # torch.distributed requires every rank to make every group, in one order.
             if len(members) == ranks.world_size:
                 group = ranks.control
             else:
@@ -117,11 +117,11 @@ class Replicas:
         assert told + own == _count(held), f"{_count(held)} elements are held, {told + own} have an owner"
 
     def share(self, own: Array, into: Array) -> None:
-        """Make every element of `into` [held] the one of its owner, by one broadcast of each. All ranks together.
+        """Fill `into` with the owners' values, by one broadcast per owner. All ranks call it together.
 
         Args:
             own: this rank's array of what it owns.
-            into: an array of all that it holds; those that it owns are there.
+            into: array of all that it holds, [held], with its own elements already in place.
         """
         me = dist.get_rank(self._group) if self._group is not None else 0
         for place, size, takes in self._from:
@@ -134,9 +134,9 @@ class Replicas:
 
 
 def fragment_of(shapes: Mapping[str, tuple[int, ...]], fragments: int) -> dict[str, int]:
-    """Name -> fragment, the same for all sites.
+    """Return name -> fragment, equal on all sites.
 
-    Layer i is in fragment i modulo their number; what belongs to no layer, the largest first, in the smallest one.
+    Layer i is in fragment i modulo their number; each other parameter, the largest first, in the smallest fragment.
 
     Args:
         shapes: of all parameters, by Hugging Face name.
@@ -156,22 +156,22 @@ def fragment_of(shapes: Mapping[str, tuple[int, ...]], fragments: int) -> dict[s
 
 
 class Shard:
-    """The parameters that a rank owns, one after another in a flat fp32 array."""
+    """The parameters that a rank owns, concatenated in a flat fp32 array."""
 
     def __init__(self, engine: Engine, frozen: Collection[str], fragments: int = 1, ranks: Ranks | None = None) -> None:
         """
         Args:
-            engine: its parameters.
-            frozen: names of parameters that do not train: they are the same everywhere, and never sent.
-            fragments: how many parts of the model synchronise one by one; each begins with a block of its own.
-            ranks: of the site, which call it together; None: this rank alone has all that it holds.
+            engine: of this rank.
+            frozen: names of parameters that do not train; they are equal everywhere and never sent.
+            fragments: number of parts that synchronise in turn; each begins with a block of its own.
+            ranks: of the site, which call it together; None: this rank owns all that it holds.
         """
         self._engine = engine
         pieces = [piece for piece in engine.state() if piece.kind == PARAM and piece.name not in frozen]
         self._pieces: list[tuple[int, int, StateTensor]] = []
-        """(first element that it owns in the array, first one in an array of all that it holds, piece)."""
+        """(first owned element in the array, first element in the array of all held ones, piece)."""
         self.parts: list[slice] = []
-        """Of the array, by fragment."""
+        """Slice of the array for each fragment."""
         self.size = self._held = 0
         fragment = fragment_of(engine.shapes(), fragments)
         for number in range(fragments):
@@ -182,7 +182,7 @@ class Shard:
                     self.size += piece.own_region.numel
                     self._held += piece.region.numel
             if fragments > 1 and self.size == begin:
-                self.size += BLOCK  # of zeros: parts are told apart by their places, those of nothing too
+                self.size += BLOCK  # zeros: empty parts need distinct slices, too
             self.parts.append(slice(begin, self.size))
             if number + 1 < fragments:
                 self.size = -(-self.size // BLOCK) * BLOCK
@@ -192,12 +192,12 @@ class Shard:
         assert self._replicas or all(piece.own_region.numel == piece.region.numel for piece in pieces), "replicas"
 
     def regions(self, part: slice | None = None) -> list[tuple[int, str, Region]]:
-        """(first element in the array, Hugging Face name, elements of the tensor) of what this rank owns of each piece,
-        or of a part's."""
+        """Return (first element in the array, Hugging Face name, elements of the tensor) of each owned piece, in all
+        parts or in one."""
         return [(at, p.name, p.own_region) for at, _, p in self._of(part) if p.own_region.numel]
 
     def read(self, part: slice | None = None) -> Array:
-        """The live values, [size]; of a part alone, with zeros elsewhere."""
+        """Return the live values, [size]; zeros outside of `part`."""
         values = np.zeros(self.size, np.float32)
         for at, _, piece in self._of(part):
             if count := piece.own_region.numel:
@@ -207,8 +207,8 @@ class Shard:
 
     @torch.no_grad()
     def write(self, values: Array, part: slice | None = None) -> None:
-        """Make `values` the live ones: [size], or those of a part; on all ranks of the site that hold them, which call
-        it together."""
+        """Write `values`, [size] or those of `part`, to the model, on all ranks that hold them. All ranks call it
+        together."""
         held = self._shared(values, part)
         for _, at, piece in self._of(part):
             with piece.open() as live:
@@ -216,7 +216,7 @@ class Shard:
         self._engine.refresh()
 
     def _shared(self, values: Array, part: slice | None) -> Array:
-        """All elements that this rank holds, [held]; of a part alone, with anything elsewhere."""
+        """Return all elements that this rank holds, [held]; arbitrary outside of `part`."""
         own = np.zeros(self.size, np.float32)
         own[part or slice(None)] = values
         held = np.zeros(self._held, np.float32)
@@ -234,28 +234,31 @@ class Shard:
         return [each for each in self._pieces if self._fragment[each[2].name] == number]
 
     def checksum(self, values: Array) -> int:
-        """Of `values` [size]; the sum over a site's ranks does not depend on how they share the model."""
+        """Checksum of `values` [size]; its sum over a site's ranks is independent of the sharding."""
         sums = (checksum_part_array(values[at : at + r.numel], r) for at, _, r in self.regions())
         return sum(sums) % 2**64
 
 
 def shapes(engine: Engine) -> dict[str, str]:
-    """What sites of a run have in common of their models, by a name for people."""
+    """Return the checksum of the parameters' shapes, under the name that messages show."""
     text = json.dumps({name: list(shape) for name, shape in engine.shapes().items()}, sort_keys=True)
     return {"shapes of the parameters": xxhash.xxh3_64_hexdigest(text.encode())}
 
 
 COMMON = OUTER + "common"
-"""The parameters that all sites hold alike."""
+"""The common parameters."""
 MOMENTUM = OUTER + "momentum"
 RESIDUAL = OUTER + "residual"
-"""What this site's messages have lost so far."""
+"""Error feedback: the loss of this site's messages so far."""
 LINE = OUTER + "line"
-"""async: the parameters as this site alone has changed them since all sites met."""
+"""async: the common parameters plus this site's own changes since the sites met."""
 
 
 def pieces(shard: Shard, kind: str, array: Callable[[], Array]) -> list[StateTensor]:
-    """An array of the shard [size], as what a rank writes to checkpoints. `array`: it, at the time of a save."""
+    """Return an array [size] as checkpoint tensors, fp32, each element once. `array`: called at each save.
+
+    Any number of ranks and any ZeRO stage reads them back. Runs without sites ignore them.
+    """
     return [
         StateTensor(
             name=name,
@@ -272,10 +275,10 @@ def pieces(shard: Shard, kind: str, array: Callable[[], Array]) -> list[StateTen
 
 
 def read_back(shard: Shard, folder: Path, kinds: Collection[str], ranks: Ranks) -> dict[str, Array]:
-    """The arrays [size] of those kinds that a checkpoint has. All ranks call it together.
+    """Return kind -> array [size] of those kinds that a checkpoint has. All ranks call it together.
 
     Raises:
-        AgreedError: it has them for other parameters, or what was read is not what its manifest says.
+        AgreedError: it has them for other parameters, or a checksum differs from its manifest.
     """
     found: dict[str, Array] = {}
     expected: dict[str, int] = {}
@@ -298,10 +301,10 @@ def read_back(shard: Shard, folder: Path, kinds: Collection[str], ranks: Ranks) 
 
 
 def standing(kept: Mapping[str, Any], folder: Path) -> tuple[Ledger, str, int, int, list[int]]:
-    """(ledger, id, round, sequences since it, tokens since that of each fragment), as trainer.json has them.
+    """Return (ledger, id, round, sequences since it, tokens since that of each fragment) from trainer.json.
 
     Raises:
-        CheckpointError: they make no sense.
+        CheckpointError: they are malformed.
     """
     try:
         round_, trained = natural(kept["round"]), natural(kept["trained"])

@@ -1,9 +1,9 @@
-"""This launch as one of several sites that train one model: its rounds of synchronisation with the others.
+"""A launch as one of several sites that train one model: its rounds of synchronisation with the others.
 
 A round: every rank serves its parameters; rank 0 meets the other sites at the coordinator; every rank fetches what it
-owns from the other sites' ranks; rank 0 tells the others what has come, and from what all of them say everybody knows
-which sites' parameters all have, and makes the same outer step. Whoever does not get that far makes none, and takes the
-result from the others in the next round. No rank waits for another site longer than the round's limit.
+owns from the other sites' ranks; in a second meeting rank 0 reports what has come. From all reports every site knows
+whose parameters all have, and makes the same outer step. A site that misses the second meeting skips the outer step and
+copies the result in the next round. No rank waits for another site longer than the round's limit.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from llmtrain.engine.dist.control import from_all, from_rank_0, together
 from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.engine.dist.rendezvous import another_group
 from llmtrain.sites.async_method import Newest
-from llmtrain.sites.compress import Bytes, Feedback, format_of
+from llmtrain.sites.compress import FORMATS, Bytes, Feedback
 from llmtrain.sites.exchange import Background, Exchange, Fetched, checksum_of
 from llmtrain.sites.membership import Heard, Members, PeerStatus, SitesError, TorchftMembers, name_of, own_address
 from llmtrain.sites.outer import outer_step, squared_distance
@@ -45,45 +45,45 @@ from llmtrain.sites.transport import Pieces, Server
 
 @dataclass(frozen=True, kw_only=True)
 class Sent:
-    """What this site brings to a round."""
+    """Contribution of this site to a round."""
 
     part: slice
-    """Elements of the rank's array that the round is about."""
+    """Slice of the rank's array that the round synchronises."""
     own: Array
-    """This rank's, as the others read them."""
+    """This rank's values or changes, as the others decode them."""
     live: Array | None
-    """The same, as this site had them, if it trains meanwhile."""
+    """The live values at that time, if training goes on meanwhile."""
     said: dict[str, Any]
     steps: int
-    """Since the last synchronisation."""
+    """Optimizer steps since the last synchronisation."""
     overlap: int
-    """Steps that are trained while it travels."""
+    """Optimizer steps trained while the round runs."""
     began_s: float
     published_s: float
-    """How long training stood still until it was there for the others."""
+    """Seconds that training stood still for publishing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """What has come of it; nothing has changed yet."""
+    """The result of a round, before anything is changed."""
 
     leader: PeerStatus
-    """Whose state counts."""
+    """The site whose state counts."""
     told: list[PeerStatus]
     committed: list[str]
-    """Sites that make the outer step."""
+    """Ids of the sites that make the outer step."""
     used: list[str]
-    """Sites whose parameters all of them have."""
+    """Ids of the sites whose parameters all of them have."""
     got: Fetched
     heals: bool
-    """This site takes the common state from the others."""
+    """This site copies the common state from the others."""
     met_s: float
 
 
 _STARTS = 100
-"""Rounds of a run without a step: one at each start, of whichever site."""
+"""Allowance for rounds without a step: each start of a site makes one."""
 _START_S = 1.0
-"""No site starts again in less."""
+"""Least seconds between two starts of a site."""
 _LARGEST_STEP = 1 << 40
 
 
@@ -105,17 +105,18 @@ class Site:
     ) -> None:
         """
         Args:
-            engine: its parameters have their values.
-            settings: of a run that has a name for its site.
-            common: what must be the same at all sites, JSON values.
-            share: of this site.
+            engine: with initialised parameters.
+            ranks: of this site.
+            settings: with a name for this site.
+            common: settings that must be equal on all sites, JSON values.
+            share: size of this site's optimizer step.
             tell: takes the kind of an event and its fields.
-            frozen: parameters that do not train.
-            last_step: after it the run is complete.
-            members: from the coordinator's address, this site's id and seconds to connect.
+            frozen: names of parameters that do not train.
+            last_step: the step that completes the run; None: unknown.
+            members: makes the membership from the coordinator's address, this site's id and seconds to connect.
 
         Raises:
-            AgreedError: the coordinator is not there, torchft is missing, the address is a public one.
+            AgreedError: the coordinator does not answer, torchft is missing, the address is a public one.
         """
         self._ranks, self._settings, self._share, self._tell = ranks, settings, share, tell
         common = json.loads(json.dumps({**common, **shapes(engine)}))
@@ -128,12 +129,12 @@ class Site:
         self._shard = Shard(engine, frozen, fragments, ranks)
         self._anchor = self._shard.read()
         self._momentum = np.zeros_like(self._anchor)
-        form = format_of(settings.compress)
+        form = FORMATS.get(settings.compress)
         self._feedback = Feedback(form, self._shard.size) if form else None
         net = another_group(ranks, 2 * settings.timeout_s) if settings.overlap_steps and (streams or alone) else ranks
         with together(ranks):
             served = self._shard.regions()
-            keys, self._server, self._members = opened(settings, ranks.rank, run, self.id, served, members)
+            keys, self._server, self._members = connect(settings, ranks.rank, run, self.id, served, members)
         self._addresses = from_all(ranks, self._server.address)
         self._exchange = Exchange(net, self._shard, self.id, run, form, keys, self._every + settings.max_alone_steps)
         self._meetings = Meetings(net, self._members, self.id, run, common, settings.timeout_s)
@@ -142,15 +143,15 @@ class Site:
             self._newest = Newest(ranks, self._shard, self._exchange, self._server, form, tell, settings)
         self._clock = StepClock()
         self._step = self._round = self._steps = 0
-        self._due = self._every  # of `_steps`, for the next synchronisation
-        self._ahead = 0  # steps that the fastest site will have trained more by then
+        self._due = self._every  # value of `_steps` at which the next synchronisation is due
+        self._ahead = 0  # steps that the fastest site will be ahead by then
         self._trained = 0  # sequences since the last synchronisation
-        self._weights = [0] * fragments  # tokens since that of each fragment
+        self._weights = [0] * fragments  # tokens since the last synchronisation of each fragment
         self._flight: tuple[Sent, Background[Round]] | None = None
-        self._stands_s = 0.0  # time.monotonic() since when training has stood still for the round
+        self._stands_s = 0.0  # time.monotonic() at which training stopped for the round
         self._agreed: tuple[int, int, float] | None = None  # (round, step, time.monotonic()) of the last one
         self._step_s = 0.0
-        self._went_on_s = time.monotonic()  # since when it has trained, after a round or a failed one
+        self._went_on_s = time.monotonic()  # when training went on after the last round, failed or not
         self._ledger: Ledger | None = None
         self._starts: list[int] = []
 
@@ -158,7 +159,7 @@ class Site:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:  # collectives on their way must not outlive their group
+        if kind is None:  # running collectives must not outlive their group
             with contextlib.suppress(RoundFailed):
                 if self._flight is not None:
                     self._flight[1].result()
@@ -171,19 +172,19 @@ class Site:
     def begin(
         self, step: int, sample_index: int, limit_s: float, stop_asked: Callable[[], bool] = lambda: False
     ) -> tuple[int, int]:
-        """Join the other sites; take the common parameters and the step from them, if they are further.
+        """Join the other sites; take the common parameters and the step from them if they are further.
 
         Args:
-            step: optimizer steps that this run has done.
-            sample_index: where its data goes on.
-            limit_s: how long to wait for `start_sites` sites, and for their next synchronisation.
+            step: optimizer steps done.
+            sample_index: the next sample.
+            limit_s: seconds to wait for `start_sites` sites, and for their next synchronisation.
             stop_asked: True if this rank was asked to stop meanwhile.
 
-        Returns: (step, sample_index) to go on with.
+        Returns: (step, sample_index) to continue with.
 
         Raises:
             StopAsked: a rank was.
-            SitesError: there is nobody to begin with, or they train something else. On all ranks alike.
+            SitesError: no site to begin with, or they train something else. On all ranks.
         """
         self._ledger, self._step = self._ledger or Ledger(next=sample_index), step
         self._meetings.stop_asked = stop_asked
@@ -209,7 +210,7 @@ class Site:
         return self._step, self._starts.pop()
 
     def _say_ended(self, past: list[Heard]) -> None:
-        """This site has found nobody, and others have trained this run at the coordinator."""
+        """Warn that this site is alone though others have trained this run at the coordinator."""
         names, step = ", ".join(sorted({each.site for each in past})), max(each.step for each in past)
         ended = self._last_step is not None and step >= self._last_step
         log.warn(
@@ -221,7 +222,7 @@ class Site:
         self._tell("alone", step=self._step, others=sorted({each.site for each in past}), at=step)
 
     def state(self) -> list[StateTensor]:
-        """What checkpoints keep of it, beside `to_json`."""
+        """Return the tensors for a checkpoint, beside `to_json`."""
         found = pieces(self._shard, COMMON, lambda: self._anchor)
         if self._settings.outer[1]:
             found += pieces(self._shard, MOMENTUM, lambda: self._momentum)
@@ -233,14 +234,14 @@ class Site:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """Where this site is between two synchronisations."""
+        """Return the position between two synchronisations, for a checkpoint."""
         return {
             "was": self._was, "round": self._round, "trained": self._trained, "weights": self._weights,
             "ledger": None if self._ledger is None else self._ledger.to_json(),
         }  # fmt: skip
 
     def restore(self, folder: Path, kept: Mapping[str, Any]) -> None:
-        """Before `begin`: go on where a checkpoint's site was. `kept`: what its `to_json` gave.
+        """Restore a checkpoint, before `begin`. `kept`: from `to_json`.
 
         Raises:
             AgreedError: the checkpoint is damaged.
@@ -258,16 +259,16 @@ class Site:
             self._newest.begin(self._anchor, self._round, [], found.get(LINE, self._shard.read()))
 
     def after_update(self, step: int, *, complete: bool) -> tuple[int, int]:
-        """Count an optimizer step, and synchronise if it is time.
+        """Count an optimizer step, and synchronise if it is due.
 
         Args:
             step: optimizer steps done.
             complete: it was the last.
 
-        Returns: (optimizer steps done: as many as the fastest site's, first sample of the next).
+        Returns: (optimizer steps done, as many as the fastest site's; first sample of the next step).
 
         Raises:
-            TrainingStopped: too many steps without the others. On all ranks alike.
+            TrainingStopped: too many steps without the other sites. On all ranks.
         """
         self._clock.end()
         self._step = step
@@ -283,7 +284,7 @@ class Site:
         elif self._newest is not None and not complete:
             self._newest.after_step(self._step, self._steps, self._weights[0])
         if complete or self._step == self._last_step:
-            for _ in range(ends):  # who is not there for one is not waited for again
+            for _ in range(ends):  # do not wait again for a site that missed one
                 if not self._try(lambda: self._synchronise(self._deadline())):
                     break
             self._meetings.leave()
@@ -298,7 +299,7 @@ class Site:
         return self._step, self._starts.pop()
 
     def _say_left_out(self) -> None:
-        """The run ends, and samples are in no model that were dealt to a site."""
+        """Warn of samples that the run's model has not been trained on though they were dealt to a site."""
         if self._meetings.missed and self._trained:
             log.warn(
                 f"step {self._step}: the run ends here without the other sites: {self._trained} samples that this site "
@@ -328,7 +329,7 @@ class Site:
         return True
 
     def _set_off(self) -> None:
-        """Synchronise now, or while the next steps are trained."""
+        """Start a round: blocking, or in the background while the next steps are trained."""
         overlap = self._overlap
         if self._last_step is not None:
             overlap = min(overlap, self._last_step - self._step - self._ahead)
@@ -345,11 +346,11 @@ class Site:
         self._try(lambda: self._apply(travelling.result(), sent))
 
     def _patience_s(self) -> float:
-        """Seconds that a peer may train until it comes to a meeting: twice what this site has since the last."""
+        """Return the seconds to wait for a peer: twice as long as this site has trained since the last round."""
         return 2 * (time.monotonic() - self._went_on_s)
 
     def _synchronise(self, deadline_s: float, least: int = 1, *, joins: bool = False) -> PeerStatus:
-        """One round; returns what the site told whose state counts. Raises RoundFailed, or SitesError at the start."""
+        """Run one round; return the status of the leading site. Raises RoundFailed, SitesError at the start."""
         patience_s = self._patience_s()
         sent = self._publish()
         done = self._travel(sent, deadline_s, least, joins=joins, patience_s=patience_s)
@@ -359,12 +360,12 @@ class Site:
     def _travel(
         self, sent: Sent, deadline_s: float, least: int = 1, *, joins: bool = False, patience_s: float = 0.0
     ) -> Round:
-        """All of a round that waits for others. It changes nothing of this site. Raises as `_synchronise`."""
+        """Run the part of a round that waits for others; it changes no state. Raises as `_synchronise`."""
         ends_s = 0.0
         while True:
             told = self._meetings.meet(sent.said, deadline_s, least, joins=joins, patience_s=patience_s)
             met_s = time.monotonic()
-            if not ends_s:  # who joins, or has waited for longer, has the time of a round from here
+            if not ends_s:  # a site that joins or was late has the time of a round from here
                 longer = joins or self._meetings.missed
                 ends_s = max(deadline_s, met_s + self._settings.timeout_s) if longer else deadline_s
             try:
@@ -375,8 +376,8 @@ class Site:
                     raise RoundFailed(str(again)) from again
 
     def _met(self, sent: Sent, told: list[PeerStatus], met_s: float, deadline_s: float) -> Round:
-        """What comes after the meeting. Raises RoundFailed, MeetAgain."""
-        fetched_by_s = (met_s + deadline_s) / 2  # a site that sends nothing leaves time to agree on going without it
+        """Fetch and vote after a meeting. Raises RoundFailed, MeetAgain."""
+        fetched_by_s = (met_s + deadline_s) / 2  # leave time to agree on going on without a silent site
         leader, told, refused = self._led(told)
         current = {each.id: each for each in told if each.state == leader.state}
         heals = self.id not in current
@@ -400,7 +401,7 @@ class Site:
         return Round(leader=leader, told=told, committed=committed, used=used, got=got, heals=heals, met_s=met_s)
 
     def _led(self, told: list[PeerStatus]) -> tuple[PeerStatus, list[PeerStatus], dict[str, str]]:
-        """(the site whose state counts, those that take part, why the states of others are refused)."""
+        """Return (leading site, those that take part, id -> reason of a refused state). Raises RoundFailed."""
         joins, known, trusted = self._agreed is None, self._meetings.before, self._settings.trust
         leader, refused = from_rank_0(
             self._exchange.ranks,
@@ -434,7 +435,7 @@ class Site:
         return ""
 
     def _apply(self, done: Round, sent: Sent) -> None:
-        """The outer step of a round, and what it changes here."""
+        """Make the outer step of a round, and take its result."""
         leader, used, found = done.leader, done.used, done.got.found
         part = self._part(leader.round)
         anchor, momentum = (array.copy() for array in done.got.outer or (self._anchor, self._momentum))
@@ -449,20 +450,20 @@ class Site:
         weights = {each.id: each.weight for each in done.told}
         after, momentum[part] = outer_step(
             anchor[part], momentum[part], {each: found[each] for each in used}, weights,
-            lr=lr, beta=beta, mean=self._settings.mean,
+            lr=lr, beta=beta,
         )  # fmt: skip
         ends = from_all(self._ranks, (squared_distance(anchor[part], after), self._server.sent_bytes()))
         norm, served = math.sqrt(sum(square for square, _ in ends)), sum(size for _, size in ends)
         anchor[part] = after
         self._anchor, self._momentum = anchor, momentum
         given_up = 0
-        if self.id not in used:  # what it has trained is somebody else's now
+        if self.id not in used:  # its samples are dealt to others
             given_up = self._trained
             self._shard.write(anchor)
             self._trained, self._weights = 0, [0] * len(self._weights)
         else:
             values = anchor[part]
-            if sent.live is not None:  # what has been trained since stays
+            if sent.live is not None:  # keep what has been trained since
                 values = values + (self._shard.read(part)[part] - sent.live)
             self._shard.write(values, part)
             self._trained -= sent.said["trained"]
@@ -476,7 +477,7 @@ class Site:
         return self._shard.parts[round_ % len(self._shard.parts)]
 
     def _publish(self, overlap: int = 0) -> Sent:
-        """Serve what this rank has of the fragment whose turn it is."""
+        """Serve this rank's values of the fragment that is due."""
         self._stands_s, part = time.monotonic(), self._part(self._round)
         if self._newest is not None:
             self._newest.settle()
@@ -501,7 +502,7 @@ class Site:
             "joined": self._agreed is not None,
             "step_s": step_s if self._settings.pace == "measured" else 0.0,
             "batch": self._share.batch,
-            "trained": self._trained + overlap * self._share.batch,  # nobody else is dealt what is trained meanwhile
+            "trained": self._trained + overlap * self._share.batch,  # others must not be dealt these
             "weight": self._weights[self._round % len(self._weights)],
             "addresses": self._addresses,
         }
@@ -535,8 +536,23 @@ class Site:
             self._newest.begin(self._anchor, self._round, [by_id[site] for site in done.committed if site != self.id])
 
     def _report(self, done: Round, sent: Sent, norm: float, served: int, given_up: int) -> None:
+        """Write the event of a round. `norm`: of the outer step; `served`: bytes sent since the last successful one."""
         assert self._ledger is not None
-        fields = told_round(done, sent, self._stands_s, norm, served)
+        now_s, got = time.monotonic(), done.got
+        fields: dict[str, Any] = {
+            "sites": [name_of(site) for site in done.committed],
+            "used": [name_of(site) for site in done.used],
+            "participants": len(done.committed),
+            "healed": got.outer is not None,
+            "received_bytes": got.received_bytes,
+            "sent_bytes": served,
+            "overlapped_steps": sent.overlap,
+            "outer_step_norm": norm,
+            "waited_s": round(done.met_s - sent.began_s, 3),
+            "stood_s": round(now_s - self._stands_s, 3),
+            "seconds": round(now_s - sent.began_s, 3),
+            **({"failed": got.failed} if got.failed else {}),
+        }
         lost = {"given_up_samples": given_up, "left_out_samples": self._ledger.left_out()}
         self._tell("synchronise", step=self._step, round=self._round, **fields, **lost)
         if given_up:
@@ -548,19 +564,21 @@ class Site:
         self._meetings.before = fields["sites"]
 
 
-def opened(
+def connect(
     settings: SitesConfig, rank: int, run: str, site: str, pieces: Pieces, members: Callable[[str, str, float], Members]
 ) -> tuple[Keys | None, Server, Members | None]:
-    """(this site's keys if it has some, what serves this rank's elements, the other sites on rank 0).
+    """Return (this site's keys if it has some, the server of this rank's elements, the membership on rank 0).
 
     Args:
-        run: what the sites have in common.
-        site: this one's id.
-        pieces: what the rank owns.
-        members: from the coordinator's address, the id and seconds to connect.
+        settings: the run's.
+        rank: this rank.
+        run: checksum of the settings that the sites share.
+        site: id of this site.
+        pieces: elements that the rank owns.
+        members: makes the membership from the coordinator's address, the id and seconds to connect.
 
     Raises:
-        SitesError: the coordinator is not there, torchft is missing, the address is a public one.
+        SitesError: the coordinator does not answer, torchft is missing, the address is a public one.
     """
     assert settings.coordinator is not None
     keys = Keys(Path(settings.keys), "sites.keys") if settings.keys is not None else None
@@ -598,11 +616,11 @@ _METRICS = {
 
 
 def telling(event: Callable[..., None], row: Callable[..., None]) -> Callable[..., None]:
-    """Takes the kind of an event of the sites and its fields: writes it, and the numbers of a round as metrics.
+    """Return a function that writes an event of the sites, by kind and fields, and its numbers as metrics.
 
     Args:
-        event: takes the same.
-        row: takes metrics by their keys, and `more`: that another row of the step follows.
+        event: writes the event.
+        row: writes metrics by key; `more`: another row of the step follows.
     """
 
     def tell(kind: str, **fields: Any) -> None:
@@ -613,33 +631,8 @@ def telling(event: Callable[..., None], row: Callable[..., None]) -> Callable[..
     return tell
 
 
-def told_round(done: Round, sent: Sent, stands_s: float, norm: float, served: int) -> dict[str, Any]:
-    """The fields of a round's event.
-
-    Args:
-        stands_s: time.monotonic() from which training has stood still for it; where it has done so twice, for both.
-        norm: of the outer step.
-        served: bytes that the site's ranks have sent since the last round that succeeded.
-    """
-    now_s, got = time.monotonic(), done.got
-    return {
-        "sites": [name_of(site) for site in done.committed],
-        "used": [name_of(site) for site in done.used],
-        "participants": len(done.committed),
-        "healed": got.outer is not None,
-        "received_bytes": got.received_bytes,
-        "sent_bytes": served,
-        "overlapped_steps": sent.overlap,
-        "outer_step_norm": norm,
-        "waited_s": round(done.met_s - sent.began_s, 3),
-        "stood_s": round(now_s - stands_s, 3),
-        "seconds": round(now_s - sent.began_s, 3),
-        **({"failed": got.failed} if got.failed else {}),
-    }
-
-
 def say_changes(step: int, failed: Mapping[str, str], names: list[str], before: list[str], own: str) -> None:
-    """Log who failed, left or came. `names`: of this round's sites. `before`: of the last one's."""
+    """Log the sites that failed, left or came. `names`: sites of this round; `before`: of the last one."""
     for site, text in failed.items():
         log.warn(f"step {step}: site {name_of(site)} is not in this synchronisation: {text}")
     if gone := sorted(set(before) - set(names)):
@@ -651,5 +644,5 @@ def say_changes(step: int, failed: Mapping[str, str], names: list[str], before: 
 
 
 def listed(failed: Mapping[str, str]) -> str:
-    """Sites (ids) and why they failed, for a sentence."""
+    """Return the failures of sites, by id, as part of a sentence."""
     return "; ".join(f"site {name_of(site)}: {text}" for site, text in failed.items()) or "nobody has it"

@@ -1,4 +1,4 @@
-"""How many steps each site trains until the next synchronisation, so that all of them come to it together."""
+"""Step rates: each site trains so many steps that all of them arrive at the next synchronisation together."""
 
 from __future__ import annotations
 
@@ -8,51 +8,51 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 NEAR = 0.05
-"""A site that is slower than the fastest by no more trains as many steps: the fastest would wait less than it loses."""
+"""A site slower than the fastest by no more than this share trains as many steps."""
 SLOWEST = 1 / 16
-"""Share of the fastest site's steps that each site trains at least: one site's word must not stop the others."""
+"""Least share of the fastest site's steps for any site: a reported time must not stop the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """What a site trains between two synchronisations."""
+    """Size of a site's optimizer step."""
 
     batch: int
-    """Sequences of an optimizer step."""
+    """Sequences."""
     tokens: int
-    """Tokens of one."""
+    """Tokens."""
 
 
 class StepClock:
-    """The seconds that a step of this site takes, without what lies between steps of one in two."""
+    """Measures the seconds of an optimizer step, without what happens between steps."""
 
     def __init__(self) -> None:
         self._took_s: list[float] = []
         self._began_s: float | None = None
 
     def begin(self) -> None:
-        """A step begins."""
+        """Start timing a step."""
         self._began_s = time.monotonic()
 
     def end(self) -> None:
-        """It is done."""
+        """Stop timing it."""
         if self._began_s is not None:
             self._took_s.append(time.monotonic() - self._began_s)
 
     def take(self) -> float:
-        """The median since the last call; 0 where there was no step."""
+        """Return the median since the last call, in seconds; 0 if there was no step."""
         found = statistics.median(self._took_s) if self._took_s else 0.0
         self._took_s.clear()
         return found
 
 
 def steps_each(step_s: Mapping[str, float], most: int, least: int) -> dict[str, int]:
-    """The steps of each site: `most` of the fastest, and of the others as many as these take.
+    """Return the steps of each site: `most` of the fastest, and as many of each other as fit into the same time.
 
     Args:
-        step_s: seconds a step, by site; 0 of one that has trained none yet, which gets as many as the fastest.
-        most: of the fastest.
-        least: of each.
+        step_s: site -> seconds of a step; 0 if it has trained none yet: it gets as many as the fastest.
+        most: steps of the fastest.
+        least: steps of each site.
     """
     fastest = min((each for each in step_s.values() if each), default=0.0)
     found = {}

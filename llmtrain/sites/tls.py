@@ -1,7 +1,7 @@
-"""A run's own certificates: who may take part with its sites, and nobody else reads what they send.
+"""TLS between the sites of a run: its own certificates, secured connections, and listeners for them.
 
 `llmtrain sites keys` makes an authority and a folder for each member, with openssl. A member proves with its
-certificate that the authority has named it, and takes part in nothing with anybody who cannot (TLS 1.3, both sides).
+certificate that the authority has named it, and refuses every peer that cannot (TLS 1.3, both sides).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ class Keys:
     """A member's certificate, its key and the authority's certificate, read from its folder."""
 
     def __init__(self, folder: Path, setting: str) -> None:
-        """`setting`: where the folder is named, for messages. Raises UserError: it lacks a file, or they do not fit."""
+        """`setting`: the key that names the folder, for messages. Raises UserError: a file is missing or wrong."""
         try:
             self._server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             self._client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -58,11 +59,11 @@ class Keys:
             ) from error
 
     def accept(self, connection: socket.socket) -> ssl.SSLSocket:
-        """The server's side of a connection whose timeout is set. Raises OSError: the other is no member."""
+        """Secure the server's side of a connection whose timeout is set. Raises OSError: the peer is no member."""
         return self._server.wrap_socket(connection, server_side=True)
 
     def connect(self, connection: socket.socket, member: str) -> ssl.SSLSocket:
-        """The client's side. Raises OSError: the other is no member, or not the one of that name."""
+        """Secure the client's side. Raises OSError: the peer is no member, or not the one of that name."""
         secured = self._client.wrap_socket(connection)
         if (name := _name(secured)) != member:
             secured.close()
@@ -121,7 +122,7 @@ def differs(coordinator: str, keys: Keys | None) -> str:
 
 
 def _name(connection: ssl.SSLSocket) -> str | None:
-    """The member that the other side's certificate names."""
+    """Return the member that the peer's certificate names."""
     told: Any = (connection.getpeercert() or {}).get("subjectAltName", ())
     uris = [value for kind, value in told if kind == "URI" and value.startswith(_URI)]
     return uris[0].removeprefix(_URI) if len(uris) == 1 else None
@@ -195,37 +196,55 @@ _SEND_S = 60.0
 _AT_ONCE = 1 << 16
 
 Connect = Callable[[socket.socket], socket.socket]
-"""Secures a new connection."""
+"""Secures a new connection. Raises OSError."""
 
 
-class Forwarder:
-    """Listens, and passes what comes on each connection to one that it opens. Threads do it, until `close`."""
+class Listener:
+    """Accepts connections, each in a thread of its own, and closes silent ones to make room for new ones."""
 
-    def __init__(self, listen: tuple[str, int], to: tuple[str, int], *, accept: Connect, connect: Connect) -> None:
-        """`accept`, `connect`: secure a connection that has come, and one to `to`. Raises OSError: no such address."""
-        self._to, self._accept, self._connect = to, accept, connect
-        self._slots = threading.BoundedSemaphore(_CONNECTIONS)
+    def __init__(
+        self,
+        address: tuple[str, int],
+        places: int,
+        secure: Connect,
+        handle: Callable[[socket.socket, str, Callable[[], None]], None],
+        handshake_s: float = _HANDSHAKE_S,
+    ) -> None:
+        """
+        Args:
+            address: host and port to listen on; port 0 is any free one.
+            places: connections at a time.
+            secure: makes a new connection a secured one.
+            handle: takes the secured connection, the peer's host, and a function to call once the peer has proved that
+                it belongs here: until then its place may go to others.
+            handshake_s: limit of `secure`.
+
+        Raises:
+            OSError: no such address.
+        """
+        self._secure, self._handle, self._handshake_s = secure, handle, handshake_s
+        self._slots = threading.BoundedSemaphore(places)
         self._silent: dict[int, tuple[socket.socket, str]] = {}
-        """Connections that nobody has proved a key on, the oldest first, and whence; by the ids of their sockets."""
-        self._counting = threading.Lock()
-        self._listener = socket.create_server(listen)
+        """Connections that have proved nothing yet and their hosts, the oldest first, by the ids of their sockets."""
+        self._lock = threading.Lock()
+        self._listener = socket.create_server(address)
         self.address = "{}:{}".format(*self._listener.getsockname()[:2])
-        threading.Thread(target=self._run, name="sites-forward", daemon=True).start()
+        threading.Thread(target=self._accept, name="sites-listen", daemon=True).start()
 
     def close(self) -> None:
-        """Stop listening; connections that are there end with their ends."""
+        """Stop listening; connections that are there end with their peers."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
-    def _run(self) -> None:
+    def _accept(self) -> None:
         while True:
             try:
                 connection, (host, *_) = self._listener.accept()
             except OSError:
                 if self._listener.fileno() < 0:
                     return
-                time.sleep(0.1)  # too many open files: those of others, it may be
+                time.sleep(0.1)  # too many open files: others may hold them
                 continue
             try:
                 twin = connection.dup()  # TLS takes the socket itself over
@@ -236,16 +255,16 @@ class Forwarder:
                 connection.close()
                 twin.close()
                 continue
-            with self._counting:
+            with self._lock:
                 self._silent[id(connection)] = twin, host
-            threading.Thread(target=self._pass, args=(connection, host), name="sites-line", daemon=True).start()
+            threading.Thread(target=self._serve, args=(connection, host), name="sites-serve", daemon=True).start()
 
     def _freed(self) -> bool:
-        """Close a connection without a key, the oldest of the host that has most of them; return True if it made room.
+        """Close the oldest silent connection of the host that has most of them; True if that made room.
 
         Strangers held all places with connections that said nothing, and members were turned away.
         """
-        with self._counting:
+        with self._lock:
             count = Counter(host for _, host in self._silent.values())
             most = max(count, key=lambda host: count[host], default=None)
             oldest = next((id_ for id_, (_, host) in self._silent.items() if host == most), None)
@@ -258,33 +277,50 @@ class Forwarder:
         return self._slots.acquire(timeout=1.0)
 
     def _has_spoken(self, connection: int) -> None:
-        with self._counting:
+        with self._lock:
             twin, _ = self._silent.pop(connection, (None, ""))
             if twin is not None:
                 twin.close()
 
-    def _pass(self, came: socket.socket, host: str) -> None:
-        this = id(came)
+    def _serve(self, connection: socket.socket, host: str) -> None:
+        spoken = partial(self._has_spoken, id(connection))
         try:
             with contextlib.ExitStack() as stack:
-                stack.enter_context(came)
-                came.settimeout(_HANDSHAKE_S)  # in a thread of its own: who dawdles holds nobody up
+                stack.enter_context(connection)
+                connection.settimeout(self._handshake_s)  # in this thread: a slow peer holds nobody up
                 try:
-                    here = stack.enter_context(self._accept(came))
-                    self._has_spoken(this)
-                    there = stack.enter_context(socket.create_connection(self._to, timeout=_HANDSHAKE_S))
-                    there = stack.enter_context(self._connect(there))
+                    secured = stack.enter_context(self._secure(connection))
                 except OSError as error:
                     log.warn_once(f"sites: a connection from {host} is refused: {words(error)}")
                     return
-                _relay(here, there)
+                self._handle(secured, host, spoken)
         finally:
-            self._has_spoken(this)
+            spoken()
             self._slots.release()
 
 
+class Forwarder(Listener):
+    """Relays each connection to one that it opens: torchft's sockets know no TLS."""
+
+    def __init__(self, listen: tuple[str, int], to: tuple[str, int], *, accept: Connect, connect: Connect) -> None:
+        """`accept`, `connect`: secure an accepted connection, and one to `to`. Raises OSError: no such address."""
+        self._to, self._connect = to, connect
+        super().__init__(listen, _CONNECTIONS, accept, self._pass)
+
+    def _pass(self, here: socket.socket, host: str, spoken: Callable[[], None]) -> None:
+        spoken()
+        with contextlib.ExitStack() as stack:
+            try:
+                there = stack.enter_context(socket.create_connection(self._to, timeout=_HANDSHAKE_S))
+                there = stack.enter_context(self._connect(there))
+            except OSError as error:
+                log.warn_once(f"sites: a connection from {host} is refused: {words(error)}")
+                return
+            _relay(here, there)
+
+
 def _relay(one: socket.socket, other: socket.socket) -> None:
-    """Until one of them ends. One thread does both directions: a TLS connection is not to be used by two."""
+    """Copy data in both directions until one side ends; in one thread, as a TLS connection must not be used by two."""
     ends = {each.fileno(): each for each in (one, other)}
     came = select.poll()  # not select.select, which knows 1,024 files
     for each in ends.values():
@@ -307,12 +343,12 @@ def _relay(one: socket.socket, other: socket.socket) -> None:
 
 
 def as_it_is(connection: socket.socket) -> socket.socket:
-    """Not secured: on the loopback."""
+    """Return the connection unsecured, for the loopback."""
     return connection
 
 
 def to_coordinator(coordinator: str, keys: Keys) -> Forwarder:
-    """A loopback port that is the coordinator's, HOST:PORT, for this process. Raises OSError."""
+    """Open a loopback port that leads to the coordinator, HOST:PORT, through TLS. Raises OSError."""
     host, _, port = coordinator.rpartition(":")
     return Forwarder(
         ("127.0.0.1", 0), (host, int(port)), accept=as_it_is, connect=lambda each: keys.connect(each, COORDINATOR)

@@ -1,7 +1,7 @@
-"""Parts of parameters from the rank of one site that owns them to the rank of another that needs them.
+"""Transport of parameters from the rank of one site that owns them to the rank of another that needs them.
 
 A rank serves what it owns; others ask for the elements that they own themselves. No rank ever holds a whole model, and
-the sites may differ in their number of ranks and in how they cut the model. One request on a connection:
+the sites may differ in their number of ranks and in how the model is sharded. One request on a connection:
 
     4 bytes, length of a JSON object: run, to, round, kind, take
     4 bytes, length of a JSON object: either error, or bytes
@@ -26,10 +26,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from llmtrain.base.log import warn_once
 from llmtrain.base.untrusted import shown
 from llmtrain.cluster.watch.heartbeat import heart
-from llmtrain.sites.tls import Keys, words
+from llmtrain.sites.tls import Keys, Listener, as_it_is, words
 from llmtrain.storage.region import Region, shared
 
 Array = npt.NDArray[Any]
@@ -37,11 +36,11 @@ Array = npt.NDArray[Any]
 Rectangle = tuple[int, int, int, int]
 """(first element, elements from one row to the next, rows, elements of a row) of a flat array."""
 Pieces = Sequence[tuple[int, str, Region]]
-"""(first element in the array, Hugging Face name, which elements of the tensor) of all that a rank owns."""
+"""(first element in the array, Hugging Face name, elements of the tensor) of everything that a rank owns."""
 
 _HEADER_BYTES = 1 << 24
 _REQUEST_BYTES = 1 << 22
-"""Of a stranger's header, of which 64 may be here at a time; a rectangle takes about 30 of them."""
+"""Limit of a request's header, since 64 strangers may send one at a time; a rectangle takes about 30 bytes."""
 _AT_ONCE = 1 << 20
 """Bytes sent or received at a time."""
 _CONNECTIONS = 64
@@ -53,11 +52,11 @@ _RUNS = 1 << 10
 
 
 class WireError(Exception):
-    """A part has not come. The message says why, without naming the site."""
+    """A transfer failed. The message says why, without naming the site."""
 
 
 class Server:
-    """Serves this rank's arrays to the ranks of other sites, from a thread for each connection."""
+    """Serves this rank's arrays to the ranks of other sites."""
 
     def __init__(
         self, host: str, *, run: str, member: str, pieces: Pieces, limit_s: float, keys: Keys | None = None
@@ -65,30 +64,27 @@ class Server:
         """
         Args:
             host: address to listen on; the port is any free one.
-            run: what the sites of a run have in common: others are refused.
-            member: this site's id, so that a later process at this address is not taken for it.
-            pieces: of which the arrays consist.
-            limit_s: how long one connection may last.
-            keys: connections are encrypted, and of members that these tell.
+            run: checksum of the settings that a run's sites share; requests with another are refused.
+            member: this site's id, so that a later process at this address is not mistaken for it.
+            pieces: contents of the arrays.
+            limit_s: longest duration of a connection.
+            keys: of this site; connections are encrypted, and only members are answered.
         """
-        self._run, self._member, self._limit_s, self._keys = run, member, limit_s, keys
+        self._run, self._member, self._limit_s = run, member, limit_s
         self._index = [[at, name, *_packed(region)] for at, name, region in pieces]
         self._arrays: dict[str, tuple[int, Array]] = {}
-        self._slots = threading.BoundedSemaphore(_CONNECTIONS)
-        self._silent: dict[int, socket.socket] = {}
-        """Connections without a request yet, the oldest first, by the ids of their sockets."""
         self._sent = 0
         self._counting = threading.Lock()
-        self._listener = socket.create_server((host, 0))
-        self.address = "{}:{}".format(*self._listener.getsockname()[:2])
-        threading.Thread(target=self._accept, name="sites-server", daemon=True).start()
+        secure = as_it_is if keys is None else keys.accept
+        self._listener = Listener((host, 0), _CONNECTIONS, secure, self._serve, min(limit_s, _HANDSHAKE_S))
+        self.address = self._listener.address
 
     def publish(self, round_: int, arrays: Mapping[str, Array]) -> None:
-        """Serve these, and nothing of before, to whoever asks for this round."""
+        """Serve these arrays of this round in place of all earlier ones."""
         self._arrays = {kind: (round_, array) for kind, array in arrays.items()}
 
     def sent_bytes(self) -> int:
-        """Of elements, to all who asked, since it was asked for the last time."""
+        """Return the bytes of elements sent since the last call."""
         with self._counting:
             sent, self._sent = self._sent, 0
         return sent
@@ -97,72 +93,22 @@ class Server:
         """Stop listening."""
         self._listener.close()
 
-    def _accept(self) -> None:
-        while True:
+    def _serve(self, connection: socket.socket, _host: str, spoken: Callable[[], None]) -> None:
+        with contextlib.suppress(OSError, WireError):
+            line = _Line(connection, time.monotonic() + self._limit_s)
             try:
-                connection, _ = self._listener.accept()
-                twin = connection.dup()  # TLS takes the socket itself over
+                asked = line.receive_header(_REQUEST_BYTES)
+                spoken()
+                answer = self._answer(asked)
             except OSError:
-                if self._listener.fileno() < 0:
-                    return
-                time.sleep(0.1)  # too many open files: those of others, it may be
-                continue
-            if not self._slots.acquire(blocking=False) and not self._freed():
-                connection.close()
-                twin.close()
-                continue
-            with self._counting:
-                self._silent[id(connection)] = twin
-            threading.Thread(target=self._serve, args=(connection,), name="sites-serve", daemon=True).start()
-
-    def _freed(self) -> bool:
-        """Whether a connection that says nothing has made room: strangers cannot hold all of them."""
-        with self._counting:
-            for each in list(self._silent.values())[:1]:
-                with contextlib.suppress(OSError):
-                    each.shutdown(socket.SHUT_RDWR)
-        return self._slots.acquire(timeout=1.0)
-
-    def _has_spoken(self, connection: int) -> None:
-        with self._counting:
-            if (twin := self._silent.pop(connection, None)) is not None:
-                twin.close()
-
-    def _serve(self, connection: socket.socket) -> None:
-        this = id(connection)
-        try:
-            with contextlib.suppress(OSError, WireError), contextlib.ExitStack() as stack:
-                stack.enter_context(connection)
-                deadline_s = time.monotonic() + self._limit_s
-                line = _Line(stack.enter_context(self._secured(connection)), deadline_s)
-                try:
-                    asked = line.receive_header(_REQUEST_BYTES)
-                    self._has_spoken(this)
-                    answer = self._answer(asked)
-                except OSError:
-                    raise
-                except Exception as error:  # whatever a stranger's header makes of it
-                    line.send_header({"error": f"refused: {error}"})
-                else:
-                    self._send(line, *answer)
-        finally:
-            self._has_spoken(this)
-            self._slots.release()
-
-    def _secured(self, connection: socket.socket) -> socket.socket:
-        """Raises OSError, and says once who it was: no member."""
-        if self._keys is None:
-            return connection
-        host = connection.getpeername()[0]
-        connection.settimeout(min(self._limit_s, _HANDSHAKE_S))
-        try:
-            return self._keys.accept(connection)
-        except OSError as error:
-            warn_once(f"sites: a connection from {host} is refused: {words(error)}")
-            raise
+                raise
+            except Exception as error:  # whatever a stranger's header makes of it
+                line.send_header({"error": f"refused: {error}"})
+            else:
+                self._send(line, *answer)
 
     def _answer(self, asked: Mapping[str, Any]) -> tuple[dict[str, Any], Iterable[Array]]:
-        """(header, elements)."""
+        """Return (header, elements). Raises WireError, and others for a request that makes no sense."""
         if asked["run"] != self._run:
             raise WireError("it belongs to another run")
         if asked["to"] != self._member:
@@ -197,12 +143,12 @@ class Peer:
     """A rank of another site."""
 
     def __init__(self, address: str, *, run: str, member: str, keys: Keys | None = None) -> None:
-        """`keys`: it must have the certificate of that member's site."""
+        """`keys`: of this site; the peer must have the certificate of `member`."""
         self._address, self._run, self._member, self._keys = address, run, member, keys
         self._index: list[tuple[int, str, Region]] | None = None
 
     def covers(self, mine: Pieces, deadline_s: float) -> list[tuple[Rectangle, Rectangle]]:
-        """(elements of the peer's array, the same elements in this rank's) of all that both own. Raises WireError."""
+        """Return (elements of the peer's array, the same ones in this rank's) that both own. Raises WireError."""
         if self._index is None:
             header = self._ask("index", 0, [], deadline_s, lambda _line, header: header)
             try:
@@ -229,7 +175,7 @@ class Peer:
     def fetch(
         self, kind: str, round_: int, pairs: Sequence[tuple[Rectangle, Rectangle]], into: Array, deadline_s: float
     ) -> int:
-        """Fill the elements `pairs` (see `covers`) of `into`; returns the bytes that came. Raises WireError."""
+        """Fill the elements `pairs` (see `covers`) of `into`; return the received bytes. Raises WireError."""
         if not pairs:
             return 0
         places = [_cut(into, here) for _, here in pairs]
@@ -283,7 +229,7 @@ class Peer:
 
 
 class _Line:
-    """A connection on which every message, however it dribbles in, must be there by the deadline."""
+    """A connection whose every message must be complete by one deadline."""
 
     def __init__(self, connection: socket.socket, deadline_s: float, moved: Callable[[], None] = lambda: None) -> None:
         """`moved`: called while data moves."""
@@ -333,7 +279,7 @@ class _Line:
 
 
 def _checked(array: Array, rectangle: Sequence[int]) -> Rectangle:
-    """Raises ValueError for what lies outside of the array."""
+    """Return the validated rectangle. Raises ValueError: it lies outside of the array."""
     at, step, rows, length = (int(number) for number in rectangle)
     inside = at >= 0 and rows > 0 and length > 0 and step >= 0 and at + (rows - 1) * step + length <= array.size
     if not inside or (rows > 1 and step < length):
@@ -342,14 +288,14 @@ def _checked(array: Array, rectangle: Sequence[int]) -> Rectangle:
 
 
 def _cut(array: Array, rectangle: Sequence[int]) -> Array:
-    """A view [rows, elements of a row]. Raises ValueError for what lies outside of the array."""
+    """Return a view [rows, elements of a row]. Raises ValueError: it lies outside of the array."""
     at, step, rows, length = _checked(array, rectangle)
     size = array.itemsize
     return np.lib.stride_tricks.as_strided(array[at:], (rows, length), (step * size, size))
 
 
 def _rows(part: Array) -> Iterator[Array]:
-    """Its rows, which are contiguous."""
+    """Yield the rows, each contiguous."""
     yield from part
 
 

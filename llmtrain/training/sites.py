@@ -42,7 +42,6 @@ class Sites(Part):
             "sites.outer_lr": run.sites.outer[0],
             "sites.outer_momentum": run.sites.outer[1],
             "sites.compress": run.sites.compress,
-            "sites.mean": run.sites.mean,
             "sites.meet_every": run.sites.meet_every,
             "sites.fragments": run.sites.fragments,
         }

@@ -693,11 +693,6 @@ CASES = [
         {"sites": {"name": "a", "coordinator": "h:1", "method": "async", "sync_every": 5}},
     ),
     Wrong(
-        "a median of what comes one by one",
-        ('sites.mean = "median"', "none but the weighted mean", "choose another sites.method"),
-        {"sites": {"name": "a", "coordinator": "h:1", "method": "async", "mean": "median"}},
-    ),
-    Wrong(
         "an outer step of sites that take the mean",
         ("sites.outer_lr = 0.5", "sites.method local_sgd takes the mean", "remove it, or choose diloco"),
         {"sites": {"name": "a", "coordinator": "h:1", "method": "local_sgd", "outer_lr": 0.5}},

@@ -190,7 +190,7 @@ def at_once(pool: ThreadPoolExecutor, calls: Sequence[Callable[[], Any]]) -> Non
         future.result()
 
 
-def rounds(count: int, compress: forecast.Compress, options: argparse.Namespace) -> None:
+def rounds(count: int, compress: Any, options: argparse.Namespace) -> None:
     """One row of the rounds' table."""
     hall, events = Hall(count), []
     sites, engines = [], []

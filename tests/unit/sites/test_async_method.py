@@ -106,7 +106,7 @@ def test_compressed_changes_come_and_the_meeting_makes_up_for_them(joined, compr
 
 
 def hangs(server: Any) -> None:
-    server._serve = lambda _connection: async_method.time.sleep(60)
+    server._listener._handle = lambda *_: async_method.time.sleep(60)
 
 
 def clock_of_nonsense(server: Any) -> None:

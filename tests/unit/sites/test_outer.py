@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from itertools import permutations
-
 import numpy as np
 import pytest
 
-from llmtrain.sites.outer import LARGEST, ROBUST, outer_step, outsized, robust, squared_distance
+from llmtrain.sites.outer import LARGEST, outsized, squared_distance
 
 
 def test_of_two_sites_each_trusts_itself() -> None:
@@ -42,34 +40,3 @@ def test_squared_distances_are_fp64s() -> None:
     want = ((a.astype(np.float64) - b) ** 2).sum()
     assert squared_distance(a, b) == pytest.approx(want, rel=1e-12)
     assert squared_distance(None, b) == pytest.approx((b.astype(np.float64) ** 2).sum(), rel=1e-12)
-
-
-@pytest.mark.parametrize("mean", ["median", "trimmed"])
-@pytest.mark.parametrize("sites", [3, 4, 5])
-def test_one_site_moves_a_robust_mean_no_further_than_the_others_reach(mean, sites) -> None:
-    rng = np.random.default_rng(sites)
-    honest = [rng.normal(size=64) for _ in range(sites - 1)]
-    for wrong in (-1e9, 1e9):
-        found = robust([*honest, np.full(64, wrong)], mean)
-        assert (found >= np.min(honest, axis=0)).all() and (found <= np.max(honest, axis=0)).all()
-
-
-def test_robust_means_by_hand() -> None:
-    rows = [np.array([1.0, 10.0]), np.array([2.0, 0.0]), np.array([6.0, 4.0]), np.array([4.0, 1.0])]
-    for each in permutations(rows):
-        assert robust(list(each), "median").tolist() == [3.0, 2.5]
-        assert robust(list(each), "trimmed").tolist() == [3.0, 2.5]
-    assert robust(rows[:3], "median").tolist() == robust(rows[:3], "trimmed").tolist() == [2.0, 4.0]
-
-
-def test_an_outer_step_takes_the_robust_mean_of_enough_sites() -> None:
-    anchor = np.zeros(4, np.float32)
-    found = {name: np.full(4, value, np.float32) for name, value in (("a", 1.0), ("b", 2.0), ("c", 1e9))}
-    weights = {"a": 1, "b": 3, "c": 1}
-
-    def after(names: str, mean: str) -> list[float]:
-        chosen = {name: found[name] for name in names}
-        return outer_step(anchor, anchor, chosen, weights, lr=1, beta=0, mean=mean)[0].tolist()  # type: ignore[arg-type]
-
-    assert after("abc", "median") == after("abc", "trimmed") == [2.0] * 4 and len(found) == ROBUST
-    assert after("ab", "median") == after("ab", "weighted") == [1.75] * 4

@@ -438,7 +438,7 @@ def test_a_site_that_dies_between_the_two_meetings_counts_if_all_others_have_its
 
 
 def sends_nothing(server: Server) -> None:
-    server._serve = lambda _connection: time.sleep(60)  # type: ignore[method-assign]
+    server._listener._handle = lambda *_: time.sleep(60)
 
 
 def has_less(server: Server) -> None:
@@ -548,14 +548,6 @@ def test_a_site_is_not_believed_more_steps_than_it_can_have_trained(joined) -> N
     made[2][0]._trained = 1 << 40
     at_once(*(two_steps(site, engine, value) for (site, engine, _), value in zip(made, (1, 2, 1e9), strict=True)))
     assert [engine.values.tolist() for _, engine, _ in made] == [[1.5] * 6] * 3
-
-
-def test_a_robust_mean_is_what_three_sites_agree_on(joined) -> None:
-    meeting = Meeting("a", "b", "c")
-    made = [joined(meeting, name, mean="median") for name in "abc"]
-    begin_all(*(site for site, _, _ in made))
-    at_once(*(two_steps(site, engine, value) for (site, engine, _), value in zip(made, (1, 2, 50), strict=True)))
-    assert [engine.values.tolist() for _, engine, _ in made] == [[2.0] * 6] * 3
 
 
 def test_a_late_site_takes_parameters_momentum_and_step_from_the_others(joined) -> None:

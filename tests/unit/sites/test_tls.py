@@ -18,7 +18,7 @@ from llmtrain.commands import sites as command
 from llmtrain.config.sites import SitesConfig
 from llmtrain.sites import transport
 from llmtrain.sites.membership import SitesError, TorchftMembers
-from llmtrain.sites.site import opened
+from llmtrain.sites.site import connect
 from llmtrain.sites.tls import Forwarder, Keys, as_it_is, make_keys, to_coordinator
 from llmtrain.sites.transport import Peer, Server, WireError
 from llmtrain.storage.region import Region
@@ -219,4 +219,4 @@ def test_keys_on_one_side_alone_are_named_with_the_coordinators_own_address(made
         command.main(["status", "--coordinator", address, *(["--keys", keys] if keys else [])])
     settings = SitesConfig(name="north", coordinator=address, keys=keys, timeout_s=60.0)
     with pytest.raises(SitesError, match=rf"sites.coordinator {address}: {said}"):
-        opened(settings, 0, "run", "north:0123abcd", PIECES, TorchftMembers)
+        connect(settings, 0, "run", "north:0123abcd", PIECES, TorchftMembers)
