@@ -927,7 +927,7 @@ def test_samples_that_were_dealt_to_a_lost_site_are_counted_when_the_run_ends(jo
 def test_a_site_that_waits_for_the_others_hears_that_it_is_to_stop(joined) -> None:
     """It waited for as long as another was alive, whatever the launcher said."""
     meeting, asked = Meeting("a", "b"), threading.Event()
-    a, _, events = joined(meeting, "a", start_sites=2)
+    a, _, events = joined(meeting, "a", start_sites=2, timeout_s=1.0)
     threading.Timer(0.3, asked.set).start()
     began_s = time.monotonic()
     with pytest.raises(StopAsked):
