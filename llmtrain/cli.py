@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _reader_is_gone() -> bool:
-    """Whether it was standard output that broke: `| head` has read enough."""
+    """True if it was standard output that broke: `| head` has read enough."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))

@@ -1,4 +1,4 @@
-"""What a section `adapter` goes with."""
+"""Rules of the section `adapter`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where ranks of unequal speed can take unequal shares of a step."""
+"""Rules of train.balance: runs in which ranks can take unequal shares of a step."""
 
 from __future__ import annotations
 

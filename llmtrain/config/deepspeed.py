@@ -1,4 +1,4 @@
-"""From the user's DeepSpeed JSON to the exact dict for the engine. No DeepSpeed, no torch.
+"""The exact dict for the engine from the user's DeepSpeed JSON. No DeepSpeed, no torch.
 
 `deep_check` alone imports DeepSpeed, and only when it is called.
 """
@@ -56,7 +56,7 @@ _DEGREES = ("pipeline", "tensor_parallel", "sequence_parallel_size", "data_paral
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What a JSON decides, read off once. `tree` has no "auto" in it any more."""
+    """Values that a JSON decides, read once. `tree` has no "auto" in it any more."""
 
     tree: dict[str, Any]
     mix: Mix
@@ -161,7 +161,7 @@ def _refuse(mix: Mix, tree: dict[str, Any], path: str, run: RunConfig, problems:
 
 
 def _why_not_stage_0(mix: Mix) -> str | None:
-    """Why this mix runs as ZeRO 1 when ZeRO 0 is asked for: a note for the user; None: it does not."""
+    """A note on why this mix runs as ZeRO 1 when ZeRO 0 is asked for; None: it does not."""
     if mix.fp16 and not mix.bf16:
         return (
             "fp16 at ZeRO 0 runs as ZeRO 1, which computes the same: DeepSpeed 0.19 forgets to scale the loss there, "

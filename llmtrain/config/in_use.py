@@ -1,4 +1,4 @@
-"""Whether another launch works in a run's folder: told at once, before anything slow begins.
+"""The check for another launch in a run's folder: made at once, before anything slow begins.
 
 The lock is flock on the folder itself (checkpoint/rundir.py).
 """
@@ -24,7 +24,7 @@ def refuse_if_in_use(run_dir: str) -> None:
 
 
 def in_use(folder: Path, key: str) -> str:
-    """What a user is told who starts a second launch; `key`: the option that names the folder."""
+    """The message for a second launch; `key`: the option that names the folder."""
     return (
         f"{key}: {folder} is in use by another launch{_holder(folder)}. "
         f"Wait for it, stop it, or give this run another {key}."

@@ -243,7 +243,7 @@ def check_scheduler(
 def _check_scheduler_defaults(
     kind: str, params: dict[str, Any], ours: dict[str, tuple[str, Any]], path: str, problems: Problems
 ) -> None:
-    """What the section leaves out counts with DeepSpeed's defaults; those that are not the run's are one mistake."""
+    """Values that are left out count with DeepSpeed's defaults; those that are not the run's are one mistake."""
     defaults = {name: value for name, value in _SCHEDULER_DEFAULTS[kind].items() if name not in params}
     other = {name: value for name, value in defaults.items() if value != ours[name][1]}
     if not other:

@@ -1,4 +1,4 @@
-"""What each objective is told: its fields with their defaults, and what they must be."""
+"""The fields of each objective, their defaults and their rules."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ OBJECTIVES: dict[str, dict[str, float]] = {
 }
 """Name -> its numbers."""
 BY_TOKEN = (NEXT_TOKEN, DISTILL)
-"""Of texts and conversations, a mean over tokens. The others are of prepared preferences."""
+"""Objectives over texts and conversations, a mean over tokens. The others are of prepared preferences."""
 UNPAIRED = ("kto",)
-"""Of answers judged alone. The others over answers compare a chosen one with a rejected one."""
+"""Objectives over answers judged alone. The others over answers compare a chosen one with a rejected one."""
 SCORED = ("reward",)
-"""Of a model that gives a score for an answer, in place of likelihoods. It is of pairs, too."""
+"""Reward-model objectives (a score for an answer); they train on pairs, too."""
 WITHOUT_REFERENCE = (*BY_TOKEN, "simpo", "orpo", *SCORED)
 """The others ask for the log-probabilities of a reference."""
 
@@ -48,7 +48,7 @@ def filled(config: ObjectiveConfig) -> ObjectiveConfig:
 
 
 def wants_column(config: ObjectiveConfig) -> bool:
-    """Whether it compares with log-probabilities that the data has to have."""
+    """True if it compares with log-probabilities that the data must have."""
     return config.name not in WITHOUT_REFERENCE and config.reference == "column"
 
 
@@ -94,7 +94,7 @@ def _check_online(run: RunConfig, places: Places, problems: Problems) -> None:
 
 
 def _check_ranges(config: ObjectiveConfig, places: Places, problems: Problems) -> None:
-    """Of fields that are another thing to another objective."""
+    """Rules of fields that mean another thing to another objective."""
     share = config.name == DISTILL
     for field, above in (("beta", not share), ("alpha", False)):
         value, key = getattr(config, field), f"objective.{field}"
@@ -128,7 +128,7 @@ def _check_teacher(config: ObjectiveConfig, places: Places, problems: Problems) 
 
 
 def check_teacher_folder(run: RunConfig, places: Places, problems: Problems) -> None:
-    """Where its files should be. What the Hub has is looked at when it has been fetched."""
+    """Refuse a folder without the files. A repository of the Hub is examined when it has been fetched."""
     key, folder, revision = "objective.teacher", run.objective.teacher, run.objective.teacher_revision
     if folder is None or is_name(folder):
         return
@@ -152,7 +152,7 @@ def check_revision(
 
 
 def check_start(run: RunConfig, places: Places, problems: Problems) -> None:
-    """What is compared with has learnt something. Not asked of a parity check, whose reference is made up."""
+    """Refuse a reference of random weights. Not asked of a parity check, whose reference is made up."""
     name = run.objective.name
     start = f"objective.name {name} compares with the model that training starts from"
     if name not in WITHOUT_REFERENCE and run.model.config is not None:

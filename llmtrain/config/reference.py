@@ -168,7 +168,7 @@ def type_name(kind: Any) -> str:
 
 
 def help_text() -> str:
-    """What `--help` prints: every override with type, default and meaning."""
+    """The text of `--help`: every override with type, default and meaning."""
     lines = ["usage: llmtrain train --config RUN.yaml [--SECTION.FIELD VALUE ...]", ""]
     for entry in entries():
         lines += [f"  --{entry.key}  ({entry.values}; default: {entry.default})", f"      {entry.meaning}"]

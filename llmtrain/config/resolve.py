@@ -134,7 +134,7 @@ def _world(world_size: int, source: str) -> str:
 
 
 def _batch_places(run: RunConfig, places: Places) -> str:
-    """Where the batch sizes stand, for an equation that has no solution."""
+    """The places of the batch sizes, for an equation that has no solution."""
     named = [
         f"{key}: {places.get(key, 'the YAML')}"
         for key in list(SHARED)[:3]

@@ -1,4 +1,4 @@
-"""What a value must be. Types were checked before; here are ranges, exclusions, and things on disk."""
+"""Rules of values. Types were checked before; here are ranges, exclusions, and things on disk."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MOST_COUNTED = 10**15
 """Upper limit of a count of steps, tokens or sequences: no run has more, and products of it still fit into 64 bits."""
 
 _MASK_BYTES = 4 * GIB
-"""Of one attention mask: it is made in every forward pass, and some kernels copy it in the precision of the scores."""
+"""Bytes of an attention mask: it is made in every forward pass; some kernels copy it in the precision of the scores."""
 
 
 _PATHS = (

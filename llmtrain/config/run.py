@@ -61,7 +61,7 @@ class ModelConfig:
 
     @property
     def folder(self) -> Path | None:
-        """Where the files of `pretrained` are on this host."""
+        """The folder of the files of `pretrained` on this host."""
         return None if self.pretrained is None else local_folder(self.pretrained, self.revision)
 
 
@@ -284,11 +284,11 @@ class ResolvedRun:
     """As the user wrote it, every shared field filled in: for dumps, checkpoints, and what only the YAML says."""
     batch: Batch
     mix: Mix
-    """How it computes; the degrees with the data-parallel one."""
+    """The mix that it runs as; its degrees include the data-parallel one."""
     deepspeed: dict[str, Any]
     """The exact dict that the engine is built from: no "auto", batch keys solved."""
     pipeline_partition: str | tuple[int, ...]
-    """How decoder layers are shared by pipeline stages: parameters, uniform, time, or the layers of each stage."""
+    """The split of decoder layers over pipeline stages: parameters, uniform, or the layers of each stage."""
     expert_parallel: dict[str, Any]
     """The JSON's section of that name: what DeepSpeed's expert parallelism reads beside the degree."""
     max_steps: int | None
@@ -296,7 +296,7 @@ class ResolvedRun:
     places: dict[str, str]
     """Dotted key -> where the user wrote it, for messages."""
     notes: tuple[str, ...]
-    """What was filled in or adapted, for the user to read."""
+    """Notes for the user on values that were filled in or adapted."""
 
     @property
     def optim(self) -> Optimizer:
@@ -305,12 +305,12 @@ class ResolvedRun:
 
     @property
     def degrees(self) -> Degrees:
-        """How the ranks share the work."""
+        """Parallelism degrees."""
         return self.mix.degrees
 
     @property
     def precision(self) -> Literal["fp32", "bf16", "fp16"]:
-        """Of the model's arithmetic."""
+        """Precision of the model's arithmetic."""
         return self.mix.precision
 
     @property

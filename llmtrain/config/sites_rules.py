@@ -1,4 +1,4 @@
-"""What the values of the sites section must be."""
+"""Rules of the sites section."""
 
 from __future__ import annotations
 

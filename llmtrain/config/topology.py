@@ -1,4 +1,4 @@
-"""Which ways of training can be combined, in one table; every part asks it. Standard library only."""
+"""The legal mixes of ways of training, in one table; every part asks it. Standard library only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def ranks_of_this_host() -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a rank stands: its index along each way of sharing the work."""
+    """Coordinates of a rank: its index along each way of sharing the work."""
 
     pipeline: int
     data: int
@@ -55,7 +55,7 @@ class Degrees:
         return self.pipeline * self.data * self.sequence * self.tensor
 
     def place(self, rank: int) -> Place:
-        """Where global rank `rank` stands."""
+        """Coordinates of global rank `rank`."""
         assert 0 <= rank < self.world_size, (rank, self)
         rest, tensor = divmod(rank, self.tensor)
         rest, sequence = divmod(rest, self.sequence)
@@ -81,7 +81,7 @@ _AXES = ("pipeline", "data", "sequence", "tensor")
 
 @dataclass(frozen=True, kw_only=True)
 class Mix:
-    """How a run computes: what its JSON and YAML ask for, as far as it decides whether the parts can work together."""
+    """A run's way of computing, as far as it decides which features can work together."""
 
     zero_stage: int = 0
     fp16: bool = False
@@ -108,12 +108,12 @@ class Mix:
 
     @property
     def precision(self) -> Literal["fp32", "bf16", "fp16"]:
-        """Of the model's arithmetic."""
+        """Precision of the model's arithmetic."""
         return "fp16" if self.fp16 else "bf16" if self.bf16 else "fp32"
 
     @property
     def moments(self) -> dict[str, str]:
-        """What a checkpoint's layout says of the moments' precision: nothing where it is fp32."""
+        """The moments' precision in a checkpoint's layout: empty where it is fp32."""
         return {"moments": "bf16"} if self.bf16_moments else {}
 
     @property

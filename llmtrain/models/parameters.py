@@ -14,7 +14,7 @@ from llmtrain.storage.region import Region, whole
 
 @dataclass(frozen=True, kw_only=True)
 class Packed:
-    """What a parameter in fewer bits stands for."""
+    """A parameter in fewer bits, and the full-precision values that it stands for."""
 
     dtype: torch.dtype
     values: Callable[[], Tensor]
@@ -41,7 +41,7 @@ class LocalParameter:
 
     @property
     def packed(self) -> Packed | None:
-        """What a parameter in fewer bits stands for."""
+        """The full-precision tensor that a parameter in fewer bits stands for."""
         return getattr(self.parameter, "llmtrain_packed", None)
 
     def values(self) -> Tensor:

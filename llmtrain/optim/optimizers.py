@@ -19,7 +19,7 @@ Form = Literal["clipping", "offload", "scattered gradients", "fp32 sums at ZeRO 
 
 @dataclass(frozen=True, kw_only=True)
 class Refusal:
-    """Why an optimizer cannot train in some form, and what to do instead."""
+    """The reason why an optimizer cannot train in some form, and the remedy."""
 
     reason: str
     remedy: str
@@ -155,7 +155,7 @@ class Lion(Optimizer, choice="lion"):
 
 
 def norm_of(name: str | None, *, zero: bool) -> Literal["gradient", "update"]:
-    """What the metric `grad_norm` is the norm of. `name`: `optim.name`, also None or one that is not known here;
+    """Vector whose norm the metric `grad_norm` is. `name`: `optim.name`, also None or one that is not known here;
     `zero`: whether the run has ZeRO 1, 2 or 3."""
     entry = Optimizer.CHOICES.get(name or "")
     return "update" if zero and entry is not None and entry.norm_of_update else "gradient"

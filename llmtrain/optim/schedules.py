@@ -68,7 +68,7 @@ class Falling(Schedule):
         return self.warmup_steps
 
     def shape(self, progress: float) -> float:
-        """From 1 at progress 0 to 0 at progress 1."""
+        """Height: 1 at progress 0, 0 at progress 1."""
         return 1.0 - progress
 
 

@@ -134,7 +134,7 @@ class Forecast:
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """How sites.method synchronises. A new method is a row of WAYS, or a function of its own."""
+    """Synchronisation of a sites.method. A new method is a row of WAYS, or a function of its own."""
 
     parts: Callable[[Job], Sequence[int]]
     """Parameters of each message; they are sent in turn."""

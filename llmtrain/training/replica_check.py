@@ -88,7 +88,7 @@ class ReplicaCheck(Part):
         raise MastersDiffer(text)
 
     def _facts(self, position: Mapping[str, int], batch: StepBatch) -> dict[str, Any]:
-        """What is the same on all ranks."""
+        """Facts that are the same on all ranks."""
         share = self._ranks.rank // self._degrees.tensor  # as the loop seeds a step
         seeds = [torch.initial_seed()]
         if self._ranks.device.type == "cuda":
@@ -103,7 +103,7 @@ class ReplicaCheck(Part):
         }
 
     def _facts_of_row(self, batch: StepBatch) -> dict[str, Any]:
-        """What is the same on the ranks that work on the same sequences."""
+        """Facts that are the same on the ranks that work on the same sequences."""
         row = self._degrees.place(self._ranks.rank).data
         micros = batch.micro_batches
         tokens = torch.stack([tensor_hash(each) for micro in micros for each in (micro.inputs, micro.labels)])

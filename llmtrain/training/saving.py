@@ -182,7 +182,7 @@ class Saving(Part):
             log.warn(f"checkpoint at step {step} failed and is tried once more: {outcome.error}")
 
     def _lost(self, step: int) -> str:
-        """What a failed last save means, and what to do."""
+        """The message of a failed last save, with its remedy."""
         before = f"step {self._saved_step}" if self._saved_step else "the beginning"
         return f"The training up to step {step} is not saved. Mend that, and the same command goes on from {before}."
 

@@ -227,7 +227,7 @@ def _compiles_layers(spec: ModelSpec, mix: Mix, ranks: Ranks, *, one_shape: bool
 
 
 def _compiles_unasked(spec: ModelSpec, mix: Mix) -> bool:
-    """Whether a layer becomes one graph, and layers of one kind the same.
+    """True if a layer becomes one graph, and layers of one kind the same.
 
     Row maps of tensor parallelism break it; where experts are watched, each layer has a graph of its own, and torch
     gives up after 8; and a collective in compiled code is not counted for the watch (cluster/watch/heartbeat.py).
@@ -238,7 +238,7 @@ def _compiles_unasked(spec: ModelSpec, mix: Mix) -> bool:
 
 
 def _agreed_trouble(ranks: Ranks) -> str | None:
-    """Why torch.compile is not used; one rank that cannot is enough.
+    """The reason why torch.compile is not used; one rank that cannot is enough.
 
     Compiled code rounds otherwise: what ranks hold alike would part where only some of them have it.
     """

@@ -78,7 +78,7 @@ class Step:
     sums: list[Tensor]
     """The objective's of each of this rank's micro-batches, fp32 [figures]."""
     lr_factor: float
-    """On the peak learning rates."""
+    """Factor on the peak learning rates."""
     update: Update
 
 
