@@ -40,9 +40,11 @@ def plan(*hosts: Host, words: tuple[str, ...] = (), variables: dict[str, str] | 
 @pytest.fixture
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "manifest.json").write_text("{}")
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "manifest.json").write_text("{}")
     path = tmp_path / "run.yaml"
-    path.write_text(RECIPE.format(repo=REPO, folder=tmp_path))
+    path.write_text(RECIPE.format(repo=REPO, folder=data))
     return path
 
 
