@@ -286,12 +286,13 @@ def test_deterministic_training_is_asked_for_before_torchs_libraries_start(tmp_p
         seen.append(os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
         raise UserError("far enough")
 
-    (tmp_path / "manifest.json").write_text("{}")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/manifest.json").write_text("{}")
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # so that it is as before afterwards
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     monkeypatch.setattr("llmtrain.training.examine.examine", look)
-    paths = ["--data.path", str(tmp_path), "--train.run_dir", str(tmp_path / "run")]
+    paths = ["--data.path", str(tmp_path / "data"), "--train.run_dir", str(tmp_path / "run")]
     words = ["--config", "launch/recipes/quickstart.yaml", *paths]
     for more in ([], ["--train.deterministic", "true"]):
         with pytest.raises(UserError, match="far enough"):
