@@ -36,6 +36,8 @@ FORMERLY = {
 }
 """Section -> the fields that llmtrain wrote into each config.yaml until November 2026, whichever choice was made."""
 
+_REMOVED = {("sites", "mean"): "weighted"}
+"""Fields that are gone, and the default that llmtrain wrote of them into each config.yaml: such a file still loads."""
 _MOST_BRACKETS = 1_000
 """In one value: jsonargparse reads text as YAML, by a recursion in C that overflows the stack at some 20,000."""
 
@@ -69,6 +71,9 @@ def parse(argv: list[str], *, check_paths: bool = True) -> Parsed:
         raise SystemExit(0)
     config_path, overrides = _split(argv)
     tree, places = _read(config_path)
+    for (section, field), default in _REMOVED.items():
+        if isinstance(given := tree.get(section), dict) and given.get(field) == default:
+            del given[field]
     problems = Problems()
     for key, text in overrides:
         _override(tree, places, key, text, problems)

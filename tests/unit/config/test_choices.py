@@ -178,3 +178,11 @@ def test_every_class_has_the_fields_of_its_section_and_a_name() -> None:
         shared = {item.name for item in fields(base) if item.init}
         for choice, chosen in base.CHOICES.items():
             assert shared <= chosen.own() and chosen.selected() == choice
+
+
+def test_a_removed_field_with_its_old_default_still_loads(here: Path) -> None:
+    write(here, {"sites": {"mean": "weighted"}})
+    parse(["run.yaml"])
+    write(here, {"sites": {"mean": "median"}})
+    with pytest.raises(ConfigError, match=r"sites\.mean"):
+        parse(["run.yaml"])
