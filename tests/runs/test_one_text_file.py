@@ -18,8 +18,9 @@ from tests.helpers.play import write_play
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = shlex.split(
-    "--model.config.hidden_size 32 --model.config.num_hidden_layers 2 --optim.name adamw --schedule.warmup_steps 1 "
-    "--train.max_steps 6 --train.eval_every 3 --train.eval_sequences 8 --tracking.wandb disabled"
+    "--model.config.hidden_size 32 --model.config.num_hidden_layers 2 --optim.name adamw --optim.muon_lr null "
+    "--schedule.warmup_steps 1 --train.max_steps 6 --train.eval_every 3 --train.eval_sequences 8 "
+    "--tracking.wandb disabled"
 )
 
 
