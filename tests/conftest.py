@@ -12,8 +12,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.helpers.ranks import RankPool
+
+# A busy machine takes a second for what a quiet one draws in milliseconds.
+settings.register_profile("tests", suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tests")
 
 _FOR_RANKS = ("GLOO_", "NCCL_", "MASTER_", "LOCAL_", "RANK", "WORLD_SIZE")
 _BEFORE = {name: value for name, value in os.environ.items() if name.startswith(_FOR_RANKS)}
