@@ -495,7 +495,7 @@ class Saver:
         return [f"rank {rank} could not {what}: {a['error']}" for rank, a in enumerate(answers) if a and "error" in a]
 
     def _lead(self, message: dict[str, Any]) -> None:
-        """On the folder's leader, send this message to the writer."""
+        """Send a message to the writer, on the folder's leader only."""
         if not self._folder.leads:
             return
         if self.asynchronous:
