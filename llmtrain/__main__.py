@@ -1,7 +1,5 @@
 """`python -m llmtrain` is `llmtrain`."""
 
-import sys
+from llmtrain.cli import run
 
-from llmtrain.cli import main
-
-sys.exit(main())
+run()

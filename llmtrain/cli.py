@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import importlib
 import os
 import select
 import sys
-import threading
-import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
+from typing import NoReturn
 
 from llmtrain.base import log, untrusted
 from llmtrain.base.errors import UserError
@@ -82,19 +83,7 @@ def _main(words: list[str]) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        _let_threads_begin()
         return 130
-
-
-def _let_threads_begin() -> None:
-    """Ctrl-C may fall between a pool's start of a thread and the thread's first instruction.
-
-    Python waits at its end for the threads that have begun. One that begins later computes in an interpreter that is
-    going, and in torch it ends the process by abort ("terminate called without an active exception").
-    """
-    deadline = time.monotonic() + 5.0
-    while not all(thread.is_alive() for thread in threading.enumerate()) and time.monotonic() < deadline:
-        time.sleep(0.001)
 
 
 def _command(name: str) -> Callable[[list[str]], int]:
@@ -115,5 +104,29 @@ def _version() -> str:
         return "(not installed)"
 
 
+def run() -> NoReturn:
+    """Run the command line as this process, and end it with the command's exit code.
+
+    The process ends before the interpreter is taken down. A thread that is in torch at that moment (a daemon, or one of
+    a pool that Ctrl-C has overtaken) would want the interpreter back, and torch would abort ("terminate called without
+    an active exception"): a rank that has saved would count as failed.
+    """
+    code = [1]
+    atexit.register(_end, code)  # the first to be registered is the last to run
+    try:
+        code[0] = main()
+    except SystemExit as error:
+        code[0] = error.code if isinstance(error.code, int) else int(error.code is not None)
+        raise
+    sys.exit(code[0])
+
+
+def _end(code: list[int]) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # its reader is gone, or it is closed
+            stream.flush()
+    os._exit(code[0])
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

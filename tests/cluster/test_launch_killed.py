@@ -22,7 +22,8 @@ def test_the_ranks_of_a_killed_launch_save_and_leave(lab3: Lab, small_data: str,
         run.wait_for_step(3)
         (launch,) = [p for p in lab3.hosts[0].processes() if "launch" in cmdline(p) and "--hostfile" in cmdline(p)]
         launch.send_signal(signal.SIGKILL)
-        run.wait_for("launch was killed: 3 of 3 ranks were asked to save and leave")
+        # One that is asked late has left with the first.
+        run.wait_for("launch was killed: [123] of 3 ranks were asked to save and leave")
         until = time.monotonic() + LEFT_S
         while left := [
             word for host in lab3.hosts for p in host.processes() for word in cmdline(p) if "llmtrain" in word

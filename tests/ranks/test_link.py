@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import stat
@@ -12,12 +13,14 @@ import pytest
 from llmtrain.config.topology import ring_bytes
 from tests.helpers.training import LLAMA, Case, make_engine, train_steps
 
-_BYTES_SENT = 200
-"""Offset of tcpi_bytes_sent in Linux' struct tcp_info."""
+_BYTES_SENT, _BYTES_RETRANS = 200, 208
+"""Offsets of tcpi_bytes_sent and tcpi_bytes_retrans in Linux' struct tcp_info."""
+_SIOCOUTQNSD = 0x894B
+"""linux/sockios.h: bytes that wait in a socket's buffer and were not sent yet."""
 
 
 def sent_by_this_process() -> int:
-    """Bytes of all its TCP connections, gloo's among them."""
+    """Bytes that it has written to its TCP connections, gloo's among them, however far the kernel is with them."""
     total = 0
     for number in map(int, os.listdir("/proc/self/fd")):
         try:
@@ -26,7 +29,9 @@ def sent_by_this_process() -> int:
             with socket.socket(fileno=os.dup(number)) as connection:
                 if connection.type == socket.SOCK_STREAM and connection.family in (socket.AF_INET, socket.AF_INET6):
                     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-                    total += struct.unpack_from("<Q", info, _BYTES_SENT)[0]
+                    sent, again = (struct.unpack_from("<Q", info, at)[0] for at in (_BYTES_SENT, _BYTES_RETRANS))
+                    (waiting,) = struct.unpack("i", fcntl.ioctl(connection, _SIOCOUTQNSD, bytes(4)))
+                    total += sent - again + waiting
         except OSError:  # closed meanwhile
             continue
     return total
