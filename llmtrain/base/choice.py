@@ -106,7 +106,7 @@ class Choice:
             cls.CHOICES[choice] = cls
 
     @classmethod
-    def of(cls, name: str, **values: Any) -> Self:
+    def of(cls, name: str, /, **values: Any) -> Self:
         """The choice of that name with these fields."""
         chosen: Self = cls.CHOICES[name](**values)
         return chosen
@@ -114,9 +114,10 @@ class Choice:
     @classmethod
     def read(cls, saved: Mapping[str, Any]) -> Self:
         """The choice that a checkpoint holds. Versions until November 2026 wrote the fields of all choices: those of
-        others, which did nothing, are left out."""
+        others, which did nothing, are left out. None was the default."""
         chosen = cls.CHOICES[saved[cls.SELECTOR]]
-        return cls.of(chosen.selected(), **{key: value for key, value in saved.items() if key in chosen.own()})
+        given = {key: value for key, value in saved.items() if key in chosen.own() and value is not None}
+        return cls.of(chosen.selected(), **given)
 
     @classmethod
     def selected(cls) -> str:
@@ -140,18 +141,22 @@ class Choice:
         return [default_of(item) for item in owned]
 
     @classmethod
-    def refusal(cls, name: str) -> tuple[str, str]:
-        """(rule, remedy) for a field of other choices: the one sentence for YAML, command line and JSON."""
-        return cls.refusal_of(cls.owners(name))
+    def refusal(cls, name: str, *, overridden: bool = False) -> tuple[str, str]:
+        """(rule, remedy) for a field of other choices: the one sentence for YAML, command line and JSON.
+
+        `overridden`: it stands in the YAML, and the command line has chosen another class.
+        """
+        removal = f"remove it from the YAML, add --{cls.SECTION}.{name} null" if overridden else "remove it"
+        return cls.refusal_of(cls.owners(name), removal)
 
     @classmethod
-    def refusal_of(cls, owners: list[str]) -> tuple[str, str]:
-        """(rule, remedy) for what only these choices have."""
+    def refusal_of(cls, owners: list[str], removal: str = "remove it") -> tuple[str, str]:
+        """(rule, remedy) for what only these choices have. `removal`: the ways to be rid of it."""
         selector = f"{cls.SECTION}.{cls.SELECTOR}"
         one_of = "one of " if len(owners) > 1 else ""
         return (
             f"belongs to {selector} {either(owners)}",
-            f"remove it, or set {selector} to {one_of}{', '.join(owners)}",
+            f"{removal}, or set {selector} to {one_of}{', '.join(owners)}",
         )
 
 

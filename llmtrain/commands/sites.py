@@ -8,13 +8,11 @@ import math
 import os
 import re
 import signal
-import socket
 import threading
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from llmtrain.base import log, units, untrusted
+from llmtrain.base import log, units
 from llmtrain.base.errors import UserError
 from llmtrain.base.untrusted import shown
 from llmtrain.cluster.doctor.site_links import Answering
@@ -22,12 +20,11 @@ from llmtrain.commands import completion
 from llmtrain.config.load import load, run_words
 from llmtrain.config.pinned import fetched
 from llmtrain.config.problems import stop
-from llmtrain.config.sites_rules import private
 from llmtrain.sites import forecast
+from llmtrain.sites.coordinator import private_address, started
 from llmtrain.sites.forecast import Advice, Forecast, Line
-from llmtrain.sites.membership import SILENT_S, heard_at
-from llmtrain.sites.tls import Forwarder, Keys, as_it_is, differs, make_keys, to_coordinator
-from llmtrain.tracking.local import read_rows
+from llmtrain.sites.membership import heard_at
+from llmtrain.sites.tls import Keys, differs, make_keys, to_coordinator
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -38,57 +35,6 @@ _PLAN = "`llmtrain sites plan RUN.yaml --rate 100mbit --rtt 50ms`: what each way
 _RATE = re.compile(r"(\d+(?:\.\d+)?) ?([kmg])bit(?:/s|ps)?", re.IGNORECASE)
 _TIME = re.compile(r"(\d+(?:\.\d+)?) ?(us|ms|s)")
 _MOST_SITES = 10_000
-
-
-def started(bind: str, wait_s: float, keys: Keys | None) -> Any:
-    """torchft's lighthouse, which listens on HOST:PORT; with keys behind a forwarder. Raises UserError."""
-    os.environ.setdefault("RUST_LOG", "warn")  # it would tell of every meeting, with all that sites say there
-    try:
-        from torchft.coordination import LighthouseServer
-    except ImportError as error:
-        raise UserError(
-            f"the coordinator is torchft's lighthouse, which cannot be imported ({error}). Run "
-            "`pip install 'llmtrain[sites]'`."
-        ) from error
-    if keys is None:
-        _private_address(
-            "--bind",
-            bind,
-            "what sites say is neither encrypted nor signed. Join the sites by a tunnel "
-            "(WireGuard, ssh) and give its address",
-        )
-    try:
-        server = LighthouseServer(
-            bind=bind if keys is None else "127.0.0.1:0",
-            min_replicas=1,
-            join_timeout_ms=round(1000 * wait_s),
-            quorum_tick_ms=100,
-            heartbeat_timeout_ms=round(1000 * SILENT_S),
-        )
-        if keys is not None:
-            host, _, port = bind.rpartition(":")
-            inside = int(server.address().rpartition(":")[2])
-            Forwarder((host.strip("[]"), int(port)), ("127.0.0.1", inside), accept=keys.accept, connect=as_it_is)
-    except Exception as error:  # torchft has no class of its own
-        raise UserError(f"--bind {bind}: {error}. Give an address of this host and a free port.") from error
-    return server
-
-
-def _private_address(flag: str, address: str, public_rule: str) -> tuple[str, int]:
-    """(host, port) of HOST:PORT. Raises UserError: it is not one, or the host has a public address."""
-    host, colon, port = address.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not (host and colon and port.isdecimal() and int(port) < 1 << 16):
-        raise UserError(f"{flag} {address}: must be HOST:PORT. Give an address of this host in the sites' network.")
-    try:
-        found = {str(each[0]) for *_, each in socket.getaddrinfo(host, int(port))}
-    except OSError as error:
-        raise UserError(
-            f"{flag} {address}: {error.strerror}. Give HOST:PORT, a private address of this host."
-        ) from error
-    if public := sorted(each for each in found if not private(each)):
-        raise UserError(f"{flag} {address}: {public[0]} is no private address, and {public_rule}.")
-    return host, int(port)
 
 
 def _coordinator(args: argparse.Namespace) -> int:
@@ -136,7 +82,7 @@ def _measure(args: argparse.Namespace) -> int:
     """Answer until the time is over, or Ctrl-C. Raises UserError."""
     if not 0 < args.for_s <= _LONGEST_S:
         raise UserError(f"--for-s {args.for_s:g}: must be above 0 and at most {_LONGEST_S:g}. Give some minutes.")
-    host, port = _private_address(
+    host, port = private_address(
         "--listen", args.listen, "whoever reaches it may fill this line. Give the address in the network that joins "
         "the sites (a tunnel's)",
     )  # fmt: skip
@@ -170,38 +116,6 @@ def seconds_of(key: str, text: str) -> float:
     if not found or not float(found[1]) < 1e6:
         raise stop(key, text, "must be a number with its unit: us, ms or s", f"write {key} 50ms")
     return float(found[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[found[2]]
-
-
-def measured(path: str) -> Line:
-    """Return the lowest rate and the longest round trip in a file of `doctor --sites --out`. Raises ConfigError."""
-    try:
-        lines = untrusted.loads(Path(path).read_bytes())["lines"]
-        rates = [float(line[key]) / 8 for line in lines for key in ("up", "down", "both_up", "both_down")]
-        rtt_s = max(float(line["trip_s"]) for line in lines)
-        if not (min(rates) > 0 and rtt_s >= 0):
-            raise ValueError("a rate of 0")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise stop("--measured", path, f"is no file of measured lines ({error})",
-                   "write one with `llmtrain doctor --sites HOST:PORT --out FILE`") from error  # fmt: skip
-    return Line(rate=min(rates), rtt_s=rtt_s, window=math.inf)  # what one connection carries is what was measured
-
-
-def step_seconds(folder: str) -> float:
-    """Return the median seconds of an optimizer step in a run's metrics.jsonl. Raises ConfigError."""
-    rows, _ = read_rows(Path(folder) / "metrics.jsonl")
-    found = []
-    for row in rows:
-        try:
-            step_s = float(row["tokens"]) / float(row["step"]) / float(row["tokens_per_s"])
-        except (KeyError, TypeError, ValueError, ZeroDivisionError):
-            continue
-        if 0 < step_s < math.inf:
-            found.append(step_s)
-    if not found:
-        raise stop("--step-s", "(not given)", f"is needed: {folder}/metrics.jsonl has no log point with tokens_per_s",
-                   "give the seconds of an optimizer step of one site alone (--step-s 0.8), or the folder of a run on "
-                   "one site's hardware (--run DIR), which a few steps of `llmtrain train` make")  # fmt: skip
-    return median(found)
 
 
 def table(advice: Advice) -> Table:
@@ -267,7 +181,7 @@ def _add_plan(commands: Any) -> None:
     """Add `sites plan`."""
     parser = commands.add_parser(
         "plan", help="predict bytes, waiting and wall time of a run over a slow network", allow_abbrev=False,
-        description=_PLAN, epilog="Further words are keys of the run: --sites.fragments 8",
+        description=_PLAN, epilog="Further words are keys of the run: --sites.sync_every 50",
         usage="llmtrain sites plan RUN.yaml [--SECTION.FIELD VALUE ...] [options]",
     )  # fmt: skip
     parser.add_argument("--rate", metavar="100mbit", help="of a site's line, in each direction: kbit, mbit or gbit")
@@ -294,12 +208,11 @@ def _plan(args: argparse.Namespace) -> int:
         raise stop("--step-s", args.step_s, "must be seconds above 0", "write --step-s 0.8")
     resolved = load(args.words, args.world_size, "--world-size")
     run, _ = fetched(resolved.run, resolved.places)
-    step_s = args.step_s or step_seconds(args.folder or resolved.run_dir)
+    step_s = args.step_s or forecast.step_seconds(args.folder or resolved.run_dir)
     job = forecast.Job(
-        fragments=forecast.sizes(run, run.sites.fragments), sites=args.sites, ranks=args.world_size, step_s=step_s,
-        steps=resolved.max_steps, overlap=run.sites.overlap_steps, meet_every=run.sites.meet_every,
-    )  # fmt: skip
-    advice = forecast.advise(job, line, run.sites.sync_every, args.computing)
+        fragments=forecast.sizes(run), sites=args.sites, ranks=args.world_size, step_s=step_s, steps=resolved.max_steps
+    )
+    advice = forecast.advise(job, line, run.sites, args.computing)
     if args.json:
         print(json.dumps(forecast.as_json(advice, run.sites.timeout_s), indent=1))
     else:
@@ -312,7 +225,7 @@ def _line(args: argparse.Namespace) -> Line:
         if args.rate is not None or args.rtt is not None:
             raise stop("--measured", args.measured, "is given beside --rate or --rtt, and says both itself",
                        "remove --rate and --rtt")  # fmt: skip
-        return measured(args.measured)
+        return forecast.measured(args.measured)
     for key, value in (("--rate", args.rate), ("--rtt", args.rtt)):
         if value is None:
             raise stop(key, "(not given)", "is needed", "write --rate 100mbit --rtt 50ms, or measure them with "

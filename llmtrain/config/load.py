@@ -33,6 +33,7 @@ _FREE_KEYS = ("model.config", "data.mixture")  # maps whose keys are the user's 
 FORMERLY = {
     "schedule": {"warmup_steps", "decay_steps", "min_ratio"},
     "optim": {"lr", "muon_lr", "muon_momentum", "betas", "eps", "weight_decay", "decay", "clip_norm"},
+    "sites": {"sync_every", "pace", "outer_lr", "outer_momentum", "fragments", "overlap_steps", "meet_every"},
 }
 """Section -> the fields that llmtrain wrote into each config.yaml until November 2026, whichever choice was made."""
 
@@ -330,7 +331,8 @@ def _choose(tree: dict[str, Any], section: str, places: dict[str, str], problems
         value, key = fields_here.pop(field), f"{section}.{field}"
         value = strict_yaml.plain_scalar(value) if isinstance(value, str) else value
         if not (dumped and value in base.defaults(field) and places.get(key) != COMMAND_LINE):
-            problems.add(key, value, *base.refusal(field), places.get(key))
+            overridden = places.get(f"{section}.{base.SELECTOR}") == COMMAND_LINE != places.get(key)
+            problems.add(key, value, *base.refusal(field, overridden=overridden), places.get(key))
     return chosen
 
 

@@ -11,7 +11,7 @@ import ast
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -101,24 +101,25 @@ def entries() -> tuple[Entry, ...]:
 
 def _entry(cls: type, item: Field[Any], key: str) -> Entry:
     kind, bound = get_type_hints(cls)[item.name], item.metadata.get("bound")
-    return Entry(key=key, kind=kind, default=_default(item), doc=_doc(cls, item.name), bound=bound)
+    doc = _with_choices(_doc(cls, item.name), item.metadata.get("named", {}))
+    return Entry(key=key, kind=kind, default=_default(item), doc=doc, bound=bound)
 
 
 def _selector(section: str, cls: type[Choice]) -> Entry:
     """The field whose values are the choices, with what each of them is."""
-    said = [f"{choice}: {_first_sentence(chosen)}" for choice, chosen in cls.CHOICES.items()]
     return Entry(
         key=f"{section}.{cls.SELECTOR}",
         kind=Literal[tuple(cls.CHOICES)],
         default=show(default_choice(section)),
-        doc=" ".join((_doc(cls, cls.SELECTOR), *(f"{each}." for each in said))),
+        doc=_with_choices(_doc(cls, cls.SELECTOR), cls.CHOICES),
         bound=None,
     )
 
 
-def _first_sentence(cls: type) -> str:
-    """Its docstring without the last full stop, on one line."""
-    return " ".join((inspect.getdoc(cls) or "").split()).removesuffix(".")
+def _with_choices(doc: str, choices: Mapping[str, type]) -> str:
+    """The docstring of a field, and those of the classes that its values name."""
+    said = (f"{name}: {' '.join((inspect.getdoc(cls) or '').split())}" for name, cls in choices.items())
+    return " ".join((doc, *said))
 
 
 @functools.cache

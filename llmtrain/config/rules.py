@@ -57,7 +57,8 @@ def _limits(run: RunConfig, key: str) -> Mapping[str, Any]:
     """The bound and the remedy that stand beside a field (`base/choice.py`); empty: it has none."""
     section, _, name = key.rpartition(".")
     holder = getattr(run, section) if section else run
-    return holder.__dataclass_fields__[name].metadata if name in holder.__dataclass_fields__ else {}
+    found = holder.__dataclass_fields__[name].metadata if name in holder.__dataclass_fields__ else {}
+    return found if "bound" in found else {}
 
 
 def check_values(run: RunConfig, places: Places, problems: Problems) -> None:

@@ -22,9 +22,9 @@ from llmtrain.base.choice import (
     bounded,
 )
 from llmtrain.config.batch import Batch
-from llmtrain.config.sites import SitesConfig
 from llmtrain.config.topology import Degrees, Mix
 from llmtrain.optim.optimizers import AdamW, Optimizer
+from llmtrain.optim.outer_methods import DiLoCo, SitesConfig
 from llmtrain.optim.schedules import Cosine, Schedule
 from llmtrain.storage.hub.names import local_folder
 
@@ -270,7 +270,7 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     fault: FaultConfig = field(default_factory=FaultConfig)
-    sites: SitesConfig = field(default_factory=SitesConfig)
+    sites: SitesConfig = field(default_factory=DiLoCo)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,6 @@ import re
 
 from llmtrain.config.problems import Places, Problems
 from llmtrain.config.run import RunConfig
-from llmtrain.config.sites import SitesConfig
 
 
 def check_sites(run: RunConfig, places: Places, problems: Problems) -> None:
@@ -29,39 +28,14 @@ def check_sites(run: RunConfig, places: Places, problems: Problems) -> None:
         problems.add("sites.listen", sites.listen, "must be an IP address of this host, and no public one: what sites "
                      "send is neither encrypted nor signed", "give a tunnel's address, or set sites.keys",
                      places.get("sites.listen"))  # fmt: skip
-    if sites.method == "streaming":
-        _check_streaming(sites, places, problems)
-    if sites.method == "async":
-        _check_async(sites, places, problems)
-    for key in ("outer_lr", "outer_momentum"):
-        if (value := getattr(sites, key)) is not None and sites.method in ("local_sgd", "async"):
-            problems.add(f"sites.{key}", value, f"sites.method {sites.method} takes the mean of the sites",
-                         "remove it, or choose diloco", places.get(f"sites.{key}"))  # fmt: skip
+    for field, rule, remedy in sites.conflicts():
+        key = f"sites.{field}"
+        problems.add(key, getattr(sites, field), rule, remedy, places.get(key))
     longest = min(run.fault.stall_timeout_s, 0.75 * run.fault.timeout_s)
     if sites.timeout_s >= longest:
         problems.add("sites.timeout_s", sites.timeout_s, "must be less than fault.stall_timeout_s and 3/4 of "
                      f"fault.timeout_s, here {longest:g}: while a synchronisation waits, a site shows no progress",
                      "lower it, or raise them", places.get("sites.timeout_s"))  # fmt: skip
-
-
-def _check_streaming(sites: SitesConfig, places: Places, problems: Problems) -> None:
-    """Each fragment's round has steps of its own, and ends before the next one's begins."""
-    if sites.sync_every % sites.fragments:
-        problems.add("sites.sync_every", sites.sync_every, f"must be a multiple of sites.fragments, {sites.fragments}",
-                     "change one of them", places.get("sites.sync_every"))  # fmt: skip
-    most = min(sites.sync_every // sites.fragments - 1, sites.max_alone_steps)
-    if sites.overlap_steps > most:
-        problems.add("sites.overlap_steps", sites.overlap_steps, f"must be at most {most}: less than sites.sync_every "
-                     "/ sites.fragments, and no more than sites.max_alone_steps", "lower it, or raise "
-                     "sites.sync_every", places.get("sites.overlap_steps"))  # fmt: skip
-
-
-def _check_async(sites: SitesConfig, places: Places, problems: Problems) -> None:
-    """The others' changes must arrive before the next exchange."""
-    most = sites.sync_every - 1
-    if sites.overlap_steps > most:
-        problems.add("sites.overlap_steps", sites.overlap_steps, f"must be at most {most}: less than sites.sync_every",
-                     "lower it, or raise sites.sync_every", places.get("sites.overlap_steps"))  # fmt: skip
 
 
 _PRIVATE = tuple(

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from llmtrain.base import log
-from llmtrain.config.sites import SitesConfig
 from llmtrain.engine.dist.control import from_all
 from llmtrain.engine.dist.ranks import Ranks
-from llmtrain.sites.compress import Format, encode
+from llmtrain.optim.message_formats import Format
+from llmtrain.optim.outer_methods import Async
+from llmtrain.sites.compress import encode
 from llmtrain.sites.exchange import CLOCK, NEWEST, Background, Clock, Exchange, Fetched
 from llmtrain.sites.membership import PeerStatus, name_of
 from llmtrain.sites.shard import Array, Shard
@@ -48,9 +49,9 @@ class Newest:
         shard: Shard,
         exchange: Exchange,
         server: Server,
-        form: Format | None,
+        form: type[Format] | None,
         tell: Callable[..., None],
-        settings: SitesConfig,
+        settings: Async,
     ) -> None:
         """
         Args:

@@ -16,7 +16,8 @@ import numpy.typing as npt
 from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.engine.dist.control import from_all, from_rank_0
 from llmtrain.engine.dist.ranks import Ranks
-from llmtrain.sites.compress import BLOCK, Format, decode
+from llmtrain.optim.message_formats import BLOCK, Format
+from llmtrain.sites.compress import decode
 from llmtrain.sites.membership import PeerStatus
 from llmtrain.sites.outer import outsized, squared_distance
 from llmtrain.sites.shard import Array, Shard
@@ -94,7 +95,14 @@ class Exchange:
     """Fetches from the ranks of other sites. All ranks of this site call every method together."""
 
     def __init__(
-        self, ranks: Ranks, shard: Shard, site: str, run: str, form: Format | None, keys: Keys | None, most_steps: int
+        self,
+        ranks: Ranks,
+        shard: Shard,
+        site: str,
+        run: str,
+        form: type[Format] | None,
+        keys: Keys | None,
+        most_steps: int,
     ) -> None:
         """
         Args:
@@ -301,7 +309,9 @@ def checksum_of(ranks: Sequence[Sequence[int]]) -> str:
     return "-".join(f"{sum(parts) % 2**64:016x}" for parts in zip(*ranks, strict=True))
 
 
-def _changes(peer: Peer, form: Format, kind: str, pairs: Pairs, round_: int, into: Array, deadline_s: float) -> int:
+def _changes(
+    peer: Peer, form: type[Format], kind: str, pairs: Pairs, round_: int, into: Array, deadline_s: float
+) -> int:
     """Fill the elements `pairs` of `into` from the blocks that hold them; return the received bytes."""
     blocks = Blocks(pairs)
     records = np.empty(blocks.count * form.record, np.uint8)

@@ -7,14 +7,20 @@ at once, `transport.py` opens a connection for each request, `quorum.py` meets t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
 from typing import Any
 
+from llmtrain.base import untrusted
 from llmtrain.config.objective import SCORED
+from llmtrain.config.problems import stop
 from llmtrain.config.run import RunConfig
 from llmtrain.config.topology import ring_bytes
-from llmtrain.sites.compress import BLOCK, FORMATS
+from llmtrain.optim.message_formats import BLOCK, FORMATS
+from llmtrain.optim.outer_methods import Periodic, SitesConfig
+from llmtrain.tracking.local import read_rows
 
 HEADERS = 1 + 66 / 1448
 """Bytes on the wire for a byte sent: Ethernet, IPv4 and TCP headers of a full segment."""
@@ -40,13 +46,6 @@ _KEEP_S = 5.2e-9
 """Two checksums and two copies of the common state."""
 _MOVE_S = 3e-9
 """Live parameters into the array and back."""
-_OUTER_S: Mapping[str, float] = {
-    "local_sgd": 8e-9,
-    "every_step": 8e-9,
-    "async": 8e-9,
-    "diloco": 22e-9,
-    "streaming": 22e-9,
-}
 _MEAN_S = 6.5e-9
 """Averaging, for each site beyond two."""
 _ASK_S = 2.5e-3
@@ -86,12 +85,44 @@ class Line:
         return passed_s + size / rate
 
 
+def measured(path: str) -> Line:
+    """Return the lowest rate and the longest round trip in a file of `doctor --sites --out`. Raises ConfigError."""
+    try:
+        lines = untrusted.loads(Path(path).read_bytes())["lines"]
+        rates = [float(line[key]) / 8 for line in lines for key in ("up", "down", "both_up", "both_down")]
+        rtt_s = max(float(line["trip_s"]) for line in lines)
+        if not (min(rates) > 0 and rtt_s >= 0):
+            raise ValueError("a rate of 0")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise stop("--measured", path, f"is no file of measured lines ({error})",
+                   "write one with `llmtrain doctor --sites HOST:PORT --out FILE`") from error  # fmt: skip
+    return Line(rate=min(rates), rtt_s=rtt_s, window=math.inf)  # what one connection carries is what was measured
+
+
+def step_seconds(folder: str) -> float:
+    """Return the median seconds of an optimizer step in a run's metrics.jsonl. Raises ConfigError."""
+    rows, _ = read_rows(Path(folder) / "metrics.jsonl")
+    found = []
+    for row in rows:
+        try:
+            step_s = float(row["tokens"]) / float(row["step"]) / float(row["tokens_per_s"])
+        except (KeyError, TypeError, ValueError, ZeroDivisionError):
+            continue
+        if 0 < step_s < math.inf:
+            found.append(step_s)
+    if not found:
+        raise stop("--step-s", "(not given)", f"is needed: {folder}/metrics.jsonl has no log point with tokens_per_s",
+                   "give the seconds of an optimizer step of one site alone (--step-s 0.8), or the folder of a run on "
+                   "one site's hardware (--run DIR), which a few steps of `llmtrain train` make")  # fmt: skip
+    return median(found)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """The properties of a run that a forecast needs."""
 
     fragments: tuple[int, ...]
-    """Trained parameters of each fragment of streaming."""
+    """Trained parameters of each part of a model that is synchronised in parts."""
     sites: int
     ranks: int
     """Ranks of each site."""
@@ -99,15 +130,15 @@ class Job:
     """Seconds of computing of an optimizer step, without other sites."""
     steps: int | None
     """Optimizer steps of the run; None: unknown, no wall time is given."""
-    overlap: int
-    """sites.overlap_steps."""
-    meet_every: int = 1
-    """sites.meet_every."""
 
     @property
     def parameters(self) -> int:
         """Trained parameters."""
         return sum(self.fragments)
+
+    def messages(self, method: SitesConfig) -> Sequence[int]:
+        """Return the parameters of each message; they are sent in turn."""
+        return (self.parameters,) if method.parts == 1 else self.fragments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,37 +163,9 @@ class Forecast:
     """The whole run with what comes after its last step; without evaluation, saving and start."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Way:
-    """Synchronisation of a sites.method. A new method is a row of WAYS, or a function of its own."""
-
-    parts: Callable[[Job], Sequence[int]]
-    """Parameters of each message; they are sent in turn."""
-    overlaps: bool = False
-    """Training goes on while a message travels."""
-    meets: bool = False
-    """But for one of `meet_every`."""
-    chooses: bool = True
-    """`recommended` may name it."""
-    each_step: bool = False
-    """Whatever sites.sync_every says."""
-
-
-def _whole(job: Job) -> Sequence[int]:
-    return (job.parameters,)
-
-
-def _fragments(job: Job) -> Sequence[int]:
-    return job.fragments
-
-
-WAYS: Mapping[str, Way] = {
-    "local_sgd": Way(parts=_whole, chooses=False),  # what diloco costs, for less
-    "diloco": Way(parts=_whole),
-    "streaming": Way(parts=_fragments, overlaps=True),
-    "async": Way(parts=_whole, overlaps=True, meets=True, chooses=False),  # at the same bytes, staler than the others
-    "every_step": Way(parts=_whole, chooses=False, each_step=True),
-}
+def ways(settings: SitesConfig) -> dict[str, SitesConfig]:
+    """Return every method: the run's with its own fields, the others with their defaults."""
+    return {**{name: method() for name, method in SitesConfig.CHOICES.items()}, settings.method: settings}
 
 
 def data_parallel(job: Job, line: Line) -> Forecast:
@@ -183,19 +186,13 @@ def data_parallel(job: Job, line: Line) -> Forecast:
     )  # fmt: skip
 
 
-def with_sites(job: Job, line: Line, way: str, compress: str, sync_every: int) -> Forecast:
+def with_sites(job: Job, line: Line, method: SitesConfig, compress: str) -> Forecast:
     """A run a site, with a `sites.method`."""
-    kind = WAYS[way]
-    sync_every = 1 if kind.each_step else sync_every
-    parts = kind.parts(job)
-    rounds = [_round(job, line, way, compress, part) for part in parts]
-    every = sync_every / len(parts)
-    meanwhile_s = job.overlap * job.step_s if kind.overlaps else 0.0
+    parts = job.messages(method)
+    rounds = [_round(job, line, method, compress, part) for part in parts]
+    every = method.period / len(parts)
     blocked = [fetch_s + _meet_s(line) + own_s for fetch_s, own_s in rounds]
-    stops = [own_s + max(0.0, fetch_s + _meet_s(line) - meanwhile_s) for fetch_s, own_s in rounds]
-    if kind.meets:
-        share = 1 / job.meet_every
-        stops = [share * all_of_it + (1 - share) * some for all_of_it, some in zip(blocked, stops, strict=True)]
+    stops = [method.waits_s(fetch_s + _meet_s(line), job.step_s) + own_s for fetch_s, own_s in rounds]
     sent = [(job.sites - 1) * _payload(part, compress) * HEADERS for part in parts]
     wait_s = sum(stops) / len(stops) / every
     total, run_s = sum(sent) / len(sent) / every, None
@@ -205,23 +202,25 @@ def with_sites(job: Job, line: Line, way: str, compress: str, sync_every: int) -
         wait_s = sum(stops) / len(stops) * before / job.steps
         run_s = job.steps * (job.step_s + wait_s) + sum(blocked)
     return Forecast(
-        way=way, compress=compress, sync_every=sync_every, bytes_per_step=total, wait_s=wait_s,
+        way=method.method, compress=compress, sync_every=method.period, bytes_per_step=total, wait_s=wait_s,
         computing=job.step_s / (job.step_s + wait_s), round_s=max(blocked),
         fetch_s=max(fetch_s for fetch_s, _ in rounds), run_s=run_s,
     )  # fmt: skip
 
 
-def smallest(job: Job, line: Line, way: str, compress: str, goal: float = GOAL) -> int | None:
+def smallest(job: Job, line: Line, method: SitesConfig, compress: str, goal: float = GOAL) -> int | None:
     """The smallest sites.sync_every with which a site computes for `goal` of the time; None: more than 100,000 steps.
 
     Of a run without end: the last synchronisation, which a short run feels, is left out.
     """
-    endless, parts = replace(job, steps=None), len(WAYS[way].parts(job))
-    if WAYS[way].each_step:
-        return 1 if with_sites(endless, line, way, compress, 1).computing >= goal else None
-    first = parts * (1 + job.overlap) if WAYS[way].overlaps else 1
-    low, high = -(-first // parts), _MOST // parts  # in units of what the method can do
-    reaches = lambda units: with_sites(endless, line, way, compress, units * parts).computing >= goal  # noqa: E731
+    endless, parts = replace(job, steps=None), method.parts
+
+    def reaches(units: int) -> bool:  # of what the method can do
+        return with_sites(endless, line, method.synchronising(units * parts), compress).computing >= goal
+
+    if not isinstance(method, Periodic):
+        return 1 if reaches(1) else None
+    low, high = -(-method.least_period // parts), _MOST // parts
     if not reaches(high):
         return None
     while low < high:
@@ -230,14 +229,14 @@ def smallest(job: Job, line: Line, way: str, compress: str, goal: float = GOAL) 
     return low * parts
 
 
-def recommended(job: Job, line: Line, goal: float = GOAL) -> Forecast | None:
+def recommended(job: Job, line: Line, methods: Mapping[str, SitesConfig], goal: float = GOAL) -> Forecast | None:
     """The gentlest compression with which some method reaches the goal within LONGEST steps; of the methods the one
     that synchronises most often. Where none does so within LONGEST steps, int4 with whatever it takes."""
     for compress in GENTLE:
-        found = {way: smallest(job, line, way, compress, goal) for way, kind in WAYS.items() if kind.chooses}
+        found = {way: smallest(job, line, each, compress, goal) for way, each in methods.items() if each.recommended}
         steps, way = min((each or math.inf, way) for way, each in found.items())
         if steps <= LONGEST or (compress == GENTLE[-1] and steps < math.inf):
-            return with_sites(job, line, way, compress, int(steps))
+            return with_sites(job, line, methods[way].synchronising(int(steps)), compress)
     return None
 
 
@@ -256,7 +255,7 @@ def _payload(part: int, compress: str) -> float:
     return 4.0 * part if form is None else math.ceil(part / BLOCK) * form.record
 
 
-def _round(job: Job, line: Line, way: str, compress: str, part: int) -> tuple[float, float]:
+def _round(job: Job, line: Line, method: SitesConfig, compress: str, part: int) -> tuple[float, float]:
     """(seconds of fetching, seconds of this site's own work) of a round about so many parameters.
 
     The ranks of a site fetch at the same time over its line; each asks the ranks of each other site in turn for what
@@ -269,7 +268,7 @@ def _round(job: Job, line: Line, way: str, compress: str, part: int) -> tuple[fl
     form = FORMATS.get(compress)
     encode_s, decode_s = (form.encode_s, form.decode_s) if form else (0.0, _RECEIVE_S)
     whole_s = _KEEP_S * job.parameters
-    part_s = part * (_MOVE_S + _OUTER_S[way] + _MEAN_S * max(0, others - 1) + encode_s + decode_s * others)
+    part_s = part * (_MOVE_S + method.outer_s + _MEAN_S * max(0, others - 1) + encode_s + decode_s * others)
     return fetch_s, (whole_s + part_s) / job.ranks + _ASK_S * others
 
 
@@ -290,12 +289,13 @@ class Advice:
     best: Forecast | None
 
 
-def sizes(run: RunConfig, fragments: int) -> tuple[int, ...]:
-    """Parameters of the run's model that train, by fragment. Raises ModelError, ConfigError."""
+def sizes(run: RunConfig) -> tuple[int, ...]:
+    """Parameters of the run's model that train, by fragment of streaming. Raises ModelError, ConfigError."""
     from llmtrain.models.spec import ModelSpec
     from llmtrain.sites.shard import fragment_of
 
     spec = ModelSpec.of(run.model, run.adapter, scores=run.objective.name in SCORED)
+    fragments = max(method.parts for method in ways(run.sites).values())
     found = [0] * fragments
     for name, fragment in fragment_of(spec.shapes, fragments).items():
         if name not in spec.frozen:
@@ -303,16 +303,19 @@ def sizes(run: RunConfig, fragments: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-def advise(job: Job, line: Line, sync_every: int, goal: float) -> Advice:
-    """All ways, at a run's sites.sync_every and at the smallest that reaches the goal."""
+def advise(job: Job, line: Line, settings: SitesConfig, goal: float) -> Advice:
+    """All methods, at the run's sites.sync_every and at the smallest that reaches the goal."""
+    methods = ways(settings)
+    if isinstance(settings, Periodic):
+        methods = {name: each.synchronising(settings.sync_every) for name, each in methods.items()}
     rows = tuple(
-        (with_sites(job, line, way, compress, sync_every), smallest(job, line, way, compress, goal))
-        for way in WAYS
+        (with_sites(job, line, method, compress), smallest(job, line, method, compress, goal))
+        for method in methods.values()
         for compress in COMPRESS
     )
     return Advice(
         job=job, line=line, goal=goal, plain=data_parallel(job, line), rows=rows,
-        best=recommended(job, line, goal),
+        best=recommended(job, line, methods, goal),
     )  # fmt: skip
 
 

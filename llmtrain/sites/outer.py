@@ -1,9 +1,4 @@
-"""The outer optimizer: from the sites' parameters to the next common ones, and updates that are too large to count.
-
-Local SGD: S. Stich, "Local SGD Converges Fast and Communicates Little", arXiv 1805.09767. DiLoCo: A. Douillard et al.,
-arXiv 2311.08105, algorithm 1: the difference between the common parameters and the mean of the sites' is a gradient for
-Nesterov's momentum, in the form of torch.optim.SGD.
-"""
+"""The outer step: from the sites' parameters to the next common ones, and updates that are too large to count."""
 
 from __future__ import annotations
 
@@ -13,57 +8,40 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
+from llmtrain.optim.outer_methods import SitesConfig
+
 Array = npt.NDArray[np.float32]
 _CHUNK = 1 << 18
 """Elements updated at a time: the fp64 temporaries stay in the cache."""
 
 
 def outer_step(
-    anchor: Array,
-    momentum: Array,
-    found: Mapping[str, Array],
-    weights: Mapping[str, float],
-    *,
-    lr: float,
-    beta: float,
+    method: SitesConfig, common: Array, momentum: Array, found: Mapping[str, Array], weights: Mapping[str, float]
 ) -> tuple[Array, Array]:
     """Return the outer update, which is bit-equal on every site.
-
-    With mean = sum of weight x values / sum of weights:
-        g = anchor - mean;  momentum <- beta momentum + g;  anchor <- anchor - lr (g + beta momentum)
-    With lr 1 and beta 0 that is the mean, to the last bit.
 
     numpy's operators round after each operation, on every processor alike; sums run in the order of the names.
 
     Args:
-        anchor: the common parameters, fp32 [n].
-        momentum: the outer momentum, fp32 [n]; unchanged if beta is 0.
+        method: makes the step from mean = sum of weight x values / sum of weights.
+        common: the common parameters, fp32 [n].
+        momentum: the outer momentum, fp32 [n]; unchanged if the method has none.
         found: site -> its parameters, fp32 [n]; if empty, nothing changes.
         weights: site -> tokens behind its parameters.
-        lr: outer learning rate.
-        beta: outer momentum.
 
-    Returns: (anchor, momentum), new arrays: another site may still be reading the old ones.
+    Returns: (common, momentum), new arrays: another site may still be reading the old ones.
     """
-    anchor, momentum = anchor.copy(), momentum.copy()
+    common, momentum = common.copy(), momentum.copy()
     total = sum(weights[site] for site in sorted(found))
     if not total:
-        return anchor, momentum
-    for low in range(0, len(anchor), _CHUNK):
+        return common, momentum
+    for low in range(0, len(common), _CHUNK):
         part = slice(low, low + _CHUNK)
-        mean = np.zeros(len(anchor[part]))
+        mean = np.zeros(len(common[part]))
         for site in sorted(found):
             mean += found[site][part].astype(np.float64) * (weights[site] / total)
-        if lr == 1 and not beta:  # exactly the mean: before - (before - mean) would round
-            anchor[part] = mean
-            continue
-        before = anchor[part].astype(np.float64)
-        gradient = before - mean
-        if beta:
-            momentum[part] = beta * momentum[part].astype(np.float64) + gradient
-            gradient += beta * momentum[part].astype(np.float64)
-        anchor[part] = before - lr * gradient
-    return anchor, momentum
+        method.step(common[part], momentum[part], mean)
+    return common, momentum
 
 
 def squared_distance(before: Array | None, after: Array) -> float:

@@ -28,8 +28,8 @@ from llmtrain.engine.api import Engine, StateTensor
 from llmtrain.engine.dist.control import from_all, together
 from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.models.parallel.mesh import host_group
+from llmtrain.optim.message_formats import BLOCK
 from llmtrain.optim.optimizers import PARAM
-from llmtrain.sites.compress import BLOCK
 from llmtrain.sites.sample_ledger import Ledger
 from llmtrain.storage.checksum import checksum_part_array
 from llmtrain.storage.region import Region, shared

@@ -25,13 +25,14 @@ import xxhash
 from llmtrain.base import log
 from llmtrain.base.errors import TrainingStopped
 from llmtrain.cluster.watch.heartbeat import heart
-from llmtrain.config.sites import SitesConfig
 from llmtrain.engine.api import Engine, StateTensor
 from llmtrain.engine.dist.control import from_all, from_rank_0, together
 from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.engine.dist.rendezvous import another_group
+from llmtrain.optim.message_formats import FORMATS
+from llmtrain.optim.outer_methods import Async, SitesConfig
 from llmtrain.sites.async_method import Newest
-from llmtrain.sites.compress import FORMATS, Bytes, Feedback
+from llmtrain.sites.compress import Bytes, Feedback
 from llmtrain.sites.exchange import Background, Exchange, Fetched, checksum_of
 from llmtrain.sites.membership import Heard, Members, PeerStatus, SitesError, TorchftMembers, name_of, own_address
 from llmtrain.sites.outer import outer_step, squared_distance
@@ -121,17 +122,15 @@ class Site:
         self._ranks, self._settings, self._share, self._tell = ranks, settings, share, tell
         common = json.loads(json.dumps({**common, **shapes(engine)}))
         run = xxhash.xxh3_64_hexdigest(json.dumps(common, sort_keys=True).encode())
-        streams, alone = settings.method == "streaming", settings.method == "async"
-        fragments = settings.fragments if streams else 1
-        self._every = settings.round_steps
-        self._overlap, self._last_step = settings.overlap_steps if streams else 0, last_step
+        self._every, self._last_step = settings.round_steps, last_step
+        self._overlap = 0 if isinstance(settings, Async) else settings.travel_steps
         self.id = self._was = from_rank_0(ranks, lambda: f"{settings.name}:{secrets.token_hex(4)}")
-        self._shard = Shard(engine, frozen, fragments, ranks)
+        self._shard = Shard(engine, frozen, settings.parts, ranks)
         self._anchor = self._shard.read()
         self._momentum = np.zeros_like(self._anchor)
         form = FORMATS.get(settings.compress)
         self._feedback = Feedback(form, self._shard.size) if form else None
-        net = another_group(ranks, 2 * settings.timeout_s) if settings.overlap_steps and (streams or alone) else ranks
+        net = another_group(ranks, 2 * settings.timeout_s) if settings.travel_steps else ranks
         with together(ranks):
             served = self._shard.regions()
             keys, self._server, self._members = connect(settings, ranks.rank, run, self.id, served, members)
@@ -139,14 +138,14 @@ class Site:
         self._exchange = Exchange(net, self._shard, self.id, run, form, keys, self._every + settings.max_alone_steps)
         self._meetings = Meetings(net, self._members, self.id, run, common, settings.timeout_s)
         self._newest: Newest | None = None
-        if alone:
+        if isinstance(settings, Async):
             self._newest = Newest(ranks, self._shard, self._exchange, self._server, form, tell, settings)
         self._clock = StepClock()
         self._step = self._round = self._steps = 0
         self._due = self._every  # value of `_steps` at which the next synchronisation is due
         self._ahead = 0  # steps that the fastest site will be ahead by then
         self._trained = 0  # sequences since the last synchronisation
-        self._weights = [0] * fragments  # tokens since the last synchronisation of each fragment
+        self._weights = [0] * settings.parts  # tokens since the last synchronisation of each fragment
         self._flight: tuple[Sent, Background[Round]] | None = None
         self._stands_s = 0.0  # time.monotonic() at which training stopped for the round
         self._agreed: tuple[int, int, float] | None = None  # (round, step, time.monotonic()) of the last one
@@ -224,7 +223,7 @@ class Site:
     def state(self) -> list[StateTensor]:
         """Return the tensors for a checkpoint, beside `to_json`."""
         found = pieces(self._shard, COMMON, lambda: self._anchor)
-        if self._settings.outer[1]:
+        if self._settings.keeps_momentum:
             found += pieces(self._shard, MOMENTUM, lambda: self._momentum)
         if (feedback := self._feedback) is not None:
             found += pieces(self._shard, RESIDUAL, lambda: feedback.residual)
@@ -446,12 +445,10 @@ class Site:
                 self._feedback.forget()
             elif self.id in used:
                 self._feedback.delivered()
-        lr, beta = self._settings.outer
         weights = {each.id: each.weight for each in done.told}
         after, momentum[part] = outer_step(
-            anchor[part], momentum[part], {each: found[each] for each in used}, weights,
-            lr=lr, beta=beta,
-        )  # fmt: skip
+            self._settings, anchor[part], momentum[part], {each: found[each] for each in used}, weights
+        )
         ends = from_all(self._ranks, (squared_distance(anchor[part], after), self._server.sent_bytes()))
         norm, served = math.sqrt(sum(square for square, _ in ends)), sum(size for _, size in ends)
         anchor[part] = after
@@ -500,7 +497,7 @@ class Site:
             "checksum": checksum_of(sums),
             "step": self._step,
             "joined": self._agreed is not None,
-            "step_s": step_s if self._settings.pace == "measured" else 0.0,
+            "step_s": step_s if self._settings.measured else 0.0,
             "batch": self._share.batch,
             "trained": self._trained + overlap * self._share.batch,  # others must not be dealt these
             "weight": self._weights[self._round % len(self._weights)],

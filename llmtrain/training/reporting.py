@@ -75,7 +75,7 @@ class Logging(Part):
         self._speed, self._parts, self._evaluation = speed, parts, evaluation
         # The clock around collectives shows no waiting where a device takes them from a queue, and counts those of
         # another thread, in which sites exchange, with the step's.
-        background = setup.run.sites.name is not None and setup.run.sites.method in ("streaming", "async")
+        background = setup.run.sites.name is not None and setup.run.sites.overlaps
         ranks = setup.ranks
         self._counts_comm = ranks.world_size > 1 and ranks.device.type == "cpu" and not background
 

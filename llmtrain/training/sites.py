@@ -35,15 +35,7 @@ class Sites(Part):
             "train.seed": run.train.seed,
             "adapter": asdict(run.adapter),
             "frozen parameters (model.pretrained)": weights_hash(frozen.checksums),
-            "sites.method": run.sites.method,
-            "sites.sync_every": 1 if run.sites.method == "every_step" else run.sites.sync_every,
-            "sites.pace": run.sites.pace,
-            "sites.max_alone_steps": run.sites.max_alone_steps,
-            "sites.outer_lr": run.sites.outer[0],
-            "sites.outer_momentum": run.sites.outer[1],
-            "sites.compress": run.sites.compress,
-            "sites.meet_every": run.sites.meet_every,
-            "sites.fragments": run.sites.fragments,
+            **run.sites.common(),
         }
         self._start_timeout_s, self._requests = run.fault.start_timeout_s, requests
         self._site = Site(

@@ -694,8 +694,13 @@ CASES = [
     ),
     Wrong(
         "an outer step of sites that take the mean",
-        ("sites.outer_lr = 0.5", "sites.method local_sgd takes the mean", "remove it, or choose diloco"),
+        ("sites.outer_lr = 0.5", "belongs to sites.method diloco, streaming or every_step", "remove it, or set"),
         {"sites": {"name": "a", "coordinator": "h:1", "method": "local_sgd", "outer_lr": 0.5}},
+    ),
+    Wrong(
+        "fragments of sites that send the whole model",
+        ("sites.fragments = 2", "belongs to sites.method streaming", "remove it, or set sites.method to streaming"),
+        {"sites": {"name": "a", "coordinator": "h:1", "fragments": 2}},
     ),
     # ranks of unequal speed
     *(

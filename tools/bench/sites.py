@@ -153,7 +153,6 @@ def recipe(home: Path, options: argparse.Namespace, batch: int, steps: int, seed
                   "max_steps": steps, "seed": seed, "log_every": 10, "export": False},
         "checkpoint": {"every_steps": 10 * steps},
         "tracking": {"wandb": "disabled"},
-        "sites": {"pace": "equal"},  # as many tokens in each way
     }  # fmt: skip
     (home / "recipe.yaml").write_text(json.dumps(tree))
     return home
@@ -201,25 +200,22 @@ def over_network(lab: Lab, ranks: Sequence[Rank], pace_s: float) -> tuple[float,
 
 
 def planned(
-    home: Path, words: Sequence[str], options: argparse.Namespace, *, steps: int, step_s: float, method: str = ""
+    home: Path, words: Sequence[str], options: argparse.Namespace, *, steps: int, step_s: float, plain: bool = False
 ) -> tuple[float, float]:
     """What `llmtrain sites plan` says to a run: (bytes, seconds) of its steps after the first, as they are measured.
 
-    `step_s`: of a step without a synchronisation, which the median one is. `method`: of sites; without one, ddp.
+    `step_s`: of a step without a synchronisation, which the median one is. `plain`: of ddp, not of sites.
     """
     from llmtrain.config.load import load
     from llmtrain.sites import forecast
 
     run = load(["--config", str(home / "recipe.yaml"), *words], 1).run
-    job = forecast.Job(
-        fragments=forecast.sizes(run, run.sites.fragments), sites=options.sites, ranks=1, step_s=step_s,
-        steps=steps, overlap=run.sites.overlap_steps,
-    )  # fmt: skip
+    job = forecast.Job(fragments=forecast.sizes(run), sites=options.sites, ranks=1, step_s=step_s, steps=steps)
     line = forecast.Line(rate=options.rate_mbit * 1e6 / 8, rtt_s=options.rtt_ms / 1e3)
-    if not method:
+    if plain:
         found = forecast.data_parallel(job, line)
         return found.bytes_per_step, step_s + found.wait_s
-    found = forecast.with_sites(job, line, method, run.sites.compress, run.sites.sync_every)
+    found = forecast.with_sites(job, line, run.sites, run.sites.compress)
     more = steps / (steps - 1)  # the last synchronisation's bytes are in what is measured, and its time is not
     return found.bytes_per_step * more, step_s + found.wait_s * more
 
@@ -260,7 +256,7 @@ def ddp(options: argparse.Namespace, folder: Path) -> Row:
             for number, host in enumerate(lab.hosts)
         ]
         sent, step_s, _ = over_network(lab, ranks, options.pace_s)
-    told = planned(home, [], options, steps=options.ddp_steps, step_s=options.pace_s)
+    told = planned(home, [], options, steps=options.ddp_steps, step_s=options.pace_s, plain=True)
     homes = [recipe(folder / f"alone-{seed}", options, batch, options.steps, seed) for seed in options.seeds]
     for at in range(0, len(homes), options.sites):
         some = homes[at : at + options.sites]
@@ -282,14 +278,15 @@ def _of_seed(
     method: str, keys: list[str], options: argparse.Namespace, folder: Path, name: str, seed: int
 ) -> tuple[float, float, float, float, float]:
     """A run a site: (bytes and seconds of a step, both as planned, loss)."""
+    equal = [] if method == "every_step" else ["--sites.pace", "equal"]  # as many tokens in each way
+    chosen = ["--sites.method", method, *equal, *keys]
     with shaped(options, folder) as lab:
         address = f"{lab.hosts[0].address}:{PORT}"
         command = [sys.executable, "-m", "llmtrain", "sites", "coordinator", "--bind", address]
         with open(folder / "coordinator.log", "a") as log:
             coordinator = lab.hosts[0].popen(command, cwd=str(ROOT), stdout=log, stderr=log)
         try:
-            words = ["--sites.coordinator", address, "--sites.method", method, "--sites.start_sites",
-                     str(options.sites), *keys]  # fmt: skip
+            words = ["--sites.coordinator", address, "--sites.start_sites", str(options.sites), *chosen]
             homes = [
                 recipe(folder / name / host.name, options, options.batch, options.steps, seed) for host in lab.hosts
             ]
@@ -302,7 +299,7 @@ def _of_seed(
             coordinator.kill()
             coordinator.wait()
     alone_s = options.pace_s if method == "every_step" else usual_s
-    told = planned(homes[0], keys, options, steps=options.steps, step_s=alone_s, method=method)
+    told = planned(homes[0], chosen, options, steps=options.steps, step_s=alone_s)
     return sent, step_s, *told, loss_of(homes[0] / "run")
 
 

@@ -37,8 +37,8 @@ os.environ.setdefault("RUST_LOG", "warn")
 import psutil  # noqa: E402
 import torch  # noqa: E402
 
-from llmtrain.config.sites import SitesConfig  # noqa: E402
 from llmtrain.engine.api import StateTensor  # noqa: E402
+from llmtrain.optim.outer_methods import DiLoCo  # noqa: E402
 from llmtrain.sites import exchange, forecast, quorum, site  # noqa: E402
 from llmtrain.sites.membership import Member, TorchftMembers  # noqa: E402
 from llmtrain.sites.sample_ledger import Ledger, Request  # noqa: E402
@@ -196,8 +196,8 @@ def rounds(count: int, compress: Any, options: argparse.Namespace) -> None:
     sites, engines = [], []
     with ranks_of_one(), contextlib.ExitStack() as stack, ThreadPoolExecutor(count) as pool:
         for number in range(count):
-            settings = SitesConfig(name=f"site-{number:03}", coordinator="127.0.0.1:1", sync_every=1,
-                                   compress=compress, timeout_s=600.0, max_alone_steps=4)  # fmt: skip
+            settings = DiLoCo(name=f"site-{number:03}", coordinator="127.0.0.1:1", sync_every=1,
+                              compress=compress, timeout_s=600.0, max_alone_steps=4)  # fmt: skip
             engines.append(Numbers(options.parameters))
             tell = (lambda kind, **fields: events.append((kind, fields))) if number == 0 else (lambda kind, **_: None)
             sites.append(stack.enter_context(site.Site(
@@ -216,9 +216,9 @@ def rounds(count: int, compress: Any, options: argparse.Namespace) -> None:
     kind, fields = events[-1]
     assert kind == "synchronise" and len(fields["used"]) == count, (kind, fields)
     job = forecast.Job(fragments=(TENSORS * (options.parameters // TENSORS),), sites=count, ranks=1, step_s=1.0,
-                   steps=None, overlap=0)  # fmt: skip
+                   steps=None)  # fmt: skip
     endless = forecast.Line(rate=1e15, rtt_s=0.0, window=1e18)
-    planned = forecast.with_sites(job, endless, "diloco", compress, 1)
+    planned = forecast.with_sites(job, endless, DiLoCo(sync_every=1), compress)
     received = fields["received_bytes"]
     print(f"{count:>6}{compress:>10}{received:>16,}{planned.bytes_per_step / forecast.HEADERS:>16,.0f}"
           f"{count * (count - 1):>13,}{statistics.median(costs[1:]):>10.3f}{planned.round_s:>10.3f}"

@@ -63,6 +63,24 @@ def test_a_field_of_another_choice_is_refused_in_the_yaml_and_on_the_command_lin
 def test_there_are_fields_to_refuse() -> None:
     assert {("schedule", "cosine", "decay_steps"), ("schedule", "constant", "min_ratio")} <= set(FOREIGN)
     assert {("optim", "adamw", "muon_lr"), ("optim", "lion", "eps")} <= set(FOREIGN)
+    assert {("sites", "diloco", "fragments"), ("sites", "diloco", "meet_every")} <= set(FOREIGN)
+    assert {("sites", "every_step", "sync_every"), ("sites", "async", "outer_lr")} <= set(FOREIGN)
+
+
+SWITCHED = [each for each in FOREIGN if each in {("optim", "adamw", "muon_lr"), ("sites", "diloco", "fragments")}]
+
+
+@pytest.mark.parametrize(("section", "choice", "field"), SWITCHED)
+def test_a_choice_of_the_command_line_over_fields_of_the_yaml_tells_how_to_take_them_away(
+    section: str, choice: str, field: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = choices()[section]
+    write(here, {section: {base.SELECTOR: base.owners(field)[0], field: value_of(section, field)}})
+    argv = ["config", "check", "run.yaml", "--world-size=2", f"--{section}.{base.SELECTOR}", choice]
+    assert main(argv) == 2
+    told = capsys.readouterr().err
+    assert f"remove it from the YAML, add --{section}.{field} null, or set {section}.{base.SELECTOR} to " in told
+    assert main([*argv, f"--{section}.{field}", "null"]) == 0
 
 
 @pytest.mark.parametrize(("choice", "field"), [each[1:] for each in FOREIGN if each[0] == "optim"])
@@ -121,6 +139,26 @@ EARLIER: dict[str, dict[str, Any]] = {
         "decay": "all",
         "clip_norm": 1.0,
     },
+    "sites": {
+        "name": None,
+        "coordinator": None,
+        "method": "every_step",
+        "sync_every": 100,
+        "pace": "measured",
+        "outer_lr": None,
+        "outer_momentum": 0.5,
+        "fragments": 4,
+        "overlap_steps": 5,
+        "meet_every": 10,
+        "compress": "int8",
+        "start_sites": 1,
+        "timeout_s": 60.0,
+        "max_alone_steps": 1000,
+        "mean": "weighted",
+        "trust": ["north"],
+        "keys": None,
+        "listen": None,
+    },
 }
 """Sections as llmtrain dumped them until November 2026: with the fields of all choices."""
 
@@ -133,13 +171,15 @@ def test_the_dump_of_an_earlier_version_is_read(section: str, here: Path) -> Non
     (here / "run.yaml").write_text(yaml.safe_dump(tree))
     run = load(["run.yaml"], 2).run
     base = choices()[section]
-    lists = {key: tuple(value) for key, value in EARLIER[section].items() if isinstance(value, list)}
+    lists = {key: tuple(value) for key, value in EARLIER[section].items() if key == "betas"}
     assert getattr(run, section) == base.read({**EARLIER[section], **lists})
     again = yaml.safe_load(dump(run))[section]
     assert set(again) == {base.SELECTOR, *getattr(run, section).own()}
 
 
-@pytest.mark.parametrize(("section", "field", "value"), [("schedule", "min_ratio", 0.5), ("optim", "eps", 0.1)])
+@pytest.mark.parametrize(
+    ("section", "field", "value"), [("schedule", "min_ratio", 0.5), ("optim", "eps", 0.1), ("sites", "fragments", 2)]
+)
 def test_what_somebody_wrote_into_such_a_dump_is_refused(section: str, field: str, value: Any, here: Path) -> None:
     write(here, {section: {**EARLIER[section], field: value}})
     with pytest.raises(ConfigError, match=rf"{section}\.{field} = "):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from llmtrain import cli
-from llmtrain.config.reference import BEGIN, END, PAGES, markdown, schema, write_into
+from llmtrain.config.reference import BEGIN, END, PAGES, entries, markdown, write_into
 from tests.helpers.config_workplace import write
 
 PAGE = Path(__file__).parents[3] / "docs/configuration.md"
@@ -47,7 +47,7 @@ def test_what_is_generated_is_in_sync(page: str) -> None:
 
 def test_every_field_has_a_line_and_a_meaning() -> None:
     rows = [line for line in markdown().splitlines() if line.startswith("| `")]
-    assert len(rows) == len(schema())
+    assert len(rows) == len(entries())
     assert all(len(row.split(" | ")[-1]) > 5 for row in rows)
 
 

@@ -1,0 +1,159 @@
+"""Formats in which sites send by how much their parameters have changed: the values of `sites.compress`.
+
+A new one is a class here: `pack`, `unpack` and what they cost. Each writes a record of a fixed size for each block of
+`BLOCK` elements, so that any blocks can be served without their neighbours, and every site decodes a record to the same
+bits. numpy is imported inside the functions, because the configuration reads the names of the formats and does without.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+Array = Any
+"""numpy's, fp32."""
+Bytes = Any
+"""numpy's, uint8."""
+
+BLOCK = 256
+"""Elements that share a scale."""
+FORMATS: dict[str, type[Format]] = {}
+"""Value of `sites.compress` -> format, in the order of their definition: from the one that loses least."""
+
+
+class Format:
+    """Encoding of a block as a record."""
+
+    record: ClassVar[int]
+    """Bytes of a block."""
+    encode_s: ClassVar[float]
+    """Seconds of one core for an element that is sent, the sender's decoding included (docs/networks.md, "Plan")."""
+    decode_s: ClassVar[float]
+    """The seconds for an element received from one site."""
+    gentle: ClassVar[bool] = True
+    """`sites plan` may recommend it; False if it loses most of a round's change."""
+
+    def __init_subclass__(cls, *, name: str) -> None:
+        super().__init_subclass__()
+        FORMATS[name] = cls
+
+    @staticmethod
+    def pack(values: Array) -> Bytes:
+        """Return the records [n, record] of values [n, BLOCK]; NaN and infinity must stay visible in a record."""
+        raise NotImplementedError
+
+    @staticmethod
+    def unpack(records: Bytes) -> Array:
+        """Return the values [n, BLOCK] of records [n, record], which may hold anything."""
+        raise NotImplementedError
+
+
+class Bf16(Format, name="bf16"):
+    """The upper 16 bits of each fp32 change, off by 2^-8 of it at most."""
+
+    record = 2 * BLOCK
+    encode_s, decode_s = 8e-9, 2.4e-9
+
+    @staticmethod
+    def pack(values: Array) -> Bytes:
+        import numpy as np
+
+        bits = np.ascontiguousarray(values).view(np.uint32)
+        rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16  # to nearest even
+        halves = np.where(np.isfinite(values), rounded, 0x7FC0).astype("<u2")
+        return halves.view(np.uint8)
+
+    @staticmethod
+    def unpack(records: Bytes) -> Array:
+        import numpy as np
+
+        halves = np.ascontiguousarray(records).view("<u2").astype(np.uint32)
+        return (halves << 16).view(np.float32)
+
+
+class Int8(Format, name="int8"):
+    """Steps of 1/127 of a block's largest change, off by half a step at most."""
+
+    record = 4 + BLOCK
+    encode_s, decode_s = 7e-9, 2.0e-9
+
+    @staticmethod
+    def pack(values: Array) -> Bytes:
+        import numpy as np
+
+        scale, steps = _steps(values, 127)
+        return np.concatenate([_to_bytes(scale), steps.view(np.uint8)], axis=1)
+
+    @staticmethod
+    def unpack(records: Bytes) -> Array:
+        import numpy as np
+
+        return _scale_of(records) * np.ascontiguousarray(records[:, 4:]).view(np.int8).astype(np.float32)
+
+
+class Int4(Format, name="int4"):
+    """Steps of 1/7 of a block's largest change, two to a byte, off by half a step at most."""
+
+    record = 4 + BLOCK // 2
+    encode_s, decode_s = 8e-9, 2.7e-9
+
+    @staticmethod
+    def pack(values: Array) -> Bytes:
+        import numpy as np
+
+        scale, steps = _steps(values, 7)
+        nibbles = (steps + 8).view(np.uint8)
+        return np.concatenate([_to_bytes(scale), nibbles[:, ::2] | nibbles[:, 1::2] << 4], axis=1)
+
+    @staticmethod
+    def unpack(records: Bytes) -> Array:
+        import numpy as np
+
+        steps = np.empty((len(records), BLOCK), np.float32)
+        steps[:, ::2] = records[:, 4:] & 15
+        steps[:, 1::2] = records[:, 4:] >> 4
+        return _scale_of(records) * (steps - 8)
+
+
+class Sign(Format, name="sign"):
+    """The sign of each change, and the mean of a block's absolute changes."""
+
+    record = 4 + BLOCK // 8
+    encode_s, decode_s = 8e-9, 6.2e-9
+    gentle = False
+
+    @staticmethod
+    def pack(values: Array) -> Bytes:
+        import numpy as np
+
+        scale = np.abs(values).mean(axis=1, keepdims=True)
+        return np.concatenate([_to_bytes(scale), np.packbits(values < 0, axis=1)], axis=1)
+
+    @staticmethod
+    def unpack(records: Bytes) -> Array:
+        import numpy as np
+
+        scale = _scale_of(records)
+        return np.where(np.unpackbits(records[:, 4:], axis=1).astype(bool), -scale, scale)
+
+
+def _steps(values: Array, most: int) -> tuple[Array, Any]:
+    """Return (size of a step [n, 1], steps [n, BLOCK] from -most to most, int8)."""
+    import numpy as np
+
+    scale = np.abs(values).max(axis=1, keepdims=True) / np.float32(most)
+    steps = np.rint(values / np.where(scale > 0, scale, 1))
+    return scale, np.nan_to_num(np.clip(steps, -most, most)).astype(np.int8)
+
+
+def _to_bytes(column: Array) -> Bytes:
+    """Return fp32 [n, 1] as bytes [n, 4]."""
+    import numpy as np
+
+    return np.ascontiguousarray(column, "<f4").view(np.uint8)
+
+
+def _scale_of(records: Bytes) -> Array:
+    """Return the fp32 [n, 1] in the first four bytes of each record."""
+    import numpy as np
+
+    return np.ascontiguousarray(records[:, :4]).view("<f4").astype(np.float32)

@@ -1,0 +1,274 @@
+"""Outer methods: the section `sites` of a run, and how the sites' parameters become the next common ones.
+
+A new one is a class here: its fields, what they do not go with, its outer step, and what `sites plan` has to know.
+Exchanges of another kind than rounds have a file of their own in sites/, as `async` has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+from llmtrain.base.choice import AT_LEAST_1, BELOW_1, NOT_NEGATIVE, POSITIVE, SECONDS, Choice, bounded
+from llmtrain.optim.message_formats import FORMATS
+
+if TYPE_CHECKING:
+    Compress = str
+else:
+    Compress = Literal[("none", *FORMATS)]
+
+Array = Any
+"""numpy's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SitesConfig(Choice, section="sites", selector="method"):
+    """Several sites that train one model over a slow network, each with its own launch."""
+
+    local: ClassVar[frozenset[str]] = frozenset(
+        {"name", "coordinator", "start_sites", "timeout_s", "trust", "keys", "listen"}
+    )
+    """Fields in which the sites of a run may differ."""
+    overlaps: ClassVar[bool] = False
+    """Training goes on while a message travels."""
+    outer_s: ClassVar[float] = 8e-9
+    """Seconds of one core that the outer step takes for an element (docs/networks.md, "Plan")."""
+    recommended: ClassVar[bool] = False
+    """`sites plan` may recommend it."""
+
+    method: str = field(init=False)
+    """Rule by which the sites' parameters become common ones."""
+    name: str | None = None
+    """This site's name; with it the run trains together with the other sites of its coordinator."""
+    coordinator: str | None = None
+    """HOST:PORT of `llmtrain sites coordinator`."""
+    compress: Compress = field(default="none", metadata={"named": FORMATS})
+    """Format of the messages. none: the fp32 parameters. The others send changes since the last synchronisation, in
+    blocks of 256 elements, and add what one message loses to the next."""
+    start_sites: int = bounded(1, AT_LEAST_1, "1 waits for nobody")
+    """Sites that the start waits for, this one included (as long as fault.start_timeout_s)."""
+    timeout_s: float = bounded(60.0, SECONDS, "60 is the default")
+    """Seconds that a synchronisation may take; after them this site goes on without it."""
+    max_alone_steps: int = bounded(1000, NOT_NEGATIVE, "1000 is the default")
+    """Optimizer steps beyond sync_every that this site trains while no synchronisation succeeds."""
+    trust: list[str] = field(default_factory=list)
+    """Names of sites whose state is taken where it is ahead, though no others tell the same."""
+    keys: str | None = None
+    """This site's folder of `llmtrain sites keys`: connections are encrypted, and of sites that have one of the run."""
+    listen: str | None = None
+    """This host's address for the ranks of other sites. Default: that from which the coordinator is reached."""
+
+    def conflicts(self) -> Iterator[tuple[str, str, str]]:
+        """(field, rule, remedy) of each value that does not go with another one."""
+        return iter(())
+
+    def common(self) -> dict[str, Any]:
+        """The fields that must be equal on all sites, by their dotted names."""
+        names = sorted(self.own() - self.local)
+        return {"sites.method": self.method, **{f"sites.{name}": getattr(self, name) for name in names}}
+
+    @property
+    def period(self) -> int:
+        """Optimizer steps between two synchronisations of an element."""
+        return 1
+
+    @property
+    def parts(self) -> int:
+        """Parts of the model that synchronise in turn."""
+        return 1
+
+    @property
+    def travel_steps(self) -> int:
+        """Optimizer steps that are trained while parameters are on their way."""
+        return 0
+
+    @property
+    def round_steps(self) -> int:
+        """Optimizer steps between two rounds of all sites."""
+        return self.period
+
+    @property
+    def measured(self) -> bool:
+        """The steps of a site between two synchronisations follow its measured speed."""
+        return False
+
+    @property
+    def keeps_momentum(self) -> bool:
+        """The outer step has a momentum."""
+        return False
+
+    def step(self, common: Array, momentum: Array, mean: Array) -> None:
+        """Change the common parameters and the outer momentum in place, fp32 [n]. `mean`: of the sites, fp64 [n]."""
+        common[:] = mean
+
+    def synchronising(self, sync_every: int) -> Self:
+        """The method with another `sync_every`, if it has one."""
+        return self
+
+    @property
+    def least_period(self) -> int:
+        """The smallest `sync_every` that goes with the other fields."""
+        return 1
+
+    def waits_s(self, travel_s: float, step_s: float) -> float:
+        """Seconds that training waits for a message, in the mean of all rounds.
+
+        Args:
+            travel_s: from the question to the message's arrival.
+            step_s: of an optimizer step.
+        """
+        return travel_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Periodic(SitesConfig):
+    """A method that synchronises every so many steps."""
+
+    sync_every: int = bounded(100, AT_LEAST_1, "100 is the default")
+    """Optimizer steps between two synchronisations, of the fastest site."""
+    pace: Literal["measured", "equal"] = "measured"
+    """Steps of a slower site in between. measured: fewer, so that all come together; equal: as many as the others."""
+
+    @property
+    def measured(self) -> bool:
+        return self.pace == "measured"
+
+    @property
+    def period(self) -> int:
+        return self.sync_every
+
+    def synchronising(self, sync_every: int) -> Self:
+        return replace(self, sync_every=sync_every)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Momentum(SitesConfig):
+    """A method whose outer step is one of SGD with Nesterov's momentum, in the form of torch.optim.SGD.
+
+    Its gradient is common - mean (DiLoCo: A. Douillard et al., arXiv 2311.08105, algorithm 1):
+        g = common - mean;  momentum <- beta momentum + g;  common <- common - lr (g + beta momentum)
+    """
+
+    outer_lr: float = bounded(0.7, POSITIVE, "0.7 is the default")
+    """Learning rate of the outer step."""
+    outer_momentum: float = bounded(0.9, BELOW_1, "0.9 is the default")
+    """Nesterov momentum of the outer step."""
+
+    @property
+    def keeps_momentum(self) -> bool:
+        return self.outer_momentum > 0
+
+    def step(self, common: Array, momentum: Array, mean: Array) -> None:
+        lr, beta = self.outer_lr, self.outer_momentum
+        if lr == 1 and not beta:  # exactly the mean: before - (before - mean) would round
+            common[:] = mean
+            return
+        before = common.astype("f8")
+        gradient = before - mean
+        if beta:
+            momentum[:] = beta * momentum.astype("f8") + gradient
+            gradient += beta * momentum.astype("f8")
+        common[:] = before - lr * gradient
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSgd(Periodic, choice="local_sgd"):
+    """The mean of the sites' parameters."""  # S. Stich, arXiv 1805.09767
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiLoCo(Periodic, Momentum, choice="diloco"):
+    """A step of SGD with Nesterov's momentum, whose gradient is the last common parameters minus the sites' mean."""
+
+    outer_s = 22e-9
+    recommended = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Streaming(DiLoCo, choice="streaming"):
+    """As diloco, for one fragment of the model after the other, while training goes on."""
+
+    overlaps = True
+
+    fragments: int = bounded(4, AT_LEAST_1, "4 is the default")
+    """Parts of the model that are synchronised in turn, each every sync_every steps."""
+    overlap_steps: int = bounded(5, NOT_NEGATIVE, "5 is the default")
+    """Optimizer steps that are trained while parameters are on their way, and kept; 0 waits for them."""
+
+    def conflicts(self) -> Iterator[tuple[str, str, str]]:
+        """Each fragment's round has steps of its own, and ends before the next one's begins."""
+        if self.sync_every % self.fragments:
+            yield "sync_every", f"must be a multiple of sites.fragments, {self.fragments}", "change one of them"
+        most = min(self.round_steps - 1, self.max_alone_steps)
+        if self.overlap_steps > most:
+            rule = (
+                f"must be at most {most}: less than sites.sync_every / sites.fragments, and no more than "
+                "sites.max_alone_steps"
+            )
+            yield "overlap_steps", rule, "lower it, or raise sites.sync_every"
+
+    @property
+    def parts(self) -> int:
+        return self.fragments
+
+    @property
+    def travel_steps(self) -> int:
+        return self.overlap_steps
+
+    @property
+    def round_steps(self) -> int:
+        return self.sync_every // self.fragments
+
+    @property
+    def least_period(self) -> int:
+        return self.fragments * (1 + self.overlap_steps)
+
+    def waits_s(self, travel_s: float, step_s: float) -> float:
+        return max(0.0, travel_s - self.overlap_steps * step_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Async(Periodic, choice="async"):
+    """Every sync_every steps a site sends what it has changed and takes the newest of the others, without waiting; at
+    meetings, which are rarer, all take the mean."""
+
+    local = SitesConfig.local | {"overlap_steps"}
+    overlaps = True  # not recommended: at the same bytes staler than the others
+
+    overlap_steps: int = bounded(5, NOT_NEGATIVE, "5 is the default")
+    """Optimizer steps that are trained while parameters are on their way, and kept; 0 waits for them."""
+    meet_every: int = bounded(10, AT_LEAST_1, "10 is the default")
+    """After so many times sync_every steps all sites meet, so that none is staler."""
+
+    def conflicts(self) -> Iterator[tuple[str, str, str]]:
+        """The others' changes arrive before the next exchange."""
+        if self.overlap_steps >= self.sync_every:
+            rule = f"must be at most {self.sync_every - 1}: less than sites.sync_every"
+            yield "overlap_steps", rule, "lower it, or raise sites.sync_every"
+
+    @property
+    def travel_steps(self) -> int:
+        return self.overlap_steps
+
+    @property
+    def round_steps(self) -> int:
+        return self.sync_every * self.meet_every
+
+    @property
+    def least_period(self) -> int:
+        return 1 + self.overlap_steps
+
+    def waits_s(self, travel_s: float, step_s: float) -> float:
+        meetings = 1 / self.meet_every
+        return meetings * travel_s + (1 - meetings) * max(0.0, travel_s - self.overlap_steps * step_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EveryStep(Momentum, choice="every_step"):
+    """The mean of what one optimizer step has changed, after each."""
+
+    outer_lr: float = bounded(1.0, POSITIVE, "1 is the default")
+    """Learning rate of the outer step; 1 takes the sites' mean."""
+    outer_momentum: float = bounded(0.0, BELOW_1, "0 is the default")
+    """Nesterov momentum of the outer step."""
