@@ -3,12 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
-import math
-import threading
-import time
-from collections.abc import Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,7 +10,6 @@ import torch
 from llmtrain.config.run import DataConfig, ModelConfig
 from llmtrain.data.stream.loader import TrainData
 from llmtrain.models.spec import ModelSpec
-from llmtrain.sites.membership import Heard, Member, MembersError
 from llmtrain.sites.sample_ledger import Ledger, Request, steps_of
 from tests.helpers.training import mean_cross_entropy
 
@@ -170,71 +163,3 @@ def _step(model: Any, optimizer: torch.optim.Optimizer, data: TrainData, samples
     mean_cross_entropy(model(input_ids=inputs, use_cache=False).logits, labels).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
-
-
-class Lighthouse:
-    """torchft's coordinator by the rules of its lighthouse.rs (0.2), for threads of one process, with shorter waits.
-
-    A meeting is everybody who has asked, as soon as all of the last meeting have; or, where some of them have not, more
-    than half of those that are alive, when all of these have asked or `late_s` after the first. Who gives up has asked
-    all the same: its words stay for the next meeting.
-    """
-
-    def __init__(self, late_s: float = 0.4, silent_s: float = 0.05) -> None:
-        self._late_s, self._silent_s = late_s, silent_s
-        self._asked: dict[str, tuple[float, Member]] = {}
-        self._last: list[Member] | None = None
-        self._heard: dict[str, float] = {}
-        """When it was heard of last; of one that is there, infinity."""
-        self._meetings: list[list[Member]] = []
-        self._changed = threading.Condition()
-
-    def member(self, _coordinator: str, member_id: str, _connect_s: float) -> Any:
-        return SimpleNamespace(
-            id=member_id,
-            meet=lambda said, limit_s: self._meet(member_id, said, limit_s),
-            heard=self.heard,
-            close=lambda: self.leave(member_id),
-        )
-
-    def heard(self) -> list[Heard]:
-        """Return the living sites, as the status page lists them."""
-        with self._changed:
-            return [Heard(id=id_, silent_s=0.0, met=False) for id_ in sorted(self._there())]
-
-    def leave(self, member_id: str) -> None:
-        with self._changed:
-            if member_id in self._heard:
-                self._heard[member_id] = time.monotonic()
-
-    def _there(self) -> set[str]:
-        return {id_ for id_, at in self._heard.items() if time.monotonic() - at < self._silent_s}
-
-    def _meet(self, member_id: str, said: Mapping[str, Any], limit_s: float) -> list[Member]:
-        deadline_s, me = time.monotonic() + limit_s, Member(id=member_id, said=json.loads(json.dumps(said)))
-        with self._changed:
-            self._heard[member_id] = math.inf
-            self._asked[member_id] = (time.monotonic(), me)
-            following = len(self._meetings)
-            while True:
-                self._look()
-                for met in self._meetings[following:]:
-                    if any(each.id == member_id for each in met):
-                        return sorted(met, key=lambda each: each.id)
-                if time.monotonic() >= deadline_s:
-                    late = MembersError("the other sites have not come")
-                    late.late = True
-                    raise late
-                self._changed.wait(0.005)
-
-    def _look(self) -> None:
-        there = self._there()
-        asked = {id_: each for id_, each in self._asked.items() if id_ in there}
-        again = self._last is not None and all(each.id in asked for each in self._last)
-        enough = 2 * len(asked) > len(there) and bool(asked)
-        waited = not asked or time.monotonic() - min(at for at, _ in asked.values()) >= self._late_s
-        if asked and (again or (enough and (len(asked) == len(there) or waited))):
-            self._last = [member for _, member in asked.values()]
-            self._meetings.append(self._last)
-            self._asked.clear()
-            self._changed.notify_all()

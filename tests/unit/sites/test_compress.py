@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from llmtrain.sites.compress import BLOCK, FORMATS, Feedback, decode, encode
+from llmtrain.optim.message_formats import BLOCK, FORMATS
+from llmtrain.sites.compress import Feedback, decode, encode
 from llmtrain.sites.exchange import Blocks
 from llmtrain.sites.transport import Peer, Server
 from llmtrain.storage.region import Region, shard
-from tests.unit.sites.test_site import Meeting, at_once, begin_all, joined, soon, two_steps  # noqa: F401
+from tests.helpers.sites_in_threads import Meeting, at_once, begin_all, soon
 
 ALL = ("bf16", "int8", "int4", "sign")
 RECORD = {"bf16": 512, "int8": 260, "int4": 132, "sign": 36}
@@ -146,7 +147,7 @@ def test_a_rank_gets_the_blocks_of_its_elements_however_the_other_site_cuts_the_
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_compressed_sites_agree_to_the_last_bit_and_make_up_for_what_they_lose(joined, name) -> None:  # noqa: F811
+def test_compressed_sites_agree_to_the_last_bit_and_make_up_for_what_they_lose(joined, name) -> None:
     """Three sites whose parameters grow by unequal steps; after 40 rounds the mean is that of fp32.
 
     Tensors of 6 elements: a block, in which the largest loss is bounded as above, for growth of 1 a round.

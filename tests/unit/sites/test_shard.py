@@ -1,4 +1,4 @@
-"""Which ranks of a site tell one another what they exchanged."""
+"""Elements that a rank exchanges: their fragments, and the ranks of a site that tell one another of them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,27 @@ import pytest
 import torch
 
 from llmtrain.sites import shard
-from llmtrain.sites.shard import Replicas, copies, joined
+from llmtrain.sites.shard import Replicas, copies, fragment_of, joined
 from llmtrain.storage.region import Region
+
+SHAPES = {
+    "model.embed_tokens.weight": (100, 8),
+    "model.norm.weight": (8,),
+    "lm_head.weight": (100, 8),
+    **{f"model.layers.{layer}.mlp.weight": (8, 16) for layer in range(12)},
+    **{f"model.layers.{layer}.norm.weight": (8,) for layer in range(12)},
+}
+
+
+def test_every_parameter_is_in_one_fragment_with_its_layer() -> None:
+    found = fragment_of(SHAPES, 3)
+    assert found.keys() == SHAPES.keys() and set(found.values()) == {0, 1, 2}
+    assert all(
+        found[f"model.layers.{layer}.{part}.weight"] == layer % 3 for layer in range(12) for part in ("mlp", "norm")
+    )
+    assert found["lm_head.weight"] != found["model.embed_tokens.weight"]
+    assert found == fragment_of(dict(reversed(SHAPES.items())), 3)
+    assert set(fragment_of(SHAPES, 1).values()) == {0}
 
 
 def pieces(*found):

@@ -1,355 +1,46 @@
-"""Sites that train one model: their outer step, their data, what they send each other, and their rounds.
-
-The rounds run in threads, between engines that hold a few numbers; a coordinator of a few lines stands for torchft's.
-tests/runs/test_sites.py has the real ones.
-"""
+"""Rounds of sites that train one model, in threads; tests/runs/test_sites.py has real ones."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import re
-import socket
-import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from collections.abc import Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from llmtrain.base.errors import TrainingStopped
-from llmtrain.config.sites import SitesConfig
-from llmtrain.engine.api import StateTensor
+from llmtrain.base.errors import CheckpointError, TrainingStopped
 from llmtrain.engine.dist.control import StopAsked
-from llmtrain.sites import async_method, exchange, quorum
+from llmtrain.sites import quorum
 from llmtrain.sites import site as site_module
 from llmtrain.sites.membership import Heard, Member, MembersError, PeerStatus, SitesError, TorchftMembers, peer_status
-from llmtrain.sites.outer import outer_step
 from llmtrain.sites.quorum import agreed, leader_of
-from llmtrain.sites.sample_ledger import Ledger, Request, steps_of
-from llmtrain.sites.site import Site
-from llmtrain.sites.step_rate import Share
-from llmtrain.sites.transport import Peer, Server, WireError
-from llmtrain.storage.region import Region, shard
-from tests.helpers.simulated_sites import Lighthouse
-
-
-def test_diloco_is_nesterovs_sgd_on_the_difference() -> None:
-    """torch.optim.SGD on (common - mean of the sites) for five rounds, fp64 against fp32: 1e-6 of values about 1."""
-    rng = np.random.default_rng(0)
-    anchor = rng.normal(size=1000).astype(np.float32)
-    momentum = np.zeros_like(anchor)
-    parameter = torch.nn.Parameter(torch.from_numpy(anchor.astype(np.float64)))
-    sgd = torch.optim.SGD([parameter], lr=0.7, momentum=0.9, nesterov=True)
-    for _ in range(5):
-        found = {name: (anchor + rng.normal(size=1000) * 0.01).astype(np.float32) for name in "abc"}
-        weights = {"a": 100.0, "b": 300.0, "c": 600.0}
-        mean = sum(weights[name] / 1000 * found[name].astype(np.float64) for name in found)
-        parameter.grad = parameter.detach() - torch.from_numpy(mean)
-        sgd.step()
-        anchor, momentum = outer_step(anchor, momentum, found, weights, lr=0.7, beta=0.9)
-    assert np.abs(anchor - parameter.detach().numpy()).max() < 1e-6
-
-
-def test_an_outer_step_of_one_site_alone_changes_no_bit() -> None:
-    rng = np.random.default_rng(0)
-    anchor = (rng.normal(size=4096) * 10.0 ** rng.integers(-30, 30, 4096)).astype(np.float32)
-    values = (rng.normal(size=4096) * 10.0 ** rng.integers(-30, 30, 4096)).astype(np.float32)
-    after, _ = outer_step(anchor, np.zeros_like(anchor), {"a": values}, {"a": 7.0}, lr=1.0, beta=0.0)
-    assert after.tobytes() == values.tobytes()
-
-
-def test_averaging_every_step_of_sgd_is_synchronous_sgd() -> None:
-    """Each site a gradient step on its half of the batch: the mean is a step on the mean of the gradients."""
-    torch.manual_seed(0)
-    inputs, targets = torch.randn(8, 4), torch.randn(8)
-    start = torch.randn(4)
-
-    def stepped(rows: slice) -> np.ndarray:
-        weights = start.clone().requires_grad_()
-        ((inputs[rows] @ weights - targets[rows]) ** 2).mean().backward()
-        return (weights.detach() - 0.1 * weights.grad).numpy()  # type: ignore[operator]
-
-    found = {"a": stepped(slice(0, 4)), "b": stepped(slice(4, 8))}
-    zero = np.zeros(4, np.float32)
-    mean, _ = outer_step(start.numpy(), zero, found, {"a": 1, "b": 1}, lr=1, beta=0)
-    assert np.abs(mean - stepped(slice(0, 8))).max() < 1e-6
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_no_sample_is_trained_twice_or_lost(data: st.DataObject) -> None:
-    """Sites of unequal batches come, go, are lost and cut off: what the model has and what is open are all samples."""
-    ledger, done = Ledger(next=0), set()
-    for _ in range(data.draw(st.integers(1, 8))):
-        trained = {}
-        for site, spans in ledger.dealt.items():
-            if data.draw(st.booleans()):  # else it is lost
-                batch = {"a": 4, "b": 4, "c": 6}[site]
-                starts = list(steps_of(spans, batch))[: data.draw(st.integers(0, 5))]
-                samples = {index for first in starts for index in range(first, first + batch)}
-                assert not samples & done and len(samples) == batch * len(starts)
-                done |= samples
-                trained[site] = len(samples)
-        present = sorted(data.draw(st.sets(st.sampled_from("abc"), min_size=1)))
-        requests = [Request(site=s, batch={"a": 4, "b": 4, "c": 6}[s], steps=3, reserve=2) for s in present]
-        ledger = Ledger.from_json(json.loads(json.dumps(ledger.settled(trained, requests).to_json())))
-        open_ = [index for spans in (ledger.free, *ledger.dealt.values()) for span in spans for index in range(*span)]
-        assert len(open_) == len(set(open_)) and sorted([*open_, *done]) == list(range(ledger.next))
-        for request in requests:
-            assert len(list(steps_of(ledger.dealt[request.site], request.batch))) == 5
-
-
-def test_while_all_stay_samples_are_used_in_order_and_a_lost_sites_first() -> None:
-    requests = [Request(site=site, batch=2, steps=3, reserve=4) for site in ("a", "b")]
-    first = Ledger(next=10).settled({}, requests)
-    second = first.settled({"a": 6, "b": 6}, requests)
-    assert [first.dealt[s][0] for s in "ab"] == [(10, 16), (16, 22)]
-    assert [next(iter(steps_of(second.dealt[s], 2))) for s in "ab"] == [22, 28]
-    alone = second.settled({"b": 6}, requests[1:])  # a is lost: its samples are trained next
-    assert list(steps_of(alone.dealt["b"], 2))[:3] == [22, 24, 26]
-
-
-PIECES = [(0, "w", Region(0, 60)), (60, "v", Region(10, 5))]
-
-
-@pytest.fixture
-def server() -> Iterator[Server]:
-    server = Server("127.0.0.1", run="run", member="a:1", pieces=PIECES, limit_s=60)
-    server.publish(3, {"values": np.arange(65, dtype=np.float32)})
-    yield server
-    server.close()
-
-
-def soon(seconds: float = 60) -> float:
-    return time.monotonic() + seconds
-
-
-def test_a_rank_gets_the_elements_that_it_owns_however_the_other_site_cuts_the_model(server: Server) -> None:
-    columns, shape = shard((6, 10), 1, 1, 2)  # columns 5 to 9 of a [6, 10] matrix
-    mine = [(0, "v", Region(12, 9)), (9, "w", columns)]
-    into = np.full(9 + columns.numel, -1, np.float32)
-    peer = Peer(server.address, run="run", member="a:1")
-    count = peer.fetch("values", 3, peer.covers(mine, soon()), into, soon())
-    assert count == 4 * (3 + 30) and shape == (6, 5)
-    assert into[:3].tolist() == [62, 63, 64] and (into[3:9] == -1).all()
-    assert (into[9:].reshape(6, 5) == np.arange(60).reshape(6, 10)[:, 5:]).all()
-
-
-@pytest.mark.parametrize(
-    ("run", "member", "kind", "round_", "said"),
-    [
-        ("other", "a:1", "values", 3, "it belongs to another run"),
-        ("run", "a:2", "values", 3, "it is for a:2, and this is a:1"),
-        ("run", "a:1", "values", 4, "values of round 4 is not here"),
-        ("run", "a:1", "momentum", 3, "momentum of round 3 is not here"),
-    ],
+from llmtrain.sites.shard import COMMON, MOMENTUM, RESIDUAL, standing
+from llmtrain.sites.site import Site, telling
+from llmtrain.sites.transport import Server, WireError
+from llmtrain.tracking.metrics import METRICS
+from tests.helpers.sites_in_threads import (
+    SENSE,
+    Lighthouse,
+    Meeting,
+    Numbers,
+    at_once,
+    begin_all,
+    events_of,
+    gives_up_after,
+    saved,
+    sends_nothing,
+    trained,
+    two_steps,
 )
-def test_what_is_not_meant_for_it_a_server_refuses(server, run, member, kind, round_, said) -> None:
-    peer = Peer(server.address, run=run, member=member)
-    with pytest.raises(WireError, match=said):
-        peer.fetch(kind, round_, [((0, 0, 1, 5), (0, 0, 1, 5))], np.zeros(5, np.float32), soon())
-
-
-@pytest.mark.parametrize(
-    "take", [[[0, 0, 1, 66]], [[-1, 0, 1, 2]], [[0, 1, 60, 5]], [[0, 0, 1, 65]] * 2, "x", [[0]], 7]
-)
-def test_a_request_reaches_nothing_but_the_served_elements(server: Server, take: Any) -> None:
-    peer = Peer(server.address, run="run", member="a:1")
-    with pytest.raises(WireError, match="refused"):
-        peer._ask("values", 3, take, soon(), lambda *_: pytest.fail("it was served"))
-
-
-def answering(reply: Callable[[socket.socket], None]) -> str:
-    """The address of a server that does what it likes with one connection."""
-    listener = socket.create_server(("127.0.0.1", 0))
-
-    def serve() -> None:
-        connection, _ = listener.accept()
-        with contextlib.suppress(OSError), connection:
-            connection.recv(1 << 16)
-            reply(connection)
-        listener.close()
-
-    threading.Thread(target=serve, daemon=True).start()
-    return f"127.0.0.1:{listener.getsockname()[1]}"
-
-
-def header(**fields: Any) -> bytes:
-    text = json.dumps(fields).encode()
-    return struct.pack("<I", len(text)) + text
-
-
-def dribble(connection: socket.socket) -> None:
-    connection.sendall(header(bytes=20))
-    for _ in range(1200):
-        connection.sendall(b"\0")
-        time.sleep(0.05)
-
-
-@pytest.mark.parametrize(
-    ("reply", "said"),
-    [
-        (lambda c: c.sendall(header(bytes=20) + b"\0" * 28), "checksum"),
-        (lambda c: c.sendall(header(bytes=20) + b"\0" * 7), "closed the connection after 7 of 20 bytes"),
-        (lambda c: c.sendall(header(bytes=24)), "announces 24 bytes instead of 20"),
-        (lambda c: c.sendall(b"\xff" * 40), "header of 4294967295 bytes is too long"),
-        (lambda c: c.sendall(struct.pack("<I", 4) + b"nope"), "Expecting value"),
-        (lambda c: c.sendall(struct.pack("<I", 2) + b"[]"), "no object"),
-        (lambda c: c.close(), "closed"),
-        (dribble, r"not sent all of it within [\d.]+ s"),
-        (lambda c: time.sleep(60), r"not sent all of it within [\d.]+ s"),
-    ],
-)
-def test_a_bad_answer_is_named_and_holds_nobody_up(reply, said) -> None:
-    peer = Peer(answering(reply), run="run", member="a:1")
-    wait_s = 0.5 if "not sent" in said else 60
-    began_s = time.monotonic()
-    with pytest.raises(WireError, match=said):
-        peer.fetch(
-            "values",
-            3,
-            [((0, 0, 1, 5), (0, 0, 1, 5))],
-            np.zeros(5, np.float32),
-            soon(wait_s),
-        )
-    assert time.monotonic() - began_s < 20
-
-
-class Meeting:
-    """A coordinator: everybody who is expected comes, or the time is up."""
-
-    def __init__(self, *sites: str) -> None:
-        self.expected = set(sites)
-        self._here: dict[str, Member] = {}
-        self._met: list[Member] = []
-        self._changed = threading.Condition()
-
-    def member(self, _coordinator: str, member_id: str, _connect_s: float) -> Any:
-        return SimpleNamespace(
-            id=member_id, meet=lambda said, limit_s: self.meet(member_id, said, limit_s), close=lambda: None,
-            heard=list,
-        )  # fmt: skip
-
-    def meet(self, member_id: str, said: Mapping[str, Any], limit_s: float) -> list[Member]:
-        with self._changed:
-            self._here[member_id] = Member(id=member_id, said=json.loads(json.dumps(said)))
-            mine = self._here[member_id]
-            self.look()
-            if not self._changed.wait_for(lambda: any(each is mine for each in self._met), timeout=max(limit_s, 0)):
-                self._here.pop(member_id, None)
-                raise MembersError("nobody came")
-            return sorted(self._met, key=lambda member: member.id)
-
-    def leave(self, site: str) -> None:
-        with self._changed:
-            self.expected.discard(site)
-            self._here = {id_: member for id_, member in self._here.items() if id_.partition(":")[0] != site}
-            self.look()
-
-    def look(self) -> None:
-        if self._here and self.expected <= {id_.partition(":")[0] for id_ in self._here}:
-            self._met, self._here = list(self._here.values()), {}
-            self._changed.notify_all()
-
-
-@dataclass
-class Numbers:
-    """An engine that holds two tensors."""
-
-    values: torch.Tensor = field(default_factory=lambda: torch.zeros(6))
-    refreshed: int = 0
-
-    def state(self) -> list[StateTensor]:
-        return [
-            StateTensor(
-                name=name, kind="param", region=Region(0, 3), own=slice(0, 3), replica=(0, 1), dtype=torch.float32,
-                device=torch.device("cpu"), open=lambda at=at: contextlib.nullcontext(self.values[at : at + 3]),
-            )
-            for at, name in ((0, "w"), (3, "v"))
-        ]  # fmt: skip
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {"w": (3,), "v": (3,)}
-
-    def refresh(self) -> None:
-        self.refreshed += 1
-
-
-SETTINGS = SitesConfig(
-    name="a",
-    coordinator="127.0.0.1:1",
-    method="local_sgd",
-    sync_every=2,
-    timeout_s=60.0,  # a busy machine may need seconds for a round; `gives_up_after` shortens it for one that must fail
-    max_alone_steps=4,
-    pace="equal",
-)
-
-
-def gives_up_after(site: Site, seconds: float) -> None:
-    """From now on the site waits so long for the others."""
-    site._settings = replace(site._settings, timeout_s=seconds)
-
-
-@pytest.fixture
-def joined(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Site, Numbers, list]]]:
-    """Makes sites of one rank."""
-    for module in (site_module, quorum, exchange, async_method):
-        monkeypatch.setattr(module, "from_all", lambda _ranks, value: [value])
-    for module in (site_module, quorum, exchange):
-        monkeypatch.setattr(module, "from_rank_0", lambda _ranks, make: make())
-    monkeypatch.setattr(site_module, "another_group", lambda ranks, _limit_s: ranks)
-    monkeypatch.setattr(site_module, "together", lambda _ranks: contextlib.nullcontext())
-    with contextlib.ExitStack() as stack:
-
-        def join(
-            meeting: Meeting,
-            name: str,
-            *,
-            tokens: int = 8,
-            common: str = "x",
-            last_step: int | None = None,
-            **changes: Any,
-        ) -> Any:
-            engine, events = Numbers(), []
-            site = Site(
-                engine, SimpleNamespace(rank=0, world_size=1),  # type: ignore[arg-type]
-                replace(SETTINGS, name=name, **changes), {"data": common},
-                Share(batch=2, tokens=tokens), lambda kind, **fields: events.append((kind, fields)),
-                members=meeting.member, last_step=last_step,
-            )  # fmt: skip
-            return stack.enter_context(site), engine, events
-
-        yield join
-
-
-def at_once(*calls: Callable[[], Any]) -> list[Any]:
-    with ThreadPoolExecutor(len(calls)) as pool:
-        return [future.result() for future in [pool.submit(call) for call in calls]]
-
-
-def begin_all(*sites: Site) -> list[tuple[int, int]]:
-    return at_once(*(lambda site=site: site.begin(0, 0, 60.0) for site in sites))
-
-
-def two_steps(site: Site, engine: Numbers, value: float) -> Callable[[], list[int]]:
-    def run() -> list[int]:
-        engine.values += value
-        return [site.after_update(step, complete=False)[1] for step in (1, 2)]
-
-    return run
 
 
 def test_three_sites_average_by_tokens_and_take_disjoint_samples(joined) -> None:
@@ -437,10 +128,6 @@ def test_a_site_that_dies_between_the_two_meetings_counts_if_all_others_have_its
     assert events[-1][1]["used"] == ["a", "b"] and events[-1][1]["sites"] == ["a"]
 
 
-def sends_nothing(server: Server) -> None:
-    server._listener._handle = lambda *_: time.sleep(60)
-
-
 def has_less(server: Server) -> None:
     server._index = server._index[:1]
 
@@ -460,18 +147,18 @@ def is_a_round_behind(server: Server) -> None:
     ],
 )
 def test_a_site_whose_parameters_do_not_come_is_left_out(joined, wrong, said) -> None:
-    """The others agree to go on without them within the limit; that site takes what they have."""
+    """The others agree to go on without b within the limit, and with c, asked after it; b takes what they have."""
     meeting = Meeting("a", "b", "c")
     made = [joined(meeting, name) for name in "abc"]
     begin_all(*(site for site, _, _ in made))
-    wrong(made[2][0]._server)
+    wrong(made[1][0]._server)
     for site, _, _ in made:
         gives_up_after(site, 6 if wrong is sends_nothing else 60)
-    at_once(*(two_steps(site, engine, value) for (site, engine, _), value in zip(made, (1, 2, 9), strict=True)))
+    at_once(*(two_steps(site, engine, value) for (site, engine, _), value in zip(made, (1, 9, 2), strict=True)))
     assert [engine.values.tolist() for _, engine, _ in made] == [[1.5] * 6] * 3
     _, told = made[0][2][-1]
     (site, why), *others = told["failed"].items()
-    assert told["used"] == ["a", "b"] and site.startswith("c:") and not others and re.search(said, why), told
+    assert told["used"] == ["a", "c"] and site.startswith("b:") and not others and re.search(said, why), told
 
 
 def test_a_site_that_reaches_nobody_but_the_coordinator_holds_no_others_up(joined, monkeypatch) -> None:
@@ -581,20 +268,18 @@ def test_a_site_that_trains_something_else_does_not_get_in(joined) -> None:
     assert events[-1][1]["sites"] == ["a"] and engine_a.values.tolist() == [2.0] * 6
 
 
-SENSE = {
-    "phase": "meet", "common": {}, "round": 9, "checksum": "0", "step": 0, "step_s": 1.0, "batch": 2,
-    "trained": 4, "weight": 16, "was": "b:0", "addresses": ["127.0.0.1:9"],
-    "ledger": {"next": 0, "free": [], "dealt": {}},
-}  # fmt: skip
-
-
 @pytest.mark.parametrize(
     "wrong",
-    [{"phase": "commit", "have": "x"}, {"phase": 3}, {"round": -1}, {"round": "1e9"}, {"weight": 1 << 80},
-     {"step_s": float("nan")}, {"batch": 0}, {"addresses": 5}, {"common": 1}, {"ledger": {}},
-     {"ledger": {"next": 0, "free": [1], "dealt": {}}}],
+    [{"round": -1}, {"round": "1e9"}, {"weight": 1 << 80}, {"step_s": float("nan")}, {"batch": 0}, {"addresses": 5},
+     {"common": 1}, {"ledger": {}}, {"ledger": {"next": 0, "free": [1], "dealt": {}}}],
     ids=str,
 )  # fmt: skip
+def test_nonsense_is_no_status(wrong) -> None:
+    assert peer_status(Member(id="b:0", said={**SENSE, "run": "run"})) is not None
+    assert peer_status(Member(id="b:0", said={**SENSE, "run": "run", **wrong})) is None
+
+
+@pytest.mark.parametrize("wrong", [{"phase": "commit", "have": "x"}, {"phase": 3}, {"ledger": {}}], ids=str)
 def test_nonsense_at_a_meeting_is_nobody(joined, wrong) -> None:
     meeting = Meeting("a", "b")
     a, engine_a, events = joined(meeting, "a")
@@ -620,12 +305,9 @@ def test_starting_alone_where_more_are_asked_for_ends_in_time(joined) -> None:
         a.begin(0, 0, 0.6)
 
 
-def test_pairs_of_steps_are_apart() -> None:
-    spans = ((0, 8), (20, 24))
-    assert list(steps_of(spans, 4)) == [0, 4, 20] and all(b - a >= 4 for a, b in pairwise(steps_of(spans, 4)))
-
-
 LATE_JOINS = 10
+
+
 METHODS: dict[str, dict[str, Any]] = {
     "diloco": {"sync_every": 4},
     "streaming": {"sync_every": 8, "fragments": 2, "overlap_steps": 1},
@@ -945,3 +627,104 @@ def test_what_a_cut_off_site_has_trained_alone_is_told_at_its_end(joined, capsys
     a.after_update(1, complete=False)
     a.after_update(2, complete=True)
     assert "the run ends here without the other sites: 4 samples" in capsys.readouterr().err
+
+
+def test_each_round_is_an_event_and_a_row_of_documented_metrics(joined) -> None:
+    """diloco by hand: w of 6 numbers, from 0; the mean of 1 and 2 is 1.5; the first step is 1.9 x 0.5 x 1.5."""
+    setting = {"method": "diloco", "outer_lr": 0.5, "outer_momentum": 0.9}
+    meeting = Meeting("a", "b")
+    (a, engine_a, _), (b, engine_b, _) = (joined(meeting, name, **setting) for name in "ab")
+    written: list[tuple[str, dict]] = []
+    rows: list[dict] = []
+    a._tell = telling(
+        lambda kind, **fields: written.append((kind, fields)), lambda row, *, more: rows.append({**row, "more": more})
+    )
+    begin_all(a, b)
+    at_once(two_steps(a, engine_a, 1), two_steps(b, engine_b, 2))
+    first, second = events_of(written, "synchronise")
+    assert first["outer_step_norm"] == 0 and rows[0]["step"] == 0
+    assert np.isclose(second["outer_step_norm"], np.sqrt(6) * 1.9 * 0.5 * 1.5, rtol=1e-6)
+    assert rows[1] == {
+        "step": 2, "sites/received_bytes": 24, "sites/sent_bytes": 24,
+        "sites/stood_s": second["stood_s"], "sites/participants": 2,
+        "sites/staleness_steps": 0, "sites/outer_step_norm": second["outer_step_norm"],
+        "sites/given_up_samples": 0, "sites/left_out_samples": 0, "more": True,
+    }  # fmt: skip
+    assert rows[1].keys() - {"more"} <= METRICS.keys() and 0 <= second["stood_s"] <= second["seconds"] < 60
+    assert torch.isfinite(engine_a.values).all()
+
+
+def test_a_round_that_fails_tells_only_how_long_it_stood(joined) -> None:
+    meeting = Meeting("a", "b")
+    (a, engine, _), (b, _, _) = joined(meeting, "a"), joined(meeting, "b")
+    rows: list[dict] = []
+    begin_all(a, b)
+    gives_up_after(a, 0.3)
+    a._tell = telling(lambda kind, **fields: None, lambda row, *, more: rows.append(row))
+    two_steps(a, engine, 1)()
+    (row,) = rows
+    assert row.keys() == {"step", "sites/stood_s"} and 0.2 < row["sites/stood_s"] < 20
+
+
+def test_steps_that_are_trained_meanwhile_are_staleness_and_no_standing(joined, monkeypatch) -> None:
+    """Each step takes 0.1 s, and a round is under way during two: what is trained is not waited."""
+    import time
+
+    from llmtrain.sites.site import Site
+
+    plain = Site.after_update
+
+    def slow(self, step, *, complete):
+        time.sleep(0.1)
+        return plain(self, step, complete=complete)
+
+    monkeypatch.setattr(Site, "after_update", slow)
+    setting = {"method": "streaming", "sync_every": 6, "fragments": 2, "overlap_steps": 2}
+    made, _, _ = trained(joined, {"a": 1.0, "b": 2.0}, 8, last_step=8, **setting)
+    under_way = [each for each in events_of(made[0][2], "synchronise") if each["overlapped_steps"] == 2]
+    assert under_way
+    for each in under_way:
+        assert each["seconds"] >= 0.2 and each["stood_s"] <= each["seconds"] - 0.19
+
+
+def test_sites_go_on_in_the_middle_of_a_round_with_all_that_they_had(joined, monkeypatch) -> None:
+    """Both stop after one of two steps: what they trained counts in the next round, and no sample is dealt twice.
+
+    The same without a stop gives the same parameters, residuals included: int4 of 0.3 and 0.7 loses something.
+    """
+    ends = []
+    for stops in (False, True):
+        meeting = Meeting("a", "b")
+        made = [joined(meeting, name, method="diloco", compress="int4") for name in "ab"]
+        begin_all(*(site for site, _, _ in made))
+        at_once(*(two_steps(site, engine, value) for (site, engine, _), value in zip(made, (0.3, 0.7), strict=True)))
+        for (site, engine, _), slope in zip(made, (0.2, 0.5), strict=True):
+            engine.values += slope * torch.arange(1.0, 7.0)
+            site.after_update(3, complete=False)
+        if stops:
+            kept = [saved(site) for site, _, _ in made]
+            assert all(set(arrays) == {COMMON, MOMENTUM, RESIDUAL} for arrays, _ in kept)
+            engines = [engine for _, engine, _ in made]
+            made = [joined(meeting, name, method="diloco", compress="int4") for name in "ab"]
+            for (site, engine, _), (arrays, told), before in zip(made, kept, engines, strict=True):
+                engine.values.copy_(before.values)
+                monkeypatch.setattr(site_module, "read_back", lambda *_, arrays=arrays: arrays)
+                site.restore(Path("step-3"), told)
+            starts = [first for _, first in at_once(*(lambda s=site: s.begin(3, 99, 5.0) for site, _, _ in made))]
+            assert starts == [10, 16]  # of 8 to 15, 8, 9 and 12, 13 are trained: a goes on with 10, 11, 14, 15
+        else:
+            at_once(*(lambda s=site: s._synchronise(site_module.time.monotonic() + 60) for site, _, _ in made))
+        assert made[0][1].values.tolist() == made[1][1].values.tolist()
+        residuals = [site._feedback.residual.tolist() for site, _, _ in made]
+        ends.append((made[0][1].values.tolist(), made[0][0]._momentum.tolist(), residuals))
+        assert any(residuals[0])
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("wrong", [{}, {"round": -1}, {"ledger": None}, {"trained": "x"}, {"weights": []}, 5])
+def test_nonsense_in_trainer_json_is_named(wrong) -> None:
+    right = {"round": 1, "trained": 0, "weights": [0], "was": "a:0", "ledger": {"next": 0, "free": [], "dealt": {}}}
+    assert standing(right, Path("step-1"))[2] == 1
+    kept = {**right, **wrong} if isinstance(wrong, dict) and wrong else wrong
+    with pytest.raises(CheckpointError, match=r"step-1: the sites' part of its trainer\.json makes no sense"):
+        standing(kept, Path("step-1"))

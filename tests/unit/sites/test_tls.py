@@ -15,8 +15,8 @@ import pytest
 
 from llmtrain.base.errors import UserError
 from llmtrain.commands import sites as command
-from llmtrain.config.sites import SitesConfig
-from llmtrain.sites import transport
+from llmtrain.optim.outer_methods import DiLoCo
+from llmtrain.sites import coordinator, transport
 from llmtrain.sites.membership import SitesError, TorchftMembers
 from llmtrain.sites.site import connect
 from llmtrain.sites.tls import Forwarder, Keys, as_it_is, make_keys, to_coordinator
@@ -185,8 +185,8 @@ def test_the_coordinators_line_passes_both_directions_and_members_alone(made: Pa
 def coordinators(made: Path) -> Iterator[dict[str, str]]:
     """HOST:PORT of two as the command starts them, one of them with keys."""
     addresses = {name: f"127.0.0.1:{free_port()}" for name in ("keys", "plain")}
-    servers = [command.started(addresses["keys"], 1.0, keys_of(made, "coordinator")),
-               command.started(addresses["plain"], 1.0, None)]  # fmt: skip
+    servers = [coordinator.started(addresses["keys"], 1.0, keys_of(made, "coordinator")),
+               coordinator.started(addresses["plain"], 1.0, None)]  # fmt: skip
     yield addresses
     for each in servers:
         each.shutdown()
@@ -217,6 +217,6 @@ def test_keys_on_one_side_alone_are_named_with_the_coordinators_own_address(made
     keys = str(made / folder) if folder else None
     with pytest.raises(UserError, match=rf"--coordinator {address}: {said}"):
         command.main(["status", "--coordinator", address, *(["--keys", keys] if keys else [])])
-    settings = SitesConfig(name="north", coordinator=address, keys=keys, timeout_s=60.0)
+    settings = DiLoCo(name="north", coordinator=address, keys=keys, timeout_s=60.0)
     with pytest.raises(SitesError, match=rf"sites.coordinator {address}: {said}"):
         connect(settings, 0, "run", "north:0123abcd", PIECES, TorchftMembers)

@@ -1,19 +1,60 @@
-"""Sites of unequal speed: how many steps each trains, and that all of them end together."""
+"""Shares of the work: the samples and the number of steps of each site, and that all sites end together."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from llmtrain.sites.sample_ledger import Ledger
+from llmtrain.sites.sample_ledger import Ledger, Request, steps_of
 from llmtrain.sites.step_rate import SLOWEST, steps_each
 from llmtrain.training.step import is_due
-from tests.unit.sites.test_site import Meeting, at_once, joined
+from tests.helpers.sites_in_threads import Meeting, at_once
 
-__all__ = ["joined"]
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_no_sample_is_trained_twice_or_lost(data: st.DataObject) -> None:
+    """Sites of unequal batches come, go, are lost and cut off: what the model has and what is open are all samples."""
+    ledger, done = Ledger(next=0), set()
+    for _ in range(data.draw(st.integers(1, 8))):
+        trained = {}
+        for site, spans in ledger.dealt.items():
+            if data.draw(st.booleans()):  # else it is lost
+                batch = {"a": 4, "b": 4, "c": 6}[site]
+                starts = list(steps_of(spans, batch))[: data.draw(st.integers(0, 5))]
+                samples = {index for first in starts for index in range(first, first + batch)}
+                assert not samples & done and len(samples) == batch * len(starts)
+                done |= samples
+                trained[site] = len(samples)
+        present = sorted(data.draw(st.sets(st.sampled_from("abc"), min_size=1)))
+        requests = [Request(site=s, batch={"a": 4, "b": 4, "c": 6}[s], steps=3, reserve=2) for s in present]
+        ledger = Ledger.from_json(json.loads(json.dumps(ledger.settled(trained, requests).to_json())))
+        open_ = [index for spans in (ledger.free, *ledger.dealt.values()) for span in spans for index in range(*span)]
+        assert len(open_) == len(set(open_)) and sorted([*open_, *done]) == list(range(ledger.next))
+        for request in requests:
+            assert len(list(steps_of(ledger.dealt[request.site], request.batch))) == 5
+
+
+def test_while_all_stay_samples_are_used_in_order_and_a_lost_sites_first() -> None:
+    requests = [Request(site=site, batch=2, steps=3, reserve=4) for site in ("a", "b")]
+    first = Ledger(next=10).settled({}, requests)
+    second = first.settled({"a": 6, "b": 6}, requests)
+    assert [first.dealt[s][0] for s in "ab"] == [(10, 16), (16, 22)]
+    assert [next(iter(steps_of(second.dealt[s], 2))) for s in "ab"] == [22, 28]
+    alone = second.settled({"b": 6}, requests[1:])  # a is lost: its samples are trained next
+    assert list(steps_of(alone.dealt["b"], 2))[:3] == [22, 24, 26]
+
+
+def test_pairs_of_steps_are_apart() -> None:
+    spans = ((0, 8), (20, 24))
+    assert list(steps_of(spans, 4)) == [0, 4, 20] and all(b - a >= 4 for a, b in pairwise(steps_of(spans, 4)))
 
 
 def test_steps_follow_the_speeds_and_no_word_of_one_site_stops_the_others() -> None:
@@ -51,19 +92,17 @@ def run_of(site: Any, engine: Any, step_s: float, last: int, trained: list[int])
 @pytest.mark.parametrize(
     ("method", "last"),
     [
-        ({"method": "local_sgd", "sync_every": 8}, 32),
-        ({"method": "diloco", "sync_every": 8}, 29),  # the last round is a shorter one
-        ({"method": "streaming", "sync_every": 16, "fragments": 2, "overlap_steps": 0}, 32),
-        ({"method": "streaming", "sync_every": 16, "fragments": 2, "overlap_steps": 2}, 29),
+        ({"method": "local_sgd", "sync_every": 8, "pace": "measured"}, 32),
+        ({"method": "diloco", "sync_every": 8, "pace": "measured"}, 29),  # the last round is a shorter one
+        ({"method": "streaming", "sync_every": 16, "fragments": 2, "overlap_steps": 0, "pace": "measured"}, 32),
+        ({"method": "streaming", "sync_every": 16, "fragments": 2, "overlap_steps": 2, "pace": "measured"}, 29),
         ({"method": "every_step"}, 5),
     ],
 )
 def test_sites_of_three_speeds_end_at_one_step_with_one_model_and_every_sample_once(joined, method, last) -> None:
     meeting = Meeting("a", "b", "c")
     speeds = {"a": 1.0, "b": 2.0, "c": 4.0}
-    made = {
-        name: joined(meeting, name, pace="measured", last_step=last, max_alone_steps=20, **method) for name in speeds
-    }
+    made = {name: joined(meeting, name, last_step=last, max_alone_steps=20, **method) for name in speeds}
     samples: dict[str, list[int]] = {name: [] for name in speeds}
     seen = at_once(*(run_of(*made[name][:2], each, last, samples[name]) for name, each in speeds.items()))
     assert [each[-1] for each in seen] == [last] * 3

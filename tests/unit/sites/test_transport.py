@@ -1,12 +1,13 @@
-"""A thousand messages of sites and strangers, mutated by a seeded hand: named errors, or what is right; nothing else.
+"""Messages between ranks of two sites: the right elements, and what strangers and broken sites send in their place.
 
-What a hostile member says of its own parameters is its to say (test_judge.py bounds it): an answer counts as wrong here
-only if numbers come into an array that its checksum does not vouch for.
+A seeded generator mutates a thousand messages: each brings a named error, or what is right. A hostile member may send
+any parameters of its own: an answer is wrong here only if numbers come into an array that its checksum does not cover.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import random
 import socket
@@ -22,25 +23,176 @@ import numpy as np
 import pytest
 import xxhash
 
+from llmtrain.base.errors import UserError
+from llmtrain.commands import sites as command
+from llmtrain.config.sites_rules import private
 from llmtrain.sites import quorum, transport
+from llmtrain.sites.exchange import Exchange
 from llmtrain.sites.membership import Member, PeerStatus, SitesError, peer_status
 from llmtrain.sites.quorum import MeetAgain, Meetings, RoundFailed
 from llmtrain.sites.sample_ledger import Request
-from llmtrain.sites.transport import Peer, WireError
-from llmtrain.storage.region import Region
-from tests.unit.sites.test_site import (
+from llmtrain.sites.transport import _CONNECTIONS, Peer, Server, WireError
+from llmtrain.storage.region import Region, shard
+from tests.helpers.sites_in_threads import (
+    PIECES,
     SENSE,
-    server,  # noqa: F401 - a fixture
+    answering,
+    soon,
 )
-from tests.unit.sites.test_site import (
-    test_a_rank_gets_the_elements_that_it_owns_however_the_other_site_cuts_the_model as fetch_all,
+
+
+def fetch_all(server: Server) -> None:
+    """A rank gets the elements that it owns, however the other site cuts the model."""
+    columns, shape = shard((6, 10), 1, 1, 2)  # columns 5 to 9 of a [6, 10] matrix
+    mine = [(0, "v", Region(12, 9)), (9, "w", columns)]
+    into = np.full(9 + columns.numel, -1, np.float32)
+    peer = Peer(server.address, run="run", member="a:1")
+    count = peer.fetch("values", 3, peer.covers(mine, soon()), into, soon())
+    assert count == 4 * (3 + 30) and shape == (6, 5)
+    assert into[:3].tolist() == [62, 63, 64] and (into[3:9] == -1).all()
+    assert (into[9:].reshape(6, 5) == np.arange(60).reshape(6, 10)[:, 5:]).all()
+
+
+def test_a_rank_gets_the_elements_that_it_owns_however_the_other_site_cuts_the_model(server: Server) -> None:
+    fetch_all(server)
+
+
+@pytest.mark.parametrize(
+    ("run", "member", "kind", "round_", "said"),
+    [
+        ("other", "a:1", "values", 3, "it belongs to another run"),
+        ("run", "a:2", "values", 3, "it is for a:2, and this is a:1"),
+        ("run", "a:1", "values", 4, "values of round 4 is not here"),
+        ("run", "a:1", "momentum", 3, "momentum of round 3 is not here"),
+    ],
 )
+def test_what_is_not_meant_for_it_a_server_refuses(server, run, member, kind, round_, said) -> None:
+    peer = Peer(server.address, run=run, member=member)
+    with pytest.raises(WireError, match=said):
+        peer.fetch(kind, round_, [((0, 0, 1, 5), (0, 0, 1, 5))], np.zeros(5, np.float32), soon())
+
+
+@pytest.mark.parametrize(
+    "take", [[[0, 0, 1, 66]], [[-1, 0, 1, 2]], [[0, 1, 60, 5]], [[0, 0, 1, 65]] * 2, "x", [[0]], 7]
+)
+def test_a_request_reaches_nothing_but_the_served_elements(server: Server, take: Any) -> None:
+    peer = Peer(server.address, run="run", member="a:1")
+    with pytest.raises(WireError, match="refused"):
+        peer._ask("values", 3, take, soon(), lambda *_: pytest.fail("it was served"))
+
+
+def header(**fields: Any) -> bytes:
+    text = json.dumps(fields).encode()
+    return struct.pack("<I", len(text)) + text
+
+
+def dribble(connection: socket.socket) -> None:
+    connection.sendall(header(bytes=20))
+    for _ in range(1200):
+        connection.sendall(b"\0")
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("reply", "said"),
+    [
+        (lambda c: c.sendall(header(bytes=20) + b"\0" * 28), "checksum"),
+        (lambda c: c.sendall(header(bytes=20) + b"\0" * 7), "closed the connection after 7 of 20 bytes"),
+        (lambda c: c.sendall(header(bytes=24)), "announces 24 bytes instead of 20"),
+        (lambda c: c.sendall(b"\xff" * 40), "header of 4294967295 bytes is too long"),
+        (lambda c: c.sendall(struct.pack("<I", 4) + b"nope"), "Expecting value"),
+        (lambda c: c.sendall(struct.pack("<I", 2) + b"[]"), "no object"),
+        (lambda c: c.close(), "closed"),
+        (dribble, r"not sent all of it within [\d.]+ s"),
+        (lambda c: time.sleep(60), r"not sent all of it within [\d.]+ s"),
+    ],
+)
+def test_a_bad_answer_is_named_and_holds_nobody_up(reply, said) -> None:
+    peer = Peer(answering(reply), run="run", member="a:1")
+    wait_s = 0.5 if "not sent" in said else 60
+    began_s = time.monotonic()
+    with pytest.raises(WireError, match=said):
+        peer.fetch(
+            "values",
+            3,
+            [((0, 0, 1, 5), (0, 0, 1, 5))],
+            np.zeros(5, np.float32),
+            soon(wait_s),
+        )
+    assert time.monotonic() - began_s < 20
+
+
+@pytest.mark.parametrize(
+    "sent",
+    ['{"run": "run", "to": "a:1", "kind": "values", "round": 3, "take": [[1e999, 0, 1, 1]]}', "[" * 100_000],
+    ids=["infinity", "depth"],
+)
+def test_nonsense_uses_up_no_connection(server: Server, sent: str) -> None:
+    host, _, port = server.address.partition(":")
+    for _ in range(_CONNECTIONS + 1):
+        with socket.create_connection((host, int(port)), timeout=60) as connection:
+            connection.sendall(struct.pack("<I", len(sent)) + sent.encode())
+            assert b"refused" in connection.recv(1 << 16)
+    fetch_all(server)
+
+
+PUBLIC = [
+    "0.0.0.0", "::", "::ffff:0.0.0.0", "::ffff:8.8.8.8", "8.8.8.8", "100.64.0.1", "240.0.0.1", "255.255.255.255",
+    "224.0.0.1", "::ffff:100.64.0.1", "2001:4860::8888", "64:ff9b::a00:1", "2002:a00:1::", "ff02::1", "::a00:1",
+    "192.0.2.1",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("bind", [":0", "127.0.0.1", *(f"[{a}]:0" if ":" in a else f"{a}:0" for a in PUBLIC)])
+def test_a_coordinator_listens_on_a_private_address_alone(bind: str) -> None:
+    """Also in the forms of IPv6: [::ffff:0.0.0.0] listened on every address without keys."""
+    with pytest.raises(UserError, match=r"--bind .*(private|HOST:PORT)"):
+        command.main(["coordinator", "--bind", bind])
+
+
+def test_one_rule_says_which_addresses_are_private() -> None:
+    assert not [each for each in [*PUBLIC, "", "localhost", "10.0.0.1:5"] if private(each)]
+    there = ["10.0.0.1", "172.31.0.1", "192.168.1.1", "127.0.0.1", "::1", "fd00::1", "fe80::1%eth0", "::ffff:10.8.0.1"]
+    assert [each for each in there if private(each)] == there
+
+
+def told_by(server: Server):
+    told = peer_status(Member(id="a:1", said={**SENSE, "run": "run", "addresses": [server.address]}))
+    assert told is not None
+    return told
+
+
+def exchange_of_b() -> Exchange:
+    shard = SimpleNamespace(size=65, regions=lambda _part: PIECES)
+    return Exchange(SimpleNamespace(), shard, "b:1", "run", None, None, 100)  # type: ignore[arg-type]
+
+
+def test_a_healer_that_sends_slowly_leaves_time_for_the_next(server: Server) -> None:
+    arrays = {kind: np.arange(65, dtype=np.float32) * by for kind, by in (("anchor", 1), ("momentum", 2))}
+    server.publish(3, arrays)
+    told = told_by(server)
+    slow = dataclasses.replace(told, id="0:1", addresses=(answering(lambda _: time.sleep(60)),))
+    outer, received, failed = exchange_of_b()._healed([slow, told], 3, time.monotonic() + 8)
+    assert outer is not None and received == 2 * 260 and failed.keys() == {"0:1"}
+    assert all((got == arrays[kind]).all() for got, kind in zip(outer, ("anchor", "momentum"), strict=True))
+
+
+def test_elements_that_come_twice_do_not_stand_for_those_that_do_not_come(server: Server) -> None:
+    """As many as this rank wants, with one span twice and another never."""
+    server._index = [[0, "w", 0, 60, [], 0, 0], [0, "w", 0, 5, [], 0, 0]]
+    with pytest.raises(WireError, match="its values are not finite"):
+        exchange_of_b()._values(told_by(server), "values", 3, None, time.monotonic() + 60)
+
 
 ODD: list[Any] = [
     None, True, -1, 0, 1, 3, 64, 65, 66, 2**31, 2**63, 10**30, -(10**30), 0.5, float("inf"), float("nan"), "",
     "w", "x" * 999, [], {}, [[]], [0, 0, 1, 1], [[0, 0, 1, 65]] * 3, {"a": {}}, "\0", "é",
 ]  # fmt: skip
+
+
 REQUEST = {"run": "run", "to": "a:1", "round": 3, "kind": "values", "take": [[0, 5, 2, 3], [60, 0, 1, 5]]}
+
+
 INDEX = [[0, "w", 0, 60, [], 0, 0], [60, "v", 10, 5, [], 0, 0], [65, "u", 0, 6, [[0, 2], [4, 1]], 8, 1]]
 
 
@@ -88,7 +240,7 @@ def no_thread_fails(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert not failed, failed
 
 
-def test_a_server_answers_400_mutated_requests_with_what_it_serves_or_not_at_all(server, monkeypatch) -> None:  # noqa: F811
+def test_a_server_answers_400_mutated_requests_with_what_it_serves_or_not_at_all(server, monkeypatch) -> None:
     """No answer is longer than the array of 260 bytes, none takes memory by its numbers; then the right one comes."""
     dice = random.Random(0)
     host, _, port = server.address.partition(":")
@@ -225,7 +377,7 @@ def check(told: PeerStatus) -> None:
     assert isinstance(told.difference(COMMON), str) and told.state
 
 
-def test_strangers_that_say_nothing_hold_no_place(server) -> None:  # noqa: F811
+def test_strangers_that_say_nothing_hold_no_place(server) -> None:
     """Slow-loris: 100 connections that stay open, with half a header or none."""
     host, _, port = server.address.partition(":")
     with contextlib.ExitStack() as stack:
@@ -237,7 +389,7 @@ def test_strangers_that_say_nothing_hold_no_place(server) -> None:  # noqa: F811
         assert time.monotonic() - began_s < 20
 
 
-def test_a_request_of_many_pieces_is_counted_before_it_is_cut(server, monkeypatch) -> None:  # noqa: F811
+def test_a_request_of_many_pieces_is_counted_before_it_is_cut(server, monkeypatch) -> None:
     """Within a header's limit one may name an element 100,000 times: each view of it would take 50 times its bytes."""
     monkeypatch.setattr(transport, "_cut", lambda *_: pytest.fail("it was cut"))
     peer = Peer(server.address, run="run", member="a:1")

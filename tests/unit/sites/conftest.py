@@ -1,0 +1,58 @@
+"""Sites of one rank, and a server of one rank's elements."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llmtrain.sites import async_method, exchange, quorum
+from llmtrain.sites import site as site_module
+from llmtrain.sites.site import Site
+from llmtrain.sites.step_rate import Share
+from llmtrain.sites.transport import Server
+from tests.helpers.sites_in_threads import PIECES, Meeting, Numbers, settings_of
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    server = Server("127.0.0.1", run="run", member="a:1", pieces=PIECES, limit_s=60)
+    server.publish(3, {"values": np.arange(65, dtype=np.float32)})
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def joined(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Site, Numbers, list]]]:
+    """Makes sites of one rank."""
+    for module in (site_module, quorum, exchange, async_method):
+        monkeypatch.setattr(module, "from_all", lambda _ranks, value: [value])
+    for module in (site_module, quorum, exchange):
+        monkeypatch.setattr(module, "from_rank_0", lambda _ranks, make: make())
+    monkeypatch.setattr(site_module, "another_group", lambda ranks, _limit_s: ranks)
+    monkeypatch.setattr(site_module, "together", lambda _ranks: contextlib.nullcontext())
+    with contextlib.ExitStack() as stack:
+
+        def join(
+            meeting: Meeting,
+            name: str,
+            *,
+            tokens: int = 8,
+            common: str = "x",
+            last_step: int | None = None,
+            **changes: Any,
+        ) -> Any:
+            engine, events = Numbers(), []
+            site = Site(
+                engine, SimpleNamespace(rank=0, world_size=1),  # type: ignore[arg-type]
+                settings_of(name, **changes), {"data": common},
+                Share(batch=2, tokens=tokens), lambda kind, **fields: events.append((kind, fields)),
+                members=meeting.member, last_step=last_step,
+            )  # fmt: skip
+            return stack.enter_context(site), engine, events
+
+        yield join
