@@ -19,7 +19,7 @@ from llmtrain.checkpoint.format import complete_checkpoints
 from llmtrain.checkpoint.native.universal import export_universal
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.config.run import DataConfig
-from llmtrain.sites.membership import heard_on
+from llmtrain.sites.membership import heard_at, heard_on
 from llmtrain.sites.shard import fragment_of
 from tests.helpers import forked
 from tests.helpers.launching import (
@@ -305,6 +305,25 @@ def test_the_commands_of_the_page(small_data, tmp_path):
             kill_tree(job)
     used = [row["used"] for row in rows(tmp_path / "north", "events.jsonl") if row["kind"] == "synchronise"]
     assert used == [[], *[["north", "south"]] * 3]
+
+
+def test_a_launch_whose_site_waits_for_the_others_ends_at_sigterm(coordinator, small_data, tmp_path):
+    """Two ranks, started and watched by `llmtrain launch`; the site has joined no round."""
+    file = recipe(tmp_path / "waits", small_data)
+    (file.parent / "hosts").write_text("localhost slots=2\n")
+    words = f"--sites.name waits --sites.coordinator {coordinator} --sites.start_sites 2 --train.micro_batch 1"
+    job = start_shell(f"llmtrain launch --hostfile hosts -- {file} {words}", file.parent)
+    try:
+        until_s = time.monotonic() + 120
+        while not any(each.site == "waits" for each in heard_at(coordinator)):
+            assert job.poll() is None and time.monotonic() < until_s
+            time.sleep(0.2)
+        job.send_signal(signal.SIGTERM)
+        code, output = finish(job, 60)
+    finally:
+        kill_tree(job)
+    assert code == 75 and "while it waited for the other sites, at step 0; the same command begins" in output, output
+    assert not losses(file.parent / "run") and not list(file.parent.glob("run/checkpoints/*"))
 
 
 def start_shell(command: str, folder: Path) -> subprocess.Popen[str]:
