@@ -1,3 +1,40 @@
-"""llmtrain: train large language models with DeepSpeed."""
+"""llmtrain: train large language models with DeepSpeed.
+
+The names below are for a user's own code (docs/extend.md). Each is imported when it is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from llmtrain.base.choice import Bound, bounded
+    from llmtrain.optim.schedules import Schedule
+    from llmtrain.tracking.sink import Sink
+    from llmtrain.training.parts import Done, Part
+    from llmtrain.training.step import Position, Request
 
 __version__ = "0.1.0"
+__all__ = ["Bound", "Done", "Part", "Position", "Request", "Schedule", "Sink", "bounded"]
+
+_HOMES = {
+    "Bound": "llmtrain.base.choice",
+    "bounded": "llmtrain.base.choice",
+    "Schedule": "llmtrain.optim.schedules",
+    "Sink": "llmtrain.tracking.sink",
+    "Done": "llmtrain.training.parts",
+    "Part": "llmtrain.training.parts",
+    "Position": "llmtrain.training.step",
+    "Request": "llmtrain.training.step",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"llmtrain has no {name!r}; it has {', '.join(__all__)}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

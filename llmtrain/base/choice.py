@@ -1,9 +1,13 @@
-"""Sections of a run in which a name selects one of several classes, and bounds that stand beside their fields.
+"""Sections of a run in which names select classes, and bounds that stand beside the classes' fields.
 
-    class Schedule(Choice, section="schedule"): ...    the section: fields that every choice has
-    class Wsd(Schedule, choice="wsd"): ...             one choice: its own fields, and the function that does it
+    class Schedule(Choice, section="schedule"): ...    a section of one choice: fields that every choice has
+    class Wsd(Schedule, choice="wsd"): ...             a choice: its own fields, and the function that does it
 
-Each is a frozen keyword-only dataclass. The YAML is one flat map: its `name` selects the class.
+    class Part(Entry, section="parts"): ...            a section of entries: as many as a run names
+    class Count(Part, entry="count"): ...              an entry: its fields stand below `parts.count`
+
+Each choice is a frozen keyword-only dataclass, each entry a keyword-only one. The YAML of a choice is one flat map: its
+`name` selects the class.
 """
 
 from __future__ import annotations
@@ -101,6 +105,7 @@ class Choice:
         if section is not None:
             cls.SECTION, cls.SELECTOR, cls.CHOICES = section, selector, {}
         if choice is not None:  # a field of each class with one value: so it is in every dump
+            refuse_taken(cls, choice, cls.CHOICES)
             cls.__annotations__ = {**inspect.get_annotations(cls), cls.SELECTOR: "str"}
             setattr(cls, cls.SELECTOR, field(default=choice, init=False))
             cls.CHOICES[choice] = cls
@@ -158,6 +163,33 @@ class Choice:
             f"belongs to {selector} {either(owners)}",
             f"{removal}, or set {selector} to {one_of}{', '.join(owners)}",
         )
+
+
+@dataclass(kw_only=True, eq=False)
+class Entry:
+    """Base of the sections that hold any number of entries, each a class, such as `parts.NAME`."""
+
+    SECTION: ClassVar[str]
+    NAME: ClassVar[str]
+    """Key of the class in its section."""
+    SECTIONS: ClassVar[dict[str, dict[str, type[Any]]]] = {}
+    """Section -> name -> class, for all sections of entries."""
+
+    def __init_subclass__(cls, *, section: str | None = None, entry: str | None = None, **others: Any) -> None:
+        super().__init_subclass__(**others)
+        if section is not None:
+            cls.SECTION = section
+            Entry.SECTIONS.setdefault(section, {})
+        if entry is not None:
+            refuse_taken(cls, entry, Entry.SECTIONS[cls.SECTION])
+            cls.NAME = entry
+            Entry.SECTIONS[cls.SECTION][entry] = cls
+
+
+def refuse_taken(cls: type, name: str, known: Mapping[str, type]) -> None:
+    """Raise ValueError where another module has defined a class of that name: a plugin replaces none of ours."""
+    if name in known and known[name].__module__ != cls.__module__:
+        raise ValueError(f"the name {name!r} of class {cls.__name__} is taken by {known[name].__qualname__}")
 
 
 def either(names: list[str]) -> str:

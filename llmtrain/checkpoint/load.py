@@ -34,6 +34,7 @@ from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.checkpoint.retain import set_aside
 from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.checkpoint.verify import wrong_frozen
+from llmtrain.config.plugins import CHANGED, FLAG, changed_ok
 from llmtrain.config.problems import show
 from llmtrain.config.run import RunConfig
 from llmtrain.engine.api import Engine, StateTensor
@@ -492,9 +493,28 @@ def refuse_other_run(saved: dict[str, Any], now: dict[str, Any], folder: Path) -
     for key, remedy in remedies.items():
         if saved.get(key) not in (None, now.get(key)):
             raise CheckpointError(f"{folder}: {key} is {saved[key]!r} there and {now[key]!r} in this run. {remedy}.")
+    _refuse_other_plugins(saved.get("plugins") or {}, now["plugins"], folder)
     if saved.get("data_fingerprint") is None:
         return [
             f"{folder} does not tell its data: this run's data is taken for the same, from sequence "
             f"{saved.get('sample_index') or 0} on"
         ]
     return []
+
+
+def _refuse_other_plugins(saved: dict[str, str], now: dict[str, str], folder: Path) -> None:
+    """Compare names and SHA-256 of plugins. Raises CheckpointError."""
+    if saved == now or changed_ok():
+        return
+    remedy = f"give {CHANGED} ok to go on with it, or go on with the code as it was"
+    for name in sorted(saved.keys() | now.keys()):
+        if name not in now:
+            raise CheckpointError(f"{folder}: the run used the plugin {name}, and this launch has none of that name. "
+                                  f"Give {FLAG} {name}.py, or {CHANGED} ok to go on without")  # fmt: skip
+        if name not in saved:
+            raise CheckpointError(f"{folder}: the run had no plugin {name} so far; {remedy}")
+        if saved[name] != now[name]:
+            was, is_now = saved[name][:12], now[name][:12]
+            raise CheckpointError(
+                f"{folder}: plugin {name} has changed since: its SHA-256 was {was} and is {is_now}; {remedy}"
+            )

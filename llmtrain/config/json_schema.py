@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, Literal, get_args, get_origin
 
+from llmtrain.base import choice
 from llmtrain.config.reference import Entry, choices, default_choice, entries, sections
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
@@ -16,6 +17,8 @@ def json_schema() -> dict[str, Any]:
     knows."""
     top: dict[str, Any] = {entry.key: _value(entry) for entry in entries() if "." not in entry.key}
     top |= {section: _section(section) for section in sections()}
+    for section, names in choice.Entry.SECTIONS.items():
+        top[section] = _or_null(_map({name: _section(f"{section}.{name}") for name in names}))
     return {"$schema": DRAFT, "title": "A training run of llmtrain", "required": ["deepspeed"], **_map(top)}
 
 
@@ -31,12 +34,12 @@ def _section(section: str) -> dict[str, Any]:
     base = choices()[section]
     properties = {_name(entry): {} if entry.owners else _or_null(_value(entry)) for entry in mine}
     rules = []
-    for choice, chosen in base.CHOICES.items():
-        fields = {_name(e): _or_null(_value(e)) for e in mine if choice in e.owners}
+    for name, chosen in base.CHOICES.items():
+        fields = {_name(e): _or_null(_value(e)) for e in mine if name in e.owners}
         fields |= {_name(e): {"type": "null"} for e in mine if e.owners and _name(e) not in chosen.own()}
-        named = {"properties": {base.SELECTOR: {"const": choice}}, "required": [base.SELECTOR]}
+        named = {"properties": {base.SELECTOR: {"const": name}}, "required": [base.SELECTOR]}
         asked: dict[str, Any] = named
-        if choice == default_choice(section) and section != "optim":  # there the JSON may name it
+        if name == default_choice(section) and section != "optim":  # there the JSON may name it
             asked = {"anyOf": [named, {"properties": {base.SELECTOR: {"type": "null"}}}]}
         rules.append({"if": asked, "then": {"properties": fields}})
     return {**_or_null(_map(properties)), "allOf": rules}

@@ -18,8 +18,8 @@ from typing import Any, Literal, get_args, get_origin
 
 from jsonargparse import ArgumentError, ArgumentParser
 
-from llmtrain.base.choice import Choice
-from llmtrain.config import ds_keys, model_tree, rules, strict_yaml, unknown
+from llmtrain.base.choice import Choice, Entry
+from llmtrain.config import ds_keys, model_tree, plugins, rules, strict_yaml, unknown
 from llmtrain.config.join import optimizer_in
 from llmtrain.config.problems import Problems, closest, show, stop
 from llmtrain.config.reference import choices, default_choice, help_text, schema, sections, type_name
@@ -28,6 +28,7 @@ from llmtrain.config.run import ResolvedRun, RunConfig
 
 COMMAND_LINE = "command line"
 _LAUNCHER_FLAGS = ("--local_rank", "--local-rank")
+_NO_FIELDS = ("config", "plugin", "plugin-changed")
 _FREE_KEYS = ("model.config", "data.mixture")  # maps whose keys are the user's own
 
 FORMERLY = {
@@ -79,10 +80,11 @@ def parse(argv: list[str], *, check_paths: bool = True) -> Parsed:
     for key, text in overrides:
         _override(tree, places, key, text, problems)
     free = _take_free(tree, places, problems)
+    entries = {section: _take_entries(tree, section, places, problems) for section in ("parts", "trackers")}
     _check_keys(tree, "", places, problems, unknown.tokens_of(tree.get("data")))
     problems.raise_if_any()
     chosen = {section: _choose(tree, section, places, problems) for section in choices()}
-    run = _typed(tree, chosen, places, problems)
+    run = _typed(tree, chosen, entries, places, problems)
     run = _put_free(run, free)
     if run.train.run_dir is None:
         run = replace(run, train=replace(run.train, run_dir=f"runs/{Path(config_path).stem}"))
@@ -105,6 +107,24 @@ def run_words(argv: list[str]) -> list[str]:
     return ["--config", path, *(word for key, _, given in pairs if key != "config" for word in given)]
 
 
+def _use_plugins(argv: list[str]) -> None:
+    """Import those of the command line, before any other word is read: they bring fields."""
+    found: list[str] = []
+    changed, words = False, iter(argv)
+    for word in words:
+        flag, has_value, value = word.partition("=")
+        if flag in (plugins.FLAG, plugins.CHANGED):
+            value = value if has_value else next(words, "")
+            if flag == plugins.FLAG and value and not value.startswith("--"):
+                found.append(value)
+            elif flag == plugins.CHANGED and value == "ok":
+                changed = True
+            else:
+                remedy = "write --plugin FILE.py" if flag == plugins.FLAG else f"write {plugins.CHANGED} ok"
+                raise stop(flag, value or None, "needs its value", remedy, COMMAND_LINE)
+    plugins.use(found, changed=changed)
+
+
 def command_words(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Part a command line into the command's own flags and the words of a run: RUN.yaml [--SECTION.FIELD VALUE ...].
 
@@ -122,7 +142,7 @@ def command_words(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[arg
     known = {key.partition(".")[0] for key in schema()}
     for word in words:
         flag = word.partition("=")[0]
-        foreign = flag.startswith("--") and flag[2:].partition(".")[0].replace("-", "_") not in {"config", *known}
+        foreign = flag.startswith("--") and flag[2:].partition(".")[0].replace("-", "_") not in {*_NO_FIELDS, *known}
         if foreign and flag not in _LAUNCHER_FLAGS and (near := closest(flag, own)):
             raise stop("command line", flag, f"is no flag of `{parser.prog}`", f"did you mean {near}?", COMMAND_LINE)
     return given, words + argv[cut + 1 :]
@@ -135,7 +155,7 @@ def _split(argv: list[str]) -> tuple[str, list[tuple[str, str]]]:
     if len(configs) != 1:
         rule = "names the run's YAML, once"
         raise stop("--config", configs or None, rule, "write RUN.yaml, or --config RUN.yaml", COMMAND_LINE)
-    return configs[0], [(key, value) for key, value in pairs if key != "config"]
+    return configs[0], [(key, value) for key, value in pairs if key not in _NO_FIELDS]
 
 
 def _pairs(argv: list[str]) -> Iterator[tuple[str, str, list[str]]]:
@@ -143,6 +163,7 @@ def _pairs(argv: list[str]) -> Iterator[tuple[str, str, list[str]]]:
 
     A flag without a value is true, if its field is true or false. The launcher's --local_rank is dropped.
     """
+    _use_plugins(argv)
     words = deque(argv)
     while words:
         word = words.popleft()
@@ -174,7 +195,7 @@ def _pairs(argv: list[str]) -> Iterator[tuple[str, str, list[str]]]:
 def _is_flag(flag: str) -> bool:
     key = flag[2:]
     free = any(key == one or key.startswith(f"{one}.") for one in _FREE_KEYS)
-    return free or key == "config" or key in schema() or flag in _LAUNCHER_FLAGS
+    return free or key in _NO_FIELDS or key in schema() or flag in _LAUNCHER_FLAGS
 
 
 def _known_spelling(flag: str) -> str:
@@ -264,6 +285,46 @@ def _take_free(tree: dict[str, Any], places: dict[str, str], problems: Problems)
     return taken
 
 
+def _take_entries(tree: dict[str, Any], section: str, places: dict[str, str], problems: Problems) -> dict[str, Any]:
+    """Remove a section of entries from the tree. Returns name -> an object of its class."""
+    given, known, built = tree.pop(section, None) or {}, Entry.SECTIONS.get(section, {}), {}
+    if not isinstance(given, dict):
+        problems.add(section, given, "is a section", "write `NAME: {FIELD: VALUE}` below it", places.get(section))
+        return {}
+    for name, values in given.items():
+        key = f"{section}.{name}"
+        if name not in known:
+            near = closest(str(name), known)
+            remedy = f"did you mean {section}.{near}?" if near else "give the file that defines it: --plugin FILE.py"
+            problems.add(key, show(values), "no plugin and no part of llmtrain has this name", remedy, places.get(key))
+        elif values is not None and not isinstance(values, dict):
+            problems.add(key, values, "is a section", "write its fields below it", places.get(key))
+        elif (entry := _entry(key, known[name], values or {}, places, problems)) is not None:
+            built[name] = entry
+    return built
+
+
+def _entry(key: str, cls: type, values: dict[str, Any], places: dict[str, str], problems: Problems) -> Any:
+    """An object of these values; None where one of them is wrong."""
+    parser, wrong = ArgumentParser(exit_on_error=False, default_env=False), False
+    parser.add_class_arguments(cls, "entry")
+    for name, value in list(values.items()):
+        field = f"{key}.{name}"
+        if field not in schema():
+            unknown.unknown_key(field, value, places.get(field), problems)
+            wrong = True
+            continue
+        values[name] = value if (number := _whole(field, value)) is None else number
+        try:
+            parser.parse_object({"entry": {name: values[name]}})
+        except (ArgumentError, TypeError, ValueError):
+            problems.add(field, value, *_type_words(field, value), places.get(field))
+            wrong = True
+    if wrong:
+        return None
+    return _build(cls, parser.parse_object({"entry": values})["entry"]) if values else cls()
+
+
 def _put_free(run: RunConfig, free: dict[str, Any]) -> RunConfig:
     if (config := free.get("model.config")) is not None:
         run = replace(run, model=replace(run.model, config=config))
@@ -340,16 +401,20 @@ def _choose(tree: dict[str, Any], section: str, places: dict[str, str], problems
 def _parser(chosen: tuple[type, ...]) -> ArgumentParser:
     """`chosen`: the classes of the sections."""
     parser = ArgumentParser(exit_on_error=False, default_env=False)
-    parser.add_class_arguments(RunConfig, skip=set(sections()))
+    parser.add_class_arguments(RunConfig, skip={*sections(), *Entry.SECTIONS})
     for section, cls in zip(sections(), chosen, strict=True):
         parser.add_class_arguments(cls, section)
     return parser
 
 
 def _typed(
-    tree: dict[str, Any], chosen: dict[str, type[Choice]], places: dict[str, str], problems: Problems
+    tree: dict[str, Any],
+    chosen: dict[str, type[Choice]],
+    entries: dict[str, Any],
+    places: dict[str, str],
+    problems: Problems,
 ) -> RunConfig:
-    """Types by jsonargparse: the whole tree at once, and key by key only to name what is wrong."""
+    """Types by jsonargparse: the whole tree at once, and key by key only to name what is wrong. `entries`: typed."""
     classes = {**sections(), **chosen}
     parser = _parser(tuple(classes.values()))
     deep = [
@@ -364,7 +429,7 @@ def _typed(
             warnings.simplefilter("ignore")
             found = parser.parse_object(tree)
             built = {section: _build(cls, found[section]) for section, cls in classes.items()}
-            return _build(RunConfig, {**found.as_dict(), **built})
+            return _build(RunConfig, {**found.as_dict(), **built, **entries})
     except (ArgumentError, TypeError, ValueError) as error:
         for key, value in _leaves(tree):
             one: dict[str, Any] = {"deepspeed": "x"}

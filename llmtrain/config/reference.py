@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from llmtrain.base import choice
 from llmtrain.base.choice import Bound, Choice, default_of
 from llmtrain.config import ds_keys, together, topology
 from llmtrain.config.problems import show
@@ -91,11 +92,14 @@ def entries() -> tuple[Entry, ...]:
         found += [_entry(cls, item, f"{section}.{item.name}") for item in items]
         shared = {item.name for item in items}
         own: dict[Entry, list[str]] = {}
-        for choice, chosen in choices()[section].CHOICES.items():
+        for name, chosen in choices()[section].CHOICES.items():
             for item in fields(chosen):
                 if item.init and item.name not in shared:
-                    own.setdefault(_entry(chosen, item, f"{section}.{item.name}"), []).append(choice)
+                    own.setdefault(_entry(chosen, item, f"{section}.{item.name}"), []).append(name)
         found += [replace(entry, owners=tuple(owners)) for entry, owners in own.items()]
+    for section, names in choice.Entry.SECTIONS.items():
+        for name, cls in names.items():
+            found += [_entry(cls, item, f"{section}.{name}.{item.name}") for item in fields(cls) if item.init]
     return tuple(found)
 
 
@@ -142,13 +146,18 @@ def _docstrings(module: ModuleType) -> dict[tuple[str, str], str]:
 def _doc(cls: type, field: str) -> str:
     """The docstring of a field, from the class that declares it."""
     found = (_docstrings(sys.modules[each.__module__]).get((each.__name__, field)) for each in cls.__mro__[:-1])
-    return next(doc for doc in found if doc is not None)
+    return next((doc for doc in found if doc is not None), "")  # a plugin's field may have none
+
+
+def is_required(item: Field[Any]) -> bool:
+    """True if the field has no default."""
+    return item.default is MISSING and item.default_factory is MISSING
 
 
 def _default(item: Field[Any]) -> str:
-    if item.default is not MISSING:
-        return show(default_of(item))
-    return "required" if item.default_factory is MISSING else show(item.default_factory())
+    if is_required(item):
+        return "required"
+    return show(default_of(item) if item.default_factory is MISSING else item.default_factory())
 
 
 def type_name(kind: Any) -> str:

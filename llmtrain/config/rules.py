@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.base import untrusted
+from llmtrain.base.choice import Entry
 from llmtrain.base.units import GIB, size
 from llmtrain.config.adapter import check_adapter
 from llmtrain.config.balance import MOST
@@ -48,6 +49,9 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
         value = getattr(config, item.name)
         if is_dataclass(value):
             flat |= flatten(value, f"{prefix}{item.name}.")
+        elif item.name in Entry.SECTIONS:
+            for name, entry in value.items():
+                flat |= flatten(entry, f"{item.name}.{name}.")
         else:
             flat[f"{prefix}{item.name}"] = value
     return flat
@@ -55,8 +59,10 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
 
 def _limits(run: RunConfig, key: str) -> Mapping[str, Any]:
     """The bound and the remedy that stand beside a field (`base/choice.py`); empty: it has none."""
-    section, _, name = key.rpartition(".")
-    holder = getattr(run, section) if section else run
+    *sections, name = key.split(".")
+    holder: Any = run
+    for section in sections:
+        holder = holder[section] if isinstance(holder, dict) else getattr(holder, section)
     found = holder.__dataclass_fields__[name].metadata if name in holder.__dataclass_fields__ else {}
     return found if "bound" in found else {}
 

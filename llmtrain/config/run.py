@@ -271,6 +271,10 @@ class RunConfig:
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     fault: FaultConfig = field(default_factory=FaultConfig)
     sites: SitesConfig = field(default_factory=DiLoCo)
+    parts: dict[str, Any] = field(default_factory=dict)
+    """Parts of plugins that take part in the run: NAME: {FIELD: VALUE} for each; `NAME:` alone takes the defaults."""
+    trackers: dict[str, Any] = field(default_factory=dict)
+    """Trackers beside W&B and the local files, in the same form."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from typing import Any, TextIO
 from llmtrain.base import log, units, untrusted
 from llmtrain.base.log import LiveLine
 from llmtrain.tracking.metrics import loss_unit
+from llmtrain.tracking.sink import Sink
 
 _RATE_WINDOW = 20  # log points over which the time per step is averaged for the ETA
 
@@ -25,7 +26,7 @@ def _right(row: dict[str, Any], prefix: str = "") -> float | None:
     return _number(row, f"{prefix}unpaired/accuracy") if found is None else found
 
 
-class Console:
+class Console(Sink):
     """Prints rows of metrics.
 
     Args:

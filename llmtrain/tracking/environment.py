@@ -17,6 +17,7 @@ from typing import Any
 
 from llmtrain.base.files import replace_file
 from llmtrain.base.redact import redact, redact_argv
+from llmtrain.config.plugins import hashes
 from llmtrain.tracking.local import to_json
 
 _PACKAGES = (
@@ -117,6 +118,7 @@ def describe_environment(*, ranks: Iterable[Mapping[str, Any]], argv: Iterable[s
     return {
         "versions": versions(),
         "git": git_state(),
+        "plugins": hashes(),
         "host": socket.gethostname(),
         "platform": platform.platform(),
         "cpu_count": os.cpu_count(),

@@ -18,6 +18,7 @@ from typing import Any
 
 from llmtrain.base import log, untrusted
 from llmtrain.base.files import replace_file
+from llmtrain.tracking.sink import Sink
 
 RUN_FILES = ("config.yaml", "deepspeed.json", "environment.json")
 """Written once, at the start."""
@@ -173,7 +174,7 @@ class JsonLines:
             os.close(fd)
 
 
-class LocalFiles:
+class LocalFiles(Sink):
     """metrics.jsonl and events.jsonl of a run's folder, and its other files put back if something removes them."""
 
     def __init__(self, run_dir: Path, *, start_step: int) -> None:

@@ -26,6 +26,7 @@ from urllib.parse import urlsplit
 from llmtrain.base import log, untrusted
 from llmtrain.base.redact import redact, redact_text
 from llmtrain.config.run import TrackingConfig
+from llmtrain.tracking.sink import Sink
 from llmtrain.tracking.wandb_history import earlier_launches, mark_uploaded, rows_after
 
 Mode = Literal["online", "offline", "disabled"]
@@ -134,7 +135,7 @@ def choose_mode(asked: str) -> tuple[Mode, str]:
     return "online", why
 
 
-class WandbSink:
+class WandbSink(Sink):
     """One W&B run that continues under the same id in every launch of the training run.
 
     Construct it on the rank that tracks, before this launch writes metrics.jsonl; then `log` and `close`. None of them

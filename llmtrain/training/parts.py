@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from llmtrain.base.choice import Entry
 from llmtrain.engine.api import StateTensor
 from llmtrain.training.step import Position, Request, Step
+
+if TYPE_CHECKING:
+    from llmtrain.training.run import Launch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,14 +37,18 @@ class Done(Step):
         return self.complete or self.agreed.stop or self.agreed.time_up
 
 
-class Part:
+class Part(Entry, section="parts"):
     """Takes part in a run beside the step. All ranks call every method together; each default does nothing.
 
-    `training/run.py` has the list of a run's parts. Its order is the order in which the loop calls them.
+    `training/run.py` has the list of a run's parts. Its order is the order in which the loop calls them. A plugin's
+    part is a dataclass with a name (`class Count(Part, entry="count")`): its fields stand below `parts.count`.
     """
 
     key = ""
     """Name of its entry in a checkpoint's trainer.json; empty: it has none."""
+
+    def open(self, launch: Launch) -> None:
+        """Called once at first, on a part of a plugin. `launch`: the run's objects, such as its engine and data."""
 
     def begin(self, position: Position) -> Position | None:
         """Called before the first step. Returns where the run goes on instead; None: at `position`."""
@@ -58,7 +66,8 @@ class Part:
         return None
 
     def figures(self, done: Done) -> dict[str, Any]:
-        """Return its figures for the row of metrics of a step that is logged, by their keys in METRICS."""
+        """Return its figures for the row of metrics of a step that is logged, by their keys in METRICS; those of a
+        plugin's part are logged as NAME/KEY."""
         return {}
 
     def state(self) -> list[StateTensor]:

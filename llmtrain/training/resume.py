@@ -15,6 +15,7 @@ from llmtrain.checkpoint.hf.special_tokens import sampling_defaults
 from llmtrain.checkpoint.load import resume
 from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.cluster.watch.heartbeat import heart
+from llmtrain.config.plugins import hashes
 from llmtrain.engine.dist.control import from_rank_0, together
 from llmtrain.tracking.environment import new_run_id, versions
 from llmtrain.training.step import Position
@@ -48,6 +49,7 @@ class TrainerState:
             "run": asdict(run),
             "deepspeed": setup.resolved.deepspeed,
             "versions": versions(),
+            "plugins": hashes(),
             "layout": {**asdict(mix.degrees), "zero_stage": mix.zero_stage, **mix.moments},
         }
         """The entries that do not change during a launch."""

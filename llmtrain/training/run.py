@@ -22,6 +22,7 @@ from llmtrain.cluster.watch.heartbeat import count_collectives, heart
 from llmtrain.config.batch import Batch
 from llmtrain.config.deepspeed import FP32_BY_AUTO
 from llmtrain.config.dump import dump
+from llmtrain.config.plugins import hashes, place_of
 from llmtrain.config.run import RunConfig
 from llmtrain.config.topology import Mix
 from llmtrain.data.stream.loader import TrainLoader, check_validation
@@ -59,7 +60,12 @@ def train(checked: Checked) -> int:
     ranks = join_process_group(
         run.fault.timeout_s,
         start_timeout_s=run.fault.start_timeout_s,
-        settings={**asdict(run), "json": resolved.deepspeed, "bf16_optimizer_states": resolved.mix.bf16_moments},
+        settings={
+            **asdict(run),
+            "json": resolved.deepspeed,
+            "bf16_optimizer_states": resolved.mix.bf16_moments,
+            "plugin": hashes(),
+        },
     )
     introduce(ranks)
     heart.phase("model")
@@ -127,8 +133,12 @@ def _train(setup: Setup, folder: RunDirectory, checkpoints: CheckpointFolder, re
                                                   limit=resolved.max_steps)  # fmt: skip
             except StopAsked:  # while it waited for the other sites: there is nothing new to save
                 position, ended, began = start.position, False, False
-            reason = None if ended else requests.stop_reason or "another rank was asked to stop"
+            reason = None if ended else requests.stop_reason or "another rank, or a part of the run, asked to stop"
             told = _conclude(launch, position, saving, evaluation, reason, began=began)
+            if setup.run.parts:
+                from llmtrain.training.plugin_parts import raise_failures
+
+                raise_failures(parts, ranks)
         status = "finished" if ended else "stopped"
     except TrainingStopped as error:
         tracker.event("stop", step=session.step_number, complete=False, reason=str(error))
@@ -157,6 +167,10 @@ def _fill(parts: list[Part], launch: Launch) -> tuple[Saving, Evaluation]:
         from llmtrain.training.load_balance import LoadBalance
 
         parts.append(LoadBalance(setup, launch.session, launch.loader, tracker))
+    if run.parts:
+        from llmtrain.training.plugin_parts import guarded
+
+        parts.extend(guarded(run.parts, launch))
     for part in parts:
         if start.folder is not None and (kept := start.kept.get(part.key)):
             part.restore(kept, start.folder)
@@ -188,6 +202,8 @@ def _tracker(setup: Setup, start: Start, folder: RunDirectory, environment: dict
         total_steps=setup.resolved.max_steps,
         enabled=setup.ranks.rank == 0,
         start_step=start.position.step,
+        trackers=setup.run.trackers,
+        where=place_of,
         norm=norm_of(setup.resolved.optim.name, zero=setup.resolved.zero_stage > 0),
         show=messages.show_progress(),
     )

@@ -1,0 +1,190 @@
+"""A user's own code: `--plugin FILE.py`, a module, or an installed entry point of the group `llmtrain.plugins`.
+
+A plugin defines subclasses of the bases that `llmtrain` exports; its import makes their names known to the run's YAML.
+No configuration names code: only the command line and Python do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+import traceback
+from dataclasses import dataclass, fields, is_dataclass
+from importlib import metadata
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+
+from llmtrain.base.choice import Choice, Entry
+from llmtrain.base.errors import ConfigError, TrainingStopped
+from llmtrain.config import reference
+
+FLAG = "--plugin"
+CHANGED = "--plugin-changed"
+GROUP = "llmtrain.plugins"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plugin:
+    """A plugin that this process has imported."""
+
+    given: str
+    """As it stands on the command line."""
+    path: Path
+    """Of its file; of a package, its folder's __init__.py."""
+    sha256: str
+    """Of the file; of a package, of all its .py files."""
+    module: ModuleType
+
+    @property
+    def name(self) -> str:
+        """The file's name without .py, or the module's."""
+        return self.path.parent.name if self.path.stem == "__init__" else self.path.stem
+
+
+class PluginError(TrainingStopped):
+    """An exception in a plugin's code during a run."""
+
+
+_PREFIX = "llmtrain_plugin_"
+_modules: set[str] = set()
+"""Names of all modules that were imported as plugins in this process."""
+_current: list[Plugin] = []
+_changed_ok = False
+
+
+def current() -> list[Plugin]:
+    """The plugins of the run that was parsed last in this process."""
+    return list(_current)
+
+
+def changed_ok() -> bool:
+    """True if the run may go on from a checkpoint that was trained with other plugins."""
+    return _changed_ok
+
+
+def use(given: list[str], *, changed: bool = False) -> None:
+    """Import these plugins, in this order, as those of the run. `changed`: a checkpoint of other plugins is no mistake.
+
+    Raises: ConfigError, with the line of the plugin that is wrong.
+    """
+    global _changed_ok
+    _changed_ok = changed
+    asked = [(word, spec := _found(word), _digest(Path(str(spec.origin)).resolve())) for word in given]
+    if [(word, digest) for word, _, digest in asked] == [(plugin.given, plugin.sha256) for plugin in _current]:
+        return
+    _current.clear()
+    _forget_all()
+    for word, spec, digest in asked:
+        if (name := spec.name) in [plugin.module.__name__ for plugin in _current]:
+            raise ConfigError(f"{FLAG} {word}: another plugin is called {name.removeprefix(_PREFIX)}, too. Rename one")
+        _current.append(_import(word, spec, digest))
+    for cached in (reference.sections, reference.choices, reference.schema, reference.entries):
+        cached.cache_clear()
+
+
+def _forget_all() -> None:
+    """Take the names of plugins out of the sections: each run has those of its own command line."""
+    for names in [*(base.CHOICES for base in Choice.__subclasses__()), *Entry.SECTIONS.values()]:
+        for name in [name for name, cls in names.items() if _within(cls, _modules)]:
+            del names[name]
+
+
+def _within(cls: type, modules: set[str]) -> bool:
+    return any(cls.__module__ == module or cls.__module__.startswith(f"{module}.") for module in modules)
+
+
+def _import(word: str, spec: ModuleSpec, digest: str) -> Plugin:
+    path = Path(str(spec.origin)).resolve()
+    module = importlib.util.module_from_spec(spec)
+    _modules.add(module.__name__)
+    sys.modules[module.__name__] = module  # pickle finds its classes by this name
+    try:
+        assert spec.loader is not None
+        spec.loader.exec_module(module)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        what = f"{_line(error, path)}{type(error).__name__}: {error}"
+        raise ConfigError(f"{FLAG} {word}: {what}. {_remedy(error)}") from None
+    for cls in _classes(module):
+        _check_class(cls, word)
+    return Plugin(given=word, path=path, sha256=digest, module=module)
+
+
+def _found(word: str) -> ModuleSpec:
+    """The spec of a file, a module or an entry point. Raises ConfigError."""
+    if word.endswith(".py") or "/" in word:
+        path = Path(word).expanduser()
+        if not path.is_file():
+            raise ConfigError(f"{FLAG} {word}: no such file (looked from {Path.cwd()}). Give the path of a Python "
+                              "file, the same on all hosts")  # fmt: skip
+        if not path.stem.isidentifier():
+            raise ConfigError(f"{FLAG} {word}: a file's name becomes a module's name: use letters, digits and _ only")
+        made = importlib.util.spec_from_file_location(f"{_PREFIX}{path.stem}", path)
+        if made is None:
+            raise ConfigError(f"{FLAG} {word}: is no Python file: its name must end with .py")
+        return made
+    entry = next((each for each in metadata.entry_points(group=GROUP) if each.name == word), None)
+    try:
+        spec = importlib.util.find_spec(entry.module if entry is not None else word)
+    except (ImportError, ValueError, AttributeError):
+        spec = None
+    if spec is None or spec.origin is None:
+        raise ConfigError(f"{FLAG} {word}: neither a file, nor a module that Python finds, nor an installed entry "
+                          f"point of the group {GROUP}. Give FILE.py, or install the package on all hosts")  # fmt: skip
+    return spec
+
+
+def _digest(path: Path) -> str:
+    files = sorted(path.parent.rglob("*.py")) if path.stem == "__init__" else [path]
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _classes(module: ModuleType) -> list[type]:
+    return [each for each in vars(module).values() if isinstance(each, type) and issubclass(each, (Choice, Entry))
+            and _within(each, {module.__name__})]  # fmt: skip
+
+
+def _check_class(cls: type, word: str) -> None:
+    """Raises ConfigError where fields would be ignored: they count in a dataclass only."""
+    own = [name for name in vars(cls).get("__annotations__", {}) if not name.isupper()]
+    if own and "__dataclass_fields__" not in vars(cls):
+        frozen = "frozen=True, " if issubclass(cls, Choice) else ""
+        raise ConfigError(f"{FLAG} {word}: class {cls.__name__} has the field {own[0]} and is no dataclass. Write "
+                          f"@dataclass({frozen}kw_only=True) above it")  # fmt: skip
+    if is_dataclass(cls) and (bare := [item.name for item in fields(cls) if item.init and reference.is_required(item)]):
+        raise ConfigError(f"{FLAG} {word}: class {cls.__name__}: the field {bare[0]} has no default. Give it one; None "
+                          "may mean that the user must set it")  # fmt: skip
+
+
+def place_of(error: BaseException) -> str:
+    """`FILE line N: ` of the plugin in which an exception of a run arose; empty: in none."""
+    for plugin in _current:
+        if line := _line(error, plugin.path):
+            return f"{plugin.given} {line}"
+    return ""
+
+
+def hashes() -> dict[str, str]:
+    """Name -> SHA-256 of the run's plugins."""
+    return {plugin.name: plugin.sha256 for plugin in _current}
+
+
+def _line(error: BaseException, path: Path) -> str:
+    """`line N: ` of the plugin's file in which the error arose; empty: not there."""
+    if isinstance(error, SyntaxError) and error.filename == str(path):
+        return f"line {error.lineno}: "
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    return f"line {lines[-1]}: " if lines else ""
+
+
+def _remedy(error: BaseException) -> str:
+    if isinstance(error, ModuleNotFoundError):
+        return f"Install it on all hosts (pip install {str(error.name).partition('.')[0]}), or correct the import"
+    return "Correct the file; `python FILE.py` shows the whole traceback"

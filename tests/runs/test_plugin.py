@@ -1,0 +1,92 @@
+"""A run with a user's own code: its figures, its trackers, its exceptions, and a resume with it and without."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.forked import finish, train
+from tests.helpers.launching import REPO, write_recipe
+
+EXAMPLES = [word for name in ("sqrt_schedule", "layer_norms", "notify") for word in
+            ("--plugin", str(REPO / f"examples/{name}.py"))]  # fmt: skip
+USED = ["--schedule.name", "sqrt", "--parts.layer_norms.every", "2", "--trackers.notify.path", "notes.txt"]
+FAILS = """
+from dataclasses import dataclass
+import time
+from llmtrain import Part, Sink
+
+@dataclass(kw_only=True)
+class Count(Part, entry="count"):
+    fails_at: int | None = None
+
+    def open(self, launch):
+        self.rank, self.seen = launch.setup.ranks.rank, 0
+
+    def after_step(self, done):
+        self.seen += 1
+        if done.position.step == self.fails_at and self.rank == 1:
+            raise RuntimeError("as asked")
+
+    def to_json(self):
+        return self.seen
+
+    def restore(self, kept, folder):
+        self.seen = kept
+
+@dataclass(kw_only=True)
+class Dead(Sink, entry="dead"):
+    after: int = 1
+
+    def log(self, row, *, more):
+        raise OSError("nobody answers")
+
+@dataclass(kw_only=True)
+class Slow(Sink, entry="slow"):
+    seconds: float = 30.0
+
+    def log(self, row, *, more):
+        time.sleep(self.seconds)
+"""
+
+
+def rows(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.timeout(300)
+def test_the_examples_run(small_data: str, tmp_path: Path) -> None:
+    output = train(write_recipe(tmp_path, small_data), *EXAMPLES, *USED, "--train.max_steps", "4",
+                   "--train.log_every", "2", "--optim.clip_norm", "0")  # fmt: skip
+    found = [row for row in rows(tmp_path) if "loss" in row]
+    assert [row["lr"] for row in found][-1] != found[0]["lr"] and "without a documented meaning" not in output
+    for row in found:
+        layers = [row[f"layer_norms/layer_{layer}"] for layer in (0, 1)]
+        assert 0 < sum(norm**2 for norm in layers) ** 0.5 < row["grad_norm"]
+    notes = (tmp_path / "run/notes.txt").read_text()
+    assert ": start 0" in notes and ": stop 4" in notes
+    assert json.loads((tmp_path / "run/environment.json").read_text())["plugins"].keys() == {
+        "sqrt_schedule", "layer_norms", "notify",
+    }  # fmt: skip
+
+
+@pytest.mark.timeout(300)
+def test_an_exception_in_a_part_saves_and_names_it(small_data: str, tmp_path: Path) -> None:
+    (mine := tmp_path / "mine.py").write_text(FAILS)
+    recipe, words = write_recipe(tmp_path, small_data), ["--plugin", str(mine), "--train.log_every", "1"]
+    code, output = finish(recipe, *words, "--parts.count.fails_at", "3", "--train.max_steps", "9",
+                          "--trackers.dead.after", "1", "--trackers.slow.seconds", "9")  # fmt: skip
+    assert code == 3
+    line = FAILS.splitlines().index('            raise RuntimeError("as asked")') + 1
+    assert f"rank 1: parts.count: after_step at step 3: {mine} line {line}: RuntimeError: as asked." in output
+    assert "trackers.dead is given up" in output and "OSError: nobody answers" in output
+    assert (tmp_path / "run/checkpoints/step-00000004").is_dir()
+    mine.write_text(f"{FAILS}\n# changed\n")
+    words += ["--parts.count.fails_at", "100", "--train.max_steps", "6"]
+    code, output = finish(recipe, *words)
+    assert code == 2 and "plugin mine has changed since" in output and "--plugin-changed ok" in output
+    train(recipe, *words, "--plugin-changed", "ok")
+    kept = json.loads((tmp_path / "run/checkpoints/step-00000006/trainer.json").read_text())
+    assert kept["parts.count"] == 6

@@ -1,0 +1,134 @@
+"""`--plugin`: a user's file brings choices and entries to the YAML; a wrong one is named with its line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+import llmtrain
+from llmtrain.base.choice import Entry
+from llmtrain.base.errors import ConfigError
+from llmtrain.cli import main
+from llmtrain.config import plugins
+from llmtrain.config.dump import dump
+from llmtrain.config.json_schema import json_schema
+from llmtrain.config.load import parse
+from llmtrain.config.reference import help_text
+from llmtrain.optim.schedules import Schedule
+from tests.helpers.config_workplace import write
+
+HEAD = """from dataclasses import dataclass
+from llmtrain import Bound, Part, Schedule, bounded
+"""
+MINE = f"""{HEAD}
+@dataclass(frozen=True, kw_only=True)
+class Steep(Schedule, choice="steep"):
+    \"\"\"Steep.\"\"\"
+    power: float = bounded(2.0, Bound(above=0), "2 is the default")
+    \"\"\"Exponent.\"\"\"
+    def after_warmup(self, step, max_steps):
+        return (1 + step) ** -self.power
+
+@dataclass(kw_only=True)
+class Count(Part, entry="count"):
+    every: int = bounded(10, Bound(at_least=1), "10 is the default")
+    names: str | None = None
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path)
+    (tmp_path / "mine.py").write_text(MINE)
+    return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> object:
+    yield
+    plugins.use([])
+
+
+def test_a_plugins_classes_are_fields_of_the_run(here: Path) -> None:
+    run = parse(["run.yaml", "--plugin", "mine.py", "--schedule.name=steep", "--schedule.power", "3",
+                 "--parts.count.every", "4"]).run  # fmt: skip
+    assert run.schedule.factor(1, None) == 2.0**-3 and run.parts["count"].every == 4
+    (here / "dumped.yaml").write_text(dump(run))
+    again = parse(["--plugin=mine.py", "--config", "dumped.yaml"]).run
+    assert dump(again) == dump(run) and yaml.safe_load(dump(run))["parts"] == {"count": {"every": 4, "names": None}}
+    assert "--parts.count.every  (a whole number, at least 1; default: 10)" in help_text()
+    assert json_schema()["properties"]["parts"]["properties"]["count"]["properties"]["every"]["minimum"] == 1
+    parse(["run.yaml"])
+    assert "steep" not in Schedule.CHOICES and Entry.SECTIONS["parts"] == {} and "--parts.count" not in help_text()
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "told"),
+    [
+        ({"parts": {"count": {"every": 0}}}, "", "parts.count.every = 0  (run.yaml, line "),
+        ({"parts": {"count": {"evry": 3}}}, "", "did you mean parts.count.every?"),
+        ({"parts": {"count": {"every": "often"}}}, "", "must be a whole number"),
+        ({"parts": {"cuont": None}}, "", "did you mean parts.count?"),
+        ({"parts": {"count": 3}}, "", "is a section"),
+        ({"parts": ["count"]}, "", "is a section"),
+        ({"schedule": {"name": "steep", "min_ratio": 0.1}}, "", "belongs to schedule.name cosine, linear or wsd"),
+        ({"schedule": {"name": "steep", "power": -1}}, "", "must be greater than 0"),
+        ({}, "--plugin", "write --plugin FILE.py"),
+        ({}, "--plugin --train.max_steps 3", "write --plugin FILE.py"),
+        ({}, "--plugin-changed yes", "write --plugin-changed ok"),
+        ({}, "--plugin nowhere.py", "no such file (looked from "),
+        ({}, "--plugin no_such_module", "nor an installed entry point of the group llmtrain.plugins"),
+        ({}, "--plugin ./mine.py", "another plugin is called mine"),
+    ],
+)
+def test_a_wrong_field_of_a_plugin_is_a_mistake_like_any_other(
+    change: dict[str, object], words: str, told: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(here, change)
+    assert main(["config", "check", "run.yaml", "--world-size=2", "--plugin", "mine.py", *words.split()]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_without_the_plugin_its_names_are_unknown(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(here, {"parts": {"count": {"every": 3}}})
+    assert main(["config", "check", "run.yaml", "--world-size=2"]) == 2
+    assert "give the file that defines it: --plugin FILE.py" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("import nothing_like_it", "line 3: ModuleNotFoundError: No module named 'nothing_like_it'. Install it on all"),
+        ("x = 1 / 0", "line 3: ZeroDivisionError"),
+        ("def broken(:", "line 3: SyntaxError"),
+        ("raise SystemExit(0)", "line 3: SystemExit"),
+        ("class A(Part, entry='a'):\n    every: int = 3", "class A has the field every and is no dataclass"),
+        ("@dataclass(kw_only=True)\nclass A(Part, entry='a'):\n    every: int", "the field every has no default"),
+        ("class A(Schedule, choice='cosine'): pass", "line 3: ValueError: the name 'cosine' of class A is taken by"),
+        ("from llmtrain import Prat", "ImportError: cannot import name 'Prat'"),
+    ],
+)
+def test_a_wrong_plugin_is_named_with_its_line(code: str, told: str, here: Path) -> None:
+    (here / "mine.py").write_text(f"{HEAD}{code}\n")
+    with pytest.raises(ConfigError) as error:
+        parse(["run.yaml", "--plugin", "mine.py"])
+    assert str(error.value).startswith("--plugin mine.py: ") and told in str(error.value)
+
+
+def test_a_changed_file_is_imported_anew(here: Path) -> None:
+    parse(["run.yaml", "--plugin", "mine.py"])
+    before = plugins.hashes()
+    (here / "mine.py").write_text(MINE.replace("-self.power", "-1"))
+    run = parse(["run.yaml", "--plugin", "mine.py", "--schedule.name=steep"]).run
+    assert run.schedule.factor(3, None) == 0.25 and plugins.hashes().keys() == before.keys() != plugins.hashes()
+    assert plugins.hashes() != before
+
+
+def test_the_package_exports_few_names_each_of_which_there_is() -> None:
+    assert len(llmtrain.__all__) <= 15
+    assert all(getattr(llmtrain, name).__doc__ for name in llmtrain.__all__)
+    with pytest.raises(AttributeError, match="llmtrain has no 'Prat'; it has "):
+        _ = llmtrain.Prat
