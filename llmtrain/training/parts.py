@@ -11,7 +11,30 @@ from llmtrain.engine.api import StateTensor
 from llmtrain.training.step import Position, Request, Step
 
 if TYPE_CHECKING:
-    from llmtrain.training.run import Launch
+    from llmtrain.checkpoint.folder import CheckpointFolder
+    from llmtrain.checkpoint.rundir import RunDirectory
+    from llmtrain.data.stream.loader import TrainLoader
+    from llmtrain.engine.dist.control import StopRequests
+    from llmtrain.tracking.tracker import Tracker
+    from llmtrain.training.resume import Start
+    from llmtrain.training.setup import Setup
+    from llmtrain.training.step import Session
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """The objects that the parts of a run are made from."""
+
+    setup: Setup
+    start: Start
+    folder: RunDirectory
+    checkpoints: CheckpointFolder
+    requests: StopRequests
+    tracker: Tracker
+    session: Session
+    loader: TrainLoader
+    began_s: float
+    """time.monotonic() from which train.max_minutes counts."""
 
 
 @dataclass(frozen=True, kw_only=True)

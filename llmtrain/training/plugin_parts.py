@@ -5,18 +5,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from llmtrain.base import log
 from llmtrain.config.plugins import PluginError, place_of
 from llmtrain.engine.api import StateTensor
 from llmtrain.engine.dist.control import AgreedError, from_all, together
 from llmtrain.engine.dist.ranks import Ranks
-from llmtrain.training.parts import Done, Part
+from llmtrain.training.parts import Done, Launch, Part
 from llmtrain.training.step import Position, Request
-
-if TYPE_CHECKING:
-    from llmtrain.training.run import Launch
 
 T = TypeVar("T")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,6 @@ from llmtrain.tracking.environment import new_run_id, versions
 from llmtrain.training.step import Position
 
 if TYPE_CHECKING:
-    from llmtrain.training.parts import Part
     from llmtrain.training.setup import Setup
 
 
@@ -54,14 +53,14 @@ class TrainerState:
         }
         """The entries that do not change during a launch."""
 
-    def to_json(self, position: Position, parts: Sequence[Part] = ()) -> dict[str, Any]:
-        """Return the file's content."""
+    def to_json(self, position: Position, entries: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return the file's content. `entries`: of the run's parts, by their keys."""
         return {
             **asdict(position),
             "loss_scale": self._engine.loss_scale(),
             "wandb_id": self.wandb_id,
             "began_from": self.began_from,
-            **{part.key: part.to_json() for part in parts if part.key},
+            **(entries or {}),
             **self.settings,
         }
 

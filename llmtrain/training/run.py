@@ -7,7 +7,7 @@ import functools
 import json
 import time
 import warnings
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from llmtrain.config.dump import dump
 from llmtrain.config.plugins import hashes, place_of
 from llmtrain.config.run import RunConfig
 from llmtrain.config.topology import Mix
-from llmtrain.data.stream.loader import TrainLoader, check_validation
+from llmtrain.data.stream.loader import check_validation
 from llmtrain.engine.deepspeed.join import join_process_group
 from llmtrain.engine.dist.control import AgreedError, StopAsked, StopRequests, together
 from llmtrain.engine.dist.device import device_name, use_deterministic_kernels
@@ -39,13 +39,13 @@ from llmtrain.tracking.tracker import Status, Tracker
 from llmtrain.training.examine import Checked
 from llmtrain.training.guards import AdapterCheck, DataCheck, Limits, SkippedSteps
 from llmtrain.training.loop import train_steps
-from llmtrain.training.parts import Part
+from llmtrain.training.parts import Launch, Part
 from llmtrain.training.replica_check import ReplicaCheck
 from llmtrain.training.reporting import Evaluation, Logging, throughput_of
 from llmtrain.training.resume import Start, resume_or_start
 from llmtrain.training.saving import Saving
 from llmtrain.training.setup import Setup
-from llmtrain.training.step import Position, Session
+from llmtrain.training.step import Position
 
 
 def train(checked: Checked) -> int:
@@ -86,22 +86,6 @@ def train(checked: Checked) -> int:
             rank_side.failed(error)  # before anything is closed: what is left of the job may hold that up
             raise
     return 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Launch:
-    """The objects that the parts of a run are made from."""
-
-    setup: Setup
-    start: Start
-    folder: RunDirectory
-    checkpoints: CheckpointFolder
-    requests: StopRequests
-    tracker: Tracker
-    session: Session
-    loader: TrainLoader
-    began_s: float
-    """time.monotonic() from which train.max_minutes counts."""
 
 
 def _train(setup: Setup, folder: RunDirectory, checkpoints: CheckpointFolder, requests: StopRequests) -> None:

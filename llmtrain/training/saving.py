@@ -102,7 +102,8 @@ class Saving(Part):
         self._report(self._saver.drain())
 
     def _trainer(self, position: Position) -> dict[str, Any]:
-        return self._start.trainer.to_json(position, self._parts)
+        entries = {part.key: part.to_json() for part in self._parts if part.key}
+        return self._start.trainer.to_json(position, entries)
 
     def save(self, position: Position) -> None:
         """Begin a checkpoint. A failed save is reported and training goes on."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -10,9 +12,10 @@ import pytest
 from tests.helpers.forked import finish, train
 from tests.helpers.launching import REPO, write_recipe
 
-EXAMPLES = [word for name in ("sqrt_schedule", "layer_norms", "notify") for word in
-            ("--plugin", str(REPO / f"examples/{name}.py"))]  # fmt: skip
-USED = ["--schedule.name", "sqrt", "--parts.layer_norms.every", "2", "--trackers.notify.path", "notes.txt"]
+COMMAND = shlex.split(
+    re.findall(r"```bash\n(.*?)```", (REPO / "docs/extend.md").read_text(), re.S)[0].replace("\\\n", "")
+)
+WORDS = [str(REPO / word) if word.startswith("examples/") else word for word in COMMAND[COMMAND.index("--plugin") :]]
 FAILS = """
 from dataclasses import dataclass
 import time
@@ -57,9 +60,9 @@ def rows(folder: Path) -> list[dict[str, float]]:
 
 
 @pytest.mark.timeout(300)
-def test_the_examples_run(small_data: str, tmp_path: Path) -> None:
-    output = train(write_recipe(tmp_path, small_data), *EXAMPLES, *USED, "--train.max_steps", "4",
-                   "--train.log_every", "2", "--optim.clip_norm", "0")  # fmt: skip
+def test_the_page_of_plugins_and_its_examples_run(small_data: str, tmp_path: Path) -> None:
+    output = train(write_recipe(tmp_path, small_data), *WORDS, "--parts.layer_norms.every", "2",
+                   "--train.max_steps", "4", "--train.log_every", "2", "--optim.clip_norm", "0")  # fmt: skip
     found = [row for row in rows(tmp_path) if "loss" in row]
     assert [row["lr"] for row in found][-1] != found[0]["lr"] and "without a documented meaning" not in output
     for row in found:
