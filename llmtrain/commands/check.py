@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from llmtrain.base import units
 from llmtrain.base.choice import either
+from llmtrain.base.errors import ConfigError
 from llmtrain.commands import completion
 from llmtrain.config.dump import dump
 from llmtrain.config.json_schema import json_schema
-from llmtrain.config.load import load, run_words
+from llmtrain.config.load import Parsed, parse, run_words
 from llmtrain.config.pinned import with_base
 from llmtrain.config.problems import closest, stop
+from llmtrain.config.resolve import resolve
 from llmtrain.config.run import ResolvedRun
 from llmtrain.config.topology import Degrees
 
@@ -38,6 +42,8 @@ schema  prints the JSON Schema of a run's YAML, for editors
 """
 
 _ACTIONS = ["check", "show", "schema"]
+_USUAL_RANKS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
+"""Numbers of ranks that are tried where none is given."""
 
 
 def main(argv: list[str]) -> int:
@@ -69,7 +75,17 @@ def main(argv: list[str]) -> int:
     world_size, source, rest = _world_size(rest)
     reads_data, rest = "--data" in rest, [word for word in rest if word != "--data"]
     words = run_words(rest)
-    resolved, yaml_path = load(words, world_size, source), words[1]
+    parsed, yaml_path, assumed = parse(words), words[1], source.startswith("assumed")
+    others = _other_sizes(parsed) if assumed else []
+    try:
+        resolved = resolve(parsed.run, world_size, source, places=parsed.places)
+    except ConfigError as error:
+        if not others:
+            raise
+        raise ConfigError(f"{error}\n  the check was for 1 rank; {_give(others)} passes it") from error
+    if others:
+        note = f"the figures are for 1 rank; {_give(others)} tells those of so many"
+        resolved = replace(resolved, notes=(*resolved.notes, note))
     if action == "show":
         print(f"# {yaml_path}, resolved for {units.counted(world_size, 'rank')}\n{dump(resolved.run)}")
         print(f"# {resolved.run.deepspeed}, exactly as DeepSpeed gets it\n{json.dumps(resolved.deepspeed, indent=2)}\n")
@@ -83,6 +99,20 @@ def main(argv: list[str]) -> int:
             print(_read_data(checked.data))
         print(f"ok: {yaml_path} with {resolved.run.deepspeed}")
     return 0
+
+
+def _other_sizes(parsed: Parsed) -> list[int]:
+    """Usual numbers of ranks above 1 that go with the run's degrees and batch."""
+    fitting = []
+    for ranks in _USUAL_RANKS:
+        with contextlib.suppress(ConfigError):
+            resolve(parsed.run, ranks, places=parsed.places)
+            fitting.append(ranks)
+    return fitting
+
+
+def _give(ranks: list[int]) -> str:
+    return f"--world-size {either(list(map(str, ranks)))}"
 
 
 def _read_data(data: TrainData) -> str:

@@ -357,6 +357,9 @@ def _check_keys(
         elif value is None and type(None) not in (known[key], *get_args(known[key])) and key != "deepspeed":
             words = type_name(known[key])  # jsonargparse would let it pass
             problems.add(key, None, f"must be {words}", "remove the line for the default", places.get(key))
+        elif value == "~":  # which the types below would take for YAML's other null
+            problems.add(key, value, "~ is expanded by shells, not in a run's files",
+                         f"write {Path.home()}, or null for none", places.get(key))  # fmt: skip
         elif (number := _whole(key, value)) is not None:
             tree[name] = number
         elif isinstance(value, dict) or (isinstance(value, list) and any(isinstance(v, (dict, list)) for v in value)):

@@ -31,7 +31,8 @@ class Problems:
 
     def add(self, key: str, value: Any, rule: str, remedy: str, place: str | None = None) -> None:
         """One mistake. `place` is the file (and line) or "command line"."""
-        self.add_text(key, f"{key} = {show(value)}", rule, remedy, place)
+        blank = any(part != part.strip() for part in key.split("."))  # which nobody sees without the quotes
+        self.add_text(key, f"{show(key) if blank else key} = {show(value)}", rule, remedy, place)
 
     def add_text(self, key: str, what: str, rule: str, remedy: str, place: str | None = None) -> None:
         """`add` for a mistake whose first line is not one `key = value`, such as two places that differ."""
@@ -75,7 +76,7 @@ def closest(word: str, known: Iterable[str]) -> str | None:
     A likeness of letters alone is not enough: by it `epochs` was optim.eps, `report_to` train.export, and `grpo` rpo.
     """
     lowered = {k.lower(): k for k in known}
-    asked = word.lower()
+    asked = word.strip().lower()
     near = [(edits, k) for k in lowered if (edits := _misspelt(asked, k)) is not None]
     if not near or min(near)[0] > 1:
         near = [(0, k) for k in lowered if _same_words(asked, k)] or near

@@ -260,6 +260,9 @@ def check_on_disk(run: RunConfig, places: Places, problems: Problems) -> None:
     if run.resume not in ("auto", "none") and not has_checkpoints(run):
         _check_resume(run.resume, places, problems)
     _check_run_dir(run, places, problems)
+    if (file := run.fault.preempt_file) and os.path.exists(file):
+        problems.add("fault.preempt_file", file, "is there already: the run would save and leave before its first step",
+                     "delete it, or name a file that is yet to appear", places.get("fault.preempt_file"))  # fmt: skip
     model_vocab = run.model.vocabulary or (model or {}).get("vocab_size")
     room = "model.config.vocab_size" if run.model.config is not None else "model.vocabulary"
     for path, vocab in data_vocab.items():
@@ -341,8 +344,33 @@ def _check_run_dir(run: RunConfig, places: Places, problems: Problems) -> None:
             rule = "is the root of the file system, and a run writes files of its own there"
         elif source := next((s for s in sources if _within(path, s)), None):
             rule = f"lies in the data folder {source}, which a run only reads"
+        elif key == "train.run_dir" and (other := _of_others(path)):
+            rule = f"is no folder of a run: {other}; a run writes, replaces and deletes files in its own"
         if rule:
             problems.add(key, path, rule, "give the path of a folder, which may be new", places.get(key))
+
+
+_RUN = ("checkpoints", "events.jsonl", "environment.json")
+"""Files of a run's folder, of which the first is made before all others."""
+_REPLACED = ("config.yaml", "deepspeed.json")
+"""Files that a run writes anew at each start."""
+_OF_A_LAUNCH = re.compile(r"\..*|.*\.(log|out|err|sh|ya?ml|json)|logs?|wandb|lost\+found")
+"""Names that may stand in a run's folder before the run: hidden ones, logs and settings of its launch."""
+
+
+def _of_others(path: str) -> str | None:
+    """What shows that a folder belongs to something else; None: it is new, empty, a run's, or cannot be read."""
+    try:
+        names = sorted(os.listdir(path))
+    except OSError:
+        return None
+    shared = {os.path.realpath(os.path.expanduser("~")): "it is your home", os.path.realpath("/tmp"): "all use it"}
+    if found := shared.get(os.path.realpath(path)):
+        return found
+    if any(name in names for name in _RUN):
+        return None
+    other = [name for name in names if name in _REPLACED or not _OF_A_LAUNCH.fullmatch(name)]
+    return f"it holds {other[0]}" + (f" and {len(other) - 1} more" if other[1:] else "") if other else None
 
 
 def _within(path: str, folder: str) -> bool:

@@ -89,7 +89,9 @@ def _refuse_endless(fields: dict[str, Any]) -> None:
         if isinstance(value, dict):
             _refuse_endless(value)
         elif type(value) is int and value > _MOST and _COUNT.search(key):
-            raise ModelError(f"model configuration: {key}: {value} is more than any model has (at most {_MOST}).")
+            raise ModelError(
+                f"model: {key} = {value} in its configuration: no model has more than {_MOST}. Correct the number."
+            )
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
@@ -122,11 +124,17 @@ def construct(
     except Exception as error:  # whatever a configuration with strange numbers makes transformers or torch raise
         if "does not support" in str(error):  # sdpa or flash attention, which not every family has
             raise ModelError(none) from error
-        if "allocate memory" in str(error):  # each tensor has memory for a moment, which nothing touches
+        if re.search("allocate memory|calculation overflowed", str(error)):  # each tensor has memory for a moment
             said = str(error).splitlines()[0].partition("Error code")[0].rpartition("DefaultCPUAllocator: ")[2].strip()
             raise ModelError(
-                f"model: one of its tensors alone needs more memory than this host has: {said} Correct its sizes "
-                "(hidden_size, intermediate_size, vocab_size)."
+                f"model: one of its tensors alone needs more memory than this host has ({said.rstrip('.')}). Correct "
+                f"its sizes; the largest are {_largest(config)}."
+            ) from error
+        text = config.get_text_config(decoder=True)
+        if "adding_idx must be within" in str(error):
+            raise ModelError(
+                f"model: pad_token_id = {text.pad_token_id} in its configuration is not in its vocabulary of "
+                f"{text.vocab_size} tokens. Set it to one of them, or to null."
             ) from error
         raise ModelError(
             f"model.attention {attention}: transformers cannot build this model: {error}"
@@ -134,6 +142,12 @@ def construct(
         ) from error
     freeze(hf)
     return hf
+
+
+def _largest(config: PreTrainedConfig) -> str:
+    """The three largest whole numbers of a configuration, as `name = value`."""
+    sizes = [(v, k) for k, v in config.get_text_config(decoder=True).to_dict().items() if type(v) is int]
+    return ", ".join(f"{name} = {size}" for size, name in sorted(sizes, reverse=True)[:3])
 
 
 def skeleton(config: PreTrainedConfig, *, attention: str = "eager", trust_remote_code: bool = False) -> PreTrainedModel:

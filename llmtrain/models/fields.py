@@ -24,6 +24,10 @@ _COUNTS = (
 """transformers' common names of what a model has at least one of; a family's `attribute_map` gives its own names."""
 _EARLIER = {"rope_theta", "rope_scaling", "partial_rotary_factor"}  # now within rope_parameters
 _ANYWHERE = {"model_type", "torch_dtype", "num_labels", "output_attentions"}  # PreTrainedConfig takes them
+_TOKENS = {f"{kind}_token_id" for kind in ("bos", "eos", "pad", "sep", "cls", "mask", "unk")}
+"""Fields that name tokens of a text; those of pictures and sounds may lie beyond its vocabulary."""
+_DIVISORS = ("eps", "epsilon", "rope_theta", "logits_scaling", "softcapping", "soft_cap", "softcap")
+"""Ends of the names of what a model divides by, or takes the root of."""
 _FAMILY = "model.config.model_type"
 
 
@@ -70,8 +74,17 @@ class _Section:
                 self._check_rope(value, f"{self._prefix}.{key}")
             elif isinstance(value, dict) and (inner := self._inner(key, value)) is not None:
                 _Section(inner, f"{self._prefix}.{key}", self._places, self._problems).check(value)
+            elif key in _TOKENS and (rule := _outside(value, self._vocabulary(given), self._fields.get(key))):
+                self._add(key, value, rule, "write a token of the model's vocabulary, or null for none")
             else:
                 self._check_value(key, value)
+
+    def _vocabulary(self, given: dict[str, Any]) -> int | None:
+        """Tokens of the vocabulary; None: another section has it."""
+        name = self._family.attribute_map.get("vocab_size", "vocab_size")
+        default = self._fields[name].default if name in self._fields else None
+        found = given.get("vocab_size", given.get(name, default))
+        return found if type(found) is int else None
 
     def _known(self) -> set[str]:
         known = {*self._fields, *self._family.attribute_map, *_ANYWHERE, *_read_by(self._family)}
@@ -100,40 +113,50 @@ class _Section:
         return CONFIG_MAPPING[kind] if kind in CONFIG_MAPPING else None  # noqa: SIM401  # a mapping without get
 
     def _check_value(self, key: str, value: Any) -> None:
-        """The type, by the validators of transformers' own class, and what no count can be."""
+        """The type, by the validators of transformers' own class, and what no number and no count can be."""
         name = self._family.attribute_map.get(key, key)
         field = self._fields.get(name)
+        default = getattr(self._family, "default_theta", None) if field is None else field.default
+        if rule := _impossible(name, value, default):
+            known = isinstance(default, (int, float))
+            self._add(key, value, rule, f"{default} is the family's default" if known else "correct the number")
+            return
         if field is None:
             return
-        if name.endswith(("eps", "epsilon", "rope_theta")) and type(value) in (int, float) and not 0 < value < math.inf:
-            self._add(key, value, "must be greater than 0 and finite", f"{field.default} is the family's default")
-            return
+        errors: list[Exception] = []
         for validator in getattr(self._family, "__validators__", {}).get(name, ()):
             try:
                 validator(value)
             except (TypeError, ValueError) as error:
-                self._wrong_type(key, value, field, error)
-                return
+                errors.append(error)
+        if errors:
+            self._wrong_type(key, value, field, next((e for e in errors if isinstance(e, ValueError)), errors[0]))
+            return
         if "drop" in name and isinstance(field.default, (int, float)) and not _is_share(value):
             self._add(key, value, "a dropout is a number from 0 to 1", f"{field.default} is the family's default")
             return
         common = {self._family.attribute_map.get(count, count) for count in _COUNTS}
-        if type(value) is int:
-            default = field.default if isinstance(field.default, int) else 0
+        if type(value) in (int, float):
+            least = field.default if isinstance(field.default, (int, float)) else 0
             if name in common and value < 1:
                 self._add(key, value, "must be at least 1", "correct the number")
-            elif value < min(0, default) and not name.endswith("token_id"):
+            elif value < min(0, least) and not name.endswith("token_id"):
                 self._add(key, value, "must be 0 or greater", "correct the number")
         elif isinstance(value, str):
             self._check_activation(key, value, field)
 
     def _wrong_type(self, key: str, value: Any, field: Any, error: Exception) -> None:
         kinds = (field.type, *get_args(field.type))
+        if isinstance(error, ValueError) and (bounds := re.search(r"must be (.*), got", str(error))):
+            self._add(key, value, f"must be {bounds[1]}", f"{field.default} is the family's default")
+            return
         plain = set(kinds[1:] or kinds) <= {int, float, str, bool, type(None)}
         words = type_name(field.type) if plain else str(error).strip().splitlines()[0]
         remedy = f"write {words}" if plain else "correct the value"
         if isinstance(value, float) and value.is_integer() and int in kinds:
             remedy = f"write {int(value)}"
+        elif type(value) is int and float in kinds:
+            words, remedy = "a number with a decimal point", f"write {float(value)}"
         elif isinstance(value, str) and _is_number(value):
             remedy = f"remove the quotes: {value}"
         elif isinstance(value, str) and plain and str not in kinds:
@@ -172,10 +195,45 @@ class _Section:
                 self._problems.add(dotted, value, "transformers has no rotary positions of this type", remedy, place)
             elif key in numbers and (isinstance(value, bool) or not isinstance(value, (int, float, type(None)))):
                 self._problems.add(dotted, value, "must be a number", "write a number", place)
+            elif rule := _impossible(key, value, None) or _not_positive(key, value):
+                theta = getattr(self._family, "default_theta", 10_000.0)
+                remedy = f"{theta} is the family's default" if key == "rope_theta" else "correct the number"
+                self._problems.add(dotted, value, rule, remedy, place)
 
     def _add(self, key: str, value: Any, rule: str, remedy: str) -> None:
         dotted = f"{self._prefix}.{key}"
         self._problems.add(dotted, value, rule, remedy, self._places.get(dotted, self._places.get(self._prefix)))
+
+
+def _impossible(name: str, value: Any, default: Any) -> str | None:
+    """The rule that a number breaks, or one of a list; None: it breaks none. mamba's default limit is infinite."""
+    numbers = [n for n in (value if isinstance(value, (list, tuple)) else [value]) if type(n) in (int, float)]
+    divides = name.endswith(_DIVISORS) and default != 0
+    if divides and any(not 0 < number < math.inf for number in numbers):
+        return "must be greater than 0 and finite"
+    limitless = isinstance(default, tuple) and math.inf in default
+    if any(math.isnan(number) or (math.isinf(number) and not limitless) for number in numbers):
+        return "must be finite"
+    return None
+
+
+def _not_positive(name: str, value: Any) -> str | None:
+    """The rule that a number of rotary positions breaks: each is a factor, but for scales of which 0 means none."""
+    if type(value) not in (int, float):
+        return None
+    if name.startswith("mscale"):
+        return "must be 0 or greater" if value < 0 else None
+    return None if value > 0 else "must be greater than 0"
+
+
+def _outside(value: Any, vocabulary: int | None, field: Any) -> str | None:
+    """The rule that a token, or one of several, breaks; None: each is in the vocabulary, or the family's default,
+    which is there in a configuration without the field as well."""
+    if vocabulary is None or (field is not None and value == field.default):
+        return None
+    tokens = [token for token in (value if isinstance(value, list) else [value]) if type(token) is int]
+    wrong = [token for token in tokens if not 0 <= token < vocabulary]
+    return f"token {wrong[0]} is not in the vocabulary, which has the tokens 0 to {vocabulary - 1}" if wrong else None
 
 
 def _is_share(value: Any) -> bool:

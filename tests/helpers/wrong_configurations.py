@@ -44,6 +44,11 @@ def _latin_1(folder: Path) -> None:
     (folder / "run.yaml").write_bytes(b"# one\n# gr\xf6\xdfer\n")
 
 
+def _own_config(folder: Path) -> None:
+    (folder / "mine").mkdir()
+    (folder / "mine/config.yaml").write_text("")
+
+
 def _utf_16(folder: Path) -> None:
     (folder / "ds.json").write_bytes((folder / "ds.json").read_text().encode("utf-16"))
 
@@ -83,6 +88,10 @@ CASES = [
                 },
             ),
             ("axolotl", {"sequence_len": "did you mean data.sequence_length?", "rl": "did you mean objective.name?"}),
+            (
+                "TRL of once",
+                {"max_prompt_length": "here: `llmtrain prepare --max-tokens`: of prompt and answer together"},
+            ),
             ("habit", {"epochs": "did you mean train.max_tokens?", "tp": "tensor_parallel.autotp_size"}),
         )
         for name, says in names.items()
@@ -183,6 +192,7 @@ CASES = [
         ('data.path = "~/x"', "expanded by shells", f"write {Path('~/x').expanduser()}"),
         {"data": {"path": "~/x"}},
     ),
+    Wrong("a home", ('train.run_dir = "~"', "expanded by shells", "or null"), {"train": {"run_dir": "~"}}),
     Wrong(
         "a run folder for a shell",
         ('train.run_dir = "$NOT_SET_HERE/x"', "expanded by shells", "$NOT_SET_HERE means nothing"),
@@ -308,6 +318,8 @@ CASES = [
     Wrong(
         "unknown JSON key", ("gradient_cliping = 1", "did you mean gradient_clipping?"), ds={"gradient_cliping": 1.0}
     ),
+    Wrong("a JSON key with a blank", ('" aio" = {}', "did you mean aio?"), ds={" aio": {}}),
+    Wrong("an objective with a blank", ('objective.name = " dpo"', "mean dpo?"), {"objective": {"name": " dpo"}}),
     Wrong(
         "unknown nested key",
         ("zero_optimization.stag = 2", "did you mean zero_optimization.stage?"),
@@ -379,6 +391,27 @@ CASES = [
             ("data/x/run", "lies in the data folder data/x"),
             ("/", "is the root of the file system"),
         )
+    ),
+    *(
+        Wrong(f"a run in {folder}", ("train.run_dir = ", rule, "which may be new"), {"train": {"run_dir": folder}})
+        for folder, rule in (
+            (".", "is no folder of a run: it holds data"),
+            ("data", "is no folder of a run: it holds x"),
+            ("/tmp", "is no folder of a run: all use it"),
+            (str(Path("~").expanduser()), "is no folder of a run: it is your home"),
+            (str(Path(__file__).parents[2]), "is no folder of a run: it holds CHANGELOG.md and "),
+        )
+    ),
+    Wrong(
+        "a run that would replace its own settings",
+        ('train.run_dir = "mine"', "it holds config.yaml", "which may be new"),
+        {"train": {"run_dir": "mine"}},
+        before=_own_config,
+    ),
+    Wrong(
+        "a file to leave at that is there",
+        ('fault.preempt_file = "run.yaml"', "is there already: the run would save and leave", "delete it"),
+        {"fault": {"preempt_file": "run.yaml"}},
     ),
     Wrong("a YAML as the JSON", ("looks like a run's YAML", "RUN.yaml --deepspeed DS.json"), {"deepspeed": "run.yaml"}),
     Wrong("a folder as the JSON", ("is a folder",), {"deepspeed": "data"}),

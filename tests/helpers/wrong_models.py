@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tests.helpers.prepared import write_prepared
-from tests.helpers.wrong_configurations import Wrong
+from tests.helpers.wrong_configurations import Wrong, nested
 
 
 def _shard_gone(folder: Path) -> None:
@@ -59,6 +60,12 @@ def _other_head(folder: Path) -> None:
     (folder / "model/config.json").write_text(json.dumps({**config.to_dict(), "tie_word_embeddings": True}))
 
 
+def _other_padding(folder: Path) -> None:
+    _other_head(folder)
+    path = folder / "model/config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "pad_token_id": 600}))
+
+
 def _model(**fields: Any) -> dict[str, Any]:
     return {"model": {"config": fields}}
 
@@ -73,6 +80,50 @@ MODEL_CASES = [
             {"model": {"config": {"rms_norm_eps": eps}}},
         )
         for eps in (-1, 0)
+    ),
+    *(
+        Wrong(
+            f"{key} {value}",
+            (f"model.config.{key} = {json.dumps(value)}", rule, remedy),
+            _model(**nested(key, value, {})),
+        )
+        for keys, values, rule, remedy in (
+            (
+                ("rope_theta", "rope_parameters.rope_theta"),
+                (0, -1, math.nan, math.inf),
+                "must be greater than 0 and finite",
+                "10000.0 is the family's default",
+            ),
+            (("rope_parameters.factor", "rope_scaling.factor"), (0.0, math.inf), "must be ", "correct the number"),
+            (("initializer_range",), (-0.02, 100.0), "must be greater or equal to 0.0", "0.02 is the family's default"),
+            (("initializer_range",), (1,), "must be a number with a decimal point", "write 1.0"),
+            (("initializer_range", "attention_dropout"), (math.nan, math.inf), "must be finite", "family's default"),
+            (
+                ("eos_token_id", "bos_token_id", "pad_token_id"),
+                (512, -1),
+                "is not in the vocabulary, which has the tokens 0 to 511",
+                "or null for none",
+            ),
+            (("eos_token_id",), ([1, 99999],), "token 99999 is not in the vocabulary", "or null for none"),
+        )
+        for key in keys
+        for value in values
+    ),
+    Wrong(
+        "a factor below 0",
+        ("router_aux_loss_coef = -0.5", "must be 0 or greater", "correct the number"),
+        _model(model_type="mixtral", num_local_experts=4, router_aux_loss_coef=-0.5),
+    ),
+    Wrong(
+        "logits that are no numbers",  # 1e-45 as a float of 32 bits divides by 0
+        ("LlamaForCausalLM with these settings", "not finite numbers", "rotary positions"),
+        _model(rope_parameters={"rope_type": "linear", "factor": 1e-300, "rope_theta": 1e4}),
+    ),
+    Wrong(
+        "a padding token of another vocabulary",
+        ("pad_token_id = 600 in its configuration is not in its vocabulary of 512", "or to null"),
+        {"model": {"config": ..., "pretrained": "model"}},
+        before=_other_padding,
     ),
     Wrong(
         "measured shares of experts",
@@ -188,8 +239,21 @@ MODEL_CASES = [
     ),
     Wrong(
         "a tensor beyond all memory",
-        ("one of its tensors alone needs more memory than this host has", "Correct its sizes (hidden_size"),
+        (
+            "one of its tensors alone needs more memory than this host has",
+            "the largest are intermediate_size = 67108864",
+        ),
         _model(hidden_size=2**22, intermediate_size=2**26, num_attention_heads=2**15),
+    ),
+    Wrong(
+        "a tensor whose bytes have more than 64 bits",
+        ("one of its tensors alone needs more memory", "the largest are hidden_size = 4611686018427387904"),
+        _model(hidden_size=2**62),
+    ),
+    Wrong(
+        "layers without end",
+        ("num_hidden_layers = 100000 in its configuration: no model has more than 10000", "Correct the number"),
+        _model(num_hidden_layers=10**5),
     ),
     Wrong("model type unknown", ('model_type = "lama"', "did you mean llama?"), _model(model_type="lama")),
     Wrong("model type that is no decoder", ('model_type = "t5"', "no causal"), _model(model_type="t5")),

@@ -144,9 +144,15 @@ class PrepareSettings:
             )
         if not 0 <= self.fraction < 1:
             raise DataError(f"--validation-fraction {self.validation_fraction}: must be at least 0 and below 1")
-        for name, least in (("max_document_bytes", 1), ("shard_bytes", 1), ("processes", 1), ("max_tokens", 2)):
+        limits = (
+            ("max_document_bytes", 1, "leave it out for the default"),
+            ("shard_bytes", 1, "leave it out for the default"),
+            ("processes", 1, "leave it out for one a core"),
+            ("max_tokens", 2, "a row has a token to read and one to predict; write data.sequence_length of the run"),
+        )
+        for name, least, remedy in limits:
             value = getattr(self, name)
             if value is not None and value < least:
-                raise DataError(f"--{name.replace('_', '-')} {value}: must be at least {least}")
+                raise DataError(f"--{name.replace('_', '-')} {value}: must be at least {least}; {remedy}")
         if self.max_rejected < 0:
             raise DataError(f"--max-rejected {self.max_rejected}: must be at least 0")

@@ -232,6 +232,12 @@ def _check_copy(hf: PreTrainedModel, key: str, chunk: int) -> None:
         raise
     except Exception:  # the copy's sizes do not go together, or it asks for more than tokens
         return
+    if not logits.isfinite().all():
+        raise ModelError(
+            f"{key}: a small {type(hf).__name__} with these settings and random weights gives logits that are not "
+            "finite numbers, so every step would be skipped. Compare its factors, scales and rotary positions with "
+            "those of a published model."
+        )
     _refuse_both_directions(hf, logits, changed, key)
     theirs = float(nn.functional.cross_entropy(logits.float().flatten(0, 1), labels[:, :-1].flatten()))
     compare_losses(hf, ours, theirs)

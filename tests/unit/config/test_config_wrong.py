@@ -84,6 +84,24 @@ def test_independent_mistakes_are_told_together(
         assert key in message
 
 
+def test_check_without_a_world_size_tells_which_to_give(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It took 1 for granted: its batch was that of no launch, and 2 tensor-parallel ranks were refused without more."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    write(here)
+    assert main(["config", "show", "run.yaml"]) == 0
+    assert "the figures are for 1 rank; --world-size 2 or 4 tells those of so many" in capsys.readouterr().out
+    assert main(["config", "show", "run.yaml", "--world-size", "1"]) == 0
+    assert "for 1 rank;" not in capsys.readouterr().out
+    write(here, {"train": {"accumulation": 1}}, {"sequence_parallel_size": 2})
+    assert main(["config", "check", "run.yaml"]) == 2
+    assert "the check was for 1 rank; --world-size 8 passes it" in capsys.readouterr().err
+    write(here, {"train": {"accumulation": 1, "global_batch": 7}})
+    assert main(["config", "check", "run.yaml"]) == 2
+    assert "the check was for" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "name", ["typo in a field", "broken JSON", "batch differs", "fp16 and bf16", "accumulation not whole"]
 )

@@ -222,7 +222,7 @@ def test_damage_is_found(place: Path, prepared: Path, tmp_path: Path) -> None:
         (("--chat-template", "nowhere.jinja"), "nowhere.jinja: no chat template can be read"),
         (("--stop-token", "<|gone|>"), "'<|gone|>': is no token of"),
         (("--too-long", "cut"), "say with --max-tokens N"),
-        (("--max-tokens", "1"), "--max-tokens 1: must be at least 2"),
+        (("--max-tokens", "1"), "--max-tokens 1: must be at least 2; a row has a token to read and one to predict"),
         (("--format", "jsonl", "--count", "all"), "--count: is for conversations; add --format chat"),
     ],
 )
