@@ -74,12 +74,13 @@ class TensorFile:
 
     Raises:
         TensorFileError: cut short, a header larger than the file or not JSON, an unknown type, a shape that does not
-            fit its bytes, holes or overlaps between tensors, bytes after the last one.
+            fit its bytes, holes or overlaps between tensors, bytes after the last one, more tensors than `most`.
     """
 
-    def __init__(self, path: Path, handle: int | None = None) -> None:
-        """`handle`: the file, open for reading already; it is closed with this object."""
+    def __init__(self, path: Path, handle: int | None = None, *, most: int | None = None) -> None:
+        """`handle`: the file, open for reading already; it is closed with this object. `most`: limit of its tensors."""
         self.path = path
+        self._most = most
         try:
             # A pipe under this name must not make the open wait for a writer.
             self._handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC) if handle is None else handle
@@ -155,6 +156,8 @@ class TensorFile:
             metadata = header.pop("__metadata__", {})
             if not all(isinstance(value, str) for value in metadata.values()):
                 raise ValueError("__metadata__ holds something else than strings")
+            if self._most is not None and len(header) > self._most:
+                raise ValueError(f"{len(header)} tensors in one file, where at most {self._most} are read")
             entries = {name: _entry(name, raw, 8 + size) for name, raw in header.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise TensorFileError(f"{self.path}: its header is not one of safetensors: {error}") from error
