@@ -107,6 +107,7 @@ def read_facts(tree: dict[str, Any], path: str, run: RunConfig, optim: Optimizer
         reduce_scatter=bool(zero.get("reduce_scatter")),
         fp32_accumulation=lookup(tree, "data_types.grad_accum_dtype") == "fp32",
         bf16_moments=bf16_moments,
+        profiled=bool(lookup(tree, "flops_profiler.enabled") or tree.get("wall_clock_breakdown")),
         hpz=int(zero.get("zero_hpz_partition_size") or 1) > 1,
         beta=max(optim.betas),
         degrees=degrees,
@@ -202,7 +203,7 @@ def exact_dict(facts: Facts, path: str, batch: Batch, clip_norm: float) -> tuple
     }
     exact.setdefault("wall_clock_breakdown", False)
     # DeepSpeed's throughput timer is on by default and synchronises the device twice a step; ours does not.
-    exact.setdefault("timers", {"throughput": {"enabled": False}})
+    exact["timers"] = {"throughput": {"enabled": False}}
     return exact, notes
 
 

@@ -261,6 +261,13 @@ def _without_effect(tree: dict[str, Any], path: str) -> list[str]:
         value = lookup(tree, dotted)
         if value not in (None, "auto", {}, key.default, *key.same) and not key.is_read(stage):
             unread.setdefault(key.unread or f"nothing reads it at ZeRO {stage}", []).append(dotted)
+    if lookup(tree, "log_level") not in ("debug", "info"):
+        printing = [key for key in ("dump_state", "comms_logger.enabled") if lookup(tree, key) is True]
+        if printing:
+            unread['DeepSpeed prints it at log level info: write "log_level": "info" as well'] = printing
+    if lookup(tree, "comms_logger.enabled") is True and not lookup(tree, "comms_logger.verbose"):
+        why = 'nothing asks for its summary: write "verbose": true for a line a message'
+        unread[why] = ["comms_logger.enabled"]
     return [f"{path}: {', '.join(keys)}: no effect: {why}" for why, keys in unread.items()]
 
 

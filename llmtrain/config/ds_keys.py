@@ -539,7 +539,12 @@ KEYS: Section = {
         "module_depth": Key("int", -1, least=-1),
         "top_modules": Key("int", 1, least=1),
     },
-    "timers": {"throughput": _section({"enabled": ("bool", True), "synchronized": ("bool", True)})},
+    "timers": {
+        "throughput": _section(
+            {"enabled": ("bool", True), "synchronized": ("bool", True)},
+            unread="llmtrain measures and logs tokens per second itself",
+        )
+    },
     "checkpoint": _section(
         {
             "tag_validation": ("str", "WARN"),
@@ -639,6 +644,8 @@ KEYS: Section = {
     "communication_data_type": _proved("str"),
     "seq_parallel_communication_data_type": _proved("str", "fp32"),
     "prescale_gradients": Key("bool", False, at=dict.fromkeys((2, 3), _SCALED_BEFORE), stages=(0, 1)),
+    # It keeps the sum over ranks within fp16's range, 6e-8 to 65,504, whose root is about 1e6 of its smallest number: a
+    # factor beyond that turns gradients of 0.06 into 0 or those of 0.07 into infinity, on any number of ranks.
     "gradient_predivide_factor": Key(
         "num", 1.0, at=dict.fromkeys((2, 3), _SCALED_BEFORE), stages=(0, 1), least=1e-6, most=10**6
     ),

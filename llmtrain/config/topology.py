@@ -100,6 +100,8 @@ class Mix:
     reduce_scatter: bool = False
     fp32_accumulation: bool = False
     bf16_moments: bool = False
+    profiled: bool = False
+    """The JSON asks for `flops_profiler` or `wall_clock_breakdown`, which both start DeepSpeed's timers of a step."""
     hpz: bool = False
     """Secondary copies of ZeRO 3's shards within groups of neighbouring ranks (ZeRO++)."""
     beta: float = 0.0
@@ -234,6 +236,12 @@ RULES: tuple[Rule, ...] = (
         broken=lambda m: m.degrees.pipeline > 1 and m.zero_stage >= 2,
         reason="a pipeline accumulates whole gradients over its micro-batches; ZeRO 2 and 3 partition them",
         remedy="use zero_optimization.stage 0 or 1 with a pipeline, or no pipeline",
+    ),
+    Rule(
+        keys=("pipeline.stages", "flops_profiler.enabled", "wall_clock_breakdown"),
+        broken=lambda m: m.degrees.pipeline > 1 and m.profiled,
+        reason="DeepSpeed's pipeline starts the timer of a backward pass twice, and ends in an assertion",
+        remedy="remove them with a pipeline; `llmtrain report` draws what a step spends its time on",
     ),
     Rule(
         keys=("sequence_parallel_size", "pipeline.stages"),

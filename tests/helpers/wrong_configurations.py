@@ -501,6 +501,14 @@ CASES = [
         {"model": {"compile_layers": True}},
         {"activation_checkpointing": {"cpu_checkpointing": True}},
     ),
+    *(
+        Wrong(
+            f"{key} of a pipeline",
+            (f"{key} = true", "pipeline.stages = 2", "ends in an assertion", "remove them with a pipeline"),
+            ds=nested(key, True, {"pipeline": {"stages": 2}}),
+        )
+        for key in ("flops_profiler.enabled", "wall_clock_breakdown")
+    ),
     Wrong(
         "pipeline and ZeRO 2",
         ("pipeline.stages = 2", "zero_optimization.stage = 2", "stage 0 or 1"),

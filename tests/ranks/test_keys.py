@@ -117,15 +117,13 @@ FACTORS: dict[str, Factor] = {
                 "prof_ops": ["all_reduce"],
                 "verbose": True,
                 "debug": True,
-            }
+            },
+            "log_level": "info",
         }
     ),
-    "timers": Factor(
-        {"timers": {"throughput": {"enabled": False, "synchronized": False}}, "wall_clock_breakdown": True}
-    ),
-    "throughput": Factor({"timers": {"throughput": {"enabled": True}}}),
+    "timers": Factor({"wall_clock_breakdown": True}),
     "recomputation": Factor({"activation_checkpointing": {"cpu_checkpointing": True}}),
-    "engine": Factor({"disable_python_gc": True, "dump_state": True, "log_level": "error"}),
+    "engine": Factor({"disable_python_gc": True, "dump_state": True, "log_level": "info"}),
     "scaled before": Factor({"prescale_gradients": True}, (0, 1)),
     "scaled in parts": Factor({"gradient_predivide_factor": 4.0}, (0, 1)),
     "contiguous": Factor(zero(contiguous_gradients=False), (1, 2, 3)),

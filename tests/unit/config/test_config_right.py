@@ -94,6 +94,9 @@ def test_what_nothing_reads_is_noted(here: Path) -> None:
         "pipeline": {"partition": "uniform", "pipe_partitioned": False},
         "expert_parallel": {"autoep_size": 1, "preset_model": "mixtral"},
         "vocabulary_size": 512,
+        "timers": {"throughput": {"synchronized": False}},
+        "dump_state": True,
+        "comms_logger": {"enabled": True},
     }
     notes = [note.removeprefix("ds.json: ") for note in loaded(here, None, ds).notes]
     assert [note for note in notes if "no effect" in note] == [
@@ -101,7 +104,11 @@ def test_what_nothing_reads_is_noted(here: Path) -> None:
         "fp16.auto_cast: no effect: the inputs of a language model are whole numbers, which are not cast",
         "pipeline.pipe_partitioned: no effect: every tensor-parallel rank sends the whole hidden state",
         "aio.queue_depth: no effect: only an offload to NVMe reads it, which is not built yet",
+        "timers.throughput.synchronized: no effect: llmtrain measures and logs tokens per second itself",
         "vocabulary_size: no effect: DeepSpeed warns of sizes by it, and no more",
+        "dump_state, comms_logger.enabled: no effect: DeepSpeed prints it at log level info: write "
+        '"log_level": "info" as well',
+        'comms_logger.enabled: no effect: nothing asks for its summary: write "verbose": true for a line a message',
         "pipeline.partition: no effect: pipeline.stages is not above 1",
         "expert_parallel.preset_model: no effect: expert_parallel.autoep_size is not above 1",
     ]
