@@ -18,7 +18,7 @@ from llmtrain.commands import completion
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "init": ("llmtrain.commands.init", "write recipes and DeepSpeed files to a folder, to start from"),
-    "config": ("llmtrain.commands.check", "check a run's configuration, or show it resolved"),
+    "config": ("llmtrain.commands.config", "check a run's configuration, or show it resolved"),
     "prepare": ("llmtrain.commands.prepare", "make a data folder from text, code, jsonl, parquet"),
     "data": ("llmtrain.commands.data", "show rows of prepared conversations, and what of them is counted"),
     "launch": ("llmtrain.commands.launch", "train on the hosts of a hostfile: start, watch, start again after a fault"),

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from llmtrain.base import units
 from llmtrain.base.log import Progress
-from llmtrain.checkpoint.format import Manifest, differences, read_trainer
-from llmtrain.checkpoint.frozen import NOWHERE
+from llmtrain.checkpoint.format import NOWHERE, Manifest, differences, read_trainer
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.checkpoint.verify import wrong_frozen
 from llmtrain.storage.tensorfile import numel

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from llmtrain.base import log
 from llmtrain.base.errors import CheckpointError
 from llmtrain.checkpoint.durable import DurableFile, remove_tree, sync
-from llmtrain.checkpoint.folder import CheckpointFolder
 from llmtrain.checkpoint.format import (
     HOSTS,
     MANIFEST,
@@ -32,6 +31,7 @@ from llmtrain.checkpoint.format import (
     step_of,
 )
 from llmtrain.checkpoint.retain import set_aside
+from llmtrain.checkpoint.rundir import CheckpointFolder
 from llmtrain.engine.dist.control import from_all
 from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.storage.pieces import byte_view

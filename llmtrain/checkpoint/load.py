@@ -1,4 +1,4 @@
-"""Read a checkpoint into an engine of any layout; choose which one; compare it with the run that resumes."""
+"""Read a checkpoint into an engine of any layout, and compare it with the run that resumes."""
 
 from __future__ import annotations
 
@@ -14,25 +14,23 @@ import torch
 import torch.distributed as dist
 
 from llmtrain.base.errors import CheckpointError, ConfigError
-from llmtrain.checkpoint.folder import CheckpointFolder
 from llmtrain.checkpoint.format import (
     OUTER,
     TRAINER,
     DamagedCheckpoint,
+    FrozenSource,
+    FrozenSourceError,
     Manifest,
     UnknownFormat,
-    complete_checkpoints,
     differences,
     disagreements,
     problems,
     read_trainer,
 )
-from llmtrain.checkpoint.frozen import FrozenSource, FrozenSourceError
-from llmtrain.checkpoint.host_files import fetch, whole
-from llmtrain.checkpoint.listing import find_checkpoints
+from llmtrain.checkpoint.host_files import fetch
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.checkpoint.retain import set_aside
-from llmtrain.checkpoint.rundir import RunDirectory
+from llmtrain.checkpoint.rundir import CheckpointFolder, origin
 from llmtrain.checkpoint.verify import wrong_frozen
 from llmtrain.config.plugins import CHANGED, FLAG, changed_ok
 from llmtrain.config.problems import show
@@ -43,93 +41,6 @@ from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.engine.weights import Key, check_names, differing_tensors, fill, fill_rounding, prove_masters
 from llmtrain.optim.optimizers import PARAM
 from llmtrain.optim.schedules import Schedule
-
-# Which checkpoint a launch continues from.
-
-
-def agreed_candidates(
-    run: RunConfig, folder: RunDirectory, where: CheckpointFolder, ranks: Ranks
-) -> tuple[list[Path], bool, dict[Path, str]]:
-    """(`candidates`, own, what is not whole and why): the same on every rank, from what the leaders find.
-
-    On a shared file system each rank looking for itself could see another newest one.
-    """
-    found: tuple[list[str], bool, str | None] = ([], False, None)
-    if where.leads:
-        try:
-            paths, own = candidates(run, folder)
-            found = ([str(path) for path in paths], own, None)
-        except CheckpointError as error:
-            found = ([], False, str(error))
-    shares = from_all(ranks, found)
-    refused = next((message for *_, message in shares if message), None)
-    if refused:
-        raise CheckpointError(refused)
-    own = any(share[1] for share in shares)
-    if where.split:
-        mine = [Path(path) for path in found[0]] if found[1] == own else []
-        good, rejected = whole(mine, where, ranks)
-        return good, own, rejected
-    return [Path(path) for path in shares[0][0]], own, {}
-
-
-def candidates(run: RunConfig, folder: RunDirectory) -> tuple[list[Path], bool]:
-    """Checkpoints to try, newest first, and whether they are this run's own.
-
-    A launch that ended after its first checkpoint is continued by the same command line, whatever `resume` says of
-    the beginning: with a path, the run folder's own checkpoints win if they began from that path.
-
-    Raises:
-        CheckpointError: the run folder holds what does not go together with `resume`.
-    """
-    own = complete_checkpoints(folder.checkpoints)
-    if run.resume == "none":
-        folder.refuse_old_checkpoints()
-        return [], True
-    if run.resume == "auto":
-        return own, True
-    meant = Path(run.resume).resolve()
-    if meant in (folder.path.resolve(), folder.checkpoints.resolve()) and not run.resume_weights_only and own:
-        return own, True  # the run's own folder: as auto
-    if meant.parent == folder.checkpoints.resolve():
-        if run.resume_weights_only:
-            raise CheckpointError(
-                f"resume: {run.resume} with resume_weights_only begins a new run, but the checkpoint lies in the run "
-                f"folder {folder.path} itself. Give the new run a train.run_dir of its own."
-            )
-        folder.refuse_going_back(run.resume)
-        return [Path(run.resume)], True
-    if not own:
-        return _named(Path(run.resume)), False
-    if _began_from(own) != origin(run):
-        raise CheckpointError(
-            f"resume: {run.resume}, but {folder.path} holds {own[0].name} of a run that did not begin there. Use "
-            "--resume auto to continue that run, or give the new one a train.run_dir of its own."
-        )
-    return own, True
-
-
-def _named(path: Path) -> list[Path]:
-    """The checkpoints that a path means, newest first: of a run's folder all that are whole, as for other commands."""
-    try:
-        return find_checkpoints(path)
-    except CheckpointError:  # what it lacks is said when it is opened
-        return [path]
-
-
-def origin(run: RunConfig) -> dict[str, Any]:
-    """Record of the path that a run starts from."""
-    return {"path": str(Path(run.resume).resolve()), "weights_only": run.resume_weights_only}
-
-
-def _began_from(own: list[Path]) -> dict[str, Any] | None:
-    for folder in own:
-        try:
-            return read_trainer(folder).get("began_from")
-        except CheckpointError:  # damaged; it will be said when it is looked at
-            continue
-    return None
-
 
 _PARAMETERS_ALONE = (
     "take the parameters alone into a new run (resume_weights_only): moments, learning rate, step count and the place "
@@ -156,18 +67,24 @@ class Resumed:
 
 
 def resume(
-    engine: Engine, run: RunConfig, folder: RunDirectory, where: CheckpointFolder, now: dict[str, Any], ranks: Ranks
-) -> Resumed | None:
-    """Fill the engine from the newest checkpoint that proves intact. None: there is none, the run begins.
+    engine: Engine,
+    run: RunConfig,
+    found: tuple[list[Path], bool, dict[Path, str]],
+    where: CheckpointFolder,
+    now: dict[str, Any],
+    ranks: Ranks,
+) -> Resumed:
+    """Fill the engine from the newest checkpoint that proves intact.
 
-    `now`: this run's trainer state, as JSON has it. All ranks call it together; they raise alike.
+    `found`: from `agreed_candidates`, not empty. `now`: this run's trainer state, as JSON has it. All ranks call it
+    together; they raise alike.
 
     Raises:
-        CheckpointError: `resume` cannot be followed, what it names belongs to another run, or all are damaged.
+        CheckpointError: what `resume` names belongs to another run, or all are damaged.
         FrozenSourceError: the folder of its frozen parameters is gone or changed.
         ModelError: the model has other parameters.
     """
-    candidates, own, rejected = agreed_candidates(run, folder, where, ranks)
+    candidates, own, rejected = found
     for candidate in candidates:
         weights_only = run.resume_weights_only and not own
         try:
@@ -196,12 +113,10 @@ def resume(
                 *notes,
             ],
         )
-    if rejected:
-        raise CheckpointError(
-            f"no checkpoint can be resumed from. {' | '.join(rejected.values())}. Name another one (resume: PATH), or "
-            "start over in another train.run_dir: training never begins on top of damaged checkpoints."
-        )
-    return None
+    raise CheckpointError(
+        f"no checkpoint can be resumed from. {' | '.join(rejected.values())}. Name another one (resume: PATH), or "
+        "start over in another train.run_dir: training never begins on top of damaged checkpoints."
+    )
 
 
 def _taken_weights(folder: Path, reader: CheckpointReader) -> list[str]:

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from llmtrain.base import units
 from llmtrain.base.errors import CheckpointError
-from llmtrain.checkpoint.format import Manifest, complete_checkpoints
-from llmtrain.checkpoint.frozen import FrozenSource
+from llmtrain.checkpoint.format import FrozenSource, Manifest, complete_checkpoints
 from llmtrain.checkpoint.listing import checkpoints_of, folder_bytes
 from llmtrain.checkpoint.retain import leftovers, lock, outdated, remove
 from llmtrain.checkpoint.verify import verify, verify_frozen

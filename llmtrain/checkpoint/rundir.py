@@ -5,14 +5,23 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import secrets
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
 
 from llmtrain.base.errors import CheckpointError
 from llmtrain.base.files import lock_folder
 from llmtrain.checkpoint.format import complete_checkpoints
 from llmtrain.checkpoint.retain import leftovers, remove
 from llmtrain.config.in_use import in_use
+from llmtrain.config.run import RunConfig
+from llmtrain.engine.dist.control import from_all, from_rank_0, together
+from llmtrain.engine.dist.ranks import Ranks
 
 
 class RunDirectory:
@@ -109,3 +118,115 @@ def tidy(checkpoints: Path) -> None:
     """Delete what killed saves and deletions left."""
     with leftovers(checkpoints) as found:
         remove(found)
+
+
+_APPEARS_S = 5.0
+"""A file server may show a host what another one wrote a moment later."""
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointFolder:
+    """A folder of checkpoints, as one rank knows it."""
+
+    path: Path
+    leaders: tuple[int, ...]
+    """By rank: the rank that makes, completes and deletes checkpoints in the folder that it sees."""
+    hosts: tuple[str, ...]
+    """By rank: its host's name."""
+    rank: int
+
+    @property
+    def split(self) -> bool:
+        """The ranks see several folders: each holds the files of its own ranks."""
+        return len(set(self.leaders)) > 1
+
+    @property
+    def leads(self) -> bool:
+        """This rank is its folder's leader."""
+        return self.leaders[self.rank] == self.rank
+
+    @property
+    def members(self) -> list[int]:
+        """The ranks that see this rank's folder."""
+        mine = self.leaders[self.rank]
+        return [rank for rank, leader in enumerate(self.leaders) if leader == mine]
+
+
+@contextlib.contextmanager
+def open_checkpoints(folder: RunDirectory, run: RunConfig, ranks: Ranks) -> Iterator[CheckpointFolder]:
+    """Find out who sees what, and keep other launches out. All ranks call it together, and raise alike.
+
+    Raises:
+        CheckpointError: see `find_folder`; or another launch uses a host's folder.
+    """
+    found = find_folder(folder.checkpoints, ranks, own=run.checkpoint.dir is not None)
+    with contextlib.ExitStack() as locks:
+        with together(ranks):
+            if found.leads and ranks.rank != 0:  # rank 0 holds its own with the run's folder
+                claim(found.path, "checkpoint.dir", locks)
+                tidy(found.path)
+        yield found
+
+
+def find_folder(path: Path, ranks: Ranks, *, own: bool = False) -> CheckpointFolder:
+    """Which ranks see the same folder at `path`; it is made if need be. All ranks call it together, and raise alike.
+
+    Args:
+        own: each host may have one of its own there.
+
+    Raises:
+        CheckpointError: it cannot be written, or not all ranks see the one that rank 0 sees.
+    """
+    hosts = tuple(seat.host for seat in ranks.seats) or ("this host",) * ranks.world_size
+    mark = path / from_rank_0(ranks, lambda: f".seen-{secrets.token_hex(8)}")
+    error = _leave(mark, 0) if ranks.rank == 0 else None
+    dist.barrier(group=ranks.control)  # rank 0 leads the folder that it sees
+    if ranks.rank != 0 and own:
+        error = _leave(mark, ranks.rank)
+    shares: list[Any] = from_all(ranks, error)
+    leader = None if error or (shares[0] and not own) else _read(mark)
+    if not any(shares):
+        shares = from_all(ranks, leader)
+    if leader == ranks.rank:
+        with contextlib.suppress(OSError):
+            mark.unlink()
+    errors = [f"{host}: {each}" for host, each in zip(hosts, shares, strict=True) if isinstance(each, str)]
+    if errors:
+        raise CheckpointError("; ".join(dict.fromkeys(errors)))
+    if None in shares:
+        blind = dict.fromkeys(host for host, each in zip(hosts, shares, strict=True) if each is None)
+        raise CheckpointError(
+            f"train.run_dir: {path} on {', '.join(blind)} is not the folder that {hosts[0]} sees there, so the ranks "
+            "cannot save together. Mount the shared file system, put train.run_dir on one, or set checkpoint.dir to a "
+            "folder on each host's own disk."
+        )
+    return CheckpointFolder(path=path, leaders=tuple(shares), hosts=hosts, rank=ranks.rank)
+
+
+def _leave(mark: Path, rank: int) -> str | None:
+    """The first rank that comes to a folder leads it. Returns what keeps this one from writing there."""
+    try:
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        with open(mark, "x") as file:
+            file.write(f"{rank}\n")
+    except FileExistsError:
+        return None
+    except OSError as error:
+        return f"{mark.parent} cannot be used: {error.strerror}. Give another folder."
+    return None
+
+
+def _read(mark: Path) -> int | None:
+    """The rank that leads the folder, or None where the mark does not appear."""
+    until = time.monotonic() + _APPEARS_S
+    while time.monotonic() < until:
+        with contextlib.suppress(OSError, ValueError):  # a file server may show it before its contents
+            return int(mark.read_text())
+        time.sleep(_POLL_S)
+    return None
+
+
+def origin(run: RunConfig) -> dict[str, Any]:
+    """Record of the path that a run starts from."""
+    return {"path": str(Path(run.resume).resolve()), "weights_only": run.resume_weights_only}

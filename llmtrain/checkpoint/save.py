@@ -29,11 +29,18 @@ from llmtrain.base import log, units
 from llmtrain.base.errors import CheckpointError
 from llmtrain.base.units import size
 from llmtrain.checkpoint.durable import DurableFile, remove_tree
-from llmtrain.checkpoint.folder import CheckpointFolder
-from llmtrain.checkpoint.format import HOSTS, MANIFEST, complete_checkpoints, step_folder
-from llmtrain.checkpoint.frozen import NOWHERE, FrozenSource
-from llmtrain.checkpoint.memory import boot_id, memory_available
-from llmtrain.checkpoint.snapshot import HostImage, RankFile, Snapshot, WriterDied, WriterProcess, write_piece
+from llmtrain.checkpoint.format import HOSTS, MANIFEST, NOWHERE, FrozenSource, complete_checkpoints, step_folder
+from llmtrain.checkpoint.rundir import CheckpointFolder
+from llmtrain.checkpoint.snapshot import (
+    HostImage,
+    RankFile,
+    Snapshot,
+    WriterDied,
+    WriterProcess,
+    boot_id,
+    memory_available,
+    write_piece,
+)
 from llmtrain.checkpoint.writer import perform
 from llmtrain.config.run import CheckpointConfig
 from llmtrain.config.topology import Mix

@@ -14,8 +14,10 @@ import sys
 import threading
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -27,6 +29,26 @@ from llmtrain.engine.api import StateTensor
 from llmtrain.storage.checksum import checksum_part
 from llmtrain.storage.pieces import byte_view
 from llmtrain.storage.tensorfile import ITEM_BYTES, header_bytes
+
+_GROUP = Path("/sys/fs/cgroup")
+
+
+def memory_available() -> int:
+    """Bytes that this process may still take: of the machine, and of its container (cgroup 2)."""
+    free = psutil.virtual_memory().available
+    try:
+        limit = int((_GROUP / "memory.max").read_text())  # "max" is no number: no limit
+        used = int((_GROUP / "memory.current").read_text())
+        stat = dict(line.split() for line in (_GROUP / "memory.stat").read_text().splitlines())
+        return min(free, limit - used + int(stat["file"]) - int(stat["shmem"]))  # the page cache gives way
+    except (OSError, ValueError, KeyError):
+        return free
+
+
+def boot_id() -> str:
+    """An id that all processes on this host share, and those of no other host."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
 
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _PAGE = 4096

@@ -14,7 +14,10 @@ from llmtrain.base.log import Progress
 from llmtrain.checkpoint.format import (
     MANIFEST,
     TRAINER,
+    TYPES,
     FileEntry,
+    FrozenSource,
+    FrozenSourceError,
     Manifest,
     Piece,
     disagreements,
@@ -25,7 +28,6 @@ from llmtrain.checkpoint.format import (
     problems,
     read_trainer,
 )
-from llmtrain.checkpoint.frozen import TYPES, FrozenSource, FrozenSourceError
 from llmtrain.checkpoint.writer import as_fp32
 from llmtrain.optim.optimizers import PARAM
 from llmtrain.storage.checksum import checksum_part_array

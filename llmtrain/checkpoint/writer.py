@@ -21,8 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llmtrain.checkpoint.durable import DurableFile, remove_tree, sync, write_durably
-from llmtrain.checkpoint.format import MANIFEST, TRAINER, FileEntry, Manifest, Piece
-from llmtrain.checkpoint.frozen import FrozenSource
+from llmtrain.checkpoint.format import MANIFEST, TRAINER, FileEntry, FrozenSource, Manifest, Piece
 from llmtrain.checkpoint.retain import keep_newest
 from llmtrain.storage.checksum import checksum_part_array
 

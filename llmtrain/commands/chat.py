@@ -19,8 +19,8 @@ from llmtrain.base import log, untrusted
 from llmtrain.base.errors import ModelError, UserError
 from llmtrain.checkpoint.hf.inference import Answerer, Sampling, add_options, usable_folder
 from llmtrain.commands import completion
-from llmtrain.data.chat.messages import Conversation as Said
-from llmtrain.data.chat.messages import RefusedError, template_variables
+from llmtrain.data.chat.conversation import Conversation as Said
+from llmtrain.data.chat.conversation import RefusedError, template_variables
 from llmtrain.data.chat.rendering import RenderError, Template
 
 _USUAL = Sampling(max_tokens=1024)

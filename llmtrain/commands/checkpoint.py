@@ -68,7 +68,7 @@ def _average(args: argparse.Namespace) -> int:
 
 def _to_hf(args: argparse.Namespace) -> int:
     from llmtrain.checkpoint.hf.exporting import MARK, export_hf
-    from llmtrain.storage.hub.push import check_push, push
+    from llmtrain.storage.hub.transfer import check_push, push
 
     if args.push is not None:
         check_push(args.push)
@@ -93,7 +93,7 @@ def _to_hf(args: argparse.Namespace) -> int:
 
 
 def _from_hf(args: argparse.Namespace) -> int:
-    from llmtrain.checkpoint.hf.importing import import_hf
+    from llmtrain.checkpoint.hf.from_hf import import_hf
     from llmtrain.storage.hub.model import model_folder
 
     folder = model_folder(str(args.folder), asked_by="from-hf")
@@ -103,7 +103,7 @@ def _from_hf(args: argparse.Namespace) -> int:
 
 
 def _from_deepspeed(args: argparse.Namespace) -> int:
-    from llmtrain.checkpoint.native.importing import import_deepspeed
+    from llmtrain.checkpoint.native.from_deepspeed import import_deepspeed
 
     lines = import_deepspeed(
         args.folder, args.out, model=args.model, tag=args.tag, names=args.names, weights_only=args.weights_only

@@ -47,7 +47,7 @@ def offer_run(parser: argparse.ArgumentParser | None = None) -> None:
         return
     from typing import Literal, get_args, get_origin
 
-    from llmtrain.config.reference import schema
+    from llmtrain.config.schema import schema
 
     if parser is None:
         parser = argparse.ArgumentParser(prog="llmtrain")

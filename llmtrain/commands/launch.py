@@ -14,10 +14,10 @@ from llmtrain.cluster.launch.attempts import Launch
 from llmtrain.cluster.launch.launchers import launcher_of
 from llmtrain.cluster.launch.plan import Options, Run, describe, make_plan
 from llmtrain.commands import completion
-from llmtrain.commands.doctor import needs
 from llmtrain.config.deepspeed import name_cpu
 from llmtrain.config.in_use import refuse_if_in_use
 from llmtrain.config.load import command_words, load, run_words
+from llmtrain.training.host_needs import needs
 
 MAX_RESTARTS = 3
 

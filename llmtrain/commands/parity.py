@@ -3,29 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import os
-import pickle
-import tempfile
-import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from llmtrain.base import untrusted
-from llmtrain.base.errors import UserError
 from llmtrain.commands import completion
 from llmtrain.config.load import command_words, parse, run_words
-from llmtrain.config.objective import DISTILL, SCORED
 from llmtrain.config.pinned import fetched
 from llmtrain.config.problems import stop
-from llmtrain.config.run import ModelConfig, ResolvedRun
-from llmtrain.engine.dist.local_ranks import RankError, Ranks, ending_on_sigterm
-from llmtrain.parity.plan import Wanted, degrees_text, resolve_in, small_run, usual_ranks, wanted
-
-if TYPE_CHECKING:  # torch is for those who compare: --help and a misspelt word are answered without it
-    from llmtrain.parity.compare import Difference, Trace, Verdict
+from llmtrain.parity.small_run import usual_ranks, wanted
 
 DESCRIPTION = """\
 Train a small copy of the run's model under the run's own DeepSpeed JSON, on a few ranks of this machine, and compare
@@ -33,201 +17,21 @@ each step with plain PyTorch in one process. Needs no data, no weights and no GP
 1: it parts, and where is said; 2: a mistake in the run, or a form or model that is refused; 3: no answer, for a rank
 died or a program failed."""
 
-WORKER = "llmtrain.parity.worker"
-_TIMEOUT_S = 900.0
-SAME, PARTS, NO_ANSWER = 0, 1, 3
-"""Exit codes."""
-_LAST_LINES = {
-    SAME: "PASS",
-    PARTS: "FAIL",
-    NO_ANSWER: "NO ANSWER: a rank or the comparison itself failed, so it is not known whether the training is the same",
-}
+WORKER = "llmtrain.parity.trainer"
 
 
 def main(argv: list[str], worker: str = WORKER) -> int:
-    """Returns SAME, PARTS or NO_ANSWER. `worker`: the module that each rank runs. Raises UserError."""
+    """Returns the exit code. `worker`: the module that each rank runs. Raises UserError."""
     args, words = _arguments(argv)
-    args.run = words[1]
     parsed = parse(words, check_paths=False)
     user = wanted(fetched(parsed.run)[0], parsed.places)
-    worlds = args.ranks or usual_ranks(user.degrees)
-    cpu = _on_cpu(args.device, max(worlds))
+    ranks = args.ranks or usual_ranks(user.degrees)
+    cpu = _on_cpu(args.device, max(ranks))
     if cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
-    codes = []
-    with ending_on_sigterm():
-        try:
-            for code in _worlds(args, user, worlds, cpu, worker):
-                codes.append(code)
-        except UserError:
-            raise
-        except Exception:  # a bug, here or in what we stand on: that is no word about the user's training
-            traceback.print_exc()
-            codes.append(NO_ANSWER)
-    code = worst_of(codes)
-    print(_LAST_LINES[code], flush=True)
-    return code
+    from llmtrain.parity.worlds import compare_worlds  # torch is for those who compare: --help is answered without it
 
-
-def _worlds(args: argparse.Namespace, user: Wanted, worlds: list[int], cpu: bool, worker: str) -> Iterator[int]:
-    """The outcome of each world size."""
-    from llmtrain.models.run.check import check_model
-    from llmtrain.parity.folder import told
-    from llmtrain.parity.small import attention_here, patterns_here, small_model, targets_here
-    from llmtrain.parity.teacher import with_small_teacher
-
-    fields, shrunk_by = small_model(user.run.model, user.degrees, scores=user.run.objective.name in SCORED)
-    attention = attention_here(fields, user.run.model.attention, cpu=cpu)
-    model = replace(user.run.model, attention=attention, **patterns_here(fields, user.run.model))
-    adapter = targets_here(fields, user.run.adapter)
-    user = replace(user, run=replace(user.run, model=model, adapter=adapter))
-    print(f"{args.run} with {user.run.deepspeed}: {_words(fields)}, {args.steps} steps", flush=True)
-    if (of_folder := told(user.run, user.precision)) is not None:
-        print("\n".join(of_folder[0]), flush=True)
-        yield SAME if of_folder[1] else PARTS
-    with tempfile.TemporaryDirectory(prefix="llmtrain-parity-") as made:
-        if user.run.objective.name == DISTILL:
-            objective = with_small_teacher(user.run, fields, Path(made) / "teacher")
-            user = replace(user, run=replace(user.run, objective=objective))
-        every = {}  # before any rank starts: a world size that is refused would hide that another one has failed
-        for ranks in worlds:
-            folder = Path(made) / f"{ranks}-ranks"
-            folder.mkdir(exist_ok=True)
-            run = small_run(user, fields, shrunk_by, ranks, args.steps, cpu=cpu)
-            every[folder] = plans = {
-                precision: resolve_in(folder, user, run, shrunk_by, ranks, precision)
-                for precision in _precisions(user, cpu)
-            }
-            check_model(plans["fp32"])  # what training refuses before its ranks meet is not compared either
-        for folder, plans in every.items():
-            yield _check(folder, user, plans, args.steps, cpu, worker)
-
-
-def _check(folder: Path, user: Wanted, plans: dict[str, ResolvedRun], steps: int, cpu: bool, worker: str) -> int:
-    """One world size: SAME, PARTS or NO_ANSWER. Start the ranks, make the references meanwhile, compare."""
-    import torch
-
-    from llmtrain.parity.compare import COUNT, Trace
-    from llmtrain.parity.reference import nudged, orders, train_plainly
-    from llmtrain.parity.worker import PLAN
-
-    one = next(iter(plans.values()))
-    device = torch.device("cpu" if cpu else "cuda")
-    print(f"{one.degrees.world_size} ranks on {device.type} ({degrees_text(one.degrees)})", flush=True)
-    (folder / PLAN).write_bytes(pickle.dumps((plans, steps)))
-    try:
-        with Ranks(folder, one.degrees.world_size, cpu=cpu, module=worker, timeout_s=_TIMEOUT_S) as ranks:
-            torch.set_num_threads(1)  # small matrices, and the ranks want the cores
-            references = {
-                name: [
-                    train_plainly(resolved, steps, order, device)
-                    for order in orders(resolved.run.model, resolved.batch)
-                ]
-                for name, resolved in plans.items()
-            }
-            ranks.wait()
-    except RankError as error:
-        print(f"  NO ANSWER  {untrusted.shown(error, lines=True)}", flush=True)
-        return NO_ANSWER
-
-    def more(name: str, until: int) -> list[Trace]:
-        every = nudged(orders(plans[name].run.model, plans[name].batch), COUNT)
-        return [train_plainly(plans[name], until, order, device) for order in every]
-
-    codes = []
-    for name, resolved in plans.items():
-        split = resolved.degrees.tensor > 1 or resolved.degrees.sequence > 1
-        got = Trace.load(str(folder / f"{name}.trace"))
-        again = functools.partial(more, name)
-        codes.append(_tell(user, name, got, references[name], again, split=split, clip_norm=resolved.optim.clip_norm))
-    return worst_of(codes)
-
-
-def worst_of(codes: list[int]) -> int:
-    """Another training is an answer, whatever else has none."""
-    return next(code for code in (PARTS, NO_ANSWER, SAME) if code in codes)
-
-
-def _tell(
-    user: Wanted,
-    name: str,
-    got: Trace,
-    want: list[Trace],
-    more: Callable[[int], list[Trace]],
-    *,
-    split: bool,
-    clip_norm: float,
-) -> int:
-    """One comparison, printed: SAME, PARTS or NO_ANSWER. `more`: references of other roundings, up to a step."""
-    from llmtrain.parity.compare import compare, tie
-    from llmtrain.parity.diagnosis import hint
-
-    verdict = compare(got, want, fp32=name == "fp32", split=split)
-    instead = (
-        f" in place of {user.precision}, which DeepSpeed has on GPUs only"
-        if name != user.precision and name != "fp32"
-        else ""
-    )
-    title = f"{name} against plain PyTorch in {name}{instead}"
-    found = tie(got, want, verdict, more, split=split) if name == "fp32" and not verdict.passed else None
-    if found is not None and found.proves:
-        print("\n".join([*report(title, found.verdict), f"        {found.line()}"]), flush=True)
-        before = compare(got.until(found.step - 1), [trace.until(found.step - 1) for trace in want], fp32=True,
-                         split=split) if found.step > 1 else None  # fmt: skip
-        return SAME if before is None or before.blunt is None else _no_answer(before.blunt)
-    if verdict.passed and verdict.blunt is not None:
-        print("\n".join(report(title, verdict, passes="NO ANSWER")), flush=True)
-        return _no_answer(verdict.blunt)
-    likely = "" if verdict.passed else hint(got, want[0], verdict, clip_norm)
-    if found is not None:
-        likely = f"{found.line()}. Nothing is proved so: choose other weights with --train.seed 1"
-    print("\n".join([*report(title, verdict, likely), *bluntness(name, verdict)]), flush=True)
-    return NO_ANSWER if found is not None else SAME if verdict.passed else PARTS
-
-
-def _no_answer(blunt: Difference) -> int:
-    """Report that a comparison proves nothing because nearly everything would pass it; return the exit code."""
-    from llmtrain.parity.compare import CEILINGS
-
-    where = f"{blunt.kind} at step {blunt.step}" + (f", {blunt.name}" if blunt.name else "")
-    print(
-        f"        nothing is proved: trainings in one process that differ in the order of their sums alone part by so "
-        f"much that {blunt.tolerated:.2g} would be tolerated ({where}; at most {CEILINGS[blunt.kind]:g} is a proof). "
-        "Choose other weights with --train.seed 1, or fewer --steps",
-        flush=True,
-    )
-    return NO_ANSWER
-
-
-def bluntness(name: str, verdict: Verdict) -> list[str]:
-    """Line of the report on faults that a comparison in half precision cannot find; none in fp32."""
-    moved = verdict.worst.get("movement")
-    if name == "fp32" or moved is None or moved.tolerated < 0.1:
-        return []
-    return [
-        f"        blunt: in {name} a movement may be off by {moved.tolerated:.0%}; the fp32 comparison is the sharp one"
-    ]
-
-
-def report(title: str, verdict: Verdict, likely: str = "", passes: str = "PASS") -> list[str]:
-    """The lines of one comparison. `passes`: the word for one that does."""
-    from llmtrain.parity.compare import KINDS
-
-    lines = [f"  {passes if verdict.passed else 'FAIL'}  {title}"]
-    for kind, worst in verdict.worst.items():
-        where = f"step {worst.step}" + (f", {worst.name}" if worst.name else "")
-        lines.append(f"        {kind:<13}  {worst.got:.1e} of {worst.tolerated:.1e}  ({where})")
-    if verdict.first:
-        lines.append(f"        first parts at step {verdict.first[0].step}:")
-        for kind in KINDS:
-            failed = [one for one in verdict.first if one.kind == kind]
-            for one in failed[:2]:
-                what = f"{kind} {one.name}".strip() + (f": {one.note}" if one.note else "")
-                lines.append(f"          {what}; differs by {one.got:.2e}, tolerated {one.tolerated:.1e}")
-            if len(failed) > 2:
-                lines.append(f"          {kind} of {len(failed) - 2} more")
-        lines.append(f"        likely: {likely}")
-    return lines
+    return compare_worlds(words[1], user, ranks, args.steps, cpu=cpu, worker=worker)
 
 
 def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -278,19 +82,3 @@ def _on_cpu(wish: str, ranks: int) -> bool:
         rule = f"{ranks} ranks need a GPU each, and this machine has {there}"
         raise stop("--device", wish, rule, "use --device cpu, or fewer --ranks", "command line")
     return there < ranks
-
-
-def _precisions(user: Wanted, cpu: bool) -> list[str]:
-    own = "bf16" if user.precision == "fp16" and cpu else user.precision
-    return list(dict.fromkeys(["fp32", own]))
-
-
-def _words(fields: dict[str, Any]) -> str:
-    from llmtrain.models.build import layer_configs, load_config
-
-    config = load_config(ModelConfig(config=fields)).get_text_config()
-    parts = [fields["model_type"], f"{config.num_hidden_layers} layers", f"width {config.hidden_size}"]
-    layer = layer_configs(config)[0]
-    if heads := getattr(layer, "num_attention_heads", None):
-        parts.append(f"{heads} / {getattr(layer, 'num_key_value_heads', None) or heads} heads")
-    return ", ".join([*parts, "tied" if getattr(config, "tie_word_embeddings", False) else "untied"])

@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
     if "WORLD_SIZE" in os.environ:
         resolved = load(argv, int(os.environ["WORLD_SIZE"]))
         _refuse(resolved.run.objective)
-        from llmtrain.commands.columns import write
+        from llmtrain.training.output_columns import write
 
         write(resolved)
         return 0
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
     fewest = _fewest_ranks(parsed)
     import torch
 
-    from llmtrain.commands.columns import write, write_on_ranks_here
+    from llmtrain.training.output_columns import write, write_on_ranks_here
 
     gpus = torch.cuda.device_count() if os.environ.get("DS_ACCELERATOR", "cuda") == "cuda" else 0
     many = next((count for count in range(gpus, fewest, -1) if _goes(parsed, count)), fewest)

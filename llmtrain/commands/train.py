@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 
 from llmtrain.cluster import messages
-from llmtrain.cluster.hosts.environment import load_secrets
-from llmtrain.cluster.hosts.hostfile import refuse_missing_hostfile
 from llmtrain.cluster.watch import rank_side
 from llmtrain.commands import completion
 from llmtrain.config.deepspeed import let_segments_grow
@@ -23,8 +21,13 @@ def main(argv: list[str]) -> int:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     source = "WORLD_SIZE, set by the launcher" if "WORLD_SIZE" in os.environ else "started without a launcher"
     with rank_side.outcome_reported():
-        load_secrets()
+        if messages.SECRETS in os.environ:
+            from llmtrain.cluster.hosts.variables import load_secrets
+
+            load_secrets()
         if "LOCAL_RANK" in os.environ and messages.SUPERVISED not in os.environ:  # `llmtrain launch` has read it
+            from llmtrain.cluster.hosts.hostfile import refuse_missing_hostfile
+
             refuse_missing_hostfile()
         resolved = load(argv, world_size, source)
         refuse_if_in_use(resolved.run_dir)  # rank 0 takes the folder when all ranks have met: later

@@ -15,11 +15,31 @@ from llmtrain.base.errors import ConfigError
 from llmtrain.config import ds_keys
 from llmtrain.config.batch import Batch
 from llmtrain.config.ds_json import lookup
-from llmtrain.config.pipeline import read_partition
 from llmtrain.config.problems import Problems, show, stop
 from llmtrain.config.run import RunConfig
 from llmtrain.config.topology import Degrees, Mix, clashes
 from llmtrain.optim.optimizers import Optimizer
+
+_WAYS = ("parameters", "uniform")
+
+
+def read_partition(tree: dict[str, Any], path: str, stages: int, problems: Problems) -> str | tuple[int, ...]:
+    """`pipeline.partition`: one of the ways, or the number of layers of each stage. Refuses what cannot be."""
+    section = tree.get("pipeline")
+    if stages == 1 or not isinstance(section, dict):
+        return _WAYS[0]
+    asked = section.get("partition", _WAYS[0])
+    key = "pipeline.partition"
+    if isinstance(asked, list):
+        if len(asked) == stages and all(type(count) is int and count >= 1 for count in asked):
+            return tuple(asked)
+        rule = f"a list has the number of layers, 1 or more, of each of the {stages} stages (pipeline.stages)"
+        problems.add(key, asked, rule, f"write {stages} numbers whose sum is the model's layers", path)
+    elif asked not in _WAYS:
+        rule = f"stages are balanced by one of {', '.join(_WAYS)}, or given as a list of layer counts"
+        problems.add(key, asked, rule, 'write "parameters", or remove it', path)
+    return asked if isinstance(asked, str) else _WAYS[0]
+
 
 # DeepSpeed prints a line every `steps_per_print` steps, and its pipeline engine divides by it: so not None.
 NEVER = 2**31 - 1

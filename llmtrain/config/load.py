@@ -1,7 +1,13 @@
 """Command line and YAML to a typed run. Touches no network, no device, and imports no torch.
 
 jsonargparse does the typing. It only ever sees keys that are fields of the schema, with plain values: it
-imports a `class_path` before it checks it, so everything else is refused here first.
+imports a `class_path` before it checks it, so everything else is refused here first: also in the inline `model.config`,
+fields of a Hugging Face config.json as plain data without the keys by which transformers would load code or another
+precision.
+
+A key, a flag or a value that does not exist is answered by the tables of docs/migrate.md first, which say what the
+names of other stacks are here, then by our own names. A name that is like none is answered by no guess: a wrong one
+costs more than none.
 """
 
 from __future__ import annotations
@@ -18,13 +24,202 @@ from typing import Any, Literal, get_args, get_origin
 
 from jsonargparse import ArgumentError, ArgumentParser
 
+from llmtrain.base import untrusted
 from llmtrain.base.choice import Choice, Entry
-from llmtrain.config import ds_keys, model_tree, plugins, rules, strict_yaml, unknown
-from llmtrain.config.join import optimizer_in
-from llmtrain.config.problems import Problems, closest, show, stop
-from llmtrain.config.reference import choices, default_choice, help_text, schema, sections, type_name
+from llmtrain.config import ds_keys, plugins, rules, strict_yaml
+from llmtrain.config.ds_keys import KEYS
+from llmtrain.config.join import SHARED, optimizer_in
+from llmtrain.config.problems import Places, Problems, closest, show, stop
 from llmtrain.config.resolve import resolve
 from llmtrain.config.run import ResolvedRun, RunConfig
+from llmtrain.config.schema import choices, default_choice, help_text, schema, sections, type_name
+
+_PAGE = Path(__file__).parents[1] / "commands/shipped/docs/migrate.md"
+_OWNERS = {"transformers": "transformers", "trl": "TRL", "peft": "PEFT", "llamafactory": "LLaMA-Factory"}
+_NO_CONFIGURATION = "transformers.cli.chat.Chat"
+
+
+def rows(text: str) -> Iterator[tuple[list[str], str]]:
+    """(their names, our answer) of each line of a table."""
+    for line in re.findall(r"^\| (`.*) \|$", text, re.M):
+        theirs, ours = line.split(" | ")
+        yield re.findall(r"`([\w.]+)`", theirs), ours
+
+
+def tables(page: str) -> Iterator[tuple[list[str], str, str]]:
+    """(the classes whose options they are, such as trl.SFTConfig, an option, our answer), in the page's order."""
+    for classes, text in re.findall(r"<!-- options: (.*?) -->\n(.*?)(?=\n## |\Z)", page, re.S):
+        for theirs, ours in rows(text):
+            for name in theirs:
+                yield classes.split(), name, ours
+
+
+@functools.cache
+def _elsewhere() -> dict[str, tuple[str, str]]:
+    """Name -> (who calls something so, what it is here); of several answers the page's first."""
+    found: dict[str, tuple[str, str]] = {}
+    for classes, name, ours in tables(_PAGE.read_text(encoding="utf-8")):
+        if _NO_CONFIGURATION not in classes:
+            owner = classes[0].partition(".")[0]
+            found.setdefault(name, (_OWNERS.get(owner, owner), ours))
+    return found
+
+
+def unknown_key(
+    key: str, value: Any, place: str | None, problems: Problems, *, flag: bool = False, tokens: int | None = None
+) -> None:
+    """Add the mistake. `flag`: it stands on the command line; `tokens`: of the run's data, where that is known."""
+    rule, remedy = _answer(key, value, "--" if flag else "", tokens)
+    problems.add(f"--{key}" if flag else key, value, rule, remedy, place)
+
+
+def _answer(key: str, value: Any, dashes: str, tokens: int | None) -> tuple[str, str]:
+    """Rule and remedy."""
+    rule = "there is no such field"
+    known, (section, _, name) = schema(), key.rpartition(".")
+    sections = {k.partition(".")[0] for k in known if "." in k}
+    if key in sections:
+        return f"{key} is a section", _its_fields(key, value, dashes)
+    elsewhere = _elsewhere()
+    homes = [k for k in known if k.rpartition(".")[2] == name]
+    for asked in (key, name, key.replace("-", "_"), name.replace("-", "_")):
+        if asked in elsewhere and (_lead(elsewhere[asked][1]) or len(homes) != 1):
+            owner, ours = elsewhere[asked]
+            rule += "" if owner == "others" else f"; {owner} has it (migrate.md)"
+            return rule, _here(ours, dashes) + _epochs(ours, value, tokens)
+    if len(homes) == 1:
+        return rule, f"did you mean {dashes}{homes[0]}?"
+    if homes:
+        return rule, f"did you mean one of {', '.join(dashes + home for home in homes)}?"
+    if shared := {theirs: ours for ours, theirs in SHARED.items()}.get(name):
+        return rule, f"did you mean {dashes}{shared}?"
+    if name in KEYS:
+        return rule, "the DeepSpeed JSON decides this: write it there"
+    if near := _like(section, name, [*known, *(sections if not section else ())]):
+        return rule, f"did you mean {dashes}{near}?"
+    if near := closest(name, elsewhere):
+        return rule, _here(elsewhere[near][1], dashes)
+    return rule, "remove it; `llmtrain train --help` lists every field"
+
+
+def _like(section: str, name: str, known: list[str]) -> str | None:
+    """By names without their sections first: `train.` alone would make any field of train look like any other."""
+    beside = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == section}
+    if near := closest(name, beside):
+        return beside[near]
+    everywhere: dict[str, str | None] = {}
+    for each in known:
+        last = each.rpartition(".")[2]
+        everywhere[last] = None if last in everywhere else each  # of one name in two sections neither is meant
+    near = closest(name, everywhere)
+    if near and everywhere[near]:
+        return everywhere[near]
+    return closest(f"{section}.{name}" if section else name, known)
+
+
+def _here(ours: str, dashes: str) -> str:
+    """The page's answer as a remedy."""
+    if lead := _lead(ours):
+        rest = ours.removeprefix(f"`{lead}`").strip(" :,;")
+        return f"did you mean {dashes}{lead}?" + (f" ({rest})" if rest else "")
+    if ours.startswith("JSON "):
+        return f"the DeepSpeed JSON decides this: {ours.removeprefix('JSON ')}"
+    return f"remove it: {ours}" if ours.startswith(("not here", "always")) else f"here: {ours}"
+
+
+def _lead(ours: str) -> str | None:
+    """The field that the page's answer begins with."""
+    lead = re.match(r"`([\w.]+)`", ours)
+    return lead[1] if lead and lead[1] in schema() else None
+
+
+def _epochs(ours: str, value: Any, tokens: int | None) -> str:
+    """The tokens that so many epochs are."""
+    if not ours.startswith("`train.max_tokens`: epochs x") or not tokens:
+        return ""
+    number = strict_yaml.plain_scalar(value) if isinstance(value, str) else value
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 < number < 1e6:
+        return ""
+    return f"; {number:g} epochs of the {tokens} here are {round(number * tokens)}"
+
+
+def _its_fields(section: str, value: Any, dashes: str) -> str:
+    """Return the remedy for a section that was given as one value: its fields one by one, with the values of a map."""
+    known = [key for key in schema() if key.startswith(f"{section}.")]
+    given = value if isinstance(value, dict) else _map_of(value)
+    if given and all(f"{section}.{name}" in known for name in given):
+        words = " ".join(f"{dashes}{section}.{name} {_word(each)}" for name, each in given.items())
+        return f"write its fields one by one: {words}"
+    return f"write its fields one by one, such as {dashes}{known[0]}"
+
+
+def _map_of(text: Any) -> dict[str, Any]:
+    try:
+        found = untrusted.loads(str(text).encode())
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _word(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def other_method(value: Any) -> str | None:
+    """Return migrate.md's answer for a training method that llmtrain lacks, such as grpo; None: it has no answer."""
+    known = _elsewhere().get(str(value).lower())
+    return None if known is None or known[0] != "others" else known[1]
+
+
+def tokens_of(data: Any) -> int | None:
+    """Training tokens of the folder that the section `data` names, as far as it can be read."""
+    path = data.get("path") if isinstance(data, dict) else None
+    if not isinstance(path, str):
+        return None
+    try:
+        tokens = untrusted.loads((Path(path) / "manifest.json").read_bytes())["tokens"]["train"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return tokens if isinstance(tokens, int) and not isinstance(tokens, bool) else None
+
+
+_REFUSED: dict[str, str] = {
+    "auto_map": "it names Python code to import",
+    "class_path": "it names Python code to import",
+    "init_args": "it belongs to a class_path",
+    "custom_pipelines": "it names Python code to import",
+    "trust_remote_code": "no code is loaded from model folders",
+    "quantization_config": "training of quantized models is not supported",
+    "attn_implementation": "attention is chosen with model.attention",
+}
+_MODEL_TYPE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_\-]*")
+
+
+def _check_model_tree(tree: dict[str, Any], places: Places, problems: Problems) -> None:
+    """Report everything in the tree that is not plain data, and a missing or odd model_type."""
+    _check_map(tree, "model.config", places, problems)
+    model_type = tree.get("model_type")
+    if not isinstance(model_type, str) or not _MODEL_TYPE.fullmatch(model_type):
+        problems.add(
+            "model.config.model_type", model_type, "a Hugging Face model type is required, such as llama or qwen3",
+            "write `model_type: llama` under model.config",
+            places.get("model.config.model_type", places.get("model.config")),
+        )  # fmt: skip
+
+
+def _check_map(tree: dict[str, Any], prefix: str, places: Places, problems: Problems) -> None:
+    for key, value in tree.items():
+        dotted = f"{prefix}.{key}"
+        why = _REFUSED.get(key) or ("names with _ are internal to transformers" if key.startswith("_") else None)
+        if why:
+            problems.add(dotted, value, f"not allowed: {why}", "remove it", places.get(dotted))
+        elif isinstance(value, dict):
+            _check_map(value, dotted, places, problems)
+        elif isinstance(value, list):
+            for item in value:
+                if isinstance(item, dict):
+                    _check_map(item, dotted, places, problems)
+
 
 COMMAND_LINE = "command line"
 _LAUNCHER_FLAGS = ("--local_rank", "--local-rank")
@@ -81,7 +276,7 @@ def parse(argv: list[str], *, check_paths: bool = True) -> Parsed:
         _override(tree, places, key, text, problems)
     free = _take_free(tree, places, problems)
     entries = {section: _take_entries(tree, section, places, problems) for section in ("parts", "trackers")}
-    _check_keys(tree, "", places, problems, unknown.tokens_of(tree.get("data")))
+    _check_keys(tree, "", places, problems, tokens_of(tree.get("data")))
     problems.raise_if_any()
     chosen = {section: _choose(tree, section, places, problems) for section in choices()}
     run = _typed(tree, chosen, entries, places, problems)
@@ -89,7 +284,7 @@ def parse(argv: list[str], *, check_paths: bool = True) -> Parsed:
     if run.train.run_dir is None:
         run = replace(run, train=replace(run.train, run_dir=f"runs/{Path(config_path).stem}"))
     if isinstance(run.model.config, dict):
-        model_tree.check(run.model.config, places, problems)
+        _check_model_tree(run.model.config, places, problems)
     rules.check_values(run, places, problems)
     if check_paths:
         rules.check_on_disk(run, places, problems)
@@ -236,8 +431,8 @@ def _override(tree: dict[str, Any], places: dict[str, str], key: str, text: str,
     value: Any = text
     free = next((f for f in _FREE_KEYS if key == f or key.startswith(f"{f}.")), None)
     if free is None and key not in schema():
-        tokens = unknown.tokens_of(tree.get("data"))
-        unknown.unknown_key(key, text, COMMAND_LINE, problems, flag=True, tokens=tokens)
+        tokens = tokens_of(tree.get("data"))
+        unknown_key(key, text, COMMAND_LINE, problems, flag=True, tokens=tokens)
         return
     parts = key.split(".")
     section = key.partition(".")[0]
@@ -311,7 +506,7 @@ def _entry(key: str, cls: type, values: dict[str, Any], places: dict[str, str], 
     for name, value in list(values.items()):
         field = f"{key}.{name}"
         if field not in schema():
-            unknown.unknown_key(field, value, places.get(field), problems)
+            unknown_key(field, value, places.get(field), problems)
             wrong = True
             continue
         values[name] = value if (number := _whole(field, value)) is None else number
@@ -351,7 +546,7 @@ def _check_keys(
                 problems.add(key, value, "is a section", f"write its fields below it, such as `{example}: ...`",
                              places.get(key))  # fmt: skip
         elif key not in known:
-            unknown.unknown_key(key, value, places.get(key), problems, tokens=tokens)
+            unknown_key(key, value, places.get(key), problems, tokens=tokens)
         elif value is None and prefix.removesuffix(".") in choices():
             continue  # null is the default
         elif value is None and type(None) not in (known[key], *get_args(known[key])) and key != "deepspeed":
@@ -467,7 +662,7 @@ def _type_words(key: str, value: Any) -> tuple[str, str]:
     words = type_name(kind)
     kinds = (kind, *get_args(kind))
     literals = [str(a) for k in kinds if get_origin(k) is Literal for a in get_args(k)]
-    if key == "objective.name" and (method := unknown.other_method(value)):
+    if key == "objective.name" and (method := other_method(value)):
         return f"must be {words}", f"choose one of these; {value} is {method}"
     if "disabled" in literals and str(value).lower() in ("false", "off", "no", "none", "null"):
         return f"must be {words}", "did you mean disabled?"

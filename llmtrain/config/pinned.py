@@ -11,8 +11,6 @@ from llmtrain.config import strict_yaml
 from llmtrain.config.problems import Places, stop
 from llmtrain.config.rules import reads_weights
 from llmtrain.config.run import ResolvedRun, RunConfig
-from llmtrain.storage.hub.fetch import fetch
-from llmtrain.storage.hub.model import settings, weights
 from llmtrain.storage.hub.names import COMMIT, Repository, endpoint, is_name
 
 
@@ -53,6 +51,9 @@ def _commit(
     run: RunConfig, keys: _Keys, name: str, asked: str | None, places: Places, *, weights_too: bool
 ) -> tuple[str, str]:
     """(the commit of a repository, with what is read of it on this host; a note)"""
+    from llmtrain.storage.hub.model import settings, weights  # a run without a name on the Hub reads none of it
+    from llmtrain.storage.hub.transfer import fetch
+
     section, key, revision = keys
     repository, began_with = Repository(kind="model", name=name), _began_with(run, keys, name)
     if began_with and asked is not None and COMMIT.fullmatch(asked) and asked != began_with:

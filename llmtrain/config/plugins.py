@@ -19,7 +19,7 @@ from types import ModuleType
 
 from llmtrain.base.choice import Choice, Entry
 from llmtrain.base.errors import ConfigError, TrainingStopped
-from llmtrain.config import reference
+from llmtrain.config import schema
 
 FLAG = "--plugin"
 CHANGED = "--plugin-changed"
@@ -81,7 +81,7 @@ def use(given: list[str], *, changed: bool = False) -> None:
         if (name := spec.name) in [plugin.module.__name__ for plugin in _current]:
             raise ConfigError(f"{FLAG} {word}: another plugin is called {name.removeprefix(_PREFIX)}, too. Rename one")
         _current.append(_import(word, spec, digest))
-    for cached in (reference.sections, reference.choices, reference.schema, reference.entries):
+    for cached in (schema.sections, schema.choices, schema.schema, schema.entries):
         cached.cache_clear()
 
 
@@ -158,7 +158,7 @@ def _check_class(cls: type, word: str) -> None:
         frozen = "frozen=True, " if issubclass(cls, Choice) else ""
         raise ConfigError(f"{FLAG} {word}: class {cls.__name__} has the field {own[0]} and is no dataclass. Write "
                           f"@dataclass({frozen}kw_only=True) above it")  # fmt: skip
-    if is_dataclass(cls) and (bare := [item.name for item in fields(cls) if item.init and reference.is_required(item)]):
+    if is_dataclass(cls) and (bare := [item.name for item in fields(cls) if item.init and schema.is_required(item)]):
         raise ConfigError(f"{FLAG} {word}: class {cls.__name__}: the field {bare[0]} has no default. Give it one; None "
                           "may mean that the user must set it")  # fmt: skip
 

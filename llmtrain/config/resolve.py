@@ -6,13 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 from llmtrain.config import ds_json, rules
-from llmtrain.config.adapter import check_adapter_form
-from llmtrain.config.balance import check_balance
 from llmtrain.config.batch import Batch, solve
 from llmtrain.config.deepspeed import DEGREE_KEYS, exact_dict, read_facts
 from llmtrain.config.join import SHARED, check_scheduler, join_values
 from llmtrain.config.objective import filled
 from llmtrain.config.problems import Places, Problems
+from llmtrain.config.rules import check_adapter_form, check_balance
 from llmtrain.config.run import ResolvedRun, RunConfig
 from llmtrain.config.sites_rules import check_sites
 from llmtrain.config.topology import Degrees

@@ -3,19 +3,20 @@
 PyYAML keeps the last of two equal keys, reads `3e-4` as a string, `off` as false and `1:30` as 90, and builds
 Python objects for tags. Here a duplicate key, a tag, an anchor or an alias is an error with its line number,
 and scalars mean what YAML 1.2 says (`off` is text, which a field of true or false takes for false). The reader works
-on parser events: no constructor is ever looked up.
+on parser events: no constructor is ever looked up. `dump` writes a typed run that `load` reads to the same run.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import yaml
 
 from llmtrain.base.errors import ConfigError
 from llmtrain.config.problems import stop
+from llmtrain.config.run import RunConfig
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _INT = re.compile(r"[-+]?[0-9][0-9_]{0,40}")  # longer ones become floats: int() refuses 4,300 digits
@@ -141,3 +142,24 @@ def _broken(error: yaml.YAMLError, text: str, name: str) -> ConfigError:
         return stop("YAML", line.replace("\t", "\\t"), rule, "indent with blanks", f"{name}, line {number}")
     remedy = "look at the indentation, colons and quotes on this line and the one above"
     return stop("YAML", lines[number - 1].strip(), f"not valid YAML: {what}", remedy, f"{name}, line {number}")
+
+
+class _Dumper(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True  # the reader refuses anchors
+
+
+def _text(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
+    # PyYAML leaves `1e-3` unquoted, as YAML 1.1 has it for a string; our reader would make a number of it.
+    # A character that YAML takes for a line break (U+0085) survives in double quotes only.
+    style = None if value.isprintable() and isinstance(plain_scalar(value), str) else '"'
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+
+_Dumper.add_representer(str, _text)
+_Dumper.add_representer(tuple, lambda dumper, value: dumper.represent_list(list(value)))
+
+
+def dump(run: RunConfig) -> str:
+    """The run as YAML, every field written, in the order of the schema."""
+    return yaml.dump(asdict(run), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmtrain.config.adapter import check_adapter, check_adapter_form
 from llmtrain.config.objective import NEXT_TOKEN, OBJECTIVES, check_objective
 from llmtrain.config.problems import Problems
+from llmtrain.config.rules import check_adapter, check_adapter_form
 from llmtrain.config.run import AdapterConfig, ModelConfig, ObjectiveConfig, RunConfig
 from llmtrain.config.topology import Degrees, Mix, clashes
 

@@ -25,10 +25,10 @@ from llmtrain.base import untrusted
 from llmtrain.base.errors import ConfigError
 from llmtrain.config.problems import Places, nearest, stop
 from llmtrain.config.run import AdapterConfig
-from llmtrain.models.build import decoder_layers, materialise
 from llmtrain.models.parameters import Shard, local_parameter, set_shard
 from llmtrain.models.quantized import PackedLinear, need_bitsandbytes
 from llmtrain.models.score import SCORE, WEIGHT, gives_scores
+from llmtrain.models.skeleton import decoder_layers, materialise
 from llmtrain.models.source import ParameterSource
 from llmtrain.storage.pieces import pick
 from llmtrain.storage.region import Region

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from llmtrain.base.log import warn_once
 from llmtrain.config.topology import ranks_of_this_host
-from llmtrain.models.patches import fresh_compilation_cache, set_compile_threads
+from llmtrain.models.transformers_private import fresh_compilation_cache, set_compile_threads
 
 _REMEDY = "It needs gcc, g++ and Python's header files (Debian: apt-get install build-essential python3-dev)"
 _THREADS = "TORCHINDUCTOR_COMPILE_THREADS"

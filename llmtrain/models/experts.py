@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from llmtrain.base.errors import ModelError
-from llmtrain.models.patches import loop_over_experts
+from llmtrain.models.transformers_private import loop_over_experts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -14,11 +14,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from llmtrain.base.errors import ModelError
 from llmtrain.models.experts import Routing
-from llmtrain.models.frozen import named_tensors
 from llmtrain.models.head import Head, Loss
-from llmtrain.models.parameters import LocalParameter, local_parameter
-from llmtrain.models.patches import ATTENTION_KERNELS, checkpoint_with, documents_are
+from llmtrain.models.parameters import LocalParameter, local_parameter, named_tensors
 from llmtrain.models.score import at_the_last_place
+from llmtrain.models.transformers_private import ATTENTION_KERNELS, checkpoint_with, documents_are
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

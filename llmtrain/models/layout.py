@@ -18,11 +18,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from llmtrain.base.errors import ModelError
-from llmtrain.models.frozen import frozen_tensors, named_tensors, tensor_shapes
+from llmtrain.models.parameters import frozen_tensors, named_tensors, tensor_shapes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-from llmtrain.models.patches import names_not_saved, patterns_not_loaded, storage_of
+from llmtrain.models.transformers_private import names_not_saved, patterns_not_loaded, storage_of
 
 _DERIVED = (".inv_freq", ".masked_bias", ".attn.bias")
 """Buffers that old versions of transformers saved and that the model computes itself."""

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from llmtrain.base.errors import ModelError
-from llmtrain.models.patches import score_class
+from llmtrain.models.transformers_private import score_class
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+
 
 SCORE, WEIGHT = "score", "score.weight"
 """The head, and its one parameter: [1, H], no bias."""

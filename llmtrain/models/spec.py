@@ -14,18 +14,17 @@ from torch import Tensor, nn
 
 from llmtrain.base.errors import ModelError
 from llmtrain.config.run import AdapterConfig, ModelConfig
-from llmtrain.models.build import decoder_layers, layer_configs, load_config, skeleton
 from llmtrain.models.experts import idle_parameters
-from llmtrain.models.frozen import frozen_names, named_tensors, tensor_shapes
 from llmtrain.models.layout import FolderLayout
-from llmtrain.models.parameters import local_parameter
+from llmtrain.models.parameters import frozen_names, local_parameter, named_tensors, tensor_shapes
 from llmtrain.models.score import gives_scores, with_score
+from llmtrain.models.skeleton import decoder_layers, layer_configs, load_config, skeleton
 from llmtrain.models.source import ParameterSource, RandomSource, SafetensorsSource
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from llmtrain.models.score_source import ScoredSource
+    from llmtrain.models.source import ScoredSource
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +201,7 @@ class ModelSpec:
         held = kind(folder, self.layout)
         if not self.scores:
             return held
-        from llmtrain.models.score_source import ScoredSource
+        from llmtrain.models.source import ScoredSource
 
         return ScoredSource(held, self.layout, seed, device or torch.device("cpu"))
 

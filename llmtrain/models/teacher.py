@@ -14,10 +14,10 @@ from llmtrain.base.errors import ConfigError
 from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.config.problems import Places, stop
 from llmtrain.config.run import ModelConfig, ObjectiveConfig
-from llmtrain.models.build import DTYPES, construct, restore_buffers
 from llmtrain.models.distillation import TeacherLogits
-from llmtrain.models.frozen import named_tensors, tensor_shapes
 from llmtrain.models.language import LanguageModel
+from llmtrain.models.parameters import named_tensors, tensor_shapes
+from llmtrain.models.skeleton import DTYPES, construct, restore_buffers
 from llmtrain.models.source import SafetensorsSource, refuse_other_shapes
 from llmtrain.models.spec import ModelSpec
 from llmtrain.storage.checksum import checksum

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llmtrain.base.errors import ModelError
-from llmtrain.models.patches import VARLEN, varlen_backward
+from llmtrain.models.transformers_private import VARLEN, varlen_backward
 
 
 @dataclass(frozen=True, kw_only=True)

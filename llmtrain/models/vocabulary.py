@@ -12,8 +12,8 @@ from torch import Tensor
 
 from llmtrain.config.problems import Places, stop
 from llmtrain.config.run import ModelConfig
-from llmtrain.models.build import load_config
 from llmtrain.models.layout import FolderLayout
+from llmtrain.models.skeleton import load_config
 from llmtrain.models.source import SafetensorsSource
 from llmtrain.storage.region import Region
 from llmtrain.storage.tensorfile import numel

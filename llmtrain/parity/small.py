@@ -14,8 +14,8 @@ from llmtrain.base.errors import ModelError
 from llmtrain.config.run import AdapterConfig, ModelConfig
 from llmtrain.config.topology import Degrees
 from llmtrain.models.adapter import ALL
-from llmtrain.models.build import auto_class, construct, load_config
 from llmtrain.models.score import gives_scores, with_score
+from llmtrain.models.skeleton import auto_class, construct, load_config
 from llmtrain.models.source import RandomSource
 from llmtrain.models.spec import ModelSpec
 from llmtrain.models.structure.shrink import shrunk_config, without_dropout

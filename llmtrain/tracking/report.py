@@ -17,10 +17,9 @@ from llmtrain.base.errors import UserError
 from llmtrain.base.files import replace_file
 from llmtrain.config import strict_yaml
 from llmtrain.optim.optimizers import Optimizer, norm_of
-from llmtrain.tracking.charts import MARKED_BELOW, Curve, Curves, png, smooth, svg
+from llmtrain.tracking.charts import MARKED_BELOW, Curve, Curves, launches, png, site_facts, smooth, svg, timeline
 from llmtrain.tracking.local import read_rows
 from llmtrain.tracking.metrics import perplexity
-from llmtrain.tracking.timeline import launches, site_facts, timeline
 
 _EVENTS_SHOWN = 200
 

@@ -15,7 +15,6 @@ from llmtrain.config.run import ResolvedRun
 from llmtrain.data.stream.loader import TrainData, check_vocabulary
 from llmtrain.models.run.check import check_model, check_weights
 from llmtrain.models.spec import ModelFacts, ModelSpec
-from llmtrain.models.teacher import check_teacher, teacher_model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +51,8 @@ def examine(resolved: ResolvedRun) -> Checked:
     for manifest in data.manifests:
         check_vocabulary(manifest, spec.facts.vocab_size)
     if run.objective.teacher is not None:
+        from llmtrain.models.teacher import check_teacher, teacher_model
+
         teacher, shared = teacher_model(run.objective, run.model), resolved.degrees.sequence
         check_teacher(teacher, spec, data.tokenizer_dir, resolved.places, sequence=shared)
     teachers: list[str] = []

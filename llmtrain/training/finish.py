@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from llmtrain.base import log, units
+from llmtrain.base.errors import DataError
 from llmtrain.checkpoint.format import complete_checkpoints, step_folder
 from llmtrain.checkpoint.hf.exporting import export_hf
 from llmtrain.checkpoint.hf.inference import Sampling, generate
@@ -14,10 +17,127 @@ from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.cluster.watch.explain.device_faults import OUT_OF_MEMORY, device_fault
 from llmtrain.config.objective import BY_TOKEN, NEXT_TOKEN, UNPAIRED
 from llmtrain.config.run import RunConfig
-from llmtrain.data.stream.baseline import ngram_baselines
-from llmtrain.data.stream.loader import TrainData
+from llmtrain.data.shards import TokenStream
+from llmtrain.data.stream.train_data import TrainData
+from llmtrain.data.stream.windows import IGNORED
 from llmtrain.tracking.metrics import perplexity
 from llmtrain.tracking.tracker import Tracker
+
+_MAX_TRAIN_TOKENS = 16 << 20  # about 2 s and 0.5 GiB; the counts of frequent pairs do not change beyond
+_BLOCK_TOKENS = 1 << 20
+_ADD_K = (1e-4, 1e-3, 1e-2, 0.1, 0.3, 1.0, 3.0)
+_DISCOUNTS = (0.0, 0.3, 0.5, 0.7, 0.8, 0.9, 1.0)
+_CONCENTRATIONS = (0.1, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Counts:
+    """Training counts looked up at the validation positions [N], and of the whole vocabulary."""
+
+    unigram: np.ndarray
+    """Occurrences of each token, [vocab_size]."""
+    pair: np.ndarray
+    """Occurrences of the position's token after the one before it, [N]."""
+    context: np.ndarray
+    """Occurrences of the token before it with any successor, [N]."""
+    followers: np.ndarray
+    """Number of different tokens that follow the one before it, [N]."""
+
+
+def ngram_baselines(data: TrainData, *, sequences: int) -> tuple[float, float]:
+    """(unigram, bigram) loss in nats per counted token of the first `sequences` validation sequences. A model that has
+    learnt anything beats both; the smoothing constants are chosen on the validation tokens, which flatters them only.
+
+    The positions are those that `validation_batches` counts. Unigram: add-k. Bigram: absolute discounting with a
+    Dirichlet prior, both backing off to that unigram (the hierarchical Pitman-Yor model of Y. W. Teh, ACL 2006,
+    with one table per type); a discount of 0 makes it plain Dirichlet smoothing. A mixture's training tokens are
+    taken in its shares, at most 16 Mi in all. Raises DataError when there is no validation sequence.
+    """
+    total = min(sequences, data.validation_sequences)
+    if total == 0:
+        raise DataError(
+            f"{data.tokenizer_dir.parent}: no validation sequence to measure on; prepare it with a larger "
+            "--validation-fraction"
+        )
+    before, after = _validation_pairs(data, total)
+    counts = _count(data, before, after)
+    losses = {}
+    for k in _ADD_K:
+        smoothed = (counts.unigram + k) / (counts.unigram.sum() + k * data.vocab_size)
+        losses[k] = float(-np.log(smoothed[after]).mean())
+    best = min(losses, key=losses.__getitem__)
+    unigram = ((counts.unigram + best) / (counts.unigram.sum() + best * data.vocab_size))[after]
+    bigram = min(
+        _bigram_loss(counts, unigram, discount, concentration)
+        for discount in _DISCOUNTS
+        for concentration in _CONCENTRATIONS
+    )
+    return losses[best], bigram
+
+
+def _bigram_loss(counts: _Counts, unigram: np.ndarray, discount: float, concentration: float) -> float:
+    backed_off = (concentration + discount * counts.followers) * unigram
+    seen = np.maximum(counts.pair - discount, 0)
+    return float(-np.log((seen + backed_off) / (counts.context + concentration)).mean())
+
+
+def _validation_pairs(data: TrainData, total: int) -> tuple[np.ndarray, np.ndarray]:
+    """(token before, token) of every counted position, int64 [N] each."""
+    pairs = [data.validation_sequence(index) for index in range(total)]
+    before = np.concatenate([inputs for inputs, _ in pairs])
+    after = np.concatenate([labels for _, labels in pairs])
+    counted = after != IGNORED
+    return before[counted], after[counted]
+
+
+def _count(data: TrainData, before: np.ndarray, after: np.ndarray) -> _Counts:
+    vocab_size = data.vocab_size
+    keys = np.concatenate([_train_pairs(data, *block) for block in _train_blocks(data)])
+    unique, times = np.unique(keys, return_counts=True)
+    contexts, tokens = unique // vocab_size, unique % vocab_size
+    wanted = before * vocab_size + after
+    found = np.minimum(np.searchsorted(unique, wanted), len(unique) - 1)
+    return _Counts(
+        unigram=np.bincount(tokens, weights=times, minlength=vocab_size),
+        pair=np.where(unique[found] == wanted, times[found], 0),
+        context=np.bincount(contexts, weights=times, minlength=vocab_size)[before],
+        followers=np.bincount(contexts, minlength=vocab_size)[before],
+    )
+
+
+def _train_pairs(data: TrainData, tokens: np.ndarray, counted: np.ndarray | None) -> np.ndarray:
+    """Counted pairs of consecutive tokens as before * vocab_size + after."""
+    before, after = tokens[:-1].astype(np.int64), tokens[1:].astype(np.int64)
+    if counted is not None:
+        before, after = before[counted[1:]], after[counted[1:]]
+    elif data.mask_document_starts:
+        inside = before != data.separator_id
+        before, after = before[inside], after[inside]
+    return before * data.vocab_size + after
+
+
+_Block = tuple[np.ndarray, np.ndarray | None]
+"""Tokens, and which of them are counted if not all are."""
+
+
+def _train_blocks(data: TrainData) -> list[_Block]:
+    """Training tokens of every set in the mixture's shares: all there are, or blocks spread evenly over the set."""
+    streams = data.streams("train")
+    limit = min(_MAX_TRAIN_TOKENS, *(int(s.tokens / share) for s, share in zip(streams, data.shares, strict=True)))
+    blocks: list[_Block] = []
+    for stream, share in zip(streams, data.shares, strict=True):
+        blocks += _spread(stream, max(2, int(limit * share)))
+    return blocks
+
+
+def _spread(stream: TokenStream, wanted: int) -> list[_Block]:
+    if wanted >= stream.tokens:
+        return [(stream.read(0, stream.tokens), stream.counted(0, stream.tokens))]
+    number = -(-wanted // _BLOCK_TOKENS)
+    length = wanted // number
+    starts = [(stream.tokens - length) * i // max(1, number - 1) for i in range(number)]
+    return [(stream.read(start, length), stream.counted(start, length)) for start in starts]
+
 
 _BASELINE_TOKENS = 20_000_000
 """Counting n-grams of more training tokens than this would hold up the end of a run."""

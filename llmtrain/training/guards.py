@@ -14,9 +14,10 @@ from llmtrain.base import log, units
 from llmtrain.base.errors import DataError, TrainingStopped
 from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.data.shards import FileSum
+from llmtrain.engine.api import Engine
 from llmtrain.engine.dist.control import StopRequests, from_all
 from llmtrain.engine.dist.ranks import Ranks
-from llmtrain.engine.moved import check_adapter
+from llmtrain.optim.optimizers import PARAM
 from llmtrain.training.parts import Done, Part
 from llmtrain.training.step import Position, Request, is_due
 
@@ -24,6 +25,43 @@ if TYPE_CHECKING:
     from llmtrain.tracking.tracker import Tracker
     from llmtrain.training.saving import Saving
     from llmtrain.training.setup import Setup
+
+
+def unmoved(engine: Engine, ranks: Ranks, ending: str) -> tuple[list[str], int]:
+    """(parameters that no gradient has reached yet, of how many), of those whose names end so.
+
+    Every moment begins as zero, and stays zero until there is a gradient. All ranks call it together, after a step.
+    """
+    reached = set()
+    for piece in engine.state():
+        if piece.kind != PARAM and piece.name.endswith(ending) and piece.name not in reached:
+            with piece.open() as values:
+                if bool(values.any()):
+                    reached.add(piece.name)
+    everywhere = {name for share in from_all(ranks, sorted(reached)) for name in share}
+    every = [name for name in engine.shapes() if name.endswith(ending)]
+    return sorted(set(every) - everywhere), len(every)
+
+
+def check_adapter(engine: Engine, ranks: Ranks) -> None:
+    """Every B gets a gradient in the first step, though A gets none yet: B is zero. Raises TrainingStopped."""
+    from llmtrain.models.adapter import B
+
+    still, count = unmoved(engine, ranks, B)
+    if len(still) == count:
+        raise TrainingStopped(
+            f"no gradient has reached any of the {count} lora_B in the first step: the adapter does not train. "
+            "Compare the run with its definition: llmtrain parity, and report what it says."
+        )
+    if still:
+        log.warn(
+            f"no gradient has reached {len(still)} of {count} lora_B in the first step, first {still[0]}. The loss "
+            "does not depend on those maps (experts that no token met do so later); else leave them out of "
+            "adapter.targets."
+        )
+        return
+    log.info(f"adapter: a gradient has reached every lora_B ({count}) in the first step")
+
 
 _AT_ONCE = 4 << 30
 """Bytes of data that a resume compares with their checksums before its first step; more beside the steps."""

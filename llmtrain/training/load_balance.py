@@ -26,7 +26,7 @@ from torch import nn
 
 from llmtrain.base import log
 from llmtrain.cluster.watch.heartbeat import heart
-from llmtrain.config.balance import MOST
+from llmtrain.config.rules import MOST
 from llmtrain.data.stream.loader import MicroBatch, TrainLoader
 from llmtrain.training.parts import Done, Part
 from llmtrain.training.step import Request, Session

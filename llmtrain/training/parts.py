@@ -11,8 +11,7 @@ from llmtrain.engine.api import StateTensor
 from llmtrain.training.step import Position, Request, Step
 
 if TYPE_CHECKING:
-    from llmtrain.checkpoint.folder import CheckpointFolder
-    from llmtrain.checkpoint.rundir import RunDirectory
+    from llmtrain.checkpoint.rundir import CheckpointFolder, RunDirectory
     from llmtrain.data.stream.loader import TrainLoader
     from llmtrain.engine.dist.control import StopRequests
     from llmtrain.tracking.tracker import Tracker

@@ -1,4 +1,4 @@
-"""The state from which a launch goes on: initial weights or a checkpoint, and trainer.json beside its tensors."""
+"""The state from which a launch goes on: initial weights or which checkpoint, and trainer.json beside its tensors."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmtrain.base import units
-from llmtrain.checkpoint.folder import CheckpointFolder
-from llmtrain.checkpoint.frozen import FrozenSource, frozen_source
-from llmtrain.checkpoint.hf.special_tokens import sampling_defaults
-from llmtrain.checkpoint.load import resume
-from llmtrain.checkpoint.rundir import RunDirectory
+from llmtrain.base.errors import CheckpointError
+from llmtrain.checkpoint.format import FrozenSource, complete_checkpoints, frozen_source, read_trainer
+from llmtrain.checkpoint.rundir import CheckpointFolder, RunDirectory, origin
 from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.config.plugins import hashes
-from llmtrain.engine.dist.control import from_rank_0, together
+from llmtrain.config.run import RunConfig
+from llmtrain.engine.dist.control import from_all, from_rank_0, together
+from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.tracking.environment import new_run_id, versions
 from llmtrain.training.step import Position
 
@@ -44,7 +44,7 @@ class TrainerState:
             "tokenizer_dir": str(data.tokenizer_dir.resolve()),  # to-hf may run anywhere
             "tokenizer": data.manifests[0].tokenizer_fingerprint,
             "model_config": setup.engine.module.config.to_dict(),
-            "sampling": sampling_defaults(run.model.folder),
+            "sampling": _sampling(run.model.folder),
             "run": asdict(run),
             "deepspeed": setup.resolved.deepspeed,
             "versions": versions(),
@@ -97,12 +97,16 @@ def resume_or_start(setup: Setup, folder: RunDirectory, checkpoints: CheckpointF
     trainer = TrainerState(setup)
     now = json.loads(json.dumps(trainer.to_json(Position())))  # tuples become lists, as in the file
     with together(ranks):
-        resumed = resume(setup.engine, run, folder, checkpoints, now, ranks)
-    if resumed is None:
+        found = agreed_candidates(run, folder, checkpoints, ranks)
+    if not (found[0] or found[2]):
         source = source or spec.initial_weights(run.train.seed, ranks.device)
         frozen = frozen_source(source, spec.frozen, setup.start_from(source))
         return Start(trainer=trainer, position=Position(), frozen=frozen, saved_step=None, folder=None, kept={},
                      lines=_frozen_lines(frozen))  # fmt: skip
+    from llmtrain.checkpoint.load import resume
+
+    with together(ranks):
+        resumed = resume(setup.engine, run, found, checkpoints, now, ranks)
     frozen = resumed.frozen.only(spec.frozen)
     lines = [*resumed.lines, *_frozen_lines(frozen)]
     trainer.began_from = resumed.began_from
@@ -121,7 +125,99 @@ def resume_or_start(setup: Setup, folder: RunDirectory, checkpoints: CheckpointF
                  folder=resumed.folder, kept=saved, lines=lines)  # fmt: skip
 
 
+def _sampling(folder: Path | None) -> dict[str, Any]:
+    """The sampling defaults of the folder that the run starts from."""
+    if folder is None:
+        return {}
+    from llmtrain.checkpoint.hf.special_tokens import sampling_defaults
+
+    return sampling_defaults(folder)
+
+
 def _frozen_lines(source: FrozenSource) -> list[str]:
     count = units.counted(len(source.parts), "frozen parameter")
     line = f"checkpoints leave out {count}: they are read from {source.folder} again, so keep that folder as it is"
     return [line] if source.parts else []
+
+
+def agreed_candidates(
+    run: RunConfig, folder: RunDirectory, where: CheckpointFolder, ranks: Ranks
+) -> tuple[list[Path], bool, dict[Path, str]]:
+    """(`candidates`, own, what is not whole and why): the same on every rank, from what the leaders find.
+
+    On a shared file system each rank looking for itself could see another newest one.
+    """
+    found: tuple[list[str], bool, str | None] = ([], False, None)
+    if where.leads:
+        try:
+            paths, own = candidates(run, folder)
+            found = ([str(path) for path in paths], own, None)
+        except CheckpointError as error:
+            found = ([], False, str(error))
+    shares = from_all(ranks, found)
+    refused = next((message for *_, message in shares if message), None)
+    if refused:
+        raise CheckpointError(refused)
+    own = any(share[1] for share in shares)
+    if where.split:
+        mine = [Path(path) for path in found[0]] if found[1] == own else []
+        from llmtrain.checkpoint.host_files import whole  # for hosts with folders of their own
+
+        good, rejected = whole(mine, where, ranks)
+        return good, own, rejected
+    return [Path(path) for path in shares[0][0]], own, {}
+
+
+def candidates(run: RunConfig, folder: RunDirectory) -> tuple[list[Path], bool]:
+    """Checkpoints to try, newest first, and whether they are this run's own.
+
+    A launch that ended after its first checkpoint is continued by the same command line, whatever `resume` says of
+    the beginning: with a path, the run folder's own checkpoints win if they began from that path.
+
+    Raises:
+        CheckpointError: the run folder holds what does not go together with `resume`.
+    """
+    own = complete_checkpoints(folder.checkpoints)
+    if run.resume == "none":
+        folder.refuse_old_checkpoints()
+        return [], True
+    if run.resume == "auto":
+        return own, True
+    meant = Path(run.resume).resolve()
+    if meant in (folder.path.resolve(), folder.checkpoints.resolve()) and not run.resume_weights_only and own:
+        return own, True  # the run's own folder: as auto
+    if meant.parent == folder.checkpoints.resolve():
+        if run.resume_weights_only:
+            raise CheckpointError(
+                f"resume: {run.resume} with resume_weights_only begins a new run, but the checkpoint lies in the run "
+                f"folder {folder.path} itself. Give the new run a train.run_dir of its own."
+            )
+        folder.refuse_going_back(run.resume)
+        return [Path(run.resume)], True
+    if not own:
+        return _named(Path(run.resume)), False
+    if _began_from(own) != origin(run):
+        raise CheckpointError(
+            f"resume: {run.resume}, but {folder.path} holds {own[0].name} of a run that did not begin there. Use "
+            "--resume auto to continue that run, or give the new one a train.run_dir of its own."
+        )
+    return own, True
+
+
+def _named(path: Path) -> list[Path]:
+    """The checkpoints that a path means, newest first: of a run's folder all that are whole, as for other commands."""
+    from llmtrain.checkpoint.listing import find_checkpoints
+
+    try:
+        return find_checkpoints(path)
+    except CheckpointError:  # what it lacks is said when it is opened
+        return [path]
+
+
+def _began_from(own: list[Path]) -> dict[str, Any] | None:
+    for folder in own:
+        try:
+            return read_trainer(folder).get("began_from")
+        except CheckpointError:  # damaged; it will be said when it is looked at
+            continue
+    return None

@@ -14,19 +14,18 @@ import torch
 
 from llmtrain.base import log, units
 from llmtrain.base.errors import TrainingStopped
-from llmtrain.checkpoint.folder import CheckpointFolder, open_checkpoints
-from llmtrain.checkpoint.rundir import RunDirectory
+from llmtrain.checkpoint.rundir import CheckpointFolder, RunDirectory, open_checkpoints
 from llmtrain.cluster import messages
 from llmtrain.cluster.watch import rank_side
 from llmtrain.cluster.watch.heartbeat import count_collectives, heart
 from llmtrain.config.batch import Batch
 from llmtrain.config.deepspeed import FP32_BY_AUTO
-from llmtrain.config.dump import dump
 from llmtrain.config.plugins import hashes, place_of
 from llmtrain.config.run import RunConfig
+from llmtrain.config.strict_yaml import dump
 from llmtrain.config.topology import Mix
 from llmtrain.data.stream.loader import check_validation
-from llmtrain.engine.deepspeed.join import join_process_group
+from llmtrain.engine.deepspeed.process_group import join_process_group
 from llmtrain.engine.dist.control import AgreedError, StopAsked, StopRequests, together
 from llmtrain.engine.dist.device import device_name, use_deterministic_kernels
 from llmtrain.engine.dist.ranks import Ranks

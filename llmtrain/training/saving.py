@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from llmtrain.base import log
 from llmtrain.base.errors import CheckpointError, TrainingStopped
-from llmtrain.checkpoint.folder import CheckpointFolder
 from llmtrain.checkpoint.format import step_folder
-from llmtrain.checkpoint.host_files import fetch_all
 from llmtrain.checkpoint.retain import keep_newest
+from llmtrain.checkpoint.rundir import CheckpointFolder
 from llmtrain.checkpoint.save import Outcome, Saver
 from llmtrain.cluster import messages
 from llmtrain.cluster.watch.heartbeat import heart
@@ -156,6 +155,8 @@ class Saving(Part):
         """
         self._save_last(position)
         if exports:
+            from llmtrain.checkpoint.host_files import fetch_all
+
             fetch_all(step_folder(self._folder.path, position.step), self._folder, self._ranks)
 
     def _save_last(self, position: Position) -> None:

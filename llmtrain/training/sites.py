@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmtrain.checkpoint.frozen import FrozenSource
+from llmtrain.checkpoint.format import FrozenSource
 from llmtrain.data.stream.columns import weights_hash
 from llmtrain.engine.api import StateTensor
 from llmtrain.engine.dist.control import StopRequests

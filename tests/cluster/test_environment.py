@@ -12,13 +12,14 @@ SECRET = "canary-5b2e90d1"
 LAUNCH = """
 import json, os, subprocess, sys
 from pathlib import Path
-from llmtrain.cluster.hosts.environment import SECRETS_VARIABLE, deepspeed_env, deliver, for_pdsh, remove, travelling
+from llmtrain.cluster import messages
+from llmtrain.cluster.hosts.variables import deepspeed_env, deliver, for_pdsh, remove, travelling
 given = json.load(sys.stdin)
 folder = Path(given["folder"])
 os.chdir(folder)
 travel = travelling({}, given["variables"])
 path = deliver(given["hosts"], travel.private)
-(folder / "variables").write_text(deepspeed_env({**travel.open, SECRETS_VARIABLE: path}))
+(folder / "variables").write_text(deepspeed_env({**travel.open, messages.SECRETS: path}))
 words = ["--hostfile", "hosts", "--no_ssh_check", "--master_addr", "10.77.0.1", "--no_python", "--no_local_rank"]
 done = subprocess.run(
     [sys.executable, "-m", "deepspeed.launcher.runner", *words, str(folder / "rank"), *map(for_pdsh, given["words"])],
@@ -30,7 +31,7 @@ print(json.dumps({"private": list(travel.private), "left": remove(given["hosts"]
 RANK = f"""#!{sys.executable}
 import json, os, psutil, sys
 from pathlib import Path
-from llmtrain.cluster.hosts.environment import load_secrets
+from llmtrain.cluster.hosts.variables import load_secrets
 load_secrets()
 argv = [p.info["cmdline"] for p in psutil.process_iter(["cmdline"])]
 told = {{"environ": dict(os.environ), "argv": sys.argv[1:], "processes": argv}}

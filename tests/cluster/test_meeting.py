@@ -12,7 +12,7 @@ from tests.helpers.launching import REPO, environment, free_port
 
 RANK = """
 import json, os, socket
-from llmtrain.engine.deepspeed.join import join_process_group
+from llmtrain.engine.deepspeed.process_group import join_process_group
 from llmtrain.base.errors import UserError
 try:
     ranks = join_process_group(60.0, start_timeout_s=float(os.environ["LIMIT_S"]))

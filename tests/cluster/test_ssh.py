@@ -185,7 +185,7 @@ def test_an_sshd_that_takes_connections_and_does_not_speak(lab3: Lab) -> None:
 
 DELIVER = """
 import sys
-from llmtrain.cluster.hosts.environment import deliver, remove
+from llmtrain.cluster.hosts.variables import deliver, remove
 hosts = ["node-1", "node-2", "node-3"]
 path = deliver(hosts, {"WANDB_API_KEY": sys.stdin.read(), "NOTE": "two\\nlines \\udcff"})
 print(path, flush=True)
@@ -193,7 +193,7 @@ if sys.argv[1:] == ["remove"]:
     print(remove(hosts, path))
 """
 LOAD = (
-    "import os; from llmtrain.cluster.hosts.environment import load_secrets; load_secrets(); "
+    "import os; from llmtrain.cluster.hosts.variables import load_secrets; load_secrets(); "
     "print(os.environ['WANDB_API_KEY'])"
 )
 

@@ -10,8 +10,18 @@ import torch
 import xxhash
 from safetensors.torch import save_file
 
-from llmtrain.checkpoint.format import MANIFEST, TRAINER, FileEntry, Manifest, Piece, hash_file, keys, step_folder
-from llmtrain.checkpoint.frozen import NOWHERE, FrozenSource
+from llmtrain.checkpoint.format import (
+    MANIFEST,
+    NOWHERE,
+    TRAINER,
+    FileEntry,
+    FrozenSource,
+    Manifest,
+    Piece,
+    hash_file,
+    keys,
+    step_folder,
+)
 from llmtrain.storage.checksum import checksum, checksum_part
 from llmtrain.storage.pieces import pick
 from llmtrain.storage.region import Region, shard

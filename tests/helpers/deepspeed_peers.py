@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 
 from llmtrain.config.run import ModelConfig
 from llmtrain.engine.dist.ranks import Ranks
-from llmtrain.models.build import DTYPES
+from llmtrain.models.skeleton import DTYPES
 from llmtrain.models.spec import ModelSpec
 from tests.helpers.training import Case, Trace, batches, resolved_run
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import sys
 
-from llmtrain.parity import worker
+from llmtrain.parity import trainer
 from tests.helpers.faults import FAULTS
 
 if __name__ == "__main__":
     with FAULTS[os.environ["FAULT"]].seeded():
-        sys.exit(worker.main(sys.argv[1:]))
+        sys.exit(trainer.main(sys.argv[1:]))

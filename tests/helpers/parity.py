@@ -24,12 +24,11 @@ from llmtrain.config.run import (
 )
 from llmtrain.optim.optimizers import Optimizer
 from llmtrain.optim.schedules import Cosine
-from llmtrain.parity.compare import Trace, Verdict, compare
-from llmtrain.parity.diagnosis import hint
-from llmtrain.parity.plan import resolve_in, small_run, wanted
-from llmtrain.parity.reference import orders, train_plainly
+from llmtrain.parity.compare import Trace, Verdict, compare, hint
+from llmtrain.parity.plain import orders, train_plainly
+from llmtrain.parity.plain_teacher import small_teacher
 from llmtrain.parity.small import small_model
-from llmtrain.parity.teacher import small_teacher
+from llmtrain.parity.small_run import resolve_in, small_run, wanted
 from tests.helpers.families import FAMILIES, FROZEN, VARIANTS
 from tests.helpers.processors import fp16, on_device
 
@@ -148,7 +147,7 @@ def references(form: Form) -> list[Trace]:
 
 def train_on_rank(run: ResolvedRun, steps: int, fault: str | None) -> dict[str, Any] | None:
     """On a rank of a pool."""
-    from llmtrain.parity.worker import train_small
+    from llmtrain.parity.trainer import train_small
     from tests.helpers.faults import FAULTS
     from tests.helpers.training import joined
 

@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 
-from llmtrain.checkpoint.folder import find_folder
-from llmtrain.checkpoint.frozen import NOWHERE, FrozenSource
+from llmtrain.checkpoint.format import NOWHERE, FrozenSource
 from llmtrain.checkpoint.load import Resumed, resume
-from llmtrain.checkpoint.rundir import RunDirectory
+from llmtrain.checkpoint.rundir import RunDirectory, find_folder
 from llmtrain.checkpoint.save import Saver
 from llmtrain.config.objective import SCORED
 from llmtrain.config.resolve import resolve
@@ -33,7 +32,7 @@ from llmtrain.config.topology import Degrees
 from llmtrain.data.stream.loader import StepBatch, TrainData, TrainLoader
 from llmtrain.engine.api import StateTensor, Update
 from llmtrain.engine.deepspeed.engine import ZeroEngine
-from llmtrain.engine.deepspeed.join import join_process_group
+from llmtrain.engine.deepspeed.process_group import join_process_group
 from llmtrain.engine.dist.control import from_all
 from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.models.spec import ModelSpec
@@ -43,6 +42,7 @@ from llmtrain.optim.optimizers import PARAM, Optimizer
 from llmtrain.optim.schedules import Cosine
 from llmtrain.storage.pieces import put
 from llmtrain.training.examine import Checked
+from llmtrain.training.resume import agreed_candidates
 from llmtrain.training.setup import Setup
 from llmtrain.training.step import Session
 
@@ -124,7 +124,8 @@ def resume_from(engine: Any, run: RunConfig, folder: str, now: dict[str, Any], r
     """As a launch with this run folder does it."""
     where = RunDirectory(folder, run.checkpoint.dir)
     found = find_folder(where.checkpoints, ranks, own=run.checkpoint.dir is not None)
-    return resume(engine, run, where, found, now, ranks)
+    chosen = agreed_candidates(run, where, found, ranks)
+    return resume(engine, run, chosen, found, now, ranks) if chosen[0] or chosen[2] else None
 
 
 def case_data(case: Case) -> DataConfig:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from llmtrain.tracking.wandb_history import records
+from llmtrain.tracking.wandb_sink import records
 
 
 def read_back(folder: Path) -> dict:

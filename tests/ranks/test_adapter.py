@@ -15,18 +15,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmtrain.checkpoint.format import Manifest
-from llmtrain.checkpoint.frozen import frozen_source
-from llmtrain.checkpoint.hf import adapter as exported
+from llmtrain.checkpoint.format import Manifest, frozen_source
+from llmtrain.checkpoint.hf import exporting as exported
 from llmtrain.checkpoint.hf.exporting import export_hf
 from llmtrain.checkpoint.hf.proofs import ProofError, Report
 from llmtrain.config.run import AdapterConfig, ModelConfig
-from llmtrain.engine.moved import unmoved
 from llmtrain.engine.weights import prove_weights
 from llmtrain.models.adapter import PREFIX, B, lora_config, other_maps, plain_name, scale, target_paths
 from llmtrain.models.parameters import local_parameter
 from llmtrain.models.spec import ModelSpec
 from llmtrain.optim.optimizers import PARAM
+from llmtrain.training.guards import unmoved
 from tests.helpers.adapters import plain_adapted
 from tests.helpers.checkpoints import trainer_state
 from tests.helpers.families import FAMILIES, FROZEN, LOW_RANK

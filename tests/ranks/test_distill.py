@@ -187,10 +187,10 @@ def learnt_from_column(writes: Case, learns: Case, folder: str, top_k: int) -> t
     """As `distilled`, from a column that the teacher wrote in another form; and of which weights it is."""
     import torch.distributed as dist
 
-    from llmtrain.commands.columns import of_teacher, write_teacher
     from llmtrain.data.stream.train_data import TrainData
     from llmtrain.models.teacher import teacher_model
     from llmtrain.objectives.named import objective_of
+    from llmtrain.training.output_columns import of_teacher, write_teacher
     from llmtrain.training.setup import taught_by
     from tests.helpers.training import case_data, checked, joined
 

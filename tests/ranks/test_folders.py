@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from llmtrain.base.errors import UserError
-from llmtrain.checkpoint.folder import find_folder
 from llmtrain.checkpoint.format import MANIFEST, TRAINER, Manifest
 from llmtrain.checkpoint.host_files import fetch_all
 from llmtrain.checkpoint.listing import rows
 from llmtrain.checkpoint.prune import prune
 from llmtrain.checkpoint.retain import looks_good
+from llmtrain.checkpoint.rundir import find_folder
 from llmtrain.checkpoint.save import Outcome, Saver
 from llmtrain.checkpoint.verify import verify
 from llmtrain.config.run import CheckpointConfig, RunConfig

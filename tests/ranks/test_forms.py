@@ -141,12 +141,12 @@ def by_definition(group: dict[str, Any], before: dict[str, Any]) -> tuple[torch.
 
 def against_the_definition(case: Case) -> tuple[float, float, int]:
     """Of all steps: (largest difference of a parameter, share of moments that are not the nearest bf16, elements)."""
-    from llmtrain.engine.deepspeed import moments
+    from llmtrain.engine.deepspeed import optimizers
     from llmtrain.engine.deepspeed.state import base_optimizer
 
     engine, ranks = make_engine(case)
     optimizer = base_optimizer(engine.deepspeed)
-    theirs, chunk, found = optimizer.step, moments._CHUNK, []
+    theirs, chunk, found = optimizer.step, optimizers._CHUNK, []
 
     def step() -> None:
         stepped = [(group, p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -163,9 +163,9 @@ def against_the_definition(case: Case) -> tuple[float, float, int]:
             found.append((float((p.detach() - value).abs().max()), other, len(kept) * p.numel()))
 
     optimizer.step = step
-    moments._CHUNK = 5_000  # so that a tensor has several pieces
+    optimizers._CHUNK = 5_000  # so that a tensor has several pieces
     train_steps(case, engine, ranks, 0, case.steps)
-    moments._CHUNK = chunk
+    optimizers._CHUNK = chunk
     engine.close()
     differences, others, elements = zip(*found, strict=True)
     return max(differences), sum(others) / sum(elements), sum(elements)

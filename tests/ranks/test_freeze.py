@@ -15,8 +15,7 @@ import torch
 import transformers
 
 from llmtrain.base.errors import UserError
-from llmtrain.checkpoint.format import Manifest
-from llmtrain.checkpoint.frozen import frozen_source
+from llmtrain.checkpoint.format import Manifest, frozen_source
 from llmtrain.config.run import ModelConfig
 from llmtrain.engine.weights import prove_weights
 from llmtrain.models.source import INDEX, SafetensorsSource

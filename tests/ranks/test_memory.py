@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from llmtrain.base.errors import UserError
-from llmtrain.checkpoint.frozen import frozen_source
-from llmtrain.engine.replicas import Replicas
+from llmtrain.checkpoint.format import frozen_source
 from llmtrain.engine.weights import apart
 from llmtrain.models.quantized import PackedLinear
 from llmtrain.models.spec import ModelSpec
 from llmtrain.training import setup
+from llmtrain.training.replica_check import Replicas
 from llmtrain.training.setup import source_checksums
 from tests.helpers.checkpoints import trainer_state
 from tests.helpers.marks import slow

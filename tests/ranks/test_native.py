@@ -17,9 +17,8 @@ from deepspeed.utils import groups as deepspeed_groups
 from llmtrain.base.errors import CheckpointError
 from llmtrain.checkpoint.format import Manifest, read_trainer
 from llmtrain.checkpoint.load import load_checkpoint
-from llmtrain.checkpoint.native.files import open_files
-from llmtrain.checkpoint.native.importing import import_deepspeed
-from llmtrain.checkpoint.native.names import Target, hf_names, read_names
+from llmtrain.checkpoint.native.from_deepspeed import Target, hf_names, import_deepspeed, read_names
+from llmtrain.checkpoint.native.saved_files import open_files
 from llmtrain.checkpoint.native.state import MOMENTS, State, add_copies, add_unnamed
 from llmtrain.checkpoint.native.universal import export_universal
 from llmtrain.checkpoint.reader import CheckpointReader

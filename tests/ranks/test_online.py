@@ -50,9 +50,9 @@ def trained(case: Case, config: ObjectiveConfig) -> tuple[Trace, Figures]:
     """As a run does it, with its column where it has one; the last figures are of a validation."""
     import torch.distributed as dist
 
-    from llmtrain.commands.columns import write_columns
     from llmtrain.objectives.named import objective_of, with_reference
     from llmtrain.objectives.objective import LooksAhead
+    from llmtrain.training.output_columns import write_columns
     from llmtrain.training.setup import base_of
     from tests.helpers.training import checked, joined
 
@@ -118,7 +118,7 @@ def test_the_base_of_an_adapter_is_the_reference(pools: Any, tmp_path: Any, name
 
 def halves(case: Case, config: ObjectiveConfig, folder: str, first: int) -> tuple[Trace, Figures]:
     """Step `first` and those after it, with a save before the third; from there where `first` is that step."""
-    from llmtrain.checkpoint.frozen import frozen_source
+    from llmtrain.checkpoint.format import frozen_source
     from llmtrain.engine.weights import prove_weights
     from llmtrain.objectives.named import objective_of, with_reference
     from llmtrain.training.setup import base_of

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from llmtrain.commands.parity import report
+from llmtrain.parity.worlds import report
 from tests.helpers.faults import FAULTS
 from tests.helpers.marks import slow_but
 from tests.helpers.parity import Form, Outcome, check

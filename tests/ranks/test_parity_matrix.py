@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from llmtrain.base.errors import UserError
-from llmtrain.commands.parity import report
 from llmtrain.config.objective import OBJECTIVES
 from llmtrain.config.together import OPTIONS, against, pair
+from llmtrain.parity.worlds import report
 from tests.helpers.families import EXPERTS, FAMILIES, FROZEN, VARIANTS
 from tests.helpers.parity import Form, check
 from tests.helpers.ranks import RankFailed

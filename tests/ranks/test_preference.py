@@ -82,7 +82,7 @@ def trained(case: Case, config: ObjectiveConfig, column: bool) -> tuple[Trace, F
     """As a run does it: the reference's column under this form, then steps."""
     import torch.distributed as dist
 
-    from llmtrain.commands.columns import write_columns
+    from llmtrain.training.output_columns import write_columns
     from tests.helpers.training import checked, joined
 
     ranks = joined()

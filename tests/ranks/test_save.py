@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 from llmtrain.base.errors import UserError
 from llmtrain.checkpoint.durable import DurableFile
-from llmtrain.checkpoint.folder import find_folder
 from llmtrain.checkpoint.format import Manifest, hash_file, problems
 from llmtrain.checkpoint.reader import CheckpointReader
+from llmtrain.checkpoint.rundir import find_folder
 from llmtrain.checkpoint.save import Saver
 from llmtrain.config.run import CheckpointConfig
 from llmtrain.data.stream.loader import MicroBatch, StepBatch

@@ -13,8 +13,8 @@ from deepspeed.utils import safe_get_full_grad
 
 from llmtrain.config.run import ModelConfig
 from llmtrain.data.stream.loader import MicroBatch, StepBatch
-from llmtrain.models.build import construct, load_config, restore_buffers, skeleton
 from llmtrain.models.language import LanguageModel
+from llmtrain.models.skeleton import construct, load_config, restore_buffers, skeleton
 from llmtrain.models.spec import ModelSpec
 from tests.helpers import training
 from tests.helpers.families import FAMILIES, summed_loss

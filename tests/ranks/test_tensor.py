@@ -18,8 +18,7 @@ from llmtrain.config.topology import Degrees
 from llmtrain.models import compiler, loss
 from llmtrain.models.loss import HeadForm, chunked_nll_sum
 from llmtrain.models.parallel.mesh import mesh_of
-from llmtrain.models.parallel.tensor import VocabularyShard
-from llmtrain.models.parallel.tensor_layers import Span
+from llmtrain.models.parallel.tensor import Span, VocabularyShard
 from llmtrain.training.step import seed_step
 from tests.helpers.families import FAMILIES, HYBRID, LOW_RANK, VARIANTS, tied
 from tests.helpers.marks import slow_but

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.cluster.hosts.environment import PREFIXES, read_env_file, travelling
 from llmtrain.cluster.hosts.hostfile import read_hostfile, select
-from llmtrain.cluster.launch import supervise
+from llmtrain.cluster.hosts.variables import PREFIXES, read_env_file, travelling
+from llmtrain.cluster.launch import attempts
 from llmtrain.cluster.launch.plan import Plan, place_lines
 from llmtrain.commands.launch import MAX_RESTARTS
 from tests.helpers.warm import WarmCommands
@@ -75,12 +75,10 @@ def test_a_mistake_is_told_before_anything_starts(place: Workplace) -> None:
 
 def test_what_the_page_says_of_the_program() -> None:
     codes = [int(code) for code in re.findall(r"^\| (\d+) \|", TEXT, flags=re.M)]
-    assert codes == [0, supervise.FAULT_CODE, 2, 3, supervise.PREEMPTED_CODE, supervise.INTERRUPTED_CODE]
+    assert codes == [0, attempts.FAULT_CODE, 2, 3, attempts.PREEMPTED_CODE, attempts.INTERRUPTED_CODE]
     assert f"| `--max-restarts N` | {MAX_RESTARTS} |" in TEXT
     assert all(name.startswith(PREFIXES) for name in re.findall(r"`([A-Z]+_?)\*`", TEXT))
-    assert (
-        f"({supervise.BACKOFF_S:.0f} s, doubled" in TEXT and f"at most {supervise.MAX_BACKOFF_S / 60:.0f} min" in TEXT
-    )
+    assert f"({attempts.BACKOFF_S:.0f} s, doubled" in TEXT and f"at most {attempts.MAX_BACKOFF_S / 60:.0f} min" in TEXT
     shown = re.search(r"^(rank 0 -> .*)$", TEXT, flags=re.M)
     rank = {"rank": 0, "host": "node-01", "local_rank": 0, "device": "NVIDIA H100 80GB HBM3"}
     hosts = read_hostfile(ROOT / "launch/hostfile.example")

@@ -205,7 +205,7 @@ def test_every_error_on_the_pages_is_real(shown_errors: set[str], monkeypatch: p
     from deepspeed.accelerator import get_accelerator
 
     from llmtrain.checkpoint.diff import differences
-    from llmtrain.checkpoint.frozen import FrozenSource
+    from llmtrain.checkpoint.format import FrozenSource
     from llmtrain.checkpoint.load import refuse_other_run
     from llmtrain.config.load import parse
     from llmtrain.config.resolve import resolve

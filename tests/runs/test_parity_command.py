@@ -118,7 +118,7 @@ def worker_ranks(command: subprocess.Popen[str]) -> list[psutil.Process]:
     found = []
     for process in processes(command):
         try:
-            if "llmtrain.parity.worker" in process.cmdline():
+            if "llmtrain.parity.trainer" in process.cmdline():
                 found.append(process)
         except psutil.Error:
             continue

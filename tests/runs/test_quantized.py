@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from llmtrain.parity.adapter import in_four_bits
+from llmtrain.parity.plain_adapter import in_four_bits
 from tests.helpers import forked
 from tests.helpers.launching import losses
 from tests.runs.test_sites_forms import written

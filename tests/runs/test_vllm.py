@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from llmtrain.data.chat.sample import read_sample
+from llmtrain.data.chat.encoder import read_sample
 from llmtrain.data.shards import PreparedSet
 from tests.helpers.chat import KINDS, write_tokenizer
 from tests.runs.test_chat import conversations

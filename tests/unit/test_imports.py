@@ -49,11 +49,11 @@ LAZILY = {"config/deepspeed.py": "deepspeed", "optim/message_formats.py": "numpy
 THE_SITE = "models/parallel/mesh.py"  # the one place that names torch's world
 LAZY_DISPATCH = ("__init__", "cli", "__main__")
 ENTRY_POINTS = "llmtrain.plugins"  # the name of a group of them
-# Which other parts of cluster a part of it may import; `messages` and `gpus` are each two parts' contract.
+# Which other parts of cluster a part of it may import; `messages` and `gpus` are contracts between them.
 WITHIN_CLUSTER: dict[str, set[str]] = {
     "messages": set(),
     "gpus": set(),
-    "hosts": set(),
+    "hosts": {"messages"},
     "doctor": {"hosts", "gpus"},
     "watch": {"messages", "gpus"},
     "launch": {"hosts", "doctor", "watch", "messages"},

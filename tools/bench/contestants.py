@@ -179,10 +179,9 @@ def run_llmtrain(clock: Clock, task: Task) -> None:
 
 def timed_run(clock: Clock, path: Path) -> None:
     """That of a YAML."""
-    from llmtrain.checkpoint.folder import find_folder
-    from llmtrain.checkpoint.rundir import RunDirectory
+    from llmtrain.checkpoint.rundir import RunDirectory, find_folder
     from llmtrain.config.load import load
-    from llmtrain.engine.deepspeed.join import join_process_group
+    from llmtrain.engine.deepspeed.process_group import join_process_group
     from llmtrain.tracking.tracker import Tracker
     from llmtrain.training.examine import examine
     from llmtrain.training.guards import SkippedSteps

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from llmtrain.checkpoint.folder import find_folder
 from llmtrain.checkpoint.format import read_trainer
 from llmtrain.checkpoint.load import load_checkpoint
 from llmtrain.checkpoint.reader import CheckpointReader
+from llmtrain.checkpoint.rundir import find_folder
 from llmtrain.checkpoint.save import Saver
 from llmtrain.config.resolve import resolve
 from llmtrain.config.run import (
@@ -35,7 +35,7 @@ from llmtrain.config.run import (
 from llmtrain.data.stream.loader import MicroBatch
 from llmtrain.engine.deepspeed.build import build_engine
 from llmtrain.engine.deepspeed.engine import ZeroEngine
-from llmtrain.engine.deepspeed.join import join_process_group
+from llmtrain.engine.deepspeed.process_group import join_process_group
 from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.models.parallel.mesh import mesh_of
 from llmtrain.models.run.build_for_rank import build_model

@@ -22,8 +22,8 @@ from llmtrain.cluster.watch.explain.device_faults import device_fault
 from llmtrain.config.run import ModelConfig
 from llmtrain.data.tokenize import refuse_code
 from llmtrain.models.adapter import CONFIG, PREFIX, WEIGHTS, need_peft
-from llmtrain.models.build import load_config
 from llmtrain.models.score import gives_scores
+from llmtrain.models.skeleton import load_config
 from llmtrain.models.source import SafetensorsSource, refuse_escape, refuse_other_shapes
 from llmtrain.storage.hub.model import model_folder
 from llmtrain.storage.tensorfile import TensorFile, TensorFileError

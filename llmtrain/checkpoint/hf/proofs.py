@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from llmtrain.base import log, units
 from llmtrain.base.errors import CheckpointError, UserError
-from llmtrain.checkpoint.memory import memory_available
+from llmtrain.checkpoint.snapshot import memory_available
 from llmtrain.engine.process_memory import return_freed_memory
-from llmtrain.models.build import auto_class, decoder_layers, skeleton
-from llmtrain.models.frozen import freeze, frozen_tensors, named_tensors
 from llmtrain.models.layout import FolderLayout, Part
+from llmtrain.models.parameters import freeze, frozen_tensors, named_tensors
 from llmtrain.models.score import gives_scores
+from llmtrain.models.skeleton import auto_class, decoder_layers, skeleton
 from llmtrain.models.source import RandomSource
 from llmtrain.storage.checksum import checksum
 from llmtrain.storage.tensorfile import numel

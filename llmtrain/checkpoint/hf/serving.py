@@ -1,6 +1,6 @@
 """Proof that a server of an exported folder makes the tokens of the training rows, and stops where answers ended.
 
-The data folder keeps its first conversations (data/chat/sample.py). For each turn, transformers renders and tokenizes
+The data folder keeps its first conversations (data/chat/encoder.py). For each turn, transformers renders and tokenizes
 the messages before it with the folder's own files, as a server does: these are the ids that the row has before the
 answer.
 """
@@ -21,9 +21,9 @@ from llmtrain.base.errors import DataError
 from llmtrain.checkpoint.hf.proofs import ProofError, Report
 from llmtrain.data import manifest as manifests
 from llmtrain.data.chat import rendering
-from llmtrain.data.chat.messages import Conversation, conversation, preference, strings, unpaired
+from llmtrain.data.chat.conversation import Conversation, conversation, preference, strings, unpaired
+from llmtrain.data.chat.encoder import NAME, read_sample
 from llmtrain.data.chat.rendering import RenderError, Template
-from llmtrain.data.chat.sample import NAME, read_sample
 from llmtrain.data.shards import PreparedSet
 from llmtrain.models.adapter import CONFIG
 

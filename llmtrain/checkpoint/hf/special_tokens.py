@@ -71,10 +71,10 @@ def pad_apart(config: Any, report: Report) -> None:
         )
 
 
-def sampling_defaults(folder: Path | None) -> dict[str, Any]:
+def sampling_defaults(folder: Path) -> dict[str, Any]:
     """Return the sampling defaults of a model folder's generation_config.json by its keys, token ids left out."""
     try:
-        fields = {} if folder is None else untrusted.loads((folder / "generation_config.json").read_bytes())
+        fields = untrusted.loads((folder / "generation_config.json").read_bytes())
         plain = {key: value for key, value in fields.items() if isinstance(value, (bool, int, float))}
     except (OSError, ValueError, AttributeError):
         return {}

@@ -14,8 +14,8 @@ from llmtrain.base.errors import CheckpointError
 from llmtrain.base.log import Progress
 from llmtrain.checkpoint.durable import DurableFile, write_durably
 from llmtrain.checkpoint.format import OUTER, read_trainer, step_of
-from llmtrain.checkpoint.native.files import Files
 from llmtrain.checkpoint.native.pickles import PickleFile, write_pickle
+from llmtrain.checkpoint.native.saved_files import Files
 from llmtrain.checkpoint.native.state import MOMENTS, Span, State
 from llmtrain.checkpoint.output import OutputFolder
 from llmtrain.checkpoint.reader import CheckpointReader

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from llmtrain.cluster.doctor.checks import STALE_S, Finding, Survey
+from llmtrain.cluster.doctor.preflight import Needs, Report, in_order, preflight
 from llmtrain.cluster.doctor.probe import BUILD_LOCK
 from llmtrain.cluster.hosts.ssh import on_hosts
 
@@ -74,3 +76,13 @@ def _build_on(survey: Survey, hosts: Sequence[str], text: str, ssh_port: int | N
             )
         )
     return lines, findings
+
+
+def with_ops(report: Report, run: Needs | None, port: int, ssh_port: int | None) -> Report:
+    """Build what is missing, then look again."""
+    lines, failed = build(report.survey, ssh_port)
+    if not lines and not failed:
+        return replace(report, notes=(*report.notes, "ops: all that this run needs are built"))
+    again = preflight(report.survey.hosts, run, port=port, ssh_port=ssh_port)
+    findings = in_order([*again.findings, *failed], report.survey.hosts)
+    return replace(again, findings=findings, notes=tuple(lines))

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from llmtrain.base.units import GIB, counted, duration, size
 from llmtrain.cluster.gpus import as_list, memory_fault, read_xids, section
 from llmtrain.cluster.hosts.hostfile import Host
-from llmtrain.cluster.hosts.ssh_errors import Trouble
+from llmtrain.cluster.hosts.ssh import Trouble
 
 CHECKS = (
     *("name", "ssh", "python", "versions", "code", "config", "files", "slots", "gpus", "env", "clock", "disk"),

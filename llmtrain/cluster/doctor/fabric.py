@@ -8,7 +8,7 @@ import random
 import secrets
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
 from statistics import median
@@ -17,7 +17,8 @@ from typing import Any
 from llmtrain.base import units
 from llmtrain.cluster.doctor import tcp_rates
 from llmtrain.cluster.doctor.checks import Finding, Level, Survey
-from llmtrain.cluster.doctor.compare import held, right_interfaces
+from llmtrain.cluster.doctor.differences import held, right_interfaces
+from llmtrain.cluster.doctor.preflight import Needs, Report, in_order
 from llmtrain.cluster.doctor.survey import ask_python, in_parallel, program, read_marked
 from llmtrain.cluster.hosts.hostfile import Host
 from llmtrain.cluster.hosts.ssh import FAN_OUT, Answer, on_hosts
@@ -494,3 +495,25 @@ def _bytes(count: float) -> str:
         if count >= limit:
             return f"{count / limit:g} {unit}"
     return f"{count / 2**10:g} KiB"
+
+
+def with_fabric(report: Report, all_reduce: str, run: Needs | None = None, ssh_port: int | None = None) -> Report:
+    """The report with what was measured between the hosts that answered, in seconds and bit/s, and between GPUs.
+
+    `all_reduce`: module of the program with torch that is started on each host to try the collectives.
+    """
+    measured, findings = examine(report.survey, ssh_port)
+    reduced = measure_all_reduce(report.survey, all_reduce, ssh_port)
+    if all_reduce_worked(reduced):
+        findings = without_doubt(findings, reduced["hosts"])
+    findings = [
+        *findings,
+        *too_slow(measured.pairs, *((run.sent_bytes, run.patience_s) if run else (None, 0.0))),
+    ]
+    return replace(
+        report,
+        findings=in_order([*report.findings, *findings, *judge_all_reduce(reduced)], report.survey.hosts),
+        checked=report.checked | {"fabric"},
+        fabric=asdict(replace(measured, all_reduce=reduced)),
+        notes=(*report.notes, *summary(measured), *all_reduce_summary(reduced)),
+    )

@@ -3,7 +3,9 @@ with it."""
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -16,10 +18,12 @@ from rich.text import Text
 
 from llmtrain.base import untrusted
 from llmtrain.base.units import counted, duration
-from llmtrain.cluster.doctor import checks, compare, survey
-from llmtrain.cluster.doctor.checks import CHECKS, Finding, Folder, Survey
-from llmtrain.cluster.doctor.compare import right_interfaces
+from llmtrain.cluster.doctor import checks, differences, survey
+from llmtrain.cluster.doctor.checks import CHECKS, Finding, Folder, Level, Survey
+from llmtrain.cluster.doctor.differences import right_interfaces
 from llmtrain.cluster.hosts.hostfile import Host
+from llmtrain.cluster.hosts.ssh import NO_PDSH
+from llmtrain.cluster.hosts.variables import deepspeed_env_problems
 
 MASTER_PORT = 29500
 """DeepSpeed's default for the rendezvous."""
@@ -87,7 +91,7 @@ def preflight(
     asked -= set() if port else {"port"}
     asked -= {"name", "ssh"} if found.alone else set()
     asked -= set() if any(facts.get("gpus") for facts in found.facts.values()) else {"gpus"}
-    every = [*checks.each_host(found), *checks.all_gpus(found), *compare.all_hosts(found)]
+    every = [*checks.each_host(found), *checks.all_gpus(found), *differences.all_hosts(found)]
     findings = in_order(every, hosts)
     notes = (_OWN_FOLDERS.format(folder=found.run_dir),) if found.own_folders and not all(found.nonce.values()) else ()
     elapsed_s = time.monotonic() - started
@@ -272,3 +276,26 @@ def compressed(names: Sequence[str], shown: int = 8) -> str:
     more = f" and {len(parts) - shown} more" if len(parts) > shown else ""
     count = f" ({len(names)})" if len(names) > 3 else ""
     return ", ".join(parts[:shown]) + more + count
+
+
+def of_this_host(survey: Survey) -> list[Finding]:
+    """Findings on the host that a launch starts from: `.deepspeed_env`, and the program that starts other hosts."""
+    return [*_deepspeeds_own_file(survey), *_launcher(survey)]
+
+
+def _deepspeeds_own_file(survey: Survey) -> list[Finding]:
+    """`.deepspeed_env` here: a launch by hand reads it for other hosts. `llmtrain launch` does not."""
+    parts = (problem.rpartition(": ") for problem in (() if survey.alone else deepspeed_env_problems()))
+    first = survey.hosts[0].name
+    return [Finding(host=first, check="env", level="red", what=what, fix=fix) for what, _, fix in parts]
+
+
+def _launcher(survey: Survey) -> list[Finding]:
+    """Findings on the program by which `llmtrain launch` starts other hosts; in a Slurm job srun may do it."""
+    if survey.alone or shutil.which("pdsh") is not None:
+        return []
+    what, fix = NO_PDSH
+    if in_slurm := "SLURM_JOB_ID" in os.environ:
+        fix = f"{fix}, or start with `llmtrain launch --launcher slurm`"
+    level: Level = "yellow" if in_slurm else "red"
+    return [Finding(host=survey.hosts[0].name, check="ssh", level=level, what=f"here: {what}", fix=fix)]

@@ -19,10 +19,9 @@ from typing import Any
 from llmtrain.cluster import gpus
 from llmtrain.cluster.doctor import probe
 from llmtrain.cluster.doctor.checks import Folder, Survey
-from llmtrain.cluster.hosts.environment import PREFIXES
 from llmtrain.cluster.hosts.hostfile import Host, is_alone, is_here
-from llmtrain.cluster.hosts.ssh import FAN_OUT, Answer, on_hosts
-from llmtrain.cluster.hosts.ssh_errors import Trouble
+from llmtrain.cluster.hosts.ssh import FAN_OUT, Answer, Trouble, on_hosts
+from llmtrain.cluster.hosts.variables import PREFIXES
 
 PACKAGES = ("torch", "deepspeed", "transformers", "numpy", "triton", "safetensors", "tokenizers")
 VARIABLES = (*PREFIXES, "LD_LIBRARY_PATH", "LD_PRELOAD")

@@ -21,12 +21,13 @@ from typing import Any
 from rich.console import Console
 
 from llmtrain.base.errors import ConfigError
+from llmtrain.cluster import messages
 from llmtrain.cluster.doctor.preflight import WITHOUT_TERMINAL, Needs, preflight, print_report
-from llmtrain.cluster.hosts.environment import SECRETS_VARIABLE, deliver, remove
 from llmtrain.cluster.hosts.hostfile import Host, is_here
 from llmtrain.cluster.hosts.ssh import on_hosts
-from llmtrain.cluster.launch import remote, slurm
-from llmtrain.cluster.launch.guardian import AGENTS_LEAVE_S, Guardian
+from llmtrain.cluster.hosts.variables import deliver, remove
+from llmtrain.cluster.launch import slurm
+from llmtrain.cluster.launch.guardian import AGENTS_LEAVE_S, Guardian, end_all, signal_ranks
 from llmtrain.cluster.launch.job import Job, say
 from llmtrain.cluster.launch.plan import (
     Plan,
@@ -97,7 +98,7 @@ class Pdsh(Launcher):
         secret = None
         if plan.travel.private and not plan.alone:
             secret = deliver(plan.names, plan.travel.private)
-            plan = plan.sending(**{SECRETS_VARIABLE: secret})
+            plan = plan.sending(**{messages.SECRETS: secret})
         with contextlib.ExitStack() as kept:
             try:
                 folder = Path(kept.enter_context(tempfile.TemporaryDirectory(prefix="llmtrain-launch-")))
@@ -109,7 +110,7 @@ class Pdsh(Launcher):
                     yield job
             finally:
                 # The agents of a complete job leave at once; after a fault one may still be reporting to W&B.
-                for line in remote.end_all(plan.names, self._mark, AGENTS_LEAVE_S):
+                for line in end_all(plan.names, self._mark, AGENTS_LEAVE_S):
                     say(f"warning: {line}")
                 if secret is not None:
                     remove(plan.names, secret)
@@ -119,12 +120,12 @@ class Pdsh(Launcher):
             self._guardian.met(ranks)
 
     def ask_to_leave(self, plan: Plan, job: Job, ranks: Sequence[dict[str, Any]], number: int) -> None:
-        reached = remote.signal_ranks(plan.names, self._mark, ranks, number)
+        reached = signal_ranks(plan.names, self._mark, ranks, number)
         if reached < len(ranks):
             say(f"warning: {reached} of {len(ranks)} ranks were reached; the others learn of it at the next step")
 
     def end(self, plan: Plan, job: Job) -> None:
-        remote.end_all(plan.names, self._mark)
+        end_all(plan.names, self._mark)
 
     def answering(self, hosts: Sequence[Host]) -> tuple[Host, ...]:
         others = [host.name for host in hosts if not is_here(host.name)]

@@ -20,13 +20,13 @@ from llmtrain.base.errors import ConfigError
 from llmtrain.base.redact import redact_argv
 from llmtrain.cluster import messages
 from llmtrain.cluster.doctor.preflight import Needs
-from llmtrain.cluster.hosts.environment import Travel, deepspeed_env, for_pdsh, path_problem, read_env_file, travelling
 from llmtrain.cluster.hosts.hostfile import Host, include_of, is_alone, render
+from llmtrain.cluster.hosts.ssh import NO_PDSH
+from llmtrain.cluster.hosts.variables import Travel, deepspeed_env, for_pdsh, path_problem, read_env_file, travelling
 from llmtrain.cluster.launch.job import TRAIN, on_terminal
 
 # A cut link must not hold pdsh for as long as TCP tries (15 minutes): ssh gives up after 15 s.
 _SSH_OPTIONS = "-oBatchMode=yes -oConnectTimeout=10 -oServerAliveInterval=5 -oServerAliveCountMax=2"
-NO_PDSH = ("no program `pdsh` on PATH, with which DeepSpeed starts other hosts", "apt-get install pdsh")
 _MAX_COMMAND = (128 << 10) - 1
 """Longest argument that Linux takes (MAX_ARG_STRLEN); pdsh and sshd make one argument of the whole command."""
 _STARTS = ("--no_local_rank", "--module")

@@ -7,12 +7,17 @@ and when the root is lost, each decides for its own host. No torch here: it star
 from __future__ import annotations
 
 import contextlib
+import hmac
 import json
 import os
+import secrets
+import select
 import shutil
 import signal
+import socket
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +25,6 @@ from typing import Any
 from llmtrain.base import untrusted
 from llmtrain.base.files import lock_folder
 from llmtrain.cluster import messages
-from llmtrain.cluster.watch import link
 from llmtrain.cluster.watch.explain.causes import explain
 from llmtrain.cluster.watch.explain.facts import Explanation, HostFacts, JobFacts, RankFacts
 from llmtrain.cluster.watch.folder import AGENT, JOB, RUN, own, read_json, sweep, write_json
@@ -28,6 +32,155 @@ from llmtrain.cluster.watch.notes import Notes
 from llmtrain.cluster.watch.observe import HostRanks, captured, with_gpus
 from llmtrain.cluster.watch.processes import Process, close_output, end_host, end_ssh, identify, job_of, oom_kills
 from llmtrain.cluster.watch.verdict import Judge, Pauses, Stragglers, Verdict
+
+_LONGEST = 4 << 20
+_HELLO_S = 5.0
+
+
+class Line:
+    """One connection. No method waits for the peer or raises; `closed` is True once it has ended."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        """Raises OSError when the other side has gone already."""
+        self._socket = connected
+        self._socket.setblocking(False)
+        with contextlib.suppress(OSError):
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.address = str(self._socket.getpeername()[0]).removeprefix("::ffff:")
+        self._in = bytearray()
+        self._out = bytearray()
+        self.closed = False
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Queue a message, and hand over what the kernel takes now."""
+        if self.closed:
+            return
+        self._out += json.dumps(message, separators=(",", ":")).encode() + b"\n"
+        if len(self._out) > _LONGEST:
+            self.close()
+        self.flush()
+
+    def flush(self) -> None:
+        while self._out and not self.closed:
+            try:
+                del self._out[: self._socket.send(self._out)]
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError:
+                self.close()
+
+    def receive(self) -> list[dict[str, Any]]:
+        """The messages that have come since the last call."""
+        self.flush()
+        while not self.closed:
+            try:
+                data = self._socket.recv(1 << 16)
+            except (BlockingIOError, InterruptedError):
+                break
+            except OSError:
+                self.close()
+                break
+            if not data:
+                self.close()
+            self._in += data
+            if len(self._in) > _LONGEST:
+                self.close()
+        *lines, rest = bytes(self._in).split(b"\n")
+        self._in = bytearray(rest)
+        messages: list[dict[str, Any]] = []
+        for line in lines:
+            try:
+                message = json.loads(line)
+            except ValueError:
+                self.close()
+                return messages
+            if isinstance(message, dict):
+                messages.append(message)
+        return messages
+
+    def close(self) -> None:
+        self.closed = True
+        with contextlib.suppress(OSError):
+            self._socket.close()
+
+
+class Server:
+    """Listens for agents of other hosts; drops connections without the token."""
+
+    def __init__(self) -> None:
+        """Raises OSError."""
+        try:
+            self._socket = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+        except (OSError, ValueError):  # no IPv6 here
+            self._socket = socket.create_server(("", 0), backlog=1024)
+        self._socket.setblocking(False)
+        self.port: int = self._socket.getsockname()[1]
+        self.token = secrets.token_hex(16)
+        self._strangers: list[tuple[Line, float]] = []
+        self.lines: dict[str, Line] = {}
+        """Connections by host name."""
+        self.peers: dict[str, tuple[str, str, int]] = {}
+        """Host name, address and port of each agent that has connected."""
+
+    def accept(self, now: float) -> None:
+        """Accept connections. The first message must be {"token", "host"}."""
+        while True:
+            try:
+                connected, _ = self._socket.accept()
+            except OSError:
+                break
+            with contextlib.suppress(OSError):
+                self._strangers.append((Line(connected), now))
+        waiting = []
+        for line, since in self._strangers:
+            hello = next(iter(line.receive()), None)
+            if hello is None:
+                if now - since > _HELLO_S:
+                    line.close()
+                if not line.closed:
+                    waiting.append((line, since))
+            elif hmac.compare_digest(str(hello.get("token")), self.token):
+                name = host = str(hello.get("host"))
+                if host in self.lines and not self.lines[host].closed:  # containers may share a host name
+                    name = f"{host} ({line.address})"
+                self.lines[name] = line
+                self.peers[name] = (host, line.address, int(hello.get("port") or 0))
+            else:
+                line.close()
+        self._strangers = waiting
+
+    def close(self) -> None:
+        for line in [*self.lines.values(), *(line for line, _ in self._strangers)]:
+            line.close()
+        self._socket.close()
+
+
+def call(address: str, port: int, hello: dict[str, Any], timeout_s: float) -> Line:
+    """Connect and send the first message. Raises OSError."""
+    line = Line(socket.create_connection((address, port), timeout=timeout_s))
+    line.send(hello)
+    return line
+
+
+def answers(address: str, port: int, timeout_s: float = 1.0) -> bool:
+    """True if an agent listens there."""
+    try:
+        with socket.create_connection((address, port), timeout=timeout_s):
+            return True
+    except OSError:
+        return False
+
+
+def wait(lines: Sequence[Line], seconds: float, others: Sequence[int] = ()) -> None:
+    """Wait until a line, or a file descriptor of `others`, has something to read, or the time is over."""
+    poll = select.poll()
+    for handle in (*(line.fileno() for line in lines if not line.closed), *others):
+        poll.register(handle, select.POLLIN)
+    poll.poll(seconds * 1000)
+
 
 _TICK_S, _SOONEST_S = 0.5, 0.1
 """Longest and shortest pause between two rounds of `Agent.run`; the shortest bounds the work of a root with 1,000
@@ -62,9 +215,9 @@ class Agent:
         self.stragglers = Stragglers()
         self.pauses = Pauses(self.stall_s)
         self.own: dict[int, tuple[int, float]] = {}
-        self.server = link.Server()
+        self.server = Server()
         self.job: dict[str, Any] | None = None
-        self.line: link.Line | None = None
+        self.line: Line | None = None
         self.peers: list[list[Any]] = []
         self.met_s: float | None = None
         self.root_heard_s = self.reported_s = self.called_s = 0.0
@@ -84,8 +237,8 @@ class Agent:
         while True:
             lines = [*self.server.lines.values(), *([self.line] if self.line else [])]
             endings = self.ranks.endings()
-            link.wait([], max(0.0, now + _SOONEST_S - time.monotonic()), endings)
-            link.wait(lines, _TICK_S, endings)
+            wait([], max(0.0, now + _SOONEST_S - time.monotonic()), endings)
+            wait(lines, _TICK_S, endings)
             now = time.monotonic()
             self._check_folder()
             reports = self.ranks.observe(now)
@@ -226,7 +379,7 @@ class Agent:
         first = self.line is None
         hello = {"token": root["token"], "host": self.host, "port": self.server.port}
         try:
-            self.line = link.call(root["address"], root["port"], hello, _REPORT_S)
+            self.line = call(root["address"], root["port"], hello, _REPORT_S)
         except OSError as error:
             if first and self.met_s is not None and now - self.met_s > _UNREACHED_S:
                 self.met_s = None  # once is enough
@@ -272,7 +425,7 @@ class Agent:
         answers = {self.host: captured(self.ranks, self.stall_s, ends=ends)}
         deadline = now + _ANSWERS_S
         while len(answers) <= len(self.server.lines) and self.is_root and time.monotonic() < deadline:
-            link.wait(list(self.server.lines.values()), 0.1)
+            wait(list(self.server.lines.values()), 0.1)
             answers |= self._take_in(time.monotonic())  # the job may go on: no report may be lost
         ranks = {r.rank: r for r in self.judge.ranks()}
         for host, answer in answers.items():
@@ -301,7 +454,7 @@ class Agent:
     def _second_opinion(self, hosts: tuple[HostFacts, ...]) -> tuple[HostFacts, ...]:
         """Decide if a silent root is lost or this host is cut off: then no peer answers either."""
         others = [(str(address), int(port)) for host, address, port in self.peers if host != self.host]
-        if any(h.silent_s > 0 for h in hosts) and others and not any(link.answers(*other) for other in others[:3]):
+        if any(h.silent_s > 0 for h in hosts) and others and not any(answers(*other) for other in others[:3]):
             return tuple(replace(h, silent_s=_ROOT_LOST_S if h.name == self.host else 0.0, closed=False) for h in hosts)
         return hosts
 
@@ -325,7 +478,7 @@ class Agent:
         deadline = time.monotonic() + _ENDED_S
         lines = self.server.lines
         while any(not line.closed for line in lines.values()) and time.monotonic() < deadline:
-            link.wait(list(lines.values()), 0.1)
+            wait(list(lines.values()), 0.1)
             for line in lines.values():
                 line.receive()
 

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import tempfile
 import time
@@ -24,6 +25,8 @@ AGENT, JOB, RUN = "agent.json", "job.json", "run.json"
 """Files: the agent's address; the hosts of the job; facts about the run."""
 RECORD_WANTED = "record.wanted"
 """Made when the agent wants every rank's excerpt of NCCL's flight recorder."""
+STACK_SIGNAL = signal.SIGUSR2
+"""Makes a rank write its Python stacks into its file."""
 _STALE_S = 600.0
 _LEAST_FREE = 1 << 20
 """Free bytes in /dev/shm below which another folder is taken; heartbeats need 4 KiB a rank."""
@@ -33,7 +36,7 @@ _NAME = re.compile(r"llmtrain-watch-\d+-(?P<pid>\d+)-(?P<started>\d+)-.*")
 def make_folder() -> Path:
     """Make the folder for this launcher process and port; all ranks of the host get the same one. Raises OSError.
 
-    Its name ends with the mark of the launch, by which `llmtrain launch` finds it (launch/remote.py).
+    Its name ends with the mark of the launch, by which `llmtrain launch` finds it (launch/guardian.py).
     """
     parent = processes.stat(os.getppid())
     started, port = parent.started if parent else 0, os.environ.get("MASTER_PORT", "0")
@@ -103,3 +106,8 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None
+
+
+def write_error(folder: Path, rank: int, error: str, at: str, phase: str) -> None:
+    """Write down the exception that ends a rank, before it exits. Raises OSError."""
+    write_json(of_rank(folder, rank, "error"), {"error": error, "at": at, "phase": phase})

@@ -15,11 +15,10 @@ from llmtrain.cluster.gpus import MEMORY_REPORT, Command, KernelLog, memory_faul
 from llmtrain.cluster.watch import processes
 from llmtrain.cluster.watch.explain.device_faults import telling_line
 from llmtrain.cluster.watch.explain.facts import HostFacts, RankFacts, parse_stacks
-from llmtrain.cluster.watch.folder import RECORD_WANTED, of_rank, read_json, write_json
+from llmtrain.cluster.watch.folder import RECORD_WANTED, STACK_SIGNAL, of_rank, read_json
 from llmtrain.cluster.watch.heartbeat import Beat, read
 from llmtrain.cluster.watch.processes import Process, Stat
 
-STACK_SIGNAL = signal.SIGUSR2
 _SAMPLE_S = 2.0
 _BUSY_SHARE, _BUSY_BYTES = 0.1, 256 << 10
 """Share of a processor, and bytes, in a sample from which a rank is busy: an idle rank's threads use far less."""
@@ -272,11 +271,6 @@ class HostRanks:
             return str(raw["error"]), str(raw["at"]), str(raw["phase"])
         except (OSError, ValueError, KeyError):
             return "", "", ""
-
-
-def write_error(folder: Path, rank: int, error: str, at: str, phase: str) -> None:
-    """Write down the exception that ends a rank, before it exits. Raises OSError."""
-    write_json(of_rank(folder, rank, "error"), {"error": error, "at": at, "phase": phase})
 
 
 def _used(pid: int, found: Stat) -> _Use:

@@ -26,11 +26,20 @@ from llmtrain.base.errors import UserError
 from llmtrain.cluster import messages
 from llmtrain.cluster.watch import stderr
 from llmtrain.cluster.watch.explain.device_faults import with_reason
-from llmtrain.cluster.watch.explain.facts import Frame, excerpt, is_echo
-from llmtrain.cluster.watch.explain.wording import own_line, place
-from llmtrain.cluster.watch.folder import AGENT, JOB, RECORD_WANTED, RUN, make_folder, of_rank, read_json, write_json
+from llmtrain.cluster.watch.explain.facts import Frame, excerpt, is_echo, own_line, place
+from llmtrain.cluster.watch.folder import (
+    AGENT,
+    JOB,
+    RECORD_WANTED,
+    RUN,
+    STACK_SIGNAL,
+    make_folder,
+    of_rank,
+    read_json,
+    write_error,
+    write_json,
+)
 from llmtrain.cluster.watch.heartbeat import heart
-from llmtrain.cluster.watch.observe import STACK_SIGNAL, write_error
 from llmtrain.cluster.watch.processes import MARK
 
 _AGENT_STARTS_S = 20.0

@@ -26,7 +26,7 @@ from typing import Any
 
 from llmtrain.base import untrusted
 from llmtrain.base.child import child_environment
-from llmtrain.data.chat.messages import Conversation
+from llmtrain.data.chat.conversation import Conversation
 
 CPU_SECONDS = 10
 """Processor time limit of one rendering. Real templates take about a millisecond."""

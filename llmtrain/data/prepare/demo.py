@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from llmtrain.base.errors import DataError
 from llmtrain.data.manifest import Split
-from llmtrain.data.prepare.split import draw
+from llmtrain.data.prepare.settings import draw
 
 LONGEST, LONGEST_TOPIC = 100, 150
 """Characters of a sentence: what is longer is left out, so that a question and its answer fit a short row."""

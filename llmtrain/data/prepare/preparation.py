@@ -27,15 +27,13 @@ from llmtrain.base.errors import DataError
 from llmtrain.base.files import lock_folder, replace_file
 from llmtrain.data import manifest as manifests
 from llmtrain.data import tokenize
-from llmtrain.data.chat import sample
-from llmtrain.data.chat.encoder import ChatOptions
-from llmtrain.data.chat.sample import CONVERSATIONS, write_sample
+from llmtrain.data.chat.encoder import CONVERSATIONS, ChatOptions, write_sample
+from llmtrain.data.chat.encoder import NAME as SAMPLE
 from llmtrain.data.manifest import SPLITS, Manifest, Shard
-from llmtrain.data.prepare import demo, hub
+from llmtrain.data.prepare import demo, sources
 from llmtrain.data.prepare.records import Document, Rejection, read_piece
-from llmtrain.data.prepare.settings import PrepareSettings
+from llmtrain.data.prepare.settings import PrepareSettings, cut_above
 from llmtrain.data.prepare.sources import SourceFile, Unit, find_files, plan_units, stat_fingerprint, unit_bytes_for
-from llmtrain.data.prepare.split import cut_above
 from llmtrain.data.prepare.worker import UNFINISHED, WorkerSettings, run_units, unit_record_path, write_held_out
 from llmtrain.data.shards import PreparedSet, rows_path
 
@@ -67,7 +65,7 @@ def prepare(settings: PrepareSettings) -> Manifest:
     """Make (or finish, or find complete) the prepared folder `settings.out`; returns its manifest. Raises DataError."""
     settings = demo.completed(settings)
     settings.check()
-    settings = hub.fetched(settings)
+    settings = sources.fetched(settings)
     started = time.monotonic()
     out = Path(settings.out)
     files, validation = _find_files(settings, out)
@@ -455,7 +453,7 @@ def start_or_continue(out: Path, plan: dict[str, Any]) -> dict[str, Any]:
 
 def clear(out: Path) -> None:
     """Delete all that `prepare` has made in the folder."""
-    for leftover in (*out.glob("*-*.bin"), *out.glob("*-*.rows"), out / REJECTED, out / sample.NAME):
+    for leftover in (*out.glob("*-*.bin"), *out.glob("*-*.rows"), out / REJECTED, out / SAMPLE):
         leftover.unlink(missing_ok=True)
     for folder in (UNFINISHED, "tokenizer"):
         shutil.rmtree(out / folder, ignore_errors=True)

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 from llmtrain.base.errors import DataError
 from llmtrain.base.units import size
-from llmtrain.data.chat.messages import no_repeats
+from llmtrain.data.chat.conversation import no_repeats
 from llmtrain.data.prepare import demo
 from llmtrain.data.prepare.sources import BOM, Piece
 

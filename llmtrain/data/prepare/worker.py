@@ -27,13 +27,12 @@ import xxhash
 from llmtrain.base.child import child_environment
 from llmtrain.base.errors import DataError
 from llmtrain.base.files import replace_file
-from llmtrain.data.chat.encoder import ChatEncoder, ChatOptions, Row
-from llmtrain.data.chat.messages import RefusedError
-from llmtrain.data.chat.sample import kept
+from llmtrain.data.chat.conversation import RefusedError
+from llmtrain.data.chat.encoder import ChatEncoder, ChatOptions, Row, kept
 from llmtrain.data.manifest import SPLITS, Split
 from llmtrain.data.prepare.records import Document, Rejection, read_piece, reject
+from llmtrain.data.prepare.settings import draw, parts
 from llmtrain.data.prepare.sources import Piece, Unit
-from llmtrain.data.prepare.split import draw, parts
 from llmtrain.data.shards import JUDGED, rows_path
 from llmtrain.data.tokenize import Encoder
 
@@ -51,7 +50,7 @@ class WorkerSettings:
     max_document_bytes: int
     validation_fraction: float
     cut_bytes: int
-    """A document above this size is cut for the split (prepare/split.py)."""
+    """A document above this size is cut for the split (prepare/settings.py)."""
     held_out: str | None = None
     """File that `write_held_out` wrote: the documents of --validation-source, which no unit for training may hold."""
     reject_limit: int

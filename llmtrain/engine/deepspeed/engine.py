@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,16 +22,62 @@ from llmtrain.engine import progress
 from llmtrain.engine.api import ForwardCopy, StateTensor, Update
 from llmtrain.engine.deepspeed.state import HalfState, PlainState, State
 from llmtrain.engine.dist.ranks import Ranks
-from llmtrain.models import patches
-from llmtrain.models.attention import gets_mask, without_cudnn
+from llmtrain.models import transformers_private
 from llmtrain.models.experts import RoutingFigures
 from llmtrain.models.head import Head
 from llmtrain.models.language import LanguageModel, compare_losses
 from llmtrain.models.loss import IGNORE
 from llmtrain.models.parallel.mesh import Mesh
 from llmtrain.models.score import gives_scores
+from llmtrain.models.skeleton import layer_configs
 from llmtrain.objectives.next_token import NEXT_TOKEN, NextToken
 from llmtrain.objectives.objective import Objective
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+_WINDOWED = ("sliding", "chunked", "compressed", "window")
+"""Words in transformers' layer_types of layers with windowed attention."""
+
+
+# torch puts its attention kernels in order itself, and on Hopper and Blackwell takes cuDNN's first where its version is
+# right (2.11 and later, ATen/native/transformers/cuda/sdp_utils.cpp, check_prefer_cudnn_attention). One case is left to
+# us: with a mask tensor and some lengths, cuDNN's gradient of the queries is NaN (pytorch issue 196678, torch 2.11 to
+# 2.13).
+
+
+def gets_mask(config: PreTrainedConfig, length: int, *, documents: bool) -> bool:
+    """True if transformers gives torch's attention a mask tensor, in any layer; without one it is just causal.
+
+    Args:
+        config: the model's transformers configuration.
+        length: tokens of a row.
+        documents: attention stays within the documents of a row.
+    """
+    return documents or any(_layer_gets_mask(layer, length) for layer in layer_configs(config.get_text_config()))
+
+
+def _layer_gets_mask(config: PreTrainedConfig, length: int) -> bool:
+    kinds = getattr(config, "layer_types", None) or ()
+    if getattr(config, "alibi", False) or "indexed_attention" in kinds:
+        return True
+    if kinds and not any(word in kind for word in _WINDOWED for kind in kinds):
+        return False
+    windows = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
+    return any(window is not None and window <= length for window in windows)
+
+
+@contextlib.contextmanager
+def without_cudnn() -> Iterator[None]:
+    """Leave cuDNN's kernel out of torch's choice."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
 
 _SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """Fields of the loss scaler; fp16.loss_scale decides which of them exist."""
@@ -97,7 +143,7 @@ class ZeroEngine:
         self._ranks = ranks
         self._state = state_of(deepspeed)
         self._own_sums = int(mesh.place.tensor == 0)  # the ranks of a tensor-parallel group have the same loss
-        self._varlen = patches.attention_of(self.module.config) == patches.VARLEN
+        self._varlen = transformers_private.attention_of(self.module.config) == transformers_private.VARLEN
         self.partitions_parameters = self._state.partitions_parameters
         self._must_look = self.partitions_parameters
         """True until it is known that ZeRO 3 takes every gradient."""

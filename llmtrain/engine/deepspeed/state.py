@@ -3,7 +3,7 @@
 One class for each way that DeepSpeed keeps it: whole tensors here, flat partitions in zero12.py and zero3.py, on the
 device or on the host. What a rank holds of which tensor is what the model's `local_parameters` say, cut by the
 partition; the group that a parameter is partitioned or replicated over is the one that DeepSpeed uses for it. What does
-not train (models/frozen.py) has its values in the module alone, and the forward pass reads those.
+not train (models/parameters.py) has its values in the module alone, and the forward pass reads those.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
 from llmtrain.engine.api import ForwardCopy, StateTensor
-from llmtrain.engine.deepspeed.moments import MOMENTUM, moments_of
+from llmtrain.engine.deepspeed.optimizers import MOMENTUM, moments_of
 from llmtrain.models.parameters import LocalParameter, Packed
 from llmtrain.optim.optimizers import PARAM
 

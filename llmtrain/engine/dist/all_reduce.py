@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from llmtrain.base.errors import UserError
 from llmtrain.cluster.doctor.survey import read_marked
+from llmtrain.cluster.hosts.interfaces import choose_interfaces
 from llmtrain.cluster.watch.explain.device_faults import with_reason
-from llmtrain.engine.dist.interfaces import choose_interfaces
 
 _SMALL = (4 << 10, 256 << 10, 4 << 20, 32 << 20)
 SIZES_BYTES: dict[str, tuple[int, ...]] = {"gloo": _SMALL, "nccl": (*_SMALL, 256 << 20, 1 << 30)}

@@ -30,7 +30,7 @@ from llmtrain.base import log, units
 from llmtrain.base.errors import UserError
 from llmtrain.base.redact import redact
 from llmtrain.cluster import messages
-from llmtrain.cluster.hosts.environment import GLOO, NCCL
+from llmtrain.cluster.hosts.interfaces import GLOO, NCCL, choose_interfaces
 from llmtrain.cluster.watch import rank_side
 from llmtrain.cluster.watch.explain.device_faults import device_fault, with_reason
 from llmtrain.cluster.watch.heartbeat import heart
@@ -38,7 +38,6 @@ from llmtrain.config.run import TrackingConfig
 from llmtrain.config.topology import Mix
 from llmtrain.engine.dist.control import from_all
 from llmtrain.engine.dist.device import device_id, device_name
-from llmtrain.engine.dist.interfaces import choose_interfaces
 from llmtrain.engine.dist.ranks import Ranks, Seat
 from llmtrain.models.parallel.mesh import host_group
 from llmtrain.tracking.environment import versions

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from llmtrain.base.errors import ConfigError, ModelError
 from llmtrain.config.topology import Mix
-from llmtrain.models.build import DTYPES, materialise
 from llmtrain.models.experts import (
     ExpertBlock,
     Routing,
@@ -23,14 +22,14 @@ from llmtrain.models.experts import (
     experts_per_token,
     set_leaf_modules,
 )
-from llmtrain.models.frozen import frozen_tensors
 from llmtrain.models.parallel.deepspeed_private import (
     rank_among_experts,
     ranks_with_the_same_experts,
     replace_block,
 )
 from llmtrain.models.parallel.mesh import Mesh
-from llmtrain.models.parameters import Shard, set_shard
+from llmtrain.models.parameters import Shard, frozen_tensors, set_shard
+from llmtrain.models.skeleton import DTYPES, materialise
 from llmtrain.models.structure.probe import probe_copy
 from llmtrain.storage.region import Region, whole
 

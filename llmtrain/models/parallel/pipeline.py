@@ -20,17 +20,15 @@ from torch import Tensor, nn
 from llmtrain.base.errors import ModelError
 from llmtrain.config.run import ResolvedRun
 from llmtrain.models.adapter import put_around
-from llmtrain.models.build import DTYPES, materialise
-from llmtrain.models.frozen import named_tensors
 from llmtrain.models.head import Head, Loss
 from llmtrain.models.language import documents_in_rows
 from llmtrain.models.parallel.deepspeed_private import overrides, set_bounds
 from llmtrain.models.parallel.layers import set_up_layers
 from llmtrain.models.parallel.mesh import Mesh
 from llmtrain.models.parallel.tensor import shard_model, share_adapter
-from llmtrain.models.parameters import LocalParameter, local_parameter
+from llmtrain.models.parameters import LocalParameter, local_parameter, named_tensors
 from llmtrain.models.score import SCORE, at_the_last_place
-from llmtrain.models.score_source import language_model
+from llmtrain.models.skeleton import DTYPES, language_model, materialise
 from llmtrain.models.spec import ModelSpec
 from llmtrain.models.structure.decoder_parts import AbsentAfter, AbsentBefore, AbsentLayer, Anatomy, anatomy_of
 from llmtrain.models.structure.projections import projections

@@ -25,8 +25,8 @@ from torch import Tensor
 from llmtrain.base.errors import ModelError
 from llmtrain.models.language import LanguageModel, documents_in_rows
 from llmtrain.models.parallel.deepspeed_private import all_to_all
-from llmtrain.models.patches import masks_of_whole_rows, stand_before_attention
 from llmtrain.models.structure.probe import attention_seen, probe_copy, run_decoder
+from llmtrain.models.transformers_private import masks_of_whole_rows, stand_before_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

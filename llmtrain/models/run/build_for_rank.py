@@ -13,11 +13,11 @@ from llmtrain.base.errors import ModelError
 from llmtrain.config.problems import Places, stop
 from llmtrain.config.run import ResolvedRun, RunConfig
 from llmtrain.config.topology import Mix
-from llmtrain.models.build import DTYPES, construct, decoder_layers, materialise, restore_buffers
 from llmtrain.models.experts import check_stages, expert_blocks, set_leaf_modules
 from llmtrain.models.language import LanguageModel
 from llmtrain.models.parallel.layers import set_up_layers
 from llmtrain.models.parallel.mesh import Mesh
+from llmtrain.models.skeleton import DTYPES, construct, decoder_layers, materialise, restore_buffers
 from llmtrain.models.spec import ModelSpec
 
 if TYPE_CHECKING:

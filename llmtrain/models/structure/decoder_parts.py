@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from llmtrain.base.errors import ModelError
-from llmtrain.models.frozen import named_tensors
 from llmtrain.models.loss import HeadForm
+from llmtrain.models.parameters import named_tensors
 from llmtrain.models.structure.probe import Watch, attention_seen, probe_copy, run_copy
 from llmtrain.models.structure.shrink import check_same_structure
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from llmtrain.base.errors import ModelError
-from llmtrain.models.frozen import freeze
-from llmtrain.models.patches import attention_is, build_with
+from llmtrain.models.parameters import freeze
 from llmtrain.models.structure.shrink import shrunk_config, without_dropout
+from llmtrain.models.transformers_private import attention_is, build_with
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

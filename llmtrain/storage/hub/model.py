@@ -7,8 +7,8 @@ from pathlib import Path
 
 from llmtrain.base import untrusted
 from llmtrain.base.errors import ModelError
-from llmtrain.storage.hub.fetch import Choose, Wrong, fetch
 from llmtrain.storage.hub.names import INDEX, SINGLE, Repository, is_name
+from llmtrain.storage.hub.transfer import Choose, Wrong, fetch
 
 _SETTINGS = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 _TEMPLATES = "additional_chat_templates/"

@@ -13,8 +13,8 @@ import pytest
 from llmtrain.base import log, untrusted
 from llmtrain.base.errors import DataError
 from llmtrain.base.untrusted import MAX_DEPTH, loads, names_code
-from llmtrain.checkpoint.native.files import Files
-from llmtrain.checkpoint.native.importing import optimizer_lines
+from llmtrain.checkpoint.native.from_deepspeed import optimizer_lines
+from llmtrain.checkpoint.native.saved_files import Files
 from llmtrain.cli import main
 from llmtrain.data.shards import PreparedSet
 from llmtrain.tracking.local import read_rows

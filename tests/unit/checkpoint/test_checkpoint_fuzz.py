@@ -30,7 +30,7 @@ from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.checkpoint.retain import looks_good
 from llmtrain.checkpoint.verify import verify
 from llmtrain.config.run import ModelConfig
-from llmtrain.models.build import load_config
+from llmtrain.models.skeleton import load_config
 from llmtrain.models.source import SafetensorsSource
 from llmtrain.storage.checksum import checksum
 from llmtrain.storage.tensorfile import numel

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from llmtrain.base.errors import ModelError, UserError
 from llmtrain.checkpoint.hf.exporting import export_hf
-from llmtrain.checkpoint.hf.importing import import_hf
+from llmtrain.checkpoint.hf.from_hf import import_hf
 from llmtrain.storage.tensorfile import header_bytes
 from tests.helpers.hf_folders import model_folder, new_model
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from llmtrain.base.errors import CheckpointError
-from llmtrain.checkpoint.load import candidates
 from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.config.run import RunConfig
+from llmtrain.training.resume import candidates
 from tests.helpers.checkpoints import write_checkpoint
 
 

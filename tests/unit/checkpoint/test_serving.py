@@ -18,7 +18,7 @@ from llmtrain.checkpoint.hf.proofs import ProofError, Report
 from llmtrain.checkpoint.hf.serving import prove_serving
 from llmtrain.commands.prepare import main
 from llmtrain.data.chat import rendering
-from llmtrain.data.chat.sample import CONVERSATIONS, NAME
+from llmtrain.data.chat.encoder import CONVERSATIONS, NAME
 from llmtrain.data.tokenize import fingerprint
 from tests.helpers.chat import CHATML, GENERATION, KINDS, workers_here, write_tokenizer
 from tests.helpers.chat_families import FAMILIES

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from llmtrain.checkpoint import writer
-from llmtrain.checkpoint.format import MANIFEST, Manifest, problems
-from llmtrain.checkpoint.frozen import NOWHERE
+from llmtrain.checkpoint.format import MANIFEST, NOWHERE, Manifest, problems
 from llmtrain.storage.checksum import checksum_array
 
 

@@ -17,13 +17,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from llmtrain.cluster.doctor import checks, compare, fabric, probe, survey
+from llmtrain.cluster.doctor import checks, differences, fabric, preflight, probe, survey
 from llmtrain.cluster.doctor.checks import CHECKS, Finding, Folder, Survey
 from llmtrain.cluster.doctor.fabric import ALL_PAIRS_TO, SAMPLE, Pair, better, groups, judge, rounds, without_doubt
 from llmtrain.cluster.doctor.preflight import WITHOUT_TERMINAL, Report, compressed, explained, print_report
 from llmtrain.cluster.hosts.hostfile import Host, read_hostfile
-from llmtrain.cluster.hosts.ssh import Answer
-from llmtrain.cluster.hosts.ssh_errors import Trouble
+from llmtrain.cluster.hosts.ssh import Answer, Trouble
 from llmtrain.cluster.launch import launchers
 from llmtrain.commands import doctor
 
@@ -87,7 +86,7 @@ def healthy(**changes: Any) -> Survey:
 
 
 def findings(given: Survey) -> list[Finding]:
-    return [*checks.each_host(given), *compare.all_hosts(given)]
+    return [*checks.each_host(given), *differences.all_hosts(given)]
 
 
 def test_hosts_that_are_alike_raise_no_alarm() -> None:
@@ -402,8 +401,8 @@ def test_doctor_misses_pdsh_before_launch_does(
     (tmp_path / "hosts").write_text("".join(f"{name} slots=8\n" for name in NAMES))
     made = Report(survey=healthy(), findings=(), checked=frozenset(CHECKS) - {"fabric"}, elapsed_s=1.0)
     monkeypatch.setattr(doctor, "preflight", lambda *_, **__: made)
-    monkeypatch.setattr(doctor, "deepspeed_env_problems", list)
-    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    monkeypatch.setattr(preflight, "deepspeed_env_problems", list)
+    monkeypatch.setattr(preflight.shutil, "which", lambda name: None)
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     words = ["--hostfile", str(tmp_path / "hosts"), "--quick"]
     assert doctor.main(words) == 1
@@ -411,7 +410,7 @@ def test_doctor_misses_pdsh_before_launch_does(
     assert "no program `pdsh` on PATH" in told and "apt-get install pdsh" in told
     monkeypatch.setenv("SLURM_JOB_ID", "1")  # srun may start them
     assert doctor.main(words) == 0 and "--launcher slurm" in " ".join(capsys.readouterr().out.split())
-    monkeypatch.setattr(doctor.shutil, "which", lambda name: "/usr/bin/pdsh")
+    monkeypatch.setattr(preflight.shutil, "which", lambda name: "/usr/bin/pdsh")
     assert doctor.main(words) == 0 and "pdsh" not in capsys.readouterr().out
 
 

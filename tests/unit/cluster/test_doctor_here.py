@@ -15,8 +15,8 @@ import pytest
 
 from llmtrain import cli
 from llmtrain.cluster.doctor.fabric import Pair, too_slow
-from llmtrain.commands.doctor import sent_bytes
 from llmtrain.config.load import load
+from llmtrain.training.host_needs import sent_bytes
 from tests.helpers.launching import REPO, free_port, write_recipe
 
 NO_SSHD = """#!/bin/sh

@@ -13,7 +13,7 @@ import pytest
 
 from llmtrain import cli
 from llmtrain.base.errors import UserError
-from llmtrain.cluster.hosts.environment import EnvFileError, deepspeed_env_problems, read_env_file
+from llmtrain.cluster.hosts.variables import EnvFileError, deepspeed_env_problems, read_env_file
 from tests.unit.cluster.test_hosts_environment import PAYLOADS, SECRET, SEED
 from tests.unit.cluster.test_hosts_environment import hosts as hosts  # the fixture
 

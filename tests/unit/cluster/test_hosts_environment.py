@@ -16,8 +16,8 @@ import pytest
 
 from llmtrain import cli
 from llmtrain.base.errors import ConfigError
-from llmtrain.cluster.hosts import environment
-from llmtrain.cluster.hosts.environment import deepspeed_env, deliver, for_pdsh, load_secrets, travelling
+from llmtrain.cluster.hosts import variables
+from llmtrain.cluster.hosts.variables import deepspeed_env, deliver, for_pdsh, load_secrets, travelling
 
 SEED = 20261121
 SECRET = "canary-9f3a7c11"
@@ -151,7 +151,7 @@ def test_every_byte_arrives_through_deepspeed_and_pdsh(hosts):
 def load_in(home: Path, path: str) -> dict[str, str]:
     """The environment after `load_secrets` in a process that has this home."""
     code = (
-        "import os; from llmtrain.cluster.hosts.environment import load_secrets; load_secrets(); "
+        "import os; from llmtrain.cluster.hosts.variables import load_secrets; load_secrets(); "
         "os.write(1, b'\\0'.join(name + b'=' + value for name, value in os.environb.items()))"
     )
     environ = {"HOME": str(home), "LLMTRAIN_SECRETS": path, "PATH": os.environ["PATH"]}
@@ -170,7 +170,7 @@ def test_secrets_arrive_in_a_file_that_only_the_user_can_read(hosts):
         loaded = load_in(hosts / f"home-{host}", path)
         assert (loaded["WANDB_API_KEY"], loaded["HF_TOKEN"]) == (SECRET, "two\nlines")
     assert SECRET not in (hosts / "asked").read_text(), "a secret in a command line"
-    assert environment.remove(["a", "b", "dead"], path) == ["dead"]
+    assert variables.remove(["a", "b", "dead"], path) == ["dead"]
     assert not list((hosts / "home-a/.llmtrain/secrets").iterdir())
 
 
@@ -227,6 +227,6 @@ def test_a_secrets_file_that_others_could_touch_is_refused(tmp_path, monkeypatch
 
 
 def test_a_folder_that_deepspeed_would_break_is_named():
-    assert environment.path_problem("/data/run-1/llm.train") is None
+    assert variables.path_problem("/data/run-1/llm.train") is None
     for path in ("/my runs", "/a$(touch canary)", "/a;b", "/%n"):
-        assert "rename the folder" in (environment.path_problem(path) or "")
+        assert "rename the folder" in (variables.path_problem(path) or "")

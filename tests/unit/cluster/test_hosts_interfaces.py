@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from llmtrain.base.errors import ConfigError
-from llmtrain.cluster.doctor import compare
-from llmtrain.cluster.hosts.environment import GLOO, NCCL
-from llmtrain.engine.dist import interfaces
+from llmtrain.cluster.doctor import differences
+from llmtrain.cluster.hosts import interfaces
+from llmtrain.cluster.hosts.interfaces import GLOO, NCCL
 from tests.unit.cluster.test_doctor_checks import NAMES, healthy
 
 LO = {"lo": "127.0.0.1"}
@@ -41,7 +41,7 @@ def facts_of(here: list[str], **environment: str) -> dict[str, Any]:
     ],
 )
 def test_nccl_alone_takes_interfaces_in_its_order(here: list[str], takes: str) -> None:
-    assert compare.nccl_choice(facts_of(here)) == takes
+    assert differences.nccl_choice(facts_of(here)) == takes
 
 
 @pytest.mark.parametrize(
@@ -68,11 +68,11 @@ def test_a_variable_means_the_same_to_doctor_and_to_a_rank(
     variable: str, value: str, here: list[str], takes: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     facts = facts_of(here, **{variable: value})
-    choice = compare.gloo_choice if variable == GLOO else compare.nccl_choice
+    choice = differences.gloo_choice if variable == GLOO else differences.nccl_choice
     assert choice(facts) == takes
 
     monkeypatch.setenv(variable, value)
-    monkeypatch.setattr(interfaces, "_addresses", lambda: compare.held(facts))
+    monkeypatch.setattr(interfaces, "_addresses", lambda: differences.held(facts))
     monkeypatch.setattr(interfaces, "_own_address", lambda _: "10.0.1.2")
     if takes is None:
         with pytest.raises(ConfigError, match="no interface of that name"):
@@ -105,7 +105,7 @@ def test_doctor_names_the_interface_that_the_ranks_take(
         known = {name: network.format(n=m) for m, name in enumerate(NAMES, start=1)}
         known[NAMES[n - 1]] = own_name.format(n=n)
         facts["names"].update(addresses=known, own=known[NAMES[n - 1]])
-    right = compare.right_interfaces(survey)
+    right = differences.right_interfaces(survey)
 
     taken = {}
     for n, (host, facts) in enumerate(survey.facts.items(), start=1):
@@ -120,7 +120,7 @@ def test_doctor_names_the_interface_that_the_ranks_take(
 
         monkeypatch.setattr(interfaces, "_own_address", own_address)
         master = NAMES[0] if by_name else network.format(n=1)
-        taken[host] = interfaces.interface_towards(master, compare.held(facts))
+        taken[host] = interfaces.interface_towards(master, differences.held(facts))
     assert taken == right and set(right) == set(NAMES)
 
 

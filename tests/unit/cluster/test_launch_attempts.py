@@ -16,11 +16,10 @@ import psutil
 import pytest
 
 from llmtrain.cluster.hosts.hostfile import Host
-from llmtrain.cluster.launch import launchers, supervise
-from llmtrain.cluster.launch.attempts import Launch
+from llmtrain.cluster.launch import attempts, launchers
+from llmtrain.cluster.launch.attempts import Attempt, Launch
 from llmtrain.cluster.launch.job import Job
 from llmtrain.cluster.launch.plan import Options, Run
-from llmtrain.cluster.launch.supervise import Attempt
 from llmtrain.commands.launch import main as launch
 from llmtrain.commands.launch import resolves
 from tests.unit.cluster.test_launch_plan import recipe as recipe  # the fixture
@@ -54,7 +53,7 @@ print("a line for the user", flush=True)
 @pytest.fixture
 def run(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """run(script, ...) -> exit code of a launch whose job is `script`."""
-    monkeypatch.setattr(supervise, "BACKOFF_S", 0.0)
+    monkeypatch.setattr(attempts, "BACKOFF_S", 0.0)
     monkeypatch.setattr(launchers, "AGENTS_LEAVE_S", 0.0)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     (tmp_path / "runs/run").mkdir(parents=True)

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from llmtrain.base.errors import ConfigError
-from llmtrain.cluster.hosts.environment import deepspeed_env, for_pdsh, travelling
 from llmtrain.cluster.hosts.hostfile import Host
+from llmtrain.cluster.hosts.variables import deepspeed_env, for_pdsh, travelling
 from llmtrain.cluster.launch.plan import Options, Plan, check, command, command_length, environment, make_plan, threads
 from llmtrain.commands.launch import main as launch
 from tests.helpers.launching import REPO

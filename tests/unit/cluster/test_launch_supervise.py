@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from llmtrain.cluster.launch.supervise import Attempt, Outcome, Supervisor
+from llmtrain.cluster.launch.attempts import Attempt, Outcome, Supervisor
 
 FAULT = {"kind": "fault", "step": 12, "cause": "killed", "signature": "step 13: killed", "text": "rank 1 was killed"}
 

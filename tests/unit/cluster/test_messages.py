@@ -8,7 +8,7 @@ import pytest
 
 from llmtrain.base.errors import ConfigError, UserError
 from llmtrain.cluster import messages
-from llmtrain.cluster.launch.supervise import Attempt
+from llmtrain.cluster.launch.attempts import Attempt
 from llmtrain.cluster.watch import rank_side
 from llmtrain.engine.dist.control import AgreedError
 from llmtrain.engine.dist.rendezvous import RanksDiffer, RendezvousError

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from llmtrain.cluster.watch import link
+from llmtrain.cluster.watch import agent
 from llmtrain.cluster.watch.agent import Agent
 from llmtrain.cluster.watch.explain.facts import RankFacts
 from llmtrain.cluster.watch.verdict import Verdict
@@ -36,10 +36,10 @@ def root(tmp_path: Path) -> Iterator[Agent]:
 
 
 @pytest.fixture
-def other(root: Agent) -> Iterator[link.Line]:
+def other(root: Agent) -> Iterator[agent.Line]:
     """The connection of node-2."""
     hello = {"token": root.server.token, "host": "node-2", "port": 1}
-    line = link.call("127.0.0.1", root.server.port, hello, 5.0)
+    line = agent.call("127.0.0.1", root.server.port, hello, 5.0)
     while "node-2" not in root.server.lines:
         root.server.accept(time.monotonic())
     yield line

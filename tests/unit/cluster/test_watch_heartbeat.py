@@ -12,9 +12,9 @@ import pytest
 
 from llmtrain.base.files import lock_folder
 from llmtrain.cluster.watch import folder, observe, processes, rank_side
+from llmtrain.cluster.watch.agent import Server, answers, call, wait
 from llmtrain.cluster.watch.explain.facts import RankFacts
 from llmtrain.cluster.watch.heartbeat import PHASES, Heartbeat, named, read
-from llmtrain.cluster.watch.link import Server, answers, call, wait
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ import yaml
 from llmtrain.base.choice import Bound
 from llmtrain.base.errors import ConfigError
 from llmtrain.cli import main
-from llmtrain.config.dump import dump
 from llmtrain.config.load import load, parse
-from llmtrain.config.reference import choices
+from llmtrain.config.schema import choices
+from llmtrain.config.strict_yaml import dump
 from llmtrain.optim.optimizers import Muon, Optimizer
 from llmtrain.optim.schedules import Constant, Cosine, Wsd
 from tests.helpers.config_workplace import write

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from llmtrain.base.errors import ConfigError, UserError
 from llmtrain.config import ds_keys
 from llmtrain.config.load import load
-from llmtrain.config.reference import schema
-from llmtrain.models import build
+from llmtrain.config.schema import schema
+from llmtrain.models import skeleton
 from llmtrain.training.examine import examine
 from tests.helpers.config_workplace import merged, write
 
@@ -84,7 +84,7 @@ def test_no_value_in_the_model_makes_a_traceback_in_check_or_in_the_model(
     except UserError as error:
         assert "Traceback" not in str(error)
         return
-    model = build.construct(build.load_config(run.model), "sdpa", torch.float32)
+    model = skeleton.construct(skeleton.load_config(run.model), "sdpa", torch.float32)
     tokens = torch.randint(0, 512, (1, run.data.sequence_length))
     model(input_ids=tokens, labels=tokens).loss.backward()
 

@@ -18,11 +18,11 @@ from llmtrain import cli
 from llmtrain.base.units import count, size
 from llmtrain.config import strict_yaml
 from llmtrain.config.batch import solve
-from llmtrain.config.dump import dump
 from llmtrain.config.load import load, parse
 from llmtrain.config.problems import Problems
 from llmtrain.config.resolve import resolve
 from llmtrain.config.run import ModelConfig, ResolvedRun, RunConfig, TrackingConfig
+from llmtrain.config.strict_yaml import dump
 from tests.helpers.config_workplace import RUN, ranks_at_least, write
 
 ROOT = Path(__file__).parents[3]
@@ -389,7 +389,7 @@ def test_every_family_knows_the_fields_that_it_writes_itself() -> None:
     """All causal families of transformers: what to_dict gives is taken back."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    from llmtrain.models.fields import check_fields
+    from llmtrain.models.run.check import check_fields
 
     def plain(value: Any) -> Any:
         return {k: plain(v) for k, v in value.items() if k[0] != "_"} if isinstance(value, dict) else value

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.config.reference import schema
+from llmtrain.config.schema import schema
 from tests.helpers.config_workplace import DS, write
 
 pytestmark = pytest.mark.long

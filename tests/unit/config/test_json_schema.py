@@ -10,8 +10,7 @@ import pytest
 
 from llmtrain.cli import main
 from llmtrain.config import strict_yaml
-from llmtrain.config.json_schema import json_schema
-from llmtrain.config.reference import choices, schema
+from llmtrain.config.schema import choices, json_schema, schema
 from tests.helpers.config_workplace import RUN, merged
 
 pytestmark = pytest.mark.needs("jsonschema")

@@ -16,11 +16,10 @@ import yaml
 
 from llmtrain import cli
 from llmtrain.config.ds_keys import KEYS
-from llmtrain.config.load import parse
+from llmtrain.config.load import parse, rows, tables, unknown_key
 from llmtrain.config.problems import Problems, closest
-from llmtrain.config.reference import schema
 from llmtrain.config.resolve import resolve
-from llmtrain.config.unknown import rows, tables, unknown_key
+from llmtrain.config.schema import schema
 from tests.helpers.launching import REPO
 
 PAGE = (REPO / "docs/migrate.md").read_text()

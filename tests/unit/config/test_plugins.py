@@ -12,10 +12,9 @@ from llmtrain.base.choice import Entry
 from llmtrain.base.errors import ConfigError
 from llmtrain.cli import main
 from llmtrain.config import plugins
-from llmtrain.config.dump import dump
-from llmtrain.config.json_schema import json_schema
 from llmtrain.config.load import parse
-from llmtrain.config.reference import help_text
+from llmtrain.config.schema import help_text, json_schema
+from llmtrain.config.strict_yaml import dump
 from llmtrain.optim.schedules import Schedule
 from tests.helpers.config_workplace import write
 

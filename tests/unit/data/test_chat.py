@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from llmtrain.data.chat.conversation import RefusedError
 from llmtrain.data.chat.encoder import ChatEncoder, ChatOptions, Row
-from llmtrain.data.chat.messages import RefusedError
 from llmtrain.data.tokenize import stop_tokens
 from tests.helpers.chat import CHATML, KINDS, Kind, expected, write_tokenizer
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from llmtrain.data.chat.conversation import RefusedError
 from llmtrain.data.chat.encoder import ChatEncoder, ChatOptions
-from llmtrain.data.chat.messages import RefusedError
 from llmtrain.data.tokenize import stop_tokens
 from tests.helpers.chat_behaviours import (
     BEHAVIOURS,

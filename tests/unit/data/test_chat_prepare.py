@@ -27,11 +27,11 @@ from llmtrain.config.rules import _check_length
 from llmtrain.config.run import DataConfig, RunConfig
 from llmtrain.data.manifest import SPLITS
 from llmtrain.data.shards import PreparedSet
-from llmtrain.data.stream.baseline import ngram_baselines
 from llmtrain.data.stream.loader import TrainLoader
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.data.stream.windows import best_fit
 from llmtrain.data.tokenize import Encoder
+from llmtrain.training.finish import ngram_baselines
 from tests.helpers.chat import KINDS, expected, workers_here, write_tokenizer
 
 pytestmark = pytest.mark.long

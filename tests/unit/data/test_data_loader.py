@@ -16,9 +16,9 @@ import torch
 from llmtrain.base.errors import DataError
 from llmtrain.config.run import DataConfig
 from llmtrain.data.shards import PreparedSet
-from llmtrain.data.stream.baseline import ngram_baselines
 from llmtrain.data.stream.loader import MicroBatch, TrainLoader, check_vocabulary, validation_batches
 from llmtrain.data.stream.train_data import TrainData
+from llmtrain.training.finish import ngram_baselines
 from tests.helpers.prepared import random_shards, write_prepared
 
 T = 16
@@ -296,7 +296,7 @@ def test_large_vocabularies_take_four_bytes(tmp_path: Path) -> None:
 
 def naive_bigram(data: TrainData, sequences: int) -> tuple[float, float]:
     """The same model family with dicts, without numpy."""
-    from llmtrain.data.stream import baseline
+    from llmtrain.training import finish
 
     train: list[tuple[int, int]] = []
     for stream in data.streams("train"):
@@ -313,7 +313,7 @@ def naive_bigram(data: TrainData, sequences: int) -> tuple[float, float]:
     def p_unigram(t: int, k: float) -> float:
         return (unigram[t] + k) / (len(train) + k * data.vocab_size)
 
-    losses = {k: -sum(math.log(p_unigram(t, k)) for _, t in test) / len(test) for k in baseline._ADD_K}
+    losses = {k: -sum(math.log(p_unigram(t, k)) for _, t in test) / len(test) for k in finish._ADD_K}
     k = min(losses, key=losses.__getitem__)
 
     def p_bigram(p: int, t: int, d: float, a: float) -> float:
@@ -322,8 +322,8 @@ def naive_bigram(data: TrainData, sequences: int) -> tuple[float, float]:
     assert sum(p_bigram(3, t, 0.7, 3.0) for t in range(data.vocab_size)) == pytest.approx(1)  # a distribution
     bigram = min(
         -sum(math.log(p_bigram(p, t, d, a)) for p, t in test) / len(test)
-        for d in baseline._DISCOUNTS
-        for a in baseline._CONCENTRATIONS
+        for d in finish._DISCOUNTS
+        for a in finish._CONCENTRATIONS
     )
     return losses[k], bigram
 

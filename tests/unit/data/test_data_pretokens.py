@@ -9,9 +9,8 @@ from functools import partial
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from llmtrain.data import pretokens as words
-from llmtrain.data.pretokens import Words, cut_of
-from llmtrain.data.tokenize import as_ids
+from llmtrain.data import tokenize as words
+from llmtrain.data.tokenize import Words, as_ids, cut_of
 
 _ENDS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from llmtrain.commands.prepare import main
-from llmtrain.data.prepare.split import draw, parts
+from llmtrain.data.prepare.settings import draw, parts
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.tokenize import Encoder
 from tests.helpers.play import BYTES, write_play

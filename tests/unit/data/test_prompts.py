@@ -12,8 +12,8 @@ from llmtrain import cli
 from llmtrain.base.errors import DataError
 from llmtrain.commands.prepare import main
 from llmtrain.config.run import DataConfig
+from llmtrain.data.chat.conversation import RefusedError
 from llmtrain.data.chat.encoder import ChatEncoder, ChatOptions
-from llmtrain.data.chat.messages import RefusedError
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.data.tokenize import stop_tokens

@@ -13,8 +13,8 @@ import pytest
 from llmtrain.base.errors import DataError
 from llmtrain.commands.prepare import main
 from llmtrain.data.chat import rendering
+from llmtrain.data.chat.conversation import RefusedError
 from llmtrain.data.chat.encoder import ChatEncoder, ChatOptions
-from llmtrain.data.chat.messages import RefusedError
 from tests.helpers.chat import CHATML, KINDS, write_tokenizer
 
 RECORD = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}

@@ -14,13 +14,13 @@ from llmtrain.engine.deepspeed import patches
 PACKAGE = Path(patches.__file__).parents[2]
 ELSEWHERE = {
     "checkpoint/native/pickles.py": {"_storage_classes", "_checkpoint_offset"},  # torch's own way to read a .pt file
-    "parity/reference.py": {"_model_mapping", "_supports_sdpa"},  # it shares no more code with a run than it must
+    "parity/plain.py": {"_model_mapping", "_supports_sdpa"},  # it shares no more code with a run than it must
     "data/chat/rendering.py": {"_compile_jinja_template"},  # the environment of a chat template, whose clock is set
     "engine/progress.py": {"_C", "_distributed_c10d", "_dump_nccl_trace_json"},  # the flight recorder has no other name
     "tracking/wandb_sink.py": {"_singleton", "_connection", "_cleanup"},  # W&B's exit hook, suppressed with a warning
 }
 """What may be named outside, and why."""
-IN_FUNCTIONS_OF_THEIR_OWN = ("models/patches.py", "models/parallel/deepspeed_private.py")
+IN_FUNCTIONS_OF_THEIR_OWN = ("models/transformers_private.py", "models/parallel/deepspeed_private.py")
 """One function for each name: Python raises where one is gone, and nothing is asked with a default."""
 PUBLIC = {"_exit"}  # os._exit is documented
 

@@ -12,10 +12,9 @@ import torch.nn.functional as F
 
 from llmtrain.config.run import ModelConfig
 from llmtrain.data.stream.loader import MicroBatch
-from llmtrain.engine.deepspeed.engine import ZeroEngine
-from llmtrain.models.attention import gets_mask
-from llmtrain.models.build import construct, load_config
+from llmtrain.engine.deepspeed.engine import ZeroEngine, gets_mask
 from llmtrain.models.language import documents_in_rows
+from llmtrain.models.skeleton import construct, load_config
 
 SMALL = {
     "vocab_size": 64,

@@ -12,8 +12,8 @@ from llmtrain.base.errors import ModelError
 from llmtrain.config.load import parse
 from llmtrain.config.resolve import resolve
 from llmtrain.config.run import ModelConfig
-from llmtrain.models.build import load_config, skeleton
 from llmtrain.models.experts import balance_coefficient, check_stages, expert_blocks, experts_per_token
+from llmtrain.models.skeleton import load_config, skeleton
 from llmtrain.models.spec import ModelSpec
 from llmtrain.tracking.metrics import METRICS, routing_metrics
 from tests.helpers.config_workplace import write

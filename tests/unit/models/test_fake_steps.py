@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_leaves
 from llmtrain.config.load import resolve
 from llmtrain.config.run import DataConfig, ModelConfig, RunConfig, TrainConfig
 from llmtrain.models import language, loss
-from llmtrain.models.build import decoder_layers
 from llmtrain.models.run import build_for_rank
+from llmtrain.models.skeleton import decoder_layers
 from llmtrain.models.spec import ModelSpec
 from llmtrain.models.structure import projections
 from llmtrain.optim.optimizers import AdamW

@@ -11,8 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from llmtrain.base.errors import ConfigError, ModelError
 from llmtrain.config.run import ModelConfig
-from llmtrain.models.patches import loop_over_experts
 from llmtrain.models.spec import ModelSpec
+from llmtrain.models.transformers_private import loop_over_experts
 from llmtrain.parity.small import patterns_here
 from llmtrain.tracking.metrics import flops_per_token
 from tests.helpers.training import LLAMA

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from llmtrain.base.errors import ModelError, UserError
 from llmtrain.config.run import ModelConfig
 from llmtrain.models import varlen
-from llmtrain.models.build import construct, load_config, restore_buffers, skeleton
 from llmtrain.models.language import LanguageModel, from_host, to_host
 from llmtrain.models.loss import HeadForm, chunked_nll_sum
+from llmtrain.models.skeleton import construct, load_config, restore_buffers, skeleton
 from llmtrain.models.source import RandomSource, SafetensorsSource
 from llmtrain.models.spec import ModelSpec
 from llmtrain.models.varlen import Documents, set_documents
@@ -263,7 +263,7 @@ def test_sdpa_is_refused_where_scores_are_capped(monkeypatch: pytest.MonkeyPatch
     from transformers import AutoConfig, Gemma2PreTrainedModel
 
     from llmtrain.base.errors import ModelError
-    from llmtrain.models.build import construct
+    from llmtrain.models.skeleton import construct
 
     monkeypatch.setattr(Gemma2PreTrainedModel, "_supports_sdpa", True)
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 32, "head_dim": 8}

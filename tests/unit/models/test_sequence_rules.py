@@ -10,8 +10,8 @@ import pytest
 from llmtrain.base.errors import ConfigError, ModelError
 from llmtrain.config.load import load
 from llmtrain.config.run import ModelConfig
-from llmtrain.models.build import load_config, skeleton
 from llmtrain.models.parallel.sequence import check_attention
+from llmtrain.models.skeleton import load_config, skeleton
 from tests.helpers.config_workplace import write
 from tests.helpers.families import FAMILIES
 

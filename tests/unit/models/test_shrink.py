@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from llmtrain.config.run import ModelConfig
-from llmtrain.models.build import load_config
+from llmtrain.models.skeleton import load_config
 from llmtrain.models.structure.decoder_parts import anatomy_of
 from llmtrain.models.structure.projections import projections
 from llmtrain.models.structure.shrink import check_same_structure, shrunk_config, without_dropout

@@ -8,8 +8,8 @@ from torch import nn
 
 from llmtrain.base.errors import ModelError
 from llmtrain.config.run import ModelConfig
-from llmtrain.models.build import load_config, skeleton
 from llmtrain.models.parallel.tensor import _counts, _drops, _expert_shards, _expert_width, _map_shards, check_degree
+from llmtrain.models.skeleton import load_config, skeleton
 from llmtrain.models.structure.decoder_parts import anatomy_of
 from llmtrain.models.structure.projections import Projections, projections
 from tests.helpers.families import FAMILIES

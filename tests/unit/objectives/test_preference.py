@@ -18,8 +18,8 @@ from llmtrain.base.errors import DataError
 from llmtrain.commands.prepare import main
 from llmtrain.config.objective import OBJECTIVES, filled
 from llmtrain.config.run import DataConfig, ObjectiveConfig
+from llmtrain.data.chat.conversation import RefusedError
 from llmtrain.data.chat.encoder import ChatEncoder, ChatOptions
-from llmtrain.data.chat.messages import RefusedError
 from llmtrain.data.manifest import SPLITS
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.stream.columns import read_reference, write_reference

@@ -28,10 +28,9 @@ from llmtrain.config.topology import Degrees
 from llmtrain.engine.dist.local_ranks import RankError, Ranks
 from llmtrain.optim.optimizers import AdamW
 from llmtrain.optim.schedules import Wsd
-from llmtrain.parity.compare import KINDS, Trace, compare
-from llmtrain.parity.diagnosis import hint
-from llmtrain.parity.plan import Wanted, small_run, small_tree, usual_ranks
-from llmtrain.parity.reference import PlainOptimizer, _rows, newton_schulz_dtype, orthogonalised, train_plainly
+from llmtrain.parity.compare import KINDS, Trace, compare, hint
+from llmtrain.parity.plain import PlainOptimizer, _rows, newton_schulz_dtype, orthogonalised, train_plainly
+from llmtrain.parity.small_run import Wanted, small_run, small_tree, usual_ranks
 from llmtrain.parity.tokens import Tokens
 from tests.helpers.parity import Form, references, resolved
 from tests.helpers.processors import fp16
@@ -165,7 +164,7 @@ def test_the_plain_optimizer_is_torchs_adamw(decay: float) -> None:
 
 def test_the_reference_takes_nothing_from_a_run_but_its_settings_and_its_first_weights() -> None:
     """A fault in what both sides call passes in silence."""
-    tree = ast.parse((ROOT / "llmtrain/parity/reference.py").read_text())
+    tree = ast.parse((ROOT / "llmtrain/parity/plain.py").read_text())
     taken = {
         f"{node.module}.{name.name}"
         for node in ast.walk(tree)
@@ -180,8 +179,8 @@ def test_the_reference_takes_nothing_from_a_run_but_its_settings_and_its_first_w
         "llmtrain.config.run.ModelConfig",
         "llmtrain.config.run.ObjectiveConfig",
         "llmtrain.config.run.ResolvedRun",
-        "llmtrain.models.build.DTYPES",
-        "llmtrain.models.build.load_config",
+        "llmtrain.models.skeleton.DTYPES",
+        "llmtrain.models.skeleton.load_config",
         "llmtrain.models.source.ParameterSource",
         "llmtrain.models.spec.ModelSpec",
         "llmtrain.optim.optimizers.AdamW",
@@ -193,15 +192,15 @@ def test_the_reference_takes_nothing_from_a_run_but_its_settings_and_its_first_w
         "llmtrain.optim.schedules.Falling",
         "llmtrain.optim.schedules.Schedule",
         "llmtrain.optim.schedules.Wsd",
-        "llmtrain.parity.adapter.adapt_plainly",
-        "llmtrain.parity.adapter.base_of",
-        "llmtrain.parity.adapter.frozen_beside",
-        "llmtrain.parity.adapter.loud_source",
-        "llmtrain.parity.adapter.pack_plainly",
+        "llmtrain.parity.plain_adapter.adapt_plainly",
+        "llmtrain.parity.plain_adapter.base_of",
+        "llmtrain.parity.plain_adapter.frozen_beside",
+        "llmtrain.parity.plain_adapter.loud_source",
+        "llmtrain.parity.plain_adapter.pack_plainly",
         "llmtrain.parity.answers.Answers",
         "llmtrain.parity.answers.divergence",
         "llmtrain.parity.answers.plain_loss",
-        "llmtrain.parity.teacher.PlainTeacher",
+        "llmtrain.parity.plain_teacher.PlainTeacher",
         "llmtrain.parity.tokens.Tokens",
         "llmtrain.parity.compare.Trace",
     }
@@ -246,8 +245,8 @@ def test_documents_alone_are_what_transformers_makes_of_positions() -> None:
     from transformers import AutoModelForCausalLM
 
     from llmtrain.data.stream.windows import positions_of
-    from llmtrain.models.build import load_config
-    from llmtrain.parity.reference import _documents, _loss_sum
+    from llmtrain.models.skeleton import load_config
+    from llmtrain.parity.plain import _documents, _loss_sum
 
     run = resolved(Form(isolate_documents=True)).run
     torch.manual_seed(0)
@@ -285,7 +284,7 @@ def test_bf16_is_as_far_from_fp32_as_it_should_be() -> None:
 
 
 def _order() -> Any:
-    from llmtrain.parity.reference import orders
+    from llmtrain.parity.plain import orders
 
     return orders(resolved(FORM).run.model, resolved(FORM).batch)[0]
 

@@ -13,7 +13,7 @@ from llmtrain.data.manifest import SPLITS
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.stream import train_data, windows
 from llmtrain.data.stream.columns import numbers, write_reference
-from llmtrain.parity.folder import differences, told
+from llmtrain.parity.run_folder import differences, told
 from tests.helpers.preference import prepared_preferences, prepared_unpaired
 
 

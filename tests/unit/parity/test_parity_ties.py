@@ -10,17 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from llmtrain.commands import parity as command
 from llmtrain.config.run import RunConfig
 from llmtrain.config.topology import Degrees
-from llmtrain.parity import reference
+from llmtrain.parity import plain, worlds
 from llmtrain.parity.compare import COUNT, Trace
-from llmtrain.parity.plan import Wanted
+from llmtrain.parity.small_run import Wanted
 from tests.helpers.parity import Form, resolved
 
 RUN = resolved(Form(family="mixtral", steps=3))
 CPU = torch.device("cpu")
-COPY = reference._copy
+COPY = plain._copy
 USER = Wanted(run=RunConfig(deepspeed="ds.json"), tree={}, degrees=Degrees(), precision="fp32")
 
 
@@ -37,25 +36,25 @@ def even_from(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
                     masters[name][1:] = masters[name][:1]
         COPY(masters, model, nudge)
 
-    monkeypatch.setattr(reference, "_copy", copy)
+    monkeypatch.setattr(plain, "_copy", copy)
     yield request.param
     trained.cache_clear()
 
 
 @functools.cache
 def trained(nudge: int) -> Trace:
-    order = replace(reference.orders(RUN.run.model, RUN.batch)[0], nudge=nudge)
-    return reference.train_plainly(RUN, 3, order, CPU)
+    order = replace(plain.orders(RUN.run.model, RUN.batch)[0], nudge=nudge)
+    return plain.train_plainly(RUN, 3, order, CPU)
 
 
 def more(until: int) -> list[Trace]:
-    every = reference.nudged(reference.orders(RUN.run.model, RUN.batch), COUNT)
-    return [reference.train_plainly(RUN, until, order, CPU) for order in every]
+    every = plain.nudged(plain.orders(RUN.run.model, RUN.batch), COUNT)
+    return [plain.train_plainly(RUN, until, order, CPU) for order in every]
 
 
 def told(got: Trace, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     want = [trained(0), trained(0), trained(0)]  # they agree: all chose alike
-    code = command._tell(USER, "fp32", got, want, more, split=False, clip_norm=RUN.run.optim.clip_norm)
+    code = worlds._tell(USER, "fp32", got, want, more, split=False, clip_norm=RUN.run.optim.clip_norm)
     return code, capsys.readouterr().out
 
 
@@ -63,28 +62,28 @@ def test_a_choice_that_is_nearly_even_is_no_failure(even_from: int, capsys: pyte
     code, text = told(trained(99), capsys)
     assert f"from step {even_from} on rounding decides" in text, text
     if even_from == 1:
-        assert code == command.NO_ANSWER and "--train.seed 1" in text
+        assert code == worlds.NO_ANSWER and "--train.seed 1" in text
     else:
-        assert code == command.SAME and "PASS" in text and "FAIL" not in text
+        assert code == worlds.SAME and "PASS" in text and "FAIL" not in text
 
 
 def test_it_excuses_no_fault(even_from: int, capsys: pytest.CaptureFixture[str]) -> None:
     faulty = replace(trained(99), losses=[loss + 1 for loss in trained(99).losses])
     code, text = told(faulty, capsys)
-    assert code == command.PARTS and "FAIL" in text and "rounding decides" not in text, text
+    assert code == worlds.PARTS and "FAIL" in text and "rounding decides" not in text, text
 
 
 def test_rounding_alone_decides_nothing_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
     trained.cache_clear()
     code, text = told(trained(99), capsys)
-    assert code == command.SAME and "rounding" not in text, text
+    assert code == worlds.SAME and "rounding" not in text, text
 
 
 def test_a_blunt_comparison_says_so() -> None:
     from llmtrain.parity.compare import Difference, Verdict
 
     moved = Verdict(worst={"movement": Difference(kind="movement", step=5, got=0.2, tolerated=0.44)})
-    assert "44%" in command.bluntness("bf16", moved)[0] and not command.bluntness("fp32", moved)
+    assert "44%" in worlds.bluntness("bf16", moved)[0] and not worlds.bluntness("fp32", moved)
 
 
 def test_a_comparison_that_would_tolerate_nearly_all_is_no_answer(capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,9 +91,9 @@ def test_a_comparison_that_would_tolerate_nearly_all_is_no_answer(capsys: pytest
     right = trained(0)
     other = replace(right, losses=[loss + 0.06 for loss in right.losses])
     got = replace(right, losses=[loss + 0.1 for loss in right.losses])
-    code = command._tell(USER, "fp32", got, [right, other, right], more, split=False, clip_norm=1.0)
+    code = worlds._tell(USER, "fp32", got, [right, other, right], more, split=False, clip_norm=1.0)
     said = capsys.readouterr().out
-    assert code == command.NO_ANSWER and "  PASS" not in said, said
+    assert code == worlds.NO_ANSWER and "  PASS" not in said, said
     assert "nothing is proved" in said and "0.24 would be tolerated (loss at step 1; at most 0.001 is a proof)" in said
 
 
@@ -103,6 +102,6 @@ def test_few_parameters_without_a_gradient_do_not_make_a_comparison_blunt(capsys
     name = next(name for name, value in right.parameters[0].items() if value.dim() == 1)
     moved = [dict(step) for step in right.parameters]
     moved[-1][name] = moved[-1][name] + 1e-3
-    code = command._tell(USER, "fp32", right, [right, replace(right, parameters=moved), right], more, split=False,
+    code = worlds._tell(USER, "fp32", right, [right, replace(right, parameters=moved), right], more, split=False,
                          clip_norm=1.0)  # fmt: skip
-    assert code == command.SAME, capsys.readouterr().out
+    assert code == worlds.SAME, capsys.readouterr().out

@@ -21,17 +21,17 @@ import torch
 import yaml
 
 from llmtrain.base.errors import ConfigError, ModelError
-from llmtrain.checkpoint.frozen import FrozenSource
-from llmtrain.checkpoint.hf.adapter import base_fields
+from llmtrain.checkpoint.format import FrozenSource
+from llmtrain.checkpoint.hf.exporting import base_fields
 from llmtrain.cli import main
 from llmtrain.config import pinned as base
 from llmtrain.config.load import parse
 from llmtrain.config.run import ModelConfig, ObjectiveConfig, RunConfig, TrainConfig
 from llmtrain.data.manifest import read_manifest
-from llmtrain.models.build import load_config
+from llmtrain.models.skeleton import load_config
 from llmtrain.models.source import INDEX, SafetensorsSource
 from llmtrain.models.teacher import teacher_model
-from llmtrain.storage.hub import fetch as fetching
+from llmtrain.storage.hub import transfer as fetching
 from llmtrain.storage.hub.names import is_name
 from tests.helpers.hf_folders import checkpoint_of, model_folder, new_model
 from tests.helpers.hub_server import TOKEN, Hub, serving

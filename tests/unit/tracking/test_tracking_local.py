@@ -18,10 +18,9 @@ import pytest
 from llmtrain.base import log
 from llmtrain.base.redact import REDACTED, is_secret, redact, redact_argv, redact_text
 from llmtrain.config.run import TrackingConfig
-from llmtrain.tracking.console import Console
 from llmtrain.tracking.environment import VERIFIED, describe_environment, unverified, write_environment
 from llmtrain.tracking.local import JsonLines, read_rows, truncate_after
-from llmtrain.tracking.tracker import Tracker
+from llmtrain.tracking.tracker import Console, Tracker
 
 ROOT = Path(__file__).parents[3]
 NO_WANDB = TrackingConfig(wandb="disabled")

@@ -7,9 +7,11 @@ stand before likely ones (an expert without tokens).
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from llmtrain.base import units
 from llmtrain.cluster.gpus import Xid, read_xids
 from llmtrain.cluster.watch.explain.device_faults import FAULTS, DeviceFault, device_fault, timed_out
 from llmtrain.cluster.watch.explain.facts import (
@@ -20,10 +22,373 @@ from llmtrain.cluster.watch.explain.facts import (
     HostFacts,
     JobFacts,
     RankFacts,
+    Recorded,
+    call,
+    first_words,
     is_secondary,
+    live,
+    minority,
+    names,
+    place,
+    rank_list,
+    stands,
+    where,
+    who,
 )
-from llmtrain.cluster.watch.explain.stalls import STALLS, as_waiting, rank_0_only
-from llmtrain.cluster.watch.explain.wording import call, first_words, names, place, rank_list, stands, where, who
+
+_SAME_BATCHES = "The ranks do not do equally many steps or micro-batches: each must see the same number of batches."
+_OF_A_SAVE = ("compare", "save", "export")
+_STEP_PHASES = ("data", "forward", "backward", "step", "compare")
+
+
+def _stopped(facts: JobFacts) -> Cause | None:
+    stopped = [r for r in facts.ranks if r.state == "stopped"]
+    if not stopped:
+        return None
+    pids = " ".join(str(r.pid) for r in stopped)
+    lets = "lets" if facts.trigger == "pause" else "would have let"
+    return Cause(
+        name="stopped",
+        ranks=stopped,
+        says=f"{who(stopped)} <is|are> stopped (SIGSTOP, or a debugger holds <it|them>) in {stopped[0].phase}, and "
+        f"<has|have> not moved for {max(r.idle_s for r in stopped):.0f} s.",
+        remedy=f"On {stopped[0].host}, `kill -CONT {pids}` {lets} <it|them> go on; ask who stops processes there.",
+    )
+
+
+def _left_early(facts: JobFacts) -> Cause | None:
+    left = [r for r in facts.ranks if r.state == "left"]
+    waiting = [r for r in facts.ranks if r.inside]
+    if not left or not waiting:
+        return None
+    return Cause(
+        name="left_early",
+        ranks=left,
+        says=f"{who(left)} <has|have> ended by <itself|themselves> (exit code {left[0].code}) while others still wait "
+        "in a collective.",
+        remedy=_SAME_BATCHES,
+    )
+
+
+def _disk(facts: JobFacts) -> Cause | None:
+    """A rank waits for a file: the kernel reports it, or its stack ends in a file call."""
+    free = [r for r in facts.ranks if r.state in ("running", "disk") and not r.inside]
+    at = [r for r in free if r.state == "disk" or _in_file(r)]
+    if not at or len(at) == len(live(facts)) > 1:
+        return None
+    first = at[0]
+    how = (
+        "<waits|wait> for a disk or a file server that does not answer"
+        if first.state == "disk"
+        else "<reads|read> or <writes|write> a file"
+    )
+    kernel = f" (kernel: {first.waits_in})" if first.waits_in else ""
+    return Cause(
+        name="input_output",
+        ranks=at,
+        says=f"{who(at)} {how}{kernel}{stands(first)}, for {first.idle_s:.0f} s.",
+        remedy=f"Look at the file server and the disks of {first.host}; data.path and train.run_dir want a fast one.",
+    )
+
+
+def _connecting(facts: JobFacts) -> Cause | None:
+    """The ranks have met, but their process groups do not connect."""
+    stuck = [r for r in live(facts) if r.phase == "connect" and not r.inside]
+    if not stuck:
+        return None
+    return Cause(
+        name="not_connected",
+        ranks=stuck,
+        says=f"{who(stuck)} <has|have> met the others and <has|have> been making <its|their> first connections for "
+        f"{stuck[0].idle_s:.0f} s: NCCL has no timeout of its own there.",
+        remedy="`llmtrain doctor` measures the network between the hosts and between their GPUs; NCCL_DEBUG=INFO shows "
+        "which interface and which InfiniBand ports are tried (NCCL_SOCKET_IFNAME, NCCL_IB_HCA).",
+    )
+
+
+def _unheard(facts: JobFacts) -> Cause | None:
+    """A host was lost before its agent had connected to the root, or cannot connect; all may wait for its ranks."""
+    unheard = [r for r in facts.ranks if r.state == "unknown"]
+    those = live(facts)
+    if not unheard or not all(r.inside or r.on_device for r in those):
+        return None
+    hosts = list(dict.fromkeys(r.host for r in unheard))
+    return Cause(
+        name="host_unheard",
+        ranks=unheard,
+        host=hosts[0] if len(hosts) == 1 else "",
+        says=f"{who(unheard)} <has|have> never reported, and all others wait: most likely {hosts[0]} or its network "
+        f"failed just after the ranks had met; or a firewall blocks its watch from that of {facts.here}.",
+        remedy=f"Look at {', '.join(hosts)} (power, kernel log, network); `llmtrain doctor` measures each pair.",
+    )
+
+
+def rank_0_only(facts: JobFacts) -> Cause | None:
+    """Rank 0 enters a collective of a save that the others never reach, or the others wait while it saves alone.
+
+    Before a save the ranks compare their replicas.
+    """
+    those = live(facts)
+    zero = next((r for r in those if r.rank == 0), None)
+    others = [r for r in those if r.rank != 0]
+    if zero is None or not others or zero.phase not in _OF_A_SAVE:
+        return None
+    if any(r.phase in _OF_A_SAVE for r in others) or not (zero.inside or all(r.inside for r in others)):
+        return None
+    return Cause(
+        name="rank_0_only_save",
+        ranks=[zero],
+        says=f"{who([zero])} is in {zero.phase}{stands(zero)} and the others are not: something only rank 0 does waits "
+        "for all ranks.",
+        remedy="Every rank must call a save (or anything else with a collective in it), not rank 0 alone.",
+    )
+
+
+def _uneven(facts: JobFacts) -> Cause | None:
+    """Some ranks are in another step, or ask for data, or evaluate, while the rest wait for them in a step."""
+    those = live(facts)
+    waiting = [r for r in those if r.inside and r.phase in _STEP_PHASES]
+    odd = [r for r in those if r.phase in ("data", "evaluate", "end") and r not in waiting]
+    steps = Counter(r.step for r in those)
+    if len(steps) > 1 and len(those) > 1:
+        most = max(r.step for r in those)
+        behind = [r for r in those if r.step < most]
+        ahead = [r for r in those if r.step == most]
+        fewer = behind if len(behind) < len(ahead) else ahead  # ranks with fewer batches reach the next step first
+        if all(r.inside for r in those):
+            return Cause(
+                name="uneven_batches",
+                ranks=fewer,
+                says=f"{who(fewer)} <is|are> at step {fewer[0].step + 1}, the others at step "
+                f"{(ahead if fewer is behind else behind)[0].step + 1}, and all wait for each other.",
+                remedy=_SAME_BATCHES,
+            )
+    if not odd or not waiting or len(odd) + len(waiting) != len(those):
+        return None
+    ask = all(r.phase == "data" for r in odd)
+    return Cause(
+        name="slow_data" if ask else "uneven_batches",
+        ranks=odd,
+        says=f"{who(odd)} <is|are> in {odd[0].phase}{stands(odd[0])}, for {odd[0].idle_s:.0f} s, while the others wait "
+        "for <it|them> in a step.",
+        remedy=f"<It waits|They wait> for <its|their> next batch: look at the file server and the disks of "
+        f"{odd[0].host}, and whether each rank has equally many batches."
+        if ask
+        else _SAME_BATCHES,
+    )
+
+
+def _expert(facts: JobFacts) -> Cause | None:
+    """ZeRO 3 gathers an expert's parameters when it is used: an expert with tokens on some ranks only is gathered by
+    those."""
+    those = live(facts)
+    if (
+        not facts.alike
+        or not facts.experts
+        or facts.zero_stage != 3
+        or len(those) < 2
+        or not all(r.inside for r in those)
+    ):
+        return None
+    if any(r.phase not in ("forward", "backward", "evaluate") for r in those):
+        return None
+    if len({(r.collectives, r.collective) for r in those}) < 2:
+        return None
+    odd = minority(those, lambda r: (r.collectives, r.collective))
+    return Cause(
+        name="experts_not_leaves",
+        ranks=odd,
+        says=f"{who(odd)} <waits|wait> in {call(odd[0])}, the others elsewhere, in {odd[0].phase} of a mixture of "
+        "experts under ZeRO 3: an expert got tokens on some ranks only, so only they gather its parameters.",
+        remedy="The block that holds the experts must be a ZeRO 3 leaf module (zero_optimization.leaf_module in the "
+        "DeepSpeed JSON): then all its parameters are gathered together.",
+    )
+
+
+def _mismatch(facts: JobFacts) -> Cause | None:
+    those = live(facts)
+    if not facts.alike or len(those) < 2 or not all(r.inside for r in those):
+        return None
+    if len({(r.collective, r.collectives) for r in those}) < 2:
+        return None
+    odd = minority(those, lambda r: (r.collective, r.collectives))
+    return Cause(
+        name="collective_mismatch",
+        ranks=odd,
+        detail=call(odd[0]),
+        says=f"All ranks wait, but not in the same collective: {who(odd)} in {call(odd[0])}{stands(odd[0])}.",
+        remedy=OTHER_WAY,
+    )
+
+
+def _one_computes(facts: JobFacts) -> Cause | None:
+    """All but a few ranks wait in a collective: the few hold them up."""
+    those = live(facts)
+    free = [r for r in those if not r.inside]
+    if not free or len(free) == len(those) > 1:
+        return None
+    first = free[0]
+    if first.cpu_busy and first.on_device:
+        left = f"; it has done {first.done} of {first.given} micro-batches" if first.done < first.given else ""
+        return Cause(
+            name="device_waits",
+            ranks=free,
+            says=f"{who(free)} <makes|make> no progress in {first.phase}{stands(first)}, for {first.idle_s:.0f} s: <it "
+            f"waits|they wait> there for <its device|their devices>{left}, or <computes|compute> in an endless loop.",
+            remedy=f"Look at `nvidia-smi` and at `dmesg | grep -i xid` on {first.host}: a device that does nothing has "
+            "failed, or waits in a collective that another rank never began; one that works is slow, or in a loop.",
+        )
+    if first.cpu_busy:
+        return Cause(
+            name="slow_host",
+            ranks=free,
+            says=f"{who(free)} still <computes|compute> in {first.phase}{stands(first)}, for {first.idle_s:.0f} s.",
+            remedy=f"Either <it is|they are> much slower (look for other processes, heat and memory on {first.host}) "
+            "or <it is|they are> in an endless loop.",
+        )
+    return Cause(
+        name="one_waits",
+        ranks=free,
+        says=f"{who(free)} <is|are> in {first.phase}{stands(first)} and <has|have> done nothing for "
+        f"{first.idle_s:.0f} s{f' (kernel: {first.waits_in})' if first.waits_in else ''}.",
+        remedy="That line waits for something outside the job: a lock, a device, a process, a server.",
+    )
+
+
+def _network(facts: JobFacts) -> Cause | None:
+    those = live(facts)
+    if len(those) < 2 or not all(r.inside for r in those):
+        return None
+    return Cause(
+        name="communication",
+        ranks=[],
+        says=f"All ranks wait in the same collective ({call(those[0])}) for {facts.stalled_s:.0f} s, and all processes "
+        "are there: the network between them, or the device under it, is stuck.",
+        remedy="`llmtrain doctor` measures each pair of hosts; NCCL_DEBUG=INFO shows which interface is used.",
+    )
+
+
+def _behind(facts: JobFacts) -> Cause | None:
+    """The ranks with the fewest collectives are behind: on a GPU a rank hands them over and goes on, so none is inside
+    one."""
+    those = live(facts)
+    fewest = min((r.collectives for r in those), default=0)
+    behind = [r for r in those if r.collectives == fewest]
+    if not facts.alike or len(behind) == len(those):
+        return None
+    first = behind[0]
+    most = max(r.collectives for r in those)
+    return Cause(
+        name="behind",
+        ranks=behind,
+        says=f"{who(behind)} <has|have> begun {units.counted(fewest, 'collective')}, others up to {most}: in "
+        f"{first.phase}{stands(first)} <has|have> not begun the next one for {first.idle_s:.0f} s.",
+        remedy="That line waits for the device, for a file or for something outside the job.",
+    )
+
+
+def _devices_wait(facts: JobFacts) -> Cause | None:
+    """No rank is inside a collective, and no counts differ: all wait for their devices."""
+    those = live(facts)
+    if not all(r.on_device for r in those) or any(r.inside for r in those):
+        return None
+    return Cause(
+        name="communication",
+        ranks=[],
+        says=f"All ranks {'have begun the same collectives and ' if facts.alike else ''}wait for their devices for "
+        f"{facts.stalled_s:.0f} s: a collective does not end there, so the network between the devices, or one of the "
+        "devices, is stuck.",
+        remedy="`llmtrain doctor` measures GPUs and hosts and looks for their faults; NCCL_DEBUG=INFO shows which "
+        "paths are used.",
+    )
+
+
+def _unknown(facts: JobFacts) -> Cause | None:
+    those = live(facts)
+    return Cause(
+        name="unknown",
+        ranks=[],
+        says=f"No rank has made progress for {facts.stalled_s:.0f} s"
+        + (f"; {who(those)} is in {those[0].phase}{stands(those[0])}." if len(those) == 1 else "."),
+        remedy="The stacks of all ranks are in events.jsonl. A step that is meant to take so long wants a larger "
+        "fault.stall_timeout_s.",
+    )
+
+
+_FILE_CALLS = ("read", "write", "readinto", "fsync", "open", "pread", "copyfileobj", "_sync", "sync", "read_bytes")
+
+
+def _in_file(rank: RankFacts) -> bool:
+    """True if its innermost line of Python is a call on files. C functions have no frames: the caller's name must
+    do."""
+    return bool(rank.stack) and (
+        rank.stack[0].function in _FILE_CALLS
+        or rank.stack[0].file.endswith(("llmtrain/checkpoint/durable.py", "/shutil.py", "/pathlib.py"))
+    )
+
+
+def as_waiting(facts: JobFacts) -> JobFacts:
+    """The facts with each rank inside the collective that its device is in, as it would be without a device."""
+    return replace(facts, ranks=tuple(map(_as_waiting, facts.ranks)))
+
+
+def _as_waiting(rank: RankFacts) -> RankFacts:
+    pending = _pending(rank)
+    if rank.inside or pending is None:
+        return rank
+    return replace(
+        rank, inside=True, collective=f"{pending.name} of group {pending.group}", collectives=pending.pending
+    )
+
+
+def _pending(rank: RankFacts) -> Recorded | None:
+    return next((group for group in rank.recorded if group.pending), None)
+
+
+def never_began(facts: JobFacts) -> Cause | None:
+    """Ranks that have not handed over the collective in which the devices of peers of its group wait."""
+    those = {rank.rank: rank for rank in live(facts)}
+    for waiting in those.values():
+        group = _pending(waiting)
+        if group is None:
+            continue
+        missing = [
+            those[member]
+            for member in group.ranks
+            if member in those and those[member].recorded and _begun(those[member], group.group) < group.pending
+        ]
+        absent = [rank for rank in missing if _pending(rank) is None]  # the other missing ranks wait for somebody, too
+        if not absent:
+            continue
+        first = absent[0]
+        inside = [r for r in those.values() if (found := _pending(r)) and _key(found) == _key(group)]
+        wait = "device of {} waits" if len(inside) == 1 else "devices of {} wait"
+        return Cause(
+            name="behind",
+            ranks=absent,
+            detail=group.name,
+            says=f"{who(absent)} <has|have> never begun {group.name} #{group.pending} of process group {group.group}, "
+            f"in which the {wait.format(rank_list(inside))} (NCCL's flight recorder): <it is|they are> in "
+            f"{first.phase}{stands(first)}, for {first.idle_s:.0f} s.",
+            remedy="That line waits for its device, for a file or for something outside the job, or took another "
+            "path through the code.",
+        )
+    return None
+
+
+def _key(group: Recorded) -> tuple[str, int]:
+    return group.group, group.pending
+
+
+def _begun(rank: RankFacts, group: str) -> int:
+    return next((each.begun for each in rank.recorded if each.group == group), 0)
+
+
+STALLS = (
+    *(_stopped, _left_early, _disk, _connecting, _unheard, rank_0_only, _uneven, _expert, _mismatch, never_began),
+    *(_one_computes, _network, _behind, _devices_wait, _unknown),
+)
+"""The first cause counts: certain ones stand before likely ones."""
 
 
 def _silent_host(facts: JobFacts) -> Cause | None:

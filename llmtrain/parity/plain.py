@@ -22,15 +22,15 @@ from torch import Tensor, nn
 from llmtrain.config.batch import Batch
 from llmtrain.config.objective import BY_TOKEN, SCORED, UNPAIRED
 from llmtrain.config.run import ModelConfig, ObjectiveConfig, ResolvedRun
-from llmtrain.models.build import DTYPES, load_config
+from llmtrain.models.skeleton import DTYPES, load_config
 from llmtrain.models.source import ParameterSource
 from llmtrain.models.spec import ModelSpec
 from llmtrain.optim.optimizers import AdamW, Lion, Muon, Optimizer
 from llmtrain.optim.schedules import Constant, Cosine, Falling, Schedule, Wsd
-from llmtrain.parity.adapter import adapt_plainly, base_of, frozen_beside, loud_source, pack_plainly
 from llmtrain.parity.answers import Answers, divergence, plain_loss
 from llmtrain.parity.compare import Trace
-from llmtrain.parity.teacher import PlainTeacher
+from llmtrain.parity.plain_adapter import adapt_plainly, base_of, frozen_beside, loud_source, pack_plainly
+from llmtrain.parity.plain_teacher import PlainTeacher
 from llmtrain.parity.tokens import Tokens
 
 if TYPE_CHECKING:

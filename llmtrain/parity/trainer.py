@@ -1,6 +1,6 @@
 """One rank of a parity check: the engine, the loader and the step of a real run, on a small model.
 
-`python -m llmtrain.parity.worker FOLDER` with a launcher's environment; FOLDER holds the plan and takes the traces.
+`python -m llmtrain.parity.trainer FOLDER` with a launcher's environment; FOLDER holds the plan and takes the traces.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import torch.distributed as dist
 from llmtrain.config.objective import BY_TOKEN, SCORED
 from llmtrain.config.run import ResolvedRun
 from llmtrain.engine.api import Engine
-from llmtrain.engine.deepspeed.join import join_process_group
+from llmtrain.engine.deepspeed.process_group import join_process_group
 from llmtrain.engine.dist.local_ranks import failure_reported
 from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.models.spec import ModelSpec
 from llmtrain.optim.optimizers import PARAM
-from llmtrain.parity.adapter import loud_source
 from llmtrain.parity.answers import Answers
 from llmtrain.parity.compare import Trace
+from llmtrain.parity.plain_adapter import loud_source
 from llmtrain.parity.tokens import Tokens
 from llmtrain.training.examine import Checked
 from llmtrain.training.setup import Setup

@@ -14,7 +14,7 @@ from llmtrain.config.objective import DISTILL, options
 from llmtrain.config.problems import stop
 from llmtrain.config.run import ModelConfig, ObjectiveConfig, RunConfig
 from llmtrain.config.topology import Degrees
-from llmtrain.models.build import load_config
+from llmtrain.models.skeleton import load_config
 from llmtrain.models.spec import ModelSpec
 from llmtrain.models.teacher import KEY, teacher_model
 from llmtrain.parity.small import LoudSource, small_model

@@ -13,13 +13,13 @@ from llmtrain.base import units
 from llmtrain.base.choice import either
 from llmtrain.base.errors import ConfigError
 from llmtrain.commands import completion
-from llmtrain.config.dump import dump
-from llmtrain.config.json_schema import json_schema
 from llmtrain.config.load import Parsed, parse, run_words
 from llmtrain.config.pinned import with_base
 from llmtrain.config.problems import closest, stop
 from llmtrain.config.resolve import resolve
 from llmtrain.config.run import ResolvedRun
+from llmtrain.config.schema import json_schema
+from llmtrain.config.strict_yaml import dump
 from llmtrain.config.topology import Degrees
 
 if TYPE_CHECKING:  # torch is for those who ask

@@ -133,7 +133,7 @@ def resolve_in(
     folder: Path, wanted: Wanted, run: RunConfig, shrunk_by: float, ranks: int, precision: str
 ) -> ResolvedRun:
     """The small run under the user's JSON, in the precision "fp32", "bf16" or "fp16". Raises ConfigError."""
-    from llmtrain.models.build import load_config
+    from llmtrain.models.skeleton import load_config
 
     layers = load_config(run.model).get_text_config().num_hidden_layers
     tree = small_tree(wanted.tree, shrunk_by, precision, layers)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import psutil
 
 from llmtrain.base.errors import ConfigError
-from llmtrain.cluster.hosts.environment import GLOO, NCCL, named_interfaces
 
+GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 _NET, _INFINIBAND = Path("/sys/class/net"), Path("/sys/class/infiniband")
 _ELSEWHERE = "192.0.2.1"  # reserved for documentation: the route to it leads out of this host
 
@@ -135,3 +135,25 @@ def _check(variable: str, here: dict[str, list[str]]) -> None:
             f"{variable} is {value!r}, but {socket.gethostname()} has no interface of that name with an address. "
             f"It has {', '.join(here)}. Unset the variable (the one towards MASTER_ADDR is then taken), or name one."
         )
+
+
+def named_interfaces(variable: str, value: str, here: Collection[str]) -> list[str] | None:
+    """The interfaces that the variable names; None when the backend would end with an error instead.
+
+    gloo makes a device of every name in the list, and each must be there (torch/csrc/distributed/c10d/init.cpp). NCCL
+    takes names for beginnings of names, `=` before the list for whole ones, `^` before that for all others, NAME:PORT
+    for NAME, and needs one that is there (src/misc/socket.cc, ncclFindInterfaces).
+
+    Args:
+        variable: GLOO or NCCL.
+        value: not empty.
+        here: the interfaces that have an address, in the kernel's order.
+    """
+    if variable == GLOO:
+        words = [word for word in value.split(",") if word]
+        return words if words and all(word in here for word in words) else None
+    others, value = value.startswith("^"), value.removeprefix("^")
+    exact, value = value.startswith("="), value.removeprefix("=")
+    words = [word.partition(":")[0] for word in value.split(",") if word]
+    found = [n for n in here if others != any(n == word if exact else n.startswith(word) for word in words)]
+    return found or None

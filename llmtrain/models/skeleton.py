@@ -13,8 +13,8 @@ from torch import nn
 from llmtrain.base import untrusted
 from llmtrain.base.errors import ModelError
 from llmtrain.config.run import ModelConfig
-from llmtrain.models import patches
-from llmtrain.models.frozen import freeze
+from llmtrain.models import transformers_private
+from llmtrain.models.parameters import freeze
 from llmtrain.models.score import gives_scores
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def construct(
     # With sdpa transformers 5.17 leaves out the cap of the scores (Gemma-2): other logits, and nothing said.
     if attention == "sdpa" and getattr(config.get_text_config(), "attn_logit_softcapping", None):
         raise ModelError(none)
-    if attention == patches.VARLEN:
+    if attention == transformers_private.VARLEN:
         from llmtrain.models.varlen import register
 
         register()
@@ -155,7 +155,7 @@ def skeleton(config: PreTrainedConfig, *, attention: str = "eager", trust_remote
 
     `config` stays as it is.
     """
-    with patches.parameters_on_meta():
+    with transformers_private.parameters_on_meta():
         return construct(copy.deepcopy(config), attention, torch.float32, trust_remote_code=trust_remote_code)
 
 
@@ -197,3 +197,10 @@ def layer_configs(text: Any) -> list[Any]:
     Of what differs from layer to layer, transformers lets nobody ask the whole.
     """
     return list(text.per_layer_config) if text.is_heterogeneous else [text]
+
+
+def language_model(hf: PreTrainedModel) -> PreTrainedModel:
+    """A skeleton of the language model that has the same decoder, under the same names."""
+    config = copy.deepcopy(hf.config)
+    config.architectures = None
+    return skeleton(config)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from llmtrain.base import log, units, untrusted
 from llmtrain.base.errors import CheckpointError, ModelError, UserError
-from llmtrain.checkpoint.build import build_checkpoint
+from llmtrain.checkpoint.assemble import build_checkpoint
 from llmtrain.checkpoint.durable import remove_tree, sync
 from llmtrain.checkpoint.format import MANIFEST, read_trainer, step_folder
 from llmtrain.checkpoint.hf.exporting import layout_of

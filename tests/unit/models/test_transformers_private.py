@@ -14,10 +14,10 @@ from torch import nn
 from torch._inductor import utils as inductor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, masking_utils
 
-from llmtrain.models import patches
+from llmtrain.models import transformers_private
 from llmtrain.models.parallel import deepspeed_private
 
-MODELS = Path(patches.__file__).parent
+MODELS = Path(transformers_private.__file__).parent
 SMALL = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
 PLACES = torch.arange(4).unsqueeze(0)
 
@@ -33,18 +33,22 @@ def within(manager: Callable[[], Any]) -> Callable[[], None]:
 @pytest.mark.parametrize(
     ("owner", "name", "use"),
     [
-        (masking_utils, "find_packed_sequence_indices", within(lambda: patches.documents_are(None))),
+        (masking_utils, "find_packed_sequence_indices", within(lambda: transformers_private.documents_are(None))),
         (
             masking_utils,
             "_preprocess_mask_arguments",
-            within(lambda: patches.masks_of_whole_rows(PLACES)),
+            within(lambda: transformers_private.masks_of_whole_rows(PLACES)),
         ),
-        (inductor, "fresh_cache", patches.fresh_compilation_cache),
-        (nn.Module, "register_parameter", within(patches.parameters_on_meta)),
-        (PreTrainedModel, "_from_config", lambda: patches.build_with(LlamaForCausalLM, SMALL)),
-        (PreTrainedModel, "_supports_flash_attn", lambda: patches.takes_flash_attention(PreTrainedModel)),
-        (PreTrainedModel, "_keys_to_ignore_on_save", lambda: patches.names_not_saved(PreTrainedModel)),
-        (PreTrainedModel, "_keys_to_ignore_on_load_unexpected", lambda: patches.patterns_not_loaded(PreTrainedModel)),
+        (inductor, "fresh_cache", transformers_private.fresh_compilation_cache),
+        (nn.Module, "register_parameter", within(transformers_private.parameters_on_meta)),
+        (PreTrainedModel, "_from_config", lambda: transformers_private.build_with(LlamaForCausalLM, SMALL)),
+        (PreTrainedModel, "_supports_flash_attn", lambda: transformers_private.takes_flash_attention(PreTrainedModel)),
+        (PreTrainedModel, "_keys_to_ignore_on_save", lambda: transformers_private.names_not_saved(PreTrainedModel)),
+        (
+            PreTrainedModel,
+            "_keys_to_ignore_on_load_unexpected",
+            lambda: transformers_private.patterns_not_loaded(PreTrainedModel),
+        ),
     ],
 )
 def test_a_name_that_is_gone_is_told(owner: Any, name: str, use: Callable[[], Any], monkeypatch) -> None:
@@ -56,20 +60,20 @@ def test_a_name_that_is_gone_is_told(owner: Any, name: str, use: Callable[[], An
 def test_packed_rows_may_lack_their_function_in_the_oldest_transformers_only(monkeypatch) -> None:
     monkeypatch.delattr(masking_utils, "packed_sequence_compatibility_function", raising=False)
     monkeypatch.setattr("transformers.__version__", "5.17.0")
-    within(lambda: patches.masks_of_whole_rows(PLACES))()
+    within(lambda: transformers_private.masks_of_whole_rows(PLACES))()
     monkeypatch.setattr("transformers.__version__", "5.23.0")
     with pytest.raises(AttributeError, match="packed_sequence_compatibility_function"):
-        within(lambda: patches.masks_of_whole_rows(PLACES))()
+        within(lambda: transformers_private.masks_of_whole_rows(PLACES))()
 
 
 def test_what_is_set_on_objects_must_be_there() -> None:
     bare: Any = SimpleNamespace()
     with pytest.raises(AttributeError, match="_experts_implementation"):
-        patches.loop_over_experts(bare)
-    with pytest.raises(AttributeError, match="_attn_implementation"), patches.attention_is(bare, "eager"):
+        transformers_private.loop_over_experts(bare)
+    with pytest.raises(AttributeError, match="_attn_implementation"), transformers_private.attention_is(bare, "eager"):
         pass
     with pytest.raises(AttributeError, match="_gradient_checkpointing_func"):
-        patches.checkpoint_with(nn.Linear(1, 1), lambda: None)  # type: ignore[arg-type]
+        transformers_private.checkpoint_with(nn.Linear(1, 1), lambda: None)  # type: ignore[arg-type]
     with pytest.raises(AttributeError, match="_gone"):
         deepspeed_private.overrides(nn.Linear)(_gone)
 
@@ -80,7 +84,11 @@ def _gone() -> None:
 
 def test_what_is_replaced_comes_back() -> None:
     before = masking_utils.find_packed_sequence_indices, nn.Module.register_parameter
-    with pytest.raises(ZeroDivisionError), patches.documents_are(None), patches.parameters_on_meta():
+    with (
+        pytest.raises(ZeroDivisionError),
+        transformers_private.documents_are(None),
+        transformers_private.parameters_on_meta(),
+    ):
         assert nn.Linear(2, 2).weight.is_meta
         raise ZeroDivisionError
     assert (masking_utils.find_packed_sequence_indices, nn.Module.register_parameter) == before
@@ -88,7 +96,7 @@ def test_what_is_replaced_comes_back() -> None:
 
 @pytest.mark.parametrize("file", sorted(MODELS.rglob("*.py")), ids=lambda file: str(file.relative_to(MODELS)))
 def test_no_other_file_uses_what_is_private_elsewhere(file: Path) -> None:
-    if file.name in ("patches.py", "deepspeed_private.py"):
+    if file.name in ("transformers_private.py", "deepspeed_private.py"):
         return
     found = []
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):

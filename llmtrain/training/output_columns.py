@@ -33,7 +33,7 @@ from llmtrain.data.stream.columns import ColumnWriter, TeacherColumn, numbers, w
 from llmtrain.data.stream.loader import MicroBatch, UnpairedBatch, batches_of
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.engine.api import Engine
-from llmtrain.engine.deepspeed.join import join_process_group
+from llmtrain.engine.deepspeed.process_group import join_process_group
 from llmtrain.engine.dist.control import AgreedError, from_all, to_rank_0, together
 from llmtrain.engine.dist.local_ranks import RankError, ending_on_sigterm, failure_reported
 from llmtrain.engine.dist.local_ranks import Ranks as LocalRanks

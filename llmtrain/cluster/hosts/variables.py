@@ -15,7 +15,7 @@ import re
 import secrets
 import shlex
 import stat
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,9 +23,7 @@ from llmtrain.base import units
 from llmtrain.base.errors import ConfigError
 from llmtrain.base.redact import is_secret, redact_text
 from llmtrain.cluster.hosts.ssh import on_hosts
-
-SECRETS_VARIABLE = "LLMTRAIN_SECRETS"
-"""Names the file that `load_secrets` reads; set by the launcher."""
+from llmtrain.cluster.messages import SECRETS
 
 # Variables that decide how a rank computes, logs and communicates. DeepSpeed itself passes on MLFLOW, PYTHON, MV2, UCX
 # and NCCL (on CUDA), unescaped: here they are all taken, and the file of `deepspeed_env` comes after those.
@@ -37,7 +35,7 @@ PREFIXES = (
 _PROXIES = tuple(f"{what}_proxy" for what in ("http", "https", "no", "all"))
 _NAMES = frozenset((*_PROXIES, *(name.upper() for name in _PROXIES)))
 # Valid on this host or in this process only.
-_STAY = frozenset(("CUDA_VISIBLE_DEVICES", "DS_ENV_FILE", "WANDB_SERVICE", SECRETS_VARIABLE))
+_STAY = frozenset(("CUDA_VISIBLE_DEVICES", "DS_ENV_FILE", "WANDB_SERVICE", SECRETS))
 # Read before `load_secrets` can set them: by Python itself and by the dynamic linker.
 _EARLY = ("PYTHON", "LD_", "PATH")
 _MAX_OPEN_BYTES = 8 << 10
@@ -183,21 +181,21 @@ def load_secrets() -> list[str]:
     To be called before anything reads the environment. Raises ConfigError when the file is not there, or when others
     could have read or written it.
     """
-    shown = os.environ.get(SECRETS_VARIABLE)
+    shown = os.environ.get(SECRETS)
     if shown is None:
         return []
     try:
         handle = os.open(os.path.expanduser(shown), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise ConfigError(
-            f"{SECRETS_VARIABLE}={shown}: cannot be read on host {os.uname().nodename} ({error.strerror}). "
+            f"{SECRETS}={shown}: cannot be read on host {os.uname().nodename} ({error.strerror}). "
             "`llmtrain launch` writes it and removes it at its end: start the run with it again, or unset the variable"
         ) from None
     try:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
             rule = f"must be a plain file of this user with mode 0600, not {stat.filemode(status.st_mode)}"
-            raise ConfigError(f"{SECRETS_VARIABLE}={shown}: {rule} of user {status.st_uid}: remove it and launch again")
+            raise ConfigError(f"{SECRETS}={shown}: {rule} of user {status.st_uid}: remove it and launch again")
         with open(handle, "rb", closefd=False) as file:
             pairs = [item.partition(b"=") for item in file.read().split(b"\0") if item]
     finally:
@@ -365,28 +363,3 @@ def _deepspeed_line(line: str) -> str | None:
     if re.search(r'[$`"\\]', value):
         return f"{key}: the host's shell expands $, `, \" and \\: move it to the file of `llmtrain launch --env-file`"
     return None
-
-
-GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
-
-
-def named_interfaces(variable: str, value: str, here: Collection[str]) -> list[str] | None:
-    """The interfaces that the variable names; None when the backend would end with an error instead.
-
-    gloo makes a device of every name in the list, and each must be there (torch/csrc/distributed/c10d/init.cpp). NCCL
-    takes names for beginnings of names, `=` before the list for whole ones, `^` before that for all others, NAME:PORT
-    for NAME, and needs one that is there (src/misc/socket.cc, ncclFindInterfaces).
-
-    Args:
-        variable: GLOO or NCCL.
-        value: not empty.
-        here: the interfaces that have an address, in the kernel's order.
-    """
-    if variable == GLOO:
-        words = [word for word in value.split(",") if word]
-        return words if words and all(word in here for word in words) else None
-    others, value = value.startswith("^"), value.removeprefix("^")
-    exact, value = value.startswith("="), value.removeprefix("=")
-    words = [word.partition(":")[0] for word in value.split(",") if word]
-    found = [n for n in here if others != any(n == word if exact else n.startswith(word) for word in words)]
-    return found or None

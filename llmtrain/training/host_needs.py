@@ -1,0 +1,123 @@
+"""Requirements of a run on its hosts: files, folders, ops, and bytes sent in a step. No torch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from llmtrain.base import untrusted
+from llmtrain.base.errors import DataError, ModelError
+from llmtrain.cluster.doctor.checks import Folder
+from llmtrain.cluster.doctor.preflight import Needs
+from llmtrain.config.objective import wants_column
+from llmtrain.config.rules import has_checkpoints, reads_weights
+from llmtrain.config.run import ResolvedRun, RunConfig
+from llmtrain.config.topology import Mix, ring_bytes
+from llmtrain.data.manifest import SPLITS, read_manifest
+from llmtrain.optim.optimizers import Optimizer
+from llmtrain.storage.hub.model import weights
+from llmtrain.storage.hub.names import INDEX, is_name
+
+
+def needs(config: str, run: RunConfig, mix: Mix, run_dir: str) -> Needs:
+    """Requirements of a run on its hosts. `config`: its YAML."""
+    return Needs(
+        files=(config, run.deepspeed),
+        folders=tuple(_read_by(run)),
+        folder=run.checkpoint.dir or run_dir,
+        own_folders=run.checkpoint.dir is not None,
+        ops=Optimizer.CHOICES[mix.optimizer].host_ops if mix.offload_optimizer else (),
+    )
+
+
+def _read_by(run: RunConfig) -> Iterator[Folder]:
+    """The folders that each host's ranks read, and which files in them."""
+    data = [("data.path", run.data.path)] if run.data.path else []
+    for key, path in (*data, *(("data.mixture", each) for each in run.data.mixture or {})):
+        yield Folder(key=key, path=os.path.abspath(path), files=_of_data(run, Path(path)))
+    models = [
+        ("model.pretrained", run.model.pretrained, reads_weights(run)),
+        ("model.config", run.model.config, False),
+        ("objective.teacher", run.objective.teacher, True),
+    ]
+    for key, given, weights_too in models:
+        if isinstance(given, str) and is_name(given):
+            yield Folder(key=key, path=os.path.abspath(given), on_hub=True)
+        elif isinstance(given, str):
+            file = Path(given) if os.path.isfile(given) else Path(given) / "config.json"
+            names = [file.name, *(_weights(file.parent) if weights_too else ())]
+            yield Folder(key=key, path=os.path.abspath(file.parent), files=tuple(names))
+    if run.adapter.start:
+        names = ["adapter_config.json", "adapter_model.safetensors"]
+        yield Folder(key="adapter.start", path=os.path.abspath(run.adapter.start), files=tuple(names))
+    if run.sites.keys:
+        names = ["ca.pem", "cert.pem", "key.pem"]
+        yield Folder(key="sites.keys", path=os.path.abspath(run.sites.keys), files=tuple(names))
+    if run.resume not in ("auto", "none") and not has_checkpoints(run):
+        yield Folder(key="resume", path=os.path.abspath(run.resume))  # with files of its own on each host, or the same
+
+
+def _of_data(run: RunConfig, folder: Path) -> tuple[str, ...]:
+    """The files of a prepared folder that the run opens; of one with a broken manifest that alone."""
+    try:
+        shards = read_manifest(folder).shards
+    except DataError:
+        return ("manifest.json",)
+    read = [shard for split in SPLITS for shard in shards[split]]
+    rows = [Path(shard.file).with_suffix(".rows").name for shard in read if shard.rows]
+    columns = []
+    if wants_column(run.objective):
+        columns = ["reference.json", *(f"reference-{split}.f32" for split in SPLITS)]
+    if run.objective.top_k is not None:
+        columns += ["teacher.json", *(f"teacher-{split}.{kind}" for split in SPLITS for kind in ("f32", "words"))]
+    return ("manifest.json", "tokenizer/tokenizer.json", *(shard.file for shard in read), *rows, *columns)
+
+
+def _weights(folder: Path) -> list[str]:
+    """The files with the weights of a model's folder; none where that cannot be told: the run will say why."""
+    with contextlib.suppress(ModelError, OSError):
+        names = os.listdir(folder)
+        return [name for name in (INDEX,) if name in names] + list(weights(ModelError)(names, folder))
+    return []
+
+
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+def sent_bytes(resolved: ResolvedRun) -> float | None:
+    """About what each host sends in an optimizer step of a data-parallel run; None: not known without its model."""
+    run, degrees = resolved.run, resolved.degrees
+    parameters = _parameters(run)
+    if parameters is None or degrees.data != degrees.world_size or degrees.expert > 1:
+        return None
+    return ring_bytes(
+        parameters, degrees.data, zero_stage=resolved.zero_stage, micro_batches=resolved.batch.accumulation,
+        wide=4 if resolved.precision == "fp32" else 2,
+    )  # fmt: skip
+
+
+def _parameters(run: RunConfig) -> float | None:
+    """About how many train, by the usual fields of a config.json; None where one is missing, or a part is frozen."""
+    given = run.model.config or run.model.pretrained
+    if run.adapter.r is not None or run.model.freeze or run.model.train_only:
+        return None
+    try:
+        if not isinstance(given, dict):
+            path = Path(str(given))
+            given = untrusted.loads((path if path.is_file() else path / "config.json").read_bytes())
+        width, heads = given["hidden_size"], given["num_attention_heads"]
+        size = given.get("head_dim") or width // heads
+        attention = 2 * width * size * (heads + (given.get("num_key_value_heads") or heads))
+        experts = next((given[key] for key in _EXPERTS if given.get(key)), 1)
+        inner = (
+            given.get("moe_intermediate_size", given["intermediate_size"])
+            if experts > 1
+            else given["intermediate_size"]
+        )
+        head = 1 if given.get("tie_word_embeddings") else 2
+        layers = given["num_hidden_layers"] * (attention + 3 * width * inner * experts)
+        return float(layers + head * given["vocab_size"] * width)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError):
+        return None
