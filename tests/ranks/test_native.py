@@ -100,6 +100,7 @@ def worst(first: Trace, second: Trace) -> float:
         {"stage": 0, "precision": "bf16", "model": TIED},
         {"stage": 1, "precision": "bf16", "extra": {"data_types": {"grad_accum_dtype": "fp32"}}},
         {"stage": 3, "precision": "bf16", "model": TIED},
+        {"stage": 2, "precision": "bf16", "extra": {"zero_optimization": {"stage": 2, "round_robin_gradients": True}}},
         {"stage": 2, "precision": "fp16", "extra": {"fp16": {"initial_scale_power": 8}}},
     ],
     ids=lambda form: "-".join(str(v) for v in form.values() if not isinstance(v, dict)),

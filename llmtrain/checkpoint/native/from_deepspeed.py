@@ -457,8 +457,9 @@ class _Reader:
                 first, second = state.spans[kind, name][0].file.path, spans[0].file.path
                 raise CheckpointError(
                     f"{first.parent}: element {at} of {kind} of {name} contradicts another copy of it ({first.name} "
-                    f"and {second.name}): the files are of different steps, or one is damaged. DeepSpeed would load "
-                    "them without a word; nothing was imported."
+                    f"and {second.name}): the files are of different steps, one is damaged, or DeepSpeed made a "
+                    "universal checkpoint of a run with round_robin_gradients, whose masters it confuses (import the "
+                    "checkpoint itself). DeepSpeed would load them without a word; nothing was imported."
                 )
             with self._lock:
                 self.compared += values.numel()

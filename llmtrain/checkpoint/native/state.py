@@ -132,6 +132,8 @@ def add_zero(state: State, files: Files, kinds: tuple[str, ...]) -> None:
                 raise CheckpointError(f"{file.path} holds no optimizer_state_dict.")
             if "fp32_flat_groups" in saved:
                 parts = _zero_3_parts(file, saved, groups, rank, len(ranks))
+            elif _dealt_in_turn(files):
+                parts = _in_order_of_shapes(file, saved, groups, rank)
             else:
                 parts = _zero_12_parts(state, file, saved, stage)
             for index, offset, name, start, count in parts:
@@ -196,6 +198,28 @@ def _zero_12_parts(state: State, file: PickleFile, saved: dict[str, Any], stage:
                 raise CheckpointError(f"{file.path}: param_slice_mappings says nothing that makes sense of {name}.")
             home = state.twins if stage and name.startswith(_TIED) else state.spans
             yield group, offset, name, sum(span.numel for span in home.get((PARAM, name), [])), count
+
+
+def _dealt_in_turn(files: Files) -> bool:
+    """True where DeepSpeed's own map of the parts is wrong: by round_robin_gradients it lays parameters out in another
+    order than it tells there, unless they are aligned."""
+    config = files.state.get("ds_config")
+    zero = config.get("zero_optimization") if isinstance(config, dict) else None
+    return isinstance(zero, dict) and zero.get("round_robin_gradients") is True and not zero.get("parameter_alignment")
+
+
+def _in_order_of_shapes(
+    file: PickleFile, saved: dict[str, Any], groups: list[dict[str, tuple[int, ...]]], rank: int
+) -> Iterator[_Part]:
+    """The parts by `param_shapes`, whose order is that of the flat tensors; each rank has equally many elements."""
+    for group, shapes in enumerate(groups):
+        size = _flat_tensors(State(), file, saved, group, ())[PARAM].numel()
+        at, low, high = 0, rank * size, (rank + 1) * size
+        for name, shape in shapes.items():
+            begin, end = max(low, at), min(high, at + numel(shape))
+            if begin < end:
+                yield group, begin - low, name, begin - at, end - begin
+            at += numel(shape)
 
 
 def _zero_3_parts(
