@@ -11,7 +11,8 @@ A step takes at least `--pace-s` seconds, its CPU time included, so that sites t
 wait for each other: the share of computing is that time over the time from the first step's end to the last's. Bytes
 are what the switch took from a host in between, headers included. The last two columns are what `llmtrain sites plan`
 predicts for both, given the median step (of `ddp` and `every_step`: `--pace-s`). A row of `ddp` has fewer steps over
-the network (`--ddp-steps`), and the loss of the same steps in one process: what is added up does not depend on it.
+the network (`--ddp-steps`), in bf16, as its gradients then travel; and the loss of the same steps in one process, in
+fp32 as of all other ways.
 
 `--start-steps` trains a model in one process first, at a constant learning rate, from which all ways start, and keeps
 it in `--start`, from where the next command takes it; `--seeds` trains each way once for each, in other orders of the
@@ -136,10 +137,10 @@ class Rank:
         return self._log.read_text()[-3000:]
 
 
-def recipe(home: Path, options: argparse.Namespace, batch: int, steps: int, seed: int) -> Path:
-    """Write the configuration of a run; returns its folder."""
+def recipe(home: Path, options: argparse.Namespace, batch: int, steps: int, seed: int, **ds: Any) -> Path:
+    """Write the configuration of a run; returns its folder. `ds`: further keys of its DeepSpeed JSON."""
     home.mkdir(parents=True)
-    (home / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 0}, "communication_data_type": "bf16"}))
+    (home / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 0}, **ds}))
     heads = dict.fromkeys(("num_attention_heads", "num_key_value_heads"), max(1, options.hidden // 64))
     begins = {"pretrained": options.begin} if options.begin else {
         "config": {**MODEL, **heads, "hidden_size": options.hidden}}  # fmt: skip
@@ -248,7 +249,8 @@ def start(options: argparse.Namespace, folder: Path) -> str:
 def ddp(options: argparse.Namespace, folder: Path) -> Row:
     """One run over all hosts, and one in a process for each seed, as many at a time as there are sites."""
     batch, pace = options.batch * options.sites, {"PACE_S": str(options.pace_s)}
-    home = recipe(folder / "ddp", options, batch, options.ddp_steps, options.seeds[0])
+    bf16 = {"bf16": {"enabled": True}, "communication_data_type": "bf16"}
+    home = recipe(folder / "ddp", options, batch, options.ddp_steps, options.seeds[0], **bf16)
     with shaped(options, folder) as lab:
         world = {"WORLD_SIZE": str(options.sites), "MASTER_ADDR": lab.hosts[0].address, **pace}
         ranks = [
