@@ -1,10 +1,15 @@
-"""A folder that one process holds; a small file that is whole or not there. Standard library only."""
+"""A folder that one process holds, the refusal of a run folder that another launch holds, and a small file that is
+whole or not there. Standard library only."""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 from pathlib import Path
+
+from llmtrain.base import untrusted
+from llmtrain.base.errors import ConfigError
 
 
 def lock_folder(folder: Path, *, wait: bool = False, shared: bool = False) -> int:
@@ -44,3 +49,28 @@ def replace_file(path: Path, data: bytes) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def refuse_if_in_use(run_dir: str) -> None:
+    """Raises ConfigError when a launch holds the run's folder. It makes and keeps nothing."""
+    with contextlib.suppress(OSError):  # it is not there, or has no locks: whoever takes it will tell
+        try:
+            os.close(lock_folder(Path(run_dir), shared=True))
+        except BlockingIOError:
+            raise ConfigError(in_use(Path(run_dir), "train.run_dir")) from None
+
+
+def in_use(folder: Path, key: str) -> str:
+    """The message for a second launch; `key`: the option that names the folder."""
+    return (
+        f"{key}: {folder} is in use by another launch{_holder(folder)}. "
+        f"Wait for it, stop it, or give this run another {key}."
+    )
+
+
+def _holder(run_dir: Path) -> str:
+    try:
+        environment = untrusted.loads((run_dir / "environment.json").read_bytes())
+        return f" (process {environment['pid']} on {environment['host']})"
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""

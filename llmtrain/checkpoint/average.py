@@ -12,8 +12,8 @@ from torch import Tensor
 from llmtrain.base import units
 from llmtrain.base.errors import CheckpointError
 from llmtrain.base.log import Progress
-from llmtrain.checkpoint.assemble import build_checkpoint
 from llmtrain.checkpoint.format import MANIFEST, complete_checkpoints, differences, hash_file, read_trainer, step_folder
+from llmtrain.checkpoint.output import build_checkpoint
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.checkpoint.verify import wrong_frozen
 from llmtrain.storage.checksum import checksum

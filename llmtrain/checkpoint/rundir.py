@@ -15,10 +15,9 @@ from typing import Any
 import torch.distributed as dist
 
 from llmtrain.base.errors import CheckpointError
-from llmtrain.base.files import lock_folder
+from llmtrain.base.files import in_use, lock_folder
 from llmtrain.checkpoint.format import complete_checkpoints
 from llmtrain.checkpoint.retain import leftovers, remove
-from llmtrain.config.in_use import in_use
 from llmtrain.config.run import RunConfig
 from llmtrain.engine.dist.control import from_all, from_rank_0, together
 from llmtrain.engine.dist.ranks import Ranks

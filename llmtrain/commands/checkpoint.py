@@ -94,7 +94,7 @@ def _to_hf(args: argparse.Namespace) -> int:
 
 def _from_hf(args: argparse.Namespace) -> int:
     from llmtrain.checkpoint.hf.from_hf import import_hf
-    from llmtrain.storage.hub.model import model_folder
+    from llmtrain.storage.hub.transfer import model_folder
 
     folder = model_folder(str(args.folder), asked_by="from-hf")
     report = import_hf(folder, args.out, check=args.check, trust_remote_code=args.trust_remote_code)

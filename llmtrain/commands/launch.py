@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Sequence
 
 from llmtrain.base.errors import ConfigError
+from llmtrain.base.files import refuse_if_in_use
 from llmtrain.cluster.hosts.hostfile import Host, is_alone, on_visible_devices, read_hostfile, select
 from llmtrain.cluster.launch import slurm
 from llmtrain.cluster.launch.attempts import Launch
@@ -15,7 +16,6 @@ from llmtrain.cluster.launch.launchers import launcher_of
 from llmtrain.cluster.launch.plan import Options, Run, describe, make_plan
 from llmtrain.commands import completion
 from llmtrain.config.deepspeed import name_cpu
-from llmtrain.config.in_use import refuse_if_in_use
 from llmtrain.config.load import command_words, load, run_words
 from llmtrain.training.host_needs import needs
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 
+from llmtrain.base.files import refuse_if_in_use
 from llmtrain.cluster import messages
 from llmtrain.cluster.watch import rank_side
 from llmtrain.commands import completion
 from llmtrain.config.deepspeed import let_segments_grow
-from llmtrain.config.in_use import refuse_if_in_use
 from llmtrain.config.load import load
 from llmtrain.config.pinned import with_base
 from llmtrain.config.run import FaultConfig

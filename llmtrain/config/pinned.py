@@ -51,8 +51,11 @@ def _commit(
     run: RunConfig, keys: _Keys, name: str, asked: str | None, places: Places, *, weights_too: bool
 ) -> tuple[str, str]:
     """(the commit of a repository, with what is read of it on this host; a note)"""
-    from llmtrain.storage.hub.model import settings, weights  # a run without a name on the Hub reads none of it
-    from llmtrain.storage.hub.transfer import fetch
+    from llmtrain.storage.hub.transfer import (  # a run without a name on the Hub reads none of it
+        fetch,
+        settings,
+        weights,
+    )
 
     section, key, revision = keys
     repository, began_with = Repository(kind="model", name=name), _began_with(run, keys, name)

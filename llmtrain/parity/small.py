@@ -18,7 +18,7 @@ from llmtrain.models.score import gives_scores, with_score
 from llmtrain.models.skeleton import auto_class, construct, load_config
 from llmtrain.models.source import RandomSource
 from llmtrain.models.spec import ModelSpec
-from llmtrain.models.structure.shrink import shrunk_config, without_dropout
+from llmtrain.models.structure.small_copy import shrunk_config, without_dropout
 
 # Initial weights at which a fault shows.
 

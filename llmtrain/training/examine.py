@@ -1,20 +1,23 @@
-"""Checks a run without its device and its other ranks: DeepSpeed's own config models, the model, the data.
+"""Checks a run without its device and its other ranks: the data, DeepSpeed's own config models, the model.
 
-Imports torch and transformers, and neither the engine nor anything else that computes.
+The data is checked first: torch and transformers, which take seconds to import, come after all that needs no model.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from llmtrain.base import units
 from llmtrain.config.deepspeed import deep_check, name_cpu
 from llmtrain.config.objective import wants_column
 from llmtrain.config.rules import starts_from_model
 from llmtrain.config.run import ResolvedRun
-from llmtrain.data.stream.loader import TrainData, check_vocabulary
-from llmtrain.models.run.check import check_model, check_weights
-from llmtrain.models.spec import ModelFacts, ModelSpec
+from llmtrain.data.manifest import check_vocabulary
+from llmtrain.data.stream.train_data import TrainData
+
+if TYPE_CHECKING:
+    from llmtrain.models.spec import ModelFacts, ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +46,13 @@ def examine(resolved: ResolvedRun) -> Checked:
         DataError: the prepared data cannot be used for this run.
     """
     run = resolved.run
-    name_cpu()
-    deep_check(resolved.deepspeed, run.deepspeed)
-    spec, notes = check_model(resolved)
     data = TrainData(run.data)
     references = data.take_reference(resolved.precision) if wants_column(run.objective) else None
+    name_cpu()
+    deep_check(resolved.deepspeed, run.deepspeed)
+    from llmtrain.models.run.check import check_model, check_weights
+
+    spec, notes = check_model(resolved)
     for manifest in data.manifests:
         check_vocabulary(manifest, spec.facts.vocab_size)
     if run.objective.teacher is not None:

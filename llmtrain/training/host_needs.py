@@ -17,8 +17,8 @@ from llmtrain.config.run import ResolvedRun, RunConfig
 from llmtrain.config.topology import Mix, ring_bytes
 from llmtrain.data.manifest import SPLITS, read_manifest
 from llmtrain.optim.optimizers import Optimizer
-from llmtrain.storage.hub.model import weights
 from llmtrain.storage.hub.names import INDEX, is_name
+from llmtrain.storage.hub.transfer import weights
 
 
 def needs(config: str, run: RunConfig, mix: Mix, run_dir: str) -> Needs:

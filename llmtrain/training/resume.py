@@ -129,7 +129,7 @@ def _sampling(folder: Path | None) -> dict[str, Any]:
     """The sampling defaults of the folder that the run starts from."""
     if folder is None:
         return {}
-    from llmtrain.checkpoint.hf.special_tokens import sampling_defaults
+    from llmtrain.checkpoint.hf.serving import sampling_defaults
 
     return sampling_defaults(folder)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from llmtrain.checkpoint.assemble import build_checkpoint
+from llmtrain.checkpoint.output import build_checkpoint
 
 SMALL = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 LLAMA = {"intermediate_size": 48, "num_key_value_heads": 2, **SMALL}

@@ -52,7 +52,7 @@ def fails_in_transformers(rank: int) -> None:
     if rank == 0:
         from transformers.models.llama import modeling_llama
 
-        from llmtrain.engine.deepspeed.build import PipelineZeroEngine
+        from llmtrain.engine.deepspeed.pipeline_engine import PipelineZeroEngine
 
         check = PipelineZeroEngine.check_head
 

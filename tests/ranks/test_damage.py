@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from llmtrain.base.errors import CheckpointError, UserError
-from llmtrain.checkpoint.assemble import build_checkpoint
 from llmtrain.checkpoint.format import MANIFEST, TRAINER, Manifest, step_folder
+from llmtrain.checkpoint.output import build_checkpoint
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.engine.deepspeed.engine import ZeroEngine
 from llmtrain.optim.optimizers import PARAM

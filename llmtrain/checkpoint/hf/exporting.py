@@ -22,6 +22,20 @@ from llmtrain.base import log, units, untrusted
 from llmtrain.base.errors import CheckpointError, ModelError, UserError
 from llmtrain.checkpoint.durable import remove_tree, sync
 from llmtrain.checkpoint.format import MANIFEST, TRAINER, hash_file, problems, read_trainer
+from llmtrain.checkpoint.hf.folder_files import (
+    DTYPES,
+    MARK,
+    MAX_SHARD_BYTES,
+    SOURCE,
+    Shard,
+    WeightFiles,
+    as_described,
+    copy_beside,
+    cut,
+    run_id,
+    write_mark,
+    write_others,
+)
 from llmtrain.checkpoint.hf.proofs import (
     CHUNK,
     Check,
@@ -34,8 +48,6 @@ from llmtrain.checkpoint.hf.proofs import (
     read_back,
 )
 from llmtrain.checkpoint.hf.serving import prove_serving
-from llmtrain.checkpoint.hf.sidecar_files import MARK, SOURCE, copy_beside, run_id, write_mark, write_others
-from llmtrain.checkpoint.hf.weight_files import DTYPES, MAX_SHARD_BYTES, Shard, WeightFiles, as_described, cut
 from llmtrain.checkpoint.output import OutputFolder, stream_tensors
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.checkpoint.verify import wrong_frozen
@@ -62,8 +74,7 @@ from llmtrain.models.source import SafetensorsSource
 from llmtrain.optim.optimizers import PARAM
 from llmtrain.storage.checksum import checksum
 from llmtrain.storage.hub.names import is_name
-from llmtrain.storage.pieces import DTYPE_OF
-from llmtrain.storage.tensorfile import numel
+from llmtrain.storage.tensorfile import DTYPE_OF, numel
 
 _ROUNDING = 1e-4
 """Allowed difference of logits as a share of the largest: (W + s B A) x and Wx + s B A x are rounded otherwise."""

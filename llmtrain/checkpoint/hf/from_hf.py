@@ -14,21 +14,18 @@ from torch import Tensor
 
 from llmtrain.base import log, units, untrusted
 from llmtrain.base.errors import CheckpointError, ModelError, UserError
-from llmtrain.checkpoint.assemble import build_checkpoint
 from llmtrain.checkpoint.durable import remove_tree, sync
 from llmtrain.checkpoint.format import MANIFEST, read_trainer, step_folder
 from llmtrain.checkpoint.hf.exporting import layout_of
+from llmtrain.checkpoint.hf.folder_files import DTYPES, SOURCE, beside_weights, copy_into, describe
 from llmtrain.checkpoint.hf.proofs import Check, Report, check_extents, prove_logits, read_back
-from llmtrain.checkpoint.hf.sidecar_files import SOURCE, beside_weights, copy_into
-from llmtrain.checkpoint.hf.weight_files import DTYPES, describe
-from llmtrain.checkpoint.output import claim
+from llmtrain.checkpoint.output import build_checkpoint, claim
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.config.run import ModelConfig
 from llmtrain.models.layout import FolderLayout
 from llmtrain.models.source import SafetensorsSource, refuse_escape
 from llmtrain.optim.optimizers import PARAM
-from llmtrain.storage.pieces import DTYPE_OF
-from llmtrain.storage.tensorfile import numel
+from llmtrain.storage.tensorfile import DTYPE_OF, numel
 
 _ASKED_BY = "from-hf"
 

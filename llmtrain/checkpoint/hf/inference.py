@@ -16,7 +16,7 @@ from llmtrain.base import log, untrusted
 from llmtrain.base.errors import CheckpointError, ModelError, UserError
 from llmtrain.checkpoint.format import MANIFEST, complete_checkpoints, hash_file
 from llmtrain.checkpoint.hf.exporting import export_hf, layout_of
-from llmtrain.checkpoint.hf.sidecar_files import MARK
+from llmtrain.checkpoint.hf.folder_files import MARK
 from llmtrain.checkpoint.listing import find_checkpoints
 from llmtrain.cluster.watch.explain.device_faults import device_fault
 from llmtrain.config.run import ModelConfig
@@ -25,7 +25,7 @@ from llmtrain.models.adapter import CONFIG, PREFIX, WEIGHTS, need_peft
 from llmtrain.models.score import gives_scores
 from llmtrain.models.skeleton import load_config
 from llmtrain.models.source import SafetensorsSource, refuse_escape, refuse_other_shapes
-from llmtrain.storage.hub.model import model_folder
+from llmtrain.storage.hub.transfer import model_folder
 from llmtrain.storage.tensorfile import TensorFile, TensorFileError
 
 _ENDS = ("generation_config.json", "config.json")

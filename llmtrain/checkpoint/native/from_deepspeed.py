@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from llmtrain.base import units, untrusted
 from llmtrain.base.errors import CheckpointError, ModelError, UserError
 from llmtrain.base.log import Progress
-from llmtrain.checkpoint.assemble import build_checkpoint
 from llmtrain.checkpoint.format import read_file, step_folder
 from llmtrain.checkpoint.native.pickles import Record, shown
 from llmtrain.checkpoint.native.saved_files import Files, find_tag, open_files
@@ -31,6 +30,7 @@ from llmtrain.checkpoint.native.state import (
     read_spans,
 )
 from llmtrain.checkpoint.native.universal import add_universal
+from llmtrain.checkpoint.output import build_checkpoint
 from llmtrain.config.run import ModelConfig
 from llmtrain.models.parameters import frozen_tensors, named_tensors, tensor_shapes
 from llmtrain.models.skeleton import decoder_layers, load_config, skeleton

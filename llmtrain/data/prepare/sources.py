@@ -23,9 +23,9 @@ from llmtrain.base import log, untrusted
 from llmtrain.base.errors import DataError
 from llmtrain.base.units import counted
 from llmtrain.data.prepare import demo
-from llmtrain.storage.hub.model import settings as tokenizer_files
 from llmtrain.storage.hub.names import REVISION, Repository, is_name, leads_out
 from llmtrain.storage.hub.transfer import Wrong, fetch, known_files
+from llmtrain.storage.hub.transfer import settings as tokenizer_files
 
 if TYPE_CHECKING:
     from llmtrain.data.prepare.settings import PrepareSettings

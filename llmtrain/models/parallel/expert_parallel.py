@@ -30,7 +30,7 @@ from llmtrain.models.parallel.deepspeed_private import (
 from llmtrain.models.parallel.mesh import Mesh
 from llmtrain.models.parameters import Shard, frozen_tensors, set_shard
 from llmtrain.models.skeleton import DTYPES, materialise
-from llmtrain.models.structure.probe import probe_copy
+from llmtrain.models.structure.small_copy import probe_copy
 from llmtrain.storage.region import Region, whole
 
 if TYPE_CHECKING:

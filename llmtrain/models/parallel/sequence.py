@@ -25,7 +25,7 @@ from torch import Tensor
 from llmtrain.base.errors import ModelError
 from llmtrain.models.language import LanguageModel, documents_in_rows
 from llmtrain.models.parallel.deepspeed_private import all_to_all
-from llmtrain.models.structure.probe import attention_seen, probe_copy, run_decoder
+from llmtrain.models.structure.small_copy import attention_seen, probe_copy, run_decoder
 from llmtrain.models.transformers_private import masks_of_whole_rows, stand_before_attention
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from llmtrain.models.score import gives_scores
 from llmtrain.models.skeleton import decoder_layers, layer_configs, load_config
 from llmtrain.models.source import refuse_other_shapes
 from llmtrain.models.spec import ModelSpec
-from llmtrain.models.structure.probe import probe_copy
+from llmtrain.models.structure.small_copy import probe_copy
 from llmtrain.models.transformers_private import attention_is, loads_as_causal_model, takes_flash_attention
 
 if TYPE_CHECKING:

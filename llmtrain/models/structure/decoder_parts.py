@@ -1,8 +1,8 @@
 """The parts of a transformers decoder, found by what its modules do in a forward pass, not by their names.
 
-A small copy of the model (shrink.py) runs once with every module watched: what runs before the first layer, after the
-last one, beside them. Then the parts are proved: each layer runs alone, without all others, on the hidden state that
-it got in the whole model, and has to give the same bits. Whatever travels between layers by another way (keys and
+A small copy of the model (small_copy.py) runs once with every module watched: what runs before the first layer, after
+the last one, beside them. Then the parts are proved: each layer runs alone, without all others, on the hidden state
+that it got in the whole model, and has to give the same bits. Whatever travels between layers by another way (keys and
 values of another layer, a second stream, something computed from the tokens) makes that fail: the model is refused.
 """
 
@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from llmtrain.base.errors import ModelError
 from llmtrain.models.loss import HeadForm
 from llmtrain.models.parameters import named_tensors
-from llmtrain.models.structure.probe import Watch, attention_seen, probe_copy, run_copy
-from llmtrain.models.structure.shrink import check_same_structure
+from llmtrain.models.structure.small_copy import Watch, attention_seen, check_same_structure, probe_copy, run_copy
 
 # Stand-ins for the parts of a decoder that a rank does not have: transformers' own forward then runs without them.
 

@@ -22,8 +22,16 @@ from llmtrain.base.errors import ModelError
 from llmtrain.models.experts import expert_blocks
 from llmtrain.models.skeleton import decoder_layers
 from llmtrain.models.structure.decoder_parts import Anatomy, layer_paths, probe_tokens
-from llmtrain.models.structure.probe import Attended, Call, Watch, attention_seen, probe_copy, run_copy, with_hidden
 from llmtrain.models.structure.sharding_proof import InnerNorm, Map, rehearse
+from llmtrain.models.structure.small_copy import (
+    Attended,
+    Call,
+    Watch,
+    attention_seen,
+    probe_copy,
+    run_copy,
+    with_hidden,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

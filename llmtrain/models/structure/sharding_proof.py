@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llmtrain.base.errors import ModelError
-from llmtrain.models.structure.probe import Call
+from llmtrain.models.structure.small_copy import Call
 
 _SECONDS = 60.0
 """A rank of the rehearsal that waits longer for the others gives up."""

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from llmtrain import cli
 from llmtrain.base.errors import CheckpointError
-from llmtrain.checkpoint import assemble
+from llmtrain.checkpoint import output
 from llmtrain.checkpoint.durable import DurableFile
 from llmtrain.checkpoint.format import MANIFEST, Manifest, complete_checkpoints, read_trainer
 from llmtrain.checkpoint.reader import CheckpointReader
@@ -90,7 +90,7 @@ def test_average_notices_damage_as_it_reads(run: Path, tmp_path: Path, say: Say)
 def test_a_conversion_continues_where_it_was_interrupted(
     run: Path, tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(assemble, "_FILE_BYTES", 1)  # each tensor in a file of its own
+    monkeypatch.setattr(output, "_FILE_BYTES", 1)  # each tensor in a file of its own
     read = CheckpointReader.read_kind
     names: list[str] = []
 

@@ -22,10 +22,10 @@ from llmtrain.base.errors import CheckpointError, ModelError
 from llmtrain.checkpoint.format import MANIFEST, Manifest, hash_file
 from llmtrain.checkpoint.hf import exporting, proofs
 from llmtrain.checkpoint.hf.exporting import export_hf
+from llmtrain.checkpoint.hf.folder_files import MARK
 from llmtrain.checkpoint.hf.from_hf import import_hf
 from llmtrain.checkpoint.hf.proofs import ProofError, Report, prove_logits
-from llmtrain.checkpoint.hf.sidecar_files import MARK
-from llmtrain.checkpoint.hf.special_tokens import sampling_defaults
+from llmtrain.checkpoint.hf.serving import sampling_defaults
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.config.run import ModelConfig
 from llmtrain.models.layout import FolderLayout

@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from llmtrain.base.errors import CheckpointError
-from llmtrain.checkpoint import assemble
+from llmtrain.checkpoint import output
 from llmtrain.checkpoint.format import Manifest
 from llmtrain.checkpoint.hf import from_hf, proofs
 from llmtrain.checkpoint.hf.exporting import export_hf
+from llmtrain.checkpoint.hf.folder_files import MARK
 from llmtrain.checkpoint.hf.from_hf import import_hf
-from llmtrain.checkpoint.hf.sidecar_files import MARK
 from llmtrain.checkpoint.reader import CheckpointReader
 from tests.helpers.hf_folders import FAMILIES, model_folder, new_model
 
@@ -143,19 +143,19 @@ def test_an_import_goes_on_where_it_was_killed(tmp_path, monkeypatch):
 def test_a_full_disk_keeps_what_is_written(tmp_path, monkeypatch):
     """The message says that the same command goes on, so a restart must find its files."""
     folder = model_folder(tmp_path / "hf", new_model("llama"))
-    stream, begun = assemble.stream_tensors, []
+    stream, begun = output.stream_tensors, []
 
     def full(path, *args, **kwargs):
         if path.name == "rank-00002.safetensors":
             raise OSError(28, "No space left on device")
         return stream(path, *args, **kwargs)
 
-    monkeypatch.setattr(assemble, "_FILE_BYTES", 30_000)
-    monkeypatch.setattr(assemble, "stream_tensors", full)
+    monkeypatch.setattr(output, "_FILE_BYTES", 30_000)
+    monkeypatch.setattr(output, "stream_tensors", full)
     with pytest.raises(CheckpointError, match=r"No space left on device.*start the same command again"):
         import_hf(folder, tmp_path / "run")
     monkeypatch.setattr(
-        assemble, "stream_tensors", lambda path, *a, **k: begun.append(path.name) or stream(path, *a, **k)
+        output, "stream_tensors", lambda path, *a, **k: begun.append(path.name) or stream(path, *a, **k)
     )
     import_hf(folder, tmp_path / "run")
     assert begun[0] == "rank-00002.safetensors"

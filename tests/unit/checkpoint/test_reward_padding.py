@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from llmtrain.checkpoint.hf.proofs import Report
-from llmtrain.checkpoint.hf.special_tokens import pad_apart
+from llmtrain.checkpoint.hf.serving import pad_apart
 from tests.helpers.training import LLAMA
 
 END = 9

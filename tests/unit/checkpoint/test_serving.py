@@ -115,7 +115,7 @@ def test_a_folder_that_would_be_served_otherwise_is_refused(
         (data / NAME).write_text("".join(json.dumps(line) + "\n" for line in lines))
         rule = "of line 4 of"
     else:
-        monkeypatch.setattr("llmtrain.checkpoint.hf.sidecar_files.ends_of", lambda folders: [])
+        monkeypatch.setattr("llmtrain.checkpoint.hf.folder_files.ends_of", lambda folders: [])
         rule = "does not name"
     with pytest.raises(ProofError, match=rule):
         exported(tmp_path, data)

@@ -9,9 +9,9 @@ import torch
 
 from llmtrain.base.errors import ModelError
 from llmtrain.models.structure.decoder_parts import anatomy_of
-from llmtrain.models.structure.probe import Watch, attention_seen, probe_copy, run_copy
 from llmtrain.models.structure.projections import Projections, projections
 from llmtrain.models.structure.sharding_proof import Map, rehearse
+from llmtrain.models.structure.small_copy import Watch, attention_seen, probe_copy, run_copy
 from tests.helpers.families import FAMILIES, FROZEN, HYBRID, VARIANTS
 from tests.helpers.renamed import renamed
 from tests.unit.models.test_decoder_parts import meta

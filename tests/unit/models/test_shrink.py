@@ -11,7 +11,7 @@ from llmtrain.config.run import ModelConfig
 from llmtrain.models.skeleton import load_config
 from llmtrain.models.structure.decoder_parts import anatomy_of
 from llmtrain.models.structure.projections import projections
-from llmtrain.models.structure.shrink import check_same_structure, shrunk_config, without_dropout
+from llmtrain.models.structure.small_copy import check_same_structure, shrunk_config, without_dropout
 from tests.unit.models.test_decoder_parts import meta
 
 BIG: dict[str, dict[str, Any]] = {

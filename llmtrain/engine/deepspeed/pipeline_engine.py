@@ -1,0 +1,135 @@
+"""DeepSpeed's pipeline engine as a run drives it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.schedule import OptimizerStep, ReduceTiedGrads
+from torch import Tensor
+
+from llmtrain.base.errors import ModelError
+from llmtrain.cluster.watch.heartbeat import heart
+from llmtrain.data.stream.loader import MicroBatch
+from llmtrain.engine import progress
+from llmtrain.engine.deepspeed.engine import ZeroEngine
+from llmtrain.engine.deepspeed.state import base_optimizer
+from llmtrain.engine.dist.control import AgreedError, from_all
+from llmtrain.engine.dist.ranks import Ranks
+from llmtrain.models.parallel.mesh import Mesh
+from llmtrain.models.parallel.pipeline import PipelineLanguageModel
+from llmtrain.objectives.next_token import NEXT_TOKEN
+from llmtrain.objectives.objective import Objective
+
+
+class PipelineZeroEngine(ZeroEngine):
+    """Runs DeepSpeed's 1F1B schedule. The last stage speaks for the loss; it is zero on the others."""
+
+    stages = True
+
+    def __init__(self, deepspeed: PipelineEngine, ranks: Ranks, mesh: Mesh, layout_keys: tuple[str, ...] = ()) -> None:
+        super().__init__(deepspeed, ranks, mesh, layout_keys)
+        self._pipeline: PipelineLanguageModel = deepspeed.module
+        _check_groups(deepspeed, ranks)
+        # Here the engine looks up what to do for an instruction of its schedule; `update` does the optimizer's step.
+        ours = {ReduceTiedGrads: _reduce_tied, OptimizerStep: lambda engine, **_: None}
+        deepspeed._INSTRUCTION_MAP = {**deepspeed._INSTRUCTION_MAP, **ours}
+        deepspeed._compute_loss = False  # what the last stage gives is the loss already
+
+    def forward_backward(
+        self, micros: Sequence[MicroBatch], weight: Callable[[], int], objective: Objective = NEXT_TOKEN
+    ) -> list[Tensor]:
+        """The gradient of a step. Not through train_batch(): that waits for the device and broadcasts the loss."""
+        engine, module = self.deepspeed, self._pipeline
+        equal_shares = engine.gradient_accumulation_steps() * engine.dp_world_size
+        module.factor = lambda: equal_shares / max(1, weight())
+        module.train()
+        heart.phase("forward")
+        return self._run(list(micros), engine._train_schedule(), objective)
+
+    def _optimizer_step(self) -> None:
+        PipelineEngine._exec_optimizer_step(self.deepspeed)
+
+    def routing(self) -> None:
+        """Mixtures of experts have no pipeline."""
+
+    def _run(self, micros: list[MicroBatch], schedule: Any, objective: Objective) -> list[Tensor]:
+        """Follow a schedule; the sums of each micro-batch on the last stage, zeros elsewhere."""
+        engine, module = self.deepspeed, self._pipeline
+        module.sums = []
+        module.losses.clear()
+        engine.total_loss = None
+        engine.set_dataiterator(self._inputs(micros, objective))
+        with self._attention(micros):
+            engine._exec_schedule(schedule)
+        progress.mark()
+        sums, module.sums = module.sums, []
+        return sums or [torch.zeros(len(objective.figures), device=self._ranks.device) for _ in micros]
+
+    def _inputs(self, micros: list[MicroBatch], objective: Objective) -> Iterator[tuple[Any, None]]:
+        """Inputs of the first stage; DeepSpeed would hand labels to the last one."""
+        for micro in micros:
+            heart.beat()
+            progress.mark()  # behind what the schedule has handed over of earlier ones
+            there = self._on_device(micro)
+            if self.deepspeed.is_last_stage():  # the forward pass of this micro-batch comes next
+                self._pipeline.losses.append(functools.partial(objective.sums, micro=there))
+            yield (there.inputs if there.positions is None else (there.inputs, there.positions)), None
+
+    @torch.no_grad()
+    def evaluate(
+        self, batches: Iterable[MicroBatch], objective: Objective = NEXT_TOKEN
+    ) -> tuple[dict[str, float], int]:
+        """Over all stages: the last one has the loss."""
+        engine, module = self.deepspeed, self._pipeline
+        micros = list(batches)
+        module.eval()
+        # The first message tells the shape, which all micro-batches of a call have: told of each one, a stage would
+        # wait for its device each time.
+        assert len({micro.inputs.shape for micro in micros}) == 1
+        engine.reset_activation_shape()
+        try:
+            sums = self._run(micros, engine._inference_schedule(len(micros)), objective)
+        finally:
+            engine.reset_activation_shape()
+            module.train()
+        weight = sum(map(objective.weight, micros)) if engine.is_last_stage() else 0
+        return self._figures(objective, torch.stack(sums).double().sum(0), weight)
+
+    def _want_logits(self, wanted: bool) -> None:
+        # The other stages give their hidden state as ever: transformers' forward would scale or cap that as logits.
+        self._pipeline.stage.wants_logits = wanted and self.deepspeed.is_last_stage()
+
+
+def _reduce_tied(engine: PipelineEngine) -> None:
+    """Sum the gradient of a tied weight over the two stages that hold it.
+
+    DeepSpeed's own (pipe/engine.py _exec_reduce_tied_grads) looks at `weight.grad` alone. Where ZeRO accumulates in
+    another precision (data_types.grad_accum_dtype), that is None: the two copies would part in silence.
+    """
+    for weight, group in engine.module.get_tied_weights_and_groups():
+        if weight.requires_grad:
+            dist.all_reduce(engine.optimizer.get_param_gradient_attribute(weight), group=group)
+
+
+def _check_groups(engine: PipelineEngine, ranks: Ranks) -> None:
+    """With an offloaded optimizer DeepSpeed sums gradient norms over the stages group by group: with fewer groups on
+    one of them, all would wait.
+
+    Raises:
+        AgreedError: on every rank.
+    """
+    if not engine.optimizer.cpu_offload:
+        return  # one sum over all groups: engine/deepspeed/zero_step.py
+    counts = from_all(ranks, len(base_optimizer(engine).param_groups))
+    if len(set(counts)) > 1:
+        raise AgreedError(
+            "pipeline.stages: some stages of this model have matrices or vectors alone, others both, and with "
+            "zero_optimization.offload_optimizer DeepSpeed's gradient norm needs the same groups of parameters on all. "
+            "Remove offload_optimizer, or use ZeRO without a pipeline.",
+            ModelError.exit_code,
+        )
