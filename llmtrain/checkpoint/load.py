@@ -408,7 +408,7 @@ def refuse_other_run(saved: dict[str, Any], now: dict[str, Any], folder: Path) -
     for key, remedy in remedies.items():
         if saved.get(key) not in (None, now.get(key)):
             raise CheckpointError(f"{folder}: {key} is {saved[key]!r} there and {now[key]!r} in this run. {remedy}.")
-    _refuse_other_plugins(saved.get("plugins") or {}, now["plugins"], folder)
+    _refuse_other_plugins(saved.get("plugins") or {}, now.get("plugins") or {}, folder)
     if saved.get("data_fingerprint") is None:
         return [
             f"{folder} does not tell its data: this run's data is taken for the same, from sequence "
