@@ -10,18 +10,40 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from llmtrain.base.choice import Bound, bounded
+    from llmtrain.base.errors import TrainingStopped, UserError
+    from llmtrain.checkpoint.hf.inference import load
+    from llmtrain.commands.train import Result, train
     from llmtrain.optim.schedules import Schedule
     from llmtrain.tracking.sink import Sink
     from llmtrain.training.parts import Done, Part
     from llmtrain.training.step import Position, Request
 
 __version__ = "0.1.0"
-__all__ = ["Bound", "Done", "Part", "Position", "Request", "Schedule", "Sink", "bounded"]
+__all__ = [
+    "Bound",
+    "Done",
+    "Part",
+    "Position",
+    "Request",
+    "Result",
+    "Schedule",
+    "Sink",
+    "TrainingStopped",
+    "UserError",
+    "bounded",
+    "load",
+    "train",
+]
 
 _HOMES = {
     "Bound": "llmtrain.base.choice",
     "bounded": "llmtrain.base.choice",
     "Schedule": "llmtrain.optim.schedules",
+    "TrainingStopped": "llmtrain.base.errors",
+    "UserError": "llmtrain.base.errors",
+    "load": "llmtrain.checkpoint.hf.inference",
+    "Result": "llmtrain.commands.train",
+    "train": "llmtrain.commands.train",
     "Sink": "llmtrain.tracking.sink",
     "Done": "llmtrain.training.parts",
     "Part": "llmtrain.training.parts",

@@ -1,8 +1,16 @@
-"""`llmtrain train`: what every rank of a launch runs."""
+"""`llmtrain train`, what every rank of a launch runs, and `llmtrain.train`, the same from Python."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from llmtrain.base.files import refuse_if_in_use
 from llmtrain.cluster import messages
@@ -11,13 +19,62 @@ from llmtrain.commands import completion
 from llmtrain.config.deepspeed import let_segments_grow
 from llmtrain.config.load import load
 from llmtrain.config.pinned import with_base
-from llmtrain.config.run import FaultConfig
+from llmtrain.config.run import FaultConfig, ResolvedRun
 from llmtrain.engine.process_memory import none_while_importing
+
+if TYPE_CHECKING:
+    from llmtrain.training.parts import Part
 
 
 def main(argv: list[str]) -> int:
     """Train as the command line says. Returns the exit code; raises UserError."""
     completion.offer_run()
+    return _train(argv)[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """The outcome of `llmtrain.train`."""
+
+    run_dir: Path
+    """The run's folder."""
+    checkpoint: Path | None
+    """Its newest complete checkpoint."""
+    export: Path | None
+    """The Hugging Face folder, if the run has written one."""
+    metrics: dict[str, Any]
+    """The last value of each figure of metrics.jsonl (docs/tracking.md has names and units)."""
+
+
+def train(
+    config: str | os.PathLike[str] | Mapping[str, Any],
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    plugin: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
+    parts: Sequence[Part] = (),
+) -> Result:
+    """Train in this process: alone, or as one rank of a script that `deepspeed` or `torchrun` has started.
+
+    Several trainings may follow each other; environment variables and torch's random numbers are as before afterwards.
+
+    Args:
+        config: path of a run's YAML, or what would stand in it (`train.run_dir` is then required).
+        overrides: dotted key to value, such as {"train.max_steps": 100}.
+        plugin: what `--plugin` takes, once or several times.
+        parts: further parts of the run, which all ranks give alike.
+
+    Raises: UserError, for a mistake; TrainingStopped, when the run has ended itself.
+    """
+    given = [plugin] if isinstance(plugin, str | os.PathLike) else plugin
+    words = [word for path in given for word in ("--plugin", os.fspath(path))]
+    for key, value in (overrides or {}).items():
+        words.append(f"--{key}={value if isinstance(value, str) else json.dumps(value)}")
+    with _as_before(), _file_of(config) as path:
+        resolved, _ = _train(["--config", path, *words], parts)
+    return _result(resolved)
+
+
+def _train(argv: list[str], parts: Sequence[Part] = ()) -> tuple[ResolvedRun, int]:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     source = "WORLD_SIZE, set by the launcher" if "WORLD_SIZE" in os.environ else "started without a launcher"
     with rank_side.outcome_reported():
@@ -33,6 +90,9 @@ def main(argv: list[str]) -> int:
         refuse_if_in_use(resolved.run_dir)  # rank 0 takes the folder when all ranks have met: later
         with messages.waiting():  # before the watch begins: a large model takes longer than any stall
             resolved = with_base(resolved)
+        if parts:
+            named = {getattr(part, "NAME", type(part).__name__): part for part in parts}
+            resolved = replace(resolved, run=replace(resolved.run, parts={**resolved.run.parts, **named}))
         rank_side.begin(
             stall_timeout_s=stall_timeout_s(resolved.run.fault),
             start_timeout_s=resolved.run.fault.start_timeout_s,
@@ -49,9 +109,53 @@ def main(argv: list[str]) -> int:
             checked = examine(resolved)
             from llmtrain.training.run import train
 
-        return train(checked)
+        return resolved, train(checked)
 
 
 def stall_timeout_s(fault: FaultConfig) -> float:
     """The watch acts before the collectives' own time limit: after it the ranks are dead and cannot be asked."""
     return min(fault.stall_timeout_s, 0.75 * fault.timeout_s)
+
+
+@contextlib.contextmanager
+def _as_before() -> Iterator[None]:
+    """Leave environment, warnings and torch's settings as they were."""
+    import torch
+
+    environment, exact = dict(os.environ), torch.are_deterministic_algorithms_enabled()
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(exact)
+            os.environ.clear()
+            os.environ.update(environment)
+
+
+@contextlib.contextmanager
+def _file_of(config: str | os.PathLike[str] | Mapping[str, Any]) -> Iterator[str]:
+    """The path of a run's YAML, written for the time being if it was given as a map."""
+    if not isinstance(config, Mapping):
+        yield os.fspath(config)
+        return
+    with tempfile.TemporaryDirectory(prefix="llmtrain-") as folder:
+        path = Path(folder) / "run.yaml"
+        path.write_text(json.dumps(config))  # JSON is YAML
+        yield str(path)
+
+
+def _result(resolved: ResolvedRun) -> Result:
+    from llmtrain.checkpoint.format import complete_checkpoints
+    from llmtrain.checkpoint.rundir import RunDirectory
+
+    folder = RunDirectory(resolved.run_dir, resolved.run.checkpoint.dir)
+    metrics: dict[str, Any] = {}
+    if (rows := folder.path / "metrics.jsonl").is_file():  # of rank 0's host
+        for line in rows.read_text().splitlines():
+            metrics |= json.loads(line)
+    return Result(
+        run_dir=folder.path,
+        checkpoint=next(iter(complete_checkpoints(folder.checkpoints)), None),
+        export=folder.export if folder.export.is_dir() else None,
+        metrics=metrics,
+    )

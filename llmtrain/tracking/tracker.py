@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 import time
 from collections import deque
@@ -185,7 +184,7 @@ class Tracker:
             files,
             WandbSink(run_dir, tracking=tracking, run_id=run_id, config=config, start_step=start_step),
         ]
-        self._queued = [Queued(name, copy.copy(sink), where) for name, sink in (trackers or {}).items()]
+        self._queued = [Queued(name, sink, where) for name, sink in (trackers or {}).items()]
         self._hand_over("open", run_dir, run_id, redact(config), start_step)
         if files.dropped_rows:
             self.event("rewind", step=start_step, dropped_rows=files.dropped_rows)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,7 +24,7 @@ class Guarded(Part):
     def __init__(self, name: str, part: Part, ranks: Ranks) -> None:
         """`part`: as the run's configuration has it."""
         self.name, self.key, self._ranks = name, f"parts.{name}", ranks
-        self._part = copy.copy(part)  # a run's configuration stays as it is
+        self._part = part
         self.failure: str | None = None
         self._step = 0
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.forked import finish, train
-from tests.helpers.launching import REPO, write_recipe
+from tests.helpers.launching import REPO, deepspeed, environment, write_recipe
+from tests.helpers.launching import finish as finish_process
 
 COMMAND = shlex.split(
     re.findall(r"```bash\n(.*?)```", (REPO / "docs/extend.md").read_text(), re.S)[0].replace("\\\n", "")
@@ -93,3 +96,53 @@ def test_an_exception_in_a_part_saves_and_names_it(small_data: str, tmp_path: Pa
     train(recipe, *words, "--plugin-changed", "ok")
     kept = json.loads((tmp_path / "run/checkpoints/step-00000006/trainer.json").read_text())
     assert kept["parts.count"] == 6
+
+
+SCRIPT = """
+import os, sys, threading
+import torch
+import llmtrain
+
+class Seen(llmtrain.Part):
+    def open(self, launch):
+        self.steps = []
+
+    def after_step(self, done):
+        self.steps.append(done.position.step)
+
+losses, before, random = [], dict(os.environ), torch.get_rng_state()
+for number in range(2):
+    seen = Seen()
+    given = {"train.max_steps": 3 + number, "train.log_every": 1, "train.run_dir": f"run{number}"}
+    given["optim.betas"] = [0.9, 0.98]
+    result = llmtrain.train("recipe.yaml", given, parts=[seen])
+    assert seen.steps == list(range(1, 4 + number)) and result.checkpoint.name == f"step-0000000{3 + number}"
+    assert dict(os.environ) == before and not torch.distributed.is_initialized()
+    assert torch.equal(torch.get_rng_state(), random) and threading.active_count() == 1, threading.enumerate()
+    losses.append(next(__import__("json").loads(line)["loss"] for line in (result.run_dir / "metrics.jsonl").open()))
+assert losses[0] == losses[1]
+try:
+    llmtrain.train("recipe.yaml", {"train.max_stepz": 3})
+except llmtrain.UserError as error:
+    assert "did you mean --train.max_steps?" in str(error)
+if os.environ.get("RANK", "0") == "0":
+    model, tokenizer = llmtrain.load("run1")
+    assert model.config.vocab_size == len(tokenizer)
+print("all well")
+"""
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_trainings_follow_each_other_in_a_script(small_data: str, tmp_path: Path, ranks: int) -> None:
+    """A notebook's process, and `deepspeed --hostfile hosts mine.py`."""
+    write_recipe(tmp_path, small_data)
+    (tmp_path / "mine.py").write_text(SCRIPT)
+    env = environment(PYTHONPATH=str(REPO))
+    if ranks == 1:
+        command = [sys.executable, "mine.py"]
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240, check=False)
+        code, output = done.returncode, done.stdout + done.stderr
+    else:
+        code, output = finish_process(deepspeed(tmp_path, "mine.py", slots=ranks, env=env))
+    assert code == 0 and output.count("all well") == ranks, output

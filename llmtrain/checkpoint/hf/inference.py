@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -111,6 +112,22 @@ class Answerer:
             )
         log.warn(f"at most {positions - prompt_tokens} tokens follow: the model has {positions} positions")
         return positions - prompt_tokens
+
+
+def load(path: str | os.PathLike[str], *, device: Any = "auto") -> tuple[Any, Any]:
+    """Load what a run has trained, from its folder, or a Hugging Face or PEFT folder.
+
+    Args:
+        path: of a run its newest state is taken.
+        device: where the model lies. `auto` spreads it over all accelerators, and to the host what does not fit.
+
+    Returns: (a transformers model in evaluation mode, its tokenizer).
+
+    Raises: CheckpointError, ModelError, ConfigError.
+    """
+    with usable_folder(os.fspath(path), "llmtrain.load") as folder:
+        answerer = Answerer.load(folder, device)
+    return answerer.model, answerer.tokenizer
 
 
 @contextmanager

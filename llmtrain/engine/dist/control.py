@@ -49,11 +49,13 @@ class StopRequests:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup: it stays ignored
                 self._before[number] = signal.signal(number, self._on_signal)
-        threading.Thread(target=self._watch, name="stop-requests", daemon=True).start()
+        self._thread = threading.Thread(target=self._watch, name="stop-requests", daemon=True)
+        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._done.set()
+        self._thread.join(2.0)  # a dead file system, where it looks for a file, holds nothing up
         for number, handler in self._before.items():
             signal.signal(number, handler)
 

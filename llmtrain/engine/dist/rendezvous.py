@@ -66,7 +66,7 @@ class RanksDiffer(RendezvousError):
 class Meeting:
     """Facts about all ranks once they have met."""
 
-    store: dist.TCPStore
+    store: dist.Store
     """Keys and values that all ranks see; served by rank 0."""
     seats: tuple[Seat, ...]
     """All ranks in order."""
@@ -90,6 +90,7 @@ def meet(*, device: torch.device, backend: str, settings: Mapping[str, Any], lim
         ConfigError: a variable names an interface that is not here.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    _meetings[_address()] = _number() + 1 if _address() in _meetings else 0
     interface = choose_interfaces(backend) if world_size > 1 else None
     seat = Seat(
         rank=rank,
@@ -98,7 +99,9 @@ def meet(*, device: torch.device, backend: str, settings: Mapping[str, Any], lim
         device=device_name(device),
         pid=os.getpid(),
     )
-    store = _serve(world_size) if _serves(rank) else _connect(seat, limit_s)
+    store: dist.Store = _serve(world_size) if _serves(rank) else _connect(seat, limit_s)
+    if number := _number():  # torch's groups would find what the ones before have left there
+        store = dist.PrefixStore(f"training-{number}", store)
     if world_size == 1:
         return Meeting(store=store, seats=(seat,))
     installed = {**versions(), "python": ".".join(platform.python_version_tuple()[:2])}
@@ -119,6 +122,16 @@ def meet(*, device: torch.device, backend: str, settings: Mapping[str, Any], lim
     return Meeting(store=store, seats=tuple(Seat(**each) for each in seats))
 
 
+_meetings: dict[str, int] = {}
+"""Address -> the number of this process's latest meeting there, from 0: a script may train several times."""
+_served: dict[str, dist.TCPStore] = {}
+"""Address -> the store that this process serves there, of the latest address alone."""
+
+
+def _number() -> int:
+    return _meetings.get(_address(), 0)
+
+
 def _address() -> str:
     return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
 
@@ -131,8 +144,13 @@ def _serves(rank: int) -> bool:
 def _serve(world_size: int) -> dist.TCPStore:
     """The store, in this process. Raises RendezvousError."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if port and _number() and _address() in _served:  # the other ranks may have connected to it already
+        return _served[_address()]
+    _served.clear()
     try:
-        return dist.TCPStore(host, port, world_size, True, timeout=timedelta(seconds=30), wait_for_workers=False)
+        store = dist.TCPStore(host, port, world_size, True, timeout=timedelta(seconds=30), wait_for_workers=False)
+        _served[_address()] = store
+        return store
     except dist.DistError as error:
         if "EADDRINUSE" in str(error):
             raise RendezvousError(
@@ -201,7 +219,7 @@ def _why_unreachable(host: str) -> str:
     )
 
 
-def _gather(store: dist.TCPStore, about: dict[str, Any], world_size: int, limit_s: float) -> list[dict[str, Any]]:
+def _gather(store: dist.Store, about: dict[str, Any], world_size: int, limit_s: float) -> list[dict[str, Any]]:
     """As rank 0: wait for the others, compare them, send the verdict. The seats in order of rank; raises
     RendezvousError."""
     expected = _launched_hosts()
@@ -240,7 +258,7 @@ def _gather(store: dist.TCPStore, about: dict[str, Any], world_size: int, limit_
     return seats
 
 
-def _follow(store: dist.TCPStore, about: dict[str, Any], limit_s: float) -> list[dict[str, Any]]:
+def _follow(store: dist.Store, about: dict[str, Any], limit_s: float) -> list[dict[str, Any]]:
     """As any other rank: report to rank 0, and read the verdict. The seats in order of rank; raises RendezvousError."""
     seat = Seat(**about["seat"])
     if store.add(_key("came", seat.rank), 1) > 1:
