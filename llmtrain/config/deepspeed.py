@@ -145,6 +145,8 @@ def read_facts(tree: dict[str, Any], path: str, run: RunConfig, optim: Optimizer
             "masters are fp32, where DeepSpeed by itself asks for bf16"
         )
     notes += _without_degree(tree, path, degrees)
+    if degrees.expert > 1:
+        _check_zero_of_experts(tree.get("zero_optimization") or {}, mix.zero_stage, path, problems)
     _refuse(mix, tree, path, run, problems)
     return Facts(tree=tree, mix=mix, pipeline_partition=partition, notes=tuple(notes))
 
@@ -286,6 +288,22 @@ def _told_by_deepspeed(error: Exception, tree: dict[str, Any], path: str) -> Con
 
 FP32_BY_AUTO = "and so the run computes in fp32"
 """In the note of a JSON whose "auto" turns no half precision on."""
+
+
+def _check_zero_of_experts(zero: dict[str, Any], stage: int, path: str, problems: Problems) -> None:
+    """What DeepSpeed's optimizers need of a run with shared experts, and assert in the middle of their construction.
+
+    ZeRO 1 without contiguous gradients it takes, and sums an expert's gradient with those of other experts.
+    """
+    needed: tuple[tuple[str, Any, tuple[int, ...]], ...] = (
+        ("reduce_scatter", True, (1, 2)),
+        ("contiguous_gradients", True, (1, 2)),
+        ("zero_hpz_partition_size", 1, (3,)),
+    )
+    for key, value, stages in needed:
+        if stage in stages and zero.get(key) not in (None, value):
+            rule = f"experts that ranks share (expert_parallel.autoep_size) need {show(value)} with ZeRO {stage}"
+            problems.add(f"zero_optimization.{key}", zero[key], rule, "remove the key, or expert_parallel", path)
 
 
 def _resolve_precision(tree: dict[str, Any], path: str, notes: list[str]) -> None:

@@ -501,6 +501,23 @@ CASES = [
         {"model": {"compile_layers": True}},
         {"activation_checkpointing": {"cpu_checkpointing": True}},
     ),
+    *(  # contiguous_gradients: DeepSpeed would sum the gradients of different experts
+        Wrong(
+            f"experts with {key} at ZeRO {stage}",
+            (f"zero_optimization.{key} = ", f"need {need} with ZeRO {stage}", "remove the key, or expert_parallel"),
+            ds={
+                "expert_parallel": {"enabled": True, "autoep_size": 2},
+                "zero_optimization": {"stage": stage, key: value},
+            },
+        )
+        for stage, key, value, need in (
+            (1, "reduce_scatter", False, "true"),
+            (2, "reduce_scatter", False, "true"),
+            (1, "contiguous_gradients", False, "true"),
+            (2, "contiguous_gradients", False, "true"),
+            (3, "zero_hpz_partition_size", 2, "1"),
+        )
+    ),
     *(
         Wrong(
             f"{key} of a pipeline",

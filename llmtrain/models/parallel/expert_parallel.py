@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from llmtrain.base.errors import ConfigError, ModelError
+from llmtrain.base.errors import ModelError
 from llmtrain.config.topology import Mix
 from llmtrain.models.experts import (
     ExpertBlock,
@@ -149,26 +149,6 @@ def shard_experts(hf: PreTrainedModel, mix: Mix, section: dict[str, Any], device
     for spec in specs:
         block = hf.get_submodule(spec.moe_module_name)
         block.tokens_per_expert = torch.zeros(spec.num_experts, device=device)
-
-
-def check_zero(zero: dict[str, Any], stage: int, path: str) -> None:
-    """What DeepSpeed's optimizers need of a run with shared experts, and assert in the middle of their construction.
-
-    ZeRO 1 without contiguous gradients it takes, and sums an expert's gradient with those of other experts.
-
-    `zero`: the section zero_optimization of the JSON at `path`. Raises: ConfigError.
-    """
-    needed: tuple[tuple[str, Any, tuple[int, ...]], ...] = (
-        ("reduce_scatter", True, (1, 2)),
-        ("contiguous_gradients", True, (1, 2)),
-        ("zero_hpz_partition_size", 1, (3,)),
-    )
-    for key, value, stages in needed:
-        if stage in stages and zero.get(key, value) != value:
-            raise ConfigError(
-                f"{path}: zero_optimization.{key} is {zero[key]}, and experts that ranks share need "
-                f"{value} with ZeRO {stage}. Remove the key, or remove expert_parallel."
-            )
 
 
 def _prove_blocks(hf: PreTrainedModel, section: dict[str, Any], degree: int) -> None:

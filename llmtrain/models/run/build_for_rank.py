@@ -46,10 +46,6 @@ def build_model(
         with _divided(spec, "pipeline.stages", mix.degrees.pipeline):
             language = build_pipeline(resolved, spec, device, mesh)
     else:
-        if mix.degrees.expert > 1:
-            from llmtrain.models.parallel.expert_parallel import check_zero
-
-            check_zero(resolved.deepspeed.get("zero_optimization") or {}, mix.zero_stage, resolved.run.deepspeed)
         hf, note = _own_part(spec, mix, resolved.deepspeed, device, mesh)
         if spec.adapter.r is not None and mix.degrees.tensor == 1:
             from llmtrain.models.adapter import put_around
