@@ -7,9 +7,9 @@ import os
 from llmtrain.base.errors import ConfigError
 from llmtrain.commands import completion
 from llmtrain.config.load import Parsed, load, parse, run_words
-from llmtrain.config.objective import DISTILL, WITHOUT_REFERENCE
 from llmtrain.config.resolve import resolve
-from llmtrain.config.run import ObjectiveConfig
+from llmtrain.objectives.by_token import Distill
+from llmtrain.objectives.objective import Objective
 
 USAGE = """\
 usage: llmtrain reference RUN.yaml [--SECTION.FIELD VALUE ...]
@@ -70,14 +70,14 @@ def _goes(parsed: Parsed, ranks: int) -> bool:
     return True
 
 
-def _refuse(objective: ObjectiveConfig) -> None:
-    if objective.name == DISTILL:
+def _refuse(objective: Objective) -> None:
+    if isinstance(objective, Distill):
         if objective.top_k is None:
             raise ConfigError("objective.top_k null: the whole teacher is asked at each step; set it to write its "
                               "likeliest words, or leave this command out")  # fmt: skip
         if objective.teacher is None:
             raise ConfigError("objective.teacher null: names no model whose words are to be written; name one")
-    elif objective.name in WITHOUT_REFERENCE:
+    elif objective.reference is None:
         raise ConfigError(f"objective.name {objective.name}: compares with no reference; leave this command out")
     if objective.reference == "online":
         raise ConfigError("objective.reference online: is computed at each step; leave this command out")

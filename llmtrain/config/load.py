@@ -230,6 +230,7 @@ FORMERLY = {
     "schedule": {"warmup_steps", "decay_steps", "min_ratio"},
     "optim": {"lr", "muon_lr", "muon_momentum", "betas", "eps", "weight_decay", "decay", "clip_norm"},
     "sites": {"sync_every", "pace", "outer_lr", "outer_momentum", "fragments", "overlap_steps", "meet_every"},
+    "objective": {"beta", "smoothing", "gamma", "alpha", "desirable_weight", "undesirable_weight", "reference"},
 }
 """Section -> the fields that llmtrain wrote into each config.yaml until November 2026, whichever choice was made."""
 
@@ -581,7 +582,8 @@ def _choose(tree: dict[str, Any], section: str, places: dict[str, str], problems
         del fields_here[key]  # null is the default
     unnamed = (section == "optim" and optimizer_in(tree["deepspeed"])) or default_choice(section)
     name = fields_here.pop(base.SELECTOR, unnamed)
-    if not isinstance(name, str) or name not in base.CHOICES:
+    known = isinstance(name, str) and name in base.CHOICES
+    if not known:
         key = f"{section}.{base.SELECTOR}"
         problems.add(key, name, *_type_words(key, name), places.get(key))
         name = unnamed
@@ -589,7 +591,7 @@ def _choose(tree: dict[str, Any], section: str, places: dict[str, str], problems
     for field in [field for field in fields_here if field not in chosen.own()]:
         value, key = fields_here.pop(field), f"{section}.{field}"
         value = strict_yaml.plain_scalar(value) if isinstance(value, str) else value
-        if not (dumped and value in base.defaults(field) and places.get(key) != COMMAND_LINE):
+        if known and not (dumped and value in base.defaults(field) and places.get(key) != COMMAND_LINE):
             overridden = places.get(f"{section}.{base.SELECTOR}") == COMMAND_LINE != places.get(key)
             problems.add(key, value, *base.refusal(field, overridden=overridden), places.get(key))
     return chosen
@@ -626,7 +628,7 @@ def _typed(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             found = parser.parse_object(tree)
-            built = {section: _build(cls, found[section]) for section, cls in classes.items()}
+            built = {section: _build(cls, found.get(section)) for section, cls in classes.items()}
             return _build(RunConfig, {**found.as_dict(), **built, **entries})
     except (ArgumentError, TypeError, ValueError) as error:
         for key, value in _leaves(tree):

@@ -11,6 +11,7 @@ from llmtrain.config import strict_yaml
 from llmtrain.config.problems import Places, stop
 from llmtrain.config.rules import reads_weights
 from llmtrain.config.run import ResolvedRun, RunConfig
+from llmtrain.objectives.by_token import Distill
 from llmtrain.storage.hub.names import COMMIT, Repository, endpoint, is_name
 
 
@@ -35,7 +36,7 @@ def fetched(
     if (name := model.pretrained) is not None and is_name(name):
         commit, note = _commit(run, _MODEL, name, model.revision, places, weights_too=weights_too)
         run, notes = replace(run, model=replace(model, revision=commit)), [note]
-    if (name := objective.teacher) is not None and is_name(name):
+    if isinstance(objective, Distill) and (name := objective.teacher) is not None and is_name(name):
         commit, note = _commit(run, _TEACHER, name, objective.teacher_revision, places, weights_too=True)
         run, notes = replace(run, objective=replace(objective, teacher_revision=commit)), [*notes, note]
     return run, tuple(notes)

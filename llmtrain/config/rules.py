@@ -21,7 +21,6 @@ from llmtrain.config.objective import (
     check_revision,
     check_start,
     check_teacher_folder,
-    wants_column,
 )
 from llmtrain.config.problems import Places, Problems
 from llmtrain.config.run import AdapterConfig, RunConfig
@@ -94,7 +93,7 @@ def _check_quantize(run: RunConfig, places: Places, problems: Problems) -> None:
     if run.model.compile_layers:
         rule = "bitsandbytes' maps are not compiled here (model.compile_layers)"
         problems.add("adapter.quantize", value, rule, "remove one of them", place)
-    if wants_column(run.objective):
+    if run.objective.reference == "column":
         rule = "the log-probabilities of `llmtrain reference` are of weights that are not packed"
         problems.add("adapter.quantize", value, rule, "set objective.reference to online: the packed base", place)
 
@@ -326,7 +325,7 @@ def check_shared_heads(run: RunConfig, degrees: Degrees, path: str, places: Plac
 def _check_shell_words(run: RunConfig, places: Places, problems: Problems) -> None:
     """`~` and `$NAME` are a shell's: nothing expands them here, and a folder of that very name would be made."""
     flat = flatten(run)
-    paths = {key: flat[key] for key in _PATHS} | {f"data.mixture.{path}": path for path in run.data.mixture or {}}
+    paths = {key: flat.get(key) for key in _PATHS} | {f"data.mixture.{path}": path for path in run.data.mixture or {}}
     for key, path in paths.items():
         if not isinstance(path, str) or not re.search(r"^~|\$(\w|\{)", path) or os.path.exists(path):
             continue

@@ -23,6 +23,8 @@ from llmtrain.base.choice import (
 )
 from llmtrain.config.batch import Batch
 from llmtrain.config.topology import Degrees, Mix
+from llmtrain.objectives.by_token import NextToken
+from llmtrain.objectives.objective import Objective
 from llmtrain.optim.optimizers import AdamW, Optimizer
 from llmtrain.optim.outer_methods import DiLoCo, SitesConfig
 from llmtrain.optim.schedules import Cosine, Schedule
@@ -107,50 +109,6 @@ class DataConfig:
     """Do not count the prediction of a document's first token: nothing before it tells it."""
     isolate_documents: bool = False
     """Attention stays within a document, and positions start at 0 in each; false: a sequence is one text."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ObjectiveConfig:
-    """What training minimises."""
-
-    name: Literal[
-        "next_token", "distill", "dpo", "robust", "ipo", "dpo_norm", "rpo", "simpo", "orpo", "kto", "reward"
-    ] = "next_token"
-    """next_token; distill: the divergence from a teacher, by the token; a loss over pairs of a chosen and a rejected
-    answer, by the pair; kto: over single answers, desired or not. Of the last two kinds all but simpo and orpo compare
-    with a reference; `llmtrain reference` prepares its log-probabilities. reward: a model that scores answers, over
-    pairs; it needs no reference."""
-    beta: float | None = None
-    """Factor on the difference of the two answers (orpo: on its term). Default 0.1; dpo_norm 5, simpo 2. distill: 0
-    (default) is KL(teacher || student), 1 is KL(student || teacher), between them the generalised Jensen-Shannon
-    divergence."""
-    smoothing: float | None = bounded(None, Bound(at_least=0, below=0.5), "0.1 is usual")
-    """dpo, robust: share of pairs taken to be labelled the wrong way round. Default 0 (robust: 0.1); above 0, dpo is
-    the conservative one."""
-    gamma: float | None = bounded(None, NOT_NEGATIVE, "0.5 is the default")
-    """simpo: margin that the difference is to have. Default 0.5."""
-    alpha: float | None = None
-    """rpo: factor on the chosen answer's negative log-likelihood per token. Default 1. distill: share of the
-    next-token loss, from 0 (default) to 1; the divergence has the rest."""
-    temperature: float | None = bounded(None, POSITIVE, "1 is the default")
-    """distill: divides both models' logits in the divergence, which is then multiplied with its square. Default 1."""
-    teacher: str | None = None
-    """distill: folder of the model to learn from, or ORG/NAME on the Hub; with the student's vocabulary and tokenizer.
-    With `top_k` it may be left out once the column is written."""
-    teacher_revision: str | None = None
-    """With ORG/NAME in `teacher`: branch, tag or commit; null = main. A run stays with the commit that it found."""
-    top_k: int | None = None
-    """distill: learn from the teacher's so many likeliest words and the mass of all others, a column of the data that
-    `llmtrain reference` has written. Default: the whole distribution, computed by the teacher at each step."""
-    desirable_weight: float | None = bounded(None, POSITIVE, "1 is the default")
-    """kto: factor on the loss of a desired answer. Default 1."""
-    undesirable_weight: float | None = bounded(None, POSITIVE, "1 is the default")
-    """kto: factor on the loss of any other. Default 1."""
-    reference: Literal["column", "online"] = "column"
-    """What the reference's log-probabilities are read from: a column of the data that `llmtrain reference` has written;
-    or, with an adapter, the model with its adapter switched off, computed at each step."""
-    centering: float | None = bounded(None, NOT_NEGATIVE, "0 is the default, 0.01 is usual")
-    """reward: factor on the square of the two scores' sum, which draws their mean to 0. Default 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,7 +221,7 @@ class RunConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    objective: Objective = field(default_factory=NextToken)
     optim: Optimizer = field(default_factory=AdamW)
     schedule: Schedule = field(default_factory=Cosine)
     train: TrainConfig = field(default_factory=TrainConfig)

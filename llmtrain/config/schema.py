@@ -214,17 +214,17 @@ PAGES: dict[str, Callable[[], str]] = {
 }
 
 
-def write_into(page: Path) -> None:
+def write_into(page: Path, generated: str) -> None:
     """Replace what stands between the markers of the page."""
     text = page.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    page.write_text(f"{before}{BEGIN}\n{PAGES[page.name]()}{END}{after}", encoding="utf-8")
+    page.write_text(f"{before}{BEGIN}\n{generated}{END}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    for name in PAGES:
-        write_into(Path(sys.argv[1]) / name)
+    for name, generated in PAGES.items():
+        write_into(Path(sys.argv[1]) / name, generated())
 
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"

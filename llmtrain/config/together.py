@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmtrain.config.objective import NEXT_TOKEN, OBJECTIVES, check_objective
+from llmtrain.config.objective import check_objective
 from llmtrain.config.problems import Problems
 from llmtrain.config.rules import check_adapter, check_adapter_form
-from llmtrain.config.run import AdapterConfig, ModelConfig, ObjectiveConfig, RunConfig
+from llmtrain.config.run import AdapterConfig, ModelConfig, RunConfig
 from llmtrain.config.topology import Degrees, Mix, clashes
+from llmtrain.objectives.objective import Objective
 
 FORMS: dict[str, Mix] = {
     **{f"ZeRO {stage}": Mix(zero_stage=stage) for stage in range(4)},
@@ -72,7 +73,7 @@ def against(sections: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
         deepspeed="the JSON",
         model=ModelConfig(pretrained="FOLDER", **sections.get("model", {})),
         adapter=AdapterConfig(**sections.get("adapter", {})),
-        objective=ObjectiveConfig(**sections.get("objective", {})),
+        objective=Objective.read(sections.get("objective", {"name": "next_token"})),
     )
     check_adapter(run, {}, problems)
     check_objective(run, {}, problems)
@@ -103,7 +104,7 @@ def markdown() -> str:
     """The table of docs/posttraining.md, and below it why some do not go together."""
     lines = [f"| | {' | '.join(FORMS)} |", "|---" * (len(FORMS) + 1) + "|"]
     notes: list[tuple[str, str]] = []
-    objectives = ", ".join(f"`{name}`" for name in OBJECTIVES if name != NEXT_TOKEN)
+    objectives = ", ".join(f"`{name}`" for name in Objective.CHOICES if name != "next_token")
     for row, adapter in {objectives: AdapterConfig(), **ADAPTERS}.items():
         lines.append(f"| {row} | {' | '.join(_cell(refusals(adapter, form), notes) for form in FORMS.values())} |")
     lines.append("")

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from llmtrain.data.stream.loader import MicroBatch
+from llmtrain.losses.function import LossFunction
+from llmtrain.losses.next_token import NEXT_TOKEN
 from llmtrain.models.experts import RoutingFigures
 from llmtrain.models.language import LanguageModel
-from llmtrain.objectives.next_token import NEXT_TOKEN
-from llmtrain.objectives.objective import Objective
 from llmtrain.storage.region import Region
 
 
@@ -95,7 +95,7 @@ class Engine(Protocol):
     """Ranks wait for activations of other ranks: an error on one of them leaves others waiting."""
 
     def forward_backward(
-        self, micros: Sequence[MicroBatch], weight: Callable[[], int], objective: Objective = NEXT_TOKEN
+        self, micros: Sequence[MicroBatch], weight: Callable[[], int], objective: LossFunction = NEXT_TOKEN
     ) -> list[Tensor]:
         """The gradient of the loss over a global batch.
 
@@ -117,7 +117,9 @@ class Engine(Protocol):
         """
         ...
 
-    def evaluate(self, micros: Iterable[MicroBatch], objective: Objective = NEXT_TOKEN) -> tuple[dict[str, float], int]:
+    def evaluate(
+        self, micros: Iterable[MicroBatch], objective: LossFunction = NEXT_TOKEN
+    ) -> tuple[dict[str, float], int]:
         """(the objective's figures, their weight) over all ranks. Every rank must get equally many micro-batches."""
         ...
 

@@ -13,13 +13,14 @@ from torch import Tensor
 from llmtrain.base.errors import ConfigError
 from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.config.problems import Places, stop
-from llmtrain.config.run import ModelConfig, ObjectiveConfig
+from llmtrain.config.run import ModelConfig
 from llmtrain.models.distillation import TeacherLogits
 from llmtrain.models.language import LanguageModel
 from llmtrain.models.parameters import named_tensors, tensor_shapes
 from llmtrain.models.skeleton import DTYPES, construct, restore_buffers
 from llmtrain.models.source import SafetensorsSource, refuse_other_shapes
 from llmtrain.models.spec import ModelSpec
+from llmtrain.objectives.objective import Objective
 from llmtrain.storage.checksum import checksum
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class Teacher:
         return of_some
 
 
-def teacher_model(objective: ObjectiveConfig, student: ModelConfig) -> ModelConfig:
+def teacher_model(objective: Objective, student: ModelConfig) -> ModelConfig:
     """The teacher as a model section; it computes attention as the student does."""
     return ModelConfig(pretrained=objective.teacher, revision=objective.teacher_revision, attention=student.attention,
                        loss_chunk_tokens=student.loss_chunk_tokens)  # fmt: skip

@@ -1,52 +1,71 @@
-"""Contract of an objective, minimised by a run. Each is a file beside this one; engines and sessions know no other."""
+"""The section `objective`, and the description of the figures and charts that an objective adds to a run's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
 
-from torch import Tensor
+from llmtrain.base.choice import Choice
 
-from llmtrain.data.stream.loader import MicroBatch
-from llmtrain.models.head import Head
-
-
-class Objective(Protocol):
-    """Maps a micro-batch to a summed loss, and says what the sum over a global batch is divided by.
-
-    The loss of a step is the sum over all micro-batches of all ranks, divided by their summed weight: it does not
-    depend on how the batch is spread.
-    """
-
-    figures: tuple[str, ...]
-    """Names of what is summed, divided by the same weight and reported: "loss" first, whose gradient is taken."""
-
-    def weight(self, micro: MicroBatch) -> int:
-        """Share of a micro-batch in the divisor: counted tokens, rows, pairs. Its tensors are on the host."""
-        ...
-
-    def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
-        """The figures of a micro-batch, in order: fp32 [figures], on the device. Ranks that share rows add them up.
-
-        In a pipeline the last stage calls it, under ZeRO 3 it runs inside of the head's forward: all that it may know
-        of the model are `head` and `hidden`.
-
-        Args:
-            head: gives likelihoods.
-            hidden: [B, T, H], the decoder's output; this rank's columns of it under sequence parallelism.
-            micro: whole rows on the device. A field of a subclass of MicroBatch arrives here as well.
-        """
-        ...
+Tensor = Any
+"""torch's, whose operators and methods are all that a formula needs: a configuration is read without torch."""
 
 
-Evaluate = Callable[[Iterable[MicroBatch], Objective], tuple[dict[str, float], int]]
-"""An engine's `evaluate`: an objective's figures over all ranks, and their weight. All ranks call it together."""
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """A number beside the loss, divided by the same weight; of validation data its key begins with `eval/`."""
+
+    name: str
+    unit: str
+    meaning: str
 
 
-@runtime_checkable
-class LooksAhead(Protocol):
-    """An objective whose loss of one row depends on the other rows of the global batch."""
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """A chart of the report."""
 
-    def look(self, micros: list[MicroBatch], evaluate: Evaluate) -> None:
-        """Learn what it needs of a global batch, without a gradient, before `sums` is asked. `micros`: this rank's."""
-        ...
+    file: str
+    title: str
+    unit: str
+    from_zero: bool = False
+    """The vertical axis begins at 0."""
+    curves: tuple[tuple[str, str], ...]
+    """(metric, name of its curve)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective(Choice, section="objective"):
+    """The loss that training minimises."""
+
+    unit: ClassVar[str] = "nats/token"
+    """Unit of its loss."""
+    data: ClassVar[Literal["texts", "pairs", "unpaired"]] = "texts"
+    """Kind of prepared data: texts and conversations; pairs of a chosen and a rejected answer; answers judged alone."""
+    scores: ClassVar[bool] = False
+    """The model gives a score for an answer, in place of likelihoods."""
+    figures: ClassVar[tuple[Figure, ...]] = ()
+    """The figures after the loss, in the order in which they are computed."""
+    charts: ClassVar[tuple[Chart, ...]] = ()
+
+    name: str = field(init=False)
+    """The loss that training minimises. Losses over answers are means over pairs, or over answers judged alone."""
+
+    @property
+    def reference(self) -> Literal["column", "online"] | None:
+        """Source of the log-probabilities under the model that training starts from; None: it compares with none."""
+        return None
+
+    @property
+    def teacher(self) -> str | None:
+        """Model that it learns from; None: no model."""
+        return None
+
+    @property
+    def teacher_revision(self) -> str | None:
+        """Its revision on the Hub."""
+        return None
+
+    @property
+    def top_k(self) -> int | None:
+        """Number of the teacher's likeliest words in the data's column; None: it reads no such column."""
+        return None

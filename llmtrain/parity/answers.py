@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmtrain.config.objective import SCORED, UNPAIRED, options
-from llmtrain.config.run import ObjectiveConfig, RunConfig
+from llmtrain.config.run import RunConfig
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.data.stream.windows import IGNORED, Window
+from llmtrain.objectives.objective import Objective
 from llmtrain.parity.tokens import SEED
 
 _MOST = 4
@@ -29,7 +29,7 @@ class Answers(TrainData):
         self.sequence_length, self.vocab_size = config.data.sequence_length, vocab_size
         self.mask_document_starts, self.isolate_documents = False, True
         self.separator_id = vocab_size - 1
-        self._unpaired = config.objective.name in UNPAIRED
+        self._unpaired = config.objective.data == "unpaired"
 
     def rows(self, index: int, *, mismatched: bool = False) -> list[tuple[np.ndarray, int, float, bool]]:
         """(ids, where its answer begins, reference, whether it is desired) of each row."""
@@ -74,21 +74,21 @@ class Answers(TrainData):
 
 
 def plain_loss(
-    model: Any, config: ObjectiveConfig, answers: Answers, windows: list[int], z: float, base: Any = None
+    model: Any, config: Objective, answers: Answers, windows: list[int], z: float, base: Any = None
 ) -> Tensor:
     """Summed over the pairs, or answers, of some windows. Each row goes through the model alone.
 
     `base`: the model that training started from, where it is the reference.
     """
-    o = options(config)
-    if config.name in SCORED:
+    o = vars(config)
+    if config.name == "reward":
         rows = [torch.from_numpy(ids) for window in windows for ids, _, _, _ in answers.rows(window)]
         each = [model(input_ids=ids[None].to(model.device), use_cache=False).logits[0, 0].float() for ids in rows]
         rw, rl = torch.stack(each).view(-1, 2).T  # transformers reads the last token where a row comes alone
         return (torch.log1p((rl - rw).exp()) + o["centering"] * (rw + rl) ** 2).sum()
     s, d, n, desired = _scored(model, answers, windows, base)
     beta = o["beta"]
-    if config.name in UNPAIRED:
+    if config.name == "kto":
         wanted = o["desirable_weight"] * (1 - torch.sigmoid(beta * (d - z)))
         return torch.where(desired, wanted, o["undesirable_weight"] * (1 - torch.sigmoid(beta * (z - d)))).sum()
     (sw, sl), (dw, dl), (nw, nl) = ((each[::2], each[1::2]) for each in (s, d, n))

@@ -20,11 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llmtrain.config.batch import Batch
-from llmtrain.config.objective import BY_TOKEN, SCORED, UNPAIRED
-from llmtrain.config.run import ModelConfig, ObjectiveConfig, ResolvedRun
+from llmtrain.config.run import ModelConfig, ResolvedRun
 from llmtrain.models.skeleton import DTYPES, load_config
 from llmtrain.models.source import ParameterSource
 from llmtrain.models.spec import ModelSpec
+from llmtrain.objectives.objective import Objective
 from llmtrain.optim.optimizers import AdamW, Lion, Muon, Optimizer
 from llmtrain.optim.schedules import Constant, Cosine, Falling, Schedule, Wsd
 from llmtrain.parity.answers import Answers, divergence, plain_loss
@@ -88,7 +88,7 @@ def train_plainly(resolved: ResolvedRun, steps: int, order: Order, device: torch
     config = load_config(run.model)
     model = _kind(config).from_config(config, attn_implementation=order.attention, dtype=torch.float32).to(device)
     model.config.get_text_config().pad_token_id = None  # else a score is read before a last token that is this one
-    spec = ModelSpec.of(run.model, run.adapter, scores=run.objective.name in SCORED)
+    spec = ModelSpec.of(run.model, run.adapter, scores=run.objective.scores)
     source = loud_source(spec, run.train.seed)
     beside = None if run.adapter.r is None else frozen_beside(model, run.adapter)
     chosen = {n for n, p in model.named_parameters() if p.requires_grad and (
@@ -111,7 +111,7 @@ def train_plainly(resolved: ResolvedRun, steps: int, order: Order, device: torch
         model, masters, optim, newton_schulz_dtype(optim.name, resolved.precision), bf16=resolved.mix.bf16_moments
     )
     vocabulary, objective = config.get_text_config().vocab_size, run.objective
-    tokens = Tokens(run.data, vocabulary, objective.top_k) if objective.name in BY_TOKEN else Answers(run, vocabulary)
+    tokens = Tokens(run.data, vocabulary, objective.top_k) if objective.data == "texts" else Answers(run, vocabulary)
     teacher = PlainTeacher.of(run.objective, order.attention, DTYPES[resolved.precision], device)
     trace = Trace(by_sign=optim.by_sign)
     trace.parameters.append({name: value.detach().cpu().clone() for name, value in (masters | frozen).items()})
@@ -221,13 +221,11 @@ def _forward_backward(
     return total / counted
 
 
-def _of_answers(
-    model: Any, config: ObjectiveConfig, answers: Answers, rows: list[int], order: Order, base: Any
-) -> float:
+def _of_answers(model: Any, config: Objective, answers: Answers, rows: list[int], order: Order, base: Any) -> float:
     """Gradients of the mean over all pairs, or answers, of the rows of a global batch; returns that mean."""
     if order.reverse:
         rows.reverse()
-    unpaired = config.name in UNPAIRED
+    unpaired = config.data == "unpaired"
     z = divergence(model, answers, rows, base) if unpaired else 0.0
     all_answers = sum(len(answers.rows(row)) for row in rows)
     counted, total, each = all_answers if unpaired else all_answers // 2, 0.0, len(rows) // order.pieces

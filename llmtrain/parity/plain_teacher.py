@@ -10,13 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmtrain.config.objective import DISTILL, options
 from llmtrain.config.problems import stop
-from llmtrain.config.run import ModelConfig, ObjectiveConfig, RunConfig
+from llmtrain.config.run import ModelConfig, RunConfig
 from llmtrain.config.topology import Degrees
 from llmtrain.models.skeleton import load_config
 from llmtrain.models.spec import ModelSpec
 from llmtrain.models.teacher import KEY, teacher_model
+from llmtrain.objectives.by_token import Distill
+from llmtrain.objectives.objective import Objective
 from llmtrain.parity.small import LoudSource, small_model
 
 if TYPE_CHECKING:
@@ -26,10 +27,11 @@ _SEED = 7_919
 """Not the student's: a teacher that is its student teaches nothing."""
 
 
-def with_small_teacher(run: RunConfig, student: dict[str, Any], where: Path) -> ObjectiveConfig:
+def with_small_teacher(run: RunConfig, student: dict[str, Any], where: Path) -> Distill:
     """The run's objective with a small copy of its teacher: see `small_teacher`. With objective.top_k a run reads a
     column and has no teacher; the comparison's column is that of tokens.py. Raises ConfigError or ModelError."""
     objective = run.objective
+    assert isinstance(objective, Distill)
     if objective.top_k is not None:
         words = load_config(ModelConfig(config=student)).get_text_config().vocab_size
         top_k = min(objective.top_k, words // 2)  # else no word is left out
@@ -69,10 +71,10 @@ def small_teacher(folder: str, student: dict[str, Any], where: Path) -> str:
 class PlainTeacher:
     """transformers' own model of a folder, or a column, and the loss that a student has beside it."""
 
-    def __init__(self, config: ObjectiveConfig, attention: str, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: Distill, attention: str, dtype: torch.dtype, device: torch.device) -> None:
         from transformers import AutoModelForCausalLM
 
-        self._options = options(config)
+        self._options = config
         self._model: Any = None
         if config.top_k is None:
             model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
@@ -81,16 +83,14 @@ class PlainTeacher:
             self._model = model.to(device).eval()  # type: ignore[arg-type]
 
     @classmethod
-    def of(
-        cls, config: ObjectiveConfig, attention: str, dtype: torch.dtype, device: torch.device
-    ) -> PlainTeacher | None:
+    def of(cls, config: Objective, attention: str, dtype: torch.dtype, device: torch.device) -> PlainTeacher | None:
         """None: the run has no teacher."""
-        return cls(config, attention, dtype, device) if config.name == DISTILL else None
+        return cls(config, attention, dtype, device) if isinstance(config, Distill) else None
 
     def loss_sum(self, logits: Tensor, inputs: Tensor, labels: Tensor, *column: Tensor) -> Tensor:
         """Summed over the counted tokens. logits: the student's, fp32 [B, T, V]; column: words [B, T, k] and logarithms
         [B, T, k + 1], where there is one."""
-        beta, t, alpha = (self._options[key] for key in ("beta", "temperature", "alpha"))
+        beta, t, alpha = self._options.beta, self._options.temperature, self._options.alpha
         counted = labels >= 0
         own, words = logits[counted], labels[counted]
         log_q = F.log_softmax(own / t, -1)

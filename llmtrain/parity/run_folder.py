@@ -15,7 +15,6 @@ import numpy as np
 
 from llmtrain.base import units
 from llmtrain.base.errors import DataError
-from llmtrain.config.objective import wants_column
 from llmtrain.config.run import RunConfig
 from llmtrain.data.stream.loader import AnswerBatch, MicroBatch, UnpairedBatch, batches_of
 from llmtrain.data.stream.train_data import TrainData
@@ -119,7 +118,7 @@ class Plain:
 
 def differences(run: RunConfig, precision: str) -> tuple[str, list[str]]:
     """(what was looked at, what differs) of the first sequences of the run. Raises DataError: it cannot be read."""
-    data, column = TrainData(run.data), wants_column(run.objective)
+    data, column = TrainData(run.data), run.objective.reference == "column"
     if column:
         data.take_reference(precision)
     folders = [run.data.path] if run.data.path else list(run.data.mixture or ())

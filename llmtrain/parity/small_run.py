@@ -14,7 +14,6 @@ from llmtrain.base.errors import ConfigError
 from llmtrain.config import ds_json
 from llmtrain.config.deepspeed import DEGREE_KEYS, read_facts
 from llmtrain.config.join import join_values
-from llmtrain.config.objective import BY_TOKEN
 from llmtrain.config.problems import Places, Problems
 from llmtrain.config.resolve import resolve
 from llmtrain.config.run import DataConfig, ResolvedRun, RunConfig
@@ -110,7 +109,7 @@ def small_run(
             path="(synthetic tokens)",
             sequence_length=length,
             mask_document_starts=run.data.mask_document_starts,
-            isolate_documents=run.data.isolate_documents or run.objective.name not in BY_TOKEN,
+            isolate_documents=run.data.isolate_documents or run.objective.data != "texts",
         ),
         optim=replace(run.optim, lr=LR),
         schedule=run.schedule.shortened(min(2, run.schedule.warmup_steps, steps - 1)),

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from llmtrain.config.objective import BY_TOKEN, SCORED
 from llmtrain.config.run import ResolvedRun
 from llmtrain.engine.api import Engine
 from llmtrain.engine.deepspeed.process_group import join_process_group
@@ -39,8 +38,8 @@ def train_small(resolved: ResolvedRun, steps: int, ranks: Ranks) -> Trace:
     Raises: UserError, on all ranks alike.
     """
     run = resolved.run
-    spec = ModelSpec.of(run.model, run.adapter, scores=run.objective.name in SCORED)
-    vocabulary, over_tokens = spec.facts.vocab_size, run.objective.name in BY_TOKEN
+    spec = ModelSpec.of(run.model, run.adapter, scores=run.objective.scores)
+    vocabulary, over_tokens = spec.facts.vocab_size, run.objective.data == "texts"
     tokens = Tokens(run.data, vocabulary, run.objective.top_k) if over_tokens else Answers(run, vocabulary)
     setup = Setup(Checked(resolved=resolved, spec=spec, data=tokens), ranks)
     engine, source = setup.engine, loud_source(spec, run.train.seed)

@@ -15,11 +15,11 @@ import torch
 
 from llmtrain.base import untrusted
 from llmtrain.base.errors import UserError
-from llmtrain.config.objective import DISTILL, SCORED
 from llmtrain.config.run import ModelConfig, ResolvedRun
 from llmtrain.engine.dist.local_ranks import RankError, Ranks, ending_on_sigterm
 from llmtrain.models.run.check import check_model
 from llmtrain.models.skeleton import layer_configs, load_config
+from llmtrain.objectives.by_token import Distill
 from llmtrain.parity.compare import CEILINGS, COUNT, KINDS, Difference, Trace, Verdict, compare, hint, tie
 from llmtrain.parity.plain import nudged, orders, train_plainly
 from llmtrain.parity.plain_teacher import with_small_teacher
@@ -62,7 +62,7 @@ def compare_worlds(title: str, user: Wanted, worlds: list[int], steps: int, *, c
 
 def _worlds(title: str, user: Wanted, worlds: list[int], steps: int, cpu: bool, worker: str) -> Iterator[int]:
     """The outcome of each world size."""
-    fields, shrunk_by = small_model(user.run.model, user.degrees, scores=user.run.objective.name in SCORED)
+    fields, shrunk_by = small_model(user.run.model, user.degrees, scores=user.run.objective.scores)
     attention = attention_here(fields, user.run.model.attention, cpu=cpu)
     model = replace(user.run.model, attention=attention, **patterns_here(fields, user.run.model))
     adapter = targets_here(fields, user.run.adapter)
@@ -72,7 +72,7 @@ def _worlds(title: str, user: Wanted, worlds: list[int], steps: int, cpu: bool, 
         print("\n".join(of_folder[0]), flush=True)
         yield SAME if of_folder[1] else PARTS
     with tempfile.TemporaryDirectory(prefix="llmtrain-parity-") as made:
-        if user.run.objective.name == DISTILL:
+        if isinstance(user.run.objective, Distill):
             objective = with_small_teacher(user.run, fields, Path(made) / "teacher")
             user = replace(user, run=replace(user.run, objective=objective))
         every = {}  # before any rank starts: a world size that is refused would hide that another one has failed

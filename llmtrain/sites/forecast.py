@@ -14,7 +14,6 @@ from statistics import median
 from typing import Any
 
 from llmtrain.base import untrusted
-from llmtrain.config.objective import SCORED
 from llmtrain.config.problems import stop
 from llmtrain.config.run import RunConfig
 from llmtrain.config.topology import ring_bytes
@@ -294,7 +293,7 @@ def sizes(run: RunConfig) -> tuple[int, ...]:
     from llmtrain.models.spec import ModelSpec
     from llmtrain.sites.shard import fragment_of
 
-    spec = ModelSpec.of(run.model, run.adapter, scores=run.objective.name in SCORED)
+    spec = ModelSpec.of(run.model, run.adapter, scores=run.objective.scores)
     fragments = max(method.parts for method in ways(run.sites).values())
     found = [0] * fragments
     for name, fragment in fragment_of(spec.shapes, fragments).items():

@@ -1,15 +1,22 @@
 """Names and units of the metrics, model FLOPs, peak FLOP/s of known devices, throughput.
 
-No torch here: numbers come in as Python floats.
+No torch here: numbers come in as Python floats. `python -m llmtrain.tracking.metrics docs` writes the table of
+docs/tracking.md.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+
+from llmtrain.config.schema import write_into
+from llmtrain.objectives.by_token import NextToken
+from llmtrain.objectives.objective import Objective
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +31,7 @@ def _metric(unit: str, meaning: str) -> Metric:
     return Metric(unit=unit, meaning=meaning)
 
 
-METRICS: dict[str, Metric] = {
+_OF_A_RUN: dict[str, Metric] = {
     "step": _metric("optimizer steps", "Steps done in the whole run, resumes included."),
     "tokens": _metric("tokens", "Training tokens read so far by all ranks."),
     "time_unix_s": _metric("s", "Wall-clock time of the row (Unix)."),
@@ -75,26 +82,6 @@ METRICS: dict[str, Metric] = {
     "sites/left_out_samples": _metric(
         "sequences", "In no model, though later ones are, and not handed on: a later round deals them."
     ),
-    "distill/divergence": _metric("nats/token", "Distillation: the student's divergence from the teacher, by itself."),
-    "distill/next_token_loss": _metric("nats/token", "Distillation: the student's next-token loss."),
-    "distill/teacher_entropy": _metric("nats/token", "Entropy of the teacher's distribution at objective.temperature."),
-    "pairs/margin": _metric(
-        "1", "Objectives over pairs: what the loss wants to be large, such as beta times the difference of log-ratios."
-    ),
-    "pairs/accuracy": _metric("0 to 1", "Share of the global batch's pairs whose margin is above 0."),
-    "pairs/chosen_log_prob": _metric("nats/answer", "Log-probability of the chosen answers, summed over their tokens."),
-    "pairs/rejected_log_prob": _metric("nats/answer", "The same of the rejected answers."),
-    "pairs/chosen_tokens": _metric("tokens/answer", "Counted tokens of a chosen answer, in the mean."),
-    "pairs/rejected_tokens": _metric("tokens/answer", "The same of the rejected answers."),
-    "pairs/chosen_reward": _metric("1", "objective.name reward: score of the chosen answers, in the mean."),
-    "pairs/rejected_reward": _metric("1", "The same of the rejected answers."),
-    "unpaired/kl": _metric(
-        "nats/answer",
-        "kto's z: mean log-ratio to the reference of the global batch's prompts, each with the answer to another one.",
-    ),
-    "unpaired/accuracy": _metric("0 to 1", "Share of answers that are on the side of z where their label wants them."),
-    "unpaired/log_prob": _metric("nats/answer", "Log-probability of an answer, summed over its tokens."),
-    "unpaired/tokens": _metric("tokens/answer", "Counted tokens of an answer, in the mean."),
     "moe/aux_loss": _metric(
         "1",
         "Mixture of experts: load-balancing loss since the last log point, before its coefficient and not in `loss`; "
@@ -106,31 +93,33 @@ METRICS: dict[str, Metric] = {
     "moe/tokens_per_expert": _metric("tokens", "Tokens that each expert got since then, summed over layers: a list."),
     "eval/loss": _metric("nats/token", "Validation loss: mean over all counted validation tokens, or pairs."),
     "eval/perplexity": _metric("1", "exp(eval/loss); of the next-token loss alone."),
-    "eval/distill/divergence": _metric(
-        "nats/token", "As `distill/divergence`, of the validation tokens; the next two too."
-    ),
-    "eval/distill/next_token_loss": _metric("nats/token", "The student's next-token loss."),
-    "eval/distill/teacher_entropy": _metric("nats/token", "The teacher's entropy."),
-    "eval/pairs/margin": _metric("1", "As `pairs/margin`, of the validation pairs; the next three likewise."),
-    "eval/pairs/accuracy": _metric("0 to 1", "Share of the validation pairs whose margin is above 0."),
-    "eval/pairs/chosen_log_prob": _metric("nats/answer", "Of the chosen answers."),
-    "eval/pairs/rejected_log_prob": _metric("nats/answer", "Of the rejected answers."),
-    "eval/pairs/chosen_tokens": _metric("tokens/answer", "Counted tokens of a chosen answer."),
-    "eval/pairs/rejected_tokens": _metric("tokens/answer", "Of a rejected one."),
-    "eval/pairs/chosen_reward": _metric("1", "objective.name reward: of the chosen answers."),
-    "eval/pairs/rejected_reward": _metric("1", "Of the rejected answers."),
-    "eval/unpaired/kl": _metric("nats/answer", "As `unpaired/kl`, of the validation answers; the next three likewise."),
-    "eval/unpaired/accuracy": _metric("0 to 1", "Share of the validation answers."),
-    "eval/unpaired/log_prob": _metric("nats/answer", "Of a validation answer."),
-    "eval/unpaired/tokens": _metric("tokens/answer", "Of a validation answer."),
 }
-"""Every key of metrics.jsonl and W&B. docs/tracking.md shows the same table; a test compares them."""
+
+
+def metrics() -> dict[str, Metric]:
+    """Every key of metrics.jsonl and W&B: those of any run, and the figures that objectives report beside the loss."""
+    figures = {figure.name: figure for objective in Objective.CHOICES.values() for figure in objective.figures}
+    return {
+        **_OF_A_RUN,
+        **{name: _metric(figure.unit, figure.meaning) for name, figure in figures.items()},
+        **{
+            f"eval/{name}": _metric(figure.unit, f"`{name}` of the validation data.")
+            for name, figure in figures.items()
+        },
+    }
+
+
+def markdown() -> str:
+    """The table of docs/tracking.md."""
+    rows = (f"| `{key}` | {metric.unit} | {metric.meaning} |" for key, metric in metrics().items())
+    return "\n".join(["| key | unit | meaning |", "|---|---|---|", *rows]) + "\n"
 
 
 def loss_unit(row: Mapping[str, object]) -> str:
-    """Unit of `loss` and `eval/loss` in a row of metrics."""
-    kinds = {key.removeprefix("eval/").partition("/")[0] for key in row}
-    return "nats/pair" if "pairs" in kinds else "per answer" if "unpaired" in kinds else "nats/token"
+    """Unit of `loss` and `eval/loss` in a row of metrics: that of the objective whose figures are in it."""
+    names = {key.removeprefix("eval/") for key in row}
+    units = (o.unit for o in Objective.CHOICES.values() if any(figure.name in names for figure in o.figures))
+    return next(units, NextToken.unit)
 
 
 def perplexity(loss: float) -> float:
@@ -296,7 +285,7 @@ class Throughput:
             self._stall_s += self._paused_s - before_s
 
     def take(self) -> dict[str, float]:
-        """The metrics since the last call, keyed as in METRICS; starts the next interval."""
+        """The metrics since the last call, keyed as in `metrics`; starts the next interval."""
         busy_s = max(self._clock() - self._began_s - self._paused_s, 1e-9)
         tokens_per_s = self._tokens / busy_s
         causal = tokens_per_s * self._flops.causal
@@ -316,3 +305,7 @@ class Throughput:
             row["mfu_noncausal"] = noncausal / (self._peak * self._devices)
         self._reset()
         return row
+
+
+if __name__ == "__main__":
+    write_into(Path(sys.argv[1]) / "tracking.md", markdown())

@@ -16,6 +16,7 @@ from llmtrain.base import units, untrusted
 from llmtrain.base.errors import UserError
 from llmtrain.base.files import replace_file
 from llmtrain.config import strict_yaml
+from llmtrain.objectives.objective import Chart, Objective
 from llmtrain.optim.optimizers import Optimizer, norm_of
 from llmtrain.tracking.charts import MARKED_BELOW, Curve, Curves, launches, png, site_facts, smooth, svg, timeline
 from llmtrain.tracking.local import read_rows
@@ -204,46 +205,35 @@ def _history(run: Run) -> list[tuple[str, str]]:
 
 _UPDATE_NORM = "Norm of the update"
 """Chart of `grad_norm` where it is the update's norm (some optimizers under ZeRO): no point is a gradient norm."""
-# Each chart's file name, title, unit, whether its axis begins at 0, and (metric, name of its curve).
 _CHARTS = (
-    ("loss", "Loss", "nats/token", False, (("loss", "training"), ("eval/loss", "validation"))),
-    ("throughput", "Throughput, all devices", "tokens/s", True, (("tokens_per_s", "tokens/s"),)),
-    (
-        "utilization",
-        "Model FLOPs utilization",
-        "share of the peak",
-        True,
-        (("mfu_causal", "causal"), ("mfu_noncausal", "non-causal")),
+    Chart(file="loss", title="Loss", unit="", curves=(("loss", "training"), ("eval/loss", "validation"))),
+    Chart(
+        file="throughput",
+        title="Throughput, all devices",
+        unit="tokens/s",
+        from_zero=True,
+        curves=(("tokens_per_s", "tokens/s"),),
     ),
-    ("memory", "Peak memory of rank 0", "GiB", True, (("max_memory_gib", "memory"),)),
-    ("communication", "Communication within a step", "share", True, (("comm_share", "rank 0"),)),
-    ("learning_rate", "Learning rate", "1", True, (("lr", "learning rate"),)),
-    ("gradient_norm", "Gradient norm", "1", False, (("grad_norm", "norm"),)),
-    ("update_norm", _UPDATE_NORM, "1", False, (("grad_norm", "norm"),)),
-    (
-        "accuracy",
-        "Pairs preferred rightly",
-        "share",
-        True,
-        (("pairs/accuracy", "training"), ("eval/pairs/accuracy", "validation")),
+    Chart(
+        file="utilization",
+        title="Model FLOPs utilization",
+        unit="share of the peak",
+        from_zero=True,
+        curves=(("mfu_causal", "causal"), ("mfu_noncausal", "non-causal")),
     ),
-    ("margin", "Margin", "1", False, (("pairs/margin", "training"), ("eval/pairs/margin", "validation"))),
-    (
-        "log_probability",
-        "Log-probability of answers",
-        "nats/answer",
-        False,
-        (("pairs/chosen_log_prob", "chosen"), ("pairs/rejected_log_prob", "rejected")),
+    Chart(
+        file="memory", title="Peak memory of rank 0", unit="GiB", from_zero=True, curves=(("max_memory_gib", "memory"),)
     ),
-    ("rewards", "Rewards", "1", False, (("pairs/chosen_reward", "chosen"), ("pairs/rejected_reward", "rejected"))),
-    (
-        "judged",
-        "Judged answers on the right side",
-        "share",
-        True,
-        (("unpaired/accuracy", "training"), ("eval/unpaired/accuracy", "validation")),
+    Chart(
+        file="communication",
+        title="Communication within a step",
+        unit="share",
+        from_zero=True,
+        curves=(("comm_share", "rank 0"),),
     ),
-    ("divergence", "Divergence from the reference", "nats/answer", True, (("unpaired/kl", "z"),)),
+    Chart(file="learning_rate", title="Learning rate", unit="1", from_zero=True, curves=(("lr", "learning rate"),)),
+    Chart(file="gradient_norm", title="Gradient norm", unit="1", curves=(("grad_norm", "norm"),)),
+    Chart(file="update_norm", title=_UPDATE_NORM, unit="1", curves=(("grad_norm", "norm"),)),
 )
 _SMOOTHED = ("loss", "tokens_per_s", "grad_norm")
 _POINTS_SHOWN = 1500
@@ -254,7 +244,9 @@ def charts_of(runs: list[Run]) -> list[dict[str, Any]]:
     """One chart for each metric that a run has, the curves of all runs in it, as charts.py draws it."""
     all_curves = [curves_of(run) for run in runs]
     charts = []
-    for number, (file, title, unit, zero, metrics) in enumerate(_CHARTS):
+    own = dict.fromkeys(chart for objective in Objective.CHOICES.values() for chart in objective.charts)
+    for number, chart in enumerate((*_CHARTS, *own)):
+        title, unit, metrics = chart.title, chart.unit, chart.curves
         series: list[dict[str, Any]] = []
         for index, (run, curves) in enumerate(zip(runs, all_curves, strict=True)):
             if metrics[0][0] == "grad_norm" and (run.settings.get("norm") == "update") != (title == _UPDATE_NORM):
@@ -274,7 +266,7 @@ def charts_of(runs: list[Run]) -> list[dict[str, Any]]:
         levels = _levels(all_curves) if number == 0 else {}
         marks = all_curves[0].resumes if len(runs) == 1 else []
         lines = [{"name": name, "y": y} for name, y in levels.items()]
-        about = {"id": f"chart{number}", "file": file, "title": title, "unit": unit, "zero": zero}
+        about = {"id": f"chart{number}", "file": chart.file, "title": title, "unit": unit, "zero": chart.from_zero}
         charts.append({**about, "series": series, "levels": lines, "marks": list(marks)})
     return charts
 

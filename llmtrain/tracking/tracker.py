@@ -14,7 +14,7 @@ from llmtrain.base.log import LiveLine
 from llmtrain.base.redact import redact
 from llmtrain.config.run import TrackingConfig
 from llmtrain.tracking.local import LocalFiles
-from llmtrain.tracking.metrics import METRICS, loss_unit
+from llmtrain.tracking.metrics import loss_unit, metrics
 from llmtrain.tracking.queued import Queued
 from llmtrain.tracking.sink import Sink
 
@@ -189,16 +189,16 @@ class Tracker:
         if files.dropped_rows:
             self.event("rewind", step=start_step, dropped_rows=files.dropped_rows)
 
-    def log(self, metrics: dict[str, Any], *, more: bool = False) -> None:
-        """Write one row; its keys are those of METRICS and `step` is among them. Adds the two times.
+    def log(self, row: dict[str, Any], *, more: bool = False) -> None:
+        """Write one row; its keys are those of tracking/metrics.py and `step` is among them. Adds the two times.
 
         `more`: another row of the same step follows.
         """
         if not self._sinks:
             return
-        if unknown := sorted(key for key in metrics.keys() - METRICS.keys() if not key.startswith(self._plugins)):
+        if unknown := sorted(key for key in row.keys() - metrics().keys() if not key.startswith(self._plugins)):
             log.warn_once(f"metrics without a documented meaning: {', '.join(unknown)}")
-        row = {**metrics, "time_unix_s": time.time(), "elapsed_s": time.monotonic() - self._began_s}
+        row = {**row, "time_unix_s": time.time(), "elapsed_s": time.monotonic() - self._began_s}
         for sink in self._sinks:
             sink.log(row, more=more)
         self._hand_over("log", row, more=more)

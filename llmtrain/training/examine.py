@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 from llmtrain.base import units
 from llmtrain.config.deepspeed import deep_check, name_cpu
-from llmtrain.config.objective import wants_column
 from llmtrain.config.rules import starts_from_model
 from llmtrain.config.run import ResolvedRun
 from llmtrain.data.manifest import check_vocabulary
 from llmtrain.data.stream.train_data import TrainData
+from llmtrain.objectives.by_token import Distill
 
 if TYPE_CHECKING:
     from llmtrain.models.spec import ModelFacts, ModelSpec
@@ -47,7 +47,7 @@ def examine(resolved: ResolvedRun) -> Checked:
     """
     run = resolved.run
     data = TrainData(run.data)
-    references = data.take_reference(resolved.precision) if wants_column(run.objective) else None
+    references = data.take_reference(resolved.precision) if run.objective.reference == "column" else None
     name_cpu()
     deep_check(resolved.deepspeed, run.deepspeed)
     from llmtrain.models.run.check import check_model, check_weights
@@ -61,7 +61,7 @@ def examine(resolved: ResolvedRun) -> Checked:
         teacher, shared = teacher_model(run.objective, run.model), resolved.degrees.sequence
         check_teacher(teacher, spec, data.tokenizer_dir, resolved.places, sequence=shared)
     teachers: list[str] = []
-    if run.objective.top_k is not None:
+    if isinstance(run.objective, Distill) and run.objective.top_k is not None:
         wanted = data.teacher_columns(run.objective, spec.facts.vocab_size, resolved.precision)
         teachers = data.take_teacher(wanted)
     if starts_from_model(run):

@@ -15,11 +15,11 @@ from llmtrain.checkpoint.hf.exporting import export_hf
 from llmtrain.checkpoint.hf.inference import Sampling, generate
 from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.cluster.watch.explain.device_faults import OUT_OF_MEMORY, device_fault
-from llmtrain.config.objective import BY_TOKEN, NEXT_TOKEN, UNPAIRED
 from llmtrain.config.run import RunConfig
 from llmtrain.data.shards import TokenStream
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.data.stream.windows import IGNORED
+from llmtrain.objectives.by_token import NextToken
 from llmtrain.tracking.metrics import perplexity
 from llmtrain.tracking.tracker import Tracker
 
@@ -167,10 +167,8 @@ def finish(
     lines.append(("plots", f"llmtrain report {folder.path}"))
     if validation_loss is None:
         log.info("no validation loss: train.eval is off")
-    elif run.objective.name != NEXT_TOKEN:
-        name = run.objective.name
-        per = "nats/token" if name in BY_TOKEN else "per answer" if name in UNPAIRED else "nats/pair"
-        log.info(f"validation loss {validation_loss:.4f} {per}")
+    elif not isinstance(run.objective, NextToken):
+        log.info(f"validation loss {validation_loss:.4f} {run.objective.unit}")
     else:
         log.info(f"validation loss {validation_loss:.4f} nats/token (perplexity {perplexity(validation_loss):.2f})")
         _print_baselines(run.data.sequence_length, data, tracker)

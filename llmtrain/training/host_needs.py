@@ -11,7 +11,6 @@ from llmtrain.base import untrusted
 from llmtrain.base.errors import DataError, ModelError
 from llmtrain.cluster.doctor.checks import Folder
 from llmtrain.cluster.doctor.preflight import Needs
-from llmtrain.config.objective import wants_column
 from llmtrain.config.rules import has_checkpoints, reads_weights
 from llmtrain.config.run import ResolvedRun, RunConfig
 from llmtrain.config.topology import Mix, ring_bytes
@@ -68,7 +67,7 @@ def _of_data(run: RunConfig, folder: Path) -> tuple[str, ...]:
     read = [shard for split in SPLITS for shard in shards[split]]
     rows = [Path(shard.file).with_suffix(".rows").name for shard in read if shard.rows]
     columns = []
-    if wants_column(run.objective):
+    if run.objective.reference == "column":
         columns = ["reference.json", *(f"reference-{split}.f32" for split in SPLITS)]
     if run.objective.top_k is not None:
         columns += ["teacher.json", *(f"teacher-{split}.{kind}" for split in SPLITS for kind in ("f32", "words"))]

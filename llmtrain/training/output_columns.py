@@ -25,7 +25,7 @@ from llmtrain.base.errors import ModelError, UserError
 from llmtrain.config.batch import Batch
 from llmtrain.config.load import load
 from llmtrain.config.pinned import with_base
-from llmtrain.config.run import AdapterConfig, DataConfig, ModelConfig, ObjectiveConfig, ResolvedRun, RunConfig
+from llmtrain.config.run import AdapterConfig, DataConfig, ModelConfig, ResolvedRun, RunConfig
 from llmtrain.config.topology import Place
 from llmtrain.data.manifest import SPLITS, Split
 from llmtrain.data.shards import PreparedSet
@@ -39,10 +39,11 @@ from llmtrain.engine.dist.local_ranks import RankError, ending_on_sigterm, failu
 from llmtrain.engine.dist.local_ranks import Ranks as LocalRanks
 from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.engine.dist.rendezvous import leave_all
+from llmtrain.losses.likeliest import Likeliest
+from llmtrain.losses.online import LogProbs
 from llmtrain.models.spec import ModelSpec
 from llmtrain.models.teacher import check_teacher, teacher_model
-from llmtrain.objectives.distill import Likeliest
-from llmtrain.objectives.online import LogProbs
+from llmtrain.objectives.by_token import Distill, NextToken
 from llmtrain.training.examine import Checked, examine
 from llmtrain.training.setup import Setup, teacher_hash
 
@@ -67,7 +68,7 @@ def write(resolved: ResolvedRun) -> None:
         check_teacher(teacher, student, tokenizer_dir, resolved.places, sequence=shared)
         resolved = of_teacher(resolved, teacher)
     # What it trains for needs the column that is to be written here.
-    resolved = replace(resolved, run=replace(resolved.run, objective=ObjectiveConfig()))
+    resolved = replace(resolved, run=replace(resolved.run, objective=NextToken()))
     checked = examine(resolved)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     run = checked.resolved.run
@@ -115,13 +116,13 @@ def write_teacher(checked: Checked, ranks: Ranks, asked: RunConfig) -> None:
     setup = Setup(checked, ranks)
     resolved, engine, vocabulary = setup.resolved, setup.engine, setup.spec.facts.vocab_size
     setup.write(setup.spec.initial_weights(0, ranks.device))
-    weights = teacher_hash(asked, ranks)
-    assert weights is not None
+    weights, objective = teacher_hash(asked, ranks), asked.objective
+    assert weights is not None and isinstance(objective, Distill)
     for folder in [asked.data.path] if asked.data.path else list(asked.data.mixture or ()):
         assert folder is not None
         with together(ranks):
             data = TrainData(replace(asked.data, path=folder, mixture=None))
-            [column] = data.teacher_columns(asked.objective, vocabulary, resolved.precision, weights)
+            [column] = data.teacher_columns(objective, vocabulary, resolved.precision, weights)
             writer = None
             if ranks.rank == 0:
                 places = units.counted(sum(column.places.values()), "token")

@@ -88,8 +88,8 @@ class Part(Entry, section="parts"):
         return None
 
     def figures(self, done: Done) -> dict[str, Any]:
-        """Return its figures for the row of metrics of a step that is logged, by their keys in METRICS; those of a
-        plugin's part are logged as NAME/KEY."""
+        """Return its figures for the row of metrics of a step that is logged, by their keys in tracking/metrics.py;
+        those of a plugin's part are logged as NAME/KEY."""
         return {}
 
     def state(self) -> list[StateTensor]:

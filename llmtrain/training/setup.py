@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from llmtrain.base.errors import ConfigError, DataError, ModelError, UserError
-from llmtrain.config.objective import BY_TOKEN, wants_column
 from llmtrain.config.run import ResolvedRun, RunConfig
 from llmtrain.config.topology import Mix, Place
 from llmtrain.data.stream.columns import REMEDY, weights_hash
@@ -30,15 +29,15 @@ from llmtrain.engine.dist.control import AgreedError, from_all, together
 from llmtrain.engine.dist.device import check_device
 from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.engine.weights import fill_parameters, prove_masters, prove_weights
+from llmtrain.losses.function import LossFunction
+from llmtrain.losses.named import loss_of, with_reference
+from llmtrain.losses.next_token import NEXT_TOKEN
 from llmtrain.models import compiler
 from llmtrain.models.experts import experts_per_token
 from llmtrain.models.parallel.mesh import Mesh, mesh_of
 from llmtrain.models.run.build_for_rank import build_model
 from llmtrain.models.source import ParameterSource
 from llmtrain.models.spec import ModelSpec
-from llmtrain.objectives.named import objective_of, with_reference
-from llmtrain.objectives.next_token import NEXT_TOKEN
-from llmtrain.objectives.objective import Objective
 from llmtrain.storage.checksum import checksum
 from llmtrain.storage.region import Region
 from llmtrain.storage.tensorfile import numel
@@ -72,7 +71,7 @@ class Setup:
         with together(ranks):
             reads_column = self.run.objective.top_k is not None
             teacher = None if reads_column else teacher_of(self.run, self.resolved.precision, ranks, self.mesh)
-            self.objective = objective_of(self.run.objective, teacher)
+            self.objective = loss_of(self.run.objective, teacher)
         self.teacher = taught_by(self.run, checked.teachers, ranks)
         """Hash of the teacher's weights; None: the objective has no teacher."""
         self.engine = start_engine(self.resolved, self.spec, ranks, self.mesh)
@@ -92,7 +91,7 @@ class Setup:
         if self.spec.saved:
             self.references = [weights_hash(source_checksums(source, self.spec.saved, self.ranks))]
 
-    def _with_reference(self, objective: Objective) -> Objective:
+    def _with_reference(self, objective: LossFunction) -> LossFunction:
         return with_reference(objective, self.run.objective, self._base)
 
     def write(self, source: ParameterSource) -> dict[str, int]:
@@ -106,7 +105,7 @@ class Setup:
         """
         checksums = self.write(source)
         self.began_with = weights_hash(reference_checksums(self.spec, checksums))
-        if wants_column(self.run.objective) and set(self.references or []) != {self.began_with}:
+        if self.run.objective.reference == "column" and set(self.references or []) != {self.began_with}:
             raise AgreedError(
                 f"objective.name {self.run.objective.name}: the log-probabilities of the reference in the data are of "
                 f"other weights than model.pretrained = {self.run.model.pretrained!r} has; {REMEDY}",
@@ -324,8 +323,8 @@ def prove_loss(engine: Engine, row: Tensor, ranks: Ranks, *, isolate_documents: 
 def prove_start(
     engine: Engine,
     resolved: ResolvedRun,
-    objective: Objective,
-    reference: Callable[[Objective], Objective],
+    objective: LossFunction,
+    reference: Callable[[LossFunction], LossFunction],
     data: TrainData,
     place: Place,
     ranks: Ranks,
@@ -333,7 +332,7 @@ def prove_start(
     own_teacher: bool,
 ) -> None:
     """Prove with the first values, on a few sequences of the data, what is known without training: see
-    objectives/identities.py. For a run that begins anew; all ranks call it together.
+    losses/identities.py. For a run that begins anew; all ranks call it together.
 
     Args:
         objective: as the run minimises it.
@@ -342,12 +341,12 @@ def prove_start(
 
     Raises: AgreedError, on all ranks.
     """
-    from llmtrain.objectives.identities import Known, twice  # most runs have none of these objectives
+    from llmtrain.losses.identities import Known, twice  # most runs have none of these objectives
 
     run, batch = resolved.run, resolved.batch
     dealt = (place.data, batch.data_parallel, ranks.device.type == "cuda")
     few, one = batch.micro_batch, 1
-    over_answers = run.objective.name not in BY_TOKEN
+    over_answers = run.objective.data != "texts"
     with together(ranks):  # a damaged shard is met by one rank
         first = list(batches_of(data.window_at, few * batch.data_parallel, few, *dealt))
         alike = list(batches_of(lambda _: twice(data.window_at(0)), batch.data_parallel, one, *dealt)) \

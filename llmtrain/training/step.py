@@ -17,8 +17,8 @@ from llmtrain.data.stream.loader import MicroBatch, StepBatch
 from llmtrain.engine.api import Engine, Update
 from llmtrain.engine.dist.control import Agree, Agreement
 from llmtrain.engine.dist.ranks import Ranks
-from llmtrain.objectives.next_token import NEXT_TOKEN
-from llmtrain.objectives.objective import LooksAhead, Objective
+from llmtrain.losses.function import LooksAhead, LossFunction
+from llmtrain.losses.next_token import NEXT_TOKEN
 
 
 def _unmeasured(_: Sequence[MicroBatch]) -> contextlib.AbstractContextManager[None]:
@@ -93,7 +93,7 @@ class Session:
         rate: Callable[[int], float],
         *,
         seed: int,
-        objective: Objective = NEXT_TOKEN,
+        objective: LossFunction = NEXT_TOKEN,
         step: int = 0,
     ) -> None:
         """`rate`: from a step's number (0 is the first) to the factor on the peak learning rates. `seed`: of dropout.

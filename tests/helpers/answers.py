@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from llmtrain.config.run import ObjectiveConfig
 from llmtrain.data.stream.loader import TrainLoader
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.engine.dist.ranks import Ranks
+from llmtrain.losses.function import LossFunction
 from llmtrain.objectives.objective import Objective
 from llmtrain.optim.schedules import Cosine
 from tests.helpers.training import (
@@ -45,7 +45,7 @@ def session_figures(
     case: Case,
     engine: ZeroEngine,
     ranks: Ranks,
-    objective: Objective,
+    objective: LossFunction,
     data: TrainData,
     *,
     first: int = 0,
@@ -68,16 +68,16 @@ def session_figures(
 
 
 def prove_first(
-    case: Case, engine: ZeroEngine, ranks: Ranks, config: ObjectiveConfig, data: TrainData, base: Any = None
+    case: Case, engine: ZeroEngine, ranks: Ranks, config: Objective, data: TrainData, base: Any = None
 ) -> None:
     """Prove the identities of the initial weights as a run does. `base`: that of a reference computed at each step."""
-    from llmtrain.objectives.named import objective_of, with_reference
+    from llmtrain.losses.named import loss_of, with_reference
     from llmtrain.training.setup import prove_start
 
     resolved = resolved_run(case, ranks.world_size)
     resolved = replace(resolved, run=replace(resolved.run, objective=config))
-    wrap = functools.partial(with_reference, config=config, base=base)
-    objective = wrap(objective_of(config))
+    wrap = functools.partial(with_reference, objective=config, base=base)
+    objective = wrap(loss_of(config))
     prove_start(engine, resolved, objective, wrap, data, engine.mesh.place, ranks, own_teacher=False)
 
 
@@ -111,13 +111,13 @@ def plain_steps(case: Case, hf: Any, loss_of: Callable[[list[int]], torch.Tensor
 
 
 def trained_answers(
-    case: Case, config: ObjectiveConfig, data: TrainData, folder: str = "", *, resumes: bool = False
+    case: Case, config: Objective, data: TrainData, folder: str = "", *, resumes: bool = False
 ) -> tuple[Trace, Figures]:
     """All steps, in an engine of this case. `folder`: saves there after two steps; `resumes`: begins with other weights
     from there."""
     from llmtrain.checkpoint.load import load_checkpoint
     from llmtrain.checkpoint.reader import CheckpointReader
-    from llmtrain.objectives.named import objective_of
+    from llmtrain.losses.named import loss_of
 
     engine, ranks = make_engine(case)
     resolved = resolved_run(case, ranks.world_size)
@@ -134,7 +134,7 @@ def trained_answers(
 
     if not folder:
         prove_first(case, engine, ranks, config, data)
-    figures = session_figures(case, engine, ranks, objective_of(config), data, first=2 if resumes else 0, before=save)
+    figures = session_figures(case, engine, ranks, loss_of(config), data, first=2 if resumes else 0, before=save)
     trace = as_in_a_trace(figures, assembled(engine, ranks))
     engine.close()
     return trace, figures

@@ -335,7 +335,7 @@ _COLUMN = {"zero": 2, "objective": "distill", "top_k": 7}
 @contextlib.contextmanager
 def reference_that_trains() -> Iterator[None]:
     """Log-probabilities are compared with those of the model itself."""
-    from llmtrain.objectives.preference import Answers
+    from llmtrain.objectives.preferences import Answers
 
     with patch.object(Answers, "ratio", property(lambda self: self.log_prob - self.log_prob.detach())):
         yield
@@ -343,7 +343,7 @@ def reference_that_trains() -> Iterator[None]:
 
 def prompts_counted() -> Context:
     """Tokens that do not count are counted in an answer's length."""
-    return patch("llmtrain.objectives.answers.IGNORE", -1)  # type: ignore[return-value]
+    return patch("llmtrain.losses.answers.IGNORE", -1)  # type: ignore[return-value]
 
 
 @contextlib.contextmanager
@@ -389,24 +389,24 @@ def answers_without_the_others() -> Iterator[None]:
 @contextlib.contextmanager
 def divergence_of_a_micro_batch() -> Iterator[None]:
     """kto's z is that of the rank's first micro-batch."""
-    from llmtrain.objectives.preference import Kto
+    from llmtrain.losses.named import UnpairedLoss
 
-    right = Kto.look
-    with patch.object(Kto, "look", lambda self, micros, evaluate: right(self, micros[:1], evaluate)):
+    right = UnpairedLoss.look
+    with patch.object(UnpairedLoss, "look", lambda self, micros, evaluate: right(self, micros[:1], evaluate)):
         yield
 
 
 @contextlib.contextmanager
 def score_of_next_token() -> Iterator[None]:
     """The score is read at the token after an answer: of the next row, or what pads."""
-    from llmtrain.objectives import reward
+    from llmtrain.losses import named
 
-    last_tokens = reward.last_tokens
+    last_tokens = named.last_tokens
 
     def late(batch: Any) -> torch.Tensor:
         return (last_tokens(batch) + 1).clamp(max=batch.labels.numel() - 1)
 
-    with patch.object(reward, "last_tokens", late):
+    with patch.object(named, "last_tokens", late):
         yield
 
 
@@ -439,9 +439,9 @@ def reference_with_trained_modules() -> Context:
 @contextlib.contextmanager
 def teacher_without_temperature() -> Iterator[None]:
     """The student's logits alone are divided by the temperature."""
-    from llmtrain.objectives.distill import Distill
+    from llmtrain.losses.named import DistillLoss
 
-    right = Distill.sums
+    right = DistillLoss.sums
 
     def sums(self: Any, head: Any, hidden: Any, micro: Any) -> Any:
         asked, temperature = self._teacher.logits, self._terms.temperature
@@ -453,7 +453,7 @@ def teacher_without_temperature() -> Iterator[None]:
         with patch.object(self._teacher, "logits", hotter):
             return right(self, head, hidden, micro)
 
-    with patch.object(Distill, "sums", sums):
+    with patch.object(DistillLoss, "sums", sums):
         yield
 
 

@@ -12,16 +12,16 @@ from typing import Any
 
 import torch
 
-from llmtrain.config.objective import SCORED, filled
 from llmtrain.config.run import (
     AdapterConfig,
     DataConfig,
     ModelConfig,
-    ObjectiveConfig,
     ResolvedRun,
     RunConfig,
     TrainConfig,
 )
+from llmtrain.objectives.by_token import Distill
+from llmtrain.objectives.objective import Objective
 from llmtrain.optim.optimizers import Optimizer
 from llmtrain.optim.schedules import Cosine
 from llmtrain.parity.compare import Trace, Verdict, compare, hint
@@ -77,11 +77,12 @@ class Form:
         return "-".join([self.family, *tied, *optimizer, *objective, *parts, self.precision])
 
 
-def _objective(form: Form, model: str) -> ObjectiveConfig:
+def _objective(form: Form, model: str) -> Objective:
     """As filled in by a run. `model`: fields of the student's config.json."""
     if form.objective != "distill":
-        return filled(ObjectiveConfig(name=form.objective, reference=form.reference))  # type: ignore[arg-type]
-    asked = ObjectiveConfig(name="distill", beta=0.3, temperature=2.0, alpha=0.25, top_k=form.top_k)
+        return (Objective.of(form.objective, reference="online") if form.reference == "online"
+                else Objective.of(form.objective))  # fmt: skip
+    asked = Distill(beta=0.3, temperature=2.0, alpha=0.25, top_k=form.top_k)
     return asked if form.top_k else replace(asked, teacher=_teacher(model).name)
 
 
@@ -130,7 +131,7 @@ def resolved(form: Form) -> ResolvedRun:
             train=TrainConfig(micro_batch=2, accumulation=form.accumulation, max_steps=1000),
         )
         user = wanted(run, {})
-        small, shrunk_by = small_model(user.run.model, user.degrees, scores=form.objective in SCORED)
+        small, shrunk_by = small_model(user.run.model, user.degrees, scores=user.run.objective.scores)
         assert shrunk_by == 1.0, "the families are small already"
         run = small_run(user, small, 1e-3, form.ranks, form.steps, cpu=True)
         return resolve_in(Path(folder), user, run, 1e-3, form.ranks, form.precision)

@@ -17,13 +17,11 @@ from llmtrain.checkpoint.format import NOWHERE, FrozenSource
 from llmtrain.checkpoint.load import Resumed, resume
 from llmtrain.checkpoint.rundir import RunDirectory, find_folder
 from llmtrain.checkpoint.save import Saver
-from llmtrain.config.objective import SCORED
 from llmtrain.config.resolve import resolve
 from llmtrain.config.run import (
     AdapterConfig,
     DataConfig,
     ModelConfig,
-    ObjectiveConfig,
     ResolvedRun,
     RunConfig,
     TrainConfig,
@@ -35,8 +33,9 @@ from llmtrain.engine.deepspeed.engine import ZeroEngine
 from llmtrain.engine.deepspeed.process_group import join_process_group
 from llmtrain.engine.dist.control import from_all
 from llmtrain.engine.dist.ranks import Ranks
+from llmtrain.losses.function import LossFunction
+from llmtrain.losses.next_token import NEXT_TOKEN
 from llmtrain.models.spec import ModelSpec
-from llmtrain.objectives.next_token import NEXT_TOKEN
 from llmtrain.objectives.objective import Objective
 from llmtrain.optim.optimizers import PARAM, Optimizer
 from llmtrain.optim.schedules import Cosine
@@ -177,7 +176,7 @@ def resolved_run(case: Case, world_size: int) -> ResolvedRun:
                 freeze=list(case.freeze),
             ),
             adapter=AdapterConfig(**case.adapter),
-            objective=ObjectiveConfig(**case.objective),
+            objective=Objective.read(case.objective or {"name": "next_token"}),
             data=case_data(case),
             optim=Optimizer.of(
                 case.optimizer,
@@ -254,7 +253,7 @@ def make_engine(case: Case) -> tuple[ZeroEngine, Ranks]:
 def checked(resolved: ResolvedRun) -> Checked:
     """The run as `examine` gives it, without its checks and the columns of its data."""
     run = resolved.run
-    spec = ModelSpec.of(run.model, run.adapter, scores=run.objective.name in SCORED)
+    spec = ModelSpec.of(run.model, run.adapter, scores=run.objective.scores)
     return Checked(resolved=resolved, spec=spec, data=TrainData(run.data))
 
 
@@ -285,7 +284,7 @@ def train_steps(
     first: int,
     last: int,
     before_update: Callable[[], None] = lambda: None,
-    objective: Objective = NEXT_TOKEN,
+    objective: LossFunction = NEXT_TOKEN,
     data: TrainData | None = None,
 ) -> Trace:
     """Steps [first, last) with the engine. `data`: in place of the case's."""

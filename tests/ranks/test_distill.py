@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmtrain.config.run import ObjectiveConfig
+from llmtrain.objectives.by_token import Distill
 from tests.helpers.answers import spoil
 from tests.helpers.marks import slow_but
 from tests.helpers.training import (
@@ -98,16 +98,16 @@ def plainly(data: str, folder: str, k: int | None = None) -> Trace:
 
 def objective_on(case: Case, folder: str, terms: dict[str, float]) -> Any:
     """As a run makes it on this rank."""
+    from llmtrain.losses.named import loss_of
     from llmtrain.models.parallel.mesh import mesh_of
-    from llmtrain.objectives.named import objective_of
     from llmtrain.training.setup import teacher_of
     from tests.helpers.training import joined
 
     ranks = joined()
     resolved = resolved_run(case, ranks.world_size)
-    config = ObjectiveConfig(name="distill", teacher=folder, **terms)  # type: ignore[arg-type]
+    config = Distill(teacher=folder, **terms)
     run = replace(resolved.run, objective=config)
-    return objective_of(config, teacher_of(run, resolved.precision, ranks, mesh_of(resolved.degrees)))
+    return loss_of(config, teacher_of(run, resolved.precision, ranks, mesh_of(resolved.degrees)))
 
 
 def distilled(case: Case, folder: str, terms: dict[str, float]) -> tuple[Trace, dict[str, float]]:
@@ -188,14 +188,14 @@ def learnt_from_column(writes: Case, learns: Case, folder: str, top_k: int) -> t
     import torch.distributed as dist
 
     from llmtrain.data.stream.train_data import TrainData
+    from llmtrain.losses.named import loss_of
     from llmtrain.models.teacher import teacher_model
-    from llmtrain.objectives.named import objective_of
     from llmtrain.training.output_columns import of_teacher, write_teacher
     from llmtrain.training.setup import taught_by
     from tests.helpers.training import case_data, checked, joined
 
     ranks = joined()
-    config = ObjectiveConfig(name="distill", teacher=folder, top_k=top_k, **TERMS)  # type: ignore[arg-type]
+    config = Distill(teacher=folder, top_k=top_k, **TERMS)
     resolved = resolved_run(writes, ranks.world_size)
     asked = replace(resolved.run, objective=config, data=case_data(writes))
     of = of_teacher(resolved, teacher_model(config, asked.model))
@@ -204,7 +204,7 @@ def learnt_from_column(writes: Case, learns: Case, folder: str, top_k: int) -> t
     data = TrainData(case_data(learns))
     weights = data.take_teacher(data.teacher_columns(config, 512, "fp32"))
     engine, ranks = make_engine(learns)
-    trace = train_steps(learns, engine, ranks, 0, learns.steps, objective=objective_of(config), data=data)
+    trace = train_steps(learns, engine, ranks, 0, learns.steps, objective=loss_of(config), data=data)
     trace.parameters = assembled(engine, ranks)
     engine.close()
     return trace, taught_by(asked, weights, ranks)

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from llmtrain.config.run import ObjectiveConfig
 from llmtrain.data.stream.loader import validation_batches
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.models.spec import ModelSpec
+from llmtrain.objectives.objective import Objective
 from tests.helpers.adapters import plain_adapted
 from tests.helpers.answers import (
     SMALL,
@@ -46,12 +46,12 @@ SAVED = {**ADAPTER, "modules_to_save": ["lm_head", "model.embed_tokens", "*norm"
 TIED = {**SMALL, "tie_word_embeddings": True}
 
 
-def trained(case: Case, config: ObjectiveConfig) -> tuple[Trace, Figures]:
+def trained(case: Case, config: Objective) -> tuple[Trace, Figures]:
     """As a run does it, with its column where it has one; the last figures are of a validation."""
     import torch.distributed as dist
 
-    from llmtrain.objectives.named import objective_of, with_reference
-    from llmtrain.objectives.objective import LooksAhead
+    from llmtrain.losses.function import LooksAhead
+    from llmtrain.losses.named import loss_of, with_reference
     from llmtrain.training.output_columns import write_columns
     from llmtrain.training.setup import base_of
     from tests.helpers.training import checked, joined
@@ -66,7 +66,7 @@ def trained(case: Case, config: ObjectiveConfig) -> tuple[Trace, Figures]:
     batch, rank = resolved.batch, engine.mesh.place.data
     spec = ModelSpec.of(resolved.run.model, resolved.run.adapter)
     base = base_of(engine, spec, spec.initial_weights(0, ranks.device))
-    objective = with_reference(objective_of(config), config, base)
+    objective = with_reference(loss_of(config), config, base)
     prove_first(case, engine, ranks, config, data, base)
     figures = session_figures(case, engine, ranks, objective, data)
     last = list(validation_batches(data, sequences=3, micro_batch=2, rank=rank, data_parallel=batch.data_parallel))
@@ -104,7 +104,7 @@ def test_the_base_of_an_adapter_is_the_reference(pools: Any, tmp_path: Any, name
     """The first ratio is exactly 0; all that follows is that of the column, within 1e-6."""
     folder = prepared_unpaired(tmp_path) if name == "kto" else prepared_preferences(tmp_path)
     case = answers_case(folder, **{"adapter": ADAPTER, "lr": 5e-3, **form})
-    column = ObjectiveConfig(name=name)  # type: ignore[arg-type]
+    column = Objective.of(name)  # type: ignore[arg-type]
     want, _ = pools(2).run(trained, case, column)[0]
     for got, figures in pools(2).run(trained, case, replace(column, reference="online")):
         zero = "unpaired/kl" if name == "kto" else "pairs/margin"
@@ -116,11 +116,11 @@ def test_the_base_of_an_adapter_is_the_reference(pools: Any, tmp_path: Any, name
             assert largest_difference(got.parameters, want.parameters) < 1e-6
 
 
-def halves(case: Case, config: ObjectiveConfig, folder: str, first: int) -> tuple[Trace, Figures]:
+def halves(case: Case, config: Objective, folder: str, first: int) -> tuple[Trace, Figures]:
     """Step `first` and those after it, with a save before the third; from there where `first` is that step."""
     from llmtrain.checkpoint.format import frozen_source
     from llmtrain.engine.weights import prove_weights
-    from llmtrain.objectives.named import objective_of, with_reference
+    from llmtrain.losses.named import loss_of, with_reference
     from llmtrain.training.setup import base_of
     from tests.helpers.answers import spoil
     from tests.helpers.checkpoints import trainer_state
@@ -136,7 +136,7 @@ def halves(case: Case, config: ObjectiveConfig, folder: str, first: int) -> tupl
         assert resume_from(engine, resolved.run, folder, trainer, ranks) is not None
     else:
         left_out = frozen_source(getattr(source, "base", source), spec.frozen, prove_weights(engine, source, ranks))
-    objective = with_reference(objective_of(config), config, base_of(engine, spec, source))
+    objective = with_reference(loss_of(config), config, base_of(engine, spec, source))
 
     def save(step: int) -> None:
         if step == HALF and not first:
@@ -178,7 +178,7 @@ def test_new_tokens_have_their_initial_rows_in_the_reference_and_after_a_resume(
     with torch.no_grad():
         first = dict(enumerate(plain.answers(list(range(len(plain.rows))))[0].tolist()))
     want = Trace(plain_steps(case, hf, lambda rows: plain.loss("dpo", rows, first)), [], dict(hf.named_parameters()))
-    config, run = ObjectiveConfig(name="dpo", reference="online"), str(tmp_path / "run")
+    config, run = Objective.of("dpo", reference="online"), str(tmp_path / "run")
     whole, figures = pools(2).run(halves, case, config, run, 0)[0]
     assert figures[0]["pairs/margin"] == 0.0 and abs(figures[-1]["pairs/margin"]) > 1e-2
     rest, _ = pools(2).run(halves, replace(case, **{"accumulation": 1, **then}), config, run, HALF)[0]

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from llmtrain.base.errors import UserError
-from llmtrain.config.objective import OBJECTIVES
 from llmtrain.config.together import OPTIONS, against, pair
+from llmtrain.objectives.objective import Objective
 from llmtrain.parity.worlds import report
 from tests.helpers.families import EXPERTS, FAMILIES, FROZEN, VARIANTS
 from tests.helpers.parity import Form, check
@@ -187,7 +187,7 @@ WAYS = {f"zero{stage}": Form(zero=stage) for stage in range(4)} | {way: FORMS[wa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("objective", Objective.CHOICES)
 @pytest.mark.parametrize("adapter", ADAPTERS)
 @pytest.mark.parametrize("way", WAYS)
 def test_every_objective_with_every_adapter(pools: Any, way: str, adapter: str, objective: str) -> None:

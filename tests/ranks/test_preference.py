@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 import torch
 
-from llmtrain.config.run import ModelConfig, ObjectiveConfig
+from llmtrain.config.run import ModelConfig
 from llmtrain.data.manifest import SPLITS
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.stream.columns import write_reference
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.models.spec import ModelSpec
+from llmtrain.objectives.objective import Objective
 from tests.helpers.adapters import plain_adapted
 from tests.helpers.answers import Figures, answers_case, plain_steps, trained_answers
 from tests.helpers.families import FAMILIES
@@ -78,7 +79,7 @@ def plainly(case: Case, name: str, **options: float) -> Trace:
     return Trace(losses, [], {name: p.detach().clone() for name, p in hf.named_parameters()})
 
 
-def trained(case: Case, config: ObjectiveConfig, column: bool) -> tuple[Trace, Figures]:
+def trained(case: Case, config: Objective, column: bool) -> tuple[Trace, Figures]:
     """As a run does it: the reference's column under this form, then steps."""
     import torch.distributed as dist
 
@@ -131,7 +132,7 @@ def test_dpo_is_its_definition_under_every_form(pools, pairs, form):
     want = plain_dpo(pairs)
     assert want.losses[0] == pytest.approx(math.log(2), abs=1e-6) and want.losses[-1] < want.losses[0] - 0.01
     tolerance = 2e-5 if "tensor" in form else 1e-5
-    for got, figures in pools(2).run(trained, case_of(pairs, **form), ObjectiveConfig(name="dpo"), True):
+    for got, figures in pools(2).run(trained, case_of(pairs, **form), Objective.of("dpo"), True):
         first, last = figures[0], figures[-1]
         assert first["pairs/margin"] == 0.0 and abs(first["loss"] - math.log(2)) < 1e-6  # the reference is the start
         assert last["pairs/margin"] > 0 and last["pairs/accuracy"] > 0.5
@@ -144,7 +145,7 @@ def test_dpo_is_its_definition_under_every_form(pools, pairs, form):
 def test_dpo_of_an_adapter_and_of_shared_experts_is_its_definition(pools, pairs, form):
     """The reference of an adapter is the model beside it, as lora_B begins at 0."""
     want = plainly(case_of(pairs, **form), "dpo")
-    for got, figures in pools(2).run(trained, case_of(pairs, **form), ObjectiveConfig(name="dpo"), True):
+    for got, figures in pools(2).run(trained, case_of(pairs, **form), Objective.of("dpo"), True):
         assert figures[0]["pairs/margin"] == 0.0 and abs(figures[0]["loss"] - math.log(2)) < 1e-6
         assert figures[-1]["loss"] < figures[0]["loss"] - 1e-3
         assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 1e-5
@@ -161,7 +162,7 @@ def test_the_reference_of_an_adapter_that_goes_on_is_that_adapter(pools, pairs, 
     get_peft_model(plain_model(case), config).save_pretrained(str(tmp_path))
     case = replace(case, adapter={"r": 4, "alpha": 16.0, "start": str(tmp_path)})
     adapted, base = plainly(case, "dpo"), plainly(replace(case, adapter={}), "dpo")
-    got, figures = pools(2).run(trained, case, ObjectiveConfig(name="dpo"), True)[0]
+    got, figures = pools(2).run(trained, case, Objective.of("dpo"), True)[0]
     assert figures[0]["pairs/margin"] == 0.0 and abs(figures[0]["loss"] - math.log(2)) < 1e-6
     assert max(abs(a - b) for a, b in zip(got.losses, adapted.losses, strict=True)) < 1e-5
     assert max(abs(a - b) for a, b in zip(got.losses, base.losses, strict=True)) > 1e-4
@@ -180,11 +181,11 @@ OTHERS: list[tuple[str, dict[str, float], dict[str, Any]]] = [
 
 def test_every_objective_is_its_definition(pools, pairs):
     """At a third of the rate: AdamW makes an update of a gradient that is all rounding; some have those."""
-    pools(2).run(trained, case_of(pairs), ObjectiveConfig(name="dpo"), True)  # writes the column
+    pools(2).run(trained, case_of(pairs), Objective.of("dpo"), True)  # writes the column
     for name, options, form in OTHERS:
         form = {**form, "lr": 1e-4}
         want = plainly(case_of(pairs, lr=1e-4), name, **options)
-        config = ObjectiveConfig(name=name, **options)  # type: ignore[arg-type]
+        config = Objective.of(name, **options)  # type: ignore[arg-type]
         got, _ = pools(2).run(trained, case_of(pairs, **form), config, False)[0]
         assert max(abs(a / b - 1) for a, b in zip(got.losses, want.losses, strict=True)) < 1e-5, name
         assert (worst := largest_difference(got.parameters, want.parameters)) < 1e-5, (name, worst)
@@ -198,7 +199,7 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_kto_is_its_definition_under_every_form(pools, judged):
     """z is of the global batch: three micro-batches a rank and one give the same."""
     want = plainly(case_of(judged, lr=2e-3), "kto")
-    config = ObjectiveConfig(name="kto", beta=0.1, desirable_weight=1.0, undesirable_weight=0.25)
+    config = Objective.of("kto", beta=0.1, desirable_weight=1.0, undesirable_weight=0.25)
     for form in ({"stage": 2}, FORMS[2], FORMS[4], FORMS[6]):
         case = case_of(judged, **{**form, "lr": 2e-3})
         tolerance = 2e-5 if "tensor" in form else 1e-5
@@ -212,7 +213,7 @@ def resumed_dpo(case: Case, folder: str) -> tuple[Trace, Trace]:
     """(a whole run, steps 2 and 3 from its checkpoint in an engine with other weights)"""
     data = TrainData(case_data(case))
     data.take_reference(case.precision)
-    whole, again = (trained_answers(case, ObjectiveConfig(name="dpo"), data, folder, resumes=resumes)[0]
+    whole, again = (trained_answers(case, Objective.of("dpo"), data, folder, resumes=resumes)[0]
                     for resumes in (False, True))  # fmt: skip
     return whole, again
 

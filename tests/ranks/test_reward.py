@@ -19,9 +19,10 @@ import torch.nn.functional as F
 from llmtrain.base.errors import CheckpointError
 from llmtrain.checkpoint.hf.exporting import export_hf
 from llmtrain.checkpoint.reader import CheckpointReader
-from llmtrain.config.run import AdapterConfig, ModelConfig, ObjectiveConfig
+from llmtrain.config.run import AdapterConfig, ModelConfig
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.models.spec import ModelSpec
+from llmtrain.objectives.objective import Objective
 from tests.helpers.answers import Figures, answers_case, plain_steps, trained_answers
 from tests.helpers.families import FAMILIES
 from tests.helpers.preference import Plain, prepared_preferences
@@ -89,7 +90,7 @@ def plainly(case: Case) -> tuple[Trace, Figures]:
 
 
 def trained(case: Case, folder: str, resumes: bool = False) -> tuple[Trace, Figures]:
-    config = ObjectiveConfig(**case.objective)
+    config = Objective.read(case.objective or {"name": "next_token"})
     return trained_answers(case, config, TrainData(case_data(case)), folder, resumes=resumes)
 
 

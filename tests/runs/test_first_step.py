@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -117,10 +118,10 @@ def test_a_column_whose_prompts_with_other_answers_are_off_ends_a_run_of_kto(
 
 def other_sign(_: int) -> None:
     """simpo with its gamma added."""
-    from llmtrain.objectives import preference
+    from llmtrain.objectives.preferences import SimPo
 
-    right = preference.LOSSES["simpo"]
-    preference.LOSSES["simpo"] = lambda a, o: right(a, {**o, "gamma": -o["gamma"]})
+    right = SimPo.losses
+    SimPo.losses = lambda self, a: right(replace(self, gamma=-self.gamma), a)  # type: ignore[method-assign]
 
 
 def loud_adapter(_: int) -> None:

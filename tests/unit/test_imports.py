@@ -18,10 +18,10 @@ PACKAGE = ROOT / "llmtrain"
 # Parts that share a layer are siblings: they never import each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("base",),
-    ("optim", "storage"),
+    ("objectives", "optim", "storage"),
     ("cluster", "config"),
     ("data", "models", "tracking"),
-    ("objectives",),
+    ("losses",),
     ("engine",),
     ("checkpoint",),
     ("sites",),
@@ -35,6 +35,7 @@ LAYER_OF = {part: depth for depth, parts in enumerate(LAYERS) for part in parts}
 HEAVY = {"torch", "deepspeed", "transformers", "numpy", "pandas"}
 LIGHT = (
     "base",
+    "objectives",
     "optim",
     "storage/hub",
     "config",

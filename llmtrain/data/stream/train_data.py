@@ -11,13 +11,13 @@ import numpy as np
 import xxhash
 
 from llmtrain.base.errors import DataError
-from llmtrain.config.objective import options
-from llmtrain.config.run import DataConfig, ObjectiveConfig
+from llmtrain.config.run import DataConfig
 from llmtrain.data.manifest import SPLITS, Manifest, Split
 from llmtrain.data.shards import FileSum, PreparedSet, TokenStream
 from llmtrain.data.stream.columns import read_reference
 from llmtrain.data.stream.order import Mixture, permute
 from llmtrain.data.stream.windows import IGNORED, Conversations, Preferences, Texts, Unpaired, Window, kind_of
+from llmtrain.objectives.by_token import Distill
 
 if TYPE_CHECKING:
     from llmtrain.data.stream.columns import TeacherColumn
@@ -92,7 +92,7 @@ class TrainData:
         return hashes
 
     def teacher_columns(
-        self, objective: ObjectiveConfig, vocabulary: int, precision: str, weights: str = ""
+        self, objective: Distill, vocabulary: int, precision: str, weights: str = ""
     ) -> list[TeacherColumn]:
         """What the teacher's column of each set is to be; its files are not known. Raises DataError: k is too large."""
         from llmtrain.data.stream.columns import TeacherColumn
@@ -107,7 +107,7 @@ class TrainData:
                 data=member.prepared.manifest.data_fingerprint,
                 windows=member.train.context,
                 top_k=objective.top_k,
-                temperature=float(options(objective)["temperature"]),
+                temperature=objective.temperature,
                 vocabulary=vocabulary,
                 precision=precision,
                 places={"train": member.train.place_count, "validation": member.validation.place_count},

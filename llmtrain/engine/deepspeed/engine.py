@@ -22,6 +22,8 @@ from llmtrain.engine import progress
 from llmtrain.engine.api import ForwardCopy, StateTensor, Update
 from llmtrain.engine.deepspeed.state import HalfState, PlainState, State
 from llmtrain.engine.dist.ranks import Ranks
+from llmtrain.losses.function import LossFunction
+from llmtrain.losses.next_token import NEXT_TOKEN, NextTokenLoss
 from llmtrain.models import transformers_private
 from llmtrain.models.experts import RoutingFigures
 from llmtrain.models.head import Head
@@ -30,8 +32,6 @@ from llmtrain.models.loss import IGNORE
 from llmtrain.models.parallel.mesh import Mesh
 from llmtrain.models.score import gives_scores
 from llmtrain.models.skeleton import layer_configs
-from llmtrain.objectives.next_token import NEXT_TOKEN, NextToken
-from llmtrain.objectives.objective import Objective
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -117,7 +117,7 @@ class _LastScore:
         return head.once(scores.sum().unsqueeze(0))
 
 
-class _OfLogits(NextToken):
+class _OfLogits(NextTokenLoss):
     """The next-token loss of logits in place of the hidden state, by torch."""
 
     def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
@@ -149,7 +149,7 @@ class ZeroEngine:
         """True until it is known that ZeRO 3 takes every gradient."""
 
     def forward_backward(
-        self, micros: Sequence[MicroBatch], weight: Callable[[], int], objective: Objective = NEXT_TOKEN
+        self, micros: Sequence[MicroBatch], weight: Callable[[], int], objective: LossFunction = NEXT_TOKEN
     ) -> list[Tensor]:
         """The gradient of a step: the sums of each micro-batch."""
         sums: list[Tensor] = []
@@ -159,7 +159,7 @@ class ZeroEngine:
                 self.deepspeed.step()  # counts the micro-batch; updates nothing before the last one
         return sums
 
-    def micro_step(self, micro: MicroBatch, weight: Callable[[], int], objective: Objective) -> Tensor:
+    def micro_step(self, micro: MicroBatch, weight: Callable[[], int], objective: LossFunction) -> Tensor:
         """Forward and backward pass of one micro-batch; its sums.
 
         DeepSpeed divides by the accumulation steps and averages over the ranks with other tokens, as if all held
@@ -244,7 +244,7 @@ class ZeroEngine:
 
     @torch.no_grad()
     def evaluate(
-        self, batches: Iterable[MicroBatch], objective: Objective = NEXT_TOKEN
+        self, batches: Iterable[MicroBatch], objective: LossFunction = NEXT_TOKEN
     ) -> tuple[dict[str, float], int]:
         """(the objective's figures, their weight) over all ranks. Every rank must get equally many micro-batches."""
         module = self.module
@@ -263,7 +263,7 @@ class ZeroEngine:
             module.train()
         return self._figures(objective, sums, weight)
 
-    def _figures(self, objective: Objective, sums: Tensor, weight: int) -> tuple[dict[str, float], int]:
+    def _figures(self, objective: LossFunction, sums: Tensor, weight: int) -> tuple[dict[str, float], int]:
         """What `evaluate` returns, from this rank's sums and weight."""
         *totals, counted = self.means(torch.cat([sums.cpu(), torch.tensor([weight], dtype=torch.float64)]), 1)
         return dict(zip(objective.figures, (each / max(1, counted) for each in totals), strict=True)), int(counted)
@@ -285,7 +285,7 @@ class ZeroEngine:
         inputs = self._shareable(inputs)
         micro = MicroBatch(inputs=inputs, labels=inputs.roll(-1, dims=1), sample_indices=[])
         scores = gives_scores(self.module.config)
-        own: Objective = _LastScore() if scores else NEXT_TOKEN
+        own: LossFunction = _LastScore() if scores else NEXT_TOKEN
         ours, _ = self.evaluate([micro], own)
         self._want_logits(True)
         try:
@@ -310,7 +310,7 @@ class ZeroEngine:
         labels[:, :half] = IGNORE
         other = inputs.clone()
         other[:, :half] = inputs[:, :half].flip(1).roll(1, dims=1)
-        last: Objective = _LastScore() if gives_scores(self.module.config) else NEXT_TOKEN
+        last: LossFunction = _LastScore() if gives_scores(self.module.config) else NEXT_TOKEN
         losses = []
         for tokens in (inputs, other):
             micro = MicroBatch(inputs=tokens, labels=labels, sample_indices=[], positions=positions)
@@ -334,7 +334,7 @@ class ZeroEngine:
         """As many columns as the ranks of a row can share."""
         return inputs[:, : inputs.shape[1] // self.mesh.degrees.sequence * self.mesh.degrees.sequence]
 
-    def _sums(self, micro: MicroBatch, objective: Objective) -> Tensor:
+    def _sums(self, micro: MicroBatch, objective: LossFunction) -> Tensor:
         """The forward pass of a micro-batch."""
         there = self._on_device(micro)
         sums: Tensor = self.deepspeed(there.inputs, functools.partial(objective.sums, micro=there), there.positions)

@@ -20,10 +20,10 @@ from llmtrain.engine.deepspeed.engine import ZeroEngine
 from llmtrain.engine.deepspeed.state import base_optimizer
 from llmtrain.engine.dist.control import AgreedError, from_all
 from llmtrain.engine.dist.ranks import Ranks
+from llmtrain.losses.function import LossFunction
+from llmtrain.losses.next_token import NEXT_TOKEN
 from llmtrain.models.parallel.mesh import Mesh
 from llmtrain.models.parallel.pipeline import PipelineLanguageModel
-from llmtrain.objectives.next_token import NEXT_TOKEN
-from llmtrain.objectives.objective import Objective
 
 
 class PipelineZeroEngine(ZeroEngine):
@@ -41,7 +41,7 @@ class PipelineZeroEngine(ZeroEngine):
         deepspeed._compute_loss = False  # what the last stage gives is the loss already
 
     def forward_backward(
-        self, micros: Sequence[MicroBatch], weight: Callable[[], int], objective: Objective = NEXT_TOKEN
+        self, micros: Sequence[MicroBatch], weight: Callable[[], int], objective: LossFunction = NEXT_TOKEN
     ) -> list[Tensor]:
         """The gradient of a step. Not through train_batch(): that waits for the device and broadcasts the loss."""
         engine, module = self.deepspeed, self._pipeline
@@ -57,7 +57,7 @@ class PipelineZeroEngine(ZeroEngine):
     def routing(self) -> None:
         """Mixtures of experts have no pipeline."""
 
-    def _run(self, micros: list[MicroBatch], schedule: Any, objective: Objective) -> list[Tensor]:
+    def _run(self, micros: list[MicroBatch], schedule: Any, objective: LossFunction) -> list[Tensor]:
         """Follow a schedule; the sums of each micro-batch on the last stage, zeros elsewhere."""
         engine, module = self.deepspeed, self._pipeline
         module.sums = []
@@ -70,7 +70,7 @@ class PipelineZeroEngine(ZeroEngine):
         sums, module.sums = module.sums, []
         return sums or [torch.zeros(len(objective.figures), device=self._ranks.device) for _ in micros]
 
-    def _inputs(self, micros: list[MicroBatch], objective: Objective) -> Iterator[tuple[Any, None]]:
+    def _inputs(self, micros: list[MicroBatch], objective: LossFunction) -> Iterator[tuple[Any, None]]:
         """Inputs of the first stage; DeepSpeed would hand labels to the last one."""
         for micro in micros:
             heart.beat()
@@ -82,7 +82,7 @@ class PipelineZeroEngine(ZeroEngine):
 
     @torch.no_grad()
     def evaluate(
-        self, batches: Iterable[MicroBatch], objective: Objective = NEXT_TOKEN
+        self, batches: Iterable[MicroBatch], objective: LossFunction = NEXT_TOKEN
     ) -> tuple[dict[str, float], int]:
         """Over all stages: the last one has the loss."""
         engine, module = self.deepspeed, self._pipeline

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from llmtrain.base.errors import ModelError
-from llmtrain.config.objective import SCORED
 from llmtrain.config.problems import Places, Problems, closest
 from llmtrain.config.run import AdapterConfig, ModelConfig, ResolvedRun
 from llmtrain.config.schema import type_name
@@ -341,7 +340,7 @@ def check_model(resolved: ResolvedRun) -> tuple[ModelSpec, tuple[str, ...]]:
         problems.raise_if_any()
     key = "model.pretrained" if model.pretrained else "model.config"
     _load_config(model, key, places, problems)
-    spec = ModelSpec.of(model, run.adapter, scores=run.objective.name in SCORED)
+    spec = ModelSpec.of(model, run.adapter, scores=run.objective.scores)
     hf = spec.skeleton
     if model.attention in _FLASH_PACKAGES:
         _check_flash(hf, model.attention, places, problems)

@@ -63,6 +63,7 @@ def test_a_field_of_another_choice_is_refused_in_the_yaml_and_on_the_command_lin
 def test_there_are_fields_to_refuse() -> None:
     assert {("schedule", "cosine", "decay_steps"), ("schedule", "constant", "min_ratio")} <= set(FOREIGN)
     assert {("optim", "adamw", "muon_lr"), ("optim", "lion", "eps")} <= set(FOREIGN)
+    assert {("objective", "next_token", "beta"), ("objective", "simpo", "reference")} <= set(FOREIGN)
     assert {("sites", "diloco", "fragments"), ("sites", "diloco", "meet_every")} <= set(FOREIGN)
     assert {("sites", "every_step", "sync_every"), ("sites", "async", "outer_lr")} <= set(FOREIGN)
 
@@ -159,6 +160,13 @@ EARLIER: dict[str, dict[str, Any]] = {
         "keys": None,
         "listen": None,
     },
+    "objective": {
+        "name": "next_token",
+        **dict.fromkeys(("beta", "smoothing", "gamma", "alpha", "temperature", "teacher", "teacher_revision", "top_k")),
+        **dict.fromkeys(("desirable_weight", "undesirable_weight")),
+        "reference": "column",
+        "centering": None,
+    },
 }
 """Sections as llmtrain dumped them until November 2026: with the fields of all choices."""
 
@@ -178,7 +186,13 @@ def test_the_dump_of_an_earlier_version_is_read(section: str, here: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("section", "field", "value"), [("schedule", "min_ratio", 0.5), ("optim", "eps", 0.1), ("sites", "fragments", 2)]
+    ("section", "field", "value"),
+    [
+        ("schedule", "min_ratio", 0.5),
+        ("optim", "eps", 0.1),
+        ("sites", "fragments", 2),
+        ("objective", "reference", "online"),
+    ],
 )
 def test_what_somebody_wrote_into_such_a_dump_is_refused(section: str, field: str, value: Any, here: Path) -> None:
     write(here, {section: {**EARLIER[section], field: value}})

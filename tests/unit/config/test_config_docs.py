@@ -54,5 +54,5 @@ def test_every_field_has_a_line_and_a_meaning() -> None:
 def test_writing_twice_changes_nothing(tmp_path: Path) -> None:
     copy = tmp_path / PAGE.name
     copy.write_text(TEXT, encoding="utf-8")
-    write_into(copy)
+    write_into(copy, PAGES[PAGE.name]())
     assert copy.read_text(encoding="utf-8") == TEXT

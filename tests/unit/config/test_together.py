@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 from llmtrain.base.errors import ConfigError
-from llmtrain.config.objective import DISTILL, NEXT_TOKEN, OBJECTIVES
 from llmtrain.config.resolve import resolve
-from llmtrain.config.run import AdapterConfig, DataConfig, ModelConfig, ObjectiveConfig, RunConfig, TrainConfig
+from llmtrain.config.run import AdapterConfig, DataConfig, ModelConfig, RunConfig, TrainConfig
 from llmtrain.config.together import ADAPTERS, FORMS, OPTIONS, against, markdown, pair, refusals
 from llmtrain.config.topology import Mix
+from llmtrain.objectives.objective import Objective
 from tests.ranks import test_adapter, test_preference
 
-ROWS = {**{name: (NEXT_TOKEN, adapter) for name, adapter in ADAPTERS.items()},
-        **{name: (name, AdapterConfig()) for name in OBJECTIVES},
-        **{f"{name} with LoRA": (name, AdapterConfig(r=8)) for name in OBJECTIVES}}  # fmt: skip
+ROWS = {**{name: ("next_token", adapter) for name, adapter in ADAPTERS.items()},
+        **{name: (name, AdapterConfig()) for name in Objective.CHOICES},
+        **{f"{name} with LoRA": (name, AdapterConfig(r=8)) for name in Objective.CHOICES}}  # fmt: skip
 
 
 def json_of(form: Mix) -> dict[str, Any]:
@@ -43,10 +43,10 @@ def test_the_resolver_refuses_what_the_table_refuses(form: str, tmp_path: Path) 
     path.write_text(json.dumps(json_of(FORMS[form])))
     (tmp_path / "config.json").write_text("{}")  # of a teacher
     for name, (objective, adapter) in ROWS.items():
-        teacher = str(tmp_path) if objective == DISTILL else None
+        teacher = {"teacher": str(tmp_path)} if objective == "distill" else {}
         run = RunConfig(
             deepspeed=str(path), adapter=adapter, model=ModelConfig(config={"model_type": "llama"}),
-            objective=ObjectiveConfig(name=objective, teacher=teacher), # type: ignore[arg-type]
+            objective=Objective.of(objective, **teacher),
             data=DataConfig(path="data", sequence_length=128),
             train=TrainConfig(global_batch=4, micro_batch=1, max_steps=10),
         )  # fmt: skip
@@ -74,7 +74,7 @@ def test_the_resolver_refuses_the_pairs_that_the_table_refuses(one: str, tmp_pat
             deepspeed=str(tmp_path / "ds.json"),
             model=ModelConfig(pretrained=str(tmp_path), **given.get("model", {})),
             adapter=AdapterConfig(**given.get("adapter", {})),
-            objective=ObjectiveConfig(**given.get("objective", {})),
+            objective=Objective.read(given.get("objective", {"name": "next_token"})),
             data=DataConfig(path="data", sequence_length=128),
             train=TrainConfig(global_batch=4, micro_batch=1, max_steps=10),
         )
@@ -123,4 +123,4 @@ def test_lora_and_dpo_train_on_ranks_in_each_form_that_says_yes() -> None:
 
 def test_every_objective_stands_in_the_table() -> None:
     (line,) = [line for line in markdown().splitlines() if "`dpo`" in line]
-    assert line.split(" | ")[0].strip("| ").replace("`", "").split(", ") == [n for n in OBJECTIVES if n != NEXT_TOKEN]
+    assert line.split(" | ")[0].strip("| ").replace("`", "").split(", ") == [*Objective.CHOICES][1:]

@@ -11,17 +11,18 @@ import numpy as np
 import pytest
 
 from llmtrain.base.errors import DataError
-from llmtrain.config.run import DataConfig, ObjectiveConfig
+from llmtrain.config.run import DataConfig
 from llmtrain.data.manifest import Split
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.stream import columns
 from llmtrain.data.stream.columns import ColumnWriter
 from llmtrain.data.stream.train_data import TrainData
+from llmtrain.objectives.by_token import Distill
 from tests.helpers.chat import KINDS, write_tokenizer
 from tests.helpers.preference import preferences
 
 K, WORDS = 3, 400
-DISTILL = ObjectiveConfig(name="distill", teacher="t", top_k=K, temperature=2.0)
+DISTILL = Distill(teacher="t", top_k=K, temperature=2.0)
 
 
 def prepare(folder: Path, records: list[dict[str, object]], *form: str) -> str:
@@ -100,7 +101,7 @@ def test_each_label_finds_its_own_words(config: DataConfig, vocabulary: int, mon
     assert column.bytes_a_place == 4 * (K + 1) + K * (2 if vocabulary == WORDS else 4)
 
 
-def refused(config: DataConfig, objective: ObjectiveConfig = DISTILL, vocabulary: int = WORDS) -> str:
+def refused(config: DataConfig, objective: Distill = DISTILL, vocabulary: int = WORDS) -> str:
     data = TrainData(config)
     with pytest.raises(DataError) as caught:
         data.take_teacher(data.teacher_columns(objective, vocabulary, "fp32"))
@@ -115,7 +116,7 @@ def test_a_column_of_something_else_is_refused(config: DataConfig) -> None:
     assert "has no column of the teacher's likeliest words" in refused(config)
     write(config)
     assert "objective.top_k: 3 there, and 2 in this run" in refused(config, replace(DISTILL, top_k=2))
-    assert "objective.temperature: 2.0 there, and 1.0" in refused(config, replace(DISTILL, temperature=None))
+    assert "objective.temperature: 2.0 there, and 1.0" in refused(config, replace(DISTILL, temperature=1.0))
     assert "words of the model: 400 there, and 500" in refused(config, vocabulary=500)
     with pytest.raises(DataError, match=r"objective\.top_k 3: the model has 2 words; lower it"):
         TrainData(config).teacher_columns(DISTILL, 2, "fp32")

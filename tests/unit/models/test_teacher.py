@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from llmtrain.base.errors import ConfigError, ModelError
-from llmtrain.config.run import ModelConfig, ObjectiveConfig
+from llmtrain.config.run import ModelConfig
 from llmtrain.models.spec import ModelSpec
 from llmtrain.models.teacher import check_teacher, load_teacher, teacher_checksums, teacher_model
+from llmtrain.objectives.objective import Objective
 from tests.helpers.chat import KINDS, write_tokenizer
 from tests.helpers.hf_folders import new_model
 
@@ -29,7 +30,7 @@ def teacher(tmp_path: Path) -> Path:
 
 
 def of(folder: Path) -> ModelConfig:
-    return teacher_model(ObjectiveConfig(name="distill", teacher=str(folder)), student().model)
+    return teacher_model(Objective.of("distill", teacher=str(folder)), student().model)
 
 
 def student(**fields: Any) -> ModelSpec:

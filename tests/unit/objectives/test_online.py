@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from llmtrain.base.errors import ConfigError
-from llmtrain.config.objective import check_objective, wants_column
+from llmtrain.config.objective import check_objective
 from llmtrain.config.problems import Problems
-from llmtrain.config.run import AdapterConfig, ObjectiveConfig, RunConfig
+from llmtrain.config.run import AdapterConfig, RunConfig
+from llmtrain.objectives.objective import Objective
 
 pytestmark = pytest.mark.needs("peft")
 
@@ -19,12 +20,11 @@ pytestmark = pytest.mark.needs("peft")
     [
         ("dpo", {}, "with its adapter switched off, and the run has none"),
         ("dpo", {"r": 4, "alpha": 8.0, "start": "folder"}, "without the adapter of adapter.start"),
-        ("simpo", {"r": 4, "alpha": 8.0}, "objective.name simpo compares with no reference"),
     ],
 )
 def test_what_has_no_such_reference_is_refused(name: Any, adapter: dict[str, Any], words: str) -> None:
     problems = Problems()
-    objective = ObjectiveConfig(name=name, reference="online")
+    objective = Objective.of(name, reference="online")
     run = RunConfig(deepspeed="ds.json", adapter=AdapterConfig(**adapter), objective=objective)
     check_objective(run, {}, problems)
     with pytest.raises(ConfigError) as error:
@@ -34,7 +34,7 @@ def test_what_has_no_such_reference_is_refused(name: Any, adapter: dict[str, Any
 
 def test_it_wants_no_column() -> None:
     run = RunConfig(deepspeed="ds.json", adapter=AdapterConfig(r=4, alpha=8.0),
-                    objective=ObjectiveConfig(name="kto", reference="online"))  # fmt: skip
+                    objective=Objective.of("kto", reference="online"))  # fmt: skip
     check_objective(run, {}, problems := Problems())
     problems.raise_if_any()
-    assert not wants_column(run.objective) and wants_column(ObjectiveConfig(name="kto"))
+    assert run.objective.reference == "online" and Objective.of("kto").reference == "column"

@@ -13,19 +13,19 @@ import numpy as np
 import pytest
 import torch
 
-from llmtrain.config.objective import filled
-from llmtrain.config.run import DataConfig, ObjectiveConfig
+from llmtrain.config.run import DataConfig
 from llmtrain.data.manifest import SPLITS
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.stream.columns import write_reference
 from llmtrain.data.stream.loader import AnswerBatch, MicroBatch, UnpairedBatch, batches_of
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.data.stream.windows import partners
+from llmtrain.losses.function import LossFunction
+from llmtrain.losses.named import loss_of
+from llmtrain.losses.next_token import NEXT_TOKEN
 from llmtrain.models.distillation import Terms, distilled_sums
 from llmtrain.models.language import LanguageModel
 from llmtrain.models.loss import HeadForm
-from llmtrain.objectives.named import objective_of
-from llmtrain.objectives.next_token import NEXT_TOKEN
 from llmtrain.objectives.objective import Objective
 from tests.helpers.preference import Plain, prepared_preferences, prepared_unpaired
 from tests.helpers.training import LLAMA
@@ -71,10 +71,10 @@ def batch_of(folder: str, models: tuple[Any, Any]) -> tuple[AnswerBatch, dict[in
     return micro, dict(enumerate(values.tolist())), plain
 
 
-def ours(hf: Any, objective: Objective, micro: AnswerBatch) -> float:
+def ours(hf: Any, objective: LossFunction, micro: AnswerBatch) -> float:
     model = LanguageModel(copy.deepcopy(hf), 40)
 
-    def evaluate(micros: Any, asked: Objective) -> tuple[dict[str, float], int]:
+    def evaluate(micros: Any, asked: LossFunction) -> tuple[dict[str, float], int]:
         sums = sum(model(each.inputs, functools.partial(asked.sums, micro=each), each.positions) for each in micros)
         weight = sum(map(asked.weight, micros))
         return dict(zip(asked.figures, (sums / weight).tolist(), strict=True)), weight
@@ -141,7 +141,7 @@ def test_losses_over_pairs_are_those_of_trl(tmp_path: Path, models: Any, name: s
         examples.append({"prompt_ids": prompt, "chosen_ids": answer, "rejected_ids": other})
     with torch.no_grad():
         want = peer._compute_loss(peer.model.eval(), peer.data_collator(examples), False).item()
-    got = ours(models[0], objective_of(filled(ObjectiveConfig(name=name, **options))), micro)
+    got = ours(models[0], loss_of(Objective.of(name, **options)), micro)
     print(f"{name}: {got:.8f} here, {want:.8f} in TRL {trl.__version__}, {len(examples)} pairs")
     assert got == pytest.approx(want, rel=DIFFERENCE)
 
@@ -188,7 +188,7 @@ def test_a_reward_models_loss_is_that_of_trl(tmp_path: Path, centering: float) -
     peer.model.config.pad_token_id = peer.data_collator.pad_token_id = min(padding, made.config.vocab_size - 1)
     with torch.no_grad():
         want = peer.compute_loss(peer.model.eval(), peer.data_collator(examples)).item()
-    got = ours(made, objective_of(filled(ObjectiveConfig(name="reward", centering=centering))), micro)
+    got = ours(made, loss_of(Objective.of("reward", centering=centering)), micro)
     print(f"reward: {got:.8f} here, {want:.8f} in TRL {trl.__version__}, {len(examples)} pairs")
     assert got == pytest.approx(want, rel=DIFFERENCE)
 
@@ -211,7 +211,7 @@ def test_losses_without_a_reference_are_those_of_trl(tmp_path: Path, models: Any
         ("simpo", CPOTrainer.cpo_loss(cpo, *means.T)[0].mean()),
         ("orpo", -means[:, 0].mean() - ORPOTrainer.odds_ratio_loss(odds, *means.T)[0].mean()),
     ):
-        got = ours(models[0], objective_of(filled(ObjectiveConfig(name=name))), micro)
+        got = ours(models[0], loss_of(Objective.of(name)), micro)
         print(f"{name}: {got:.8f} here, {want.item():.8f} in TRL {trl.__version__}")
         assert got == pytest.approx(want.item(), rel=DIFFERENCE)
 
@@ -231,7 +231,7 @@ def test_kto_is_that_of_trl(tmp_path: Path, models: Any) -> None:
         examples.append({"prompt_ids": prompt, "completion_ids": answer, "KL_completion_ids": other, "label": label})
     with torch.no_grad():
         want = peer._compute_loss(peer.model.eval(), peer.data_collator(examples), False).item()
-    got = ours(models[0], objective_of(filled(ObjectiveConfig(name="kto", undesirable_weight=2.0))), micro)
+    got = ours(models[0], loss_of(Objective.of("kto", undesirable_weight=2.0)), micro)
     print(f"kto: {got:.8f} here, {want:.8f} in TRL {trl.__version__}, {len(examples)} answers")
     assert got == pytest.approx(want, rel=DIFFERENCE)
 

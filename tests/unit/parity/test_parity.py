@@ -173,16 +173,13 @@ def test_the_reference_takes_nothing_from_a_run_but_its_settings_and_its_first_w
     }
     assert taken <= {
         "llmtrain.config.batch.Batch",
-        "llmtrain.config.objective.BY_TOKEN",
-        "llmtrain.config.objective.SCORED",
-        "llmtrain.config.objective.UNPAIRED",
         "llmtrain.config.run.ModelConfig",
-        "llmtrain.config.run.ObjectiveConfig",
         "llmtrain.config.run.ResolvedRun",
         "llmtrain.models.skeleton.DTYPES",
         "llmtrain.models.skeleton.load_config",
         "llmtrain.models.source.ParameterSource",
         "llmtrain.models.spec.ModelSpec",
+        "llmtrain.objectives.objective.Objective",
         "llmtrain.optim.optimizers.AdamW",
         "llmtrain.optim.optimizers.Lion",
         "llmtrain.optim.optimizers.Muon",

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmtrain.config.run import DataConfig, ObjectiveConfig, RunConfig
+from llmtrain.config.run import DataConfig, RunConfig
 from llmtrain.data.manifest import SPLITS
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.stream import train_data, windows
 from llmtrain.data.stream.columns import numbers, write_reference
+from llmtrain.objectives.objective import Objective
 from llmtrain.parity.run_folder import differences, told
 from tests.helpers.preference import prepared_preferences, prepared_unpaired
 
@@ -37,7 +38,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory, small_data: str) -> dict[s
 def run_of(folders: dict[str, str], name: Any) -> RunConfig:
     texts = name == "next_token"
     data = DataConfig(path=folders[name], sequence_length=32 if texts else 192, isolate_documents=True)
-    return RunConfig(deepspeed="ds.json", objective=ObjectiveConfig(name=name), data=data)
+    return RunConfig(deepspeed="ds.json", objective=Objective.of(name), data=data)
 
 
 @pytest.mark.parametrize("name", ["dpo", "kto", "next_token"])

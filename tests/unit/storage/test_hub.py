@@ -26,11 +26,12 @@ from llmtrain.checkpoint.hf.exporting import base_fields
 from llmtrain.cli import main
 from llmtrain.config import pinned as base
 from llmtrain.config.load import parse
-from llmtrain.config.run import ModelConfig, ObjectiveConfig, RunConfig, TrainConfig
+from llmtrain.config.run import ModelConfig, RunConfig, TrainConfig
 from llmtrain.data.manifest import read_manifest
 from llmtrain.models.skeleton import load_config
 from llmtrain.models.source import INDEX, SafetensorsSource
 from llmtrain.models.teacher import teacher_model
+from llmtrain.objectives.objective import Objective
 from llmtrain.storage.hub import transfer as fetching
 from llmtrain.storage.hub.names import is_name
 from tests.helpers.hf_folders import checkpoint_of, model_folder, new_model
@@ -264,7 +265,7 @@ def test_a_resume_takes_the_commit_with_which_the_run_began(hub: Hub, tiny: Path
 def test_a_teacher_is_a_name_too(hub: Hub, tiny: Path) -> None:
     """Its weights are fetched, and a run goes on with the commit that it began with."""
     first = hub.add("models/org/teacher", tiny)
-    run = replace(run_of(str(tiny)), objective=ObjectiveConfig(name="distill", teacher="org/teacher"))
+    run = replace(run_of(str(tiny)), objective=Objective.of("distill", teacher="org/teacher"))
     found, (note,) = base.fetched(run)
     assert found.objective.teacher_revision == first and "objective.teacher: org/teacher is no folder here" in note
     model = teacher_model(found.objective, found.model)

@@ -9,14 +9,13 @@ from dataclasses import replace
 from torch import Tensor
 
 from llmtrain.data.stream.loader import AnswerBatch, MicroBatch, UnpairedBatch
+from llmtrain.losses.answers import answers_in, answers_of
+from llmtrain.losses.function import Evaluate, LooksAhead, LossFunction
 from llmtrain.models.head import Head
-from llmtrain.objectives.answers import answers_in
-from llmtrain.objectives.objective import Evaluate, LooksAhead, Objective
-from llmtrain.objectives.preference import answers_of
 
 
 class LogProbs:
-    """An objective that keeps the log-probabilities of answers, micro-batch by micro-batch."""
+    """A loss function that keeps the log-probabilities of answers, micro-batch by micro-batch."""
 
     figures: tuple[str, ...] = ("loss",)
 
@@ -38,25 +37,25 @@ class LogProbs:
 
 
 class OnlineReference:
-    """An objective whose reference is the run's own base: before each step it goes over the global batch without a
+    """A loss function whose reference is the run's own base: before each step it goes over the global batch without a
     gradient. A forward pass more a step, and neither a second model nor a column in the data."""
 
-    def __init__(self, objective: Objective, base: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(self, loss: LossFunction, base: Callable[[], AbstractContextManager[None]]) -> None:
         """`base`: a context in which the model computes as its base does."""
-        self.figures = objective.figures
-        self._objective, self._base = objective, base
+        self.figures = loss.figures
+        self._loss, self._base = loss, base
         self._known: dict[tuple[int, ...], Tensor] = {}
         """By a micro-batch's samples: of its answers, fp32 [A]."""
 
     def look(self, micros: list[MicroBatch], evaluate: Evaluate) -> None:
-        """The reference's log-probabilities; then what the objective itself wants to know."""
+        """The reference's log-probabilities; then what the loss function itself wants to know."""
         given = [answers_in(micro) for micro in micros]
         unpaired = [micro for micro in given if isinstance(micro, UnpairedBatch)]
         others = [micro.mismatched for micro in unpaired]
         with self._base():
             known, of_others = (_log_probs(some, evaluate) for some in (given, others))
         self._known = {tuple(micro.sample_indices): each for micro, each in zip(given, known, strict=False)}
-        if not isinstance(self._objective, LooksAhead):
+        if not isinstance(self._loss, LooksAhead):
             return
         there: list[MicroBatch] = list(given)
         if of_others:  # else another stage of the pipeline has them, and computes
@@ -64,16 +63,16 @@ class OnlineReference:
                 replace(micro, reference=own, mismatched=replace(micro.mismatched, reference=other))
                 for micro, own, other in zip(unpaired, known, of_others, strict=True)
             ]
-        self._objective.look(there, evaluate)
+        self._loss.look(there, evaluate)
 
     def weight(self, micro: MicroBatch) -> int:
-        """The objective's."""
-        return self._objective.weight(micro)
+        """The loss function's."""
+        return self._loss.weight(micro)
 
     def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
-        """The objective's."""
+        """The loss function's."""
         known = self._known[tuple(micro.sample_indices)]
-        return self._objective.sums(head, hidden, replace(answers_in(micro), reference=known))
+        return self._loss.sums(head, hidden, replace(answers_in(micro), reference=known))
 
 
 def _log_probs(micros: list[AnswerBatch], evaluate: Evaluate) -> list[Tensor]:

@@ -2,12 +2,11 @@
 
 A reference is the model that training starts from, so each answer's log-probability is the reference's own; an answer
 that is preferred to itself has the margin 0 and a loss that is a number; a student that is its own teacher has the
-divergence 0. `start.prove_start` asks a run for them, through its own data, engine and objective.
+divergence 0. `training/setup.py` asks a run for them, through its own data, engine and loss function.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -15,19 +14,19 @@ import numpy as np
 from torch import Tensor, nn
 
 from llmtrain.base.errors import DataError, ModelError, UserError
-from llmtrain.config.objective import DISTILL, SCORED, UNPAIRED, WITHOUT_REFERENCE, options, wants_column
-from llmtrain.config.run import ObjectiveConfig, RunConfig
+from llmtrain.config.run import RunConfig
 from llmtrain.data.stream.columns import REMEDY
 from llmtrain.data.stream.loader import MicroBatch, UnpairedBatch
 from llmtrain.data.stream.windows import IGNORED, Window
+from llmtrain.losses.answers import answers_in, answers_of
+from llmtrain.losses.function import Evaluate, LooksAhead, LossFunction
+from llmtrain.losses.named import DistillLoss
+from llmtrain.losses.next_token import NEXT_TOKEN
 from llmtrain.models.adapter import without_adapter
 from llmtrain.models.distillation import TeacherSays
 from llmtrain.models.head import Head
-from llmtrain.objectives.answers import answers_in
-from llmtrain.objectives.distill import Distill
-from llmtrain.objectives.next_token import NEXT_TOKEN
-from llmtrain.objectives.objective import Evaluate, LooksAhead, Objective
-from llmtrain.objectives.preference import LOSSES, answers_of
+from llmtrain.objectives.by_token import Distill
+from llmtrain.objectives.preferences import OverAnswers
 
 ROUNDING = {"fp32": 1e-4, "bf16": 0.03, "fp16": 0.01}
 """Nats per token by which two right computations of one answer may differ: another form of parallelism, another place
@@ -53,7 +52,7 @@ class Apart:
         return head.once(((log_prob - batch.reference).abs() / tokens).sum().unsqueeze(0))
 
 
-class FromItself(Distill):
+class FromItself(DistillLoss):
     """A distillation whose teacher is the student itself, as its likeliest words."""
 
     def _says(self, head: Head, hidden: Tensor, micro: MicroBatch) -> TeacherSays:
@@ -84,52 +83,16 @@ def twice(window: Window) -> Window:
 
 
 @dataclass(frozen=True)
-class Equal:
-    """Value and tolerances of a loss over pairs where an answer is preferred to itself."""
-
-    loss: float
-    margin: float
-    """Largest distance of the margin from 0 per nat per token of rounding."""
-    slope: float
-    """Largest change of the loss per unit of the margin."""
-
-
-def of_equals(config: ObjectiveConfig, figures: dict[str, float]) -> Equal:
-    """Return the `Equal` of an objective over pairs, from its definition.
-
-    `figures`: those of the pair; some losses contain its mean log-probability beside the margin.
-    """
-    o, ln2 = options(config), math.log(2)
-    if config.name == "reward":
-        reward = figures["pairs/chosen_reward"]
-        return Equal(
-            ln2 + o["centering"] * (2 * reward) ** 2, max(1.0, abs(reward)), 1 + 8 * o["centering"] * abs(reward)
-        )
-    tokens = figures["pairs/chosen_tokens"]
-    mean = figures["pairs/chosen_log_prob"] / tokens
-    beta = o["beta"]
-    return {
-        "dpo": lambda: Equal(ln2, beta * tokens, 1),
-        "robust": lambda: Equal(ln2, beta * tokens, 1 / (1 - 2 * o["smoothing"])),
-        "ipo": lambda: Equal(1 / (4 * beta**2), 1, 1 / beta),
-        "dpo_norm": lambda: Equal(ln2, beta, 1),
-        "rpo": lambda: Equal(ln2 - o["alpha"] * mean, beta * tokens, 1),
-        "simpo": lambda: Equal(math.log1p(math.exp(o["gamma"])), beta, 1),
-        "orpo": lambda: Equal(-mean + beta * ln2, 1 / -math.expm1(mean), beta),
-    }[config.name]()
-
-
-@dataclass(frozen=True)
 class Known:
     """The numbers of one run that are known before its first step."""
 
     run: RunConfig
     precision: str
     evaluate: Evaluate
-    objective: Objective
-    """The objective that the run minimises."""
-    reference: Callable[[Objective], Objective]
-    """Gives an objective the run's reference."""
+    loss: LossFunction
+    """The loss function that the run minimises."""
+    reference: Callable[[LossFunction], LossFunction]
+    """Gives a loss function the run's reference."""
     first: Sequence[MicroBatch]
     """This rank's micro-batches of the first sequences of the data."""
     alike: Sequence[MicroBatch]
@@ -138,15 +101,13 @@ class Known:
 
     def broken(self, module: nn.Module) -> Iterator[UserError]:
         """Yield an error for each identity that the initial weights violate. All ranks iterate together."""
-        name = self.run.objective.name
-        if name not in WITHOUT_REFERENCE:
+        objective = self.run.objective
+        if objective.reference is not None:
             yield from self._reference()
-        if name in (*LOSSES, *SCORED):
-            yield from self._equals()
-        if name in UNPAIRED:
-            yield from self._judged()
-        if name == DISTILL:
-            yield from self._itself()
+        if isinstance(objective, OverAnswers):
+            yield from self._equals(objective)
+        if isinstance(objective, Distill):
+            yield from self._itself(objective)
         if self.run.adapter.r is not None and self.run.adapter.start is None:
             yield from self._adapter(module)
 
@@ -158,15 +119,15 @@ class Known:
     def _begin(self) -> str:
         return f"objective.name {self.run.objective.name}: before the first step"
 
-    def _figures(self, objective: Objective, micros: Sequence[MicroBatch]) -> dict[str, float]:
-        if isinstance(objective, LooksAhead):
-            objective.look(list(micros), self.evaluate)
-        return self.evaluate(micros, objective)[0]
+    def _figures(self, loss: LossFunction, micros: Sequence[MicroBatch]) -> dict[str, float]:
+        if isinstance(loss, LooksAhead):
+            loss.look(list(micros), self.evaluate)
+        return self.evaluate(micros, loss)[0]
 
     def _reference(self) -> Iterator[UserError]:
         """The first loss of dpo is ln 2 and its margin 0, kto's z is 0: each log-probability is the reference's."""
         others = [each.mismatched for each in self.first if isinstance(each, UnpairedBatch)]
-        remedy = REMEDY if wants_column(self.run.objective) else "train with a column in place of online"
+        remedy = REMEDY if self.run.objective.reference == "column" else "train with a column in place of online"
         for whose, micros in (("an answer", self.first), ("a prompt with the answer to another", others)):
             apart = self._figures(self.reference(Apart()), micros)["loss"] if micros else 0.0
             if _off(apart, 0.0, self._few):
@@ -176,46 +137,43 @@ class Known:
                     f"with is another row's, or another model's, so that no first margin would be 0; {remedy}"
                 )
 
-    def _equals(self) -> Iterator[UserError]:
-        found = self._figures(self.objective, self.alike)
-        known = of_equals(self.run.objective, found)
+    def _equals(self, objective: OverAnswers) -> Iterator[UserError]:
+        found = self._figures(self.loss, self.alike)
+        known = objective.equal(found)
         margin = self._few * known.margin
-        loss = self._few + margin * known.slope
-        if _off(found["pairs/margin"], 0.0, margin) or _off(found["loss"], known.loss, loss):
+        loss_off = _off(found["loss"], known.loss, self._few + margin * known.slope)
+        if objective.data == "unpaired":
+            if loss_off:
+                yield ModelError(
+                    f"{self._begin} an answer that is judged both ways has the loss {found['loss']:.6g}; by the "
+                    f"definition it is {known.loss:.6g}: please report it with your JSON."
+                )
+        elif loss_off or _off(found["pairs/margin"], 0.0, margin):
             yield ModelError(
                 f"{self._begin} an answer that is preferred to itself has the margin {found['pairs/margin']:.4g} and "
                 f"the loss {found['loss']:.6g}; by the definition they are 0 and {known.loss:.6g}. The answers of a "
                 "sequence are told apart wrongly: please report it with your JSON."
             )
 
-    def _judged(self) -> Iterator[UserError]:
-        found, o = self._figures(self.objective, self.alike), options(self.run.objective)
-        known = (o["desirable_weight"] + o["undesirable_weight"]) / 4  # 1 - sigmoid(0) of each, the mean of two
-        if _off(found["loss"], known, self._few + self._few * o["beta"] * found["unpaired/tokens"] * known):
-            yield ModelError(
-                f"{self._begin} an answer that is judged both ways has the loss {found['loss']:.6g}; by the definition "
-                f"it is {known:.6g}: please report it with your JSON."
-            )
-
-    def _itself(self) -> Iterator[UserError]:
-        apart = self._figures(FromItself(self.run.objective, None), self.first)["distill/divergence"]
+    def _itself(self, objective: Distill) -> Iterator[UserError]:
+        apart = self._figures(FromItself(objective, None), self.first)["distill/divergence"]
         if _off(apart, 0.0, self._few):
             yield ModelError(
                 f"{self._begin} the divergence of the model from itself is {apart:.3g} nats a token and not 0: please "
                 "report it with your JSON."
             )
         if self.own_teacher:
-            taught = self._figures(self.objective, self.first)["distill/divergence"]
+            taught = self._figures(self.loss, self.first)["distill/divergence"]
             if _off(taught, 0.0, self._few):
-                remedy = REMEDY if self.run.objective.top_k else "look at objective.teacher"
+                remedy = REMEDY if objective.top_k else "look at objective.teacher"
                 yield DataError(
                     f"{self._begin} the teacher has the weights that training starts from, and the divergence from it "
                     f"is {taught:.3g} nats a token (tolerated {self._few:g}): its words are of other tokens; {remedy}"
                 )
 
     def _adapter(self, module: nn.Module) -> Iterator[UserError]:
-        scored = self.run.objective.name in SCORED
-        plain, micros = (self.objective, self.alike) if scored else (NEXT_TOKEN, self.first)
+        scored = self.run.objective.scores
+        plain, micros = (self.loss, self.alike) if scored else (NEXT_TOKEN, self.first)
         adapted = self._figures(plain, micros)["loss"]
         with without_adapter(module):
             base = self._figures(plain, micros)["loss"]

@@ -1,4 +1,4 @@
-"""The objective of pretraining: each counted token's negative log-likelihood, in nats."""
+"""The loss of pretraining: each counted token's negative log-likelihood, in nats."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from llmtrain.models.head import Head
 from llmtrain.models.loss import IGNORE
 
 
-class NextToken:
+class NextTokenLoss:
     """Nats per counted token."""
 
     figures: tuple[str, ...] = ("loss",)
@@ -23,4 +23,4 @@ class NextToken:
         return head.nll_sum(hidden, micro.labels, micro.counted).unsqueeze(0)
 
 
-NEXT_TOKEN = NextToken()
+NEXT_TOKEN = NextTokenLoss()

@@ -1,0 +1,146 @@
+"""The loss function of each kind of objective that a run can name.
+
+An objective over answers whose class has `losses` or `terms` needs nothing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from llmtrain.data.stream.loader import MicroBatch, TaughtBatch, UnpairedBatch
+from llmtrain.losses.answers import answers_in, answers_of, counted_tokens, last_tokens
+from llmtrain.losses.function import Evaluate, LossFunction
+from llmtrain.losses.next_token import NEXT_TOKEN
+from llmtrain.losses.online import OnlineReference
+from llmtrain.models.distillation import TeacherSays, Terms, TopWords
+from llmtrain.models.head import Head
+from llmtrain.models.loss import IGNORE
+from llmtrain.objectives.by_token import Distill, NextToken
+from llmtrain.objectives.objective import Objective
+from llmtrain.objectives.preferences import Answers, OverAnswers
+
+if TYPE_CHECKING:
+    from llmtrain.models.teacher import Teacher
+
+
+def loss_of(objective: Objective, teacher: Teacher | None = None) -> LossFunction:
+    """The loss function of an objective, but for a reference that is computed at each step.
+
+    `teacher`: for distillation, on the ranks that compute a loss.
+    """
+    if isinstance(objective, Distill):
+        return DistillLoss(objective, teacher)
+    if isinstance(objective, OverAnswers):
+        return UnpairedLoss(objective) if objective.data == "unpaired" else PairLoss(objective)
+    if isinstance(objective, NextToken):
+        return NEXT_TOKEN
+    raise TypeError(f"{type(objective).__name__} has no loss function here")
+
+
+def with_reference(
+    loss: LossFunction, objective: Objective, base: Callable[[], AbstractContextManager[None]]
+) -> LossFunction:
+    """The loss function as a run minimises it: with a reference that is computed at each step, where it wants that.
+
+    `base`: a context in which the model computes as it did when training started.
+    """
+    return OnlineReference(loss, base) if objective.reference == "online" else loss
+
+
+def _figures(objective: Objective) -> tuple[str, ...]:
+    return ("loss", *(figure.name for figure in objective.figures))
+
+
+class DistillLoss:
+    """The loss of `models/distillation.py`, per counted token."""
+
+    def __init__(self, objective: Distill, teacher: Teacher | None) -> None:
+        """`teacher`: None on a rank that computes no loss, and where the data has a teacher's column."""
+        self.figures = _figures(objective)
+        self._terms = Terms(beta=objective.beta, temperature=objective.temperature, alpha=objective.alpha)
+        self._teacher = teacher
+
+    def weight(self, micro: MicroBatch) -> int:
+        """Labels that count."""
+        return int((micro.labels != IGNORE).sum())
+
+    def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
+        """[4]."""
+        return head.distilled_sums(hidden, micro.labels, self._says(head, hidden, micro), self._terms)
+
+    def _says(self, head: Head, hidden: Tensor, micro: MicroBatch) -> TeacherSays:
+        if isinstance(micro, TaughtBatch):
+            words, logs = (head.own(each).flatten(0, 1) for each in (micro.words, micro.logs))
+            return TopWords(words=words, logs=logs).of
+        assert self._teacher is not None
+        return self._teacher.logits(micro.inputs, micro.positions)
+
+
+class PairLoss:
+    """The terms of an objective over pairs."""
+
+    def __init__(self, objective: OverAnswers) -> None:
+        self.figures, self._objective = _figures(objective), objective
+
+    def weight(self, micro: MicroBatch) -> int:
+        """Pairs."""
+        return len(answers_in(micro).rows) // 2
+
+    def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
+        """[figures]."""
+        batch = answers_in(micro)
+        if self._objective.scores:
+            score, tokens = head.scores_at(hidden, last_tokens(batch)).view(-1, 2), counted_tokens(batch).view(-1, 2)
+            answers = Answers(score=score, tokens=tokens, log_sigmoid=F.logsigmoid)
+        else:
+            log_prob, tokens = (each.view(-1, 2) for each in answers_of(head, hidden, batch))
+            known = None if batch.reference is None else batch.reference.view(-1, 2)
+            answers = Answers(log_prob=log_prob, tokens=tokens, reference=known, log_sigmoid=F.logsigmoid)
+        return head.once(torch.stack(self._objective.terms(answers)).sum(1))
+
+
+class UnpairedLoss:
+    """The terms of an objective over answers judged alone."""
+
+    def __init__(self, objective: OverAnswers) -> None:
+        self.figures, self._objective = _figures(objective), objective
+        self._kl = 0.0
+
+    def look(self, micros: list[MicroBatch], evaluate: Evaluate) -> None:
+        """The divergence from the reference: `Answers.kl`."""
+        others = [micro.mismatched for micro in micros if isinstance(micro, UnpairedBatch)]
+        self._kl = max(0.0, evaluate(others, _LogRatio())[0]["loss"])
+
+    def weight(self, micro: MicroBatch) -> int:
+        """Answers."""
+        return len(answers_in(micro).rows)
+
+    def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
+        """[figures]."""
+        assert isinstance(micro, UnpairedBatch)
+        log_prob, tokens = answers_of(head, hidden, micro)
+        answers = Answers(log_prob=log_prob, tokens=tokens, reference=micro.reference, desirable=micro.desirable,
+                          kl=self._kl, log_sigmoid=F.logsigmoid)  # fmt: skip
+        return head.once(torch.stack(self._objective.terms(answers)).sum(1))
+
+
+class _LogRatio:
+    """The mean of d."""
+
+    figures: tuple[str, ...] = ("loss",)
+
+    def weight(self, micro: MicroBatch) -> int:
+        """Answers."""
+        return len(answers_in(micro).rows)
+
+    def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
+        """[1]."""
+        batch = answers_in(micro)
+        assert batch.reference is not None
+        return head.once((answers_of(head, hidden, batch)[0] - batch.reference).sum().unsqueeze(0))

@@ -1,0 +1,53 @@
+"""Objectives over texts and conversations: means over counted tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from llmtrain.base.choice import AT_LEAST_1, POSITIVE, SHARE, bounded
+from llmtrain.objectives.objective import Figure, Objective
+
+
+@dataclass(frozen=True, kw_only=True)
+class NextToken(Objective, choice="next_token"):
+    """Negative log-likelihood of each token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distill(Objective, choice="distill"):
+    """Divergence from a teacher's distribution."""
+
+    figures: ClassVar[tuple[Figure, ...]] = (
+        Figure(
+            name="distill/divergence",
+            unit="nats/token",
+            meaning="Distillation: the student's divergence from the teacher, by itself.",
+        ),
+        Figure(
+            name="distill/next_token_loss",
+            unit="nats/token",
+            meaning="Distillation: the student's next-token loss.",
+        ),
+        Figure(
+            name="distill/teacher_entropy",
+            unit="nats/token",
+            meaning="Entropy of the teacher's distribution at objective.temperature.",
+        ),
+    )
+
+    beta: float = bounded(0.0, SHARE, "0 is the default")
+    """0 is KL(teacher || student), 1 is KL(student || teacher), between them the generalised Jensen-Shannon
+    divergence."""
+    temperature: float = bounded(1.0, POSITIVE, "1 is the default")
+    """Divides both models' logits in the divergence, which is then multiplied with its square."""
+    alpha: float = bounded(0.0, SHARE, "0 is the default")
+    """Share of the next-token loss; the divergence has the rest."""
+    teacher: str | None = None
+    """Folder of the model to learn from, or ORG/NAME on the Hub; with the student's vocabulary and tokenizer. With
+    `top_k` it may be left out once the column is written."""
+    teacher_revision: str | None = None
+    """With ORG/NAME in `teacher`: branch, tag or commit; null = main. A run stays with the commit that it found."""
+    top_k: int | None = bounded(None, AT_LEAST_1, "64 is a good one; leave it out for the whole distribution")
+    """Learn from the teacher's so many likeliest words and the mass of all others, a column of the data that
+    `llmtrain reference` has written; null = the whole distribution, computed by the teacher at each step."""

@@ -1,0 +1,394 @@
+"""Objectives over answers: of two to a prompt, one was chosen and one rejected; of one, it is desired or not.
+
+s is the log-probability of an answer, summed over its n counted tokens (the one where generation stops is among them),
+d = s - s of the reference, w the chosen and l the rejected answer. Each loss is a mean over the pairs (of kto: the
+answers) of the global batch, whatever they share a sequence with.
+
+A new loss over pairs is a class here, with `losses` and `equal`; its plain definition is in parity/answers.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from llmtrain.base.choice import NOT_NEGATIVE, POSITIVE, Bound, bounded
+from llmtrain.objectives.objective import Chart, Figure, Objective, Tensor
+
+_WRONG = Bound(at_least=0, below=0.5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answers:
+    """A answers of a micro-batch, fp32 [A]; of pairs [P, 2]: the chosen answer and the rejected one."""
+
+    tokens: Tensor
+    """Counted tokens of each answer."""
+    log_prob: Tensor = None
+    """Summed over counted tokens, nats; of a model that gives likelihoods."""
+    score: Tensor = None
+    """Score of each answer, by a model that gives scores."""
+    reference: Tensor = None
+    """The log-probability under the reference, where there is one."""
+    desirable: Tensor = None
+    """bool; of answers judged alone."""
+    kl: float = math.nan
+    """z of answers judged alone: mean of d over the prompts of the global batch, each with the answer to another one,
+    or 0 where that is negative."""
+    log_sigmoid: Callable[[Tensor], Tensor]
+
+    @property
+    def ratio(self) -> Tensor:
+        """Log-probability over that of the reference: d."""
+        assert self.reference is not None
+        return self.log_prob - self.reference
+
+    @property
+    def mean(self) -> Tensor:
+        """Log-probability per token: s / n."""
+        return self.log_prob / self.tokens
+
+
+def _gap(each_P2: Tensor) -> Tensor:
+    return each_P2[:, 0] - each_P2[:, 1]
+
+
+@dataclass(frozen=True)
+class Equal:
+    """Value and tolerances of a loss where an answer is preferred to itself, or judged both ways."""
+
+    loss: float
+    margin: float
+    """Largest distance of the margin from 0 per nat per token of rounding."""
+    slope: float
+    """Largest change of the loss per unit of the margin."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverAnswers(Objective):
+    """An objective over answers."""
+
+    def terms(self, answers: Answers) -> tuple[Tensor, ...]:
+        """The loss and the figures, in order, of each pair or answer."""
+        raise NotImplementedError
+
+    def equal(self, figures: Mapping[str, float]) -> Equal:
+        """The `Equal` of the loss, from its definition.
+
+        `figures`: those of such a batch; some losses contain its mean log-probability beside the margin.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Referenced(OverAnswers):
+    """It compares with the model that training starts from."""
+
+    reference: Literal["column", "online"] = "column"
+    """Source of the reference's log-probabilities: a column of the data that `llmtrain reference` has written; or, with
+    an adapter, the model with its adapter switched off, computed at each step."""
+
+
+_MARGIN = (
+    Figure(
+        name="pairs/margin",
+        unit="1",
+        meaning="Objectives over pairs: what the loss wants to be large, such as beta times the difference of "
+        "log-ratios.",
+    ),
+    Figure(name="pairs/accuracy", unit="0 to 1", meaning="Share of the global batch's pairs whose margin is above 0."),
+)
+_TOKENS = (
+    Figure(name="pairs/chosen_tokens", unit="tokens/answer", meaning="Counted tokens of a chosen answer, in the mean."),
+    Figure(name="pairs/rejected_tokens", unit="tokens/answer", meaning="The same of the rejected answers."),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pairs(OverAnswers):
+    """A loss over pairs."""
+
+    unit: ClassVar[str] = "nats/pair"
+    data: ClassVar[Literal["texts", "pairs", "unpaired"]] = "pairs"
+    charts: ClassVar[tuple[Chart, ...]] = (
+        Chart(
+            file="accuracy",
+            title="Pairs preferred rightly",
+            unit="share",
+            from_zero=True,
+            curves=(("pairs/accuracy", "training"), ("eval/pairs/accuracy", "validation")),
+        ),
+        Chart(
+            file="margin",
+            title="Margin",
+            unit="1",
+            curves=(("pairs/margin", "training"), ("eval/pairs/margin", "validation")),
+        ),
+    )
+
+    def losses(self, a: Answers) -> tuple[Tensor, Tensor]:
+        """(losses, margins), [P] each: a margin is above 0 where the chosen answer is preferred."""
+        raise NotImplementedError
+
+    def terms(self, answers: Answers) -> tuple[Tensor, ...]:
+        losses, margins = self.losses(answers)
+        sides = answers.score if self.scores else answers.log_prob
+        return losses, margins, (margins > 0).float(), *sides.T, *answers.tokens.T
+
+
+@dataclass(frozen=True, kw_only=True)
+class Likelihoods(Pairs):
+    """A loss of the log-probabilities of pairs."""
+
+    figures: ClassVar[tuple[Figure, ...]] = (
+        *_MARGIN,
+        Figure(
+            name="pairs/chosen_log_prob",
+            unit="nats/answer",
+            meaning="Log-probability of the chosen answers, summed over their tokens.",
+        ),
+        Figure(name="pairs/rejected_log_prob", unit="nats/answer", meaning="The same of the rejected answers."),
+        *_TOKENS,
+    )
+    charts: ClassVar[tuple[Chart, ...]] = (
+        *Pairs.charts,
+        Chart(
+            file="log_probability",
+            title="Log-probability of answers",
+            unit="nats/answer",
+            curves=(("pairs/chosen_log_prob", "chosen"), ("pairs/rejected_log_prob", "rejected")),
+        ),
+    )
+
+    beta: float = bounded(0.1, POSITIVE, "0.1 is the default")
+    """Factor on the difference of the two answers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dpo(Likelihoods, Referenced, choice="dpo"):
+    """Direct preference optimisation."""
+
+    smoothing: float = bounded(0.0, _WRONG, "0.1 is usual")
+    """Share of pairs taken to be labelled the wrong way round; above 0 the loss is the conservative one."""
+
+    def losses(self, a: Answers) -> tuple[Tensor, Tensor]:
+        """-(1 - e) log sigmoid(b (d_w - d_l)) - e log sigmoid(-b (d_w - d_l)).
+
+        arXiv 2305.18290; with e > 0 the conservative one (E. Mitchell's note on cDPO, 2023).
+        """
+        margin = self.beta * _gap(a.ratio)
+        return -(1 - self.smoothing) * a.log_sigmoid(margin) - self.smoothing * a.log_sigmoid(-margin), margin
+
+    def equal(self, figures: Mapping[str, float]) -> Equal:
+        return Equal(math.log(2), self.beta * figures["pairs/chosen_tokens"], 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Robust(Likelihoods, Referenced, choice="robust"):
+    """Loss whose mean is dpo's though a share of labels is wrong."""
+
+    smoothing: float = bounded(0.1, _WRONG, "0.1 is usual")
+    """Share of pairs that are labelled the wrong way round."""
+
+    def losses(self, a: Answers) -> tuple[Tensor, Tensor]:
+        """((1 - e) (-log sigmoid(b (d_w - d_l))) + e log sigmoid(-b (d_w - d_l))) / (1 - 2 e) (arXiv 2403.00409)."""
+        margin, wrong = self.beta * _gap(a.ratio), self.smoothing
+        return (wrong * a.log_sigmoid(-margin) - (1 - wrong) * a.log_sigmoid(margin)) / (1 - 2 * wrong), margin
+
+    def equal(self, figures: Mapping[str, float]) -> Equal:
+        return Equal(math.log(2), self.beta * figures["pairs/chosen_tokens"], 1 / (1 - 2 * self.smoothing))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ipo(Likelihoods, Referenced, choice="ipo"):
+    """Squared distance of the difference per token from a target."""
+
+    def losses(self, a: Answers) -> tuple[Tensor, Tensor]:
+        """(d_w / n_w - d_l / n_l - 1 / (2 b))^2 (arXiv 2310.12036, per token as TRL has it)."""
+        margin = _gap(a.ratio / a.tokens)
+        return (margin - 1 / (2 * self.beta)).square(), margin
+
+    def equal(self, figures: Mapping[str, float]) -> Equal:
+        return Equal(1 / (4 * self.beta**2), 1, 1 / self.beta)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DpoNorm(Likelihoods, Referenced, choice="dpo_norm"):
+    """dpo of log-ratios per token."""
+
+    beta: float = bounded(5.0, POSITIVE, "5 is the default")
+
+    def losses(self, a: Answers) -> tuple[Tensor, Tensor]:
+        """-log sigmoid(b (d_w / n_w - d_l / n_l)) (arXiv 2411.15124)."""
+        margin = self.beta * _gap(a.ratio / a.tokens)
+        return -a.log_sigmoid(margin), margin
+
+    def equal(self, figures: Mapping[str, float]) -> Equal:
+        return Equal(math.log(2), self.beta, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rpo(Likelihoods, Referenced, choice="rpo"):
+    """dpo with the chosen answer's likelihood."""
+
+    alpha: float = bounded(1.0, NOT_NEGATIVE, "1 is the default")
+    """Factor on the chosen answer's negative log-likelihood per token."""
+
+    def losses(self, a: Answers) -> tuple[Tensor, Tensor]:
+        """-log sigmoid(b (d_w - d_l)) - alpha s_w / n_w (arXiv 2404.19733)."""
+        margin = self.beta * _gap(a.ratio)
+        return -a.log_sigmoid(margin) - self.alpha * a.mean[:, 0], margin
+
+    def equal(self, figures: Mapping[str, float]) -> Equal:
+        tokens = figures["pairs/chosen_tokens"]
+        mean = figures["pairs/chosen_log_prob"] / tokens
+        return Equal(math.log(2) - self.alpha * mean, self.beta * tokens, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimPo(Likelihoods, choice="simpo"):
+    """Log-probabilities per token with a margin."""
+
+    beta: float = bounded(2.0, POSITIVE, "2 is the default")
+    gamma: float = bounded(0.5, NOT_NEGATIVE, "0.5 is the default")
+    """Margin that the difference is to have."""
+
+    def losses(self, a: Answers) -> tuple[Tensor, Tensor]:
+        """-log sigmoid(b (s_w / n_w - s_l / n_l) - gamma) (arXiv 2405.14734)."""
+        margin = self.beta * _gap(a.mean)
+        return -a.log_sigmoid(margin - self.gamma), margin
+
+    def equal(self, figures: Mapping[str, float]) -> Equal:
+        return Equal(math.log1p(math.exp(self.gamma)), self.beta, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Orpo(Likelihoods, choice="orpo"):
+    """Likelihood of the chosen answer, and the odds ratio of the two."""
+
+    beta: float = bounded(0.1, POSITIVE, "0.1 is the default")
+    """Factor on the term of the odds ratio."""
+
+    def losses(self, a: Answers) -> tuple[Tensor, Tensor]:
+        """-s_w / n_w - b log sigmoid(log odds_w - log odds_l), odds p / (1 - p) of p = exp(s / n).
+
+        arXiv 2403.07691.
+        """
+        margin = _gap(a.mean - (-a.mean.expm1()).log())
+        return -a.mean[:, 0] - self.beta * a.log_sigmoid(margin), margin
+
+    def equal(self, figures: Mapping[str, float]) -> Equal:
+        mean = figures["pairs/chosen_log_prob"] / figures["pairs/chosen_tokens"]
+        return Equal(-mean + self.beta * math.log(2), 1 / -math.expm1(mean), self.beta)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kto(Referenced, choice="kto"):
+    """Answers judged alone, desired or not."""
+
+    unit: ClassVar[str] = "per answer"
+    data: ClassVar[Literal["texts", "pairs", "unpaired"]] = "unpaired"
+    figures: ClassVar[tuple[Figure, ...]] = (
+        Figure(
+            name="unpaired/kl",
+            unit="nats/answer",
+            meaning="kto's z: mean log-ratio to the reference of the global batch's prompts, each with the answer to "
+            "another one.",
+        ),
+        Figure(
+            name="unpaired/accuracy",
+            unit="0 to 1",
+            meaning="Share of answers that are on the side of z where their label wants them.",
+        ),
+        Figure(
+            name="unpaired/log_prob",
+            unit="nats/answer",
+            meaning="Log-probability of an answer, summed over its tokens.",
+        ),
+        Figure(name="unpaired/tokens", unit="tokens/answer", meaning="Counted tokens of an answer, in the mean."),
+    )
+    charts: ClassVar[tuple[Chart, ...]] = (
+        Chart(
+            file="judged",
+            title="Judged answers on the right side",
+            unit="share",
+            from_zero=True,
+            curves=(("unpaired/accuracy", "training"), ("eval/unpaired/accuracy", "validation")),
+        ),
+        Chart(
+            file="divergence",
+            title="Divergence from the reference",
+            unit="nats/answer",
+            from_zero=True,
+            curves=(("unpaired/kl", "z"),),
+        ),
+    )
+
+    beta: float = bounded(0.1, POSITIVE, "0.1 is the default")
+    """Factor on the distance of an answer's log-ratio from z."""
+    desirable_weight: float = bounded(1.0, POSITIVE, "1 is the default")
+    """Factor on the loss of a desired answer."""
+    undesirable_weight: float = bounded(1.0, POSITIVE, "1 is the default")
+    """Factor on the loss of any other."""
+
+    def terms(self, answers: Answers) -> tuple[Tensor, ...]:
+        """1 - sigmoid(b (d - z)) of a desired answer, 1 - sigmoid(b (z - d)) of another, each with its kind's weight.
+
+        z >= 0 is the mean of d over the prompts of the global batch, each with the answer to another one: an estimate
+        of the divergence from the reference, through which no gradient goes (arXiv 2402.01306).
+        """
+        above = self.beta * (answers.ratio - answers.kl)
+        margins = above.where(answers.desirable, -above)
+        kinds = answers.desirable * self.desirable_weight + ~answers.desirable * self.undesirable_weight
+        losses = kinds * (1 - margins.sigmoid())
+        same = losses.new_full(losses.shape, answers.kl)
+        return losses, same, (margins > 0).float(), answers.log_prob, answers.tokens
+
+    def equal(self, figures: Mapping[str, float]) -> Equal:
+        loss = (self.desirable_weight + self.undesirable_weight) / 4  # 1 - sigmoid(0) of each, the mean of two
+        return Equal(loss, self.beta * figures["unpaired/tokens"], loss)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reward(Pairs, choice="reward"):
+    """A model that scores answers; the chosen one's is to be higher."""
+
+    scores = True
+    figures: ClassVar[tuple[Figure, ...]] = (
+        *_MARGIN,
+        Figure(
+            name="pairs/chosen_reward",
+            unit="1",
+            meaning="objective.name reward: score of the chosen answers, in the mean.",
+        ),
+        Figure(name="pairs/rejected_reward", unit="1", meaning="The same of the rejected answers."),
+        *_TOKENS,
+    )
+    charts: ClassVar[tuple[Chart, ...]] = (
+        *Pairs.charts,
+        Chart(
+            file="rewards",
+            title="Rewards",
+            unit="1",
+            curves=(("pairs/chosen_reward", "chosen"), ("pairs/rejected_reward", "rejected")),
+        ),
+    )
+
+    centering: float = bounded(0.0, NOT_NEGATIVE, "0 is the default, 0.01 is usual")
+    """Factor on the square of the two scores' sum, which draws their mean to 0."""
+
+    def losses(self, a: Answers) -> tuple[Tensor, Tensor]:
+        """-log sigmoid(r_w - r_l) + c (r_w + r_l)^2.
+
+        r is the score at an answer's last counted token: the likelihood of the preference in the model of Bradley and
+        Terry (arXiv 1706.03741, 2203.02155). A preference does not say where the scale's zero lies: c draws the mean of
+        the two scores there (arXiv 2312.09244).
+        """
+        margins = _gap(a.score)
+        return -a.log_sigmoid(margins) + self.centering * a.score.sum(1).square(), margins
+
+    def equal(self, figures: Mapping[str, float]) -> Equal:
+        reward, c = figures["pairs/chosen_reward"], self.centering
+        return Equal(math.log(2) + c * (2 * reward) ** 2, max(1.0, abs(reward)), 1 + 8 * c * abs(reward))
