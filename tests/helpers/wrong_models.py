@@ -70,6 +70,8 @@ def _model(**fields: Any) -> dict[str, Any]:
     return {"model": {"config": fields}}
 
 
+MIXTRAL = {"model_type": "mixtral", "num_local_experts": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+           "intermediate_size": 48}  # fmt: skip
 GPT2 = {"model_type": "gpt2", "num_hidden_layers": ..., "n_layer": 2, "n_head": 4}
 
 MODEL_CASES = [
@@ -134,6 +136,29 @@ MODEL_CASES = [
         "experts of a dense model",
         ("expert_parallel.autoep_size = 2", "llama model has no experts", "remove the section"),
         ds={"expert_parallel": {"enabled": True, "autoep_size": 2}},
+    ),
+    *(
+        Wrong(what, says, _model(**model), {"expert_parallel": {"enabled": True, "autoep_size": 2, **section}})
+        for what, says, model, section in (  # which only the ranks of a launch refused
+            (
+                "experts that two ranks cannot share",
+                ("num_experts=3", "is not divisible by autoep_size=2", "remove the section"),
+                {**MIXTRAL, "num_local_experts": 3},
+                {},
+            ),
+            (
+                "a preset that there is not",
+                ("cannot share the experts of a mixtral model", "nonsense", "remove the section"),
+                MIXTRAL,
+                {"preset_model": "nonsense"},
+            ),
+            (
+                "a preset of another family",
+                ("preset_model 'deepseek_v3'", "do not compute what transformers' mixtral does"),
+                MIXTRAL,
+                {"preset_model": "deepseek_v3"},
+            ),
+        )
     ),
     # the model against its family
     Wrong(

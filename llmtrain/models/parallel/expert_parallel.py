@@ -34,6 +34,7 @@ from llmtrain.models.structure.small_copy import probe_copy
 from llmtrain.storage.region import Region, whole
 
 if TYPE_CHECKING:
+    from deepspeed.module_inject.auto_ep import AutoEP
     from transformers import PreTrainedModel
 
 _TOKENS = 24
@@ -56,6 +57,18 @@ def prepare_experts(
 
     `section`: the JSON's `expert_parallel`. Raises: ModelError, when the run asks of the experts what they cannot do.
     """
+    check_gradients(blocks, mix)
+    avoid_grouped_product((part for block in blocks for part in block.experts), hf.config, DTYPES[mix.precision])
+    if mix.degrees.expert > 1:
+        shard_experts(hf, mix, section, device)
+        blocks = sharded_blocks(hf)
+    elif mix.zero_stage == 3:
+        set_leaf_modules(hf, blocks)
+    return Routing(blocks, hf.config, mesh.data_and_sequence)
+
+
+def check_gradients(blocks: list[ExpertBlock], mix: Mix) -> None:
+    """Each expert's parameters have a gradient on every rank where ZeRO needs one. Raises ModelError."""
     if mix.zero_stage in (1, 2) and mix.degrees.data > 1:
         for block in blocks:
             if block.are_modules:
@@ -64,13 +77,6 @@ def prepare_experts(
                     "rank has no gradient there: ZeRO 1 and 2 of DeepSpeed 0.19 then add gradients of different "
                     "parameters, in silence. Set zero_optimization.stage to 3 or 0."
                 )
-    avoid_grouped_product((part for block in blocks for part in block.experts), hf.config, DTYPES[mix.precision])
-    if mix.degrees.expert > 1:
-        shard_experts(hf, mix, section, device)
-        blocks = sharded_blocks(hf)
-    elif mix.zero_stage == 3:
-        set_leaf_modules(hf, blocks)
-    return Routing(blocks, hf.config, mesh.data_and_sequence)
 
 
 def describe_experts(mix: Mix, routing: Routing) -> str:
@@ -98,13 +104,10 @@ def sharded_blocks(hf: nn.Module) -> list[ExpertBlock]:
     ]
 
 
-def shard_experts(hf: PreTrainedModel, mix: Mix, section: dict[str, Any], device: torch.device) -> None:
-    """Replace the blocks of experts of a transformers model by ones that hold this rank's experts only.
-
-    Args:
-        hf: without ZeRO 3, its parameters are on the meta device and become uninitialised ones of the run's precision;
-            with ZeRO 3 they are partitioned.
-        section: the JSON's `expert_parallel`.
+def find_experts(
+    hf: PreTrainedModel, mix: Mix, section: dict[str, Any], device: torch.device
+) -> tuple[AutoEP, list[Any]]:
+    """DeepSpeed's AutoEP for a transformers model on any device, with what it found of its blocks of experts.
 
     Raises:
         ModelError: AutoEP does not know this family, its blocks compute another function, or the experts cannot be
@@ -117,8 +120,7 @@ def shard_experts(hf: PreTrainedModel, mix: Mix, section: dict[str, Any], device
         validate_autoep_post_detection,
     )
 
-    degree, zero3 = mix.degrees.expert, mix.zero_stage == 3
-    rank = rank_among_experts(degree)
+    degree = mix.degrees.expert
     try:
         config = parse_autoep_config(_filled(section, mix, device))
         validate_autoep_config(config, mix.degrees.world_size, 1, 1, 1, zero_stage=mix.zero_stage)
@@ -127,7 +129,33 @@ def shard_experts(hf: PreTrainedModel, mix: Mix, section: dict[str, Any], device
         validate_autoep_post_detection(config, specs)
         if specs:
             _prove_blocks(hf, section, degree)
-        before = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in hf.named_parameters()}
+    except ModelError:
+        raise
+    except ValueError as error:  # what AutoEP raises of all that it cannot do
+        raise _refusal(hf, section, degree, str(error)) from error
+    if not specs:
+        raise ModelError(
+            f"expert_parallel.autoep_size {degree}: {type(hf).__name__} has no experts that DeepSpeed finds. Remove "
+            "the section: all ranks then hold all experts (ZeRO 3 partitions them)."
+        )
+    return surgeon, specs
+
+
+def shard_experts(hf: PreTrainedModel, mix: Mix, section: dict[str, Any], device: torch.device) -> None:
+    """Replace the blocks of experts of a transformers model by ones that hold this rank's experts only.
+
+    Args:
+        hf: without ZeRO 3, its parameters are on the meta device and become uninitialised ones of the run's precision;
+            with ZeRO 3 they are partitioned.
+        section: the JSON's `expert_parallel`.
+
+    Raises: ModelError, as `find_experts`.
+    """
+    degree, zero3 = mix.degrees.expert, mix.zero_stage == 3
+    rank = rank_among_experts(degree)
+    surgeon, specs = find_experts(hf, mix, section, device)
+    before = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in hf.named_parameters()}
+    try:
         for spec in specs:
             frozen = frozen_tensors(hf.get_submodule(spec.moe_module_name))
             with torch.device(device if zero3 else "meta"):
@@ -139,11 +167,6 @@ def shard_experts(hf: PreTrainedModel, mix: Mix, section: dict[str, Any], device
                 _partition(block, hf)
     except ValueError as error:  # what AutoEP raises of all that it cannot do
         raise _refusal(hf, section, degree, str(error)) from error
-    if not specs:
-        raise ModelError(
-            f"expert_parallel.autoep_size {degree}: {type(hf).__name__} has no experts that DeepSpeed finds. Remove "
-            "the section: all ranks then hold all experts (ZeRO 3 partitions them)."
-        )
     if not zero3:
         materialise(hf, device, DTYPES[mix.precision])
     for spec in specs:

@@ -465,13 +465,19 @@ def _has_table(hf: PreTrainedModel, longest: int) -> bool:
 
 
 def _check_experts(hf: PreTrainedModel, resolved: ResolvedRun, problems: Problems) -> None:
-    """Experts that ranks share are there."""
+    """Experts that ranks share are there, and DeepSpeed can share them. Raises ConfigError, ModelError."""
     section = resolved.expert_parallel
     if (section.get("enabled") or resolved.degrees.expert > 1) and not expert_blocks(hf):
         key = "autoep_size" if "autoep_size" in section else "enabled"
         rule = f"the experts of a layer are shared, and a {hf.config.model_type} model has no experts"
         problems.add(f"expert_parallel.{key}", section[key], rule, "remove the section", resolved.run.deepspeed)
         problems.raise_if_any()
+    if blocks := expert_blocks(hf):
+        from llmtrain.models.parallel.expert_parallel import check_gradients, find_experts
+
+        check_gradients(blocks, resolved.mix)
+        if resolved.degrees.expert > 1:
+            find_experts(hf, resolved.mix, section, torch.device("cpu"))
 
 
 def _check_stages(hf: PreTrainedModel, asked: str | tuple[int, ...], stages: int) -> None:
