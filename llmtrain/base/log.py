@@ -11,7 +11,7 @@ from typing import Any
 from llmtrain.base import units
 from llmtrain.base.untrusted import shown
 
-_said: set[str] = set()
+_warned_of: set[str] = set()
 
 
 def rank() -> int:
@@ -43,8 +43,8 @@ def warn(message: str) -> None:
 
 def warn_once(message: str) -> None:
     """`warn`, but a second call with the same text says nothing."""
-    if message not in _said:
-        _said.add(message)
+    if message not in _warned_of:
+        _warned_of.add(message)
         warn(message)
 
 

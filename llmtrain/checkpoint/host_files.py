@@ -153,7 +153,7 @@ def fetch(checkpoint: Path, wanted: Iterable[str], where: CheckpointFolder, rank
         try:
             into.mkdir(parents=True)
         except OSError as error:
-            problem = _said(error, into)
+            problem = _io_error(error, into)
     for name in moved:
         owner = min(leader for leader, files in has.items() if name in files)
         target = into / name if name in takes and problem is None else None
@@ -198,7 +198,7 @@ def _pass_on(source: Path, target: Path | None, owner: int, ranks: Ranks) -> Che
             elif target is not None:
                 out = stack.enter_context(DurableFile(target.with_name(f"{target.name}.part")))
         except OSError as error:
-            problem = _said(error, source if sends else target)
+            problem = _io_error(error, source if sends else target)
         dist.broadcast(size, group=ranks.control, group_src=owner)
         buffer = torch.empty(min(_CHUNK, int(size)), dtype=torch.uint8)
         for low in range(0, int(size), _CHUNK):
@@ -207,22 +207,22 @@ def _pass_on(source: Path, target: Path | None, owner: int, ranks: Ranks) -> Che
                 if file is not None:
                     file.readinto(byte_view(chunk))
             except OSError as error:
-                problem, file = _said(error, source), None
+                problem, file = _io_error(error, source), None
             dist.broadcast(chunk, group=ranks.control, group_src=owner)
             try:
                 if out is not None and problem is None:
                     out.write(byte_view(chunk))
             except OSError as error:
-                problem = _said(error, target)
+                problem = _io_error(error, target)
         try:
             if out is not None and problem is None:
                 out.close()
         except OSError as error:
-            problem = _said(error, target)
+            problem = _io_error(error, target)
     return problem
 
 
-def _said(error: OSError, path: Path | None) -> CheckpointError:
+def _io_error(error: OSError, path: Path | None) -> CheckpointError:
     return CheckpointError(f"{path}: {error.strerror}")
 
 
@@ -243,5 +243,5 @@ def _settle(into: Path, checkpoint: Path, names: set[str]) -> CheckpointError | 
         sync(checkpoint)
         sync(checkpoint.parent)
     except OSError as error:
-        return _said(error, checkpoint)
+        return _io_error(error, checkpoint)
     return None

@@ -44,8 +44,8 @@ def prune(run: Path, keep: int, dry_run: bool) -> Pruned:
             break
         lines.append(f"damaged  {newest}  {damage[0]}")
     else:
-        told = "; ".join(lines) or "it holds no complete checkpoint"
-        raise CheckpointError(f"{run}: no checkpoint verifies, so nothing was deleted. {told}.")
+        listed = "; ".join(lines) or "it holds no complete checkpoint"
+        raise CheckpointError(f"{run}: no checkpoint verifies, so nothing was deleted. {listed}.")
     doomed = [folder for folder in outdated(checkpoints, keep) if folder != newest]
     if changed := verify_frozen(newest):
         lines.append(f"intact, without its frozen parameters  {newest}  {changed[0]}")

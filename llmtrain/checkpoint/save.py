@@ -277,10 +277,10 @@ class Saver:
             with contextlib.suppress(OSError):  # the save will tell
                 none = lacks(self._folder.path, self._need_bytes)
             few = will_lack(self._folder.path, self._need_bytes, keep)
-        said = from_all(self._ranks, (none, few))
-        if reason := next((none for none, _ in said if none), None):
+        reports = from_all(self._ranks, (none, few))
+        if reason := next((none for none, _ in reports if none), None):
             raise CheckpointError(f"{reason} Make room, or set checkpoint.dir to a larger disk. Nothing was trained.")
-        return next((few for _, few in said if few), None)
+        return next((few for _, few in reports if few), None)
 
     def begin(self, step: int, trainer: dict[str, Any]) -> None:
         """Start to save step `step`. Training may go on, but for the optimizer: see `before_update`.

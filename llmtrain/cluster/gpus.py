@@ -171,9 +171,9 @@ class Command:
         """Its output if it ends in time, else an empty string; a process that hangs in the kernel is left behind."""
         if self._process is None or self._process.stdout is None:
             return ""
-        handle, said = self._process.stdout.fileno(), bytearray()
+        handle, output = self._process.stdout.fileno(), bytearray()
         os.set_blocking(handle, False)
-        while time.monotonic() < self._until_s and len(said) < _MOST_BYTES:
+        while time.monotonic() < self._until_s and len(output) < _MOST_BYTES:
             try:
                 data = os.read(handle, 1 << 16)
             except BlockingIOError:
@@ -181,8 +181,8 @@ class Command:
                 continue
             if not data:
                 self._process.poll()
-                return said.decode(errors="replace")
-            said += data
+                return output.decode(errors="replace")
+            output += data
         self._process.kill()
         return ""
 

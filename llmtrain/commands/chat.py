@@ -19,7 +19,7 @@ from llmtrain.base import log, untrusted
 from llmtrain.base.errors import ModelError, UserError
 from llmtrain.checkpoint.hf.inference import Answerer, Sampling, add_options, usable_folder
 from llmtrain.commands import completion
-from llmtrain.data.chat.conversation import Conversation as Said
+from llmtrain.data.chat.conversation import Conversation as TemplateInput
 from llmtrain.data.chat.conversation import RefusedError, template_variables
 from llmtrain.data.chat.rendering import RenderError, Template
 
@@ -67,9 +67,9 @@ class Conversation:
 
     def _prompt(self, talk: list[dict[str, str]]) -> list[int]:
         """Ids of the messages and the generation prompt, as a server computes them. Raises ModelError."""
-        said = Said(messages=list(talk), tools=None, turns=[])
+        conversation = TemplateInput(messages=list(talk), tools=None, turns=[])
         try:
-            return self.template.ids(self.template.fitted(said), len(talk), prompt=True)
+            return self.template.ids(self.template.fitted(conversation), len(talk), prompt=True)
         except RenderError as error:
             raise ModelError(f"{self.loaded.folder}: its chat template fails: {error}") from error
 
@@ -89,7 +89,7 @@ class Conversation:
                 eos_token_id=list(loaded.ends) or None,
                 pad_token_id=_padding(loaded),
                 streamer=_streamer(loaded.tokenizer),
-                stopping_criteria=StoppingCriteriaList([lambda ids, _: stopped.told(ids)]),
+                stopping_criteria=StoppingCriteriaList([lambda ids, _: stopped.reached(ids)]),
                 **self.sampling.arguments(),
             )
         new = out[0, len(prompt) :].tolist()
@@ -109,7 +109,7 @@ class _Stopped:
             raise KeyboardInterrupt
         self.asked = True
 
-    def told(self, ids: Any) -> Any:
+    def reached(self, ids: Any) -> Any:
         """For transformers: bool [batch]."""
         return ids.new_full((len(ids),), self.asked).bool()
 
@@ -236,8 +236,8 @@ def main(argv: list[str]) -> int:
     option("--no-adapter", action="store_true", help="begin without the adapter; /adapter switches")
     own = "a Jinja template instead of the tokenizer's own"
     option("--chat-template", type=Path, default=argparse.SUPPRESS, metavar="FILE", help=own)
-    said = "what the template is told, an object of JSON, as `llmtrain prepare` was"
-    option("--chat-template-kwargs", default=argparse.SUPPRESS, metavar="JSON", help=said)
+    help_text = "what the template is told, an object of JSON, as `llmtrain prepare` was"
+    option("--chat-template-kwargs", default=argparse.SUPPRESS, metavar="JSON", help=help_text)
     completion.offer(parser)
     args = vars(parser.parse_args(argv))
     path, system, off = args.pop("folder"), args.pop("system", None), args.pop("no_adapter")

@@ -121,8 +121,8 @@ def _read_data(data: TrainData) -> str:
     for file in files:
         file.compare()
     size = units.size(sum(file.path.stat().st_size for file in files))
-    untold = sum(not file.xxh3 for file in files)
-    without = f", but for {units.counted(untold, 'file')} of which they tell none" if untold else ""
+    unverified = sum(not file.xxh3 for file in files)
+    without = f", but for {units.counted(unverified, 'file')} of which they tell none" if unverified else ""
     return f"data:    {units.counted(len(files), 'file')}, {size}: as the checksums of their manifests say{without}"
 
 

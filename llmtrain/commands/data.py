@@ -15,7 +15,7 @@ from llmtrain.base import units, untrusted
 from llmtrain.base.errors import DataError
 from llmtrain.base.files import replace_file
 from llmtrain.commands import completion
-from llmtrain.data.manifest import SPLITS, Split, said_of_template
+from llmtrain.data.manifest import SPLITS, Split, template_notes
 from llmtrain.data.shards import PreparedSet, TokenStream
 from llmtrain.data.tokenize import Encoder
 
@@ -178,9 +178,9 @@ def main(argv: list[str]) -> int:
     last = min(args.index + max(1, args.rows), data.manifest.documents[split])
     show = shown_text if chat is None else shown_row
     rows = [show(data, encoder, split, index) for index in range(args.index, max(last, args.index + 1))]
-    said = [] if chat is None else said_of_template(chat)
+    notes = [] if chat is None else template_notes(chat)
     if "html" not in args:
-        for line in said:
+        for line in notes:
             print(untrusted.shown(line))
         for row in rows:
             _print(row, marks=chat is not None)
@@ -189,7 +189,7 @@ def main(argv: list[str]) -> int:
     counted = total if chat is None else chat["counted"][split]
     noun = "document" if chat is None else "row"
     what = f"{units.counted(data.manifest.documents[split], noun)}, {counted} of {total} tokens counted"
-    what = "; ".join((what, *said))
+    what = "; ".join((what, *notes))
     replace_file(args.html, _html(f"{args.data}: {split}", what, rows).encode())
     print(f"wrote {args.html}: {units.counted(len(rows), noun)}")
     return 0

@@ -76,8 +76,10 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
     ).add_argument
     own = "a Jinja template instead of the tokenizer's own"
     add("--chat-template", default=argparse.SUPPRESS, metavar="FILE", help=own)
-    said = "what every record says to its template, an object of JSON; a record's own chat_template_kwargs come first"
-    add("--chat-template-kwargs", default=argparse.SUPPRESS, metavar="JSON", help=said)
+    help_text = (
+        "what every record says to its template, an object of JSON; a record's own chat_template_kwargs come first"
+    )
+    add("--chat-template-kwargs", default=argparse.SUPPRESS, metavar="JSON", help=help_text)
     add(
         "--count",
         default="assistant",

@@ -414,8 +414,8 @@ def _read(path: str) -> tuple[dict[str, Any], dict[str, str]]:
         remedy = f"save it as UTF-8, such as by `iconv -f {kind} -t UTF-8 {path}`"
         raise stop("--config", path, rule, remedy) from None
     except (OSError, ValueError) as error:  # ValueError: a null byte in the path
-        said = error.strerror if isinstance(error, OSError) else error
-        raise stop("--config", path, f"cannot be read: {said}", "give the path of a run's YAML") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise stop("--config", path, f"cannot be read: {reason}", "give the path of a run's YAML") from None
     document = strict_yaml.parse(text, path)
     tree = {} if document.tree is None else document.tree
     if not isinstance(tree, dict):

@@ -90,8 +90,8 @@ def _began_with(run: RunConfig, keys: _Keys, name: str) -> str | None:
     for folder in folders:
         with contextlib.suppress(OSError, ValueError, ConfigError, AttributeError, TypeError, KeyError):
             path = folder / "config.yaml"
-            told = strict_yaml.parse(path.read_text(encoding="utf-8"), str(path)).tree[section]
-            commit = told[revision] or ""
-            if told[key] == name and COMMIT.fullmatch(commit):
+            recorded = strict_yaml.parse(path.read_text(encoding="utf-8"), str(path)).tree[section]
+            commit = recorded[revision] or ""
+            if recorded[key] == name and COMMIT.fullmatch(commit):
                 return str(commit)
     return None

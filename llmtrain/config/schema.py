@@ -122,8 +122,8 @@ def _selector(section: str, cls: type[Choice]) -> Entry:
 
 def _with_choices(doc: str, choices: Mapping[str, type]) -> str:
     """The docstring of a field, and those of the classes that its values name."""
-    said = (f"{name}: {' '.join((inspect.getdoc(cls) or '').split())}" for name, cls in choices.items())
-    return " ".join((doc, *said))
+    described = (f"{name}: {' '.join((inspect.getdoc(cls) or '').split())}" for name, cls in choices.items())
+    return " ".join((doc, *described))
 
 
 @functools.cache
@@ -280,12 +280,12 @@ def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
 
 def _value(entry: Entry) -> dict[str, Any]:
     limits: dict[str, Any] = {**entry.bound.json_schema()} if entry.bound else {}
-    told: dict[str, Any] = {"description": entry.meaning}
+    value_schema: dict[str, Any] = {"description": entry.meaning}
     if entry.default not in ("required", "null"):
-        told["default"] = json.loads(entry.default)
+        value_schema["default"] = json.loads(entry.default)
     if entry.key == "data.mixture":
         limits = {"additionalProperties": {"type": "number", "exclusiveMinimum": 0}}
-    return {**told, **_kind(entry.kind, limits)}
+    return {**value_schema, **_kind(entry.kind, limits)}
 
 
 def _kind(kind: Any, limits: dict[str, Any]) -> dict[str, Any]:

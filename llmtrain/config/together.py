@@ -77,7 +77,7 @@ def against(sections: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
     )
     check_adapter(run, {}, problems)
     check_objective(run, {}, problems)
-    return problems.told
+    return problems.refused
 
 
 class _Kept(Problems):
@@ -85,11 +85,11 @@ class _Kept(Problems):
 
     def __init__(self) -> None:
         super().__init__()
-        self.told: list[tuple[str, str]] = []
+        self.refused: list[tuple[str, str]] = []
 
     def add_text(self, key: str, what: str, rule: str, remedy: str, place: str | None = None) -> None:
         super().add_text(key, what, rule, remedy, place)
-        self.told.append((rule, remedy))
+        self.refused.append((rule, remedy))
 
 
 def refusals(adapter: AdapterConfig, form: Mix) -> list[tuple[str, str]]:
@@ -97,7 +97,7 @@ def refusals(adapter: AdapterConfig, form: Mix) -> list[tuple[str, str]]:
     problems = _Kept()
     run = RunConfig(deepspeed="the JSON", adapter=adapter)
     check_adapter_form(run, form.degrees, form.zero_stage, run.deepspeed, {}, problems)
-    return [*((rule.reason, rule.remedy) for rule in clashes(form)), *problems.told]
+    return [*((rule.reason, rule.remedy) for rule in clashes(form)), *problems.refused]
 
 
 def markdown() -> str:

@@ -85,14 +85,16 @@ def data_fingerprint(
     return xxhash.xxh3_128_hexdigest(json.dumps([VERSION, parts, listed]).encode())
 
 
-def said_of_template(chat: dict[str, Any]) -> list[str]:
+def template_notes(chat: dict[str, Any]) -> list[str]:
     """List what the preparation put into every prompt beside the conversations: the date, and chat_template_kwargs."""
-    said = []
+    notes = []
     if (moment := chat.get("moment")) is not None:
-        said.append(f"the template writes the date: {moment.replace('T', ' ')}, of the preparation, is in every prompt")
+        notes.append(
+            f"the template writes the date: {moment.replace('T', ' ')}, of the preparation, is in every prompt"
+        )
     if variables := chat.get("chat_template_kwargs"):
-        said.append(f"chat_template_kwargs {json.dumps(variables)}")
-    return said
+        notes.append(f"chat_template_kwargs {json.dumps(variables)}")
+    return notes
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

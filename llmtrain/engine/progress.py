@@ -94,13 +94,13 @@ def flight_recorder() -> Mapping[str, Any]:
     return found
 
 
-_told = False
+_warned = False
 
 
 def tell_compilation() -> None:
     """While torch.compile compiles, whichever thread it is in, the rank is in the phase `compile`. Once a process."""
-    global _told
-    if _told:
+    global _warned
+    if _warned:
         return
     from torch._dynamo.callback import on_compile_end, on_compile_start
 
@@ -115,4 +115,4 @@ def tell_compilation() -> None:
 
     on_compile_start(starts)
     on_compile_end(ends)
-    _told = True
+    _warned = True

@@ -104,7 +104,7 @@ class Apart:
     ranks: tuple[int, ...]
     """Ranks on which they differ."""
 
-    def told(self, engine: Engine, ranks: Ranks) -> str:
+    def message(self, engine: Engine, ranks: Ranks) -> str:
         """Parameters, ranks and keys of the configuration that may be the cause, and what to do."""
         hosts = {seat.rank: seat.host for seat in ranks.seats}
         on = ", ".join(f"{rank} ({hosts[rank]})" if rank in hosts else str(rank) for rank in self.ranks[:4])
@@ -168,7 +168,7 @@ def _differs(piece: StateTensor, copies: Iterable[ForwardCopy]) -> Tensor:
 def prove_masters(engine: Engine, ranks: Ranks) -> None:
     """Before a first step. Raises ModelError, on all ranks alike, where masters and forward pass differ."""
     if found := apart(engine, ranks):
-        raise ModelError(found.told(engine, ranks))
+        raise ModelError(found.message(engine, ranks))
 
 
 def prove_weights(

@@ -62,8 +62,8 @@ def _twice(values: Tensor) -> Tensor:
 
 
 def _line(error: Exception) -> str:
-    said, _, _ = str(error).partition("Set TORCHDYNAMO_VERBOSE")  # what follows is advice for torch's developers
-    return " ".join(f"{type(error).__name__}: {said}".split())[:300]
+    message, _, _ = str(error).partition("Set TORCHDYNAMO_VERBOSE")  # what follows is advice for torch's developers
+    return " ".join(f"{type(error).__name__}: {message}".split())[:300]
 
 
 def cores_of_a_rank() -> int:

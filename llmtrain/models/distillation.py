@@ -174,10 +174,12 @@ def _apart(
     *,
     wants_gradient: bool,
 ) -> _Apart:
-    said = teacher(rows)
-    if isinstance(said, TopWords):
-        return _apart_in_events(said.words, said.logs, terms.beta, vocabulary, log_q_CV, wants_gradient=wants_gradient)
-    log_p_CV = _log_softmax(said, terms.temperature, None)
+    targets = teacher(rows)
+    if isinstance(targets, TopWords):
+        return _apart_in_events(
+            targets.words, targets.logs, terms.beta, vocabulary, log_q_CV, wants_gradient=wants_gradient
+        )
+    log_p_CV = _log_softmax(targets, terms.temperature, None)
     entropy_C1 = -(log_p_CV.exp() * log_p_CV).sum(1, keepdim=True)
     first, count = _part(vocabulary, log_p_CV)
     log_p_CV = log_p_CV[:, first : first + count]

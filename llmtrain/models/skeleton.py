@@ -69,8 +69,8 @@ def _given_config(model: ModelConfig, *, trust_remote_code: bool) -> PreTrainedC
     except Exception as error:
         key = "model.pretrained" if model.pretrained else "model.config"
         name = given.get("model_type") if isinstance(given, dict) else given
-        said = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
-        raise ModelError(f"{key}: {name} is not a model configuration: {said}") from error
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
+        raise ModelError(f"{key}: {name} is not a model configuration: {reason}") from error
 
 
 def refuse_code(file: Path, fields: Any) -> None:
@@ -125,9 +125,11 @@ def construct(
         if "does not support" in str(error):  # sdpa or flash attention, which not every family has
             raise ModelError(none) from error
         if re.search("allocate memory|calculation overflowed", str(error)):  # each tensor has memory for a moment
-            said = str(error).splitlines()[0].partition("Error code")[0].rpartition("DefaultCPUAllocator: ")[2].strip()
+            reason = (
+                str(error).splitlines()[0].partition("Error code")[0].rpartition("DefaultCPUAllocator: ")[2].strip()
+            )
             raise ModelError(
-                f"model: one of its tensors alone needs more memory than this host has ({said.rstrip('.')}). Correct "
+                f"model: one of its tensors alone needs more memory than this host has ({reason.rstrip('.')}). Correct "
                 f"its sizes; the largest are {_largest(config)}."
             ) from error
         text = config.get_text_config(decoder=True)

@@ -65,14 +65,14 @@ class Plain:
     @classmethod
     def of(cls, folder: Path, *, column: bool) -> Plain:
         """Raises OSError, ValueError or KeyError: the files are others."""
-        told = json.loads((folder / "manifest.json").read_text())
-        kind = "<u2" if told["dtype"] == "uint16" else "<u4"
-        shards = told["shards"]["train"]
+        manifest = json.loads((folder / "manifest.json").read_text())
+        kind = "<u2" if manifest["dtype"] == "uint16" else "<u4"
+        shards = manifest["shards"]["train"]
         ids = [np.memmap(folder / shard["file"], kind, "r") for shard in shards]
         sizes = [len(each) for each in ids]
         numbers = np.fromfile(folder / "reference-train.f32", "<f4") if column else None
-        texts = cls(stream=_Shards(ids, sizes), separator=told["separator_id"], reference=numbers)
-        chat = told.get("chat")
+        texts = cls(stream=_Shards(ids, sizes), separator=manifest["separator_id"], reference=numbers)
+        chat = manifest.get("chat")
         if chat is None:
             return texts
         files = [np.memmap((folder / shard["file"]).with_suffix(".rows"), np.uint8, "r") for shard in shards]
@@ -231,7 +231,7 @@ def _judged(plain: Plain, micro: UnpairedBatch, row: int, answer: int, number: i
     return ""
 
 
-def told(run: RunConfig, precision: str) -> tuple[list[str], bool] | None:
+def compare_folder(run: RunConfig, precision: str) -> tuple[list[str], bool] | None:
     """(lines of the report, whether the rows are the folder's); None: the run's data is not there."""
     named = [run.data.path] if run.data.path else list(run.data.mixture or ())
     if not named or not all((Path(str(folder)) / "manifest.json").is_file() for folder in named):

@@ -23,7 +23,7 @@ from llmtrain.objectives.by_token import Distill
 from llmtrain.parity.compare import CEILINGS, COUNT, KINDS, Difference, Trace, Verdict, compare, hint, tie
 from llmtrain.parity.plain import nudged, orders, train_plainly
 from llmtrain.parity.plain_teacher import with_small_teacher
-from llmtrain.parity.run_folder import told
+from llmtrain.parity.run_folder import compare_folder
 from llmtrain.parity.small import attention_here, patterns_here, small_model, targets_here
 from llmtrain.parity.small_run import Wanted, degrees_text, resolve_in, small_run
 from llmtrain.parity.trainer import PLAN
@@ -68,7 +68,7 @@ def _worlds(title: str, user: Wanted, worlds: list[int], steps: int, cpu: bool, 
     adapter = targets_here(fields, user.run.adapter)
     user = replace(user, run=replace(user.run, model=model, adapter=adapter))
     print(f"{title} with {user.run.deepspeed}: {_words(fields)}, {steps} steps", flush=True)
-    if (of_folder := told(user.run, user.precision)) is not None:
+    if (of_folder := compare_folder(user.run, user.precision)) is not None:
         print("\n".join(of_folder[0]), flush=True)
         yield SAME if of_folder[1] else PARTS
     with tempfile.TemporaryDirectory(prefix="llmtrain-parity-") as made:

@@ -264,8 +264,10 @@ def timeline(found: Sequence[Seen | None]) -> str | None:
     )
     guests = sorted(set(bars) - {seen.name for seen in known})
     note = f"{', '.join(guests)}: as the others saw them; `llmtrain report` of their folders too shows when they wait."
-    told = f'<p class="sub">{html.escape(note)}</p>' if guests else ""
-    return f'<figure>{key}<svg viewBox="0 0 {_LINES_WIDTH} {height}" role="img">{"".join(parts)}</svg></figure>{told}'
+    caption = f'<p class="sub">{html.escape(note)}</p>' if guests else ""
+    return (
+        f'<figure>{key}<svg viewBox="0 0 {_LINES_WIDTH} {height}" role="img">{"".join(parts)}</svg></figure>{caption}'
+    )
 
 
 def site_facts(done: list[dict[str, Any]], failed: list[dict[str, Any]]) -> list[tuple[str, str]]:

@@ -41,8 +41,8 @@ class Run:
     def shown_settings(self) -> dict[str, str]:
         """The command first, then the settings that are not null."""
         argv = self.environment.get("argv")
-        said = {"command": shlex.join(map(str, argv))} if isinstance(argv, list) else {}
-        return said | {key: value for key, value in self.settings.items() if key != "norm" and value != "null"}
+        words = {"command": shlex.join(map(str, argv))} if isinstance(argv, list) else {}
+        return words | {key: value for key, value in self.settings.items() if key != "norm" and value != "null"}
 
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
         """The events of one kind, in order."""
@@ -320,8 +320,8 @@ def _events(run: Run) -> tuple[str, str]:
         )
         step = _finite(event.get("step"))
         at = "" if step is None else f"{step:,.0f}"
-        said = detail if len(detail) <= 500 else detail[:500] + "…"
-        rows.append((_clock(event.get("time_unix_s")), at, str(event.get("kind", "")), said))
+        text = detail if len(detail) <= 500 else detail[:500] + "…"
+        rows.append((_clock(event.get("time_unix_s")), at, str(event.get("kind", "")), text))
     note = f" (the last {_EVENTS_SHOWN} of {len(run.events)})" if len(run.events) > len(shown) else ""
     return f"Events of {run.name}{note}", _table(("Time (UTC)", "Step", "Event", "Details"), rows)
 
@@ -410,13 +410,13 @@ def _table(head: Sequence[str], rows: Sequence[tuple[str, ...]], *, mark: bool =
 
 def _page(title: str, subtitle: str, tables: Sequence[tuple[str, str]], charts: Sequence[dict[str, Any]]) -> str:
     """The whole page. `tables`: headings and what `table` made; the first stands above the curves, the others below."""
-    figures, told = "", []
+    figures, plotted = "", []
     for chart in charts:
         drawing, axes = svg(chart)
         figures += f'<figure id="{chart["id"]}">{drawing}</figure>'
-        told.append({**chart, "axes": axes})
+        plotted.append({**chart, "axes": axes})
     first, *others = [f"<h2>{html.escape(heading)}</h2>{body}" for heading, body in tables]
-    data = json.dumps(told, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    data = json.dumps(plotted, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'

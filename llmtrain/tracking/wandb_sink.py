@@ -165,7 +165,7 @@ def base_url() -> str:
     return os.environ.get("WANDB_BASE_URL") or _saved_settings().get("base_url", _DEFAULT_URL)
 
 
-def said_to_wandb() -> tuple[Mode, str] | None:
+def wandb_setting() -> tuple[Mode, str] | None:
     """The mode that W&B or Hugging Face's Trainer would obey, and who says so; None where nobody does.
 
     A word that W&B does not know is a warning, and keeps the run offline.
@@ -220,8 +220,8 @@ def choose_mode(asked: str) -> tuple[Mode, str]:
     May take seconds (a connection is tried), so this runs in the sink's thread.
     """
     why = "as configured"
-    if asked == "auto" and (said := said_to_wandb()) is not None:
-        asked, why = said[0], f"as {said[1]} says"
+    if asked == "auto" and (setting := wandb_setting()) is not None:
+        asked, why = setting[0], f"as {setting[1]} says"
     if asked == "disabled":
         return "disabled", "switched off"
     if asked == "offline":

@@ -80,10 +80,10 @@ _NO_DEVICE_BYTES = 2 << 40
 def _epochs(resolved: ResolvedRun, data: TrainData) -> list[str]:
     if resolved.max_steps is None:
         return []
-    told = data.epochs(resolved.max_steps * resolved.batch.global_batch)
+    passes = data.epochs(resolved.max_steps * resolved.batch.global_batch)
     return [
         f"{times:.3g} epochs of {folder}, whose training split has {units.count(tokens)} tokens"
-        for folder, times, tokens in told
+        for folder, times, tokens in passes
         if times >= _MANY_EPOCHS
     ]
 

@@ -152,7 +152,9 @@ def _write_teacher(
             read = data.window_at if train else data.validation_window_at
             rows = data.sequences_per_epoch if train else data.validation_sequences
             batches = batches_of(read, rows, *dealt)
-            for some in _told(batches, at_once, f"{split}:", rows, batch.micro_batch * batch.data_parallel, ranks):
+            for some in _with_progress(
+                batches, at_once, f"{split}:", rows, batch.micro_batch * batch.data_parallel, ranks
+            ):
                 collect = Likeliest(column.top_k, column.temperature)
                 figures, counted = engine.evaluate(some, collect)
                 left, tokens = left + figures["loss"] * counted, tokens + counted
@@ -172,7 +174,7 @@ def _write_teacher(
     return left / max(1, tokens)
 
 
-def _told(
+def _with_progress(
     batches: Iterator[MicroBatch], at_once: int, what: str, rows: int, rows_together: int, ranks: Ranks
 ) -> Iterator[list[MicroBatch]]:
     """The micro-batches, so many at a time; rank 0 tells how far the ranks are.
@@ -232,7 +234,7 @@ def column(
     total = data.sequences_per_epoch if train else data.validation_sequences
     collect = LogProbs()
     batches = batches_of(read, total, *dealt)
-    for some in _told(batches, _AT_ONCE, f"{split}:", total, dealt[0] * dealt[2], ranks):
+    for some in _with_progress(batches, _AT_ONCE, f"{split}:", total, dealt[0] * dealt[2], ranks):
         engine.evaluate(some, collect)
         if others := [micro.mismatched for micro in some if isinstance(micro, UnpairedBatch)]:
             engine.evaluate(others, collect)

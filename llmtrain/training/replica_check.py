@@ -161,10 +161,10 @@ class Replicas:
             if self._rows.get(key) in wrong
         ]
         everyone = from_all(self._ranks, mine)
-        return _told(everyone)
+        return _differences(everyone)
 
 
-def _told(everyone: Sequence[Sequence[tuple[int, str, str, int]]]) -> list[Difference]:
+def _differences(everyone: Sequence[Sequence[tuple[int, str, str, int]]]) -> list[Difference]:
     """`everyone`: of each rank, (row, name, shown, hash) of what is not the same."""
     by_row: dict[int, dict[int, list[int]]] = {}
     words: dict[tuple[int, int], tuple[str, str]] = {}
@@ -193,8 +193,8 @@ def describe(differences: Sequence[Difference], seats: Sequence[Seat]) -> str:
         return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(named)}{more}"
 
     if first.shown[0]:
-        told = ", ".join(f"{shown} on {on(ranks)}" for shown, ranks in zip(first.shown, first.groups, strict=True))
-        sentence = f"{first.name} is not the same on all ranks: {told}"
+        values = ", ".join(f"{shown} on {on(ranks)}" for shown, ranks in zip(first.shown, first.groups, strict=True))
+        sentence = f"{first.name} is not the same on all ranks: {values}"
     elif 2 * len(first.groups[0]) > sum(map(len, first.groups)):
         verb = "differs" if len(first.odd) == 1 else "differ"
         sentence = f"{first.name} on {on(first.odd)} {verb} from {on(first.groups[0])}, which should hold the same"
@@ -272,7 +272,7 @@ class ReplicaCheck(Part):
         self._agreed_step = step
 
     def _end_masters(self, step: int, found: Apart) -> None:
-        text = f"after step {step}: {found.told(self._engine, self._ranks)}"
+        text = f"after step {step}: {found.message(self._engine, self._ranks)}"
         if self._agreed_step is not None:
             text += f" At step {self._agreed_step} they were the same: memory of that host is another cause."
         self._tell(step, "masters differ", found.ranks, found.names, text)

@@ -117,7 +117,7 @@ def _train(setup: Setup, folder: RunDirectory, checkpoints: CheckpointFolder, re
             except StopAsked:  # while it waited for the other sites: there is nothing new to save
                 position, ended, began = start.position, False, False
             reason = None if ended else requests.stop_reason or "another rank, or a part of the run, asked to stop"
-            told = _conclude(launch, position, saving, evaluation, reason, began=began)
+            last_words = _conclude(launch, position, saving, evaluation, reason, began=began)
             if setup.run.parts:
                 from llmtrain.training.plugin_parts import raise_failures
 
@@ -128,7 +128,7 @@ def _train(setup: Setup, folder: RunDirectory, checkpoints: CheckpointFolder, re
         raise AgreedError(str(error), error.exit_code) from error  # the ranks skip the same steps
     finally:
         tracker.close(status)
-    log.info(told)  # the last words: closing W&B may have printed
+    log.info(last_words)  # the last words: closing W&B may have printed
 
 
 def _fill(parts: list[Part], launch: Launch) -> tuple[Saving, Evaluation]:
@@ -201,7 +201,7 @@ def _conclude(
     Returns: rank 0's last words.
     """
     setup, folder, tracker = launch.setup, launch.folder, launch.tracker
-    complete, told = reason is None, ""
+    complete, last_words = reason is None, ""
     tracker.end_progress()
     with heart.during("save"):
         if began:
@@ -216,12 +216,12 @@ def _conclude(
         tracker.event("stop", step=position.step, complete=complete, reason=reason)
         if complete:
             heart.phase("export")
-            told = finish(setup.run, folder, setup.data, tracker, validation_loss, setup.ranks.device)
+            last_words = finish(setup.run, folder, setup.data, tracker, validation_loss, setup.ranks.device)
         else:
-            told = stopped(launch.checkpoints.path if began else None, position.step, reason)
+            last_words = stopped(launch.checkpoints.path if began else None, position.step, reason)
         messages.emit("end", status="complete" if complete else "stopped", code=0, reason=reason)
     rank_side.left(0)
-    return told
+    return last_words
 
 
 def write_run_files(

@@ -123,7 +123,7 @@ def kept_as_another(case: Case) -> tuple[list[Any], Any, list[str]]:
     plain = engine.state
     engine.state = lambda: [replace(p, name=names.get(p.name, p.name)) for p in plain()]  # type: ignore[method-assign]
     wrong = apart(engine, ranks)
-    told = "" if wrong is None else wrong.told(engine, ranks)
+    told = "" if wrong is None else wrong.message(engine, ranks)
     engine.close()
     return healthy, wrong, [*pair, told]
 

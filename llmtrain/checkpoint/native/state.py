@@ -88,9 +88,10 @@ class State:
         """The optimizer step that all files agree on. Raises CheckpointError."""
         values = {value: path for path, value in self.steps.items()}
         if len(values) > 1:
-            told = ", ".join(f"{value} in {path.name}" for value, path in sorted(values.items()))
+            counters = ", ".join(f"{value} in {path.name}" for value, path in sorted(values.items()))
             raise CheckpointError(
-                f"{next(iter(self.steps)).parent} mixes files of different steps: the optimizer's counter is {told}. "
+                f"{next(iter(self.steps)).parent} mixes files of different steps: the optimizer's counter is "
+                f"{counters}. "
                 "DeepSpeed would load that without a word; nothing can be taken from it."
             )
         return next(iter(values), 0)

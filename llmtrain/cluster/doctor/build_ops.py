@@ -64,8 +64,8 @@ def _build_on(survey: Survey, hosts: Sequence[str], text: str, ssh_port: int | N
             what = f"built {', '.join(ops)} in {answer.elapsed_s:.0f} s" if ops else "removed a lock of a dead build"
             lines.append(f"{host}: {what}")
             continue
-        said = [line.strip() for line in answer.stderr.splitlines() if line.strip()]
-        why = answer.trouble.text if answer.trouble and answer.code is None else "; ".join(said[-2:])[:300]
+        printed = [line.strip() for line in answer.stderr.splitlines() if line.strip()]
+        why = answer.trouble.text if answer.trouble and answer.code is None else "; ".join(printed[-2:])[:300]
         findings.append(
             Finding(
                 host=host,

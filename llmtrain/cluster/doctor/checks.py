@@ -113,10 +113,10 @@ def _reached(host: Host, survey: Survey) -> Iterator[Finding]:
     if trouble is not None:
         check = "name" if trouble.kind == "resolve" else "ssh"
         yield Finding(host=host.name, check=check, level="red", what=trouble.text, fix=trouble.remedy)
-    said = survey.failures.get(host.name)
-    if said is not None:
+    failure = survey.failures.get(host.name)
+    if failure is not None:
         fix = f"make the same environment there as here: python -m venv, or a container; wanted: {survey.python}"
-        yield Finding(host=host.name, check="python", level="red", what=said, fix=fix)
+        yield Finding(host=host.name, check="python", level="red", what=failure, fix=fix)
 
 
 def _unanswered(host: Host, facts: dict[str, Any], survey: Survey) -> Iterator[Finding]:

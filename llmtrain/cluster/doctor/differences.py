@@ -120,24 +120,24 @@ def _folders(survey: Survey) -> Iterator[Finding]:
             fix = f"copy it: rsync -aL {folder.path}/ {host}:{folder.path}/     (or mount there what holds it)"
             fix = "put back what is missing, or make the folder again" if survey.alone else fix
             if folder.on_hub:
-                said = "is a folder there, which wins over the repository of that name on the Hub"
+                problem = "is a folder there, which wins over the repository of that name on the Hub"
                 if found["there"]:
                     fix = f"on {host}: give the folder another name, or name it by its whole path"
-                    yield Finding(host=host, check="files", level="red", what=f"{what} {said}", fix=fix)
+                    yield Finding(host=host, check="files", level="red", what=f"{what} {problem}", fix=fix)
             elif not found["there"]:
                 yield Finding(host=host, check="files", level="red", what=f"{what} is not there", fix=fix)
             elif found["lacks"]:
                 lacks = f"{what} lacks {_some(found['missing'], found['lacks'])}"
                 yield Finding(host=host, check="files", level="red", what=lacks, fix=fix)
             elif found["locked"]:
-                said = f"{what}: {_some(found['locked'])} cannot be read"
+                problem = f"{what}: {_some(found['locked'])} cannot be read"
                 fix = f"on {host}: chmod -R a+rX {folder.path}"
-                yield Finding(host=host, check="files", level="red", what=said, fix=fix)
+                yield Finding(host=host, check="files", level="red", what=problem, fix=fix)
             elif host in odd:
                 groups = [at for at, mark in enumerate(found["marks"]) if mark != common[at]]
                 names = [folder.files[-(-at * len(folder.files) // len(common))] for at in groups]
-                said = f"{what} differs from the others': {_some(names)}"
-                yield Finding(host=host, check="files", level="red", what=said, fix=fix)
+                problem = f"{what} differs from the others': {_some(names)}"
+                yield Finding(host=host, check="files", level="red", what=problem, fix=fix)
 
 
 def _some(names: Sequence[str], count: int | None = None) -> str:
@@ -250,8 +250,8 @@ def right_interfaces(survey: Survey) -> dict[str, str]:
 def gloo_choice(facts: Mapping[str, Any]) -> str | None:
     """The interface that gloo takes: GLOO_SOCKET_IFNAME, else that of the host name's address, else loopback."""
     interfaces = {name: addresses for name, addresses in held(facts).items() if addresses}
-    if said := facts.get("environment", {}).get(GLOO):
-        return next(iter(named_interfaces(GLOO, said, interfaces) or ()), None)
+    if setting := facts.get("environment", {}).get(GLOO):
+        return next(iter(named_interfaces(GLOO, setting, interfaces) or ()), None)
     own = facts.get("names", {}).get("own")
     for name, addresses in interfaces.items():
         if own in addresses or (own and _is_loopback(own) and any(map(_is_loopback, addresses))):
@@ -263,8 +263,8 @@ def nccl_choice(facts: Mapping[str, Any]) -> str | None:
     """The interface that NCCL takes for its sockets: as NCCL_SOCKET_IFNAME says, else ib*, else any but docker*, lo and
     virbr*, else these."""
     here = [n for n, about in facts.get("interfaces", {}).items() if about["addresses"] and about.get("up")]
-    if said := facts.get("environment", {}).get(NCCL):
-        return next(iter(named_interfaces(NCCL, said, here) or ()), None)
+    if setting := facts.get("environment", {}).get(NCCL):
+        return next(iter(named_interfaces(NCCL, setting, here) or ()), None)
     last = ("docker", "lo", "virbr")
     order = [n for n in here if n.startswith("ib")] + [n for n in here if not n.startswith(last)]
     order += [name for word in last for name in here if name.startswith(word)]
@@ -287,12 +287,14 @@ def _chosen(host: Host, facts: dict[str, Any], right: str) -> Iterator[Finding]:
     if devices or environment.get(NCCL):
         choices.append(("NCCL", NCCL, nccl_choice(facts)))
     for backend, variable, choice in choices:
-        said = environment.get(variable)
+        setting = environment.get(variable)
         fix = f"remove {variable} from the start files of {host.name}: llmtrain sets {right}; or set it to {right}"
-        if said and choice is None:
-            what = f"{variable} is {said!r}, but it has {', '.join(n for n, a in interfaces.items() if a['addresses'])}"
+        if setting and choice is None:
+            what = (
+                f"{variable} is {setting!r}, but it has {', '.join(n for n, a in interfaces.items() if a['addresses'])}"
+            )
             yield Finding(host=host.name, check="interface", level="red", what=what, fix=fix)
-        elif said and choice != right:
+        elif setting and choice != right:
             level: Level = "red" if any(map(_is_loopback, interfaces[choice]["addresses"])) else "yellow"
             what = f"{variable} makes {backend} take {choice}; the other hosts reach it by {right}"
             yield Finding(host=host.name, check="interface", level=level, what=what, fix=fix)

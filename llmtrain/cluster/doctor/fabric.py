@@ -402,12 +402,12 @@ def measure_all_reduce(survey: Survey, module: str, ssh_port: int | None = None)
         "errors": {},
     }
     for name, answer in in_parallel(names, one, fan_out=len(names)).items():
-        said, error = _read(answer)
+        result, error = _read(answer)
         if error:
             found["errors"][name] = error
-        elif said.get("steps"):
-            found["steps"] = said["steps"]
-            found["pairs"] = [[labels[int(a)], labels[int(b)], rate] for a, b, rate in said["pairs"]]
+        elif result.get("steps"):
+            found["steps"] = result["steps"]
+            found["pairs"] = [[labels[int(a)], labels[int(b)], rate] for a, b, rate in result["pairs"]]
     return found
 
 
@@ -439,12 +439,12 @@ def _rounds(here: Mapping[str, Sequence[tuple[int, int]]]) -> list[list[tuple[in
 def _read(answer: Answer) -> tuple[dict[str, Any], str]:
     """(the program's answer on a host, the reason of its failure there or "")."""
     found = read_marked(answer.stdout, _MARK)
-    said = found or {}
-    if answer.code == 0 and found is not None and not said.get("error"):
-        return said, ""
+    result = found or {}
+    if answer.code == 0 and found is not None and not result.get("error"):
+        return result, ""
     last = [line for line in answer.stderr.splitlines() if line.strip()][-1:]
     trouble = answer.trouble.text if answer.trouble and answer.code is None else None
-    return said, said.get("error") or trouble or "".join(last) or "it printed nothing"
+    return result, result.get("error") or trouble or "".join(last) or "it printed nothing"
 
 
 def all_reduce_worked(found: Mapping[str, Any]) -> bool:

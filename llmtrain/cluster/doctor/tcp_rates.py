@@ -225,11 +225,11 @@ def send(link: socket.socket, window_s: float) -> str:
             with contextlib.suppress(BlockingIOError):
                 link.send(chunk)
             try:
-                said = link.recv(4096)
+                received = link.recv(4096)
             except BlockingIOError:
                 ready.poll(200)
                 continue
-            return said.decode().strip()
+            return received.decode().strip()
     except OSError:
         return ""
     finally:

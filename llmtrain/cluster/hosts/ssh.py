@@ -69,15 +69,17 @@ def from_ssh(host: str, code: int | None, stderr: str, noise: str, *, began: boo
         return Trouble("died", f"ssh to {host} was stopped here ({last or f'signal {-(code or 0)}'})", "ask again")
     if code != SSH_FAILED:
         # Another code than 255 is the login shell's: it ended before it came to our command.
-        said = _last_line(noise) or last
-        why = f"the login shell of {host} ended with code {code} before our command" + (f": {said}" if said else "")
+        noise_line = _last_line(noise) or last
+        why = f"the login shell of {host} ended with code {code} before our command" + (
+            f": {noise_line}" if noise_line else ""
+        )
         return Trouble("noise", why, _QUIET_SHELL.format(host=host))
     kind: Kind = next((kind for kind, pattern in _PATTERNS if re.search(pattern, stderr)), "died")
     if kind == "host_key":
         return _host_key(host, stderr, port)
     if kind == "key":
         return _denied(host, stderr, port)
-    return Trouble(kind, _TEXTS[kind].format(host=host, said=last), _REMEDIES[kind].format(host=host, port=port or 22))
+    return Trouble(kind, _TEXTS[kind].format(host=host, error=last), _REMEDIES[kind].format(host=host, port=port or 22))
 
 
 _QUIET_SHELL = (
@@ -85,11 +87,11 @@ _QUIET_SHELL = (
     "case $- in *i*) ;; *) return;; esac     see what they print: ssh {host} true"
 )
 _TEXTS: dict[Kind, str] = {
-    "resolve": "{host} has no address ({said})",
-    "refused": "{host} is up, but no sshd listens there ({said})",
-    "unreachable": "{host} does not answer ({said})",
-    "timeout": "{host} takes connections, but its sshd does not answer ({said})",
-    "died": "ssh to {host} broke off ({said})",
+    "resolve": "{host} has no address ({error})",
+    "refused": "{host} is up, but no sshd listens there ({error})",
+    "unreachable": "{host} does not answer ({error})",
+    "timeout": "{host} takes connections, but its sshd does not answer ({error})",
+    "died": "ssh to {host} broke off ({error})",
 }
 _REMEDIES: dict[Kind, str] = {
     "resolve": "correct the name in the hostfile, or give it an address: echo 'ADDRESS {host}' >> /etc/hosts",
@@ -115,22 +117,22 @@ def _host_key(host: str, stderr: str, port: int | None) -> Trouble:
 
 def _denied(host: str, stderr: str, port: int | None) -> Trouble:
     """Permission denied: by a host that takes no keys, or because of the keys that are here."""
-    said = _last_line(stderr)
+    message = _last_line(stderr)
     offered = re.search(r"Permission denied \(([\w,-]+)\)", stderr)
     if offered and "publickey" not in offered[1] and re.search("password|keyboard", offered[1]):
-        why = f"{host} takes passwords only ({said}), and nobody can type one"
+        why = f"{host} takes passwords only ({message}), and nobody can type one"
         return Trouble(
             "prompt", why, f"on {host}: set PubkeyAuthentication yes in /etc/ssh/sshd_config, and reload sshd"
         )
     copy = f"ssh-copy-id {'' if port in (None, 22) else f'-p {port} '}{host}"
     keys = _keys(host)
     if not keys and not _agent_has_keys():
-        return Trouble("key", f"there is no key here to show to {host} ({said})", f"ssh-keygen -t ed25519 && {copy}")
+        return Trouble("key", f"there is no key here to show to {host} ({message})", f"ssh-keygen -t ed25519 && {copy}")
     locked = [key for key in keys if _asks_passphrase(key)]
     if locked and len(locked) == len(keys) and not _agent_has_keys():
-        why = f"the key {locked[0]} asks for its passphrase, and no agent holds it ({said})"
+        why = f"the key {locked[0]} asks for its passphrase, and no agent holds it ({message})"
         return Trouble("prompt", why, f"eval $(ssh-agent) && ssh-add {shlex.quote(str(locked[0]))}")
-    return Trouble("key", f"{host} refuses our key ({said})", copy)
+    return Trouble("key", f"{host} refuses our key ({message})", copy)
 
 
 def _keys(host: str) -> list[Path]:

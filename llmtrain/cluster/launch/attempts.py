@@ -235,8 +235,8 @@ class Launch:
     def run(self) -> int:
         """Run attempts until the job is complete, asked to leave, refused, or not to be restarted. Raises UserError."""
         # nohup, and a shell that starts it in the background, have some of them ignored: so they stay.
-        heard = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
-        before = {number: signal.signal(number, self._on_signal) for number in heard}
+        handled = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
+        before = {number: signal.signal(number, self._on_signal) for number in handled}
         try:
             while True:
                 try:
@@ -282,15 +282,15 @@ class Launch:
 
     def _watch(self, plan: Plan, attempt: Attempt, job: Job) -> int:
         """Follow the job to its end; returns the exit code of the process that started it."""
-        heard = 0
+        answered = 0
         by_force = False
         while (code := job.code()) is None:
             for message in job.take(_POLL_S):
                 self._hear(plan, attempt, message)
             now = time.monotonic()
-            while heard < len(self._signals):
-                heard += 1
-                by_force = self._answer_signal(plan, attempt, job, heard) or by_force
+            while answered < len(self._signals):
+                answered += 1
+                by_force = self._answer_signal(plan, attempt, job, answered) or by_force
             if not attempt.ranks and now - attempt.began_s > self._wait_for_place_s:
                 say(f"error: the ranks have not met within {self._wait_for_place_s:.0f} s")
                 by_force = True

@@ -57,8 +57,8 @@ def signal_ranks(hosts: Sequence[str], mark: str, ranks: Iterable[dict[str, Any]
     """Send a signal to all ranks of the message `place` at once; returns the number that got it."""
     text = "".join(f"{int(each['pid'])} {int(each['rank'])}\n" for each in ranks)
     here, answers = _everywhere(hosts, _SIGNAL, (mark, str(number)), text, _REACH_S)
-    said = [here, *(answer.stdout for answer in answers)]
-    return len({word for text in said for word in text.split()})
+    outputs = [here, *(answer.stdout for answer in answers)]
+    return len({word for text in outputs for word in text.split()})
 
 
 def end_all(hosts: Sequence[str], mark: str, grace_s: float = 0.0) -> list[str]:

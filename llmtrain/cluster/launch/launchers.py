@@ -221,8 +221,8 @@ def _cores_and_port(plan: Plan) -> tuple[dict[str, int], int]:
             facts[name] = json.loads(answer.stdout)
         except ValueError:
             why = answer.stderr.strip().rpartition("\n")[2] or f"code {answer.code}"
-            said = f"{answer.trouble.text}: {answer.trouble.remedy}" if answer.trouble else None
-            problems.append(f"  {name}: {said or f'{sys.executable} does not run there ({why})'}")
+            problem = f"{answer.trouble.text}: {answer.trouble.remedy}" if answer.trouble else None
+            problems.append(f"  {name}: {problem or f'{sys.executable} does not run there ({why})'}")
     if problems:
         head = f"{len(problems)} of {len(plan.hosts)} hosts cannot be used"
         raise ConfigError("\n".join([head, *problems]))

@@ -224,9 +224,9 @@ def _connections(job: tuple[str, ...]) -> list[Process]:
     launch = os.environ.get(messages.LAUNCH, "")  # part of the command, too: two launches may have chosen one port
     found = []
     for pid in pids():
-        said = words(pid)
-        text = " ".join([*said, ""])
-        if said and os.path.basename(said[0]) == "ssh" and launch in text and all(f"{word} " in text for word in job):
+        argv = words(pid)
+        text = " ".join([*argv, ""])
+        if argv and os.path.basename(argv[0]) == "ssh" and launch in text and all(f"{word} " in text for word in job):
             found.append(identify(pid))
     return [process for process in found if process is not None]
 
@@ -236,9 +236,9 @@ def job_of(launcher: int) -> tuple[str, ...] | None:
 
     None unless it is DeepSpeed's launcher as `deepspeed` starts it: fewer arguments would hit other jobs, too.
     """
-    said = words(launcher)
-    found = [next((word for word in said if word.startswith(start)), "") for start in _JOB]
-    return tuple(found) if _is_launcher(said) and all(found) else None
+    argv = words(launcher)
+    found = [next((word for word in argv if word.startswith(start)), "") for start in _JOB]
+    return tuple(found) if _is_launcher(argv) and all(found) else None
 
 
 def _is_launcher(words: list[str]) -> bool:

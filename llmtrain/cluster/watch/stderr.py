@@ -67,18 +67,18 @@ def main(path: Path) -> int:
     """Entry point of the process: copies standard input to standard error until its last writer closes it."""
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    end, heard = bytearray(), True
+    end, is_open = bytearray(), True
     path.touch(mode=0o600)
     while data := os.read(0, 1 << 16):
         end += data
         del end[:-_KEPT_BYTES]
         with contextlib.suppress(OSError):  # before printing: the writer may be about to die
             path.write_bytes(end)
-        while data and heard:
+        while data and is_open:
             try:
                 data = data[os.write(2, data) :]
             except OSError:  # its reader is gone: the run is not
-                heard = False
+                is_open = False
     return 0
 
 

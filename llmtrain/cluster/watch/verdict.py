@@ -128,8 +128,8 @@ class Judge:
 
     def waits(self, now: float) -> bool:
         """True if ranks are still expected to leave; after the end of the run those of a silent host are not."""
-        heard = [h for h in self.hosts if not self.ended or not (h.closed or now - h.heard_s > self._silent_s)]
-        return any(host.waited_for for host in heard)
+        reporting = [h for h in self.hosts if not self.ended or not (h.closed or now - h.heard_s > self._silent_s)]
+        return any(host.waited_for for host in reporting)
 
     def stalled_s(self, now: float) -> float:
         """Seconds since any rank made progress; 0 if none could."""

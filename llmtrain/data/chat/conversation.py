@@ -346,14 +346,14 @@ def _thoughts(message: dict[str, Any], role: str, place: int) -> dict[str, str]:
     given = {key: message[key] for key in THOUGHTS if message.get(key) is not None}
     if wrong := [key for key, thoughts in given.items() if not isinstance(thoughts, str)]:
         raise RefusedError(f"message {place}: {wrong[0]} is {_kind(given[wrong[0]])}, not a string")
-    told = {thoughts: key for key, thoughts in given.items() if thoughts.strip()}
-    if told and role != "assistant":
+    named = {thoughts: key for key, thoughts in given.items() if thoughts.strip()}
+    if named and role != "assistant":
         raise RefusedError(
-            f"message {place}: {next(iter(told.values()))} of the role {role!r}; only an assistant thinks"
+            f"message {place}: {next(iter(named.values()))} of the role {role!r}; only an assistant thinks"
         )
-    if len(told) > 1:
-        raise RefusedError(f"message {place} has other thoughts under {' than under '.join(told.values())}")
-    thoughts = next(iter(told), next(iter(given.values()), None))
+    if len(named) > 1:
+        raise RefusedError(f"message {place} has other thoughts under {' than under '.join(named.values())}")
+    thoughts = next(iter(named), next(iter(given.values()), None))
     return {} if thoughts is None else dict.fromkeys((*THOUGHTS[:2], *given), thoughts)
 
 

@@ -387,13 +387,16 @@ class ChatEncoder:
         """
         message = given.messages[turn]
 
-        def said(text: str) -> Any:
+        def content_of(text: str) -> Any:
             return [{"type": "text", "text": text}] if isinstance(message["content"], list) else text
 
         calls = {"tool_calls": message["tool_calls"]} if "tool_calls" in message else {}
-        after = [*given.messages[turn + 1 : turn + 2], {"role": "tool" if calls else "user", "content": said("x")}][:1]
-        thoughtless = [{"role": "user", "content": said("x")},
-                       {"role": "assistant", "content": said("" if calls else "x"), **calls}]  # fmt: skip
+        after = [
+            *given.messages[turn + 1 : turn + 2],
+            {"role": "tool" if calls else "user", "content": content_of("x")},
+        ][:1]
+        thoughtless = [{"role": "user", "content": content_of("x")},
+                       {"role": "assistant", "content": content_of("" if calls else "x"), **calls}]  # fmt: skip
         for until in (given.messages[: turn + 1], thoughtless):
             ends, goes_on = replace(given, messages=until), replace(given, messages=[*until, *after])
             found = self._render_all([Wanted(ends, len(until), False), Wanted(goes_on, len(until) + 1, False)])

@@ -112,7 +112,7 @@ class Marked:
 
     def _check_tools(self, before: str) -> None:
         for tool in self._given.tools or ():
-            for text in _told(tool):
+            for text in _texts_of(tool):
                 if not any(dense(spelt) in before for spelt in _spellings(text)):
                     name = plain(name_of(tool))
                     what = f"{name!r}" if text == name_of(tool) else f"of {name!r} {plain(text)!r:.60}"
@@ -144,8 +144,8 @@ class Marked:
         """A text, or parts. `after`: only what stands behind that, where the template reads it."""
         if isinstance(content, list):
             return [{**part, "text": self._mark_content(part["text"], place, after)} for part in content]
-        head, end, said = content.rpartition(after) if after and after in self._source else ("", "", content)
-        return head + end + self._mark(said, place, "content")
+        head, end, answer = content.rpartition(after) if after and after in self._source else ("", "", content)
+        return head + end + self._mark(answer, place, "content")
 
     def _mark_call(self, call: dict[str, Any], place: int) -> dict[str, Any]:
         # Kimi's ids hold the function's name, and its template writes the id alone.
@@ -260,11 +260,11 @@ def _with_other_literal(value: Any, left: list[int]) -> Any:
     return (not value) if isinstance(value, bool) else "x" if value is None else value + 1
 
 
-def _told(schema: Any) -> Iterator[str]:
+def _texts_of(schema: Any) -> Iterator[str]:
     """Yield the texts of a tool's schema: names, descriptions and choices, at any depth."""
     if isinstance(schema, list):
         for part in schema:
-            yield from _told(part)
+            yield from _texts_of(part)
     if not isinstance(schema, dict):
         return
     for key, part in schema.items():
@@ -274,6 +274,6 @@ def _told(schema: Any) -> Iterator[str]:
             yield from (choice for choice in part if isinstance(choice, str))
         elif key == "properties" and isinstance(part, dict):
             yield from part
-            yield from _told(list(part.values()))
+            yield from _texts_of(list(part.values()))
         else:
-            yield from _told(part)
+            yield from _texts_of(part)

@@ -356,7 +356,7 @@ def _summary(out: Path, manifest: Manifest, elapsed_s: float) -> str:
         cut = f"; {units.count(counted)} tokens counted ({counted / total:.1%})"
         cut += f", longest {what} {manifest.chat['longest']}"
         cut += f", {manifest.chat['too_long']} too long: {done}" if manifest.chat["too_long"] else ""
-        cut += "".join(f"; {said}" for said in manifests.said_of_template(manifest.chat))
+        cut += "".join(f"; {note}" for note in manifests.template_notes(manifest.chat))
     return (
         f"{out}: {splits}{cut}; vocabulary {manifest.vocab_size} ({manifest.dtype}), {manifest.rejected} rejected, "
         f"{units.duration(elapsed_s)}"

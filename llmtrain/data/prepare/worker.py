@@ -101,8 +101,8 @@ class _HeldOut:
 def _judged(rows: Iterable[Row]) -> np.ndarray:
     """JUDGED [rows]. What precedes the first counted token is a row's prompt."""
     begins = [(row, int(row.counted.argmax())) for row in rows]
-    told = [(xxhash.xxh3_64_intdigest(row.ids[:at].tobytes()), at, bool(row.desirable)) for row, at in begins]
-    return np.array(told, dtype=JUDGED)
+    judged = [(xxhash.xxh3_64_intdigest(row.ids[:at].tobytes()), at, bool(row.desirable)) for row, at in begins]
+    return np.array(judged, dtype=JUDGED)
 
 
 class _ShardWriter:

@@ -428,18 +428,18 @@ def another_group(ranks: Ranks, limit_s: float) -> Ranks:
     return replace(ranks, control=host_group(None, limit_s))
 
 
-def _not_connected(who: str, backend: str, said: str) -> RendezvousError:
-    """An error for a failed connection. `said`: message of `backend`, "nccl" or "gloo"."""
+def _not_connected(who: str, backend: str, message: str) -> RendezvousError:
+    """An error for a failed connection. `message`: message of `backend`, "nccl" or "gloo"."""
     name, variable = ("NCCL", NCCL) if backend == "nccl" else (backend, GLOO)
     head = f"{who} has met the others at {os.environ['MASTER_ADDR']}, but {name} cannot connect it to them"
-    fault = device_fault(said)
+    fault = device_fault(message)
     if fault is not None:
-        found = RendezvousError(f"{head}: {fault.means} ({with_reason(said)}). {fault.remedy}")
+        found = RendezvousError(f"{head}: {fault.means} ({with_reason(message)}). {fault.remedy}")
         found.passing = fault.again
         return found
     return RendezvousError(
-        f"{head} ({with_reason(said)}). Every host must reach every other one on all ports above 1024, over interface "
-        f"{os.environ.get(variable, '(not set)')} ({variable})."
+        f"{head} ({with_reason(message)}). Every host must reach every other one on all ports above 1024, over "
+        f"interface {os.environ.get(variable, '(not set)')} ({variable})."
     )
 
 

@@ -389,11 +389,11 @@ def _load_config(model: ModelConfig, key: str, places: Places, problems: Problem
     except ModelError as error:
         if error.__cause__ is None:
             raise
-        said = str(error.__cause__).strip().splitlines()[-1].strip()
-        said = re.sub(r"^\w*(Error|Exception): ", "", said)
+        reason = str(error.__cause__).strip().splitlines()[-1].strip()
+        reason = re.sub(r"^\w*(Error|Exception): ", "", reason)
         given = model.pretrained or model.config
         name = given.get("model_type") if isinstance(given, dict) else given
-        problems.add(key, name, f"transformers says: {said}", "correct what it names", places.get(key))
+        problems.add(key, name, f"transformers says: {reason}", "correct what it names", places.get(key))
         raise problems.error() from error
 
 

@@ -33,21 +33,21 @@ from llmtrain.storage.hub.names import COMMIT, INDEX, SINGLE, Repository, endpoi
 _NETWORK = ("TransportError", "ConnectionError", "TimeoutError")
 
 
-class Said(str):
+class Diagnosis(str):
     """A clause that names the rule, and the remedy."""
 
     unreachable = False
     """The Hub did not answer; that it has what is asked for may be."""
 
 
-def explain(error: BaseException | None, repository: Repository, revision: str | None) -> Said:
+def explain(error: BaseException | None, repository: Repository, revision: str | None) -> Diagnosis:
     """Diagnosis of an unusable repository. `error`: huggingface_hub's; None: HF_HUB_OFFLINE forbids to ask."""
     asked = f"revision {revision or 'main'}"
     where = f"on the Hub ({endpoint()})"
     if repository.kind == "model":  # it may be the path of a folder, misspelt
         where = f"no such folder is here (looked from {Path.cwd()}), and as a name {where}"
     if error is None:
-        return Said(
+        return Diagnosis(
             f"{where} it is not in the cache at {asked} ({repository.folder}), while HF_HUB_OFFLINE is set. Correct "
             "the path, fetch it where there is a network, or unset HF_HUB_OFFLINE"
         )
@@ -56,36 +56,38 @@ def explain(error: BaseException | None, repository: Repository, revision: str |
     full = next((each for each in chain if isinstance(each, OSError) and each.errno in _DISK), None)
     status = _status(chain)
     if full is not None:
-        return Said(
+        return Diagnosis(
             f"the cache {repository.folder} on {socket.gethostname()} cannot be written: "
             f"{os.strerror(full.errno or 0)}. Make room or give it back its rights, or set HF_HOME to another folder"
         )
     if "GatedRepoError" in classes:
-        return Said(
+        return Diagnosis(
             f"the repository is gated: {_who()} has no access to it. Ask for it at {endpoint()}/{_path(repository)}"
             f"{'' if _token() else ', and set HF_TOKEN to a token of the account that was given it'}"
         )
     if "RevisionNotFoundError" in classes:
-        return Said(f"the repository has no {asked}. Name one of its branches, tags or commits, or none for main")
+        return Diagnosis(f"the repository has no {asked}. Name one of its branches, tags or commits, or none for main")
     if "RepositoryNotFoundError" in classes:
-        return Said(
+        return Diagnosis(
             f"{where} it does not exist, or is private and {_who()} may not see it. Correct the path or the name"
             f"{', or set HF_TOKEN to a token that may' if not _token() else ''}"
         )
     if status == 401:
-        return Said(f"the Hub ({endpoint()}) does not take the token that is set. Renew HF_TOKEN, or unset it")
+        return Diagnosis(f"the Hub ({endpoint()}) does not take the token that is set. Renew HF_TOKEN, or unset it")
     if status == 403:
-        return Said(f"the Hub ({endpoint()}) refuses {_who()}: the token's rights do not go so far. Use another one")
+        return Diagnosis(
+            f"the Hub ({endpoint()}) refuses {_who()}: the token's rights do not go so far. Use another one"
+        )
     if "EntryNotFoundError" in classes and status == 404:
-        return Said(f"the Hub ({endpoint()}) has not all files that belong together. Name another revision")
+        return Diagnosis(f"the Hub ({endpoint()}) has not all files that belong together. Name another revision")
     if status is not None:
         return _unreachable(f"the Hub ({endpoint()}) answers with status {status}. Try again later")
-    said = (str(chain[-1]).strip().splitlines() or [type(chain[-1]).__name__])[0].rstrip(".")
+    message = (str(chain[-1]).strip().splitlines() or [type(chain[-1]).__name__])[0].rstrip(".")
     if classes.isdisjoint(_NETWORK) and not classes & {"LocalEntryNotFoundError"}:
-        return Said(redact_text(f"{type(error).__name__}: {said}"))
+        return Diagnosis(redact_text(f"{type(error).__name__}: {message}"))
     return _unreachable(
         redact_text(
-            f"{where} it cannot be reached from {socket.gethostname()}: {said}. Correct the path, or see to the "
+            f"{where} it cannot be reached from {socket.gethostname()}: {message}. Correct the path, or see to the "
             "network (HTTPS_PROXY, HF_ENDPOINT); what is in the cache needs none"
         )
     )
@@ -94,10 +96,10 @@ def explain(error: BaseException | None, repository: Repository, revision: str |
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
-def _unreachable(text: str) -> Said:
-    said = Said(text)
-    said.unreachable = True
-    return said
+def _unreachable(text: str) -> Diagnosis:
+    message = Diagnosis(text)
+    message.unreachable = True
+    return message
 
 
 def _chain(error: BaseException) -> list[BaseException]:
@@ -131,8 +133,8 @@ def explain_push(error: BaseException, repository: Repository) -> str:
             f"the account of the token may not write {repository.name} on the Hub ({endpoint()}). Correct the name, or "
             "set HF_TOKEN to a token with write access to it."
         )
-    said = str(explain(error, repository, None)).rstrip(".")
-    return f"{said.replace('as a name on', 'on')}."
+    message = str(explain(error, repository, None)).rstrip(".")
+    return f"{message.replace('as a name on', 'on')}."
 
 
 def _status(chain: list[BaseException]) -> int | None:
@@ -249,11 +251,11 @@ def _ask(repository: Repository, revision: str | None, wrong: Wrong) -> tuple[st
             repository.name, repo_type=repository.kind, revision=revision, files_metadata=True, timeout=30.0
         )
     except Exception as error:  # the HTTP library's own classes, and those of huggingface_hub
-        said = explain(error, repository, revision)
-        if said.unreachable and (found := _in_cache(repository, revision)):
+        message = explain(error, repository, revision)
+        if message.unreachable and (found := _in_cache(repository, revision)):
             log.warn(f"{repository.name}: the Hub does not answer, the cache's commit {found[0]} is taken")
             return found
-        raise wrong(said) from error
+        raise wrong(message) from error
     files = {
         each.rfilename: _File(
             size=each.lfs.size if each.lfs else each.size,
@@ -338,8 +340,8 @@ def _download(repository: Repository, commit: str, missing: dict[str, _File], wr
     if not sys.stderr.isatty():
         disable_progress_bars()
     counted = units.counted(len(missing), "file")
-    told = f"fetching {repository.name}, commit {commit[:12]}: {counted}, {units.size(total)}"
-    print(untrusted.shown(told), file=sys.stderr, flush=True)  # on standard output `generate` has the model's words
+    line = f"fetching {repository.name}, commit {commit[:12]}: {counted}, {units.size(total)}"
+    print(untrusted.shown(line), file=sys.stderr, flush=True)  # on standard output `generate` has the model's words
 
     def one(name: str) -> None:
         hf_hub_download(repository.name, name, repo_type=repository.kind, revision=commit)

@@ -141,7 +141,7 @@ def test_compiling_is_a_phase_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
     """Its pace is the processor's, in whichever thread it is; afterwards the rank is where it was."""
     heart = Heartbeat()
     monkeypatch.setattr(progress, "heart", heart)
-    monkeypatch.setattr(progress, "_told", False)
+    monkeypatch.setattr(progress, "_warned", False)
     import torch._dynamo
     from torch._dynamo.callback import callback_handler
 

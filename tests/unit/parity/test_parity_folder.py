@@ -14,7 +14,7 @@ from llmtrain.data.shards import PreparedSet
 from llmtrain.data.stream import train_data, windows
 from llmtrain.data.stream.columns import numbers, write_reference
 from llmtrain.objectives.objective import Objective
-from llmtrain.parity.run_folder import differences, told
+from llmtrain.parity.run_folder import compare_folder, differences
 from tests.helpers.preference import prepared_preferences, prepared_unpaired
 
 
@@ -91,10 +91,10 @@ def test_a_fault_of_reading_is_named(
     folders: dict[str, str], monkeypatch: pytest.MonkeyPatch, fault: Any, name: str, words: str
 ) -> None:
     fault(monkeypatch)
-    report = told(run_of(folders, name), "fp32")
+    report = compare_folder(run_of(folders, name), "fp32")
     assert report is not None and not report[1] and "  FAIL  data" in report[0][0], report
     assert words in report[0][1], report
 
 
 def test_a_folder_that_is_not_there_is_not_compared(folders: dict[str, str], tmp_path: Path) -> None:
-    assert told(run_of({"dpo": str(tmp_path)}, "dpo"), "fp32") is None
+    assert compare_folder(run_of({"dpo": str(tmp_path)}, "dpo"), "fp32") is None

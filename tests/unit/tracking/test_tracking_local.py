@@ -124,7 +124,7 @@ def test_a_run_that_starts_again_from_nothing_drops_its_step_0_as_well(tmp_path)
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_is_said_once_and_training_goes_on(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(log, "_said", set())
+    monkeypatch.setattr(log, "_warned_of", set())
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     run = tracker(tmp_path)
     for step in range(5):
@@ -136,7 +136,7 @@ def test_a_full_disk_is_said_once_and_training_goes_on(tmp_path, capsys, monkeyp
 
 
 def test_a_half_written_line_is_taken_back(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(log, "_said", set())
+    monkeypatch.setattr(log, "_warned_of", set())
     path = tmp_path / "metrics.jsonl"
     lines = JsonLines(path)
     lines.write({"step": 1})

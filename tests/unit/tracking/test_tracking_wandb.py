@@ -235,7 +235,7 @@ def fake_wandb(monkeypatch, *, run: FakeRun | None = None, init=None) -> types.M
     module.init = start
     module.teardown = lambda: None
     monkeypatch.setitem(sys.modules, "wandb", module)
-    monkeypatch.setattr(log, "_said", set())
+    monkeypatch.setattr(log, "_warned_of", set())
     return module
 
 
@@ -286,7 +286,7 @@ def test_failing_and_hanging_wandb_is_said_once_and_never_waited_for(tmp_path, m
 
 
 def test_wandb_that_is_not_installed_is_said_once(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(log, "_said", set())
+    monkeypatch.setattr(log, "_warned_of", set())
     monkeypatch.setitem(sys.modules, "wandb", None)
     drive(tmp_path)
     assert "W&B cannot be imported" in capsys.readouterr().err
