@@ -160,6 +160,11 @@ MODEL_CASES = [
             ),
         )
     ),
+    Wrong(
+        "no experts",  # which ended in a traceback
+        ("the sizes of this MixtralForCausalLM do not go together", "Compare heads, widths"),
+        _model(**{**MIXTRAL, "num_local_experts": 0}),
+    ),
     # the model against its family
     Wrong(
         "typo in the model",

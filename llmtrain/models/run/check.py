@@ -365,9 +365,9 @@ def check_model(resolved: ResolvedRun) -> tuple[ModelSpec, tuple[str, ...]]:
         problems.add("train.balance", run.train.balance, rule, "set it to equal", places.get("train.balance"))
         problems.raise_if_any()
     _check_copy(hf, key, model.loss_chunk_tokens)
+    _rehearse(copy.deepcopy(hf), key, min(_REHEARSED_TOKENS, run.data.sequence_length))
     if run.train.export:
         _check_export(spec)
-    _rehearse(copy.deepcopy(hf), key, min(_REHEARSED_TOKENS, run.data.sequence_length))
     return spec, notes
 
 
