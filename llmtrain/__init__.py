@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from llmtrain.base.errors import TrainingStopped, UserError
     from llmtrain.checkpoint.hf.inference import load
     from llmtrain.commands.train import Result, train
+    from llmtrain.objectives.by_token import ByToken
+    from llmtrain.objectives.objective import Figure
+    from llmtrain.objectives.preferences import Pairs
     from llmtrain.optim.schedules import Schedule
     from llmtrain.tracking.sink import Sink
     from llmtrain.training.parts import Done, Part
@@ -21,7 +24,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Bound",
+    "ByToken",
     "Done",
+    "Figure",
+    "Pairs",
     "Part",
     "Position",
     "Request",
@@ -45,6 +51,9 @@ _HOMES = {
     "Result": "llmtrain.commands.train",
     "train": "llmtrain.commands.train",
     "Sink": "llmtrain.tracking.sink",
+    "ByToken": "llmtrain.objectives.by_token",
+    "Figure": "llmtrain.objectives.objective",
+    "Pairs": "llmtrain.objectives.preferences",
     "Done": "llmtrain.training.parts",
     "Part": "llmtrain.training.parts",
     "Position": "llmtrain.training.step",

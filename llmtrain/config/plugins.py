@@ -171,6 +171,11 @@ def place_of(error: BaseException) -> str:
     return ""
 
 
+def words() -> list[str]:
+    """Values of `--plugin` with which another process of this host imports the same."""
+    return [str(plugin.path) if plugin.module.__name__.startswith(_PREFIX) else plugin.given for plugin in _current]
+
+
 def hashes() -> dict[str, str]:
     """Name -> SHA-256 of the run's plugins."""
     return {plugin.name: plugin.sha256 for plugin in _current}

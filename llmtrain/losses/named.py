@@ -1,6 +1,6 @@
 """The loss function of each kind of objective that a run can name.
 
-An objective over answers whose class has `losses` or `terms` needs nothing here.
+An objective whose class has `losses` or `terms` needs nothing here.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from llmtrain.base.errors import ModelError
+from llmtrain.config.plugins import place_of
 from llmtrain.data.stream.loader import MicroBatch, TaughtBatch, UnpairedBatch
 from llmtrain.losses.answers import answers_in, answers_of, counted_tokens, last_tokens
 from llmtrain.losses.function import Evaluate, LossFunction
@@ -21,7 +23,7 @@ from llmtrain.losses.online import OnlineReference
 from llmtrain.models.distillation import TeacherSays, Terms, TopWords
 from llmtrain.models.head import Head
 from llmtrain.models.loss import IGNORE
-from llmtrain.objectives.by_token import Distill, NextToken
+from llmtrain.objectives.by_token import ByToken, Distill, NextToken
 from llmtrain.objectives.objective import Objective
 from llmtrain.objectives.preferences import Answers, OverAnswers
 
@@ -38,6 +40,8 @@ def loss_of(objective: Objective, teacher: Teacher | None = None) -> LossFunctio
         return DistillLoss(objective, teacher)
     if isinstance(objective, OverAnswers):
         return UnpairedLoss(objective) if objective.data == "unpaired" else PairLoss(objective)
+    if isinstance(objective, ByToken):
+        return TokenLoss(objective)
     if isinstance(objective, NextToken):
         return NEXT_TOKEN
     raise TypeError(f"{type(objective).__name__} has no loss function here")
@@ -55,6 +59,40 @@ def with_reference(
 
 def _figures(objective: Objective) -> tuple[str, ...]:
     return ("loss", *(figure.name for figure in objective.figures))
+
+
+class TokenLoss:
+    """The terms of an objective by the token."""
+
+    def __init__(self, objective: ByToken) -> None:
+        self.figures, self._objective = _figures(objective), objective
+
+    def weight(self, micro: MicroBatch) -> int:
+        """Labels that count."""
+        return int((micro.labels != IGNORE).sum())
+
+    def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
+        """[figures]."""
+        counts = (micro.labels != IGNORE).flatten()
+        nll = head.token_nll(hidden, micro.labels, micro.counted).flatten()
+        terms = terms_of(self._objective, nll.where(counts, 1.0))  # of 0 a formula may have no gradient
+        return head.once(torch.stack([term.where(counts, 0.0).sum() for term in terms]))
+
+
+def terms_of(objective: ByToken, nll: Tensor) -> tuple[Tensor, ...]:
+    """The terms of tokens, fp32 [N] each. Raises ModelError where the objective's class gives others."""
+    try:
+        terms = objective.terms(nll)
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}"
+        raise ModelError(f"objective.name {objective.name}: terms: {place_of(error)}{what}") from error
+    shapes = [tuple(term.shape) for term in terms] if isinstance(terms, tuple) else type(terms).__name__
+    if shapes != [tuple(nll.shape)] * (1 + len(objective.figures)):
+        raise ModelError(
+            f"objective.name {objective.name}: terms gives {shapes}; wanted is a tuple of the loss and "
+            f"{len(objective.figures)} figures, of the shape of its argument, {tuple(nll.shape)}"
+        )
+    return tuple(term.float() for term in terms)
 
 
 class DistillLoss:

@@ -6,12 +6,25 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from llmtrain.base.choice import AT_LEAST_1, POSITIVE, SHARE, bounded
-from llmtrain.objectives.objective import Figure, Objective
+from llmtrain.objectives.objective import Figure, Objective, Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
 class NextToken(Objective, choice="next_token"):
     """Negative log-likelihood of each token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByToken(Objective):
+    """A function of each counted token's negative log-likelihood. A new one is a class with `terms`."""
+
+    def terms(self, nll: Tensor) -> tuple[Tensor, ...]:
+        """The loss and the figures, in order, of each token.
+
+        Each is fp32 [N] like `nll`, the negative log-likelihoods of tokens in nats. A term may depend on its own token
+        alone: which others share its micro-batch is chance.
+        """
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)

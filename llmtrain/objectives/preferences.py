@@ -75,7 +75,7 @@ class OverAnswers(Objective):
         raise NotImplementedError
 
     def equal(self, figures: Mapping[str, float]) -> Equal:
-        """The `Equal` of the loss, from its definition.
+        """The `Equal` of the loss, from its definition; without it that is not proved before the first step.
 
         `figures`: those of such a batch; some losses contain its mean log-probability beside the margin.
         """

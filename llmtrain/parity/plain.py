@@ -21,9 +21,11 @@ from torch import Tensor, nn
 
 from llmtrain.config.batch import Batch
 from llmtrain.config.run import ModelConfig, ResolvedRun
+from llmtrain.losses.named import terms_of
 from llmtrain.models.skeleton import DTYPES, load_config
 from llmtrain.models.source import ParameterSource
 from llmtrain.models.spec import ModelSpec
+from llmtrain.objectives.by_token import ByToken
 from llmtrain.objectives.objective import Objective
 from llmtrain.optim.optimizers import AdamW, Lion, Muon, Optimizer
 from llmtrain.optim.schedules import Constant, Cosine, Falling, Schedule, Wsd
@@ -121,7 +123,7 @@ def train_plainly(resolved: ResolvedRun, steps: int, order: Order, device: torch
             rows = list(range(step * resolved.batch.global_batch, (step + 1) * resolved.batch.global_batch))
             loss = _of_answers(model, run.objective, tokens, rows, order, base)
         else:
-            loss = _forward_backward(model, tokens, resolved.batch, step, order, device, teacher)
+            loss = _forward_backward(model, tokens, resolved.batch, step, order, device, teacher, objective)
         norm = optimizer.step(rate_of_step(run.schedule, step + 1, resolved.max_steps or steps))
         trace.losses.append(loss)
         if not optim.norm_of_update:
@@ -202,6 +204,7 @@ def _forward_backward(
     order: Order,
     device: torch.device,
     teacher: PlainTeacher | None,
+    objective: Objective,
 ) -> float:
     """Gradients of the mean over all counted tokens of the global batch; returns that mean (nats)."""
     count = batch.global_batch
@@ -210,12 +213,14 @@ def _forward_backward(
         rows.reverse()
     parts = [part.to(device) for part in _rows(tokens, rows)]
     counted, total = int((parts[1] >= 0).sum()), 0.0
-    for some in zip(*(part.chunk(order.pieces) for part in parts), strict=True):
-        passes = [_loss_sum(model, teacher, *document) for document in _documents(some, tokens)]
-        loss = torch.stack([loss for loss, _ in passes]).sum()
+    pieces = 1 if isinstance(objective, ByToken) else order.pieces  # its terms see the whole batch at once
+    for some in zip(*(part.chunk(pieces) for part in parts), strict=True):
+        passes = [_losses(model, teacher, *document) for document in _documents(some, tokens)]
+        losses = torch.cat([losses for losses, _ in passes])
+        loss = (terms_of(objective, losses)[0] if isinstance(objective, ByToken) else losses).sum()
         part = loss / counted
         if coefficient := _balance_coefficient(model.config):
-            part = part + coefficient * _balance(model, [routers for _, routers in passes]) / order.pieces
+            part = part + coefficient * _balance(model, [routers for _, routers in passes]) / pieces
         part.backward()
         total += loss.item()
     return total / counted
@@ -297,17 +302,18 @@ def _documents(parts: tuple[Tensor, ...], tokens: Tokens) -> Iterator[tuple[Tens
                 yield tuple(part[begin:end].unsqueeze(0) for part in (row, *others))
 
 
-def _loss_sum(
+def _losses(
     model: Any, teacher: PlainTeacher | None, inputs: Tensor, labels: Tensor, *column: Tensor
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """(summed loss, the routers' logits of each layer)"""
+    """(losses of counted tokens, of a teacher their sum [1]; the routers' logits of each layer)"""
     out = model(input_ids=inputs, use_cache=False)
     logits = out.logits.float()
     if teacher is None:
-        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+        each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="none")
+        losses = each[labels.flatten() >= 0]
     else:
-        loss = teacher.loss_sum(logits, inputs, labels, *column)
-    return loss, getattr(out, "router_logits", None) or ()
+        losses = teacher.loss_sum(logits, inputs, labels, *column).view(1)
+    return losses, getattr(out, "router_logits", None) or ()
 
 
 class PlainOptimizer:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from llmtrain.config import plugins
 from llmtrain.config.run import ResolvedRun
 from llmtrain.engine.api import Engine
 from llmtrain.engine.deepspeed.process_group import join_process_group
@@ -92,7 +93,10 @@ def main(argv: list[str]) -> int:
     folder = Path(argv[0])
     warnings.filterwarnings("ignore", category=FutureWarning)
     with failure_reported(folder):
-        plans, steps = pickle.loads((folder / PLAN).read_bytes())  # the command wrote it, into a folder of its own
+        # The command wrote it, into a folder of its own; its objects may be of classes in plugins.
+        given, plan = pickle.loads((folder / PLAN).read_bytes())
+        plugins.use(given)
+        plans, steps = pickle.loads(plan)
         ranks = join_process_group(120.0)
         for name, resolved in plans.items():
             trace = train_small(resolved, steps, ranks)

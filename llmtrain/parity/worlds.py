@@ -15,11 +15,12 @@ import torch
 
 from llmtrain.base import untrusted
 from llmtrain.base.errors import UserError
+from llmtrain.config import plugins
 from llmtrain.config.run import ModelConfig, ResolvedRun
 from llmtrain.engine.dist.local_ranks import RankError, Ranks, ending_on_sigterm
 from llmtrain.models.run.check import check_model
 from llmtrain.models.skeleton import layer_configs, load_config
-from llmtrain.objectives.by_token import Distill
+from llmtrain.objectives.by_token import ByToken, Distill
 from llmtrain.parity.compare import CEILINGS, COUNT, KINDS, Difference, Trace, Verdict, compare, hint, tie
 from llmtrain.parity.plain import nudged, orders, train_plainly
 from llmtrain.parity.plain_teacher import with_small_teacher
@@ -94,7 +95,7 @@ def _check(folder: Path, user: Wanted, plans: dict[str, ResolvedRun], steps: int
     one = next(iter(plans.values()))
     device = torch.device("cpu" if cpu else "cuda")
     print(f"{one.degrees.world_size} ranks on {device.type} ({degrees_text(one.degrees)})", flush=True)
-    (folder / PLAN).write_bytes(pickle.dumps((plans, steps)))
+    (folder / PLAN).write_bytes(pickle.dumps((plugins.words(), pickle.dumps((plans, steps)))))
     try:
         with Ranks(folder, one.degrees.world_size, cpu=cpu, module=worker, timeout_s=_TIMEOUT_S) as ranks:
             torch.set_num_threads(1)  # small matrices, and the ranks want the cores
@@ -156,6 +157,9 @@ def _tell(
         print("\n".join(report(title, verdict, passes="NO ANSWER")), flush=True)
         return _no_answer(verdict.blunt)
     likely = "" if verdict.passed else hint(got, want[0], verdict, clip_norm)
+    if likely and isinstance(objective := user.run.objective, ByToken):
+        shared = "the tokens that share a micro-batch, such as by a mean over them"
+        likely = f"terms of objective.name {objective.name} depends on {shared}; or {likely}"
     if found is not None:
         likely = f"{found.line()}. Nothing is proved so: choose other weights with --train.seed 1"
     print("\n".join([*report(title, verdict, likely), *bluntness(name, verdict)]), flush=True)

@@ -15,9 +15,9 @@ from tests.helpers.forked import finish, train
 from tests.helpers.launching import REPO, deepspeed, environment, write_recipe
 from tests.helpers.launching import finish as finish_process
 
-COMMAND = shlex.split(
-    re.findall(r"```bash\n(.*?)```", (REPO / "docs/extend.md").read_text(), re.S)[0].replace("\\\n", "")
-)
+PAGE = (REPO / "docs/extend.md").read_text()
+BLOCKS = [block.replace("\\\n", "") for block in re.findall(r"```bash\n(.*?)```", PAGE, re.S)]
+COMMAND = shlex.split(BLOCKS[0])
 WORDS = [str(REPO / word) if word.startswith("examples/") else word for word in COMMAND[COMMAND.index("--plugin") :]]
 FAILS = """
 from dataclasses import dataclass
@@ -70,11 +70,12 @@ def test_the_page_of_plugins_and_its_examples_run(small_data: str, tmp_path: Pat
     assert [row["lr"] for row in found][-1] != found[0]["lr"] and "without a documented meaning" not in output
     for row in found:
         layers = [row[f"layer_norms/layer_{layer}"] for layer in (0, 1)]
+        assert 0 < row["loss"] < row["focal/next_token_loss"]
         assert 0 < sum(norm**2 for norm in layers) ** 0.5 < row["grad_norm"]
     notes = (tmp_path / "run/notes.txt").read_text()
     assert ": start 0" in notes and ": stop 4" in notes
     assert json.loads((tmp_path / "run/environment.json").read_text())["plugins"].keys() == {
-        "sqrt_schedule", "layer_norms", "notify",
+        "sqrt_schedule", "layer_norms", "notify", "focal_loss",
     }  # fmt: skip
 
 
@@ -146,3 +147,19 @@ def test_trainings_follow_each_other_in_a_script(small_data: str, tmp_path: Path
     else:
         code, output = finish_process(deepspeed(tmp_path, "mine.py", slots=ranks, env=env))
     assert code == 0 and output.count("all well") == ranks, output
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("mistake", [False, True])
+def test_parity_of_a_users_objective_finds_a_mean_over_the_micro_batch(tmp_path: Path, mistake: bool) -> None:
+    command = next(shlex.split(block) for block in BLOCKS if block.startswith("llmtrain parity"))
+    words = [str(REPO / word) if (REPO / word).is_file() else word for word in command[1:]]
+    if mistake:
+        at = words.index("--plugin") + 1
+        text = Path(words[at]).read_text()
+        words[at] = str(tmp_path / "focal_loss.py")
+        Path(words[at]).write_text(text.replace("* nll, nll", "* nll / nll.detach().mean(), nll"))
+    ended = subprocess.run([sys.executable, "-m", "llmtrain", *words], cwd=REPO, env=environment(), capture_output=True,
+                           text=True, timeout=240, check=False)  # fmt: skip
+    assert (ended.returncode, ended.stdout.splitlines()[-1]) == ((1, "FAIL") if mistake else (0, "PASS")), ended.stdout
+    assert ("terms of objective.name focal depends on the tokens that share a micro-batch" in ended.stdout) == mistake
