@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from llmtrain.config.batch import Batch
 from llmtrain.config.run import ModelConfig, ResolvedRun
-from llmtrain.losses.named import terms_of
+from llmtrain.engine.losses.named import terms_of
 from llmtrain.models.skeleton import DTYPES, load_config
 from llmtrain.models.source import ParameterSource
 from llmtrain.models.spec import ModelSpec

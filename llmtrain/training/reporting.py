@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.data.stream.loader import MicroBatch, validation_batches
 from llmtrain.engine.dist.device import device_name, max_memory_gib
-from llmtrain.losses.function import LooksAhead
-from llmtrain.losses.next_token import NEXT_TOKEN
+from llmtrain.engine.losses.function import LooksAhead
+from llmtrain.engine.losses.next_token import NEXT_TOKEN
 from llmtrain.tracking.metrics import Throughput, flops_per_token, peak_flops, perplexity, routing_metrics
 from llmtrain.training.parts import Done, Part
 from llmtrain.training.step import Position, Session, is_due

@@ -28,10 +28,10 @@ from llmtrain.engine.deepspeed.patches import apply_group_timeout
 from llmtrain.engine.dist.control import AgreedError, from_all, together
 from llmtrain.engine.dist.device import check_device
 from llmtrain.engine.dist.ranks import Ranks
+from llmtrain.engine.losses.function import LossFunction
+from llmtrain.engine.losses.named import loss_of, with_reference
+from llmtrain.engine.losses.next_token import NEXT_TOKEN
 from llmtrain.engine.weights import fill_parameters, prove_masters, prove_weights
-from llmtrain.losses.function import LossFunction
-from llmtrain.losses.named import loss_of, with_reference
-from llmtrain.losses.next_token import NEXT_TOKEN
 from llmtrain.models import compiler
 from llmtrain.models.experts import experts_per_token
 from llmtrain.models.parallel.mesh import Mesh, mesh_of
@@ -332,7 +332,7 @@ def prove_start(
     own_teacher: bool,
 ) -> None:
     """Prove with the first values, on a few sequences of the data, what is known without training: see
-    losses/identities.py. For a run that begins anew; all ranks call it together.
+    engine/losses/identities.py. For a run that begins anew; all ranks call it together.
 
     Args:
         objective: as the run minimises it.
@@ -341,7 +341,7 @@ def prove_start(
 
     Raises: AgreedError, on all ranks.
     """
-    from llmtrain.losses.identities import Known, twice  # most runs have none of these objectives
+    from llmtrain.engine.losses.identities import Known, twice  # most runs have none of these objectives
 
     run, batch = resolved.run, resolved.batch
     dealt = (place.data, batch.data_parallel, ranks.device.type == "cuda")

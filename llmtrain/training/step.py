@@ -17,8 +17,8 @@ from llmtrain.data.stream.loader import MicroBatch, StepBatch
 from llmtrain.engine.api import Engine, Update
 from llmtrain.engine.dist.control import Agree, Agreement
 from llmtrain.engine.dist.ranks import Ranks
-from llmtrain.losses.function import LooksAhead, LossFunction
-from llmtrain.losses.next_token import NEXT_TOKEN
+from llmtrain.engine.losses.function import LooksAhead, LossFunction
+from llmtrain.engine.losses.next_token import NEXT_TOKEN
 
 
 def _unmeasured(_: Sequence[MicroBatch]) -> contextlib.AbstractContextManager[None]:

@@ -14,7 +14,7 @@ from llmtrain.checkpoint.load import load_checkpoint
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.engine.deepspeed.engine import ZeroEngine
 from llmtrain.engine.dist.device import use_deterministic_kernels
-from llmtrain.losses.next_token import NEXT_TOKEN
+from llmtrain.engine.losses.next_token import NEXT_TOKEN
 from tests.helpers.training import Case, Trace, batches, make_engine, one_step, resolved_run, save_checkpoint
 from tests.ranks.test_resume import END, load_and_go_on, save_in_the_middle
 

@@ -13,7 +13,7 @@ import torch
 from llmtrain.data.stream.loader import TrainLoader
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.engine.dist.ranks import Ranks
-from llmtrain.losses.function import LossFunction
+from llmtrain.engine.losses.function import LossFunction
 from llmtrain.objectives.objective import Objective
 from llmtrain.optim.schedules import Cosine
 from tests.helpers.training import (
@@ -71,7 +71,7 @@ def prove_first(
     case: Case, engine: ZeroEngine, ranks: Ranks, config: Objective, data: TrainData, base: Any = None
 ) -> None:
     """Prove the identities of the initial weights as a run does. `base`: that of a reference computed at each step."""
-    from llmtrain.losses.named import loss_of, with_reference
+    from llmtrain.engine.losses.named import loss_of, with_reference
     from llmtrain.training.setup import prove_start
 
     resolved = resolved_run(case, ranks.world_size)
@@ -117,7 +117,7 @@ def trained_answers(
     from there."""
     from llmtrain.checkpoint.load import load_checkpoint
     from llmtrain.checkpoint.reader import CheckpointReader
-    from llmtrain.losses.named import loss_of
+    from llmtrain.engine.losses.named import loss_of
 
     engine, ranks = make_engine(case)
     resolved = resolved_run(case, ranks.world_size)

@@ -343,7 +343,7 @@ def reference_that_trains() -> Iterator[None]:
 
 def prompts_counted() -> Context:
     """Tokens that do not count are counted in an answer's length."""
-    return patch("llmtrain.losses.answers.IGNORE", -1)  # type: ignore[return-value]
+    return patch("llmtrain.engine.losses.answers.IGNORE", -1)  # type: ignore[return-value]
 
 
 @contextlib.contextmanager
@@ -389,7 +389,7 @@ def answers_without_the_others() -> Iterator[None]:
 @contextlib.contextmanager
 def divergence_of_a_micro_batch() -> Iterator[None]:
     """kto's z is that of the rank's first micro-batch."""
-    from llmtrain.losses.named import UnpairedLoss
+    from llmtrain.engine.losses.named import UnpairedLoss
 
     right = UnpairedLoss.look
     with patch.object(UnpairedLoss, "look", lambda self, micros, evaluate: right(self, micros[:1], evaluate)):
@@ -399,7 +399,7 @@ def divergence_of_a_micro_batch() -> Iterator[None]:
 @contextlib.contextmanager
 def score_of_next_token() -> Iterator[None]:
     """The score is read at the token after an answer: of the next row, or what pads."""
-    from llmtrain.losses import named
+    from llmtrain.engine.losses import named
 
     last_tokens = named.last_tokens
 
@@ -439,7 +439,7 @@ def reference_with_trained_modules() -> Context:
 @contextlib.contextmanager
 def teacher_without_temperature() -> Iterator[None]:
     """The student's logits alone are divided by the temperature."""
-    from llmtrain.losses.named import DistillLoss
+    from llmtrain.engine.losses.named import DistillLoss
 
     right = DistillLoss.sums
 

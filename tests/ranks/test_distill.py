@@ -98,7 +98,7 @@ def plainly(data: str, folder: str, k: int | None = None) -> Trace:
 
 def objective_on(case: Case, folder: str, terms: dict[str, float]) -> Any:
     """As a run makes it on this rank."""
-    from llmtrain.losses.named import loss_of
+    from llmtrain.engine.losses.named import loss_of
     from llmtrain.models.parallel.mesh import mesh_of
     from llmtrain.training.setup import teacher_of
     from tests.helpers.training import joined
@@ -188,7 +188,7 @@ def learnt_from_column(writes: Case, learns: Case, folder: str, top_k: int) -> t
     import torch.distributed as dist
 
     from llmtrain.data.stream.train_data import TrainData
-    from llmtrain.losses.named import loss_of
+    from llmtrain.engine.losses.named import loss_of
     from llmtrain.models.teacher import teacher_model
     from llmtrain.training.output_columns import of_teacher, write_teacher
     from llmtrain.training.setup import taught_by

@@ -50,8 +50,8 @@ def trained(case: Case, config: Objective) -> tuple[Trace, Figures]:
     """As a run does it, with its column where it has one; the last figures are of a validation."""
     import torch.distributed as dist
 
-    from llmtrain.losses.function import LooksAhead
-    from llmtrain.losses.named import loss_of, with_reference
+    from llmtrain.engine.losses.function import LooksAhead
+    from llmtrain.engine.losses.named import loss_of, with_reference
     from llmtrain.training.output_columns import write_columns
     from llmtrain.training.setup import base_of
     from tests.helpers.training import checked, joined
@@ -119,8 +119,8 @@ def test_the_base_of_an_adapter_is_the_reference(pools: Any, tmp_path: Any, name
 def halves(case: Case, config: Objective, folder: str, first: int) -> tuple[Trace, Figures]:
     """Step `first` and those after it, with a save before the third; from there where `first` is that step."""
     from llmtrain.checkpoint.format import frozen_source
+    from llmtrain.engine.losses.named import loss_of, with_reference
     from llmtrain.engine.weights import prove_weights
-    from llmtrain.losses.named import loss_of, with_reference
     from llmtrain.training.setup import base_of
     from tests.helpers.answers import spoil
     from tests.helpers.checkpoints import trainer_state

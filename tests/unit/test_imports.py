@@ -21,7 +21,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("objectives", "optim", "storage"),
     ("cluster", "config"),
     ("data", "models", "tracking"),
-    ("losses",),
     ("engine",),
     ("checkpoint",),
     ("sites",),

@@ -20,8 +20,8 @@ from llmtrain.engine.deepspeed.engine import ZeroEngine
 from llmtrain.engine.deepspeed.state import base_optimizer
 from llmtrain.engine.dist.control import AgreedError, from_all
 from llmtrain.engine.dist.ranks import Ranks
-from llmtrain.losses.function import LossFunction
-from llmtrain.losses.next_token import NEXT_TOKEN
+from llmtrain.engine.losses.function import LossFunction
+from llmtrain.engine.losses.next_token import NEXT_TOKEN
 from llmtrain.models.parallel.mesh import Mesh
 from llmtrain.models.parallel.pipeline import PipelineLanguageModel
 

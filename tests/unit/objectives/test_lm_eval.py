@@ -14,7 +14,7 @@ import torch
 from llmtrain.config.run import DataConfig
 from llmtrain.data.stream.loader import AnswerBatch, batches_of
 from llmtrain.data.stream.train_data import TrainData
-from llmtrain.losses.answers import answers_of
+from llmtrain.engine.losses.answers import answers_of
 from llmtrain.models.language import LanguageModel
 from tests.helpers.preference import Plain, prepared_preferences
 from tests.helpers.training import LLAMA

@@ -16,7 +16,7 @@ from llmtrain.config.run import DataConfig, ModelConfig, RunConfig, TrainConfig
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.stream.loader import AnswerBatch, batches_of
 from llmtrain.data.stream.train_data import TrainData
-from llmtrain.losses.answers import last_tokens
+from llmtrain.engine.losses.answers import last_tokens
 from llmtrain.models.source import SafetensorsSource, refuse_other_shapes
 from llmtrain.models.spec import ModelSpec
 from llmtrain.objectives.objective import Objective

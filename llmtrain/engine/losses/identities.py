@@ -18,10 +18,10 @@ from llmtrain.config.run import RunConfig
 from llmtrain.data.stream.columns import REMEDY
 from llmtrain.data.stream.loader import MicroBatch, UnpairedBatch
 from llmtrain.data.stream.windows import IGNORED, Window
-from llmtrain.losses.answers import answers_in, answers_of
-from llmtrain.losses.function import Evaluate, LooksAhead, LossFunction
-from llmtrain.losses.named import DistillLoss
-from llmtrain.losses.next_token import NEXT_TOKEN
+from llmtrain.engine.losses.answers import answers_in, answers_of
+from llmtrain.engine.losses.function import Evaluate, LooksAhead, LossFunction
+from llmtrain.engine.losses.named import DistillLoss
+from llmtrain.engine.losses.next_token import NEXT_TOKEN
 from llmtrain.models.adapter import without_adapter
 from llmtrain.models.distillation import TeacherSays
 from llmtrain.models.head import Head

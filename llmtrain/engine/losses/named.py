@@ -16,10 +16,10 @@ from torch import Tensor
 from llmtrain.base.errors import ModelError
 from llmtrain.config.plugins import place_of
 from llmtrain.data.stream.loader import MicroBatch, TaughtBatch, UnpairedBatch
-from llmtrain.losses.answers import answers_in, answers_of, counted_tokens, last_tokens
-from llmtrain.losses.function import Evaluate, LossFunction
-from llmtrain.losses.next_token import NEXT_TOKEN
-from llmtrain.losses.online import OnlineReference
+from llmtrain.engine.losses.answers import answers_in, answers_of, counted_tokens, last_tokens
+from llmtrain.engine.losses.function import Evaluate, LossFunction
+from llmtrain.engine.losses.next_token import NEXT_TOKEN
+from llmtrain.engine.losses.online import OnlineReference
 from llmtrain.models.distillation import TeacherSays, Terms, TopWords
 from llmtrain.models.head import Head
 from llmtrain.models.loss import IGNORE

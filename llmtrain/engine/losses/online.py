@@ -9,8 +9,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from llmtrain.data.stream.loader import AnswerBatch, MicroBatch, UnpairedBatch
-from llmtrain.losses.answers import answers_in, answers_of
-from llmtrain.losses.function import Evaluate, LooksAhead, LossFunction
+from llmtrain.engine.losses.answers import answers_in, answers_of
+from llmtrain.engine.losses.function import Evaluate, LooksAhead, LossFunction
 from llmtrain.models.head import Head
 
 
