@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from llmtrain.base.choice import Bound, bounded
-    from llmtrain.base.errors import TrainingStopped, UserError
+    from llmtrain.base.errors import UserError
     from llmtrain.checkpoint.hf.inference import load
     from llmtrain.commands.train import Result, train
     from llmtrain.objectives.by_token import ByToken
@@ -34,7 +34,6 @@ __all__ = [
     "Result",
     "Schedule",
     "Sink",
-    "TrainingStopped",
     "UserError",
     "bounded",
     "load",
@@ -45,7 +44,6 @@ _HOMES = {
     "Bound": "llmtrain.base.choice",
     "bounded": "llmtrain.base.choice",
     "Schedule": "llmtrain.optim.schedules",
-    "TrainingStopped": "llmtrain.base.errors",
     "UserError": "llmtrain.base.errors",
     "load": "llmtrain.checkpoint.hf.inference",
     "Result": "llmtrain.commands.train",

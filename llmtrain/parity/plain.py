@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from llmtrain.config.batch import Batch
 from llmtrain.config.run import ModelConfig, ResolvedRun
-from llmtrain.engine.losses.named import terms_of
 from llmtrain.models.skeleton import DTYPES, load_config
 from llmtrain.models.source import ParameterSource
 from llmtrain.models.spec import ModelSpec
@@ -217,7 +216,7 @@ def _forward_backward(
     for some in zip(*(part.chunk(pieces) for part in parts), strict=True):
         passes = [_losses(model, teacher, *document) for document in _documents(some, tokens)]
         losses = torch.cat([losses for losses, _ in passes])
-        loss = (terms_of(objective, losses)[0] if isinstance(objective, ByToken) else losses).sum()
+        loss = (objective.terms(losses)[0] if isinstance(objective, ByToken) else losses).sum()
         part = loss / counted
         if coefficient := _balance_coefficient(model.config):
             part = part + coefficient * _balance(model, [routers for _, routers in passes]) / pieces
@@ -265,7 +264,8 @@ def rate_of_step(schedule: Schedule, number: int, steps: int) -> float:
     top = schedule.warmup_steps + 1
     if number <= top or isinstance(schedule, Constant):
         return min(1.0, number / top)
-    assert isinstance(schedule, Falling), schedule
+    if not isinstance(schedule, Falling):  # the definition of a plugin's schedule is its own
+        return schedule.factor(number - 1, steps)
     if isinstance(schedule, Wsd):
         assert schedule.decay_steps is not None, "the resolver fills it in"
         top = steps - schedule.decay_steps + 1

@@ -179,6 +179,7 @@ def test_the_reference_takes_nothing_from_a_run_but_its_settings_and_its_first_w
         "llmtrain.models.skeleton.load_config",
         "llmtrain.models.source.ParameterSource",
         "llmtrain.models.spec.ModelSpec",
+        "llmtrain.objectives.by_token.ByToken",
         "llmtrain.objectives.objective.Objective",
         "llmtrain.optim.optimizers.AdamW",
         "llmtrain.optim.optimizers.Lion",
@@ -243,7 +244,7 @@ def test_documents_alone_are_what_transformers_makes_of_positions() -> None:
 
     from llmtrain.data.stream.windows import positions_of
     from llmtrain.models.skeleton import load_config
-    from llmtrain.parity.plain import _documents, _loss_sum
+    from llmtrain.parity.plain import _documents, _losses
 
     run = resolved(Form(isolate_documents=True)).run
     torch.manual_seed(0)
@@ -253,11 +254,11 @@ def test_documents_alone_are_what_transformers_makes_of_positions() -> None:
     tokens = Tokens(run.data, 512)
     pairs = [tokens.sequence(index) for index in range(4)]
     inputs, labels = (torch.from_numpy(np.stack(part)) for part in zip(*pairs, strict=True))
-    alone = sum(float(_loss_sum(model, None, *document)[0]) for document in _documents((inputs, labels), tokens))
+    alone = sum(float(_losses(model, None, *document)[0].sum()) for document in _documents((inputs, labels), tokens))
     positions = torch.from_numpy(positions_of(inputs.numpy(), tokens.separator_id))
     logits = model(input_ids=inputs, position_ids=positions, use_cache=False).logits
     packed = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-    one_text = float(_loss_sum(model, None, inputs, labels)[0])
+    one_text = float(_losses(model, None, inputs, labels)[0].sum())
     assert alone == pytest.approx(float(packed), rel=1e-6)
     assert abs(alone - one_text) > 0.1, "the documents matter"
 
