@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.warm import WarmCommands
 from tools.lab.lab import Lab, why_not
 
 FOLDER = Path(__file__).parent
@@ -25,6 +27,13 @@ def running_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     """Three hosts for a module. They see pytest's temporary folders; the rest of /tmp is each host's own."""
     with Lab(3, tmp_path_factory.mktemp("lab"), share=[tmp_path_factory.getbasetemp()]) as lab:
         yield lab
+
+
+@pytest.fixture(scope="session")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmCommands]:
+    """Commands without their imports, for the hosts of a lab, too."""
+    with WarmCommands(tmp_path_factory.mktemp("warm"), Path(sys.executable)) as commands:
+        yield commands
 
 
 @pytest.fixture

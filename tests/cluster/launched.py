@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 
 from tests.helpers.launching import RECIPE, REPO, environment
+from tests.helpers.warm import WarmCommands
 from tools.lab.lab import Lab, LabHost
 
 MET_S, FAULT_S = 240.0, 90.0  # limits for a test machine with other work
@@ -41,14 +42,21 @@ class Launched:
     """Started on the first host of a lab. Use as a context manager: it ends, whatever the test did."""
 
     def __init__(
-        self, lab: Lab, recipe: Path, *options: str, path: Path | None = None, env: dict[str, str] | None = None
+        self,
+        lab: Lab,
+        recipe: Path,
+        *options: str,
+        warm: WarmCommands | None = None,
+        path: Path | None = None,
+        env: dict[str, str] | None = None,
     ) -> None:
-        """`path`: a folder for the front of PATH. `env`: further variables."""
+        """`warm`: what forks the commands; without it their interpreters start. `path`: a folder for the front of
+        PATH. `env`: further variables."""
         self.lab, self.folder, self.run_dir = lab, recipe.parent, recipe.parent / "run"
         self.checkpoints = self.run_dir / "checkpoints"
         hosts = () if "slurm" in options else ("--hostfile", str(lab.hostfile()))
         command = ["llmtrain", "launch", *hosts, *options, "--", str(recipe)]
-        variables = environment(WANDB_MODE="disabled", **(env or {}))
+        variables = (warm.on_hosts if warm else environment)(WANDB_MODE="disabled", **(env or {}))
         if path is not None:
             variables["PATH"] = f"{path}:{variables['PATH']}"
         self.process = lab.hosts[0].popen(

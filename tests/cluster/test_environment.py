@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 
+from tests.helpers.warm import WarmCommands
 from tools.lab.lab import Lab
 
 SECRET = "canary-5b2e90d1"
@@ -69,7 +70,7 @@ PAYLOADS = (
 )
 
 
-def test_every_byte_arrives_and_no_secret_is_seen(lab3: Lab, tmp_path: Path) -> None:
+def test_every_byte_arrives_and_no_secret_is_seen(lab3: Lab, tmp_path: Path, warm: WarmCommands) -> None:
     every = [bytes([b]).decode("utf-8", "surrogateescape") for b in range(1, 256)]
     variables = {f"V{i}": value for i, value in enumerate([*PAYLOADS, *(f"x{c}y" for c in every)])}
     words = ["--flag", *PAYLOADS, *every[:127]]
@@ -78,7 +79,7 @@ def test_every_byte_arrives_and_no_secret_is_seen(lab3: Lab, tmp_path: Path) -> 
     (tmp_path / "hosts").write_text("node-1 slots=1\nnode-2 slots=1\n")
     variables |= {"WANDB_API_KEY": SECRET, "HF_TOKEN": f"two\nlines {SECRET}"}
     given = {"folder": str(tmp_path), "hosts": ["node-1", "node-2"], "words": words, "variables": variables}
-    done = lab3.hosts[0].run([sys.executable, "-c", LAUNCH], input=json.dumps(given), timeout_s=200)
+    done = lab3.hosts[0].run([warm.hosts / "python", "-c", LAUNCH], input=json.dumps(given), timeout_s=200)
     assert done.returncode == 0, done.stderr
     end = json.loads(done.stdout.splitlines()[-1])
     assert end["code"] == 0 and end["left"] == [], done.stdout + done.stderr

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import time
 from typing import Any
 
 from tests.helpers.launching import REPO, environment, free_port
+from tests.helpers.warm import WarmCommands
 
 RANK = """
 import json, os, socket
@@ -27,7 +27,7 @@ except UserError as error:
 """
 
 
-def start(lab: Any, world: int, ranks: range, limit_s: float) -> list[subprocess.Popen[str]]:
+def start(lab: Any, world: int, ranks: range, limit_s: float, warm: WarmCommands) -> list[subprocess.Popen[str]]:
     """One rank on each of the first hosts; rank 0's host is node-1."""
     port, started = free_port(), []
     for rank in ranks:
@@ -38,7 +38,7 @@ def start(lab: Any, world: int, ranks: range, limit_s: float) -> list[subprocess
         env.pop("GLOO_SOCKET_IFNAME", None)
         started.append(
             lab.hosts[rank].popen(
-                [sys.executable, "-c", RANK], env=env, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+                [warm.hosts / "python", "-c", RANK], env=env, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
             )
         )
     return started
@@ -54,15 +54,15 @@ def answers(started: list[subprocess.Popen[str]]) -> list[dict[str, Any]]:
     return found
 
 
-def test_two_hosts_meet_over_their_network_without_being_told_which(lab3):
-    for answer in answers(start(lab3, 2, range(2), 200.0)):
+def test_two_hosts_meet_over_their_network_without_being_told_which(lab3, warm):
+    for answer in answers(start(lab3, 2, range(2), 200.0, warm)):
         assert answer == {"sum": 3.0, "seats": [[0, "node-1"], [1, "node-2"]], "gloo": "eth0"}
 
 
-def test_a_host_that_is_cut_off_is_missed_by_the_others_and_says_so_itself(lab3):
+def test_a_host_that_is_cut_off_is_missed_by_the_others_and_says_so_itself(lab3, warm):
     lab3.hosts[1].cut()
     began = time.monotonic()
-    first, second = answers(start(lab3, 2, range(2), 5.0))
+    first, second = answers(start(lab3, 2, range(2), 5.0, warm))
     assert "rank 1" in first["error"] and "had not connected" in first["error"]
     assert "rank 1 on node-2 found no listener" in second["error"] and lab3.hosts[0].address in second["error"]
     assert time.monotonic() - began < 200

@@ -18,6 +18,7 @@ from llmtrain.cluster.launch import slurm
 from llmtrain.cluster.launch.slurm import command
 from tests.cluster.launched import Launched, write_recipe
 from tests.helpers.launching import REPO, environment
+from tests.helpers.warm import WarmCommands
 from tools.lab.lab import Lab
 
 pytestmark = pytest.mark.timeout(1500)
@@ -28,7 +29,7 @@ STAND_INS = {
     "srun": f'FAKE_SLURM={{folder}} exec {sys.executable} {SRUN} "$@"',
     "scontrol": 'echo "$@" >> {folder}/scontrol.log',
     "squeue": """case "$*" in
-*--steps*) cd {folder}/steps && for step in *; do echo "$step $(cat $step)"; done;;
+*--steps*) cd {folder}/steps && for step in *; do kill -0 $step 2>&- && echo "$step $(cat $step)"; done; true;;
 *) echo R;;
 esac""",
     "scancel": '[ "$1" = --signal=TERM ] && kill -s USR2 "$2"',
@@ -111,10 +112,12 @@ def test_why_the_ranks_were_not_asked_is_said(monkeypatch: pytest.MonkeyPatch, s
     assert "Unable to contact" in (slurm.ask_to_leave("llmtrain-1") or "")
 
 
-def test_three_nodes_without_ssh_lose_a_rank(lab3: Lab, small_data: str, tmp_path: Path, slurm_bin: Path) -> None:
+def test_three_nodes_without_ssh_lose_a_rank(
+    lab3: Lab, small_data: str, tmp_path: Path, slurm_bin: Path, warm: WarmCommands
+) -> None:
     recipe = write_recipe(tmp_path, small_data)
     extra = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "node-[1-3]", "SLURM_TASKS_PER_NODE": "1(x3)"}
-    with Launched(lab3, recipe, "--launcher", "slurm", path=slurm_bin, env=extra) as run:
+    with Launched(lab3, recipe, "--launcher", "slurm", warm=warm, path=slurm_bin, env=extra) as run:
         run.wait_for(r"^rank 2 -> node-3")
         run.wait_for_step(7)
         tasks = [p for p in lab3.hosts[1].processes() if "llmtrain" in p.cmdline()]

@@ -13,7 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.helpers.launching import REPO, environment, losses, rows, write_recipe
+from tests.helpers.launching import REPO, losses, rows, write_recipe
+from tests.helpers.warm import WarmCommands
 from tools.lab.lab import Lab, LabHost
 
 SAID_S, GONE_S = 15.0, 10.0
@@ -39,7 +40,7 @@ def ranks(host: LabHost) -> list[psutil.Process]:
 class Job:
     """A run on all hosts of a lab, started on the first as a user does."""
 
-    def __init__(self, lab: Lab, folder: Path, data: str, *overrides: str) -> None:
+    def __init__(self, lab: Lab, folder: Path, data: str, warm: WarmCommands, *overrides: str) -> None:
         self.lab, self.folder, self.run = lab, folder, folder / "run"
         recipe = write_recipe(folder, data)
         (folder / ".deepspeed_env").write_text("OMP_NUM_THREADS=1\nDS_ACCELERATOR=cpu\nLLMTRAIN_SUPERVISED=1\n")
@@ -52,7 +53,7 @@ class Job:
                 *("--train.max_steps", "100000", "--train.global_batch", "6", "--train.micro_batch", "1"),
                 *("--schedule.name", "constant", *overrides),
             ],
-            env=environment(),
+            env=warm.on_hosts(),
             cwd=folder,
             stdout=self.log,
             stderr=self.log,
@@ -95,8 +96,8 @@ class Job:
 
 
 @pytest.fixture
-def job(lab3: Lab, small_data: str, tmp_path: Path) -> Job:
-    job = Job(lab3, tmp_path, small_data)
+def job(lab3: Lab, small_data: str, tmp_path: Path, warm: WarmCommands) -> Job:
+    job = Job(lab3, tmp_path, small_data, warm)
     job.wait_for_step(6)
     time.sleep(4)  # a watch that has not called yet is not missed: it may be a firewall that keeps it away
     return job
@@ -140,8 +141,8 @@ def test_the_link_of_the_first_host_is_cut(job):
 
 
 @pytest.mark.slow
-def test_a_stopped_rank_on_another_host(lab3, small_data, tmp_path):
-    job = Job(lab3, tmp_path, small_data, "--fault.stall_timeout_s", "10")
+def test_a_stopped_rank_on_another_host(lab3, small_data, tmp_path, warm):
+    job = Job(lab3, tmp_path, small_data, warm, "--fault.stall_timeout_s", "10")
     job.wait_for_step(6)
     event, _, gone_s = job.fault(lambda: os.kill(ranks(job.lab.hosts[1])[0].pid, signal.SIGSTOP))
     assert (event["cause"], event["host"], event["ranks"]) == ("stopped", "node-2", [1]), event["text"]
@@ -150,9 +151,9 @@ def test_a_stopped_rank_on_another_host(lab3, small_data, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_minutes_of_sigstop_are_explained_and_survived(lab3, small_data, tmp_path):
+def test_two_minutes_of_sigstop_are_explained_and_survived(lab3, small_data, tmp_path, warm):
     """As a user has it: no time-out is set."""
-    job = Job(lab3, tmp_path, small_data)
+    job = Job(lab3, tmp_path, small_data, warm)
     job.wait_for_step(6)
     (stopped,) = ranks(job.lab.hosts[1])
     os.kill(stopped.pid, signal.SIGSTOP)
@@ -168,10 +169,10 @@ def test_two_minutes_of_sigstop_are_explained_and_survived(lab3, small_data, tmp
 
 
 @pytest.mark.slow
-def test_a_slow_link_is_no_fault(lab3, small_data, tmp_path):
+def test_a_slow_link_is_no_fault(lab3, small_data, tmp_path, warm):
     """50 ms and 5 Mbit/s to one host: slow, and nothing else."""
     lab3.hosts[1].shape(rate_mbit=5, delay_ms=25)
-    job = Job(lab3, tmp_path, small_data)
+    job = Job(lab3, tmp_path, small_data, warm)
     job.wait_for_step(20, timeout_s=400)
     os.kill(ranks(lab3.hosts[2])[0].pid, signal.SIGTERM)
     assert job.process.wait(120) == 0
@@ -180,8 +181,8 @@ def test_a_slow_link_is_no_fault(lab3, small_data, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_host_that_is_lost_before_its_watch_has_called_is_named(lab3, small_data, tmp_path):
-    job = Job(lab3, tmp_path, small_data, "--fault.stall_timeout_s", "20")
+def test_a_host_that_is_lost_before_its_watch_has_called_is_named(lab3, small_data, tmp_path, warm):
+    job = Job(lab3, tmp_path, small_data, warm, "--fault.stall_timeout_s", "20")
     third = lab3.hosts[2]
     while not (watch := [p for p in third.processes() if "llmtrain.cluster.watch.agent" in p.cmdline()]):
         time.sleep(0.01)

@@ -22,6 +22,7 @@ from packaging.requirements import Requirement
 
 if TYPE_CHECKING:
     from tests.helpers.forked import Launch
+    from tests.helpers.warm import WarmCommands
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -113,14 +114,29 @@ def environment(**extra: str) -> dict[str, str]:
     return env
 
 
-def launch(recipe: Path, *overrides: str, slots: int = 2, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+def launch(
+    recipe: Path,
+    *overrides: str,
+    slots: int = 2,
+    env: dict[str, str] | None = None,
+    warm: WarmCommands | None = None,
+) -> subprocess.Popen[str]:
     """Start `deepspeed --hostfile ... launch/train.py --config RECIPE ...`; output goes to the pipe."""
     words = (str(REPO / "launch/train.py"), "--config", str(recipe), *overrides)
-    return deepspeed(recipe.parent, *words, slots=slots, env=env)
+    return deepspeed(recipe.parent, *words, slots=slots, env=env, warm=warm)
 
 
-def deepspeed(folder: Path, *words: str, slots: int = 2, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
-    """Start `deepspeed --hostfile ... SCRIPT ...` in a folder; output goes to the pipe."""
+def deepspeed(
+    folder: Path,
+    *words: str,
+    slots: int = 2,
+    env: dict[str, str] | None = None,
+    warm: WarmCommands | None = None,
+) -> subprocess.Popen[str]:
+    """Start `deepspeed --hostfile ... SCRIPT ...` in a folder; output goes to the pipe.
+
+    `warm`: what forks launcher and ranks; without it their interpreters start.
+    """
     hosts = folder / f"hosts{slots}"
     hosts.write_text(f"localhost slots={slots}\n")
     command = [
@@ -129,10 +145,13 @@ def deepspeed(folder: Path, *words: str, slots: int = 2, env: dict[str, str] | N
         *("--master_port", str(free_port())),
         *words,
     ]
-    return subprocess.Popen(
+    env = env or environment()
+    if warm is not None:
+        env = {**env, "PATH": f"{warm.python.parent}:{env['PATH']}"}
+    return (warm.popen if warm else subprocess.Popen)(
         command,
         cwd=folder,
-        env=env or environment(),
+        env=env,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

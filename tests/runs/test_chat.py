@@ -125,7 +125,7 @@ def test_the_commands_of_the_page_train_on_the_answers(tmp_path: Path, warm: War
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in preferences(150)))
     for name, text in zip(("sft", "dpo", "reward", "lora", "distill"), blocks("yaml"), strict=True):
         (tmp_path / f"{name}.yaml").write_text(text)
-    printed, env = "", warm.environment(PYTHONPATH=str(ROOT))
+    printed, env = "", warm.environment(PYTHONPATH=str(ROOT), WANDB_MODE="disabled")
     for command in blocks("bash"):
         done = subprocess.run(["bash", "-ec", command], cwd=tmp_path, env=env, capture_output=True, text=True)
         assert done.returncode == 0, (command, done.stdout, done.stderr)

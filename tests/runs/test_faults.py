@@ -27,9 +27,9 @@ def test_explosion_stops_with_a_message_and_the_samples(small_data, tmp_path):
     assert set(first["samples"]) <= set(range((first["step"] - 1) * 8, first["step"] * 8))
 
 
-def test_a_wrong_configuration_ends_every_rank_with_one_message(small_data, tmp_path):
+def test_a_wrong_configuration_ends_every_rank_with_one_message(small_data, tmp_path, warm):
     recipe = write_recipe(tmp_path, small_data)
-    code, output = finish(launch(recipe, "--train.global_batch", "9"), 30)
+    code, output = finish(launch(recipe, "--train.global_batch", "9", warm=warm), 30)
     assert code == 2 and "Traceback" not in output
     assert output.count("error:") == 1 and "world size 2" in output
 

@@ -209,7 +209,7 @@ def on_own_hosts(url: str, caches: list[str], rank: int) -> None:
     constants.HF_HUB_CACHE = caches[rank % len(caches)]
 
 
-def test_a_base_on_the_hub_is_fetched_once_a_host_and_stays_at_its_commit(small_data, tmp_path, monkeypatch):
+def test_a_base_on_the_hub_is_fetched_once_a_host_and_stays_at_its_commit(small_data, tmp_path, monkeypatch, warm):
     """Through DeepSpeed's launcher; the Hub's main moves; two other hosts, with caches of their own, go on with it."""
     model = new_model("llama", vocab_size=512, dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "hf", max_shard_size="40KB")
@@ -219,7 +219,7 @@ def test_a_base_on_the_hub_is_fetched_once_a_host_and_stays_at_its_commit(small_
     with serving() as hub:
         commit = hub.add("models/org/base", tmp_path / "hf")
         env = launching.environment(HF_ENDPOINT=hub.url, HF_HOME=str(home), HF_HUB_DISABLE_XET="1")
-        code, output = launching.finish(launching.launch(path, "--train.max_steps", "2", env=env))
+        code, output = launching.finish(launching.launch(path, "--train.max_steps", "2", env=env, warm=warm))
         assert code == 0 and f"it is that of {hub.url}: commit {commit} (main)" in output, output
         assert hub.count("GET /api/models/org/base") == 1
         assert yaml.safe_load((run / "config.yaml").read_text())["model"]["revision"] == commit

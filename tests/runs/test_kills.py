@@ -17,6 +17,7 @@ from llmtrain.checkpoint.format import Manifest, complete_checkpoints, problems,
 from tests.helpers.forked import Launch
 from tests.helpers.launching import RECIPE, REPO, environment, losses, rows, write_recipe
 from tests.helpers.preference import preferences
+from tests.helpers.warm import WarmCommands
 from tests.runs.test_chat import conversations, write_model
 
 pytestmark = pytest.mark.needs("peft")
@@ -110,8 +111,9 @@ def post_training(folder: Path, what: str) -> tuple[Path, Path]:
     return recipes[0], recipes[1]
 
 
-def llmtrain(folder: Path, *words: str) -> None:
-    done = subprocess.run(["llmtrain", *words], cwd=folder, env=environment(PYTHONPATH=str(REPO)), capture_output=True,
+def llmtrain(folder: Path, *words: str, warm: WarmCommands | None = None) -> None:
+    env = (warm.environment if warm else environment)(PYTHONPATH=str(REPO))
+    done = subprocess.run(["llmtrain", *words], cwd=folder, env=env, capture_output=True,
                           text=True)  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -25,6 +25,7 @@ from llmtrain.checkpoint.verify import verify
 from tests.helpers import stalls
 from tests.helpers.forked import Launch
 from tests.helpers.launching import REPO, environment, free_port, gone, losses, rows, write_recipe
+from tests.helpers.warm import WarmCommands
 from tests.runs.test_watch import agents_of
 from tests.unit.cluster.test_launch_attempts import JOB
 from tests.unit.cluster.test_launch_killed import LAUNCH, RUNS
@@ -247,13 +248,13 @@ def remove_as_systemd_does(process: psutil.Process) -> None:
     subprocess.run(["unshare", "--mount", "--ipc", "true"], capture_output=True).returncode != 0,
     reason="no mount and IPC namespaces can be made here",
 )
-def test_a_log_out_with_remove_ipc_is_survived(small_data: str, tmp_path: Path) -> None:
+def test_a_log_out_with_remove_ipc_is_survived(small_data: str, tmp_path: Path, warm: WarmCommands) -> None:
     """The heartbeats, and the memory from which the checkpoints are written."""
     recipe, run = write_recipe(tmp_path, small_data), tmp_path / "run"
     env = environment(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_SIZE="1")
     own_shm = 'mount -t tmpfs tmpfs /dev/shm && exec "$@"'
     words = ("--train.max_steps", "1000000", "--schedule.name", "constant", "--fault.stall_timeout_s", str(STALL_S))
-    train = (sys.executable, str(REPO / "launch/train.py"), "--config", str(recipe), *words)
+    train = (str(warm.hosts / "python"), str(REPO / "launch/train.py"), "--config", str(recipe), *words)
     log = tmp_path / "output"
     with open(log, "wb") as output:
         command = ("unshare", "--mount", "--ipc", "sh", "-c", own_shm, "sh", *train)

@@ -14,6 +14,7 @@ from llmtrain.checkpoint.hf.inference import Sampling, generate
 from tests.helpers.chat import write_tokenizer
 from tests.helpers.forked import finish, train
 from tests.helpers.launching import RECIPE, REPO, losses
+from tests.helpers.warm import WarmCommands
 from tests.runs.test_chat import KIND, MODEL, conversations
 from tests.runs.test_kills import llmtrain
 
@@ -30,14 +31,14 @@ def written(folder: Path, tokens: int) -> None:
     write_tokenizer(folder, KIND)
 
 
-def test_new_tokens_of_a_chat_format(tmp_path: Path) -> None:
+def test_new_tokens_of_a_chat_format(tmp_path: Path, warm: WarmCommands) -> None:
     from transformers import AutoModelForCausalLM
 
     written(tmp_path / "model", 300)  # whose tokenizer tells how many it has
     records = "".join(json.dumps({"messages": talk}) + "\n" for talk in conversations())
     (tmp_path / "talks.jsonl").write_text(records)
     words = ("--format", "chat", "--source", "talks.jsonl", "--tokenizer", "model", "--out", "data")
-    llmtrain(tmp_path, "prepare", *words)
+    llmtrain(tmp_path, "prepare", *words, warm=warm)
     tokens = json.loads((tmp_path / "data/manifest.json").read_text())["vocab_size"]
     written(tmp_path / "model", tokens - 5)
     text = RECIPE.format(repo=REPO, data=tmp_path / "data", run=tmp_path / "run").replace("th: 32", "th: 160")
@@ -66,7 +67,7 @@ def test_new_tokens_of_a_chat_format(tmp_path: Path) -> None:
     found = losses(tmp_path / "run")
     assert found[4] < found[1]
     assert isinstance(generate(tmp_path / "run/export", "yes", Sampling(max_tokens=4)), str)
-    llmtrain(tmp_path, "checkpoint", "to-hf", "run", "merged", "--merge")
+    llmtrain(tmp_path, "checkpoint", "to-hf", "run", "merged", "--merge", warm=warm)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert merged.config.vocab_size == tokens
     assert merged.lm_head.weight is merged.model.embed_tokens.weight

@@ -16,6 +16,7 @@ from llmtrain.cli import main
 from tests.helpers.launching import finish, kill_tree, rows, wait_for_step
 from tests.helpers.pages import Page
 from tests.helpers.play import write_play
+from tests.helpers.warm import WarmCommands
 from tests.runs.test_docs import ROOT, Workplace, blocks, small_quickstart
 
 
@@ -27,8 +28,8 @@ def section(title: str) -> list[str]:
 
 
 @pytest.fixture
-def place(small_data: str, tmp_path: Path) -> Workplace:
-    made = Workplace(tmp_path / "clone", small_data)
+def place(small_data: str, tmp_path: Path, warm: WarmCommands) -> Workplace:
+    made = Workplace(tmp_path / "clone", small_data, warm)
     recipe = small_quickstart().replace("max_steps: 6", "max_steps: 240").replace("log_every: 2", "log_every: 5")
     recipe = recipe.replace("eval_every: 3", "eval_every: 120").replace("every_steps: 3", "every_steps: 100")
     (made.path / "launch/recipes/quickstart.yaml").write_text(recipe)

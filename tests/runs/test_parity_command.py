@@ -19,6 +19,7 @@ from llmtrain.commands.parity import main
 from tests.helpers.launching import REPO, environment, finish, gone
 from tests.helpers.launching import tree as processes
 from tests.helpers.leftovers import unused_shared_memory
+from tests.helpers.warm import WarmCommands
 
 MODEL = {
     "model_type": "llama",
@@ -49,16 +50,18 @@ def recipe(folder: Path, ds: str = "zero2.json", **sections: dict[str, object]) 
     return path
 
 
-def start(folder: Path, *words: str, fault: str | None = None) -> subprocess.Popen[str]:
+def start(
+    folder: Path, *words: str, fault: str | None = None, warm: WarmCommands | None = None
+) -> subprocess.Popen[str]:
     (folder / "tmp").mkdir(exist_ok=True)
     env = environment(TMPDIR=str(folder / "tmp"), PYTHONPATH=str(REPO))
-    command = [sys.executable, "-m", "llmtrain", "parity"]
+    command = [str(warm.python) if warm else sys.executable, "-m", "llmtrain", "parity"]
     if fault is not None:
         env["FAULT"] = fault
         code = "import sys; from llmtrain.commands.parity import main; "
         code += "sys.exit(main(sys.argv[1:], worker='tests.helpers.faulty_worker'))"
-        command = [sys.executable, "-c", code]
-    return subprocess.Popen(
+        command = [command[0], "-c", code]
+    return (warm.popen if warm else subprocess.Popen)(
         [*command, *words], cwd=REPO, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         start_new_session=True,
     )  # fmt: skip
@@ -85,10 +88,10 @@ def test_a_run_that_trains_as_plain_pytorch_does(tmp_path: Path) -> None:
     assert not left_in(tmp_path) and unused_shared_memory() <= before
 
 
-def test_a_fault_in_the_ranks_is_exit_code_1_and_a_message(tmp_path: Path) -> None:
+def test_a_fault_in_the_ranks_is_exit_code_1_and_a_message(tmp_path: Path, warm: WarmCommands) -> None:
     path = recipe(tmp_path, "zero1_fp32.json")
     # Fewer steps than the recipe's warm-up, which is shortened with the run.
-    code, output = finish(start(tmp_path, str(path), "--steps", "2", fault="skipped_layer"))
+    code, output = finish(start(tmp_path, str(path), "--steps", "2", fault="skipped_layer", warm=warm))
     assert code == 1, output
     assert output.splitlines()[-1] == "FAIL" and "FAIL  fp32 against" in output
     assert re.search(r"first parts at step 1:\n +loss: [\d.]+, expected [\d.]+; differs by .*, tolerated", output), (
@@ -196,11 +199,11 @@ def form(line: str) -> str:
         for index, block in enumerate(blocks("bash"))
     ],
 )
-def test_the_commands_on_the_page(tmp_path: Path, command: str) -> None:
+def test_the_commands_on_the_page(tmp_path: Path, command: str, warm: WarmCommands) -> None:
     program, name, *words = command.split()
     assert (program, name) == ("llmtrain", "parity")
     before = unused_shared_memory()
-    code, output = finish(start(tmp_path, *words), 400)
+    code, output = finish(start(tmp_path, *words, warm=warm), 400)
     assert code == 0, output
     assert not left_in(tmp_path) and unused_shared_memory() <= before
     shown = [block for block in blocks("text") if block.startswith(words[0])]

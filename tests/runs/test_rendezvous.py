@@ -233,14 +233,14 @@ def test_a_rank_of_another_launch_at_the_same_port_does_not_disturb_the_ranks_th
     assert [(kind, facts["sum"]) for kind, facts, _ in both.answers()] == [("met", 2.0)] * 2
 
 
-def test_two_launches_by_hand_on_one_host_know_their_own_ranks():
+def test_two_launches_by_hand_on_one_host_know_their_own_ranks(warm):
     world = base64.urlsafe_b64encode(json.dumps({"localhost": [0, 1]}).encode()).decode()
     ask = "from llmtrain.engine.dist.rendezvous import _launch; print('launch', _launch())"
     rank = "subprocess.Popen([sys.executable, '-c', sys.argv[2]])"
     launcher = f"import subprocess, sys; each = [{rank}, {rank}]; [one.wait() for one in each]"
-    command = [sys.executable, "-c", launcher, f"--world_info={world}", ask]
+    command = [warm.python, "-c", launcher, f"--world_info={world}", ask]
     started = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "CROSS_SIZE": hosts})
+        warm.popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "CROSS_SIZE": hosts})
         for hosts in ("1", "1", "2")
     ]
     first, second, several = ([w for w in each.communicate()[0].splitlines() if "launch" in w] for each in started)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -33,6 +34,7 @@ from tests.helpers.launching import (
     wait_for_step,
 )
 from tests.helpers.simulated_sites import loss_of, simulated, streamed
+from tests.helpers.warm import WarmCommands
 
 pytestmark = pytest.mark.needs("torchft")
 
@@ -275,14 +277,15 @@ def test_a_site_alone_trains_as_without_sites(coordinator, small_data, tmp_path)
     assert len(synchronised(tmp_path / "alone")) == 4
 
 
-def test_the_commands_of_the_page(small_data, tmp_path):
+def test_the_commands_of_the_page(small_data, tmp_path, warm):
     """The real launcher and coordinator; the addresses, ports, run folders and the number of steps are the test's."""
     blocks = re.findall(r"^```bash\n(.*?)\n```", (REPO / "docs/networks.md").read_text(), flags=re.M | re.S)
     port = free_port()
     meeting, sites, status = (re.sub(r"10\.8\.0\.1:\d+", f"127.0.0.1:{port}", each) for each in blocks[:3])
     recipe(tmp_path / "site", small_data).rename(tmp_path / "RUN.yaml")
     (tmp_path / "launch").symlink_to(REPO / "launch")
-    jobs = [start_shell(meeting, tmp_path)]
+    env = with_torchft(warm)
+    jobs = [start_shell(meeting, tmp_path, env)]
     try:
         for line in sites.splitlines():
             name = re.search(r"hosts\.(\w+)", line)[1]
@@ -291,11 +294,11 @@ def test_the_commands_of_the_page(small_data, tmp_path):
                 "--hostfile", f"--no_ssh_check --master_addr 127.0.0.1 --master_port {free_port()} --hostfile"
             )
             both = f"--train.run_dir {name} --sites.start_sites 2 --sites.sync_every 4 --train.micro_batch 2"
-            jobs.append(start_shell(f"{line} {both}", tmp_path))
+            jobs.append(start_shell(f"{line} {both}", tmp_path, env))
         for job in jobs[1:]:
             code, output = finish(job)
             assert code == 0, output
-        code, output = finish(start_shell(status, tmp_path))
+        code, output = finish(start_shell(status, tmp_path, env))
         assert code == 0 and re.search(r"north .*\nsouth .*took part in the last meeting", output), output
         jobs[0].send_signal(signal.SIGTERM)
         code, output = finish(jobs[0])
@@ -307,12 +310,12 @@ def test_the_commands_of_the_page(small_data, tmp_path):
     assert used == [[], *[["north", "south"]] * 3]
 
 
-def test_a_launch_whose_site_waits_for_the_others_ends_at_sigterm(coordinator, small_data, tmp_path):
+def test_a_launch_whose_site_waits_for_the_others_ends_at_sigterm(coordinator, small_data, tmp_path, warm):
     """Two ranks, started and watched by `llmtrain launch`; the site has joined no round."""
     file = recipe(tmp_path / "waits", small_data)
     (file.parent / "hosts").write_text("localhost slots=2\n")
     words = f"--sites.name waits --sites.coordinator {coordinator} --sites.start_sites 2 --train.micro_batch 1"
-    job = start_shell(f"llmtrain launch --hostfile hosts -- {file} {words}", file.parent)
+    job = start_shell(f"llmtrain launch --hostfile hosts -- {file} {words}", file.parent, with_torchft(warm))
     try:
         until_s = time.monotonic() + 120
         while not any(each.site == "waits" for each in heard_at(coordinator)):
@@ -326,9 +329,16 @@ def test_a_launch_whose_site_waits_for_the_others_ends_at_sigterm(coordinator, s
     assert not losses(file.parent / "run") and not list(file.parent.glob("run/checkpoints/*"))
 
 
-def start_shell(command: str, folder: Path) -> subprocess.Popen[str]:
+def with_torchft(warm: WarmCommands) -> dict[str, str]:
+    """`make train` does not install it."""
+    found = importlib.util.find_spec("torchft")
+    assert found is not None and found.origin is not None
+    return warm.environment(PYTHONPATH=str(Path(found.origin).parents[1]))
+
+
+def start_shell(command: str, folder: Path, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        ["bash", "-ec", f"exec {command}"], cwd=folder, env=environment(), stdout=subprocess.PIPE,
+        ["bash", "-ec", f"exec {command}"], cwd=folder, env=env or environment(), stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True, start_new_session=True,
     )  # fmt: skip
 

@@ -78,10 +78,10 @@ def test_a_kill_under_the_launcher_leaves_no_process_and_loses_nothing(small_dat
     assert not stale_folders(run / "checkpoints")
 
 
-def test_sigterm_to_the_launcher_saves_and_ends_all_ranks(undisturbed, small_data, tmp_path):
+def test_sigterm_to_the_launcher_saves_and_ends_all_ranks(undisturbed, small_data, tmp_path, warm):
     """The launcher signals its ranks one after another, with up to 30 s between; they agree at the next step."""
     recipe, run = write_recipe(tmp_path, small_data), tmp_path / "run"
-    process = launch(recipe, "--train.max_steps", "100000", "--schedule.name", "constant")
+    process = launch(recipe, "--train.max_steps", "100000", "--schedule.name", "constant", warm=warm)
     wait_for_step(process, run, 3)
     everyone = tree(process)
     launcher = next(p for p in everyone if "deepspeed.launcher.launch" in " ".join(p.cmdline()))
@@ -107,10 +107,10 @@ def test_a_signal_to_one_rank_stops_all_with_exit_0(small_data, tmp_path, number
     assert complete_checkpoints(run / "checkpoints")[0].name == f"step-{max(losses(run)):08d}"
 
 
-def test_ctrl_c_saves_and_leaves_no_process(small_data, tmp_path):
+def test_ctrl_c_saves_and_leaves_no_process(small_data, tmp_path, warm):
     """The terminal sends SIGINT to all of them at once; `deepspeed` itself dies of it, the ranks save first."""
     recipe, run = write_recipe(tmp_path, small_data), tmp_path / "run"
-    process = launch(recipe, "--train.max_steps", "100000", "--schedule.name", "constant")
+    process = launch(recipe, "--train.max_steps", "100000", "--schedule.name", "constant", warm=warm)
     wait_for_step(process, run, 3)
     everyone = tree(process)
     os.killpg(process.pid, signal.SIGINT)
@@ -119,11 +119,10 @@ def test_ctrl_c_saves_and_leaves_no_process(small_data, tmp_path):
     assert complete_checkpoints(run / "checkpoints")[0].name == f"step-{max(losses(run)):08d}"
 
 
-def test_sigusr1_saves_and_goes_on_and_a_dead_launcher_stops_the_ranks(small_data, tmp_path):
+def test_sigusr1_saves_and_goes_on_and_a_dead_launcher_stops_the_ranks(small_data, tmp_path, warm):
     recipe, run = write_recipe(tmp_path, small_data), tmp_path / "run"
-    process = launch(
-        recipe, "--train.max_steps", "100000", "--schedule.name", "constant", "--checkpoint.every_steps", "null"
-    )
+    words = ("--train.max_steps", "100000", "--schedule.name", "constant", "--checkpoint.every_steps", "null")
+    process = launch(recipe, *words, warm=warm)
     wait_for_step(process, run, 2)
     assert not complete_checkpoints(run / "checkpoints")
     ranks = ranks_of(process)

@@ -34,6 +34,7 @@ def of_make() -> list[str]:
 
 def run(folder: Path, command: str, warm: WarmCommands) -> str:
     env = warm.environment(PYTHONPATH=str(ROOT), WANDB_MODE="disabled")
+    env["PATH"] = f"{warm.hosts}:{env['PATH']}"  # a `python` that is forked, too
     done = subprocess.run(["bash", "-ec", command], cwd=folder, capture_output=True, text=True, env=env)
     assert done.returncode == 0, (command, done.stdout, done.stderr)
     return done.stdout

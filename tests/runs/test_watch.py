@@ -39,6 +39,7 @@ from tests.helpers.launching import (
     write_recipe,
 )
 from tests.helpers.wandb_files import read_back
+from tests.helpers.warm import WarmCommands
 
 ENDED_S = 20.0  # twice the promise: machines that test are busy
 
@@ -68,7 +69,7 @@ def explained(small_data: str, folder: Path, fault: Any, *overrides: str, wandb:
     return event
 
 
-def test_a_script_without_the_rest_of_llmtrain_is_watched(tmp_path):
+def test_a_script_without_the_rest_of_llmtrain_is_watched(tmp_path, warm):
     """That of docs/watch.md; in its third step a rank sleeps."""
     (text,) = re.findall(r"^```python\n(.*?)^```", (REPO / "docs/watch.md").read_text(), flags=re.M | re.S)
     text = text.replace("stall_timeout_s=300", "stall_timeout_s=4")
@@ -82,7 +83,7 @@ def test_a_script_without_the_rest_of_llmtrain_is_watched(tmp_path):
     text = text.replace("engine.backward(", f"{sleeps}\n            engine.backward(")
     (tmp_path / "own.py").write_text(text)
     (tmp_path / "runs/mine").mkdir(parents=True)
-    code, output = finish(deepspeed(tmp_path, "own.py"), 120)
+    code, output = finish(deepspeed(tmp_path, "own.py", warm=warm), 120)
     (event,) = rows(tmp_path / "runs/mine", "events.jsonl")[-1:]
     zero, one = event["all_ranks"]
     assert code != 0 and f"error: {event['text']}" in output and "error: fault after step 2: rank 1 " in output, output
@@ -94,10 +95,10 @@ def test_a_script_without_the_rest_of_llmtrain_is_watched(tmp_path):
     assert gone(agents_of(tmp_path / "runs/mine"), ENDED_S)
 
 
-def test_a_killed_rank_is_explained_and_nothing_is_left(small_data, tmp_path):
+def test_a_killed_rank_is_explained_and_nothing_is_left(small_data, tmp_path, warm):
     """Through DeepSpeed's launcher."""
     recipe, run = write_recipe(tmp_path, small_data), tmp_path / "run"
-    process = launch(recipe, "--train.max_steps", "100000", env=environment(LLMTRAIN_SUPERVISED="1"))
+    process = launch(recipe, "--train.max_steps", "100000", env=environment(LLMTRAIN_SUPERVISED="1"), warm=warm)
     wait_for_step(process, run, 6, timeout_s=180)
     while not [e for e in rows(run, "events.jsonl") if e["kind"] == "save"]:
         wait_for_step(process, run, max(losses(run)) + 1)
@@ -286,10 +287,10 @@ def test_a_straggler_is_named_while_the_run_goes_on(small_data, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_launcher_that_is_killed_still_lets_the_ranks_save(small_data, tmp_path):
+def test_a_launcher_that_is_killed_still_lets_the_ranks_save(small_data, tmp_path, warm):
     """docs/training.md: the ranks stop in the same way; the watch leaves them the time."""
     recipe, run = write_recipe(tmp_path, small_data), tmp_path / "run"
-    process = launch(recipe, "--train.max_steps", "100000")
+    process = launch(recipe, "--train.max_steps", "100000", warm=warm)
     wait_for_step(process, run, 6, timeout_s=180)
     ranks, watch = ranks_of(process), agents_of(run)
     for each in tree(process):
@@ -301,15 +302,15 @@ def test_a_launcher_that_is_killed_still_lets_the_ranks_save(small_data, tmp_pat
     assert kinds[-2:] == ["save", "stop"] and "fault" not in kinds
 
 
-def test_a_full_dev_shm_is_named_before_the_start(small_data: str, tmp_path: Path) -> None:
+def test_a_full_dev_shm_is_named_before_the_start(small_data: str, tmp_path: Path, warm: WarmCommands) -> None:
     """The ranks were killed by SIGBUS at their first heartbeat, and nothing was said of a cause."""
     recipe = write_recipe(tmp_path, small_data)
     (tmp_path / "hosts").write_text("localhost slots=2\n")
     full = "mount -t tmpfs -o size=16k tmpfs /dev/shm && head -c 20000 /dev/zero > /dev/shm/full"
     run = f"llmtrain launch --hostfile hosts --max-restarts 0 {recipe} --train.max_steps 3"
     words = ["unshare", "-m", "bash", "-c", f"({full}) 2> /dev/null; df -T /dev/shm; exec {run}"]
-    job = subprocess.Popen(words, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                           text=True, start_new_session=True)  # fmt: skip
+    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    job = subprocess.Popen(words, cwd=tmp_path, env=warm.environment(), start_new_session=True, **streams)
     code, output = finish(job)
     if "100%" not in output.partition("rank 0")[0]:
         pytest.skip(f"needs the right to mount a tmpfs: {output[:200]}")
