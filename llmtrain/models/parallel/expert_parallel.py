@@ -204,7 +204,8 @@ def _prove_blocks(hf: PreTrainedModel, section: dict[str, Any], degree: int) -> 
 
 def apart_from_transformers(hf: PreTrainedModel, section: dict[str, Any]) -> float:
     """How far the logits of a small copy of the model move when AutoEP replaces its blocks of experts, over their
-    standard deviation; the larger one of this and the same of the embedding's gradient. On the CPU, in fp32.
+    standard deviation (of a single logit, over its size); the larger one of this and the same of the embedding's
+    gradient. On the CPU, in fp32.
 
     `section`: the JSON's `expert_parallel`. Raises: ValueError, where AutoEP cannot; whatever a forward pass raises;
     ModelError: there is no small copy.
@@ -226,7 +227,10 @@ def apart_from_transformers(hf: PreTrainedModel, section: dict[str, Any]) -> flo
         for spec in surgeon.ep_parser():
             replace_block(surgeon, spec, 1, 0)
     ours = _pass(small, ids)
-    return max(float((mine - other).abs().max() / other.std()) for mine, other in zip(ours, theirs, strict=True))
+    # A reward model's logit of one row has no spread.
+    sizes = [other.std() if other.numel() > 1 else other.abs().max() for other in theirs]
+    apart = [(mine - other).abs().max() / size for mine, other, size in zip(ours, theirs, sizes, strict=True)]
+    return float(max(apart))
 
 
 def _pass(small: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
