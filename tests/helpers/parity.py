@@ -20,6 +20,7 @@ from llmtrain.config.run import (
     RunConfig,
     TrainConfig,
 )
+from llmtrain.config.topology import Degrees
 from llmtrain.objectives.by_token import Distill
 from llmtrain.objectives.objective import Objective
 from llmtrain.optim.optimizers import Optimizer
@@ -45,6 +46,8 @@ class Form:
     sequence: int = 1
     expert: int = 1
     accumulation: int = 1
+    global_batch: int | None = None
+    """None: micro-batches of two rows."""
     precision: str = "fp32"
     tied: bool | None = None
     optimizer: str = "adamw"
@@ -97,6 +100,15 @@ def _teacher(model: str) -> tempfile.TemporaryDirectory[str]:
     return where
 
 
+@functools.cache
+def _small(model: str, attention: str, scores: bool) -> str:
+    """The fields of the command's small model, as JSON: the family has that size already."""
+    config = ModelConfig(config=json.loads(model), attention=attention)  # type: ignore[arg-type]
+    small, shrunk_by = small_model(config, Degrees(), scores=scores)
+    assert shrunk_by == 1.0, model
+    return json.dumps(small)
+
+
 def resolved(form: Form) -> ResolvedRun:
     """As the command resolves it."""
     model = ({**FAMILIES, **VARIANTS, **FROZEN})[form.family] | json.loads(form.changes)
@@ -131,9 +143,11 @@ def resolved(form: Form) -> ResolvedRun:
             train=TrainConfig(micro_batch=2, accumulation=form.accumulation, max_steps=1000),
         )
         user = wanted(run, {})
-        small, shrunk_by = small_model(user.run.model, user.degrees, scores=user.run.objective.scores)
-        assert shrunk_by == 1.0, "the families are small already"
+        small = json.loads(_small(json.dumps(model), run.model.attention, user.run.objective.scores))
         run = small_run(user, small, 1e-3, form.ranks, form.steps, cpu=True)
+        if form.global_batch is not None:
+            batch = {"global_batch": form.global_batch, "accumulation": form.accumulation, "micro_batch": None}
+            run = replace(run, train=replace(run.train, **batch))
         return resolve_in(Path(folder), user, run, 1e-3, form.ranks, form.precision)
 
 

@@ -1,0 +1,183 @@
+"""The forms of training that the tests prove: few cells in which any two settings that go together meet.
+
+A covering array of strength 2, made by a greedy search (AETG, Cohen et al. 1997) without random numbers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import combinations
+from typing import Any
+
+from tests.helpers.parity import Form
+
+Pair = tuple[tuple[str, Any], tuple[str, Any]]
+Cell = dict[str, Any]
+
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "precision": ("bf16", "fp32", "fp16", "bf16 moments"),
+    "offload": ("all", "none", "optimizer"),
+    "pipeline": (2, 1),
+    "stage": (1, 3, 0, 2),
+    "optimizer": ("lion", "adamw", "muon"),
+    "tensor": (2, 1),
+    "tied": (False, True),
+    "adapter": ("saved", "lora", "nf4", "none", "dora"),
+    "experts": ("shared", "whole", "none"),
+    "objective": ("online", "documents", "orpo", "kto", "reward", "next_token", "column", "dpo", "distill"),
+    "sequence": (1, 2),
+    "recompute": (False, True),
+}
+"""Setting -> its values. `documents`: next_token with data.isolate_documents. `column`: distill with top_k. `online`:
+dpo with that reference. `saved`: LoRA with modules_to_save. `whole`: experts that each rank has all of. A cell without
+pipeline, tensor and sequence has two data-parallel ranks. The order is one with which the search needs few cells."""
+
+
+def _in_order(pair: Pair) -> Pair:
+    names = list(FACTORS)
+    one, other = sorted(pair, key=lambda setting: names.index(setting[0]))
+    return one, other
+
+
+_REFUSED: dict[Pair, str] = {
+    (("objective", "online"), ("adapter", "none")): "adapter switched off",
+    **{
+        (("objective", objective), ("adapter", "nf4")): "of weights that are not packed" for objective in ("dpo", "kto")
+    },
+    (("adapter", "nf4"), ("stage", 3)): "blocks of 4 bits",
+    (("adapter", "nf4"), ("pipeline", 2)): "blocks of 4 bits",
+    (("adapter", "nf4"), ("tensor", 2)): "blocks of 4 bits",
+    (("adapter", "nf4"), ("offload", "all")): "blocks of 4 bits|only ZeRO 3 partitions parameters",
+    (("adapter", "dora"), ("tensor", 2)): "needs whole maps on each rank",
+    (("stage", 0), ("offload", "optimizer")): "the optimizer that offloads is ZeRO's",
+    **{(("stage", stage), ("offload", "all")): "only ZeRO 3 partitions parameters" for stage in (0, 1, 2)},
+    **{(("stage", stage), ("pipeline", 2)): "a pipeline accumulates whole gradients" for stage in (2, 3)},
+    (("offload", "all"), ("pipeline", 2)): "only ZeRO 3 partitions parameters|a pipeline accumulates whole",
+    **{(("precision", "bf16 moments"), ("offload", d)): "optimizers for the host" for d in ("optimizer", "all")},
+    (("precision", "bf16 moments"), ("optimizer", "muon")): "Muon's momentum is kept by DeepSpeed",
+    **{(("offload", device), ("optimizer", "muon")): "the device's work" for device in ("optimizer", "all")},
+    (("optimizer", "muon"), ("tensor", 2)): "Muon orthogonalises whole matrices",
+    (("experts", "shared"), ("optimizer", "muon")): "optim.name",
+    (("experts", "shared"), ("pipeline", 2)): "cut from transformers' own layers",
+    (("experts", "shared"), ("tensor", 2)): "DeepSpeed 0.19 shares experts under its own cutting",
+    (("experts", "shared"), ("sequence", 2)): "DeepSpeed 0.19 refuses the two with ZeRO 3",
+    (("pipeline", 2), ("sequence", 2)): "DeepSpeed's pipeline numbers its ranks",
+}
+REFUSED = {_in_order(pair): words for pair, words in _REFUSED.items()}
+"""Two settings that the configuration refuses whatever the others are -> words of the reason."""
+ELSEWHERE: dict[Pair, str] = {
+    (("offload", "optimizer"), ("optimizer", "lion")): "test_resume.py (slow): CPULion takes a compiler's minute",
+    (("offload", "all"), ("optimizer", "lion")): "test_resume.py (slow)",
+    (("pipeline", 2), ("tensor", 2)): "test_parity_matrix.py: four ranks",
+    (("tensor", 2), ("sequence", 2)): "test_sequence.py: four ranks",
+}
+"""Two settings that go together and are no cell's -> where they are proved."""
+APART = REFUSED.keys() | set(map(_in_order, ELSEWHERE))
+RANKS = 2
+
+
+def pairs_of(cell: Cell) -> set[Pair]:
+    """In the order of FACTORS."""
+    return set(combinations(((name, cell[name]) for name in FACTORS if name in cell), 2))
+
+
+def all_pairs() -> Iterator[Pair]:
+    """Any two settings, those that are refused as well."""
+    for one, other in combinations(FACTORS, 2):
+        yield from (((one, a), (other, b)) for a in FACTORS[one] for b in FACTORS[other])
+
+
+def goes(cell: Cell) -> bool:
+    """No two of these settings are apart."""
+    return not pairs_of(cell) & APART
+
+
+def covering() -> list[Cell]:
+    """Cells with every pair that is not apart."""
+    left = dict.fromkeys(pair for pair in all_pairs() if pair not in APART)
+    cells = []
+    while left:
+        cell = dict(next(iter(left)))
+        while free := [name for name in FACTORS if name not in cell]:
+            # The setting, of all that are free, which makes most new pairs with those that are chosen.
+            gains = [(len(pairs_of(cell | {name: value}) & left.keys()), -rank, -index, name, value)
+                     for rank, name in enumerate(free) for index, value in enumerate(FACTORS[name])
+                     if goes(cell | {name: value})]  # fmt: skip
+            *_, name, value = max(gains, key=lambda gain: gain[:3])
+            cell[name] = value
+        for pair in pairs_of(cell):
+            left.pop(pair, None)
+        cells.append({name: cell[name] for name in FACTORS})
+    return cells
+
+
+_ADAPTERS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "lora": {"r": 4, "alpha": 8.0},
+    "dora": {"r": 4, "alpha": 8.0, "dora": True},
+    "saved": {"r": 4, "alpha": 8.0, "modules_to_save": ["model.embed_tokens", "*norm"]},
+    "nf4": {"r": 4, "alpha": 8.0, "quantize": "nf4"},
+}
+_PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {},
+    "bf16 moments": {"bf16": {"enabled": True, "bf16_optimizer_states": True}},
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
+}
+_OBJECTIVES: dict[str, dict[str, Any]] = {
+    "documents": {"objective": "next_token", "isolate_documents": True},
+    "column": {"objective": "distill", "top_k": 7},
+    "online": {"objective": "dpo", "reference": "online"},
+}
+STEPS, HALF, ACCUMULATION, GLOBAL_BATCH = 4, 2, 3, 6
+
+
+def layout(cell: Cell) -> dict[str, Any]:
+    """Fields of a Form: the settings that may change at a resume."""
+    zero: dict[str, Any] = {"stage": cell["stage"]}
+    if cell["offload"] != "none":
+        zero["offload_optimizer"] = {"device": "cpu"}
+    if cell["offload"] == "all":
+        zero["offload_param"] = {"device": "cpu"}
+    tree = {"zero_optimization": zero, **({"activation_checkpointing": {}} if cell["recompute"] else {})}
+    return {
+        "ranks": RANKS,
+        "zero": cell["stage"],
+        **{name: cell[name] for name in ("pipeline", "tensor", "sequence")},
+        "expert": 2 if cell["experts"] == "shared" else 1,
+        "extra": json.dumps(tree | _PRECISIONS[cell["precision"]]),
+    }
+
+
+def form_of(cell: Cell) -> Form:
+    """The cell as tests/helpers/parity.py trains it."""
+    return Form(
+        family="llama" if cell["experts"] == "none" else "mixtral",
+        changes='{"num_hidden_layers": 2}',
+        tied=cell["tied"],
+        accumulation=ACCUMULATION,
+        global_batch=GLOBAL_BATCH,
+        precision=cell["precision"].split()[0],
+        device_fp16=cell["precision"] == "fp16",
+        optimizer=cell["optimizer"],
+        adapter=json.dumps(_ADAPTERS[cell["adapter"]]),
+        steps=STEPS,
+        **_OBJECTIVES.get(cell["objective"], {"objective": cell["objective"]}),
+        **layout(cell),
+    )
+
+
+LAYOUT = ("stage", "offload", "pipeline", "tensor", "sequence", "recompute")
+
+
+def resumed_as(cells: list[Cell], index: int) -> Cell:
+    """The cell in the layout of the next one that is another and goes with what the cell trains."""
+    cell = cells[index]
+    for other in cells[index + 1 :] + cells[:index]:
+        moved = cell | {name: other[name] for name in LAYOUT}
+        if cell["experts"] != "none":
+            moved["experts"] = "shared" if other["experts"] == "shared" else "whole"
+        if goes(moved) and any(moved[name] != cell[name] for name in LAYOUT[:-1]):
+            return moved
+    raise AssertionError(f"{cell} goes on in no other layout")

@@ -1,0 +1,188 @@
+"""Any two settings of a run that go together, in one table of cells (tests/helpers/covering.py).
+
+A cell trains, saves, becomes a Hugging Face folder, and goes on in the layout of another cell. Losses, gradient norms,
+all parameters after each step and the exported tensors are those of plain PyTorch in one process: the reference and
+the tolerances are those of `llmtrain parity`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from llmtrain.base.errors import ConfigError
+from llmtrain.checkpoint.hf.exporting import export_hf
+from llmtrain.checkpoint.load import load_checkpoint
+from llmtrain.checkpoint.reader import CheckpointReader
+from llmtrain.config.run import ResolvedRun
+from llmtrain.models.adapter import PREFIX, WEIGHTS, plain_name
+from llmtrain.models.spec import ModelSpec
+from llmtrain.parity.answers import Answers
+from llmtrain.parity.compare import Trace, compare
+from llmtrain.parity.plain import orders, train_plainly
+from llmtrain.parity.plain_adapter import loud_source
+from llmtrain.parity.tokens import Tokens
+from llmtrain.parity.worlds import report
+from llmtrain.training.examine import Checked
+from llmtrain.training.setup import Setup
+from tests.helpers import covering
+from tests.helpers.covering import APART, FACTORS, HALF, REFUSED, STEPS, all_pairs, form_of, pairs_of, resumed_as
+from tests.helpers.parity import Form, resolved
+from tests.helpers.processors import fp16, on_device
+
+pytestmark = pytest.mark.needs("peft")
+CELLS = covering.covering()
+PLAIN: covering.Cell = {
+    "precision": "fp32", "offload": "none", "pipeline": 1, "optimizer": "adamw", "tensor": 1, "tied": False,
+    "adapter": "none", "experts": "none", "objective": "next_token", "sequence": 1, "recompute": False,
+}  # fmt: skip
+
+
+def part(run: ResolvedRun, first: int, last: int, folder: str, checkpoint: str | None) -> Any:
+    """Steps [first, last) on a rank: from first values, with a save at the end; or from a checkpoint. Returns rank 0's
+    trace, and the checkpoint."""
+    from llmtrain.parity.trainer import whole_tensors
+    from tests.helpers.training import joined, save_checkpoint
+
+    ranks, config = joined(), run.run
+    spec = ModelSpec.of(config.model, config.adapter, scores=config.objective.scores)
+    words, objective = spec.facts.vocab_size, config.objective
+    tokens = Tokens(config.data, words, objective.top_k) if objective.data == "texts" else Answers(config, words)
+    setup = Setup(Checked(resolved=run, spec=spec, data=tokens), ranks)
+    engine, source = setup.engine, loud_source(spec, config.train.seed)
+    setup.refer_to(source)
+    if checkpoint is None:
+        setup.write(source)
+    else:
+        trainer = json.loads((Path(checkpoint) / "trainer.json").read_text())
+        load_checkpoint(engine, CheckpointReader(Path(checkpoint)), trainer, ranks)
+    setup.prove()
+    trace = Trace(parameters=[whole_tensors(engine, ranks)])
+    session = setup.session(first)
+    with setup.loader(first * run.batch.global_batch) as loader:
+        for step in range(first, last):
+            done = session.step(next(loader))
+            norm = done.update.grad_norm
+            trace.losses.append(session.figures(done)["loss"])
+            trace.norms.append(math.nan if norm is None else float(norm))
+            trace.parameters.append(whole_tensors(engine, ranks))
+            if step == 0:
+                trace.gradients = whole_tensors(engine, ranks, "exp_avg")
+    if checkpoint is None:
+        state = {
+            "step": last,
+            "tokens": 0,
+            "optimizer_step": engine.optimizer_step(),
+            "loss_scale": engine.loss_scale(),
+            "model_config": spec.config.to_dict(),
+            "run": asdict(config),
+        }
+        checkpoint = str(save_checkpoint(engine, Path(folder), last, state, run, ranks))
+    engine.close()
+    return vars(trace) if ranks.rank == 0 else None, checkpoint
+
+
+def content(form: Form) -> Form:
+    """What the cell trains: the same in every layout."""
+    tree = {"bf16": json.loads(form.extra).get("bf16", {"enabled": True})} if form.precision == "bf16" else {}
+    return replace(form, ranks=2, zero=0, pipeline=1, tensor=1, sequence=1, expert=1, extra=json.dumps(tree))
+
+
+def plainly(form: Form) -> list[Trace]:
+    """In the precision of the form. fp32: two orders of summation, for what rounding can do."""
+    run = resolved(form)
+    with fp16(form.device_fp16):
+        ways = orders(run.run.model, run.batch)[: 2 if form.precision == "fp32" else 1]
+        return [train_plainly(run, STEPS, order, torch.device("cpu")) for order in ways]
+
+
+TOLERANCES = {"bf16": (0.03, 0.05, 0.8), "fp16": (4e-3, 0.02, 0.4)}
+"""Below fp32, where few steps do not show what rounding can do: of the loss in nats, of the gradient norm, and of each
+tensor's movement as a share. An update of a gradient that is all rounding is anyone's, and a sign's more so. Twice what
+is seen; a tensor that does not train is off by 1."""
+BY_SIGN = 0.95
+
+
+def compared(got: Trace, form: Form, *, split: bool) -> list[str]:
+    """Lines of a report; none: it is what plain PyTorch does."""
+    want = plainly(content(form))
+    if form.precision == "fp32":
+        verdict = compare(got, want, fp32=True, split=split)
+        return [] if verdict.passed else report(form.name, verdict, "")
+    (plain,) = want
+    start, end, mine = plain.parameters[0], plain.parameters[-1], got.parameters[-1]
+    loss = max(abs(a - b) for a, b in zip(got.losses, plain.losses, strict=True))
+    norm = max((abs(a / b - 1) for a, b in zip(got.norms, plain.norms, strict=bool(plain.norms))), default=0.0)
+    moved = {name: float((end[name] - start[name]).norm()) for name in end}
+    shares = {name: float((mine[name] - end[name]).norm()) / (moved[name] or 1e-6) for name in end}
+    worst = max(shares, key=lambda name: shares[name])
+    found = {"loss": loss, "gradient norm": norm, worst: shares[worst]}
+    most = TOLERANCES[form.precision]
+    allowed = (*most[:2], BY_SIGN if plain.by_sign else most[2])
+    return [f"{form.name}: {what} off by {a:.2g} of {b}"
+            for (what, a), b in zip(found.items(), allowed, strict=True) if not a < b]  # fmt: skip
+
+
+def prove(pools: Any, index: int, place: Path) -> None:
+    """A cell, then the layout of another one, against plain PyTorch; and the folder exported in between."""
+    form, then = form_of(CELLS[index]), form_of(resumed_as(CELLS, index))
+    first, checkpoint = pools(form.ranks).run(
+        on_device, form.device_fp16, part, resolved(form), 0, HALF, str(place / "run"), None
+    )[0]
+    rest, _ = pools(then.ranks).run(on_device, form.device_fp16, part, resolved(then), HALF, STEPS, "", checkpoint)[0]
+    trace = Trace(
+        losses=first["losses"] + rest["losses"],
+        norms=first["norms"] + rest["norms"],
+        parameters=first["parameters"] + rest["parameters"][1:],
+        gradients=first["gradients"],
+    )
+    split = max(form.tensor, form.sequence, then.tensor, then.sequence) > 1
+    wrong = compared(trace, form, split=split)
+    assert not wrong, "\n".join([*wrong, f"then in the form {then.name}"])
+    for name, value in first["parameters"][HALF].items():
+        assert torch.equal(rest["parameters"][0][name], value), f"{name} is another after the resume"
+    is_exported(Path(checkpoint), place / "hf", first["parameters"][HALF])
+
+
+def is_exported(checkpoint: Path, out: Path, values: dict[str, Tensor]) -> None:
+    """What transformers or peft will read is in `values`; for a model without an adapter that is all of them."""
+    export_hf(checkpoint, out, "fp32", check="none")
+    if (out / WEIGHTS).exists():
+        found = {plain_name(name.removeprefix(PREFIX)): value for name, value in load_file(out / WEIGHTS).items()}
+        assert {name for name in values if ".lora_" in name} <= found.keys()
+    else:
+        kind = AutoModelForSequenceClassification if "score.weight" in values else AutoModelForCausalLM
+        found = dict(kind.from_pretrained(out, dtype=torch.float32).named_parameters())
+        assert found.keys() == values.keys()
+    for name, value in found.items():
+        tied = "model.embed_tokens.weight" if name == "lm_head.weight" and name not in values else name
+        assert torch.equal(value, values[tied]), name
+
+
+@pytest.mark.parametrize("index", range(len(CELLS)), ids=lambda index: "-".join(map(str, CELLS[index].values())))
+def test_a_cell_is_plain_pytorch(pools: Any, tmp_path: Path, index: int) -> None:
+    prove(pools, index, tmp_path)
+
+
+def test_any_two_settings_that_go_together_meet_in_a_cell() -> None:
+    met = set[covering.Pair]().union(*map(pairs_of, CELLS))
+    assert met == set(all_pairs()) - APART
+
+
+@pytest.mark.parametrize("pair", REFUSED, ids=lambda pair: "-".join(f"{name} {value}" for name, value in pair))
+def test_two_settings_that_are_no_cells_are_refused(pair: covering.Pair) -> None:
+    """At each ZeRO stage that goes with both; where there is none, at every stage."""
+    asked = dict(pair)
+    cells = [PLAIN | {"stage": stage} | asked for stage in FACTORS["stage"]]
+    for cell in [cell for cell in cells if pairs_of(cell) & APART == {pair}] or cells:
+        with pytest.raises(ConfigError, match=REFUSED[pair]):
+            resolved(form_of(cell))
