@@ -35,9 +35,6 @@ PRELOAD = [
     "deepspeed.runtime.superoffload.superoffload_stage3",
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "setuptools",
-    # Each rank with an adapter would take 0.35 s for them.
-    "bitsandbytes",
-    "peft.tuners.lora",
 ]
 
 

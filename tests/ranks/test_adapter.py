@@ -123,18 +123,18 @@ APART = {
 }
 """Parameters of a small model would all stay gathered."""
 FORMS: list[tuple[str, int, dict[str, Any]]] = [
-    ("lora", 2, {"stage": 2, "accumulation": 2}),
     ("lora", 2, {"stage": 3, "extra": {"zero_optimization": APART, "activation_checkpointing": {}}}),
+    ("tied", 2, {"stage": 1, "pipeline": 2, "accumulation": 2}),
+    ("routed", 2, {"stage": 2}),
+]
+DOUBLES: list[tuple[str, int, dict[str, Any]]] = [
+    ("lora", 2, {"stage": 2, "accumulation": 2}),
     ("lora", 2, {"stage": 3, "sequence": 2, "extra": {"activation_checkpointing": {}}}),
     ("lora", 2, {"stage": 1, "pipeline": 2, "accumulation": 2}),
     ("lora", 2, {"stage": 1, "tensor": 2, "accumulation": 2, "extra": {"activation_checkpointing": {}}}),
     ("dora", 2, {"stage": 2}),
-    ("tied", 2, {"stage": 1, "pipeline": 2, "accumulation": 2}),
     ("whole", 2, {"stage": 1, "tensor": 2}),
     ("experts", 2, {"stage": 2, "expert": 2, "accumulation": 2}),
-    ("routed", 2, {"stage": 2}),
-]
-DOUBLES: list[tuple[str, int, dict[str, Any]]] = [
     ("routed", 2, {"stage": 3}),
     ("experts", 2, {"stage": 3, "expert": 2}),
     ("experts", 2, {"stage": 1, "expert": 2}),
@@ -173,7 +173,7 @@ DOUBLES: list[tuple[str, int, dict[str, Any]]] = [
     ("dora", 2, {"stage": 3}),
     ("dora", 2, {"stage": 3, "extra": {"zero_optimization": APART}}),
 ]
-"""Of what FORMS shows."""
+"""Of what FORMS shows, and test_cells.py."""
 
 
 @pytest.mark.parametrize(
@@ -293,7 +293,7 @@ RESUMED: dict[str, list[tuple[int, dict[str, Any]]]] = {
         ("lora", 3),
         pytest.param("dora", 1, marks=pytest.mark.slow),
         pytest.param("whole", 3, marks=pytest.mark.slow),
-        ("tied", 1),
+        pytest.param("tied", 1, marks=pytest.mark.slow),
         ("experts", 1),
         ("routed", 2),
     ],
@@ -413,14 +413,17 @@ def test_masters_of_an_adapter_move_by_less_than_bf16_can_tell(pools, small_data
     "form",
     [
         pytest.param(Form(zero=2, adapter=json.dumps(LORA)), marks=pytest.mark.slow),
-        Form(zero=3, adapter=json.dumps(DORA), accumulation=2),
+        pytest.param(Form(zero=3, adapter=json.dumps(DORA), accumulation=2), marks=pytest.mark.slow),
         pytest.param(Form(zero=1, precision="bf16", adapter=json.dumps(RSLORA)), marks=pytest.mark.slow),
         pytest.param(Form(zero=0, precision="bf16", adapter=json.dumps(DORA)), marks=pytest.mark.slow),
         pytest.param(
             Form(zero=3, family="qwen2", tied=True, adapter=json.dumps(KINDS["tied"])), marks=pytest.mark.slow
         ),
         pytest.param(Form(zero=2, optimizer="muon", adapter=json.dumps(LORA)), marks=pytest.mark.slow),
-        Form(zero=1, pipeline=2, accumulation=2, precision="bf16", tied=True, adapter=json.dumps(LORA)),
+        pytest.param(
+            Form(zero=1, pipeline=2, accumulation=2, precision="bf16", tied=True, adapter=json.dumps(LORA)),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(Form(zero=2, sequence=2, adapter=json.dumps(DORA)), marks=pytest.mark.slow),
         Form(zero=1, tensor=2, precision="bf16", adapter=json.dumps(LORA)),
         pytest.param(Form(zero=2, expert=2, family="mixtral", adapter=json.dumps(LORA)), marks=pytest.mark.slow),

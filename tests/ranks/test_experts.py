@@ -80,8 +80,8 @@ def test_the_balancing_loss_does_not_know_how_many_ranks_there_are(pools, small_
     ("world", "family", "balanced", "changes"),
     [
         (2, "mixtral", False, {"stage": 0, "clip": 0.2}),  # the norm of all experts decides by how much all are clipped
-        (2, "qwen3_moe", True, {"stage": 1, "accumulation": 3}),
-        (2, "mixtral", True, {"stage": 3, "extra": {"activation_checkpointing": {}}}),
+        slow(2, "qwen3_moe", True, {"stage": 1, "accumulation": 3}),
+        slow(2, "mixtral", True, {"stage": 3, "extra": {"activation_checkpointing": {}}}),
         (4, "mixtral", True, {"stage": 2, "accumulation": 3, "clip": 0.2}),
         slow(4, "qwen3_moe", True, {"stage": 3}),
     ],

@@ -49,16 +49,8 @@ EXPERTS = {
 }
 PAIRS = [("dense", *pair) for pair in product(LAYOUTS, LAYOUTS)]
 PAIRS += [("experts", *pair) for pair in product(EXPERTS, EXPERTS)]
-# In every run of the tests: each layout as the one that saves or as the one that loads.
-SAMPLE = {
-    ("dense", "one", "tp2dp2"),
-    ("dense", "z1x4", "tp2z0"),
-    ("dense", "z3x4", "tp2dp2z3"),
-    ("dense", "pp2dp2", "sp2dp2"),
-    ("dense", "pp2tp2", "pp2dp2"),
-    ("experts", "ep2", "z3x4"),
-    ("experts", "ep2dp2", "tp2dp2"),
-}
+# In every run of the tests beside the cells of test_cells.py, each of which goes on in the layout of the next one.
+SAMPLE = {("dense", "z3x4", "tp2dp2z3"), ("experts", "ep2dp2", "tp2dp2")}
 
 
 def case_of(data: str, model: str, layout: str) -> Case:

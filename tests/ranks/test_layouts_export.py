@@ -75,7 +75,6 @@ TELLING = {
     ("tp z0", "gpt_neox"),
     ("pp", "gemma3"),
     ("sp", "qwen3"),
-    ("ep", "mixtral"),
 }
 
 

@@ -13,8 +13,8 @@ from tests.ranks.test_resume import END, load_and_go_on, save_in_the_middle
 
 LAYOUTS = list(product((0, 1, 2, 3), (1, 2, 4)))
 """(ZeRO stage, ranks)."""
-# In every run of the tests: each layout once, as the one that saves or as the one that loads.
-SAMPLE = {(0, 3), (2, 1), (5, 4), (6, 9), (8, 7), (11, 10)}
+# In every run of the tests beside the cells of test_cells.py: one rank, and four.
+SAMPLE = {(0, 8), (11, 3)}
 PAIRS = [
     pytest.param(*pair, marks=[] if pair in SAMPLE else pytest.mark.slow, id="-".join(f"z{s}x{w}" for s, w in names))
     for pair in product(range(12), range(12))
@@ -47,10 +47,6 @@ def saved(pools, small_data, tmp_path_factory) -> Callable[[int], tuple[Trace, s
     return save
 
 
-def test_the_sample_has_every_layout():
-    assert sorted(layout for pair in SAMPLE for layout in pair) == list(range(12))
-
-
 @pytest.mark.parametrize(("saved_at", "loaded_at"), PAIRS)
 def test_losses_go_on(pools, small_data, saved, saved_at, loaded_at):
     want, path = saved(saved_at)
@@ -67,7 +63,7 @@ def test_losses_go_on(pools, small_data, saved, saved_at, loaded_at):
         (2, {"stage": 1, "precision": "bf16"}, {"stage": 3, "precision": "bf16"}, 2e-2),
         slow(2, {"stage": 3, "precision": "bf16"}, {"stage": 0, "precision": "fp32"}, 2e-2),
         slow(1, {"stage": 0, "precision": "fp32"}, {"stage": 2, "precision": "bf16"}, 2e-2),
-        (1, {"stage": 2, "offload": "optimizer"}, {"stage": 3}, 2e-6),
+        slow(1, {"stage": 2, "offload": "optimizer"}, {"stage": 3}, 2e-6),
         (2, {"stage": 2, "accumulation": 3, "extra": ROUND_ROBIN}, {"stage": 1, "accumulation": 2}, 2e-6),
         slow(2, {"stage": 2, "optimizer": "muon", "extra": ROUND_ROBIN}, {"stage": 3, "optimizer": "muon"}, 5e-6),
         slow(2, {"stage": 1}, {"stage": 3, "offload": "all"}, 2e-6),

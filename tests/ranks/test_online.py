@@ -81,13 +81,19 @@ def trained(case: Case, config: Objective) -> tuple[Trace, Figures]:
 @pytest.mark.parametrize(
     ("name", "form"),
     [
-        ("dpo", {"stage": 3, "accumulation": 2, "extra": {"activation_checkpointing": {}}}),
+        pytest.param(
+            "dpo",
+            {"stage": 3, "accumulation": 2, "extra": {"activation_checkpointing": {}}},
+            marks=pytest.mark.slow,
+        ),
         pytest.param("dpo", {"stage": 1, "pipeline": 2, "accumulation": 3}, marks=pytest.mark.slow),
         pytest.param("kto", {"stage": 1, "pipeline": 2, "accumulation": 3}, marks=pytest.mark.slow),
         pytest.param("kto", {"stage": 2, "accumulation": 3}, marks=pytest.mark.slow),
         pytest.param("ipo", {"stage": 0, "precision": "bf16"}, marks=pytest.mark.slow),
         pytest.param("dpo", {"stage": 1, "tensor": 2}, marks=pytest.mark.slow),
-        ("dpo", {"stage": 3, "adapter": SAVED, "extra": {"activation_checkpointing": {}}}),
+        pytest.param(
+            "dpo", {"stage": 3, "adapter": SAVED, "extra": {"activation_checkpointing": {}}}, marks=pytest.mark.slow
+        ),
         ("dpo", {"stage": 1, "adapter": SAVED, "pipeline": 2, "accumulation": 3, "model": TIED}),
         pytest.param("kto", {"stage": 2, "adapter": SAVED, "precision": "bf16"}, marks=pytest.mark.slow),
         pytest.param("dpo", {"stage": 1, "adapter": SAVED, "tensor": 2}, marks=pytest.mark.slow),

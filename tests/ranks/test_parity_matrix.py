@@ -67,13 +67,7 @@ TELLING = [
     replace(FORMS["sp2"], family="qwen2", isolate_documents=True),
     replace(FORMS["tp2"], family="qwen3_moe", precision="bf16"),
     replace(FORMS["pp2-tp2"], family="qwen3", tied=True),
-    Form(zero=1, accumulation=2, optimizer="muon", device_fp16=True),
-    Form(zero=2, optimizer="lion"),
-    Form(zero=2, precision="bf16", extra=json.dumps({"bf16": {"enabled": True, "bf16_optimizer_states": True}})),
     replace(FORMS["ep2"], family="mixtral", changes=json.dumps(BALANCED), accumulation=2),
-    Form(zero=1, accumulation=2, objective="orpo", steps=6),
-    replace(FORMS["tp2"], objective="distill", precision="bf16", steps=8),
-    Form(zero=2, adapter=PACKED, steps=6),
 ]
 
 
@@ -99,6 +93,18 @@ PAIRS = [form_of(both) for one, other in combinations(OPTIONS, 2)
 `vocabulary` are first values (test_preference.py, test_online.py, test_vocabulary.py), `dropout` test_adapter.py."""
 TELLING = [replace(form, steps=min(form.steps, 8)) for form in TELLING]  # `test_matrix` has the same forms for 20
 TELLING_SLOW = [
+    # Those of test_cells.py, for more steps.
+    Form(zero=1, accumulation=2, optimizer="muon", device_fp16=True, steps=8),
+    Form(zero=2, optimizer="lion", steps=8),
+    Form(
+        zero=2,
+        precision="bf16",
+        extra=json.dumps({"bf16": {"enabled": True, "bf16_optimizer_states": True}}),
+        steps=8,
+    ),
+    Form(zero=1, accumulation=2, objective="orpo", steps=6),
+    replace(FORMS["tp2"], objective="distill", precision="bf16", steps=8),
+    Form(zero=2, adapter=PACKED, steps=6),
     Form(zero=1, adapter=PACKED, precision="bf16", steps=6),
     Form(adapter=PACKED, objective="dpo", reference="online", steps=6),
     replace(FORMS["sp2"], adapter=PACKED, steps=6),

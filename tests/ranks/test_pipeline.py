@@ -16,6 +16,7 @@ from llmtrain.base.errors import ModelError
 from llmtrain.data.stream.loader import TrainData, validation_batches
 from llmtrain.models.loss import HeadForm
 from tests.helpers.families import FAMILIES, VARIANTS, tied
+from tests.helpers.marks import slow
 from tests.helpers.training import (
     LLAMA,
     Case,
@@ -72,10 +73,19 @@ FORMS: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
     (4, tied(FAMILIES["qwen2"], False), {"pipeline": 4, "accumulation": 6, "isolate_documents": True,
                                          "extra": {"activation_checkpointing": {}}}),
 ]  # fmt: skip
+DOUBLES = [FORMS[0], FORMS[4], FORMS[7], FORMS[8]]
+"""Of cells of test_cells.py, or of the ones beside them."""
 
 
 @pytest.mark.parametrize(
-    ("world_size", "model", "form"), FORMS, ids=[f"{m['model_type']}-{w}-{f['pipeline']}" for w, m, f in FORMS]
+    ("world_size", "model", "form"),
+    [
+        pytest.param(
+            *one, marks=pytest.mark.slow if one in DOUBLES else (), id=f"{m['model_type']}-{w}-{f['pipeline']}"
+        )
+        for one in FORMS
+        for w, m, f in [one]
+    ],
 )
 def test_a_pipeline_trains_as_one_process_does(pools, small_data, world_size, model, form):
     agrees(pools, small_data, world_size, model, **form)
@@ -98,7 +108,9 @@ def test_every_family(pools, small_data, world_size, form, name, tie):
     agrees(pools, small_data, world_size, tied(ALL[name], tie), **form)
 
 
-@pytest.mark.parametrize("extra", [{}, {"data_types": {"grad_accum_dtype": "fp32"}}], ids=["bf16", "fp32"])
+@pytest.mark.parametrize(
+    "extra", [slow({}, id="bf16"), pytest.param({"data_types": {"grad_accum_dtype": "fp32"}}, id="fp32")]
+)
 @pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
 def test_bf16_with_gradients_accumulated_in(pools, small_data, extra, tie):
     """DeepSpeed 0.19.8 trains a pipeline that accumulates in fp32 wrongly: the head, and what is tied to it.
@@ -113,7 +125,9 @@ def test_bf16_with_gradients_accumulated_in(pools, small_data, extra, tie):
     assert max(abs(a / b - 1) for a, b in zip(got.norms, want.norms, strict=True)) < 1e-2
 
 
-@pytest.mark.parametrize("extra", [{}, {"data_types": {"grad_accum_dtype": "fp32"}}], ids=["fp16", "fp32"])
+@pytest.mark.parametrize(
+    "extra", [slow({}, id="fp16"), pytest.param({"data_types": {"grad_accum_dtype": "fp32"}}, id="fp32")]
+)
 def test_fp16_with_gradients_accumulated_in(pools, small_data, extra):
     from tests.ranks.test_forms import with_loss_scale
 
@@ -261,8 +275,7 @@ def poisoned(case: Case, step: int, rank: int) -> tuple[list[bool], bool, bool]:
     return skipped, finite, unchanged
 
 
-@pytest.mark.parametrize("rank", [0, 3])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("precision", "rank"), [("fp32", 3), slow("fp32", 0), ("bf16", 0), slow("bf16", 3)])
 def test_a_nan_on_one_stage_skips_the_step_on_all(pools, small_data, precision, rank):
     case = Case(data=small_data, stage=1, pipeline=2, accumulation=3, precision=precision, model=tied(LLAMA))
     for skipped, finite, unchanged in pools(4).run(poisoned, case, 2, rank):

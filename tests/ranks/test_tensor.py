@@ -21,7 +21,7 @@ from llmtrain.models.parallel.mesh import mesh_of
 from llmtrain.models.parallel.tensor import Span, VocabularyShard
 from llmtrain.training.step import seed_step
 from tests.helpers.families import FAMILIES, HYBRID, LOW_RANK, VARIANTS, tied
-from tests.helpers.marks import slow_but
+from tests.helpers.marks import slow, slow_but
 from tests.helpers.ranks import RankFailed
 from tests.helpers.training import (
     LENGTH,
@@ -56,7 +56,7 @@ def check(got: Trace, want: Trace) -> None:
     assert min(want.losses) < want.losses[0] - 0.001  # it does learn
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, *map(slow, (1, 2, 3))])
 def test_every_zero_stage(pools, small_data, stage):
     """Grouped-query attention, three micro-batches of unequal length, clipping that bites at every step."""
     case = case_of(small_data, stage=stage, accumulation=3, clip=0.05)
@@ -97,8 +97,8 @@ def test_every_family(pools, small_data, family, tie, stage):
     "form",
     [
         {"stage": 2, "accumulation": 3, "family": "llama_biases"},
-        {"stage": 3, "extra": {"activation_checkpointing": {}}},
-        {"stage": 1, "sequence": 2},
+        slow({"stage": 3, "extra": {"activation_checkpointing": {}}}),
+        slow({"stage": 1, "sequence": 2}),
     ],
     ids=str,
 )
@@ -121,7 +121,7 @@ def test_documents_stay_apart(pools, small_data, attention):
     check(pools(2).run(run_case, case)[0], reference(small_data, "llama", False, isolate=True))
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [0, slow(3)])
 def test_bf16(pools, small_data, stage):
     """As without tensor parallelism (test_forms.py). At ZeRO 0, DeepSpeed's norm would be half of the true one."""
     want = reference(small_data, "llama", True)
