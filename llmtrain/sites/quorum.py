@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -59,6 +60,8 @@ class Meetings:
         self._ranks, self._members, self._site, self._run, self._common = ranks, members, site, run, common
         self.before: list[str] = []
         """Names of the sites in the last round."""
+        self.known: list[str] = []
+        """Names of the sites in the last round that was not of this site alone."""
         self.missed = False
         """A round has failed since then."""
         self.stop_asked: Callable[[], bool] = lambda: False
@@ -280,7 +283,7 @@ def leader_of(
         told: status of each participant, this site included.
         own: id of this site.
         joins: this site has not synchronised since its launch.
-        known: names of the sites in its last synchronisation.
+        known: names of the sites in its last synchronisation with others.
         trusted: names in `sites.trust`.
         impossible: returns the reason why a reported position is impossible, or an empty string.
     """
@@ -291,7 +294,12 @@ def leader_of(
     voters = running if joins else [each for each in running if each.site in known]
     candidates = [*others, mine] if not (joins and running) else running
     leader = mine if not joins else None
-    for each in sorted(candidates, key=_order):
+    alike = Counter(each.state for each in (*others, mine))
+
+    def order(site: PeerStatus) -> tuple[int, int, str]:  # the furthest first; equal ones alike on all sites
+        return -site.round, -alike[site.state], site.id
+
+    for each in sorted(candidates, key=order):
         votes = sum(voter.state == each.state for voter in voters)
         starting = joins and not running
         if starting or each is mine or 2 * votes > len(voters) or (each.site in trusted and each.joined):
@@ -300,14 +308,9 @@ def leader_of(
     if leader is None:
         return None, refused
     for each in running:
-        if each.state != leader.state and _order(each) < _order(leader):
+        if each.state != leader.state and order(each) < order(leader):
             refused[each.id] = (
                 f"it tells of round {each.round}, and this site is at round {mine.round}; more than half of the others "
                 "do not tell the same (sites.trust names those that need no others)"
             )
     return leader, refused
-
-
-def _order(site: PeerStatus) -> tuple[int, str]:
-    """Sort key: the furthest first; equal ones in the same order on all sites."""
-    return -site.round, site.id

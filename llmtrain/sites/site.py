@@ -401,7 +401,7 @@ class Site:
 
     def _led(self, told: list[PeerStatus]) -> tuple[PeerStatus, list[PeerStatus], dict[str, str]]:
         """Return (leading site, those that take part, id -> reason of a refused state). Raises RoundFailed."""
-        joins, known, trusted = self._agreed is None, self._meetings.before, self._settings.trust
+        joins, known, trusted = self._agreed is None, self._meetings.known, self._settings.trust
         leader, refused = from_rank_0(
             self._exchange.ranks,
             lambda: leader_of(told, self.id, joins=joins, known=known, trusted=trusted, impossible=self._impossible),
@@ -559,6 +559,8 @@ class Site:
             )
         say_changes(self._step, done.got.failed, fields["sites"], self._meetings.before, str(self._settings.name))
         self._meetings.before = fields["sites"]
+        if len(fields["sites"]) > 1:
+            self._meetings.known = fields["sites"]
 
 
 def connect(

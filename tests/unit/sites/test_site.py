@@ -552,6 +552,20 @@ def test_whose_state_counts(told, joins, known, trusted, leads, refused) -> None
     assert (leader and leader.site) == leads and {each[0] for each in why} == set(refused)
 
 
+@pytest.mark.parametrize("parted", ["a", "c"])
+def test_a_site_that_made_a_round_alone_takes_the_state_of_the_others(joined, parted) -> None:
+    """As many rounds as theirs, so that none is ahead: it went on alone beside them to the end of the run."""
+    meeting = Meeting("a", "b", "c")
+    made = {name: joined(meeting, name) for name in "abc"}
+    begin_all(*(site for site, _, _ in made.values()))
+    rest = set(made) - {parted}
+    for there, value in (({parted}, 5), (rest, 1), (set(made), 0)):
+        meeting.expected = set(there)
+        at_once(*(two_steps(*made[name][:2], value) for name in sorted(there)))
+    assert [engine.values.tolist() for _, engine, _ in made.values()] == [[1.0] * 6] * 3
+    assert [made[name][2][-1][1]["healed"] for name in "abc"] == [name == parted for name in "abc"]
+
+
 def test_sites_that_all_only_start_take_the_furthest_checkpoint() -> None:
     sites = [told_at(name, round_, joined=False) for name, round_ in (("a", 7), ("b", 9), ("c", 8))]
     leader, refused = leader_of(sites, "a:1", joins=True, known=(), trusted=(), impossible=lambda _: "")
