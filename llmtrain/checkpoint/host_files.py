@@ -34,7 +34,7 @@ from llmtrain.checkpoint.retain import set_aside
 from llmtrain.checkpoint.rundir import CheckpointFolder
 from llmtrain.engine.dist.control import from_all
 from llmtrain.engine.dist.ranks import Ranks
-from llmtrain.storage.tensorfile import byte_view
+from llmtrain.storage.pieces import byte_view
 
 _CHUNK = 16 << 20  # bytes sent at a time
 

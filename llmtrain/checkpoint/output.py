@@ -25,8 +25,9 @@ from llmtrain.checkpoint.format import MANIFEST, TRAINER, FileEntry, Manifest, P
 from llmtrain.checkpoint.verify import verify
 from llmtrain.optim.optimizers import PARAM
 from llmtrain.storage.checksum import checksum
+from llmtrain.storage.pieces import byte_view
 from llmtrain.storage.region import whole
-from llmtrain.storage.tensorfile import ITEM_BYTES, byte_view, header_bytes, numel
+from llmtrain.storage.tensorfile import ITEM_BYTES, header_bytes, numel
 
 JOURNAL = "unfinished.jsonl"
 _CHUNK = 4 << 20  # elements read, converted and written at a time

@@ -15,8 +15,9 @@ from torch import Tensor
 from llmtrain.base.errors import CheckpointError
 from llmtrain.checkpoint.format import Manifest, keys, misfit, open_file
 from llmtrain.optim.optimizers import PARAM
+from llmtrain.storage.pieces import DTYPE_OF, read_shared
 from llmtrain.storage.region import Region, Shared, shared
-from llmtrain.storage.tensorfile import DTYPE_OF, TensorFile, TensorFileError, read_shared
+from llmtrain.storage.tensorfile import TensorFile, TensorFileError
 
 
 @dataclass(frozen=True)

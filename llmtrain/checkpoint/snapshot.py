@@ -27,7 +27,8 @@ from llmtrain.checkpoint.durable import DurableFile
 from llmtrain.checkpoint.format import Piece, keys
 from llmtrain.engine.api import StateTensor
 from llmtrain.storage.checksum import checksum_part
-from llmtrain.storage.tensorfile import ITEM_BYTES, byte_view, header_bytes
+from llmtrain.storage.pieces import byte_view
+from llmtrain.storage.tensorfile import ITEM_BYTES, header_bytes
 
 _GROUP = Path("/sys/fs/cgroup")
 

@@ -30,8 +30,9 @@ from llmtrain.models.quantized import PackedLinear, need_bitsandbytes
 from llmtrain.models.score import SCORE, WEIGHT, gives_scores
 from llmtrain.models.skeleton import decoder_layers, materialise
 from llmtrain.models.source import ParameterSource
+from llmtrain.storage.pieces import pick
 from llmtrain.storage.region import Region
-from llmtrain.storage.tensorfile import numel, pick
+from llmtrain.storage.tensorfile import numel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -24,8 +24,9 @@ from llmtrain.models.score import WEIGHT
 from llmtrain.models.skeleton import language_model
 from llmtrain.models.transformers_private import initialise
 from llmtrain.storage.hub.names import INDEX, SINGLE, leads_out
+from llmtrain.storage.pieces import DTYPE_OF, byte_view, pick, read_shared
 from llmtrain.storage.region import Region, shared
-from llmtrain.storage.tensorfile import DTYPE_OF, TensorFile, TensorFileError, byte_view, numel, pick, read_shared
+from llmtrain.storage.tensorfile import TensorFile, TensorFileError, numel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -12,17 +12,12 @@ import json
 import os
 import stat
 import struct
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from llmtrain.base import untrusted
 from llmtrain.base.errors import UserError
-from llmtrain.storage.region import Region, Shared, shared
 
 ITEM_BYTES = {
     "F64": 8,
@@ -213,81 +208,3 @@ def header_bytes(tensors: dict[str, tuple[str, tuple[int, ...]]], metadata: dict
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-(len(text) + 8) % align)
     return struct.pack("<Q", len(text)) + text
-
-
-_SHORT = 1 << 10  # bytes of a row below which the gap to the next is read as well: a system call costs more
-_SCRATCH = 1 << 20  # elements that are read at once where they do not go straight to their place
-DTYPE_OF = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
-"""Floating-point types by safetensors' name."""
-
-
-def byte_view(values: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, to be read or filled."""
-    return values.detach().reshape(-1).view(torch.uint8).numpy().data
-
-
-def pick(flat: Tensor, region: Region) -> Tensor:
-    """The region's elements [numel] of a flat tensor; a view where they lie side by side."""
-    if region.contiguous:
-        return flat[region.start : region.start + region.numel]
-    out = torch.empty(region.numel, dtype=flat.dtype, device=flat.device)
-    for rows in shared(region, Region(0, flat.numel())):
-        _rows(out, rows, 0).copy_(_rows(flat, rows, 1))
-    return out
-
-
-def put(flat: Tensor, region: Region, values: Tensor) -> None:
-    """Write the region's elements [numel] into a flat tensor."""
-    for rows in shared(region, Region(0, flat.numel())):
-        _rows(flat, rows, 1).copy_(_rows(values, rows, 0))
-
-
-def read_shared(file: TensorFile, name: str, rows: Shared, out: Tensor) -> None:
-    """Read elements that `out` (side 0 of `rows`) and the file's tensor (side 1) share.
-
-    Only these are read, and where rows are shorter than 1 KiB the gaps between them. Raises TensorFileError.
-    """
-    dtype = DTYPE_OF[file.entries[name].dtype]
-    item = ITEM_BYTES[file.entries[name].dtype]
-    step = rows.step[1] if rows.rows > 1 else rows.length
-    if step > rows.length and (rows.length * item < _SHORT or 20 * (step - rows.length) < rows.length):
-        _read_with_gaps(file, name, rows, out, dtype)
-        return
-    for low, count in _some(rows, rows.length):
-        part = _rows(out, rows, 0)[low : low + count]
-        straight = part.dtype == dtype and part.is_contiguous() and part.device.type == "cpu"
-        values = part if straight else torch.empty(part.shape, dtype=dtype)
-        start = rows.at[1] + low * step
-        if step == rows.length:
-            file.read_into(name, start, byte_view(values))
-        else:
-            file.read_rows_into(name, start, step, values.view(torch.uint8).numpy().data)
-        if not straight:
-            part.copy_(values)
-
-
-def _read_with_gaps(file: TensorFile, name: str, rows: Shared, out: Tensor, dtype: torch.dtype) -> None:
-    step = rows.step[1]
-    for low, count in _some(rows, step):
-        values = torch.empty((count - 1) * step + rows.length, dtype=dtype)
-        file.read_into(name, rows.at[1] + low * step, byte_view(values))
-        _rows(out, rows, 0)[low : low + count].copy_(values.as_strided((count, rows.length), (step, 1)))
-
-
-def _some(rows: Shared, size: int) -> Iterable[tuple[int, int]]:
-    """(first row, rows) of a scratch at a time, a row taking `size` elements."""
-    some = max(1, _SCRATCH // max(1, size))
-    return ((low, min(some, rows.rows - low)) for low in range(0, rows.rows, some))
-
-
-def _rows(flat: Tensor, rows: Shared, side: int) -> Tensor:
-    """[rows, length], a view."""
-    size, step = (rows.rows, rows.length), max(1, rows.step[side])
-    return flat.as_strided(size, (step, 1), flat.storage_offset() + rows.at[side])

@@ -23,8 +23,8 @@ from llmtrain.checkpoint.format import (
     step_folder,
 )
 from llmtrain.storage.checksum import checksum, checksum_part
+from llmtrain.storage.pieces import pick
 from llmtrain.storage.region import Region, shard
-from llmtrain.storage.tensorfile import pick
 
 SHAPES = {
     "model.embed_tokens.weight": (32, 8),

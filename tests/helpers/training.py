@@ -39,7 +39,7 @@ from llmtrain.models.spec import ModelSpec
 from llmtrain.objectives.objective import Objective
 from llmtrain.optim.optimizers import PARAM, Optimizer
 from llmtrain.optim.schedules import Cosine
-from llmtrain.storage.tensorfile import put
+from llmtrain.storage.pieces import put
 from llmtrain.training.examine import Checked
 from llmtrain.training.resume import agreed_candidates
 from llmtrain.training.setup import Setup

@@ -92,7 +92,7 @@ def test_a_run_with_a_slow_rank(small_data: str, tmp_path: Path) -> None:
     (change,) = changes(tmp_path / "run")
     assert change["step"] == 11 and (change["before"], change["after"]) == ([6, 6], [8, 4]), change
     assert "step 11: ranks of unequal speed take 8, 4 sequences of a step" in told
-    assert change["ideal_s"] <= change["after_s"] < 0.8 * change["before_s"] == 0.8 * change["equal_s"]
+    assert change["ideal_s"] <= change["after_s"] < 0.95 * change["before_s"] == 0.95 * change["equal_s"]
 
 
 @pytest.mark.slow

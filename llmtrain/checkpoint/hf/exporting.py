@@ -74,7 +74,8 @@ from llmtrain.models.source import SafetensorsSource
 from llmtrain.optim.optimizers import PARAM
 from llmtrain.storage.checksum import checksum
 from llmtrain.storage.hub.names import is_name
-from llmtrain.storage.tensorfile import DTYPE_OF, numel
+from llmtrain.storage.pieces import DTYPE_OF
+from llmtrain.storage.tensorfile import numel
 
 _ROUNDING = 1e-4
 """Allowed difference of logits as a share of the largest: (W + s B A) x and Wx + s B A x are rounded otherwise."""

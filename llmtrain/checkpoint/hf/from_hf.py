@@ -25,7 +25,8 @@ from llmtrain.config.run import ModelConfig
 from llmtrain.models.layout import FolderLayout
 from llmtrain.models.source import SafetensorsSource, refuse_escape
 from llmtrain.optim.optimizers import PARAM
-from llmtrain.storage.tensorfile import DTYPE_OF, numel
+from llmtrain.storage.pieces import DTYPE_OF
+from llmtrain.storage.tensorfile import numel
 
 _ASKED_BY = "from-hf"
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from llmtrain.base.errors import CheckpointError
 from llmtrain.checkpoint.format import open_file
-from llmtrain.storage.tensorfile import byte_view
+from llmtrain.storage.pieces import byte_view
 
 # What a foreign pickle would build, found out before and after torch builds it: names, size, depth.
 #

@@ -16,8 +16,9 @@ from safetensors.torch import save_file
 
 from llmtrain.checkpoint.format import uncovered
 from llmtrain.storage.checksum import checksum, checksum_part, checksum_part_array
+from llmtrain.storage.pieces import pick, put, read_shared
 from llmtrain.storage.region import Region, shard, shared, whole
-from llmtrain.storage.tensorfile import TensorFile, pick, put, read_shared
+from llmtrain.storage.tensorfile import TensorFile
 
 
 def elements(region: Region) -> list[int]:
