@@ -291,7 +291,7 @@ FP32_BY_AUTO = "and so the run computes in fp32"
 
 
 def _check_zero_of_experts(zero: dict[str, Any], stage: int, path: str, problems: Problems) -> None:
-    """What DeepSpeed's optimizers need of a run with shared experts, and assert in the middle of their construction.
+    """Refuse settings that DeepSpeed's optimizers assert against, while they are built, in a run with shared experts.
 
     ZeRO 1 without contiguous gradients it takes, and sums an expert's gradient with those of other experts.
     """

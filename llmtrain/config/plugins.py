@@ -33,9 +33,9 @@ class Plugin:
     given: str
     """As it stands on the command line."""
     path: Path
-    """Of its file; of a package, its folder's __init__.py."""
+    """The plugin's file; of a package, its folder's __init__.py."""
     sha256: str
-    """Of the file; of a package, of all its .py files."""
+    """Hash of the file; of a package, of all its .py files."""
     module: ModuleType
 
     @property
@@ -52,12 +52,8 @@ _PREFIX = "llmtrain_plugin_"
 _modules: set[str] = set()
 """Names of all modules that were imported as plugins in this process."""
 _current: list[Plugin] = []
+"""The plugins of the run that was parsed last in this process."""
 _changed_ok = False
-
-
-def current() -> list[Plugin]:
-    """The plugins of the run that was parsed last in this process."""
-    return list(_current)
 
 
 def changed_ok() -> bool:
@@ -75,18 +71,24 @@ def use(given: list[str], *, changed: bool = False) -> None:
     asked = [(word, spec := _found(word), _digest(Path(str(spec.origin)).resolve())) for word in given]
     if [(word, digest) for word, _, digest in asked] == [(plugin.given, plugin.sha256) for plugin in _current]:
         return
-    _current.clear()
     _forget_all()
-    for word, spec, digest in asked:
-        if (name := spec.name) in [plugin.module.__name__ for plugin in _current]:
-            raise ConfigError(f"{FLAG} {word}: another plugin is called {name.removeprefix(_PREFIX)}, too. Rename one")
-        _current.append(_import(word, spec, digest))
-    for cached in (schema.sections, schema.choices, schema.schema, schema.entries):
-        cached.cache_clear()
+    try:
+        for word, spec, digest in asked:
+            if (name := spec.name) in [plugin.module.__name__ for plugin in _current]:
+                name = name.removeprefix(_PREFIX)
+                raise ConfigError(f"{FLAG} {word}: another plugin is called {name}, too. Rename one")
+            _current.append(_import(word, spec, digest))
+    except BaseException:  # the names that came before the mistake
+        _forget_all()
+        raise
+    finally:
+        for cached in (schema.sections, schema.choices, schema.schema, schema.entries):
+            cached.cache_clear()
 
 
 def _forget_all() -> None:
     """Take the names of plugins out of the sections: each run has those of its own command line."""
+    _current.clear()
     for names in [*(base.CHOICES for base in Choice.__subclasses__()), *Entry.SECTIONS.values()]:
         for name in [name for name, cls in names.items() if _within(cls, _modules)]:
             del names[name]
@@ -132,7 +134,7 @@ def _found(word: str) -> ModuleSpec:
         spec = importlib.util.find_spec(entry.module if entry is not None else word)
     except (ImportError, ValueError, AttributeError):
         spec = None
-    if spec is None or spec.origin is None:
+    if spec is None or spec.origin is None or not Path(spec.origin).is_file():
         raise ConfigError(f"{FLAG} {word}: neither a file, nor a module that Python finds, nor an installed entry "
                           f"point of the group {GROUP}. Give FILE.py, or install the package on all hosts")  # fmt: skip
     return spec

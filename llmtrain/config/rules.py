@@ -458,7 +458,7 @@ _OF_A_LAUNCH = re.compile(r"\..*|.*\.(log|out|err|sh|ya?ml|json)|logs?|wandb|los
 
 
 def _of_others(path: str) -> str | None:
-    """What shows that a folder belongs to something else; None: it is new, empty, a run's, or cannot be read."""
+    """The sign that a folder belongs to something else; None: it is new, empty, a run's, or cannot be read."""
     try:
         names = sorted(os.listdir(path))
     except OSError:

@@ -58,10 +58,6 @@ def slowed(pace_s: float, then_s: float | None = None, after: int = 0) -> None:
     LanguageModel.forward = forward  # type: ignore[method-assign]
 
 
-def half_speed(rank: int) -> None:
-    slowed(PACE_S * (1 + rank))
-
-
 def long(rank: int) -> None:
     slowed(LONG_S * (1 + rank))
 
@@ -87,12 +83,12 @@ def test_a_run_with_a_slow_rank(small_data: str, tmp_path: Path) -> None:
     """It says what it does, trains what equal shares would, and goes on with its shares; with other ranks equally."""
     path = recipe(tmp_path / "run", small_data)
     asked = ("--train.balance", "measured", "--train.max_steps", "14")
-    code, told = forked.finish(path, *asked, before=half_speed)
+    code, told = forked.finish(path, *asked, before=long)
     assert code == 0, told
     (change,) = changes(tmp_path / "run")
     assert change["step"] == 11 and (change["before"], change["after"]) == ([6, 6], [8, 4]), change
     assert "step 11: ranks of unequal speed take 8, 4 sequences of a step" in told
-    assert change["ideal_s"] <= change["after_s"] < 0.95 * change["before_s"] == 0.95 * change["equal_s"]
+    assert change["ideal_s"] <= change["after_s"] < 0.8 * change["before_s"] == 0.8 * change["equal_s"]
 
 
 @pytest.mark.slow

@@ -80,6 +80,7 @@ def test_a_plugins_classes_are_fields_of_the_run(here: Path) -> None:
         ({}, "--plugin-changed yes", "write --plugin-changed ok"),
         ({}, "--plugin nowhere.py", "no such file (looked from "),
         ({}, "--plugin no_such_module", "nor an installed entry point of the group llmtrain.plugins"),
+        ({}, "--plugin sys", "nor an installed entry point of the group llmtrain.plugins"),
         ({}, "--plugin ./mine.py", "another plugin is called mine"),
     ],
 )
@@ -124,6 +125,13 @@ def test_a_changed_file_is_imported_anew(here: Path) -> None:
     run = parse(["run.yaml", "--plugin", "mine.py", "--schedule.name=steep"]).run
     assert run.schedule.factor(3, None) == 0.25 and plugins.hashes().keys() == before.keys() != plugins.hashes()
     assert plugins.hashes() != before
+
+
+def test_a_file_that_fails_leaves_no_name_behind(here: Path) -> None:
+    (here / "mine.py").write_text(f"{MINE}\nx = 1 / 0\n")
+    with pytest.raises(ConfigError):
+        parse(["run.yaml", "--plugin", "mine.py"])
+    assert "steep" not in Schedule.CHOICES and Entry.SECTIONS["parts"] == {}
 
 
 def test_the_package_exports_few_names_each_of_which_there_is() -> None:
