@@ -224,7 +224,14 @@ def _check_map(tree: dict[str, Any], prefix: str, places: Places, problems: Prob
 COMMAND_LINE = "command line"
 _LAUNCHER_FLAGS = ("--local_rank", "--local-rank")
 _NO_FIELDS = ("config", "plugin", "plugin-changed")
-_FREE_KEYS = ("model.config", "data.mixture")  # maps whose keys are the user's own
+_MAPS: dict[str, tuple[type | tuple[type, ...], str, str]] = {
+    "data.mixture": ((int, float), "FOLDER: WEIGHT", "a weight is a number"),
+    "eval.sets": (str, "NAME: FOLDER", "a set is the path of a prepared folder"),
+    "eval.sequences": (int, "NAME: SEQUENCES", "a number of sequences is a whole number"),
+    "eval.mean": ((int, float), "NAME: WEIGHT", "a weight is a number"),
+}
+"""Maps whose keys are the user's own: type of a value, form of a line, rule of a value."""
+_FREE_KEYS = ("model.config", *_MAPS)
 
 FORMERLY = {
     "schedule": {"warmup_steps", "decay_steps", "min_ratio"},
@@ -459,25 +466,27 @@ def _override(tree: dict[str, Any], places: dict[str, str], key: str, text: str,
 
 
 def _take_free(tree: dict[str, Any], places: dict[str, str], problems: Problems) -> dict[str, Any]:
-    """Remove model.config and data.mixture, whose keys are the user's, from the tree and check their types."""
+    """Remove model.config and the maps, whose keys are the user's, from the tree and check their types."""
     taken: dict[str, Any] = {}
     for key in _FREE_KEYS:
         section, name = key.split(".")
         holder = tree.get(section)
         if isinstance(holder, dict) and holder.get(name) is not None:
             taken[key] = holder.pop(name)
-    config, mixture = taken.get("model.config", {}), taken.get("data.mixture", {})
+    config = taken.get("model.config", {})
     if not isinstance(config, (dict, str)):
         problems.add("model.config", config, "must be a map of config.json fields, or a path",
                      "write `model_type: llama` and the other fields below it", places.get("model.config"))  # fmt: skip
-    if not isinstance(mixture, dict):
-        problems.add("data.mixture", mixture, "must be a map of folders and weights",
-                     "write `FOLDER: WEIGHT` lines below it", places.get("data.mixture"))  # fmt: skip
-        return taken
-    for path, weight in mixture.items():
-        if isinstance(weight, bool) or not isinstance(weight, (int, float)):
-            key = f"data.mixture.{path}"
-            problems.add(key, weight, "a weight is a number", f"write `{path}: 1.0`", places.get(key))
+    for key in taken.keys() & _MAPS.keys():
+        kind, line, rule = _MAPS[key]
+        given = taken[key]
+        if not isinstance(given, dict):
+            problems.add(key, given, "must be a map", f"write `{line}` lines below it", places.get(key))
+            continue
+        for name, value in given.items():
+            if isinstance(value, bool) or not isinstance(value, kind):
+                one = f"{key}.{name}"
+                problems.add(one, value, rule, f"write a line `{line}`", places.get(one))
     return taken
 
 
@@ -527,7 +536,10 @@ def _put_free(run: RunConfig, free: dict[str, Any]) -> RunConfig:
     if (mixture := free.get("data.mixture")) is not None:
         weights = {path: float(weight) for path, weight in mixture.items()}
         run = replace(run, data=replace(run.data, mixture=weights))
-    return run
+    of_eval = {key.removeprefix("eval."): value for key, value in free.items() if key.startswith("eval.")}
+    if mean := of_eval.get("mean"):
+        of_eval["mean"] = {name: float(weight) for name, weight in mean.items()}
+    return replace(run, eval=replace(run.eval, **of_eval)) if of_eval else run
 
 
 def _check_keys(

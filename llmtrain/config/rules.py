@@ -15,6 +15,7 @@ from llmtrain.base import untrusted
 from llmtrain.base.choice import Entry
 from llmtrain.base.units import GIB, size
 from llmtrain.config.batch import Batch
+from llmtrain.config.evaluation import check_evaluation, check_set
 from llmtrain.config.objective import (
     check_data,
     check_objective,
@@ -187,6 +188,7 @@ def check_values(run: RunConfig, places: Places, problems: Problems) -> None:
         if type(value) is int and value > _MOST_COUNTED and not key.endswith(".seed"):
             problems.add(key, value, f"must be at most {_MOST_COUNTED:.0e}", "correct the number", places.get(key))
     check_objective(run, places, problems)
+    check_evaluation(run, places, problems)
     _check_one_of(flat, ("model.pretrained", "model.config"), "the model", places, problems)
     _check_one_of(flat, ("data.path", "data.mixture"), "the data", places, problems)
     for path, weight in (run.data.mixture or {}).items():
@@ -326,6 +328,7 @@ def _check_shell_words(run: RunConfig, places: Places, problems: Problems) -> No
     """`~` and `$NAME` are a shell's: nothing expands them here, and a folder of that very name would be made."""
     flat = flatten(run)
     paths = {key: flat.get(key) for key in _PATHS} | {f"data.mixture.{path}": path for path in run.data.mixture or {}}
+    paths |= {f"eval.sets.{name}": path for name, path in run.eval.sets.items()}
     for key, path in paths.items():
         if not isinstance(path, str) or not re.search(r"^~|\$(\w|\{)", path) or os.path.exists(path):
             continue
@@ -342,13 +345,19 @@ def check_on_disk(run: RunConfig, places: Places, problems: Problems) -> None:
     folders = [("data.path", run.data.path)] if run.data.path else []
     folders += [(f"data.mixture.{path}", path) for path in run.data.mixture or {}]
     data_vocab: dict[str, int] = {}
+    tokenizer = None
     for key, path in folders:
         manifest = _read_manifest(key, path, places.get(key), problems)
+        tokenizer = tokenizer or (manifest or {}).get("tokenizer_fingerprint")
         if isinstance(vocab := (manifest or {}).get("vocab_size"), int):
             data_vocab[path] = vocab
         _check_length(key, path, manifest or {}, run, places.get(key), problems)
         if manifest is not None:
             check_data(run, key, path, manifest, places.get(key), problems)
+    for key, path in ((f"eval.sets.{name}", path) for name, path in run.eval.sets.items()):
+        if (manifest := _read_manifest(key, path, places.get(key), problems)) is not None:
+            check_data(run, key, path, manifest, places.get(key), problems)
+            check_set(key, path, manifest, run, tokenizer, places.get(key), problems)
     check_start(run, places, problems)
     check_teacher_folder(run, places, problems)
     model = _read_model_config(run, places, problems)
@@ -427,7 +436,7 @@ def _check_resume(path: str, places: Places, problems: Problems) -> None:
 
 def _check_run_dir(run: RunConfig, places: Places, problems: Problems) -> None:
     """The run's folder is one, or can be made. (Whether it can be written is known on rank 0's host alone.)"""
-    sources = [*(run.data.mixture or {}), *([run.data.path] if run.data.path else [])]
+    sources = [*(run.data.mixture or {}), *([run.data.path] if run.data.path else []), *run.eval.sets.values()]
     for key, path in (("train.run_dir", run.train.run_dir), ("checkpoint.dir", run.checkpoint.dir)):
         if path is None:
             continue

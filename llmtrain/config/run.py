@@ -139,7 +139,7 @@ class TrainConfig:
     log_every: int = bounded(10, AT_LEAST_1, "10 is the default")
     """Optimizer steps between log points."""
     eval: bool = True
-    """Measure the validation loss; off: train without validation data, whatever the next two say."""
+    """Measure the validation loss of `data`; off: train without its validation split. Named sets (eval.sets) stay."""
     eval_every: int | None = bounded(None, AT_LEAST_1, "leave it out to evaluate at the end only")
     """Optimizer steps between evaluations; null evaluates at the end only."""
     eval_sequences: int = bounded(256, AT_LEAST_1, "256 is the default")
@@ -148,6 +148,19 @@ class TrainConfig:
     """Write a Hugging Face folder at the end."""
     sample_prompt: str | None = None
     """Print a continuation of this prompt at the end of the run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """What is measured every train.eval_every steps beside the validation loss of `data`."""
+
+    sets: dict[str, str] = field(default_factory=dict)
+    """NAME: FOLDER for each prepared folder to measure, with the tokenizer of `data`; its validation split, or where it
+    has none, all of it. Figures: `eval/NAME/loss` and others."""
+    sequences: dict[str, int] = field(default_factory=dict)
+    """NAME: sequences of one evaluation of that set (all of them if there are fewer). Without: train.eval_sequences."""
+    mean: dict[str, float] = field(default_factory=dict)
+    """NAME: weight for some sets, which need not sum to 1: `eval/mean/loss` is the mean of their losses."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,6 +238,7 @@ class RunConfig:
     optim: Optimizer = field(default_factory=AdamW)
     schedule: Schedule = field(default_factory=Cosine)
     train: TrainConfig = field(default_factory=TrainConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     fault: FaultConfig = field(default_factory=FaultConfig)

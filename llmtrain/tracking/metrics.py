@@ -93,7 +93,15 @@ _OF_A_RUN: dict[str, Metric] = {
     "moe/tokens_per_expert": _metric("tokens", "Tokens that each expert got since then, summed over layers: a list."),
     "eval/loss": _metric("nats/token", "Validation loss: mean over all counted validation tokens, or pairs."),
     "eval/perplexity": _metric("1", "exp(eval/loss); of the next-token loss alone."),
+    "eval/bits_per_byte": _metric(
+        "bits/byte",
+        "Validation loss of all counted tokens in bits, over the bytes of the text that they stand for: comparable "
+        "across tokenizers. Of the next-token loss alone.",
+    ),
+    "eval/mean/loss": _metric("nats/token", "Mean of the losses of named sets, weighted by `eval.mean`."),
 }
+OF_SET = "eval/NAME/FIGURE"
+"""Stands in the table for the figures of named sets."""
 
 
 def metrics() -> dict[str, Metric]:
@@ -106,7 +114,15 @@ def metrics() -> dict[str, Metric]:
             f"eval/{name}": _metric(figure.unit, f"`{name}` of the validation data.")
             for name, figure in figures.items()
         },
+        OF_SET: _metric("as `eval/FIGURE`", "The same of the set NAME of `eval.sets`, such as `eval/code/loss`."),
     }
+
+
+def is_known(key: str) -> bool:
+    """True if the key has a documented meaning."""
+    evaluation, _, rest = key.partition("/")
+    _, named, figure = rest.partition("/")
+    return key in metrics() or bool(evaluation == "eval" and named and f"eval/{figure}" in metrics())
 
 
 def markdown() -> str:

@@ -14,7 +14,7 @@ from llmtrain.base.log import LiveLine
 from llmtrain.base.redact import redact
 from llmtrain.config.run import TrackingConfig
 from llmtrain.tracking.local import LocalFiles
-from llmtrain.tracking.metrics import loss_unit, metrics
+from llmtrain.tracking.metrics import is_known, loss_unit
 from llmtrain.tracking.queued import Queued
 from llmtrain.tracking.sink import Sink
 
@@ -61,8 +61,8 @@ class Console(Sink):
         step = _number(row, "step")
         if step is None:
             return
-        if "eval/loss" in row:
-            self._print(self._evaluation(step, row))
+        for prefix in (key.removesuffix("loss") for key in row if key.startswith("eval/") and key.endswith("/loss")):
+            self._print(self._evaluation(step, row, prefix))
         if "loss" in row:
             self._points.append((step, time.monotonic()))
             self._line = self._progress(step, row)
@@ -99,12 +99,16 @@ class Console(Sink):
             return f"step {step:.0f}"
         return f"step {step:{len(str(self._total_steps))}.0f}/{self._total_steps}"
 
-    def _evaluation(self, step: float, row: dict[str, Any]) -> str:
-        text = f"{self._step(step)}  validation loss {row['eval/loss']:.4f} {loss_unit(row)}"
-        if (right := _right(row, "eval/")) is not None:
+    def _evaluation(self, step: float, row: dict[str, Any], prefix: str) -> str:
+        """`prefix`: eval/, or eval/NAME/ of a set."""
+        name = prefix.removeprefix("eval/").rstrip("/") or "validation"
+        text = f"{self._step(step)}  {name} loss {row[f'{prefix}loss']:.4f} {loss_unit(row)}"
+        if (right := _right(row, prefix)) is not None:
             text += f"  preferred {right:.1%}"
-        perplexity = _number(row, "eval/perplexity")
-        return text if perplexity is None else f"{text}  perplexity {perplexity:.2f}"
+        for key, form in (("perplexity", "perplexity {:.2f}"), ("bits_per_byte", "{:.4f} bits/byte")):
+            if (value := _number(row, f"{prefix}{key}")) is not None:
+                text += f"  {form.format(value)}"
+        return text
 
     def _progress(self, step: float, row: dict[str, Any], *, short: bool = False) -> str:
         """`short`: all of it fits beside the bar into 120 columns."""
@@ -196,7 +200,7 @@ class Tracker:
         """
         if not self._sinks:
             return
-        if unknown := sorted(key for key in row.keys() - metrics().keys() if not key.startswith(self._plugins)):
+        if unknown := sorted(key for key in row if not (is_known(key) or key.startswith(self._plugins))):
             log.warn_once(f"metrics without a documented meaning: {', '.join(unknown)}")
         row = {**row, "time_unix_s": time.time(), "elapsed_s": time.monotonic() - self._began_s}
         for sink in self._sinks:

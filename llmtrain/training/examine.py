@@ -9,11 +9,13 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from llmtrain.base import units
+from llmtrain.base.errors import DataError
 from llmtrain.config.deepspeed import deep_check, name_cpu
 from llmtrain.config.rules import starts_from_model
 from llmtrain.config.run import ResolvedRun
 from llmtrain.data.manifest import check_vocabulary
-from llmtrain.data.stream.train_data import TrainData
+from llmtrain.data.stream.columns import REMEDY
+from llmtrain.data.stream.train_data import EvalSet, TrainData
 from llmtrain.objectives.by_token import Distill
 
 if TYPE_CHECKING:
@@ -32,6 +34,8 @@ class Checked:
     """Hashes of the weights behind the reference's log-probabilities, one per data set; None: no such column."""
     teachers: list[str] = field(default_factory=list)
     """Hashes of the weights behind the teacher's columns, one per data set."""
+    sets: dict[str, EvalSet] = field(default_factory=dict)
+    """The sets of the section `eval`, by name, with the same columns."""
 
 
 def examine(resolved: ResolvedRun) -> Checked:
@@ -48,6 +52,11 @@ def examine(resolved: ResolvedRun) -> Checked:
     run = resolved.run
     data = TrainData(run.data)
     references = data.take_reference(resolved.precision) if run.objective.reference == "column" else None
+    sets = {name: EvalSet(folder, run.data) for name, folder in run.eval.sets.items()}
+    for name, each in sets.items():
+        _check_tokenizer(name, each, data)
+        if references is not None:
+            _check_column(name, each.take_reference(resolved.precision), references)
     name_cpu()
     deep_check(resolved.deepspeed, run.deepspeed)
     from llmtrain.models.run.check import check_model, check_weights
@@ -64,11 +73,33 @@ def examine(resolved: ResolvedRun) -> Checked:
     if isinstance(run.objective, Distill) and run.objective.top_k is not None:
         wanted = data.teacher_columns(run.objective, spec.facts.vocab_size, resolved.precision)
         teachers = data.take_teacher(wanted)
+        for name, each in sets.items():
+            columns = each.teacher_columns(run.objective, spec.facts.vocab_size, resolved.precision)
+            _check_column(name, each.take_teacher(columns), teachers)
     if starts_from_model(run):
         check_weights(spec)
-    notes = (*notes, *_epochs(resolved, data), *_too_large(resolved, spec))
+    notes = (*notes, *_epochs(resolved, data), *_too_large(resolved, spec), *_measured_whole(run.eval.sets, sets))
     resolved = replace(resolved, notes=(*resolved.notes, *notes))
-    return Checked(resolved=resolved, spec=spec, data=data, references=references, teachers=teachers)
+    return Checked(resolved=resolved, spec=spec, data=data, references=references, teachers=teachers, sets=sets)
+
+
+def _check_tokenizer(name: str, each: EvalSet, data: TrainData) -> None:
+    """Raises DataError where the ids of a set are another tokenizer's."""
+    if each.manifests[0].tokenizer_fingerprint != data.manifests[0].tokenizer_fingerprint:
+        raise DataError(f"eval.sets.{name}: was prepared with another tokenizer than the data that the run trains on; "
+                        f"prepare it again with --tokenizer {data.tokenizer_dir}")  # fmt: skip
+
+
+def _check_column(name: str, own: list[str], of_data: list[str]) -> None:
+    """Raises DataError where a set's column is of other weights than that of the run's data."""
+    if not set(own) <= set(of_data):
+        raise DataError(f"eval.sets.{name}: its column is of other weights than that of the data that the run trains "
+                        f"on; {REMEDY}")  # fmt: skip
+
+
+def _measured_whole(folders: dict[str, str], sets: dict[str, EvalSet]) -> list[str]:
+    return [f"eval.sets.{name}: {folders[name]} has no validation split, and all of its sequences count"
+            for name, each in sets.items() if each.whole]  # fmt: skip
 
 
 _MANY_EPOCHS = 1.5

@@ -152,7 +152,8 @@ class DataCheck(Part):
     def __init__(self, setup: Setup, saving: Saving, *, resumes: bool) -> None:
         """`saving`: decides when a checkpoint follows. `resumes`: the run goes on from a checkpoint, so that data of a
         few GiB is compared before the first step."""
-        self._files, self._ranks, self._log_every = setup.data.sums(), setup.ranks, setup.run.train.log_every
+        self._files = [file for data in (setup.data, *setup.sets.values()) for file in data.sums()]
+        self._ranks, self._log_every = setup.ranks, setup.run.train.log_every
         self._saving, self._resumes = saving, resumes
         self._closed, self._settled, self._error = False, False, ""
         self._thread = threading.Thread(target=self._compare, name="data-check", daemon=True)

@@ -34,7 +34,9 @@ def needs(config: str, run: RunConfig, mix: Mix, run_dir: str) -> Needs:
 def _read_by(run: RunConfig) -> Iterator[Folder]:
     """The folders that each host's ranks read, and which files in them."""
     data = [("data.path", run.data.path)] if run.data.path else []
-    for key, path in (*data, *(("data.mixture", each) for each in run.data.mixture or {})):
+    data += [("data.mixture", each) for each in run.data.mixture or {}]
+    data += [(f"eval.sets.{name}", each) for name, each in run.eval.sets.items()]
+    for key, path in data:
         yield Folder(key=key, path=os.path.abspath(path), files=_of_data(run, Path(path)))
     models = [
         ("model.pretrained", run.model.pretrained, reads_weights(run)),

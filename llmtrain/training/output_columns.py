@@ -107,6 +107,12 @@ def of_teacher(resolved: ResolvedRun, teacher: ModelConfig) -> ResolvedRun:
     return replace(resolved, run=run)
 
 
+def _folders(run: RunConfig) -> list[str]:
+    """The prepared folders that the run reads, each once."""
+    data = [run.data.path] if run.data.path else list(run.data.mixture or ())
+    return list(dict.fromkeys([*data, *run.eval.sets.values()]))
+
+
 def write_teacher(checked: Checked, ranks: Ranks, asked: RunConfig) -> None:
     """The teacher's column of each of the run's data folders. All ranks call it together. Raises UserError on all of
     them, and leaves no part of a column.
@@ -118,10 +124,9 @@ def write_teacher(checked: Checked, ranks: Ranks, asked: RunConfig) -> None:
     setup.write(setup.spec.initial_weights(0, ranks.device))
     weights, objective = teacher_hash(asked, ranks), asked.objective
     assert weights is not None and isinstance(objective, Distill)
-    for folder in [asked.data.path] if asked.data.path else list(asked.data.mixture or ()):
-        assert folder is not None
+    for folder in _folders(asked):
         with together(ranks):
-            data = TrainData(replace(asked.data, path=folder, mixture=None))
+            data = TrainData(replace(asked.data, path=folder, mixture=None), trains=False)
             [column] = data.teacher_columns(objective, vocabulary, resolved.precision, weights)
             writer = None
             if ranks.rank == 0:
@@ -210,8 +215,7 @@ def write_columns(checked: Checked, ranks: Ranks) -> None:
     assert setup.began_with is not None
     batch = resolved.batch
     dealt = (batch.micro_batch, setup.mesh.place.data, batch.data_parallel, ranks.device.type == "cuda")
-    for folder in [run.data.path] if run.data.path else list(run.data.mixture or ()):
-        assert folder is not None
+    for folder in _folders(run):
         columns = {
             split: column(engine, replace(run.data, path=folder, mixture=None), split, dealt, ranks) for split in SPLITS
         }
@@ -228,7 +232,7 @@ def column(
 ) -> np.ndarray:
     """fp32 [numbers] of a split of one folder. `dealt`: micro-batch, this rank's place, data-parallel ranks, pinned."""
     with together(ranks):
-        data = TrainData(config)
+        data = TrainData(config, trains=False)
     train = split == "train"
     read = data.window_at if train else data.validation_window_at
     total = data.sequences_per_epoch if train else data.validation_sequences

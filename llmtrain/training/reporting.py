@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.data.stream.loader import MicroBatch, validation_batches
+from llmtrain.data.stream.train_data import TrainData
+from llmtrain.data.token_bytes import byte_lengths, counted_bytes
+from llmtrain.engine.dist.control import together
 from llmtrain.engine.dist.device import device_name, max_memory_gib
 from llmtrain.engine.losses.function import LooksAhead
 from llmtrain.engine.losses.next_token import NEXT_TOKEN
@@ -21,15 +26,28 @@ if TYPE_CHECKING:
 
 
 class Evaluation(Part):
-    """The loss on validation sequences, every `train.eval_every` steps; the run's end asks for the last one."""
+    """The loss on validation sequences and on the sets of the section `eval`, every `train.eval_every` steps; the run's
+    end asks for the last one."""
 
     def __init__(self, setup: Setup, tracker: Tracker, speed: Throughput) -> None:
+        """Raises DataError, on all ranks: no tokenizer tells the bytes of its tokens."""
         self._setup, self._tracker, self._speed = setup, tracker, speed
+        run = setup.run
+        self._measured = [Measured("eval", setup.data, run.train.eval_sequences)] if run.train.eval else []
+        for name, data in setup.sets.items():
+            sequences = run.eval.sequences.get(name, run.train.eval_sequences)
+            self._measured.append(Measured(f"eval/{name}", data, sequences))
+        self._bytes: list[int] = []
+        """Of each one's counted tokens, where their likelihoods are measured."""
+        if setup.objective is NEXT_TOKEN:
+            with together(setup.ranks):
+                lengths = byte_lengths(setup.data.tokenizer_dir, setup.data.vocab_size)
+                self._bytes = [counted_bytes(each.data, each.sequences, lengths) for each in self._measured]
 
     def is_due(self, done: Done) -> bool:
         """True if the step is followed by an evaluation; after the last step of a run the caller asks for it."""
-        train = self._setup.run.train
-        return train.eval and (done.complete if done.last else is_due(train.eval_every, done.steps))
+        every = self._setup.run.train.eval_every
+        return bool(self._measured) and (done.complete if done.last else is_due(every, done.steps))
 
     def after_step(self, done: Done) -> None:
         """Evaluate if it is due and more steps follow."""
@@ -37,25 +55,47 @@ class Evaluation(Part):
             with self._speed.pause():
                 self.evaluate(done.position)
 
-    def evaluate(self, position: Position) -> float:
-        """Write the validation figures over all ranks. Returns the loss: nats per token, or the objective's."""
-        setup, objective = self._setup, self._setup.objective
+    def evaluate(self, position: Position) -> dict[str, float]:
+        """Write the figures of all sets over all ranks, and return them by their keys in tracking/metrics.py."""
+        if not self._measured:
+            return {}
         with heart.during("evaluate"):
-            if isinstance(objective, LooksAhead):
-                objective.look(list(evaluation_batches(setup)), setup.engine.evaluate)
-            figures, _ = setup.engine.evaluate(evaluation_batches(setup), objective)
-        row = {f"eval/{name}": value for name, value in figures.items()}
-        if objective is NEXT_TOKEN:
-            row["eval/perplexity"] = perplexity(figures["loss"])
+            row = {key: value for index in range(len(self._measured)) for key, value in self._figures(index).items()}
+        if mean := self._setup.run.eval.mean:
+            weighted = sum(weight * row[f"eval/{name}/loss"] for name, weight in mean.items())
+            row["eval/mean/loss"] = weighted / sum(mean.values())
         self._tracker.log({"step": position.step, **row})
-        return figures["loss"]
+        return row
+
+    def _figures(self, index: int) -> dict[str, float]:
+        """Of one set."""
+        measured, objective, engine = self._measured[index], self._setup.objective, self._setup.engine
+        if isinstance(objective, LooksAhead):
+            objective.look(list(evaluation_batches(self._setup, measured)), engine.evaluate)
+        figures, weight = engine.evaluate(evaluation_batches(self._setup, measured), objective)
+        if self._bytes:
+            bits = figures["loss"] * weight / math.log(2)
+            figures |= {"perplexity": perplexity(figures["loss"]), "bits_per_byte": bits / max(1, self._bytes[index])}
+        return {f"{measured.prefix}/{name}": value for name, value in figures.items()}
 
 
-def evaluation_batches(setup: Setup) -> Iterator[MicroBatch]:
-    """This rank's share of the validation sequences. Raises DataError when there are none."""
+@dataclass(frozen=True)
+class Measured:
+    """The data of one loss of an evaluation."""
+
+    prefix: str
+    """Of the keys of its figures."""
+    data: TrainData
+    """Whose validation sequences."""
+    sequences: int
+    """How many of them at most."""
+
+
+def evaluation_batches(setup: Setup, measured: Measured) -> Iterator[MicroBatch]:
+    """This rank's share of the sequences. Raises DataError when there are none."""
     return validation_batches(
-        setup.data,
-        sequences=setup.run.train.eval_sequences,
+        measured.data,
+        sequences=measured.sequences,
         micro_batch=setup.resolved.batch.micro_batch,
         rank=setup.mesh.place.data,
         data_parallel=setup.resolved.batch.data_parallel,

@@ -206,7 +206,7 @@ def _conclude(
     with heart.during("save"):
         if began:
             saving.last(position, exports=complete and setup.run.train.export)
-    validation_loss = evaluation.evaluate(position) if complete and setup.run.train.eval else None
+    validation_loss = evaluation.evaluate(position).get("eval/loss") if complete else None
     if setup.ranks.rank == 0:
         from llmtrain.training.finish import (  # an export and a sample take much that training does not need
             finish,

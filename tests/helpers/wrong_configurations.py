@@ -255,6 +255,41 @@ CASES = [
         {"data": {"path": ..., "mixture": {"d/z": 1}}},
     ),
     Wrong(
+        "an evaluation set that is not there",
+        ('eval.sets.code = "d/z"', "no such folder", "llmtrain prepare --source FILES --out d/z"),
+        {"eval": {"sets": {"code": "d/z"}}},
+    ),
+    Wrong(
+        "an evaluation set with other figures' name",
+        ("eval.sets.pairs", "eval/pairs is the name of other figures", "another name"),
+        {"eval": {"sets": {"pairs": "data/x"}}},
+    ),
+    Wrong(
+        "an evaluation set named with a path",
+        ("eval.sets.a/b", "letters, digits, - and _ alone", "another name"),
+        {"eval": {"sets": {"a/b": "data/x"}}},
+    ),
+    Wrong(
+        "sequences of no evaluation set",
+        ("eval.sequences.code = 5", "is of no set in eval.sets, which has x", "correct the name"),
+        {"eval": {"sets": {"x": "data/x"}, "sequences": {"code": 5}}},
+    ),
+    Wrong(
+        "a mean that leaves a set's weight 0",
+        ("eval.mean.x = 0", "greater than 0", "remove the line"),
+        {"eval": {"sets": {"x": "data/x"}, "mean": {"x": 0}}},
+    ),
+    Wrong(
+        "half a sequence",
+        ("eval.sequences.x = 1.5", "a whole number", "NAME: SEQUENCES"),
+        {"eval": {"sets": {"x": "data/x"}, "sequences": {"x": 1.5}}},
+    ),
+    Wrong(
+        "evaluation sets as a list",
+        ("eval.sets = [", "must be a map", "NAME: FOLDER"),
+        {"eval": {"sets": ["data/x"]}},
+    ),
+    Wrong(
         "vocabulary too small",
         ("model.config.vocab_size = 100", "512 tokens", "set model.config.vocab_size to 512"),
         {"model": {"config": {"vocab_size": 100}}},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,8 +39,11 @@ class TrainData:
     its own order. Both are pure functions of k and the seed, so a position is one integer and a seek costs nothing.
     """
 
-    def __init__(self, config: DataConfig) -> None:
-        """Raises DataError when a folder is not prepared, too small, or does not fit the others."""
+    def __init__(self, config: DataConfig, *, trains: bool = True) -> None:
+        """`trains`: False for data that is only measured: its training split may be empty.
+
+        Raises DataError when a folder is not prepared, too small, or does not fit the others.
+        """
         if (config.path is None) == (not config.mixture):
             raise DataError("data.path and data.mixture: give exactly one of the two")
         weights = config.mixture or {str(config.path): 1.0}
@@ -54,7 +57,7 @@ class TrainData:
         self._config = config
         self._mixture = Mixture(list(weights.values()))
         self._members = [_open_member(Path(folder), config) for folder in weights]
-        self._check_members()
+        self._check_members(trains)
         self.sequence_length = config.sequence_length
         self.mask_document_starts = config.mask_document_starts
         self.isolate_documents = config.isolate_documents
@@ -134,7 +137,7 @@ class TrainData:
         own = permute(windows.count, self._config.seed if split == "train" else 0, 0, 0, index)
         return windows.places(own, windows.read(own))
 
-    def _check_members(self) -> None:
+    def _check_members(self, trains: bool) -> None:
         first = self._members[0].prepared
         for member in self._members:
             other = member.prepared
@@ -143,7 +146,7 @@ class TrainData:
                     f"data.mixture: {other.folder} and {first.folder} were prepared with different tokenizers; "
                     f"prepare one again with --tokenizer {first.tokenizer_dir}"
                 )
-            if member.train.count == 0:
+            if trains and member.train.count == 0:
                 raise DataError(
                     f"{other.folder}: its {member.train.stream.tokens} training tokens do not fill one sequence of "
                     f"data.sequence_length {self._config.sequence_length}; lower that, or prepare more text"
@@ -219,6 +222,28 @@ class TrainData:
         words, logs = (np.zeros((self.sequence_length, each.shape[1]), dtype=each.dtype) for each in found)
         words[counted], logs[counted] = found
         return window._replace(words=words, logs=logs)
+
+
+class EvalSet(TrainData):
+    """A named set that is only measured. Its validation sequences are those of its validation split or, where that
+    fills none, all of its training split."""
+
+    def __init__(self, folder: str, config: DataConfig) -> None:
+        """`config`: of the run's data. Raises DataError."""
+        super().__init__(replace(config, path=folder, mixture=None, seed=0), trains=False)
+        self.whole = self.validation_sequences == 0
+        """It has no validation split."""
+        if self.whole:
+            self.validation_sequences = self.sequences_per_epoch
+        if self.validation_sequences == 0:
+            raise DataError(
+                f"{folder}: neither of its splits fills one sequence of data.sequence_length {config.sequence_length}; "
+                "lower that, or prepare more text"
+            )
+
+    def validation_window_at(self, index: int) -> Window:
+        """Sequence `index` < validation_sequences, in an order that is the same in every run."""
+        return self.window_at(index) if self.whole else super().validation_window_at(index)
 
 
 def _open_member(folder: Path, config: DataConfig) -> _Member:
