@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.data.stream.loader import MicroBatch, validation_batches
 from llmtrain.data.stream.train_data import TrainData
-from llmtrain.data.token_bytes import byte_lengths, counted_bytes
+from llmtrain.data.stream.token_bytes import byte_lengths, counted_bytes
 from llmtrain.engine.dist.control import together
 from llmtrain.engine.dist.device import device_name, max_memory_gib
 from llmtrain.engine.losses.function import LooksAhead

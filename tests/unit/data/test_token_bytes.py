@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from llmtrain.config.run import DataConfig
 from llmtrain.data.stream.train_data import TrainData
-from llmtrain.data.token_bytes import byte_lengths, counted_bytes
+from llmtrain.data.stream.token_bytes import byte_lengths, counted_bytes
 from llmtrain.data.tokenize import train_bpe
 from tests.helpers.prepared import write_prepared
 
