@@ -13,13 +13,14 @@ from llmtrain.base import units
 from llmtrain.base.choice import either
 from llmtrain.base.errors import ConfigError
 from llmtrain.commands import completion
-from llmtrain.config.load import Parsed, parse, run_words
+from llmtrain.config import strict_yaml
+from llmtrain.config.load import COMMAND_LINE, Parsed, configs_in, parse, run_words
 from llmtrain.config.pinned import with_base
-from llmtrain.config.problems import closest, stop
+from llmtrain.config.problems import closest, show, stop
 from llmtrain.config.resolve import resolve
+from llmtrain.config.rules import flatten
 from llmtrain.config.run import ResolvedRun
-from llmtrain.config.schema import json_schema
-from llmtrain.config.strict_yaml import dump
+from llmtrain.config.schema import entries, json_schema
 from llmtrain.config.topology import Degrees
 
 if TYPE_CHECKING:  # torch is for those who ask
@@ -27,21 +28,25 @@ if TYPE_CHECKING:  # torch is for those who ask
     from llmtrain.models.spec import ModelFacts
 
 USAGE = """\
-usage: llmtrain config check RUN.yaml [--SECTION.FIELD VALUE ...] [--world-size N] [--data]
-       llmtrain config show  RUN.yaml [--SECTION.FIELD VALUE ...] [--world-size N]
+usage: llmtrain config check RUN.yaml ... [--SECTION.FIELD VALUE ...] [--world-size N] [--data]
+       llmtrain config show  RUN.yaml ... [--SECTION.FIELD VALUE ...] [--world-size N]
        llmtrain config schema
 
 check   does all that `llmtrain train` does before it needs a device: YAML, DeepSpeed JSON, paths, DeepSpeed's own
         checks, the model without its weights, the data's shards; no GPU, some seconds, and no network unless
         model.pretrained is a name on the Hub, which is fetched
-show    prints the resolved YAML and the exact dict that DeepSpeed will get, in a fraction of a second
+show    prints the resolved YAML, with where each value came from, and the exact dict that DeepSpeed will get, in a
+        fraction of a second
 schema  prints the JSON Schema of a run's YAML, for editors
 
+RUN.yaml ...     one file, or several, of which the later wins, value by value
 --world-size N   ranks to check for (default: WORLD_SIZE, or 1)
 --data           check reads the prepared data, too, and compares it with its checksums
 """
 
 _ACTIONS = ["check", "show", "schema"]
+_WIDEST = 60
+"""Characters of the lines behind which `show` puts its comments in one column."""
 _USUAL_RANKS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 """Numbers of ranks that are tried where none is given."""
 
@@ -75,10 +80,10 @@ def main(argv: list[str]) -> int:
     world_size, source, rest = _world_size(rest)
     reads_data, rest = "--data" in rest, [word for word in rest if word != "--data"]
     words = run_words(rest)
-    parsed, yaml_path, assumed = parse(words), words[1], source.startswith("assumed")
+    parsed, files, assumed = parse(words), ", ".join(configs_in(words)), source.startswith("assumed")
     others = _other_sizes(parsed) if assumed else []
     try:
-        resolved = resolve(parsed.run, world_size, source, places=parsed.places)
+        resolved = resolve(parsed.run, world_size, source, places=parsed.places, notes=parsed.notes)
     except ConfigError as error:
         if not others:
             raise
@@ -87,7 +92,8 @@ def main(argv: list[str]) -> int:
         note = f"the figures are for 1 rank; {_give(others)} tells those of so many"
         resolved = replace(resolved, notes=(*resolved.notes, note))
     if action == "show":
-        print(f"# {yaml_path}, resolved for {units.counted(world_size, 'rank')}\n{dump(resolved.run)}")
+        print(f"# {files}, resolved for {units.counted(world_size, 'rank')}")
+        print("".join(f"# {note}\n" for note in parsed.notes) + _with_origins(resolved))
         print(f"# {resolved.run.deepspeed}, exactly as DeepSpeed gets it\n{json.dumps(resolved.deepspeed, indent=2)}\n")
         print(summary(resolved))
     else:
@@ -97,8 +103,31 @@ def main(argv: list[str]) -> int:
         print(summary(checked.resolved, checked.spec.facts))
         if reads_data:
             print(_read_data(checked.data))
-        print(f"ok: {yaml_path} with {resolved.run.deepspeed}")
+        print(f"ok: {files} with {resolved.run.deepspeed}")
     return 0
+
+
+def _with_origins(resolved: ResolvedRun) -> str:
+    """The resolved run as YAML; behind each value, as a comment, the place where it was written, or that it is a
+    default, or computed from others."""
+    text = strict_yaml.dump(resolved.run)
+    lines, keys, values = text.splitlines(), strict_yaml.parse(text, "").lines, flatten(resolved.run)
+    defaults: dict[str, set[str]] = {}
+    for entry in entries():
+        defaults.setdefault(entry.key, set()).add(entry.default)
+    width = max(len(line) for line in lines if len(line) <= _WIDEST)
+    for key, number in keys.items():
+        if any(other.startswith(f"{key}.") for other in keys):
+            continue
+        named = key
+        while named not in resolved.places and named not in defaults and "." in named:  # within a map of the user's
+            named = named.rpartition(".")[0]
+        if place := resolved.places.get(named):
+            origin = f"--{named}" if place == COMMAND_LINE else place.replace(", line ", ":")
+        else:
+            origin = "default" if show(values.get(key)) in defaults.get(named, ()) else "computed"
+        lines[number - 1] = f"{lines[number - 1]:<{width}}  # {origin}"
+    return "\n".join([*lines, ""])
 
 
 def _other_sizes(parsed: Parsed) -> list[int]:

@@ -16,7 +16,7 @@ from llmtrain.cluster.launch.launchers import launcher_of
 from llmtrain.cluster.launch.plan import Options, Run, describe, make_plan
 from llmtrain.commands import completion
 from llmtrain.config.deepspeed import name_cpu
-from llmtrain.config.load import command_words, load, run_words
+from llmtrain.config.load import command_words, configs_in, load, run_words
 from llmtrain.training.host_needs import needs
 
 MAX_RESTARTS = 3
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
         folder=resolved.run_dir,
         resume=resolved.run.resume,
         start_timeout_s=resolved.run.fault.start_timeout_s,
-        needs=needs(options.words[1], resolved.run, resolved.mix, resolved.run_dir),
+        needs=needs(configs_in(options.words), resolved.run, resolved.mix, resolved.run_dir),
         resolve=resolves,
     )
     return Launch(options, mark, run).run()

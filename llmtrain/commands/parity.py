@@ -6,7 +6,7 @@ import argparse
 import os
 
 from llmtrain.commands import completion
-from llmtrain.config.load import command_words, parse, run_words
+from llmtrain.config.load import command_words, configs_in, parse, run_words
 from llmtrain.config.pinned import fetched
 from llmtrain.config.problems import stop
 from llmtrain.parity.small_run import usual_ranks, wanted
@@ -31,7 +31,7 @@ def main(argv: list[str], worker: str = WORKER) -> int:
         os.environ["DS_ACCELERATOR"] = "cpu"
     from llmtrain.parity.worlds import compare_worlds  # torch is for those who compare: --help is answered without it
 
-    return compare_worlds(words[1], user, ranks, args.steps, cpu=cpu, worker=worker)
+    return compare_worlds(", ".join(configs_in(words)), user, ranks, args.steps, cpu=cpu, worker=worker)
 
 
 def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -17,7 +17,7 @@ from llmtrain.base.errors import UserError
 from llmtrain.base.untrusted import shown
 from llmtrain.cluster.doctor.site_links import Answering
 from llmtrain.commands import completion
-from llmtrain.config.load import load, run_words
+from llmtrain.config.load import configs_in, load, run_words
 from llmtrain.config.pinned import fetched
 from llmtrain.config.problems import stop
 from llmtrain.sites import forecast
@@ -216,7 +216,7 @@ def _plan(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(forecast.as_json(advice, run.sites.timeout_s), indent=1))
     else:
-        _show(run_words(args.words)[1], advice, run.sites.timeout_s)
+        _show(", ".join(configs_in(run_words(args.words))), advice, run.sites.timeout_s)
     return 0
 
 

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import re
 import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -253,6 +254,8 @@ class Parsed:
 
     run: RunConfig
     places: dict[str, str]
+    notes: tuple[str, ...] = ()
+    """Paths that were written with `~` or `$NAME`, and what they are here."""
 
 
 def load(argv: list[str], world_size: int, world_size_source: str = "WORLD_SIZE") -> ResolvedRun:
@@ -261,12 +264,13 @@ def load(argv: list[str], world_size: int, world_size_source: str = "WORLD_SIZE"
     Raises: ConfigError.
     """
     parsed = parse(argv)
-    return resolve(parsed.run, world_size, world_size_source, places=parsed.places)
+    return resolve(parsed.run, world_size, world_size_source, places=parsed.places, notes=parsed.notes)
 
 
 def parse(argv: list[str], *, check_paths: bool = True) -> Parsed:
-    """The typed run of `RUN.yaml [--SECTION.FIELD VALUE ...]` (or --config RUN.yaml), not yet joined with the JSON.
+    """The typed run of `RUN.yaml ... [--SECTION.FIELD VALUE ...]` (or --config RUN.yaml), not yet joined with the JSON.
 
+    Of several YAMLs the later wins, value by value; the last one names the run's folder where none of them does.
     `--help` prints every field and exits. `check_paths=False` leaves out what is on disk, except the YAML.
 
     Raises: ConfigError with every mistake found.
@@ -274,40 +278,48 @@ def parse(argv: list[str], *, check_paths: bool = True) -> Parsed:
     if "-h" in argv or "--help" in argv:
         print(help_text())
         raise SystemExit(0)
-    config_path, overrides = _split(argv)
-    tree, places = _read(config_path)
+    configs, overrides = _split(argv)
+    tree, places = _layers(configs)
     for (section, field), default in _REMOVED.items():
         if isinstance(given := tree.get(section), dict) and given.get(field) == default:
             del given[field]
     problems = Problems()
     for key, text in overrides:
         _override(tree, places, key, text, problems)
+    notes, all_expanded = rules.expand_paths(tree, places, problems if check_paths else Problems())
     free = _take_free(tree, places, problems)
     entries = {section: _take_entries(tree, section, places, problems) for section in ("parts", "trackers")}
     _check_keys(tree, "", places, problems, tokens_of(tree.get("data")))
     problems.raise_if_any()
-    chosen = {section: _choose(tree, section, places, problems) for section in choices()}
+    order = [*configs, COMMAND_LINE]
+    chosen = {section: _choose(tree, section, order, places, problems) for section in choices()}
     run = _typed(tree, chosen, entries, places, problems)
     run = _put_free(run, free)
     if run.train.run_dir is None:
-        run = replace(run, train=replace(run.train, run_dir=f"runs/{Path(config_path).stem}"))
+        run = replace(run, train=replace(run.train, run_dir=f"runs/{Path(configs[-1]).stem}"))
     if isinstance(run.model.config, dict):
         _check_model_tree(run.model.config, places, problems)
     rules.check_values(run, places, problems)
-    if check_paths:
+    if check_paths and all_expanded:  # what is not there for that reason needs no second mistake
         rules.check_on_disk(run, places, problems)
     problems.raise_if_any()
-    return Parsed(run=run, places=places)
+    return Parsed(run=run, places=places, notes=notes)
 
 
 def run_words(argv: list[str]) -> list[str]:
-    """The words of a run with its YAML first, as --config RUN.yaml, whichever way and place it was given in.
+    """The words of a run with its YAMLs first, as --config RUN.yaml, whichever way and place they were given in.
 
-    Raises: ConfigError: no YAML, or more than one.
+    Raises: ConfigError: no YAML.
     """
     pairs = list(_pairs(argv))
-    path, _ = _split(argv)
-    return ["--config", path, *(word for key, _, given in pairs if key != "config" for word in given)]
+    configs, _ = _split(argv)
+    words = [word for path in configs for word in ("--config", path)]
+    return [*words, *(word for key, _, given in pairs if key != "config" for word in given)]
+
+
+def configs_in(words: Sequence[str]) -> list[str]:
+    """The YAMLs of what `run_words` has returned."""
+    return [path for flag, path in itertools.pairwise(words) if flag == "--config"]
 
 
 def _use_plugins(argv: list[str]) -> None:
@@ -351,14 +363,14 @@ def command_words(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[arg
     return given, words + argv[cut + 1 :]
 
 
-def _split(argv: list[str]) -> tuple[str, list[tuple[str, str]]]:
-    """The path of the run's YAML and the (dotted key, text) overrides."""
+def _split(argv: list[str]) -> tuple[list[str], list[tuple[str, str]]]:
+    """The paths of the run's YAMLs and the (dotted key, text) overrides."""
     pairs = [(key, value) for key, value, _ in _pairs(argv)]
     configs = [value for key, value in pairs if key == "config"]
-    if len(configs) != 1:
-        rule = "names the run's YAML, once"
-        raise stop("--config", configs or None, rule, "write RUN.yaml, or --config RUN.yaml", COMMAND_LINE)
-    return configs[0], [(key, value) for key, value in pairs if key not in _NO_FIELDS]
+    if not configs:
+        rule = "names the run's YAML"
+        raise stop("--config", None, rule, "write RUN.yaml, or --config RUN.yaml", COMMAND_LINE)
+    return configs, [(key, value) for key, value in pairs if key not in _NO_FIELDS]
 
 
 def _pairs(argv: list[str]) -> Iterator[tuple[str, str, list[str]]]:
@@ -405,6 +417,37 @@ def _known_spelling(flag: str) -> str:
     """Other tools write --resume-weights-only: dashes in field names stand for underscores."""
     key = flag[2:].replace("-", "_")
     return f"--{key}" if key in schema() else flag
+
+
+def _layers(paths: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The tree of several YAMLs, of which the later wins key by key, and for each key its place."""
+    tree, places = _read(paths[0])
+    for path in paths[1:]:
+        above, lines = _read(path)
+        _lay(tree, above, places)
+        places |= lines
+    return tree, places
+
+
+def _lay(below: dict[str, Any], above: dict[str, Any], places: dict[str, str], prefix: str = "") -> None:
+    """Maps are merged, and else a value replaces the one below it. A section without contents changes nothing."""
+    for name, value in above.items():
+        key, under = f"{prefix}{name}", below.get(name)
+        if isinstance(under, dict) and isinstance(value, dict):
+            _lay(under, value, places, f"{key}.")
+        elif not (isinstance(under, dict) and value is None and _is_section(key)):
+            below[name] = value
+            _forget_within(key, places)
+
+
+def _forget_within(key: str, places: dict[str, str]) -> None:
+    """Forget the places of what stood in a map that is replaced."""
+    for inner in [each for each in places if each.startswith(f"{key}.")]:
+        del places[inner]
+
+
+def _is_section(key: str) -> bool:
+    return key in sections() or key.partition(".")[0] in Entry.SECTIONS
 
 
 def _read(path: str) -> tuple[dict[str, Any], dict[str, str]]:
@@ -462,6 +505,7 @@ def _override(tree: dict[str, Any], places: dict[str, str], key: str, text: str,
             return
         node = node[part]
     node[parts[-1]] = value
+    _forget_within(key, places)
     places[key] = COMMAND_LINE
 
 
@@ -565,9 +609,8 @@ def _check_keys(
         elif value is None and type(None) not in (known[key], *get_args(known[key])) and key != "deepspeed":
             words = type_name(known[key])  # jsonargparse would let it pass
             problems.add(key, None, f"must be {words}", "remove the line for the default", places.get(key))
-        elif value == "~":  # which the types below would take for YAML's other null
-            problems.add(key, value, "~ is expanded by shells, not in a run's files",
-                         f"write {Path.home()}, or null for none", places.get(key))  # fmt: skip
+        elif value == "~":  # which the types below would take for null
+            problems.add(key, value, "is YAML's other word for null, in quotes", "write null", places.get(key))
         elif (number := _whole(key, value)) is not None:
             tree[name] = number
         elif isinstance(value, dict) or (isinstance(value, list) and any(isinstance(v, (dict, list)) for v in value)):
@@ -585,13 +628,23 @@ def _whole(key: str, value: Any) -> int | None:
     return None
 
 
-def _choose(tree: dict[str, Any], section: str, places: dict[str, str], problems: Problems) -> type[Choice]:
+def _choose(
+    tree: dict[str, Any], section: str, order: list[str], places: dict[str, str], problems: Problems
+) -> type[Choice]:
     """The class that the section selects. The selector leaves the tree, and with it what is not of that class: each
-    such field is a mistake, unless it is null or in a run's own config.yaml of an earlier version."""
+    such field is a mistake, unless it is null or in a run's own config.yaml of an earlier version. `order`: the files
+    and the command line, of which the later one wins."""
+
+    def rank(name: str) -> int:
+        place = places.get(f"{section}.{name}", "")
+        return order.index(found) if (found := place.rpartition(", line ")[0] or place) in order else -1
+
     base, fields_here = choices()[section], tree.get(section) or {}
     dumped = FORMERLY[section] <= {key for key in fields_here if places.get(f"{section}.{key}") != COMMAND_LINE}
     for key in [key for key, value in fields_here.items() if value is None]:
         del fields_here[key]  # null is the default
+        if key != base.SELECTOR:
+            places.pop(f"{section}.{key}", None)
     unnamed = (section == "optim" and optimizer_in(tree["deepspeed"])) or default_choice(section)
     name = fields_here.pop(base.SELECTOR, unnamed)
     known = isinstance(name, str) and name in base.CHOICES
@@ -604,7 +657,7 @@ def _choose(tree: dict[str, Any], section: str, places: dict[str, str], problems
         value, key = fields_here.pop(field), f"{section}.{field}"
         value = strict_yaml.plain_scalar(value) if isinstance(value, str) else value
         if known and not (dumped and value in base.defaults(field) and places.get(key) != COMMAND_LINE):
-            overridden = places.get(f"{section}.{base.SELECTOR}") == COMMAND_LINE != places.get(key)
+            overridden = rank(base.SELECTOR) > rank(field)
             problems.add(key, value, *base.refusal(field, overridden=overridden), places.get(key))
     return chosen
 

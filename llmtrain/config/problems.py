@@ -44,8 +44,8 @@ class Problems:
         """True if a mistake about this key is already known: later rules then stay silent about it."""
         return key in self._keys
 
-    def __bool__(self) -> bool:
-        return bool(self._entries)
+    def __len__(self) -> int:
+        return len(self._entries)
 
     def error(self) -> ConfigError:
         """All mistakes in one; there must be at least one."""

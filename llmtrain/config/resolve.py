@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,10 +23,12 @@ def resolve(
     world_size_source: str = "WORLD_SIZE",
     *,
     places: Places | None = None,
+    notes: Sequence[str] = (),
 ) -> ResolvedRun:
     """The run for this number of ranks: every shared value filled in, the exact DeepSpeed dict made.
 
-    `world_size_source` and `places` (dotted key -> where it was written) appear in errors only.
+    `world_size_source` and `places` (dotted key -> where it was written) appear in errors only; `notes` come first
+    among the run's.
     Raises: ConfigError.
     """
     places = places or {}
@@ -53,7 +56,7 @@ def resolve(
     rules.check_mask(run, batch, degrees, places, problems)
     rules.check_schedule(run, max_steps, batch.tokens, places, problems)
     balance_notes = check_balance(run, batch, degrees, path, places, problems)
-    notes = check_scheduler(run, tree, max_steps, places, problems)
+    of_scheduler = check_scheduler(run, tree, max_steps, places, problems)
     problems.raise_if_any()
 
     exact, more_notes = exact_dict(facts, path, batch, optim.clip_norm)
@@ -66,7 +69,7 @@ def resolve(
         expert_parallel=dict(facts.tree.get("expert_parallel") or {}),
         max_steps=max_steps,
         places=dict(places),
-        notes=(*ignored, *facts.notes, *balance_notes, *notes, *more_notes),
+        notes=(*notes, *ignored, *facts.notes, *balance_notes, *of_scheduler, *more_notes),
     )
 
 

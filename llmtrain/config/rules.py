@@ -132,7 +132,7 @@ _MASK_BYTES = 4 * GIB
 
 _PATHS = (
     *("deepspeed", "resume", "model.pretrained", "model.config", "adapter.start", "data.path", "objective.teacher"),
-    *("train.run_dir", "checkpoint.dir", "fault.preempt_file"),
+    *("train.run_dir", "checkpoint.dir", "fault.preempt_file", "sites.keys"),
 )
 WRITTEN = {
     "deepspeed": "write the path of a DeepSpeed JSON; `llmtrain init DIR` writes some",
@@ -324,24 +324,48 @@ def check_shared_heads(run: RunConfig, degrees: Degrees, path: str, places: Plac
                      path)  # fmt: skip
 
 
-def _check_shell_words(run: RunConfig, places: Places, problems: Problems) -> None:
-    """`~` and `$NAME` are a shell's: nothing expands them here, and a folder of that very name would be made."""
-    flat = flatten(run)
-    paths = {key: flat.get(key) for key in _PATHS} | {f"data.mixture.{path}": path for path in run.data.mixture or {}}
-    paths |= {f"eval.sets.{name}": path for name, path in run.eval.sets.items()}
-    for key, path in paths.items():
-        if not isinstance(path, str) or not re.search(r"^~|\$(\w|\{)", path) or os.path.exists(path):
-            continue
-        meant = os.path.expandvars(os.path.expanduser(path))
-        unset = re.search(r"^~\w*|\$\w+|\$\{[^}]*\}?", meant)
-        what = f"write the path out; here {unset[0]} means nothing" if unset else f"write {meant}"
-        problems.add(key, path, "~ and $NAME are expanded by shells, not in a run's files", what, places.get(key))
-        problems.raise_if_any()  # what is not there for that reason needs no second mistake
+def expand_paths(tree: dict[str, Any], places: dict[str, str], problems: Problems) -> tuple[tuple[str, ...], bool]:
+    """Expand `~` and `$NAME` in the paths of a run, in place, as a shell does. A name that means nothing here is a
+    mistake; a path that is there as it is written stays. Returns a note for each, and False where one is a mistake."""
+    notes: list[str] = []
+    before = len(problems)
+    for key in _PATHS:
+        section, _, name = key.rpartition(".")
+        holder = tree.get(section) if section else tree
+        if isinstance(holder, dict) and isinstance(path := holder.get(name), str):
+            holder[name] = _expanded(key, path, places, problems, notes)
+    data = tree.get("data")
+    if isinstance(data, dict) and isinstance(mixture := data.get("mixture"), dict):
+        data["mixture"] = {}
+        for path, weight in mixture.items():
+            key = f"data.mixture.{path}"
+            meant = _expanded(key, path, places, problems, notes)
+            if meant != path and meant in mixture:
+                problems.add(key, path, f"is {meant}, which is there, too", "keep one of them", places.get(key))
+            data["mixture"][meant] = weight
+            places.setdefault(f"data.mixture.{meant}", places.get(key, "the YAML"))
+    evaluation = tree.get("eval")
+    if isinstance(evaluation, dict) and isinstance(sets := evaluation.get("sets"), dict):
+        for name, path in sets.items():
+            if isinstance(path, str):
+                sets[name] = _expanded(f"eval.sets.{name}", path, places, problems, notes)
+    return tuple(notes), len(problems) == before
+
+
+def _expanded(key: str, path: str, places: dict[str, str], problems: Problems, notes: list[str]) -> str:
+    if not re.search(r"^~|\$(\w|\{)", path) or os.path.exists(path):
+        return path
+    meant = os.path.expandvars(os.path.expanduser(path))
+    if unset := re.search(r"^~\w*|\$\w+|\$\{[^}]*\}?", meant):
+        problems.add(key, path, f"{unset[0]} means nothing here", "set the variable for every rank (llmtrain launch "
+                     "--env-file does), or write the path out", places.get(key))  # fmt: skip
+        return path
+    notes.append(f"{key}: {path} is {meant} here")
+    return meant
 
 
 def check_on_disk(run: RunConfig, places: Places, problems: Problems) -> None:
     """Paths exist; data folders are prepared; the tokenizer fits into the model's vocabulary."""
-    _check_shell_words(run, places, problems)
     folders = [("data.path", run.data.path)] if run.data.path else []
     folders += [(f"data.mixture.{path}", path) for path in run.data.mixture or {}]
     data_vocab: dict[str, int] = {}

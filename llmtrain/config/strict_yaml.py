@@ -8,6 +8,7 @@ on parser events: no constructor is ever looked up. `dump` writes a typed run th
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -162,4 +163,4 @@ _Dumper.add_representer(tuple, lambda dumper, value: dumper.represent_list(list(
 
 def dump(run: RunConfig) -> str:
     """The run as YAML, every field written, in the order of the schema."""
-    return yaml.dump(asdict(run), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
+    return yaml.dump(asdict(run), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=math.inf)

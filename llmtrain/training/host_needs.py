@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from llmtrain.base import untrusted
@@ -20,10 +20,10 @@ from llmtrain.storage.hub.names import INDEX, is_name
 from llmtrain.storage.hub.transfer import weights
 
 
-def needs(config: str, run: RunConfig, mix: Mix, run_dir: str) -> Needs:
-    """Requirements of a run on its hosts. `config`: its YAML."""
+def needs(configs: Sequence[str], run: RunConfig, mix: Mix, run_dir: str) -> Needs:
+    """Requirements of a run on its hosts. `configs`: its YAMLs."""
     return Needs(
-        files=(config, run.deepspeed),
+        files=(*configs, run.deepspeed),
         folders=tuple(_read_by(run)),
         folder=run.checkpoint.dir or run_dir,
         own_folders=run.checkpoint.dir is not None,

@@ -145,8 +145,10 @@ def test_every_command_takes_a_run_alike(
         told.add(capsys.readouterr().err)
     [told_once] = told
     assert "optim.lrr = 1  (run.yaml, line 1)" in told_once and "did you mean optim.lr?" in told_once
-    assert cli.main([*command.split(), "run.yaml", "--config", "run.yaml"]) == 2
-    assert "names the run's YAML, once" in capsys.readouterr().err
+    Path("more.yaml").write_text("optim: {lrrr: 1}\n")
+    assert cli.main([*command.split(), "run.yaml", "--config", "more.yaml"]) == 2
+    error = capsys.readouterr().err
+    assert "optim.lrr = 1  (run.yaml, line 1)" in error and "optim.lrrr = 1  (more.yaml, line 1)" in error
 
 
 def test_help_and_a_wrong_word_need_no_torch() -> None:
@@ -172,7 +174,7 @@ for words in (["reference", "--help"], ["parity", "--help"], ["reference", "no.y
         ("launch --hostfile hosts --dry-runn run.yaml", "is no flag of `llmtrain launch`", "did you mean --dry-run?"),
         ("doctor --hostfile hosts --quikc run.yaml", "is no flag of `llmtrain doctor`", "did you mean --quick?"),
         ("parity run.yaml --rank 2", "is no flag of `llmtrain parity`", "did you mean --ranks?"),
-        ("parity", "names the run's YAML, once", "write RUN.yaml, or --config RUN.yaml"),
+        ("parity", "names the run's YAML", "write RUN.yaml, or --config RUN.yaml"),
     ],
 )
 def test_flags_of_a_command_and_of_its_run(

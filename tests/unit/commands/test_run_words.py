@@ -61,10 +61,3 @@ def test_the_named_file_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[st
     message = refused(tmp_path, capsys, command, form, str(run), key="--train.max_steps", value="3")
     assert "mine.yaml" in message and "optim.lrr" in message
     assert "command line" not in message
-
-
-@pytest.mark.parametrize("command", sorted(COMMANDS.keys() - {"launch", "doctor"}))  # doctor may go without a run
-def test_two_files_are_one_too_many(tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
-    code = cli.main([*COMMANDS[command], RECIPE, "--config", RECIPE])
-    assert code == 2
-    assert "write RUN.yaml, or --config RUN.yaml" in capsys.readouterr().err
