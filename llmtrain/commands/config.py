@@ -18,7 +18,7 @@ from llmtrain.config.load import COMMAND_LINE, Parsed, configs_in, parse, run_wo
 from llmtrain.config.pinned import with_base
 from llmtrain.config.problems import closest, show, stop
 from llmtrain.config.resolve import resolve
-from llmtrain.config.rules import flatten
+from llmtrain.config.rules import flatten, refuse_if_preempted
 from llmtrain.config.run import ResolvedRun
 from llmtrain.config.schema import entries, json_schema
 from llmtrain.config.topology import Degrees
@@ -99,6 +99,7 @@ def main(argv: list[str]) -> int:
     else:
         from llmtrain.training.examine import examine
 
+        refuse_if_preempted(resolved.run, resolved.places)
         checked = examine(with_base(resolved))
         print(summary(checked.resolved, checked.spec.facts))
         if reads_data:

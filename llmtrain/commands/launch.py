@@ -17,6 +17,7 @@ from llmtrain.cluster.launch.plan import Options, Run, describe, make_plan
 from llmtrain.commands import completion
 from llmtrain.config.deepspeed import name_cpu
 from llmtrain.config.load import command_words, configs_in, load, run_words
+from llmtrain.config.rules import refuse_if_preempted
 from llmtrain.training.host_needs import needs
 
 MAX_RESTARTS = 3
@@ -35,6 +36,7 @@ def main(argv: list[str]) -> int:
         return 0
     if plan.alone:
         name_cpu()
+    refuse_if_preempted(resolved.run, resolved.places)
     refuse_if_in_use(resolved.run_dir)
     run = Run(
         folder=resolved.run_dir,

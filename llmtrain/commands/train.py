@@ -19,6 +19,7 @@ from llmtrain.commands import completion
 from llmtrain.config.deepspeed import let_segments_grow
 from llmtrain.config.load import load
 from llmtrain.config.pinned import with_base
+from llmtrain.config.rules import refuse_if_preempted
 from llmtrain.config.run import FaultConfig, ResolvedRun
 from llmtrain.engine.process_memory import none_while_importing
 
@@ -87,6 +88,8 @@ def _train(argv: list[str], parts: Sequence[Part] = ()) -> tuple[ResolvedRun, in
 
             refuse_missing_hostfile()
         resolved = load(argv, world_size, source)
+        if not messages.supervised():
+            refuse_if_preempted(resolved.run, resolved.places)
         refuse_if_in_use(resolved.run_dir)  # rank 0 takes the folder when all ranks have met: later
         with messages.waiting():  # before the watch begins: a large model takes longer than any stall
             resolved = with_base(resolved)

@@ -144,29 +144,67 @@ def read_facts(tree: dict[str, Any], path: str, run: RunConfig, optim: Optimizer
             f"{path}: bf16.bf16_optimizer_states: moments are kept in bf16, and those of a checkpoint rounded to it; "
             "masters are fp32, where DeepSpeed by itself asks for bf16"
         )
-    notes += _without_degree(tree, path, degrees)
+    notes += _switched_off(tree, path, degrees)
     if degrees.expert > 1:
         _check_zero_of_experts(tree.get("zero_optimization") or {}, mix.zero_stage, path, problems)
     _refuse(mix, tree, path, run, problems)
     return Facts(tree=tree, mix=mix, pipeline_partition=partition, notes=tuple(notes))
 
 
-def _without_degree(tree: dict[str, Any], path: str, degrees: Degrees) -> list[str]:
-    """Notes about keys of a way of sharing the work that is not asked for."""
-    notes = []
-    for name, section in (("pipeline", "pipeline"), ("expert", "expert_parallel")):
-        degree = DEGREE_KEYS[name]
-        known = dict(ds_keys.leaves(ds_keys.KEYS[section], f"{section}."))
-        idle = [
+def _switched_off(tree: dict[str, Any], path: str, degrees: Degrees) -> list[str]:
+    """Notes about keys of a section that is off, or of a way of computing that is not asked for."""
+    scale = lookup(tree, "fp16.loss_scale") or 0
+    dynamic = [f"fp16.{name}" for name in _OF_A_DYNAMIC_SCALE]
+    fp16 = bool(lookup(tree, "fp16.enabled"))
+    idle = [
+        (degrees.pipeline == 1, _keys_of("pipeline"), f"{DEGREE_KEYS['pipeline']} is not above 1"),
+        (degrees.expert == 1, _keys_of("expert_parallel"), f"{DEGREE_KEYS['expert']} is not above 1"),
+        (degrees.sequence == 1, ["seq_parallel_communication_data_type"], "sequence_parallel_size is not above 1"),
+        (not fp16, _keys_of("fp16"), "fp16.enabled is not true"),
+        (fp16 and scale > 0, dynamic, f"fp16.loss_scale {show(scale)} stays as it is; 0 is the one that adapts"),
+    ]
+    for section in ("comms_logger", "flops_profiler"):
+        idle.append((not lookup(tree, f"{section}.enabled"), _keys_of(section), f"{section}.enabled is not true"))
+    for name in ("offload_optimizer", "offload_param"):
+        section = f"zero_optimization.{name}"
+        off = lookup(tree, f"{section}.device") in (None, "none")
+        idle.append((off, _keys_of(section), f"{section}.device is none"))
+    notes, known, stage = [], dict(ds_keys.leaves()), lookup(tree, "zero_optimization.stage") or 0
+    for off, keys, why in idle:
+        given = [
             key
-            for key, entry in known.items()
-            if key not in (degree, f"{section}.enabled")
-            and not entry.unread
-            and lookup(tree, key) not in (None, "auto", entry.default)
+            for key in keys
+            if known[key].is_read(stage)
+            and key not in _SWITCHES
+            and lookup(tree, key) not in (None, "auto", known[key].default, *known[key].same)
         ]
-        if idle and getattr(degrees, name) == 1:
-            notes.append(f"{path}: {', '.join(idle)}: no effect: {degree} is not above 1")
+        if off and given:
+            notes.append(f"{path}: {', '.join(given)}: no effect: {why}")
     return notes
+
+
+_OF_A_DYNAMIC_SCALE = (
+    "initial_scale_power",
+    "loss_scale_window",
+    "hysteresis",
+    "consecutive_hysteresis",
+    "min_loss_scale",
+)
+_SWITCHES = frozenset(
+    {
+        *(DEGREE_KEYS[name] for name in ("pipeline", "expert")),
+        *(f"{section}.enabled" for section in ("expert_parallel", "fp16", "comms_logger", "flops_profiler")),
+        *(f"zero_optimization.offload_{name}.device" for name in ("optimizer", "param")),
+    }
+)
+"""Keys that turn the others of their section on."""
+
+
+def _keys_of(section: str) -> list[str]:
+    keys: Any = ds_keys.KEYS
+    for name in section.split("."):
+        keys = keys[name]
+    return [dotted for dotted, _ in ds_keys.leaves(keys, f"{section}.")]
 
 
 def _refuse(mix: Mix, tree: dict[str, Any], path: str, run: RunConfig, problems: Problems) -> None:

@@ -23,7 +23,7 @@ from llmtrain.config.objective import (
     check_start,
     check_teacher_folder,
 )
-from llmtrain.config.problems import Places, Problems
+from llmtrain.config.problems import Places, Problems, stop
 from llmtrain.config.run import AdapterConfig, RunConfig
 from llmtrain.config.topology import Degrees
 from llmtrain.storage.hub.names import is_name
@@ -392,9 +392,6 @@ def check_on_disk(run: RunConfig, places: Places, problems: Problems) -> None:
     if run.resume not in ("auto", "none") and not has_checkpoints(run):
         _check_resume(run.resume, places, problems)
     _check_run_dir(run, places, problems)
-    if (file := run.fault.preempt_file) and os.path.exists(file):
-        problems.add("fault.preempt_file", file, "is there already: the run would save and leave before its first step",
-                     "delete it, or name a file that is yet to appear", places.get("fault.preempt_file"))  # fmt: skip
     model_vocab = run.model.vocabulary or (model or {}).get("vocab_size")
     room = "model.config.vocab_size" if run.model.config is not None else "model.vocabulary"
     for path, vocab in data_vocab.items():
@@ -406,6 +403,17 @@ def check_on_disk(run: RunConfig, places: Places, problems: Problems) -> None:
                 f"set {room} to {vocab} or more, or prepare the data with the model's tokenizer",
                 places.get("model.config.vocab_size"),
             )
+
+
+def refuse_if_preempted(run: RunConfig, places: Places) -> None:
+    """Raises ConfigError when the run's preempt file is there before the run.
+
+    Not asked of ranks that a launch starts: there the file may have come since, and they leave as they would later.
+    """
+    if (file := run.fault.preempt_file) and os.path.exists(file):
+        key = "fault.preempt_file"
+        rule = "is there already: the run would save and leave before its first step"
+        raise stop(key, file, rule, "delete it, or name a file that is yet to appear", places.get(key))
 
 
 def _check_length(

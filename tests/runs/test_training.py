@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 from llmtrain.checkpoint.format import complete_checkpoints, stale_folders
 from tests.helpers import forked
 from tests.helpers.launching import (
+    environment,
     finish,
     gone,
     launch,
@@ -137,6 +140,31 @@ def test_sigusr1_saves_and_goes_on_and_a_dead_launcher_stops_the_ranks(small_dat
     process.wait()
     assert gone(everyone, 30)
     assert complete_checkpoints(run / "checkpoints")[0] != saved
+
+
+def test_a_hang_up_of_deepspeeds_process_saves_and_a_preempt_file_ends_the_restart(small_data, tmp_path, warm):
+    """The process between `deepspeed` and the ranks dies of SIGHUP, and `deepspeed` exits with 0. A file that came
+    before the restarted ranks was a mistake in their configuration, with exit code 2."""
+    recipe, run, file = write_recipe(tmp_path, small_data), tmp_path / "run", tmp_path / "notice"
+    (tmp_path / "hosts").write_text("localhost slots=2\n")
+    words = ("--train.max_steps", "100000", "--schedule.name", "constant", "--checkpoint.every_steps", "null")
+    asked = ("--hostfile", str(tmp_path / "hosts"), "--max-restarts", "1", "--preempt-file", str(file))
+    command = [sys.executable, "-m", "llmtrain", "launch", *asked, "--", str(recipe), *words]
+    told = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = warm.popen(command, cwd=tmp_path, env=environment(), start_new_session=True, **told)
+    wait_for_step(process, run, 2)
+    (between,) = (p for p in tree(process) if "deepspeed.launcher.launch" in p.cmdline())
+    between.send_signal(signal.SIGHUP)
+    deadline = time.monotonic() + 60
+    while "restart" not in (kinds := [row["kind"] for row in rows(run, "events.jsonl")]):
+        assert time.monotonic() < deadline, kinds
+        time.sleep(0.05)
+    file.touch()
+    code, output = finish(process, 120)
+    assert code == 75 and f"stopped (launcher process {between.pid} is gone)" in output, output
+    assert "someone or something outside" not in output and f"preempt file {file} is on" in output, output
+    (restart,) = (row for row in rows(run, "events.jsonl") if row["kind"] == "restart")
+    assert complete_checkpoints(run / "checkpoints")[-1].name == f"step-{restart['step']:08d}" and restart["step"] >= 2
 
 
 def test_data_that_was_changed_is_never_saved_as_trained(small_data, tmp_path):

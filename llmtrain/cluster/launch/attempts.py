@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from llmtrain.cluster.launch.job import Job, say
 from llmtrain.cluster.launch.launchers import launcher_of
 from llmtrain.cluster.launch.plan import Options, Plan, Run, host_of_rank, make_plan, place_lines
 from llmtrain.cluster.watch.notes import write_event
+from llmtrain.cluster.watch.processes import stat
 
 FAULT_CODE = 1
 """Exit code of a launch that ended by a fault without a restart."""
@@ -26,7 +28,12 @@ INTERRUPTED_CODE = 130
 """Ctrl-C."""
 
 BACKOFF_S, MAX_BACKOFF_S = 5.0, 300.0
-_KILLED = {255: "its ssh connection broke", 137: "it was killed", 143: "it was terminated"}
+_KILLED = {
+    0: "DeepSpeed's launcher was killed or hung up",  # then its runner exits with 0
+    255: "its ssh connection broke",
+    137: "it was killed",
+    143: "it was terminated",
+}
 
 Kind = Literal["complete", "stopped", "preempted", "refused", "fault"]
 
@@ -124,18 +131,18 @@ class Attempt:
         left = "launcher process" not in reason and code not in (137, 255) and code >= 0
         if status == "stopped" and (left or code in (-signal.SIGHUP, -signal.SIGTERM)):
             return Outcome(kind="preempted", code=PREEMPTED_CODE, step=step, text=reason)
-        return self._unexplained(code, reason)
+        return self._unexplained(code, reason, saved=status == "stopped")
 
-    def _unexplained(self, code: int, reason: str) -> Outcome:
-        """The outcome of a job that ended without a reason from itself or its watch."""
+    def _unexplained(self, code: int, reason: str, *, saved: bool) -> Outcome:
+        """The outcome of a job that ended without a reason from its watch. `saved`: its ranks have saved and left."""
         where = "after the ranks had met" if self.ranks else "before the ranks had met"
         why = reason or _KILLED.get(128 - code if code < 0 else code, "no cause was reported")
         return Outcome(
             kind="fault",
-            code=FAULT_CODE,
+            code=PREEMPTED_CODE if saved else FAULT_CODE,
             step=self.newest,
             signature=f"step {self.newest + 1}: code {code} {where}",
-            text=f"the job ended with code {code} {where}: {why}",
+            text=f"the job {'saved and ' if saved else ''}ended with code {code} {where}: {why}",
         )
 
 
@@ -180,10 +187,11 @@ class Supervisor:
         self._before = outcome.signature
         if again:
             rule = "the same step failed twice with the same error, and a third time would not differ"
-            return self._give_up(f"not restarted: {rule} ({outcome.signature})")
+            return self._give_up(f"not restarted: {rule} ({outcome.signature})", outcome.code)
         if self.restarts >= self._max:
             rule = f"--max-restarts is {self._max}" + (f", and {self.restarts} are used up" if self.restarts else "")
-            return self._give_up(f"not restarted: {rule}; the same command continues from step {attempt.newest}")
+            text = f"not restarted: {rule}; the same command continues from step {attempt.newest}"
+            return self._give_up(text, outcome.code)
         self.restarts += 1
         self.steps_redone += max(0, outcome.step - attempt.newest)
         if self._good_until_s is None:  # else the attempt had not even met
@@ -193,8 +201,8 @@ class Supervisor:
         wait_s = min(BACKOFF_S * 2**self._faults_at_rest, MAX_BACKOFF_S)
         return Decision(restart=True, wait_s=wait_s, text=outcome.text)
 
-    def _give_up(self, text: str) -> Decision:
-        return Decision(restart=False, code=FAULT_CODE, text=text)
+    def _give_up(self, text: str, code: int = FAULT_CODE) -> Decision:
+        return Decision(restart=False, code=code, text=text)
 
     def summary(self) -> str:
         """One line for the end; empty when there was no restart."""
@@ -250,8 +258,8 @@ class Launch:
                 if outcome.kind == "fault" and not (attempt.ranks and attempt.fault):
                     say(f"error: {outcome.text}")  # else the watch has printed it
                 if not decision.restart:
-                    printed = (attempt.end or {}).get("status") in ("refused", "stopped")  # by rank 0
-                    return self._close(decision.code, "" if printed else decision.text)
+                    printed = outcome.kind != "fault" and (attempt.end or {}).get("status") in ("refused", "stopped")
+                    return self._close(decision.code, "" if printed else decision.text)  # by rank 0
                 problem = self._prepare_restart(attempt, outcome.signature, decision.wait_s)
                 if self._signals:
                     return self._close(_code_of(self._signals[0]), "asked to stop before the restart")
@@ -284,7 +292,7 @@ class Launch:
         """Follow the job to its end; returns the exit code of the process that started it."""
         answered = 0
         by_force = False
-        while (code := job.code()) is None:
+        while (code := job.code()) is None or _some_left(attempt.ranks):
             for message in job.take(_POLL_S):
                 self._hear(plan, attempt, message)
             now = time.monotonic()
@@ -297,6 +305,8 @@ class Launch:
             if by_force or (attempt.last_word_s is not None and now - attempt.last_word_s > _LEAVES_S):
                 self._launcher.end(plan, job)
                 job.kill()
+        if code == 0 and not attempt.ranks:  # ranks that have not met have nothing to save
+            self._launcher.end(plan, job)
         for message in job.rest():
             self._hear(plan, attempt, message)
         if self._live is not None:
@@ -409,6 +419,14 @@ class Launch:
             write_event(self._run_dir, kind, fields)
         except OSError as error:
             say(f"warning: events.jsonl of {self._run_dir} cannot be written here ({error.strerror})")
+
+
+def _some_left(ranks: list[dict[str, Any]]) -> bool:
+    """True while ranks on this host outlive what started them: they notice it, and save."""
+    return any(
+        each.get("host") == socket.gethostname() and (found := stat(int(each["pid"]))) and found.state not in "ZX"
+        for each in ranks
+    )
 
 
 def _not_started(step: int, why: str) -> Attempt:

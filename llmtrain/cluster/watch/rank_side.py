@@ -40,7 +40,7 @@ from llmtrain.cluster.watch.folder import (
     write_json,
 )
 from llmtrain.cluster.watch.heartbeat import heart
-from llmtrain.cluster.watch.processes import MARK
+from llmtrain.cluster.watch.processes import MARK, Process, identify, stat
 
 _AGENT_STARTS_S = 20.0
 _CONNECT_GRACE_S = 30.0
@@ -48,6 +48,24 @@ _CONNECT_GRACE_S = 30.0
 _folder: Path | None = None
 _stack_file: TextIO | None = None
 _has_failed = False
+_launchers: tuple[Process, ...] = ()
+
+
+def launchers() -> tuple[Process, ...]:
+    """DeepSpeed's launcher and the process that started it, as they were when the rank began: either may be gone since.
+
+    Empty without DeepSpeed's launcher.
+    """
+    return _launchers
+
+
+def _parents() -> tuple[Process, ...]:
+    if "LOCAL_SIZE" not in os.environ:
+        return ()
+    found = identify(os.getppid())
+    above = stat(found.pid) if found else None
+    parents = (found, identify(above.parent) if above else None)
+    return tuple(process for process in parents if process is not None and process.pid > 1)
 
 
 def begin(*, stall_timeout_s: float, start_timeout_s: float, run_dir: str, notes: str) -> None:
@@ -151,6 +169,8 @@ def left(code: int) -> None:
 @contextlib.contextmanager
 def outcome_reported() -> Iterator[None]:
     """Report to the agent and to the supervisor how the rank ends. Wraps everything that a rank does."""
+    global _launchers
+    _launchers = _parents()  # now: after seconds of imports a launcher that was killed meanwhile is no parent any more
     try:
         yield
         left(0)

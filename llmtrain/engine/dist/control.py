@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, TypeVar
 
-import psutil
 import torch
 import torch.distributed as dist
 
 from llmtrain.base import log
 from llmtrain.base.errors import UserError
 from llmtrain.cluster import messages
+from llmtrain.cluster.watch import rank_side
 from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.engine.dist.ranks import Ranks
 
@@ -82,14 +82,12 @@ class StopRequests:
 
     def _watch(self) -> None:
         """Look once a second for requests that send no signal."""
-        ancestors: list[psutil.Process] = []
-        if "LOCAL_SIZE" in os.environ:  # `deepspeed` killed with SIGKILL leaves its ranks running
-            ancestors = [process for process in psutil.Process().parents()[:2] if process.pid != 1]
+        launchers = rank_side.launchers()  # `deepspeed` killed with SIGKILL leaves its ranks running
         # One rank of a host looks: on a shared file system all of them would ask the same server.
         file = self._preempt_file if os.environ.get("LOCAL_RANK", "0") == "0" else None
-        while (file or ancestors) and self.stop_reason is None:
-            for process in ancestors:
-                if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
+        while (file or launchers) and self.stop_reason is None:
+            for process in launchers:
+                if not process.alive():
                     self._stop(f"launcher process {process.pid} is gone")
             if file and os.path.exists(file):
                 self._stop(f"preempt file {file} is on {socket.gethostname()}")

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from llmtrain.cluster.hosts.hostfile import Host
-from llmtrain.cluster.launch import attempts, launchers
+from llmtrain.cluster.launch import attempts, job, launchers
 from llmtrain.cluster.launch.attempts import Attempt, Launch
 from llmtrain.cluster.launch.job import Job
 from llmtrain.cluster.launch.plan import Options, Run
@@ -133,6 +133,15 @@ def test_a_job_that_ends_without_a_word_is_a_fault(run: Any, capfd: pytest.Captu
 def test_a_preempted_run_is_not_started_again(run: Any) -> None:
     assert run("place(); tell('end', status='stopped', code=0, reason='preempt file x')") == 75
     assert starts() == 1
+
+
+def test_ranks_that_outlive_their_launcher_have_time_to_save(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were killed 12 s after it, whatever they had to write, and the kill was called someone else's."""
+    monkeypatch.setattr(job, "_REST_S", 0.2)
+    rank = "ranks=[{'rank': 0, 'host': socket.gethostname(), 'local_rank': 0, 'device': 'cpu', 'pid': os.getpid()}]"
+    saves = "time.sleep(1.5); Path('saved').touch(); tell('end', status='stopped', reason='launcher process 7 is gone')"
+    assert run(f"import socket\nif os.fork(): os._exit(0)\ntell('place', {rank}); {saves}", "--max-restarts", "0") == 75
+    assert Path("saved").exists()
 
 
 def test_nothing_that_the_job_started_is_left(run: Any) -> None:

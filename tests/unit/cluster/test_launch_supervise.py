@@ -32,10 +32,11 @@ def end(status: str, code: int = 0, reason: str | None = None) -> dict[str, Any]
         ([end("stopped", reason="preempt file /run/spot")], 0, None, "preempted", 75),
         ([end("stopped", reason="SIGTERM")], 0, 15, "preempted", 75),
         ([end("stopped", reason="SIGTERM")], 0, 2, "stopped", 130),
-        ([end("stopped", reason="launcher process 7 is gone")], -9, None, "fault", 1),
+        ([end("stopped", reason="launcher process 7 is gone")], -9, None, "fault", 75),  # restarted; saved, if not
+        ([end("stopped", reason="launcher process 7 is gone")], 0, None, "fault", 75),  # SIGHUP to it
         ([end("stopped", reason="launcher process 7 is gone")], -15, None, "preempted", 75),  # SIGTERM to the runner
         ([end("stopped", reason="launcher process 7 is gone")], -1, None, "preempted", 75),
-        ([end("stopped", reason="another rank was asked to stop")], 137, None, "fault", 1),
+        ([end("stopped", reason="another rank was asked to stop")], 137, None, "fault", 75),
         ([end("refused", 2, "train.global_batch")], 2, None, "refused", 2),
         ([end("refused", 3, "non-finite")], 3, None, "refused", 3),
         ([end("failed", 2, "ranks 4 to 7 had not connected")], 2, None, "fault", 1),

@@ -114,6 +114,39 @@ def test_what_nothing_reads_is_noted(here: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    "ds, note",
+    [
+        (
+            {"fp16": {"enabled": False, "loss_scale_window": 10, "hysteresis": 2, "min_loss_scale": 4}},
+            "fp16.loss_scale_window, fp16.min_loss_scale: no effect: fp16.enabled is not true",
+        ),
+        (
+            {"bf16": {"enabled": False}, "fp16": {"enabled": True, "loss_scale": 128, "initial_scale_power": 8}},
+            "fp16.initial_scale_power: no effect: fp16.loss_scale 128 stays as it is; 0 is the one that adapts",
+        ),
+        ({"bf16": {"enabled": False}, "fp16": {"enabled": True, "loss_scale_window": 10}}, None),
+        ({"flops_profiler": {"top_modules": 3}}, "flops_profiler.top_modules: no effect: flops_profiler.enabled is "),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "none", "pin_memory": False}}},
+            "zero_optimization.offload_optimizer.pin_memory: no effect: zero_optimization.offload_optimizer.device is ",
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "offload_param": {"pin_memory": False}}},
+            "zero_optimization.offload_param.pin_memory: no effect: nothing reads it at ZeRO 2",
+        ),
+        (
+            {"seq_parallel_communication_data_type": "bf16", "bf16": {"enabled": True}},
+            "seq_parallel_communication_data_type: no effect: sequence_parallel_size is not above 1",
+        ),
+    ],
+)
+def test_keys_of_what_is_off_are_noted(here: Path, ds: dict[str, Any], note: str | None) -> None:
+    """And only once."""
+    notes = [note.removeprefix("ds.json: ") for note in loaded(here, None, ds).notes if "no effect" in note]
+    assert len(notes) == (note is not None) and all(told.startswith(str(note)) for told in notes), notes
+
+
 def test_values_may_stand_in_the_json(here: Path) -> None:
     params = {"lr": 1e-3, "betas": [0.8, 0.9], "eps": 1e-6, "weight_decay": 0}
     ds = {"train_batch_size": 12, "gradient_clipping": 0.5, "optimizer": {"type": "adam", "params": params}}
