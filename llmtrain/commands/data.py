@@ -105,6 +105,9 @@ def shown_row(data: PreparedSet, encoder: Encoder, split: Split, index: int) -> 
     side = (" (chosen)", " (rejected)")[index % 2] if chat.get("pairs") else ""
     if chat.get("unpaired"):
         side = " (desired)" if stream.judged()["desirable"][index] else " (not desired)"
+    if chat.get("choices"):
+        entries = stream.choices()[: index + 1]
+        side = f" (question {int(entries['first'].sum()) - 1}{', the answer' if entries['right'][index] else ''})"
     heading = f"row {index} of {split}{side}: {length} tokens, {int(counted.sum())} counted"
     return Shown(heading, _runs(ids.tolist(), counted, encoder))
 

@@ -1,4 +1,4 @@
-"""`llmtrain prepare`: token shards from text, conversations and preferences."""
+"""`llmtrain prepare`: token shards from text, conversations, preferences and multiple choice."""
 
 from __future__ import annotations
 
@@ -29,20 +29,24 @@ def _options() -> argparse.ArgumentParser:
         metavar="SOURCE",
         help="files, folders or globs (text, code, jsonl, parquet; .gz and .zst too), a saved `datasets` folder, "
         "hf:ORG/NAME[@REVISION][/FILES] of a dataset on the Hub, stdlib: the running Python's own standard library, or "
-        "stdlib-chat or stdlib-preference: questions about it, some of them held out",
+        "stdlib-chat, stdlib-preference or stdlib-choices: questions about it, some of them held out",
     )
     add("--out", required=True, default=argparse.SUPPRESS, metavar="FOLDER", help="the prepared folder")
     given = "Hugging Face folder with a tokenizer.json, or ORG/NAME[@REVISION] on the Hub"
     add("--tokenizer", default=argparse.SUPPRESS, metavar="FOLDER", help=given)
     trained = "train a byte-level BPE of N tokens on the source instead"
     add("--vocab-size", type=int, default=argparse.SUPPRESS, metavar="N", help=trained)
-    add("--field", default="text", help="the field (jsonl) or column (parquet, datasets) that holds the text")
+    add(
+        "--field",
+        default="text",
+        help="the field (jsonl) or column (parquet, datasets) that holds the text, or question",
+    )
     add(
         "--format",
         default="auto",
-        choices=["auto", "text", "jsonl", "parquet", "chat", "preference", "unpaired", "prompt"],
+        choices=["auto", "text", "jsonl", "parquet", "chat", "preference", "unpaired", "prompt", "choices"],
         help="auto: by the file name; chat: conversations, preference: a chosen and a rejected answer, unpaired: one "
-        "and whether it is desired, prompt: questions alone, see below",
+        "and whether it is desired, prompt: questions alone, see below; choices: multiple choice, for eval.choices",
     )
     add(
         "--validation-fraction",

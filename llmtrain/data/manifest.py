@@ -71,7 +71,8 @@ class Manifest:
     """Figures of conversations, one a row (a document): `counted` tokens per split, tokens of the `longest` row, the
     `stop_tokens` that end an answer. Nothing stands between rows. `pairs`: rows 2i and 2i + 1 are a chosen and a
     rejected answer, and `longest` is of both. `unpaired`: each row is an answer that was judged alone.
-    `prompts`: each row is what is fed before an answer is generated, and nothing is counted. `moment`: what the
+    `prompts`: each row is what is fed before an answer is generated, and nothing is counted. `choices`: each row is a
+    question with one of its choices. `moment`: what the
     template took for the time, where it writes the date. `chat_template_kwargs`: what all records said to it."""
 
 

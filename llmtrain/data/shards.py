@@ -1,7 +1,8 @@
 """A prepared folder as token streams: shards are mapped into memory, and reads cross their borders.
 
 Beside each shard of conversations lies a file of rows: the rows' lengths in tokens, uint32 each, and then a bit for
-each token, eight a byte, the first one highest: whether it is counted. Of unpaired answers more follows for each row.
+each token, eight a byte, the first one highest: whether it is counted. Of unpaired answers and of choices more follows
+for each row.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -22,6 +24,14 @@ _CHUNK = 4 << 20
 """Bytes that a comparison with checksums reads at a time."""
 JUDGED = np.dtype([("prompt", "<u8"), ("begin", "<u4"), ("desirable", "u1")])
 """Entry for a row of unpaired answers: hash of its prompt, place of its answer's first token, label of the answer."""
+CHOICE = np.dtype([("first", "u1"), ("right", "u1"), ("characters", "<u4"), ("bytes", "<u4")])
+"""Entry for a row of multiple choice: whether it begins a question, whether it is the answer, sizes of the choice."""
+
+
+def entry_of(chat: dict[str, Any] | None) -> np.dtype | None:
+    """Type of the entries at the end of a file of rows. `chat`: the manifest's."""
+    chat = chat or {}
+    return JUDGED if chat.get("unpaired") else CHOICE if chat.get("choices") else None
 
 
 def rows_path(shard: Path) -> Path:
@@ -89,12 +99,19 @@ class TokenStream:
 
     def judged(self) -> np.ndarray:
         """JUDGED [rows], of unpaired answers only."""
+        return self._entries(JUDGED)
+
+    def choices(self) -> np.ndarray:
+        """CHOICE [rows], of multiple choice only."""
+        return self._entries(CHOICE)
+
+    def _entries(self, dtype: np.dtype) -> np.ndarray:
         sizes = np.diff(self._starts)
         parts = [
-            np.fromfile(rows_path(path), dtype=JUDGED, count=rows, offset=4 * rows + (int(tokens) + 7) // 8)
+            np.fromfile(rows_path(path), dtype=dtype, count=rows, offset=4 * rows + (int(tokens) + 7) // 8)
             for path, rows, tokens in zip(self._paths, self._rows, sizes, strict=True)
         ]
-        return np.concatenate([np.empty(0, JUDGED), *parts])
+        return np.concatenate([np.empty(0, dtype), *parts])
 
     def _map(self, index: int) -> np.ndarray:
         mapped = self._maps[index]
@@ -177,7 +194,8 @@ class PreparedSet:
         path = self.folder / shard.file
         wanted = {path: shard.tokens * self.dtype.itemsize}
         if shard.rows:
-            each = 4 + (JUDGED.itemsize if (self.manifest.chat or {}).get("unpaired") else 0)
+            entry = entry_of(self.manifest.chat)
+            each = 4 + (0 if entry is None else entry.itemsize)
             wanted[rows_path(path)] = each * shard.documents + (shard.tokens + 7) // 8
         for path, expected in wanted.items():
             found = path.stat().st_size if path.is_file() else None

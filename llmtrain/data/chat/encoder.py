@@ -55,6 +55,8 @@ class ChatOptions:
     """Records are unpaired: one answer, and whether it is desired."""
     prompts: bool = False
     """Records are prompts: a row is what a server feeds before it generates, and nothing of it is counted."""
+    choices: bool = False
+    """Records are multiple-choice questions, which no template renders (prepare/choices.py)."""
     moment: str | None = None
     """Time for a template that writes the date, ISO 8601 in local time; None: the present."""
     variables: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -69,6 +71,8 @@ class Row:
     counted: np.ndarray
     desirable: bool | None = None
     """Label of an unpaired answer: True if it is desired."""
+    choice: tuple[bool, bool, int, int] | None = None
+    """`shards.CHOICE` of a choice."""
     whole: bool = True
     """False where it is a part of a row that was too long."""
 

@@ -1,4 +1,5 @@
-"""Conversations and preferences made of the running Python: `--source stdlib-chat` and `--source stdlib-preference`.
+"""Conversations, preferences and multiple choice made of the running Python: `--source stdlib-chat`,
+`stdlib-preference` and `stdlib-choices`.
 
 Four families:
 
@@ -12,7 +13,8 @@ The library's files are parsed, not imported: to import all of the library opens
 that the interpreter has compiled in are imported, since they have no file.
 
 A question is for training or held out by its subject alone: 17 + 8 and 8 + 17 are one subject, and so are all functions
-called `join`. So a question that is held out of one source is held out of the other.
+called `join`. So a question that is held out of one source is held out of the others. Multiple choice has the held-out
+functions alone: which of four sentences is the documentation of this one?
 """
 
 from __future__ import annotations
@@ -133,7 +135,7 @@ if TYPE_CHECKING:
 
 Family = Literal["sums", "calls", "functions", "topics"]
 
-SOURCES = {"stdlib-chat": "chat", "stdlib-preference": "preference"}
+SOURCES = {"stdlib-chat": "chat", "stdlib-preference": "preference", "stdlib-choices": "choices"}
 """Name of a --source -> the --format of its records."""
 _VALIDATION = "/validation"
 """After a source's name: what it holds out."""
@@ -144,6 +146,7 @@ _PAIR = 200
 """Characters of two rows, a question twice: a longer pair would not fit the short sequences of the recipe."""
 _CALLS = 1500
 """Calls of each tool."""
+_CHOICES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,12 +195,17 @@ def lessons(source: str, split: Split) -> tuple[Lesson, ...]:
     made = [lesson for lesson in (*_sums(), *_calls(), *_documented()) if lesson.split == split]
     if source == "stdlib-preference":
         made = [lesson for family in ("functions", "sums") for lesson in _with_wrong(made, family)]
+    if source == "stdlib-choices":
+        made = [lesson for lesson in made if lesson.family == "functions"]
     random.Random(f"{source} {split}").shuffle(made)
     return tuple(made)
 
 
 def records(source: str, split: Split) -> Iterator[dict[str, Any]]:
     """The records that `prepare` reads, in the forms of jsonl."""
+    if source == "stdlib-choices":
+        yield from _with_choices(lessons(source, split))
+        return
     for lesson in lessons(source, split):
         if lesson.wrong is None:
             yield {"messages": lesson.messages()}
@@ -216,9 +224,9 @@ def is_made(source: str) -> bool:
 
 
 def parts(source: str) -> tuple[str, Split]:
-    """`stdlib-chat/validation` -> (stdlib-chat, validation); without an end it is what is for training."""
+    """`stdlib-chat/validation` -> (stdlib-chat, validation); without an end what is for training, if it trains."""
     name = source.removesuffix(_VALIDATION)
-    return name, "validation" if name != source else "train"
+    return name, "validation" if name != source or SOURCES[name] == "choices" else "train"
 
 
 def completed(settings: PrepareSettings) -> PrepareSettings:
@@ -230,7 +238,8 @@ def completed(settings: PrepareSettings) -> PrepareSettings:
     if not made:
         return settings
     name, held_out = parts(made[0])[0], parts(made[0])[0] + _VALIDATION
-    if settings.sources != (name,) or settings.validation_sources not in ((), (held_out,)):
+    choices = SOURCES[name] == "choices"
+    if settings.sources != (name,) or settings.validation_sources not in ((), *(() if choices else ((held_out,),))):
         raise DataError(f"--source {name}: stands alone, since it holds questions out by itself; prepare others apart")
     if settings.validation_fraction is not None:
         raise DataError(
@@ -239,7 +248,7 @@ def completed(settings: PrepareSettings) -> PrepareSettings:
         )
     if settings.format not in ("auto", SOURCES[name]):
         raise DataError(f"--format {settings.format}: --source {name} has the format {SOURCES[name]}; leave it out")
-    return replace(settings, format=SOURCES[name], validation_sources=(held_out,))
+    return replace(settings, format=SOURCES[name], validation_sources=() if choices else (held_out,))
 
 
 # --- the families ---------------------------------------------------------------------------------
@@ -294,3 +303,18 @@ def _with_wrong(made: list[Lesson], family: str) -> list[Lesson]:
         if 2 * len(lesson.question) + len(lesson.answer) + len(wrong) <= _PAIR:
             found.append(replace(lesson, wrong=wrong))
     return found
+
+
+def _with_choices(asked: tuple[Lesson, ...]) -> Iterator[dict[str, Any]]:
+    """Each question with its answer among those to others."""
+    draws = random.Random("choices")
+    answers = sorted({lesson.answer for lesson in asked})
+    for lesson in asked:
+        wrong = [answer for answer in draws.sample(answers, _CHOICES) if answer != lesson.answer]
+        place = draws.randrange(_CHOICES)
+        choices = wrong[: _CHOICES - 1]
+        yield {
+            "question": lesson.question,
+            "choices": [*choices[:place], lesson.answer, *choices[place:]],
+            "answer": place,
+        }

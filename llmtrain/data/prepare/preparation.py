@@ -83,7 +83,7 @@ def prepare(settings: PrepareSettings) -> Manifest:
             manifest = _manifest(settings, [files, validation], plan, records, out)
         finally:  # where a split is empty it tells why
             _write_rejected(out, records)
-        if settings.chat is not None:
+        if settings.chat is not None and not settings.chat.choices:
             write_sample(out, records)
         manifests.write_manifest(out, manifest)
         shutil.rmtree(out / UNFINISHED)
@@ -308,6 +308,7 @@ def _chat(options: ChatOptions, records: list[dict[str, Any]], moment: str) -> d
         "pairs": options.pairs,
         "unpaired": options.labelled,
         **({"prompts": True} if options.prompts else {}),
+        **({"choices": True} if options.choices else {}),
         **({"moment": moment} if any(record.get("dated") for record in records) else {}),
         **({"chat_template_kwargs": options.variables} if options.variables else {}),
     }
@@ -317,9 +318,11 @@ def _check_splits(
     settings: PrepareSettings, tokens: dict[str, int], documents: dict[str, int], lowest_draw: float, rejected: int
 ) -> None:
     """Raises DataError when a split that was asked for is empty."""
-    if not tokens["train"]:
+    choices = settings.format == "choices"
+    if not tokens["validation" if choices else "train"]:
         why = f" ({units.counted(rejected, 'record')} rejected, each with its reason in {REJECTED})" if rejected else ""
-        raise DataError(f"--source {' '.join(settings.sources)}: it gives no training document{why}; add text")
+        what, remedy = ("question", "add some") if choices else ("training document", "add text")
+        raise DataError(f"--source {' '.join(settings.sources)}: it gives no {what}{why}; {remedy}")
     if tokens["validation"] or not (settings.fraction or settings.validation_sources):
         return
     without = "train without validation: --validation-fraction 0, and `eval: off` under `train:` in the run's YAML"
@@ -343,6 +346,13 @@ def _documents(number: int) -> str:
 
 def _summary(out: Path, manifest: Manifest, elapsed_s: float) -> str:
     total = sum(manifest.tokens.values())
+    if (manifest.chat or {}).get("choices"):
+        entries = PreparedSet(out).split("validation").choices()
+        asked = f"{units.counted(int(entries['first'].sum()), 'question')}, {units.counted(len(entries), 'choice')}"
+        longest, took = (manifest.chat or {})["longest"], units.duration(elapsed_s)
+        return (
+            f"{out}: {asked}, {units.count(total)} tokens, longest row {longest}; {manifest.rejected} rejected, {took}"
+        )
     splits = "; ".join(
         f"{split} {_documents(manifest.documents[split])}, {units.count(manifest.tokens[split])} tokens "
         f"({manifest.tokens[split] / total:.1%})"

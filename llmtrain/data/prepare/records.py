@@ -223,6 +223,8 @@ def _read_jsonl(piece: Piece, field: str | None, max_bytes: int) -> Iterator[Doc
 
 
 _FORMS = (  # the fields that tell what records are -> --format
+    (("question", "choices"), "choices"),
+    (("ctx", "endings"), "choices"),
     (("chosen", "rejected"), "preference"),
     (("prompt", "completion", "label"), "unpaired"),
     (("messages",), "chat"),

@@ -53,7 +53,9 @@ class PrepareSettings:
 
     @property
     def chat(self) -> ChatOptions | None:
-        """How conversations become rows; None for text. Raises DataError when the tokenizer's files cannot be read."""
+        """How records become rows; None for text. Raises DataError when the tokenizer's files cannot be read."""
+        if self.format == "choices":
+            return ChatOptions(field="" if self.field == "text" else self.field, stop_tokens=(), choices=True)
         if self.format not in CHAT_FORMATS:
             return None
         return ChatOptions(
@@ -81,7 +83,9 @@ class PrepareSettings:
 
     @property
     def fraction(self) -> float:
-        """The share of `sources` that is held out."""
+        """The share of `sources` that is held out: all questions of multiple choice are for evaluation."""
+        if self.format == "choices":
+            return 1.0
         if self.validation_fraction is not None:
             return self.validation_fraction
         return 0.0 if self.validation_sources else 0.05
@@ -99,16 +103,28 @@ class PrepareSettings:
         }
         if self.tokenizer is not None:
             values["tokenizer"] = tokenize.fingerprint(Path(self.tokenizer))
-            if (chat := self.chat) is not None:
+            if (chat := self.chat) is not None and not chat.choices:
                 template = tokenize.chat_template(Path(self.tokenizer), self.chat_template)
                 values |= {**asdict(chat), "stop_tokens": list(chat.stop_tokens)}
-                del values["pairs"], values["labelled"], values["prompts"]  # `format` says it
+                del values["pairs"], values["labelled"], values["prompts"], values["choices"]  # `format` says it
                 del values["moment"]
                 if variables := values.pop("variables"):
                     values["chat_template_kwargs"] = variables
                 values["chat_template"] = xxhash.xxh3_128_hexdigest(template.encode())
             return values
         return {**values, "vocab_size": self.vocab_size}
+
+    def _check_choices(self) -> None:
+        if self.tokenizer is None:
+            raise DataError(
+                "--format choices needs --tokenizer FOLDER: that of the data which is trained on, such as "
+                "data/stdlib/tokenizer"
+            )
+        if self.validation_sources or self.validation_fraction is not None:
+            option = "source" if self.validation_sources else "fraction"
+            raise DataError(
+                f"--validation-{option}: all questions of --format choices are for evaluation; leave it out"
+            )
 
     def check(self) -> None:
         """Raises DataError for a value, or two together, that cannot be."""
@@ -120,6 +136,8 @@ class PrepareSettings:
             raise DataError(
                 f"--format {self.format} needs --tokenizer FOLDER: a chat model's, or any with --chat-template FILE"
             )
+        if self.format == "choices":
+            self._check_choices()
         given = [
             name
             for name in ("chat_template", "chat_template_kwargs", "max_tokens", "stop_tokens")
@@ -148,7 +166,7 @@ class PrepareSettings:
                 "give either --validation-source (its documents are for validation, all of --source for training) or "
                 "--validation-fraction (a share of --source is for validation)"
             )
-        if not 0 <= self.fraction < 1:
+        if not 0 <= self.fraction < 1 and self.format != "choices":
             raise DataError(f"--validation-fraction {self.validation_fraction}: must be at least 0 and below 1")
         limits = (
             ("max_document_bytes", 1, "leave it out for the default"),

@@ -288,7 +288,7 @@ def _kind(path: str, form: str, option: str = "--source") -> Kind:
             f"{option} {path}: a table as text is not read as records. Convert it to Parquet, with "
             "pyarrow.parquet.write_table(pyarrow.csv.read_csv(FILE), OUT), or read it as prose with --format text"
         )
-    if form in ("chat", "preference", "unpaired", "prompt"):
+    if form in ("chat", "preference", "unpaired", "prompt", "choices"):
         return "parquet" if name.endswith(".parquet") else "array" if _begins(path, b"[") else "jsonl"
     if form == "jsonl" and bare == name and _begins(path, b"["):
         return "array"

@@ -30,10 +30,11 @@ from llmtrain.base.files import replace_file
 from llmtrain.data.chat.conversation import RefusedError
 from llmtrain.data.chat.encoder import ChatEncoder, ChatOptions, Row, kept
 from llmtrain.data.manifest import SPLITS, Split
+from llmtrain.data.prepare.choices import ChoiceEncoder
 from llmtrain.data.prepare.records import Document, Rejection, read_piece, reject
 from llmtrain.data.prepare.settings import draw, parts
 from llmtrain.data.prepare.sources import Piece, Unit
-from llmtrain.data.shards import JUDGED, rows_path
+from llmtrain.data.shards import CHOICE, JUDGED, rows_path
 from llmtrain.data.tokenize import Encoder
 
 UNFINISHED = "unfinished"
@@ -113,7 +114,7 @@ class _ShardWriter:
         self._chat = chat
         self._lengths: list[int] = []
         self._counted: list[np.ndarray] = []
-        self._judged: list[np.ndarray] = []
+        self._entries: list[np.ndarray] = []
         self._partial = path.with_name(path.name + ".tmp")
         self._stream = open(self._partial, "wb")  # noqa: SIM115  # closed by commit or discard
         self._digest = xxhash.xxh3_64()
@@ -129,7 +130,9 @@ class _ShardWriter:
             self._lengths += [len(row.ids) for row in rows]
             self._counted += [row.counted for row in rows]
             if self._chat.labelled:
-                self._judged.append(_judged(rows))
+                self._entries.append(_judged(rows))
+            if self._chat.choices:
+                self._entries.append(np.array([row.choice for row in rows], dtype=CHOICE))
         data = block.tobytes()
         self._stream.write(data)
         self._digest.update(data)
@@ -158,7 +161,7 @@ class _ShardWriter:
         }
         if self._chat is not None:
             data = np.array(self._lengths, dtype="<u4").tobytes() + np.packbits(np.concatenate(self._counted)).tobytes()
-            data += b"".join(part.tobytes() for part in self._judged)
+            data += b"".join(part.tobytes() for part in self._entries)
             replace_file(rows_path(self.path), data)
             entry["rows"] = xxhash.xxh3_64_hexdigest(data)
         self._partial.replace(self.path)
@@ -189,7 +192,10 @@ class _Written:
 
 
 def process_unit(
-    unit: Unit, settings: WorkerSettings, encoder: Encoder | ChatEncoder, progress: Callable[[int], None]
+    unit: Unit,
+    settings: WorkerSettings,
+    encoder: Encoder | ChatEncoder | ChoiceEncoder,
+    progress: Callable[[int], None],
 ) -> dict[str, Any]:
     """Tokenize `unit` and leave its shards and its record; returns the record. `progress` gets bytes of text done.
 
@@ -201,7 +207,7 @@ def process_unit(
         for split in SPLITS:
             path = out / f"{split}-{unit.index:05d}.bin"
             writers[split] = _ShardWriter(path, settings.chat)
-        too_long = encoder.too_long if isinstance(encoder, ChatEncoder) else 0
+        too_long = 0 if isinstance(encoder, Encoder) else encoder.too_long
         written = _write_documents(unit, settings, encoder, writers, progress)
         order = {piece.label: place for place, piece in enumerate(unit.pieces)}
         written.rejected.sort(key=lambda rejection: (order[rejection.file], rejection.number))
@@ -214,7 +220,7 @@ def process_unit(
             "left_out": written.left_out,
             "lowest_draw": written.lowest_draw,
         }
-        if isinstance(encoder, ChatEncoder):
+        if not isinstance(encoder, Encoder):
             record["chat"] = {split: writers[split].of_chat() for split in SPLITS}
             record["too_long"] = encoder.too_long - too_long
             record["dated"] = encoder.dated
@@ -236,7 +242,7 @@ def process_unit(
 def _write_documents(
     unit: Unit,
     settings: WorkerSettings,
-    encoder: Encoder | ChatEncoder,
+    encoder: Encoder | ChatEncoder | ChoiceEncoder,
     writers: dict[str, _ShardWriter],
     progress: Callable[[int], None],
 ) -> _Written:
@@ -263,7 +269,7 @@ def _write_documents(
                 written.sample += filter(None, [kept(document.text, rows, at)])
             chosen[side] += rows
         for split in SPLITS:
-            writers[split].write(chosen[split], None if isinstance(encoder, ChatEncoder) else encoder.separator_id)
+            writers[split].write(chosen[split], encoder.separator_id if isinstance(encoder, Encoder) else None)
         progress(filled)
         batch.clear()
         filled = 0
@@ -289,7 +295,7 @@ def _write_documents(
     return written
 
 
-def _rows(encoder: Encoder | ChatEncoder, texts: list[str]) -> list[list[Row] | str]:
+def _rows(encoder: Encoder | ChatEncoder | ChoiceEncoder, texts: list[str]) -> list[list[Row] | str]:
     """The rows of each document, or why there are none."""
     if isinstance(encoder, Encoder):
         # A tokenizer may drop all characters that it does not know.
@@ -322,6 +328,12 @@ def _sides(
     return sides
 
 
+def _encoder(folder: Path, chat: ChatOptions | None) -> Encoder | ChatEncoder | ChoiceEncoder:
+    if chat is None:
+        return Encoder(folder)
+    return ChoiceEncoder(folder, chat) if chat.choices else ChatEncoder(folder, chat)
+
+
 def _jobs_from(stream: Any) -> queue.Queue[str]:
     """Lines of `stream` as they come. When it ends, the parent is gone (even by kill -9) and so is this process."""
     jobs: queue.Queue[str] = queue.Queue()
@@ -349,7 +361,7 @@ def main() -> None:
     settings = WorkerSettings.from_dict(json.loads(jobs.get()))
     folder = Path(settings.out) / "tokenizer"
     try:
-        encoder = Encoder(folder) if settings.chat is None else ChatEncoder(folder, settings.chat)
+        encoder = _encoder(folder, settings.chat)
         while True:
             unit = Unit.from_dict(json.loads(jobs.get()))
             record = process_unit(unit, settings, encoder, lambda size: answer({"progress": size}))

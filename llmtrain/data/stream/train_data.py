@@ -255,6 +255,10 @@ def _open_member(folder: Path, config: DataConfig) -> _Member:
             f"{folder} holds prompts, of which nothing is counted, so there is nothing to learn; they are for what "
             "generates answers. Prepare conversations, with --format chat"
         )
+    if chat is not None and chat.get("choices"):
+        raise DataError(
+            f"{folder} holds multiple-choice questions, which measure a model and train none; name it in eval.choices"
+        )
     if chat is not None and not config.isolate_documents:
         raise DataError(
             f"data.isolate_documents is false, and {folder} holds conversations: those that share a sequence would "

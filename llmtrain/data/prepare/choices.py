@@ -1,0 +1,169 @@
+"""Multiple-choice questions as rows: a question followed by each of its choices, as lm-eval's harness tokenizes them.
+
+A record has a question, its choices and which of them is right, under the names that common datasets give them (ARC,
+HellaSwag, MMLU, OpenBookQA, CommonsenseQA, PIQA, RACE, SciQ and what follows their form). A choice is scored as the
+continuation of its question after one space: lm-eval 0.4.13, `TemplateLM._encode_pair`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmtrain.base import untrusted
+from llmtrain.base.errors import DataError
+from llmtrain.data.chat.conversation import RefusedError
+from llmtrain.data.chat.encoder import ChatOptions, Row
+from llmtrain.data.chat.rendering import first_line
+from llmtrain.data.tokenize import as_ids, refuse_code
+
+_QUESTIONS = ("question", "question_stem", "ctx", "query", "goal", "prompt", "context")
+_BEFORE = ("context", "passage", "article", "support")
+"""Text that a question is about; it stands before it, with a line break."""
+_CHOICES = ("choices", "endings", "options")
+_ANSWERS = ("answer", "answerKey", "answer_index", "label", "gold")
+_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What a model is asked, and the continuations that it chooses from."""
+
+    context: str
+    choices: list[str]
+    answer: int
+    """Place of the right one."""
+
+
+def question_of(text: str, field: str) -> Question:
+    """The question of a record, which is a JSON object. `field`: the one that holds all of the context; empty: one of
+    the usual names.
+
+    Raises: RefusedError.
+    """
+    try:
+        record: dict[str, Any] = untrusted.loads(text)
+    except ValueError as error:
+        raise RefusedError(f"broken JSON ({error})") from None
+    choices, labels = _choices(record)
+    return Question(_context(record, field), choices, _answer(record, choices, labels))
+
+
+def _given(record: dict[str, Any], names: tuple[str, ...], what: str) -> tuple[str, Any]:
+    """(name, value) of the first of the names that the record has."""
+    for name in names:
+        if record.get(name) is not None:
+            return name, record[name]
+    fields = ", ".join(sorted(map(str, record))[:8]) or "none"
+    raise RefusedError(f"no {what}: one of {', '.join(names)} (its fields: {fields})")
+
+
+def _text(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise RefusedError(f"{name} is {type(value).__name__}, not a string")
+    if not value.strip():
+        raise RefusedError(f"{name} is empty")
+    return value
+
+
+def _context(record: dict[str, Any], field: str) -> str:
+    name, value = _given(record, (field,) if field else _QUESTIONS, "question")
+    question = _text(value, name)
+    if field:
+        return question
+    before = (record.get(each) for each in _BEFORE if each != name)
+    return "\n".join([*(each for each in before if isinstance(each, str) and each.strip()), question])
+
+
+def _choices(record: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """(texts, labels); of choices without labels no labels."""
+    labels: Any = []
+    if "sol1" in record and "sol2" in record:  # PIQA
+        given: Any = [record["sol1"], record["sol2"]]
+    elif all(record.get(name) for name in ("correct_answer", "distractor1")):  # SciQ
+        wrong = [record[name] for name in sorted(record) if name.startswith("distractor") and record[name]]
+        given, labels = [*wrong, record["correct_answer"]], []
+    else:
+        name, given = _given(record, _CHOICES, "choices")
+        if isinstance(given, dict):  # ARC: the columns of a table
+            given, labels = given.get("text"), given.get("label")
+            if not isinstance(labels, list) or not isinstance(given, list) or len(labels) != len(given):
+                raise RefusedError(f"{name} has no text and label of one length")
+        if not isinstance(given, list):
+            raise RefusedError(f"{name} is {type(given).__name__}, not a list of strings")
+    if len(given) < 2:
+        raise RefusedError(f"it has {len(given)} choices; at least 2 are wanted")
+    return [_text(each, f"choice {place}") for place, each in enumerate(given)], list(map(str, labels))
+
+
+def _answer(record: dict[str, Any], choices: list[str], labels: list[str]) -> int:
+    """Place of the right choice: its label where the choices have labels; else a number from 0, a letter from A, or
+    the choice itself."""
+    if record.get("correct_answer") in choices and not any(record.get(name) is not None for name in _ANSWERS):
+        return choices.index(record["correct_answer"])
+    name, given = _given(record, _ANSWERS, "answer")
+    meant = str(given).strip()
+    if isinstance(given, bool) or not isinstance(given, (int, str)):
+        raise RefusedError(f"{name} is {type(given).__name__}, not a number, a letter or a choice")
+    if labels:
+        found = {place for place, label in enumerate(labels) if label == meant}
+    else:
+        found = {choices.index(meant)} if isinstance(given, str) and meant in choices else set()
+        if meant.isdecimal():
+            found |= {int(meant)} & set(range(len(choices)))
+        elif meant in _LETTERS:
+            found |= {_LETTERS.find(meant)} & set(range(len(choices)))
+    if len(found) != 1:
+        wanted = (
+            f"one of {', '.join(labels)}" if labels else f"a number from 0 to {len(choices) - 1}, its letter or text"
+        )
+        raise RefusedError(f"{name} {given!r} names {'no choice' if not found else 'two choices'}; write {wanted}")
+    return found.pop()
+
+
+class ChoiceEncoder:
+    """A tokenizer that makes a row of each choice, for one worker."""
+
+    dated = False
+    too_long = 0
+
+    def __init__(self, folder: Path, options: ChatOptions) -> None:
+        """Raises DataError when transformers cannot load the tokenizer."""
+        from transformers import AutoTokenizer
+
+        refuse_code(folder)
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        except Exception as error:  # OSError, ValueError, TypeError: whatever the files of a folder make of it
+            raise DataError(f"{folder}: transformers cannot load this tokenizer ({first_line(error)})") from error
+        self._field = options.field
+        first = self._tokenizer.bos_token_id
+        self._begins = self._tokenizer.decode(self._tokenizer.eos_token_id if first is None else first)
+        self._vocab_size = max(max(self._tokenizer.get_vocab().values()) + 1, len(self._tokenizer))
+
+    def rows(self, text: str) -> list[Row]:
+        """A row for each choice of a record, in their order. Raises: RefusedError."""
+        question = question_of(text, self._field)
+        context = question.context.rstrip()
+        gap = question.context[len(context) :] + " "
+        begin = self._ids(context)
+        if not begin:
+            raise RefusedError("the tokenizer gives no token for its question")
+        rows = []
+        for place, choice in enumerate(question.choices):
+            continuation = self._ids(context + gap + choice)[len(begin) :]
+            if not continuation:
+                raise RefusedError(f"choice {place} gives no token of its own behind the question")
+            counted = np.arange(len(begin) + len(continuation)) >= len(begin)
+            entry = (place == 0, place == question.answer, len(choice), len(choice.encode()))
+            rows.append(Row(as_ids(begin + continuation, self._vocab_size), counted, choice=entry))
+        return rows
+
+    def _ids(self, text: str) -> list[int]:
+        """As lm-eval's HFLM: with the tokenizer's own first token, unless the text begins with its spelling."""
+        given = {"add_special_tokens": False} if text.startswith(self._begins) else {}
+        ids: list[int] = self._tokenizer.encode(text, **given)
+        return ids
