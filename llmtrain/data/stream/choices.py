@@ -1,0 +1,146 @@
+"""Prepared multiple-choice questions as batches, and their figures from the log-probability of each choice.
+
+A row is a question with one of its choices. It stands alone in its row of a batch, padded on its right: so any causal
+model may be asked, however its run packs documents. A row that is longer than `data.sequence_length` loses its
+beginning, as lm-eval does it (0.4.13, `HFLM._loglikelihood_tokens`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from llmtrain.base.errors import DataError
+from llmtrain.data.shards import PreparedSet
+from llmtrain.data.stream.loader import AnswerBatch
+from llmtrain.data.stream.windows import IGNORED
+
+_NARROWEST = 32
+"""Tokens of the narrowest batches; each wider kind has twice as many, since a pipeline takes one shape at a time."""
+
+
+class ChoiceSet:
+    """The questions of a folder that `llmtrain prepare --format choices` has made."""
+
+    def __init__(self, folder: str | Path, *, sequence_length: int, shared: int = 1) -> None:
+        """`sequence_length`: tokens that the model may see at once. `shared`: ranks that share a row.
+
+        Raises DataError when the folder holds something else, or a choice alone is too long.
+        """
+        self.prepared = PreparedSet(folder)
+        if not (self.prepared.manifest.chat or {}).get("choices"):
+            raise DataError(
+                f"{folder}: holds no multiple-choice questions; prepare them with --format choices, or name a folder "
+                "of texts or conversations in eval.sets"
+            )
+        self._stream = self.prepared.split("validation")
+        self._entries, self._lengths = self._stream.choices(), self._stream.row_lengths()
+        self._starts = np.cumsum(self._lengths) - self._lengths
+        counted = self._stream.counted(0, self._stream.tokens)
+        assert counted is not None
+        longest = int(np.add.reduceat(counted, self._starts, dtype=np.int64).max())
+        if longest > sequence_length:
+            raise DataError(
+                f"{folder}: its longest choice has {longest} tokens, data.sequence_length is {sequence_length}, and "
+                "only questions are cut; raise that, or leave the record out"
+            )
+        self._first = np.flatnonzero(self._entries["first"])
+        if not len(self._first) or (np.add.reduceat(self._entries["right"], self._first, dtype=np.int64) != 1).any():
+            raise DataError(f"{folder}: not each of its questions has one answer: it is damaged; prepare it again")
+        self._fed = np.minimum(self._lengths - 1, sequence_length)
+        self._shared, self._length = shared, sequence_length
+        self.cut = int((self._lengths - 1 > sequence_length).sum())
+        """Rows whose beginning is cut off."""
+
+    @property
+    def questions(self) -> int:
+        """Number of questions."""
+        return len(self._first)
+
+    @property
+    def rows(self) -> int:
+        """Number of choices."""
+        return len(self._lengths)
+
+    def batches(
+        self, tokens: int, rank: int, data_parallel: int, *, pin_memory: bool = False
+    ) -> Iterator[list[AnswerBatch]]:
+        """This rank's micro-batches; those of a list have one shape, and every rank gets as many of the same shape.
+
+        `tokens`: of a micro-batch at most, padding included.
+        """
+        widths = np.array([self._width(int(fed)) for fed in self._fed])
+        for width in np.unique(widths)[::-1].tolist():  # the largest first: what does not fit into memory fails at once
+            rows = np.flatnonzero(widths == width)
+            each = max(1, min(tokens // width, -(-len(rows) // data_parallel)))
+            yield [
+                self._batch(rows[start + rank * each : start + (rank + 1) * each], each, width, pin_memory)
+                for start in range(0, len(rows), each * data_parallel)
+            ]
+
+    def _width(self, fed: int) -> int:
+        width = max(_NARROWEST, 1 << (fed - 1).bit_length())
+        return min(self._length, -(-width // self._shared) * self._shared)
+
+    def _batch(self, rows: np.ndarray, height: int, width: int, pin_memory: bool) -> AnswerBatch:
+        """`rows` as a micro-batch of `height` rows; what is missing does not count."""
+        inputs = np.full((height, width), self.prepared.manifest.separator_id, dtype=np.int64)
+        labels = np.full((height, width), IGNORED, dtype=np.int64)
+        answers = np.full((height, width), len(rows), dtype=np.int64)
+        for place, row in enumerate(rows.tolist()):
+            fed = int(self._fed[row])
+            begin = int(self._starts[row] + self._lengths[row]) - fed - 1
+            ids = self._stream.read(begin, fed + 1).astype(np.int64)
+            counted = self._stream.counted(begin, fed + 1)
+            assert counted is not None
+            inputs[place, :fed], answers[place] = ids[:-1], place
+            labels[place, :fed] = np.where(counted[1:], ids[1:], IGNORED)
+        micro = AnswerBatch(
+            inputs=torch.from_numpy(inputs),
+            labels=torch.from_numpy(labels),
+            sample_indices=rows.tolist(),
+            answers=torch.from_numpy(answers),
+            rows=torch.from_numpy(rows),
+            reference=None,
+        )
+        pinned = micro.pinned() if pin_memory else micro
+        assert isinstance(pinned, AnswerBatch)
+        return pinned
+
+    def chosen(self, log_probs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(likeliest choice of each question, likeliest by its characters), int64 [questions] each: places among its
+        choices; -1 where a log-probability is not finite.
+
+        log_probs: nats [rows].
+        """
+        by_character = log_probs / self._entries["characters"]
+        bounds = zip(self._first, [*self._first[1:], self.rows], strict=True)
+        found = [
+            [
+                int(each[begin:end].argmax()) if np.isfinite(each[begin:end]).all() else -1
+                for each in (log_probs, by_character)
+            ]
+            for begin, end in bounds
+        ]
+        best, normalised = np.array(found, dtype=np.int64).T
+        return best, normalised
+
+    def figures(self, log_probs: np.ndarray) -> dict[str, float]:
+        """accuracy; accuracy_norm, of log-probabilities divided by the characters of their choice (lm-eval's acc and
+        acc_norm); bits_per_byte of the right choices.
+
+        log_probs: nats [rows].
+        """
+        right = np.flatnonzero(self._entries["right"])
+        places = right - self._first
+        best, normalised = self.chosen(log_probs)
+        bits = -float(log_probs[right].sum(dtype=np.float64)) / math.log(2)
+        return {
+            "accuracy": float((best == places).mean()),
+            "accuracy_norm": float((normalised == places).mean()),
+            "bits_per_byte": bits / int(self._entries["bytes"][right].sum(dtype=np.int64)),
+        }
