@@ -34,7 +34,7 @@ from llmtrain.data.stream.loader import MicroBatch, UnpairedBatch, batches_of
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.engine.api import Engine
 from llmtrain.engine.deepspeed.process_group import join_process_group
-from llmtrain.engine.dist.control import AgreedError, from_all, to_rank_0, together
+from llmtrain.engine.dist.control import AgreedError, to_rank_0, together
 from llmtrain.engine.dist.local_ranks import RankError, ending_on_sigterm, failure_reported
 from llmtrain.engine.dist.local_ranks import Ranks as LocalRanks
 from llmtrain.engine.dist.ranks import Ranks
@@ -242,10 +242,7 @@ def column(
         engine.evaluate(some, collect)
         if others := [micro.mismatched for micro in some if isinstance(micro, UnpairedBatch)]:
             engine.evaluate(others, collect)
-    mine = [np.concatenate([part.cpu().numpy() for part in parts]) for parts in zip(*collect.found, strict=True)]
-    values = np.full(numbers(data.manifests[0], split), np.nan, dtype=np.float32)
-    for found in filter(None, from_all(ranks, mine)):
-        values[found[0]] = found[1]
+    values = collect.of_all(ranks, numbers(data.manifests[0], split))
     if wrong := int((~np.isfinite(values)).sum()):
         raise AgreedError(
             f"{config.path}: the log-probabilities of {units.counted(wrong, 'answer')} are not finite under the model; "

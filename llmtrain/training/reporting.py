@@ -8,7 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from llmtrain.cluster.watch.heartbeat import heart
+from llmtrain.data.stream.choices import ChoiceSet
 from llmtrain.data.stream.loader import MicroBatch, validation_batches
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.data.stream.token_bytes import byte_lengths, counted_bytes
@@ -16,6 +19,7 @@ from llmtrain.engine.dist.control import together
 from llmtrain.engine.dist.device import device_name, max_memory_gib
 from llmtrain.engine.losses.function import LooksAhead
 from llmtrain.engine.losses.next_token import NEXT_TOKEN
+from llmtrain.engine.losses.online import LogProbs
 from llmtrain.tracking.metrics import Throughput, flops_per_token, peak_flops, perplexity, routing_metrics
 from llmtrain.training.parts import Done, Part
 from llmtrain.training.step import Position, Session, is_due
@@ -101,6 +105,15 @@ def evaluation_batches(setup: Setup, measured: Measured) -> Iterator[MicroBatch]
         data_parallel=setup.resolved.batch.data_parallel,
         pin_memory=setup.ranks.device.type == "cuda",
     )
+
+
+def choice_log_probs(setup: Setup, choices: ChoiceSet) -> np.ndarray:
+    """fp32 [rows]: the log-probability of each choice, nats. All ranks call it together, and have the same."""
+    batch, collect = setup.resolved.batch, LogProbs()
+    dealt = (batch.micro_batch * batch.sequence_length, setup.mesh.place.data, batch.data_parallel)
+    for micros in choices.batches(*dealt, pin_memory=setup.ranks.device.type == "cuda"):
+        setup.engine.evaluate(micros, collect)
+    return collect.of_all(setup.ranks, choices.rows)
 
 
 class Logging(Part):

@@ -141,7 +141,7 @@ class ChoiceEncoder:
             raise DataError(f"{folder}: transformers cannot load this tokenizer ({first_line(error)})") from error
         self._field = options.field
         first = self._tokenizer.bos_token_id
-        self._begins = self._tokenizer.decode(self._tokenizer.eos_token_id if first is None else first)
+        self._begins = str(self._tokenizer.decode(self._tokenizer.eos_token_id if first is None else first))
         self._vocab_size = max(max(self._tokenizer.get_vocab().values()) + 1, len(self._tokenizer))
 
     def rows(self, text: str) -> list[Row]:

@@ -6,9 +6,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
+import numpy as np
 from torch import Tensor
 
 from llmtrain.data.stream.loader import AnswerBatch, MicroBatch, UnpairedBatch
+from llmtrain.engine.dist.control import from_all
+from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.engine.losses.answers import answers_in, answers_of
 from llmtrain.engine.losses.function import Evaluate, LooksAhead, LossFunction
 from llmtrain.models.head import Head
@@ -34,6 +37,15 @@ class LogProbs:
         log_prob, _ = answers_of(head, hidden, batch)
         self.found.append((batch.rows, log_prob))
         return head.once(-log_prob.sum().unsqueeze(0))
+
+    def of_all(self, ranks: Ranks, count: int) -> np.ndarray:
+        """fp32 [count]: what all ranks have found, by row of the split; NaN where nobody has. All ranks call it
+        together."""
+        mine = [np.concatenate([part.cpu().numpy() for part in parts]) for parts in zip(*self.found, strict=True)]
+        values = np.full(count, np.nan, dtype=np.float32)
+        for found in filter(None, from_all(ranks, mine)):
+            values[found[0]] = found[1]
+        return values
 
 
 class OnlineReference:
