@@ -27,6 +27,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("llmtrain.commands.train", "train in this process; on many ranks, `launch` or `deepspeed` starts it"),
     "sites": ("llmtrain.commands.sites", "start the coordinator of sites that train one model, or show who is there"),
     "parity": ("llmtrain.commands.parity", "hold a small copy of a run against plain PyTorch in one process"),
+    "eval": ("llmtrain.commands.eval", "score a trained model on tasks of lm-eval, such as hellaswag"),
     "generate": ("llmtrain.commands.generate", "print a continuation of a prompt"),
     "chat": ("llmtrain.commands.chat", "talk with a trained model in the terminal"),
     "report": ("llmtrain.commands.report", "draw a run's loss, throughput and memory"),

@@ -1,0 +1,263 @@
+"""`llmtrain eval RUN_OR_FOLDER --tasks NAMES`: scores of lm-eval's harness, for a run also among its metrics."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmtrain.base import log, untrusted
+from llmtrain.base.errors import ConfigError, UserError
+from llmtrain.checkpoint.format import complete_checkpoints, read_trainer
+from llmtrain.checkpoint.listing import find_checkpoints, lines_of
+from llmtrain.commands import completion
+from llmtrain.tracking.local import JsonLines
+
+_REMEDY = "pip install 'llmtrain[eval]'"
+_ANSWERS_S = 10.0
+"""Seconds in which a server tells its models."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is scored."""
+
+    path: str
+    """For `usable_folder`: a checkpoint, a Hugging Face folder, a name on the Hub."""
+    run: Path | None = None
+    """The run whose metrics get the scores."""
+    checkpoint: Path | None = None
+
+
+def target_of(path: str, step: int | None) -> Target:
+    """The newest checkpoint of a run, or that of `step`. Raises CheckpointError, UserError."""
+    from llmtrain.checkpoint.hf.inference import is_model
+
+    place = Path(path)
+    if is_model(place) or not place.exists():
+        if step is not None:
+            raise UserError(f"--checkpoint {step}: {path} is no run folder. Leave it out.")
+        found = [] if not place.parent.is_dir() or is_model(place) else _named(place)
+        return Target(path) if not found else Target(str(found[0]), _run_of(found[0]), found[0])
+    found = find_checkpoints(place if step is None else place / f"step-{step}")
+    newest = step is None and found[0] in complete_checkpoints(place / "checkpoints")
+    # Of a run its export will do, if it is of its newest checkpoint.
+    return Target(path if newest else str(found[0]), _run_of(found[0], place), found[0])
+
+
+def _named(place: Path) -> list[Path]:
+    """The checkpoint of RUN/step-N; nothing where it is another name."""
+    return find_checkpoints(place) if place.name.startswith("step-") else []
+
+
+def _run_of(checkpoint: Path, given: Path | None = None) -> Path | None:
+    """The run's folder: it has metrics."""
+    places = [*([given] if given is not None else []), checkpoint.parent.parent]
+    return next((place for place in places if (place / "metrics.jsonl").is_file()), None)
+
+
+def need_lm_eval(*, server: bool) -> None:
+    """Raises ConfigError: it is not installed."""
+    try:
+        import lm_eval  # noqa: F401
+
+        if server:
+            import aiohttp  # noqa: F401
+            import tenacity  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"llmtrain eval: the scores are lm-eval's, which is not installed here ({error}). Install it: {_REMEDY}"
+        ) from error
+
+
+@contextmanager
+def _model(target: Target, batch_size: int) -> Iterator[Any]:
+    """lm-eval's model of a folder or checkpoint, loaded as `generate` loads it. Raises CheckpointError, ModelError."""
+    from lm_eval.models.huggingface import HFLM
+
+    from llmtrain.checkpoint.hf.inference import Answerer, usable_folder
+
+    with usable_folder(target.path, "eval") as folder:
+        loaded = Answerer.load(folder)
+        logging.getLogger("lm_eval.models.huggingface").setLevel(logging.ERROR)  # it doubts a model that is given whole
+        yield HFLM(pretrained=loaded.model, tokenizer=loaded.tokenizer, backend="causal", batch_size=batch_size)
+
+
+def _served(server: str) -> tuple[str, int | None]:
+    """(name of the model that a server offers, tokens of its longest text if it tells them). Raises UserError."""
+    url = f"{server}/models"
+    key = os.environ.get("OPENAI_API_KEY")
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
+    try:
+        with urllib.request.urlopen(request, timeout=_ANSWERS_S) as answer:
+            model = untrusted.loads(answer.read())["data"][0]
+        return str(model["id"]), model.get("max_model_len")
+    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"--server {server}: {url} names no model ({error}). Give the address of an OpenAI-compatible server, such "
+            "as http://localhost:8000/v1 of `vllm serve`."
+        ) from error
+
+
+@contextmanager
+def _server(target: Target, server: str, batch_size: int) -> Iterator[Any]:
+    """lm-eval's model of a server's completions, with the tokenizer of the target. Raises UserError."""
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    server = server.rstrip("/")
+    name, longest = _served(server)
+    folder = target.path if target.checkpoint is None else str(read_trainer(target.checkpoint).get("tokenizer_dir"))
+    yield LocalCompletionsAPI(
+        base_url=f"{server}/completions",
+        model=name,
+        tokenizer=folder,
+        tokenizer_backend="huggingface",
+        batch_size=batch_size,
+        max_length=longest or 2048,
+    )
+
+
+def _tasks(names: list[str], include: list[str]) -> Any:
+    """lm-eval's manager of tasks, which has loaded these. Raises UserError: there is none, or its data is not there."""
+    from lm_eval.tasks import TaskManager
+
+    from llmtrain.config.problems import closest
+
+    if missing := [path for path in include if not Path(path).is_dir()]:
+        raise UserError(f"--include-path {missing[0]}: is no folder. Give a folder with the YAML files of tasks.")
+    manager = TaskManager(include_path=include or None)
+    for name in names:
+        if not manager.match_tasks([name]):
+            near = closest(name, manager.task_index)
+            remedy = f"did you mean {near}?" if near else "`lm-eval ls tasks` lists those that lm-eval has."
+            raise UserError(f"--tasks {name}: there is no such task; {remedy} --include-path FOLDER takes your own.")
+    try:
+        loaded = manager.load(names)
+    except Exception as error:  # whatever datasets, the Hub, a YAML file or the code of a task raises
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"--tasks {','.join(names)}: cannot be loaded ({untrusted.shown(reason, 300)}). Without a network, give "
+            "tasks whose data is here, with --include-path FOLDER."
+        ) from error
+    manager.load = lambda _: loaded  # simple_evaluate would read all data again
+    return manager
+
+
+def scores_of(results: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Task or group -> metric -> value. lm-eval names a metric with its filter: `acc,none`, `exact_match,strict`."""
+    found: dict[str, dict[str, float]] = {}
+    for task, given in {**results["results"], **results.get("groups", {})}.items():
+        for key, value in given.items():
+            metric, _, kind = key.partition(",")
+            if isinstance(value, (int, float)) and not isinstance(value, bool) and kind:
+                found.setdefault(task, {})[metric if kind == "none" else f"{metric}_{kind}"] = float(value)
+    return found
+
+
+def table(scores: dict[str, dict[str, float]]) -> list[str]:
+    """Aligned lines: a line for each metric, its standard error beside it."""
+    lines = [("TASK", "METRIC", "VALUE", "STANDARD ERROR")]
+    for task, metrics in scores.items():
+        for metric, value in metrics.items():
+            if "_stderr" in metric:
+                continue
+            error = metrics.get(f"{metric}_stderr")
+            lines.append((task, metric, f"{value:.4f}", "" if error is None else f"{error:.4f}"))
+    return lines_of(lines)
+
+
+def record(target: Target, scores: dict[str, dict[str, float]], about: dict[str, Any]) -> str:
+    """Write the scores to the run's metrics at the checkpoint's step. Returns where they are."""
+    assert target.run is not None and target.checkpoint is not None
+    step, now = int(read_trainer(target.checkpoint)["step"]), time.time()
+    row = {f"tasks/{task}/{metric}": value for task, metrics in scores.items() for metric, value in metrics.items()}
+    files = JsonLines(target.run / "metrics.jsonl"), JsonLines(target.run / "events.jsonl")
+    files[0].write({"step": step, **row, "time_unix_s": now})
+    files[1].write({"time_unix_s": now, "kind": "tasks", "step": step, **about})
+    for file in files:
+        file.close()
+    return f"{target.run / 'metrics.jsonl'}, step {step}"
+
+
+def _arguments(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="llmtrain eval",
+        description="Score a model on tasks of lm-eval's harness (pip install 'llmtrain[eval]'). The scores of a run's "
+        "checkpoint are written to the run's metrics at its step.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add(
+        "folder",
+        metavar="RUN_OR_FOLDER",
+        help="run folder, checkpoint, Hugging Face or PEFT folder, or ORG/NAME on the Hub",
+    )
+    add(
+        "--tasks",
+        required=True,
+        default=argparse.SUPPRESS,
+        metavar="NAME,...",
+        help="tasks and groups, such as hellaswag",
+    )
+    add("--checkpoint", type=int, default=argparse.SUPPRESS, metavar="STEP", help="of a run (default: its newest)")
+    own = "a folder with YAML files of tasks, and of what they name: data, and functions in Python, which are run"
+    add("--include-path", action="append", default=argparse.SUPPRESS, metavar="FOLDER", help=own)
+    server = "ask an OpenAI-compatible server that has the model, such as http://localhost:8000/v1, and load none here"
+    add("--server", default=argparse.SUPPRESS, metavar="URL", help=server)
+    add("--batch-size", type=_count, default=8, metavar="N", help="texts computed together")
+    add(
+        "--num-fewshot",
+        type=int,
+        default=argparse.SUPPRESS,
+        metavar="N",
+        help="examples in a prompt (default: the task's)",
+    )
+    add(
+        "--limit",
+        type=_count,
+        default=argparse.SUPPRESS,
+        metavar="N",
+        help="the first N records of each task alone, for a try",
+    )
+    completion.offer(parser)
+    return parser.parse_args(argv)
+
+
+def _count(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
+    return value
+
+
+def main(argv: list[str]) -> int:
+    """Returns the exit code; raises CheckpointError, ModelError, ConfigError, UserError."""
+    args = _arguments(argv)
+    options = vars(args)
+    server, limit = options.get("server"), options.get("limit")
+    need_lm_eval(server=server is not None)
+    target = target_of(args.folder, options.get("checkpoint"))
+    names = [name for name in args.tasks.split(",") if name]
+    manager = _tasks(names, options.get("include_path", []))
+    from lm_eval import __version__, evaluator, simple_evaluate
+
+    evaluator.get_git_commit_hash = lambda: None  # git would say on the terminal that there is no repository
+    shots, size = options.get("num_fewshot"), args.batch_size
+    with _model(target, size) if server is None else _server(target, server, size) as model:
+        results = simple_evaluate(
+            model=model, tasks=names, task_manager=manager, num_fewshot=shots, limit=limit, log_samples=False
+        )
+    assert results is not None  # None is for ranks other than 0
+    scores = scores_of(results)
+    log.put("\n".join(table(scores)))
+    if target.run is not None:
+        about = {"tasks": names, "num_fewshot": shots, "limit": limit, "lm_eval": __version__}
+        print(f"written to {record(target, scores, about)}", file=sys.stderr)
+    return 0
