@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from llmtrain.data.chat.encoder import ChatEncoder
 from llmtrain.data.prepare import preparation
-from llmtrain.data.prepare.worker import process_unit
+from llmtrain.data.prepare.worker import encoder_of, process_unit
 
 CHATML = (
     "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
@@ -51,10 +50,10 @@ QWEN3 = (
 
 
 def workers_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`llmtrain prepare` of conversations without processes for its workers; templates are rendered in theirs."""
+    """`llmtrain prepare` without processes for its workers; templates are rendered in theirs."""
 
     def run_units(todo: Any, settings: Any, processes: int, under_way: Any, keep: Any) -> None:
-        encoder = ChatEncoder(Path(settings.out) / "tokenizer", settings.chat)
+        encoder = encoder_of(Path(settings.out) / "tokenizer", settings.chat)
         for unit in todo:
             keep(unit, process_unit(unit, settings, encoder, lambda size: None))
 

@@ -328,7 +328,8 @@ def _sides(
     return sides
 
 
-def _encoder(folder: Path, chat: ChatOptions | None) -> Encoder | ChatEncoder | ChoiceEncoder:
+def encoder_of(folder: Path, chat: ChatOptions | None) -> Encoder | ChatEncoder | ChoiceEncoder:
+    """What makes rows of documents with the tokenizer in a folder. Raises DataError: it cannot be loaded."""
     if chat is None:
         return Encoder(folder)
     return ChoiceEncoder(folder, chat) if chat.choices else ChatEncoder(folder, chat)
@@ -361,7 +362,7 @@ def main() -> None:
     settings = WorkerSettings.from_dict(json.loads(jobs.get()))
     folder = Path(settings.out) / "tokenizer"
     try:
-        encoder = _encoder(folder, settings.chat)
+        encoder = encoder_of(folder, settings.chat)
         while True:
             unit = Unit.from_dict(json.loads(jobs.get()))
             record = process_unit(unit, settings, encoder, lambda size: answer({"progress": size}))

@@ -139,6 +139,17 @@ def test_a_question_is_held_out_of_all_sources() -> None:
     assert 0.07 < len(held_out) / (len(trained) + len(held_out)) < 0.13
 
 
+def test_the_running_pythons_documentation_is_a_set_of_questions() -> None:
+    asked = list(made.records("stdlib-choices", "validation"))
+    assert len(asked) > 200
+    for record in asked:
+        assert len(set(record["choices"])) == 4 and record["question"].startswith("What does ")
+    places = [record["answer"] for record in asked]
+    assert min(places.count(place) for place in range(4)) > len(asked) / 8
+    said = {message["content"] for record in made.records("stdlib-chat", "train") for message in record["messages"]}
+    assert not said & {record["choices"][record["answer"]] for record in asked}
+
+
 # --- turns: tokens of bytes that no text has ------------------------------------------------------
 
 
