@@ -16,10 +16,13 @@ from typing import Any
 
 from llmtrain.base import log, untrusted
 from llmtrain.base.errors import ConfigError, UserError
+from llmtrain.base.files import lock_folder
 from llmtrain.checkpoint.format import complete_checkpoints, read_trainer
 from llmtrain.checkpoint.listing import find_checkpoints, lines_of
 from llmtrain.commands import completion
+from llmtrain.config.run import TrackingConfig
 from llmtrain.tracking.local import JsonLines
+from llmtrain.tracking.wandb_sink import WandbSink
 
 _REMEDY = "pip install 'llmtrain[eval]'"
 _ANSWERS_S = 10.0
@@ -175,16 +178,36 @@ def table(scores: dict[str, dict[str, float]]) -> list[str]:
 
 
 def record(target: Target, scores: dict[str, dict[str, float]], about: dict[str, Any]) -> str:
-    """Write the scores to the run's metrics at the checkpoint's step. Returns where they are."""
+    """Write the scores to the run's metrics and to W&B, at the checkpoint's step. Returns what was done."""
     assert target.run is not None and target.checkpoint is not None
-    step, now = int(read_trainer(target.checkpoint)["step"]), time.time()
-    row = {f"tasks/{task}/{metric}": value for task, metrics in scores.items() for metric, value in metrics.items()}
+    trainer, now = read_trainer(target.checkpoint), time.time()
+    scored = {f"tasks/{task}/{metric}": value for task, metrics in scores.items() for metric, value in metrics.items()}
+    row = {"step": trainer["step"], **scored, "time_unix_s": now}
     files = JsonLines(target.run / "metrics.jsonl"), JsonLines(target.run / "events.jsonl")
-    files[0].write({"step": step, **row, "time_unix_s": now})
-    files[1].write({"time_unix_s": now, "kind": "tasks", "step": step, **about})
+    files[0].write(row)
+    files[1].write({"time_unix_s": now, "kind": "tasks", "step": trainer["step"], **about})
     for file in files:
         file.close()
-    return f"{target.run / 'metrics.jsonl'}, step {step}"
+    return f"{target.run / 'metrics.jsonl'}, step {trainer['step']}{_to_wandb(target.run, trainer, row)}"
+
+
+def _to_wandb(run: Path, trainer: dict[str, Any], row: dict[str, Any]) -> str:
+    """Give W&B a row of an earlier step. Returns what there is to say, to end a sentence."""
+    try:
+        tracking = TrackingConfig(**trainer["run"]["tracking"])
+    except (KeyError, TypeError):  # a checkpoint that was converted, or an older version's
+        return ""
+    run_id = trainer.get("wandb_id")
+    if tracking.wandb == "disabled" or not run_id:
+        return ""
+    try:
+        os.close(lock_folder(run))
+    except OSError:  # two processes cannot write to one run of W&B
+        return "; not to W&B, which the run that is under way writes to"
+    sink = WandbSink(run, tracking=tracking, run_id=run_id, config={}, late=True)
+    sink.log(row)
+    sink.close(exit_code=0)
+    return ", and to W&B"
 
 
 def _arguments(argv: list[str]) -> argparse.Namespace:

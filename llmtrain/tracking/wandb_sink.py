@@ -7,7 +7,8 @@ History: W&B's `_step` is the training step. It can only grow: the server and `w
 taken to the next free one. So each step is sent once over all launches, and as offline there is no server to ask, the
 files of the earlier launches tell which W&B has. A launch begins with the rows of metrics.jsonl that W&B lacks: a kill
 took them, or the server could not be reached. A resume from an older checkpoint does not send the repeated steps a
-second time.
+second time. Scores of a checkpoint that come later (`llmtrain eval`) take the next free `_step`: the charts, whose x is
+the row's own `step`, show them where they belong.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ from llmtrain.tracking.sink import Sink
 _BLOCK = 32768  # LevelDB's log format: chunks never cross a block
 _HEADER = 7  # of the file, and of each chunk
 _TAIL_BLOCKS = 64  # 2 MiB: many log points, and a moment to read
+_LATE = "late"
+"""Name of an empty file in the folder of offline rows that came late."""
 
 
 def records(path: Path, first_block: int = 0) -> Iterator[tuple[bytes, int]]:
@@ -99,6 +102,8 @@ def earlier_launches(run_dir: Path, run_id: str) -> dict[Path, int]:
     """
     found = {}
     for path in sorted((run_dir / "wandb").glob(f"*run-*-{run_id}/run-{run_id}.wandb")):
+        if (path.parent / _LATE).exists():  # `wandb sync` uploads it: no launch sends its row again
+            continue
         try:
             found[path], end = _last_step(path)
             if end < 0:
@@ -243,12 +248,14 @@ class WandbSink(Sink):
     """
 
     def __init__(
-        self, run_dir: Path, *, tracking: TrackingConfig, run_id: str, config: dict[str, Any], start_step: int = 0
-    ) -> None:
+        self, run_dir: Path, *, tracking: TrackingConfig, run_id: str, config: dict[str, Any], start_step: int = 0,
+        late: bool = False,
+    ) -> None:  # fmt: skip
+        """`late`: the rows are of steps that W&B has already."""
         self._run_dir = run_dir
         self._metrics = run_dir / "metrics.jsonl"
         self._earlier_bytes = self._metrics.stat().st_size if self._metrics.is_file() else 0
-        self._start_step = start_step
+        self._start_step, self._late = start_step, late
         self._sent_step = -1  # the last step that W&B has
         self._tracking = tracking
         self._run_id = run_id
@@ -329,13 +336,15 @@ class WandbSink(Sink):
         exit_code = 1
         try:
             # Left open (commit=False): this launch may log the last of these steps once more, its evaluation.
-            for row in rows_after(self._metrics, self._earlier_bytes, self._sent_step):
+            for row in () if self._late else rows_after(self._metrics, self._earlier_bytes, self._sent_step):
                 run.log(row, step=row["step"], commit=False)
-            for path in self._sent_again:
+            for path in () if self._late else self._sent_again:
                 mark_uploaded(path)
             while not isinstance(item := self._rows.get(), int):
                 row, more = item
-                if row["step"] > self._sent_step:
+                if self._late:
+                    run.log(row)
+                elif row["step"] > self._sent_step:
                     run.log(row, step=row["step"], commit=not more)
             exit_code = item
         except Exception as error:
@@ -366,6 +375,8 @@ class WandbSink(Sink):
                     raise
                 why = redact_text(f"online failed, {type(error).__name__}: {error}".strip().splitlines()[0])
         run = self._init("offline")
+        if self._late:
+            (Path(run.settings.sync_dir) / _LATE).touch()
         # No file that tells: `wandb clean` deletes those that were uploaded, so W&B has the steps before this launch.
         self._sent_step = max(earlier.values(), default=self._start_step or -1)
         log.info(f"W&B: offline, {why}. To upload later: wandb sync {self._run_dir}/wandb/offline-run-*")
