@@ -228,6 +228,7 @@ _NO_FIELDS = ("config", "plugin", "plugin-changed")
 _MAPS: dict[str, tuple[type | tuple[type, ...], str, str]] = {
     "data.mixture": ((int, float), "FOLDER: WEIGHT", "a weight is a number"),
     "eval.sets": (str, "NAME: FOLDER", "a set is the path of a prepared folder"),
+    "eval.choices": (str, "NAME: FOLDER", "a set is the path of a prepared folder"),
     "eval.sequences": (int, "NAME: SEQUENCES", "a number of sequences is a whole number"),
     "eval.mean": ((int, float), "NAME: WEIGHT", "a weight is a number"),
 }

@@ -86,6 +86,10 @@ def check_data(run: RunConfig, key: str, path: str, manifest: dict[str, Any], pl
     """A prepared folder holds what the objective is of. `key`, `path`: where the run names it."""
     chat = manifest.get("chat")
     chat = chat if isinstance(chat, dict) else {}
+    if chat.get("choices"):
+        problems.add(key, path, "holds multiple-choice questions, which measure a model and train none",
+                     "name the folder in eval.choices", place)  # fmt: skip
+        return
     holds = "pairs" if chat.get("pairs") else "unpaired" if chat.get("unpaired") else "texts"
     name, wants = run.objective.name, run.objective.data
     if holds == wants:

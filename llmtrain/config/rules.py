@@ -15,7 +15,7 @@ from llmtrain.base import untrusted
 from llmtrain.base.choice import Entry
 from llmtrain.base.units import GIB, size
 from llmtrain.config.batch import Batch
-from llmtrain.config.evaluation import check_evaluation, check_set
+from llmtrain.config.evaluation import check_choices, check_evaluation, check_set
 from llmtrain.config.objective import (
     check_data,
     check_objective,
@@ -345,10 +345,11 @@ def expand_paths(tree: dict[str, Any], places: dict[str, str], problems: Problem
             data["mixture"][meant] = weight
             places.setdefault(f"data.mixture.{meant}", places.get(key, "the YAML"))
     evaluation = tree.get("eval")
-    if isinstance(evaluation, dict) and isinstance(sets := evaluation.get("sets"), dict):
-        for name, path in sets.items():
-            if isinstance(path, str):
-                sets[name] = _expanded(f"eval.sets.{name}", path, places, problems, notes)
+    for key in ("sets", "choices"):
+        if isinstance(evaluation, dict) and isinstance(folders := evaluation.get(key), dict):
+            for name, path in folders.items():
+                if isinstance(path, str):
+                    folders[name] = _expanded(f"eval.{key}.{name}", path, places, problems, notes)
     return tuple(notes), len(problems) == before
 
 
@@ -382,6 +383,9 @@ def check_on_disk(run: RunConfig, places: Places, problems: Problems) -> None:
         if (manifest := _read_manifest(key, path, places.get(key), problems)) is not None:
             check_data(run, key, path, manifest, places.get(key), problems)
             check_set(key, path, manifest, run, tokenizer, places.get(key), problems)
+    for key, path in ((f"eval.choices.{name}", path) for name, path in run.eval.choices.items()):
+        if (manifest := _read_manifest(key, path, places.get(key), problems)) is not None:
+            check_choices(key, path, manifest, run, tokenizer, places.get(key), problems)
     check_start(run, places, problems)
     check_teacher_folder(run, places, problems)
     model = _read_model_config(run, places, problems)
@@ -468,7 +472,8 @@ def _check_resume(path: str, places: Places, problems: Problems) -> None:
 
 def _check_run_dir(run: RunConfig, places: Places, problems: Problems) -> None:
     """The run's folder is one, or can be made. (Whether it can be written is known on rank 0's host alone.)"""
-    sources = [*(run.data.mixture or {}), *([run.data.path] if run.data.path else []), *run.eval.sets.values()]
+    sources = [*(run.data.mixture or {}), *([run.data.path] if run.data.path else [])]
+    sources += [*run.eval.sets.values(), *run.eval.choices.values()]
     for key, path in (("train.run_dir", run.train.run_dir), ("checkpoint.dir", run.checkpoint.dir)):
         if path is None:
             continue

@@ -161,6 +161,9 @@ class EvalConfig:
     """NAME: sequences of one evaluation of that set (all of them if there are fewer). Without: train.eval_sequences."""
     mean: dict[str, float] = field(default_factory=dict)
     """NAME: weight for some sets, which need not sum to 1: `eval/mean/loss` is the mean of their losses."""
+    choices: dict[str, str] = field(default_factory=dict)
+    """NAME: FOLDER for each folder of multiple-choice questions (`llmtrain prepare --format choices`), with the
+    tokenizer of `data`. Figures: `eval/NAME/accuracy`, `eval/NAME/accuracy_norm`, `eval/NAME/bits_per_byte`."""
 
 
 @dataclass(frozen=True, kw_only=True)

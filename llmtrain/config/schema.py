@@ -285,7 +285,7 @@ def _value(entry: Entry) -> dict[str, Any]:
         value_schema["default"] = json.loads(entry.default)
     if entry.key in ("data.mixture", "eval.mean"):
         limits = {"additionalProperties": {"type": "number", "exclusiveMinimum": 0}}
-    elif entry.key in ("eval.sets", "eval.sequences"):
+    elif entry.key in ("eval.sets", "eval.sequences", "eval.choices"):
         limits = {"additionalProperties": {"type": _TYPES[get_args(entry.kind)[1]]}}
     return {**value_schema, **_kind(entry.kind, limits)}
 

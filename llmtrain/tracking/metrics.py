@@ -99,6 +99,18 @@ _OF_A_RUN: dict[str, Metric] = {
         "across tokenizers. Of the next-token loss alone.",
     ),
     "eval/mean/loss": _metric("nats/token", "Mean of the losses of named sets, weighted by `eval.mean`."),
+    "eval/NAME/accuracy": _metric(
+        "0 to 1", "Share of the questions of `eval.choices` whose likeliest choice is the right one (lm-eval's acc)."
+    ),
+    "eval/NAME/accuracy_norm": _metric(
+        "0 to 1", "The same with log-probabilities divided by the characters of their choice (lm-eval's acc_norm)."
+    ),
+    "eval/NAME/bits_per_byte": _metric(
+        "bits/byte",
+        "Negative log-likelihood of the right choices of `eval.choices`, over their bytes; of `eval.sets` as "
+        "`eval/bits_per_byte`.",
+    ),
+    "tasks/TASK/METRIC": _metric("as lm-eval", "Scores of a checkpoint by `llmtrain eval`, at the checkpoint's step."),
 }
 OF_SET = "eval/NAME/FIGURE"
 """Stands in the table for the figures of named sets."""
@@ -122,7 +134,9 @@ def is_known(key: str) -> bool:
     """True if the key has a documented meaning."""
     evaluation, _, rest = key.partition("/")
     _, named, figure = rest.partition("/")
-    return key in metrics() or bool(evaluation == "eval" and named and f"eval/{figure}" in metrics())
+    known = metrics()
+    of_set = bool(named) and not known.keys().isdisjoint((f"eval/{figure}", f"eval/NAME/{figure}"))
+    return key in known or (evaluation == "eval" and of_set)
 
 
 def markdown() -> str:

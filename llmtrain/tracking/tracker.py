@@ -63,6 +63,8 @@ class Console(Sink):
             return
         for prefix in (key.removesuffix("loss") for key in row if key.startswith("eval/") and key.endswith("/loss")):
             self._print(self._evaluation(step, row, prefix))
+        for prefix in (key.removesuffix("accuracy_norm") for key in row if key.endswith("/accuracy_norm")):
+            self._print(self._choices(step, row, prefix))
         if "loss" in row:
             self._points.append((step, time.monotonic()))
             self._line = self._progress(step, row)
@@ -109,6 +111,12 @@ class Console(Sink):
             if (value := _number(row, f"{prefix}{key}")) is not None:
                 text += f"  {form.format(value)}"
         return text
+
+    def _choices(self, step: float, row: dict[str, Any], prefix: str) -> str:
+        """`prefix`: eval/NAME/ of a set of multiple-choice questions."""
+        plain, norm = (f"{row[prefix + key]:.1%}" for key in ("accuracy", "accuracy_norm"))
+        bits = f"{row[f'{prefix}bits_per_byte']:.4f} bits/byte"
+        return f"{self._step(step)}  {prefix.split('/')[1]} accuracy {plain}, normalised {norm}  {bits}"
 
     def _progress(self, step: float, row: dict[str, Any], *, short: bool = False) -> str:
         """`short`: all of it fits beside the bar into 120 columns."""

@@ -13,7 +13,8 @@ from llmtrain.base.errors import DataError
 from llmtrain.config.deepspeed import deep_check, name_cpu
 from llmtrain.config.rules import starts_from_model
 from llmtrain.config.run import ResolvedRun
-from llmtrain.data.manifest import check_vocabulary
+from llmtrain.data.manifest import Manifest, check_vocabulary
+from llmtrain.data.stream.choices import ChoiceSet
 from llmtrain.data.stream.columns import REMEDY
 from llmtrain.data.stream.train_data import EvalSet, TrainData
 from llmtrain.objectives.by_token import Distill
@@ -36,6 +37,8 @@ class Checked:
     """Hashes of the weights behind the teacher's columns, one per data set."""
     sets: dict[str, EvalSet] = field(default_factory=dict)
     """The sets of the section `eval`, by name, with the same columns."""
+    choices: dict[str, ChoiceSet] = field(default_factory=dict)
+    """Its sets of multiple-choice questions."""
 
 
 def examine(resolved: ResolvedRun) -> Checked:
@@ -53,8 +56,12 @@ def examine(resolved: ResolvedRun) -> Checked:
     data = TrainData(run.data)
     references = data.take_reference(resolved.precision) if run.objective.reference == "column" else None
     sets = {name: EvalSet(folder, run.data) for name, folder in run.eval.sets.items()}
+    form = {"sequence_length": run.data.sequence_length, "shared": resolved.degrees.sequence}
+    choices = {name: ChoiceSet(folder, **form) for name, folder in run.eval.choices.items()}
+    for name, asked in choices.items():
+        _check_tokenizer(f"eval.choices.{name}", asked.prepared.manifest, data)
     for name, each in sets.items():
-        _check_tokenizer(name, each, data)
+        _check_tokenizer(f"eval.sets.{name}", each.manifests[0], data)
         if references is not None:
             _check_column(name, each.take_reference(resolved.precision), references)
     name_cpu()
@@ -79,14 +86,16 @@ def examine(resolved: ResolvedRun) -> Checked:
     if starts_from_model(run):
         check_weights(spec)
     notes = (*notes, *_epochs(resolved, data), *_too_large(resolved, spec), *_measured_whole(run.eval.sets, sets))
+    notes = (*notes, *_cut(choices, run.data.sequence_length))
     resolved = replace(resolved, notes=(*resolved.notes, *notes))
-    return Checked(resolved=resolved, spec=spec, data=data, references=references, teachers=teachers, sets=sets)
+    return Checked(resolved=resolved, spec=spec, data=data, references=references, teachers=teachers, sets=sets,
+                   choices=choices)  # fmt: skip
 
 
-def _check_tokenizer(name: str, each: EvalSet, data: TrainData) -> None:
+def _check_tokenizer(key: str, manifest: Manifest, data: TrainData) -> None:
     """Raises DataError where the ids of a set are another tokenizer's."""
-    if each.manifests[0].tokenizer_fingerprint != data.manifests[0].tokenizer_fingerprint:
-        raise DataError(f"eval.sets.{name}: was prepared with another tokenizer than the data that the run trains on; "
+    if manifest.tokenizer_fingerprint != data.manifests[0].tokenizer_fingerprint:
+        raise DataError(f"{key}: was prepared with another tokenizer than the data that the run trains on; "
                         f"prepare it again with --tokenizer {data.tokenizer_dir}")  # fmt: skip
 
 
@@ -100,6 +109,12 @@ def _check_column(name: str, own: list[str], of_data: list[str]) -> None:
 def _measured_whole(folders: dict[str, str], sets: dict[str, EvalSet]) -> list[str]:
     return [f"eval.sets.{name}: {folders[name]} has no validation split, and all of its sequences count"
             for name, each in sets.items() if each.whole]  # fmt: skip
+
+
+def _cut(choices: dict[str, ChoiceSet], length: int) -> list[str]:
+    return [f"eval.choices.{name}: {each.cut} of {each.rows} choices with their question have more than "
+            f"data.sequence_length {length} tokens; they lose their beginning"
+            for name, each in choices.items() if each.cut]  # fmt: skip
 
 
 _MANY_EPOCHS = 1.5

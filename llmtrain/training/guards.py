@@ -153,6 +153,7 @@ class DataCheck(Part):
         """`saving`: decides when a checkpoint follows. `resumes`: the run goes on from a checkpoint, so that data of a
         few GiB is compared before the first step."""
         self._files = [file for data in (setup.data, *setup.sets.values()) for file in data.sums()]
+        self._files += [file for choices in setup.choices.values() for file in choices.prepared.sums()]
         self._ranks, self._log_every = setup.ranks, setup.run.train.log_every
         self._saving, self._resumes = saving, resumes
         self._closed, self._settled, self._error = False, False, ""

@@ -36,6 +36,7 @@ def _read_by(run: RunConfig) -> Iterator[Folder]:
     data = [("data.path", run.data.path)] if run.data.path else []
     data += [("data.mixture", each) for each in run.data.mixture or {}]
     data += [(f"eval.sets.{name}", each) for name, each in run.eval.sets.items()]
+    data += [(f"eval.choices.{name}", each) for name, each in run.eval.choices.items()]
     for key, path in data:
         yield Folder(key=key, path=os.path.abspath(path), files=_of_data(run, Path(path)))
     models = [

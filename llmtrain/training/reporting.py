@@ -13,8 +13,8 @@ import numpy as np
 from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.data.stream.choices import ChoiceSet
 from llmtrain.data.stream.loader import MicroBatch, validation_batches
-from llmtrain.data.stream.train_data import TrainData
 from llmtrain.data.stream.token_bytes import byte_lengths, counted_bytes
+from llmtrain.data.stream.train_data import TrainData
 from llmtrain.engine.dist.control import together
 from llmtrain.engine.dist.device import device_name, max_memory_gib
 from llmtrain.engine.losses.function import LooksAhead
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 
 class Evaluation(Part):
-    """The loss on validation sequences and on the sets of the section `eval`, every `train.eval_every` steps; the run's
-    end asks for the last one."""
+    """The loss on validation sequences and on the sets of the section `eval`, and the answers to its multiple-choice
+    questions, every `train.eval_every` steps; the run's end asks for the last one."""
 
     def __init__(self, setup: Setup, tracker: Tracker, speed: Throughput) -> None:
         """Raises DataError, on all ranks: no tokenizer tells the bytes of its tokens."""
@@ -51,7 +51,9 @@ class Evaluation(Part):
     def is_due(self, done: Done) -> bool:
         """True if the step is followed by an evaluation; after the last step of a run the caller asks for it."""
         every = self._setup.run.train.eval_every
-        return bool(self._measured) and (done.complete if done.last else is_due(every, done.steps))
+        return bool(self._measured or self._setup.choices) and (
+            done.complete if done.last else is_due(every, done.steps)
+        )
 
     def after_step(self, done: Done) -> None:
         """Evaluate if it is due and more steps follow."""
@@ -61,11 +63,15 @@ class Evaluation(Part):
 
     def evaluate(self, position: Position) -> dict[str, float]:
         """Write the figures of all sets over all ranks, and return them by their keys in tracking/metrics.py."""
-        if not self._measured:
+        setup = self._setup
+        if not self._measured and not setup.choices:
             return {}
         with heart.during("evaluate"):
             row = {key: value for index in range(len(self._measured)) for key, value in self._figures(index).items()}
-        if mean := self._setup.run.eval.mean:
+            for name, choices in setup.choices.items():
+                figures = choices.figures(choice_log_probs(setup, choices))
+                row |= {f"eval/{name}/{figure}": value for figure, value in figures.items()}
+        if mean := setup.run.eval.mean:
             weighted = sum(weight * row[f"eval/{name}/loss"] for name, weight in mean.items())
             row["eval/mean/loss"] = weighted / sum(mean.values())
         self._tracker.log({"step": position.step, **row})
