@@ -31,7 +31,7 @@ LENGTH = 64
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """(what a run trains on, questions)"""
     place = tmp_path_factory.mktemp("choices")
-    pairs = prepared_preferences(place, 20)
+    pairs = prepared_preferences(place, 60)
     return pairs, prepared_choices(place, Path(pairs) / "tokenizer", questions())
 
 
