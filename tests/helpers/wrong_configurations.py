@@ -291,6 +291,21 @@ CASES = [
         {"eval": {"sets": ["data/x"]}},
     ),
     Wrong(
+        "choices of a folder of texts",
+        ('eval.choices.mine = "data/x"', "holds no multiple-choice questions", "--format choices"),
+        {"eval": {"choices": {"mine": "data/x"}}},
+    ),
+    Wrong(
+        "choices with the name of a set",
+        ("eval.choices.x", "eval/x is of eval.sets.x", "another name"),
+        {"eval": {"sets": {"x": "data/x"}, "choices": {"x": "data/x"}}},
+    ),
+    Wrong(
+        "choices of a reward model",
+        ("eval.choices", "objective.name reward gives scores", "remove eval.choices"),
+        {"eval": {"choices": {"x": "data/x"}}, "objective": {"name": "reward"}},
+    ),
+    Wrong(
         "vocabulary too small",
         ("model.config.vocab_size = 100", "512 tokens", "set model.config.vocab_size to 512"),
         {"model": {"config": {"vocab_size": 100}}},
