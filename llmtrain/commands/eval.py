@@ -117,7 +117,14 @@ def _server(target: Target, server: str, batch_size: int) -> Iterator[Any]:
 
     server = server.rstrip("/")
     name, longest = _served(server)
-    folder = target.path if target.checkpoint is None else str(read_trainer(target.checkpoint).get("tokenizer_dir"))
+    folder = target.path
+    if target.checkpoint is not None:
+        folder = str(read_trainer(target.checkpoint).get("tokenizer_dir"))
+        if not Path(folder).is_dir():
+            raise UserError(
+                f"--server: the tokenizer of {target.path} was in {folder}, which is gone. Name a folder that has it in "
+                "place of the run."
+            )
     yield LocalCompletionsAPI(
         base_url=f"{server}/completions",
         model=name,
