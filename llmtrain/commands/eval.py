@@ -122,8 +122,8 @@ def _server(target: Target, server: str, batch_size: int) -> Iterator[Any]:
         folder = str(read_trainer(target.checkpoint).get("tokenizer_dir"))
         if not Path(folder).is_dir():
             raise UserError(
-                f"--server: the tokenizer of {target.path} was in {folder}, which is gone. Name a folder that has it in "
-                "place of the run."
+                f"--server: the tokenizer of {target.path} was in {folder}, which is gone. In place of the run, name a "
+                "folder that has it."
             )
     yield LocalCompletionsAPI(
         base_url=f"{server}/completions",
