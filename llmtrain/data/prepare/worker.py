@@ -30,7 +30,7 @@ from llmtrain.base.files import replace_file
 from llmtrain.data.chat.conversation import RefusedError
 from llmtrain.data.chat.encoder import ChatEncoder, ChatOptions, Row, kept
 from llmtrain.data.manifest import SPLITS, Split
-from llmtrain.data.prepare.choices import ChoiceEncoder
+from llmtrain.data.prepare.questions import ChoiceEncoder
 from llmtrain.data.prepare.records import Document, Rejection, read_piece, reject
 from llmtrain.data.prepare.settings import draw, parts
 from llmtrain.data.prepare.sources import Piece, Unit

@@ -23,8 +23,8 @@ from llmtrain.data.tokenize import SEPARATOR, train_bpe
 from llmtrain.engine.losses.answers import answers_of
 from llmtrain.engine.losses.online import LogProbs
 from llmtrain.models.language import LanguageModel
-from tests.helpers.choices import prepared_choices, questions
 from tests.helpers.preference import Plain, prepared_preferences
+from tests.helpers.questions import prepared_choices, questions
 from tests.helpers.training import LLAMA
 
 pytestmark = [pytest.mark.long, pytest.mark.needs("lm_eval")]

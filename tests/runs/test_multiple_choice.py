@@ -17,9 +17,9 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
-from tests.helpers.choices import questions
 from tests.helpers.forked import train
 from tests.helpers.launching import REPO, environment, write_recipe
+from tests.helpers.questions import questions
 from tests.helpers.wandb_files import read_back
 from tests.helpers.warm import WarmCommands
 

@@ -17,13 +17,13 @@ from llmtrain.commands.data import main as data
 from llmtrain.commands.prepare import main as prepare
 from llmtrain.config.run import DataConfig
 from llmtrain.data.chat.conversation import RefusedError
-from llmtrain.data.prepare.choices import Question, question_of
+from llmtrain.data.prepare.questions import Question, question_of
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.stream.choices import ChoiceSet
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.data.tokenize import train_bpe
 from tests.helpers.chat import workers_here
-from tests.helpers.choices import prepared_choices, questions
+from tests.helpers.questions import prepared_choices, questions
 
 FORMS: dict[str, tuple[dict[str, Any], Question]] = {
     "arc": (

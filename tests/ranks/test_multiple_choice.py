@@ -17,10 +17,10 @@ from llmtrain.data.shards import PreparedSet
 from llmtrain.data.stream.choices import ChoiceSet
 from llmtrain.training.reporting import choice_log_probs
 from tests.helpers.answers import SMALL, answers_case
-from tests.helpers.choices import prepared_choices, questions
 from tests.helpers.families import FAMILIES
 from tests.helpers.marks import slow_but
 from tests.helpers.preference import prepared_preferences
+from tests.helpers.questions import prepared_choices, questions
 from tests.helpers.training import LLAMA, Case, make_setup, plain_model
 
 LENGTH = 64
