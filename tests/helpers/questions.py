@@ -21,7 +21,7 @@ def questions(count: int = 24) -> list[dict[str, Any]]:
     made = []
     for index in range(count):
         choices = [text(1, 9) for _ in range(2 + index % 4)]
-        question = text(30, 40) if index % 4 == 0 else text(3, 12)
+        question = text(60, 80) if index % 4 == 0 else text(3, 12)
         made.append({"question": question, "choices": choices, "answer": int(draw.integers(len(choices)))})
     return made
 

@@ -26,7 +26,7 @@ from tests.helpers.warm import WarmCommands
 PAGE = (REPO / "docs/evaluation.md").read_text()
 PREPARES, SCORES = re.findall(r"^```bash\n(.*?)^```", PAGE, re.M | re.S)
 _, CHOICES, TASK = map(yaml.safe_load, re.findall(r"^```yaml\n(.*?)^```", PAGE, re.M | re.S))
-STEPS = 4
+STEPS, LENGTH = 4, 96
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
@@ -52,7 +52,7 @@ def place(small_data: str, tmp_path_factory: pytest.TempPathFactory, warm: WarmC
         named = {name: str(folder / path) for name, path in CHOICES["eval"]["choices"].items()}
         file.write(yaml.safe_dump({"eval": {"choices": named}}))
     words = ["--train.max_steps", str(STEPS), "--train.eval_every", "2", "--checkpoint.every_steps", "2"]
-    return folder, train(recipe, *words, "--data.sequence_length", "64", "--train.export", "true")
+    return folder, train(recipe, *words, "--data.sequence_length", str(LENGTH), "--train.export", "true")
 
 
 @pytest.mark.timeout(300)
@@ -67,7 +67,7 @@ def test_a_run_measures_its_multiple_choice(place: tuple[Path, str]) -> None:
     last = found[-1]
     shown = f"mine accuracy {last['eval/mine/accuracy']:.1%}, normalised {last['eval/mine/accuracy_norm']:.1%}"
     assert f"step {STEPS}/{STEPS}  {shown}" in output and "without a documented meaning" not in output
-    assert re.search(r"eval.choices.mine: \d+ of 84 choices with their question have more than data.sequence_length 64",
+    assert re.search(r"eval.choices.mine: \d+ of 84 choices with their question have more than data.sequence_length " + str(LENGTH),
                      output)  # fmt: skip
 
 
@@ -78,7 +78,7 @@ def test_lm_eval_finds_in_the_export_what_the_run_has_measured(place: tuple[Path
     folder, _ = place
     run = folder / "runs/mine"
     config = json.loads((run / "export/config.json").read_text())
-    (run / "export/config.json").write_text(json.dumps({**config, "max_position_embeddings": 64}))
+    (run / "export/config.json").write_text(json.dumps({**config, "max_position_embeddings": LENGTH}))
     done = subprocess.run(shlex.split(SCORES), cwd=folder, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     measured = [row for row in rows(run) if "eval/mine/accuracy" in row][-1]
