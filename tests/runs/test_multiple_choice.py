@@ -67,8 +67,8 @@ def test_a_run_measures_its_multiple_choice(place: tuple[Path, str]) -> None:
     last = found[-1]
     shown = f"mine accuracy {last['eval/mine/accuracy']:.1%}, normalised {last['eval/mine/accuracy_norm']:.1%}"
     assert f"step {STEPS}/{STEPS}  {shown}" in output and "without a documented meaning" not in output
-    assert re.search(r"eval.choices.mine: \d+ of 84 choices with their question have more than data.sequence_length " + str(LENGTH),
-                     output)  # fmt: skip
+    cut = rf"eval\.choices\.mine: \d+ of 84 choices with their question have more than data\.sequence_length {LENGTH}"
+    assert re.search(cut, output)
 
 
 @pytest.mark.needs("lm_eval")
