@@ -5,13 +5,14 @@ Without merges a byte is a token, so that ids follow from the text alone; a test
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
-import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from llmtrain.data.prepare import preparation
@@ -49,15 +50,18 @@ QWEN3 = (
 )
 
 
-def workers_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`llmtrain prepare` without processes for its workers; templates are rendered in theirs."""
+@contextlib.contextmanager
+def workers_here() -> Iterator[None]:
+    """`llmtrain prepare` without processes for its workers, which import transformers for two seconds each; templates
+    are rendered in theirs."""
 
     def run_units(todo: Any, settings: Any, processes: int, under_way: Any, keep: Any) -> None:
         encoder = encoder_of(Path(settings.out) / "tokenizer", settings.chat)
         for unit in todo:
             keep(unit, process_unit(unit, settings, encoder, lambda size: None))
 
-    monkeypatch.setattr(preparation, "run_units", run_units)
+    with patch.object(preparation, "run_units", run_units):
+        yield
 
 
 class C(str):

@@ -28,10 +28,12 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "objective": ("online", "documents", "orpo", "kto", "reward", "next_token", "column", "dpo", "distill"),
     "sequence": (1, 2),
     "recompute": (False, True),
+    "frozen": (False, True),
 }
 """Setting -> its values. `documents`: next_token with data.isolate_documents. `column`: distill with top_k. `online`:
-dpo with that reference. `saved`: LoRA with modules_to_save. `whole`: experts that each rank has all of. A cell without
-pipeline, tensor and sequence has two data-parallel ranks. The order is one with which the search needs few cells."""
+dpo with that reference. `saved`: LoRA with modules_to_save. `whole`: experts that each rank has all of. `frozen`: one
+layer of two, by model.freeze. A cell without pipeline, tensor and sequence has two data-parallel ranks. The order is
+one with which the search needs few cells."""
 
 
 def _in_order(pair: Pair) -> Pair:
@@ -42,6 +44,11 @@ def _in_order(pair: Pair) -> Pair:
 
 _REFUSED: dict[Pair, str] = {
     (("objective", "online"), ("adapter", "none")): "adapter switched off",
+    (("objective", "online"), ("frozen", True)): "adapter switched off",
+    **{
+        (("adapter", kind), ("frozen", True)): "all parameters of the model are frozen"
+        for kind in ("saved", "lora", "nf4", "dora")
+    },
     **{
         (("objective", objective), ("adapter", "nf4")): "of weights that are not packed" for objective in ("dpo", "kto")
     },
@@ -130,7 +137,7 @@ _OBJECTIVES: dict[str, dict[str, Any]] = {
     "column": {"objective": "distill", "top_k": 7},
     "online": {"objective": "dpo", "reference": "online"},
 }
-STEPS, HALF, ACCUMULATION, GLOBAL_BATCH = 4, 2, 3, 6
+STEPS, HALF, ACCUMULATION, GLOBAL_BATCH = 3, 2, 2, 4
 
 
 def layout(cell: Cell) -> dict[str, Any]:
@@ -162,6 +169,7 @@ def form_of(cell: Cell) -> Form:
         device_fp16=cell["precision"] == "fp16",
         optimizer=cell["optimizer"],
         adapter=json.dumps(_ADAPTERS[cell["adapter"]]),
+        freeze=("model.layers.0.*",) if cell["frozen"] else (),
         steps=STEPS,
         **_OBJECTIVES.get(cell["objective"], {"objective": cell["objective"]}),
         **layout(cell),

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from llmtrain.data.manifest import Split
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.stream.windows import partners
-from tests.helpers.chat import KINDS, Kind, write_tokenizer
+from tests.helpers.chat import KINDS, Kind, workers_here, write_tokenizer
 
 DEFINITIONS: dict[str, Callable[..., torch.Tensor]] = {
     # s: log-probability of an answer, r: of the reference's, n: counted tokens; w the chosen, l the rejected
@@ -64,7 +64,8 @@ def _prepared(folder: Path, records: list[dict[str, Any]], kind: Kind, *more: st
     source = folder / "pairs.jsonl"
     source.write_text("".join(json.dumps(record) + "\n" for record in records))
     given = ["--source", str(source), "--tokenizer", str(folder / "tokenizer"), "--out", str(folder / "prepared")]
-    assert main([*given, "--processes", "1", *more]) == 0
+    with workers_here():
+        assert main([*given, *more]) == 0
     return str(folder / "prepared")
 
 

@@ -238,6 +238,20 @@ def another_collective(rank: int) -> None:
         _at_step(Session, "step", step)
 
 
+def unhurried(rank: int) -> None:
+    """No fault, and a processor for others: a run without an end is as busy as its test is long."""
+    watched(rank)
+    from llmtrain.training.step import Session
+
+    plain = Session.step
+
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.1)
+        return plain(self, *args, **kwargs)
+
+    Session.step = step  # type: ignore[method-assign]
+
+
 def slower(rank: int) -> None:
     """Rank 1 needs 60 ms more for each step, without any fault."""
     watched(rank)

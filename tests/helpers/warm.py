@@ -64,7 +64,7 @@ _RANKS = (
 )
 MODULES = ("llmtrain", "deepspeed.launcher.runner", "deepspeed.launcher.launch", *_RANKS)
 """What `python -m` forks; the others import little."""
-SCRIPTS = ("/launch/train.py", "/bin/deepspeed", "/bin/llmtrain", "/tools/right_answers.py")
+SCRIPTS = ("/launch/train.py", "/bin/deepspeed", "/bin/llmtrain", "/tools/right_answers.py", "mine.py")
 _STARTS_NONE = (*_RANKS, "/launch/train.py", "/tools/right_answers.py")
 _OPTIONAL = ("wandb", "peft")
 _AT_IMPORT = ("HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "LD_", "TRANSFORMERS_", "PYTHON")

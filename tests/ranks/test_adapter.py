@@ -29,6 +29,7 @@ from llmtrain.training.guards import unmoved
 from tests.helpers.adapters import plain_adapted
 from tests.helpers.checkpoints import trainer_state
 from tests.helpers.families import FAMILIES, FROZEN, LOW_RANK
+from tests.helpers.marks import slow
 from tests.helpers.parity import Form, check
 from tests.helpers.ranks import RankFailed
 from tests.helpers.training import (
@@ -278,28 +279,28 @@ def resumed(case: Case, folder: str) -> dict[str, dict[str, Tensor]]:
 
 
 RESUMED: dict[str, list[tuple[int, dict[str, Any]]]] = {
-    "lora": [(1, {"stage": 0}), (2, {"stage": 1}), (2, {"stage": 1, "pipeline": 2}), (2, {"stage": 2, "tensor": 2})],
+    "lora": [(2, {"stage": 1, "pipeline": 2}), (2, {"stage": 2, "tensor": 2}), (1, {"stage": 0}), (2, {"stage": 1})],
     "dora": [(1, {"stage": 0}), (2, {"stage": 3}), (2, {"stage": 2, "sequence": 2})],
     "whole": [(2, {"stage": 3})],
     "tied": [(2, {"stage": 3}), (2, {"stage": 1, "pipeline": 2})],
     "routed": [(2, {"stage": 3})],
     "experts": [(1, {"stage": 0, "expert": 1}), (2, {"stage": 3}), (2, {"stage": 0}), (2, {"stage": 2, "expert": 1})],
 }
+FEW = 2
+"""So many of them in every run of the tests: test_cells.py resumes each kind in other forms, too."""
 
 
 @pytest.mark.parametrize(
-    ("kind", "stage"),
+    ("kind", "stage", "forms"),
     [
-        ("lora", 3),
-        pytest.param("dora", 1, marks=pytest.mark.slow),
-        pytest.param("whole", 3, marks=pytest.mark.slow),
-        pytest.param("tied", 1, marks=pytest.mark.slow),
-        ("experts", 1),
-        ("routed", 2),
+        ("lora", 3, FEW),
+        ("experts", 1, FEW),
+        ("routed", 2, FEW),
+        *(slow(*case, None) for case in (("lora", 3), ("dora", 1), ("whole", 3), ("tied", 1), ("experts", 1))),
     ],
 )
 def test_a_checkpoint_holds_the_adapter_alone_and_goes_through_every_form_and_to_peft(
-    pools, small_data, tmp_path, kind, stage
+    pools, small_data, tmp_path, kind, stage, forms
 ):
     base = written(tmp_path / "hf", MODELS.get(kind, LLAMA))
     model = MODELS.get(kind, LLAMA)
@@ -313,7 +314,7 @@ def test_a_checkpoint_holds_the_adapter_alone_and_goes_through_every_form_and_to
     adapter |= {name for name in want[PARAM] if name.endswith(ROUTING)}
     assert {piece.name for entry in manifest.files.values() for piece in entry.pieces} == adapter
     assert manifest.frozen.parts.keys() == want[PARAM].keys() - adapter
-    for ranks, form in RESUMED[kind]:
+    for ranks, form in RESUMED[kind][:forms]:
         assert same(pools(ranks).run(resumed, replace(case, **form), str(tmp_path / "run"))[0], want), form
     scaled = replace(case, adapter={**case.adapter, "alpha": 2.0})
     with pytest.raises(RankFailed, match=r"adapter.alpha is (16|8)\.0 there and 2\.0 in this run"):
@@ -425,7 +426,7 @@ def test_masters_of_an_adapter_move_by_less_than_bf16_can_tell(pools, small_data
             marks=pytest.mark.slow,
         ),
         pytest.param(Form(zero=2, sequence=2, adapter=json.dumps(DORA)), marks=pytest.mark.slow),
-        Form(zero=1, tensor=2, precision="bf16", adapter=json.dumps(LORA)),
+        pytest.param(Form(zero=1, tensor=2, precision="bf16", adapter=json.dumps(LORA)), marks=pytest.mark.slow),
         pytest.param(Form(zero=2, expert=2, family="mixtral", adapter=json.dumps(LORA)), marks=pytest.mark.slow),
         pytest.param(
             Form(zero=0, precision="bf16", expert=2, family="mixtral", adapter=json.dumps(LORA)), marks=pytest.mark.slow
@@ -434,6 +435,7 @@ def test_masters_of_an_adapter_move_by_less_than_bf16_can_tell(pools, small_data
     ids=lambda form: form.name,
 )
 def test_parity_knows_the_definitions(pools, form):
+    """Doubles of test_cells.py, for more steps."""
     outcome = check(pools, replace(form, steps=8))
     assert outcome.verdict.passed, outcome.verdict.first
 

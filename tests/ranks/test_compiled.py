@@ -41,7 +41,7 @@ CHECKPOINTED = {"activation_checkpointing": {"partition_activations": False}}
 @pytest.mark.parametrize(
     ("changes", "kinds", "evaluated"),
     [
-        ({}, 1, 1),
+        pytest.param({}, 1, 1, marks=pytest.mark.slow),  # so is a pipeline's stage, below
         ({"model": TWO_KINDS}, 2, 2),
         ({"extra": CHECKPOINTED}, 1, 2),  # transformers then lets the embeddings require gradients: another first layer
         ({"isolate_documents": True}, 1, 1),

@@ -50,8 +50,8 @@ def reference(data: str) -> Trace:
         slow({"stage": 3, "extra": {"activation_checkpointing": {}}}),
         slow({"stage": 2, "offload": "optimizer"}),
         slow({"stage": 3, "offload": "all"}),
-        {"stage": 1, "accumulation": 3, "extra": {"zero_optimization": {"stage": 1, **LAID_OUT}}},
-        {"stage": 2, "accumulation": 3, "extra": {"zero_optimization": {"stage": 2, **LAID_OUT}}},
+        slow({"stage": 1, "accumulation": 3, "extra": {"zero_optimization": {"stage": 1, **LAID_OUT}}}),
+        slow({"stage": 2, "accumulation": 3, "extra": {"zero_optimization": {"stage": 2, **LAID_OUT}}}),
         slow(
             {"stage": 3, "accumulation": 3, "extra": {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}}
         ),
@@ -59,6 +59,7 @@ def reference(data: str) -> Trace:
     ids=lambda form: "-".join(str(v) for k, v in form.items() if k != "model") + ("-tied" if "model" in form else ""),
 )
 def test_fp32_forms_agree_with_plain_pytorch(pools, small_data, form):
+    """Doubles of test_cells.py and test_keys.py."""
     case = Case(data=small_data, **form)
     want = plain_pytorch(case) if "model" in form else reference(small_data)
     got = pools(2).run(run_case, case)[0]
@@ -108,7 +109,7 @@ def test_another_objective_is_one_class(pools, small_data):
     case = Case(data=small_data)
     want = plain_pytorch(case, plain_simpo)
     assert want.losses[-1] < want.losses[0] - 0.01
-    forms = ({"stage": 2}, {"stage": 3, "accumulation": 3}, {"stage": 1, "pipeline": 2, "accumulation": 3})
+    forms = ({"stage": 3, "accumulation": 3}, {"stage": 1, "pipeline": 2, "accumulation": 3})
     figures = []
     for form in forms:
         for got, after, weight in pools(2).run(trained_on_pairs, replace(case, **form)):
@@ -175,7 +176,7 @@ def against_the_definition(case: Case) -> tuple[float, float, int]:
 
 @pytest.mark.parametrize(
     "form",
-    [slow({"stage": 0}), {"stage": 1, "pipeline": 2}, {"stage": 2, "optimizer": "lion"}, {"stage": 3}],
+    [slow({"stage": 0}), slow({"stage": 1, "pipeline": 2}), {"stage": 2, "optimizer": "lion"}, {"stage": 3}],
     ids=lambda form: "-".join(str(v) for v in form.values()),
 )
 def test_bf16_moments_are_rounded_after_each_step_and_masters_never(pools, small_data, form):
@@ -230,7 +231,7 @@ def at_the_floor(case: Case) -> tuple[int, str]:
     return skipped, ""
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, slow(2), 3])
 def test_fp16_without_a_smaller_loss_scale_stops_with_a_message(pools, small_data, stage):
     scale = {"enabled": True, "initial_scale_power": 3, "hysteresis": 1, "min_loss_scale": 1}
     case = Case(data=small_data, stage=stage, precision="fp16", extra={"fp16": scale})
@@ -238,7 +239,7 @@ def test_fp16_without_a_smaller_loss_scale_stops_with_a_message(pools, small_dat
         assert skipped == 3 and "smallest loss scale" in message and "bf16" in message  # 8, 4, 2, then 1
 
 
-@pytest.mark.parametrize(("world_size", "stage"), [slow(2, 0), slow(2, 1), slow(2, 2), (2, 3), (4, 1)])
+@pytest.mark.parametrize(("world_size", "stage"), [slow(2, 0), slow(2, 1), slow(2, 2), (2, 3), slow(4, 1)])
 def test_muon_is_the_same_under_every_stage_and_on_every_device(pools, small_data, world_size, stage):
     """ZeRO 0 on one rank of a device without fp16 against the others on devices with it: Newton-Schulz is fp32, too."""
     case = Case(data=small_data, optimizer="muon", steps=20)
@@ -251,7 +252,7 @@ def test_muon_is_the_same_under_every_stage_and_on_every_device(pools, small_dat
 
 def test_a_bf16_run_orthogonalises_in_fp16_where_the_device_has_it(pools, small_data):
     """Which costs nothing beside bf16's own rounding (the tolerances of the test of bf16 above)."""
-    case = Case(data=small_data, optimizer="muon", precision="bf16", stage=2)
+    case = Case(data=small_data, optimizer="muon", precision="bf16", stage=2, steps=4)
     without, there = (pools(2).run(on_device, device, run_case, case)[0] for device in (False, True))
     assert without.losses != there.losses
     assert max(abs(a - b) for a, b in zip(there.losses, without.losses, strict=True)) < 1.5e-3
@@ -288,7 +289,7 @@ def load_pretrained(case: Case, folder: str, break_name: str | None) -> str:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "stage", "precision"), [(1, 0, "fp32"), (2, 1, "bf16"), (2, 3, "bf16"), (4, 3, "fp32")]
+    ("world_size", "stage", "precision"), [(1, 0, "fp32"), slow(2, 1, "bf16"), (2, 3, "bf16"), slow(4, 3, "fp32")]
 )
 def test_pretrained_weights_are_proved(pools, small_data, tmp_path, world_size, stage, precision):
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -316,7 +317,7 @@ def test_pretrained_weights_are_proved(pools, small_data, tmp_path, world_size, 
     assert "lacks 1 of the model's 39 parameters" in error and "model.norm.weight" in error
 
 
-@pytest.mark.parametrize(("world_size", "stage", "precision"), [(1, 0, "fp32"), (2, 3, "bf16")])
+@pytest.mark.parametrize(("world_size", "stage", "precision"), [slow(1, 0, "fp32"), (2, 3, "bf16")])
 def test_pretrained_experts_are_proved(pools, small_data, tmp_path, world_size, stage, precision):
     """A file for each expert's matrix, one parameter for all of a layer: each rank reads its slices of it."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -488,7 +489,7 @@ def evaluated(case: Case) -> float:
     return figures["loss"]
 
 
-@pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (2, 3), (4, 1)])
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (2, 3), slow(4, 1)])
 def test_evaluation_is_weighted_by_tokens_whatever_the_split(pools, small_data, world_size, stage):
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -71,21 +71,23 @@ def whole_run(case: Case) -> tuple[Trace, set[str]]:
 @pytest.mark.parametrize(
     "form",
     [
-        {"stage": 0},
-        {"stage": 1},
-        {"stage": 2, "accumulation": 3},
+        slow({"stage": 0}),
+        slow({"stage": 1}),
+        slow({"stage": 2, "accumulation": 3}),
         {"stage": 3},
-        {"stage": 3, "extra": {"activation_checkpointing": {}}},
+        slow({"stage": 3, "extra": {"activation_checkpointing": {}}}),
         slow({"stage": 2, "extra": {"activation_checkpointing": {}}, "mlp_tile_tokens": 8}),
         slow({"stage": 3, "offload": "all"}),
-        {"stage": 1, "sequence": 2},
+        slow({"stage": 1, "sequence": 2}),
         {"stage": 1, "pipeline": 2, "accumulation": 2},
-        {"stage": 0, "tensor": 2},
+        slow({"stage": 0, "tensor": 2}),
         slow({"stage": 3, "tensor": 2}),
     ],
     ids=lambda form: "-".join(f"{k}={v}" for k, v in form.items()),
 )
 def test_fp32_forms_agree_with_plain_pytorch_that_freezes_the_same(pools, small_data, form):
+    """Those that are slow have their losses and parameters in test_cells.py; here no byte of a frozen one changes, and
+    no optimizer has it."""
     want = reference(small_data)
     outcomes = pools(2).run(whole_run, Case(data=small_data, freeze=FREEZE, **form))
     got, _ = outcomes[0]
@@ -110,11 +112,11 @@ MIXTRAL = {
 @pytest.mark.parametrize(
     "form",
     [
-        {"stage": 0, "expert": 2},
-        {"stage": 2, "expert": 2},
+        slow({"stage": 0, "expert": 2}),
+        slow({"stage": 2, "expert": 2}),
         {"stage": 3, "expert": 2},
         {"stage": 1, "pipeline": 2, "accumulation": 2},
-        {"stage": 2, "tensor": 2},
+        slow({"stage": 2, "tensor": 2}),
     ],
     ids=lambda form: "-".join(f"{k}={v}" for k, v in form.items()),
 )
@@ -130,7 +132,7 @@ def test_experts_and_a_tied_embedding_stay_as_they_are(pools, small_data, form):
     assert same == {name for name in before if any(fnmatchcase(name, pattern) for pattern in freeze)}
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [slow(0), slow(1), slow(2), 3])
 def test_bf16_keeps_frozen_values_in_the_forward_precision(pools, small_data, stage):
     want = reference(small_data)
     got = pools(2).run(run_case, Case(data=small_data, freeze=FREEZE, stage=stage, precision="bf16"))[0]
@@ -152,7 +154,7 @@ def half(case: Case, folder: str, first: int, last: int) -> tuple[list[float], d
     return trace.losses, parameters
 
 
-@pytest.mark.parametrize(("one", "other"), [("fp32", "fp32"), ("fp32", "bf16"), ("bf16", "bf16")])
+@pytest.mark.parametrize(("one", "other"), [slow("fp32", "fp32"), ("fp32", "bf16"), slow("bf16", "bf16")])
 def test_a_checkpoint_goes_from_zero_1_to_zero_3(pools, small_data, tmp_path, one, other):
     want, before = reference(small_data), initial()
     losses, _ = pools(2).run(half, Case(data=small_data, freeze=FREEZE, stage=1, precision=one), str(tmp_path), 0, 4)[0]
@@ -246,7 +248,9 @@ def test_what_a_folder_has_is_in_no_checkpoint_and_comes_back_in_every_form(
         assert where == case.pretrained and same(state, saved), form
 
 
-@pytest.mark.parametrize("form", [{"stage": 2}, {"stage": 1, "pipeline": 2, "accumulation": 2}], ids=["zero2", "pp2"])
+@pytest.mark.parametrize(
+    "form", [slow({"stage": 2}), {"stage": 1, "pipeline": 2, "accumulation": 2}], ids=["zero2", "pp2"]
+)
 def test_bf16_rounds_what_it_reads_and_fp32_reads_it_whole(pools, small_data, tmp_path, form):
     folder = written(tmp_path / "hf", LLAMA)
     case = Case(data=small_data, pretrained=folder, freeze=FREEZE, precision="bf16", **form)
@@ -287,9 +291,9 @@ def flip_embedding(file: Path) -> None:
 @pytest.mark.parametrize(
     "form",
     [
-        Form(zero=3, precision="bf16", freeze=("model.embed_tokens.*", "model.layers.0.*")),
+        slow(Form(zero=3, precision="bf16", freeze=("model.embed_tokens.*", "model.layers.0.*"))),  # test_cells.py
         Form(zero=1, tied=True, train_only=("model.layers.[13].*",), accumulation=2),
-        Form(zero=2, optimizer="muon", freeze=("model.layers.*",)),
+        slow(Form(zero=2, optimizer="muon", freeze=("model.layers.*",))),  # test_cells.py
         Form(zero=3, optimizer="muon", train_only=("model.layers.1.*.q_proj.weight", "model.norm.weight")),
         Form(zero=0, precision="bf16", family="ernie4_5_moe", train_only=("model.layers.1.*",)),
     ],

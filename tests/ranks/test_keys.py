@@ -244,6 +244,10 @@ def other(key: ds_keys.Key) -> Any:
     }[key.kind]
 
 
+def old_names(stage: int) -> Tree:
+    return zero(stage3_gather_fp16_weights_on_model_save=True, **({"cpu_offload": True} if stage else {}))
+
+
 def all_cells() -> list[Cell]:
     """Every training of this file."""
     cells = [cell for stage in ds_keys.STAGES for cell in covering(stage)]
@@ -253,14 +257,10 @@ def all_cells() -> list[Cell]:
         cells += [
             Cell("bf16, sums in fp32, tensor", stage, merged(BF16_SUMS, TENSOR), {"precision": "bf16", "tensor": 2}),
             Cell("bf16, sequence", stage, sequence, {"precision": "bf16", "sequence": 2}),
-            Cell("fp16, static", stage, STATIC, {"precision": "fp16"}),
+            Cell("fp16, static, old names", stage, merged(STATIC, old_names(stage)), {"precision": "fp16"}),
             Cell("fp16, dynamic", stage, DYNAMIC, {"precision": "fp16"}),
             Cell("experts", stage, merged(PRESET, EXPERTS), mixtral),
         ]
-        old: Tree = {"stage3_gather_fp16_weights_on_model_save": True}
-        cells.append(
-            Cell("old names", stage, {"zero_optimization": {**old, **({"cpu_offload": True} if stage else {})}})
-        )
         if stage < 2:
             pipeline = {"pipeline": {"stages": 2, "partition": [3, 1]}}
             cells.append(Cell("pipeline", stage, pipeline, {"pipeline": 2, "partition": (3, 1)}))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -12,7 +10,7 @@ import pytest
 from llmtrain.parity.worlds import report
 from tests.helpers.faults import FAULTS
 from tests.helpers.marks import slow_but
-from tests.helpers.parity import Form, Outcome, check
+from tests.helpers.parity import Form, check
 from tests.helpers.ranks import RankFailed
 
 STEPS = 4
@@ -32,18 +30,17 @@ DOUBLES = [
 """The same fault beside another objective, or one that another shows in the same place."""
 
 
-@pytest.fixture(scope="module")
-def without_fault(pools: Any) -> Callable[[Form], Outcome]:
-    """The outcome of a form, trained once for all faults that are seeded into it."""
-    return cache(partial(check, pools))
+@pytest.mark.slow  # any two settings of them pass in test_cells.py
+@pytest.mark.parametrize("form", dict.fromkeys(Form(**fault.form, steps=STEPS) for fault in FAULTS.values()))
+def test_the_same_without_a_fault(pools: Any, form: Form) -> None:
+    clean = check(pools, form)
+    assert clean.verdict.passed, report(form.name, clean.verdict, clean.hint)
 
 
 @pytest.mark.parametrize("name", slow_but(FAULTS, [name for name in FAULTS if name not in DOUBLES]))
-def test_a_fault_is_caught(pools: Any, without_fault: Callable[[Form], Outcome], name: str) -> None:
+def test_a_fault_is_caught(pools: Any, name: str) -> None:
     fault = FAULTS[name]
     form = Form(**fault.form, steps=STEPS)
-    clean = without_fault(form)
-    assert clean.verdict.passed, report(name, clean.verdict, clean.hint)
     if fault.refused:
         with pytest.raises(RankFailed, match=re.escape(fault.words)):
             check(pools, form, name)

@@ -14,6 +14,7 @@ import pytest
 from tests.helpers.forked import finish, train
 from tests.helpers.launching import REPO, deepspeed, environment, write_recipe
 from tests.helpers.launching import finish as finish_process
+from tests.helpers.warm import WarmCommands
 
 PAGE = (REPO / "docs/extend.md").read_text()
 BLOCKS = [block.replace("\\\n", "") for block in re.findall(r"```bash\n(.*?)```", PAGE, re.S)]
@@ -135,7 +136,9 @@ print("all well")
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_trainings_follow_each_other_in_a_script(small_data: str, tmp_path: Path, ranks: int) -> None:
+def test_trainings_follow_each_other_in_a_script(
+    small_data: str, tmp_path: Path, warm: WarmCommands, ranks: int
+) -> None:
     """A notebook's process, and `deepspeed --hostfile hosts mine.py`."""
     write_recipe(tmp_path, small_data)
     (tmp_path / "mine.py").write_text(SCRIPT)
@@ -145,13 +148,15 @@ def test_trainings_follow_each_other_in_a_script(small_data: str, tmp_path: Path
         done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240, check=False)
         code, output = done.returncode, done.stdout + done.stderr
     else:
-        code, output = finish_process(deepspeed(tmp_path, "mine.py", slots=ranks, env=env))
+        code, output = finish_process(deepspeed(tmp_path, "mine.py", slots=ranks, env=env, warm=warm))
     assert code == 0 and output.count("all well") == ranks, output
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("mistake", [False, True])
-def test_parity_of_a_users_objective_finds_a_mean_over_the_micro_batch(tmp_path: Path, mistake: bool) -> None:
+def test_parity_of_a_users_objective_finds_a_mean_over_the_micro_batch(
+    tmp_path: Path, warm: WarmCommands, mistake: bool
+) -> None:
     command = next(shlex.split(block) for block in BLOCKS if block.startswith("llmtrain parity"))
     words = [str(REPO / word) if (REPO / word).is_file() else word for word in command[1:]]
     if mistake:
@@ -159,7 +164,8 @@ def test_parity_of_a_users_objective_finds_a_mean_over_the_micro_batch(tmp_path:
         text = Path(words[at]).read_text()
         words[at] = str(tmp_path / "focal_loss.py")
         Path(words[at]).write_text(text.replace("* nll, nll", "* nll / nll.detach().mean(), nll"))
-    ended = subprocess.run([sys.executable, "-m", "llmtrain", *words], cwd=REPO, env=environment(), capture_output=True,
-                           text=True, timeout=240, check=False)  # fmt: skip
-    assert (ended.returncode, ended.stdout.splitlines()[-1]) == ((1, "FAIL") if mistake else (0, "PASS")), ended.stdout
-    assert ("terms of objective.name focal depends on the tokens that share a micro-batch" in ended.stdout) == mistake
+    command = [str(warm.python), "-m", "llmtrain", *words]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
+    code, output = finish_process(warm.popen(command, cwd=REPO, env=environment(PYTHONPATH=str(REPO)), **streams))
+    assert (code, output.splitlines()[-1]) == ((1, "FAIL") if mistake else (0, "PASS")), output
+    assert ("terms of objective.name focal depends on the tokens that share a micro-batch" in output) == mistake

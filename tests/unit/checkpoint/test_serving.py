@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,8 @@ from tests.helpers.hf_folders import checkpoint_of, new_model
 
 
 @pytest.fixture
-def prepare(monkeypatch: pytest.MonkeyPatch) -> Any:
+def prepare() -> Iterator[Any]:
     """`llmtrain prepare` of records with the tokenizer of a folder, in this process: returns the data folder."""
-
-    workers_here(monkeypatch)
 
     def call(model: Path, records: list[dict[str, Any]], *words: str) -> Path:
         source, out = model.with_name(f"{model.name}.jsonl"), model.with_name(f"{model.name}-data")
@@ -39,7 +38,8 @@ def prepare(monkeypatch: pytest.MonkeyPatch) -> Any:
         assert main([*fixed, "--validation-fraction", "0.1", "--shard-bytes", "9000", *words]) == 0
         return out
 
-    return call
+    with workers_here():
+        yield call
 
 
 def talks(count: int = 150) -> list[list[dict[str, str]]]:

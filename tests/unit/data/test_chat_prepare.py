@@ -9,6 +9,7 @@ import random
 import shutil
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -69,6 +70,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def prepare(place: Path, source: str, out: str, *more: str) -> int:
     given = ("--source", str(place / source), "--out", str(place / out), "--tokenizer", str(place / "model"))
     return main([*given, "--format", "chat", "--shard-bytes", "6000", *more])
+
+
+@pytest.fixture(autouse=True)
+def _workers_here() -> Iterator[None]:
+    """But those of `prepared`."""
+    with workers_here():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -279,11 +287,8 @@ def question(text: str, answer: str) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("form", ["chat", "preference", "unpaired"])
-def test_what_is_trained_decides_the_side_and_not_the_id(
-    tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_trained_decides_the_side_and_not_the_id(tmp_path: Path, form: str) -> None:
     """One conversation under two ids was in train and in validation: 22 of 51 validation rows, 44 of 70 of pairs."""
-    workers_here(monkeypatch)
     model = write_tokenizer(tmp_path / "model", KINDS["chatml"])
     records: list[dict[str, object]] = []
     for number in range(400):
@@ -329,10 +334,7 @@ def test_a_date_in_the_template_is_kept_and_told(tmp_path: Path, capsys: pytest.
     assert "moment" not in (PreparedSet(tmp_path / "plain-out").manifest.chat or {})
 
 
-def test_a_continued_preparation_keeps_the_date_of_its_beginning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    workers_here(monkeypatch)
+def test_a_continued_preparation_keeps_the_date_of_its_beginning(tmp_path: Path) -> None:
     model = write_tokenizer(tmp_path / "model", replace(KINDS["chatml"], template=DATED))
     records: list[dict[str, object]] = [{"messages": question("q", "a")}, {"messages": []}]
     chat = ("--format", "chat", "--validation-fraction", "0")
@@ -345,10 +347,7 @@ def test_a_continued_preparation_keeps_the_date_of_its_beginning(
     assert "Today: 2024-02-29" in data_text(tmp_path / "out", rows_of(PreparedSet(tmp_path / "out"), "train")[0])
 
 
-def test_an_option_tells_the_template_of_all_records(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    workers_here(monkeypatch)
+def test_an_option_tells_the_template_of_all_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     template = "<|im_start|>system\nthink {{ think | default('yes') }}<|im_end|>\n" + KINDS["chatml"].template
     model = write_tokenizer(tmp_path / "model", replace(KINDS["chatml"], template=template))
     records: list[dict[str, object]] = [{"messages": question("q", "a")}]
@@ -366,9 +365,8 @@ def test_an_option_tells_the_template_of_all_records(
         assert reason in capsys.readouterr().err
 
 
-def test_named_templates_in_their_folder_come_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_named_templates_in_their_folder_come_along(tmp_path: Path) -> None:
     """As save_pretrained writes them: tools were refused, as if no template took them."""
-    workers_here(monkeypatch)
     model = write_tokenizer(tmp_path / "model", KINDS["generation"])  # this one writes no tools
     (model / "additional_chat_templates").mkdir()
     (model / "additional_chat_templates" / "tool_use.jinja").write_text(KINDS["chatml"].template)

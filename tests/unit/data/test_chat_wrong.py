@@ -13,6 +13,7 @@ import pytest
 import zstandard
 
 from llmtrain.commands.prepare import main
+from tests.helpers.chat import workers_here
 from tests.helpers.chat_families import FAMILIES
 from tests.helpers.chat_oracle import write_family
 
@@ -165,7 +166,8 @@ def test_a_wrong_record_of_another_format_is_named(tmp_path: Path, form: str) ->
     (tmp_path / "lines.jsonl").write_text("".join(lines))
     given = ["--source", str(tmp_path / "lines.jsonl"), "--out", str(tmp_path / "out"), "--format", form]
     given += ["--tokenizer", str(tmp_path / "model"), "--validation-fraction", "0", "--max-tokens", "200"]
-    assert main([*given, "--max-rejected", "100", "--processes", "1"]) == 0
+    with workers_here():
+        assert main([*given, "--max-rejected", "100"]) == 0
     entries = [json.loads(line) for line in (tmp_path / "out/rejected.jsonl").read_text().splitlines()]
     for at, (entry, (what, (_, reason))) in enumerate(zip(entries, OF_OTHER_FORMATS[form].items(), strict=True)):
         assert (entry["file"], entry["line"]) == ("lines.jsonl", 1 + 2 * at) and reason in entry["reason"], (

@@ -18,7 +18,7 @@ from llmtrain.data.stream import columns
 from llmtrain.data.stream.columns import ColumnWriter
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.objectives.by_token import Distill
-from tests.helpers.chat import KINDS, write_tokenizer
+from tests.helpers.chat import KINDS, workers_here, write_tokenizer
 from tests.helpers.preference import preferences
 
 K, WORDS = 3, 400
@@ -32,7 +32,8 @@ def prepare(folder: Path, records: list[dict[str, object]], *form: str) -> str:
     source = folder / "some.jsonl"
     source.write_text("".join(json.dumps(record) + "\n" for record in records))
     given = ["--source", str(source), "--tokenizer", str(folder / "tokenizer"), "--out", str(folder / "data")]
-    assert main([*given, "--processes", "1", "--validation-fraction", "0.2", *form]) == 0
+    with workers_here():
+        assert main([*given, "--validation-fraction", "0.2", *form]) == 0
     return str(folder / "data")
 
 

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from llmtrain.data.prepare import demo as made
 from llmtrain.data.prepare.demo import SOURCES, Lesson, lessons, lines
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.tokenize import SEPARATOR, TURNS, Encoder, train_bpe
+from tests.helpers.chat import workers_here
 
 ROOT = Path(__file__).parents[3]
 TEMPLATE = ROOT / "launch/templates/turns.jinja"
@@ -188,26 +190,36 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+OF_TURNS = [source for source in SOURCES if source != "stdlib-choices"]  # those: test_multiple_choice.py
+
+
 def prepare(source: str, out: Path, tokenizer: Path, *more: str) -> int:
     given = ["--source", source, "--out", str(out), "--tokenizer", str(tokenizer), "--chat-template", str(TEMPLATE)]
     return main([*given, "--max-tokens", "128", *more])
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        pytest.param("stdlib-chat", marks=pytest.mark.long),
-        pytest.param("stdlib-preference", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("source", OF_TURNS)
 def test_prepared(source: str, tmp_path: Path, tokenizer: Path) -> None:
     """All of it, by the command: what is held out is validation, and nothing is rejected."""
     assert prepare(source, tmp_path / "out", tokenizer) == 0
-    data = PreparedSet(tmp_path / "out")
+    is_prepared(source, tmp_path / "out", 1)
+
+
+@pytest.mark.parametrize("source", OF_TURNS)
+def test_prepared_in_part(source: str, tmp_path: Path, tokenizer: Path) -> None:
+    """Every twentieth lesson."""
+    with patch.object(made, "lessons", lambda *of: lessons(*of)[::20]), workers_here():
+        assert prepare(source, tmp_path / "out", tokenizer) == 0
+    is_prepared(source, tmp_path / "out", 20)
+
+
+def is_prepared(source: str, out: Path, every: int) -> None:
+    data = PreparedSet(out)
     rows = 2 if source == "stdlib-preference" else 1
-    read = Encoder(tmp_path / "out/tokenizer")
+    read = Encoder(out / "tokenizer")
     for split in SPLITS:
-        wanted = lessons(source, split)
+        wanted = lessons(source, split)[::every]
         assert data.manifest.documents[split] == rows * len(wanted) and data.manifest.rejected == 0
         stream = data.split(split)
         ids = stream.read(0, stream.tokens)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -98,9 +100,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def one_process(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    if "processes" not in request.node.name:
-        workers_here(monkeypatch)
+def one_process(request: pytest.FixtureRequest) -> Iterator[None]:
+    with contextlib.nullcontext() if "processes" in request.node.name else workers_here():
+        yield
 
 
 def test_rows_are_the_question_and_its_choice_after_a_space(tmp_path: Path, tokenizer: Path) -> None:

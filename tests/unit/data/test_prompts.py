@@ -17,7 +17,7 @@ from llmtrain.data.chat.encoder import ChatEncoder, ChatOptions
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.data.tokenize import stop_tokens
-from tests.helpers.chat import CHATML, KINDS, Kind, expected, write_tokenizer
+from tests.helpers.chat import CHATML, KINDS, Kind, expected, workers_here, write_tokenizer
 
 ASKED = [
     {"role": "user", "content": "a <|im_end|>"},
@@ -84,8 +84,9 @@ def test_a_folder_of_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     model, source, out = write_tokenizer(tmp_path / "model", KINDS["chatml"]), tmp_path / "p.jsonl", tmp_path / "out"
     source.write_text("".join(json.dumps({"prompt": f"what is {at}"}) + "\n" for at in range(40)))
     words = ["--source", str(source), "--out", str(out), "--tokenizer", str(model), "--format", "prompt"]
-    assert main([*words, "--count", "last"]) == 2 and "a prompt is whole" in capsys.readouterr().err
-    assert main([*words, "--validation-fraction", "0"]) == 0
+    with workers_here():
+        assert main([*words, "--count", "last"]) == 2 and "a prompt is whole" in capsys.readouterr().err
+        assert main([*words, "--validation-fraction", "0"]) == 0
     data = PreparedSet(out)
     stream = data.split("train")
     lengths = stream.row_lengths()
