@@ -90,7 +90,7 @@ class Case:
     isolate_documents: bool = False
     length: int = LENGTH
     """Tokens of a sequence."""
-    steps: int = 8
+    steps: int = 5
     clip: float = 1.0
     lr: float = 3e-4
     decay: str = "matrices"

@@ -66,7 +66,7 @@ def test_documents_of_any_layout_share_one_graph_of_varlen_attention(pools, smal
 
     The code is CUDA's; its losses and norms are those of plain PyTorch with masks (fp32, another order of sums)."""
     model = {**LLAMA, "num_hidden_layers": 2, "max_position_embeddings": 256}
-    case = Case(data=small_data, stage=1, accumulation=3, steps=8, model=model, length=256, attention="varlen",
+    case = Case(data=small_data, stage=1, accumulation=3, steps=4, model=model, length=256, attention="varlen",
                 isolate_documents=True, compile_layers=True)  # fmt: skip
     ((graphs, got),) = pools(1).run(varlen_as_on_cuda, case)
     assert graphs == 1

@@ -50,7 +50,7 @@ def reference(data: str, family: str, balanced: bool, accumulation: int, steps: 
 
 
 def check(pools: Any, data: str, world: int, family: str, balanced: bool = True, **changes: Any) -> None:
-    changes = {"steps": 10, "clip": 1.0, "accumulation": 1, **changes}
+    changes = {"steps": 5, "clip": 1.0, "accumulation": 1, **changes}
     # Without the balancing loss a step is the same however it is accumulated.
     pieces = changes["accumulation"] if balanced else 1
     want = reference(data, family, balanced, pieces, changes["steps"], changes["clip"])

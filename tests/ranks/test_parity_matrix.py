@@ -91,7 +91,7 @@ PAIRS = [form_of(both) for one, other in combinations(OPTIONS, 2)
          if (both := pair(one, other)) is not None and not against(both)]  # fmt: skip
 """Each yes of the second table of docs/posttraining.md. What parity leaves out has proofs of its own: `start` and
 `vocabulary` are first values (test_preference.py, test_online.py, test_vocabulary.py), `dropout` test_adapter.py."""
-TELLING = [replace(form, steps=min(form.steps, 8)) for form in TELLING]  # `test_matrix` has the same forms for 20
+TELLING = [replace(form, steps=5) for form in TELLING]  # `test_matrix` has the same forms for 20
 TELLING_SLOW = [
     # Those of test_cells.py, for more steps.
     Form(zero=1, accumulation=2, optimizer="muon", device_fp16=True, steps=8),

@@ -1,4 +1,4 @@
-"""Pipelines against plain PyTorch in one process, fp32, 8 steps; what their stages hold; what they refuse.
+"""Pipelines against plain PyTorch in one process, fp32, 5 steps; what their stages hold; what they refuse.
 
 Tolerance: as in test_parity.py; a pipeline changes the order of summation only.
 """

@@ -31,7 +31,7 @@ def flip(engine: Any, name: str) -> None:
     words[values.numel() // 3] ^= 1
 
 
-def watched(case: Case, name: str, guilty: int, checks: int = 6) -> tuple[list[Any], list[Any], list[Any]]:
+def watched(case: Case, name: str, guilty: int, checks: int = 3) -> tuple[list[Any], list[Any], list[Any]]:
     """(differences of clean steps, of the last one after a flip on `guilty`, once it is undone)."""
     from llmtrain.engine.weights import apart
     from llmtrain.training.replica_check import Replicas

@@ -25,7 +25,7 @@ from tests.helpers.training import (
     train_steps,
 )
 
-HALF, END = 4, 9
+HALF, END = 3, 6
 FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
 BF16_MOMENTS = {"bf16": {"bf16_optimizer_states": True}}
 

@@ -121,7 +121,7 @@ def test_fp32_sums_are_exact(pools, small_data, ranks, stage, record_property):
 )
 def test_fp32_sums_with_every_degree(pools, small_data, ranks, form):
     """As the shipped files mix them, against plain PyTorch in fp32. Tolerances of bf16: tests/ranks/test_forms.py."""
-    case = Case(data=small_data, accumulation=3, steps=8, **form)
+    case = Case(data=small_data, accumulation=3, **form)
     want = plain_pytorch(case)
     got = pools(ranks).run(run_case, replace(case, precision="bf16", extra=FP32_SUMS))[0]
     assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 1.5e-3
