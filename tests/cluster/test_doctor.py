@@ -16,6 +16,7 @@ import pytest
 
 from tests.cluster.faults import FAULTS, Place, bashrc, replaced, shell
 from tests.helpers.launching import REPO, write_recipe
+from tests.helpers.warm import WarmCommands
 from tools.lab.lab import Lab
 from tools.lab.processes import default_environment
 
@@ -119,7 +120,9 @@ def test_a_folder_that_a_host_lacks_or_has_in_another_state(place: Place, small_
 @pytest.mark.parametrize(
     ("closed", "level", "refused"), [(1, "yellow", 0), pytest.param(0, "red", 1, marks=pytest.mark.slow)]
 )
-def test_a_firewall_is_red_where_a_launch_would_fail(place: Place, closed: int, level: str, refused: int) -> None:
+def test_a_firewall_is_red_where_a_launch_would_fail(
+    place: Place, warm: WarmCommands, closed: int, level: str, refused: int
+) -> None:
     """Closed from outside, the last host's ranks get out to the first; the first host's rendezvous must be reached."""
     first, last = (place.lab.hosts[0], place.lab.hosts[2])
     (last if closed else first).firewall(22)
@@ -129,8 +132,8 @@ def test_a_firewall_is_red_where_a_launch_would_fail(place: Place, closed: int, 
     assert {each["check"] for each in report["findings"]} == {"fabric"}
     command = ["llmtrain", "launch", "--hostfile", place.lab.hostfile(), "--max-restarts", "0", place.recipe,
                "--train.max_steps", "1", "--train.eval", "false", "--fault.start_timeout_s", "20"]  # fmt: skip
-    env = {**default_environment(), "DS_ACCELERATOR": "cpu", "WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1"}
-    done = place.hosts[0].run(command, cwd=place.clone, env=env, timeout_s=300)
+    env = warm.on_hosts(WANDB_MODE="disabled")
+    done = place.hosts[0].run(command, cwd=place.folder, env=env, timeout_s=300)
     assert (done.returncode != 0) == bool(refused), done.stdout + done.stderr
 
 

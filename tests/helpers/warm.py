@@ -16,8 +16,7 @@ Each entry point has tests in which its interpreter starts for real:
 
 - `llmtrain`, in a user's environment and of a wheel: tests/runs/test_wheel.py, test_newcomer.py;
 - `llmtrain launch` on this host, with DeepSpeed's launcher and its ranks: tests/runs/test_console.py, test_wheel.py;
-- `llmtrain launch` over ssh, with DeepSpeed's launcher and its ranks: tests/cluster/test_restart.py, and, killed,
-  test_launch_killed.py;
+- `llmtrain launch` over ssh, with DeepSpeed's launcher and its ranks: tests/cluster/test_restart.py;
 - a task of Slurm: tests/runs/test_wheel.py;
 - `deepspeed --hostfile ... launch/train.py`: tests/runs/test_training.py, the fixture `undisturbed`;
 - `llmtrain parity` and its ranks: tests/runs/test_parity_command.py, Ctrl-C;

@@ -83,7 +83,8 @@ def first_sentence(text: str, longest: int = LONGEST) -> str | None:
 
 def _parsed() -> Iterator[Entry]:
     root = Path(sysconfig.get_paths()["stdlib"])
-    for path in sorted(root.rglob("*.py")):
+    asked = (top for top in root.iterdir() if top.name not in _NOT_ASKED)  # site-packages has thousands of files
+    for path in sorted(path for top in asked for path in ([top] if top.suffix == ".py" else top.rglob("*.py"))):
         parts = path.relative_to(root).with_suffix("").parts
         if any((part.startswith("_") and part != "__init__") or part in _NOT_ASKED for part in parts):
             continue
