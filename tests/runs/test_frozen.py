@@ -25,7 +25,7 @@ from llmtrain.checkpoint.hf.exporting import MARK
 from llmtrain.cli import main
 from llmtrain.config.run import DataConfig
 from llmtrain.data.stream.loader import TrainData, TrainLoader
-from tests.helpers import forked, launching
+from tests.helpers import forked
 from tests.helpers.checkpoints import at
 from tests.helpers.families import FROZEN
 from tests.helpers.hf_folders import new_model
@@ -209,8 +209,8 @@ def on_own_hosts(url: str, caches: list[str], rank: int) -> None:
     constants.HF_HUB_CACHE = caches[rank % len(caches)]
 
 
-def test_a_base_on_the_hub_is_fetched_once_a_host_and_stays_at_its_commit(small_data, tmp_path, monkeypatch, warm):
-    """Through DeepSpeed's launcher; the Hub's main moves; two other hosts, with caches of their own, go on with it."""
+def test_a_base_on_the_hub_is_fetched_once_a_host_and_stays_at_its_commit(small_data, tmp_path, monkeypatch):
+    """The Hub's main moves; two other hosts, with caches of their own, go on with what it was."""
     model = new_model("llama", vocab_size=512, dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "hf", max_shard_size="40KB")
     freeze = {"pretrained": "org/base", "freeze": ["model.embed_tokens.*", "model.layers.0.*"]}
@@ -218,8 +218,8 @@ def test_a_base_on_the_hub_is_fetched_once_a_host_and_stays_at_its_commit(small_
     run, home = tmp_path / "a" / "run", tmp_path / "home"
     with serving() as hub:
         commit = hub.add("models/org/base", tmp_path / "hf")
-        env = launching.environment(HF_ENDPOINT=hub.url, HF_HOME=str(home), HF_HUB_DISABLE_XET="1")
-        code, output = launching.finish(launching.launch(path, "--train.max_steps", "2", env=env, warm=warm))
+        one_host = partial(on_own_hosts, hub.url, [str(home)])
+        code, output = forked.finish(path, "--train.max_steps", "2", before=one_host)
         assert code == 0 and f"it is that of {hub.url}: commit {commit} (main)" in output, output
         assert hub.count("GET /api/models/org/base") == 1
         assert yaml.safe_load((run / "config.yaml").read_text())["model"]["revision"] == commit
