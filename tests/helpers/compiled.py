@@ -45,7 +45,7 @@ def graphs_of(case: Case) -> list[tuple[bool, list[str]]]:
         patch.setattr(nn.Module, "compile", lambda self, **kwargs: plain(self, backend=backend, **kwargs))
         patch.setattr(compiler, "_answers", {"cpu": None, "cuda": None})
         torch._dynamo.reset()
-        engine, ranks = make_engine(case)
+        engine, ranks = make_engine(case, proves=True)
         assert found == [], "a check before training has compiled something"
         assert any("torch.compile" in note for note in engine.module.notes)
         train_steps(case, engine, ranks, 0, 2)
