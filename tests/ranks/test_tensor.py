@@ -1,7 +1,7 @@
 """Tensor parallelism against plain PyTorch in one process, fp32, 5 steps.
 
 Tolerance: shards are summed in another order than one product sums them, nothing else differs. A loss near 6 has a
-spacing of 5e-7; what 8 to 20 steps of AdamW make of that is seen to stay below 2e-6 in all families.
+spacing of 5e-7; what 5 to 20 steps of AdamW make of that is seen to stay below 2e-6 in all families.
 """
 
 from __future__ import annotations
