@@ -245,7 +245,7 @@ def make_setup(case: Case, proves: bool = True) -> Setup:
 
 
 def make_engine(case: Case, proves: bool = False) -> tuple[ZeroEngine, Ranks]:
-    """The engine of `make_setup`, and this rank. Without the proofs of LLAMA, which pass in each form of test_cells.py."""
+    """The engine of `make_setup`, and this rank; without proofs of LLAMA, which pass in each form of test_cells.py."""
     setup = make_setup(case, proves or case.model != LLAMA)
     assert isinstance(setup.engine, ZeroEngine)
     return setup.engine, setup.ranks

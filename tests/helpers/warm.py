@@ -165,8 +165,8 @@ def _forked(argv: Sequence[str]) -> tuple[list[str], str] | None:
     first, *more = [*argv[1 + len(flags) :], ""]
     if first == "-m" and more[0] in MODULES:
         return flags, more[0]
-    if first == "-c" and len(more) > 1:
-        return flags, "-c"
+    if (first == "-c" and len(more) > 1) or first == "-":
+        return flags, first
     return (flags, first) if first.endswith(SCRIPTS) else None
 
 
@@ -420,6 +420,8 @@ def _nursery(streams: Sequence[int]) -> _Nursery:
 def _run(argv: Sequence[str]) -> tuple[list[str], int]:
     """(the command that it has become, its exit code; below 0: the signal that it is to die of)."""
     flag, *words = argv[1:] if argv[1] in ("-u", "-P") else ("", *argv[1:])
+    if words[0] == "-":  # the program is on the standard input, as doctor sends its probe
+        words = ["-c", sys.stdin.read(), *words[1:]]
     kind, module, *rest = words if words[0] in ("-m", "-c") else ("", *words)
     first = {"-m": os.getcwd(), "-c": ""}.get(kind, str(Path(module).resolve().parent))
     added = filter(None, os.environ.get("PYTHONPATH", "").split(":"))
