@@ -56,7 +56,7 @@ def agrees(pools: Any, data: str, world_size: int, model: dict[str, Any], **form
     assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 1e-5
     assert max(abs(a / b - 1) for a, b in zip(got.norms, want.norms, strict=True)) < 1e-4
     assert largest_difference(got.parameters, want.parameters) < 1e-5
-    assert want.losses[-1] < want.losses[0] - 0.001  # it does learn
+    assert min(want.norms) > 0.1  # it does train
 
 
 SMALL_BUCKETS = {"zero_optimization": {"stage": 1, "reduce_bucket_size": 1000}}
