@@ -106,7 +106,7 @@ def trained_on_pairs(case: Case) -> tuple[Trace, dict[str, float], int]:
 
 def test_another_objective_is_one_class(pools, small_data):
     """Not linear in the tokens, divided by pairs of the global batch; nothing else knows of it."""
-    case = Case(data=small_data)
+    case = Case(data=small_data, steps=8)
     want = plain_pytorch(case, plain_simpo)
     assert want.losses[-1] < want.losses[0] - 0.01
     forms = ({"stage": 3, "accumulation": 3}, {"stage": 1, "pipeline": 2, "accumulation": 3})
