@@ -68,6 +68,8 @@ _STARTS_NONE = (*_RANKS, "/launch/train.py", "/tools/right_answers.py")
 _OPTIONAL = ("wandb", "peft")
 _AT_IMPORT = ("HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "LD_", "TRANSFORMERS_", "PYTHON")
 """Variables that are read at the start or by an import: with another value a command starts as always."""
+_NOT_READ = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE")
+"""Of these what is imported does not depend on. A host of the lab has none of them."""
 
 _CLONE_PARENT, _CLONE3 = 0x8000, 435
 _PDEATHSIG, _SET_NAME, _SET_MM, _SET_MM_MAP = 1, 15, 35, 14
@@ -173,8 +175,8 @@ def _forked(argv: Sequence[str]) -> tuple[list[str], str] | None:
 def _begins_alike(asked: Mapping[str, Any]) -> bool:
     """True if the command's own start would import what this process has imported."""
     env = asked["env"]
-    theirs = {name: value for name, value in env.items() if name.startswith(_AT_IMPORT) and name != "PYTHONPATH"}
-    ours = {name: value for name, value in _BEFORE.items() if name.startswith(_AT_IMPORT) and name != "PYTHONPATH"}
+    theirs, ours = ({name: value for name, value in each.items()
+                     if name.startswith(_AT_IMPORT) and name not in _NOT_READ} for each in (env, _BEFORE))  # fmt: skip
     places = [*filter(None, env.get("PYTHONPATH", "").split(":")), asked["cwd"]]
     others = [place for place in places if Path(place, "llmtrain").is_dir() and Path(place).resolve() != REPO]
     found = _forked(asked["argv"]) if _able else None
