@@ -234,6 +234,23 @@ def test_twenty_trials_of_a_real_launch_that_ends_beside_a_real_one(small_data: 
     assert "fault" not in kinds and "pause" not in kinds and "fault after" not in stays.output()
 
 
+RESTS = """
+import time
+from dataclasses import dataclass
+
+from llmtrain import Part
+
+
+@dataclass(kw_only=True)
+class Rests(Part, entry="rests"):
+    seconds: float
+
+    def after_step(self, done):
+        time.sleep(self.seconds)
+"""
+"""A run without an end is as busy as its test is long."""
+
+
 def remove_as_systemd_does(process: psutil.Process) -> None:
     """What logind does at a user's last log-out, with RemoveIPC=yes: the user's files in /dev/shm and System V objects.
 
@@ -253,7 +270,9 @@ def test_a_log_out_with_remove_ipc_is_survived(small_data: str, tmp_path: Path, 
     recipe, run = write_recipe(tmp_path, small_data), tmp_path / "run"
     env = environment(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_SIZE="1")
     own_shm = 'mount -t tmpfs tmpfs /dev/shm && exec "$@"'
-    words = ("--train.max_steps", "1000000", "--schedule.name", "constant", "--fault.stall_timeout_s", str(STALL_S))
+    (tmp_path / "rests.py").write_text(RESTS)
+    words = ("--train.max_steps", "1000000", "--schedule.name", "constant", "--fault.stall_timeout_s", str(STALL_S),
+             "--plugin", str(tmp_path / "rests.py"), "--parts.rests.seconds", "0.1")  # fmt: skip
     train = (str(warm.hosts / "python"), str(REPO / "launch/train.py"), "--config", str(recipe), *words)
     log = tmp_path / "output"
     with open(log, "wb") as output:

@@ -36,7 +36,7 @@ def undisturbed(small_data, tmp_path_factory):
     """An undisturbed run of 60 steps."""
     folder = tmp_path_factory.mktemp("undisturbed")
     before = unused_shared_memory(), set(os.listdir("/tmp"))
-    output = train(write_recipe(folder, small_data), "--train.max_steps", "60")
+    output = train(write_recipe(folder, small_data), "--train.max_steps", "60", slots=1)  # two: test_wheel.py
     return folder / "run", output, before
 
 
