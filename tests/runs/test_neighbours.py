@@ -243,7 +243,7 @@ from llmtrain import Part
 
 @dataclass(kw_only=True)
 class Rests(Part, entry="rests"):
-    seconds: float
+    seconds: float = 1.0
 
     def after_step(self, done):
         time.sleep(self.seconds)
