@@ -491,22 +491,25 @@ def _check_run_dir(run: RunConfig, places: Places, problems: Problems) -> None:
             rule = "is the root of the file system, and a run writes files of its own there"
         elif source := next((s for s in sources if _within(path, s)), None):
             rule = f"lies in the data folder {source}, which a run only reads"
-        elif key == "train.run_dir" and (other := _of_others(path)):
-            rule = f"is no folder of a run: {other}; a run writes, replaces and deletes files in its own"
+        elif other := _of_others(path, _RUN if key == "train.run_dir" else _CHECKPOINTS):
+            kind = "a run" if key == "train.run_dir" else "checkpoints"
+            rule = f"is no folder of {kind}: {other}; a run writes, replaces and deletes files in its own"
         if rule:
             problems.add(key, path, rule, "give the path of a folder, which may be new", places.get(key))
 
 
-_RUN = ("checkpoints", "events.jsonl", "environment.json")
+_RUN = re.compile(r"checkpoints|events\.jsonl|environment\.json")
 """Files of a run's folder, of which the first is made before all others."""
+_CHECKPOINTS = re.compile(r"step-[0-9].*")
 _REPLACED = ("config.yaml", "deepspeed.json")
 """Files that a run writes anew at each start."""
 _OF_A_LAUNCH = re.compile(r"\..*|.*\.(log|out|err|sh|ya?ml|json)|logs?|wandb|lost\+found")
 """Names that may stand in a run's folder before the run: hidden ones, logs and settings of its launch."""
 
 
-def _of_others(path: str) -> str | None:
-    """The sign that a folder belongs to something else; None: it is new, empty, a run's, or cannot be read."""
+def _of_others(path: str, own: re.Pattern[str]) -> str | None:
+    """The sign that a folder belongs to something else; None: it is new, empty, cannot be read, or has something that
+    tells what it is (`own`)."""
     try:
         names = sorted(os.listdir(path))
     except OSError:
@@ -514,7 +517,7 @@ def _of_others(path: str) -> str | None:
     shared = {os.path.realpath(os.path.expanduser("~")): "it is your home", os.path.realpath("/tmp"): "all use it"}
     if found := shared.get(os.path.realpath(path)):
         return found
-    if any(name in names for name in _RUN):
+    if any(map(own.fullmatch, names)):
         return None
     other = [name for name in names if name in _REPLACED or not _OF_A_LAUNCH.fullmatch(name)]
     return f"it holds {other[0]}" + (f" and {len(other) - 1} more" if other[1:] else "") if other else None

@@ -453,6 +453,15 @@ CASES = [
             (str(Path(__file__).parents[2]), "is no folder of a run: it holds CHANGELOG.md and "),
         )
     ),
+    *(
+        Wrong(
+            f"checkpoints in {folder}",
+            ("checkpoint.dir = ", f"is no folder of checkpoints: {rule}", "which may be new"),
+            {"checkpoint": {"dir": folder}},
+            before=lambda here: (here / "pictures/cat.png").touch() if (here / "pictures").mkdir() is None else None,
+        )
+        for folder, rule in (("pictures", "it holds cat.png"), ("/tmp", "all use it"))
+    ),
     Wrong(
         "a run that would replace its own settings",
         ('train.run_dir = "mine"', "it holds config.yaml", "which may be new"),
