@@ -40,6 +40,8 @@ class ChoiceSet:
         self._stream = self.prepared.split("validation")
         self._entries, self._lengths = self._stream.choices(), self._stream.row_lengths()
         self._starts = np.cumsum(self._lengths) - self._lengths
+        self._first = np.flatnonzero(self._entries["first"])
+        self._check()
         counted = self._stream.counted(0, self._stream.tokens)
         assert counted is not None
         longest = int(np.add.reduceat(counted, self._starts, dtype=np.int64).max())
@@ -48,18 +50,24 @@ class ChoiceSet:
                 f"{folder}: its longest choice has {longest} tokens, data.sequence_length is {sequence_length}, and "
                 "only questions are cut; raise that, or leave the record out"
             )
-        self._first = np.flatnonzero(self._entries["first"])
-        if not len(self._first) or (np.add.reduceat(self._entries["right"], self._first, dtype=np.int64) != 1).any():
-            raise DataError(f"{folder}: not each of its questions has one answer: it is damaged; prepare it again")
         self._fed = np.minimum(self._lengths - 1, sequence_length)
         self._shared, self._length = shared, sequence_length
         self.cut = int((self._lengths - 1 > sequence_length).sum())
         """Rows whose beginning is cut off."""
 
-    @property
-    def questions(self) -> int:
-        """Number of questions."""
-        return len(self._first)
+    def _check(self) -> None:
+        """Raises DataError: the rows are not what `prepare` writes."""
+        right = self._entries["right"]
+        whole = len(self._first) > 0 and self._first[0] == 0 and bool(self._entries["characters"].all())
+        if not whole or (np.add.reduceat(right, self._first, dtype=np.int64) != 1).any():
+            wrong = "not each of its questions has one answer"
+        elif (largest := int(self._stream.read(0, self._stream.tokens).max())) >= self.prepared.manifest.vocab_size:
+            wrong = f"holds the id {largest}, outside the vocabulary [0, {self.prepared.manifest.vocab_size})"
+        else:
+            return
+        raise DataError(
+            f"{self.prepared.folder}: {wrong}: it is damaged; copy it again, or delete it and prepare it again"
+        )
 
     @property
     def rows(self) -> int:

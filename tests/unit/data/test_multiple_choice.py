@@ -197,6 +197,19 @@ def test_questions_are_no_training_data_and_texts_are_no_questions(tmp_path: Pat
         ChoiceSet(folder, sequence_length=2)
 
 
+def test_a_damaged_folder_is_refused_when_it_is_opened(tmp_path: Path, tokenizer: Path) -> None:
+    folder = Path(prepared_choices(tmp_path, tokenizer, questions(3)))
+    shard, rows = folder / "validation-00000.bin", folder / "validation-00000.rows"
+    ids, entries = shard.read_bytes(), rows.read_bytes()
+    shard.write_bytes(b"\xff\xff" + ids[2:])
+    with pytest.raises(DataError, match=r"holds the id 65535, outside the vocabulary \[0, 310\): it is damaged"):
+        ChoiceSet(folder, sequence_length=64)
+    shard.write_bytes(ids)
+    rows.write_bytes(entries[:-10] + bytes([1]) + entries[-9:])
+    with pytest.raises(DataError, match="not each of its questions has one answer: it is damaged"):
+        ChoiceSet(folder, sequence_length=64)
+
+
 @pytest.mark.parametrize(("ranks", "shared"), [(1, 1), (3, 1), (2, 4)])
 def test_every_row_is_in_one_batch_and_all_ranks_have_as_many(
     tmp_path: Path, tokenizer: Path, ranks: int, shared: int
