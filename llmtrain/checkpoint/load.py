@@ -32,6 +32,7 @@ from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.checkpoint.retain import set_aside
 from llmtrain.checkpoint.rundir import CheckpointFolder, origin
 from llmtrain.checkpoint.verify import wrong_frozen
+from llmtrain.config.batch import steps_of_epochs
 from llmtrain.config.plugins import CHANGED, FLAG, changed_ok
 from llmtrain.config.problems import show
 from llmtrain.config.run import RunConfig
@@ -150,6 +151,8 @@ def _rate(state: dict[str, Any], step: int) -> float | None:
         run = state["run"]
         train, tokens = run["train"], run["train"]["global_batch"] * run["data"]["sequence_length"]
         limits = [train["max_steps"], train["max_tokens"] and -(-train["max_tokens"] // tokens)]
+        if (epochs := train.get("epochs")) is not None:
+            limits.append(steps_of_epochs(epochs, state["epoch_sequences"], train["global_batch"]))
         steps = min((limit for limit in limits if limit), default=None)
         schedule = Schedule.read(run["schedule"])
         if steps is None and schedule.needs_length:

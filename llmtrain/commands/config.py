@@ -22,6 +22,7 @@ from llmtrain.config.rules import flatten, refuse_if_preempted
 from llmtrain.config.run import ResolvedRun
 from llmtrain.config.schema import entries, json_schema
 from llmtrain.config.topology import Degrees
+from llmtrain.data.stream.epoch import sequences_of_epoch
 
 if TYPE_CHECKING:  # torch is for those who ask
     from llmtrain.data.stream.loader import TrainData
@@ -83,7 +84,9 @@ def main(argv: list[str]) -> int:
     parsed, files, assumed = parse(words), ", ".join(configs_in(words)), source.startswith("assumed")
     others = _other_sizes(parsed) if assumed else []
     try:
-        resolved = resolve(parsed.run, world_size, source, places=parsed.places, notes=parsed.notes)
+        resolved = resolve(
+            parsed.run, world_size, source, places=parsed.places, notes=parsed.notes, epoch=sequences_of_epoch
+        )
     except ConfigError as error:
         if not others:
             raise
@@ -136,7 +139,7 @@ def _other_sizes(parsed: Parsed) -> list[int]:
     fitting = []
     for ranks in _USUAL_RANKS:
         with contextlib.suppress(ConfigError):
-            resolve(parsed.run, ranks, places=parsed.places)
+            resolve(parsed.run, ranks, places=parsed.places, epoch=sequences_of_epoch)
             fitting.append(ranks)
     return fitting
 

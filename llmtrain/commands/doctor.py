@@ -23,6 +23,7 @@ from llmtrain.cluster.doctor.preflight import (
 from llmtrain.cluster.hosts.hostfile import read_hostfile, select
 from llmtrain.commands import completion
 from llmtrain.config.load import command_words, configs_in, load, run_words
+from llmtrain.data.stream.epoch import sequences_of_epoch
 from llmtrain.training.host_needs import needs, sent_bytes
 
 _ALL_REDUCE = "llmtrain.engine.dist.all_reduce"
@@ -43,7 +44,7 @@ def main(argv: list[str]) -> int:
     run = None
     if words:
         words = run_words(words)
-        resolved = load(words, sum(host.slots for host in hosts), "the hostfile")
+        resolved = load(words, sum(host.slots for host in hosts), "the hostfile", epoch=sequences_of_epoch)
         run = needs(configs_in(words), resolved.run, resolved.mix, resolved.run_dir)
         run = replace(run, sent_bytes=sent_bytes(resolved), patience_s=resolved.run.fault.stall_timeout_s)
     report = preflight(hosts, run, port=args.master_port, ssh_port=args.ssh_port)

@@ -18,6 +18,7 @@ from llmtrain.commands import completion
 from llmtrain.config.deepspeed import name_cpu
 from llmtrain.config.load import command_words, configs_in, load, run_words
 from llmtrain.config.rules import refuse_if_preempted
+from llmtrain.data.stream.epoch import sequences_of_epoch
 from llmtrain.training.host_needs import needs
 
 MAX_RESTARTS = 3
@@ -26,7 +27,9 @@ MAX_RESTARTS = 3
 def main(argv: list[str]) -> int:
     """Returns the exit code (docs/cluster.md lists them); raises UserError."""
     options = _options(argv)
-    resolved = load(list(options.words), sum(host.slots for host in options.hosts), "the hostfile")
+    resolved = load(
+        list(options.words), sum(host.slots for host in options.hosts), "the hostfile", epoch=sequences_of_epoch
+    )
     mark = secrets.token_hex(8)
     plan = make_plan(options, options.hosts, mark)
     launcher = launcher_of(options.launcher, mark)
@@ -50,7 +53,7 @@ def main(argv: list[str]) -> int:
 
 def resolves(words: Sequence[str], ranks: int) -> None:
     """Raises ConfigError where these words of a run's command line have no answer for so many ranks."""
-    load(list(words), ranks, "the hosts that are left")
+    load(list(words), ranks, "the hosts that are left", epoch=sequences_of_epoch)
 
 
 def _options(argv: list[str]) -> Options:

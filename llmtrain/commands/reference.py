@@ -8,6 +8,7 @@ from llmtrain.base.errors import ConfigError
 from llmtrain.commands import completion
 from llmtrain.config.load import Parsed, load, parse, run_words
 from llmtrain.config.resolve import resolve
+from llmtrain.data.stream.epoch import sequences_of_epoch
 from llmtrain.objectives.by_token import Distill
 from llmtrain.objectives.objective import Objective
 
@@ -30,7 +31,7 @@ def main(argv: list[str]) -> int:
         print(USAGE)
         return 0
     if "WORLD_SIZE" in os.environ:
-        resolved = load(argv, int(os.environ["WORLD_SIZE"]))
+        resolved = load(argv, int(os.environ["WORLD_SIZE"]), epoch=sequences_of_epoch)
         _refuse(resolved.run.objective)
         from llmtrain.training.output_columns import write
 
@@ -47,7 +48,7 @@ def main(argv: list[str]) -> int:
     gpus = torch.cuda.device_count() if os.environ.get("DS_ACCELERATOR", "cuda") == "cuda" else 0
     many = next((count for count in range(gpus, fewest, -1) if _goes(parsed, count)), fewest)
     if many == 1:
-        write(load(words, 1))
+        write(load(words, 1, epoch=sequences_of_epoch))
     else:
         write_on_ranks_here(words, cpu=gpus < many, count=many)
     return 0
@@ -57,14 +58,14 @@ def _fewest_ranks(parsed: Parsed) -> int:
     """The smallest number of ranks on which the run can be. Raises ConfigError: there is none."""
     found = next((count for count in range(1, _MOST_RANKS + 1) if _goes(parsed, count)), None)
     if found is None:
-        resolve(parsed.run, 1, places=parsed.places)
+        resolve(parsed.run, 1, places=parsed.places, epoch=sequences_of_epoch)
         raise AssertionError
     return found
 
 
 def _goes(parsed: Parsed, ranks: int) -> bool:
     try:
-        resolve(parsed.run, ranks, places=parsed.places)
+        resolve(parsed.run, ranks, places=parsed.places, epoch=sequences_of_epoch)
     except ConfigError:
         return False
     return True

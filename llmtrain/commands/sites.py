@@ -20,6 +20,7 @@ from llmtrain.commands import completion
 from llmtrain.config.load import configs_in, load, run_words
 from llmtrain.config.pinned import fetched
 from llmtrain.config.problems import stop
+from llmtrain.data.stream.epoch import sequences_of_epoch
 from llmtrain.sites import forecast
 from llmtrain.sites.coordinator import private_address, started
 from llmtrain.sites.forecast import Advice, Forecast, Line
@@ -206,7 +207,7 @@ def _plan(args: argparse.Namespace) -> int:
         raise stop("--computing", args.computing, "must be a share between 0 and 1", "write --computing 0.95")
     if args.step_s is not None and not 0 < args.step_s < math.inf:
         raise stop("--step-s", args.step_s, "must be seconds above 0", "write --step-s 0.8")
-    resolved = load(args.words, args.world_size, "--world-size")
+    resolved = load(args.words, args.world_size, "--world-size", epoch=sequences_of_epoch)
     run, _ = fetched(resolved.run, resolved.places)
     step_s = args.step_s or forecast.step_seconds(args.folder or resolved.run_dir)
     job = forecast.Job(

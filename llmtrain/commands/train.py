@@ -21,6 +21,7 @@ from llmtrain.config.load import load
 from llmtrain.config.pinned import with_base
 from llmtrain.config.rules import refuse_if_preempted
 from llmtrain.config.run import FaultConfig, ResolvedRun
+from llmtrain.data.stream.epoch import sequences_of_epoch
 from llmtrain.engine.process_memory import none_while_importing
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def _train(argv: list[str], parts: Sequence[Part] = ()) -> tuple[ResolvedRun, in
             from llmtrain.cluster.hosts.hostfile import refuse_missing_hostfile
 
             refuse_missing_hostfile()
-        resolved = load(argv, world_size, source)
+        resolved = load(argv, world_size, source, epoch=sequences_of_epoch)
         if not messages.supervised():
             refuse_if_preempted(resolved.run, resolved.places)
         refuse_if_in_use(resolved.run_dir)  # rank 0 takes the folder when all ranks have met: later

@@ -18,7 +18,7 @@ import itertools
 import re
 import warnings
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -32,7 +32,7 @@ from llmtrain.config.ds_keys import KEYS
 from llmtrain.config.join import SHARED, optimizer_in
 from llmtrain.config.problems import Places, Problems, closest, show, stop
 from llmtrain.config.resolve import resolve
-from llmtrain.config.run import ResolvedRun, RunConfig
+from llmtrain.config.run import DataConfig, ResolvedRun, RunConfig
 from llmtrain.config.schema import choices, default_choice, help_text, schema, sections, type_name
 
 _PAGE = Path(__file__).parents[1] / "commands/shipped/docs/migrate.md"
@@ -66,15 +66,13 @@ def _elsewhere() -> dict[str, tuple[str, str]]:
     return found
 
 
-def unknown_key(
-    key: str, value: Any, place: str | None, problems: Problems, *, flag: bool = False, tokens: int | None = None
-) -> None:
-    """Add the mistake. `flag`: it stands on the command line; `tokens`: of the run's data, where that is known."""
-    rule, remedy = _answer(key, value, "--" if flag else "", tokens)
+def unknown_key(key: str, value: Any, place: str | None, problems: Problems, *, flag: bool = False) -> None:
+    """Add the mistake. `flag`: it stands on the command line."""
+    rule, remedy = _answer(key, value, "--" if flag else "")
     problems.add(f"--{key}" if flag else key, value, rule, remedy, place)
 
 
-def _answer(key: str, value: Any, dashes: str, tokens: int | None) -> tuple[str, str]:
+def _answer(key: str, value: Any, dashes: str) -> tuple[str, str]:
     """Rule and remedy."""
     rule = "there is no such field"
     known, (section, _, name) = schema(), key.rpartition(".")
@@ -87,7 +85,7 @@ def _answer(key: str, value: Any, dashes: str, tokens: int | None) -> tuple[str,
         if asked in elsewhere and (_lead(elsewhere[asked][1]) or len(homes) != 1):
             owner, ours = elsewhere[asked]
             rule += "" if owner == "others" else f"; {owner} has it (migrate.md)"
-            return rule, _here(ours, dashes) + _epochs(ours, value, tokens)
+            return rule, _here(ours, dashes)
     if len(homes) == 1:
         return rule, f"did you mean {dashes}{homes[0]}?"
     if homes:
@@ -134,16 +132,6 @@ def _lead(ours: str) -> str | None:
     return lead[1] if lead and lead[1] in schema() else None
 
 
-def _epochs(ours: str, value: Any, tokens: int | None) -> str:
-    """The tokens that so many epochs are."""
-    if not ours.startswith("`train.max_tokens`: epochs x") or not tokens:
-        return ""
-    number = strict_yaml.plain_scalar(value) if isinstance(value, str) else value
-    if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 < number < 1e6:
-        return ""
-    return f"; {number:g} epochs of the {tokens} here are {round(number * tokens)}"
-
-
 def _its_fields(section: str, value: Any, dashes: str) -> str:
     """Return the remedy for a section that was given as one value: its fields one by one, with the values of a map."""
     known = [key for key in schema() if key.startswith(f"{section}.")]
@@ -170,18 +158,6 @@ def other_method(value: Any) -> str | None:
     """Return migrate.md's answer for a training method that llmtrain lacks, such as grpo; None: it has no answer."""
     known = _elsewhere().get(str(value).lower())
     return None if known is None or known[0] != "others" else known[1]
-
-
-def tokens_of(data: Any) -> int | None:
-    """Training tokens of the folder that the section `data` names, as far as it can be read."""
-    path = data.get("path") if isinstance(data, dict) else None
-    if not isinstance(path, str):
-        return None
-    try:
-        tokens = untrusted.loads((Path(path) / "manifest.json").read_bytes())["tokens"]["train"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return tokens if isinstance(tokens, int) and not isinstance(tokens, bool) else None
 
 
 _REFUSED: dict[str, str] = {
@@ -259,13 +235,20 @@ class Parsed:
     """Paths that were written with `~` or `$NAME`, and what they are here."""
 
 
-def load(argv: list[str], world_size: int, world_size_source: str = "WORLD_SIZE") -> ResolvedRun:
+def load(
+    argv: list[str],
+    world_size: int,
+    world_size_source: str = "WORLD_SIZE",
+    *,
+    epoch: Callable[[DataConfig], int] | None = None,
+) -> ResolvedRun:
     """`parse` and `resolve` in one: what the training process calls.
 
     Raises: ConfigError.
     """
     parsed = parse(argv)
-    return resolve(parsed.run, world_size, world_size_source, places=parsed.places, notes=parsed.notes)
+    return resolve(parsed.run, world_size, world_size_source, places=parsed.places, notes=parsed.notes,
+                   epoch=epoch)  # fmt: skip
 
 
 def parse(argv: list[str], *, check_paths: bool = True) -> Parsed:
@@ -290,7 +273,7 @@ def parse(argv: list[str], *, check_paths: bool = True) -> Parsed:
     notes, all_expanded = rules.expand_paths(tree, places, problems if check_paths else Problems())
     free = _take_free(tree, places, problems)
     entries = {section: _take_entries(tree, section, places, problems) for section in ("parts", "trackers")}
-    _check_keys(tree, "", places, problems, tokens_of(tree.get("data")))
+    _check_keys(tree, "", places, problems)
     problems.raise_if_any()
     order = [*configs, COMMAND_LINE]
     chosen = {section: _choose(tree, section, order, places, problems) for section in choices()}
@@ -483,8 +466,7 @@ def _override(tree: dict[str, Any], places: dict[str, str], key: str, text: str,
     value: Any = text
     free = next((f for f in _FREE_KEYS if key == f or key.startswith(f"{f}.")), None)
     if free is None and key not in schema():
-        tokens = tokens_of(tree.get("data"))
-        unknown_key(key, text, COMMAND_LINE, problems, flag=True, tokens=tokens)
+        unknown_key(key, text, COMMAND_LINE, problems, flag=True)
         return
     parts = key.split(".")
     section = key.partition(".")[0]
@@ -587,10 +569,8 @@ def _put_free(run: RunConfig, free: dict[str, Any]) -> RunConfig:
     return replace(run, eval=replace(run.eval, **of_eval)) if of_eval else run
 
 
-def _check_keys(
-    tree: dict[str, Any], prefix: str, places: dict[str, str], problems: Problems, tokens: int | None = None
-) -> None:
-    """Every key is a field, every section a map, every value a scalar or a list of scalars. `tokens`: of the data."""
+def _check_keys(tree: dict[str, Any], prefix: str, places: dict[str, str], problems: Problems) -> None:
+    """Every key is a field, every section a map, every value a scalar or a list of scalars."""
     known = schema()
     for name, value in tree.items():
         key = f"{prefix}{name}"
@@ -598,13 +578,13 @@ def _check_keys(
             if value is None:
                 tree[name] = {}
             elif isinstance(value, dict):
-                _check_keys(value, f"{name}.", places, problems, tokens)
+                _check_keys(value, f"{name}.", places, problems)
             else:
                 example = next(k for k in known if k.startswith(f"{name}.")).split(".")[1]
                 problems.add(key, value, "is a section", f"write its fields below it, such as `{example}: ...`",
                              places.get(key))  # fmt: skip
         elif key not in known:
-            unknown_key(key, value, places.get(key), problems, tokens=tokens)
+            unknown_key(key, value, places.get(key), problems)
         elif value is None and prefix.removesuffix(".") in choices():
             continue  # null is the default
         elif value is None and type(None) not in (known[key], *get_args(known[key])) and key != "deepspeed":

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from llmtrain.config import ds_json, rules
-from llmtrain.config.batch import Batch, solve
+from llmtrain.config.batch import Batch, solve, steps_of_epochs
 from llmtrain.config.deepspeed import DEGREE_KEYS, exact_dict, read_facts
 from llmtrain.config.join import SHARED, check_scheduler, join_values
 from llmtrain.config.problems import Places, Problems
 from llmtrain.config.rules import check_adapter_form, check_balance
-from llmtrain.config.run import ResolvedRun, RunConfig
+from llmtrain.config.run import DataConfig, ResolvedRun, RunConfig
 from llmtrain.config.sites_rules import check_sites
 from llmtrain.config.topology import Degrees
 
@@ -24,11 +24,12 @@ def resolve(
     *,
     places: Places | None = None,
     notes: Sequence[str] = (),
+    epoch: Callable[[DataConfig], int] | None = None,
 ) -> ResolvedRun:
     """The run for this number of ranks: every shared value filled in, the exact DeepSpeed dict made.
 
     `world_size_source` and `places` (dotted key -> where it was written) appear in errors only; `notes` come first
-    among the run's.
+    among the run's; `epoch` counts the sequences of an epoch, which a run with train.epochs needs.
     Raises: ConfigError.
     """
     places = places or {}
@@ -51,7 +52,7 @@ def resolve(
     problems.raise_if_any()
 
     batch = _batch(run, degrees, world, places, problems)
-    max_steps = total_steps(run, batch)
+    max_steps = total_steps(run, batch, epoch)
     run = _fill_in(run, batch, max_steps)
     rules.check_mask(run, batch, degrees, places, problems)
     rules.check_schedule(run, max_steps, batch.tokens, places, problems)
@@ -89,11 +90,17 @@ def _batch(run: RunConfig, degrees: Degrees, world: str, places: Places, problem
     return batch
 
 
-def total_steps(run: RunConfig, batch: Batch) -> int | None:
-    """Optimizer steps of the whole run: the smaller of max_steps and max_tokens in steps, rounded up."""
+def total_steps(run: RunConfig, batch: Batch, epoch: Callable[[DataConfig], int] | None) -> int | None:
+    """Optimizer steps of the whole run: the smallest of max_steps, and of max_tokens and epochs in steps, rounded up.
+
+    Raises: DataError, where epochs are asked for and the data cannot be read.
+    """
     limits = [] if run.train.max_steps is None else [run.train.max_steps]
     if run.train.max_tokens is not None:
         limits.append(-(-run.train.max_tokens // batch.tokens))
+    if run.train.epochs is not None:
+        assert epoch is not None, "who resolves a run with its data counts them"
+        limits.append(steps_of_epochs(run.train.epochs, epoch(run.data), batch.global_batch))
     return min(limits, default=None)
 
 

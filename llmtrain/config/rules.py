@@ -199,12 +199,13 @@ def check_values(run: RunConfig, places: Places, problems: Problems) -> None:
     if run.data.mixture == {}:
         problems.add("data.mixture", {}, "names no folder", "write `FOLDER: WEIGHT` lines, or use data.path",
                      places.get("data.mixture"))  # fmt: skip
-    if run.train.max_steps is None and run.train.max_tokens is None and run.train.max_minutes is None:
+    lengths = (run.train.max_steps, run.train.max_tokens, run.train.epochs)
+    if all(length is None for length in (*lengths, run.train.max_minutes)):
         problems.add("train.max_steps", None, "nothing says when the run ends",
-                     "set train.max_steps, train.max_tokens or train.max_minutes")  # fmt: skip
-    elif run.schedule.needs_length and run.train.max_steps is None and run.train.max_tokens is None:
+                     "set train.max_steps, train.max_tokens, train.epochs or train.max_minutes")  # fmt: skip
+    elif run.schedule.needs_length and all(length is None for length in lengths):
         problems.add("schedule.name", run.schedule.name, "this shape needs the number of steps in advance",
-                     "set train.max_steps or train.max_tokens, or schedule.name: constant",
+                     "set train.max_steps, train.max_tokens or train.epochs, or schedule.name: constant",
                      places.get("schedule.name"))  # fmt: skip
     if run.data.isolate_documents and run.model.attention.startswith("flash"):
         problems.add("data.isolate_documents", True, f"model.attention {run.model.attention} takes no mask",
@@ -243,12 +244,14 @@ def check_schedule(run: RunConfig, max_steps: int | None, tokens: int, origin: P
         return
     warmup, decay, train = run.schedule.warmup_steps, run.schedule.decay(), run.train
     by_tokens = train.max_tokens is not None and -(-train.max_tokens // tokens) == max_steps != train.max_steps
-    key, each = ("train.max_tokens", tokens) if by_tokens else ("train.max_steps", 1)
+    key, each = ("train.max_tokens", float(tokens)) if by_tokens else ("train.max_steps", 1.0)
+    if train.epochs is not None and not by_tokens and train.max_steps != max_steps:
+        key, each = "train.epochs", train.epochs / max_steps
     length = f"{key} = {getattr(train, key.removeprefix('train.'))}, {origin.get(key, 'the YAML')}"
     if warmup >= max_steps:
         problems.add("schedule.warmup_steps", warmup, f"must be less than the run's {max_steps} steps ({length})",
                      f"set schedule.warmup_steps to {max_steps - 1} or less (0: none), or {key} to more than "
-                     f"{warmup * each}", origin.get("schedule.warmup_steps"))  # fmt: skip
+                     f"{warmup * each:.15g}", origin.get("schedule.warmup_steps"))  # fmt: skip
     elif warmup + decay > max_steps:
         problems.add("schedule.decay_steps", decay,
                      f"warm-up {warmup} + decay {decay} exceed the run's {max_steps} steps ({length})",

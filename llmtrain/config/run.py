@@ -134,6 +134,9 @@ class TrainConfig:
     """Stop after this many optimizer steps."""
     max_tokens: int | None = bounded(None, AT_LEAST_1, "count tokens of the whole run")
     """Stop after this many training tokens."""
+    epochs: float | None = bounded(None, Bound(above=0, at_most=1e6), "1 reads the data once")
+    """Stop after this many epochs of the training data; one of a mixture ends when the first of its sets has been read
+    once."""
     max_minutes: float | None = bounded(None, SECONDS, "count minutes of this launch")
     """Stop after this many minutes of training in this launch."""
     log_every: int = bounded(10, AT_LEAST_1, "10 is the default")
@@ -271,7 +274,7 @@ class ResolvedRun:
     expert_parallel: dict[str, Any]
     """The JSON's section of that name: what DeepSpeed's expert parallelism reads beside the degree."""
     max_steps: int | None
-    """Optimizer steps of the whole run (from max_steps and max_tokens); None when only max_minutes limits it."""
+    """Optimizer steps of the whole run (from max_steps, max_tokens, epochs); None when only max_minutes limits it."""
     places: dict[str, str]
     """Dotted key -> where the user wrote it, for messages."""
     notes: tuple[str, ...]

@@ -121,6 +121,7 @@ def small_run(
             accumulation=min(max(_ACCUMULATION, 2 * degrees.pipeline), accumulation),
             max_steps=steps,
             max_tokens=None,
+            epochs=None,
             max_minutes=None,
             export=False,
         ),

@@ -34,6 +34,9 @@ def _metric(unit: str, meaning: str) -> Metric:
 _OF_A_RUN: dict[str, Metric] = {
     "step": _metric("optimizer steps", "Steps done in the whole run, resumes included."),
     "tokens": _metric("tokens", "Training tokens read so far by all ranks."),
+    "epoch": _metric(
+        "epochs", "Training sequences read, over those until the first set of the data has been read once."
+    ),
     "time_unix_s": _metric("s", "Wall-clock time of the row (Unix)."),
     "elapsed_s": _metric("s", "Time since this launch began tracking."),
     "loss": _metric(

@@ -142,6 +142,8 @@ def facts_of(run: Run, curves: Curves) -> list[tuple[str, str]]:
         facts.append(("Parameters of the model", f"{parameters:,.0f}"))
     if tokens := curves["tokens"]:
         facts.append(("Training tokens", f"{tokens.values[-1]:,.0f}"))
+    if epoch := curves["epoch"]:
+        facts.append(("Epochs of the training data", f"{epoch.values[-1]:.3g}"))
     if train := curves["loss"]:
         facts.append(("Training loss, first to last", f"{train.values[0]:.4f} → {train.values[-1]:.4f} {curves.unit}"))
     if evaluation := curves["eval/loss"]:

@@ -36,6 +36,7 @@ class Console(Sink):
 
     Args:
         total_steps: of the run, where that is known.
+        epochs: that the run is to last, where it says so; then lines tell the epoch.
         norm: what `grad_norm` is the norm of. With Muon, DeepSpeed's ZeRO clips and measures the update.
         show: takes the progress text ("": no more) and the share that is done, for a terminal that another process
             owns. Without it a terminal at standard output gets a live line.
@@ -45,12 +46,14 @@ class Console(Sink):
         self,
         *,
         total_steps: int | None,
+        epochs: float | None = None,
         norm: str = "gradient",
         show: Callable[[str, float | None], None] | None = None,
         stream: TextIO | None = None,
     ) -> None:
         self._stream = stream
         self._total_steps = total_steps
+        self._epochs = epochs
         self._norm = norm
         self._points: deque[tuple[float, float]] = deque(maxlen=_RATE_WINDOW)
         self._line = ""
@@ -122,6 +125,8 @@ class Console(Sink):
         """`short`: all of it fits beside the bar into 120 columns."""
         # What matters most comes first: a narrow terminal cuts the end off.
         parts = [self._step(step), f"loss {row['loss']:.4f}" + ("" if short else f" {loss_unit(row)}")]
+        if self._epochs is not None and (epoch := _number(row, "epoch")) is not None:
+            parts.append(f"epoch {epoch:.2f}/{self._epochs:g}")
         if (right := _right(row)) is not None:
             parts.append(f"preferred {right:.1%}")
         if (speed := _number(row, "tokens_per_s")) is not None:
@@ -183,6 +188,7 @@ class Tracker:
         self._began_s = time.monotonic()
         self._plugins = tuple(f"{name}/" for name in config.get("run", {}).get("parts", {}))
         """Beginnings of the keys of plugins' figures."""
+        epochs = config.get("run", {}).get("train", {}).get("epochs")
         self._sinks: list[Sink] = []
         self._queued: list[Queued] = []
         if not enabled:
@@ -192,7 +198,7 @@ class Tracker:
         run_dir = Path(run_dir)
         files = LocalFiles(run_dir, start_step=start_step)
         self._sinks = [
-            Console(total_steps=total_steps, norm=norm, show=show),
+            Console(total_steps=total_steps, epochs=epochs, norm=norm, show=show),
             files,
             WandbSink(run_dir, tracking=tracking, run_id=run_id, config=config, start_step=start_step),
         ]

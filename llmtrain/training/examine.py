@@ -119,6 +119,10 @@ def _cut(choices: dict[str, ChoiceSet], length: int) -> list[str]:
 
 _MANY_EPOCHS = 1.5
 """Beyond these the run's start says how often it reads its data: 96 times over 671 tokens looked like any other run."""
+USEFUL_EPOCHS = 4
+"""Up to these, repeated text teaches about as much as new one (N. Muennighoff et al., "Scaling Data-Constrained
+Language Models", NeurIPS 2023)."""
+LITTLE_NEW = f"beyond {USEFUL_EPOCHS} epochs text that is repeated teaches ever less (arXiv:2305.16264)"
 _NO_DEVICE_BYTES = 2 << 40
 """Limit for weights, gradients and optimizer state on one rank: no accelerator has it, nor a host's share for one."""
 
@@ -129,6 +133,7 @@ def _epochs(resolved: ResolvedRun, data: TrainData) -> list[str]:
     passes = data.epochs(resolved.max_steps * resolved.batch.global_batch)
     return [
         f"{times:.3g} epochs of {folder}, whose training split has {units.count(tokens)} tokens"
+        + (f"; {LITTLE_NEW}" if times > USEFUL_EPOCHS else "")
         for folder, times, tokens in passes
         if times >= _MANY_EPOCHS
     ]

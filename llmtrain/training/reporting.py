@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from llmtrain.base import log
 from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.data.stream.choices import ChoiceSet
 from llmtrain.data.stream.loader import MicroBatch, validation_batches
@@ -21,6 +22,7 @@ from llmtrain.engine.losses.function import LooksAhead
 from llmtrain.engine.losses.next_token import NEXT_TOKEN
 from llmtrain.engine.losses.online import LogProbs
 from llmtrain.tracking.metrics import Throughput, flops_per_token, peak_flops, perplexity, routing_metrics
+from llmtrain.training.examine import LITTLE_NEW, USEFUL_EPOCHS
 from llmtrain.training.parts import Done, Part
 from llmtrain.training.step import Position, Session, is_due
 
@@ -152,6 +154,7 @@ class Logging(Part):
         row = {
             "step": done.position.step,
             "tokens": done.position.tokens,
+            "epoch": self._epoch(done.position),
             **self._session.figures(done),
             "lr": self._setup.resolved.optim.lr * done.lr_factor,
             "grad_norm": None if norm is None else float(norm),
@@ -163,6 +166,13 @@ class Logging(Part):
         for part in self._parts:
             row |= part.figures(done)
         self._tracker.log(row, more=self._evaluation.is_due(done))
+
+    def _epoch(self, position: Position) -> float:
+        """The epochs so far; of a run whose length is not known, a word once they are many."""
+        epoch = position.sample_index / self._setup.data.sequences_per_epoch
+        if self._setup.resolved.max_steps is None and epoch > USEFUL_EPOCHS and self._setup.ranks.rank == 0:
+            log.warn_once(f"the run goes over its data for the {int(epoch) + 1}th time: {LITTLE_NEW}")
+        return round(epoch, 6)
 
 
 def throughput_of(setup: Setup) -> Throughput:

@@ -38,6 +38,7 @@ class TrainerState:
             "optimizer": run.optim.name,
             "vocab_size": setup.spec.facts.vocab_size,
             "data_fingerprint": data.fingerprint,
+            "epoch_sequences": data.sequences_per_epoch,
             "reference": setup.references,
             "teacher": setup.teacher,
             "separator_id": data.separator_id,

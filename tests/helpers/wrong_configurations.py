@@ -72,8 +72,7 @@ CASES = [
             (
                 "transformers",
                 {
-                    "num_train_epochs": "train.max_tokens? (epochs x tokens of `train` in `manifest.json`); 3 "
-                    "epochs of the 2000 here are 6000",
+                    "num_train_epochs": "did you mean train.epochs?",
                     "eval_steps": "did you mean train.eval_every?",
                     "logging_steps": "did you mean train.log_every?",
                     "report_to": "did you mean tracking.wandb? (others: not here",
@@ -92,7 +91,7 @@ CASES = [
                 "TRL of once",
                 {"max_prompt_length": "here: `llmtrain prepare --max-tokens`: of prompt and answer together"},
             ),
-            ("habit", {"epochs": "did you mean train.max_tokens?", "tp": "tensor_parallel.autotp_size"}),
+            ("habit", {"epochs": "did you mean train.epochs?", "tp": "tensor_parallel.autotp_size"}),
         )
         for name, says in names.items()
     ),

@@ -219,4 +219,4 @@ def test_a_second_run_in_one_process_is_longer_and_says_so(small_data: str, tmp_
         str(tmp_path / "run"), "--train.run_dir", str(tmp_path / "b"), world_size=1,
     )  # fmt: skip
     assert code == 0 and "step-00000020 at step 20" in output, output
-    assert re.search(r"\d+ epochs of \S+, whose training split has", output)
+    assert re.search(r"\d+ epochs of \S+, whose training split has \S+ tokens; beyond 4 epochs text", output)
