@@ -1,13 +1,455 @@
-"""`llmtrain report RUN ...`: one self-contained HTML page, and plots as PNG."""
+"""`llmtrain report RUN ...`: one self-contained HTML page, and plots as PNG, from the local files of runs."""
 
 from __future__ import annotations
 
 import argparse
+import html
+import json
+import shlex
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from llmtrain.base import log
+from llmtrain.base import log, units, untrusted
+from llmtrain.base.errors import UserError
+from llmtrain.base.files import replace_file
 from llmtrain.commands import completion
-from llmtrain.tracking.report import write_report
+from llmtrain.config import strict_yaml
+from llmtrain.objectives.objective import Chart, Objective
+from llmtrain.optim.optimizers import Optimizer, norm_of
+from llmtrain.tracking.charts import MARKED_BELOW, Curve, Curves, launches, png, site_facts, smooth, svg, timeline
+from llmtrain.tracking.local import read_rows
+from llmtrain.tracking.metrics import perplexity
+
+_EVENTS_SHOWN = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Content of a run folder's files."""
+
+    name: str
+    rows: list[dict[str, Any]]
+    events: list[dict[str, Any]]
+    environment: dict[str, Any]
+    settings: dict[str, str]
+    """Values of config.yaml by dotted key, with the precision and the ZeRO stage of deepspeed.json; `norm`: the vector
+    whose norm is `grad_norm`."""
+    unreadable_lines: int
+
+    def shown_settings(self) -> dict[str, str]:
+        """The command first, then the settings that are not null."""
+        argv = self.environment.get("argv")
+        words = {"command": shlex.join(map(str, argv))} if isinstance(argv, list) else {}
+        return words | {key: value for key, value in self.settings.items() if key != "norm" and value != "null"}
+
+    def of_kind(self, kind: str) -> list[dict[str, Any]]:
+        """The events of one kind, in order."""
+        return [event for event in self.events if event.get("kind") == kind]
+
+
+def load(run_dir: Path) -> Run:
+    """Read a run folder. Torn or foreign lines are counted and skipped; UserError if there is nothing to show."""
+    if not run_dir.is_dir():
+        raise UserError(f"{run_dir}: no such run folder. Give a folder that training wrote, such as runs/NAME.")
+    try:
+        rows, bad_rows = read_rows(run_dir / "metrics.jsonl")
+        events, bad_events = read_rows(run_dir / "events.jsonl")
+    except OSError as error:
+        raise UserError(f"{error.filename}: cannot be read ({error.strerror}). Check its permissions.") from None
+    rows = [row for row in rows if _finite(row.get("step")) is not None]
+    if not rows:
+        raise UserError(
+            f"{run_dir / 'metrics.jsonl'}: no metrics (missing, empty or not from llmtrain). "
+            "Training writes the first row at its first log point (train.log_every): report after that."
+        )
+    return Run(
+        name=run_dir.resolve().name,
+        rows=rows,
+        events=events,
+        environment=_json(run_dir / "environment.json"),
+        settings=_settings(run_dir),
+        unreadable_lines=bad_rows + bad_events,
+    )
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = untrusted.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _settings(run_dir: Path) -> dict[str, str]:
+    try:
+        tree = strict_yaml.parse((run_dir / "config.yaml").read_text(), "config.yaml").tree
+    except (OSError, ValueError, RecursionError):
+        tree = None
+    settings = dict(_leaves(tree, "")) if isinstance(tree, dict) else {}
+    given = _json(run_dir / "deepspeed.json")
+    zero = given.get("zero_optimization")
+    stage = zero.get("stage", 0) if isinstance(zero, dict) else 0
+    on = [name for name in ("bf16", "fp16") if isinstance(given.get(name), dict) and given[name].get("enabled")]
+    if given:
+        settings |= {"precision": (on or ["fp32"])[0], "ZeRO stage": str(stage)}
+    return settings | {"norm": norm_of(settings.get("optim.name"), zero=bool(stage))}
+
+
+def _leaves(tree: dict[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def _finite(value: Any) -> float | None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:  # a whole number with hundreds of digits
+        return None
+    return number if abs(number) <= _MOST else None
+
+
+def curves_of(run: Run) -> Curves:
+    """The finite values of each metric by step; where a step stands twice, the later row counts."""
+    found: dict[str, dict[float, float]] = {}
+    for row in run.rows:
+        for name, value in row.items():
+            if name != "step" and (number := _finite(value)) is not None:
+                found.setdefault(name, {})[float(row["step"])] = number
+    by_name = {}
+    for name, points in found.items():
+        steps = sorted(points)
+        by_name[name] = Curve(steps=steps, values=[points[step] for step in steps])
+    resumes = sorted({step for e in run.of_kind("resume") if (step := _finite(e.get("step"))) is not None})
+    baselines = {}
+    for event in run.of_kind("baselines"):
+        for name in ("unigram", "bigram"):
+            if (value := _finite(event.get(f"{name}_loss"))) is not None:
+                baselines[name] = value
+    return Curves(by_name=by_name, resumes=resumes, baselines=baselines)
+
+
+def facts_of(run: Run, curves: Curves) -> list[tuple[str, str]]:
+    """The run in figures: pairs of label and text."""
+    facts = [("Steps", f"{max(float(row['step']) for row in run.rows):,.0f}")]
+    if parameters := _finite(run.environment.get("parameters")):
+        facts.append(("Parameters of the model", f"{parameters:,.0f}"))
+    if tokens := curves["tokens"]:
+        facts.append(("Training tokens", f"{tokens.values[-1]:,.0f}"))
+    if epoch := curves["epoch"]:
+        facts.append(("Epochs of the training data", f"{epoch.values[-1]:.3g}"))
+    if train := curves["loss"]:
+        facts.append(("Training loss, first to last", f"{train.values[0]:.4f} → {train.values[-1]:.4f} {curves.unit}"))
+    if evaluation := curves["eval/loss"]:
+        last, best = evaluation.values[-1], min(evaluation.values)
+        for label, value in (("Validation loss, last", last), ("Validation loss, best", best)):
+            more = f" (perplexity {perplexity(value):.2f})" if curves["eval/perplexity"] else ""
+            facts.append((label, f"{value:.4f} {curves.unit}{more}"))
+    if right := curves["eval/pairs/accuracy"] or curves["eval/unpaired/accuracy"]:
+        facts.append(("Validation answers preferred rightly, last", f"{right.values[-1]:.1%}"))
+    facts += [
+        (f"Loss of a {name} model", f"{value:.4f} nats/token{_measured_on(run)}")
+        for name, value in curves.baselines.items()
+    ]
+    if speed := curves["tokens_per_s"]:
+        facts.append(("Tokens/s, median", f"{statistics.median(speed.values):,.0f}"))
+    for kind, label in (("causal", "causal"), ("noncausal", "non-causal")):
+        if flops := curves[f"model_tflops_per_s_{kind}"]:
+            median = statistics.median(flops.values)
+            text = f"{median:.4g} TFLOP/s" if median >= 0.1 else f"{1000 * median:.4g} GFLOP/s"
+            if mfu := curves[f"mfu_{kind}"]:
+                text += f", MFU {statistics.median(mfu.values):.1%}"
+            facts.append((f"Model FLOP/s, median ({label})", text))
+    if memory := curves["max_memory_gib"]:
+        facts.append(("Peak memory of rank 0", f"{max(memory.values):.2f} GiB"))
+    if waits := curves["data_wait_share"]:
+        facts.append(("Waiting for data, mean", f"{statistics.fmean(waits.values):.2%}"))
+    if share := curves["comm_share"]:
+        facts.append(("Communication, share of a step, mean", f"{statistics.fmean(share.values):.1%}"))
+    if stalls := curves["checkpoint_stall_s"]:
+        facts.append(("Checkpoint stall, sum", units.duration(sum(stalls.values))))
+    if skipped := curves["skipped_steps"]:
+        facts.append(("Skipped steps", f"{skipped.values[-1]:.0f}"))
+    return facts + site_facts(run.of_kind("synchronise"), run.of_kind("synchronise_failed")) + _history(run)
+
+
+def _measured_on(run: Run) -> str:
+    """Note on the baselines: counted on the training tokens, measured on so many of the validation split."""
+    tokens = _finite(run.of_kind("baselines")[-1].get("validation_tokens"))
+    return "" if tokens is None else f" (first {tokens:,.0f} validation tokens)"
+
+
+def _history(run: Run) -> list[tuple[str, str]]:
+    facts = [
+        (label, str(len(run.of_kind(kind)))) for kind, label in (("save", "Checkpoints saved"), ("resume", "Resumes"))
+    ]
+    versions = run.environment.get("versions")
+    if isinstance(versions, dict):
+        shown = [f"{name} {versions[name]}" for name in ("llmtrain", "torch", "deepspeed") if versions.get(name)]
+        facts.append(("Versions", ", ".join(shown)))
+    git = run.environment.get("git")
+    if isinstance(git, dict) and git.get("commit"):
+        facts.append(("Commit", f"{str(git['commit'])[:12]}{' with changes' if git.get('dirty') else ''}"))
+    ranks = run.environment.get("ranks")
+    if isinstance(ranks, list) and ranks:
+        devices = {str(rank.get("device")) for rank in ranks if isinstance(rank, dict)}
+        facts.append(("Ranks", f"{len(ranks)} ({', '.join(sorted(devices))})"))
+    if run.unreadable_lines:
+        facts.append(("Unreadable lines skipped", str(run.unreadable_lines)))
+    return facts
+
+
+_UPDATE_NORM = "Norm of the update"
+"""Chart of `grad_norm` where it is the update's norm (some optimizers under ZeRO): no point is a gradient norm."""
+_CHARTS = (
+    Chart(file="loss", title="Loss", unit="", curves=(("loss", "training"), ("eval/loss", "validation"))),
+    Chart(
+        file="throughput",
+        title="Throughput, all devices",
+        unit="tokens/s",
+        from_zero=True,
+        curves=(("tokens_per_s", "tokens/s"),),
+    ),
+    Chart(
+        file="utilization",
+        title="Model FLOPs utilization",
+        unit="share of the peak",
+        from_zero=True,
+        curves=(("mfu_causal", "causal"), ("mfu_noncausal", "non-causal")),
+    ),
+    Chart(
+        file="memory", title="Peak memory of rank 0", unit="GiB", from_zero=True, curves=(("max_memory_gib", "memory"),)
+    ),
+    Chart(
+        file="communication",
+        title="Communication within a step",
+        unit="share",
+        from_zero=True,
+        curves=(("comm_share", "rank 0"),),
+    ),
+    Chart(file="learning_rate", title="Learning rate", unit="1", from_zero=True, curves=(("lr", "learning rate"),)),
+    Chart(file="gradient_norm", title="Gradient norm", unit="1", curves=(("grad_norm", "norm"),)),
+    Chart(file="update_norm", title=_UPDATE_NORM, unit="1", curves=(("grad_norm", "norm"),)),
+)
+_SMOOTHED = ("loss", "tokens_per_s", "grad_norm")
+_POINTS_SHOWN = 1500
+_MOST = 1e300  # a sum of such values is one, too
+
+
+def charts_of(runs: list[Run]) -> list[dict[str, Any]]:
+    """One chart for each metric that a run has, the curves of all runs in it, as charts.py draws it."""
+    all_curves = [curves_of(run) for run in runs]
+    charts = []
+    own = dict.fromkeys(chart for objective in Objective.CHOICES.values() for chart in objective.charts)
+    for number, chart in enumerate((*_CHARTS, *own)):
+        title, unit, metrics = chart.title, chart.unit, chart.curves
+        series: list[dict[str, Any]] = []
+        for index, (run, curves) in enumerate(zip(runs, all_curves, strict=True)):
+            if metrics[0][0] == "grad_norm" and (run.settings.get("norm") == "update") != (title == _UPDATE_NORM):
+                continue
+            for order, (metric, called) in enumerate(metrics):
+                color = index if len(runs) > 1 else order
+                name = f"{run.name}: {called}" if len(runs) > 1 else called
+                series += _series(metric, curves[metric], name, color, dash=order > 0 and len(runs) > 1)
+        if not series:
+            continue
+        if metrics[0][0] == "loss":
+            unit = " or ".join(dict.fromkeys(curves.unit for curves in all_curves))
+        if title == _UPDATE_NORM:
+            measured = [run for run in runs if run.settings.get("norm") == "update"]
+            names = dict.fromkeys(Optimizer.CHOICES[run.settings["optim.name"]].title for run in measured)
+            title += f" ({', '.join(names)})"
+        levels = _levels(all_curves) if number == 0 else {}
+        marks = all_curves[0].resumes if len(runs) == 1 else []
+        lines = [{"name": name, "y": y} for name, y in levels.items()]
+        about = {"id": f"chart{number}", "file": chart.file, "title": title, "unit": unit, "zero": chart.from_zero}
+        charts.append({**about, "series": series, "levels": lines, "marks": list(marks)})
+    return charts
+
+
+def _levels(all_curves: list[Curves]) -> dict[str, float]:
+    """The baselines on which all runs agree: of runs on several data sets, no line is that of all curves."""
+    names = all_curves[0].baselines
+    values = {name: {curves.baselines.get(name) for curves in all_curves} for name in names}
+    return {f"{name} model": names[name] for name, found in values.items() if len(found) == 1}
+
+
+def _series(metric: str, curve: Curve, name: str, color: int, *, dash: bool) -> list[dict[str, Any]]:
+    """One curve; where it is noisy, its average and faintly itself."""
+    if not curve:
+        return []
+    every = -(-len(curve.steps) // _POINTS_SHOWN)
+    shown = sorted({*range(0, len(curve.steps), every), len(curve.steps) - 1})
+    x = [curve.steps[index] for index in shown]
+    about = {"color": color, "x": x, "dash": dash}
+    few = len(x) < MARKED_BELOW
+    raw = {**about, "name": name, "y": [curve.values[i] for i in shown], "dots": few or metric == "eval/loss"}
+    if few or metric not in _SMOOTHED:
+        return [raw]
+    average = smooth(curve.values)
+    return [{**about, "name": f"{name}, smoothed", "y": [average[i] for i in shown]}, {**raw, "faint": True}]
+
+
+def _clock(unix_s: Any) -> str:
+    number = _finite(unix_s)
+    try:
+        return "" if number is None else time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(number))
+    except (OverflowError, ValueError, OSError):
+        return ""
+
+
+def _period(run: Run) -> str:
+    times = [t for row in (*run.rows, *run.events) if (t := _finite(row.get("time_unix_s"))) is not None]
+    if not times:
+        return "Training run"
+    return f"Training run, {_clock(min(times))} to {_clock(max(times))} UTC"
+
+
+def _events(run: Run) -> tuple[str, str]:
+    """Heading and table of what happened."""
+    shown = run.events[-_EVENTS_SHOWN:]
+    rows = []
+    for event in shown:
+        rest = {key: value for key, value in event.items() if key not in ("time_unix_s", "kind", "step")}
+        detail = ", ".join(
+            f"{key}: {value if isinstance(value, str) else json.dumps(value)}" for key, value in rest.items()
+        )
+        step = _finite(event.get("step"))
+        at = "" if step is None else f"{step:,.0f}"
+        text = detail if len(detail) <= 500 else detail[:500] + "…"
+        rows.append((_clock(event.get("time_unix_s")), at, str(event.get("kind", "")), text))
+    note = f" (the last {_EVENTS_SHOWN} of {len(run.events)})" if len(run.events) > len(shown) else ""
+    return f"Events of {run.name}{note}", _table(("Time (UTC)", "Step", "Event", "Details"), rows)
+
+
+def _side_by_side(runs: list[Run], columns: list[dict[str, str]], *, mark: bool) -> str:
+    """A row for each key that a column has, in the order in which they come."""
+    keys = dict.fromkeys(key for column in columns for key in column)
+    rows = [(key, *(column.get(key, "") for column in columns)) for key in keys]
+    return _table(("", *(run.name for run in runs)) if len(runs) > 1 else (), rows, mark=mark)
+
+
+def page_of(runs: list[Run], charts: list[dict[str, Any]]) -> str:
+    """The page of one run, or of several side by side."""
+    facts = [dict(facts_of(run, curves_of(run))) for run in runs]
+    settings = _side_by_side(runs, [run.shown_settings() for run in runs], mark=True)
+    tables = [("Figures", _side_by_side(runs, facts, mark=False)), ("Settings", settings)]
+    if sites := timeline([launches(run.settings.get("sites.name"), run.rows, run.events) for run in runs]):
+        tables.append(("Sites", sites))
+    tables += [_events(run) for run in runs if run.events]
+    names = ", ".join(run.name for run in runs)
+    return _page(names, "; ".join(dict.fromkeys(_period(run) for run in runs)), tables, charts)
+
+
+_CSS = """
+:root { color-scheme: light dark; --ink: #1a202c; --soft: #4a5568; --page: #f5f7fa; --card: #fff; --edge: #e2e8f0;
+  --c0: #2563a8; --c1: #d9622b; --c2: #2f855a; --c3: #8b3fa8; --c4: #b7791f; --c5: #c53030; --c6: #0f8a8a; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e2e8f0; --soft: #a0aec0; --page: #12161d; --card: #1b212b; --edge: #343d4b;
+    --c0: #63a4ea; --c1: #f0935f; --c2: #5fc48f; --c3: #c58be0; --c4: #e0b04f; --c5: #f28b8b; --c6: #52c5c5; } }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page); margin: 0; }
+main { max-width: 62rem; margin: 0 auto; padding: 2rem 1.5rem 4rem; }
+h1 { font-size: 1.6rem; margin: 0; overflow-wrap: anywhere; }
+h2 { font-size: 1.1rem; margin: 2.5rem 0 .75rem; }
+.sub { color: var(--soft); margin: .25rem 0 1.5rem; }
+figure, .wide { background: var(--card); border: 1px solid var(--edge); border-radius: 8px; margin: 1rem 0 0; }
+figure { padding: .8rem 1rem; position: relative; }
+svg { display: block; width: 100%; height: auto; }
+svg text { font-family: system-ui, sans-serif !important; }
+.cross { position: absolute; top: 0; bottom: 0; border-left: 1px solid var(--soft); pointer-events: none; }
+.tip { position: absolute; pointer-events: none; background: var(--page); border: 1px solid var(--edge);
+  border-radius: 6px; padding: .3rem .6rem; font-size: .8rem; font-variant-numeric: tabular-nums; white-space: pre; }
+table { border-collapse: collapse; width: 100%; font-size: .87rem; }
+th, td { text-align: left; vertical-align: top; padding: .35rem .7rem; border-bottom: 1px solid var(--edge); }
+tr:last-child td { border-bottom: 0; }
+td { font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
+td:first-child { color: var(--soft); min-width: 11rem; }
+.differs td { font-weight: 600; }
+.wide { overflow-x: auto; }
+summary { cursor: pointer; margin-top: 1rem; }
+"""
+
+_JS = """
+const num = v => v !== 0 && (Math.abs(v) >= 1e5 || Math.abs(v) < 1e-3) ? v.toExponential(2) : String(+v.toPrecision(5));
+for (const chart of JSON.parse(document.getElementById('data').textContent)) {
+  const figure = document.getElementById(chart.id), svg = figure.querySelector('svg');
+  const make = name => { const e = document.createElement('div'); e.className = name; e.hidden = true;
+    figure.append(e); return e; };
+  const tip = make('tip'), cross = make('cross'), [x0, x1] = chart.axes.x, [left, right] = chart.axes.box;
+  svg.addEventListener('pointerleave', () => { tip.hidden = cross.hidden = true; });
+  svg.addEventListener('pointermove', event => { const box = svg.getBoundingClientRect();
+    const x = x0 + ((event.clientX - box.left) / box.width - left) / (right - left) * (x1 - x0);
+    const near = s => s.x.reduce((best, v, i) => Math.abs(v - x) < Math.abs(s.x[best] - x) ? i : best, 0);
+    const at = chart.series[0].x[near(chart.series[0])];
+    tip.textContent = `step ${at.toLocaleString('en')}\\n` + chart.series.map(s => [s, near(s)])
+      .map(([s, i]) => `${s.name} ${num(s.y[i])} ${chart.unit}${s.x[i] === at ? '' : ` (step ${s.x[i]})`}`).join('\\n');
+    const start = box.left - figure.getBoundingClientRect().left;
+    cross.style.left = `${start + box.width * (left + (at - x0) / (x1 - x0) * (right - left))}px`;
+    tip.hidden = cross.hidden = false;
+    const pointer = event.clientX - figure.getBoundingClientRect().left;
+    tip.style.left = `${Math.min(pointer + 16, figure.clientWidth - tip.offsetWidth - 8)}px`;
+    tip.style.top = '3rem'; });
+}
+"""
+
+
+def _table(head: Sequence[str], rows: Sequence[tuple[str, ...]], *, mark: bool = False) -> str:
+    """An HTML table of plain text. `mark`: rows whose columns after the first differ stand out."""
+    lines = []
+    for row in rows:
+        differs = ' class="differs"' if mark and len(set(row[1:])) > 1 else ""
+        lines.append(f"<tr{differs}>" + "".join(f"<td>{html.escape(text)}</td>" for text in row) + "</tr>")
+    top = "".join(f"<th>{html.escape(text)}</th>" for text in head)
+    above = f"<thead><tr>{top}</tr></thead>" if any(head) else ""
+    return f'<div class="wide"><table>{above}<tbody>{"".join(lines)}</tbody></table></div>'
+
+
+def _page(title: str, subtitle: str, tables: Sequence[tuple[str, str]], charts: Sequence[dict[str, Any]]) -> str:
+    """The whole page. `tables`: headings and what `table` made; the first stands above the curves, the others below."""
+    figures, plotted = "", []
+    for chart in charts:
+        drawing, axes = svg(chart)
+        figures += f'<figure id="{chart["id"]}">{drawing}</figure>'
+        plotted.append({**chart, "axes": axes})
+    first, *others = [f"<h2>{html.escape(heading)}</h2>{body}" for heading, body in tables]
+    data = json.dumps(plotted, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{html.escape(title)} · llmtrain report</title><style>{_CSS}</style></head><body><main>"
+        f'<h1>{html.escape(title)}</h1><p class="sub">{html.escape(subtitle)}</p>{first}<h2>Curves</h2>{figures}'
+        f'{"".join(others)}<script id="data" type="application/json">{data}</script><script>{_JS}</script>'
+        "</main></body></html>\n"
+    )
+
+
+def write_report(run_dirs: list[Path], out: Path) -> list[Path]:
+    """Write the report into `out`: the page, and for a single run its plots as PNG. Returns the files, the page first.
+
+    UserError for what cannot be used.
+    """
+    runs = [load(run_dir) for run_dir in run_dirs]
+    if len({run.name for run in runs}) < len(runs):
+        runs = [replace(run, name=str(run_dir)) for run, run_dir in zip(runs, run_dirs, strict=True)]
+    charts = charts_of(runs)
+    pictures = {chart["file"]: png(chart) for chart in charts} if len(runs) == 1 else {}
+    text = page_of(runs, charts)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        replace_file(out / "index.html", text.encode(errors="replace"))
+        for name, picture in pictures.items():
+            replace_file(out / f"{name}.png", picture)
+    except OSError as error:
+        raise UserError(f"{out}: cannot be written ({error.strerror}). Give another folder with --out.") from None
+    return [out / "index.html", *(out / f"{name}.png" for name in pictures)]
 
 
 def main(argv: list[str]) -> int:

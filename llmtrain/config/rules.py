@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from glob import escape, glob
 from pathlib import Path
 from typing import Any
@@ -368,8 +369,20 @@ def _expanded(key: str, path: str, places: dict[str, str], problems: Problems, n
     return meant
 
 
+def _check_packages(run: RunConfig, places: Places, problems: Problems) -> None:
+    """Trackers of packages that are not installed here."""
+    for name, tracker in run.trackers.items():
+        packages = {module.partition(".")[0] for module in tracker.MODULES}
+        if missing := sorted(package for package in packages if importlib.util.find_spec(package) is None):
+            ours = type(tracker).__module__.startswith("llmtrain.")
+            what = f"'llmtrain[{name}]'" if ours else " ".join(missing)
+            problems.add(f"trackers.{name}", asdict(tracker), f"needs {', '.join(missing)}, not installed here",
+                         f"pip install {what} on all hosts", places.get(f"trackers.{name}"))  # fmt: skip
+
+
 def check_on_disk(run: RunConfig, places: Places, problems: Problems) -> None:
-    """Paths exist; data folders are prepared; the tokenizer fits into the model's vocabulary."""
+    """Packages and paths exist; data folders are prepared; the tokenizer fits into the model's vocabulary."""
+    _check_packages(run, places, problems)
     folders = [("data.path", run.data.path)] if run.data.path else []
     folders += [(f"data.mixture.{path}", path) for path in run.data.mixture or {}]
     data_vocab: dict[str, int] = {}

@@ -29,6 +29,8 @@ from llmtrain.optim.optimizers import AdamW, Optimizer
 from llmtrain.optim.outer_methods import DiLoCo, SitesConfig
 from llmtrain.optim.schedules import Cosine, Schedule
 from llmtrain.storage.hub.names import local_folder
+from llmtrain.tracking import mlflow_sink, tensorboard_sink  # noqa: F401  (they bring `trackers`)
+from llmtrain.tracking.sink import TrackingConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,22 +192,6 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrackingConfig:
-    """Weights & Biases. The local files metrics.jsonl and events.jsonl are always written."""
-
-    wandb: Literal["auto", "online", "offline", "disabled"] = "auto"
-    """auto: online with an API key and a network, else offline."""
-    project: str = "llmtrain"
-    """W&B project."""
-    entity: str | None = None
-    """W&B team or user."""
-    name: str | None = None
-    """W&B run name. Default: the run folder's name."""
-    tags: list[str] = field(default_factory=list)
-    """W&B tags."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class FaultConfig:
     """What ends a run."""
 
@@ -252,7 +238,7 @@ class RunConfig:
     parts: dict[str, Any] = field(default_factory=dict)
     """Parts of plugins that take part in the run: NAME: {FIELD: VALUE} for each; `NAME:` alone takes the defaults."""
     trackers: dict[str, Any] = field(default_factory=dict)
-    """Trackers beside W&B and the local files, in the same form."""
+    """Trackers beside W&B and the local files, in the same form: tensorboard, mlflow, and those of plugins."""
 
 
 @dataclass(frozen=True, kw_only=True)

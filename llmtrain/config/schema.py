@@ -1,7 +1,7 @@
 """The fields of a run, from its classes and their docstrings: types, help, JSON Schema, and the tables in the docs.
 
 `python -m llmtrain.config.schema docs` rewrites the parts between markers of configuration.md, deepspeed.md,
-parallelism.md and posttraining.md.
+parallelism.md, posttraining.md and tracking.md.
 """
 
 from __future__ import annotations
@@ -206,11 +206,18 @@ def _combinations() -> str:
     return together.markdown()
 
 
+def _metrics() -> str:
+    from llmtrain.tracking import metrics
+
+    return metrics.markdown()
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "configuration.md": markdown,
     "deepspeed.md": ds_keys.markdown,
     "parallelism.md": topology.markdown,
     "posttraining.md": _combinations,
+    "tracking.md": _metrics,
 }
 
 

@@ -17,7 +17,6 @@ from typing import Any
 
 from llmtrain.base.files import replace_file
 from llmtrain.base.redact import redact, redact_argv
-from llmtrain.config.plugins import hashes
 from llmtrain.tracking.local import to_json
 
 _PACKAGES = (
@@ -112,13 +111,18 @@ def git_state() -> dict[str, Any]:
     return {"commit": _git("rev-parse", "HEAD"), "dirty": None if status is None else bool(status)}
 
 
-def describe_environment(*, ranks: Iterable[Mapping[str, Any]], argv: Iterable[str] | None = None) -> dict[str, Any]:
-    """Content of environment.json, secrets redacted. `ranks`: per rank its rank, host and device."""
+def describe_environment(
+    *, ranks: Iterable[Mapping[str, Any]], plugins: Mapping[str, str], argv: Iterable[str] | None = None
+) -> dict[str, Any]:
+    """Content of environment.json, secrets redacted.
+
+    `ranks`: per rank its rank, host and device; `plugins`: name -> SHA-256.
+    """
     variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)}
     return {
         "versions": versions(),
         "git": git_state(),
-        "plugins": hashes(),
+        "plugins": dict(plugins),
         "host": socket.gethostname(),
         "platform": platform.platform(),
         "cpu_count": os.cpu_count(),

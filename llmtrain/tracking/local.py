@@ -64,6 +64,20 @@ def read_rows(path: Path, size: int = -1) -> tuple[list[dict[str, Any]], int]:
     return good, len(rows) - len(good)
 
 
+def rows_after(metrics: Path, size: int, step: int) -> list[dict[str, Any]]:
+    """The rows of the first `size` bytes of metrics.jsonl whose step is above `step`, one for each step."""
+    merged: dict[int, dict[str, Any]] = {}
+    for row in read_rows(metrics, size)[0]:
+        if isinstance(at := row.get("step"), int) and at > step:
+            merged[at] = {**merged.get(at, {}), **{key: _number(value) for key, value in row.items()}}
+    return [merged[at] for at in sorted(merged)]
+
+
+def _number(value: Any) -> Any:
+    """JSON has no NaN and infinities: metrics.jsonl spells them as strings."""
+    return float(value) if value in ("NaN", "Infinity", "-Infinity") else value
+
+
 def repair(path: Path) -> None:
     """Cut off a torn last line (a kill, a full disk); end a whole one with a newline. Raises OSError."""
     if not path.is_file():

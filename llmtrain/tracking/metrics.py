@@ -1,20 +1,16 @@
 """Names and units of the metrics, model FLOPs, peak FLOP/s of known devices, throughput.
 
-No torch here: numbers come in as Python floats. `python -m llmtrain.tracking.metrics docs` writes the table of
-docs/tracking.md.
+No torch here: numbers come in as Python floats.
 """
 
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
-from llmtrain.config.schema import write_into
 from llmtrain.objectives.by_token import NextToken
 from llmtrain.objectives.objective import Objective
 
@@ -338,7 +334,3 @@ class Throughput:
             row["mfu_noncausal"] = noncausal / (self._peak * self._devices)
         self._reset()
         return row
-
-
-if __name__ == "__main__":
-    write_into(Path(sys.argv[1]) / "tracking.md", markdown())

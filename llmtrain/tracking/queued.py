@@ -1,7 +1,8 @@
-"""A user's tracker on a thread of its own: a slow or dead one costs the run nothing but its own figures."""
+"""A tracker on a thread of its own: a slow or dead one costs the run nothing but its own figures."""
 
 from __future__ import annotations
 
+import importlib
 import queue
 import threading
 import time
@@ -22,9 +23,10 @@ class Queued:
     def __init__(self, name: str, sink: Sink, where: Callable[[BaseException], str]) -> None:
         """`name`: of the tracker in the run's YAML. `where`: from an exception to the place in the user's code."""
         self._name, self._sink, self._where = name, sink, where
-        self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue()
+        self._calls: queue.Queue[Callable[[], Any] | None] = queue.Queue()
         self._dropped, self._failed = 0, False
         self._thread = threading.Thread(target=self._work, name=f"tracker-{name}", daemon=True)
+        self._call(lambda: [importlib.import_module(module) for module in sink.MODULES])
         self._thread.start()
 
     def call(self, method: str, *words: Any, **options: Any) -> None:
@@ -52,13 +54,15 @@ class Queued:
             )
 
     def _work(self) -> None:
-        while (call := self._calls.get()) is not None:
-            try:
-                call()
-            except Exception as error:
-                self._failed = True
-                place = self._where(error)
-                reason = redact_text(f"{type(error).__name__}: {error}".splitlines()[0])
-                log.warn(f"trackers.{self._name} is given up ({place}{reason}); training goes on, metrics.jsonl holds "
-                         "everything")  # fmt: skip
-                return
+        while not self._failed and (call := self._calls.get()) is not None:
+            self._call(call)
+
+    def _call(self, call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except Exception as error:
+            self._failed = True
+            place = self._where(error)
+            reason = redact_text(f"{type(error).__name__}: {error}".splitlines()[0])
+            log.warn(f"trackers.{self._name} is given up ({place}{reason}); training goes on, metrics.jsonl holds "
+                     "everything")  # fmt: skip

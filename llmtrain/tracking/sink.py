@@ -1,23 +1,50 @@
-"""`Sink`: a tracker of a run, such as the console, the local files, W&B, or a user's own."""
+"""`Sink`: a tracker of a run, such as the console, the local files, W&B, TensorBoard, or a user's own."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 from llmtrain.base.choice import Entry
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackingConfig:
+    """Weights & Biases. The local files metrics.jsonl and events.jsonl are always written."""
+
+    wandb: Literal["auto", "online", "offline", "disabled"] = "auto"
+    """auto: online with an API key and a network, else offline."""
+    project: str = "llmtrain"
+    """W&B project."""
+    entity: str | None = None
+    """W&B team or user."""
+    name: str | None = None
+    """W&B run name. Default: the run folder's name."""
+    tags: list[str] = field(default_factory=list)
+    """W&B tags."""
+    group: str | None = None
+    """W&B group: runs that its pages show together, such as those of a sweep or of several sites."""
+    job_type: str | None = None
+    """W&B job type within the group, such as pretrain."""
 
 
 class Sink(Entry, section="trackers"):
     """A tracker of a run, on rank 0. Each default does nothing.
 
-    A plugin's tracker is a dataclass with a name (`class Csv(Sink, entry="csv")`): its fields stand below
-    `trackers.csv`. Its methods run on a thread of its own, one after another; they may wait and raise. Those of
-    llmtrain's own trackers do neither: training calls them.
+    One of the YAML's `trackers`, such as a plugin's, is a dataclass with a name (`class Csv(Sink, entry="csv")`): its
+    fields stand below `trackers.csv`. Its methods run on a thread of its own, one after another; they may wait and
+    raise. Those of the console, the local files and W&B do neither: training calls them.
     """
 
+    MODULES: ClassVar[tuple[str, ...]] = ()
+    """Modules that it imports, of packages that llmtrain does not need: a run that names it without them is refused, by
+    the extra of its name. They are imported before its thread starts: two threads that import large packages at once
+    can deadlock on module locks, which Python resolves by handing out half-initialised modules."""
+
     def open(self, run_dir: Path, run_id: str, config: dict[str, Any], start_step: int) -> None:
-        """Called once at first, on a plugin's tracker.
+        """Called once at first, on a tracker of `trackers`.
 
         Args:
             run_dir: the run's folder.
@@ -38,3 +65,14 @@ class Sink(Entry, section="trackers"):
 
     def close(self, *, exit_code: int) -> None:
         """Write everything out, in at most 20 s. `exit_code`: 1 if the run has failed, else 0."""
+
+
+def scalars(row: Mapping[str, Any]) -> dict[str, float]:
+    """The figures of a row of metrics that are numbers, and those of a list as KEY/INDEX."""
+    found: dict[str, float] = {}
+    for key, value in row.items():
+        if isinstance(value, (int, float)) and key not in ("step", "time_unix_s"):
+            found[key] = float(value)
+        elif isinstance(value, (list, tuple)):
+            found |= {f"{key}/{index}": float(each) for index, each in enumerate(value)}
+    return found

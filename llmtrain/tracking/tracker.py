@@ -12,11 +12,10 @@ from typing import Any, Literal, TextIO
 from llmtrain.base import log, units, untrusted
 from llmtrain.base.log import LiveLine
 from llmtrain.base.redact import redact
-from llmtrain.config.run import TrackingConfig
 from llmtrain.tracking.local import LocalFiles
 from llmtrain.tracking.metrics import is_known, loss_unit
 from llmtrain.tracking.queued import Queued
-from llmtrain.tracking.sink import Sink
+from llmtrain.tracking.sink import Sink, TrackingConfig
 
 _RATE_WINDOW = 20  # log points over which the time per step is averaged for the ETA
 

@@ -30,9 +30,8 @@ from urllib.parse import urlsplit
 
 from llmtrain.base import log, untrusted
 from llmtrain.base.redact import redact, redact_text
-from llmtrain.config.run import TrackingConfig
-from llmtrain.tracking.local import read_rows
-from llmtrain.tracking.sink import Sink
+from llmtrain.tracking.local import rows_after
+from llmtrain.tracking.sink import Sink, TrackingConfig
 
 _BLOCK = 32768  # LevelDB's log format: chunks never cross a block
 _HEADER = 7  # of the file, and of each chunk
@@ -118,20 +117,6 @@ def earlier_launches(run_dir: Path, run_id: str) -> dict[Path, int]:
 def mark_uploaded(path: Path) -> None:
     """`wandb sync` leaves the file alone from now on: its rows have been sent another way, or it has none."""
     path.with_suffix(".wandb.synced").touch()
-
-
-def rows_after(metrics: Path, size: int, step: int) -> list[dict[str, Any]]:
-    """The rows of the first `size` bytes of metrics.jsonl whose step is above `step`, one for each step."""
-    merged: dict[int, dict[str, Any]] = {}
-    for row in read_rows(metrics, size)[0]:
-        if isinstance(at := row.get("step"), int) and at > step:
-            merged[at] = {**merged.get(at, {}), **{key: _number(value) for key, value in row.items()}}
-    return [merged[at] for at in sorted(merged)]
-
-
-def _number(value: Any) -> Any:
-    """JSON has no NaN and infinities: metrics.jsonl spells them as strings."""
-    return float(value) if value in ("NaN", "Infinity", "-Infinity") else value
 
 
 Mode = Literal["online", "offline", "disabled"]
@@ -392,6 +377,8 @@ class WandbSink(Sink):
             entity=self._tracking.entity,
             name=self._tracking.name or self._run_dir.resolve().name,
             tags=list(self._tracking.tags),
+            group=self._tracking.group,
+            job_type=self._tracking.job_type,
             config=self._config,
             settings=self._settings(),
         )

@@ -232,7 +232,7 @@ def write_run_files(
         return {}
     (folder.path / "config.yaml").write_text(dump(run))
     (folder.path / "deepspeed.json").write_text(json.dumps(exact, indent=2) + "\n")
-    environment = describe_environment(ranks=[asdict(seat) for seat in ranks.seats])
+    environment = describe_environment(ranks=[asdict(seat) for seat in ranks.seats], plugins=hashes())
     environment["parameters"] = sizes.parameters
     write_environment(folder.path, environment)
     return environment

@@ -19,8 +19,9 @@ PACKAGE = ROOT / "llmtrain"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("base",),
     ("objectives", "optim", "storage"),
+    ("tracking",),
     ("cluster", "config"),
-    ("data", "models", "tracking"),
+    ("data", "models"),
     ("engine",),
     ("checkpoint",),
     ("sites",),
@@ -37,6 +38,7 @@ LIGHT = (
     "objectives",
     "optim",
     "storage/hub",
+    "tracking",
     "config",
     "cluster",
     "commands/completion.py",

@@ -34,13 +34,13 @@ from llmtrain.cluster.hosts.interfaces import GLOO, NCCL, choose_interfaces
 from llmtrain.cluster.watch import rank_side
 from llmtrain.cluster.watch.explain.device_faults import device_fault, with_reason
 from llmtrain.cluster.watch.heartbeat import heart
-from llmtrain.config.run import TrackingConfig
 from llmtrain.config.topology import Mix
 from llmtrain.engine.dist.control import from_all
 from llmtrain.engine.dist.device import device_id, device_name
 from llmtrain.engine.dist.ranks import Ranks, Seat
 from llmtrain.models.parallel.mesh import host_group
 from llmtrain.tracking.environment import versions
+from llmtrain.tracking.sink import TrackingConfig
 
 _COMPARED = ("python", "llmtrain", "torch", "deepspeed", "transformers")
 _TELL_S = 30.0

@@ -21,8 +21,9 @@ from llmtrain.config.batch import solve
 from llmtrain.config.load import load, parse
 from llmtrain.config.problems import Problems
 from llmtrain.config.resolve import resolve
-from llmtrain.config.run import ModelConfig, ResolvedRun, RunConfig, TrackingConfig
+from llmtrain.config.run import ModelConfig, ResolvedRun, RunConfig
 from llmtrain.config.strict_yaml import dump
+from llmtrain.tracking.sink import TrackingConfig
 from tests.helpers.config_workplace import RUN, ranks_at_least, write
 
 ROOT = Path(__file__).parents[3]

@@ -17,9 +17,9 @@ import pytest
 
 from llmtrain.base import log
 from llmtrain.base.redact import REDACTED, is_secret, redact, redact_argv, redact_text
-from llmtrain.config.run import TrackingConfig
 from llmtrain.tracking.environment import VERIFIED, describe_environment, unverified, write_environment
 from llmtrain.tracking.local import JsonLines, read_rows, truncate_after
+from llmtrain.tracking.sink import TrackingConfig
 from llmtrain.tracking.tracker import Console, Tracker
 
 ROOT = Path(__file__).parents[3]
@@ -266,7 +266,7 @@ def test_environment_json_says_what_ran_and_no_secret(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "canary-wandb-key")
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     ranks = [{"rank": 0, "host": "a", "device": "cpu"}, {"rank": 1, "host": "b", "device": "cpu"}]
-    environment = describe_environment(ranks=ranks, argv=["train.py", "--api_key", "canary-argv"])
+    environment = describe_environment(ranks=ranks, plugins={}, argv=["train.py", "--api_key", "canary-argv"])
     write_environment(tmp_path, environment)
     text = (tmp_path / "environment.json").read_text()
     found = strict_json(text)
@@ -280,7 +280,7 @@ def test_environment_json_says_what_ran_and_no_secret(tmp_path, monkeypatch):
 
 def test_importing_the_package_loads_nothing_heavy():
     code = (
-        "import sys, llmtrain.tracking.tracker, llmtrain.tracking.report, llmtrain.tracking.environment\n"
+        "import sys, llmtrain.tracking.tracker, llmtrain.commands.report, llmtrain.tracking.environment\n"
         "heavy = {'torch', 'wandb', 'matplotlib', 'deepspeed', 'transformers', 'numpy', 'rich'} & set(sys.modules)\n"
         "own = {m for m in sys.modules if m.startswith(('llmtrain.data', 'llmtrain.models', 'llmtrain.engine'))}\n"
         "print(sorted(heavy | own))"

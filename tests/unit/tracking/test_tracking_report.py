@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 
 from llmtrain.base.errors import UserError
-from llmtrain.commands.report import main
+from llmtrain.commands.report import charts_of, curves_of, facts_of, load, main
 from llmtrain.tracking.charts import smooth
 from llmtrain.tracking.local import JsonLines
-from llmtrain.tracking.report import charts_of, curves_of, facts_of, load
 from tests.helpers.pages import Page
 
 

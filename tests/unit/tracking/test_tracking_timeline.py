@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from llmtrain.commands.report import load, page_of
 from llmtrain.tracking.charts import AWAY, COMPUTING, WAITING, launches, others_of, site_facts, timeline
 from llmtrain.tracking.local import JsonLines
-from llmtrain.tracking.report import load, page_of
 
 T = 1.7e9
 

@@ -17,9 +17,9 @@ import psutil
 import pytest
 
 from llmtrain.base import log
-from llmtrain.config.run import TrackingConfig
 from llmtrain.tracking import wandb_sink
 from llmtrain.tracking.environment import new_run_id
+from llmtrain.tracking.sink import TrackingConfig
 from llmtrain.tracking.wandb_sink import WandbSink, choose_mode
 from tests.helpers.wandb_files import read_back
 
@@ -44,7 +44,7 @@ def python(code: str, *argv: str, **environment: str) -> subprocess.CompletedPro
 
 TWO_LAUNCHES = """
     import os, sys, time, psutil
-    from llmtrain.config.run import TrackingConfig
+    from llmtrain.tracking.sink import TrackingConfig
     from llmtrain.tracking.tracker import Tracker
     from llmtrain.tracking.environment import describe_environment, write_environment
 
@@ -53,7 +53,7 @@ TWO_LAUNCHES = """
     for start, end, status in ((0, 6, "failed"), (4, 9, "finished")):
         tracker = Tracker(sys.argv[1], tracking=TrackingConfig(wandb="offline", project="proj"), run_id="run12345",
                           config=config, total_steps=9, enabled=True, start_step=start)
-        environment = describe_environment(ranks=[], argv=["x", "--api_key", os.environ["WANDB_API_KEY"]])
+        environment = describe_environment(ranks=[], plugins={}, argv=["x", "--api_key", os.environ["WANDB_API_KEY"]])
         write_environment(sys.argv[1], environment)
         tracker.event("start", environment=environment, key=os.environ["WANDB_API_KEY"])
         for step in range(start + 1, end):
@@ -99,7 +99,7 @@ def test_kill_leaves_the_rows_and_neither_process_nor_temporary_file(tmp_path):
     code = """
         import os, sys, time, psutil
         from pathlib import Path
-        from llmtrain.config.run import TrackingConfig
+        from llmtrain.tracking.sink import TrackingConfig
         from llmtrain.tracking.tracker import Tracker
         from tests.helpers.wandb_files import read_back
         tracker = Tracker(sys.argv[1], tracking=TrackingConfig(), run_id="r1", config={}, total_steps=9, enabled=True)
@@ -142,7 +142,7 @@ def test_a_server_that_never_answers_costs_nothing_and_leaves_nothing(tmp_path):
         code = """
             import sys, time, psutil
             from pathlib import Path
-            from llmtrain.config.run import TrackingConfig
+            from llmtrain.tracking.sink import TrackingConfig
             from llmtrain.tracking.wandb_sink import WandbSink
             sink = WandbSink(Path(sys.argv[1]), tracking=TrackingConfig(), run_id="r1", config={})
             while not psutil.Process().children():
@@ -174,7 +174,7 @@ def test_a_dead_wandb_core_is_said_once_and_leaves_no_traceback(tmp_path):
     code = """
         import sys, time, psutil
         from pathlib import Path
-        from llmtrain.config.run import TrackingConfig
+        from llmtrain.tracking.sink import TrackingConfig
         from llmtrain.tracking.wandb_sink import WandbSink
         sink = WandbSink(Path(sys.argv[1]), tracking=TrackingConfig(wandb="offline"), run_id="r1", config={})
         while not list(Path(sys.argv[1]).rglob("*.wandb")):

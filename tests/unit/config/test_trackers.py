@@ -1,0 +1,37 @@
+"""The built-in trackers in a run's YAML."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from llmtrain.base.errors import ConfigError
+from llmtrain.config.load import parse
+from llmtrain.config.strict_yaml import dump
+
+
+@pytest.mark.parametrize("missing", [None, "alembic", "tensorboard"])
+def test_a_tracker_whose_package_is_missing_is_refused_with_its_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str | None
+) -> None:
+    (tmp_path / "ds.json").write_text("{}")
+    (tmp_path / "run.yaml").write_text(
+        f"deepspeed: {tmp_path}/ds.json\nmodel: {{config: {{model_type: llama}}}}\ntrain: {{max_steps: 1}}\n"
+        "data: {path: x}\ntrackers:\n  tensorboard:\n  mlflow: {experiment: mine}\n"
+    )
+    found = importlib.util.find_spec
+    there = {"alembic", "mlflow", "sqlalchemy", "tensorboard"} - {missing}
+
+    def find_spec(name: str, package: str | None = None) -> object:
+        return object() if name in there else None if name == missing else found(name, package)
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+    with pytest.raises(ConfigError) as refused:
+        parse([str(tmp_path / "run.yaml")])
+    extra = {"alembic": "mlflow", "tensorboard": "tensorboard"}.get(str(missing))
+    assert ("needs" in str(refused.value)) == (missing is not None)
+    assert extra is None or (f"pip install 'llmtrain[{extra}]'" in str(refused.value) and "line" in str(refused.value))
+    run = parse([str(tmp_path / "run.yaml")], check_paths=False).run
+    assert "experiment: mine" in dump(run) and "path: tensorboard" in dump(run)

@@ -1,0 +1,96 @@
+"""Cost of five trackers at once: TensorBoard, MLflow, W&B, one that is dead and one that sleeps in each call."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from llmtrain.tracking import tracker as tracker_module
+from llmtrain.tracking.metrics import metrics
+from llmtrain.tracking.mlflow_sink import MLflow
+from llmtrain.tracking.sink import Sink, TrackingConfig
+from llmtrain.tracking.tensorboard_sink import TensorBoard
+from llmtrain.tracking.tracker import Tracker
+
+pytestmark = [pytest.mark.needs("tensorboard", "mlflow", "sqlalchemy", "alembic"), pytest.mark.timeout(300)]
+FIGURES = [key for key in metrics() if key.count("/") == 0 and key not in ("step", "time_unix_s", "elapsed_s")]
+
+
+@dataclass(kw_only=True)
+class Dead(Sink):
+    def log(self, row: dict[str, Any], *, more: bool) -> None:
+        raise OSError("nobody answers")
+
+
+@dataclass(kw_only=True)
+class Sleeping(Sink):
+    def log(self, row: dict[str, Any], *, more: bool) -> None:
+        time.sleep(30)
+
+
+def made(folder: Path, five: bool) -> Tracker:
+    trackers = {"tensorboard": TensorBoard(), "mlflow": MLflow(), "dead": Dead(), "sleeping": Sleeping()}
+    return Tracker(folder, tracking=TrackingConfig(wandb="offline" if five else "disabled"), run_id="r", config={},
+                   total_steps=None, enabled=True, trackers=trackers if five else {})  # fmt: skip
+
+
+def step(size: int, times: int) -> None:
+    weight = torch.ones(size, size, requires_grad=True)
+    for _ in range(times):
+        (weight @ weight).sum().backward()
+
+
+def share(
+    folder: Path, *, blocks: int, steps: int, size: int, times: int, five: bool = True
+) -> tuple[float, float, float]:
+    """(median time of a block of `steps` steps and one row with the five over that without, a step's time, s; the
+    median time of a row, s). The blocks alternate, so that both meet the same machine.
+    `five`: False compares none with none."""
+    both = [made(folder / name, which) for name, which in (("none", False), ("five", five))]
+    found: list[list[float]] = [[], []]
+    calls, number = [], 0
+    for block in range(2 * blocks):
+        which = block % 2
+        began_s = time.perf_counter()
+        for _ in range(steps):
+            step(size, times)
+        number += steps
+        row = {"step": number, **dict.fromkeys(FIGURES, 1.0)}
+        call_s = time.perf_counter()
+        both[which].log(row)
+        ended_s = time.perf_counter()
+        if block > 3:
+            found[which].append(ended_s - began_s)
+            if which:
+                calls.append(ended_s - call_s)
+    for each in both:
+        each.close()
+    pairs = [five / none for none, five in zip(*found, strict=True)]
+    return statistics.median(pairs), statistics.median(found[0]) / steps, statistics.median(calls)
+
+
+def test_a_row_to_five_trackers_is_handed_over_in_under_a_millisecond(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A millisecond is 1 % of the 0.1 s that ten steps (train.log_every) of 10 ms take, of the smallest models; the
+    call of a tracker that sleeps would take 30,000, a row of MLflow's database about 10."""
+    monkeypatch.setattr(tracker_module, "_CLOSES_S", 2.0)
+    _, _, call_s = share(tmp_path, blocks=20, steps=10, size=64, times=4)
+    assert call_s < 1e-3, call_s
+    said = capsys.readouterr()
+    said = said.out + said.err
+    assert "trackers.dead is given up" in said and "trackers.sleeping did not finish in time" in said
+
+
+@pytest.mark.slow
+def test_the_step_time_with_five_trackers_is_within_a_percent(tmp_path: Path) -> None:
+    """The median of 60 pairs of blocks, on a quiet machine; docs/benchmarks.md has the figures."""
+    ratio, step_s, call_s = share(tmp_path, blocks=60, steps=10, size=768, times=1)
+    print(f"ratio {ratio:.4f}, step {step_s * 1e3:.1f} ms, row {call_s * 1e3:.3f} ms")
+    assert ratio < 1.01
