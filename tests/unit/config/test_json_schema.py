@@ -41,8 +41,11 @@ def test_every_recipe_is_valid(path: Path) -> None:
 def test_every_field_is_there_with_its_meaning() -> None:
     made = json_schema()["properties"]
     for key in schema():
-        section, _, name = key.rpartition(".")
-        assert name in (made[section]["properties"] if section else made), key
+        *sections, name = key.split(".")
+        known = made
+        for section in sections:
+            known = known[section]["properties"]
+        assert name in known, key
     assert made["train"]["properties"]["max_steps"]["description"] == "Stop after this many optimizer steps."
     assert made["optim"]["properties"]["lr"]["default"] == 3e-4
 
