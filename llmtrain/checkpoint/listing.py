@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from llmtrain.checkpoint.format import (
     step_folder,
     step_of,
 )
+from llmtrain.checkpoint.retain import Best, best_of
 from llmtrain.optim.optimizers import PARAM
 
 _DEGREES = ("pipeline", "sequence", "tensor", "expert")
@@ -47,6 +49,8 @@ class Row:
     tokens: int | None = None
     layout: dict[str, Any] | None = None
     weights_only: bool = False
+    best: str = ""
+    """Of one that checkpoint.keep_best keeps: its figure, such as `eval/loss 2.3100`."""
 
 
 def find_checkpoints(path: Path) -> list[Path]:
@@ -109,7 +113,34 @@ def rows(path: Path) -> list[Row]:
     found = [p for p in folder.iterdir() if p.is_dir() and (step_of(p) is not None or _LEFTOVER.fullmatch(p.name))]
     if not found:
         raise CheckpointError(f"{path} holds no checkpoint. Give a run folder or a checkpoint's folder.")
-    return [_row(p) for p in sorted(found, key=lambda p: (int(p.name[5:13]), p.name), reverse=True)]
+    best = {p: f"{wanted.metric} {figure:.4f}" for wanted, p, figure in _best(folder)}
+    ordered = sorted(found, key=lambda p: (int(p.name[5:13]), p.name), reverse=True)
+    return [replace(_row(p), best=best.get(p, "")) for p in ordered]
+
+
+def best_wanted(checkpoints: Path) -> Best | None:
+    """What checkpoint.keep_best of the newest readable checkpoint says; None: the run keeps no best ones."""
+    for folder in complete_checkpoints(checkpoints):
+        with contextlib.suppress(CheckpointError):
+            return Best.of(read_trainer(folder))
+    return None
+
+
+def _best(checkpoints: Path) -> list[tuple[Best, Path, float]]:
+    """The best checkpoints of a run, best first."""
+    wanted = best_wanted(checkpoints)
+    return [] if wanted is None else [(wanted, *each) for each in best_of(checkpoints, wanted).items()]
+
+
+def best_checkpoint(path: Path) -> Path:
+    """The best checkpoint of a run folder by its checkpoint.keep_best. Raises CheckpointError: there is none."""
+    found = _best(checkpoints_of(path))
+    if not found:
+        raise CheckpointError(
+            f"{path}: holds no checkpoint with the figure of an evaluation that checkpoint.keep_best names. Give the "
+            "folder of a run that has it, or choose by `llmtrain checkpoint ls`."
+        )
+    return found[0][1]
 
 
 def _row(folder: Path) -> Row:
@@ -202,7 +233,7 @@ def table(found: Sequence[Row]) -> list[str]:
                 units.size(row.bytes),
                 "" if row.layout is None else layout_words(row.layout, row.weights_only),
                 units.duration(row.age_s),
-                row.state + (f": {row.detail}" if row.detail else ""),
+                row.state + (f": {row.detail}" if row.detail else "") + (f", best: {row.best}" if row.best else ""),
                 str(row.path),
             )
         )

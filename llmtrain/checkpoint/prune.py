@@ -10,7 +10,7 @@ from pathlib import Path
 from llmtrain.base import units
 from llmtrain.base.errors import CheckpointError
 from llmtrain.checkpoint.format import FrozenSource, Manifest, complete_checkpoints
-from llmtrain.checkpoint.listing import checkpoints_of, folder_bytes
+from llmtrain.checkpoint.listing import best_wanted, checkpoints_of, folder_bytes
 from llmtrain.checkpoint.retain import leftovers, lock, outdated, remove
 from llmtrain.checkpoint.verify import verify, verify_frozen
 
@@ -27,9 +27,9 @@ class Pruned:
 def prune(run: Path, keep: int, dry_run: bool) -> Pruned:
     """Delete all but the `keep` newest good checkpoints of a run, and what killed processes left there.
 
-    The newest checkpoint of which every byte verifies stays, whatever `keep` says; while its frozen parameters are gone
-    or changed, so do those that name another folder for theirs. Leftovers stay while a launch or a conversion holds the
-    lock of their folder.
+    Those that the run's checkpoint.keep_best keeps stay beside them. The newest checkpoint of which every byte verifies
+    stays, whatever `keep` says; while its frozen parameters are gone or changed, so do those that name another folder
+    for theirs. Leftovers stay while a launch or a conversion holds the lock of their folder.
 
     Raises:
         CheckpointError: no checkpoint verifies, so nothing may go; or `keep` is below 1.
@@ -46,7 +46,8 @@ def prune(run: Path, keep: int, dry_run: bool) -> Pruned:
     else:
         listed = "; ".join(lines) or "it holds no complete checkpoint"
         raise CheckpointError(f"{run}: no checkpoint verifies, so nothing was deleted. {listed}.")
-    doomed = [folder for folder in outdated(checkpoints, keep) if folder != newest]
+    best = best_wanted(checkpoints)
+    doomed = [folder for folder in outdated(checkpoints, keep, best=best) if folder != newest]
     if changed := verify_frozen(newest):
         lines.append(f"intact, without its frozen parameters  {newest}  {changed[0]}")
         doomed = [folder for folder in doomed if _frozen_of(folder) in (None, _frozen_of(newest))]

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from llmtrain.base import log
 from llmtrain.base.errors import CheckpointError
 from llmtrain.base.files import lock_folder
 from llmtrain.checkpoint.durable import remove_tree
-from llmtrain.checkpoint.format import Manifest, complete_checkpoints, problems, stale_folders
+from llmtrain.checkpoint.format import (
+    Manifest,
+    complete_checkpoints,
+    problems,
+    read_trainer,
+    stale_folders,
+    step_of,
+)
 
 
 def looks_good(folder: Path) -> bool:
@@ -24,8 +34,60 @@ def looks_good(folder: Path) -> bool:
     return not problems(folder, manifest, names, contents=False)
 
 
-def outdated(checkpoints: Path, keep: int, good: Callable[[Path], bool] = looks_good) -> list[Path]:
-    """The complete checkpoints that are older than the `keep` (at least 1) newest good ones, newest first.
+@dataclass(frozen=True, kw_only=True)
+class Best:
+    """The choice of a run's best checkpoints, as its `checkpoint.keep_best` says."""
+
+    metric: str
+    keep: int
+    mode: str
+    """min or max."""
+
+    @classmethod
+    def of(cls, trainer: Mapping[str, Any]) -> Best | None:
+        """What a checkpoint's trainer.json says; None: the run keeps no best ones. Nothing is believed."""
+        found: Any = trainer.get("run")
+        for key in ("checkpoint", "keep_best"):
+            found = found.get(key) if isinstance(found, dict) else None
+        if not isinstance(found, dict) or not isinstance(found.get("metric"), str):
+            return None
+        keep = found.get("keep")
+        return cls(metric=found["metric"], keep=keep if type(keep) is int and keep > 0 else 1,
+                   mode="max" if found.get("mode") == "max" else "min")  # fmt: skip
+
+    def figure(self, trainer: Mapping[str, Any]) -> float | None:
+        """The metric of the evaluation at the checkpoint's own step; None: there was none, or it is not finite."""
+        found: Any = trainer.get("evaluation")
+        if not isinstance(found, dict) or found.get("step") != trainer.get("step"):
+            return None
+        figures = found.get("figures")
+        value = figures.get(self.metric) if isinstance(figures, dict) else None
+        return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+    def first(self, found: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
+        """The best of these (step, figure), best first; of equal ones the earlier."""
+        sign = -1 if self.mode == "max" else 1
+        return sorted(found, key=lambda each: (sign * each[1], each[0]))[: self.keep]
+
+
+def best_of(checkpoints: Path, best: Best | None, good: Callable[[Path], bool] = looks_good) -> dict[Path, float]:
+    """The best good checkpoints with their figures, best first."""
+    if best is None:
+        return {}
+    found = {}
+    for folder in complete_checkpoints(checkpoints):
+        with contextlib.suppress(CheckpointError):
+            if (figure := best.figure(read_trainer(folder))) is not None and good(folder):
+                found[step_of(folder) or 0] = (folder, figure)
+    first = best.first((step, figure) for step, (_, figure) in found.items())
+    return {found[step][0]: figure for step, figure in first}
+
+
+def outdated(
+    checkpoints: Path, keep: int, good: Callable[[Path], bool] = looks_good, *, best: Best | None = None
+) -> list[Path]:
+    """The complete checkpoints that are older than the `keep` (at least 1) newest good ones, newest first, without the
+    `best`.
 
     A checkpoint that is not good does not count among the `keep`: the newest good one never stands in the answer.
     """
@@ -35,7 +97,9 @@ def outdated(checkpoints: Path, keep: int, good: Callable[[Path], bool] = looks_
         if good(folder):
             kept += 1
         if kept >= max(1, keep):
-            return found[index + 1 :]
+            older = found[index + 1 :]
+            stays = best_of(checkpoints, best, good) if older else {}
+            return [each for each in older if each not in stays]
     return []
 
 
@@ -65,10 +129,13 @@ def set_aside(damaged: list[Path]) -> None:
             log.warn(f"{folder} is damaged and could not be renamed to {folder.name}.damaged: {error.strerror}")
 
 
-def keep_newest(checkpoints: Path, keep: int, complain: Callable[[str], None] = log.warn) -> list[Path]:
-    """Delete all but the `keep` newest good checkpoints and what is newer than them; returns those that are gone."""
+def keep_newest(
+    checkpoints: Path, keep: int, complain: Callable[[str], None] = log.warn, *, best: Best | None = None
+) -> list[Path]:
+    """Delete all but the `keep` newest good checkpoints, what is newer than them, and the best; returns those that are
+    gone."""
     try:
-        doomed = outdated(checkpoints, keep)
+        doomed = outdated(checkpoints, keep, best=best)
     except OSError as error:
         complain(f"{checkpoints} cannot be listed: {error.strerror}. No old checkpoint was deleted.")
         return []

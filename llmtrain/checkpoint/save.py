@@ -30,6 +30,7 @@ from llmtrain.base.errors import CheckpointError
 from llmtrain.base.units import size
 from llmtrain.checkpoint.durable import DurableFile, remove_tree
 from llmtrain.checkpoint.format import HOSTS, MANIFEST, NOWHERE, FrozenSource, complete_checkpoints, step_folder
+from llmtrain.checkpoint.retain import Best
 from llmtrain.checkpoint.rundir import CheckpointFolder
 from llmtrain.checkpoint.snapshot import (
     HostImage,
@@ -205,7 +206,8 @@ class Saver:
         it holds beside the engine's state; nobody changes it between a step and the next one's update."""
         self._engine, self._folder, self._ranks, self._frozen = engine, folder, ranks, frozen
         self._more = more
-        self._keep = settings.keep
+        self._keep, kept = settings.keep, Best.of({"run": {"checkpoint": asdict(settings)}})
+        self._best = None if kept is None else asdict(kept)
         self.asynchronous = settings.mode == "async"
         self._layout = {
             "world_size": ranks.world_size,
@@ -486,6 +488,7 @@ class Saver:
                 "written": {self._file(rank): answer for rank, answer in enumerate(answers)},
                 "trainer": self._trainer,
                 "keep": None if self._folder.split else self._keep,
+                "best": self._best,
             }
         self._lead(message)
 
@@ -496,7 +499,8 @@ class Saver:
         if self._errors:
             self._lead({"do": "discard", "folder": str(self._final)})
         else:
-            self._lead({"do": "keep", "checkpoints": str(self._folder.path), "keep": self._keep})
+            kept = {"keep": self._keep, "best": self._best}
+            self._lead({"do": "keep", "checkpoints": str(self._folder.path), **kept})
 
     def _complaints(self, what: str, answers: list[dict[str, Any] | None]) -> list[str]:
         return [f"rank {rank} could not {what}: {a['error']}" for rank, a in enumerate(answers) if a and "error" in a]

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from llmtrain.checkpoint.durable import DurableFile, remove_tree, sync, write_durably
 from llmtrain.checkpoint.format import MANIFEST, TRAINER, FileEntry, FrozenSource, Manifest, Piece
-from llmtrain.checkpoint.retain import keep_newest
+from llmtrain.checkpoint.retain import Best, keep_newest
 from llmtrain.storage.checksum import checksum_part_array
 
 _PR_SET_PDEATHSIG = 1
@@ -80,8 +80,10 @@ def commit(
     written: dict[str, dict[str, Any]],
     trainer: str,
     keep: int | None,
+    best: dict[str, Any] | None = None,
 ) -> None:
-    """Complete a checkpoint whose files are durable, give it its name, delete what `keep` (unless None) does not cover.
+    """Complete a checkpoint whose files are durable, give it its name, delete what `keep` (unless None) and `best`
+    (fields of a `Best`) do not cover.
 
     Args:
         frozen: `FrozenSource.to_json` of parameters that no file holds.
@@ -112,7 +114,7 @@ def commit(
     partial.rename(final)
     sync(final.parent)
     if keep is not None:
-        keep_newest(final.parent, keep)
+        keep_newest(final.parent, keep, best=None if best is None else Best(**best))
 
 
 def perform(message: dict[str, Any], table: dict[str, Any], image: memoryview | None) -> dict[str, Any]:
@@ -137,7 +139,8 @@ def perform(message: dict[str, Any], table: dict[str, Any], image: memoryview | 
                 remove_tree(partial)
                 raise
         elif what == "keep":
-            keep_newest(Path(message["checkpoints"]), message["keep"])
+            best = message.get("best")
+            keep_newest(Path(message["checkpoints"]), message["keep"], best=None if best is None else Best(**best))
         else:
             assert what == "discard", what
             remove_tree(Path(message["folder"]))

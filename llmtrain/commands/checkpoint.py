@@ -15,7 +15,7 @@ from typing import Any
 
 from llmtrain.base import log
 from llmtrain.base.errors import CheckpointError
-from llmtrain.checkpoint.listing import find_checkpoints, rows, step_folders, table
+from llmtrain.checkpoint.listing import best_checkpoint, find_checkpoints, rows, step_folders, table
 from llmtrain.commands import completion
 
 _PATH: dict[str, Any] = {"type": Path, "help": "run folder, a checkpoint's folder, or RUN/step-N"}
@@ -74,7 +74,7 @@ def _to_hf(args: argparse.Namespace) -> int:
         check_push(args.push)
     elif args.public:
         raise CheckpointError("--public: says how --push ORG/NAME makes a repository; add that.")
-    found = find_checkpoints(args.path)[0]
+    found = best_checkpoint(args.path) if args.best else find_checkpoints(args.path)[0]
     report = export_hf(
         found,
         args.out,
@@ -151,6 +151,7 @@ def _converters(add: Callable[..., argparse.ArgumentParser]) -> None:
     to_hf = add("to-hf", _to_hf, "write a checkpoint as a Hugging Face folder")
     to_hf.add_argument("path", **_PATH)
     to_hf.add_argument("out", type=Path, help="folder to write")
+    to_hf.add_argument("--best", action="store_true", help="of a run folder: the best by checkpoint.keep_best")
     to_hf.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], help="default: as it was trained or imported")
     to_hf.add_argument("--max-shard-size", metavar="SIZE", help="of a weight file, such as 2GB; default 5GB")
     to_hf.add_argument(

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from typing import Any
 
-from llmtrain.config.problems import Places, Problems
-from llmtrain.config.run import RunConfig
+from llmtrain.config.problems import Places, Problems, closest
+from llmtrain.config.run import KeepBest, Mode, RunConfig, StopEarly
+from llmtrain.objectives.by_token import NextToken
 from llmtrain.objectives.objective import Objective
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+_OF_CHOICES = ("accuracy", "accuracy_norm", "bits_per_byte")
 
 
 def taken_names() -> set[str]:
@@ -20,8 +23,63 @@ def taken_names() -> set[str]:
     return {*own, *(figure.partition("/")[0] for figure in figures)}
 
 
+def figures_of(run: RunConfig) -> list[str]:
+    """Keys of the figures that each evaluation of the run gives."""
+    names = ["loss", *(figure.name for figure in run.objective.figures)]
+    if isinstance(run.objective, NextToken):
+        names += ["perplexity", "bits_per_byte"]
+    prefixes = [*(["eval"] if run.train.eval else []), *(f"eval/{name}" for name in run.eval.sets)]
+    mean = ["eval/mean/loss"] if run.eval.mean else []
+    answers = [f"eval/{name}/{figure}" for name in run.eval.choices for figure in _OF_CHOICES]
+    return [f"{prefix}/{name}" for prefix in prefixes for name in names] + mean + answers
+
+
+def mode_of(metric: str) -> Mode | None:
+    """The direction in which a figure is better; None: its name does not tell."""
+    last = metric.rpartition("/")[2]
+    if last in ("perplexity", "bits_per_byte", "divergence") or last.endswith("loss"):
+        return "min"
+    return "max" if last.endswith(("accuracy", "accuracy_norm", "margin")) else None
+
+
+def filled(run: RunConfig) -> RunConfig:
+    """The run with the directions of its metrics filled in."""
+    best, early = run.checkpoint.keep_best, run.train.stop_early
+    if best.metric is not None and best.mode is None:
+        run = replace(run, checkpoint=replace(run.checkpoint, keep_best=replace(best, mode=mode_of(best.metric))))
+    if early.metric is not None and early.mode is None:
+        run = replace(run, train=replace(run.train, stop_early=replace(early, mode=mode_of(early.metric))))
+    return run
+
+
+def _check_metrics(run: RunConfig, places: Places, problems: Problems) -> None:
+    """What is kept or ends a run is a figure of evaluations that the run makes."""
+    asked: dict[str, KeepBest | StopEarly] = {"checkpoint.keep_best": run.checkpoint.keep_best,
+                                              "train.stop_early": run.train.stop_early}  # fmt: skip
+    for section, chosen in asked.items():
+        key, known = f"{section}.metric", figures_of(run)
+        if chosen.metric is None:
+            if chosen != type(chosen)():
+                problems.add(key, None, "other keys of the section are given, and without a metric it does nothing",
+                             "write one, such as eval/loss, or remove the section", places.get(section))  # fmt: skip
+        elif chosen.metric not in known:
+            near = closest(chosen.metric, known)
+            remedy = f"did you mean {near}?" if near else f"choose one of {', '.join(known) or 'none: there are none'}"
+            problems.add(key, chosen.metric, "is no figure of this run's evaluations", remedy, places.get(key))
+        elif chosen.mode is None and mode_of(chosen.metric) is None:
+            problems.add(f"{section}.mode", None, f"{chosen.metric} does not tell whether less is better",
+                         "write min or max", places.get(key))  # fmt: skip
+        elif run.train.eval_every is None:
+            problems.add(key, chosen.metric, "is measured at the end of the run only", "set train.eval_every",
+                         places.get(key))  # fmt: skip
+    early = run.train.stop_early.metric
+    if early is not None and run.sites.name is not None:
+        problems.add("train.stop_early.metric", early, "would end each site at a step of its own, and the others would "
+                     "wait for it", "remove it", places.get("train.stop_early.metric"))  # fmt: skip
+
+
 def check_evaluation(run: RunConfig, places: Places, problems: Problems) -> None:
-    """Names of sets, and the maps that belong to them."""
+    """Names of sets, the maps that belong to them, and the figures that decide on the run."""
     sets, choices = run.eval.sets, run.eval.choices
     named = [(f"eval.sets.{name}", name, folder) for name, folder in sets.items()]
     for key, name, folder in (*named, *((f"eval.choices.{name}", name, folder) for name, folder in choices.items())):
@@ -49,6 +107,7 @@ def check_evaluation(run: RunConfig, places: Places, problems: Problems) -> None
                              places.get(key))  # fmt: skip
             elif not (math.isfinite(value) and value > 0):
                 problems.add(key, value, "must be greater than 0", "remove the line", places.get(key))
+    _check_metrics(run, places, problems)
 
 
 def check_set(key: str, path: str, manifest: dict[str, Any], run: RunConfig, tokenizer: str | None, place: str | None,

@@ -21,9 +21,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from jsonargparse import ArgumentError, ArgumentParser
+from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
 from llmtrain.base import untrusted
 from llmtrain.base.choice import Choice, Entry
@@ -33,7 +33,7 @@ from llmtrain.config.join import SHARED, optimizer_in
 from llmtrain.config.problems import Places, Problems, closest, show, stop
 from llmtrain.config.resolve import resolve
 from llmtrain.config.run import DataConfig, ResolvedRun, RunConfig
-from llmtrain.config.schema import choices, default_choice, help_text, schema, sections, type_name
+from llmtrain.config.schema import choices, default_choice, help_text, schema, sections, subsections, type_name
 
 _PAGE = Path(__file__).parents[1] / "commands/shipped/docs/migrate.md"
 _OWNERS = {"transformers": "transformers", "trl": "TRL", "peft": "PEFT", "llamafactory": "LLaMA-Factory"}
@@ -574,13 +574,13 @@ def _check_keys(tree: dict[str, Any], prefix: str, places: dict[str, str], probl
     known = schema()
     for name, value in tree.items():
         key = f"{prefix}{name}"
-        if not prefix and name in sections():
+        if key in (subsections() if prefix else sections()):
             if value is None:
                 tree[name] = {}
             elif isinstance(value, dict):
-                _check_keys(value, f"{name}.", places, problems)
+                _check_keys(value, f"{key}.", places, problems)
             else:
-                example = next(k for k in known if k.startswith(f"{name}.")).split(".")[1]
+                example = next(k for k in known if k.startswith(f"{key}.")).rpartition(".")[2]
                 problems.add(key, value, "is a section", f"write its fields below it, such as `{example}: ...`",
                              places.get(key))  # fmt: skip
         elif key not in known:
@@ -679,8 +679,8 @@ def _typed(
     except (ArgumentError, TypeError, ValueError) as error:
         for key, value in _leaves(tree):
             one: dict[str, Any] = {"deepspeed": "x"}
-            section, _, name = key.rpartition(".")
-            (one.setdefault(section, {}) if section else one)[name] = value
+            *holders, name = key.split(".")
+            functools.reduce(lambda node, holder: node.setdefault(holder, {}), holders, one)[name] = value
             try:
                 parser.parse_object(one)
             except (ArgumentError, TypeError, ValueError):
@@ -693,15 +693,18 @@ def _typed(
 
 def _build(cls: type, values: Any) -> Any:
     """A dataclass of these values by the names of its fields."""
-    return cls(**{item.name: values[item.name] for item in fields(cls) if item.init})
+    given = {item.name: values[item.name] for item in fields(cls) if item.init}
+    kinds = get_type_hints(cls)
+    return cls(**{name: _build(kinds[name], value) if isinstance(value, Namespace) else value
+                  for name, value in given.items()})  # fmt: skip
 
 
-def _leaves(tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in tree.items():
         if isinstance(value, dict):
-            yield from ((f"{name}.{leaf}", inner) for leaf, inner in value.items())
+            yield from _leaves(value, f"{prefix}{name}.")
         else:
-            yield name, value
+            yield f"{prefix}{name}", value
 
 
 def _type_words(key: str, value: Any) -> tuple[str, str]:

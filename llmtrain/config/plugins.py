@@ -82,7 +82,7 @@ def use(given: list[str], *, changed: bool = False) -> None:
         _forget_all()
         raise
     finally:
-        for cached in (schema.sections, schema.choices, schema.schema, schema.entries):
+        for cached in (schema.sections, schema.subsections, schema.choices, schema.schema, schema.entries):
             cached.cache_clear()
 
 

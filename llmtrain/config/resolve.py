@@ -9,6 +9,7 @@ from typing import Any
 from llmtrain.config import ds_json, rules
 from llmtrain.config.batch import Batch, solve, steps_of_epochs
 from llmtrain.config.deepspeed import DEGREE_KEYS, exact_dict, read_facts
+from llmtrain.config.evaluation import filled
 from llmtrain.config.join import SHARED, check_scheduler, join_values
 from llmtrain.config.problems import Places, Problems
 from llmtrain.config.rules import check_adapter_form, check_balance
@@ -111,7 +112,7 @@ def _fill_in(run: RunConfig, batch: Batch, max_steps: int | None) -> RunConfig:
         micro_batch=batch.micro_batch,
         accumulation=batch.accumulation,
     )
-    return replace(run, schedule=run.schedule.filled(max_steps), train=train)
+    return filled(replace(run, schedule=run.schedule.filled(max_steps), train=train))
 
 
 def _spread(asked: Degrees, path: str, world_size: int, world: str, problems: Problems) -> Degrees:

@@ -113,6 +113,37 @@ class DataConfig:
     """Attention stays within a document, and positions start at 0 in each; false: a sequence is one text."""
 
 
+Mode = Literal["min", "max"]
+"""Direction in which a figure is better."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopEarly:
+    """An end of the run before its last step, complete and not stopped: when evaluations no longer get better."""
+
+    metric: str | None = None
+    """Figure of the evaluations, such as eval/loss or eval/code/loss; null = the run has all of its steps."""
+    patience: int = bounded(3, AT_LEAST_1, "3 is the default")
+    """Evaluations in a row that are not better than the best before them; after so many the run ends."""
+    min_delta: float = bounded(0.0, NOT_NEGATIVE, "0 is the default")
+    """An evaluation counts as better from more than this on."""
+    mode: Mode | None = None
+    """min: less is better; null = by the metric: min of losses, perplexities and bits, max of accuracies."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeepBest:
+    """Checkpoints that stay beside the newest ones: those of the best evaluations."""
+
+    metric: str | None = None
+    """Figure of the evaluations, such as eval/loss or eval/code/loss; null = the newest ones alone stay. An evaluation
+    with a new best is followed by a checkpoint."""
+    keep: int = bounded(1, AT_LEAST_1, "1 is the default")
+    """How many of them stay."""
+    mode: Mode | None = None
+    """min: less is better; null = by the metric: min of losses, perplexities and bits, max of accuracies."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """Batch, length, evaluation. Two of (global_batch, micro_batch, accumulation) give the third."""
@@ -153,6 +184,7 @@ class TrainConfig:
     """Write a Hugging Face folder at the end."""
     sample_prompt: str | None = None
     """Print a continuation of this prompt at the end of the run."""
+    stop_early: StopEarly = field(default_factory=StopEarly)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,6 +221,7 @@ class CheckpointConfig:
     dir: str | None = None
     """Folder for the checkpoints. Default: checkpoints/ in train.run_dir. It may be on each host's own disk: then each
     host keeps the files of its ranks, and a resume needs the same hosts."""
+    keep_best: KeepBest = field(default_factory=KeepBest)
 
 
 @dataclass(frozen=True, kw_only=True)

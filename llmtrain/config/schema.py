@@ -61,6 +61,17 @@ def sections() -> dict[str, type[Any]]:
 
 
 @functools.cache
+def subsections() -> dict[str, type[Any]]:
+    """Dotted key -> class of the sections within a section."""
+    found: dict[str, type[Any]] = {}
+    for section, cls in sections().items():
+        for name, kind in get_type_hints(cls).items():
+            if isinstance(kind, type) and is_dataclass(kind):
+                found[f"{section}.{name}"] = kind
+    return found
+
+
+@functools.cache
 def choices() -> dict[str, type[Choice]]:
     """The sections whose class is selected by a name."""
     return {name: cls for name, cls in sections().items() if issubclass(cls, Choice)}
@@ -84,9 +95,12 @@ def entries() -> tuple[Entry, ...]:
     each."""
     found = [_entry(RunConfig, item, item.name) for item in fields(RunConfig) if item.name not in sections()]
     for section, cls in sections().items():
-        items = [item for item in fields(cls) if item.init]
+        items = [item for item in fields(cls) if item.init and f"{section}.{item.name}" not in subsections()]
         if section not in choices():
             found += [_entry(cls, item, f"{section}.{item.name}") for item in items]
+            for key, inner in subsections().items():
+                if key.startswith(f"{section}."):
+                    found += [_entry(inner, item, f"{key}.{item.name}") for item in fields(inner)]
             continue
         found.append(_selector(section, choices()[section]))
         found += [_entry(cls, item, f"{section}.{item.name}") for item in items]
@@ -254,9 +268,10 @@ def _map(properties: dict[str, Any]) -> dict[str, Any]:
 
 def _section(section: str) -> dict[str, Any]:
     """A map or nothing. A section of choices allows all their fields, and then for each choice those that it has."""
-    mine = [entry for entry in entries() if entry.key.startswith(f"{section}.")]
+    mine = [entry for entry in entries() if entry.key.rpartition(".")[0] == section]
     if section not in choices():
-        return _or_null(_map({_name(entry): _value(entry) for entry in mine}))
+        inner = {key.rpartition(".")[2]: _section(key) for key in subsections() if key.startswith(f"{section}.")}
+        return _or_null(_map({_name(entry): _value(entry) for entry in mine} | inner))
     base = choices()[section]
     properties = {_name(entry): {} if entry.owners else _or_null(_value(entry)) for entry in mine}
     rules = []

@@ -16,7 +16,7 @@ from llmtrain.config.deepspeed import DEGREE_KEYS, read_facts
 from llmtrain.config.join import join_values
 from llmtrain.config.problems import Places, Problems
 from llmtrain.config.resolve import resolve
-from llmtrain.config.run import DataConfig, EvalConfig, ResolvedRun, RunConfig
+from llmtrain.config.run import DataConfig, EvalConfig, KeepBest, ResolvedRun, RunConfig, StopEarly
 from llmtrain.config.topology import Degrees
 
 LR = 3e-4
@@ -124,8 +124,10 @@ def small_run(
             epochs=None,
             max_minutes=None,
             export=False,
+            stop_early=StopEarly(),
         ),
         eval=EvalConfig(),
+        checkpoint=replace(run.checkpoint, keep_best=KeepBest()),
         fault=replace(run.fault, timeout_s=min(120.0, run.fault.timeout_s)),
     )
 

@@ -31,7 +31,7 @@ def train_steps(
     """
 
     def complete() -> bool:
-        return limit is not None and position.step >= limit
+        return (limit is not None and position.step >= limit) or any(part.ended for part in parts)
 
     def before_update() -> None:
         for part in parts:

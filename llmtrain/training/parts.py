@@ -68,6 +68,8 @@ class Part(Entry, section="parts"):
 
     key = ""
     """Name of its entry in a checkpoint's trainer.json; empty: it has none."""
+    ended = ""
+    """Why the run is complete before its last step, the same on all ranks; empty: it goes on."""
 
     def open(self, launch: Launch) -> None:
         """Called once at first, on a part of a plugin. `launch`: the run's objects, such as its engine and data."""

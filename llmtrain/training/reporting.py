@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from llmtrain.base import log
+from llmtrain.checkpoint.retain import Best
 from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.data.stream.choices import ChoiceSet
 from llmtrain.data.stream.loader import MicroBatch, validation_batches
 from llmtrain.data.stream.token_bytes import byte_lengths, counted_bytes
 from llmtrain.data.stream.train_data import TrainData
-from llmtrain.engine.dist.control import together
+from llmtrain.engine.dist.control import from_rank_0, together
 from llmtrain.engine.dist.device import device_name, max_memory_gib
 from llmtrain.engine.losses.function import LooksAhead
 from llmtrain.engine.losses.next_token import NEXT_TOKEN
 from llmtrain.engine.losses.online import LogProbs
 from llmtrain.tracking.metrics import Throughput, flops_per_token, peak_flops, perplexity, routing_metrics
+from llmtrain.training.best import BestSteps, Patience
 from llmtrain.training.examine import LITTLE_NEW, USEFUL_EPOCHS
 from llmtrain.training.parts import Done, Part
 from llmtrain.training.step import Position, Session, is_due
@@ -33,10 +36,18 @@ if TYPE_CHECKING:
 
 class Evaluation(Part):
     """The loss on validation sequences and on the sets of the section `eval`, and the answers to its multiple-choice
-    questions, every `train.eval_every` steps; the run's end asks for the last one."""
+    questions, every `train.eval_every` steps; the run's end asks for the last one. The figures decide which checkpoints
+    are the best, and whether the run ends early."""
 
-    def __init__(self, setup: Setup, tracker: Tracker, speed: Throughput) -> None:
-        """Raises DataError, on all ranks: no tokenizer tells the bytes of its tokens."""
+    key = "evaluation"
+
+    def __init__(
+        self, setup: Setup, tracker: Tracker, speed: Throughput, there: Callable[[Best], dict[int, float]]
+    ) -> None:
+        """`there`: the best checkpoints that the run has, and their figures.
+
+        Raises DataError, on all ranks: no tokenizer tells the bytes of its tokens.
+        """
         self._setup, self._tracker, self._speed = setup, tracker, speed
         run = setup.run
         self._measured = [Measured("eval", setup.data, run.train.eval_sequences)] if run.train.eval else []
@@ -49,6 +60,40 @@ class Evaluation(Part):
             with together(setup.ranks):
                 lengths = byte_lengths(setup.data.tokenizer_dir, setup.data.vocab_size)
                 self._bytes = [counted_bytes(each.data, each.sequences, lengths) for each in self._measured]
+
+        best = Best.of({"run": asdict(run)})
+        self._best = None if best is None else BestSteps(best, from_rank_0(setup.ranks, lambda: there(best)).items())
+        self._patience = None if run.train.stop_early.metric is None else Patience(run.train.stop_early)
+        self._last: tuple[int, dict[str, float]] | None = None
+        """Step and figures of this launch's last evaluation."""
+
+    def is_best(self, step: int) -> bool:
+        """True if the evaluation at that step is among the best."""
+        return self._best is not None and step in self._best
+
+    def lost(self, step: int) -> None:
+        """There is no checkpoint of that step: its save has failed."""
+        if self._best is not None:
+            self._best.lost(step)
+
+    @property
+    def decides(self) -> bool:
+        """The last checkpoint is to tell the figures of the last evaluation."""
+        return self._best is not None
+
+    def to_json(self) -> dict[str, Any] | None:
+        """Return the figures of the last evaluation, and how long it has been no better."""
+        if self._last is None and self._patience is None:
+            return None
+        step, figures = self._last or (None, {})
+        early = {} if self._patience is None else {"stop_early": self._patience.to_json()}
+        return {"step": step, "figures": figures, **early}
+
+    def restore(self, kept: dict[str, Any], folder: Path) -> None:
+        """Go on to count evaluations."""
+        if self._patience is not None and (early := kept.get("stop_early")):
+            self._patience.restore(early)
+            self.ended = self._patience.reason
 
     def is_due(self, done: Done) -> bool:
         """True if the step is followed by an evaluation; after the last step of a run the caller asks for it."""
@@ -64,10 +109,13 @@ class Evaluation(Part):
                 self.evaluate(done.position)
 
     def evaluate(self, position: Position) -> dict[str, float]:
-        """Write the figures of all sets over all ranks, and return them by their keys in tracking/metrics.py."""
+        """Write the figures of all sets over all ranks, and return them by their keys in tracking/metrics.py. A second
+        call at one step returns what the first one did."""
         setup = self._setup
         if not self._measured and not setup.choices:
             return {}
+        if self._last is not None and self._last[0] == position.step:
+            return self._last[1]
         with heart.during("evaluate"):
             row = {key: value for index in range(len(self._measured)) for key, value in self._figures(index).items()}
             for name, choices in setup.choices.items():
@@ -77,7 +125,20 @@ class Evaluation(Part):
             weighted = sum(weight * row[f"eval/{name}/loss"] for name, weight in mean.items())
             row["eval/mean/loss"] = weighted / sum(mean.values())
         self._tracker.log({"step": position.step, **row})
+        self._last = (position.step, row)
+        if self._best is not None or self._patience is not None:
+            self._decide(position.step, from_rank_0(self._setup.ranks, lambda: row))  # one decision
         return row
+
+    def _decide(self, step: int, figures: dict[str, float]) -> None:
+        if self._best is not None:
+            self._best.take(step, figures)
+        if self._patience is not None:
+            self._patience.take(step, figures)
+            if (reason := self._patience.reason) and not self.ended:
+                self.ended = reason
+                self._tracker.event("stop_early", step=step, reason=reason)
+                log.info(f"the run is complete at step {step}: {reason}")
 
     def _figures(self, index: int) -> dict[str, float]:
         """Of one set."""

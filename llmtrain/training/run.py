@@ -14,6 +14,8 @@ import torch
 
 from llmtrain.base import log, units
 from llmtrain.base.errors import TrainingStopped
+from llmtrain.checkpoint.format import step_of
+from llmtrain.checkpoint.retain import Best, best_of
 from llmtrain.checkpoint.rundir import CheckpointFolder, RunDirectory, open_checkpoints
 from llmtrain.cluster import messages
 from llmtrain.cluster.watch import rank_side
@@ -154,17 +156,23 @@ def _fill(parts: list[Part], launch: Launch) -> tuple[Saving, Evaluation]:
         from llmtrain.training.plugin_parts import guarded
 
         parts.extend(guarded(run.parts, launch))
-    for part in parts:
+    evaluation = Evaluation(setup, tracker, speed, functools.partial(_best_steps, launch))
+    for part in (*parts, evaluation):
         if start.folder is not None and (kept := start.kept.get(part.key)):
             part.restore(kept, start.folder)
-    saving = Saving(setup, launch.checkpoints, tracker, speed, launch.requests, start, parts)  # of those before it
-    evaluation = Evaluation(setup, tracker, speed)
+    saving = Saving(setup, launch.checkpoints, tracker, speed, launch.requests, start, parts, evaluation)
     parts.append(Logging(setup, launch.session, tracker, speed, parts, evaluation))
     parts.append(evaluation)
     parts.append(DataCheck(setup, saving, resumes=start.folder is not None))
     parts.append(ReplicaCheck(setup, tracker, saving))
     parts.append(saving)
     return saving, evaluation
+
+
+def _best_steps(launch: Launch, best: Best) -> dict[int, float]:
+    """Step -> figure of the best checkpoints that the run has, up to where it goes on."""
+    found = {step_of(folder) or 0: figure for folder, figure in best_of(launch.checkpoints.path, best).items()}
+    return {step: figure for step, figure in found.items() if step <= launch.start.position.step}
 
 
 def _close(parts: list[Part], kind: Any, error: BaseException | None, trace: Any) -> None:
@@ -203,6 +211,8 @@ def _conclude(
     setup, folder, tracker = launch.setup, launch.folder, launch.tracker
     complete, last_words = reason is None, ""
     tracker.end_progress()
+    if complete and evaluation.decides:
+        evaluation.evaluate(position)
     with heart.during("save"):
         if began:
             saving.last(position, exports=complete and setup.run.train.export)

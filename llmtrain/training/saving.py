@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from llmtrain.base import log
 from llmtrain.base.errors import CheckpointError, TrainingStopped
 from llmtrain.checkpoint.format import step_folder
-from llmtrain.checkpoint.retain import keep_newest
+from llmtrain.checkpoint.retain import Best, keep_newest
 from llmtrain.checkpoint.rundir import CheckpointFolder
 from llmtrain.checkpoint.save import Outcome, Saver
 from llmtrain.cluster import messages
@@ -23,6 +24,7 @@ from llmtrain.training.step import Position, Request, is_due
 if TYPE_CHECKING:
     from llmtrain.tracking.metrics import Throughput
     from llmtrain.tracking.tracker import Tracker
+    from llmtrain.training.reporting import Evaluation
     from llmtrain.training.setup import Setup
 
 _TELL_S = 1.0
@@ -41,12 +43,17 @@ class Saving(Part):
         requests: StopRequests,
         start: Start,
         parts: Sequence[Part],
+        evaluation: Evaluation,
     ) -> None:
         """`start`: from which the run goes on. `parts`: those of the run that checkpoints hold tensors and entries of;
-        they are complete. Raises AgreedError: the ranks' pieces do not cover each tensor once."""
+        they are complete. `evaluation`: asks for a checkpoint of its best steps.
+
+        Raises AgreedError: the ranks' pieces do not cover each tensor once.
+        """
         self._setup, self._settings, self._ranks = setup, setup.run.checkpoint, setup.ranks
         self._folder, self._tracker, self._speed, self._requests = folder, tracker, speed, requests
-        self._start, self._parts = start, parts
+        self._start, self._parts, self._evaluation = start, parts, evaluation
+        self._best = Best.of({"run": {"checkpoint": asdict(self._settings)}})
 
         def more() -> list[StateTensor]:
             return [tensor for part in parts for tensor in part.state()]
@@ -57,7 +64,8 @@ class Saving(Part):
         self._began_s = time.monotonic()
         self._saver.check_shares()  # now: a form that has its shards wrong must not train until its first save
         self._saver.prepare()
-        if shortage := self._saver.shortage(self._settings.keep):
+        stay = self._settings.keep + (0 if self._best is None else self._best.keep)
+        if shortage := self._saver.shortage(stay):
             log.warn(shortage)
 
     def request(self) -> Request:
@@ -72,7 +80,8 @@ class Saving(Part):
 
     def is_due(self, done: Done) -> bool:
         """True if all ranks save after the step; after the last one the caller asks for it."""
-        return not done.last and (done.agreed.save or is_due(self._settings.every_steps, done.steps))
+        due = done.agreed.save or is_due(self._settings.every_steps, done.steps)
+        return not done.last and (due or self._evaluation.is_best(done.position.step))
 
     def before_update(self) -> None:
         """Wait until the optimizer may write over what is saved."""
@@ -109,7 +118,7 @@ class Saving(Part):
         step = position.step
         self._began_s = began_s = time.monotonic()
         if self._saver.busy:
-            if self._settings.when_busy == "skip":
+            if self._settings.when_busy == "skip" and not self._evaluation.is_best(step):
                 self._tracker.event("save_skipped", step=step)
                 log.warn(
                     f"no checkpoint at step {step}: the one before is still being written (checkpoint.when_busy: skip)"
@@ -139,7 +148,7 @@ class Saving(Part):
         """
         failed = f"{self._failed_in_a_row} checkpoints in a row failed; fault.max_failed_saves is {self._max_failed}"
         if self._folder.leads:
-            for gone in keep_newest(self._folder.path, max(1, self._settings.keep - 1)):
+            for gone in keep_newest(self._folder.path, max(1, self._settings.keep - 1), best=self._best):
                 log.warn(f"{gone} was deleted before the last save, to make room for it")
         try:
             self._save_last(position)
@@ -208,6 +217,7 @@ class Saving(Part):
 
     def _failed(self, step: int, error: str) -> None:
         self._failed_in_a_row += 1
+        self._evaluation.lost(step)
         self._tracker.event("save_failed", step=step, error=error)
         times = f"{self._failed_in_a_row} of {self._max_failed} in a row"
         log.warn(f"checkpoint at step {step} failed ({times}), training goes on: {error}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 from pathlib import Path
@@ -43,4 +44,7 @@ def small_data(tmp_path_factory: pytest.TempPathFactory) -> str:
             ids.append(ids[-1] * 7 % 511 + 1 if rng.random() < 0.5 else rng.randrange(1, 512))
         documents.append(ids)
     folder: Path = tmp_path_factory.mktemp("data") / "prepared"
-    return str(write_prepared(folder, [documents], [documents[:8]], vocab_size=512))
+    vocabulary = {f"w{number}": number for number in range(512)}
+    tokenizer = json.dumps({"version": "1.0", "added_tokens": [], "model": {"type": "WordLevel", "vocab": vocabulary,
+                                                                            "unk_token": "w0"}})  # fmt: skip
+    return str(write_prepared(folder, [documents], [documents[:8]], vocab_size=512, tokenizer=tokenizer))

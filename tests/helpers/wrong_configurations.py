@@ -305,6 +305,46 @@ CASES = [
         {"eval": {"choices": {"x": "data/x"}}, "objective": {"name": "reward"}},
     ),
     Wrong(
+        "a best checkpoint by no figure",
+        ('checkpoint.keep_best.metric = "eval/los"', "no figure of this run's evaluations", "did you mean eval/loss?"),
+        {"train": {"eval_every": 5}, "checkpoint": {"keep_best": {"metric": "eval/los"}}},
+    ),
+    Wrong(
+        "a best checkpoint without evaluations",
+        ("checkpoint.keep_best.metric", "at the end of the run only", "set train.eval_every"),
+        {"checkpoint": {"keep_best": {"metric": "eval/loss"}}},
+    ),
+    Wrong(
+        "an early end without a metric",
+        ("train.stop_early.metric = null", "without a metric it does nothing", "eval/loss"),
+        {"train": {"stop_early": {"patience": 2}}},
+    ),
+    Wrong(
+        "no patience",
+        ("train.stop_early.patience = 0", "at least 1", "3 is the default"),
+        {"train": {"eval_every": 5, "stop_early": {"metric": "eval/loss", "patience": 0}}},
+    ),
+    Wrong(
+        "a typo within a section's section",
+        ("train.stop_early.patient = 2", "no such field", "did you mean train.stop_early.patience?"),
+        {"train": {"eval_every": 5, "stop_early": {"metric": "eval/loss", "patient": 2}}},
+    ),
+    Wrong(
+        "a value in place of a section's section",
+        ('checkpoint.keep_best = "eval/loss"', "is a section", "`metric: ...`"),
+        {"checkpoint": {"keep_best": "eval/loss"}},
+    ),
+    Wrong(
+        "a wrong type within a section's section",
+        ('train.stop_early.mode = "least"', "one of min, max", "--help"),
+        {"train": {"eval_every": 5, "stop_early": {"metric": "eval/loss", "mode": "least"}}},
+    ),
+    Wrong(
+        "an early end of one site",
+        ("train.stop_early.metric", "a step of its own", "remove it"),
+        {"train": {"eval_every": 5, "stop_early": {"metric": "eval/loss"}}, "sites": {"name": "diloco"}},
+    ),
+    Wrong(
         "vocabulary too small",
         ("model.config.vocab_size = 100", "512 tokens", "set model.config.vocab_size to 512"),
         {"model": {"config": {"vocab_size": 100}}},

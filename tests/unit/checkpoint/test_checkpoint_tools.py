@@ -17,8 +17,8 @@ import pytest
 
 from llmtrain.checkpoint import retain, save
 from llmtrain.checkpoint.format import MANIFEST, TRAINER, complete_checkpoints, read_trainer
-from llmtrain.checkpoint.listing import layout_words
-from llmtrain.checkpoint.retain import keep_newest, outdated
+from llmtrain.checkpoint.listing import best_checkpoint, layout_words
+from llmtrain.checkpoint.retain import Best, keep_newest, outdated
 from llmtrain.checkpoint.save import will_lack
 from tests.helpers.checkpoints import SHAPES, at, flip, resign, tensors, write_checkpoint
 from tests.helpers.prepared import write_prepared
@@ -234,6 +234,27 @@ def test_retention_keeps_the_newest_good_one(run: Path) -> None:
     write_checkpoint(run, 400, seed=4)
     assert keep_newest(run / "checkpoints", 1) == [at(run, 300), at(run, 200), at(run, 100)]
     assert complete_checkpoints(run / "checkpoints") == [at(run, 400)]
+
+
+def test_the_best_stay_and_are_named(tmp_path: Path, say: Say) -> None:
+    settings = {"checkpoint": {"keep_best": {"metric": "eval/loss", "keep": 2, "mode": "min"}}}
+    for step, value in ((100, 2.0), (200, 1.0), (300, 1.5), (400, float("nan")), (500, 3.0)):
+        told = {"step": step - 50 * (step == 200), "figures": {"eval/loss": value}}  # of 200: an earlier step's
+        write_checkpoint(tmp_path, step, seed=step, run=settings, evaluation=told)
+    folder, best = tmp_path / "checkpoints", Best(metric="eval/loss", keep=2, mode="min")
+    assert outdated(folder, 1, best=best) == [at(tmp_path, 400), at(tmp_path, 200)]
+    assert outdated(folder, 3, best=best) == [at(tmp_path, 200)]
+    _, out, _ = say("ls", tmp_path)
+    assert [line.partition("best: ")[2].split()[:2] for line in out.splitlines()[1:]] == [
+        [], [], ["eval/loss", "1.5000"], [], ["eval/loss", "2.0000"],
+    ]  # fmt: skip
+    assert best_checkpoint(tmp_path) == at(tmp_path, 300)
+    code, _, _ = say("prune", tmp_path, "--keep", 1)
+    assert code == 0 and complete_checkpoints(folder) == [at(tmp_path, step) for step in (500, 300, 100)]
+    os.truncate(at(tmp_path, 300) / "rank-00000.safetensors", 10)
+    assert best_checkpoint(tmp_path) == at(tmp_path, 100)
+    code, _, err = say("to-hf", at(tmp_path, 500), tmp_path / "out", "--best")
+    assert code == 2 and "checkpoint.keep_best" in err
 
 
 def test_retention_reports_what_the_system_refuses(run: Path, monkeypatch: pytest.MonkeyPatch, say: Say) -> None:

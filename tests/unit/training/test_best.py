@@ -1,0 +1,72 @@
+"""Decisions by the figures of evaluations: the best steps, and an end before the last one."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from llmtrain.checkpoint.retain import Best
+from llmtrain.config.run import StopEarly
+from llmtrain.training.best import BestSteps, Patience
+
+LOSS = "eval/loss"
+
+
+@pytest.mark.parametrize(
+    ("mode", "keep", "values", "kept"),
+    [
+        ("min", 1, [3.0, 2.0, 2.5, 2.0, 1.0], [True, True, False, False, True]),  # of equal ones the first
+        ("min", 2, [3.0, 2.0, 2.5, 4.0, math.nan], [True, True, True, False, False]),
+        ("max", 1, [0.1, 0.3, math.inf, 0.2, 0.4], [True, True, False, False, True]),
+    ],
+)
+def test_the_best_steps(mode: str, keep: int, values: list[float], kept: list[bool]) -> None:
+    best = BestSteps(Best(metric=LOSS, keep=keep, mode=mode), [])
+    for step, (value, stays) in enumerate(zip(values, kept, strict=True)):
+        best.take(step, {LOSS: value})
+        assert (step in best) == stays, step
+
+
+def test_a_step_whose_save_failed_leaves_its_place_to_the_next() -> None:
+    best = BestSteps(Best(metric=LOSS, keep=1, mode="min"), [(10, 2.0), (20, 3.0)])
+    assert 10 in best and 20 not in best
+    best.take(30, {LOSS: 1.0})
+    best.lost(30)
+    best.take(40, {LOSS: 1.5})
+    assert 40 in best and 30 not in best
+
+
+def _ends_at(settings: StopEarly, values: list[float]) -> int | None:
+    """Evaluation after which the run ends. A resume from a checkpoint of each step tells the same."""
+    patience = Patience(settings)
+    for step, value in enumerate(values):
+        resumed = Patience(settings)
+        resumed.restore(patience.to_json())
+        patience = resumed
+        patience.take(step, {LOSS: value})
+        if patience.reason:
+            return step
+    return None
+
+
+@pytest.mark.parametrize(
+    ("settings", "values", "end"),
+    [
+        ({"patience": 2}, [3.0, 2.0, 2.0, 2.0, 1.0], 3),
+        ({"patience": 2}, [3.0, 2.0, 2.1, 1.9, 2.0, 1.8], None),
+        ({"patience": 1, "min_delta": 0.5}, [3.0, 2.0, 1.6], 2),
+        ({"patience": 2, "mode": "max"}, [0.1, 0.2, 0.15, 0.2], 3),
+        ({"patience": 2}, [3.0, math.nan, math.nan, 1.0], 2),
+    ],
+)
+def test_patience(settings: dict[str, float], values: list[float], end: int | None) -> None:
+    assert _ends_at(StopEarly(metric=LOSS, **settings), values) == end  # type: ignore[arg-type]
+
+
+def test_the_reason_names_metric_best_and_setting() -> None:
+    patience = Patience(StopEarly(metric=LOSS, patience=1))
+    for step, value in ((10, 2.0), (20, 2.5)):
+        patience.take(step, {LOSS: value})
+    told = "eval/loss has not become better in 1 evaluations (the best is 2.0000, of step 10; train.stop_early)"
+    assert patience.reason == told
