@@ -279,6 +279,8 @@ def parse(argv: list[str], *, check_paths: bool = True) -> Parsed:
     chosen = {section: _choose(tree, section, order, places, problems) for section in choices()}
     run = _typed(tree, chosen, entries, places, problems)
     run = _put_free(run, free)
+    if check_paths and isinstance(run.train.sample_prompts, str):
+        run = _read_prompts(run, run.train.sample_prompts, places, problems)
     if run.train.run_dir is None:
         run = replace(run, train=replace(run.train, run_dir=f"runs/{Path(configs[-1]).stem}"))
     if isinstance(run.model.config, dict):
@@ -288,6 +290,20 @@ def parse(argv: list[str], *, check_paths: bool = True) -> Parsed:
         rules.check_on_disk(run, places, problems)
     problems.raise_if_any()
     return Parsed(run=run, places=places, notes=notes)
+
+
+def _read_prompts(run: RunConfig, path: str, places: dict[str, str], problems: Problems) -> RunConfig:
+    """With the lines of the file in train.sample_prompts."""
+    key, lines = "train.sample_prompts", []
+    try:
+        lines = [line for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+        if not lines:
+            problems.add(key, path, "has no line with text", "write one prompt a line", places.get(key))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        problems.add(key, path, f"cannot be read: {reason} (looked from {Path.cwd()})",
+                     'give the path of a file with one prompt a line, or a list: ["..."]', places.get(key))  # fmt: skip
+    return replace(run, train=replace(run.train, sample_prompts=lines))
 
 
 def run_words(argv: list[str]) -> list[str]:

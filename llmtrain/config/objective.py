@@ -15,9 +15,11 @@ from llmtrain.storage.hub.names import REVISION, is_name
 def check_objective(run: RunConfig, places: Places, problems: Problems) -> None:
     """Check that a run has what its objective needs: a model that gives text, a reference, a teacher."""
     objective = run.objective
-    if objective.scores and run.train.sample_prompt is not None:
-        problems.add("train.sample_prompt", run.train.sample_prompt, f"a model of objective.name {objective.name} "
-                     "gives scores and no text", "remove it", places.get("train.sample_prompt"))  # fmt: skip
+    for key, given in {"train.sample_prompt": run.train.sample_prompt,
+                       "train.sample_prompts": run.train.sample_prompts}.items():  # fmt: skip
+        if objective.scores and given:
+            problems.add(key, given, f"a model of objective.name {objective.name} gives scores and no text",
+                         "remove it", places.get(key))  # fmt: skip
     if objective.reference == "online":
         _check_online(run, places, problems)
     if isinstance(objective, Distill) and objective.teacher is None and objective.top_k is None:

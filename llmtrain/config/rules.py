@@ -133,7 +133,7 @@ _MASK_BYTES = 4 * GIB
 
 _PATHS = (
     *("deepspeed", "resume", "model.pretrained", "model.config", "adapter.start", "data.path", "objective.teacher"),
-    *("train.run_dir", "checkpoint.dir", "fault.preempt_file", "sites.keys"),
+    *("train.run_dir", "train.sample_prompts", "checkpoint.dir", "fault.preempt_file", "sites.keys"),
 )
 WRITTEN = {
     "deepspeed": "write the path of a DeepSpeed JSON; `llmtrain init DIR` writes some",

@@ -184,6 +184,11 @@ class TrainConfig:
     """Write a Hugging Face folder at the end."""
     sample_prompt: str | None = None
     """Print a continuation of this prompt at the end of the run."""
+    sample_prompts: list[str] | str = field(default_factory=list)
+    """Texts that the model continues at each evaluation, always by its likeliest token: a list, or the path of a file
+    with one a line. The continuations go to the log, events.jsonl, W&B and the report."""
+    sample_tokens: int = bounded(32, AT_LEAST_1, "32 is the default")
+    """Tokens of such a continuation at most. Each takes a forward pass."""
     stop_early: StopEarly = field(default_factory=StopEarly)
 
 

@@ -391,6 +391,10 @@ class Encoder:
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [as_ids(encoding.ids, self.vocab_size) for encoding in encodings]
 
+    def id_of(self, token: str) -> int | None:
+        """The id of a token of the vocabulary; None: it has none of that text."""
+        return self._tokenizer.token_to_id(token)
+
     def decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 

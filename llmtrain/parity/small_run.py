@@ -124,6 +124,7 @@ def small_run(
             epochs=None,
             max_minutes=None,
             export=False,
+            sample_prompts=[],
             stop_early=StopEarly(),
         ),
         eval=EvalConfig(),

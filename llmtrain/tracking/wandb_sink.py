@@ -280,7 +280,10 @@ class WandbSink(Sink):
         self._rows.put_nowait((dict(row), more))
 
     def event(self, kind: str, fields: dict[str, Any]) -> None:
-        """Events stay in events.jsonl."""
+        """Continuations of prompts become a table; other events stay in events.jsonl."""
+        if kind == "samples":
+            pairs = list(zip(fields["prompts"], fields["texts"], strict=True))
+            self.log({"step": fields["step"], "samples": pairs}, more=True)
 
     def end_steps(self) -> None:
         """Rows may follow, of the last evaluation."""
@@ -330,7 +333,7 @@ class WandbSink(Sink):
                 if self._late:
                     run.log(row)
                 elif row["step"] > self._sent_step:
-                    run.log(row, step=row["step"], commit=not more)
+                    self._send(run, row, more)
             exit_code = item
         except Exception as error:
             self._give_up("stopped taking metrics", error)
@@ -340,6 +343,21 @@ class WandbSink(Sink):
             self._wandb.teardown()
         except Exception as error:
             self._give_up("could not finish", error)
+
+    def _send(self, run: Any, row: dict[str, Any], more: bool) -> None:
+        """Log a row; W&B writes a table into its folder for media first."""
+        if (pairs := row.get("samples")) is None:
+            run.log(row, step=row["step"], commit=not more)
+            return
+        media: Any = getattr(sys.modules.get(_MEDIA[0]), _MEDIA[1][0], None)
+        if media is None:
+            return
+        os.makedirs(media.name, exist_ok=True)
+        try:
+            table = self._wandb.Table(columns=["prompt", "continuation"], data=[list(pair) for pair in pairs])
+            run.log({**row, "samples": table}, step=row["step"], commit=not more)
+        finally:
+            media.cleanup()
 
     def _start(self) -> Any:
         mode, why = choose_mode(self._tracking.wandb)
@@ -431,13 +449,14 @@ class WandbSink(Sink):
                 continue
 
 
+_MEDIA = ("wandb.sdk.data_types._private", ("MEDIA_TMP",))
+
+
 def remove_temporary_folders() -> None:
-    """Delete the two folders that W&B makes in /tmp on import for media and artifacts: we log neither, and a
-    killed run would leave them behind. They have no public name; where they are elsewhere, they stay."""
-    for module, path in (
-        ("wandb.sdk.data_types._private", ("MEDIA_TMP",)),
-        ("wandb.sdk.artifacts.artifact", ("Artifact", "_TMP_DIR")),
-    ):
+    """Delete the two folders that W&B makes in /tmp on import for media and artifacts: a killed run would leave them
+    behind. That for media is made again while a table is logged. They have no public name; where they are elsewhere,
+    they stay."""
+    for module, path in (_MEDIA, ("wandb.sdk.artifacts.artifact", ("Artifact", "_TMP_DIR"))):
         found: Any = sys.modules.get(module)
         for name in path:
             found = getattr(found, name, None)

@@ -16,6 +16,7 @@ from llmtrain.config.run import ResolvedRun
 from llmtrain.data.manifest import Manifest, check_vocabulary
 from llmtrain.data.stream.choices import ChoiceSet
 from llmtrain.data.stream.columns import REMEDY
+from llmtrain.data.stream.prompts import Prompts
 from llmtrain.data.stream.train_data import EvalSet, TrainData
 from llmtrain.objectives.by_token import Distill
 
@@ -39,6 +40,7 @@ class Checked:
     """The sets of the section `eval`, by name, with the same columns."""
     choices: dict[str, ChoiceSet] = field(default_factory=dict)
     """Its sets of multiple-choice questions."""
+    prompts: Prompts | None = None
 
 
 def examine(resolved: ResolvedRun) -> Checked:
@@ -64,6 +66,7 @@ def examine(resolved: ResolvedRun) -> Checked:
         _check_tokenizer(f"eval.sets.{name}", each.manifests[0], data)
         if references is not None:
             _check_column(name, each.take_reference(resolved.precision), references)
+    prompts = Prompts.of(run, data)
     name_cpu()
     deep_check(resolved.deepspeed, run.deepspeed)
     from llmtrain.models.run.check import check_model, check_weights
@@ -89,7 +92,7 @@ def examine(resolved: ResolvedRun) -> Checked:
     notes = (*notes, *_cut(choices, run.data.sequence_length))
     resolved = replace(resolved, notes=(*resolved.notes, *notes))
     return Checked(resolved=resolved, spec=spec, data=data, references=references, teachers=teachers, sets=sets,
-                   choices=choices)  # fmt: skip
+                   choices=choices, prompts=prompts)  # fmt: skip
 
 
 def _check_tokenizer(key: str, manifest: Manifest, data: TrainData) -> None:

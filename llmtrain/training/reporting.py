@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -97,10 +98,10 @@ class Evaluation(Part):
 
     def is_due(self, done: Done) -> bool:
         """True if the step is followed by an evaluation; after the last step of a run the caller asks for it."""
-        every = self._setup.run.train.eval_every
-        return bool(self._measured or self._setup.choices) and (
-            done.complete if done.last else is_due(every, done.steps)
-        )
+        setup = self._setup
+        every = setup.run.train.eval_every
+        wanted = bool(self._measured or setup.choices or setup.prompts)
+        return wanted and (done.complete if done.last else is_due(every, done.steps))
 
     def after_step(self, done: Done) -> None:
         """Evaluate if it is due and more steps follow."""
@@ -112,11 +113,10 @@ class Evaluation(Part):
         """Write the figures of all sets over all ranks, and return them by their keys in tracking/metrics.py. A second
         call at one step returns what the first one did."""
         setup = self._setup
-        if not self._measured and not setup.choices:
-            return {}
         if self._last is not None and self._last[0] == position.step:
             return self._last[1]
         with heart.during("evaluate"):
+            self._sample(position.step)
             row = {key: value for index in range(len(self._measured)) for key, value in self._figures(index).items()}
             for name, choices in setup.choices.items():
                 figures = choices.figures(choice_log_probs(setup, choices))
@@ -124,7 +124,8 @@ class Evaluation(Part):
         if mean := setup.run.eval.mean:
             weighted = sum(weight * row[f"eval/{name}/loss"] for name, weight in mean.items())
             row["eval/mean/loss"] = weighted / sum(mean.values())
-        self._tracker.log({"step": position.step, **row})
+        if row:
+            self._tracker.log({"step": position.step, **row})
         self._last = (position.step, row)
         if self._best is not None or self._patience is not None:
             self._decide(position.step, from_rank_0(self._setup.ranks, lambda: row))  # one decision
@@ -139,6 +140,19 @@ class Evaluation(Part):
                 self.ended = reason
                 self._tracker.event("stop_early", step=step, reason=reason)
                 log.info(f"the run is complete at step {step}: {reason}")
+
+    def _sample(self, step: int) -> None:
+        """Continue train.sample_prompts."""
+        prompts = self._setup.prompts
+        if prompts is None:
+            return
+        from llmtrain.training.samples import continuations  # most runs have none
+
+        texts = continuations(self._setup, prompts)
+        self._tracker.event("samples", step=step, prompts=prompts.texts, texts=texts)
+        for prompt, text in zip(prompts.texts, texts, strict=True):
+            log.info(f"step {step}  sample {json.dumps(prompt, ensure_ascii=False)}: "
+                     f"{json.dumps(text, ensure_ascii=False)}")  # fmt: skip
 
     def _figures(self, index: int) -> dict[str, float]:
         """Of one set."""

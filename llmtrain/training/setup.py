@@ -63,7 +63,8 @@ class Setup:
         Raises: UserError, on all ranks alike.
         """
         self.resolved, self.run, self.spec = checked.resolved, checked.resolved.run, checked.spec
-        self.data, self.sets, self.choices, self.ranks = checked.data, checked.sets, checked.choices, ranks
+        self.data, self.sets, self.ranks = checked.data, checked.sets, ranks
+        self.choices, self.prompts = checked.choices, checked.prompts
         self.mesh = mesh_of(self.resolved.degrees)
         self.references = checked.references
         """Hashes of the weights behind the reference's log-probabilities: one per data set if they are a column; if

@@ -34,6 +34,31 @@ def test_a_run_over_pairs_is_shown_with_its_own_units(tmp_path: Path) -> None:
                       "Log-probability of answers": "nats/answer"}  # fmt: skip
 
 
+def test_sets_and_samples_are_in_the_page(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run")
+    metrics = JsonLines(run_dir / "metrics.jsonl")
+    for step, loss in ((20, 3.0), (40, 2.75)):
+        metrics.write(
+            {"step": step, "eval/code/loss": loss, "eval/code/bits_per_byte": loss / 2, "eval/mean/loss": 1.5}
+        )
+    metrics.close()
+    events = JsonLines(run_dir / "events.jsonl")
+    for step in (20, 40):
+        events.write({"kind": "samples", "step": step, "prompts": ["def <f>("], "texts": [f"after {step}"]})
+    events.close()
+    run = load(run_dir)
+    facts = dict(facts_of(run, curves_of(run)))
+    assert facts["Loss of code, last"] == "2.7500 nats/token (1.3750 bits/byte)"
+    charts = {chart["title"]: [series["name"] for series in chart["series"]] for chart in charts_of([run])}
+    assert charts["Loss"][-3:] == ["validation", "code", "mean"]
+    assert charts["Validation loss in bits per byte"] == ["code"]
+    assert main([str(run_dir)]) == 0
+    text = Page(run_dir / "report/index.html").text
+    samples = text.partition("Samples of run")[2].partition("Events of run")[0]
+    assert samples.index("def <f>(\nafter 40") < samples.index("def <f>(\nafter 20")
+    assert "after 40" not in text.partition("Events of run")[2]
+
+
 def make_run(run_dir: Path, steps: int = 40, loss: float = 2) -> Path:
     metrics = JsonLines(run_dir / "metrics.jsonl")
     for step in range(1, steps + 1):

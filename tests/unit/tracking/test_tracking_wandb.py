@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -57,6 +58,8 @@ TWO_LAUNCHES = """
         write_environment(sys.argv[1], environment)
         tracker.event("start", environment=environment, key=os.environ["WANDB_API_KEY"])
         for step in range(start + 1, end):
+            if step == 3:
+                tracker.event("samples", step=3, prompts=["def f(", "a"], texts=["x):", "b"])
             tracker.log({"step": step, "loss": 5.0 - step})
         me = psutil.Process()
         for process in (me, *me.children(recursive=True)):
@@ -81,6 +84,8 @@ def test_two_launches_are_one_offline_run_that_can_be_read_back_and_holds_no_key
         assert session["config"]["wandb_api_key"] == "[redacted]"
         assert session["metrics"]["*"] == "step"
     assert [(row["step"], row["loss"]) for row in first["rows"]] == [(s, 5.0 - s) for s in range(1, 6)]
+    [table] = (run_dir / "wandb").glob("offline-run-*/files/media/table/*.json")
+    assert json.loads(table.read_text())["data"] == [["def f(", "x):"], ["a", "b"]]
     # Step 5 is in the first file: repeated, `wandb sync` would give it another `_step`, and all after it.
     assert [(row["_step"], row["loss"]) for row in second["rows"]] == [(s, 5.0 - s) for s in range(6, 9)]
     assert (first["exit"], second["exit"]) == (1, 0)

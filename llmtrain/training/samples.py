@@ -1,0 +1,53 @@
+"""Continuations of `train.sample_prompts` by a run's engine, in any form: greedy, a forward pass for each token."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from llmtrain.data.stream.loader import batches_of
+from llmtrain.data.stream.prompts import Prompts
+from llmtrain.data.stream.windows import IGNORED, Window
+from llmtrain.engine.losses.next_word import NextWord
+from llmtrain.models import compiler
+
+if TYPE_CHECKING:
+    from llmtrain.training.setup import Setup
+
+_ROUND = 16
+"""A row's tokens are a multiple of this, times the ranks that share it."""
+
+
+def continuations(setup: Setup, prompts: Prompts) -> list[str]:
+    """Of each prompt. All ranks call it together, with the same prompts; each continues some of them."""
+    batch, shared = setup.resolved.batch, _ROUND * setup.resolved.degrees.sequence
+    longest = max(map(len, prompts.ids)) + prompts.tokens
+    length = min(-(-longest // shared) * shared, setup.run.data.sequence_length)
+    new: list[list[int]] = [[] for _ in prompts.ids]
+    going = set(range(len(new)))
+    for _ in range(prompts.tokens):
+        rows = [ids + more for ids, more in zip(prompts.ids, new, strict=True)]
+        objective = NextWord(len(rows))
+
+        def read(index: int, rows: list[list[int]] = rows) -> Window:
+            return _window(rows[index], length, setup)
+
+        dealt = (batch.micro_batch, setup.mesh.place.data, batch.data_parallel, setup.ranks.device.type == "cuda")
+        with compiler.uncompiled():
+            found = objective.ids(*setup.engine.evaluate(batches_of(read, len(rows), *dealt), objective))
+        going -= {row for row in going if found[row] in prompts.ends}
+        for row in going:
+            new[row].append(found[row])
+        if not going:
+            break
+    return [prompts.text(row, each) for row, each in enumerate(new)]
+
+
+def _window(ids: list[int], length: int, setup: Setup) -> Window:
+    """A row whose last token counts; what comes after it changes nothing before it."""
+    inputs = np.full(length, setup.data.separator_id, dtype=np.int64)
+    inputs[: len(ids)] = ids
+    labels = np.full(length, IGNORED, dtype=np.int64)
+    labels[len(ids) - 1] = 0
+    return Window(inputs, labels, np.arange(length) if setup.run.data.isolate_documents else None)
