@@ -1,37 +1,53 @@
-"""A run that keeps its best checkpoints and ends early, killed and resumed, beside one that nobody disturbs."""
+"""docs/evaluation.md: its YAML trains and its commands run; a run with it is killed and resumed, beside an undisturbed
+one."""
 
 from __future__ import annotations
 
+import re
+import shlex
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
-from llmtrain.checkpoint.format import complete_checkpoints, read_trainer, step_of
+from llmtrain.checkpoint.format import complete_checkpoints, step_of
 from llmtrain.commands.checkpoint import main
+from tests.helpers.config_workplace import merged
 from tests.helpers.forked import Launch, train
-from tests.helpers.launching import rows, write_recipe
+from tests.helpers.launching import REPO, rows, write_recipe
 
+PAGE = (REPO / "docs/evaluation.md").read_text()
 SETTINGS = (
     *("--train.eval_every", "4", "--train.log_every", "4", "--checkpoint.every_steps", "5", "--checkpoint.keep", "1"),
-    *("--eval.mean.also", "1", "--schedule.name", "constant"),
+    *("--schedule.name", "constant", "--train.sample_tokens", "4", "--eval.sequences.wiki", "6"),
     # The loss falls from evaluation to evaluation: the first one is the largest, and no later one is better.
-    *("--checkpoint.keep_best.metric", "eval/also/loss", "--checkpoint.keep_best.mode", "max"),
-    *("--train.stop_early.metric", "eval/mean/loss", "--train.stop_early.mode", "max"),
-    *("--train.stop_early.patience", "5"),
-)  # fmt: skip
+    *("--checkpoint.keep_best.mode", "max", "--train.stop_early.mode", "max", "--train.stop_early.patience", "5"),
+)
 FIRST, END = 4, 24
 
 
+def page_as_yaml(folder: Path, data: str) -> Path:
+    """The YAML blocks of the page as one, on small data. test_multiple_choice.py has those of multiple choice."""
+    tree: dict[str, Any] = {}
+    for block in re.findall(r"```yaml\n(.*?)```", PAGE, re.S):
+        if "choices" not in block:
+            tree = merged(tree, yaml.safe_load(block))
+    tree["eval"]["sets"] = dict.fromkeys(tree["eval"]["sets"], data)
+    (folder / "page.yaml").write_text(yaml.safe_dump(tree))
+    return folder / "page.yaml"
+
+
 def evaluations(run: Path) -> dict[int, float]:
-    return {row["step"]: row["eval/also/loss"] for row in rows(run) if "eval/also/loss" in row}
+    return {row["step"]: row["eval/wiki/loss"] for row in rows(run) if "eval/wiki/loss" in row}
 
 
 @pytest.mark.timeout(300)
-def test_the_best_checkpoint_and_an_early_end_survive_a_kill(
+def test_the_page_runs_and_its_decisions_survive_a_kill(
     small_data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = (*SETTINGS, "--eval.sets.also", small_data, "--eval.sequences.also", "6")
+    words = ("--config", str(page_as_yaml(tmp_path, small_data)), *SETTINGS)
     (tmp_path / "undisturbed").mkdir()
     recipe, other = (write_recipe(folder, small_data) for folder in (tmp_path, tmp_path / "undisturbed"))
     run = tmp_path / "run"
@@ -42,20 +58,26 @@ def test_the_best_checkpoint_and_an_early_end_survive_a_kill(
     launch.kill()
     assert max(evaluations(run)) < END, "it was to be killed before"
     output = train(recipe, *words)
-    assert f"the run is complete at step {END}: eval/mean/loss has not become better in 5 evaluations" in output
-    undisturbed = train(other, *words)
-    assert f"complete at step {END}" in undisturbed and "validation loss" in output
+    assert f"the run is complete at step {END}: eval/wiki/loss has not become better in 5 evaluations" in output
+    assert f"complete at step {END}" in train(other, *words) and "validation loss" in output
     for folder in (run, tmp_path / "undisturbed/run"):
         assert [step_of(each) for each in complete_checkpoints(folder / "checkpoints")] == [END, FIRST]
     found = evaluations(run)
     assert found == evaluations(tmp_path / "undisturbed/run") and list(found) == [4, 8, 12, 16, 20, 24]
     assert sorted(found.values(), reverse=True) == list(found.values())
+    samples = [{event["step"]: event["texts"] for event in rows(folder, "events.jsonl") if event["kind"] == "samples"}
+               for folder in (run, tmp_path / "undisturbed/run")]  # fmt: skip
+    assert samples[0] == samples[1] and samples[0].keys() == found.keys() and all(samples[0][END])
+    assert f'step {END}  sample "import": ' in output
 
-    assert main(["ls", str(run)]) == 0
-    newest, best = capsys.readouterr().out.splitlines()[1:]
-    assert f"complete, best: eval/also/loss {found[FIRST]:.4f}" in best and "best:" not in newest
+    [block] = re.findall(r"```bash\n(llmtrain checkpoint .*?)```", PAGE, re.S)
+    for line in block.splitlines():
+        told = line.replace("runs/mine", str(run)).replace(" out ", f" {tmp_path / 'out'} ").partition("#")[0]
+        assert main(shlex.split(told)[2:]) == 0
+        if " ls " in told:
+            newest, best = capsys.readouterr().out.splitlines()[1:]
+            assert f"complete, best: eval/wiki/loss {found[FIRST]:.4f}" in best and "best:" not in newest
+    assert (tmp_path / "out/model.safetensors").is_file()
     assert main(["prune", str(run), "--keep", "1"]) == 0 and "2 checkpoints kept" in capsys.readouterr().out
-    assert main(["to-hf", str(run), str(tmp_path / "out"), "--best", "--check", "none"]) == 0
-    assert read_trainer(complete_checkpoints(run / "checkpoints")[1])["step"] == FIRST
     again = train(recipe, *words)  # it is complete, and stays so
     assert "step 28" not in again and [event["kind"] for event in rows(run, "events.jsonl")][-1] == "baselines"

@@ -24,8 +24,8 @@ from tests.helpers.wandb_files import read_back
 from tests.helpers.warm import WarmCommands
 
 PAGE = (REPO / "docs/evaluation.md").read_text()
-PREPARES, SCORES = re.findall(r"^```bash\n(.*?)^```", PAGE, re.M | re.S)
-_, CHOICES, TASK = map(yaml.safe_load, re.findall(r"^```yaml\n(.*?)^```", PAGE, re.M | re.S))
+PREPARES, SCORES, *_ = re.findall(r"^```bash\n(.*?)^```", PAGE, re.M | re.S)
+_, CHOICES, TASK, *_ = map(yaml.safe_load, re.findall(r"^```yaml\n(.*?)^```", PAGE, re.M | re.S))
 STEPS, LENGTH = 4, 96
 
 

@@ -218,7 +218,7 @@ def timed_run(clock: Clock, path: Path) -> None:
         Session.step = timed_step  # type: ignore[method-assign, assignment]
         # Without saving: no checkpoint is due, and 12 bytes a parameter of memory and disk are not asked for.
         session, loader, speed = setup.session(), setup.loader(), throughput_of(setup)
-        evaluation, parts = Evaluation(setup, tracker, speed), list[Part]()
+        evaluation, parts = Evaluation(setup, tracker, speed, lambda _: {}), list[Part]()
         parts.append(SkippedSteps(setup, tracker, folder.checkpoints))
         parts.append(Logging(setup, session, tracker, speed, parts, evaluation))
         parts.append(evaluation)
