@@ -57,11 +57,10 @@ class Evaluation(Part):
             self._measured.append(Measured(f"eval/{name}", data, sequences))
         self._bytes: list[int] = []
         """Of each one's counted tokens, where their likelihoods are measured."""
-        if setup.objective is NEXT_TOKEN:
+        if setup.objective is NEXT_TOKEN and self._measured:
             with together(setup.ranks):
                 lengths = byte_lengths(setup.data.tokenizer_dir, setup.data.vocab_size)
                 self._bytes = [counted_bytes(each.data, each.sequences, lengths) for each in self._measured]
-
         best = Best.of({"run": asdict(run)})
         self._best = None if best is None else BestSteps(best, from_rank_0(setup.ranks, lambda: there(best)).items())
         self._patience = None if run.train.stop_early.metric is None else Patience(run.train.stop_early)

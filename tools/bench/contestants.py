@@ -249,6 +249,7 @@ def _write_yaml(task: Task) -> Path:
             "micro_batch": task.micro_batch,
             "max_steps": task.total_steps,
             "log_every": LOG_EVERY,
+            "eval": False,
         },
         "tracking": {"wandb": "disabled"},
     }

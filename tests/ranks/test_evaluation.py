@@ -1,0 +1,119 @@
+"""Named sets, bits per byte and samples, in every form: equal to transformers in one process."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from llmtrain.config.run import DataConfig, EvalConfig, ModelConfig
+from llmtrain.data.stream.prompts import Prompts
+from llmtrain.data.stream.train_data import EvalSet, TrainData
+from llmtrain.data.stream.windows import IGNORED
+from llmtrain.models.spec import ModelSpec
+from llmtrain.training.step import Position
+from tests.helpers.training import LENGTH, LLAMA, Case, checked, joined, resolved_run
+
+MICRO_BATCH, TOKENS = 2, 6
+PROMPTS = ["abc d", "a", "j jj fade bed"]
+
+
+class _Tracker:
+    """Keeps what a run's tracker is given."""
+
+    def __init__(self) -> None:
+        self.row: dict[str, Any] = {}
+        self.texts: list[str] = []
+
+    def log(self, row: dict[str, Any], *, more: bool = False) -> None:
+        self.row = row
+
+    def event(self, kind: str, **fields: Any) -> None:
+        assert kind == "samples"
+        self.texts = fields["texts"]
+
+
+def measured(case: Case, folder: str) -> tuple[dict[str, Any], list[str]]:
+    """(figures, continuations) of the initial weights, as one evaluation of a run gives them on this rank."""
+    from llmtrain.training.reporting import Evaluation, throughput_of
+    from llmtrain.training.setup import Setup
+
+    ranks = joined()
+    resolved = resolved_run(case, ranks.world_size)
+    train = replace(resolved.run.train, eval_sequences=5, sample_prompts=PROMPTS, sample_tokens=TOKENS)
+    evaluated = EvalConfig(sets={"all": folder}, sequences={"all": 7}, mean={"all": 2.0})
+    run = replace(resolved.run, eval=evaluated, train=train)
+    batch = replace(resolved.batch, micro_batch=MICRO_BATCH)
+    found = checked(replace(resolved, run=run, batch=batch))
+    sets = {name: EvalSet(path, run.data) for name, path in run.eval.sets.items()}
+    setup = Setup(replace(found, sets=sets, prompts=Prompts.of(run, found.data)), ranks)
+    setup.write(setup.spec.initial_weights(0, torch.device("cpu")))
+    tracker = _Tracker()
+    evaluation = Evaluation(setup, tracker, throughput_of(setup), lambda _: {})  # type: ignore[arg-type]
+    figures = evaluation.evaluate(Position(step=3))
+    assert tracker.row == {"step": 3, **figures}
+    setup.engine.close()
+    return figures, tracker.texts
+
+
+@functools.cache
+def _plain(folder: str, isolate: bool) -> tuple[dict[str, float], list[str]]:
+    """The same by transformers' own model, in one process."""
+    from tokenizers import Tokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = dict(LLAMA)
+    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    source = ModelSpec.of(ModelConfig(config=dict(LLAMA))).initial_weights(0, torch.device("cpu"))
+    tokenizer = Tokenizer.from_file(f"{folder}/tokenizer/tokenizer.json")
+    data = TrainData(DataConfig(path=folder, sequence_length=LENGTH, isolate_documents=isolate))
+    figures: dict[str, float] = {}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(source.read(name, 0, parameter.numel()).view_as(parameter))
+        for prefix, sequences in (("eval", 5), ("eval/all", 7)):
+            nats, text = [], b""
+            for window in map(data.validation_window_at, range(sequences)):
+                ids, labels = torch.from_numpy(window.inputs)[None], torch.from_numpy(window.labels)
+                positions = None if window.positions is None else torch.from_numpy(window.positions)[None]
+                logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits[0]
+                nats.append(F.cross_entropy(logits, labels, reduction="none", ignore_index=IGNORED)[labels != IGNORED])
+                # This tokenizer's text is ASCII: a token decodes to its own bytes.
+                text += b"".join(tokenizer.decode([int(i)]).encode() for i in labels[labels != IGNORED])
+            loss = torch.cat(nats).double()
+            figures |= {f"{prefix}/loss": float(loss.mean()), f"{prefix}/perplexity": math.exp(loss.mean()),
+                        f"{prefix}/bits_per_byte": float(loss.sum()) / math.log(2) / len(text)}  # fmt: skip
+        texts = []
+        for prompt in PROMPTS:
+            ids = torch.tensor([tokenizer.encode(prompt, add_special_tokens=False).ids])
+            new = model.generate(ids, do_sample=False, max_new_tokens=TOKENS, pad_token_id=0, eos_token_id=0)[0]
+            texts.append(tokenizer.decode(new[ids.shape[1] :].tolist()))
+    return figures | {"eval/mean/loss": figures["eval/all/loss"]}, texts
+
+
+@pytest.mark.parametrize(
+    ("ranks", "form"),
+    [
+        (1, {"stage": 0}),
+        (2, {"stage": 3}),
+        (2, {"stage": 1, "pipeline": 2}),
+        (2, {"stage": 1, "tensor": 2}),
+        (2, {"stage": 2, "sequence": 2}),
+        (2, {"stage": 3, "isolate_documents": True}),
+    ],
+    ids=lambda form: "-".join(f"{key}-{value}" for key, value in form.items()) if isinstance(form, dict) else str(form),
+)
+def test_sets_bytes_and_samples_are_those_of_one_process(
+    pools: Any, small_data: str, ranks: int, form: dict[str, Any]
+) -> None:
+    isolate = form.get("isolate_documents", False)
+    want, texts = _plain(small_data, isolate)
+    for figures, found in pools(ranks).run(measured, Case(data=small_data, **form), small_data):
+        assert figures == pytest.approx(want, rel=1e-5)
+        assert found == texts and all(texts)
