@@ -25,7 +25,7 @@ from llmtrain.config.objective import (
     check_teacher_folder,
 )
 from llmtrain.config.problems import Places, Problems, stop
-from llmtrain.config.run import AdapterConfig, RunConfig
+from llmtrain.config.run import AdapterConfig, RunConfig, profiled_steps
 from llmtrain.config.topology import Degrees
 from llmtrain.storage.hub.names import is_name
 
@@ -224,6 +224,12 @@ def check_values(run: RunConfig, places: Places, problems: Problems) -> None:
         problems.add("model.vocabulary", run.model.vocabulary, "is for the weights of a folder (model.pretrained)",
                      "write model.config.vocab_size", places.get("model.vocabulary"))  # fmt: skip
     check_revision("model.revision", run.model.revision, "model.pretrained", run.model.pretrained, places, problems)
+    if run.profile.steps is not None:
+        try:
+            profiled_steps(run.profile.steps)
+        except ValueError:
+            problems.add("profile.steps", run.profile.steps, "must be FIRST:LAST, steps from 1 on, at most 20 of them",
+                         "write it as 20:23", places.get("profile.steps"))  # fmt: skip
     if run.resume_weights_only and run.resume in ("auto", "none"):
         problems.add("resume_weights_only", True, "begins a new run from the parameters of one checkpoint",
                      "name it: resume: PATH", places.get("resume_weights_only"))  # fmt: skip

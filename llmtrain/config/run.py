@@ -251,6 +251,22 @@ class FaultConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProfileConfig:
+    """A profile of some steps, in profile/ of the run's folder: torch's traces, memory over time, and a page."""
+
+    steps: str | None = None
+    """FIRST:LAST, such as 20:23: the optimizer steps, both included, at most 20, that are profiled; null = none."""
+
+
+def profiled_steps(text: str | None) -> tuple[int, int]:
+    """(first, last) of `profile.steps`. Raises ValueError: it is none."""
+    first, colon, last = (text or "").partition(":")
+    if not (colon and first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last) < int(first) + 20):
+        raise ValueError(text)
+    return int(first), int(last)
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """One training run."""
 
@@ -272,6 +288,7 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     fault: FaultConfig = field(default_factory=FaultConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     sites: SitesConfig = field(default_factory=DiLoCo)
     parts: dict[str, Any] = field(default_factory=dict)
     """Parts of plugins that take part in the run: NAME: {FIELD: VALUE} for each; `NAME:` alone takes the defaults."""

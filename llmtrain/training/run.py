@@ -166,6 +166,10 @@ def _fill(parts: list[Part], launch: Launch) -> tuple[Saving, Evaluation]:
     parts.append(DataCheck(setup, saving, resumes=start.folder is not None))
     parts.append(ReplicaCheck(setup, tracker, saving))
     parts.append(saving)
+    if run.profile.steps is not None:
+        from llmtrain.training.profile import Profile
+
+        parts.append(Profile(launch, speed))
     return saving, evaluation
 
 

@@ -1,0 +1,230 @@
+"""`profile.steps`: traces of torch's profiler for each rank, memory over time, and a page that says it in words."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import gzip
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llmtrain.base import log, units
+from llmtrain.base.files import replace_file
+from llmtrain.cluster.watch.heartbeat import heart
+from llmtrain.config.run import profiled_steps
+from llmtrain.engine.dist.control import from_all
+from llmtrain.optim.optimizers import PARAM
+from llmtrain.tracking.metrics import Throughput
+from llmtrain.training.parts import Done, Launch, Part
+from llmtrain.training.step import Position
+
+_SHOWN = 15
+"""Operators on the page."""
+_PHASES = ("data wait", "forward", "backward", "optimizer", "rest")
+
+
+class Profile(Part):
+    """Profiles the asked steps of this launch. Between them and outside of them it does nothing."""
+
+    def __init__(self, launch: Launch, speed: Throughput) -> None:
+        """`speed`: of the run, which leaves out the writing."""
+        self._setup, self._speed = launch.setup, speed
+        self._folder = launch.folder.path / "profile"
+        self._first, self._last = profiled_steps(launch.setup.run.profile.steps)
+        self._open: contextlib.ExitStack | None = None
+        self._spent = dict.fromkeys([*_PHASES, "collectives"], 0.0)
+        self._steps, self._began_s, self._gradients = 0, 0.0, 0
+
+    def begin(self, position: Position) -> None:
+        self._start(position.step + 1)
+
+    def before_update(self) -> None:
+        if self._open is not None:
+            grads = [each.grad for each in self._setup.engine.module.parameters() if each.grad is not None]
+            self._gradients = max(self._gradients, sum(each.numel() * each.element_size() for each in grads))
+
+    def after_step(self, done: Done) -> None:
+        step = done.position.step
+        if self._open is not None:
+            self._steps += 1
+            self._spent["data wait"] += done.data_wait_s
+            self._spent["collectives"] += done.comm_s
+            if step >= self._last or done.last:
+                self._end(step)
+        elif not done.last:
+            self._start(step + 1)
+
+    def close(self, error: BaseException | None) -> None:
+        if self._open is not None:
+            self._open.close()
+
+    def _start(self, step: int) -> None:
+        if not self._first <= step <= self._last:
+            return
+        from torch.profiler import ProfilerActivity, profile
+
+        cuda = self._setup.ranks.device.type == "cuda"
+        kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+        self._profiler = profile(activities=kinds, profile_memory=True)
+        self._from, engine = step, self._setup.engine
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._timed(engine, "forward_backward", "forward"))
+            stack.enter_context(self._timed(torch.autograd, "backward", "backward"))
+            stack.enter_context(self._timed(engine, "update", "optimizer"))
+            stack.enter_context(self._profiler)
+            self._open = stack.pop_all()
+        self._began_s = time.perf_counter()
+
+    @contextlib.contextmanager
+    def _timed(self, holder: Any, name: str, phase: str) -> Iterator[None]:
+        """Count the time of a function, and name it in the trace."""
+        function: Callable[..., Any] = getattr(holder, name)
+        own, inside = name in vars(holder), [0]
+
+        def timed(*words: Any, **options: Any) -> Any:
+            if inside[0]:  # recomputed activations have a backward pass within the other
+                return function(*words, **options)
+            inside[0], began_s = 1, time.perf_counter()
+            try:
+                with torch.profiler.record_function(f"llmtrain: {name}"):
+                    return function(*words, **options)
+            finally:
+                inside[0] = 0
+                self._spent[phase] += time.perf_counter() - began_s
+
+        setattr(holder, name, timed)
+        try:
+            yield
+        finally:
+            setattr(holder, name, function) if own else delattr(holder, name)
+
+    def _end(self, step: int) -> None:
+        """Write the files. All ranks call it together; what cannot be written is a warning."""
+        took_s, ranks = time.perf_counter() - self._began_s, self._setup.ranks
+        assert self._open is not None
+        with self._speed.pause(), heart.during("save"):
+            self._open.close()
+            self._open = None
+            spent = self._spent
+            spent["forward"] -= spent["backward"]
+            spent["rest"] = took_s - sum(spent[phase] for phase in _PHASES if phase != "rest")
+            mine: dict[str, Any] = {"step_s": took_s / self._steps, "state": self._state(),
+                                    **{phase: seconds / self._steps for phase, seconds in spent.items()}}  # fmt: skip
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                trace = self._folder / f"trace-rank{ranks.rank}.json.gz"
+                self._profiler.export_chrome_trace(str(trace))
+                timeline = memory_timeline(trace, self._setup.ranks.device.type)
+                with open(self._folder / f"memory-rank{ranks.rank}.csv", "w", newline="") as file:
+                    csv.writer(file).writerows([("ms", "allocated_bytes"), *timeline])
+                held = [size for _, size in timeline]
+                mine["peak"] = max(held, default=0) - (held[0] if held else 0)
+            except OSError as error:
+                log.warn(f"the profile of rank {ranks.rank} cannot be written: {error}")
+            everyone = from_all(ranks, mine)
+            if ranks.rank == 0:
+                steps = range(self._from, step + 1)
+                page = page_of(steps, everyone, self._operators(), self._setup.ranks.device.type)
+                try:
+                    replace_file(self._folder / "profile.md", page.encode())
+                    log.info(f"profile of the steps {steps[0]} to {steps[-1]}: {self._folder / 'profile.md'}")
+                except OSError as error:
+                    log.warn(f"{self._folder / 'profile.md'} cannot be written: {error}")
+
+    def _state(self) -> dict[str, int]:
+        """Bytes that this rank holds from step to step, by what they are."""
+        engine, found = self._setup.engine, {"parameters (forward copies)": 0}
+        for copy in engine.copies():
+            found["parameters (forward copies)"] += copy.values.numel() * copy.values.element_size()
+        for piece in engine.state():
+            kind = "optimizer: master parameters" if piece.kind == PARAM else f"optimizer: {piece.kind}"
+            found[kind] = found.get(kind, 0) + piece.region.numel * piece.dtype.itemsize
+        return {**found, "gradients (in .grad before the update)": self._gradients}
+
+    def _operators(self) -> list[tuple[str, int, float]]:
+        """(name, calls, own ms in a step), the most costly first."""
+        cuda = self._setup.ranks.device.type == "cuda"
+        events = [each for each in self._profiler.key_averages() if not each.key.startswith("llmtrain: ")]
+        rows = [
+            (each.key, each.count, (each.self_device_time_total if cuda else each.self_cpu_time_total) / 1e3)
+            for each in events
+        ]
+        ordered = sorted(rows, key=lambda row: -row[2])[:_SHOWN]
+        return [(name, count, ms / self._steps) for name, count, ms in ordered]
+
+
+def memory_timeline(trace: Path, device: str) -> list[tuple[float, int]]:
+    """(ms from the first, allocated bytes of the device) of the memory events of a trace, in order."""
+    wanted = 1 if device == "cuda" else 0  # torch's numbers of device types
+    with gzip.open(trace, "rt", encoding="utf-8") as file:
+        events = json.load(file)["traceEvents"]
+    found = sorted(
+        (each["ts"], int(each["args"]["Total Allocated"]))
+        for each in events
+        if each.get("name") == "[memory]" and each["args"].get("Device Type") == wanted
+    )
+    return [(round((at - found[0][0]) / 1e3, 3), size) for at, size in found]
+
+
+def page_of(steps: range, everyone: list[dict[str, Any]], operators: list[tuple[str, int, float]], device: str) -> str:
+    """The page in Markdown. `everyone`: seconds of a step and bytes, for each rank; `operators`: rank 0's."""
+    slowest = max(range(len(everyone)), key=lambda rank: everyone[rank]["step_s"])
+    mean = {key: sum(each[key] for each in everyone) / len(everyone) for key in ("step_s", "collectives", *_PHASES)}
+    first, *others = sorted(_PHASES, key=lambda phase: -mean[phase])
+
+    def share(phase: str) -> str:
+        return f"{phase} {mean[phase] / mean['step_s']:.0%}"
+
+    lines = [
+        f"# Profile of the steps {steps[0]} to {steps[-1]}",
+        "",
+        f"A step takes {mean['step_s'] * 1e3:.1f} ms in the mean over {units.counted(len(everyone), 'rank')}, with the "
+        f"profiler, which slows it down. Most of it is {share(first)}; then {', '.join(map(share, others))}. "
+        f"Inside collectives, which belong to these, ranks spend {mean['collectives'] / mean['step_s']:.0%}."
+        + (f" The slowest is rank {slowest}." if len(everyone) > 1 else ""),
+        "",
+        "Rest: what the host does between these: logging, agreement of the ranks, learning rate, checkpoints."
+        + (" On a GPU these are the host's times: it fills the device's queue and goes on, and what waits for the "
+           "device counts for the device's work before." if device == "cuda" else ""),
+        "",
+        f"| rank | step, ms | {', ms | '.join(_PHASES)}, ms | collectives, ms |",
+        "|" + "---|" * (len(_PHASES) + 3),
+    ]  # fmt: skip
+    for rank, each in enumerate(everyone):
+        times = [each[key] * 1e3 for key in ("step_s", *_PHASES, "collectives")]
+        lines.append(f"| {rank} | {' | '.join(f'{ms:.1f}' for ms in times)} |")
+    lines += ["", "## Memory", ""]
+    kinds = list(everyone[0]["state"])
+    lines += [
+        "Held from step to step, and the most that a step adds: activations, gradients that it makes and temporary "
+        "tensors, such as DeepSpeed's reduce bucket (`memory-rankN.csv` has it over time)."
+        + (
+            ""
+            if device == "cuda"
+            else " On a CPU a tensor counts from its creation; pages that are never written take no memory."
+        ),
+        "",
+        f"| rank | {' | '.join(kinds)} | a step adds |",
+        "|" + "---|" * (len(kinds) + 2),
+    ]
+    for rank, each in enumerate(everyone):
+        held = " | ".join(units.size(each["state"].get(kind, 0)) for kind in kinds)
+        lines.append(f"| {rank} | {held} | {units.size(each['peak']) if 'peak' in each else 'not known'} |")
+    where = "the device" if device == "cuda" else "the CPU"
+    lines += [
+        "",
+        f"## Operators of rank 0, by their own time on {where}",
+        "",
+        "| operator | calls | ms a step | of the step |",
+        "|---|---|---|---|",
+        *(f"| `{name[:80].replace('|', '/')}` | {count} | {ms:.2f} | {ms / 1e3 / everyone[0]['step_s']:.0%} |"
+          for name, count, ms in operators),
+        "",
+        "`trace-rankN.json.gz` opens in https://ui.perfetto.dev or chrome://tracing.",
+    ]  # fmt: skip
+    return "\n".join(lines) + "\n"
