@@ -57,7 +57,7 @@ class ModelConfig:
     keep_attention: bool = False
     """With activation_checkpointing in the JSON: keep what attention gave, and recompute the rest (attention: sdpa)."""
     compile_layers: bool | None = None
-    """torch.compile each decoder layer (not under ZeRO 3); null = on CUDA, where a compiler works and the run may."""
+    """torch.compile each decoder layer; null = on CUDA, where a compiler works and the run may."""
     freeze: list[str] = field(default_factory=list)
     """Patterns (`*`, `?`, `[...]`) of Hugging Face names: these have no gradient, optimizer state or fp32 master."""
     train_only: list[str] = field(default_factory=list)

@@ -195,12 +195,6 @@ RULES: tuple[Rule, ...] = (
         remedy="use betas of at most 0.996, such as [0.9, 0.95], or remove bf16_optimizer_states",
     ),
     Rule(
-        keys=("model.compile_layers", "zero_optimization.stage"),
-        broken=lambda m: m.compile_layers and m.zero_stage == 3,
-        reason="ZeRO 3 gathers parameters in hooks that torch.compile breaks into small graphs",
-        remedy="set model.compile_layers to false, or use ZeRO 1 or 2",
-    ),
-    Rule(
         keys=("model.mlp_tile_tokens", "model.compile_layers"),
         broken=lambda m: m.mlp_tiles and m.compile_layers,
         reason="the slices of an MLP run through a backward pass of their own, which torch.compile does not see into",

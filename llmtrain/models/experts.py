@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from llmtrain.base.errors import ModelError
 from llmtrain.models.transformers_private import loop_over_experts
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -79,15 +79,20 @@ def _router(block: nn.Module, experts: tuple[nn.Module, ...], count: int) -> nn.
     return None
 
 
-def avoid_grouped_product(experts: Iterable[nn.Module], config: PreTrainedConfig, dtype: torch.dtype) -> None:
-    """Choose transformers' loop over the experts where torch's grouped product would refuse their widths.
+def avoid_grouped_product(hf: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Choose transformers' loop over the experts where its default, torch's grouped product, refuses their widths."""
+    if not all(fit_grouped_product(module, dtype) for module in hf.modules() if hasattr(module, "is_transposed")):
+        loop_over_experts(hf.config)
+
+
+def fit_grouped_product(experts: nn.Module, dtype: torch.dtype) -> bool:
+    """True if torch's grouped product takes these experts' matrices.
 
     It wants rows of whole 16 bytes (in bf16: widths that 8 divides), and fails in the first forward pass with "strides
     should be multiple of 16 bytes". A tensor-parallel shard of a width can be such a one where the whole is not.
     """
-    matrices = [p for module in experts for p in module.parameters() if len(shape_of(p)) == 3]
-    if any(size * dtype.itemsize % 16 for matrix in matrices for size in shape_of(matrix)[1:]):
-        loop_over_experts(config)
+    matrices = [p for p in experts.parameters() if len(shape_of(p)) == 3]
+    return not any(size * dtype.itemsize % 16 for matrix in matrices for size in shape_of(matrix)[1:])
 
 
 def shape_of(parameter: nn.Parameter) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.config.problems import Places, stop
 from llmtrain.config.run import ModelConfig
 from llmtrain.models.distillation import TeacherLogits
+from llmtrain.models.experts import avoid_grouped_product
 from llmtrain.models.language import LanguageModel
 from llmtrain.models.parameters import named_tensors, tensor_shapes
 from llmtrain.models.skeleton import DTYPES, construct, restore_buffers
@@ -75,6 +76,7 @@ def load_teacher(
     with device:
         hf = construct(copy.deepcopy(spec.config), spec.model.attention, DTYPES[precision])
     restore_buffers(hf, spec.skeleton, device)
+    avoid_grouped_product(hf, DTYPES[precision])
     hf.config.use_cache = False
     source = _source(spec)
     refuse_other_shapes(source, tensor_shapes(hf))

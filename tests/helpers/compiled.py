@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from llmtrain.data.stream.loader import MicroBatch
 from llmtrain.models import compiler, varlen
+from llmtrain.models.skeleton import decoder_layers
 from tests.helpers.training import GLOBAL_BATCH, LENGTH, Case, Trace, make_engine, train_steps
 
 
@@ -40,11 +43,7 @@ def graphs_of(case: Case) -> list[tuple[bool, list[str]]]:
         found.append((torch.is_grad_enabled(), symbols))
         return graph.forward
 
-    plain = nn.Module.compile
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nn.Module, "compile", lambda self, **kwargs: plain(self, backend=backend, **kwargs))
-        patch.setattr(compiler, "_answers", {"cpu": None, "cuda": None})
-        torch._dynamo.reset()
+    with compiling_with(backend):
         engine, ranks = make_engine(case, proves=True)
         assert found == [], "a check before training has compiled something"
         assert any("torch.compile" in note for note in engine.module.notes)
@@ -54,7 +53,84 @@ def graphs_of(case: Case) -> list[tuple[bool, list[str]]]:
         engine.evaluate([MicroBatch(inputs=tokens, labels=tokens, sample_indices=[])] * 2)
         train_steps(case, engine, ranks, 2, 3)
         engine.close()
+    return found
+
+
+@contextlib.contextmanager
+def compiling_with(backend: Callable[..., Any]) -> Iterator[None]:
+    """torch.compile as if it worked here, with another backend than inductor, and no memory of before or after."""
+    plain = torch.compile
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", lambda function, **kwargs: plain(function, backend=backend, **kwargs))
+        patch.setattr(compiler, "_answers", {"cpu": None, "cuda": None})
         torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        yield
+        torch._dynamo.reset()
+
+
+@dataclass(kw_only=True)
+class GatheredLayers:
+    """What a training under ZeRO 3 with compiled layers leaves."""
+
+    trace: Trace
+    graphs: list[bool]
+    """With gradients or without, of each."""
+    breaks: dict[str, int]
+    alive: list[int]
+    """Of each backward pass: bytes that were gathered for a layer's forward pass and are still there when it begins."""
+    gathered: int
+    """Bytes that the layers of a forward pass gather."""
+    late: list[int]
+    """Of each layer in the last forward pass: elements whose gathering has not begun when the layer does."""
+
+
+def gathered_layers(case: Case) -> GatheredLayers:
+    """The case's training, with inductor's choice of what is kept for the backward pass."""
+    from functorch.compile import make_boxed_func
+    from torch._functorch.aot_autograd import aot_module_simplified
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    found = GatheredLayers(trace=Trace([], []), graphs=[], breaks={}, alive=[], gathered=0, late=[])
+    now: list[StorageWeakRef] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        found.graphs.append(torch.is_grad_enabled())
+        return aot_module_simplified(
+            graph,
+            inputs,
+            fw_compiler=lambda graph, _: make_boxed_func(graph.forward),
+            partition_fn=min_cut_rematerialization_partition,
+        )
+
+    def before_gathering(layer: nn.Module, _: Any) -> None:
+        absent = [p for p in layer.parameters() if p.ds_status.name == "NOT_AVAILABLE"]
+        found.late.append(sum(p.ds_numel for p in absent))
+
+    def gathered(layer: nn.Module, _: Any) -> None:
+        storages = [p.untyped_storage() for p in layer.parameters()]
+        now.extend(StorageWeakRef(storage) for storage in storages)
+        found.gathered += sum(storage.nbytes() for storage in storages)
+
+    with compiling_with(backend):
+        engine, ranks = make_engine(case)
+        layers = decoder_layers(engine.module.hf)
+        for layer in layers:
+            layer.register_forward_pre_hook(before_gathering, prepend=True)
+            layer.register_forward_pre_hook(gathered)
+        plain = engine.deepspeed.backward
+
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            sizes = [torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref in now]
+            found.alive.append(sum(storage.nbytes() for storage in sizes if storage is not None))
+            now.clear()
+            return plain(*args, **kwargs)
+
+        engine.deepspeed.backward = backward
+        found.trace = train_steps(case, engine, ranks, 0, case.steps)
+        engine.close()
+        found.breaks = dict(torch._dynamo.utils.counters["graph_break"])
+    found.late = found.late[-len(layers) :]
     return found
 
 
@@ -67,16 +143,11 @@ def varlen_as_on_cuda(case: Case) -> tuple[int, Trace]:
         return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
     flash_on_cpu()
-    plain = nn.Module.compile
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nn.Module, "compile", lambda self, **kwargs: plain(self, backend=backend, **kwargs))
-        patch.setattr(compiler, "_answers", {"cpu": None})
+    with compiling_with(backend), pytest.MonkeyPatch.context() as patch:
         patch.setattr(varlen, "_kernels", lambda device: (varlen._flash, varlen._flash_backward))
-        torch._dynamo.reset()
         engine, ranks = make_engine(case)
         trace = train_steps(case, engine, ranks, 0, case.steps)
         engine.close()
-        torch._dynamo.reset()
     return len(found), trace
 
 

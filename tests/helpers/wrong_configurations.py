@@ -604,12 +604,6 @@ CASES = [
         ds={"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}},
     ),
     Wrong(
-        "compile under ZeRO 3",
-        ("model.compile_layers = true", "stage = 3", "use ZeRO 1 or 2"),
-        {"model": {"compile_layers": True}},
-        {"zero_optimization": {"stage": 3}},
-    ),
-    Wrong(
         "compile with layers' inputs on the host",
         ("activation_checkpointing.cpu_checkpointing = true", "model.compile_layers = true", "one of them to false"),
         {"model": {"compile_layers": True}},

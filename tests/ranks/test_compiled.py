@@ -13,7 +13,7 @@ from llmtrain.engine.dist.control import AgreedError
 from llmtrain.models import compiler
 from llmtrain.models.spec import ModelSpec
 from llmtrain.training import setup
-from tests.helpers.compiled import graphs_of, inductor_in, varlen_as_on_cuda
+from tests.helpers.compiled import gathered_layers, graphs_of, inductor_in, varlen_as_on_cuda
 from tests.helpers.training import (
     LLAMA,
     Case,
@@ -93,6 +93,36 @@ def test_compiled_layers_have_the_losses_of_plain_pytorch(pools, small_data, tmp
     assert got.norms != want.norms, "the layers were not compiled"
 
 
+_LAYER = 43_136
+"""Elements of a layer of LLAMA."""
+
+
+@pytest.mark.parametrize(
+    ("ahead", "changes"),
+    [
+        (0, {}),
+        (_LAYER, {"extra": {"activation_checkpointing": {}}}),
+        pytest.param(0, {"adapter": {"r": 8}}, marks=pytest.mark.needs("peft")),
+    ],
+    ids=["plain", "recomputed", "adapter"],
+)
+def test_zero_3_gathers_around_a_compiled_layer(pools, small_data, ahead, changes):
+    """A graph for all layers, which keeps no weight for the backward pass. Of what is gathered ahead, the layer that
+    the backward pass begins with is there already."""
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 10, "stage3_max_reuse_distance": 0,
+            "stage3_prefetch_bucket_size": ahead, "stage3_max_live_parameters": 2 * ahead}  # fmt: skip
+    extra = {"zero_optimization": zero, **changes.get("extra", {})}
+    case = Case(data=small_data, stage=3, accumulation=3, steps=4, **{**changes, "extra": extra})
+    want, _ = pools(2).run(run_case, case)
+    for got in pools(2).run(gathered_layers, shortened(case, compile_layers=True)):
+        assert (got.graphs, got.breaks) == ([True], {})
+        assert got.gathered > 4 * 3 * 4 * 4 * _LAYER * 0.99  # steps, micro-batches, layers, bytes
+        assert set(got.alive[1:]) == {4 * ahead}
+        assert got.late[1:] == [0, 0, 0] if ahead else min(got.late) >= _LAYER
+        for a, b in ((got.trace.losses, want.losses), (got.trace.norms, want.norms)):
+            assert max(abs(x - y) for x, y in zip(a, b, strict=True)) < 2e-6  # fp32; another order of sums
+
+
 def started(case: Case, answers: list[str | None]) -> tuple[str, bool]:
     """(what the start of an engine says, whether anything may be compiled afterwards), by what each rank can do."""
     import torch.distributed as dist
@@ -120,7 +150,7 @@ def test_what_one_rank_cannot_compile_is_compiled_on_none(pools, small_data):
     [
         ({}, True),
         ({"precision": "bf16", "stage": 2, "extra": CHECKPOINTED}, True),
-        ({"stage": 3}, False),
+        ({"stage": 3}, True),
         ({"extra": {"activation_checkpointing": {"cpu_checkpointing": True}}}, False),
         ({"mlp_tile_tokens": 8}, False),
         ({"tensor": 2}, False),

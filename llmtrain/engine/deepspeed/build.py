@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import deepspeed
@@ -13,7 +14,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-from deepspeed.utils import groups
+from deepspeed.utils import groups, z3_leaf_module
 from torch import nn
 
 from llmtrain.config.topology import Mix
@@ -24,6 +25,7 @@ from llmtrain.engine.deepspeed.state import base_optimizer
 from llmtrain.engine.deepspeed.zero_step import choosing_optimizers, shorten_step
 from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.engine.process_memory import return_freed_memory
+from llmtrain.models.experts import shape_of
 from llmtrain.models.language import LanguageModel
 from llmtrain.models.parallel.mesh import Mesh
 from llmtrain.optim.optimizers import Optimizer
@@ -53,6 +55,8 @@ def build_engine(
         # Every tensor-parallel rank has the whole hidden state and sends it to its counterpart: DeepSpeed's way to send
         # a share each and gather it costs two more messages and an all-gather for every micro-batch.
         config["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
+    if mix.zero_stage == 3:
+        config["zero_optimization"] = {**_room_ahead(model), **exact["zero_optimization"]}
     groups.mpu = None  # DeepSpeed keeps the one of an earlier engine of this process
     with choosing_optimizers():
         engine, *_ = deepspeed.initialize(
@@ -72,6 +76,17 @@ def build_engine(
 
         return PipelineZeroEngine(engine, ranks, mesh, _layout_keys(exact))
     return ZeroEngine(engine, ranks, mesh, _layout_keys(exact))
+
+
+def _room_ahead(model: nn.Module) -> dict[str, int]:
+    """Keys of ZeRO 3 for which the next module that it gathers as a whole (a compiled layer, all experts of a layer) is
+    on its way while this one computes. DeepSpeed's defaults, which count elements, are made for single matrices.
+    """
+    modules = (module for module in model.modules() if z3_leaf_module(module))
+    largest = max((sum(prod(shape_of(p)) for p in module.parameters()) for module in modules), default=0)
+    fields = DeepSpeedZeroConfig.model_fields
+    needs = {"prefetch_bucket_size": largest, "max_live_parameters": 2 * largest}
+    return {f"stage3_{name}": max(need, int(fields[name].default)) for name, need in needs.items()}
 
 
 def _layout_keys(exact: dict[str, Any]) -> tuple[str, ...]:

@@ -6,9 +6,11 @@ Where a name is gone, importing this file or calling the entry raises ImportErro
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from deepspeed.moe.ep_experts import EXPERT_ACTIVATIONS
 from deepspeed.pipe import PipelineModule
 from deepspeed.sequence.layer import _dim_zero_all_to_all
 from deepspeed.utils import groups
@@ -50,6 +52,13 @@ def rank_among_experts(degree: int) -> int:
 def ranks_with_the_same_experts(name: str) -> dist.ProcessGroup:
     """groups._get_expert_data_parallel_group; `name`: a parameter's group_name."""
     return groups._get_expert_data_parallel_group(name)
+
+
+def activate_in_pytorch() -> None:
+    """moe.ep_experts.EXPERT_ACTIVATIONS: without the fused kernels, which are Triton's. Beside a grouped product AutoEP
+    takes them on any device, and no CPU runs them. For the whole process."""
+    for name, form in EXPERT_ACTIVATIONS.items():
+        EXPERT_ACTIVATIONS[name] = replace(form, fused_fn=None, packed_fused_fn=None)
 
 
 def replace_block(surgeon: Any, spec: Any, degree: int, rank: int) -> None:

@@ -18,11 +18,13 @@ from llmtrain.config.topology import Mix
 from llmtrain.models.experts import (
     ExpertBlock,
     Routing,
-    avoid_grouped_product,
+    expert_blocks,
     experts_per_token,
+    fit_grouped_product,
     set_leaf_modules,
 )
 from llmtrain.models.parallel.deepspeed_private import (
+    activate_in_pytorch,
     rank_among_experts,
     ranks_with_the_same_experts,
     replace_block,
@@ -58,7 +60,6 @@ def prepare_experts(
     `section`: the JSON's `expert_parallel`. Raises: ModelError, when the run asks of the experts what they cannot do.
     """
     check_gradients(blocks, mix)
-    avoid_grouped_product((part for block in blocks for part in block.experts), hf.config, DTYPES[mix.precision])
     if mix.degrees.expert > 1:
         shard_experts(hf, mix, section, device)
         blocks = sharded_blocks(hf)
@@ -104,10 +105,8 @@ def sharded_blocks(hf: nn.Module) -> list[ExpertBlock]:
     ]
 
 
-def find_experts(
-    hf: PreTrainedModel, mix: Mix, section: dict[str, Any], device: torch.device
-) -> tuple[AutoEP, list[Any]]:
-    """DeepSpeed's AutoEP for a transformers model on any device, with what it found of its blocks of experts.
+def find_experts(hf: PreTrainedModel, mix: Mix, section: dict[str, Any]) -> tuple[AutoEP, list[Any]]:
+    """DeepSpeed's AutoEP for a transformers model, with what it found of its blocks of experts.
 
     Raises:
         ModelError: AutoEP does not know this family, its blocks compute another function, or the experts cannot be
@@ -122,7 +121,7 @@ def find_experts(
 
     degree = mix.degrees.expert
     try:
-        config = parse_autoep_config(_filled(section, mix, device))
+        config = parse_autoep_config(_filled(hf, section, mix))
         validate_autoep_config(config, mix.degrees.world_size, 1, 1, 1, zero_stage=mix.zero_stage)
         surgeon = AutoEP(hf, config)
         specs = surgeon.ep_parser()
@@ -153,7 +152,9 @@ def shard_experts(hf: PreTrainedModel, mix: Mix, section: dict[str, Any], device
     """
     degree, zero3 = mix.degrees.expert, mix.zero_stage == 3
     rank = rank_among_experts(degree)
-    surgeon, specs = find_experts(hf, mix, section, device)
+    if device.type != "cuda" or mix.precision != "bf16":
+        activate_in_pytorch()
+    surgeon, specs = find_experts(hf, mix, section)
     before = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in hf.named_parameters()}
     try:
         for spec in specs:
@@ -275,11 +276,10 @@ def _refusal(hf: PreTrainedModel, section: dict[str, Any], degree: int, reason: 
     return ModelError(f"{begin}DeepSpeed cannot share the experts of a {family} model ({reason}). To go on, {around}.")
 
 
-def _filled(section: dict[str, Any], mix: Mix, device: torch.device) -> dict[str, Any]:
-    """The JSON's section, with the way to multiply that this device has."""
-    # torch's grouped product is there for bf16 on CUDA; DeepSpeed's own step after it is a Triton kernel, which no CPU
-    # runs (moe/ep_experts.py, apply_expert_activation). The loop over experts computes the same.
-    grouped = device.type == "cuda" and mix.precision == "bf16"
+def _filled(hf: PreTrainedModel, section: dict[str, Any], mix: Mix) -> dict[str, Any]:
+    """The JSON's section, with the way to multiply that these experts have."""
+    parts = (part for block in expert_blocks(hf) for part in block.experts)
+    grouped = all(fit_grouped_product(part, DTYPES[mix.precision]) for part in parts)
     grouped &= section.get("use_grouped_mm", True)
     return {**section, "use_grouped_mm": grouped, "enabled": True, "autoep_size": mix.degrees.expert}
 

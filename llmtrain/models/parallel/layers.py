@@ -128,4 +128,7 @@ def set_up_layers(
         checkpoint_activations(hf, recompute, keep_attention=model.keep_attention)
     if model.compile_layers:
         for layer in layers:
-            layer.compile(dynamic=False)  # a run has one shape, and static kernels are faster
+            # ZeRO 3 gathers a layer as a whole: the hooks of what is in it would break the graph. Those of the layer
+            # stay outside, where layer.compile() takes them in. A run has one shape, and static kernels are faster.
+            set_z3_leaf_module(layer, True)
+            layer.forward = torch.compile(layer.forward, dynamic=False)

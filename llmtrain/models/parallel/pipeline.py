@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from llmtrain.base.errors import ModelError
 from llmtrain.config.run import ResolvedRun
 from llmtrain.models.adapter import put_around
+from llmtrain.models.experts import avoid_grouped_product
 from llmtrain.models.head import Head, Loss
 from llmtrain.models.language import documents_in_rows
 from llmtrain.models.parallel.deepspeed_private import overrides, set_bounds
@@ -348,6 +349,7 @@ def build_pipeline(resolved: ResolvedRun, spec: ModelSpec, device: torch.device,
 
     def build(hf: PreTrainedModel, part: Part, shard: Callable[[nn.Module], None] | None = None) -> Stage:
         stage = build_stage(hf, anatomy, part, DTYPES[resolved.precision], device, shard=shard)
+        avoid_grouped_product(hf, DTYPES[resolved.precision])
         if spec.adapter.r is not None:
             share = None if plan is None or shard is None else partial(share_adapter, plan, mesh.tensor)
             put_around(hf, spec.adapted, device, DTYPES[resolved.precision], share)

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from llmtrain.base.errors import ModelError
 from llmtrain.config.topology import Mix
 from llmtrain.models.adapter import put_around
-from llmtrain.models.experts import avoid_grouped_product
 from llmtrain.models.parallel.deepspeed_private import overrides
 from llmtrain.models.parallel.mesh import Mesh
 from llmtrain.models.parameters import Shard, frozen_tensors, set_shard, tensor_shapes
@@ -315,7 +314,6 @@ def shard_model(
         if path in modules:
             divide_heads(modules[path], plan.local_numbers, degree)
     _sum_norm_gradients(modules, plan, group)
-    avoid_grouped_product(experts.values(), modules[""].config, dtype)
     for module in experts.values():
         _sum_around(module, group)
     if isinstance(embedding := modules.get(anatomy.embedding), nn.Embedding):

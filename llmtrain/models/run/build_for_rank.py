@@ -13,7 +13,7 @@ from llmtrain.base.errors import ModelError
 from llmtrain.config.problems import Places, stop
 from llmtrain.config.run import ResolvedRun, RunConfig
 from llmtrain.config.topology import Mix
-from llmtrain.models.experts import check_stages, expert_blocks, set_leaf_modules
+from llmtrain.models.experts import avoid_grouped_product, check_stages, expert_blocks, set_leaf_modules
 from llmtrain.models.language import LanguageModel
 from llmtrain.models.parallel.layers import set_up_layers
 from llmtrain.models.parallel.mesh import Mesh
@@ -54,6 +54,7 @@ def build_model(
             put_around(hf, spec.adapted, device, DTYPES[mix.precision], packed=packed)
             if packed and mix.degrees.expert == 1:
                 materialise(hf, device, DTYPES[mix.precision])  # all but the packed maps
+        avoid_grouped_product(hf, DTYPES[mix.precision])
         routing = None
         if (blocks := expert_blocks(hf)) or mix.degrees.expert > 1:
             from llmtrain.models.parallel.expert_parallel import describe_experts, prepare_experts

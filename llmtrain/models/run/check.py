@@ -477,7 +477,7 @@ def _check_experts(hf: PreTrainedModel, resolved: ResolvedRun, problems: Problem
 
         check_gradients(blocks, resolved.mix)
         if resolved.degrees.expert > 1:
-            find_experts(hf, resolved.mix, section, torch.device("cpu"))
+            find_experts(hf, resolved.mix, section)
 
 
 def _check_stages(hf: PreTrainedModel, asked: str | tuple[int, ...], stages: int) -> None:

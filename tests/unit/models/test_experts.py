@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmtrain.base.errors import ModelError
 from llmtrain.config.load import parse
 from llmtrain.config.resolve import resolve
 from llmtrain.config.run import ModelConfig
 from llmtrain.models.experts import balance_coefficient, check_stages, expert_blocks, experts_per_token
-from llmtrain.models.skeleton import load_config, skeleton
+from llmtrain.models.skeleton import construct, load_config, skeleton
 from llmtrain.models.spec import ModelSpec
+from llmtrain.models.transformers_private import documents_are
 from llmtrain.tracking.metrics import metrics, routing_metrics
 from tests.helpers.config_workplace import write
 from tests.helpers.families import EXPERTS, FAMILIES
+from tests.helpers.launching import REPO
+from tools.families.configs import families, has_experts, tiny
 
 
 def config_of(fields: dict[str, Any]) -> Any:
@@ -63,6 +69,70 @@ def test_flops_count_the_experts_of_a_token_only(family: str) -> None:
     assert sizes.matmul_parameters == matrices - layers * 2 * 3 * 32 * width
     assert sizes.parameters == sum(p.numel() for p in model.parameters())
     assert experts_per_token(model.config) == 2
+
+
+class Launches(TorchDispatchMode):
+    """Operators by name: what a GPU would get, and what the host would wait for."""
+
+    WAITS = ("_local_scalar_dense", "nonzero", "bincount", "_unique2", "unique_dim")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ran[function.overloadpacket.__name__] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def launches(fields: dict[str, Any], experts: int) -> tuple[Counter[str], bool]:
+    """(operators of a forward and backward pass with so many experts, whether some are in one matrix of a layer)"""
+
+    def with_experts(fields: dict[str, Any]) -> dict[str, Any]:
+        names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+        return {key: with_experts(value) if isinstance(value, dict) else experts if key in names and value > 1 else value
+                for key, value in fields.items()}  # fmt: skip
+
+    config = config_of(with_experts(fields))
+    try:
+        model = construct(config, "sdpa", torch.float32)
+    except ModelError:
+        model = construct(config, "eager", torch.float32)
+    torch.manual_seed(0)
+    model.init_weights()
+    counted = Launches()
+    with documents_are(None), counted:
+        model(input_ids=torch.arange(32)[None] * 7 % 500 + 3, use_cache=False).logits.square().mean().backward()
+    return counted.ran, any(p.dim() == 3 and len(p) == experts for p in model.parameters())
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_experts_are_as_many_launches_however_many_there_are_and_nobody_waits(family: str) -> None:
+    few, many = (launches(FAMILIES[family], experts)[0] for experts in (4, 16))
+    assert few == many and few["_grouped_mm"] > 0
+    assert not any(few[name] for name in Launches.WAITS)
+
+
+PAGE = (REPO / "docs/parallelism.md").read_text()
+
+
+@pytest.mark.slow
+def test_the_page_says_which_family_takes_which_way() -> None:
+    found: dict[str, list[str]] = {"grouped": [], "loop": [], "all": []}
+    for family in families():
+        fields = tiny(family)
+        if not has_experts(fields) and family not in ("dbrx", "jetmoe", "llama4_text"):  # names of their own
+            continue
+        (few, _), (many, stacked) = (launches(fields, experts) for experts in (4, 8))
+        if few["_grouped_mm"]:
+            assert few == many, family
+            found["grouped"].append(family)
+        elif few != many:
+            found["loop"].append(family)
+        elif stacked:
+            found["all"].append(family)
+    rows = re.findall(r"^\| (?:\w+ ){1,3}\| [^|]+ \| ([a-z0-9_, ]+) \|$", PAGE, re.MULTILINE)[1:]
+    assert rows == [", ".join(names) for names in found.values()], found
 
 
 def test_the_coefficient_acts_as_in_transformers() -> None:
