@@ -127,18 +127,33 @@ class HostImage:
 
     def close(self) -> None:
         if self._locked:
-            torch.cuda.cudart().cudaHostUnregister(self._address)
+            unlock_pages(self._address, self._size)
         os.close(self.handle)
+
+
+_LOCKED_AT_ONCE = 2**28
+"""Bytes: while the driver locks pages, another thread's kernels wait to be started, for seconds with a whole image."""
 
 
 def lock_pages(address: int, size: int) -> bool:
     """Page-lock host memory for copies from the GPU. Whether CUDA took it; if not, nothing else is different."""
-    if int(torch.cuda.cudart().cudaHostRegister(address, size, 0)) == 0:
+    runtime = torch.cuda.cudart()
+    for low in range(0, size, _LOCKED_AT_ONCE):
+        if int(runtime.cudaHostRegister(address + low, min(_LOCKED_AT_ONCE, size - low), 0)) != 0:
+            unlock_pages(address, low)
+            break
+    else:
         return True
     # The runtime keeps the error, and torch would raise it after its next kernel. torch has no name for the call.
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}").cudaGetLastError()
     return False
+
+
+def unlock_pages(address: int, size: int) -> None:
+    """The opposite, of as many bytes as were locked."""
+    for low in range(0, size, _LOCKED_AT_ONCE):
+        torch.cuda.cudart().cudaHostUnregister(address + low)
 
 
 _TORCH_DTYPES = {name: dtype for dtype, name in _DTYPES.items()}

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from llmtrain.base.log import warn_once
 from llmtrain.models import compiler
 
 IGNORE = -100
@@ -220,10 +221,19 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 @functools.cache
 def _adds_in_fp32(kind: str, dtype: torch.dtype) -> bool:
-    """True if a kind of device adds a product to an fp32 sum without rounding it first; tried once.
+    """True if a kind of device adds a product to an fp32 sum without rounding it first; tried once. A GPU that does not
+    is named in a warning."""
+    works = _tried_in_fp32(kind, dtype)
+    if kind != "cpu" and not works:
+        warn_once(
+            f"torch {torch.__version__} does not add a product in {dtype} to a sum in fp32 on this device ({kind}): "
+            "the gradient of the head's weight is rounded once more in each chunk of the loss, and takes longer"
+        )
+    return works
 
-    torch has this for CUDA only, and its rules for the sum's dtype have changed between versions.
-    """
+
+def _tried_in_fp32(kind: str, dtype: torch.dtype) -> bool:
+    """torch has it for CUDA only, and its rules for the sum's dtype have changed between versions."""
     total = torch.ones(16, 16, device=kind)
     factor = torch.full((16, 16), 1.0 + 2.0**-7, device=kind, dtype=dtype)  # its square has more bits than bf16
     want = total + factor.float() @ factor.float()

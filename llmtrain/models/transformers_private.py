@@ -223,11 +223,18 @@ def varlen_backward(
     return of_q, of_k, of_v
 
 
-def fresh_compilation_cache() -> contextlib.AbstractContextManager[Any]:
-    """torch._inductor.utils.fresh_cache: compiles anew what an earlier process may have left compiled."""
+@contextlib.contextmanager
+def fresh_compilation_cache() -> Iterator[None]:
+    """torch._inductor.utils.fresh_cache: compiles anew what an earlier process may have left compiled.
+
+    Without torch's worker processes, which would be started here and keep the folder of Triton's kernels that is
+    deleted at the end: compile_threads.
+    """
+    from torch._inductor import config
     from torch._inductor.utils import fresh_cache
 
-    return fresh_cache()
+    with _replaced(config, "compile_threads", 1), fresh_cache():
+        yield
 
 
 def set_compile_threads(count: int) -> None:

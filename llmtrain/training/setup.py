@@ -158,6 +158,12 @@ def start_engine(resolved: ResolvedRun, spec: ModelSpec, ranks: Ranks, mesh: Mes
         model = build_model(replace(resolved, run=run), spec, ranks.device, mesh)
     if compiles:
         model.notes.append("decoder layers go through torch.compile, which takes a while in the first steps")
+    mix = resolved.mix
+    if mix.zero_stage == 3 and mix.degrees.data * mix.degrees.sequence == 1 and not mix.offload_param:
+        model.notes.append(
+            "ZeRO 3 shares nothing here, as no other rank holds the same, and DeepSpeed waits for the device wherever "
+            "a parameter is used: zero_optimization.stage 1 takes no more memory and does not wait"
+        )
     engine = build_engine(model, resolved.optim, resolved.mix, resolved.deepspeed, ranks, mesh)
     apply_group_timeout(resolved.run.fault.timeout_s)  # to the groups that DeepSpeed has made
     progress.tell_compilation()  # DeepSpeed has imported torch.compile by now

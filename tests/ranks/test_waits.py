@@ -107,6 +107,24 @@ def case_of(path: Path, data: str) -> Case:
     )
 
 
+def notes_of(case: Case) -> list[str]:
+    engine, _ = make_engine(case)
+    engine.close()
+    return engine.module.notes
+
+
+def test_zero_3_on_one_rank_says_that_it_waits_for_nothing(pools, small_data):
+    """DeepSpeed's handle of a parameter that no other rank has synchronises the stream, hundreds of times a step."""
+    for world, changes, says in (
+        (1, {}, True),
+        (1, {"offload": "all"}, False),
+        (2, {"tensor": 2}, True),
+        (2, {"sequence": 2}, False),
+    ):
+        for notes in pools(world).run(notes_of, Case(data=small_data, stage=3, **changes)):
+            assert any("ZeRO 3 shares nothing here" in note for note in notes) is says
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "ds_configs").glob("*.json")), ids=lambda path: path.stem)
 def test_no_micro_batch_waits_for_the_device(pools, small_data, path, record_property):
     between, all_in_all = pools(1).run(waits_of, case_of(path, small_data))[0]

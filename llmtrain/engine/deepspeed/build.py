@@ -55,8 +55,8 @@ def build_engine(
         # Every tensor-parallel rank has the whole hidden state and sends it to its counterpart: DeepSpeed's way to send
         # a share each and gather it costs two more messages and an all-gather for every micro-batch.
         config["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
-    if mix.zero_stage == 3:
-        config["zero_optimization"] = {**_room_ahead(model), **exact["zero_optimization"]}
+    if mix.zero_stage > 0:
+        config["zero_optimization"] = {**_room(model, mix), **exact["zero_optimization"]}
     groups.mpu = None  # DeepSpeed keeps the one of an earlier engine of this process
     with choosing_optimizers():
         engine, *_ = deepspeed.initialize(
@@ -78,15 +78,22 @@ def build_engine(
     return ZeroEngine(engine, ranks, mesh, _layout_keys(exact))
 
 
-def _room_ahead(model: nn.Module) -> dict[str, int]:
-    """Keys of ZeRO 3 for which the next module that it gathers as a whole (a compiled layer, all experts of a layer) is
-    on its way while this one computes. DeepSpeed's defaults, which count elements, are made for single matrices.
+def _room(model: nn.Module, mix: Mix) -> dict[str, int]:
+    """Keys of zero_optimization that count elements, for this model: DeepSpeed's defaults where they suit it.
+
+    A bucket of gradients holds no more than there are: the default's 2 GB in fp32 would be there for an adapter, too.
+    Under ZeRO 3 the next module that is gathered as a whole (a compiled layer, all experts of a layer) is on its way
+    while this one computes: the defaults have room for a matrix or two.
     """
+    fields = DeepSpeedZeroConfig.model_fields
+    trained = sum(prod(shape_of(p)) for p in model.parameters() if p.requires_grad)
+    room = {"reduce_bucket_size": max(1, min(trained, int(fields["reduce_bucket_size"].default)))}
+    if mix.zero_stage < 3:
+        return room
     modules = (module for module in model.modules() if z3_leaf_module(module))
     largest = max((sum(prod(shape_of(p)) for p in module.parameters()) for module in modules), default=0)
-    fields = DeepSpeedZeroConfig.model_fields
     needs = {"prefetch_bucket_size": largest, "max_live_parameters": 2 * largest}
-    return {f"stage3_{name}": max(need, int(fields[name].default)) for name, need in needs.items()}
+    return room | {f"stage3_{name}": max(need, int(fields[name].default)) for name, need in needs.items()}
 
 
 def _layout_keys(exact: dict[str, Any]) -> tuple[str, ...]:

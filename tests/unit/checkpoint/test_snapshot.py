@@ -99,14 +99,32 @@ def test_the_gpus_own_wait_for_the_copy_is_told(cuda: Any, copy_ms: float, backw
     assert thread.name == "checkpoint-copy" and current == device
 
 
+def test_memory_is_locked_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quarter of a GiB at a time: 15 GB at once would hold up the thread that trains."""
+    locked: dict[int, int] = {}
+    runtime = SimpleNamespace(
+        cudaHostRegister=lambda address, size, _: int(locked.setdefault(address, size) != size),
+        cudaHostUnregister=locked.pop,
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    assert lock_pages(4096, 2**29 + 4096)
+    assert locked == {4096: 2**28, 4096 + 2**28: 2**28, 4096 + 2**29: 4096}
+    snapshot.unlock_pages(4096, 2**29 + 4096)
+    assert locked == {}
+
+
 def test_memory_that_cannot_be_locked_leaves_no_error_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded, asked = [], []
-    runtime = SimpleNamespace(cudaHostRegister=lambda *_: 1)
+    loaded, asked, locked = [], [], []
+    runtime = SimpleNamespace(
+        cudaHostRegister=lambda address, *_: len(locked) == 2 or locked.append(address) or 0,
+        cudaHostUnregister=locked.remove,
+    )
     library = SimpleNamespace(cudaGetLastError=lambda: asked.append(1))
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(snapshot.ctypes, "CDLL", lambda name: loaded.append(name) or library)
-    assert not lock_pages(1, 4096)
+    assert not lock_pages(4096, 2**30)
+    assert locked == [], "two pieces were locked before the one that CUDA refused"
     assert loaded == ["libcudart.so.13"] and asked == [1]
 
 

@@ -63,6 +63,27 @@ def test_without_a_compiler_the_run_goes_on_uncompiled(tmp_path: Path):
     assert [name for name in os.listdir(tmp_path) if not name.startswith("torchinductor_")] == []  # torch's own, empty
 
 
+def test_the_trial_starts_no_processes_that_would_remember_its_folder(monkeypatch):
+    """Torch's workers keep TRITON_CACHE_DIR of the time when they were started, and the trial's folder is deleted."""
+    from torch._inductor import config
+    from torch._inductor.async_compile import get_compile_threads
+
+    monkeypatch.setattr(compiler, "share_cores", lambda: None)
+    plain, asked = torch.compile, []
+
+    def backend(graph, inputs):
+        asked.append((get_compile_threads(), os.environ["TRITON_CACHE_DIR"]))
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", lambda function, **_: plain(function, backend=backend))
+    torch._dynamo.reset()
+    with config.patch(compile_threads=4):
+        assert compiler._attempt("cpu") is None
+        assert get_compile_threads() == 4
+    ((threads, folder),) = asked
+    assert threads == 1 and not os.path.exists(folder)
+
+
 def test_compiling_takes_a_ranks_share_of_the_cores(monkeypatch):
     from torch._inductor import config
 

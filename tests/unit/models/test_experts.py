@@ -90,8 +90,8 @@ def launches(fields: dict[str, Any], experts: int) -> tuple[Counter[str], bool]:
 
     def with_experts(fields: dict[str, Any]) -> dict[str, Any]:
         names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-        return {key: with_experts(value) if isinstance(value, dict) else experts if key in names and value > 1 else value
-                for key, value in fields.items()}  # fmt: skip
+        inner = {key: with_experts(value) for key, value in fields.items() if isinstance(value, dict)}
+        return {**fields, **inner, **{key: experts for key in names if fields.get(key, 0) > 1}}
 
     config = config_of(with_experts(fields))
     try:
