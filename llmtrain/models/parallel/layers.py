@@ -113,11 +113,18 @@ if TYPE_CHECKING:
 
 
 def set_up_layers(
-    hf: PreTrainedModel, layers: Iterable[nn.Module], model: ModelConfig, recompute: dict[str, Any] | None
+    hf: PreTrainedModel,
+    layers: Iterable[nn.Module],
+    model: ModelConfig,
+    recompute: dict[str, Any] | None,
+    *,
+    gathered: bool = False,
 ) -> None:
     """Let the decoder `layers` of `hf` that are here compute as the model section of the run says.
 
-    `recompute`: the JSON's section activation_checkpointing, if it has one.
+    Args:
+        recompute: the JSON's section activation_checkpointing, if it has one.
+        gathered: ZeRO 3 gathers their parameters.
     """
     if model.mlp_tile_tokens is not None:  # it takes the model apart: 1,000 lines that other runs do not load
         from llmtrain.models.parallel.layers import tile_mlps
@@ -128,7 +135,21 @@ def set_up_layers(
         checkpoint_activations(hf, recompute, keep_attention=model.keep_attention)
     if model.compile_layers:
         for layer in layers:
-            # ZeRO 3 gathers a layer as a whole: the hooks of what is in it would break the graph. Those of the layer
-            # stay outside, where layer.compile() takes them in. A run has one shape, and static kernels are faster.
-            set_z3_leaf_module(layer, True)
+            # Not layer.compile(), which takes the layer's hooks in: ZeRO 3 gathers and lets go in them. A run has one
+            # shape, and static kernels are faster.
             layer.forward = torch.compile(layer.forward, dynamic=False)
+            if gathered:  # as a whole: the hooks of what is in it would break the graph
+                set_z3_leaf_module(layer, True)
+                layer.register_forward_pre_hook(_ask_for_a_gradient, with_kwargs=True)
+
+
+def _ask_for_a_gradient(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Let the hidden state that enters a trained layer have a gradient, behind frozen embeddings, too.
+
+    ZeRO 3 lets a layer's weights go when the gradients of its inputs are there. Where no input has one, torch says so
+    before the layer's backward pass instead of after it.
+    """
+    if torch.is_grad_enabled() and any(p.requires_grad for p in layer.parameters()):
+        given = (*args, *kwargs.values())
+        hidden = next(t for t in given if isinstance(t, Tensor) and t.is_floating_point())
+        hidden.requires_grad_()

@@ -63,7 +63,8 @@ def build_model(
         elif mix.zero_stage == 3:
             set_leaf_modules(hf, blocks)
         hf.config.use_cache = False
-        set_up_layers(hf, decoder_layers(hf), model, resolved.deepspeed.get("activation_checkpointing"))
+        recompute = resolved.deepspeed.get("activation_checkpointing")
+        set_up_layers(hf, decoder_layers(hf), model, recompute, gathered=mix.zero_stage == 3)
         if mix.degrees.sequence > 1:
             from llmtrain.models.parallel.sequence import SequenceLanguageModel
 

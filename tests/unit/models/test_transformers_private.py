@@ -39,7 +39,7 @@ def within(manager: Callable[[], Any]) -> Callable[[], None]:
             "_preprocess_mask_arguments",
             within(lambda: transformers_private.masks_of_whole_rows(PLACES)),
         ),
-        (inductor, "fresh_cache", transformers_private.fresh_compilation_cache),
+        (inductor, "fresh_cache", within(transformers_private.fresh_compilation_cache)),
         (nn.Module, "register_parameter", within(transformers_private.parameters_on_meta)),
         (PreTrainedModel, "_from_config", lambda: transformers_private.build_with(LlamaForCausalLM, SMALL)),
         (PreTrainedModel, "_supports_flash_attn", lambda: transformers_private.takes_flash_attention(PreTrainedModel)),
