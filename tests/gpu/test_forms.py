@@ -66,7 +66,7 @@ def run_named(case: Case) -> tuple[str, Trace]:
     return name, trace
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_compiled_layers_agree(pools, small_data, stage):
     case = Case(data=small_data, stage=stage, precision="bf16", steps=STEPS, compile_layers=True)
     frames, got = pools(1).run(run_compiled, case)[0]

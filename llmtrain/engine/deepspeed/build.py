@@ -78,6 +78,10 @@ def build_engine(
     return ZeroEngine(engine, ranks, mesh, _layout_keys(exact))
 
 
+_MOST_LIVE = 8_000_000_000
+"""Elements: 16 GB in bf16, for two layers of 405B. All experts of a layer of DeepSeek-V3 are 11e9, and come alone."""
+
+
 def _room(model: nn.Module, mix: Mix) -> dict[str, int]:
     """Keys of zero_optimization that count elements, for this model: DeepSpeed's defaults where they suit it.
 
@@ -92,6 +96,8 @@ def _room(model: nn.Module, mix: Mix) -> dict[str, int]:
         return room
     modules = (module for module in model.modules() if z3_leaf_module(module))
     largest = max((sum(prod(shape_of(p)) for p in module.parameters()) for module in modules), default=0)
+    if 2 * largest > _MOST_LIVE:
+        return room
     needs = {"prefetch_bucket_size": largest, "max_live_parameters": 2 * largest}
     return room | {f"stage3_{name}": max(need, int(fields[name].default)) for name, need in needs.items()}
 
