@@ -87,6 +87,7 @@ class Case:
     """Of layers over pipeline stages."""
     compile_layers: bool | None = False
     mlp_tile_tokens: int | None = None
+    keep_attention: bool = False
     isolate_documents: bool = False
     length: int = LENGTH
     """Tokens of a sequence."""
@@ -173,6 +174,7 @@ def resolved_run(case: Case, world_size: int) -> ResolvedRun:
                 loss_chunk_tokens=40,
                 compile_layers=case.compile_layers,
                 mlp_tile_tokens=case.mlp_tile_tokens,
+                keep_attention=case.keep_attention,
                 freeze=list(case.freeze),
             ),
             adapter=AdapterConfig(**case.adapter),
