@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -111,13 +112,13 @@ def _gather_unseen(offload: Any) -> None:
     It counts the operators of a layer's forward pass, and ends a run whose recomputation has others: what is gathered
     ahead in the one is gathered within the layer in the other.
     """
+
+    def unseen(plain: Callable[[nn.Module], None], module: nn.Module) -> None:
+        with _disable_current_modes():
+            plain(module)
+
     for name in ("pre_sub_module_forward_function", "post_sub_module_forward_function"):
-
-        def unseen(module: nn.Module, plain: Callable[[nn.Module], None] = getattr(offload, name)) -> None:
-            with _disable_current_modes():
-                plain(module)
-
-        setattr(offload, name, unseen)
+        setattr(offload, name, partial(unseen, getattr(offload, name)))
 
 
 def _layout_keys(exact: dict[str, Any]) -> tuple[str, ...]:
