@@ -29,7 +29,8 @@ from llmtrain.config.run import DataConfig, RunConfig
 from llmtrain.data.manifest import SPLITS
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.stream.loader import TrainLoader
-from llmtrain.data.stream.train_data import TrainData
+from llmtrain.data.stream.token_bytes import byte_lengths, counted_bytes
+from llmtrain.data.stream.train_data import EvalSet, TrainData
 from llmtrain.data.stream.windows import best_fit
 from llmtrain.data.tokenize import Encoder
 from llmtrain.training.finish import ngram_baselines
@@ -115,6 +116,15 @@ def test_every_record_is_there_or_named(place: Path, prepared: Path) -> None:
 
 def data_text(folder: Path, row: tuple[list[int], list[bool]]) -> str:
     return Encoder(folder / "tokenizer").decode(row[0]).replace("<|im_start|>user\n", " ", 1)
+
+
+def test_bytes_are_those_of_the_answers_texts(place: Path) -> None:
+    assert prepare(place, "good.jsonl", "measured", "--validation-fraction", "0") == 0
+    data = EvalSet(str(place / "measured"), DataConfig(sequence_length=LENGTH, isolate_documents=True))
+    answers = [turn["content"] for talk in TALKS for turn in talk if turn["role"] == "assistant"]
+    counted = "".join(f"<think>\n\n</think>\n\n{answer}" for answer in answers)  # what ends a turn is no text
+    lengths = byte_lengths(data.tokenizer_dir, data.vocab_size)
+    assert counted_bytes(data, data.validation_sequences, lengths) == len(counted.encode()) and data.whole
 
 
 def test_a_bad_record_stops_the_run_and_is_named(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
