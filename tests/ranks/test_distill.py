@@ -213,7 +213,7 @@ def learnt_from_column(writes: Case, learns: Case, folder: str, top_k: int) -> t
 @pytest.mark.parametrize(
     ("writes", "learns", "k"),
     [
-        ({"stage": 3}, {"stage": 1, "pipeline": 2, "accumulation": 3}, 16),
+        pytest.param({"stage": 3}, {"stage": 1, "pipeline": 2, "accumulation": 3}, 16, marks=pytest.mark.slow),
         pytest.param({"stage": 1, "pipeline": 2}, {"stage": 2}, 16, marks=pytest.mark.slow),
         pytest.param({"stage": 1, "tensor": 2}, {"stage": 1, "tensor": 2}, 16, marks=pytest.mark.slow),
         ({"stage": 3, "sequence": 2}, {"stage": 1, "sequence": 2}, 16),
