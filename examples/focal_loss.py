@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from llmtrain import Bound, ByToken, Figure, bounded
+from llmtrain import ByToken, Figure, bounded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +17,7 @@ class Focal(ByToken, choice="focal"):
     figures: ClassVar[tuple[Figure, ...]] = (
         Figure(name="focal/next_token_loss", unit="nats/token", meaning="The negative log-likelihood."),
     )
-    gamma: float = bounded(2.0, Bound(at_least=0), "2 is the default, 0 gives next_token")
+    gamma: float = bounded(2.0, at_least=0)
     """Exponent."""
 
     def terms(self, nll: Tensor) -> tuple[Tensor, ...]:

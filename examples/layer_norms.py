@@ -8,7 +8,7 @@ from typing import Any
 
 from deepspeed.utils import safe_get_full_grad
 
-from llmtrain import Done, Part
+from llmtrain import Part
 
 
 @dataclass(kw_only=True)
@@ -30,5 +30,5 @@ class LayerNorms(Part, entry="layer_norms"):
                     squares[layer[1]] = squares.get(layer[1], 0.0) + float(gradient.float().square().sum())
             self.norms = {f"layer_{layer}": square**0.5 for layer, square in squares.items()}
 
-    def figures(self, done: Done) -> dict[str, Any]:
+    def figures(self, done: Any) -> dict[str, Any]:
         return self.norms

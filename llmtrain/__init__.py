@@ -9,53 +9,57 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from llmtrain.base.choice import Bound, bounded
+    from llmtrain.base.choice import bounded
     from llmtrain.base.errors import UserError
     from llmtrain.checkpoint.hf.inference import load
-    from llmtrain.commands.train import Result, train
+    from llmtrain.commands.prepare import prepare
+    from llmtrain.commands.train import train
+    from llmtrain.data.prepare.plugin_source import Source
     from llmtrain.objectives.by_token import ByToken
+    from llmtrain.objectives.metric import Metric
     from llmtrain.objectives.objective import Figure
     from llmtrain.objectives.preferences import Pairs
+    from llmtrain.optim.optimizers import Optimizer
     from llmtrain.optim.schedules import Schedule
     from llmtrain.tracking.sink import Sink
-    from llmtrain.training.parts import Done, Part
-    from llmtrain.training.step import Position, Request
+    from llmtrain.training.parts import Part
+    from llmtrain.training.step import Request
 
 __version__ = "0.1.0"
 __all__ = [
-    "Bound",
     "ByToken",
-    "Done",
     "Figure",
+    "Metric",
+    "Optimizer",
     "Pairs",
     "Part",
-    "Position",
     "Request",
-    "Result",
     "Schedule",
     "Sink",
+    "Source",
     "UserError",
     "bounded",
     "load",
+    "prepare",
     "train",
 ]
 
 _HOMES = {
-    "Bound": "llmtrain.base.choice",
-    "bounded": "llmtrain.base.choice",
-    "Schedule": "llmtrain.optim.schedules",
-    "UserError": "llmtrain.base.errors",
-    "load": "llmtrain.checkpoint.hf.inference",
-    "Result": "llmtrain.commands.train",
-    "train": "llmtrain.commands.train",
-    "Sink": "llmtrain.tracking.sink",
     "ByToken": "llmtrain.objectives.by_token",
     "Figure": "llmtrain.objectives.objective",
+    "Metric": "llmtrain.objectives.metric",
+    "Optimizer": "llmtrain.optim.optimizers",
     "Pairs": "llmtrain.objectives.preferences",
-    "Done": "llmtrain.training.parts",
     "Part": "llmtrain.training.parts",
-    "Position": "llmtrain.training.step",
     "Request": "llmtrain.training.step",
+    "Schedule": "llmtrain.optim.schedules",
+    "Sink": "llmtrain.tracking.sink",
+    "Source": "llmtrain.data.prepare.plugin_source",
+    "UserError": "llmtrain.base.errors",
+    "bounded": "llmtrain.base.choice",
+    "load": "llmtrain.checkpoint.hf.inference",
+    "prepare": "llmtrain.commands.prepare",
+    "train": "llmtrain.commands.train",
 }
 
 

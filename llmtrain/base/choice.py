@@ -70,8 +70,16 @@ SECONDS = Bound(above=0, at_most=1e9)
 SEED = Bound(at_least=0, at_most=2**63 - 1)
 
 
-def bounded(default: Any, bound: Bound | None, remedy: str = "") -> Any:
-    """A dataclass field with limits; `remedy`: an example or a reminder for a value outside them."""
+def bounded(default: Any, bound: Bound | None = None, remedy: str = "", **limits: float) -> Any:
+    """A dataclass field with limits: above, at_least, at_most, below.
+
+    Args:
+        default: its value where nobody gives one.
+        bound: the limits, or `limits` in its place, such as `bounded(0.5, at_least=0, at_most=1)`.
+        remedy: an example or a reminder for a value outside them.
+    """
+    if limits:
+        bound, remedy = Bound(**limits), remedy or f"{default} is the default"
     return field(default=default, metadata={"bound": bound, "remedy": remedy})
 
 

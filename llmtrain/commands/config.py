@@ -14,7 +14,7 @@ from llmtrain.base.choice import either
 from llmtrain.base.errors import ConfigError
 from llmtrain.commands import completion
 from llmtrain.config import strict_yaml
-from llmtrain.config.load import COMMAND_LINE, Parsed, configs_in, parse, run_words
+from llmtrain.config.load import COMMAND_LINE, Parsed, configs_in, parse, plugins_of, run_words
 from llmtrain.config.pinned import with_base
 from llmtrain.config.problems import closest, show, stop
 from llmtrain.config.resolve import resolve
@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # torch is for those who ask
 USAGE = """\
 usage: llmtrain config check RUN.yaml ... [--SECTION.FIELD VALUE ...] [--world-size N] [--data]
        llmtrain config show  RUN.yaml ... [--SECTION.FIELD VALUE ...] [--world-size N]
-       llmtrain config schema
+       llmtrain config schema [--plugin FILE.py]
 
 check   does all that `llmtrain train` does before it needs a device: YAML, DeepSpeed JSON, paths, DeepSpeed's own
         checks, the model without its weights, the data's shards; no GPU, some seconds, and no network unless
@@ -74,8 +74,9 @@ def main(argv: list[str]) -> int:
         print(USAGE, end="")
         return 0
     if action == "schema":
-        if rest:
-            raise stop("llmtrain config schema", rest[0], "takes no words: there is one schema", "remove it")
+        if words := plugins_of(rest):
+            raise stop("llmtrain config schema", words[0], "takes no words but --plugin: there is one schema",
+                       "remove it")  # fmt: skip
         print(json.dumps(json_schema(), indent=1))
         return 0
     world_size, source, rest = _world_size(rest)

@@ -5,16 +5,57 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from llmtrain.base import untrusted
-from llmtrain.base.errors import UserError
+from llmtrain.base.errors import DataError, UserError
 from llmtrain.commands import completion
-from llmtrain.data.prepare.preparation import prepare
+from llmtrain.config import plugins
+from llmtrain.config.schema import source_entries
+from llmtrain.data.manifest import Manifest
+from llmtrain.data.prepare import plugin_source, preparation
 from llmtrain.data.prepare.settings import PrepareSettings
 
 
+def prepare(
+    source: Path | str | Sequence[Path | str],
+    out: Path | str,
+    *,
+    plugin: Path | str | Sequence[Path | str] = (),
+    validation_source: Path | str | Sequence[Path | str] = (),
+    fields: Mapping[str, Mapping[str, Any]] | None = None,
+    **options: Any,
+) -> Manifest:
+    """Prepare a folder as `llmtrain prepare` does: new, finished after a kill, or found complete.
+
+    Args:
+        source: what `--source` takes, one or several.
+        out: the prepared folder.
+        plugin: files that define sources, one or several.
+        validation_source: what `--validation-source` takes.
+        fields: values of the fields of a plugin's source: {"csv": {"column": "text"}}.
+        options: the command's other options, with _ for -: vocab_size=8192, format="chat".
+
+    Returns: the folder's manifest, with `tokens` and `documents` of each split.
+    Raises: UserError.
+    """
+    if "stop_token" in options:
+        options["stop_tokens"] = _texts(options.pop("stop_token"))
+    if unknown := [name for name in options if name not in PrepareSettings.__dataclass_fields__]:
+        raise DataError(f"llmtrain.prepare: it has no option {unknown[0]}; `llmtrain prepare --help` lists them")
+    named = {"sources": source, "validation_sources": validation_source, "plugins": plugin}
+    options |= {key: _texts(given) for key, given in named.items()}
+    return preparation.prepare(PrepareSettings(out=str(out), fields=fields or {}, **options))
+
+
+def _texts(given: Path | str | Sequence[Path | str]) -> tuple[str, ...]:
+    return (str(given),) if isinstance(given, Path | str) else tuple(map(str, given))
+
+
 def _options() -> argparse.ArgumentParser:
-    """The parser of `llmtrain prepare`."""
+    """The parser of `llmtrain prepare`; the plugins are imported already."""
     parser = argparse.ArgumentParser(
         prog="llmtrain prepare",
         description="Tokenize a corpus into memory-mapped shards with a train and a validation split.",
@@ -66,9 +107,15 @@ def _options() -> argparse.ArgumentParser:
     shard = "input bytes per shard (default: a 64th, 1 to 256 MiB)"
     add("--shard-bytes", type=int, default=argparse.SUPPRESS, metavar="N", help=shard)
     add("--max-rejected", type=int, default=0, metavar="N", help="stop when more than N records are bad")
+    own = "a Python file with sources of your own (docs/extend.md), or a module; may be repeated"
+    add("--plugin", action="append", default=argparse.SUPPRESS, metavar="FILE.py", help=own)
     all_cores = "worker processes (default: all cores)"
     add("--processes", type=int, default=argparse.SUPPRESS, metavar="N", help=all_cores)
     _add_chat(parser)
+    for entry in source_entries():
+        values = parser.add_argument_group(f"source {entry.key.partition('.')[0]}:WORDS of a plugin")
+        about = f"{entry.doc} ({entry.values}; default: {entry.default})".strip().replace("%", "%%")
+        values.add_argument(f"--{entry.key}", dest=entry.key, default=argparse.SUPPRESS, metavar="VALUE", help=about)
     return parser
 
 
@@ -104,24 +151,28 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
 
 def main(argv: list[str]) -> int:
     """`llmtrain prepare`: returns the exit code; a user's mistake is one message on standard error."""
-    parser = _options()
-    completion.offer(parser)
-    values = vars(parser.parse_args(argv))
-    sources, validation = tuple(values.pop("source")), tuple(values.pop("validation_source", ()))
-    stops = tuple(values.pop("stop_token", ()))
-    settings = PrepareSettings(sources=sources, validation_sources=validation, stop_tokens=stops, **values)
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early.add_argument("--plugin", action="append", default=[])
 
     def stop(signum: int, frame: object) -> None:
         raise KeyboardInterrupt
 
     previous = signal.signal(signal.SIGTERM, stop)
     try:
-        prepare(settings)
+        plugins.use(early.parse_known_args(argv)[0].plugin)  # they bring options
+        parser = _options()
+        completion.offer(parser)
+        values = vars(parser.parse_args(argv))
+        out, fields = values["out"], {name: dict[str, Any]() for name in plugin_source.classes()}
+        for key in [key for key in values if "." in key]:
+            name, _, field = key.partition(".")
+            fields[name][field] = values.pop(key)
+        prepare(**values, fields={name: given for name, given in fields.items() if given})
     except UserError as error:
         print(f"error: {untrusted.shown(error, lines=True)}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print(f"\ninterrupted; finished shards are kept in {settings.out}: the same command continues", file=sys.stderr)
+        print(f"\ninterrupted; finished shards are kept in {out}: the same command continues", file=sys.stderr)
         return 130
     finally:
         signal.signal(signal.SIGTERM, previous)

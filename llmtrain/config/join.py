@@ -125,7 +125,7 @@ def _check_name(run: RunConfig, tree: dict[str, Any], places: Places, problems: 
     json_type = lookup(tree, "optimizer.type")
     if not isinstance(json_type, str) or json_type.lower() == "auto":
         return
-    theirs, known = _named(json_type), Optimizer.CHOICES.values()
+    theirs, known = _named(json_type), [each for each in Optimizer.CHOICES.values() if each.json_types]
     if theirs is None:
         problems.add(
             "optimizer.type", json_type,

@@ -18,7 +18,7 @@ import itertools
 import re
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -221,6 +221,8 @@ FORMERLY = {
 
 _REMOVED = {("sites", "mean"): "weighted"}
 """Fields that are gone, and the default that llmtrain wrote of them into each config.yaml: such a file still loads."""
+ENTRIES = ("parts", "trackers", "metrics")
+"""Sections whose entries are classes of plugins, by name."""
 _MOST_BRACKETS = 1_000
 """In one value: jsonargparse reads text as YAML, by a recursion in C that overflows the stack at some 20,000."""
 
@@ -272,7 +274,7 @@ def parse(argv: list[str], *, check_paths: bool = True) -> Parsed:
         _override(tree, places, key, text, problems)
     notes, all_expanded = rules.expand_paths(tree, places, problems if check_paths else Problems())
     free = _take_free(tree, places, problems)
-    entries = {section: _take_entries(tree, section, places, problems) for section in ("parts", "trackers")}
+    entries = {section: _take_entries(tree, section, places, problems) for section in ENTRIES}
     _check_keys(tree, "", places, problems)
     problems.raise_if_any()
     order = [*configs, COMMAND_LINE]
@@ -322,9 +324,13 @@ def configs_in(words: Sequence[str]) -> list[str]:
     return [path for flag, path in itertools.pairwise(words) if flag == "--config"]
 
 
-def _use_plugins(argv: list[str]) -> None:
-    """Import those of the command line, before any other word is read: they bring fields."""
+def plugins_of(argv: list[str]) -> list[str]:
+    """Import the plugins of the command line, before any other word is read: they bring fields. Returns the rest.
+
+    Raises: ConfigError.
+    """
     found: list[str] = []
+    rest: list[str] = []
     changed, words = False, iter(argv)
     for word in words:
         flag, has_value, value = word.partition("=")
@@ -337,7 +343,10 @@ def _use_plugins(argv: list[str]) -> None:
             else:
                 remedy = "write --plugin FILE.py" if flag == plugins.FLAG else f"write {plugins.CHANGED} ok"
                 raise stop(flag, value or None, "needs its value", remedy, COMMAND_LINE)
+        else:
+            rest.append(word)
     plugins.use(found, changed=changed)
+    return rest
 
 
 def command_words(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -378,7 +387,7 @@ def _pairs(argv: list[str]) -> Iterator[tuple[str, str, list[str]]]:
 
     A flag without a value is true, if its field is true or false. The launcher's --local_rank is dropped.
     """
-    _use_plugins(argv)
+    plugins_of(argv)
     words = deque(argv)
     while words:
         word = words.popleft()
@@ -394,7 +403,9 @@ def _pairs(argv: list[str]) -> Iterator[tuple[str, str, list[str]]]:
             yield "config", word, [word]
             continue
         flag, given = _known_spelling(flag), [word]
-        if not has_value:
+        if not has_value and _is_entry(flag[2:]):
+            value = "true"
+        elif not has_value:
             following = words[0] if words else None
             if following is not None and not following.startswith("--"):
                 value = words.popleft()
@@ -405,6 +416,12 @@ def _pairs(argv: list[str]) -> Iterator[tuple[str, str, list[str]]]:
                 raise stop(flag, following, "needs a value", f"write {flag} VALUE", COMMAND_LINE)
         if flag not in _LAUNCHER_FLAGS:
             yield flag[2:], value, given
+
+
+def _is_entry(key: str) -> bool:
+    """True for `parts.count`, the name of a plugin's class: as a flag it takes the class with its defaults."""
+    section, _, name = key.partition(".")
+    return section in ENTRIES and name in Entry.SECTIONS.get(section, {})
 
 
 def _is_flag(flag: str) -> bool:
@@ -481,6 +498,10 @@ def _override(tree: dict[str, Any], places: dict[str, str], key: str, text: str,
     """Lay one command-line value over the tree. Text stays text: jsonargparse reads it by the field's type."""
     value: Any = text
     free = next((f for f in _FREE_KEYS if key == f or key.startswith(f"{f}.")), None)
+    if _is_entry(key) and text == "true":
+        section, name = key.split(".")
+        tree[section] = {name: None, **(tree.get(section) or {})}
+        return
     if free is None and key not in schema():
         unknown_key(key, text, COMMAND_LINE, problems, flag=True)
         return
@@ -550,6 +571,22 @@ def _take_entries(tree: dict[str, Any], section: str, places: dict[str, str], pr
         elif (entry := _entry(key, known[name], values or {}, places, problems)) is not None:
             built[name] = entry
     return built
+
+
+def typed_entry(key: str, cls: type, values: Mapping[str, Any]) -> Any:
+    """An object of a plugin's class that stands in no YAML, with these values of its fields.
+
+    Raises: ConfigError.
+    """
+    problems = Problems()
+    entry = _entry(key, cls, dict(values), {}, problems)
+    problems.raise_if_any()
+    for item in fields(cls):
+        bound, value = item.metadata.get("bound"), getattr(entry, item.name)
+        if bound is not None and value is not None and not bound.holds(value):
+            problems.add(f"{key}.{item.name}", value, f"must be {bound.words}", item.metadata["remedy"])
+    problems.raise_if_any()
+    return entry
 
 
 def _entry(key: str, cls: type, values: dict[str, Any], places: dict[str, str], problems: Problems) -> Any:

@@ -15,6 +15,9 @@ from llmtrain.storage.hub.names import REVISION, is_name
 def check_objective(run: RunConfig, places: Places, problems: Problems) -> None:
     """Check that a run has what its objective needs: a model that gives text, a reference, a teacher."""
     objective = run.objective
+    if objective.scores and run.metrics:
+        problems.add("metrics", sorted(run.metrics), f"are made of likelihoods of tokens, and objective.name "
+                     f"{objective.name} gives scores", "remove them", places.get("metrics"))  # fmt: skip
     for key, given in {"train.sample_prompt": run.train.sample_prompt,
                        "train.sample_prompts": run.train.sample_prompts}.items():  # fmt: skip
         if objective.scores and given:

@@ -82,7 +82,8 @@ def use(given: list[str], *, changed: bool = False) -> None:
         _forget_all()
         raise
     finally:
-        for cached in (schema.sections, schema.subsections, schema.choices, schema.schema, schema.entries):
+        for cached in (schema.sections, schema.subsections, schema.choices, schema.schema, schema.entries,
+                       schema.source_entries):  # fmt: skip
             cached.cache_clear()
 
 

@@ -294,6 +294,8 @@ class RunConfig:
     """Parts of plugins that take part in the run: NAME: {FIELD: VALUE} for each; `NAME:` alone takes the defaults."""
     trackers: dict[str, Any] = field(default_factory=dict)
     """Trackers beside W&B and the local files, in the same form: tensorboard, mlflow, and those of plugins."""
+    metrics: dict[str, Any] = field(default_factory=dict)
+    """Figures of plugins beside the loss, in the same form."""
 
 
 @dataclass(frozen=True, kw_only=True)

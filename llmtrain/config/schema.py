@@ -83,10 +83,22 @@ def default_choice(section: str) -> str:
     return str(default.selected())
 
 
+def entry_sections() -> dict[str, dict[str, type[Any]]]:
+    """The sections of a run that hold any number of entries, with the classes of plugins by name."""
+    return {name: known for name, known in choice.Entry.SECTIONS.items() if name in RunConfig.__dataclass_fields__}
+
+
 @functools.cache
 def schema() -> dict[str, Any]:
-    """Dotted key of every field -> its type."""
-    return {entry.key: entry.kind for entry in entries()}
+    """Dotted key of every field -> its type; of a plugin's source for `llmtrain prepare` NAME.FIELD."""
+    return {entry.key: entry.kind for entry in (*entries(), *source_entries())}
+
+
+@functools.cache
+def source_entries() -> tuple[Entry, ...]:
+    """The fields of the sources that plugins bring to `llmtrain prepare`, NAME.FIELD."""
+    known = choice.Entry.SECTIONS.get("sources", {})
+    return tuple(_entry(cls, item, f"{name}.{item.name}") for name, cls in known.items() for item in fields(cls))
 
 
 @functools.cache
@@ -111,7 +123,7 @@ def entries() -> tuple[Entry, ...]:
                 if item.init and item.name not in shared:
                     own.setdefault(_entry(chosen, item, f"{section}.{item.name}"), []).append(name)
         found += [replace(entry, owners=tuple(owners)) for entry, owners in own.items()]
-    for section, names in choice.Entry.SECTIONS.items():
+    for section, names in entry_sections().items():
         for name, cls in names.items():
             found += [_entry(cls, item, f"{section}.{name}.{item.name}") for item in fields(cls) if item.init]
     return tuple(found)
@@ -257,7 +269,7 @@ def json_schema() -> dict[str, Any]:
     knows."""
     top: dict[str, Any] = {entry.key: _value(entry) for entry in entries() if "." not in entry.key}
     top |= {section: _section(section) for section in sections()}
-    for section, names in choice.Entry.SECTIONS.items():
+    for section, names in entry_sections().items():
         top[section] = _or_null(_map({name: _section(f"{section}.{name}") for name in names}))
     return {"$schema": DRAFT, "title": "A training run of llmtrain", "required": ["deepspeed"], **_map(top)}
 

@@ -107,7 +107,7 @@ _TOKENS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pairs(OverAnswers):
+class OverPairs(OverAnswers):
     """A loss over pairs."""
 
     unit: ClassVar[str] = "nats/pair"
@@ -139,8 +139,11 @@ class Pairs(OverAnswers):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Likelihoods(Pairs):
-    """A loss of the log-probabilities of pairs."""
+class Pairs(OverPairs):
+    """A loss of the log-probabilities of pairs; a new one is a class with `losses`.
+
+    A plugin's field `reference: Literal["column", "online"] = "column"` lets it use `a.ratio`, as `Referenced` does.
+    """
 
     figures: ClassVar[tuple[Figure, ...]] = (
         *_MARGIN,
@@ -153,7 +156,7 @@ class Likelihoods(Pairs):
         *_TOKENS,
     )
     charts: ClassVar[tuple[Chart, ...]] = (
-        *Pairs.charts,
+        *OverPairs.charts,
         Chart(
             file="log_probability",
             title="Log-probability of answers",
@@ -167,7 +170,7 @@ class Likelihoods(Pairs):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dpo(Likelihoods, Referenced, choice="dpo"):
+class Dpo(Pairs, Referenced, choice="dpo"):
     """Direct preference optimisation."""
 
     smoothing: float = bounded(0.0, _WRONG, "0.1 is usual")
@@ -186,7 +189,7 @@ class Dpo(Likelihoods, Referenced, choice="dpo"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Robust(Likelihoods, Referenced, choice="robust"):
+class Robust(Pairs, Referenced, choice="robust"):
     """Loss whose mean is dpo's though a share of labels is wrong."""
 
     smoothing: float = bounded(0.1, _WRONG, "0.1 is usual")
@@ -202,7 +205,7 @@ class Robust(Likelihoods, Referenced, choice="robust"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ipo(Likelihoods, Referenced, choice="ipo"):
+class Ipo(Pairs, Referenced, choice="ipo"):
     """Squared distance of the difference per token from a target."""
 
     def losses(self, a: Answers) -> tuple[Tensor, Tensor]:
@@ -215,7 +218,7 @@ class Ipo(Likelihoods, Referenced, choice="ipo"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DpoNorm(Likelihoods, Referenced, choice="dpo_norm"):
+class DpoNorm(Pairs, Referenced, choice="dpo_norm"):
     """dpo of log-ratios per token."""
 
     beta: float = bounded(5.0, POSITIVE, "5 is the default")
@@ -230,7 +233,7 @@ class DpoNorm(Likelihoods, Referenced, choice="dpo_norm"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rpo(Likelihoods, Referenced, choice="rpo"):
+class Rpo(Pairs, Referenced, choice="rpo"):
     """dpo with the chosen answer's likelihood."""
 
     alpha: float = bounded(1.0, NOT_NEGATIVE, "1 is the default")
@@ -248,7 +251,7 @@ class Rpo(Likelihoods, Referenced, choice="rpo"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimPo(Likelihoods, choice="simpo"):
+class SimPo(Pairs, choice="simpo"):
     """Log-probabilities per token with a margin."""
 
     beta: float = bounded(2.0, POSITIVE, "2 is the default")
@@ -265,7 +268,7 @@ class SimPo(Likelihoods, choice="simpo"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Orpo(Likelihoods, choice="orpo"):
+class Orpo(Pairs, choice="orpo"):
     """Likelihood of the chosen answer, and the odds ratio of the two."""
 
     beta: float = bounded(0.1, POSITIVE, "0.1 is the default")
@@ -352,7 +355,7 @@ class Kto(Referenced, choice="kto"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reward(Pairs, choice="reward"):
+class Reward(OverPairs, choice="reward"):
     """A model that scores answers; the chosen one's is to be higher."""
 
     scores = True
@@ -367,7 +370,7 @@ class Reward(Pairs, choice="reward"):
         *_TOKENS,
     )
     charts: ClassVar[tuple[Chart, ...]] = (
-        *Pairs.charts,
+        *OverPairs.charts,
         Chart(
             file="rewards",
             title="Rewards",

@@ -1,6 +1,6 @@
 """Optimizers as far as they are known without torch: the fields of `optim`, what each goes with, what it keeps.
 
-A new one is a class here, and its builder in engine/deepspeed/optimizers.py.
+A new one is a class here, and its builder in engine/deepspeed/optimizers.py; a plugin's has the method `build`.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ class Refusal:
 class Optimizer(Choice, section="optim"):
     """The optimizer. Fields that may stand in the JSON are None until `config/join.py` has joined the two."""
 
-    title: ClassVar[str]
+    title: ClassVar[str] = "optimizer of a plugin"
     """Its name in sentences."""
-    json_types: ClassVar[tuple[str, ...]]
+    json_types: ClassVar[tuple[str, ...]] = ()
     """Values of `optimizer.type` of a DeepSpeed JSON that mean it, in any case; the last one is what we write."""
-    fixed: ClassVar[Mapping[str, Any]]
+    fixed: ClassVar[Mapping[str, Any]] = {}
     """Further keys of `optimizer.params` that may stand there with this value alone: llmtrain has no other."""
-    state: ClassVar[tuple[str, ...]]
+    state: ClassVar[tuple[str, ...]] = ()
     """Kinds of tensor that it may keep for a parameter, as checkpoints name them."""
-    moments: ClassVar[int]
+    moments: ClassVar[int] = 2
     """Most of them for one parameter."""
     host_ops: ClassVar[tuple[str, ...]] = ()
     """DeepSpeed's ops that are built at the start when its state is offloaded; everything else is torch's."""
@@ -65,6 +65,16 @@ class Optimizer(Choice, section="optim"):
     def group(self) -> dict[str, Any]:
         """The settings of a group of parameters, except its decay; `peak_lr` is what the schedule multiplies."""
         return {"lr": self.lr, "peak_lr": self.lr, "betas": self.betas}
+
+    def build(self, groups: list[dict[str, Any]]) -> Any:
+        """Return the torch optimizer of a plugin's class.
+
+        It steps each element by itself, and keeps tensors of the parameter's shape that begin at 0, named in `state`.
+
+        Args:
+            groups: torch's, each with `params`, `lr`, `betas` and `weight_decay`; the schedule sets `lr` before a step.
+        """
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)

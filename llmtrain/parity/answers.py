@@ -13,6 +13,8 @@ from llmtrain.config.run import RunConfig
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.data.stream.windows import IGNORED, Window
 from llmtrain.objectives.objective import Objective
+from llmtrain.objectives.preferences import Answers as OfPairs
+from llmtrain.objectives.preferences import Pairs
 from llmtrain.parity.tokens import SEED
 
 _MOST = 4
@@ -73,6 +75,10 @@ class Answers(TrainData):
         )
 
 
+PLAIN = ("dpo", "robust", "ipo", "dpo_norm", "rpo", "simpo", "orpo", "kto", "reward")
+"""Objectives over answers that are defined here."""
+
+
 def plain_loss(
     model: Any, config: Objective, answers: Answers, windows: list[int], z: float, base: Any = None
 ) -> Tensor:
@@ -91,6 +97,10 @@ def plain_loss(
     if config.name == "kto":
         wanted = o["desirable_weight"] * (1 - torch.sigmoid(beta * (d - z)))
         return torch.where(desired, wanted, o["undesirable_weight"] * (1 - torch.sigmoid(beta * (z - d)))).sum()
+    if isinstance(config, Pairs) and config.name not in PLAIN:  # a plugin's own formula is its definition
+        log_probs, tokens, references = (each.view(-1, 2) for each in (s, n, s - d))
+        return config.losses(OfPairs(log_prob=log_probs, tokens=tokens, reference=references,
+                                     log_sigmoid=F.logsigmoid))[0].sum()  # fmt: skip
     (sw, sl), (dw, dl), (nw, nl) = ((each[::2], each[1::2]) for each in (s, d, n))
     right, wrong = F.logsigmoid(beta * (dw - dl)), F.logsigmoid(beta * (dl - dw))
     losses = {

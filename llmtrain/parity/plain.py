@@ -28,7 +28,7 @@ from llmtrain.objectives.by_token import ByToken
 from llmtrain.objectives.objective import Objective
 from llmtrain.optim.optimizers import AdamW, Lion, Muon, Optimizer
 from llmtrain.optim.schedules import Constant, Cosine, Falling, Schedule, Wsd
-from llmtrain.parity.answers import Answers, divergence, plain_loss
+from llmtrain.parity.answers import PLAIN, Answers, divergence, plain_loss
 from llmtrain.parity.compare import Trace
 from llmtrain.parity.plain_adapter import adapt_plainly, base_of, frozen_beside, loud_source, pack_plainly
 from llmtrain.parity.plain_teacher import PlainTeacher
@@ -232,7 +232,8 @@ def _of_answers(model: Any, config: Objective, answers: Answers, rows: list[int]
     unpaired = config.data == "unpaired"
     z = divergence(model, answers, rows, base) if unpaired else 0.0
     all_answers = sum(len(answers.rows(row)) for row in rows)
-    counted, total, each = all_answers if unpaired else all_answers // 2, 0.0, len(rows) // order.pieces
+    pieces = order.pieces if config.name in PLAIN else 1  # a plugin's losses see the whole batch at once
+    counted, total, each = all_answers if unpaired else all_answers // 2, 0.0, len(rows) // pieces
     for first in range(0, len(rows), each):
         loss = plain_loss(model, config, answers, rows[first : first + each], z, base) / counted
         loss.backward()
@@ -317,7 +318,7 @@ def _losses(
 
 
 class PlainOptimizer:
-    """AdamW or Muon, and clipping, from their definitions, on fp32 masters."""
+    """AdamW, Lion or Muon, and clipping, from their definitions, on fp32 masters; a plugin's is its own definition."""
 
     def __init__(
         self,
@@ -338,6 +339,12 @@ class PlainOptimizer:
         self._kept = torch.bfloat16 if bf16 else torch.float32
         self._steps = 0
         self._muon: set[str] = set()
+        self._of_plugin: Any = None
+        if type(optim).build is not Optimizer.build:
+            rates = {True: optim.weight_decay, False: 0.0}
+            groups = [{**optim.group(), "weight_decay": rate, "params": [m for m in masters.values() if decays == (
+                m.dim() >= 2 or optim.decay == "all")]} for decays, rate in rates.items()]  # fmt: skip
+            self._of_plugin = optim.build([group for group in groups if group["params"]])
         if isinstance(optim, Muon):  # for the matrices of the decoder layers: of the list that holds most
             lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
             layers = max(lists, key=lambda m: sum(1 for _ in m.parameters()))
@@ -354,6 +361,9 @@ class PlainOptimizer:
         if optim.clip_norm and norm > optim.clip_norm:
             grads = {name: grad * (optim.clip_norm / norm) for name, grad in grads.items()}
         self._steps += 1
+        if self._of_plugin is not None:
+            self._plugin_update(grads, optim.lr * lr_factor)
+            return norm
         for name, grad in grads.items():
             if name in self._muon:
                 self._muon_update(name, grad, lr_factor)
@@ -367,7 +377,16 @@ class PlainOptimizer:
 
     def first_moments(self) -> dict[str, Tensor]:
         """AdamW's and Lion's, by name."""
+        if self._of_plugin is not None:
+            return {}
         return {name: moment.cpu().clone() for name, moment in self._first.items() if name not in self._muon}
+
+    def _plugin_update(self, grads: dict[str, Tensor], lr: float) -> None:
+        for name, grad in grads.items():
+            self._masters[name].grad = grad
+        for group in self._of_plugin.param_groups:
+            group["lr"] = lr
+        self._of_plugin.step()
 
     def _decay(self, value: Tensor, lr: float) -> None:
         if value.dim() >= 2 or self._optim.decay == "all":

@@ -21,6 +21,8 @@ from llmtrain.engine.dist.local_ranks import RankError, Ranks, ending_on_sigterm
 from llmtrain.models.run.check import check_model
 from llmtrain.models.skeleton import layer_configs, load_config
 from llmtrain.objectives.by_token import ByToken, Distill
+from llmtrain.objectives.preferences import Pairs
+from llmtrain.parity.answers import PLAIN
 from llmtrain.parity.compare import CEILINGS, COUNT, KINDS, Difference, Trace, Verdict, compare, hint, tie
 from llmtrain.parity.plain import nudged, orders, train_plainly
 from llmtrain.parity.plain_teacher import with_small_teacher
@@ -157,9 +159,11 @@ def _tell(
         print("\n".join(report(title, verdict, passes="NO ANSWER")), flush=True)
         return _no_answer(verdict.blunt)
     likely = "" if verdict.passed else hint(got, want[0], verdict, clip_norm)
-    if likely and isinstance(objective := user.run.objective, ByToken):
-        shared = "the tokens that share a micro-batch, such as by a mean over them"
-        likely = f"terms of objective.name {objective.name} depends on {shared}; or {likely}"
+    if likely and isinstance(objective := user.run.objective, (ByToken, Pairs)):
+        method, what = ("terms", "tokens") if isinstance(objective, ByToken) else ("losses", "pairs")
+        shared = f"the {what} that share a micro-batch, such as by a mean over them"
+        if method == "terms" or objective.name not in PLAIN:
+            likely = f"{method} of objective.name {objective.name} depends on {shared}; or {likely}"
     if found is not None:
         likely = f"{found.line()}. Nothing is proved so: choose other weights with --train.seed 1"
     print("\n".join([*report(title, verdict, likely), *bluntness(name, verdict)]), flush=True)

@@ -185,8 +185,10 @@ class Tracker:
         show: Callable[[str, float | None], None] | None = None,
     ) -> None:
         self._began_s = time.monotonic()
-        self._plugins = tuple(f"{name}/" for name in config.get("run", {}).get("parts", {}))
+        given = config.get("run", {})
+        self._parts = tuple(f"{name}/" for name in given.get("parts", {}))
         """Beginnings of the keys of plugins' figures."""
+        self._metrics = set(given.get("metrics", {}))
         epochs = config.get("run", {}).get("train", {}).get("epochs")
         self._sinks: list[Sink] = []
         self._queued: list[Queued] = []
@@ -213,12 +215,16 @@ class Tracker:
         """
         if not self._sinks:
             return
-        if unknown := sorted(key for key in row if not (is_known(key) or key.startswith(self._plugins))):
+        if unknown := sorted(key for key in row if not (is_known(key) or self._of_plugin(key))):
             log.warn_once(f"metrics without a documented meaning: {', '.join(unknown)}")
         row = {**row, "time_unix_s": time.time(), "elapsed_s": time.monotonic() - self._began_s}
         for sink in self._sinks:
             sink.log(row, more=more)
         self._hand_over("log", row, more=more)
+
+    def _of_plugin(self, key: str) -> bool:
+        data, _, name = key.rpartition("/")
+        return key.startswith(self._parts) or (name in self._metrics and data.partition("/")[0] in ("", "eval"))
 
     def event(self, kind: str, **fields: Any) -> None:
         """Write one event: start, resume, save, skip, stop, fault, baselines, ... Secrets are redacted."""

@@ -9,16 +9,18 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from llmtrain.base import units
-from llmtrain.base.errors import DataError
+from llmtrain.base.errors import ConfigError, DataError
 from llmtrain.config.deepspeed import deep_check, name_cpu
 from llmtrain.config.rules import starts_from_model
-from llmtrain.config.run import ResolvedRun
+from llmtrain.config.run import ResolvedRun, RunConfig
 from llmtrain.data.manifest import Manifest, check_vocabulary
 from llmtrain.data.stream.choices import ChoiceSet
 from llmtrain.data.stream.columns import REMEDY
 from llmtrain.data.stream.prompts import Prompts
 from llmtrain.data.stream.train_data import EvalSet, TrainData
 from llmtrain.objectives.by_token import Distill
+from llmtrain.optim.optimizers import Optimizer
+from llmtrain.tracking.metrics import metrics
 
 if TYPE_CHECKING:
     from llmtrain.models.spec import ModelFacts, ModelSpec
@@ -55,6 +57,7 @@ def examine(resolved: ResolvedRun) -> Checked:
         DataError: the prepared data cannot be used for this run.
     """
     run = resolved.run
+    _refuse_taken_keys(run)
     data = TrainData(run.data)
     references = data.take_reference(resolved.precision) if run.objective.reference == "column" else None
     sets = {name: EvalSet(folder, run.data) for name, folder in run.eval.sets.items()}
@@ -86,6 +89,10 @@ def examine(resolved: ResolvedRun) -> Checked:
         for name, each in sets.items():
             columns = each.teacher_columns(run.objective, spec.facts.vocab_size, resolved.precision)
             _check_column(name, each.take_teacher(columns), teachers)
+    if type(run.optim).build is not Optimizer.build:
+        from llmtrain.engine.deepspeed.optimizers import prove_by_element
+
+        prove_by_element(run.optim)
     if starts_from_model(run):
         check_weights(spec)
     notes = (*notes, *_epochs(resolved, data), *_too_large(resolved, spec), *_measured_whole(run.eval.sets, sets))
@@ -118,6 +125,15 @@ def _cut(choices: dict[str, ChoiceSet], length: int) -> list[str]:
     return [f"eval.choices.{name}: {each.cut} of {each.rows} choices with their question have more than "
             f"data.sequence_length {length} tokens; they lose their beginning"
             for name, each in choices.items() if each.cut]  # fmt: skip
+
+
+def _refuse_taken_keys(run: RunConfig) -> None:
+    """Raise ConfigError where the figures of a plugin would stand in metrics.jsonl in the place of a run's own."""
+    for key in metrics():
+        name = key.removeprefix("eval/")
+        if name in run.metrics or key.partition("/")[0] in run.parts:
+            own = f"metrics.{name}" if name in run.metrics else f"parts.{key.partition('/')[0]}"
+            raise ConfigError(f"{own}: its figures would be {key}, which each run has; give the class another name")
 
 
 _MANY_EPOCHS = 1.5

@@ -24,6 +24,7 @@ from llmtrain.engine.dist.device import device_name, max_memory_gib
 from llmtrain.engine.losses.function import LooksAhead
 from llmtrain.engine.losses.next_token import NEXT_TOKEN
 from llmtrain.engine.losses.online import LogProbs
+from llmtrain.engine.losses.with_metrics import quotients, with_metrics
 from llmtrain.tracking.metrics import Throughput, flops_per_token, peak_flops, perplexity, routing_metrics
 from llmtrain.training.best import BestSteps, Patience
 from llmtrain.training.examine import LITTLE_NEW, USEFUL_EPOCHS
@@ -155,14 +156,15 @@ class Evaluation(Part):
 
     def _figures(self, index: int) -> dict[str, float]:
         """Of one set."""
-        measured, objective, engine = self._measured[index], self._setup.objective, self._setup.engine
+        measured, engine = self._measured[index], self._setup.engine
+        objective = with_metrics(self._setup.objective, self._setup.run.metrics)
         if isinstance(objective, LooksAhead):
             objective.look(list(evaluation_batches(self._setup, measured)), engine.evaluate)
         figures, weight = engine.evaluate(evaluation_batches(self._setup, measured), objective)
         if self._bytes:
             bits = figures["loss"] * weight / math.log(2)
             figures |= {"perplexity": perplexity(figures["loss"]), "bits_per_byte": bits / max(1, self._bytes[index])}
-        return {f"{measured.prefix}/{name}": value for name, value in figures.items()}
+        return {f"{measured.prefix}/{name}": value for name, value in quotients(figures).items()}
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.engine.losses.function import LossFunction
 from llmtrain.engine.losses.named import loss_of, with_reference
 from llmtrain.engine.losses.next_token import NEXT_TOKEN
+from llmtrain.engine.losses.with_metrics import with_metrics
 from llmtrain.engine.weights import fill_parameters, prove_masters, prove_weights
 from llmtrain.models import compiler
 from llmtrain.models.experts import experts_per_token
@@ -125,9 +126,10 @@ class Setup:
 
     def session(self, step: int = 0) -> Session:
         """The steps of the run. `step`: optimizer steps done before, skipped ones included."""
+        in_training = {name: metric for name, metric in self.run.metrics.items() if metric.in_training}
         rate = partial(self.run.schedule.factor, max_steps=self.resolved.max_steps)
         return Session(self.engine, self.ranks, self.resolved.degrees, rate, seed=self.run.train.seed,
-                       objective=self.objective, step=step)  # fmt: skip
+                       objective=with_metrics(self.objective, in_training), step=step)  # fmt: skip
 
     def loader(self, start_index: int = 0, sequences: Sequence[int] | None = None) -> TrainLoader:
         """This rank's batches. `sequences`: of a step, by data-parallel rank; None: equally many."""

@@ -19,6 +19,7 @@ from llmtrain.engine.dist.control import Agree, Agreement
 from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.engine.losses.function import LooksAhead, LossFunction
 from llmtrain.engine.losses.next_token import NEXT_TOKEN
+from llmtrain.engine.losses.with_metrics import quotients
 
 
 def _unmeasured(_: Sequence[MicroBatch]) -> contextlib.AbstractContextManager[None]:
@@ -144,7 +145,7 @@ class Session:
     def figures(self, step: Step) -> dict[str, float]:
         """The objective's, over the global batch of a step. Waits for the device; every rank must call it."""
         means = self.engine.means(torch.stack(step.sums).sum(0), step.agreed.weight)
-        return dict(zip(self.objective.figures, means, strict=True))
+        return quotients(dict(zip(self.objective.figures, means, strict=True)))
 
 
 def is_due(every: int | None, steps: range) -> bool:

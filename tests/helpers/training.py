@@ -344,20 +344,16 @@ def plain_pytorch(
     loss_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = mean_cross_entropy,
     model: Any = None,
     keep_before: tuple[int, ...] = (),
+    build: Callable[[list[dict[str, Any]], float], torch.optim.Optimizer] | None = None,
 ) -> Trace:
     """The reference: transformers' model and logits, torch's AdamW, one process, one batch, fp32. `model`: in place of
-    the case's. `keep_before`: steps, for `Trace.kept`."""
+    the case's. `keep_before`: steps, for `Trace.kept`. `build`: another optimizer, of groups and lr."""
     model = plain_model(case) if model is None else model
     matrices = [p for p in model.parameters() if p.dim() >= 2 and p.requires_grad]
     vectors = [p for p in model.parameters() if p.dim() < 2 and p.requires_grad]
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
-        lr=case.lr,
-        betas=(0.9, 0.95),
-        eps=1e-8,
-        fused=False,
-        foreach=False,
-    )
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = build(groups, case.lr) if build else torch.optim.AdamW(
+        groups, lr=case.lr, betas=(0.9, 0.95), eps=1e-8, fused=False, foreach=False)  # fmt: skip
     schedule = Cosine(warmup_steps=min(3, case.steps - 1))
     trace = Trace([], [])
     for step, batch in zip(range(case.steps), batches(case, (0, 1), 1), strict=False):

@@ -20,6 +20,19 @@ PAGE = (REPO / "docs/extend.md").read_text()
 BLOCKS = [block.replace("\\\n", "") for block in re.findall(r"```bash\n(.*?)```", PAGE, re.S)]
 COMMAND = shlex.split(BLOCKS[0])
 WORDS = [str(REPO / word) if word.startswith("examples/") else word for word in COMMAND[COMMAND.index("--plugin") :]]
+HEAD = """
+from dataclasses import dataclass
+from typing import ClassVar
+import torch
+from llmtrain import Metric, Optimizer, bounded
+
+@dataclass(kw_only=True)
+class Likely(Metric, entry="likely"):
+    in_training: ClassVar = True
+
+    def values(self, nll, labels):
+        return nll < 20
+"""
 FAILS = """
 from dataclasses import dataclass
 import time
@@ -65,7 +78,10 @@ def rows(folder: Path) -> list[dict[str, float]]:
 
 @pytest.mark.timeout(300)
 def test_the_page_of_plugins_and_its_examples_run(small_data: str, tmp_path: Path) -> None:
-    output = train(write_recipe(tmp_path, small_data), *WORDS, "--parts.layer_norms.every", "2",
+    blocks = re.findall(r"```python\n(@dataclass.*?)```", PAGE, re.S)
+    (page := tmp_path / "page.py").write_text("\n".join([HEAD, *blocks]))
+    words = [*WORDS, "--plugin", str(page), "--optim.name", "momentum", "--metrics.rare", "--metrics.likely"]
+    output = train(write_recipe(tmp_path, small_data), *words, "--parts.layer_norms.every", "2",
                    "--train.max_steps", "4", "--train.log_every", "2", "--optim.clip_norm", "0")  # fmt: skip
     found = [row for row in rows(tmp_path) if "loss" in row]
     assert [row["lr"] for row in found][-1] != found[0]["lr"] and "without a documented meaning" not in output
@@ -76,8 +92,11 @@ def test_the_page_of_plugins_and_its_examples_run(small_data: str, tmp_path: Pat
     notes = (tmp_path / "run/notes.txt").read_text()
     assert ": start 0" in notes and ": stop 4" in notes
     assert json.loads((tmp_path / "run/environment.json").read_text())["plugins"].keys() == {
-        "sqrt_schedule", "layer_norms", "notify", "focal_loss",
+        "sqrt_schedule", "layer_norms", "notify", "focal_loss", "page",
     }  # fmt: skip
+    found = [row for row in rows(tmp_path) if "loss" in row or "eval/loss" in row]
+    assert all(row[key] > 0.5 for row, key in zip(found, ["likely", "likely", "eval/likely"], strict=True))
+    assert [row for row in found if "eval/rare" in row] == found[-1:] and 0 < found[-1]["eval/rare"] <= 1
 
 
 @pytest.mark.timeout(300)

@@ -32,6 +32,7 @@ _WORDS = (
 )
 _AT = {name: index for index, name in enumerate(_WORDS)}
 _NAME_AT, NAME_BYTES = 8 * len(_WORDS), 48
+_CALL_AT, _CALL_BYTES = _NAME_AT + NAME_BYTES, 64
 _SIZE = mmap.PAGESIZE
 
 _BEATS, _STEP, _PHASE = _AT["beats"], _AT["step"], _AT["phase"]
@@ -77,6 +78,8 @@ class Beat:
     """Marks put into the device's queue: one for each micro-batch."""
     done: int
     """Marks that the device has reached."""
+    plugin: str
+    """The method of a plugin that runs, as "parts.count: after_step"; empty: none does."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -129,6 +132,15 @@ class Heartbeat:
         yield
         self._words[_PHASE] = before
         self.beat()
+
+    @contextlib.contextmanager
+    def calling(self, plugin: str, method: str) -> Iterator[None]:
+        """In which a plugin's method runs, as `parts.count` and `after_step`."""
+        self._memory[_CALL_AT : _CALL_AT + _CALL_BYTES] = _call(plugin, method)
+        try:
+            yield
+        finally:
+            self._memory[_CALL_AT] = 0
 
     def at_step(self, step: int) -> None:
         """Set the number of optimizer steps that were done before this launch."""
@@ -215,6 +227,11 @@ class Heartbeat:
 _PHASE_AT = {name: index for index, name in enumerate(PHASES)}
 
 
+@functools.cache
+def _call(plugin: str, method: str) -> bytes:
+    return f"{plugin}: {method}".encode(errors="replace")[:_CALL_BYTES].ljust(_CALL_BYTES, b"\0")
+
+
 def named(name: str) -> bytes:
     """The name of a collective as `Heartbeat.enter` takes it."""
     return name.encode(errors="replace")[:NAME_BYTES].ljust(NAME_BYTES, b"\0")
@@ -259,6 +276,7 @@ def read(page: Path | int) -> Beat | None:
         on_device=bool(words[_AT["on_device"]]),
         given=words[_GIVEN],
         done=words[_DONE],
+        plugin=raw[_CALL_AT : _CALL_AT + _CALL_BYTES].partition(b"\0")[0].decode(errors="replace"),
     )
 
 

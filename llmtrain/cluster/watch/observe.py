@@ -225,6 +225,7 @@ class HostRanks:
             on_device=beat.on_device,
             given=beat.given,
             done=beat.done,
+            plugin=beat.plugin,
         )
 
     def _sample(self, seen: _Seen, found: Stat, idle_s: float, now: float) -> None:

@@ -25,12 +25,13 @@ import xxhash
 from llmtrain.base import log, units
 from llmtrain.base.errors import DataError
 from llmtrain.base.files import lock_folder, replace_file
+from llmtrain.config import plugins
 from llmtrain.data import manifest as manifests
 from llmtrain.data import tokenize
 from llmtrain.data.chat.encoder import CONVERSATIONS, ChatOptions, write_sample
 from llmtrain.data.chat.encoder import NAME as SAMPLE
 from llmtrain.data.manifest import SPLITS, Manifest, Shard
-from llmtrain.data.prepare import demo, sources
+from llmtrain.data.prepare import demo, plugin_source, sources
 from llmtrain.data.prepare.records import Document, Rejection, read_piece
 from llmtrain.data.prepare.settings import PrepareSettings, cut_above
 from llmtrain.data.prepare.sources import SourceFile, Unit, find_files, plan_units, stat_fingerprint, unit_bytes_for
@@ -65,6 +66,8 @@ def prepare(settings: PrepareSettings) -> Manifest:
     """Make (or finish, or find complete) the prepared folder `settings.out`; returns its manifest. Raises DataError."""
     settings = demo.completed(settings)
     settings.check()
+    plugin_source.use(settings.plugins, settings.fields)
+    _refuse_unnamed(settings)
     settings = sources.fetched(settings)
     started = time.monotonic()
     out = Path(settings.out)
@@ -93,6 +96,18 @@ def prepare(settings: PrepareSettings) -> Manifest:
     return manifest
 
 
+def _refuse_unnamed(settings: PrepareSettings) -> None:
+    """Raise DataError where a plugin brings no source that the command line names: it would do nothing."""
+    named = {plugin_source.named_in(source) for source in (*settings.sources, *settings.validation_sources)}
+    for name in plugin_source.classes():
+        if name in named:
+            return
+    if settings.plugins:
+        known = ", ".join(f"{name}:WORDS" for name in plugin_source.classes())
+        remedy = f"write --source {known}" if known else "it defines no class of llmtrain.Source; leave it out"
+        raise DataError(f"--plugin {' '.join(settings.plugins)}: no --source reads from it; {remedy}")
+
+
 def _find_files(settings: PrepareSettings, out: Path) -> tuple[list[SourceFile], list[SourceFile]]:
     """The files of --source and of --validation-source; one that is named in both is for validation alone."""
     inside = os.path.realpath(out) + os.sep  # `--source . --out data/x`: our own output is no input
@@ -103,7 +118,8 @@ def _find_files(settings: PrepareSettings, out: Path) -> tuple[list[SourceFile],
     files = [
         file
         for file in find_files(settings.sources, settings.format)
-        if (path := os.path.realpath(file.path)) not in taken and (file.kind == "made" or not path.startswith(inside))
+        if (path := os.path.realpath(file.path)) not in taken
+        and (file.kind in ("made", "plugin") or not path.startswith(inside))
     ]
     if not files:
         raise DataError(
@@ -186,6 +202,8 @@ def _run(settings: PrepareSettings, work: list[Unit], out: Path, moment: str) ->
         cut_bytes=sys.maxsize if settings.chat else cut_above(settings.fraction, sum(unit.bytes for unit in work)),
         reject_limit=settings.max_rejected + _LISTED,
         chat=settings.chat and replace(settings.chat, moment=moment),
+        plugins=tuple(plugins.words()),
+        fields=settings.fields,
         sample=math.ceil(CONVERSATIONS / max(1, sum(not unit.validation for unit in work))),
     )
     progress = Progress(sum(unit.bytes for unit in work), sum(unit.bytes for unit in work if unit.index in records))

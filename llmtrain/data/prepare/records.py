@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 from llmtrain.base.errors import DataError
 from llmtrain.base.units import size
 from llmtrain.data.chat.conversation import no_repeats
-from llmtrain.data.prepare import demo
+from llmtrain.data.prepare import demo, plugin_source
 from llmtrain.data.prepare.sources import BOM, Piece
 
 _CHUNK = 1 << 20
@@ -65,6 +65,7 @@ def read_piece(piece: Piece, field: str | None, max_bytes: int) -> Iterator[Docu
         "parquet": _read_parquet,
         "arrow": _read_arrow,
         "made": _read_made,
+        "plugin": _read_plugin,
     }
     reader = readers[piece.kind]
     try:
@@ -76,7 +77,7 @@ def read_piece(piece: Piece, field: str | None, max_bytes: int) -> Iterator[Docu
 
 def reject(piece: Piece, document: Document, reason: str) -> Rejection:
     """Reject a document after all."""
-    unit = "row" if piece.kind in ("array", "parquet", "arrow") else "line"
+    unit = "row" if piece.kind in ("array", "parquet", "arrow", "plugin") else "line"
     return Rejection(piece.label, unit, _in_file(piece, document.number), reason)
 
 
@@ -366,6 +367,25 @@ def _next_record(text: str, at: int, *, first: bool) -> tuple[int, int] | str:
 def _read_made(piece: Piece, field: str | None, max_bytes: int) -> Iterator[Document | Rejection]:
     for number, line in enumerate(demo.lines(*demo.parts(piece.path)), 1):
         yield _check(line, piece, "line", number, max_bytes, field)
+
+
+# --- of a plugin ----------------------------------------------------------------------------------
+
+
+def _read_plugin(piece: Piece, field: str | None, max_bytes: int) -> Iterator[Document | Rejection]:
+    for number, record in enumerate(plugin_source.records_of(piece.path)):
+        if isinstance(record, dict) and field is not None and field not in record:
+            names = ", ".join(sorted(map(str, record))[:8]) or "none"
+            reason = f"no field {field!r} (its fields: {names}); {_form_of(map(str, record))}"
+            yield Rejection(piece.label, "row", number, reason)
+        elif isinstance(record, dict):
+            whole = json.dumps(record, ensure_ascii=False, default=_named) if field is None else record[field]
+            yield _check(whole, piece, "row", number, max_bytes, field)
+        elif isinstance(record, str) and field is not None:
+            yield _check(record, piece, "row", number, max_bytes, field)
+        else:
+            wanted = "a map, as --format says" if field is None else "a text or a map"
+            yield Rejection(piece.label, "row", number, f"a record is {type(record).__name__}, not {wanted}")
 
 
 # --- columns: parquet and Arrow -------------------------------------------------------------------

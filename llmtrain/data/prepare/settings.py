@@ -7,7 +7,9 @@ the other documents' contents.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from dataclasses import field as of_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import xxhash
 
 from llmtrain.base import untrusted
 from llmtrain.base.errors import DataError
+from llmtrain.config.plugins import hashes
 from llmtrain.data import tokenize
 from llmtrain.data.chat.conversation import RefusedError, template_variables
 from llmtrain.data.chat.encoder import ChatOptions
@@ -50,6 +53,10 @@ class PrepareSettings:
     max_tokens: int | None = None
     too_long: str = "reject"
     stop_tokens: tuple[str, ...] = ()
+    plugins: tuple[str, ...] = ()
+    """Files or modules that define sources (prepare/plugin_source.py)."""
+    fields: Mapping[str, Mapping[str, Any]] = of_dataclass(default_factory=dict)
+    """Name of a plugin's source -> the values of its fields."""
 
     @property
     def chat(self) -> ChatOptions | None:
@@ -100,6 +107,7 @@ class PrepareSettings:
             "validation_fraction": self.fraction,
             "max_document_bytes": self.max_document_bytes,
             "shard_bytes": self.shard_bytes,
+            **({"plugins": hashes(), "fields": {k: dict(v) for k, v in self.fields.items()}} if self.plugins else {}),
         }
         if self.tokenizer is not None:
             values["tokenizer"] = tokenize.fingerprint(Path(self.tokenizer))

@@ -22,7 +22,7 @@ import xxhash
 from llmtrain.base import log, untrusted
 from llmtrain.base.errors import DataError
 from llmtrain.base.units import counted
-from llmtrain.data.prepare import demo
+from llmtrain.data.prepare import demo, plugin_source
 from llmtrain.storage.hub.names import REVISION, Repository, is_name, leads_out
 from llmtrain.storage.hub.transfer import Wrong, fetch, known_files
 from llmtrain.storage.hub.transfer import settings as tokenizer_files
@@ -128,7 +128,7 @@ def _wrong(what: str, revision: str | None) -> Wrong:
     return wrong
 
 
-Kind = Literal["text", "jsonl", "array", "parquet", "arrow", "made"]
+Kind = Literal["text", "jsonl", "array", "parquet", "arrow", "made", "plugin"]
 
 STDLIB = "stdlib"
 # Folders of the standard library that are not library code. The name decides: `test` is the big one,
@@ -157,7 +157,7 @@ class SourceFile:
 @dataclass(frozen=True, kw_only=True)
 class Piece:
     """A range of one file: bytes (text, jsonl, array), row groups (parquet) or record batches (arrow) [start, stop).
-    Made records have no file: their path is the source's name."""
+    Made records, and those of plugins, have no file: their path is the source's name."""
 
     path: str
     label: str
@@ -213,6 +213,11 @@ def _expand(source: str, form: str, option: str) -> list[SourceFile]:
         return _stdlib_files()
     if demo.is_made(source):
         return [_made(source)]
+    if plugin_source.named_in(source) is not None:
+        return [
+            SourceFile(path=label, label=label, kind="plugin", bytes=size, mtime_ns=changed)
+            for label, size, changed in plugin_source.parts_of(source, option)
+        ]
     if (found := parts_of(source)) is not None:
         return _hub_files(found, form)
     if os.path.isdir(source):
@@ -234,6 +239,7 @@ def _expand(source: str, form: str, option: str) -> list[SourceFile]:
             raise DataError(
                 f"{option} {source}: there is no such file or folder, and as a glob it matches no file; "
                 f"check the path (quote a glob so that the shell leaves it alone), or use {STDLIB!r}"
+                + ("; for a source of your own give its file, --plugin FILE.py" if ":" in source else "")
             )
     labels = sorted((os.path.relpath(path, root or "."), path) for path in paths if os.path.isfile(path))
     return [_file(path, label, _kind(path, form, option)) for label, path in labels]

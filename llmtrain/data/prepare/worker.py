@@ -16,8 +16,9 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from dataclasses import field as of_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,12 @@ import numpy as np
 import xxhash
 
 from llmtrain.base.child import child_environment
-from llmtrain.base.errors import DataError
+from llmtrain.base.errors import DataError, UserError
 from llmtrain.base.files import replace_file
 from llmtrain.data.chat.conversation import RefusedError
 from llmtrain.data.chat.encoder import ChatEncoder, ChatOptions, Row, kept
 from llmtrain.data.manifest import SPLITS, Split
+from llmtrain.data.prepare import plugin_source
 from llmtrain.data.prepare.questions import ChoiceEncoder
 from llmtrain.data.prepare.records import Document, Rejection, read_piece, reject
 from llmtrain.data.prepare.settings import draw, parts
@@ -58,6 +60,9 @@ class WorkerSettings:
     """Give a unit up after this many rejections: the run will stop anyway, and the list must not fill the memory."""
     chat: ChatOptions | None = None
     """The documents are conversations; None: they are texts."""
+    plugins: tuple[str, ...] = ()
+    fields: Mapping[str, Mapping[str, Any]] = of_dataclass(default_factory=dict)
+    """Those of PrepareSettings."""
     sample: int = 0
     """Keep so many of each unit's conversations with the places of their rows."""
 
@@ -362,12 +367,13 @@ def main() -> None:
     settings = WorkerSettings.from_dict(json.loads(jobs.get()))
     folder = Path(settings.out) / "tokenizer"
     try:
+        plugin_source.use(settings.plugins, settings.fields)
         encoder = encoder_of(folder, settings.chat)
         while True:
             unit = Unit.from_dict(json.loads(jobs.get()))
             record = process_unit(unit, settings, encoder, lambda size: answer({"progress": size}))
             answer({"done": record})
-    except DataError as error:
+    except UserError as error:
         answer({"error": str(error)})
 
 

@@ -20,8 +20,11 @@ from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime import compiler as ds_compiler
 from torch import Tensor
 
+from llmtrain.base.errors import ConfigError, ModelError
 from llmtrain.base.files import lock_file
 from llmtrain.base.log import warn
+from llmtrain.cluster.watch.heartbeat import heart
+from llmtrain.config.plugins import place_of
 from llmtrain.config.topology import Mix
 from llmtrain.engine.deepspeed.zero_step import LARGEST_GROUP
 from llmtrain.models import compiler
@@ -78,7 +81,7 @@ def moments_of(optimizer: Any, flat: Tensor, settings: dict[str, Any]) -> dict[s
     """
     state = optimizer.state[flat]
     kinds: dict[str, torch.dtype] = settings[MOMENTS]
-    if MOMENTUM not in kinds and "step" not in state:
+    if not settings.get("use_muon") and "step" not in state:
         on_host = hasattr(optimizer, "fp32_optimizer_states")  # DeepSpeed's own, which count in Python
         device = flat.device if optimizer.defaults.get("fused", True) else torch.device("cpu")
         state["step"] = 0 if on_host else torch.zeros((), dtype=torch.float32, device=device)
@@ -172,7 +175,7 @@ def parameter_groups(
     groups: list[dict[str, Any]] = []
     filling: dict[str, dict[str, Any]] = {}
     elements: Counter[str] = Counter()
-    kinds = {kind: moments for kind in optim.state if kind != MOMENTUM}
+    kinds = {kind: moments for kind in optim.state if kind != MOMENTUM or not isinstance(optim, Muon)}
     usual = {**optim.group(), MOMENTS: kinds}
     muon = {**optim.matrices(), MOMENTS: {MOMENTUM: torch.float32}} if isinstance(optim, Muon) else {}
     for parameter in (held.parameter for held in model.local_parameters() if held.trains):
@@ -209,6 +212,8 @@ def build_optimizer(model: LanguageModel, optim: Optimizer, mix: Mix) -> torch.o
     cuts = mix.zero_stage in (1, 2) and not mix.offload_optimizer
     dtype = torch.bfloat16 if mix.bf16_moments else torch.float32
     groups = parameter_groups(model, optim, LARGEST_GROUP if cuts else math.inf, dtype)
+    if optim.name not in _BUILDERS:
+        return build_plugin(optim, groups)
     build, on_host = _BUILDERS[optim.name]
     if mix.offload_optimizer and on_host is not None:
         from llmtrain.engine.deepspeed.optimizers import op_build_lock  # the only runs that build ops
@@ -258,6 +263,114 @@ _BUILDERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], Callable[..., t
     "lion": (_lion, _lion_on_host),
 }
 """By `optim.name`: (groups, precision) -> the optimizer, and groups -> that of DeepSpeed for state on the host."""
+
+
+# A plugin's: a torch optimizer that steps each element by itself, proved before it trains.
+
+
+_ROWS, _COLUMNS, _STEPS = 6, 4, 3
+_CLOSE = {"rtol": 1e-5, "atol": 1e-7}
+"""fp32 rounding: kernels for lists of tensors may add in another order."""
+
+
+def build_plugin(optim: Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """The torch optimizer that a plugin makes of the engine's groups, with a step counter for each of its tensors.
+
+    Raises: ConfigError.
+    """
+    optimizer = _built(optim, groups)
+    optimizer.defaults.setdefault("fused", None)  # `moments_of`: the counter is on the host
+    optimizer.state.clear()  # of tensors that the engine will have replaced
+    _guard(optim, optimizer)
+    return optimizer
+
+
+def prove_by_element(optim: Optimizer) -> None:
+    """Prove that the optimizer steps each element by itself, with one element of each moment for one of a tensor, all
+    zeros at first: then partitions of flat tensors train like whole ones, and checkpoints hold its moments.
+
+    Raises: ConfigError, with the reason.
+    """
+    key = f"optim.name {optim.name}"
+    numbers = torch.Generator().manual_seed(0)
+    begin = torch.randn(_ROWS, _COLUMNS, generator=numbers)
+    gradients = [torch.randn(_ROWS, _COLUMNS, generator=numbers) for _ in range(_STEPS)]
+    whole = begin.clone().requires_grad_()
+    optimizer = _built(optim, [_group(optim, [whole])])
+    for gradient in gradients:
+        whole.grad = gradient.clone()
+        _step(optim, optimizer.step)
+    kept = {kind: value for kind, value in optimizer.state[whole].items() if kind != "step" and value is not None}
+    odd = {kind: value for kind, value in kept.items() if not isinstance(value, Tensor) or value.shape != whole.shape}
+    if odd:
+        raise ConfigError(f"{key}: {_listed(odd)} in its state is no tensor of the parameter's shape, and no "
+                          "checkpoint could hold it for other ranks. Keep one number for each element")  # fmt: skip
+    if set(kept) != set(optim.state):
+        raise ConfigError(f"{key}: it keeps {_listed(kept) or 'nothing'} for each parameter, and its class says state "
+                          f"= {optim.state}. Write state = {tuple(kept)}")  # fmt: skip
+    flat = [piece.clone().requires_grad_() for piece in begin.flatten().split(_ROWS * _COLUMNS // 2)]
+    parted = build_plugin(optim, [_group(optim, flat)])
+    for piece in flat:
+        moments_of(parted, piece, parted.param_groups[0])
+    for gradient in gradients:
+        for piece, part in zip(flat, gradient.flatten().split(len(flat[0])), strict=True):
+            piece.grad = part.clone()
+        parted.step()
+    if not torch.allclose(torch.cat(flat).view_as(whole), whole, **_CLOSE):  # type: ignore[arg-type]
+        raise ConfigError(f"{key}: two halves of a flat tensor, with moments of 0, do not step like the whole tensor. "
+                          "ZeRO partitions what it trains: a step may depend on an element's own gradients and "
+                          "moments alone, and these begin at 0")  # fmt: skip
+
+
+def _group(optim: Optimizer, parameters: list[Tensor]) -> dict[str, Any]:
+    kinds = dict.fromkeys(optim.state, torch.float32)
+    settings = {**optim.group(), "weight_decay": optim.weight_decay, MOMENTS: kinds}
+    return {"name": "decay", "params": parameters, **settings}
+
+
+def _listed(kinds: dict[str, Any]) -> str:
+    return ", ".join(map(str, kinds))
+
+
+def _built(optim: Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    try:
+        with torch.random.fork_rng(devices=[]), heart.calling(f"optim.{optim.name}", "build"):
+            made = optim.build(groups)
+    except Exception as error:
+        raise ConfigError(_told(optim, "build", error)) from error
+    if not isinstance(made, torch.optim.Optimizer) or len(made.param_groups) != len(groups):
+        raise ConfigError(f"optim.name {optim.name}: build gives {type(made).__name__}; wanted is a "
+                          "torch.optim.Optimizer of all its groups")  # fmt: skip
+    return made
+
+
+def _step(optim: Optimizer, step: Callable[[], Any]) -> None:
+    try:
+        with heart.calling(f"optim.{optim.name}", "step"):
+            step()
+    except Exception as error:
+        raise ModelError(_told(optim, "step", error)) from error
+
+
+def _told(optim: Optimizer, method: str, error: Exception) -> str:
+    return f"optim.name {optim.name}: {method}: {place_of(error)}{type(error).__name__}: {error}"
+
+
+def _guard(optim: Optimizer, optimizer: torch.optim.Optimizer) -> None:
+    """Let its step name the plugin when it raises or hangs, and count its steps where it does not."""
+    plain = optimizer.step
+
+    @functools.wraps(plain)
+    def step(closure: Callable[[], float] | None = None) -> None:
+        assert closure is None
+        states = [optimizer.state[p] for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        before = [float(state["step"]) for state in states]  # on the host: no device is waited for
+        _step(optim, plain)
+        for state, number in zip(states, before, strict=True):
+            if float(state["step"]) == number:
+                state["step"] += 1
+
+    optimizer.step = step  # type: ignore[method-assign, assignment]
 
 
 def import_muon(*, compiled: bool) -> None:

@@ -19,20 +19,20 @@ from llmtrain.optim.schedules import Schedule
 from tests.helpers.config_workplace import write
 
 HEAD = """from dataclasses import dataclass
-from llmtrain import Bound, Part, Schedule, bounded
+from llmtrain import Part, Schedule, bounded
 """
 MINE = f"""{HEAD}
 @dataclass(frozen=True, kw_only=True)
 class Steep(Schedule, choice="steep"):
     \"\"\"Steep.\"\"\"
-    power: float = bounded(2.0, Bound(above=0), "2 is the default")
+    power: float = bounded(2.0, above=0)
     \"\"\"Exponent.\"\"\"
     def after_warmup(self, step, max_steps):
         return (1 + step) ** -self.power
 
 @dataclass(kw_only=True)
 class Count(Part, entry="count"):
-    every: int = bounded(10, Bound(at_least=1), "10 is the default")
+    every: int = bounded(10, at_least=1)
     names: str | None = None
 """
 

@@ -29,7 +29,7 @@ from llmtrain.data.tokenize import stop_tokens
 from llmtrain.models import loss
 from llmtrain.models.loss import IGNORE, HeadForm, chunked_nll_sum, token_nll
 from llmtrain.objectives.objective import Objective
-from llmtrain.objectives.preferences import Answers, Likelihoods
+from llmtrain.objectives.preferences import Answers, Pairs
 from tests.helpers.chat import KINDS, expected, write_tokenizer
 from tests.helpers.config_workplace import write
 from tests.helpers.preference import DEFINITIONS, prepared_preferences, prepared_unpaired
@@ -298,7 +298,7 @@ def test_each_loss_and_its_gradient_are_the_definitions(name: str) -> None:
 
 
 def test_every_objective_is_tested() -> None:
-    assert {*DEFINITIONS} == {name for name, chosen in Objective.CHOICES.items() if issubclass(chosen, Likelihoods)}
+    assert {*DEFINITIONS} == {name for name, chosen in Objective.CHOICES.items() if issubclass(chosen, Pairs)}
 
 
 @pytest.mark.parametrize("way", ["_in_place", "_fused"])

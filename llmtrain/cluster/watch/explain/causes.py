@@ -56,6 +56,22 @@ def _stopped(facts: JobFacts) -> Cause | None:
     )
 
 
+def _in_plugin(facts: JobFacts) -> Cause | None:
+    """A method of a user's plugin does not return."""
+    those = [r for r in live(facts) if r.plugin]
+    if not those:
+        return None
+    first = those[0]
+    return Cause(
+        name="plugin",
+        ranks=those,
+        detail=first.plugin,
+        says=f"{who(those)} <is|are> in {first.plugin}{stands(first)}, for {first.idle_s:.0f} s: the plugin's method "
+        "does not return.",
+        remedy="It waits there, or is in an endless loop: correct the plugin. A collective in it needs all ranks.",
+    )
+
+
 def _left_early(facts: JobFacts) -> Cause | None:
     left = [r for r in facts.ranks if r.state == "left"]
     waiting = [r for r in facts.ranks if r.inside]
@@ -385,8 +401,8 @@ def _begun(rank: RankFacts, group: str) -> int:
 
 
 STALLS = (
-    *(_stopped, _left_early, _disk, _connecting, _unheard, rank_0_only, _uneven, _expert, _mismatch, never_began),
-    *(_one_computes, _network, _behind, _devices_wait, _unknown),
+    *(_stopped, _in_plugin, _left_early, _disk, _connecting, _unheard, rank_0_only, _uneven, _expert, _mismatch),
+    *(never_began, _one_computes, _network, _behind, _devices_wait, _unknown),
 )
 """The first cause counts: certain ones stand before likely ones."""
 
@@ -559,9 +575,17 @@ def _dead(facts: JobFacts) -> Cause | None:
             name="crashed",
             ranks=chosen,
             detail=first.signal,
-            says=f"{who(chosen)} crashed with {first.signal} in {first.phase}{at}: a bug or a fault of the machine "
-            f"below Python.{watchdog if first.on_device and first.signal == 'SIGABRT' else ''}",
+            says=f"{who(chosen)} crashed with {first.signal} in {first.plugin or first.phase}{at}: a bug or a fault of "
+            f"the machine below Python.{watchdog if first.on_device and first.signal == 'SIGABRT' else ''}",
             remedy="Look at its output and at the kernel log; `llmtrain doctor` checks the host.",
+        )
+    if first.plugin and not first.signal:
+        return Cause(
+            name="plugin",
+            ranks=chosen,
+            detail=first.plugin,
+            says=f"{who(chosen)} <has|have> ended in {first.plugin} (exit code {first.code}).",
+            remedy="A plugin must not end its process (os._exit); an exception there ends all ranks after a save.",
         )
     how = f"<was|were> ended by {first.signal}" if first.signal else "<has|have> disappeared without an error message"
     return Cause(

@@ -89,6 +89,8 @@ class RankFacts:
     """Micro-batches handed to its device."""
     done: int = 0
     """Micro-batches that the device has finished."""
+    plugin: str = ""
+    """The method of a plugin that runs, as "parts.count: after_step"."""
     said: str = ""
     """The line of its standard error that reports a fault below Python, for a rank that a signal ended."""
     recorded: tuple[Recorded, ...] = ()

@@ -1,0 +1,106 @@
+"""`Source`: a user's records for `llmtrain prepare`, such as a table of a database."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from llmtrain.base.choice import Entry
+from llmtrain.base.errors import DataError
+from llmtrain.config import plugins
+from llmtrain.config.load import typed_entry
+
+_UNKNOWN_BYTES = 1 << 20
+"""Size of a part that is no file, for the progress and the number of shards."""
+
+
+class Source(Entry, section="sources"):
+    """Records of a kind that `llmtrain prepare` does not read itself.
+
+    A plugin's source is a dataclass with a name (`class Table(Source, entry="table")`). `--source table:WORDS` reads
+    from it, and `--table.FIELD VALUE` sets its fields. Both methods must give the same each time: shards are made by
+    several processes, and by further ones after a kill.
+    """
+
+    def parts(self, words: str) -> Sequence[str]:
+        """Names of what is read on its own: files, or ranges of a table. Each is read by one process, from its
+        beginning. A path of a file gives its size, and its time of change to the check for changed sources.
+
+        Args:
+            words: what stands behind the colon.
+        """
+        return [words]
+
+    def records(self, part: str) -> Iterator[str | dict[str, Any]]:
+        """Give the records of a part, in their order: texts, or maps of which --field or --format reads what it
+        needs."""
+        raise NotImplementedError
+
+
+_open: dict[str, Source] = {}
+"""The sources of the preparation that began last in this process."""
+
+
+def classes() -> dict[str, type[Source]]:
+    """The sources of the plugins, by name."""
+    return Entry.SECTIONS["sources"]
+
+
+def use(words: Sequence[str], values: Mapping[str, Mapping[str, Any]]) -> None:
+    """Import these plugins, and make their sources with these values of their fields, by name.
+
+    Raises: ConfigError.
+    """
+    plugins.use(list(words))
+    _open.clear()
+    _open.update({name: typed_entry(name, cls, values.get(name, {})) for name, cls in classes().items()})
+
+
+def named_in(source: str) -> str | None:
+    """The name of the plugin's source that stands before the colon; None: there is none."""
+    name, colon, _ = source.partition(":")
+    return name if colon and name in _open else None
+
+
+def parts_of(source: str, option: str) -> list[tuple[str, int, int]]:
+    """(NAME:PART, bytes, time of change in ns) of each part of NAME:WORDS. Raises DataError."""
+    name, _, words = source.partition(":")
+    try:
+        found = list(_open[name].parts(words))
+    except BaseException as error:
+        raise _told(error, f"{option} {source}", "parts") from error
+    if not found or not all(isinstance(part, str) for part in found) or len(set(found)) < len(found):
+        raise DataError(f"{option} {source}: parts of {name} gives {str(found)[:80]}; wanted is a list of different "
+                        "texts, one at least")  # fmt: skip
+    made = []
+    for part in found:
+        stat = os.stat(part) if os.path.isfile(part) else None
+        size, changed = (_UNKNOWN_BYTES, 0) if stat is None else (stat.st_size, stat.st_mtime_ns)
+        made.append((f"{name}:{part}", size, changed))
+    return made
+
+
+def records_of(label: str) -> Iterator[object]:
+    """The records of NAME:PART. Raises DataError."""
+    name, _, part = label.partition(":")
+    try:
+        records = iter(_open[name].records(part))
+    except BaseException as error:
+        raise _told(error, label, "records") from error
+    while True:
+        try:
+            record = next(records)
+        except StopIteration:
+            return
+        except BaseException as error:
+            raise _told(error, label, "records") from error
+        yield record
+
+
+def _told(error: BaseException, label: str, method: str) -> BaseException:
+    """The error to raise for one in a plugin's method; Ctrl-C is none of its."""
+    if isinstance(error, KeyboardInterrupt):
+        return error
+    what = f"{type(error).__name__}: {error}".removesuffix(": ")
+    return DataError(f"{label}: {method}: {plugins.place_of(error)}{what}")

@@ -1,0 +1,84 @@
+"""A loss function with a user's metrics beside it: sums of values and of weights, whose quotient is the figure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmtrain.base.errors import ModelError
+from llmtrain.cluster.watch.heartbeat import heart
+from llmtrain.config.plugins import place_of
+from llmtrain.data.stream.loader import MicroBatch
+from llmtrain.engine.losses.function import LooksAhead, LossFunction
+from llmtrain.models.head import Head
+from llmtrain.models.loss import IGNORE
+from llmtrain.objectives.metric import Metric
+
+_VALUES, _WEIGHTS = "metrics.{}: values", "metrics.{}: weights"
+"""Names of the two sums of a metric, which `quotients` removes."""
+
+
+def with_metrics(loss: LossFunction, metrics: Mapping[str, Metric]) -> LossFunction:
+    """The loss function with these metrics beside it; without any, itself."""
+    return WithMetrics(loss, metrics) if metrics else loss
+
+
+class WithMetrics:
+    """The sums of a loss function, then those of the metrics, of which nothing is a gradient."""
+
+    def __init__(self, loss: LossFunction, metrics: Mapping[str, Metric]) -> None:
+        self._loss, self._metrics = loss, metrics
+        pairs = [form.format(name) for name in metrics for form in (_VALUES, _WEIGHTS)]
+        self.figures = (*loss.figures, *pairs)
+        if isinstance(loss, LooksAhead):
+            self.look = loss.look
+
+    def weight(self, micro: MicroBatch) -> int:
+        """That of the loss."""
+        return self._loss.weight(micro)
+
+    def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
+        """[figures]."""
+        return torch.cat([self._loss.sums(head, hidden, micro), self._of_metrics(head, hidden, micro)])
+
+    @torch.no_grad()
+    def _of_metrics(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
+        counts = (micro.labels != IGNORE).flatten()
+        nll = head.token_nll(hidden, micro.labels, micro.counted).flatten()[counts]
+        labels = micro.labels.flatten()[counts]
+        sums = [each for name, metric in self._metrics.items() for each in sums_of(name, metric, nll, labels)]
+        return head.once(torch.stack(sums))
+
+
+def sums_of(name: str, metric: Metric, nll: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """(sum of values x weights, sum of weights), fp32. Raises ModelError where the metric's class gives others."""
+    try:
+        with heart.calling(f"metrics.{name}", "values"):
+            given: Any = metric.values(nll, labels)
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}"
+        raise ModelError(f"metrics.{name}: values: {place_of(error)}{what}") from error
+    values, weights = given if isinstance(given, tuple) and len(given) == 2 else (given, torch.ones_like(nll))
+    for each in (values, weights):
+        if not isinstance(each, Tensor) or each.shape != nll.shape:
+            shape = tuple(each.shape) if isinstance(each, Tensor) else type(each).__name__
+            raise ModelError(f"metrics.{name}: values gives {shape}; wanted is a tensor of a value for each token, of "
+                             f"the shape of its first argument, {tuple(nll.shape)}, or two of them: values and "
+                             "weights")  # fmt: skip
+    return (values.float() * weights.float()).sum(), weights.float().sum()
+
+
+def quotients(figures: Mapping[str, float]) -> dict[str, float]:
+    """Figures of `WithMetrics` with each metric's own in place of its two sums; without one whose weights are all 0."""
+    found = {}
+    for key, value in figures.items():
+        name = key.removeprefix("metrics.").removesuffix(": values")
+        if key == _VALUES.format(name):
+            if weight := figures[_WEIGHTS.format(name)]:
+                found[name] = value / weight
+        elif not (key.startswith("metrics.") and key.endswith(": weights")):
+            found[key] = value
+    return found
