@@ -155,6 +155,14 @@ def facts_of(run: Run, curves: Curves) -> list[tuple[str, str]]:
             facts.append((label, f"{value:.4f} {curves.unit}{more}"))
     if right := curves["eval/pairs/accuracy"] or curves["eval/unpaired/accuracy"]:
         facts.append(("Validation answers preferred rightly, last", f"{right.values[-1]:.1%}"))
+    for name, curve in curves.by_name.items():
+        kind, _, figure = name.partition("/")
+        if figure.endswith("/accuracy_norm"):
+            plain = curves[name.removesuffix("_norm")].values[-1]
+            about = f"Multiple choice of {figure.split('/')[0]}, last: accuracy, normalised"
+            facts.append((about, f"{plain:.1%}, {curve.values[-1]:.1%}"))
+        elif kind == "tasks" and "_stderr" not in figure:
+            facts.append((f"Task {figure}, at step {curve.steps[-1]:,.0f}", f"{curve.values[-1]:.4f}"))
     facts += [
         (f"Loss of a {name} model", f"{value:.4f} nats/token{_measured_on(run)}")
         for name, value in curves.baselines.items()

@@ -189,6 +189,15 @@ def test_facts_and_curves_say_what_the_files_say(tmp_path):
     assert facts["Model FLOP/s, median (non-causal)"] == "1.2 TFLOP/s, MFU 48.0%"
 
 
+def test_multiple_choice_and_later_scores_are_told(tmp_path: Path) -> None:
+    figures = {"eval/pydoc/accuracy": 0.25, "eval/pydoc/accuracy_norm": 0.5, "eval/pydoc/bits_per_byte": 2.0}
+    scores = {"tasks/arc/acc": 0.3, "tasks/arc/acc_stderr": 0.01}
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": 8, **row}) + "\n" for row in (figures, scores)))
+    facts = dict(facts_of(run := load(tmp_path), curves_of(run)))
+    assert facts["Multiple choice of pydoc, last: accuracy, normalised"] == "25.0%, 50.0%"
+    assert facts["Task arc/acc, at step 8"] == "0.3000" and not [name for name in facts if "stderr" in name]
+
+
 def test_a_step_that_stands_twice_counts_once_and_the_later_row_wins(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 2, "loss": 9}\n{"step": 1, "loss": 5}\n{"step": 2, "loss": 4}\n')
     assert curves_of(load(tmp_path))["loss"].values == [5, 4]
