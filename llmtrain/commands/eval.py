@@ -18,7 +18,7 @@ from llmtrain.base import log, untrusted
 from llmtrain.base.errors import ConfigError, UserError
 from llmtrain.base.files import lock_folder
 from llmtrain.checkpoint.format import complete_checkpoints, read_trainer
-from llmtrain.checkpoint.listing import find_checkpoints, lines_of
+from llmtrain.checkpoint.listing import best_checkpoint, find_checkpoints, lines_of
 from llmtrain.commands import completion
 from llmtrain.config.run import TrackingConfig
 from llmtrain.tracking.local import JsonLines
@@ -40,16 +40,20 @@ class Target:
     checkpoint: Path | None = None
 
 
-def target_of(path: str, step: int | None) -> Target:
-    """The newest checkpoint of a run, or that of `step`. Raises CheckpointError, UserError."""
+def target_of(path: str, step: int | None, *, best: bool = False) -> Target:
+    """The newest checkpoint of a run, that of `step`, or the best one. Raises CheckpointError, UserError."""
     from llmtrain.checkpoint.hf.inference import is_model
 
     place = Path(path)
     if is_model(place) or not place.exists():
-        if step is not None:
-            raise UserError(f"--checkpoint {step}: {path} is no run folder. Leave it out.")
+        if step is not None or best:
+            option = "--best" if best else f"--checkpoint {step}"
+            raise UserError(f"{option}: {path} is no run folder. Leave it out.")
         found = [] if not place.parent.is_dir() or is_model(place) else _named(place)
         return Target(path) if not found else Target(str(found[0]), _run_of(found[0]), found[0])
+    if best:
+        chosen = best_checkpoint(place)
+        return Target(str(chosen), _run_of(chosen, place), chosen)
     found = find_checkpoints(place if step is None else place / f"step-{step}")
     newest = step is None and found[0] in complete_checkpoints(place / "checkpoints")
     # Of a run its export will do, if it is of its newest checkpoint.
@@ -237,7 +241,10 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
         metavar="NAME,...",
         help="tasks and groups, such as hellaswag",
     )
-    add("--checkpoint", type=int, default=argparse.SUPPRESS, metavar="STEP", help="of a run (default: its newest)")
+    which = parser.add_mutually_exclusive_group()
+    newest = "of a run (default: its newest)"
+    which.add_argument("--checkpoint", type=int, default=argparse.SUPPRESS, metavar="STEP", help=newest)
+    which.add_argument("--best", action="store_true", help="of a run: the best by checkpoint.keep_best")
     own = "a folder with YAML files of tasks, and of what they name: data, and functions in Python, which are run"
     add("--include-path", action="append", default=argparse.SUPPRESS, metavar="FOLDER", help=own)
     server = "ask an OpenAI-compatible server that has the model, such as http://localhost:8000/v1, and load none here"
@@ -273,7 +280,7 @@ def main(argv: list[str]) -> int:
     options = vars(args)
     server, limit = options.get("server"), options.get("limit")
     need_lm_eval(server=server is not None)
-    target = target_of(args.folder, options.get("checkpoint"))
+    target = target_of(args.folder, options.get("checkpoint"), best=args.best)
     names = [name for name in args.tasks.split(",") if name]
     manager = _tasks(names, options.get("include_path", []))
     from lm_eval import __version__, evaluator, simple_evaluate

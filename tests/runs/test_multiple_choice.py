@@ -52,6 +52,7 @@ def place(small_data: str, tmp_path_factory: pytest.TempPathFactory, warm: WarmC
         named = {name: str(folder / path) for name, path in CHOICES["eval"]["choices"].items()}
         file.write(yaml.safe_dump({"eval": {"choices": named}}))
     words = ["--train.max_steps", str(STEPS), "--train.eval_every", "2", "--checkpoint.every_steps", "2"]
+    words += ["--checkpoint.keep_best.metric", "eval/mine/bits_per_byte", "--checkpoint.keep_best.mode", "max"]
     return folder, train(recipe, *words, "--data.sequence_length", str(LENGTH), "--train.export", "true")
 
 
@@ -89,7 +90,7 @@ def test_lm_eval_finds_in_the_export_what_the_run_has_measured(place: tuple[Path
         assert re.search(rf"^mine +{name} +{told[f'tasks/mine/{name}']:.4f} +0\.\d+$", done.stdout, re.M), done.stdout
     event = json.loads((run / "events.jsonl").read_text().splitlines()[-1])
     assert (event["kind"], event["step"], event["tasks"]) == ("tasks", STEPS, ["mine"])
-    earlier = [*shlex.split(SCORES), "--checkpoint", "2", "--limit", "3"]
+    earlier = [*shlex.split(SCORES), "--best", "--limit", "3"]
     done = subprocess.run(earlier, cwd=folder, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0 and "step 2, and to W&B" in done.stderr, done.stderr
     assert rows(run)[-1]["step"] == 2
