@@ -153,6 +153,11 @@ def facts_of(run: Run, curves: Curves) -> list[tuple[str, str]]:
         for label, value in (("Validation loss, last", last), ("Validation loss, best", best)):
             more = f" (perplexity {perplexity(value):.2f})" if curves["eval/perplexity"] else ""
             facts.append((label, f"{value:.4f} {curves.unit}{more}"))
+    for key, curve in curves.by_name.items():
+        if name := set_of(key, "eval/loss"):
+            bits = curves[f"eval/{name}/bits_per_byte"]
+            more = f" ({bits.values[-1]:.4f} bits/byte)" if bits else ""
+            facts.append((f"Loss of {name}, last", f"{curve.values[-1]:.4f} {curves.unit}{more}"))
     if right := curves["eval/pairs/accuracy"] or curves["eval/unpaired/accuracy"]:
         facts.append(("Validation answers preferred rightly, last", f"{right.values[-1]:.1%}"))
     for name, curve in curves.by_name.items():
@@ -220,6 +225,12 @@ _UPDATE_NORM = "Norm of the update"
 _CHARTS = (
     Chart(file="loss", title="Loss", unit="", curves=(("loss", "training"), ("eval/loss", "validation"))),
     Chart(
+        file="bits_per_byte",
+        title="Validation loss in bits per byte",
+        unit="bits/byte",
+        curves=(("eval/bits_per_byte", "validation"),),
+    ),
+    Chart(
         file="throughput",
         title="Throughput, all devices",
         unit="tokens/s",
@@ -258,7 +269,7 @@ def charts_of(runs: list[Run]) -> list[dict[str, Any]]:
     charts = []
     own = dict.fromkeys(chart for objective in Objective.CHOICES.values() for chart in objective.charts)
     for number, chart in enumerate((*_CHARTS, *own)):
-        title, unit, metrics = chart.title, chart.unit, chart.curves
+        title, unit, metrics = chart.title, chart.unit, _with_sets(chart.curves, all_curves)
         series: list[dict[str, Any]] = []
         for index, (run, curves) in enumerate(zip(runs, all_curves, strict=True)):
             if metrics[0][0] == "grad_norm" and (run.settings.get("norm") == "update") != (title == _UPDATE_NORM):
@@ -283,6 +294,23 @@ def charts_of(runs: list[Run]) -> list[dict[str, Any]]:
     return charts
 
 
+def _with_sets(curves: Sequence[tuple[str, str]], of_runs: Sequence[Curves]) -> list[tuple[str, str]]:
+    """The curves of a chart, and beside those of the validation data those of named sets."""
+    found = list(curves)
+    for metric, _ in curves:
+        if metric.startswith("eval/"):
+            named = dict.fromkeys(key for run in of_runs for key in run.by_name if set_of(key, metric))
+            found += [(key, set_of(key, metric)) for key in named]
+    return found
+
+
+def set_of(key: str, metric: str) -> str:
+    """The named set whose `metric` (eval/FIGURE) a key is; empty: it is none."""
+    figure = metric.removeprefix("eval/")
+    name = key.removeprefix("eval/").removesuffix(f"/{figure}")
+    return name if key == f"eval/{name}/{figure}" and "/" not in name else ""
+
+
 def _levels(all_curves: list[Curves]) -> dict[str, float]:
     """The baselines on which all runs agree: of runs on several data sets, no line is that of all curves."""
     names = all_curves[0].baselines
@@ -299,7 +327,7 @@ def _series(metric: str, curve: Curve, name: str, color: int, *, dash: bool) -> 
     x = [curve.steps[index] for index in shown]
     about = {"color": color, "x": x, "dash": dash}
     few = len(x) < MARKED_BELOW
-    raw = {**about, "name": name, "y": [curve.values[i] for i in shown], "dots": few or metric == "eval/loss"}
+    raw = {**about, "name": name, "y": [curve.values[i] for i in shown], "dots": few or metric.startswith("eval/")}
     if few or metric not in _SMOOTHED:
         return [raw]
     average = smooth(curve.values)
@@ -323,7 +351,8 @@ def _period(run: Run) -> str:
 
 def _events(run: Run) -> tuple[str, str]:
     """Heading and table of what happened."""
-    shown = run.events[-_EVENTS_SHOWN:]
+    told = [event for event in run.events if event.get("kind") != "samples"]
+    shown = told[-_EVENTS_SHOWN:]
     rows = []
     for event in shown:
         rest = {key: value for key, value in event.items() if key not in ("time_unix_s", "kind", "step")}
@@ -334,8 +363,20 @@ def _events(run: Run) -> tuple[str, str]:
         at = "" if step is None else f"{step:,.0f}"
         text = detail if len(detail) <= 500 else detail[:500] + "…"
         rows.append((_clock(event.get("time_unix_s")), at, str(event.get("kind", "")), text))
-    note = f" (the last {_EVENTS_SHOWN} of {len(run.events)})" if len(run.events) > len(shown) else ""
+    note = f" (the last {_EVENTS_SHOWN} of {len(told)})" if len(told) > len(shown) else ""
     return f"Events of {run.name}{note}", _table(("Time (UTC)", "Step", "Event", "Details"), rows)
+
+
+def _samples(run: Run) -> tuple[str, str]:
+    """Heading and table of the continuations of prompts, the last evaluation first."""
+    rows = []
+    for event in reversed(run.of_kind("samples")):
+        prompts, texts = event.get("prompts"), event.get("texts")
+        if isinstance(prompts, list) and isinstance(texts, list):
+            step = _finite(event.get("step"))
+            at = "" if step is None else f"{step:,.0f}"
+            rows += [(at, str(prompt), str(text)) for prompt, text in zip(prompts, texts, strict=False)]
+    return f"Samples of {run.name}", _table(("Step", "Prompt", "Continuation"), rows[:_EVENTS_SHOWN])
 
 
 def _side_by_side(runs: list[Run], columns: list[dict[str, str]], *, mark: bool) -> str:
@@ -352,6 +393,7 @@ def page_of(runs: list[Run], charts: list[dict[str, Any]]) -> str:
     tables = [("Figures", _side_by_side(runs, facts, mark=False)), ("Settings", settings)]
     if sites := timeline([launches(run.settings.get("sites.name"), run.rows, run.events) for run in runs]):
         tables.append(("Sites", sites))
+    tables += [_samples(run) for run in runs if run.of_kind("samples")]
     tables += [_events(run) for run in runs if run.events]
     names = ", ".join(run.name for run in runs)
     return _page(names, "; ".join(dict.fromkeys(_period(run) for run in runs)), tables, charts)
