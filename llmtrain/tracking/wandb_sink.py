@@ -245,7 +245,8 @@ class WandbSink(Sink):
         self._tracking = tracking
         self._run_id = run_id
         self._config: dict[str, Any] = redact(config)
-        self._rows: queue.Queue[tuple[dict[str, Any], bool] | int] = queue.Queue()
+        self._rows: queue.Queue[tuple[dict[str, Any], bool] | Path | int] = queue.Queue()
+        """Rows, checkpoints, and at last the exit code."""
         self._dropped = 0
         self._failed = False
         self._abandoned = False
@@ -280,7 +281,10 @@ class WandbSink(Sink):
         self._rows.put_nowait((dict(row), more))
 
     def event(self, kind: str, fields: dict[str, Any]) -> None:
-        """Continuations of prompts become a table; other events stay in events.jsonl."""
+        """Continuations of prompts become a table, a checkpoint an artifact; other events stay in events.jsonl."""
+        wanted = kind == "save" and self._tracking.artifacts == "reference"
+        if wanted and self._thread is not None and not self._failed:
+            self._rows.put_nowait(Path(fields["path"]))
         if kind == "samples":
             pairs = list(zip(fields["prompts"], fields["texts"], strict=True))
             self.log({"step": fields["step"], "samples": pairs}, more=True)
@@ -329,6 +333,9 @@ class WandbSink(Sink):
             for path in () if self._late else self._sent_again:
                 mark_uploaded(path)
             while not isinstance(item := self._rows.get(), int):
+                if isinstance(item, Path):
+                    self._refer(run, item)
+                    continue
                 row, more = item
                 if self._late:
                     run.log(row)
@@ -358,6 +365,17 @@ class WandbSink(Sink):
             run.log({**row, "samples": table}, step=row["step"], commit=not more)
         finally:
             media.cleanup()
+
+    def _refer(self, run: Any, checkpoint: Path) -> None:
+        """Log a checkpoint as an artifact: a reference to each file, and none of their content."""
+        artifact = self._wandb.Artifact(f"checkpoint-{self._run_id}", type="checkpoint")
+        artifact.metadata = {"path": str(checkpoint.resolve())}
+        try:
+            artifact.add_reference(checkpoint.resolve().as_uri(), checksum=False)
+        except (OSError, ValueError) as error:  # it was pruned meanwhile
+            log.warn_once(f"W&B has no artifact of {checkpoint} ({type(error).__name__}: {error})")
+            return
+        run.log_artifact(artifact, aliases=["latest", checkpoint.name])
 
     def _start(self) -> Any:
         mode, why = choose_mode(self._tracking.wandb)

@@ -12,7 +12,7 @@ def read_back(folder: Path) -> dict:
     """Run id, configuration and history rows of one offline folder."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    found: dict = {"config": {}, "rows": [], "metrics": {}, "summary": {}, "exit": None}
+    found: dict = {"config": {}, "rows": [], "metrics": {}, "summary": {}, "exit": None, "artifacts": {}}
     (path,) = folder.glob("*.wandb")
     for payload, _ in records(path):
         record = Record.FromString(payload)
@@ -20,6 +20,7 @@ def read_back(folder: Path) -> dict:
         if kind == "run":
             found["id"] = record.run.run_id
             found["project"] = record.run.project
+            found["group"], found["job_type"] = record.run.run_group, record.run.job_type
             found["config"] |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
         elif kind == "history":
             names = [(item.key or ".".join(item.nested_key), item.value_json) for item in record.history.item]
@@ -27,6 +28,9 @@ def read_back(folder: Path) -> dict:
         elif kind == "summary":
             names = [(item.key or ".".join(item.nested_key), item.value_json) for item in record.summary.update]
             found["summary"] |= {name: json.loads(value) for name, value in names}
+        elif kind == "artifact":
+            files = {entry.path: entry.ref for entry in record.artifact.manifest.contents}
+            found["artifacts"][record.artifact.aliases[-1]] = files
         elif kind == "metric":
             found["metrics"][record.metric.name or record.metric.glob_name] = record.metric.step_metric
         elif kind == "exit":

@@ -10,6 +10,7 @@ import pytest
 
 from tests.helpers.forked import train
 from tests.helpers.launching import rows, write_recipe
+from tests.helpers.wandb_files import read_back
 
 DEAD = """
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ class Dead(Sink, entry="dead"):
 """
 WORDS = ("--trackers.tensorboard.path", "tensorboard", "--trackers.mlflow.experiment", "mine", "--trackers.dead.why",
          "it is gone", "--tracking.wandb", "offline", "--tracking.group", "sweep", "--tracking.job_type", "pretrain",
+         "--tracking.artifacts", "reference",
          "--train.log_every", "1", "--train.eval_every", "4", "--checkpoint.every_steps", "4", "--schedule.name",
          "constant")  # fmt: skip
 
@@ -55,6 +57,13 @@ def test_tensorboard_and_mlflow_go_on_over_a_resume_that_repeats_steps(small_dat
     assert (
         '"complete": true' in texts["events/stop"] and '"lr": 0.002' in texts["config"] and "ended" in texts["status"]
     )
+
+    for folder, saved in zip(sorted((run / "wandb").glob("offline-run-*")), ((4, 8), (8, 10)), strict=True):
+        sent = read_back(folder)
+        assert (sent["group"], sent["job_type"], len(sent["artifacts"])) == ("sweep", "pretrain", 2)
+        for names in sent["artifacts"].values():
+            (place,) = {ref.rpartition("/")[0] for path, ref in names.items() if path == "manifest.json"}
+            assert place.startswith(f"file://{run}/checkpoints/step-") and int(place.rpartition("-")[2]) in saved
 
     client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'mlflow.db'}")
     (place,) = client.search_experiments(filter_string="name = 'mine'")
