@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from llmtrain.base import log
+from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.config.plugins import PluginError, place_of
 from llmtrain.engine.api import StateTensor
 from llmtrain.engine.dist.control import AgreedError, from_all, together
@@ -33,13 +34,13 @@ class Guarded(Part):
 
     def begin(self, position: Position) -> Position | None:
         self._step = position.step
-        return self._together("begin", lambda: self._part.begin(position))
+        return self._together("begin", lambda: _is(self._part.begin(position), Position, type(None)))
 
     def restore(self, kept: Any, folder: Path) -> None:
         self._together("restore", lambda: self._part.restore(kept, folder))
 
     def request(self) -> Request:
-        asked = self._call("request", self._part.request, Request())
+        asked = self._call("request", lambda: _is(self._part.request(), Request), Request())
         return asked if self.failure is None else Request(stop=True)
 
     def before_update(self) -> None:
@@ -47,7 +48,7 @@ class Guarded(Part):
 
     def after_step(self, done: Done) -> Position | None:
         self._step = done.position.step
-        return self._call("after_step", lambda: self._part.after_step(done), None)
+        return self._call("after_step", lambda: _is(self._part.after_step(done), Position, type(None)), None)
 
     def figures(self, done: Done) -> dict[str, Any]:
         named: dict[str, Any] = self._call("figures", lambda: dict(self._part.figures(done)), {})
@@ -76,11 +77,20 @@ class Guarded(Part):
         if self.failure is not None:
             return instead
         try:
-            return call()
-        except Exception as error:
-            what = f"{type(error).__name__}: {error}"
+            with heart.calling(self.key, hook):
+                return call()
+        except BaseException as error:  # a signal only raises a flag during a run: Ctrl-C here is the plugin's own
+            what = f"{type(error).__name__}: {error}".removesuffix(": ")
             self.failure = f"parts.{self.name}: {hook} at step {self._step}: {place_of(error)}{what}"
             return instead
+
+
+def _is(given: T, *kinds: type) -> T:
+    """Raise TypeError where a plugin's method has returned what the loop cannot use."""
+    if not isinstance(given, kinds):
+        wanted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
+        raise TypeError(f"it returns {type(given).__name__}; wanted is {wanted}")
+    return given
 
 
 def guarded(parts: dict[str, Part], launch: Launch) -> list[Part]:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llmtrain.base.errors import ModelError
+from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.config.plugins import place_of
 from llmtrain.data.stream.loader import MicroBatch, TaughtBatch, UnpairedBatch
 from llmtrain.engine.losses.answers import answers_in, answers_of, counted_tokens, last_tokens
@@ -82,7 +83,8 @@ class TokenLoss:
 def terms_of(objective: ByToken, nll: Tensor) -> tuple[Tensor, ...]:
     """The terms of tokens, fp32 [N] each. Raises ModelError where the objective's class gives others."""
     try:
-        terms = objective.terms(nll)
+        with heart.calling(f"objective.name {objective.name}", "terms"):
+            terms = objective.terms(nll)
     except Exception as error:
         what = f"{type(error).__name__}: {error}"
         raise ModelError(f"objective.name {objective.name}: terms: {place_of(error)}{what}") from error

@@ -1,0 +1,112 @@
+"""Wrong parts of a plugin: whatever a method raises or returns, the run is told the part, the method and the line."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from llmtrain.cluster.watch.explain.causes import explain
+from llmtrain.cluster.watch.explain.facts import Frame, JobFacts, RankFacts
+from llmtrain.cluster.watch.heartbeat import heart
+from llmtrain.config import plugins
+from llmtrain.training import plugin_parts
+from llmtrain.training.plugin_parts import Guarded
+from llmtrain.training.step import Position, Request
+
+WRONG = """
+import sys
+from llmtrain import Part
+
+class Wrong(Part, entry="wrong"):
+    what = None
+
+    def act(self):
+        return eval(self.what)
+
+    request = before_update = to_json = state = lambda self: self.act()
+    after_step = figures = open = close = begin = lambda self, given: self.act()
+"""
+RAISES = ("1 / 0", "sys.exit(0)", "self.missing", "(_ for _ in ()).throw(KeyboardInterrupt)")
+CALLS: dict[str, Any] = {
+    "request": lambda part: part.request(),
+    "before_update": lambda part: part.before_update(),
+    "after_step": lambda part: part.after_step(SimpleNamespace(position=Position(step=7))),
+    "figures": lambda part: part.figures(SimpleNamespace(position=Position(step=7))),
+    "to_json": lambda part: part.to_json(),
+    "state": lambda part: part.state(),
+    "close": lambda part: part.close(None),
+}
+
+
+@pytest.fixture
+def part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
+    (tmp_path / "mine.py").write_text(WRONG)
+    plugins.use([str(tmp_path / "mine.py")])
+    monkeypatch.setattr(plugin_parts, "together", lambda _: nullcontext())
+    from llmtrain.base.choice import Entry
+
+    yield Entry.SECTIONS["parts"]["wrong"]()
+    plugins.use([])
+
+
+@pytest.mark.parametrize("what", RAISES)
+@pytest.mark.parametrize("method", CALLS)
+def test_whatever_a_method_raises_is_named_and_asks_all_ranks_to_stop(method: str, what: str, part: Any) -> None:
+    part.what = what
+    guarded = Guarded("wrong", part, ranks=None)  # type: ignore[arg-type]
+    CALLS[method](guarded)
+    assert guarded.failure is not None and guarded.failure.startswith(f"parts.wrong: {method} at step ")
+    assert "mine.py line 9: " in guarded.failure
+    assert guarded.request() == Request(stop=True)
+    part.what = "1 / 0"
+    CALLS[method](guarded)  # it is called no more
+    assert ("ZeroDivisionError" in guarded.failure) == (what == "1 / 0")
+
+
+@pytest.mark.parametrize(
+    ("method", "what", "told"),
+    [
+        ("request", "None", "it returns NoneType; wanted is Request"),
+        ("after_step", "3", "it returns int; wanted is Position or None"),
+        ("figures", "3", "TypeError: 'int' object is not iterable"),
+    ],
+)
+def test_a_method_that_returns_the_wrong_type_is_named(method: str, what: str, told: str, part: Any) -> None:
+    part.what = what
+    guarded = Guarded("wrong", part, ranks=None)  # type: ignore[arg-type]
+    CALLS[method](guarded)
+    assert guarded.failure is not None and f"parts.wrong: {method} at step" in guarded.failure
+    assert told in guarded.failure
+
+
+@pytest.mark.parametrize("method", ["open", "begin"])
+def test_a_method_before_the_first_step_ends_the_run_at_once(method: str, part: Any) -> None:
+    part.what = "sys.exit(0)"
+    guarded = Guarded("wrong", part, ranks=None)  # type: ignore[arg-type]
+    with pytest.raises(plugins.PluginError, match=f"parts.wrong: {method} at step 0: .* line 9: SystemExit: 0"):
+        getattr(guarded, method)(Position())
+
+
+def rank(number: int, **values: Any) -> RankFacts:
+    return RankFacts(rank=number, host="a", phase="step", **values)
+
+
+@pytest.mark.parametrize(
+    ("trigger", "values", "told"),
+    [
+        ("stall", {"idle_s": 300.0, "stack": (Frame("/home/me/mine.py", 12, "wait"),)},
+         "rank 1 on a is in parts.wrong: after_step at me/mine.py:12 (wait), for 300 s: the plugin's method does not"),
+        ("dead_rank", {"state": "dead", "code": 0}, "rank 1 on a has ended in parts.wrong: after_step (exit code 0)"),
+        ("dead_rank", {"state": "dead", "signal": "SIGSEGV"}, "crashed with SIGSEGV in parts.wrong: after_step"),
+    ],
+)  # fmt: skip
+def test_a_rank_that_hangs_or_ends_in_a_method_is_told_with_it(trigger: str, values: Any, told: str) -> None:
+    with heart.calling("parts.wrong", "after_step"):
+        pass
+    ranks = (rank(0, inside=True, collective="all_reduce"), rank(1, plugin="parts.wrong: after_step", **values))
+    found = explain(JobFacts(trigger=trigger, ranks=ranks, hosts=()))
+    assert told in found.text and (found.cause in ("plugin", "crashed")) and found.ranks == [1]
