@@ -188,7 +188,8 @@ def page_of(steps: range, everyone: list[dict[str, Any]], operators: list[tuple[
         f"Inside collectives, which belong to these, ranks spend {mean['collectives'] / mean['step_s']:.0%}."
         + (f" The slowest is rank {slowest}." if len(everyone) > 1 else ""),
         "",
-        "Rest: what the host does between these: logging, agreement of the ranks, learning rate, checkpoints."
+        "Forward: the forward and backward passes without autograd's backward, in a pipeline with the waits for other "
+        "stages. Rest: what the host does between these: logging, agreement of the ranks, checkpoints."
         + (" On a GPU these are the host's times: it fills the device's queue and goes on, and what waits for the "
            "device counts for the device's work before." if device == "cuda" else ""),
         "",
