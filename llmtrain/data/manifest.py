@@ -122,6 +122,10 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = Manifest(shards=shards, **values)  # type: ignore[arg-type]  # keys are checked by the constructor
         if any(type(number) is not int for number in (manifest.vocab_size, manifest.separator_id, manifest.rejected)):
             raise ValueError("a number in it is no whole number")
+        if not isinstance(manifest.source, dict) or not isinstance(manifest.settings, dict):
+            raise ValueError("its source and its settings are no sections")
+        if manifest.tokens != {split: sum(shard.tokens for shard in shards[split]) for split in SPLITS}:
+            raise ValueError("its tokens are not those of its shards")
         if manifest.chat is not None and type(manifest.chat["longest"]) is not int:
             raise ValueError("its longest row is no whole number")
         if any(bool(shard.rows) != (manifest.chat is not None) for split in SPLITS for shard in shards[split]):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from llmtrain.base import log, units
-from llmtrain.base.errors import TrainingStopped
+from llmtrain.base.errors import CheckpointError, TrainingStopped
 from llmtrain.checkpoint.format import step_of
 from llmtrain.checkpoint.retain import Best, best_of
 from llmtrain.checkpoint.rundir import CheckpointFolder, RunDirectory, open_checkpoints
@@ -242,13 +242,18 @@ def write_run_files(
     folder: RunDirectory, run: RunConfig, exact: dict[str, Any], ranks: Ranks, sizes: ModelFacts
 ) -> dict[str, Any]:
     """config.yaml, deepspeed.json (the `exact` dict) and environment.json. Returns that (rank 0; else empty)."""
-    if ranks.rank != 0:
-        return {}
-    (folder.path / "config.yaml").write_text(dump(run))
-    (folder.path / "deepspeed.json").write_text(json.dumps(exact, indent=2) + "\n")
-    environment = describe_environment(ranks=[asdict(seat) for seat in ranks.seats], plugins=hashes())
-    environment["parameters"] = sizes.parameters
-    write_environment(folder.path, environment)
+    environment: dict[str, Any] = {}
+    with together(ranks):
+        if ranks.rank == 0:
+            environment = describe_environment(ranks=[asdict(seat) for seat in ranks.seats], plugins=hashes())
+            environment["parameters"] = sizes.parameters
+            try:
+                (folder.path / "config.yaml").write_text(dump(run))
+                (folder.path / "deepspeed.json").write_text(json.dumps(exact, indent=2) + "\n")
+                write_environment(folder.path, environment)
+            except OSError as error:
+                why = f"cannot be written: {error.strerror}. Make room, or give another folder."
+                raise CheckpointError(f"train.run_dir: {folder.path} {why}") from error
     return environment
 
 

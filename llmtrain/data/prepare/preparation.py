@@ -395,6 +395,7 @@ def _summary(out: Path, manifest: Manifest, elapsed_s: float) -> str:
 
 
 REJECTED = "rejected.jsonl"
+_SHOWN = 3
 _SOON_DONE_AGAIN_BYTES = 64 << 20
 """Size of finished shards, about a minute's work, that other settings may discard: after a mistake that a record shows,
 the next attempt has other settings, and was refused as if hours were at stake."""
@@ -447,10 +448,17 @@ def already_complete(out: Path, plan: dict[str, Any]) -> Manifest:
 
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     return [
-        f"{key} was {before.get(key)!r} and is now {now.get(key)!r}"
+        f"{key} was {_short(before.get(key))} and is now {_short(now.get(key))}"
         for key in sorted(before.keys() | now.keys())
         if before.get(key) != now.get(key)
     ]
+
+
+def _short(value: Any) -> str:
+    """A setting in an error: a source of a glob has a path for each of its files."""
+    if not isinstance(value, list) or len(value) <= _SHOWN:
+        return repr(value)
+    return f"[{', '.join(map(repr, value[:_SHOWN]))} and {units.counted(len(value) - _SHOWN, 'other')}]"
 
 
 def start_or_continue(out: Path, plan: dict[str, Any]) -> dict[str, Any]:

@@ -188,7 +188,7 @@ def _read_text(piece: Piece, field: str | None, max_bytes: int) -> Iterator[Docu
         text = data.removeprefix(BOM).decode()
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        yield Rejection(piece.label, "line", line, _not_utf8(data[error.start]))
+        yield Rejection(piece.label, "line", line, _not_utf8(data, error.start))
         return
     yield _check(text, piece, "line", 1, max_bytes, field)
 
@@ -242,8 +242,9 @@ def _form_of(names: Iterable[str]) -> str:
     return f"they are no plain text: add --format {form}" if form else "see --field"
 
 
-def _not_utf8(byte: int) -> str:
-    return f"invalid UTF-8: byte 0x{byte:02x}; write it anew, such as `iconv -f LATIN1 -t UTF-8 FILE > NEW`"
+def _not_utf8(data: bytes, at: int) -> str:
+    kind = "UTF-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "LATIN1"
+    return f"invalid UTF-8: byte 0x{data[at]:02x}; write it anew, such as `iconv -f {kind} -t UTF-8 FILE > NEW`"
 
 
 def _parse(
@@ -254,7 +255,7 @@ def _parse(
         record = json.loads(line.decode(), object_pairs_hook=no_repeats if field is None else None)
         whole = json.dumps(record, ensure_ascii=False) if field is None else ""
     except UnicodeDecodeError as error:
-        return Rejection(piece.label, unit, number, _not_utf8(line[error.start]))
+        return Rejection(piece.label, unit, number, _not_utf8(line, error.start))
     except (ValueError, RecursionError) as error:
         return Rejection(piece.label, unit, number, f"broken JSON ({error})")
     if not isinstance(record, dict):

@@ -137,6 +137,24 @@ def test_check_reads_the_data_when_asked(here: Path, capsys: pytest.CaptureFixtu
     assert "but for 1 file of which they tell none" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "key, value, words",
+    [
+        ("tokens", {}, "its tokens are not those of its shards"),
+        ("tokens", None, "its tokens are not those of its shards"),
+        ("tokens", {"train": 10**9, "validation": 10**9}, "its tokens are not those of its shards"),
+        ("source", "x", "its source and its settings are no sections"),
+    ],
+)
+def test_a_manifest_that_was_changed_is_no_traceback(
+    key: str, value: Any, words: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(here)
+    edit_manifest(here / "data/x", lambda told: told.update({key: value}))
+    assert main(["config", "check", "run.yaml", "--world-size=2"]) == 2
+    assert f"data/x/manifest.json: is not a manifest of prepared data ({words})" in capsys.readouterr().err
+
+
 def test_a_file_in_the_wrong_place_is_named_for_what_it_is(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(here)
     for given, words in (("ds.json", "looks like a DeepSpeed JSON"), ("data/x", "is a folder, and a run is its YAML")):

@@ -234,6 +234,8 @@ def test_other_settings_or_another_source_are_refused(
     source.write_text("other " * 100)
     assert main(argv) == 2
     assert "the source files have changed since" in capsys.readouterr().err
+    assert main(["--source", *map(str, [source] * 50), *argv[2:]]) == 2
+    assert "a.txt' and 47 others]" in (error := capsys.readouterr().err) and len(error) < 1000
     assert main(["--source", str(corpus), "--out", str(tmp_path), "--vocab-size", "258"]) == 2
     assert "not made by `llmtrain prepare`" in capsys.readouterr().err
 

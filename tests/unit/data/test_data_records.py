@@ -113,6 +113,10 @@ def test_truncated_and_corrupt_streams(tmp_path: Path, suffix: str) -> None:
     ("data", "place"),
     [
         (b"one\ntwo\xff\n", "line 2: invalid UTF-8: byte 0xff; write it anew, such as `iconv -f LATIN1 -t UTF-8 FILE"),
+        (
+            "text".encode("utf-16"),
+            "line 1: invalid UTF-8: byte 0xff; write it anew, such as `iconv -f UTF-16 -t UTF-8 ",
+        ),
         (b"", "line 1: empty document"),
         (b" \n\t\n", "line 1: empty document"),
         (b"x" * (LIMIT + 1), "line 1: huge document"),
