@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -258,14 +259,28 @@ def _hf_folder(path: Path, scratch: Path) -> Path:
     if exported is not None and (not found or exported.get("manifest") == hash_file(found[0] / MANIFEST)):
         print(f"model: {export}, of step {untrusted.shown(exported.get('step'), 40)}", file=sys.stderr)
         return export
-    try:
-        newest = find_checkpoints(path)[0]
-    except CheckpointError as error:
-        raise CheckpointError(f"{error} A Hugging Face folder, with a config.json, is right too.") from error
     older = "" if exported is None else f"; {export} is of step {exported.get('step')}"
-    print(f"model: {newest}{older}", file=sys.stderr)
-    export_hf(newest, scratch / "export", check="none")
+    for left in reversed(range(_TRIES)):
+        try:
+            newest = find_checkpoints(path)[0]
+        except CheckpointError as error:
+            raise CheckpointError(f"{error} A Hugging Face folder, with a config.json, is right too.") from error
+        try:
+            export_hf(newest, scratch / "export", check="none")
+        except (OSError, UserError) as error:
+            if newest.exists():
+                raise
+            if not left:
+                raise CheckpointError(f"{newest}: was deleted while it was read, as by the run; try again") from error
+            shutil.rmtree(scratch / "export", ignore_errors=True)
+        else:
+            print(f"model: {newest}{older}", file=sys.stderr)
+            break
     return scratch / "export"
+
+
+_TRIES = 5
+"""Checkpoints of a live run that may be deleted under the reader, by its checkpoint.keep."""
 
 
 def _mark(export: Path) -> dict[str, Any] | None:
