@@ -123,7 +123,10 @@ def test_the_page_says_which_family_takes_which_way() -> None:
         fields = tiny(family)
         if not has_experts(fields) and family not in ("dbrx", "jetmoe", "llama4_text"):  # names of their own
             continue
-        (few, _), (many, stacked) = (launches(fields, experts) for experts in (4, 8))
+        try:
+            (few, _), (many, stacked) = (launches(fields, experts) for experts in (4, 8))
+        except ModelError:  # deepseek_v4 is refused
+            continue
         if few["_grouped_mm"]:
             assert few == many, family
             found["grouped"].append(family)
