@@ -211,7 +211,10 @@ def wrong_region(region: Region) -> str | None:
 FORMATS = (1, 2)
 """2 where frozen parameters are in a folder of their own: a reader of 1 would miss them."""
 OUTER = "outer."
-"""Begins the kinds of what sites hold in common (sites/): a run without sites ignores them."""
+"""Begins the kinds of what parts of a run keep beside the optimizer, such as what sites hold in common (sites/): a run
+without these parts ignores them."""
+EMA = OUTER + "ema"
+"""The moving average of a parameter (training/ema.py)."""
 MANIFEST = "manifest.json"
 TRAINER = "trainer.json"
 HOSTS = "hosts"

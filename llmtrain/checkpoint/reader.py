@@ -37,7 +37,8 @@ class CheckpointReader:
         CheckpointError: no checkpoint, or its files do not hold what its manifest says.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest | None = None) -> None:
+    def __init__(self, folder: Path, manifest: Manifest | None = None, parameters: str = PARAM) -> None:
+        """`parameters`: the kind of tensors that stand for the parameters, where the checkpoint has them."""
         self.folder = folder
         self.origin = f"resume: {folder}"
         self.manifest = manifest or Manifest.read(folder)
@@ -49,12 +50,21 @@ class CheckpointReader:
         source = self.manifest.frozen
         for name, given in source.parts.items():
             self._where[PARAM, name] = [_Held(r, str(source.folder / file), tensor) for file, tensor, r in given]
+        self._instead = {name for kind, name in self._where if kind == parameters != PARAM}
+        self._kind = parameters
+        for name in self._instead:
+            self._where[PARAM, name] = self._where[parameters, name]
         for parts in self._where.values():
             parts.sort(key=lambda held: held.region.first)
         self._strided = {key for key, parts in self._where.items() if not all(p.region.contiguous for p in parts)}
         self._files: dict[str, TensorFile] = {}
         _allow_open_files(len(self.manifest.files))
         self._lock = threading.Lock()
+
+    def checksums(self) -> dict[tuple[str, str], int]:
+        """(kind, name) -> checksum of what is read under these."""
+        sums = self.manifest.checksums()
+        return sums | {(PARAM, name): sums[self._kind, name] for name in self._instead}
 
     def tensors(self) -> set[tuple[str, str]]:
         """(kind, name) of everything that it holds."""

@@ -62,7 +62,10 @@ def _prune(args: argparse.Namespace) -> int:
 def _average(args: argparse.Namespace) -> int:
     from llmtrain.checkpoint.average import average
 
-    log.put("\n".join(average([find_checkpoints(path)[0] for path in args.sources], args.out)))
+    found = [folder for path in args.sources for folder in find_checkpoints(path)[: args.last or 1]]
+    if args.last is not None and len(found) != args.last * len(args.sources):
+        raise CheckpointError(f"--last {args.last}: only {len(found)} checkpoints are there (checkpoint.keep).")
+    log.put("\n".join(average(found, args.out)))
     return 0
 
 
@@ -82,6 +85,7 @@ def _to_hf(args: argparse.Namespace) -> int:
         max_shard_bytes=None if args.max_shard_size is None else size_bytes(args.max_shard_size),
         check=args.check,
         merge=args.merge,
+        ema=args.ema,
         trust_remote_code=args.trust_remote_code,
     )
     log.put("\n".join(report.lines))
@@ -147,6 +151,9 @@ def _lookers(add: Callable[..., argparse.ArgumentParser]) -> None:
 def _converters(add: Callable[..., argparse.ArgumentParser]) -> None:
     average = add("average", _average, "the mean of the parameters of checkpoints of one model")
     average.add_argument("sources", nargs="+", **_PATH)
+    average.add_argument(
+        "--last", type=int, metavar="K", help="of each run the newest K checkpoints, not the newest one"
+    )
     average.add_argument("out", type=Path, help="new folder for OUT/checkpoints/step-N")
     to_hf = add("to-hf", _to_hf, "write a checkpoint as a Hugging Face folder")
     to_hf.add_argument("path", **_PATH)
@@ -157,6 +164,7 @@ def _converters(add: Callable[..., argparse.ArgumentParser]) -> None:
     to_hf.add_argument(
         "--merge", action="store_true", help="of a run with an adapter: the whole model, not a PEFT folder"
     )
+    to_hf.add_argument("--ema", action="store_true", help="the moving average of the parameters (section ema)")
     to_hf.add_argument("--push", metavar="ORG/NAME", help="publish the folder on the Hub (token: HF_TOKEN), privately")
     to_hf.add_argument("--public", action="store_true", help="a repository that --push makes is public")
     from_hf = add("from-hf", _from_hf, "make a checkpoint of parameters alone from a Hugging Face folder")

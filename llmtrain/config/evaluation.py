@@ -19,7 +19,7 @@ _OF_CHOICES = ("accuracy", "accuracy_norm", "bits_per_byte")
 def taken_names() -> set[str]:
     """Names that no set can have: the figures of the validation set and the mean stand there."""
     figures = [figure.name for objective in Objective.CHOICES.values() for figure in objective.figures]
-    own = {"loss", "perplexity", "bits_per_byte", "mean", "accuracy", "accuracy_norm"}
+    own = {"loss", "perplexity", "bits_per_byte", "mean", "ema", "accuracy", "accuracy_norm"}
     return {*own, *(figure.partition("/")[0] for figure in figures)}
 
 

@@ -25,7 +25,7 @@ from llmtrain.config.objective import (
     check_teacher_folder,
 )
 from llmtrain.config.problems import Places, Problems, stop
-from llmtrain.config.run import AdapterConfig, RunConfig, profiled_steps
+from llmtrain.config.run import AdapterConfig, EmaConfig, RunConfig, profiled_steps
 from llmtrain.config.topology import Degrees
 from llmtrain.storage.hub.names import is_name
 
@@ -220,6 +220,9 @@ def check_values(run: RunConfig, places: Places, problems: Problems) -> None:
                      "so its output cannot be told from the rest", "set model.attention to sdpa, or remove it",
                      places.get("model.keep_attention"))  # fmt: skip
     check_adapter(run, places, problems)
+    if run.ema.decay is None and run.ema != EmaConfig():
+        problems.add("ema.every", run.ema.every, "without ema.decay there is no average", "set ema.decay, 0.999 is "
+                     "common, or remove the section", places.get("ema.every"))  # fmt: skip
     if run.model.vocabulary is not None and run.model.config is not None:
         problems.add("model.vocabulary", run.model.vocabulary, "is for the weights of a folder (model.pretrained)",
                      "write model.config.vocab_size", places.get("model.vocabulary"))  # fmt: skip

@@ -17,6 +17,9 @@ def check_sites(run: RunConfig, places: Places, problems: Problems) -> None:
             problems.add("sites.coordinator", sites.coordinator, "this site has no name",
                          "set sites.name, or remove it", places.get("sites.coordinator"))  # fmt: skip
         return
+    if run.ema.decay is not None:
+        problems.add("ema.decay", run.ema.decay, "sites would each have another average (sites.name)", "remove it, or "
+                     "average checkpoints with `llmtrain checkpoint average`", places.get("ema.decay"))  # fmt: skip
     if not re.fullmatch(r"[A-Za-z0-9_.-]{1,40}", sites.name):
         problems.add("sites.name", sites.name, "must be 1 to 40 letters, digits, `_`, `.` or `-`", "give another name",
                      places.get("sites.name"))  # fmt: skip

@@ -162,7 +162,7 @@ def state_bytes(resolved: ResolvedRun, facts: ModelFacts) -> tuple[float, float]
     """About how much weights, gradients, masters and moments take: in all, and on one rank. Activations come on top."""
     mix, degrees = resolved.mix, resolved.degrees
     wide = 2 if mix.precision != "fp32" else 4
-    moments = resolved.optim.moments * (2 if mix.bf16_moments else 4)
+    moments = resolved.optim.moments * (2 if mix.bf16_moments else 4) + (0 if resolved.run.ema.decay is None else 4)
     optimizer = facts.trained * (moments + (0 if mix.precision == "fp32" else 4))
     weights, gradients = facts.parameters * wide, facts.trained * wide
     own = degrees.pipeline * degrees.tensor

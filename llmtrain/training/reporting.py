@@ -33,6 +33,7 @@ from llmtrain.training.step import Position, Session, is_due
 
 if TYPE_CHECKING:
     from llmtrain.tracking.tracker import Tracker
+    from llmtrain.training.ema import Ema
     from llmtrain.training.setup import Setup
 
 
@@ -44,13 +45,19 @@ class Evaluation(Part):
     key = "evaluation"
 
     def __init__(
-        self, setup: Setup, tracker: Tracker, speed: Throughput, there: Callable[[Best], dict[int, float]]
+        self,
+        setup: Setup,
+        tracker: Tracker,
+        speed: Throughput,
+        there: Callable[[Best], dict[int, float]],
+        ema: Ema | None = None,
     ) -> None:
-        """`there`: the best checkpoints that the run has, and their figures.
+        """`there`: the best checkpoints that the run has, and their figures. `ema`: its means are measured on the
+        validation sequences, too.
 
         Raises DataError, on all ranks: no tokenizer tells the bytes of its tokens.
         """
-        self._setup, self._tracker, self._speed = setup, tracker, speed
+        self._setup, self._tracker, self._speed, self._ema = setup, tracker, speed, ema
         run = setup.run
         self._measured = [Measured("eval", setup.data, run.train.eval_sequences)] if run.train.eval else []
         for name, data in setup.sets.items():
@@ -121,6 +128,9 @@ class Evaluation(Part):
             for name, choices in setup.choices.items():
                 figures = choices.figures(choice_log_probs(setup, choices))
                 row |= {f"eval/{name}/{figure}": value for figure, value in figures.items()}
+            if self._ema is not None and setup.run.train.eval:
+                with self._ema.in_place():
+                    row |= {key.replace("eval/", "eval/ema/", 1): value for key, value in self._figures(0).items()}
         if mean := setup.run.eval.mean:
             weighted = sum(weight * row[f"eval/{name}/loss"] for name, weight in mean.items())
             row["eval/mean/loss"] = weighted / sum(mean.values())

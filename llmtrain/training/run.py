@@ -152,11 +152,16 @@ def _fill(parts: list[Part], launch: Launch) -> tuple[Saving, Evaluation]:
         from llmtrain.training.load_balance import LoadBalance
 
         parts.append(LoadBalance(setup, launch.session, launch.loader, tracker))
+    ema = None
+    if run.ema.decay is not None:
+        from llmtrain.training.ema import Ema
+
+        parts.append(ema := Ema(setup))
     if run.parts:
         from llmtrain.training.plugin_parts import guarded
 
         parts.extend(guarded(run.parts, launch))
-    evaluation = Evaluation(setup, tracker, speed, functools.partial(_best_steps, launch))
+    evaluation = Evaluation(setup, tracker, speed, functools.partial(_best_steps, launch), ema)
     for part in (*parts, evaluation):
         if start.folder is not None and (kept := start.kept.get(part.key)):
             part.restore(kept, start.folder)

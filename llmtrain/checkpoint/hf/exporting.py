@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from llmtrain.base import log, units, untrusted
 from llmtrain.base.errors import CheckpointError, ModelError, UserError
 from llmtrain.checkpoint.durable import remove_tree, sync
-from llmtrain.checkpoint.format import MANIFEST, TRAINER, hash_file, problems, read_trainer
+from llmtrain.checkpoint.format import EMA, MANIFEST, TRAINER, hash_file, problems, read_trainer
 from llmtrain.checkpoint.hf.folder_files import (
     DTYPES,
     MARK,
@@ -127,7 +127,7 @@ class Merge:
 
     def check(self) -> None:
         """The adapter's values are those that were saved. Raises CheckpointError."""
-        sums = self._reader.manifest.checksums()
+        sums = self._reader.checksums()
         for name in sorted(self.trained):
             if checksum(self._reader.read(name, 0, numel(self._reader.shape(name)))) != sums[PARAM, name]:
                 raise CheckpointError(
@@ -292,6 +292,7 @@ def export_hf(
     max_shard_bytes: int | None = None,
     check: Check = "auto",
     merge: bool = False,
+    ema: bool = False,
     trust_remote_code: bool = False,
 ) -> Report:
     """Write `out` so that AutoModelForCausalLM.from_pretrained loads it; a tied weight is written once.
@@ -303,6 +304,7 @@ def export_hf(
             checkpoint was imported from.
         max_shard_bytes: largest weight file; default 5 GB, or the files of the imported folder.
         merge: write the whole model with the adapter added to its weights, in fp32, rounded once.
+        ema: write the moving average of what trains, and not its last values.
 
     Raises:
         CheckpointError: `checkpoint` is none or damaged, `out` exists and is no earlier export of the same run, a value
@@ -310,7 +312,9 @@ def export_hf(
         ModelError: the model cannot be built, or its files cannot be written.
         ProofError: what was written is not what was read. Nothing is left at `out`.
     """
-    reader = CheckpointReader(checkpoint)
+    reader = CheckpointReader(checkpoint, parameters=EMA if ema else PARAM)
+    if ema and EMA not in reader.kinds():
+        raise CheckpointError(f"{checkpoint}: its run kept no moving average (section ema). Leave out --ema.")
     if wrong := problems(checkpoint, reader.manifest, [TRAINER]):
         raise CheckpointError(f"{checkpoint}: {wrong[0]}. Take another checkpoint.")
     trainer = read_trainer(checkpoint)
@@ -323,12 +327,13 @@ def export_hf(
     merged.check()
     _check_names(reader, layout, merged.names, report)
     if adapter is not None and not merge:
-        return _export_adapter(reader, trainer, layout, adapter, dtype, (out, target), check, report)
+        return _export_adapter(reader, trainer, layout, adapter, dtype, (out, target), check, report, ema=ema)
     files = _weight_files(reader, trainer, layout, dtype, max_shard_bytes)
-    with OutputFolder(target, _plan(checkpoint, files, check, merge=merge)) as folder:
+    with OutputFolder(target, _plan(checkpoint, files, check, merge=merge, ema=ema)) as folder:
         folder.need(files.bytes + _SPACE)
         rounded = _write_weights(folder, reader, layout, files, merged, rounded=check != "none")
-        report.add("source", f"{len(layout.shapes)} checksums are those of the manifest")
+        means = ", of the moving averages of what trains" if ema else ""
+        report.add("source", f"{len(layout.shapes)} checksums are those of the manifest{means}")
         if merge:
             report.add("merged", f"{len(merged.paths)} maps, each in fp32 and rounded once")
         write_others(folder.partial, reader, trainer, layout, files, report)
@@ -346,11 +351,15 @@ def export_hf(
     return report
 
 
-def _plan(checkpoint: Path, files: WeightFiles, check: Check, *, merge: bool) -> dict[str, str]:
+def _plan(checkpoint: Path, files: WeightFiles, check: Check, *, merge: bool, ema: bool) -> dict[str, str]:
     """Identity of an export: an interrupted one continues if it is equal."""
     shards = json.dumps({name: asdict(shard) for name, shard in files.shards.items()})
     plan = {"to-hf": str(checkpoint.resolve()), "manifest": hash_file(checkpoint / MANIFEST), "check": check}
-    return plan | {"files": xxhash.xxh3_64_hexdigest(shards.encode())} | ({"merge": "yes"} if merge else {})
+    return (
+        plan
+        | {"files": xxhash.xxh3_64_hexdigest(shards.encode())}
+        | {name: "yes" for name, on in (("merge", merge), ("ema", ema)) if on}
+    )
 
 
 def _export_adapter(
@@ -362,11 +371,13 @@ def _export_adapter(
     places: tuple[Path, Path],
     check: Check,
     report: Report,
+    *,
+    ema: bool,
 ) -> Report:
     """A PEFT folder. `places`: (where it will be, where it is written)."""
     out, target = places
     kind = DTYPES[dtype or reader.manifest.layout.get("precision") or "fp32"]
-    with OutputFolder(target, {"to-hf": str(reader.folder.resolve()), "adapter": kind}) as folder:
+    with OutputFolder(target, {"to-hf": str(reader.folder.resolve()), "adapter": kind, "ema": str(ema)}) as folder:
         size = write_peft(folder.partial, reader, trainer, layout, adapter, kind, check, report)
         copy_beside(folder.partial, trainer, reader.folder, report)
         if check != "none":
@@ -561,7 +572,7 @@ def _write_weights(
             for tensor, (one, two) in info["sums"].items():
                 before[files.parts[tensor].parameter] += one
                 after[files.parts[tensor].parameter] += two
-    expected = reader.manifest.checksums()
+    expected = reader.checksums()
     for name, shape in layout.shapes.items():
         beyond = range(numel(shape), numel(reader.shape(name)), CHUNK)  # padding is not written, but proves the rest
         stops = [min(start + CHUNK, numel(reader.shape(name))) for start in beyond]

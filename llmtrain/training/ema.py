@@ -1,0 +1,130 @@
+"""The part of a run that keeps an exponential moving average of its parameters."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from llmtrain.base import log, units
+from llmtrain.base.errors import CheckpointError
+from llmtrain.checkpoint.format import EMA
+from llmtrain.checkpoint.reader import CheckpointReader
+from llmtrain.engine.api import StateTensor
+from llmtrain.engine.dist.control import from_all, together
+from llmtrain.optim.optimizers import PARAM
+from llmtrain.storage.checksum import checksum_part
+from llmtrain.training.parts import Done, Part
+from llmtrain.training.step import Position, is_due
+
+if TYPE_CHECKING:
+    from llmtrain.training.setup import Setup
+
+_CHUNK = 1 << 22
+"""Elements that are exchanged at a time."""
+
+
+class Ema(Part):
+    """After every `ema.every` optimizer steps mean = decay x mean + (1 - decay) x parameter, for each that trains.
+
+    The mean is fp32 and lies beside the master that it averages, in the same pieces: so it is sharded as the optimizer
+    is, and a checkpoint holds it under the parameter's name.
+    """
+
+    key = "ema"
+
+    def __init__(self, setup: Setup) -> None:
+        """The means begin with the parameters as they are now."""
+        self._engine, self._ranks, self._settings = setup.engine, setup.ranks, setup.run.ema
+        self._pieces = [
+            piece for piece in setup.engine.state() if piece.kind == PARAM and piece.name not in setup.spec.frozen
+        ]
+        assert all(piece.dtype == torch.float32 and piece.write is None for piece in self._pieces)
+        self._means: list[Tensor] = []
+        self._restored = False
+        for piece in self._pieces:
+            with piece.open() as live:
+                self._means.append(live.detach().clone())
+
+    def begin(self, position: Position) -> None:
+        """Tell the memory, and where the means begin if that is not the run's beginning."""
+        if self._ranks.rank == 0:
+            size = units.size(sum(4 * mean.numel() for mean in self._means))
+            since = (
+                f", from step {position.step} on: the checkpoint has none"
+                if position.step and not self._restored
+                else ""
+            )
+            log.info(f"ema: a mean of the parameters, {size} of memory on this rank{since}")
+
+    @torch.no_grad()
+    def after_step(self, done: Done) -> None:
+        """Follow the parameters; a step that was skipped has left them alone."""
+        assert self._settings.decay is not None
+        if done.update.skipped or not is_due(self._settings.every, done.steps):
+            return
+        for piece, mean in zip(self._pieces, self._means, strict=True):
+            with piece.open() as live:
+                mean.lerp_(live, 1 - self._settings.decay)
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """In which the model computes with the means. All ranks enter it together; afterwards all is as before."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        for piece, mean in zip(self._pieces, self._means, strict=True):
+            with piece.open() as live:
+                for low in range(0, mean.numel(), _CHUNK):
+                    ours, theirs = mean[low : low + _CHUNK], live[low : low + _CHUNK]
+                    kept = theirs.clone()
+                    theirs.copy_(ours)
+                    ours.copy_(kept)
+        self._engine.refresh()
+
+    def state(self) -> list[StateTensor]:
+        """Return the means, in the pieces of their parameters."""
+        return [
+            replace(piece, kind=EMA, open=lambda mean=mean: contextlib.nullcontext(mean))  # type: ignore[misc]
+            for piece, mean in zip(self._pieces, self._means, strict=True)
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what they were made with: only its presence is read."""
+        return {"decay": self._settings.decay, "every": self._settings.every}
+
+    @torch.no_grad()
+    def restore(self, kept: Any, folder: Path) -> None:
+        """Take the means of a checkpoint of any layout. Raises AgreedError: it has others, or it is damaged."""
+        mine: dict[str, int] = {}
+        with together(self._ranks), contextlib.closing(CheckpointReader(folder)) as reader:
+            if lost := sorted({piece.name for piece in self._pieces} - {n for k, n in reader.tensors() if k == EMA}):
+                raise CheckpointError(
+                    f"{folder}: it holds no mean (ema) of {lost[0]}, which this run trains. Train the same parameters, "
+                    "or begin a new run (resume_weights_only)."
+                )
+            for piece, mean in zip(self._pieces, self._means, strict=True):
+                values = reader.read_kind_region(EMA, piece.name, piece.region)
+                own = checksum_part(values[piece.own], piece.own_region)
+                mine[piece.name] = (mine.get(piece.name, 0) + own) % 2**64
+                mean.copy_(values)
+            expected = {name: value for (kind, name), value in reader.manifest.checksums().items() if kind == EMA}
+        self._restored = True
+        parts = from_all(self._ranks, mine)
+        with together(self._ranks):
+            for name, value in expected.items():
+                if sum(part.get(name, 0) for part in parts) % 2**64 != value:
+                    raise CheckpointError(
+                        f"{folder}: its mean (ema) of {name} is not what its manifest says. Resume from another "
+                        "checkpoint (resume: PATH)."
+                    )

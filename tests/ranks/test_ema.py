@@ -1,0 +1,134 @@
+"""The moving average of the parameters: its definition, what it is evaluated as, and its way through checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from llmtrain.checkpoint.format import EMA
+from llmtrain.checkpoint.load import load_checkpoint
+from llmtrain.checkpoint.reader import CheckpointReader
+from llmtrain.checkpoint.rundir import find_folder
+from llmtrain.checkpoint.save import Saver
+from llmtrain.config.run import EmaConfig
+from llmtrain.engine.deepspeed.engine import ZeroEngine
+from llmtrain.engine.dist.control import from_all
+from llmtrain.optim.optimizers import PARAM
+from llmtrain.storage.pieces import put
+from llmtrain.training.ema import Ema
+from llmtrain.training.parts import Done
+from llmtrain.training.setup import Setup
+from llmtrain.training.step import Position, Session
+from tests.helpers.marks import slow
+from tests.helpers.training import Case, assembled, batches, make_setup, resolved_run, shortened, view_of
+
+DECAY, STEPS = 0.7, 3
+Tensors = dict[str, torch.Tensor]
+
+
+def setup_of(case: Case) -> Setup:
+    setup = make_setup(case)
+    setup.run = replace(setup.run, ema=EmaConfig(decay=DECAY))
+    return setup
+
+
+def means(ema: Ema, setup: Setup) -> Tensors:
+    """Put together from the ranks' own parts."""
+    mine = [(f.name, f.own_region, view_of(f)[f.own].clone()) for f in ema.state()]
+    whole = {name: torch.full(shape, float("nan")) for name, shape in setup.engine.shapes().items()}
+    for part in from_all(setup.ranks, mine):
+        for name, region, values in part:
+            put(whole[name].view(-1), region, values)
+    return whole
+
+
+def forward_copies(engine: Any) -> list[torch.Tensor]:
+    return [copy.values.clone() for copy in engine.copies()]
+
+
+def train_and_save(case: Case, folder: str) -> tuple[list[Tensors], Tensors, tuple[float, float, float], str]:
+    """(masters before and after each step, the means, losses of the masters, of the means and of the masters again,
+    the checkpoint)"""
+    setup = setup_of(case)
+    engine, ranks, resolved = setup.engine, setup.ranks, resolved_run(case, setup.ranks.world_size)
+    assert isinstance(engine, ZeroEngine)
+    ema, session = Ema(setup), Session(engine, ranks, resolved.degrees, lambda _: 1.0, seed=0)
+    ema.begin(Position())
+    place, masters = resolved.degrees.place(ranks.rank), [assembled(engine, ranks)]
+    source = batches(case, (place.data, resolved.degrees.data), case.accumulation)
+    for step in range(1, STEPS + 1):
+        done = session.step(batch := next(source))
+        ema.after_step(Done(**vars(done), position=Position(step=step), steps=range(step, step + 1), complete=False,
+                            data_wait_s=0.0, step_s=0.0, comm_s=0.0))  # fmt: skip
+        masters.append(assembled(engine, ranks))
+    source.close()  # type: ignore[attr-defined]
+    before = forward_copies(engine)
+    losses = [engine.evaluate(batch.micro_batches)[0]["loss"]]
+    with ema.in_place():
+        losses.append(engine.evaluate(batch.micro_batches)[0]["loss"])
+    losses.append(engine.evaluate(batch.micro_batches)[0]["loss"])
+    assert all(map(torch.equal, before, forward_copies(engine)))
+    assert all(torch.equal(value, masters[-1][name]) for name, value in assembled(engine, ranks).items())
+    where = find_folder(Path(folder), ranks)
+    with Saver(engine, where, resolved.run.checkpoint, resolved.mix, ranks, more=ema.state) as saver:
+        saver.begin(STEPS, {"optimizer_step": STEPS, "ema": ema.to_json()})
+        outcome = saver.drain()
+    found = means(ema, setup)
+    engine.close()
+    assert outcome is not None and outcome.path is not None
+    return masters, found, (losses[0], losses[1], losses[2]), str(outcome.path)
+
+
+def restored(case: Case, path: str) -> tuple[Tensors, float]:
+    """(the means from the checkpoint, their loss)"""
+    setup, folder = setup_of(case), Path(path)
+    load_checkpoint(
+        setup.engine, CheckpointReader(folder), json.loads((folder / "trainer.json").read_text()), setup.ranks
+    )
+    ema = Ema(setup)
+    ema.restore({}, folder)
+    ema.begin(Position(step=STEPS))
+    resolved = resolved_run(case, setup.ranks.world_size)
+    source = batches(case, (resolved.degrees.place(setup.ranks.rank).data, resolved.degrees.data), case.accumulation)
+    batch = [next(source) for _ in range(STEPS)][-1]
+    source.close()  # type: ignore[attr-defined]
+    with ema.in_place():
+        loss = setup.engine.evaluate(batch.micro_batches)[0]["loss"]
+    found = means(ema, setup)
+    setup.engine.close()
+    return found, loss
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [({"stage": 1, "precision": "bf16"}, {"stage": 3}), ({"stage": 3}, {"tensor": 2}),
+     slow({"tensor": 2}, {"stage": 1, "pipeline": 2}), slow({"stage": 0}, {"stage": 2})],
+    ids=str,
+)  # fmt: skip
+def test_the_mean_is_its_definition_under_any_form(pools, small_data, tmp_path, saved, loaded):
+    case = Case(data=small_data, steps=STEPS, **saved)
+    masters, found, (own, of_means, again), path = pools(2).run(train_and_save, case, str(tmp_path))[0]
+    for name, value in found.items():
+        wanted = masters[0][name].clone()
+        for after in masters[1:]:  # as torch.optim.swa_utils.get_ema_multi_avg_fn has it
+            wanted.lerp_(after[name], 1 - DECAY)
+        assert torch.equal(value, wanted), name
+        by_hand = DECAY**STEPS * masters[0][name].double() + sum(
+            (1 - DECAY) * DECAY ** (STEPS - i) * masters[i][name].double() for i in range(1, STEPS + 1)
+        )
+        assert torch.allclose(value.double(), by_hand, atol=1e-7)  # fp32 sums of a few terms below 1
+    assert own == again != of_means
+    with contextlib.closing(CheckpointReader(Path(path), parameters=EMA)) as reader:
+        for name, value in found.items():
+            assert torch.equal(reader.read(name, 0, value.numel()), value.reshape(-1)), name
+            assert reader.checksums()[PARAM, name] == reader.checksums()[EMA, name]
+    other = shortened(case, precision="fp32", **{"stage": 0, "tensor": 1, **loaded})
+    travelled, loss = pools(2).run(restored, other, path)[0]
+    assert all(torch.equal(travelled[name], value) for name, value in found.items())
+    assert abs(loss - of_means) < (5e-3 if case.precision == "bf16" else 1e-5)

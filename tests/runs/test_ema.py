@@ -1,0 +1,53 @@
+"""`ema` from the command line: figures, a resume, the export, and the mean of a run's last checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from llmtrain import cli
+from llmtrain.checkpoint.format import EMA, step_folder
+from llmtrain.checkpoint.reader import CheckpointReader
+from tests.helpers import forked
+from tests.helpers.launching import rows, write_recipe
+
+
+def train_first(words: list[str], rank: int) -> None:
+    os.environ["MASTER_PORT"] = "0"  # as in a process that no launcher has started
+    assert cli.main(["train", *words, "--train.max_steps", "2"]) == 0
+
+
+def test_a_run_with_a_moving_average(small_data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One of 2 and 2 steps has the figures of one of 4, and `--ema` exports its mean."""
+    figures = {}
+    for run in ("once", "twice"):
+        (tmp_path / run).mkdir()
+        words = [str(write_recipe(tmp_path / run, small_data)), "--ema.decay", "0.5", "--schedule.name", "constant",
+                 "--train.eval_every", "1", "--checkpoint.every_steps", "1", "--train.export", "false"]  # fmt: skip
+        first = functools.partial(train_first, words) if run == "twice" else None
+        code, output = forked.finish(Path(words[0]), *words[1:], "--train.max_steps", "4", world_size=1, before=first)
+        assert code == 0 and "ema: a mean of the parameters" in output, output
+        figures[run] = [(row["step"], row["eval/loss"], row["eval/ema/loss"])
+                        for row in rows(tmp_path / run / "run") if "eval/ema/loss" in row]  # fmt: skip
+    assert figures["once"] == figures["twice"] and len(figures["once"]) == 4
+    assert all(own != mean for _, own, mean in figures["once"])
+    folder = tmp_path / "once/run"
+    assert cli.main(["checkpoint", "to-hf", str(folder), str(tmp_path / "mean"), "--ema", "--dtype", "fp32"]) == 0
+    assert "of the moving averages" in capsys.readouterr().out
+    exported = load_file(tmp_path / "mean/model.safetensors")
+    with contextlib.closing(CheckpointReader(step_folder(folder / "checkpoints", 4))) as reader:
+        name, values = next(iter(exported.items()))
+        assert torch.equal(reader.read_kind(EMA, name, 0, values.numel()), values.reshape(-1))
+        assert not torch.equal(reader.read(name, 0, values.numel()), values.reshape(-1))
+    assert cli.main(["checkpoint", "average", "--last", "2", str(folder), str(tmp_path / "average")]) == 0
+    assert "the mean of 2" in capsys.readouterr().out
+    assert cli.main(["checkpoint", "to-hf", str(tmp_path / "average"), str(tmp_path / "no"), "--ema"]) == 2
+    assert "kept no moving average" in capsys.readouterr().err
+    assert cli.main(["checkpoint", "average", "--last", "3", str(folder), str(tmp_path / "more")]) == 2
+    assert "only 2 checkpoints are there (checkpoint.keep)" in capsys.readouterr().err
