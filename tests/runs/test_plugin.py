@@ -7,12 +7,15 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
+from llmtrain.cli import main
 from tests.helpers.forked import finish, train
-from tests.helpers.launching import REPO, deepspeed, environment, write_recipe
+from tests.helpers.launching import REPO, deepspeed, environment, launch, write_recipe
 from tests.helpers.launching import finish as finish_process
 from tests.helpers.warm import WarmCommands
 
@@ -117,6 +120,55 @@ def test_an_exception_in_a_part_saves_and_names_it(small_data: str, tmp_path: Pa
     train(recipe, *words, "--plugin-changed", "ok")
     kept = json.loads((tmp_path / "run/checkpoints/step-00000006/trainer.json").read_text())
     assert kept["parts.count"] == 6
+
+
+ENDS = """
+from dataclasses import dataclass
+import os, subprocess, threading, time
+from llmtrain import Part
+
+@dataclass(kw_only=True)
+class Ends(Part, entry="ends"):
+    how: str = "hangs"
+
+    def open(self, launch):
+        self.rank = launch.setup.ranks.rank
+        threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+        self.child = subprocess.Popen(["sleep", "600.4711"])
+        print("noise of a plugin", flush=True)
+
+    def after_step(self, done):
+        if done.position.step == 7 and self.rank == 1:
+            time.sleep(600) if self.how == "hangs" else os._exit(0)
+"""
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("hangs", "is in parts.ends: after_step at "),
+        pytest.param("leaves", "has ended in parts.ends: after_step (exit code 0)", marks=pytest.mark.slow),
+    ],
+)
+def test_a_part_that_hangs_or_ends_its_process_is_named_and_nothing_stays(
+    small_data: str, tmp_path: Path, how: str, told: str, warm: WarmCommands
+) -> None:
+    """Its thread, its child and the run's processes are gone, and the newest checkpoint is intact."""
+    (mine := tmp_path / "mine.py").write_text(ENDS)
+    words = ["--plugin", str(mine), "--parts.ends.how", how, "--train.max_steps", "9", "--fault.stall_timeout_s", "4"]
+    words += ["--checkpoint.mode", "sync"]
+    process = launch(write_recipe(tmp_path, small_data), *words, warm=warm)
+    code, output = finish_process(process)
+    assert code != 0 and told in output and "mine.py" in output, output
+    ours = (str(tmp_path), "600.4711")
+    deadline = time.monotonic() + 60
+    while any(
+        word in " ".join(each.info["cmdline"] or []) for each in psutil.process_iter(["cmdline"]) for word in ours
+    ):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert main(["checkpoint", "verify", str(tmp_path / "run/checkpoints/step-00000005")]) == 0
 
 
 SCRIPT = """

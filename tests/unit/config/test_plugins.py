@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from llmtrain.config.schema import help_text, json_schema
 from llmtrain.config.strict_yaml import dump
 from llmtrain.optim.schedules import Schedule
 from tests.helpers.config_workplace import write
+from tests.helpers.launching import REPO
 
 HEAD = """from dataclasses import dataclass
 from llmtrain import Part, Schedule, bounded
@@ -139,3 +141,15 @@ def test_the_package_exports_few_names_each_of_which_there_is() -> None:
     assert all(getattr(llmtrain, name).__doc__ for name in llmtrain.__all__)
     with pytest.raises(AttributeError, match="llmtrain has no 'Prat'; it has "):
         _ = llmtrain.Prat
+
+
+@pytest.mark.parametrize(
+    ("file", "most"),
+    [("focal_loss", 25), ("layer_norms", 35), ("notify", 20), ("sqrt_schedule", 12), ("csv_source", 20)],
+)
+def test_an_example_has_few_lines_of_code(file: str, most: int) -> None:
+    tree = ast.parse((REPO / f"examples/{file}.py").read_text())
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    assert [ast.get_docstring(node) is not None for node in classes] == [True]
+    lines = sum(len([line for line in ast.unparse(node).splitlines() if line.strip()]) for node in classes)
+    assert lines <= most
