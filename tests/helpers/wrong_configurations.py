@@ -218,7 +218,7 @@ CASES = [
     Wrong("endless run", ("train.max_steps = null", "set train.max_steps"), {"train": {"max_steps": ...}}),
     Wrong(
         "cosine without a length",
-        ('schedule.name = "cosine"', "number of steps", "set train.max_steps or train.max_tokens"),
+        ('schedule.name = "cosine"', "number of steps", "set train.max_steps, train.max_tokens or train.epochs"),
         {"train": {"max_steps": ..., "max_minutes": 5}},
     ),
     # model and data

@@ -78,7 +78,7 @@ def share(
 def test_a_row_to_five_trackers_is_handed_over_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """5 ms are 1 % of the 0.5 s that ten steps (train.log_every) of 50 ms take; 0.4 ms were measured on a quiet
+    """5 ms are 1 % of the 0.5 s that ten steps (train.log_every) of 50 ms take; 0.4 ms were measured on a busy
     machine. A call that waited for the tracker that sleeps would take 30,000."""
     monkeypatch.setattr(tracker_module, "_CLOSES_S", 2.0)
     _, _, call_s = share(tmp_path, blocks=20, steps=10, size=64, times=4)
