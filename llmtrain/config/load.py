@@ -291,7 +291,10 @@ def parse(argv: list[str], *, check_paths: bool = True) -> Parsed:
     if check_paths and all_expanded:  # what is not there for that reason needs no second mistake
         rules.check_on_disk(run, places, problems)
     problems.raise_if_any()
-    return Parsed(run=run, places=places, notes=notes)
+    idle = [f"{section}.{name}" for section in ENTRIES for name in plugins.entries(section)
+            if name not in getattr(run, section)]  # fmt: skip
+    unnamed = [f"{key} of a plugin takes no part: the run does not name it (--{key} does)" for key in idle]
+    return Parsed(run=run, places=places, notes=(*notes, *unnamed))
 
 
 def _read_prompts(run: RunConfig, path: str, places: dict[str, str], problems: Problems) -> RunConfig:

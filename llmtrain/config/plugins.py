@@ -95,6 +95,11 @@ def _forget_all() -> None:
             del names[name]
 
 
+def entries(section: str) -> list[str]:
+    """Names that the run's plugins have brought to a section of entries."""
+    return [name for name, cls in Entry.SECTIONS.get(section, {}).items() if _within(cls, _modules)]
+
+
 def _within(cls: type, modules: set[str]) -> bool:
     return any(cls.__module__ == module or cls.__module__.startswith(f"{module}.") for module in modules)
 

@@ -94,6 +94,13 @@ def test_a_wrong_field_of_a_plugin_is_a_mistake_like_any_other(
     assert told in capsys.readouterr().err
 
 
+def test_a_part_that_no_yaml_names_is_told(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = "parts.count of a plugin takes no part: the run does not name it (--parts.count does)"
+    assert told in parse(["run.yaml", "--plugin", "mine.py"]).notes
+    assert parse(["run.yaml", "--plugin", "mine.py", "--parts.count"]).notes == ()
+    assert parse(["run.yaml"]).notes == ()
+
+
 def test_without_the_plugin_its_names_are_unknown(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(here, {"parts": {"count": {"every": 3}}})
     assert main(["config", "check", "run.yaml", "--world-size=2"]) == 2
