@@ -5,7 +5,6 @@ Tolerances: those of test_parity.py, for the same reasons.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -98,14 +97,16 @@ def with_plugin(path: str, function: Callable[..., Any], *arguments: Any) -> Any
 )
 def test_an_optimizer_trains_and_goes_on_in_another_form(pools, small_data, tmp_path, mine, name, saved, loaded):
     """The checkpoint holds its moments by the elements of Hugging Face's tensors, as those of adamw."""
-    first, second = (Case(data=small_data, steps=END, optimizer=name, **form) for _, form in (saved, loaded))
-    want = plain_pytorch(Case(data=small_data, steps=END), build=OPTIMIZERS[name])
+    lr = {"momentum": 0.03, "root": 3e-4}[name]
+    first, second = (Case(data=small_data, steps=END, optimizer=name, lr=lr, **form) for _, form in (saved, loaded))
+    want = plain_pytorch(Case(data=small_data, steps=END, lr=lr), build=OPTIMIZERS[name])
     got, path = pools(saved[0]).run(with_plugin, mine, save_in_the_middle, first, str(tmp_path))[0]
     again = pools(loaded[0]).run(with_plugin, mine, load_and_go_on, second, path)[0]
     for each in (got, again):
         assert max(abs(a - b) for a, b in zip(each.losses, want.losses[HALF:], strict=True)) < 1e-5
         assert largest_difference(each.parameters, want.parameters) < 1e-5
-    assert want.losses[-1] < want.losses[0] - 1e-3 and not math.isclose(got.losses[0], want.losses[0])
+    began = dict(plain_model(first).named_parameters())
+    assert largest_difference(want.parameters, began) > 1e-3  # a hundred times what is tolerated
 
 
 def measured(case: Case) -> dict[str, float]:
