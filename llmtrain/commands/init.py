@@ -20,7 +20,7 @@ _HOSTFILE = "launch/hostfile.local"
 _NEXT = """\
 launch/recipes/   a YAML for each run: copy one and change it
 ds_configs/       DeepSpeed JSON; its README.md says which to take
-launch/           train.py (for `deepspeed` by hand), examples of a hostfile and of an environment, a Slurm script
+launch/           train.py (for `deepspeed` by hand), examples of hostfile and environment; Slurm, Kubernetes, SkyPilot
 {hostfile:<17} {hosts}
 docs/             the pages: quickstart.md comes first, configuration.md has every key, posttraining.md chat data
 to begin:         cd {folder}

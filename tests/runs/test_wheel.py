@@ -72,6 +72,7 @@ def test_the_wheel_holds_all_modules_the_shipped_files_the_licence_and_the_readm
             "launch/templates/*.jinja",
             "launch/*.example",
             "launch/*.sbatch",
+            "launch/*.yaml",
             "ds_configs/*",
             "docs/*.md",
         )
