@@ -24,10 +24,11 @@ BLOCKS = [block.replace("\\\n", "") for block in re.findall(r"```bash\n(.*?)```"
 COMMAND = shlex.split(BLOCKS[0])
 WORDS = [str(REPO / word) if word.startswith("examples/") else word for word in COMMAND[COMMAND.index("--plugin") :]]
 HEAD = """
+import time
 from dataclasses import dataclass
 from typing import ClassVar
 import torch
-from llmtrain import Metric, Optimizer, bounded
+from llmtrain import Metric, Optimizer, Part, Request, bounded
 
 @dataclass(kw_only=True)
 class Likely(Metric, entry="likely"):
@@ -85,6 +86,7 @@ def test_the_page_of_plugins_and_its_examples_run(small_data: str, tmp_path: Pat
     (page := tmp_path / "page.py").write_text("\n".join([HEAD, *blocks]))
     words = [*WORDS, "--plugin", str(page), "--optim.name", "momentum", "--metrics.rare", "--metrics.likely"]
     output = train(write_recipe(tmp_path, small_data), *words, "--parts.layer_norms.every", "2",
+                   "--parts.sample_table.every", "2",
                    "--train.max_steps", "4", "--train.log_every", "2", "--optim.clip_norm", "0")  # fmt: skip
     found = [row for row in rows(tmp_path) if "loss" in row]
     assert [row["lr"] for row in found][-1] != found[0]["lr"] and "without a documented meaning" not in output
@@ -92,10 +94,12 @@ def test_the_page_of_plugins_and_its_examples_run(small_data: str, tmp_path: Pat
         layers = [row[f"layer_norms/layer_{layer}"] for layer in (0, 1)]
         assert 0 < row["loss"] < row["focal/next_token_loss"]
         assert 0 < sum(norm**2 for norm in layers) ** 0.5 < row["grad_norm"]
+    table = (tmp_path / "run/samples.md").read_text()
+    assert re.findall(r"^\| (\d+) \| '.+' \|$", table, flags=re.M) == ["2", "4"]
     notes = (tmp_path / "run/notes.txt").read_text()
     assert ": start 0" in notes and ": stop 4" in notes
     assert json.loads((tmp_path / "run/environment.json").read_text())["plugins"].keys() == {
-        "sqrt_schedule", "layer_norms", "notify", "focal_loss", "page",
+        "sqrt_schedule", "layer_norms", "notify", "sample_table", "focal_loss", "page",
     }  # fmt: skip
     found = [row for row in rows(tmp_path) if "loss" in row or "eval/loss" in row]
     assert all(row[key] > 0.5 for row, key in zip(found, ["likely", "likely", "eval/likely"], strict=True))

@@ -97,7 +97,7 @@ def test_the_commands_of_the_image_without_docker(tmp_path: Path) -> None:
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         subprocess.run(["cp", "-P", REPO / name, source / name], check=True)
     env = {key: value for key, value in os.environ.items() if key.startswith(("PIP_", "HOME", "LANG"))}
-    env |= {"PATH": f"{tmp_path}/opt/llmtrain/bin:{os.path.dirname(sys.base_prefix)}/bin:/usr/local/bin:/usr/bin:/bin",
+    env |= {"PATH": f"{tmp_path}/opt/llmtrain/bin:{sys.base_prefix}/bin:/usr/local/bin:/usr/bin:/bin",
             "DS_IGNORE_CUDA_DETECTION": "1", "TORCH_INDEX": ""}  # fmt: skip
     here = source
     for command in image_commands():

@@ -103,7 +103,7 @@ def test_a_name_of_other_stacks_is_answered_from_the_page_and_no_unrelated_word_
         "epochs": "train.epochs",
         "report_to": "tracking.wandb",
         "data.validation": "`llmtrain prepare --validation-source`",
-        "train.profile": "not here",
+        "train.profile": "profile.steps",
         "lora_r": "adapter.r?",
         "train.num-train-epochs": "train.epochs",
         "temperature": "objective.temperature?",

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import re
+import time
 from pathlib import Path
 
 import pytest
 import yaml
 
 import llmtrain
+from llmtrain import Request
 from llmtrain.base.choice import Entry
 from llmtrain.base.errors import ConfigError
 from llmtrain.cli import main
@@ -152,7 +155,14 @@ def test_the_package_exports_few_names_each_of_which_there_is() -> None:
 
 @pytest.mark.parametrize(
     ("file", "most"),
-    [("focal_loss", 25), ("layer_norms", 35), ("notify", 20), ("sqrt_schedule", 12), ("csv_source", 20)],
+    [
+        ("focal_loss", 25),
+        ("layer_norms", 35),
+        ("notify", 20),
+        ("sqrt_schedule", 12),
+        ("csv_source", 20),
+        ("sample_table", 20),
+    ],
 )
 def test_an_example_has_few_lines_of_code(file: str, most: int) -> None:
     tree = ast.parse((REPO / f"examples/{file}.py").read_text())
@@ -160,3 +170,16 @@ def test_an_example_has_few_lines_of_code(file: str, most: int) -> None:
     assert [ast.get_docstring(node) is not None for node in classes] == [True]
     lines = sum(len([line for line in ast.unparse(node).splitlines() if line.strip()]) for node in classes)
     assert lines <= most
+
+
+def test_the_ported_callbacks_of_the_page_take_part(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (REPO / "docs/extend.md").read_text()
+    (block,) = re.findall(r"^### From a TrainerCallback\n.*?```python\n(.*?)```", page, flags=re.M | re.S)
+    head = "import time\nfrom dataclasses import dataclass\nfrom llmtrain import Part, Request, bounded\n"
+    (here / "ported.py").write_text(head + block)
+    hour = time.localtime().tm_hour
+    words = ["run.yaml", "--plugin", "ported.py", "--parts.printer", "--parts.until.hour"]
+    parts = parse([*words, str(hour)]).run.parts
+    parts["printer"].open(None)
+    assert capsys.readouterr().out == "Starting training\n" and parts["until"].request() == Request(stop=True)
+    assert parse([*words, str((hour + 12) % 24)]).run.parts["until"].request() == Request()
