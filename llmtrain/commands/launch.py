@@ -6,6 +6,7 @@ import argparse
 import os
 import secrets
 from collections.abc import Sequence
+from dataclasses import replace
 
 from llmtrain.base.errors import ConfigError
 from llmtrain.base.files import refuse_if_in_use
@@ -15,6 +16,7 @@ from llmtrain.cluster.launch.attempts import Launch
 from llmtrain.cluster.launch.launchers import launcher_of
 from llmtrain.cluster.launch.plan import Options, Run, describe, make_plan
 from llmtrain.commands import completion
+from llmtrain.config import plugins
 from llmtrain.config.deepspeed import name_cpu
 from llmtrain.config.load import command_words, configs_in, load, run_words
 from llmtrain.config.rules import refuse_if_preempted
@@ -30,6 +32,7 @@ def main(argv: list[str]) -> int:
     resolved = load(
         list(options.words), sum(host.slots for host in options.hosts), "the hostfile", epoch=sequences_of_epoch
     )
+    options = replace(options, carried=plugins.carried())
     mark = secrets.token_hex(8)
     plan = make_plan(options, options.hosts, mark)
     launcher = launcher_of(options.launcher, mark)

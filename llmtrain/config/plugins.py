@@ -6,13 +6,18 @@ No configuration names code: only the command line and Python do.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import importlib
 import importlib.util
+import json
+import os
 import sys
 import traceback
+import zlib
 from dataclasses import dataclass, fields, is_dataclass
 from importlib import metadata
+from importlib.abc import SourceLoader
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -24,6 +29,10 @@ from llmtrain.config import schema
 FLAG = "--plugin"
 CHANGED = "--plugin-changed"
 GROUP = "llmtrain.plugins"
+CARRIED = "LLMTRAIN_PLUGINS"
+"""Environment variable of a launch's ranks: the files of `--plugin`, as JSON of the word to the packed bytes."""
+_MOST_CARRIED = 96 << 10
+"""Bytes of that variable; Linux takes 128 KiB for one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +46,8 @@ class Plugin:
     sha256: str
     """Hash of the file; of a package, of all its .py files."""
     module: ModuleType
+    source: bytes | None
+    """The file as it was imported; None: a module or an entry point, which each host has of its own."""
 
     @property
     def name(self) -> str:
@@ -68,7 +79,7 @@ def use(given: list[str], *, changed: bool = False) -> None:
     """
     global _changed_ok
     _changed_ok = changed
-    asked = [(word, spec := _found(word), _digest(Path(str(spec.origin)).resolve())) for word in given]
+    asked = [(word, spec := _found(word), _digest(spec)) for word in given]
     if [(word, digest) for word, _, digest in asked] == [(plugin.given, plugin.sha256) for plugin in _current]:
         return
     _forget_all()
@@ -119,21 +130,57 @@ def _import(word: str, spec: ModuleSpec, digest: str) -> Plugin:
         raise ConfigError(f"{FLAG} {word}: {what}. {_remedy(error)}") from None
     for cls in _classes(module):
         _check_class(cls, word)
-    return Plugin(given=word, path=path, sha256=digest, module=module)
+    source = spec.loader.source if isinstance(spec.loader, _Source) else None
+    return Plugin(given=word, path=path, sha256=digest, module=module, source=source)
+
+
+class _Source(SourceLoader):
+    """Loads a file that has been read: here, or by the launch on its host."""
+
+    def __init__(self, path: Path, source: bytes) -> None:
+        self.path, self.source = path, source
+
+    def get_filename(self, fullname: str) -> str:
+        return str(self.path)
+
+    def get_data(self, path: bytes | str) -> bytes:
+        if str(path) != str(self.path):
+            raise OSError("no file of compiled code is kept")
+        return self.source
+
+
+def carried() -> dict[str, str]:
+    """The environment variable with which the ranks of other hosts import the files of this process's plugins.
+
+    Empty: there are none. Raises ConfigError for files that are too large.
+    """
+    files = {plugin.given: base64.b64encode(zlib.compress(plugin.source, 9)).decode() for plugin in _current
+             if plugin.source is not None}  # fmt: skip
+    if not files:
+        return {}
+    if len(text := json.dumps(files)) > _MOST_CARRIED:
+        largest = max(files, key=lambda word: len(files[word]))
+        raise ConfigError(f"{FLAG} {largest}: the plugins have {len(text) >> 10} KiB, packed, and launch carries "
+                          f"{_MOST_CARRIED >> 10} to the hosts. Install the code as a package on all hosts, and give "
+                          "its name")  # fmt: skip
+    return {CARRIED: text}
 
 
 def _found(word: str) -> ModuleSpec:
     """The spec of a file, a module or an entry point. Raises ConfigError."""
     if word.endswith(".py") or "/" in word:
-        path = Path(word).expanduser()
-        if not path.is_file():
+        path = Path(word).expanduser().resolve()
+        packed = json.loads(os.environ.get(CARRIED, "{}")).get(word)
+        if packed is None and not path.is_file():
             raise ConfigError(f"{FLAG} {word}: no such file (looked from {Path.cwd()}). Give the path of a Python "
                               "file, the same on all hosts")  # fmt: skip
         if not path.stem.isidentifier():
             raise ConfigError(f"{FLAG} {word}: a file's name becomes a module's name: use letters, digits and _ only")
-        made = importlib.util.spec_from_file_location(f"{_PREFIX}{path.stem}", path)
-        if made is None:
+        if path.suffix != ".py":
             raise ConfigError(f"{FLAG} {word}: is no Python file: its name must end with .py")
+        source = path.read_bytes() if packed is None else zlib.decompress(base64.b64decode(packed))
+        made = ModuleSpec(f"{_PREFIX}{path.stem}", _Source(path, source), origin=str(path))
+        made.has_location = True  # __file__
         return made
     entry = next((each for each in metadata.entry_points(group=GROUP) if each.name == word), None)
     try:
@@ -146,7 +193,10 @@ def _found(word: str) -> ModuleSpec:
     return spec
 
 
-def _digest(path: Path) -> str:
+def _digest(spec: ModuleSpec) -> str:
+    if isinstance(spec.loader, _Source):
+        return hashlib.sha256(spec.loader.source).hexdigest()
+    path = Path(str(spec.origin)).resolve()
     files = sorted(path.parent.rglob("*.py")) if path.stem == "__init__" else [path]
     digest = hashlib.sha256()
     for file in files:
@@ -181,7 +231,7 @@ def place_of(error: BaseException) -> str:
 
 def words() -> list[str]:
     """Values of `--plugin` with which another process of this host imports the same."""
-    return [str(plugin.path) if plugin.module.__name__.startswith(_PREFIX) else plugin.given for plugin in _current]
+    return [plugin.given if plugin.source is None or CARRIED in os.environ else str(plugin.path) for plugin in _current]
 
 
 def hashes() -> dict[str, str]:

@@ -49,13 +49,14 @@ class Launched:
         warm: WarmCommands | None = None,
         path: Path | None = None,
         env: dict[str, str] | None = None,
+        words: tuple[str, ...] = (),
     ) -> None:
         """`warm`: what forks the commands; without it their interpreters start. `path`: a folder for the front of
-        PATH. `env`: further variables."""
+        PATH. `env`: further variables. `words`: of the run, behind its YAML."""
         self.lab, self.folder, self.run_dir = lab, recipe.parent, recipe.parent / "run"
         self.checkpoints = self.run_dir / "checkpoints"
         hosts = () if "slurm" in options else ("--hostfile", str(lab.hostfile()))
-        command = ["llmtrain", "launch", *hosts, *options, "--", str(recipe)]
+        command = ["llmtrain", "launch", *hosts, *options, "--", str(recipe), *words]
         variables = (warm.on_hosts if warm else environment)(WANDB_MODE="disabled", **(env or {}))
         if path is not None:
             variables["PATH"] = f"{path}:{variables['PATH']}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -15,6 +16,17 @@ from tests.cluster.launched import EVERY, Launched, one_fault, write_recipe
 from tools.lab.lab import Lab
 
 pytestmark = pytest.mark.timeout(1500)  # a start takes 12 s on an idle machine, and minutes on one that is not
+
+PLUGIN = """
+from dataclasses import dataclass
+from pathlib import Path
+from llmtrain import Part
+
+@dataclass(kw_only=True)
+class Where(Part, entry="where"):
+    def open(self, launch):
+        Path("/tmp/where").write_text(str(launch.setup.ranks.rank))
+"""
 
 
 @pytest.mark.slow
@@ -39,10 +51,15 @@ def test_what_is_lost_is_explained_and_the_run_goes_on(lab3: Lab, small_data: st
 
 
 def test_a_preempt_file_on_one_host_makes_the_whole_job_leave(lab3: Lab, small_data: str, tmp_path: Path) -> None:
-    """And the variables of a run, secrets among them, are where they belong and gone with it."""
+    """And the variables of a run, secrets among them, are where they belong and gone with it. A plugin that the first
+    host alone has is on all."""
     options = ("--preempt-file", "/tmp/spot notice", "--env-file", str(secret(tmp_path)))
-    with Launched(lab3, write_recipe(tmp_path, small_data), *options) as run:
+    (lab3.hosts[0].tmp / "mine.py").write_text(PLUGIN)
+    words = ("--plugin", "/tmp/mine.py", "--parts.where", "--train.log_every", "1")
+    with Launched(lab3, write_recipe(tmp_path, small_data), *options, words=words) as run:
         run.wait_for_step(3)
+        assert [host.run(["cat", "/tmp/where"]).stdout for host in lab3.hosts] == ["0", "1", "2"]
+        assert json.loads((run.run_dir / "environment.json").read_text())["plugins"].keys() == {"mine"}
         shown = " ".join(word for host in lab3.hosts for p in host.processes() for word in cmdline(p))
         assert "correct-horse" not in shown and "LLMTRAIN_SECRETS" in shown
         environ = run.ranks_on(lab3.hosts[1])[0].environ()

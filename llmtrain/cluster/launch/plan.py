@@ -11,7 +11,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,8 @@ class Options:
     min_hosts: int
     env_file: str | None
     dry_run: bool
+    carried: Mapping[str, str] = field(default_factory=dict)
+    """Further variables for the ranks, too long for a command line."""
     verbose: bool = False
     """Show DeepSpeed's launcher's own lines, and the tracebacks of ranks that fail because another one is gone."""
 
@@ -100,6 +102,7 @@ def make_plan(options: Options, hosts: Sequence[Host], mark: str, words: Sequenc
     if "WANDB_RUN_ID" not in os.environ:  # so that a restart before the first checkpoint continues the same run
         given = {"WANDB_RUN_ID": mark, **given}
     travel = travelling(os.environ, {**given, **ours})
+    travel = replace(travel, private={**travel.private, **options.carried})
     return Plan(hosts=tuple(hosts), words=tuple(words or options.words), travel=travel, verbose=options.verbose)
 
 

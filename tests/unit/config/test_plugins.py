@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import time
 from pathlib import Path
@@ -183,3 +184,25 @@ def test_the_ported_callbacks_of_the_page_take_part(here: Path, capsys: pytest.C
     parts["printer"].open(None)
     assert capsys.readouterr().out == "Starting training\n" and parts["until"].request() == Request(stop=True)
     assert parse([*words, str((hour + 12) % 24)]).run.parts["until"].request() == Request()
+
+
+def test_ranks_import_the_files_that_the_launch_has_carried(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["run.yaml", "--plugin", "mine.py", "--schedule.name", "steep"]
+    parse(words)
+    (variable, packed), *more = plugins.carried().items()
+    known = plugins.hashes()
+    assert variable == plugins.CARRIED and not more and "\n" not in packed
+    monkeypatch.setenv(variable, packed)
+    plugins.use([])
+    assert plugins.carried() == {}
+    for there in (None, f"{MINE}\nraise RuntimeError('of another host')\n"):  # the launch's content counts
+        (here / "mine.py").unlink() if there is None else (here / "mine.py").write_text(there)
+        plugins.use([])
+        assert parse(words).run.schedule.factor(1, None) == 2.0**-2 and plugins.hashes() == known
+
+
+def test_a_file_that_no_variable_can_carry_is_refused(here: Path) -> None:
+    (here / "mine.py").write_text(f"{MINE}\nTABLE = {os.urandom(1 << 17)!r}\n")
+    parse(["run.yaml", "--plugin", "mine.py"])
+    with pytest.raises(ConfigError, match=r"--plugin mine\.py: .*Install the code as a package"):
+        plugins.carried()
