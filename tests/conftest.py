@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -19,6 +20,10 @@ from tests.helpers.ranks import RankPool
 # A busy machine takes a second for what a quiet one draws in milliseconds.
 settings.register_profile("tests", suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tests")
+
+# A shell's background job ignores it, and so would all processes that a test starts and interrupts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _FOR_RANKS = ("GLOO_", "NCCL_", "MASTER_", "LOCAL_", "RANK", "WORLD_SIZE")
 _BEFORE = {name: value for name, value in os.environ.items() if name.startswith(_FOR_RANKS)}

@@ -196,6 +196,7 @@ def test_the_reference_takes_nothing_from_a_run_but_its_settings_and_its_first_w
         "llmtrain.parity.plain_adapter.loud_source",
         "llmtrain.parity.plain_adapter.pack_plainly",
         "llmtrain.parity.answers.Answers",
+        "llmtrain.parity.answers.PLAIN",
         "llmtrain.parity.answers.divergence",
         "llmtrain.parity.answers.plain_loss",
         "llmtrain.parity.plain_teacher.PlainTeacher",
