@@ -17,10 +17,11 @@ class SampleTable(Part, entry="sample_table"):
     prompt: str = "def read("
     every: int = 100
     """Optimizer steps between two rows."""
+    tokens: int = 16
 
     def open(self, launch: Any) -> None:
         self.setup, self.file = launch.setup, launch.folder.path / "samples.md"
-        train = replace(self.setup.run.train, sample_prompts=[self.prompt])
+        train = replace(self.setup.run.train, sample_prompts=[self.prompt], sample_tokens=self.tokens)
         self.prompts = Prompts.of(replace(self.setup.run, train=train), self.setup.data)
 
     def after_step(self, done: Any) -> None:
