@@ -19,7 +19,7 @@ export TOKENIZERS_PARALLELISM := false
 # With it every one of the tests' thousand processes compiles what it imports of this clone.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train tune check test test-launches test-ranks test-units test-slow test-oldest test-newest test-peers lint install gpu-check clean launch/hostfile.local
+.PHONY: train tune check test test-cluster test-runs test-ranks test-units test-slow test-oldest test-newest test-peers lint install gpu-check clean launch/hostfile.local
 
 # DeepSpeed's setup looks for the CUDA toolkit, which a machine with a driver and torch need not have.
 $(VENV)/.run $(VENV)/.dev: export DS_IGNORE_CUDA_DETECTION := 1
@@ -82,14 +82,17 @@ lint: $(VENV)/.dev
 check: lint
 	$(BIN)/python -m pytest tests/unit -m 'not slow and not long'
 
-# Three streams beside each other: launches wait a lot (for processes to start, for what the watch must see), and ranks for
+# Four streams beside each other: launches wait a lot (for processes to start, for what the watch must see), and ranks for
 # each other; what they leave of the processor is for the tests that compute.
 test: lint
 	tools/lab/install.sh
-	@$(MAKE) --no-print-directory -j 3 test-launches test-ranks test-units
+	@$(MAKE) --no-print-directory -j 4 test-cluster test-runs test-ranks test-units
 
-test-launches: $(VENV)/.dev
-	$(BIN)/python -m pytest tests/cluster tests/runs
+test-cluster: $(VENV)/.dev
+	$(BIN)/python -m pytest tests/cluster
+
+test-runs: $(VENV)/.dev
+	$(BIN)/python -m pytest tests/runs
 
 test-ranks: $(VENV)/.dev
 	nice -n 10 $(BIN)/python -m pytest tests/ranks
