@@ -107,7 +107,7 @@ def _options() -> argparse.ArgumentParser:
     shard = "input bytes per shard (default: a 64th, 1 to 256 MiB)"
     add("--shard-bytes", type=int, default=argparse.SUPPRESS, metavar="N", help=shard)
     add("--max-rejected", type=int, default=0, metavar="N", help="stop when more than N records are bad")
-    own = "a Python file with sources of your own (docs/extend.md), or a module; may be repeated"
+    own = "a Python file with sources of your own (extend.md), or a module; may be repeated"
     add("--plugin", action="append", default=argparse.SUPPRESS, metavar="FILE.py", help=own)
     all_cores = "worker processes (default: all cores)"
     add("--processes", type=int, default=argparse.SUPPRESS, metavar="N", help=all_cores)
