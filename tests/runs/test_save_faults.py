@@ -140,6 +140,23 @@ def test_a_disk_without_room_for_one_checkpoint_is_refused_before_training(small
     assert not rows(small_disk)
 
 
+def test_a_run_folder_without_any_room_is_refused_in_a_sentence(small_data, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    mount(run, "size=64k")
+    try:
+        (run / "checkpoints").mkdir()
+        with pytest.raises(OSError, match="No space left"):
+            (run / "checkpoints/ballast").write_bytes(b"x" * (128 << 10))
+        os.truncate(run / "checkpoints/ballast", (run / "checkpoints/ballast").stat().st_size - 4096)  # for a probe
+        launch = Launch(write_recipe(tmp_path, small_data))
+        assert launch.wait(90) == [2, 2], launch.output()[-3000:]
+        assert "No space left on device" in launch.output() and "Traceback" not in launch.output(), launch.output()
+        assert f"train.run_dir: {run} cannot be written" in launch.output()
+    finally:
+        subprocess.run(["umount", "-l", run], check=True)
+
+
 def test_a_run_that_will_fill_its_disk_says_so_at_its_start(small_data, tmp_path, small_disk):
     launch = Launch(write_recipe(tmp_path, small_data), "--train.max_steps", "1", "--checkpoint.keep", "1000")
     assert launch.wait(90) == [0, 0], launch.output()[-3000:]
