@@ -75,7 +75,7 @@ CASES = [
                     "num_train_epochs": "did you mean train.epochs?",
                     "eval_steps": "did you mean train.eval_every?",
                     "logging_steps": "did you mean train.log_every?",
-                    "report_to": "did you mean tracking.wandb? (others: not here",
+                    "report_to": "did you mean tracking.wandb? (TensorBoard and MLflow: section `trackers`",
                     "seed": "did you mean train.seed?",
                 },
             ),
@@ -100,7 +100,7 @@ CASES = [
         ('data.validation = "x"', "`llmtrain prepare --validation-source`"),
         {"data": {"validation": "x"}},
     ),
-    Wrong("a profile", ("train.profile = true", "remove it: not here"), {"train": {"profile": True}}),
+    Wrong("a profile", ("train.profile = true", "did you mean profile.steps?"), {"train": {"profile": True}}),
     Wrong(
         "a flag of another stack without a value",
         ('--bf16 = "true"', "the DeepSpeed JSON decides this: `bf16.enabled`"),
