@@ -30,7 +30,7 @@ def read_back(folder: Path) -> dict:
             found["summary"] |= {name: json.loads(value) for name, value in names}
         elif kind == "artifact":
             files = {entry.path: entry.ref for entry in record.artifact.manifest.contents}
-            found["artifacts"][record.artifact.aliases[-1]] = files
+            found["artifacts"][max(record.artifact.aliases)] = files  # step-N and latest, in any order
         elif kind == "metric":
             found["metrics"][record.metric.name or record.metric.glob_name] = record.metric.step_metric
         elif kind == "exit":
