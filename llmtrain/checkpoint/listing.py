@@ -50,7 +50,7 @@ class Row:
     layout: dict[str, Any] | None = None
     weights_only: bool = False
     best: str = ""
-    """Of one that checkpoint.keep_best keeps: its figure, such as `eval/loss 2.3100`."""
+    """Figure of a checkpoint that checkpoint.keep_best keeps, such as `eval/loss 2.3100`; empty for others."""
 
 
 def find_checkpoints(path: Path) -> list[Path]:
@@ -119,7 +119,7 @@ def rows(path: Path) -> list[Row]:
 
 
 def best_wanted(checkpoints: Path) -> Best | None:
-    """What checkpoint.keep_best of the newest readable checkpoint says; None: the run keeps no best ones."""
+    """Read checkpoint.keep_best from the newest readable checkpoint; None: the run keeps no best ones."""
     for folder in complete_checkpoints(checkpoints):
         with contextlib.suppress(CheckpointError):
             return Best.of(read_trainer(folder))

@@ -45,7 +45,7 @@ class Best:
 
     @classmethod
     def of(cls, trainer: Mapping[str, Any]) -> Best | None:
-        """What a checkpoint's trainer.json says; None: the run keeps no best ones. Nothing is believed."""
+        """Read it from a checkpoint's trainer.json, every type checked; None: the run keeps no best ones."""
         found: Any = trainer.get("run")
         for key in ("checkpoint", "keep_best"):
             found = found.get(key) if isinstance(found, dict) else None

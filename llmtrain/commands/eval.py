@@ -31,7 +31,7 @@ _ANSWERS_S = 10.0
 
 @dataclass(frozen=True)
 class Target:
-    """What is scored."""
+    """The model to score, and the run that gets the scores."""
 
     path: str
     """For `usable_folder`: a checkpoint, a Hugging Face folder, a name on the Hub."""

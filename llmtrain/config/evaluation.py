@@ -28,7 +28,9 @@ def figures_of(run: RunConfig) -> list[str]:
     names = ["loss", *(figure.name for figure in run.objective.figures)]
     if isinstance(run.objective, NextToken):
         names += ["perplexity", "bits_per_byte"]
+    names += run.metrics
     prefixes = [*(["eval"] if run.train.eval else []), *(f"eval/{name}" for name in run.eval.sets)]
+    prefixes += ["eval/ema"] if run.train.eval and run.ema.decay is not None else []
     mean = ["eval/mean/loss"] if run.eval.mean else []
     answers = [f"eval/{name}/{figure}" for name in run.eval.choices for figure in _OF_CHOICES]
     return [f"{prefix}/{name}" for prefix in prefixes for name in names] + mean + answers
@@ -53,7 +55,7 @@ def filled(run: RunConfig) -> RunConfig:
 
 
 def _check_metrics(run: RunConfig, places: Places, problems: Problems) -> None:
-    """What is kept or ends a run is a figure of evaluations that the run makes."""
+    """Check that the metrics that keep checkpoints or end the run are figures of its evaluations."""
     asked: dict[str, KeepBest | StopEarly] = {"checkpoint.keep_best": run.checkpoint.keep_best,
                                               "train.stop_early": run.train.stop_early}  # fmt: skip
     for section, chosen in asked.items():

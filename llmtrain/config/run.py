@@ -139,7 +139,7 @@ class KeepBest:
     """Figure of the evaluations, such as eval/loss or eval/code/loss; null = the newest ones alone stay. An evaluation
     with a new best is followed by a checkpoint."""
     keep: int = bounded(1, AT_LEAST_1, "1 is the default")
-    """How many of them stay."""
+    """Number of checkpoints that stay by it."""
     mode: Mode | None = None
     """min: less is better; null = by the metric: min of losses, perplexities and bits, max of accuracies."""
 
@@ -194,7 +194,7 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
-    """What is measured every train.eval_every steps beside the validation loss of `data`."""
+    """Measurements every train.eval_every steps beside the validation loss of `data`."""
 
     sets: dict[str, str] = field(default_factory=dict)
     """NAME: FOLDER for each prepared folder to measure, with the tokenizer of `data`; its validation split, or where it

@@ -22,7 +22,7 @@ class BestSteps:
 
     def take(self, step: int, figures: Mapping[str, float]) -> None:
         """Count an evaluation; one that is not finite is never among the best."""
-        value = figures[self._best.metric]
+        value = figures.get(self._best.metric, math.nan)  # a plugin's, of weights that are all 0, is not there
         if math.isfinite(value):
             others = ((each, kept) for each, kept in self._steps.items() if each != step)
             self._steps = dict(self._best.first([*others, (step, value)]))
@@ -42,7 +42,7 @@ class Patience:
 
     def take(self, step: int, figures: Mapping[str, float]) -> None:
         """Count an evaluation."""
-        value = figures[str(self._settings.metric)]
+        value = figures.get(str(self._settings.metric), math.nan)
         sign = -1 if self._settings.mode == "max" else 1
         better = self._best is None or sign * (self._best - value) > self._settings.min_delta
         if better and math.isfinite(value):
@@ -52,7 +52,7 @@ class Patience:
 
     @property
     def reason(self) -> str:
-        """Why the run ends; empty: it goes on."""
+        """The sentence with which the run ends; empty: it goes on."""
         if self._waited < self._settings.patience:
             return ""
         best = "none was finite" if self._best is None else f"the best is {self._best:.4f}, of step {self._best_step}"

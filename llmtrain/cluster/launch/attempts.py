@@ -17,7 +17,7 @@ from llmtrain.cluster.launch.job import Job, say
 from llmtrain.cluster.launch.launchers import launcher_of
 from llmtrain.cluster.launch.plan import Options, Plan, Run, host_of_rank, make_plan, place_lines
 from llmtrain.cluster.watch.notes import write_event
-from llmtrain.cluster.watch.processes import stat
+from llmtrain.cluster.watch.processes import Process, identify
 
 FAULT_CODE = 1
 """Exit code of a launch that ended by a fault without a restart."""
@@ -62,6 +62,8 @@ class Attempt:
     """Step of the newest checkpoint that was there at its start."""
     ranks: list[dict[str, Any]] = field(default_factory=list)
     """Ranks of the message `place`; empty until they have met."""
+    here: list[Process] = field(default_factory=list)
+    """Those on this host, identified for good: their ids may be another job's later."""
     met_s: float | None = None
     checkpoint: int | None = None
     """Step of the newest checkpoint that this attempt has completed."""
@@ -80,6 +82,8 @@ class Attempt:
             self.began_s = now
         elif kind == "place":
             self.ranks, self.met_s = list(message.get("ranks") or []), now
+            mine = (identify(int(each["pid"])) for each in self.ranks if each.get("host") == socket.gethostname())
+            self.here = [process for process in mine if process is not None]
         elif kind == "checkpoint":
             self.checkpoint, self.saved_s = int(message["step"]), now
         elif kind == "fault":
@@ -292,7 +296,7 @@ class Launch:
         """Follow the job to its end; returns the exit code of the process that started it."""
         answered = 0
         by_force = False
-        while (code := job.code()) is None or _some_left(attempt.ranks):
+        while (code := job.code()) is None or any(rank.alive() for rank in attempt.here):  # they notice it, and save
             for message in job.take(_POLL_S):
                 self._hear(plan, attempt, message)
             now = time.monotonic()
@@ -419,14 +423,6 @@ class Launch:
             write_event(self._run_dir, kind, fields)
         except OSError as error:
             say(f"warning: events.jsonl of {self._run_dir} cannot be written here ({error.strerror})")
-
-
-def _some_left(ranks: list[dict[str, Any]]) -> bool:
-    """True while ranks on this host outlive what started them: they notice it, and save."""
-    return any(
-        each.get("host") == socket.gethostname() and (found := stat(int(each["pid"]))) and found.state not in "ZX"
-        for each in ranks
-    )
 
 
 def _not_started(step: int, why: str) -> Attempt:

@@ -30,7 +30,7 @@ _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What a model is asked, and the continuations that it chooses from."""
+    """A question, and the continuations that a model chooses from."""
 
     context: str
     choices: list[str]

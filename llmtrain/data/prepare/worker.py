@@ -62,7 +62,7 @@ class WorkerSettings:
     """The documents are conversations; None: they are texts."""
     plugins: tuple[str, ...] = ()
     fields: Mapping[str, Mapping[str, Any]] = of_dataclass(default_factory=dict)
-    """Those of PrepareSettings."""
+    """Values of the fields of plugins' sources, by source."""
     sample: int = 0
     """Keep so many of each unit's conversations with the places of their rows."""
 

@@ -20,7 +20,7 @@ class Prompts:
     ends: set[int]
     """Tokens at which a continuation ends."""
     tokens: int
-    """Of a continuation at most."""
+    """Longest continuation, in tokens."""
 
     @classmethod
     def of(cls, run: RunConfig, data: TrainData) -> Prompts | None:

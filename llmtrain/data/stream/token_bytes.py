@@ -45,7 +45,7 @@ def byte_lengths(tokenizer_dir: Path, vocab_size: int) -> np.ndarray:
 
 
 def _length_of(tokenizer: Tokenizer) -> Any:
-    """From a token as the vocabulary spells it to its bytes."""
+    """Return the function that counts the bytes of a token, given as the vocabulary spells it."""
     kinds, decoder = _kinds(tokenizer), tokenizer.decoder
     if "ByteLevel" in kinds:
         return len  # a character for each byte
