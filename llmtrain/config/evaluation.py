@@ -25,7 +25,7 @@ def taken_names() -> set[str]:
 
 def figures_of(run: RunConfig) -> list[str]:
     """Keys of the figures that each evaluation of the run gives."""
-    names = ["loss", *(figure.name for figure in run.objective.figures)]
+    names = ["loss", *(figure.name for figure in run.objective.reported)]
     if isinstance(run.objective, NextToken):
         names += ["perplexity", "bits_per_byte"]
     names += run.metrics

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llmtrain.base.errors import ModelError
-from llmtrain.models.loss import IGNORE, HeadForm, chunked_nll_sum, has_one_shape, token_nll
+from llmtrain.models.loss import IGNORE, HeadForm, chunked_nll_sum, chunked_nll_sums, has_one_shape, token_nll
 from llmtrain.models.score import gives_scores, score_layer
 
 if TYPE_CHECKING:
@@ -71,11 +71,15 @@ class Head:
 
         Returns: under sequence parallelism the sum over this rank's columns.
         """
-        labels = self.own(labels)
-        rows = self._counted_rows(labels, counted)
-        if rows is not None:
-            hidden, labels = hidden.flatten(0, 1).index_select(0, rows), labels.flatten()[rows]
-        return self._likelihoods(chunked_nll_sum, hidden, labels)
+        return self._likelihoods(chunked_nll_sum, *self._counted(hidden, labels, counted))
+
+    def nll_sums(self, hidden: Tensor, labels: Tensor, counted: int | None, z_loss: float) -> Tensor:
+        """That sum, whose gradient includes a z-loss with this coefficient, and the summed squares of log Z (fp32 [2]).
+
+        Args, returns: as of `nll_sum`.
+        """
+        compute = functools.partial(chunked_nll_sums, z_loss=z_loss)
+        return self._likelihoods(compute, *self._counted(hidden, labels, counted))
 
     def token_nll(self, hidden: Tensor, labels: Tensor, counted: int | None = None) -> Tensor:
         """The negative log-likelihood of each label (nats, fp32 [b, T]), 0 where it is not counted.
@@ -168,6 +172,14 @@ class Head:
     def values(self, hidden: Tensor) -> Tensor:
         """Logits as the loss sees them, fp32 [..., V], of [..., H]: of a model whose weights are whole here."""
         return self.form.apply(F.linear(hidden, self._layer.weight, self._layer.bias).float())
+
+    def _counted(self, hidden: Tensor, labels: Tensor, counted: int | None) -> tuple[Tensor, Tensor]:
+        """Hidden states and labels of this rank, of all tokens or of those that count and few others."""
+        labels = self.own(labels)
+        rows = self._counted_rows(labels, counted)
+        if rows is None:
+            return hidden, labels
+        return hidden.flatten(0, 1).index_select(0, rows), labels.flatten()[rows]
 
     def _counted_rows(self, labels: Tensor, counted: int | None) -> Tensor | None:
         """int64 [K]: tokens with all `counted` among them, in their order; None: all tokens.

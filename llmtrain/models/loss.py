@@ -93,13 +93,23 @@ class _Labels(NamedTuple):
         return _Labels(*(part[rows] for part in self))
 
 
-_Elementwise = Callable[[Tensor, _Labels, HeadForm, Vocabulary | None, bool], tuple[Tensor, Tensor | None]]
+class _About(NamedTuple):
+    """What is computed, but for the tensors."""
+
+    chunk: int
+    """Tokens whose logits exist at one time."""
+    form: HeadForm
+    vocabulary: Vocabulary | None
+    z_loss: float = 0.0
+    """Coefficient of the z-loss; 0: there is none."""
 
 
-def _in_place(
-    logits_CV: Tensor, labels: _Labels, form: HeadForm, vocabulary: Vocabulary | None, wants_gradient: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Loss of each token of a chunk [C, 1], and the gradient of its logits in fp32; changes the logits."""
+_Elementwise = Callable[[Tensor, _Labels, _About, bool], tuple[Tensor, Tensor | None]]
+
+
+def _in_place(logits_CV: Tensor, labels: _Labels, about: _About, wants_gradient: bool) -> tuple[Tensor, Tensor | None]:
+    """What is kept of each token of a chunk (`_kept`), and the gradient of its logits in fp32; changes the logits."""
+    form, vocabulary = about.form, about.vocabulary
     logits_CV = form.apply(logits_CV.float())
     slope_CV = None if form.softcap is None else 1.0 - (logits_CV / form.softcap).square()
     # One exponential serves the loss and its gradient, and every pass is in place: log_softmax or logsumexp
@@ -113,20 +123,18 @@ def _in_place(
     sum_C1 = exp_CV.sum(1, keepdim=True)
     if vocabulary is not None:
         sum_C1, chosen_C1 = _added_up(vocabulary, sum_C1, chosen_C1.masked_fill(~labels.mine, 0.0))
-    loss_C1 = torch.where(labels.counts != 0, sum_C1.log() - chosen_C1, 0.0)
+    kept_CK, share_C1, factor_C1 = _kept(most_C1, sum_C1, chosen_C1, labels, about)
     if not wants_gradient:
-        return loss_C1, None
-    factor_C1 = labels.counts.float() * form.scale
-    grad_CV = exp_CV.mul_(factor_C1 / sum_C1)
+        return kept_CK, None
+    grad_CV = exp_CV.mul_(share_C1)
     # Not scatter_add_: with train.deterministic torch refuses it on CUDA, though no two of these meet in one element.
     grad_CV.scatter_(1, labels.word, grad_CV.gather(1, labels.word) - factor_C1 * labels.mine)
-    return loss_C1, grad_CV if slope_CV is None else grad_CV.mul_(slope_CV)
+    return kept_CK, grad_CV if slope_CV is None else grad_CV.mul_(slope_CV)
 
 
-def _fused(
-    logits_CV: Tensor, labels: _Labels, form: HeadForm, vocabulary: Vocabulary | None, wants_gradient: bool
-) -> tuple[Tensor, Tensor | None]:
+def _fused(logits_CV: Tensor, labels: _Labels, about: _About, wants_gradient: bool) -> tuple[Tensor, Tensor | None]:
     """As `_in_place`, in two compiled kernels; the gradient has the logits' dtype."""
+    form, vocabulary = about.form, about.vocabulary
     most_C1, sum_C1, chosen_C1 = _compiled(_softmax_sums)(logits_CV, labels.word, form)
     if vocabulary is not None:
         own_C1 = most_C1.clone()
@@ -135,13 +143,29 @@ def _fused(
     chosen_C1 = chosen_C1 - most_C1
     if vocabulary is not None:
         sum_C1, chosen_C1 = _added_up(vocabulary, sum_C1, chosen_C1.masked_fill(~labels.mine, 0.0))
-    loss_C1 = torch.where(labels.counts != 0, sum_C1.log() - chosen_C1, 0.0)
+    kept_CK, share_C1, factor_C1 = _kept(most_C1, sum_C1, chosen_C1, labels, about)
     if not wants_gradient:
-        return loss_C1, None
-    factor_C1 = labels.counts.float() * form.scale
+        return kept_CK, None
     own_factor_C1 = factor_C1 * labels.mine
-    grad_CV = _compiled(_logits_gradient)(logits_CV, labels.word, most_C1, factor_C1 / sum_C1, own_factor_C1, form)
-    return loss_C1, grad_CV
+    grad_CV = _compiled(_logits_gradient)(logits_CV, labels.word, most_C1, share_C1, own_factor_C1, form)
+    return kept_CK, grad_CV
+
+
+def _kept(
+    most_C1: Tensor, sum_C1: Tensor, chosen_C1: Tensor, labels: _Labels, about: _About
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(the losses [C, 1], and with a z-loss the squares of log Z behind them [C, 2]; what each exponential is
+    multiplied with in the gradient of the logits; what is taken from it at the label).
+
+    `sum`: of the exponentials below `most`; `chosen`: the label's logit less `most`.
+    """
+    log_C1, factor_C1 = sum_C1.log(), labels.counts.float() * about.form.scale
+    kept_CK, share_C1 = torch.where(labels.counts != 0, log_C1 - chosen_C1, 0.0), factor_C1 / sum_C1
+    if about.z_loss:
+        log_z_C1 = log_C1 + most_C1
+        kept_CK = torch.cat([kept_CK, torch.where(labels.counts != 0, log_z_C1.square(), 0.0)], dim=1)
+        share_C1 = share_C1 * (1.0 + 2.0 * about.z_loss * log_z_C1)
+    return kept_CK, share_C1, factor_C1
 
 
 def _added_up(vocabulary: Vocabulary, sum_C1: Tensor, chosen_C1: Tensor) -> tuple[Tensor, Tensor]:
@@ -308,40 +332,39 @@ def in_chunks(
 
 
 def _token_losses(
-    leaves: tuple[Tensor, Tensor, Tensor | None],
-    labels: _Labels,
-    about: tuple[int, HeadForm, Vocabulary | None],
-    wanted: _Wanted,
+    leaves: tuple[Tensor, Tensor, Tensor | None], labels: _Labels, about: _About, wanted: _Wanted
 ) -> tuple[list[Tensor], tuple[Tensor | None, Tensor | None, Tensor | None]]:
-    """(losses of each chunk's tokens [C, 1], gradients of the leaves)."""
-    chunk, form, vocabulary = about
+    """(what is kept of each chunk's tokens, gradients of the leaves)."""
     elementwise = _elementwise(leaves[0].device)
 
     def of_chunk(logits_CV: Tensor, rows: slice) -> tuple[Tensor, Tensor | None]:
-        return elementwise(logits_CV, labels.rows(rows), form, vocabulary, any(wanted))
+        return elementwise(logits_CV, labels.rows(rows), about, any(wanted))
 
-    return in_chunks(leaves, chunk, wanted, of_chunk)
+    return in_chunks(leaves, about.chunk, wanted, of_chunk)
 
 
 class _ChunkedNLL(torch.autograd.Function):
-    """Sum over counted tokens of -log p(label); inputs hidden [N, H], weight [V, H], bias [V] or None, labels [N].
+    """Sums over counted tokens, fp32: [1] of -log p(label), or [2] with the square of log Z where there is a z-loss.
+    Inputs hidden [N, H], weight [V, H], bias [V] or None, labels [N].
 
-    V is this rank's part of the vocabulary if there is a `vocabulary`.
+    The gradient is the first sum's, and with it that of the coefficient times the second. V is this rank's part of the
+    vocabulary if there is one.
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, labels, chunk, form, vocabulary):
-        every, wanted = _Labels.of(labels, vocabulary), ctx.needs_input_grad[:3]
-        losses, grads = _token_losses((hidden, weight, bias), every, (chunk, form, vocabulary), wanted)
+    def forward(ctx, hidden, weight, bias, labels, about):
+        every, wanted = _Labels.of(labels, about.vocabulary), ctx.needs_input_grad[:3]
+        kept, grads = _token_losses((hidden, weight, bias), every, about, wanted)
         ctx.grads = (*grads, weight.dtype)
-        total = hidden.new_zeros((), dtype=torch.float32)
-        for loss_C1 in losses:
-            total += loss_C1.sum()
-        return total
+        sums = hidden.new_zeros(2 if about.z_loss else 1, dtype=torch.float32)
+        for each_CK in kept:
+            for index, each_C in enumerate(each_CK.unbind(1)):
+                sums[index] += each_C.sum()
+        return sums
 
     @staticmethod
     def backward(ctx, grad_output):
-        return (*scaled_gradients(ctx, grad_output), None, None, None, None)
+        return (*scaled_gradients(ctx, grad_output[0]), None, None)
 
 
 class _TokenNLL(torch.autograd.Function):
@@ -351,20 +374,44 @@ class _TokenNLL(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, labels, chunk, form, vocabulary):
+    def forward(ctx, hidden, weight, bias, labels, about):
         ctx.save_for_backward(hidden, weight, bias, labels)
-        ctx.about = about = (chunk, form, vocabulary)
-        losses, _ = _token_losses((hidden, weight, bias), _Labels.of(labels, vocabulary), about, (False, False, False))
+        ctx.about, every = about, _Labels.of(labels, about.vocabulary)
+        losses, _ = _token_losses((hidden, weight, bias), every, about, (False, False, False))
         return torch.cat([hidden.new_empty(0, 1, dtype=torch.float32), *losses]).squeeze(1)
 
     @staticmethod
     def backward(ctx, grad_output):
         *leaves, labels = ctx.saved_tensors
-        every = _Labels.of(labels, ctx.about[2])
+        every = _Labels.of(labels, ctx.about.vocabulary)
         factors = grad_output.unsqueeze(1).masked_fill(~every.counts, 0.0)
         every = _Labels(counts=factors, word=every.word, mine=every.mine)
         _, grads = _token_losses(tuple(leaves), every, ctx.about, ctx.needs_input_grad[:3])
-        return (*(None if grad is None else grad.to(leaves[1].dtype) for grad in grads), None, None, None, None)
+        return (*(None if grad is None else grad.to(leaves[1].dtype) for grad in grads), None, None)
+
+
+def chunked_nll_sums(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    *,
+    chunk: int,
+    form: HeadForm,
+    vocabulary: Vocabulary | None = None,
+    z_loss: float,
+) -> Tensor:
+    """Sums over the counted tokens, fp32 [2]: the negative log-likelihood (nats), and the square of log Z, the
+    logarithm of the sum of the exponentials of the logits as the loss sees them.
+
+    A gradient goes through the first alone: it is that of the first plus `z_loss`, above 0, times the second (PaLM,
+    arXiv 2204.02311, section 5).
+
+    Args: others as of `chunked_nll_sum`.
+    """
+    flat_NH = hidden.reshape(-1, hidden.shape[-1])
+    sums: Tensor = _ChunkedNLL.apply(flat_NH, weight, bias, labels.reshape(-1), _About(chunk, form, vocabulary, z_loss))
+    return sums
 
 
 def chunked_nll_sum(
@@ -387,7 +434,8 @@ def chunked_nll_sum(
         vocabulary: the shard that V is, where it is sharded; they all get the same sum.
     """
     flat_NH = hidden.reshape(-1, hidden.shape[-1])
-    return _ChunkedNLL.apply(flat_NH, weight, bias, labels.reshape(-1), chunk, form, vocabulary)
+    sums: Tensor = _ChunkedNLL.apply(flat_NH, weight, bias, labels.reshape(-1), _About(chunk, form, vocabulary))
+    return sums[0]
 
 
 def token_nll(
@@ -405,5 +453,5 @@ def token_nll(
     Arguments as for the sum. The backward pass computes the logits a second time.
     """
     flat_NH = hidden.reshape(-1, hidden.shape[-1])
-    found: Tensor = _TokenNLL.apply(flat_NH, weight, bias, labels.reshape(-1), chunk, form, vocabulary)
+    found: Tensor = _TokenNLL.apply(flat_NH, weight, bias, labels.reshape(-1), _About(chunk, form, vocabulary))
     return found.view(labels.shape)

@@ -5,13 +5,29 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from llmtrain.base.choice import AT_LEAST_1, POSITIVE, SHARE, bounded
+from llmtrain.base.choice import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, SHARE, bounded
 from llmtrain.objectives.objective import Figure, Objective, Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
 class NextToken(Objective, choice="next_token"):
     """Negative log-likelihood of each token."""
+
+    figures: ClassVar[tuple[Figure, ...]] = (
+        Figure(
+            name="z_loss",
+            unit="nats^2/token",
+            meaning="Mean square of log Z, with `objective.z_loss`: before its coefficient and not in `loss`.",
+        ),
+    )
+
+    z_loss: float = bounded(0.0, NOT_NEGATIVE, "1e-4 is PaLM's, 0 means none")
+    """Coefficient of the mean of log^2 Z over counted tokens in what is minimised; Z is the sum of the exponentials of
+    a token's logits, which it keeps from drifting. 1e-4 is common; 0 = none. `loss` stays without it."""
+
+    @property
+    def reported(self) -> tuple[Figure, ...]:
+        return self.figures if self.z_loss else ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,6 +51,11 @@ class Objective(Choice, section="objective"):
     """The loss that training minimises. Losses over answers are means over pairs, or over answers judged alone."""
 
     @property
+    def reported(self) -> tuple[Figure, ...]:
+        """Those of its figures that it has with its fields' values."""
+        return self.figures
+
+    @property
     def reference(self) -> Literal["column", "online"] | None:
         """Source of the log-probabilities under the model that training starts from; None: it compares with none."""
         return None

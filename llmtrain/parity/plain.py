@@ -24,7 +24,7 @@ from llmtrain.config.run import ModelConfig, ResolvedRun
 from llmtrain.models.skeleton import DTYPES, load_config
 from llmtrain.models.source import ParameterSource
 from llmtrain.models.spec import ModelSpec
-from llmtrain.objectives.by_token import ByToken
+from llmtrain.objectives.by_token import ByToken, NextToken
 from llmtrain.objectives.objective import Objective
 from llmtrain.optim.optimizers import AdamW, Lion, Muon, Optimizer
 from llmtrain.optim.schedules import Constant, Cosine, Falling, Schedule, Wsd
@@ -215,11 +215,13 @@ def _forward_backward(
     pieces = 1 if isinstance(objective, ByToken) else order.pieces  # its terms see the whole batch at once
     for some in zip(*(part.chunk(pieces) for part in parts), strict=True):
         passes = [_losses(model, teacher, *document) for document in _documents(some, tokens)]
-        losses = torch.cat([losses for losses, _ in passes])
+        losses = torch.cat([losses for losses, _, _ in passes])
         loss = (objective.terms(losses)[0] if isinstance(objective, ByToken) else losses).sum()
         part = loss / counted
+        if isinstance(objective, NextToken) and objective.z_loss:
+            part = part + objective.z_loss * torch.cat([log_z for _, log_z, _ in passes]).square().sum() / counted
         if coefficient := _balance_coefficient(model.config):
-            part = part + coefficient * _balance(model, [routers for _, routers in passes]) / pieces
+            part = part + coefficient * _balance(model, [routers for _, _, routers in passes]) / pieces
         part.backward()
         total += loss.item()
     return total / counted
@@ -305,8 +307,8 @@ def _documents(parts: tuple[Tensor, ...], tokens: Tokens) -> Iterator[tuple[Tens
 
 def _losses(
     model: Any, teacher: PlainTeacher | None, inputs: Tensor, labels: Tensor, *column: Tensor
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """(losses of counted tokens, of a teacher their sum [1]; the routers' logits of each layer)"""
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """(losses of counted tokens, of a teacher their sum [1]; their log Z; the routers' logits of each layer)"""
     out = model(input_ids=inputs, use_cache=False)
     logits = out.logits.float()
     if teacher is None:
@@ -314,7 +316,8 @@ def _losses(
         losses = each[labels.flatten() >= 0]
     else:
         losses = teacher.loss_sum(logits, inputs, labels, *column).view(1)
-    return losses, getattr(out, "router_logits", None) or ()
+    log_z = logits.logsumexp(-1).flatten()[labels.flatten() >= 0]
+    return losses, log_z, getattr(out, "router_logits", None) or ()
 
 
 class PlainOptimizer:

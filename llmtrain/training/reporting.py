@@ -22,7 +22,7 @@ from llmtrain.data.stream.train_data import TrainData
 from llmtrain.engine.dist.control import from_rank_0, together
 from llmtrain.engine.dist.device import device_name, max_memory_gib
 from llmtrain.engine.losses.function import LooksAhead
-from llmtrain.engine.losses.next_token import NEXT_TOKEN
+from llmtrain.engine.losses.next_token import NextTokenLoss
 from llmtrain.engine.losses.online import LogProbs
 from llmtrain.engine.losses.with_metrics import quotients, with_metrics
 from llmtrain.tracking.metrics import Throughput, flops_per_token, peak_flops, perplexity, routing_metrics
@@ -65,7 +65,7 @@ class Evaluation(Part):
             self._measured.append(Measured(f"eval/{name}", data, sequences))
         self._bytes: list[int] = []
         """Of each one's counted tokens, where their likelihoods are measured."""
-        if setup.objective is NEXT_TOKEN and self._measured:
+        if isinstance(setup.objective, NextTokenLoss) and self._measured:
             with together(setup.ranks):
                 lengths = byte_lengths(setup.data.tokenizer_dir, setup.data.vocab_size)
                 self._bytes = [counted_bytes(each.data, each.sequences, lengths) for each in self._measured]

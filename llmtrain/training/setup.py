@@ -30,7 +30,7 @@ from llmtrain.engine.dist.device import check_device
 from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.engine.losses.function import LossFunction
 from llmtrain.engine.losses.named import loss_of, with_reference
-from llmtrain.engine.losses.next_token import NEXT_TOKEN
+from llmtrain.engine.losses.next_token import NextTokenLoss
 from llmtrain.engine.losses.with_metrics import with_metrics
 from llmtrain.engine.weights import fill_parameters, prove_masters, prove_weights
 from llmtrain.models import compiler
@@ -120,7 +120,8 @@ class Setup:
         the figures that are known without training. Raises AgreedError."""
         row = torch.from_numpy(self.data.sequence(0)[0])
         prove_loss(self.engine, row, self.ranks, isolate_documents=self.run.data.isolate_documents)
-        if self.began_with is not None and (self.objective is not NEXT_TOKEN or self.run.adapter.r is not None):
+        of_tokens = isinstance(self.objective, NextTokenLoss)
+        if self.began_with is not None and (not of_tokens or self.run.adapter.r is not None):
             prove_start(self.engine, self.resolved, self.objective, self._with_reference, self.data, self.mesh.place,
                         self.ranks, own_teacher=self.teacher == self.began_with)  # fmt: skip
 

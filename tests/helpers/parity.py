@@ -21,7 +21,7 @@ from llmtrain.config.run import (
     TrainConfig,
 )
 from llmtrain.config.topology import Degrees
-from llmtrain.objectives.by_token import Distill
+from llmtrain.objectives.by_token import Distill, NextToken
 from llmtrain.objectives.objective import Objective
 from llmtrain.optim.optimizers import Optimizer
 from llmtrain.optim.schedules import Cosine
@@ -65,6 +65,7 @@ class Form:
     """The section of that name."""
     objective: str = "next_token"
     reference: str = "column"
+    z_loss: float = 0.0
     top_k: int | None = None
     """Of a distillation: from a column with so many words."""
 
@@ -82,6 +83,8 @@ class Form:
 
 def _objective(form: Form, model: str) -> Objective:
     """As filled in by a run. `model`: fields of the student's config.json."""
+    if form.objective == "next_token":
+        return NextToken(z_loss=form.z_loss)
     if form.objective != "distill":
         return (Objective.of(form.objective, reference="online") if form.reference == "online"
                 else Objective.of(form.objective))  # fmt: skip

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from llmtrain.config.topology import Degrees
 from llmtrain.models import compiler, loss
-from llmtrain.models.loss import HeadForm, chunked_nll_sum
+from llmtrain.models.loss import HeadForm, chunked_nll_sums
 from llmtrain.models.parallel.mesh import mesh_of
 from llmtrain.models.parallel.tensor import Span, VocabularyShard
 from llmtrain.training.step import seed_step
@@ -202,7 +202,7 @@ def test_each_rank_drops_other_things_of_its_own(pools):
 
 
 def vocabulary_loss(form: HeadForm, total: int, way: str, dtype: torch.dtype) -> float:
-    """Largest relative difference to the whole loss: value, gradients of the input, the weight and the bias."""
+    """Largest relative difference to the whole loss with a z-loss: sums, gradients of the input, weight and bias."""
     with pytest.MonkeyPatch.context() as patch, compiler.uncompiled():
         patch.setattr(loss, "_elementwise", lambda device: getattr(loss, way))
         return _vocabulary_loss(form, total, dtype)
@@ -219,10 +219,11 @@ def _vocabulary_loss(form: HeadForm, total: int, dtype: torch.dtype) -> float:
     rows = slice(words.first, words.first + words.count)
     whole = [tensor.clone().requires_grad_() for tensor in (hidden, weight, bias)]
     share = [tensor.clone().requires_grad_() for tensor in (hidden, weight[rows], bias[rows])]
-    want = chunked_nll_sum(*whole, labels, chunk=4, form=form)
-    got = chunked_nll_sum(words.shared(share[0]), *share[1:], labels, chunk=4, form=form, vocabulary=words)
-    (want * 0.3).backward()
-    (got * 0.3).backward()
+    about = {"chunk": 4, "form": form, "z_loss": 0.1}
+    want = chunked_nll_sums(*whole, labels, **about)
+    got = chunked_nll_sums(words.shared(share[0]), *share[1:], labels, **about, vocabulary=words)
+    (want[0] * 0.3).backward()
+    (got[0] * 0.3).backward()
     pairs = [(want, got), (whole[0].grad, share[0].grad), (whole[1].grad[rows], share[1].grad)]
     pairs += [(whole[2].grad[rows], share[2].grad)]
     logits = words.logits(hidden, share[1].detach(), share[2].detach())

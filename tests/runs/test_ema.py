@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 from pathlib import Path
 
@@ -29,13 +30,17 @@ def test_a_run_with_a_moving_average(small_data: str, tmp_path: Path, capsys: py
     for run in ("once", "twice"):
         (tmp_path / run).mkdir()
         words = [str(write_recipe(tmp_path / run, small_data)), "--ema.decay", "0.5", "--schedule.name", "constant",
-                 "--train.eval_every", "1", "--checkpoint.every_steps", "1", "--train.export", "false"]  # fmt: skip
+                 "--objective.z_loss", "1e-4", "--train.eval_every", "1", "--checkpoint.every_steps", "1",
+                 "--train.export", "false"]  # fmt: skip
         first = functools.partial(train_first, words) if run == "twice" else None
         code, output = forked.finish(Path(words[0]), *words[1:], "--train.max_steps", "4", world_size=1, before=first)
         assert code == 0 and "ema: a mean of the parameters" in output, output
         figures[run] = [(row["step"], row["eval/loss"], row["eval/ema/loss"])
                         for row in rows(tmp_path / run / "run") if "eval/ema/loss" in row]  # fmt: skip
     assert figures["once"] == figures["twice"] and len(figures["once"]) == 4
+    told = [(key, value) for row in rows(tmp_path / "once/run") for key, value in row.items() if "z_loss" in key]
+    assert {key for key, _ in told} == {"z_loss", "eval/z_loss", "eval/ema/z_loss"}
+    assert all(abs(value - math.log(512) ** 2) < 2 for _, value in told), told  # 512 words, alike before training
     assert all(own != mean for _, own, mean in figures["once"])
     folder = tmp_path / "once/run"
     assert cli.main(["checkpoint", "to-hf", str(folder), str(tmp_path / "mean"), "--ema", "--dtype", "fp32"]) == 0

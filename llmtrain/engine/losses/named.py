@@ -19,7 +19,7 @@ from llmtrain.config.plugins import place_of
 from llmtrain.data.stream.loader import MicroBatch, TaughtBatch, UnpairedBatch
 from llmtrain.engine.losses.answers import answers_in, answers_of, counted_tokens, last_tokens
 from llmtrain.engine.losses.function import Evaluate, LossFunction
-from llmtrain.engine.losses.next_token import NEXT_TOKEN
+from llmtrain.engine.losses.next_token import NEXT_TOKEN, WithZLoss
 from llmtrain.engine.losses.online import OnlineReference
 from llmtrain.models.distillation import TeacherSays, Terms, TopWords
 from llmtrain.models.head import Head
@@ -44,7 +44,7 @@ def loss_of(objective: Objective, teacher: Teacher | None = None) -> LossFunctio
     if isinstance(objective, ByToken):
         return TokenLoss(objective)
     if isinstance(objective, NextToken):
-        return NEXT_TOKEN
+        return WithZLoss(objective.z_loss) if objective.z_loss else NEXT_TOKEN
     raise TypeError(f"{type(objective).__name__} has no loss function here")
 
 

@@ -1,4 +1,4 @@
-"""The loss of pretraining: each counted token's negative log-likelihood, in nats."""
+"""The loss of pretraining: each counted token's negative log-likelihood, in nats; with or without a z-loss."""
 
 from __future__ import annotations
 
@@ -24,3 +24,17 @@ class NextTokenLoss:
 
 
 NEXT_TOKEN = NextTokenLoss()
+
+
+class WithZLoss(NextTokenLoss):
+    """The same figure; its gradient is that of the loss and of a z-loss."""
+
+    figures = ("loss", "z_loss")
+
+    def __init__(self, coefficient: float) -> None:
+        """`coefficient`: above 0."""
+        self._coefficient = coefficient
+
+    def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
+        """[2]: nats, and nats squared."""
+        return head.nll_sums(hidden, micro.labels, micro.counted, self._coefficient)

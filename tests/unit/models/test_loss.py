@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmtrain.models import compiler, loss
 from llmtrain.models.head import Head
-from llmtrain.models.loss import IGNORE, HeadForm, chunked_nll_sum
+from llmtrain.models.loss import IGNORE, HeadForm, chunked_nll_sum, chunked_nll_sums
 from tests.helpers.compiled import inductor_in
 
 pytestmark = pytest.mark.long
@@ -41,18 +41,26 @@ def problem(dtype: torch.dtype, *, bias: bool) -> tuple[Tensor, Tensor, Tensor |
 
 
 def results(
-    tensors: tuple[Tensor, Tensor, Tensor | None, Tensor], form: HeadForm, *, chunk: int = 16, factor: float = 0.3
+    tensors: tuple[Tensor, Tensor, Tensor | None, Tensor],
+    form: HeadForm,
+    *,
+    chunk: int = 16,
+    factor: float = 0.3,
+    z_loss: float = 0.0,
 ) -> list[Tensor]:
-    """Loss, and `factor` times the gradients of hidden states, head and bias."""
+    """Loss, with a z-loss the squares of log Z, and `factor` times the gradients of hidden states, head and bias."""
     *inputs, labels = tensors
     leaves = [None if t is None else t.clone().requires_grad_() for t in inputs]
-    total = chunked_nll_sum(*leaves, labels, chunk=chunk, form=form)
-    (total * factor).backward()
-    return [total.detach(), *(t.grad for t in leaves if t is not None)]
+    if z_loss:
+        sums = chunked_nll_sums(*leaves, labels, chunk=chunk, form=form, z_loss=z_loss)
+    else:
+        sums = chunked_nll_sum(*leaves, labels, chunk=chunk, form=form).unsqueeze(0)
+    (sums[0] * factor).backward()
+    return [*sums.detach(), *(t.grad for t in leaves if t is not None)]
 
 
 def definition(
-    tensors: tuple[Tensor, Tensor, Tensor | None, Tensor], form: HeadForm, factor: float = 0.3
+    tensors: tuple[Tensor, Tensor, Tensor | None, Tensor], form: HeadForm, factor: float = 0.3, z_loss: float = 0.0
 ) -> list[Tensor]:
     """The same in fp32, from the softmax's definition and by autograd."""
     *inputs, labels = tensors
@@ -63,8 +71,9 @@ def definition(
         logits = form.softcap * torch.tanh(logits / form.softcap)
     counts = labels != IGNORE
     total = -logits[counts].softmax(-1).gather(1, labels[counts].unsqueeze(1)).log().sum()
-    (total * factor).backward()
-    return [total.detach(), *(t.grad for t in leaves if t is not None)]
+    square = logits[counts].exp().sum(-1).log().square().sum()
+    ((total + z_loss * square) * factor).backward()
+    return [total.detach(), *([square.detach()] if z_loss else []), *(t.grad for t in leaves if t is not None)]
 
 
 def worst(got: list[Tensor], want: list[Tensor]) -> float:
@@ -76,13 +85,18 @@ def worst(got: list[Tensor], want: list[Tensor]) -> float:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("form", FORMS)
-def test_both_ways_compute_the_definition(monkeypatch, way, dtype, bias, form):
-    """The compiled one as plain PyTorch here; 6e-3: bf16 has 8 bits, and logits, gradient and result are rounded."""
+@pytest.mark.parametrize("z_loss", [0.0, 0.02], ids=["", "z-loss"])
+def test_both_ways_compute_the_definition(monkeypatch, way, dtype, bias, form, z_loss):
+    """The compiled one as plain PyTorch here; 6e-3: bf16 has 8 bits, and logits, gradient and result are rounded.
+
+    With the z-loss a probability's error counts 1 + 2 x 0.02 log Z times, of a log Z up to 15.
+    """
     monkeypatch.setattr(loss, "_elementwise", lambda device: getattr(loss, way))
     monkeypatch.setattr(loss, "_compiled", lambda function: function)
     tensors = problem(dtype, bias=bias)
-    error = worst(results(tensors, FORMS[form]), definition(tensors, FORMS[form]))
-    assert error < (2e-6 if dtype == torch.float32 else 6e-3)
+    got = results(tensors, FORMS[form], z_loss=z_loss)
+    error = worst(got, definition(tensors, FORMS[form], z_loss=z_loss))
+    assert error < (2e-6 if dtype == torch.float32 else 6e-3) * (1 + 30 * z_loss)
 
 
 @pytest.mark.parametrize(
