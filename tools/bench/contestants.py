@@ -275,8 +275,9 @@ class Sequences(torch.utils.data.Dataset[dict[str, Tensor]]):
         return {"input_ids": inputs, "labels": labels, "shift_labels": labels}  # already shifted
 
 
-def _peer_model(task: Task, dtype: torch.dtype) -> nn.Module:
-    """transformers' model with its own loss and the initial weights of our run with seed 0."""
+def _peer_model(task: Task, dtype: torch.dtype, experts: str | None = None) -> nn.Module:
+    """transformers' model with its own loss and the initial weights of our run with seed 0. `experts`: the name of
+    transformers' way through them; None: its default."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from llmtrain.config.run import ModelConfig
@@ -285,7 +286,7 @@ def _peer_model(task: Task, dtype: torch.dtype) -> nn.Module:
     fields = dict(task.model)
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     with task.device:
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, experts_implementation=experts)
     source = ModelSpec.of(ModelConfig(config=task.model)).initial_weights(0, task.device)
     parameters = dict(model.named_parameters())
     with torch.no_grad():
@@ -295,9 +296,10 @@ def _peer_model(task: Task, dtype: torch.dtype) -> nn.Module:
     return model.train()
 
 
-def run_plain(clock: Clock, task: Task) -> None:
-    """A loop as the PyTorch tutorials write it: fp32 weights, autocast for bf16, fused AdamW."""
-    model = _peer_model(task, torch.float32)
+def run_plain(clock: Clock, task: Task, experts: str | None = None) -> None:
+    """A loop as the PyTorch tutorials write it: fp32 weights, autocast for bf16, fused AdamW. `experts`: as for
+    `_peer_model`."""
+    model = _peer_model(task, torch.float32, experts)
     groups = [
         {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": WEIGHT_DECAY},
         {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},

@@ -3,8 +3,9 @@
     python tools/bench/experts.py                            # CPU: 16 and 64 experts under ZeRO 1 and 3
     python tools/bench/experts.py --experts 64 --zero 1      # a part of it
 
-A small Qwen3-MoE, each token computed by two of its experts. Both sides are the loop of `llmtrain train` from the YAML
-on, in a process of their own each, and take turns round by round as in train_speed.py.
+A small Qwen3-MoE, each token computed by two of its experts. One side is the loop of `llmtrain train` from the YAML on.
+The loop over the experts runs twice: within that very loop, where nothing else differs, and in plain PyTorch as its
+tutorials write it. Each has a process of its own; they take turns round by round as in train_speed.py.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 import train_speed  # noqa: E402
-from contestants import Clock, Task, enter, run_llmtrain  # noqa: E402
+from contestants import Clock, Task, enter, run_llmtrain, run_plain  # noqa: E402
 
-LOOP = "loop"
+LOOP, PLAIN_LOOP = "loop", "loop in plain PyTorch"
 MODEL = {
     "model_type": "qwen3_moe",
     "vocab_size": 1024,
@@ -54,6 +55,10 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def serve(name: str, pipe: Connection, task: Task) -> None:
     """Entry of a side's process."""
     enter(task.threads)
+    if name == PLAIN_LOOP:
+        run_plain(Clock(pipe, task), task, "eager")
+        pipe.send("end")
+        return
     warnings.filterwarnings("ignore", category=FutureWarning)  # torch's, of collectives that DeepSpeed calls
     own = Path(task.folder) / name
     own.mkdir()
@@ -69,7 +74,7 @@ def serve(name: str, pipe: Connection, task: Task) -> None:
 
 
 def compare(stage: int, experts: int, options: argparse.Namespace) -> dict[str, float]:
-    """CPU-ms a step of both sides (ms on a GPU), the ratio of their times, the largest difference of their losses."""
+    """CPU-ms a step of each side (ms on a GPU), ratios of times within a round, the largest difference of losses."""
     import torch
 
     on_gpu = torch.cuda.is_available()
@@ -79,13 +84,13 @@ def compare(stage: int, experts: int, options: argparse.Namespace) -> dict[str, 
             model={**MODEL, "num_experts": experts}, sequence=256, micro_batch=4, accumulation=1, steps=options.steps
         )
         task = train_speed.prepare(train_speed.arguments([*words, "--preset", "experts"]), Path(folder))
-        task = replace(task, contestants=(train_speed.OURS, LOOP))
+        task = replace(task, contestants=(train_speed.OURS, LOOP, PLAIN_LOOP))
         found = train_speed.figures(task, train_speed.race(task, lambda _: None, serve), on_gpu)
+    times, ratios = found["contestants"], found["speed_of_ours_over"]
     return {
-        "grouped": found["contestants"][train_speed.OURS]["ms_per_step"],
-        "loop": found["contestants"][LOOP]["ms_per_step"],
-        "ratio": 1 / found["speed_of_ours_over"][LOOP],
-        "difference": found["largest_loss_difference"][LOOP],
+        **{name: one["ms_per_step"] for name, one in times.items()},
+        **{f"over {name}": 1 / ratio for name, ratio in ratios.items()},
+        "difference": max(found["largest_loss_difference"].values()),
     }
 
 
@@ -93,13 +98,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run all comparisons and print the table."""
     options = arguments(argv)
     print(", ".join(f"{key} {value}" for key, value in train_speed.about().items()), flush=True)
-    print("| ZeRO | experts | loop, CPU-ms a step | grouped | grouped over loop | largest difference of losses |")
-    print("|---|---|---|---|---|---|", flush=True)
+    print("| ZeRO | experts | grouped, CPU-ms a step | loop | loop in plain PyTorch | grouped over loop | "
+          "grouped over loop in plain PyTorch | largest difference of losses |")  # fmt: skip
+    print("|---" * 8 + "|", flush=True)
     for stage in options.zero:
         for experts in options.experts:
             one = compare(stage, experts, options)
-            print(f"| {stage} | {experts} | {one['loop']:.0f} | {one['grouped']:.0f} | {one['ratio']:.2f} | "
-                  f"{one['difference']:.1e} |", flush=True)  # fmt: skip
+            sides = " | ".join(f"{one[name]:.0f}" for name in (train_speed.OURS, LOOP, PLAIN_LOOP))
+            over = " | ".join(f"{one[f'over {name}']:.2f}" for name in (LOOP, PLAIN_LOOP))
+            print(f"| {stage} | {experts} | {sides} | {over} | {one['difference']:.1e} |", flush=True)
     return 0
 
 
