@@ -27,9 +27,11 @@ from llmtrain.engine.deepspeed.state import base_optimizer
 from llmtrain.engine.deepspeed.zero_step import choosing_optimizers, shorten_step
 from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.engine.process_memory import return_freed_memory
+from llmtrain.models.adapter import MAGNITUDE, A, B
 from llmtrain.models.experts import shape_of
 from llmtrain.models.language import LanguageModel
 from llmtrain.models.parallel.mesh import Mesh
+from llmtrain.models.parameters import local_parameter
 from llmtrain.optim.optimizers import Optimizer
 
 
@@ -84,6 +86,8 @@ def build_engine(
 
 _MOST_LIVE = 8_000_000_000
 """Elements: 16 GB in bf16, for two layers of 405B. All experts of a layer of DeepSeek-V3 are 11e9, and come alone."""
+_MOST_WHOLE = 1_000_000_000
+"""Elements: 2 GB in bf16, for an adapter of rank 64 beside all maps of 70B."""
 
 
 def _room(model: nn.Module, mix: Mix) -> dict[str, int]:
@@ -91,13 +95,20 @@ def _room(model: nn.Module, mix: Mix) -> dict[str, int]:
 
     A bucket of gradients holds no more than there are: the default's 2 GB in fp32 would be there for an adapter, too.
     Under ZeRO 3 the next module that is gathered as a whole (a compiled layer, all experts of a layer) is on its way
-    while this one computes: the defaults have room for a matrix or two.
+    while this one computes: the defaults have room for a matrix or two. Adapters stay whole on each rank up to
+    `_MOST_WHOLE`: shared, each of their tensors was a gather in every forward, recomputed and backward pass, 3,400 tiny
+    ones a micro-batch of 70B, where DeepSpeed's threshold of 100,000 elements lets no lora_A of a wide model stay.
     """
     fields = DeepSpeedZeroConfig.model_fields
     trained = sum(prod(shape_of(p)) for p in model.parameters() if p.requires_grad)
     room = {"reduce_bucket_size": max(1, min(trained, int(fields["reduce_bucket_size"].default)))}
     if mix.zero_stage < 3:
         return room
+    named = ((local_parameter(name, p).name, prod(shape_of(p))) for name, p in model.named_parameters())
+    adapters = [size for name, size in named if name.endswith((A, B, MAGNITUDE))]
+    if sum(adapters) <= _MOST_WHOLE:
+        usual = int(fields["param_persistence_threshold"].default)
+        room["stage3_param_persistence_threshold"] = max([usual, *adapters])
     modules = (module for module in model.modules() if z3_leaf_module(module))
     largest = max((sum(prod(shape_of(p)) for p in module.parameters()) for module in modules), default=0)
     if 2 * largest > _MOST_LIVE:
