@@ -174,8 +174,10 @@ def summary(resolved: ResolvedRun, facts: ModelFacts | None = None) -> str:
     ways = [mix.precision, f"ZeRO {mix.zero_stage}", resolved.optim.name]
     ways += ["moments in bf16"] if mix.bf16_moments else []
     ways += [f"offload of {' and '.join(offload)}"] if offload else []
-    kept = " without attention" if mix.keep_attention else ""
-    ways += [f"activation checkpointing{kept}"] if mix.recomputes else []
+    layers, kept = resolved.run.model.recompute.layers, " without attention" if mix.keep_attention else ""
+    of = f" of {units.counted(layers, 'layer')}" if isinstance(layers, int) else ""
+    of += " a stage" if of and mix.degrees.pipeline > 1 else ""
+    ways += [f"activation checkpointing{of}{kept}"] if mix.recomputes else []
     lines += [f"compute: {', '.join(ways)}", f"ranks:   {_ranks(resolved.degrees)}"]
     if facts is not None:
         from llmtrain.training.examine import state_bytes

@@ -120,8 +120,8 @@ def read_facts(tree: dict[str, Any], path: str, run: RunConfig, optim: Optimizer
         compile_layers=bool(run.model.compile_layers),
         mlp_tiles=run.model.mlp_tile_tokens is not None,
         layer_inputs_on_host=bool(lookup(tree, "activation_checkpointing.cpu_checkpointing")),
-        keep_attention=run.model.keep_attention,
-        recomputes=isinstance(tree.get("activation_checkpointing"), dict),
+        keep_attention=run.model.recompute.keep is not None,
+        recomputes=run.model.recompute.layers is not None,
         optimizer=optim.name,
         clip_norm=optim.clip_norm,
         reduce_scatter=bool(zero.get("reduce_scatter")),
@@ -215,7 +215,8 @@ def _refuse(mix: Mix, tree: dict[str, Any], path: str, run: RunConfig, problems:
         values |= {"optim.clip_norm": run.optim.clip_norm, "optim.betas": run.optim.betas}
         values["bf16.bf16_optimizer_states"] = mix.bf16_moments
         values["model.mlp_tile_tokens"] = run.model.mlp_tile_tokens
-        values["model.keep_attention"] = run.model.keep_attention
+        values["model.recompute.layers"] = run.model.recompute.layers
+        values["model.recompute.keep"] = run.model.recompute.keep
         what = " with ".join(f"{key} = {show(values[key])}" for key in rule.keys)
         if rule.keys[0] not in problems:
             problems.add_text(rule.keys[0], what, rule.reason, rule.remedy, path)

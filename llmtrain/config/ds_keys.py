@@ -141,7 +141,8 @@ _DEEPCOMPILE = Why(
     "only DeepCompile reads it (compile.deepcompile), which is not built yet",
     "remove it; model.compile_layers in the YAML compiles the layers",
 )
-_RECOMPUTED = "llmtrain recomputes each decoder layer by torch's checkpoint function, which has no such thing"
+_RECOMPUTED = "llmtrain recomputes decoder layers by torch's checkpoint function, which has no such thing"
+_NO_RECOMPUTED = Why(_RECOMPUTED, "remove it or set it to false")
 _TRACKING = Why(
     "llmtrain does the tracking (metrics.jsonl, W&B, `llmtrain report`): two records would appear",
     "remove the section or set enabled to false; the YAML's `tracking` section decides",
@@ -444,12 +445,31 @@ KEYS: Section = {
         "keep_in_fp32_modules": Key("any", "auto"),
     },
     "activation_checkpointing": {
-        "partition_activations": Key("bool", False, refused=Why(_RECOMPUTED, "remove it or set it to false")),
-        "number_checkpoints": Key("int", None, refused=Why(_RECOMPUTED, "remove it: one checkpoint a layer")),
-        "contiguous_memory_optimization": Key("bool", False, refused=Why(_RECOMPUTED, "remove it or set it to false")),
+        "partition_activations": Key(
+            "bool",
+            False,
+            refused=Why(
+                _RECOMPUTED,
+                "remove it or set it to false; cpu_checkpointing lets the layers' inputs wait on the host, and "
+                "sequence_parallel_size shares them",
+            ),
+        ),
+        "number_checkpoints": Key(
+            "int",
+            None,
+            refused=Why(
+                "it sizes a buffer of DeepSpeed's own recomputation, and llmtrain's is torch's checkpoint function",
+                "remove it; model.recompute.layers in the YAML tells how many layers are recomputed",
+            ),
+        ),
+        "contiguous_memory_optimization": Key("bool", False, refused=_NO_RECOMPUTED),
         "cpu_checkpointing": Key("bool", False),
-        "profile": Key("bool", False, refused=Why(_RECOMPUTED, "remove it or set it to false")),
-        "synchronize_checkpoint_boundary": Key("bool", False, refused=Why(_RECOMPUTED, "remove it or set it to false")),
+        "profile": Key(
+            "bool",
+            False,
+            refused=Why(_RECOMPUTED, "remove it or set it to false; profile.steps in the YAML tells a step's time"),
+        ),
+        "synchronize_checkpoint_boundary": Key("bool", False, refused=_NO_RECOMPUTED),
     },
     "pipeline": {
         "stages": _proved(
@@ -467,8 +487,9 @@ KEYS: Section = {
             "int",
             0,
             refused=Why(
-                "activation checkpointing is asked for in one place, and recomputes each decoder layer",
-                'remove it, and write "activation_checkpointing": {} at the top of the file',
+                "activation checkpointing is asked for in one place, and by decoder layers",
+                'remove it, and write "activation_checkpointing": {} at the top of the file, or model.recompute.layers '
+                "in the YAML: so many layers of each stage",
             ),
         ),
         "pipe_partitioned": Key("bool", True, unread="every tensor-parallel rank sends the whole hidden state"),

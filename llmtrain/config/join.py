@@ -81,6 +81,10 @@ def join_values(
             origin[yaml_key] = f"{path}, {json_key}"
         value = ours if ours is not None else theirs
         values[section][name] = default_of(item) if value is None else value
+    if run.model.recompute.layers is None and isinstance(tree.get("activation_checkpointing"), dict):
+        # The section turns recomputation on, and says nothing of how many layers; with a number in the YAML, that many.
+        run = replace(run, model=replace(run.model, recompute=replace(run.model.recompute, layers="all")))
+        origin["model.recompute.layers"] = f"{path}, activation_checkpointing"
     _check_name(run, tree, places, problems)
     if "optimizer.type" not in problems:  # the parameters of another optimizer are no further mistakes
         _check_optimizer_params(run, tree, problems)

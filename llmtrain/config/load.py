@@ -37,6 +37,8 @@ from llmtrain.config.schema import choices, default_choice, help_text, schema, s
 
 _PAGE = Path(__file__).parents[1] / "commands/shipped/docs/migrate.md"
 _OWNERS = {"transformers": "transformers", "trl": "TRL", "peft": "PEFT", "llamafactory": "LLaMA-Factory"}
+_RENAMED = {"model.keep_attention": "model.recompute.keep: attention"}
+"""Fields that have moved -> what stands for them now."""
 _NO_CONFIGURATION = "transformers.cli.chat.Chat"
 
 
@@ -75,6 +77,8 @@ def unknown_key(key: str, value: Any, place: str | None, problems: Problems, *, 
 def _answer(key: str, value: Any, dashes: str) -> tuple[str, str]:
     """Rule and remedy."""
     rule = "there is no such field"
+    if key in _RENAMED:
+        return f"{rule} any more", f"write {_RENAMED[key]}"
     known, (section, _, name) = schema(), key.rpartition(".")
     sections = {k.partition(".")[0] for k in known if "." in k}
     if key in sections:
@@ -219,7 +223,7 @@ FORMERLY = {
 }
 """Section -> the fields that llmtrain wrote into each config.yaml until November 2026, whichever choice was made."""
 
-_REMOVED = {("sites", "mean"): "weighted"}
+_REMOVED = {("sites", "mean"): "weighted", ("model", "keep_attention"): False}
 """Fields that are gone, and the default that llmtrain wrote of them into each config.yaml: such a file still loads."""
 ENTRIES = ("parts", "trackers", "metrics")
 """Sections whose entries are classes of plugins, by name."""

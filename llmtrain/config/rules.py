@@ -176,7 +176,7 @@ def check_values(run: RunConfig, places: Places, problems: Problems) -> None:
         if any(isinstance(x, float) and not math.isfinite(x) for x in numbers):
             problems.add(key, value, "must be a finite number", "correct the number", places.get(key))
         elif (limits := _limits(run, key)) and value is not None:
-            if not limits["bound"].holds(value):
+            if not isinstance(value, str) and not limits["bound"].holds(value):
                 must = "both must be" if isinstance(value, tuple) else "must be"
                 rule = f"{must} {limits['bound'].words}"
                 problems.add(key, value, rule, limits["remedy"], places.get(key))
@@ -215,10 +215,10 @@ def check_values(run: RunConfig, places: Places, problems: Problems) -> None:
         problems.add("model.attention", "varlen", "keeps attention within documents",
                      "set data.isolate_documents to true, or model.attention to sdpa",
                      places.get("model.attention"))  # fmt: skip
-    if run.model.keep_attention and run.model.attention != "sdpa":
-        problems.add("model.keep_attention", True, f"model.attention {run.model.attention} is no operator of torch's, "
-                     "so its output cannot be told from the rest", "set model.attention to sdpa, or remove it",
-                     places.get("model.keep_attention"))  # fmt: skip
+    if run.model.recompute.keep is not None and run.model.attention not in ("sdpa", "varlen"):
+        problems.add("model.recompute.keep", "attention", f"model.attention {run.model.attention} is no operator of "
+                     "torch's, so its output cannot be told from the rest", "set model.attention to sdpa, or remove it",
+                     places.get("model.recompute.keep"))  # fmt: skip
     check_adapter(run, places, problems)
     if run.ema.decay is None and run.ema != EmaConfig():
         problems.add("ema.every", run.ema.every, "without ema.decay there is no average", "set ema.decay, 0.999 is "

@@ -34,6 +34,17 @@ from llmtrain.tracking.sink import TrackingConfig
 
 
 @dataclass(frozen=True, kw_only=True)
+class RecomputeConfig:
+    """Activation checkpointing: decoder layers keep their input and compute the rest again in the backward pass."""
+
+    layers: int | Literal["all"] | None = bounded(None, AT_LEAST_1, "write a number of layers, all or null")
+    """How many decoder layers, from the first on; of a pipeline, those of each stage. null = none; all with
+    activation_checkpointing in the JSON."""
+    keep: Literal["attention"] | None = None
+    """attention: keep what attention gave and recompute the rest of the layer (attention: sdpa or varlen)."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Which model, and how it computes. Exactly one of `pretrained` and `config` is given."""
 
@@ -54,8 +65,7 @@ class ModelConfig:
     """Tokens whose logits exist at one time in the loss."""
     mlp_tile_tokens: int | None = bounded(None, AT_LEAST_1, "leave it out to compute all tokens at once")
     """Tokens that the MLP of a layer computes at one time; null = all. For long sequences: it recomputes."""
-    keep_attention: bool = False
-    """With activation_checkpointing in the JSON: keep what attention gave, and recompute the rest (attention: sdpa)."""
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     compile_layers: bool | None = None
     """torch.compile each decoder layer; null = on CUDA, where a compiler works and the run may."""
     freeze: list[str] = field(default_factory=list)

@@ -93,7 +93,7 @@ class Mix:
     layer_inputs_on_host: bool = False
     keep_attention: bool = False
     recomputes: bool = False
-    """The JSON has an `activation_checkpointing` section."""
+    """Some decoder layers are recomputed (model.recompute.layers, or the JSON's `activation_checkpointing`)."""
     optimizer: str = "adamw"
     """`optim.name`."""
     clip_norm: float = 0.0
@@ -207,16 +207,10 @@ RULES: tuple[Rule, ...] = (
         remedy="set one of them to false",
     ),
     Rule(
-        keys=("model.keep_attention", "activation_checkpointing"),
+        keys=("model.recompute.keep", "model.recompute.layers"),
         broken=lambda m: m.keep_attention and not m.recomputes,
-        reason="it says what activation checkpointing does not recompute, and the JSON does not switch that on",
-        remedy='write "activation_checkpointing": {} into the JSON, or set model.keep_attention to false',
-    ),
-    Rule(
-        keys=("model.keep_attention", "activation_checkpointing.cpu_checkpointing"),
-        broken=lambda m: m.keep_attention and m.layer_inputs_on_host,
-        reason="the inputs of the layers would wait in host memory, and tensors of the same size stay on the device",
-        remedy="set one of them to false",
+        reason="it says what a recomputed layer keeps, and no layer is recomputed",
+        remedy="set model.recompute.layers to all or a number, or remove model.recompute.keep",
     ),
     Rule(
         keys=("zero_optimization.zero_hpz_partition_size", "tensor_parallel.autotp_size"),

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from llmtrain.base.errors import ModelError
 from llmtrain.models.experts import Routing
 from llmtrain.models.head import Head, Loss
 from llmtrain.models.parameters import LocalParameter, local_parameter, named_tensors
 from llmtrain.models.score import at_the_last_place
-from llmtrain.models.transformers_private import ATTENTION_KERNELS, checkpoint_with, documents_are
+from llmtrain.models.transformers_private import documents_are
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -114,54 +111,3 @@ def documents_in_rows(positions: Tensor | None) -> Iterator[None]:
     """
     with documents_are(None if positions is None else (positions == 0).cumsum(-1)):
         yield
-
-
-def checkpoint_activations(hf: PreTrainedModel, section: dict[str, Any], *, keep_attention: bool) -> None:
-    """Recompute each decoder layer in the backward pass; with cpu_checkpointing its input waits on the host.
-
-    `keep_attention`: all of the layer but torch's scaled_dot_product_attention, the one part whose time grows with the
-    square of the sequence length. Kept of it are the output [B, T, heads x size] and the sums of the softmax.
-    """
-    enable = getattr(hf, "activation_checkpointing_enable", None) or hf.gradient_checkpointing_enable
-    kept = {"context_fn": functools.partial(create_selective_checkpoint_contexts, _what_to_keep)}
-    enable({"use_reentrant": False, **(kept if keep_attention else {})})
-    if section.get("cpu_checkpointing"):
-        # DeepSpeed's own function for this loses the gathered weights of ZeRO 3 in the recomputation.
-        checkpoint_with(hf, _checkpoint_on_host)
-
-
-def _what_to_keep(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Torch's policy for keep_attention; on a GPU the kernel is chosen anew for each shape and mask."""
-    kept = operator in ATTENTION_KERNELS
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _checkpoint_on_host(function: Any, *args: Any) -> Any:
-    with saved_tensors_hooks(to_host, from_host):
-        return checkpoint(function, *args, use_reentrant=False)
-
-
-_PIECE_BYTES = 2**26
-_Kept = tuple[torch.device, torch.Size, list[Tensor]]
-
-
-def to_host(tensor: Tensor) -> _Kept:
-    """A copy in host memory, in pieces of 64 MiB.
-
-    torch rounds each request for pinned memory up to a power of two (its CachingHostAllocator): the 3.3 GB that a
-    layer of 8B keeps of 400,000 tokens would take 4.3, and 32 layers more than a host of 128 GiB has.
-    """
-    pieces = []
-    for part in tensor.detach().reshape(-1).split(_PIECE_BYTES // tensor.element_size()):
-        piece = torch.empty(part.shape, dtype=part.dtype, pin_memory=tensor.is_cuda)
-        pieces.append(piece.copy_(part, non_blocking=True))  # the host never reads it, so nobody waits
-    return tensor.device, tensor.shape, pieces
-
-
-def from_host(kept: _Kept) -> Tensor:
-    """The tensor that `to_host` was given."""
-    device, shape, pieces = kept
-    whole = torch.empty(shape.numel(), dtype=pieces[0].dtype, device=device)
-    for piece, room in zip(pieces, whole.split(max(1, pieces[0].numel())), strict=True):
-        room.copy_(piece, non_blocking=True)
-    return whole.view(shape)

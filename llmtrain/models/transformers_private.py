@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -22,7 +23,10 @@ ATTENTION_KERNELS = (
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
 )
-"""Ops that torch's scaled_dot_product_attention becomes, for model.keep_attention; torch has no public name."""
+"""Ops that torch's scaled_dot_product_attention becomes, for model.recompute.keep; torch has no public name."""
+
+OperatorMode = TorchDispatchMode
+"""torch.utils._python_dispatch.TorchDispatchMode, which torch documents and has no public place for: sees operators."""
 
 VARLEN = "varlen"
 """Name of models/varlen.py's attention in transformers: the value of `model.attention`."""
@@ -147,15 +151,6 @@ def attention_of(config: PreTrainedConfig) -> str:
 def loop_over_experts(config: PreTrainedConfig) -> None:
     """Sets config._experts_implementation, which a public argument does at construction only: the eager loop."""
     _set(config, "_experts_implementation", "eager")
-
-
-def checkpoint_with(hf: PreTrainedModel, function: Callable[..., Any]) -> None:
-    """Sets the _gradient_checkpointing_func that gradient_checkpointing_enable gave to the layers: any function."""
-    layers: list[Any] = [module for module in hf.modules() if hasattr(module, "_gradient_checkpointing_func")]
-    if not layers:
-        raise AttributeError(f"no layer of {type(hf).__name__} has a _gradient_checkpointing_func")
-    for layer in layers:
-        layer._gradient_checkpointing_func = function
 
 
 def build_with(kind: type[PreTrainedModel], config: PreTrainedConfig, **kwargs: Any) -> PreTrainedModel:

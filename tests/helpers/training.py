@@ -22,6 +22,7 @@ from llmtrain.config.run import (
     AdapterConfig,
     DataConfig,
     ModelConfig,
+    RecomputeConfig,
     ResolvedRun,
     RunConfig,
     TrainConfig,
@@ -87,7 +88,8 @@ class Case:
     """Of layers over pipeline stages."""
     compile_layers: bool | None = False
     mlp_tile_tokens: int | None = None
-    keep_attention: bool = False
+    recompute: dict[str, Any] = field(default_factory=dict)
+    """The section model.recompute."""
     isolate_documents: bool = False
     length: int = LENGTH
     """Tokens of a sequence."""
@@ -174,7 +176,7 @@ def resolved_run(case: Case, world_size: int) -> ResolvedRun:
                 loss_chunk_tokens=40,
                 compile_layers=case.compile_layers,
                 mlp_tile_tokens=case.mlp_tile_tokens,
-                keep_attention=case.keep_attention,
+                recompute=RecomputeConfig(**case.recompute),
                 freeze=list(case.freeze),
             ),
             adapter=AdapterConfig(**case.adapter),

@@ -606,6 +606,36 @@ CASES = [
         ds={"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}},
     ),
     Wrong(
+        "the old name of what a recomputed layer keeps",
+        ("model.keep_attention = true", "no such field any more", "write model.recompute.keep: attention"),
+        {"model": {"keep_attention": True}},
+    ),
+    Wrong(
+        "more recomputed layers than there are",
+        ("model.recompute.layers = 5", "the model has 2 decoder layers", "write all"),
+        {"model": {"recompute": {"layers": 5}}},
+    ),
+    Wrong(
+        "no recomputed layer",
+        ("model.recompute.layers = 0", "must be at least 1", "all or null"),
+        {"model": {"recompute": {"layers": 0}}},
+    ),
+    Wrong(
+        "some recomputed layers",
+        ('model.recompute.layers = "some"', "a whole number or one of all"),
+        {"model": {"recompute": {"layers": "some"}}},
+    ),
+    Wrong(
+        "what recomputed layers keep where there are none",
+        ('model.recompute.keep = "attention"', "no layer is recomputed", "model.recompute.layers to all"),
+        {"model": {"recompute": {"keep": "attention"}}},
+    ),
+    Wrong(
+        "attention kept that is no operator",
+        ('model.recompute.keep = "attention"', "model.attention eager", "set model.attention to sdpa"),
+        {"model": {"attention": "eager", "recompute": {"layers": "all", "keep": "attention"}}},
+    ),
+    Wrong(
         "compile with layers' inputs on the host",
         ("activation_checkpointing.cpu_checkpointing = true", "model.compile_layers = true", "one of them to false"),
         {"model": {"compile_layers": True}},
@@ -658,7 +688,7 @@ CASES = [
     ),
     Wrong(
         "activation checkpointing by the pipeline's key",
-        ("pipeline.activation_checkpoint_interval = 1", "each decoder layer", '"activation_checkpointing": {}'),
+        ("pipeline.activation_checkpoint_interval = 1", "by decoder layers", "model.recompute.layers"),
         ds={"pipeline": {"stages": 2, "activation_checkpoint_interval": 1}},
     ),
     Wrong(
@@ -794,7 +824,7 @@ CASES = [
             (2, "prescale_gradients", True, ("at ZeRO 0 and 1 only", "stage = 2", "use ZeRO 0 or 1")),
             (3, "gradient_predivide_factor", 2, ("at ZeRO 0 and 1 only", "stage = 3", "use ZeRO 0 or 1")),
             (1, "activation_checkpointing.partition_activations", True, ("torch's checkpoint", "set it to false")),
-            (1, "activation_checkpointing.number_checkpoints", 4, ("torch's checkpoint", "remove it")),
+            (1, "activation_checkpointing.number_checkpoints", 4, ("torch's checkpoint", "model.recompute.layers")),
             (1, "activation_checkpointing.contiguous_memory_optimization", True, ("torch's checkpoint",)),
             (1, "activation_checkpointing.profile", True, ("torch's checkpoint", "remove it")),
             (1, "activation_checkpointing.synchronize_checkpoint_boundary", True, ("torch's checkpoint",)),

@@ -43,10 +43,12 @@ CHECKPOINTED = {"activation_checkpointing": {"partition_activations": False}}
     [
         pytest.param({}, 1, 1, marks=pytest.mark.slow),  # so is a pipeline's stage, below
         ({"model": TWO_KINDS}, 2, 2),
-        ({"extra": CHECKPOINTED}, 1, 2),  # transformers then lets the embeddings require gradients: another first layer
+        ({"extra": CHECKPOINTED}, 1, 1),
+        ({"recompute": {"layers": 2}}, 2, 2),  # one with recomputation, one without
+        ({"recompute": {"layers": "all", "keep": "attention"}}, 1, 1),
         ({"isolate_documents": True}, 1, 1),
     ],
-    ids=["one kind", "two kinds", "recomputed", "documents"],
+    ids=["one kind", "two kinds", "recomputed", "half recomputed", "attention kept", "documents"],
 )
 def test_each_kind_of_layer_is_one_graph_of_fixed_sizes(pools, small_data, changes, kinds, evaluated):
     """Four layers. The start-up checks have other shapes, and compile nothing."""
@@ -102,7 +104,7 @@ _LAYER = 43_136
     [
         (0, {}),
         (_LAYER, {"extra": {"activation_checkpointing": {}}}),
-        (0, {"extra": {"activation_checkpointing": {}}, "keep_attention": True}),
+        (0, {"recompute": {"layers": "all", "keep": "attention"}}),
         (0, {"freeze": ("model.embed_tokens.*", "model.layers.0.*")}),
         pytest.param(0, {"adapter": {"r": 8}}, marks=pytest.mark.needs("peft")),
     ],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import partial
 from math import prod
 from typing import Any
 
@@ -17,7 +16,6 @@ from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.utils import groups, z3_leaf_module
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from llmtrain.config.topology import Mix
 from llmtrain.engine.deepspeed import patches
@@ -67,8 +65,6 @@ def build_engine(
             model=model, optimizer=optimizer, config=config, mpu=mesh.mpu, dist_init_required=False
         )
     shorten_step(engine)
-    if mix.zero_stage == 3 and mix.keep_attention:
-        _gather_unseen(engine.optimizer.parameter_offload)
     for held in model.local_parameters():
         if not isinstance(held.parameter, nn.Parameter):  # whatever buffer_dtype of the JSON makes of other buffers
             held.parameter.data = held.parameter.data.float()
@@ -115,21 +111,6 @@ def _room(model: nn.Module, mix: Mix) -> dict[str, int]:
         return room
     needs = {"prefetch_bucket_size": largest, "max_live_parameters": 2 * largest}
     return room | {f"stage3_{name}": max(need, int(fields[name].default)) for name, need in needs.items()}
-
-
-def _gather_unseen(offload: Any) -> None:
-    """Let ZeRO 3 gather weights, and let them go, behind the back of torch's selective checkpointing.
-
-    It counts the operators of a layer's forward pass, and ends a run whose recomputation has others: what is gathered
-    ahead in the one is gathered within the layer in the other.
-    """
-
-    def unseen(plain: Callable[[nn.Module], None], module: nn.Module) -> None:
-        with _disable_current_modes():
-            plain(module)
-
-    for name in ("pre_sub_module_forward_function", "post_sub_module_forward_function"):
-        setattr(offload, name, partial(unseen, getattr(offload, name)))
 
 
 def _layout_keys(exact: dict[str, Any]) -> tuple[str, ...]:

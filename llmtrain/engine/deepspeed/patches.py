@@ -69,11 +69,6 @@ PRIVATE = (
         "one kernel for a list of tensors",
     ),
     Private(
-        "torch.utils._python_dispatch",
-        ("_disable_current_modes",),
-        "selective checkpointing does not see how ZeRO 3 gathers weights",
-    ),
-    Private(
         "deepspeed.utils.groups",
         ("mpu", "_ZERO_PARAM_INTRA_PARALLEL_GROUP", "_get_expert_parallel_group"),
         "mpu and group of an earlier engine of the process are forgotten; the group over which shared experts' norm is",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +11,8 @@ from deepspeed.utils import set_z3_leaf_module
 from torch import Tensor, nn
 
 from llmtrain.config.run import ModelConfig
-from llmtrain.models.language import checkpoint_activations
+from llmtrain.config.topology import Mix
+from llmtrain.models.recompute import recompute
 
 # The MLPs of a decoder over slices of the sequence: what they keep for the backward pass is one slice's.
 #
@@ -114,31 +115,27 @@ if TYPE_CHECKING:
 
 def set_up_layers(
     hf: PreTrainedModel,
-    layers: Iterable[nn.Module],
+    layers: Sequence[nn.Module],
     model: ModelConfig,
-    recompute: dict[str, Any] | None,
-    *,
-    gathered: bool = False,
+    mix: Mix,
 ) -> None:
-    """Let the decoder `layers` of `hf` that are here compute as the model section of the run says.
-
-    Args:
-        recompute: the JSON's section activation_checkpointing, if it has one.
-        gathered: ZeRO 3 gathers their parameters.
-    """
+    """Let the decoder `layers` of `hf` that are here compute as the model section of the run says."""
     if model.mlp_tile_tokens is not None:  # it takes the model apart: 1,000 lines that other runs do not load
         from llmtrain.models.parallel.layers import tile_mlps
         from llmtrain.models.structure.projections import dense_mlps
 
         tile_mlps(dense_mlps(hf), model.mlp_tile_tokens)
-    if recompute is not None:
-        checkpoint_activations(hf, recompute, keep_attention=model.keep_attention)
+    if mix.recomputes:
+        # The first ones: the backward pass begins with the last, which are gone when a recomputed layer needs room.
+        again = layers if model.recompute.layers == "all" else layers[: model.recompute.layers]
+        recompute(again, keep_attention=mix.keep_attention, on_host=mix.layer_inputs_on_host,
+                  compiled=bool(model.compile_layers))  # fmt: skip
     if model.compile_layers:
         for layer in layers:
             # Not layer.compile(), which takes the layer's hooks in: ZeRO 3 gathers and lets go in them. A run has one
             # shape, and static kernels are faster.
             layer.forward = torch.compile(layer.forward, dynamic=False)
-            if gathered:  # as a whole: the hooks of what is in it would break the graph
+            if mix.zero_stage == 3:  # as a whole: the hooks of what is in it would break the graph
                 set_z3_leaf_module(layer, True)
                 layer.register_forward_pre_hook(_ask_for_a_gradient, with_kwargs=True)
 

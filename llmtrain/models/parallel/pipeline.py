@@ -345,7 +345,6 @@ def build_pipeline(resolved: ResolvedRun, spec: ModelSpec, device: torch.device,
     words = anatomy_of(like)
     plan = projections(like, words) if degrees.tensor > 1 else None
     anatomy = replace(words, head=SCORE, tied=False) if spec.scores else words
-    section = resolved.deepspeed.get("activation_checkpointing")
 
     def build(hf: PreTrainedModel, part: Part, shard: Callable[[nn.Module], None] | None = None) -> Stage:
         stage = build_stage(hf, anatomy, part, DTYPES[resolved.precision], device, shard=shard)
@@ -353,7 +352,8 @@ def build_pipeline(resolved: ResolvedRun, spec: ModelSpec, device: torch.device,
         if spec.adapter.r is not None:
             share = None if plan is None or shard is None else partial(share_adapter, plan, mesh.tensor)
             put_around(hf, spec.adapted, device, DTYPES[resolved.precision], share)
-        set_up_layers(hf, [hf.get_submodule(anatomy.layers[index].path) for index in part.layers], model, section)
+        own = [hf.get_submodule(anatomy.layers[index].path) for index in part.layers]
+        set_up_layers(hf, own, model, resolved.mix)
         return stage
 
     counts = layer_counts(resolved.pipeline_partition, degrees.pipeline, hf, anatomy)

@@ -63,8 +63,7 @@ def build_model(
         elif mix.zero_stage == 3:
             set_leaf_modules(hf, blocks)
         hf.config.use_cache = False
-        recompute = resolved.deepspeed.get("activation_checkpointing")
-        set_up_layers(hf, decoder_layers(hf), model, recompute, gathered=mix.zero_stage == 3)
+        set_up_layers(hf, list(decoder_layers(hf)), model, mix)
         if mix.degrees.sequence > 1:
             from llmtrain.models.parallel.sequence import SequenceLanguageModel
 

@@ -359,6 +359,7 @@ def check_model(resolved: ResolvedRun) -> tuple[ModelSpec, tuple[str, ...]]:
     problems.raise_if_any()
     if resolved.degrees.pipeline > 1:
         _check_stages(hf, resolved.pipeline_partition, resolved.degrees.pipeline)
+    _check_recomputed(hf, model.recompute.layers, places, problems)
     _check_experts(hf, resolved, problems)
     if run.train.balance != "equal" and expert_blocks(hf):
         rule = "the routers of a mixture of experts are balanced over micro-batches that all ranks compute alike"
@@ -369,6 +370,15 @@ def check_model(resolved: ResolvedRun) -> tuple[ModelSpec, tuple[str, ...]]:
     if run.train.export:
         _check_export(spec)
     return spec, notes
+
+
+def _check_recomputed(hf: PreTrainedModel, asked: int | str | None, places: Places, problems: Problems) -> None:
+    """The model has as many layers as are to be recomputed."""
+    layers = len(decoder_layers(hf))
+    if isinstance(asked, int) and asked > layers:
+        key = "model.recompute.layers"
+        problems.add(key, asked, f"the model has {layers} decoder layers", "write all", places.get(key))
+        problems.raise_if_any()
 
 
 def _check_adapter(hf: PreTrainedModel, adapter: AdapterConfig, places: Places) -> tuple[str, ...]:

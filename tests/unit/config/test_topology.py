@@ -29,12 +29,7 @@ CASES = [
     (Mix(profiled=True, degrees=Degrees(pipeline=2)), "pipeline.stages", {"profiled": False}),
     (Mix(optimizer="muon", degrees=Degrees(tensor=2)), "tensor_parallel.autotp_size", {"optimizer": "adamw"}),
     (Mix(degrees=Degrees(sequence=2, pipeline=2)), "sequence_parallel_size", {"degrees": Degrees(sequence=2)}),
-    (Mix(keep_attention=True), "model.keep_attention", {"recomputes": True}),
-    (
-        Mix(keep_attention=True, recomputes=True, layer_inputs_on_host=True),
-        "model.keep_attention",
-        {"layer_inputs_on_host": False},
-    ),
+    (Mix(keep_attention=True), "model.recompute.keep", {"recomputes": True}),
     (Mix(mlp_tiles=True, compile_layers=True), "model.mlp_tile_tokens", {"compile_layers": False}),
     (
         Mix(layer_inputs_on_host=True, compile_layers=True),

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from llmtrain.config.load import resolve
 from llmtrain.config.run import DataConfig, ModelConfig, RunConfig, TrainConfig
-from llmtrain.models import language, loss
+from llmtrain.models import loss, recompute
 from llmtrain.models.run import build_for_rank
 from llmtrain.models.skeleton import decoder_layers
 from llmtrain.models.spec import ModelSpec
@@ -131,7 +131,7 @@ def step_counted(
         monkeypatch.setattr(loss, "_elementwise", lambda device: loss._fused)  # as on CUDA
         monkeypatch.setattr(loss, "_adds_in_fp32", lambda kind, dtype: True)
         monkeypatch.setattr(loss, "_compiled", lambda function: mode.uncounted(function, result=True))
-        monkeypatch.setattr(language, "to_host", mode.uncounted(language.to_host, result=False))
+        monkeypatch.setattr(recompute, "to_host", mode.uncounted(recompute.to_host, result=False))
         with mode:
             total = summed_loss(module.train(), inputs, inputs)
             total.backward()

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from llmtrain.base.errors import ModelError, UserError
 from llmtrain.config.run import ModelConfig
 from llmtrain.models import varlen
-from llmtrain.models.language import LanguageModel, from_host, to_host
+from llmtrain.models.language import LanguageModel
 from llmtrain.models.loss import HeadForm, chunked_nll_sum
+from llmtrain.models.recompute import from_host, to_host
 from llmtrain.models.skeleton import construct, load_config, restore_buffers, skeleton
 from llmtrain.models.source import RandomSource, SafetensorsSource
 from llmtrain.models.spec import ModelSpec
@@ -247,7 +248,7 @@ def test_broken_folders_are_refused(tmp_path):
 
 @pytest.mark.parametrize("shape", [(), (0, 3), (5,), (7, 11, 13)])
 def test_what_waits_on_the_host_comes_back_in_pieces(shape, monkeypatch):
-    monkeypatch.setattr("llmtrain.models.language._PIECE_BYTES", 400)
+    monkeypatch.setattr("llmtrain.models.recompute._PIECE_BYTES", 400)
     tensor = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
     device, size, pieces = to_host(tensor)
     assert all(piece.numel() <= 100 for piece in pieces)

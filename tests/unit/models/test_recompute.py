@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llmtrain.models.language import LanguageModel, checkpoint_activations
+from llmtrain.config.run import ModelConfig, RecomputeConfig
+from llmtrain.config.topology import Mix
+from llmtrain.models import recompute, varlen
+from llmtrain.models.language import LanguageModel
+from llmtrain.models.parallel.layers import set_up_layers
+from llmtrain.models.skeleton import decoder_layers
 from tests.unit.models.test_tiled import loss_and_gradients, model_of
+
+TOKENS = torch.randint(0, 512, (2, 22), generator=torch.Generator().manual_seed(0))
 
 
 class Counted(TorchDispatchMode):
@@ -25,30 +32,60 @@ class Counted(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def counted(model: LanguageModel, tokens: torch.Tensor) -> tuple[float, dict[str, torch.Tensor], int, int]:
+def counted(model: LanguageModel) -> tuple[float, dict[str, torch.Tensor], int, int]:
     """(loss, gradients, attention's forward kernels, matrix products)."""
     with Counted() as mode:
-        loss, gradients = loss_and_gradients(model, tokens)
-    kernels = [name for name in mode.ran if "scaled_dot_product" in name and "backward" not in name]
+        loss, gradients = loss_and_gradients(model, TOKENS)
+    attention = ("scaled_dot_product", "within_documents")
+    kernels = [name for name in mode.ran if any(part in name for part in attention) and "backward" not in name]
     return loss, gradients, sum(mode.ran[name] for name in kernels), mode.ran["mm"]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen2"])
-def test_attention_runs_once_and_the_rest_twice(family):
-    model = model_of(family)
+def recomputing(
+    model: LanguageModel, layers: int | Literal["all"] | None, keep: Literal["attention"] | None, *, on_host: bool
+) -> LanguageModel:
+    """The model with these layers recomputed."""
+    given = ModelConfig(recompute=RecomputeConfig(layers=layers, keep=keep))
+    mix = Mix(recomputes=layers is not None, keep_attention=keep is not None, layer_inputs_on_host=on_host)
+    set_up_layers(model.hf, list(decoder_layers(model.hf)), given, mix)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("layers", "keep", "on_host"),
+    [(1, None, False), (2, None, True), ("all", None, False), (2, "attention", False), ("all", "attention", False),
+     ("all", "attention", True)],
+)  # fmt: skip
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "varlen"])
+def test_the_first_layers_run_twice_but_for_what_they_keep(family, layers, keep, on_host):
+    attention = family if family == "varlen" else "sdpa"
+    model = model_of("llama" if family == "varlen" else family, attention=attention)
+    varlen.set_documents(None)
     model.train()
-    tokens = torch.randint(0, 512, (2, 22), generator=torch.Generator().manual_seed(0))
-    layers = model.hf.config.num_hidden_layers
-    loss, gradients, attended, products = counted(model, tokens)
-    assert attended == layers
-    checkpoint_activations(model.hf, {}, keep_attention=False)
-    _, _, twice, more = counted(model, tokens)
-    assert twice == 2 * layers and more > products
-    checkpoint_activations(model.hf, {}, keep_attention=True)
-    kept_loss, kept_gradients, once, as_many = counted(model, tokens)
-    assert once == layers
-    assert as_many == more
-    assert kept_loss == loss
-    assert kept_gradients.keys() == gradients.keys()
+    of_model = model.hf.config.num_hidden_layers
+    loss, gradients, attended, products = counted(model)
+    assert attended == of_model
+    again = of_model if layers == "all" else layers
+    recomputing(model, layers, keep, on_host=on_host)
+    other_loss, other_gradients, other_attended, other_products = counted(model)
+    assert other_attended == of_model + (again if keep is None else 0)
+    _, _, _, all_products = counted(recomputing(model, "all", None, on_host=False))
+    assert other_products - products == (all_products - products) * again // of_model
+    assert all_products > products or family == "gpt2"  # whose maps are addmm
+    assert other_loss == loss
+    assert other_gradients.keys() == gradients.keys()
     for name, gradient in gradients.items():
-        assert torch.equal(kept_gradients[name], gradient), name
+        assert torch.equal(other_gradients[name], gradient), name
+
+
+@pytest.mark.parametrize("keep", [None, "attention"])
+def test_what_is_kept_waits_on_the_host(keep, monkeypatch):
+    """The hidden state that enters each layer; with `keep`, attention's output and the sums of its softmax, too."""
+    shapes = []
+    put = recompute.to_host
+    monkeypatch.setattr(recompute, "to_host", lambda tensor: shapes.append(tuple(tensor.shape)) or put(tensor))
+    model = recomputing(model_of("llama"), "all", keep, on_host=True).train()
+    loss_and_gradients(model, TOKENS)
+    inputs = [shape for shape in shapes if shape == (2, 22, 32)]
+    outputs = [shape for shape in shapes if shape == (2, 4, 22, 8)]
+    assert (len(inputs), len(outputs)) == (4, 0 if keep is None else 4)

@@ -16,8 +16,9 @@ from tests.helpers.families import FAMILIES, summed_loss
 DENSE = [family for family in FAMILIES if family not in ("opt", "mixtral")]
 
 
-def model_of(family: str, **changes: object) -> LanguageModel:
-    given = ModelConfig(config={**FAMILIES[family], **changes}, attention="eager" if family == "gemma2" else "sdpa")
+def model_of(family: str, attention: str | None = None, **changes: object) -> LanguageModel:
+    attention = attention or ("eager" if family == "gemma2" else "sdpa")
+    given = ModelConfig(config={**FAMILIES[family], **changes}, attention=attention)  # type: ignore[arg-type]
     torch.manual_seed(1)
     hf = construct(load_config(given), given.attention, torch.float32)
     restore_buffers(hf, skeleton(load_config(given)), torch.device("cpu"))

@@ -1,0 +1,131 @@
+"""Recomputation of decoder layers in the backward pass: what a layer keeps until then, and where that waits.
+
+A recomputed layer keeps its input; its forward pass runs again when its gradients are wanted. The layers do that here,
+not in transformers' own code, which recomputes all of them or none.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable, Iterable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from llmtrain.models.transformers_private import ATTENTION_KERNELS, OperatorMode
+from llmtrain.models.varlen import within_documents  # noqa: F401  (defines the operator)
+
+ATTENTION = (*ATTENTION_KERNELS, torch.ops.llmtrain.within_documents.default)
+"""Operators whose results `keep: attention` keeps: the output [B, T, heads x size] and the sums of the softmax. They
+are the one part of a layer whose time grows with the square of the sequence length. On a GPU the kernel is chosen anew
+for each shape and mask."""
+
+
+def recompute(layers: Iterable[nn.Module], *, keep_attention: bool, on_host: bool, compiled: bool) -> None:
+    """Let each of these layers run again in the backward pass. Call it before they are compiled.
+
+    Args:
+        keep_attention: all of the layer but its attention (`ATTENTION`).
+        on_host: what is kept, the layer's input and attention's results, waits in host memory.
+        compiled: torch.compile will see the layers. It does not see what is done in a mode of ours; its partition of
+            forward and backward obeys the policy of torch's own.
+    """
+    again: Callable[..., Any] = functools.partial(checkpoint, use_reentrant=False)
+    if keep_attention:
+        policy = functools.partial(create_selective_checkpoint_contexts, _policy)
+        again = functools.partial(again, context_fn=policy if compiled else functools.partial(_contexts, on_host))
+    if on_host:
+        # DeepSpeed's own function for this loses the gathered weights of ZeRO 3 in the recomputation.
+        again = functools.partial(_with_inputs_on_host, again)
+
+    def forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        plain = functools.partial(type(layer).forward, layer, **kwargs)
+        return again(plain, *args) if layer.training else plain(*args)
+
+    for layer in layers:
+        layer.forward = MethodType(forward, layer)  # one function: compiled layers of one kind share their graph
+
+
+def _with_inputs_on_host(again: Callable[..., Any], function: Any, *args: Any) -> Any:
+    with saved_tensors_hooks(to_host, from_host):
+        return again(function, *args)
+
+
+def _policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in ATTENTION else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class _Keep(OperatorMode):
+    """Puts aside what attention gave in the forward pass of a layer.
+
+    Torch's own mode counts every operator and ends a run whose recomputation has others: under ZeRO 3 what is gathered
+    ahead in the one is gathered within the layer in the other.
+    """
+
+    def __init__(self, pack: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.kept: deque[Any] = deque()
+        self._pack = pack
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operator(*args, **(kwargs or {}))
+        if operator in ATTENTION:
+            # Detached: `result` gets the graph that its layer's recomputation is a part of, a circle.
+            self.kept.append([self._pack(x.detach()) if isinstance(x, Tensor) else x for x in result])
+        return result
+
+
+class _Give(OperatorMode):
+    """Gives it again in the recomputation, in place of attention."""
+
+    def __init__(self, kept: deque[Any], unpack: Callable[[Any], Tensor]) -> None:
+        super().__init__()
+        self._kept, self._unpack = kept, unpack
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if operator not in ATTENTION:
+            return operator(*args, **(kwargs or {}))
+        return tuple(self._unpack(x) if isinstance(x, (Tensor, OnHost)) else x for x in self._kept.popleft())
+
+
+def _contexts(on_host: bool) -> tuple[_Keep, _Give]:
+    keep = _Keep(to_host if on_host else _itself)
+    return keep, _Give(keep.kept, from_host if on_host else _itself)
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+_PIECE_BYTES = 2**26
+
+
+class OnHost(tuple[torch.device, torch.Size, list[Tensor]]):
+    """A copy of a tensor in host memory: its device, its shape, its elements in pieces."""
+
+
+def to_host(tensor: Tensor) -> OnHost:
+    """A copy in host memory, in pieces of 64 MiB.
+
+    torch rounds each request for pinned memory up to a power of two (its CachingHostAllocator): the 3.3 GB that a
+    layer of 8B keeps of 400,000 tokens would take 4.3, and 32 layers more than a host of 128 GiB has.
+    """
+    pieces = []
+    for part in tensor.detach().reshape(-1).split(_PIECE_BYTES // tensor.element_size()):
+        piece = torch.empty(part.shape, dtype=part.dtype, pin_memory=tensor.is_cuda)
+        pieces.append(piece.copy_(part, non_blocking=True))  # the host never reads it, so nobody waits
+    return OnHost((tensor.device, tensor.shape, pieces))
+
+
+def from_host(kept: OnHost) -> Tensor:
+    """The tensor that `to_host` was given."""
+    device, shape, pieces = kept
+    whole = torch.empty(shape.numel(), dtype=pieces[0].dtype, device=device)
+    for piece, room in zip(pieces, whole.split(max(1, pieces[0].numel())), strict=True):
+        room.copy_(piece, non_blocking=True)
+    return whole.view(shape)
