@@ -244,6 +244,11 @@ def _why_not_stage_0(mix: Mix) -> str | None:
             "experts that ranks share run in bf16 with ZeRO 1 where ZeRO 0 is asked for, which computes the same: "
             "DeepSpeed 0.19 leaves them out of the gradient norm there (runtime/fp16/unfused_optimizer.py)"
         )
+    if mix.degrees.expert > 1 and mix.degrees.sequence > 1:
+        return (
+            "experts that sequence-parallel ranks share run with ZeRO 1 where ZeRO 0 is asked for, which computes the "
+            "same: DeepSpeed 0.19 averages them over the data-parallel ranks only (engine.py _reduce_expert_gradients)"
+        )
     return None
 
 

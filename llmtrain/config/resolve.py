@@ -118,7 +118,8 @@ def _fill_in(run: RunConfig, batch: Batch, max_steps: int | None) -> RunConfig:
 def _spread(asked: Degrees, path: str, world_size: int, world: str, problems: Problems) -> Degrees:
     """The degrees with the data-parallel one: the ranks that are left."""
     data, rest = divmod(world_size, asked.world_size)
-    if not rest and data % asked.expert == 0:
+    alike = data * asked.sequence
+    if not rest and alike % asked.expert == 0:
         return replace(asked, data=data)
     set_keys = {key: getattr(asked, name) for name, key in DEGREE_KEYS.items() if getattr(asked, name) > 1}
     text = " x ".join(f"{key} {degree}" for key, degree in set_keys.items() if key != DEGREE_KEYS["expert"] or not rest)
@@ -126,8 +127,9 @@ def _spread(asked: Degrees, path: str, world_size: int, world: str, problems: Pr
         rule = f"the ranks must be a multiple of {asked.world_size}; {world}"
         remedy = f"start {asked.world_size} or a multiple of it, or lower the degree"
     else:
-        rule = f"experts are shared by data-parallel ranks, and there are {data}; {world}"
-        remedy = f"set expert_parallel.autoep_size to a divisor of {data}"
+        rule = "experts are shared by the ranks that have all else alike (data and sequence parallel), and there are "
+        rule += f"{alike}; {world}"
+        remedy = f"set expert_parallel.autoep_size to a divisor of {alike}"
     problems.add_text(next(iter(set_keys)), text, rule, remedy, path)
     return asked
 

@@ -47,7 +47,8 @@ class Degrees:
     tensor: int = 1
     """Ranks that share each matrix."""
     expert: int = 1
-    """Ranks that share the experts of each layer: a part of the `data` ranks, so no factor of the world size."""
+    """Ranks that share the experts of each layer: a part of those that have all else alike, the `data` times `sequence`
+    ranks, so no factor of the world size."""
 
     @property
     def world_size(self) -> int:
@@ -252,13 +253,6 @@ RULES: tuple[Rule, ...] = (
         reason="DeepSpeed 0.19 shares experts under its own cutting of the matrices only, not under an mpu's "
         "(runtime/engine.py _configure_expert_parallel)",
         remedy="set one of them to 1 or remove it; ZeRO 3 partitions what is not an expert",
-    ),
-    Rule(
-        keys=("expert_parallel.autoep_size", "sequence_parallel_size"),
-        broken=lambda m: m.degrees.expert > 1 and m.degrees.sequence > 1,
-        reason="DeepSpeed 0.19 refuses the two with ZeRO 3, where long sequences are trained (runtime/engine.py "
-        "_validate_zero3_moe_compatibility)",
-        remedy="set one of them to 1 or remove it",
     ),
     Rule(
         keys=("expert_parallel.autoep_size", "model.compile_layers"),

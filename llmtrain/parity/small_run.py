@@ -6,7 +6,7 @@ import copy
 import json
 import os
 from dataclasses import dataclass, replace
-from math import lcm
+from math import gcd, lcm
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,7 @@ def wanted(run: RunConfig, places: Places) -> Wanted:
 def usual_ranks(degrees: Degrees) -> list[int]:
     """World sizes to check when nobody says which: the smallest that the degrees allow, and twice as many
     where the machine has the cores."""
-    smallest = degrees.world_size * degrees.expert
+    smallest = degrees.world_size * degrees.expert // gcd(degrees.expert, degrees.sequence)
     if smallest == 1:
         return [2]
     return [smallest, 2 * smallest] if 2 * smallest <= max(4, os.cpu_count() or 1) else [smallest]

@@ -68,7 +68,6 @@ _REFUSED: dict[Pair, str] = {
     (("experts", "shared"), ("optimizer", "muon")): "optim.name",
     (("experts", "shared"), ("pipeline", 2)): "cut from transformers' own layers",
     (("experts", "shared"), ("tensor", 2)): "DeepSpeed 0.19 shares experts under its own cutting",
-    (("experts", "shared"), ("sequence", 2)): "DeepSpeed 0.19 refuses the two with ZeRO 3",
     (("pipeline", 2), ("sequence", 2)): "DeepSpeed's pipeline numbers its ranks",
 }
 REFUSED = {_in_order(pair): words for pair, words in _REFUSED.items()}

@@ -85,6 +85,11 @@ def test_the_balancing_loss_does_not_know_how_many_ranks_there_are(pools, small_
         slow(2, "mixtral", True, {"stage": 3, "extra": {"activation_checkpointing": {}}}),
         (4, "mixtral", True, {"stage": 2, "accumulation": 3, "clip": 0.2}),
         slow(4, "qwen3_moe", True, {"stage": 3}),
+        (2, "qwen3_moe", True, {"stage": 3, "sequence": 2}),
+        slow(2, "mixtral", True, {"stage": 0, "sequence": 2, "accumulation": 3}),
+        (4, "mixtral", True, {"stage": 1, "sequence": 2, "clip": 0.2}),
+        slow(4, "qwen3_moe", True, {"stage": 2, "sequence": 4, "accumulation": 3}),
+        slow(4, "mixtral", True, {"stage": 3, "sequence": 2, "extra": {"activation_checkpointing": {}}}),
     ],
 )
 def test_two_ranks_share_the_experts(pools, small_data, world, family, balanced, changes):
@@ -263,7 +268,14 @@ def routing_of(case: Case) -> tuple[float, list[list[int]]]:
     return figures.aux_loss, figures.tokens_LE
 
 
-@pytest.mark.parametrize(("world", "changes"), [(2, {"expert": 2, "stage": 1}), (4, {"tensor": 2, "accumulation": 3})])
+@pytest.mark.parametrize(
+    ("world", "changes"),
+    [
+        (2, {"expert": 2, "stage": 1}),
+        (2, {"expert": 2, "stage": 2, "sequence": 2}),
+        (4, {"tensor": 2, "accumulation": 3}),
+    ],
+)
 def test_tokens_of_experts_are_those_of_one_process(pools, small_data, world, changes):
     case = Case(data=small_data, model=FAMILIES["mixtral"])
     want_loss, want = pools(1).run(routing_of, Case(data=small_data, model=FAMILIES["mixtral"]))[0]

@@ -40,7 +40,6 @@ CASES = [
     (Mix(optimizer="muon", degrees=Degrees(expert=2)), "expert_parallel.autoep_size", {"optimizer": "adamw"}),
     (Mix(compile_layers=True, degrees=Degrees(expert=2)), "expert_parallel.autoep_size", {"compile_layers": False}),
     (Mix(degrees=Degrees(expert=2, tensor=2)), "expert_parallel.autoep_size", {"degrees": Degrees(expert=2)}),
-    (Mix(degrees=Degrees(expert=2, sequence=2)), "expert_parallel.autoep_size", {"degrees": Degrees(expert=2)}),
     (
         Mix(hpz=True, zero_stage=3, degrees=Degrees(tensor=2)),
         "zero_optimization.zero_hpz_partition_size",

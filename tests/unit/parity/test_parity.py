@@ -77,6 +77,7 @@ def test_a_pipeline_keeps_micro_batches_enough_to_fill_it_and_lengths_divide() -
         (Degrees(pipeline=2), [2, 4]),
         (Degrees(pipeline=2, tensor=2), [4]),
         (Degrees(expert=4), [4]),
+        (Degrees(expert=4, sequence=2), [4]),
         (Degrees(sequence=8), [8]),
     ],
 )
