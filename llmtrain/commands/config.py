@@ -154,7 +154,7 @@ def _read_data(data: TrainData) -> str:
     files = data.sums()
     for file in files:
         file.compare()
-    size = units.size(sum(file.path.stat().st_size for file in files))
+    size = units.size(sum(file.bytes for file in files))
     unverified = sum(not file.xxh3 for file in files)
     without = f", but for {units.counted(unverified, 'file')} of which they tell none" if unverified else ""
     return f"data:    {units.counted(len(files), 'file')}, {size}: as the checksums of their manifests say{without}"

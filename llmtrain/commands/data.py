@@ -1,10 +1,11 @@
 """`llmtrain data show DATA`: rows of prepared conversations as the model gets them, and what of them is counted; of
-prepared texts their documents."""
+prepared texts their documents. `llmtrain data export DATA --megatron PREFIX`: prepared texts for Megatron."""
 
 from __future__ import annotations
 
 import argparse
 import html
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -16,6 +17,7 @@ from llmtrain.base.errors import DataError
 from llmtrain.base.files import replace_file
 from llmtrain.commands import completion
 from llmtrain.data.manifest import SPLITS, Split, template_notes
+from llmtrain.data.prepare.token_corpora import Megatron
 from llmtrain.data.shards import PreparedSet, TokenStream
 from llmtrain.data.tokenize import Encoder
 
@@ -92,6 +94,34 @@ def _document(stream: TokenStream, separator: int, index: int) -> tuple[int, int
     return begin, stream.tokens
 
 
+def _documents(stream: TokenStream, separator: int) -> Iterator[np.ndarray]:
+    """The documents of a split of texts, one after the other, each with its separator."""
+    begin, at = 0, 0
+    while at < stream.tokens:
+        length = min(_READ_TOKENS, stream.tokens - at)
+        for end in (np.flatnonzero(stream.read(at, length) == separator) + at + 1).tolist():
+            yield stream.read(begin, end - begin)
+            begin = end
+        at += length
+
+
+def _export(data: PreparedSet, split: Split, prefix: Path) -> int:
+    """Write a split of texts for Megatron. Raises DataError: these are conversations, or there is no room."""
+    if data.manifest.chat is not None:
+        raise DataError(
+            f"{data.folder}: Megatron's files say not which tokens are counted, and these are conversations; export "
+            "prepared texts"
+        )
+    try:
+        prefix.parent.mkdir(parents=True, exist_ok=True)
+        documents = _documents(data.split(split), data.manifest.separator_id)
+        written = Megatron.write(prefix, documents, data.manifest.vocab_size)
+    except OSError as error:
+        raise DataError(f"--megatron {prefix}: cannot be written ({error.strerror or error}); make room") from error
+    print(f"wrote {prefix}.bin and {prefix}.idx: {units.counted(written, 'document')} of {split}")
+    return 0
+
+
 def shown_row(data: PreparedSet, encoder: Encoder, split: Split, index: int) -> Shown:
     """Row `index` of a split, in the folder's order."""
     stream = data.split(split)
@@ -157,7 +187,8 @@ def _html(title: str, what: str, rows: list[Shown]) -> str:
 
 def _arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="llmtrain data", description="Look at prepared data.")
-    show: Any = parser.add_subparsers(dest="action", required=True).add_parser(
+    actions: Any = parser.add_subparsers(dest="action", required=True)
+    show: Any = actions.add_parser(
         "show",
         description="Print rows of prepared conversations, and what of them is counted; of texts, documents.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -167,6 +198,15 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     show.add_argument("--index", type=int, default=0, metavar="N", help="the first row, from 0")
     show.add_argument("--rows", type=int, default=1, metavar="N", help="how many rows")
     show.add_argument("--html", type=Path, default=argparse.SUPPRESS, metavar="FILE", help="write a page instead")
+    export: Any = actions.add_parser(
+        "export",
+        description="Write prepared texts for another program.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    export.add_argument("data", type=Path, metavar="DATA", help="the prepared folder")
+    export.add_argument("--split", choices=SPLITS, default="train", help="which documents")
+    what = "write PREFIX.bin and PREFIX.idx, each document with its end token"
+    export.add_argument("--megatron", type=Path, required=True, default=argparse.SUPPRESS, metavar="PREFIX", help=what)
     completion.offer(parser)
     return parser.parse_args(argv)
 
@@ -177,6 +217,8 @@ def main(argv: list[str]) -> int:
     data = PreparedSet(args.data)
     chat = data.manifest.chat
     split = cast(Split, args.split)
+    if args.action == "export":
+        return _export(data, split, args.megatron)
     encoder = Encoder(data.tokenizer_dir)
     last = min(args.index + max(1, args.rows), data.manifest.documents[split])
     show = shown_text if chat is None else shown_row

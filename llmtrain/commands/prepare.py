@@ -16,7 +16,8 @@ from llmtrain.config import plugins
 from llmtrain.config.schema import source_entries
 from llmtrain.data.manifest import Manifest
 from llmtrain.data.prepare import plugin_source, preparation
-from llmtrain.data.prepare.settings import PrepareSettings
+from llmtrain.data.prepare.settings import CHAT_FORMATS, PrepareSettings
+from llmtrain.data.prepare.sources import TOKEN_FORMATS
 
 
 def prepare(
@@ -80,14 +81,17 @@ def _options() -> argparse.ArgumentParser:
     add(
         "--field",
         default="text",
-        help="the field (jsonl) or column (parquet, datasets) that holds the text, or question",
+        help="the field (jsonl) or column (parquet, csv, datasets) that holds the text, the question, or token ids "
+        "(then input_ids, if it is not given)",
     )
     add(
         "--format",
         default="auto",
-        choices=["auto", "text", "jsonl", "parquet", "chat", "preference", "unpaired", "prompt", "choices"],
+        choices=["auto", "text", "jsonl", "parquet", *CHAT_FORMATS, "choices", *TOKEN_FORMATS],
         help="auto: by the file name; chat: conversations, preference: a chosen and a rejected answer, unpaired: one "
-        "and whether it is desired, prompt: questions alone, see below; choices: multiple choice, for eval.choices",
+        "and whether it is desired, prompt: questions alone, see below; choices: multiple choice, for eval.choices; "
+        "tokens: token ids already (Megatron, datatrove, .npy, litdata, MDS, records with input_ids); token-rows: "
+        "records with input_ids and labels or loss_mask",
     )
     add(
         "--validation-fraction",

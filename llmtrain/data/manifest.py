@@ -35,6 +35,10 @@ class Shard:
     """xxh3_64 of the file's bytes, in hexadecimal."""
     rows: str = ""
     """xxh3_64 of a conversations shard's second file, with the rows' lengths and the counted bits (shards.py)."""
+    begin: int = 0
+    """Bytes before the first token, in a file that is used in place: `file` is a link to it."""
+    bytes: int | None = None
+    """Size of a file that is used in place, which holds more than this shard; None: that of the tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +150,8 @@ def _shard(entry: dict[str, Any]) -> Shard:
     name = shard.file
     if not isinstance(name, str) or Path(name).name != name or name in ("", "..") or not name.isprintable():
         raise ValueError(f"{shard.file!r} is no name of a file in this folder")
-    if not all(type(count) is int and 0 <= count < 2**63 for count in (shard.tokens, shard.documents)):
+    counts = (shard.tokens, shard.documents, shard.begin, shard.bytes or 0)
+    if not all(type(count) is int and 0 <= count < 2**63 for count in counts):
         raise ValueError(f"the counts of {shard.file} are no whole numbers")
     return shard
 

@@ -44,6 +44,7 @@ class TokenStream:
 
     def __init__(self, folder: Path, shards: tuple[Shard, ...], dtype: np.dtype) -> None:
         self.folder = folder
+        self._shards = shards
         self._paths = [folder / shard.file for shard in shards]
         self._rows = [shard.documents for shard in shards if shard.rows]
         self._starts = [0, *accumulate(shard.tokens for shard in shards)]
@@ -116,7 +117,9 @@ class TokenStream:
     def _map(self, index: int) -> np.ndarray:
         mapped = self._maps[index]
         if mapped is None:
-            mapped = self._maps[index] = np.memmap(self._paths[index], dtype=self._dtype, mode="r")
+            shard = self._shards[index]
+            mapped = np.memmap(self._paths[index], self._dtype, "r", offset=shard.begin, shape=(shard.tokens,))
+            self._maps[index] = mapped
         return mapped
 
 
@@ -130,6 +133,16 @@ class FileSum:
     dtype: np.dtype | None = None
     """Type of the token ids in a shard; None: the file is no shard."""
     vocab_size: int = 0
+    begin: int = 0
+    """Bytes before what is compared."""
+    length: int | None = None
+    """Bytes that are compared; None: the whole file."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that `compare` reads; 0 where there is no file."""
+        whole = self.path.stat().st_size if self.path.is_file() else 0
+        return whole if self.length is None else self.length
 
     def compare(self, go_on: Callable[[], bool] = lambda: True) -> None:
         """Read the file and compare. `go_on`: asked every 4 MiB; where it says no, nothing is known.
@@ -139,10 +152,13 @@ class FileSum:
         folder = self.path.parent.parent if self.path.parent.name == "tokenizer" else self.path.parent
         content, largest = xxhash.xxh3_64() if len(self.xxh3) == 16 else xxhash.xxh3_128(), -1
         try:
+            left = self.bytes
             with self.path.open("rb", buffering=0) as stream:
-                while chunk := stream.read(_CHUNK):
+                stream.seek(self.begin)
+                while chunk := stream.read(min(left, _CHUNK)):
                     if not go_on():
                         return
+                    left -= len(chunk)
                     content.update(chunk)
                     if self.dtype is not None and len(chunk) % self.dtype.itemsize == 0:
                         largest = max(largest, int(np.frombuffer(chunk, self.dtype).max()))
@@ -181,7 +197,8 @@ class PreparedSet:
         found = [FileSum(self.tokenizer_dir / "tokenizer.json", self.manifest.tokenizer_fingerprint)]
         for shard in (shard for split in SPLITS for shard in self.manifest.shards[split]):
             path = self.folder / shard.file
-            found.append(FileSum(path, shard.xxh3, self.dtype, self.manifest.vocab_size))
+            length = shard.tokens * self.dtype.itemsize
+            found.append(FileSum(path, shard.xxh3, self.dtype, self.manifest.vocab_size, shard.begin, length))
             found += [FileSum(rows_path(path), shard.rows)] if shard.rows else []
         return found
 
@@ -192,7 +209,8 @@ class PreparedSet:
 
     def _check_size(self, shard: Shard) -> None:
         path = self.folder / shard.file
-        wanted = {path: shard.tokens * self.dtype.itemsize}
+        end = shard.begin + shard.tokens * self.dtype.itemsize
+        wanted = {path: end if shard.bytes is None else max(end, shard.bytes)}
         if shard.rows:
             entry = entry_of(self.manifest.chat)
             each = 4 + (0 if entry is None else entry.itemsize)

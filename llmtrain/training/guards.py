@@ -165,7 +165,7 @@ class DataCheck(Part):
         group = [rank for rank, identity in enumerate(everyone) if identity == everyone[self._ranks.rank]]
         self._mine = self._files[group.index(self._ranks.rank) :: len(group)]
         self._thread.start()
-        size = sum(file.path.stat().st_size for file in self._files if file.path.is_file())
+        size = sum(file.bytes for file in self._files)
         if self._resumes and size <= _AT_ONCE:
             self._look(wait=True)  # what was trained belongs to what the data was
 

@@ -41,7 +41,7 @@ def test_every_command_of_the_page_works(tmp_path: Path, monkeypatch: pytest.Mon
     write_play(tmp_path / "play.txt")
     env = warm.environment(PYTHONPATH=str(ROOT))
     commands, printed = blocks("bash"), []
-    assert len(commands) == 4
+    assert len(commands) == 5
     for command in commands:
         done = subprocess.run(["bash", "-ec", command], cwd=tmp_path, env=env, capture_output=True, text=True)
         assert done.returncode == 0, (command, done.stderr)

@@ -13,13 +13,16 @@ import os
 import shutil
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import xxhash
 
 from llmtrain.base import log, units
@@ -28,12 +31,13 @@ from llmtrain.base.files import lock_folder, replace_file
 from llmtrain.config import plugins
 from llmtrain.data import manifest as manifests
 from llmtrain.data import tokenize
+from llmtrain.data.chat.conversation import RefusedError
 from llmtrain.data.chat.encoder import CONVERSATIONS, ChatOptions, write_sample
 from llmtrain.data.chat.encoder import NAME as SAMPLE
 from llmtrain.data.manifest import SPLITS, Manifest, Shard
-from llmtrain.data.prepare import demo, plugin_source, sources
+from llmtrain.data.prepare import demo, plugin_source, sources, token_corpora
 from llmtrain.data.prepare.records import Document, Rejection, read_piece
-from llmtrain.data.prepare.settings import PrepareSettings, cut_above
+from llmtrain.data.prepare.settings import CHAT_FORMATS, PrepareSettings, cut_above
 from llmtrain.data.prepare.sources import SourceFile, Unit, find_files, plan_units, stat_fingerprint, unit_bytes_for
 from llmtrain.data.prepare.worker import UNFINISHED, WorkerSettings, run_units, unit_record_path, write_held_out
 from llmtrain.data.shards import PreparedSet, rows_path
@@ -81,12 +85,14 @@ def prepare(settings: PrepareSettings) -> Manifest:
         plan = start_or_continue(out, plan)
         work = _plan(settings, files, validation)
         _make_tokenizer(settings, [unit for unit in work if not unit.validation], out)
+        if settings.ids_field is not None:
+            _examine_ids(settings, settings.ids_field, files, work, tokenize.Encoder(out / "tokenizer"))
         records = _run(settings, work, out, plan["moment"])
         try:
-            manifest = _manifest(settings, [files, validation], plan, records, out)
+            manifest = _manifest(settings, [files, validation], work, plan, records, out)
         finally:  # where a split is empty it tells why
             _write_rejected(out, records)
-        if settings.chat is not None and not settings.chat.choices:
+        if settings.format in CHAT_FORMATS:
             write_sample(out, records)
         manifests.write_manifest(out, manifest)
         shutil.rmtree(out / UNFINISHED)
@@ -135,7 +141,10 @@ def _plan(settings: PrepareSettings, files: list[SourceFile], validation: list[S
     work = plan_units(files, unit_bytes)
     work += plan_units(validation, unit_bytes, first_index=len(work), validation=True)
     count = len(files) + len(validation)
-    log.info(f"{units.counted(count, 'file')}, {units.size(total)}, in {units.counted(len(work), 'shard')}")
+    names = Counter(Path(file.label).suffix.lower() or file.label for file in files if file.kind == "text")
+    kinds = ", ".join(f"{number} {name}" for name, number in names.most_common(_SHOWN))
+    prose = f"; read as text: {kinds}{', ...' if len(names) > _SHOWN else ''}" if kinds else ""
+    log.info(f"{units.counted(count, 'file')}, {units.size(total)}, in {units.counted(len(work), 'shard')}{prose}")
     return work
 
 
@@ -157,6 +166,22 @@ def _make_tokenizer(settings: PrepareSettings, work: list[Unit], out: Path) -> N
     log.info(
         f"trained a byte-level BPE of {settings.vocab_size} tokens in {units.duration(time.monotonic() - started)}"
     )
+
+
+def _examine_ids(
+    settings: PrepareSettings, field: str, files: list[SourceFile], work: list[Unit], encoder: tokenize.Encoder
+) -> None:
+    """Look at the first ids of some files, and of some records. Raises DataError: they are another tokenizer's."""
+    samples = token_corpora.beginnings([file.path for file in files if file.kind == "tokens"], encoder.separator_id)
+    rows = token_corpora.TokenEncoder(Path(str(settings.tokenizer)), field, np.dtype(np.int64), counted=False)
+    pieces = [piece for unit in work for piece in unit.pieces if piece.kind != "tokens"]
+    for piece in pieces[:1]:
+        for item in islice(read_piece(piece, None, settings.max_document_bytes), 20):
+            if isinstance(item, Document):
+                with suppress(RefusedError):  # a worker rejects it
+                    samples.append((piece.label, rows.ids(item.text)[0]))
+    if samples:
+        token_corpora.examine(samples, encoder)
 
 
 def _sample(settings: PrepareSettings, work: list[Unit], out: Path) -> Iterator[str]:
@@ -189,22 +214,26 @@ def _records(settings: PrepareSettings, unit: Unit) -> Iterator[Document | Rejec
 
 def _run(settings: PrepareSettings, work: list[Unit], out: Path, moment: str) -> list[dict[str, Any]]:
     """Process what is not yet done; returns the records of all units, in order."""
-    item_size = tokenize.Encoder(out / "tokenizer").dtype.itemsize
-    records = {unit.index: record for unit in work if (record := _finished(out, unit, item_size)) is not None}
+    encoder = tokenize.Encoder(out / "tokenizer")
+    dtype = _dtype(work, encoder)
+    records = {unit.index: record for unit in work if (record := _finished(out, unit, dtype.itemsize)) is not None}
     if records:
         log.info(f"{len(records)} of {len(work)} shards are already done")
+    whole = settings.chat is not None or settings.ids_field is not None
     worker_settings = WorkerSettings(
         out=str(out),
         field=settings.field,
+        ids_field=settings.ids_field,
+        dtype=dtype.str,
         max_document_bytes=settings.max_document_bytes,
         validation_fraction=settings.fraction,
-        # No part of a conversation goes to the other side.
-        cut_bytes=sys.maxsize if settings.chat else cut_above(settings.fraction, sum(unit.bytes for unit in work)),
+        # No part of a conversation, or of a document of token ids, goes to the other side.
+        cut_bytes=sys.maxsize if whole else cut_above(settings.fraction, sum(unit.bytes for unit in work)),
         reject_limit=settings.max_rejected + _LISTED,
         chat=settings.chat and replace(settings.chat, moment=moment),
         plugins=tuple(plugins.words()),
         fields=settings.fields,
-        sample=math.ceil(CONVERSATIONS / max(1, sum(not unit.validation for unit in work))),
+        sample=0 if settings.ids_field else math.ceil(CONVERSATIONS / max(1, sum(not u.validation for u in work))),
     )
     progress = Progress(sum(unit.bytes for unit in work), sum(unit.bytes for unit in work if unit.index in records))
 
@@ -224,6 +253,16 @@ def _run(settings: PrepareSettings, work: list[Unit], out: Path, moment: str) ->
     return [records[unit.index] for unit in work]
 
 
+def _dtype(work: list[Unit], encoder: tokenize.Encoder) -> np.dtype:
+    """Type of the ids in the shards: that of all sources that are ids already, so that they can be used in place, where
+    it holds the vocabulary; else the tokenizer's."""
+    paths = {piece.path for unit in work for piece in unit.pieces if piece.kind == "tokens"}
+    widths = {file.ids.dtype.itemsize for path in paths if (file := token_corpora.read(path)).begin is not None}
+    if widths == {4} or (widths == {2} and encoder.dtype.itemsize == 2):
+        return np.dtype(f"<u{widths.pop()}")
+    return encoder.dtype
+
+
 def _finished(out: Path, unit: Unit, item_size: int) -> dict[str, Any] | None:
     """The unit's record, if it is done and its shards are there with their full size."""
     path = unit_record_path(out, unit.index)
@@ -232,7 +271,8 @@ def _finished(out: Path, unit: Unit, item_size: int) -> dict[str, Any] | None:
     record = json.loads(path.read_bytes())
     for entry in filter(None, record["shards"].values()):
         shard = out / entry["file"]
-        if not shard.exists() or shard.stat().st_size != entry["tokens"] * item_size:
+        size = entry.get("bytes", entry["tokens"] * item_size)
+        if not shard.exists() or shard.stat().st_size != size:
             return None
         if "rows" in entry and not rows_path(shard).exists():
             return None
@@ -271,6 +311,7 @@ def _write_rejected(out: Path, records: list[dict[str, Any]]) -> None:
 def _manifest(
     settings: PrepareSettings,
     files: list[list[SourceFile]],
+    work: list[Unit],
     plan: dict[str, Any],
     records: list[dict[str, Any]],
     out: Path,
@@ -293,7 +334,7 @@ def _manifest(
     content = sum(int(record["content"], 16) for record in records) % (1 << 128)
     names = [[[file.label, file.bytes] for file in part] for part in files if part]
     tokenizer = tokenize.fingerprint(out / "tokenizer")
-    dtype = "uint16" if encoder.dtype.itemsize == 2 else "uint32"
+    dtype = "uint16" if _dtype(work, encoder).itemsize == 2 else "uint32"
     return Manifest(
         dtype=dtype,
         vocab_size=encoder.vocab_size,
@@ -378,9 +419,12 @@ def _summary(out: Path, manifest: Manifest, elapsed_s: float) -> str:
     )
     whose = "its end" if manifest.cut == 1 else "their ends"
     cut = f"; {units.count(manifest.cut)} cut to have {whose} in validation" if manifest.cut else ""
+    if in_place := [shard for split in SPLITS for shard in manifest.shards[split] if shard.bytes is not None]:
+        held = sum(shard.tokens for shard in in_place) * (2 if manifest.dtype == "uint16" else 4)
+        cut += f"; {units.size(held)} used where they lie"
     if manifest.chat is not None:
         what = "pair" if manifest.chat["pairs"] else "row"
-        counted, done = sum(manifest.chat["counted"].values()), manifest.settings["too_long"]
+        counted, done = sum(manifest.chat["counted"].values()), manifest.settings.get("too_long")
         cut = f"; {units.count(counted)} tokens counted ({counted / total:.1%})"
         cut += f", longest {what} {manifest.chat['longest']}"
         cut += f", {manifest.chat['too_long']} too long: {done}" if manifest.chat["too_long"] else ""
@@ -468,7 +512,7 @@ def start_or_continue(out: Path, plan: dict[str, Any]) -> dict[str, Any]:
     if path.exists():
         before = json.loads(path.read_bytes())
         different = _differences(before["settings"], plan["settings"])
-        done_bytes = sum(shard.stat().st_size for shard in out.glob("*-*.bin"))
+        done_bytes = sum(shard.lstat().st_size for shard in out.glob("*-*.bin"))
         if different and done_bytes > _SOON_DONE_AGAIN_BYTES:
             raise DataError(
                 f"--out {out}: an unfinished preparation with other settings lies there, {units.size(done_bytes)} of "

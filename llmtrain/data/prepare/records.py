@@ -7,6 +7,7 @@ it and one rejection.
 
 from __future__ import annotations
 
+import csv
 import functools
 import gzip
 import io
@@ -62,6 +63,7 @@ def read_piece(piece: Piece, field: str | None, max_bytes: int) -> Iterator[Docu
         "text": _read_text,
         "jsonl": _read_jsonl,
         "array": _read_array,
+        "csv": _read_csv,
         "parquet": _read_parquet,
         "arrow": _read_arrow,
         "made": _read_made,
@@ -77,7 +79,7 @@ def read_piece(piece: Piece, field: str | None, max_bytes: int) -> Iterator[Docu
 
 def reject(piece: Piece, document: Document, reason: str) -> Rejection:
     """Reject a document after all."""
-    unit = "row" if piece.kind in ("array", "parquet", "arrow", "plugin") else "line"
+    unit = "line" if piece.kind in ("text", "jsonl", "made") else "row"
     return Rejection(piece.label, unit, _in_file(piece, document.number), reason)
 
 
@@ -360,6 +362,34 @@ def _next_record(text: str, at: int, *, first: bool) -> tuple[int, int] | str:
     if _WHITE.match(text, end).end() == len(text):  # type: ignore[union-attr]  # a number may go on
         return "broken JSON (the list does not end)"
     return begin, end
+
+
+# --- tables as text ---
+
+
+def _read_csv(piece: Piece, field: str | None, max_bytes: int) -> Iterator[Document | Rejection]:
+    """Rows of a table whose first line names its columns; a value may hold line breaks, in quotes."""
+    bare = piece.path.removesuffix(".gz").removesuffix(".zst").lower()
+    csv.field_size_limit(max_bytes + _CHUNK)
+    number = 0
+    with _open(piece.path) as raw, io.TextIOWrapper(raw, "utf-8-sig", newline="") as stream:
+        try:
+            rows = csv.DictReader(stream, delimiter="\t" if bare.endswith(".tsv") else ",", strict=True)
+            names = list(rows.fieldnames or [])
+            if field is not None and field not in names:
+                yield _no_column(piece, field, names)
+                return
+            for number, row in enumerate(rows):
+                if None in row or None in row.values():
+                    reason = f"it has another number of values than the first line, which names {len(names)} columns"
+                    yield Rejection(piece.label, "row", number, reason)
+                    continue
+                whole = json.dumps(row, ensure_ascii=False) if field is None else row[field]
+                yield _check(whole, piece, "row", number, max_bytes, field)
+            if number == 0 and not names:
+                yield Rejection(piece.label, "row", 0, "empty file")
+        except (csv.Error, UnicodeDecodeError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+            yield Rejection(piece.label, "row", number, _broken(error) or f"no table as text ({error})")
 
 
 # --- made here ------------------------------------------------------------------------------------

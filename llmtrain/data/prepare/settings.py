@@ -22,6 +22,7 @@ from llmtrain.data import tokenize
 from llmtrain.data.chat.conversation import RefusedError, template_variables
 from llmtrain.data.chat.encoder import ChatOptions
 from llmtrain.data.manifest import Split
+from llmtrain.data.prepare.sources import TOKEN_FORMATS
 
 CHAT_FORMATS = ("chat", "preference", "unpaired", "prompt")
 """Values of --format whose records a chat template renders."""
@@ -63,6 +64,8 @@ class PrepareSettings:
         """How records become rows; None for text. Raises DataError when the tokenizer's files cannot be read."""
         if self.format == "choices":
             return ChatOptions(field="" if self.field == "text" else self.field, stop_tokens=(), choices=True)
+        if self.format == "token-rows":
+            return ChatOptions(field=self.field, stop_tokens=())
         if self.format not in CHAT_FORMATS:
             return None
         return ChatOptions(
@@ -76,6 +79,13 @@ class PrepareSettings:
             prompts=self.format == "prompt",
             variables=self._variables(),
         )
+
+    @property
+    def ids_field(self) -> str | None:
+        """The field of a record that holds token ids; None: the records are texts or conversations."""
+        if self.format not in TOKEN_FORMATS:
+            return None
+        return "input_ids" if self.field == "text" else self.field
 
     def _variables(self) -> dict[str, Any]:
         if self.chat_template_kwargs is None:
@@ -111,7 +121,7 @@ class PrepareSettings:
         }
         if self.tokenizer is not None:
             values["tokenizer"] = tokenize.fingerprint(Path(self.tokenizer))
-            if (chat := self.chat) is not None and not chat.choices:
+            if self.format in CHAT_FORMATS and (chat := self.chat) is not None:
                 template = tokenize.chat_template(Path(self.tokenizer), self.chat_template)
                 values |= {**asdict(chat), "stop_tokens": list(chat.stop_tokens)}
                 del values["pairs"], values["labelled"], values["prompts"], values["choices"]  # `format` says it
@@ -144,6 +154,8 @@ class PrepareSettings:
             raise DataError(
                 f"--format {self.format} needs --tokenizer FOLDER: a chat model's, or any with --chat-template FILE"
             )
+        if self.format in TOKEN_FORMATS and self.tokenizer is None:
+            raise DataError(f"--format {self.format} needs --tokenizer FOLDER: the one that the token ids are of")
         if self.format == "choices":
             self._check_choices()
         given = [

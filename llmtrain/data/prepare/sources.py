@@ -22,7 +22,7 @@ import xxhash
 from llmtrain.base import log, untrusted
 from llmtrain.base.errors import DataError
 from llmtrain.base.units import counted
-from llmtrain.data.prepare import demo, plugin_source
+from llmtrain.data.prepare import demo, plugin_source, token_corpora
 from llmtrain.storage.hub.names import REVISION, Repository, is_name, leads_out
 from llmtrain.storage.hub.transfer import Wrong, fetch, known_files
 from llmtrain.storage.hub.transfer import settings as tokenizer_files
@@ -128,7 +128,10 @@ def _wrong(what: str, revision: str | None) -> Wrong:
     return wrong
 
 
-Kind = Literal["text", "jsonl", "array", "parquet", "arrow", "made", "plugin"]
+Kind = Literal["text", "jsonl", "array", "csv", "parquet", "arrow", "tokens", "made", "plugin"]
+
+TOKEN_FORMATS = ("tokens", "token-rows")
+"""Values of --format whose sources are token ids already."""
 
 STDLIB = "stdlib"
 # Folders of the standard library that are not library code. The name decides: `test` is the big one,
@@ -138,6 +141,8 @@ _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "__pycache__"
 BOM = b"\xef\xbb\xbf"
 """The byte-order mark that some programs write before UTF-8; it is no part of a text."""
 
+_RECORDS = (".jsonl", ".ndjson", ".json", ".parquet", ".gz", ".zst")
+_IDS = (".npy", ".ds", ".mds", ".idx")
 _MIN_UNIT_BYTES = 1 << 20
 _MAX_UNIT_BYTES = 256 << 20
 _UNITS_WANTED = 64  # enough that cores finish together and a restart loses little; few enough shards to map
@@ -156,7 +161,8 @@ class SourceFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A range of one file: bytes (text, jsonl, array), row groups (parquet) or record batches (arrow) [start, stop).
+    """A range of one file: bytes (text, jsonl, array, csv), row groups (parquet), record batches (arrow) or tokens,
+    [start, stop).
     Made records, and those of plugins, have no file: their path is the source's name."""
 
     path: str
@@ -196,8 +202,8 @@ def find_files(sources: Iterable[str], form: str = "auto", *, option: str = "--s
     """All input files of `sources`, each once, in an order that only their names decide.
 
     Of a folder, links that lead out of it are left out, and said. `form` is auto (the file's name decides, and whether
-    it begins as a list), text, jsonl, parquet, or one of conversations. Raises DataError, which names `option`, for a
-    source that is not there.
+    it begins as a list), text, jsonl, parquet, or one of conversations or token ids. Raises DataError, which names
+    `option`, for a source that is not there.
     """
     found: dict[str, SourceFile] = {}
     for source in sources:
@@ -241,8 +247,21 @@ def _expand(source: str, form: str, option: str) -> list[SourceFile]:
                 f"check the path (quote a glob so that the shell leaves it alone), or use {STDLIB!r}"
                 + ("; for a source of your own give its file, --plugin FILE.py" if ":" in source else "")
             )
-    labels = sorted((os.path.relpath(path, root or "."), path) for path in paths if os.path.isfile(path))
+    paths = [path for path in paths if os.path.isfile(path)]
+    if form in TOKEN_FORMATS and not os.path.isfile(source):
+        paths = _with_ids(source, paths, option)
+    labels = sorted((os.path.relpath(path, root or "."), path) for path in paths)
     return [_file(path, label, _kind(path, form, option)) for label, path in labels]
+
+
+def _with_ids(source: str, paths: list[str], option: str) -> list[str]:
+    """The files of a folder or a glob that can hold token ids; beside them lie indexes and notes."""
+    paths = [path for path in paths if not token_corpora.is_index(path)]
+    found = [path for path in paths if path.endswith(_RECORDS) or token_corpora.layout_of(path) is not None]
+    notes = [path for path in paths if path not in set(found)]
+    if notes:
+        log.info(f"{option} {source}: {counted(len(notes), 'file')} without token ids left out, first {notes[0]}")
+    return found
 
 
 def _within(folder: str, paths: list[str], option: str) -> list[str]:
@@ -282,19 +301,23 @@ def _file(path: str, label: str, kind: Kind) -> SourceFile:
         stat = os.stat(path)
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}); check its permissions") from error
-    return SourceFile(path=os.path.abspath(path), label=label, kind=kind, bytes=stat.st_size, mtime_ns=stat.st_mtime_ns)
+    changed = max(stat.st_mtime_ns, token_corpora.index_changed_ns(path) if kind == "tokens" else 0)
+    return SourceFile(path=os.path.abspath(path), label=label, kind=kind, bytes=stat.st_size, mtime_ns=changed)
 
 
 def _kind(path: str, form: str, option: str = "--source") -> Kind:
     """How a file is read. Raises DataError: it is a table as text, and nobody said that it is to be read as prose."""
     name = os.path.basename(path).lower()
     bare = name.removesuffix(".gz").removesuffix(".zst")
+    if form in TOKEN_FORMATS and not bare.endswith(_RECORDS):
+        return "tokens"
     if bare.endswith((".csv", ".tsv")) and form not in ("text", "jsonl", "parquet"):
+        return "csv"
+    if form == "auto" and (bare.endswith(_IDS) or token_corpora.layout_of(path) is not None):
         raise DataError(
-            f"{option} {path}: a table as text is not read as records. Convert it to Parquet, with "
-            "pyarrow.parquet.write_table(pyarrow.csv.read_csv(FILE), OUT), or read it as prose with --format text"
+            f"{option} {path}: token ids, by its name, and no text; add --format tokens, or name other files"
         )
-    if form in ("chat", "preference", "unpaired", "prompt", "choices"):
+    if form in ("chat", "preference", "unpaired", "prompt", "choices", *TOKEN_FORMATS):
         return "parquet" if name.endswith(".parquet") else "array" if _begins(path, b"[") else "jsonl"
     if form == "jsonl" and bare == name and _begins(path, b"["):
         return "array"
@@ -395,15 +418,23 @@ def plan_units(
     units: list[Unit] = []
     pieces: list[Piece] = []
     filled = 0
+
+    def close() -> None:
+        nonlocal pieces, filled
+        if pieces:
+            units.append(Unit(index=first_index + len(units), pieces=tuple(pieces), validation=validation))
+        pieces, filled = [], 0
+
     for file in files:
         for piece in _split(file, unit_bytes):
+            alone = piece.kind == "tokens" and piece.bytes >= _MIN_UNIT_BYTES  # a shard in place is of one file
+            if alone:
+                close()
             pieces.append(piece)
             filled += piece.bytes
-            if filled >= unit_bytes:
-                units.append(Unit(index=first_index + len(units), pieces=tuple(pieces), validation=validation))
-                pieces, filled = [], 0
-    if pieces:
-        units.append(Unit(index=first_index + len(units), pieces=tuple(pieces), validation=validation))
+            if filled >= unit_bytes or alone:
+                close()
+    close()
     return units
 
 
@@ -422,6 +453,12 @@ def _split(file: SourceFile, unit_bytes: int) -> Iterator[Piece]:
             if total >= unit_bytes or index == len(sizes) - 1:
                 yield _piece(file, start, index + 1, total)
                 start, total = index + 1, 0
+    elif file.kind == "tokens":
+        tokens = len(token_corpora.read(file.path).ids)
+        each = max(1, -(-unit_bytes * tokens // max(file.bytes, 1)))
+        for start in range(0, tokens, each):
+            stop = min(start + each, tokens)
+            yield _piece(file, start, stop, (stop - start) * file.bytes // tokens)
     else:
         yield _piece(file, 0, file.bytes, file.bytes)
 

@@ -31,11 +31,12 @@ from llmtrain.base.files import replace_file
 from llmtrain.data.chat.conversation import RefusedError
 from llmtrain.data.chat.encoder import ChatEncoder, ChatOptions, Row, kept
 from llmtrain.data.manifest import SPLITS, Split
-from llmtrain.data.prepare import plugin_source
+from llmtrain.data.prepare import plugin_source, token_corpora
 from llmtrain.data.prepare.questions import ChoiceEncoder
 from llmtrain.data.prepare.records import Document, Rejection, read_piece, reject
 from llmtrain.data.prepare.settings import draw, parts
 from llmtrain.data.prepare.sources import Piece, Unit
+from llmtrain.data.prepare.token_corpora import TokenEncoder
 from llmtrain.data.shards import CHOICE, JUDGED, rows_path
 from llmtrain.data.tokenize import Encoder
 
@@ -59,7 +60,11 @@ class WorkerSettings:
     reject_limit: int
     """Give a unit up after this many rejections: the run will stop anyway, and the list must not fill the memory."""
     chat: ChatOptions | None = None
-    """The documents are conversations; None: they are texts."""
+    """The documents are conversations, or rows of which some tokens are counted; None: they are texts."""
+    ids_field: str | None = None
+    """The documents are token ids: the field of a record that holds them."""
+    dtype: str
+    """Type of the ids in the shards, as numpy writes it."""
     plugins: tuple[str, ...] = ()
     fields: Mapping[str, Mapping[str, Any]] = of_dataclass(default_factory=dict)
     """Values of the fields of plugins' sources, by source."""
@@ -194,12 +199,17 @@ class _Written:
     """`kept` for the first conversations."""
     lowest_draw: float = 1.0
     """The smallest validation fraction that would hold one of the documents out whole."""
+    in_place: dict[Split, dict[str, Any] | None] | None = None
+    """Manifest entries of shards that are parts of the source itself; None: the writers have the shards."""
+
+
+AnyEncoder = Encoder | ChatEncoder | ChoiceEncoder | TokenEncoder
 
 
 def process_unit(
     unit: Unit,
     settings: WorkerSettings,
-    encoder: Encoder | ChatEncoder | ChoiceEncoder,
+    encoder: AnyEncoder,
     progress: Callable[[int], None],
 ) -> dict[str, Any]:
     """Tokenize `unit` and leave its shards and its record; returns the record. `progress` gets bytes of text done.
@@ -218,14 +228,14 @@ def process_unit(
         written.rejected.sort(key=lambda rejection: (order[rejection.file], rejection.number))
         record = {
             "unit": unit.index,
-            "shards": {split: writers[split].commit() for split in SPLITS},
+            "shards": written.in_place or {split: writers[split].commit() for split in SPLITS},
             "rejected": [rejection.as_dict() for rejection in written.rejected],
             "content": f"{written.content:032x}",
             "cut": written.cut,
             "left_out": written.left_out,
             "lowest_draw": written.lowest_draw,
         }
-        if not isinstance(encoder, Encoder):
+        if settings.chat is not None and not isinstance(encoder, Encoder):
             record["chat"] = {split: writers[split].of_chat() for split in SPLITS}
             record["too_long"] = encoder.too_long - too_long
             record["dated"] = encoder.dated
@@ -247,12 +257,14 @@ def process_unit(
 def _write_documents(
     unit: Unit,
     settings: WorkerSettings,
-    encoder: Encoder | ChatEncoder | ChoiceEncoder,
+    encoder: AnyEncoder,
     writers: dict[str, _ShardWriter],
     progress: Callable[[int], None],
 ) -> _Written:
     written = _Written()
     held_out = _HeldOut(settings.held_out)
+    whole = not isinstance(encoder, Encoder)  # records are read whole, and what is trained decides their side
+    separator = encoder.separator_id if settings.chat is None and isinstance(encoder, Encoder | TokenEncoder) else None
     batch: list[tuple[Piece, Document, Split, str]] = []
     filled = 0
 
@@ -263,31 +275,37 @@ def _write_documents(
             if isinstance(rows, str):
                 written.rejected.append(reject(piece, document, rows))
                 continue
-            if settings.chat is not None:  # what is trained decides, not the record, which may have another id
+            if whole:  # not the record, which may have another id
                 trained = b"".join(part.tobytes() for row in rows for part in (row.ids, row.counted))
                 sides = _sides(unit, document.text, trained, settings, held_out, written)
                 if not sides:
                     continue
                 side = sides[0][0]
             at = writers["train"].documents + len(chosen["train"])
-            if side == "train" and settings.chat is not None and len(written.sample) < settings.sample:
+            if side == "train" and whole and len(written.sample) < settings.sample:
                 written.sample += filter(None, [kept(document.text, rows, at)])
             chosen[side] += rows
         for split in SPLITS:
-            writers[split].write(chosen[split], encoder.separator_id if isinstance(encoder, Encoder) else None)
+            writers[split].write(chosen[split], separator)
         progress(filled)
         batch.clear()
         filled = 0
 
     for piece in unit.pieces:
-        for item in read_piece(piece, None if settings.chat else settings.field, settings.max_document_bytes):
+        if piece.kind == "tokens":
+            assert isinstance(encoder, TokenEncoder)
+            flush()
+            _write_tokens(unit, piece, settings, encoder, writers, held_out, written)
+            progress(piece.bytes)
+            continue
+        for item in read_piece(piece, None if whole else settings.field, settings.max_document_bytes):
             if len(written.rejected) > settings.reject_limit:
                 return written
             if isinstance(item, Rejection):
                 written.rejected.append(item)
                 continue
             written.content = (written.content + xxhash.xxh3_128_intdigest(item.data)) % (1 << 128)
-            if settings.chat is not None:
+            if whole:
                 batch.append((piece, item, "train", item.text))
             else:
                 sides = _sides(unit, item.text, item.data, settings, held_out, written)
@@ -300,7 +318,7 @@ def _write_documents(
     return written
 
 
-def _rows(encoder: Encoder | ChatEncoder | ChoiceEncoder, texts: list[str]) -> list[list[Row] | str]:
+def _rows(encoder: AnyEncoder, texts: list[str]) -> list[list[Row] | str]:
     """The rows of each document, or why there are none."""
     if isinstance(encoder, Encoder):
         # A tokenizer may drop all characters that it does not know.
@@ -333,8 +351,96 @@ def _sides(
     return sides
 
 
-def encoder_of(folder: Path, chat: ChatOptions | None) -> Encoder | ChatEncoder | ChoiceEncoder:
+def _write_tokens(
+    unit: Unit,
+    piece: Piece,
+    settings: WorkerSettings,
+    encoder: TokenEncoder,
+    writers: dict[str, _ShardWriter],
+    held_out: _HeldOut,
+    written: _Written,
+) -> None:
+    """The documents that begin in a range of a file of ids: in place where the file has them as a shard does, and the
+    unit is of this range alone; else copied. Raises DataError: an id is outside the vocabulary."""
+    file = token_corpora.read(piece.path)
+    borders = file.documents(piece.start, piece.stop, encoder.separator_id)
+    if len(borders) < 2:
+        return
+    ids = file.ids[borders[0] : borders[-1]]
+    encoder.check(ids, piece.label, int(borders[0]))
+    ends = borders[1:] - borders[0]
+    full = np.diff(borders) > 0
+    separated = bool(full.all() and (ids[ends - 1] == encoder.separator_id).all())
+    starts = np.concatenate([[0], ends[:-1]])
+    plain = file.begin is not None and ids.dtype.itemsize == np.dtype(settings.dtype).itemsize
+    as_it_is = separated and plain and len(unit.pieces) == 1 and not unit.validation and settings.chat is None
+    if as_it_is and not _any_held_out(ids, starts, ends, settings, held_out):
+        held = int((borders[:-1] >= len(file.ids) * (1 - settings.validation_fraction)).sum())
+        begin = (file.begin or 0) + int(borders[0]) * ids.dtype.itemsize
+        written.in_place = _in_place(unit, ids, ends, held, begin, Path(settings.out))
+        written.content = xxhash.xxh3_128_intdigest(ids.data)
+        return
+    chosen: dict[str, list[Row]] = {split: [] for split in SPLITS}
+    for number, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
+        row = encoder.row(ids[start:end])
+        data = row.ids.tobytes()
+        written.content = (written.content + xxhash.xxh3_128_intdigest(data)) % (1 << 128)
+        if not len(row.ids):
+            written.rejected.append(Rejection(piece.label, "row", number, "empty document"))
+            continue
+        for split, _ in _sides(unit, "", data, settings, held_out, written):
+            chosen[split].append(row)
+    for split in SPLITS:
+        writers[split].write(chosen[split], None if settings.chat else encoder.separator_id)
+
+
+def _any_held_out(
+    ids: np.ndarray, starts: np.ndarray, ends: np.ndarray, settings: WorkerSettings, held_out: _HeldOut
+) -> bool:
+    """True if one of the documents, each with an end token, is in --validation-source."""
+    if settings.held_out is None:
+        return False
+    documents = zip(starts.tolist(), ends.tolist(), strict=True)
+    return any(xxhash.xxh3_128_intdigest(ids[start : end - 1].tobytes()) in held_out for start, end in documents)
+
+
+def _in_place(
+    unit: Unit, ids: np.ndarray, ends: np.ndarray, held: int, begin: int, out: Path
+) -> dict[Split, dict[str, Any] | None]:
+    """The manifest's entries of a unit of one piece, and a link to its file for each.
+
+    `ends`: of the documents, in `ids`. `held`: how many of them, the last ones, are for validation. `begin`: bytes of
+    the file before the first id.
+    """
+    piece, documents = unit.pieces[0], len(ends) - held
+    border = int(ends[documents - 1]) if documents else 0
+    parts: dict[Split, tuple[int, int, int]] = {
+        "train": (0, border, documents),
+        "validation": (border, len(ids), held),
+    }
+    entries: dict[Split, dict[str, Any] | None] = {}
+    for split, (first, last, count) in parts.items():
+        path = out / f"{split}-{unit.index:05d}.bin"
+        path.unlink(missing_ok=True)
+        entries[split] = None
+        if count:
+            path.symlink_to(piece.path)
+            entries[split] = {
+                "file": path.name,
+                "tokens": last - first,
+                "documents": count,
+                "xxh3": xxhash.xxh3_64_hexdigest(ids[first:last].data),
+                "begin": begin + first * ids.dtype.itemsize,
+                "bytes": os.path.getsize(piece.path),
+            }
+    return entries
+
+
+def encoder_of(folder: Path, settings: WorkerSettings) -> AnyEncoder:
     """What makes rows of documents with the tokenizer in a folder. Raises DataError: it cannot be loaded."""
+    chat = settings.chat
+    if settings.ids_field is not None:
+        return TokenEncoder(folder, settings.ids_field, np.dtype(settings.dtype), counted=chat is not None)
     if chat is None:
         return Encoder(folder)
     return ChoiceEncoder(folder, chat) if chat.choices else ChatEncoder(folder, chat)
@@ -368,7 +474,7 @@ def main() -> None:
     folder = Path(settings.out) / "tokenizer"
     try:
         plugin_source.use(settings.plugins, settings.fields)
-        encoder = encoder_of(folder, settings.chat)
+        encoder = encoder_of(folder, settings)
         while True:
             unit = Unit.from_dict(json.loads(jobs.get()))
             record = process_unit(unit, settings, encoder, lambda size: answer({"progress": size}))

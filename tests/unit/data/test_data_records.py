@@ -260,12 +260,23 @@ def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path: Path) -> None:
     assert read(tmp_path) == (["one", "two", "three"], [])
 
 
-def test_a_table_as_text_is_refused_by_name_unless_prose_is_asked_for(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text("text,label\none,1\n")
-    for form in ("auto", "chat"):
-        with pytest.raises(DataError, match=r"a\.csv: a table as text.*--format text"):
-            find_files([str(tmp_path)], form)
-    assert read(tmp_path, form="text") == (["text,label\none,1\n"], [])
+def test_the_rows_of_a_table_as_text_are_records_unless_prose_is_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text('label,text\n1,one\n2,"two,\n""three"""\n3\n4,\n')
+    with gzip.open(tmp_path / "b.tsv.gz", "wt") as stream:
+        stream.write("\ufefftext\tlabel\nfour\t1\n")
+    (tmp_path / "c.csv").write_text("body\nfive\n")
+    (tmp_path / "d.csv").write_bytes("text\ncafé\n".encode("latin1"))
+    texts, rejected = read(tmp_path)
+    assert texts == ["one", 'two,\n"three"', "four"]
+    assert rejected[:2] == [
+        "a.csv, row 2: it has another number of values than the first line, which names 2 columns",
+        "a.csv, row 3: empty document",
+    ]
+    assert "c.csv, row 0: no field 'text' in the whole file (its fields: body); see --field" in rejected[2]
+    assert "d.csv, row 0: no table as text ('utf-8' codec" in rejected[3]
+    (tmp_path / "e").mkdir()
+    (tmp_path / "e/a.csv").write_text("text,label\none,1\n")
+    assert read(tmp_path / "e", form="text") == (["text,label\none,1\n"], [])
 
 
 def test_links_out_of_a_folder_are_not_followed_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

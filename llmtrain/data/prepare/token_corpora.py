@@ -1,0 +1,477 @@
+"""Corpora that are token ids already: the layouts of Megatron, datatrove, OLMo, litdata and MosaicML streaming.
+
+A layout is a class with `names` and `read`: where the ids of a file lie, and where its documents end. Ids that lie in
+a file as they are can be used in place; others are copied (prepare/worker.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import struct
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from llmtrain.base import log, units, untrusted
+from llmtrain.base.errors import DataError
+from llmtrain.data.chat.conversation import RefusedError
+from llmtrain.data.chat.encoder import Row
+from llmtrain.data.tokenize import Encoder
+
+_CHUNK = 4 << 20
+"""Tokens that a search for the next end token reads at a time."""
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """Token ids of one file, and where its documents end."""
+
+    path: str
+    ids: np.ndarray
+    """Integers [tokens], mapped into memory where they lie in the file as they are."""
+    ends: np.ndarray | None
+    """Tokens before each document's end, int64 [documents]; None: an end token tells."""
+    begin: int | None
+    """Bytes of the file before the first id; None: they do not lie there one behind the other, as they are."""
+
+    def documents(self, start: int, stop: int, separator_id: int) -> np.ndarray:
+        """Borders of the documents that begin in tokens [start, stop), int64 [documents + 1]: the first one's begin,
+        then each one's end. Empty: none begins there."""
+        if self.ends is not None:
+            begins = np.concatenate([[0], self.ends[:-1]]).astype(np.int64)
+            first, last = np.searchsorted(begins, [start, stop])
+            return np.concatenate([begins[first : first + 1], self.ends[first:last]]).astype(np.int64)
+        begins = np.flatnonzero(self.ids[max(start - 1, 0) : max(stop - 1, 0)] == separator_id) + max(start, 1)
+        begins = np.concatenate([[0], begins]) if start == 0 else begins
+        if not len(begins) or begins[0] >= len(self.ids):
+            return np.empty(0, np.int64)
+        end = int(begins[-1])
+        while end < len(self.ids):  # the last one's end lies in a later range
+            found = np.flatnonzero(self.ids[end : end + _CHUNK] == separator_id)
+            if len(found):
+                end += int(found[0]) + 1
+                break
+            end = min(len(self.ids), end + _CHUNK)
+        return np.append(begins, end).astype(np.int64)
+
+
+class Layout(ABC):
+    """A way in which a corpus of token ids lies on disk."""
+
+    title: ClassVar[str]
+    names: ClassVar[tuple[str, ...]]
+    """Endings of the files with the ids."""
+    index: ClassVar[str] = ""
+    """What names the index of a file: an ending in place of the file's own if it begins with a point, or a file of its
+    folder; empty: there is none."""
+
+    @classmethod
+    def index_of(cls, path: str) -> Path:
+        """The index beside a file."""
+        return Path(path).with_suffix(cls.index) if cls.index.startswith(".") else Path(path).parent / cls.index
+
+    @classmethod
+    def takes(cls, path: str) -> bool:
+        return path.endswith(cls.names) and (not cls.index or cls.index_of(path).is_file())
+
+    @classmethod
+    @abstractmethod
+    def read(cls, path: str) -> TokenFile:
+        """Map (or decode) a file. Raises ValueError or OSError: it is not of this layout, or is damaged."""
+
+
+def _mapped(path: str, dtype: np.dtype, begin: int = 0, tokens: int | None = None) -> np.ndarray:
+    """Map ids of a file. Raises ValueError: it holds fewer, or no whole number of them."""
+    size = os.path.getsize(path) - begin
+    count = size // dtype.itemsize if tokens is None else tokens
+    if size < count * dtype.itemsize or (tokens is None and size % dtype.itemsize):
+        raise ValueError(f"it has {size + begin} bytes, which are not {count} ids of {dtype.itemsize} bytes")
+    return np.memmap(path, dtype, "r", offset=begin, shape=(count,)) if count else np.empty(0, dtype)
+
+
+class Megatron(Layout):
+    """Megatron-LM and GPT-NeoX: ids in X.bin, sequences and documents in X.idx, in the present version (MMIDIDX) and in
+    that of fairseq (TNTIDX)."""
+
+    title = "Megatron"
+    names = (".bin",)
+    index = ".idx"
+    types: ClassVar = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+
+    @classmethod
+    def read(cls, path: str) -> TokenFile:
+        index = cls.index_of(path)
+        data = np.memmap(index, np.uint8, "r")
+        head = data[:64].tobytes()
+        if head.startswith(b"MMIDIDX\x00\x00"):
+            version, code, count, borders = struct.unpack_from("<QBQQ", head, 9)
+            dtype, at = cls._type(code, index), 34
+            lengths = data[at : at + 4 * count].view("<i4")
+            pointers = data[at + 4 * count :][: 8 * count].view("<i8")
+            documents = data[at + 12 * count :][: 8 * borders].view("<i8")
+            starts = pointers // dtype.itemsize
+        elif head.startswith(b"TNTIDX\x00\x00"):
+            version, code, _, count, sizes, borders = struct.unpack_from("<6Q", head, 8)
+            dtype, at = cls._type(code, index), 56
+            offsets = data[at + 8 * (count + 1) :][: 8 * (count + 1)].view("<i8")
+            starts, lengths = offsets[:-1], np.diff(offsets)
+            documents = data[at + 16 * (count + 1) + 8 * sizes :][: 8 * borders].view("<i8")
+        else:
+            raise ValueError(f"{index} begins as neither version of Megatron's index")
+        if version != 1 or len(lengths) != count or len(starts) != count or len(documents) != borders:
+            raise ValueError(f"{index} is of another version, or cut off")
+        ends = starts + lengths
+        documents = documents[1:] if borders else np.arange(1, count + 1)
+        if count and ((starts[1:] != ends[:-1]).any() or starts[0] or (np.diff(documents) < 0).any()):
+            raise ValueError(f"{index} puts its sequences in another order than they lie in the file; write it anew")
+        tokens = int(ends[-1]) if count else 0
+        if count and (not len(documents) or documents[-1] != count):
+            raise ValueError(f"the documents of {index} are not those of its sequences")
+        before = np.concatenate([[0], ends])
+        return TokenFile(path, _mapped(path, dtype, tokens=tokens), before[documents].astype(np.int64), 0)
+
+    @classmethod
+    def _type(cls, code: int, index: Path) -> np.dtype:
+        if code not in cls.types:
+            raise ValueError(f"{index} says that the ids are of type {code}, which is none of integers")
+        return np.dtype(cls.types[code])
+
+    @classmethod
+    def write(cls, prefix: Path, documents: Iterable[np.ndarray], vocab_size: int) -> int:
+        """Write PREFIX.bin and PREFIX.idx, a sequence for each document; returns how many. A vocabulary below 65,500 is
+        written in 2 bytes, as Megatron does. Raises OSError."""
+        code, dtype = (8, "<u2") if vocab_size < 65500 else (4, "<i4")
+        lengths = array("i")
+        partial = [prefix.with_name(f"{prefix.name}{ending}.tmp") for ending in (".bin", ".idx")]
+        try:
+            with open(partial[0], "wb") as stream:
+                for ids in documents:
+                    stream.write(ids.astype(dtype).tobytes())
+                    lengths.append(len(ids))
+                os.fsync(stream.fileno())
+            sizes = np.array(lengths, "<i4")
+            starts = np.cumsum(sizes, dtype="<i8") - sizes
+            with open(partial[1], "wb") as stream:
+                stream.write(b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, len(sizes), len(sizes) + 1))
+                stream.write(sizes.tobytes() + (starts * np.dtype(dtype).itemsize).tobytes())
+                stream.write(np.arange(len(sizes) + 1, dtype="<i8").tobytes())
+                os.fsync(stream.fileno())
+            for path in partial:
+                path.replace(path.with_suffix(""))
+        finally:
+            for path in partial:
+                path.unlink(missing_ok=True)
+        return len(sizes)
+
+
+class Datatrove(Layout):
+    """datatrove: ids of 2 or 4 bytes in X.ds, the documents' ends in X.ds.index."""
+
+    title = "datatrove"
+    names = (".ds",)
+
+    @classmethod
+    def read(cls, path: str) -> TokenFile:
+        ends = np.fromfile(f"{path}.index", "<u8").astype(np.int64) if os.path.exists(f"{path}.index") else None
+        size, width = os.path.getsize(path), 2
+        if ends is not None and len(ends):
+            if ends[-1] <= 0 or size % ends[-1] or size // ends[-1] not in (2, 4) or (np.diff(ends) < 0).any():
+                raise ValueError(f"{path}.index is of another file: {ends[-1]} ids in {size} bytes")
+            width = size // int(ends[-1])
+        elif os.path.exists(f"{path}.metadata"):
+            first = Path(f"{path}.metadata").read_text().partition("\n")[0]
+            width = int(first.rpartition("|")[2] or 2)
+        return TokenFile(path, _mapped(path, np.dtype(f"<u{width}")), ends, 0)
+
+
+class Npy(Layout):
+    """.npy: numpy's format with one dimension of integers; or, as OLMo has them, bare ids of 2 bytes, or of the type
+    in the file's name (`part-0.uint32.npy`)."""
+
+    title = ".npy"
+    names = (".npy",)
+
+    @classmethod
+    def read(cls, path: str) -> TokenFile:
+        with open(path, "rb") as stream:
+            if stream.read(6) != np.lib.format.MAGIC_PREFIX:
+                named = Path(path).suffixes[-2:-1]
+                dtype = np.dtype(named[0][1:] if named in ([".uint8"], [".uint16"], [".uint32"]) else np.uint16)
+                return TokenFile(path, _mapped(path, dtype.newbyteorder("<")), None, 0)
+            stream.seek(0)
+            version = np.lib.format.read_magic(stream)
+            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            shape, _, dtype = read(stream)
+            if len(shape) != 1 or dtype.kind not in "iu":
+                raise ValueError(f"it holds an array {list(shape)} of {dtype}; one of integers [tokens] is read")
+            plain = dtype.newbyteorder("<") == dtype
+            return TokenFile(
+                path, _mapped(path, dtype, stream.tell(), shape[0]), None, stream.tell() if plain else None
+            )
+
+
+class LitData(Layout):
+    """litdata: chunks of one-dimensional items, which index.json lists. Written for its TokensLoader, they are one
+    stream, in which an end token ends a document; else each is a document, with its size before it."""
+
+    title = "litdata"
+    names = (".bin",)
+    index = "index.json"
+    torch_types: ClassVar = {11: "<u1", 12: "<i1", 13: "<i2", 14: "<i2", 15: "<i4", 16: "<i4", 17: "<i8", 18: "<i8",
+                             20: "<u2"}  # fmt: skip
+    numpy_types: ClassVar = ("<i1", "<i2", "<i4", "<i8", "<u1", "<u2", "<u4", "<u8")
+
+    @classmethod
+    def read(cls, path: str) -> TokenFile:
+        listed = untrusted.loads(cls.index_of(path).read_bytes())
+        config = listed["config"]
+        chunk = next((each for each in listed["chunks"] if each["filename"] == Path(path).name), None)
+        if chunk is None:
+            raise ValueError("index.json does not list it")
+        if config.get("compression") or config.get("encryption"):
+            raise ValueError("its chunks are compressed or encrypted; write them anew without")
+        name, _, code = str(config["data_format"][0]).partition(":")
+        if len(config["data_format"]) != 1 or name not in ("no_header_tensor", "no_header_numpy"):
+            raise ValueError(f"its items are {config['data_format']}, and no bare ids (no_header_tensor)")
+        types: Any = cls.torch_types if name == "no_header_tensor" else dict(enumerate(cls.numpy_types))
+        if int(code) not in types:
+            raise ValueError(f"its items are {name}:{code}, which are no integers")
+        begin, dtype = 4 * (int(chunk["chunk_size"]) + 2), np.dtype(types[int(code)])
+        if chunk["dim"] is not None:
+            return TokenFile(path, _mapped(path, dtype, begin), None, begin)
+        offsets = np.fromfile(path, "<u4", begin // 4)[1:].tolist()
+        data = Path(path).read_bytes()
+        items = [np.frombuffer(data[at + 4 : end], dtype) for at, end in pairwise(offsets)]
+        ids = np.concatenate(items) if items else np.empty(0, dtype)
+        return TokenFile(path, ids, np.cumsum([len(item) for item in items], dtype=np.int64), None)
+
+
+class Mds(Layout):
+    """MosaicML streaming (MDS): shards of samples, which index.json describes. The column `tokens` or `input_ids` (or
+    the only one) is read, each sample as one document; ids without a type (`bytes`) are int64, as LLM Foundry's."""
+
+    title = "MDS"
+    names = (".mds", ".mds.zstd")
+    index = "index.json"
+
+    @classmethod
+    def read(cls, path: str) -> TokenFile:
+        shard = cls._shard(path)
+        names = shard["column_names"]
+        column = next((names.index(name) for name in ("tokens", "input_ids") if name in names), 0)
+        if len(names) > 1 and names[column] not in ("tokens", "input_ids"):
+            raise ValueError(f"its columns are {', '.join(names)}; one named tokens or input_ids is read")
+        data = Path(path).read_bytes()
+        if path.endswith(".zstd"):
+            import zstandard
+
+            data = zstandard.ZstdDecompressor().decompress(data, max_output_size=shard["raw_data"]["bytes"])
+        offsets = np.frombuffer(data, "<u4", shard["samples"] + 1, 4)
+        samples = [
+            cls._ids(_column(data[begin:end], shard["column_sizes"], column), shard["column_encodings"][column])
+            for begin, end in pairwise(offsets.tolist())
+        ]
+        ids = np.concatenate(samples) if samples else np.empty(0, np.int64)
+        return TokenFile(path, ids, np.cumsum([len(each) for each in samples], dtype=np.int64), None)
+
+    @classmethod
+    def _shard(cls, path: str) -> dict[str, Any]:
+        for shard in untrusted.loads(cls.index_of(path).read_bytes())["shards"]:
+            packed = shard.get("zip_data") or {}
+            if Path(path).name in (shard["raw_data"]["basename"], packed.get("basename")):
+                if shard["format"] != "mds" or shard["version"] != 2:
+                    raise ValueError(f"it is {shard['format']} of version {shard['version']}; mds of version 2 is read")
+                found: dict[str, Any] = shard
+                return found
+        raise ValueError("index.json does not list it")
+
+    @staticmethod
+    def _ids(data: bytes, encoding: str) -> np.ndarray:
+        """A sample's ids, int64 [tokens]."""
+        name, _, rest = encoding.partition(":")
+        if name == "bytes":
+            return np.frombuffer(data, "<i8")
+        if name != "ndarray":
+            raise ValueError(f"its column is {encoding}; ndarray or bytes is read")
+        dtype, _, shape = rest.partition(":")
+        if not dtype:
+            code, data = data[0], data[1:]
+            dtype = {8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 32: "uint32", 33: "int32", 64: "uint64",
+                     65: "int64"}[code]  # fmt: skip
+        if not shape:
+            data = data[1 + (data[0] >> 2) * (1 << (data[0] & 3)) :]
+        return np.frombuffer(data, np.dtype(dtype).newbyteorder("<")).astype(np.int64)
+
+
+def _column(sample: bytes, sizes: list[int | None], column: int) -> bytes:
+    """One column of an MDS sample: the sizes of those that vary stand first, then the values."""
+    varying = iter(np.frombuffer(sample, "<u4", sum(not size for size in sizes)).tolist())
+    lengths = [size or next(varying) for size in sizes]
+    begin = 4 * sum(not size for size in sizes) + sum(lengths[:column])
+    return sample[begin : begin + lengths[column]]
+
+
+LAYOUTS: tuple[type[Layout], ...] = (Megatron, Datatrove, Npy, LitData, Mds)
+
+
+def layout_of(path: str) -> type[Layout] | None:
+    """The layout of a file; None: none takes it."""
+    return next((layout for layout in LAYOUTS if layout.takes(path)), None)
+
+
+def is_index(path: str) -> bool:
+    """True for what lies beside the ids and is no corpus of its own."""
+    return path.endswith((".idx", ".ds.index", ".ds.metadata", "index.json"))
+
+
+def index_changed_ns(path: str) -> int:
+    """Time at which a file's index was changed, in nanoseconds; 0: it has none."""
+    layout = layout_of(path)
+    beside = [Path(f"{path}.index"), *([layout.index_of(path)] if layout is not None and layout.index else [])]
+    return max((file.stat().st_mtime_ns for file in beside if file.is_file()), default=0)
+
+
+@functools.lru_cache(maxsize=1)  # a worker gets the pieces of a file one after the other
+def read(path: str) -> TokenFile:
+    """The ids of a file. Raises DataError: its layout is not known, or it is damaged."""
+    layout = layout_of(path)
+    if layout is None:
+        known = "; ".join(f"{each.title}: {' or '.join(each.names)}" for each in LAYOUTS)
+        raise DataError(f"{path}: no layout of token ids that is read here ({known}, each with its index beside it)")
+    try:
+        return layout.read(path)
+    except (ValueError, KeyError, IndexError, TypeError, OSError, struct.error) as error:
+        raise DataError(
+            f"{path}: cannot be read as {layout.title} ({error}); copy it again, or write it anew"
+        ) from error
+
+
+class TokenEncoder:
+    """Rows of token ids as the shards have them, for one worker."""
+
+    dated = False
+    too_long = 0
+
+    def __init__(self, folder: Path, field: str, dtype: np.dtype, *, counted: bool) -> None:
+        """`field`: of a record, with its ids. `counted`: records say which of them are counted. Raises DataError when
+        the folder is no usable tokenizer."""
+        encoder = Encoder(folder)
+        self.separator_id, self.vocab_size = encoder.separator_id, encoder.vocab_size
+        self._field, self._dtype, self._counted = field, dtype, counted
+
+    def check(self, ids: np.ndarray, place: str, first: int) -> None:
+        """Raise DataError for an id outside the vocabulary. `first`: place of the first id in its file."""
+        if not len(ids) or (ids.min() >= 0 and ids.max() < self.vocab_size):
+            return
+        wrong = (ids < 0) | (ids >= self.vocab_size)
+        at = int(wrong.argmax())
+        raise DataError(
+            f"{place}: the id {ids[at]} at token {first + at} is outside the tokenizer's vocabulary [0, "
+            f"{self.vocab_size}), as {wrong.mean():.2%} of this part are: the ids are another tokenizer's; give that "
+            "one with --tokenizer"
+        )
+
+    def row(self, ids: np.ndarray) -> Row:
+        """A document without the end token that it may have: the shards' writer adds one."""
+        ids = ids[:-1] if len(ids) and ids[-1] == self.separator_id and not self._counted else ids
+        return Row(ids.astype(self._dtype), np.ones(len(ids) if self._counted else 0, bool))
+
+    def ids(self, text: str) -> tuple[np.ndarray, dict[str, Any]]:
+        """The ids of a record, int64 [tokens], and the record. Raises RefusedError: it has none."""
+        record: dict[str, Any] = json.loads(text)
+        if self._field not in record:
+            raise RefusedError(f"no field {self._field!r} (its fields: {', '.join(sorted(record)[:8])}); see --field")
+        return self._integers(record[self._field], self._field), record
+
+    def rows(self, text: str) -> list[Row]:
+        """The row of a record, a JSON object. Raises: RefusedError; DataError: an id outside the vocabulary."""
+        ids, record = self.ids(text)
+        self.check(ids, f"field {self._field!r} of a record", 0)
+        marks = [name for name in ("labels", "loss_mask") if name in record]
+        if not self._counted:
+            if marks:
+                raise RefusedError(f"it has {marks[0]}, which say what is counted: add --format token-rows")
+            row = self.row(ids)
+        elif len(marks) != 1:
+            raise RefusedError("it has neither labels nor loss_mask" if not marks else "it has labels and loss_mask")
+        else:
+            row = Row(ids.astype(self._dtype), self._marked(ids, self._integers(record[marks[0]], marks[0]), marks[0]))
+        if not len(row.ids):
+            raise RefusedError("empty document")
+        return [row]
+
+    def _marked(self, ids: np.ndarray, marks: np.ndarray, name: str) -> np.ndarray:
+        """Which tokens are counted, bool [tokens]. Raises RefusedError."""
+        if len(marks) != len(ids):
+            raise RefusedError(f"{len(ids)} {self._field} and {len(marks)} {name}; each token wants one")
+        if name == "loss_mask":
+            if not np.isin(marks, (0, 1)).all():
+                raise RefusedError("loss_mask holds numbers other than 0 and 1")
+            return marks == 1
+        counted = marks != -100
+        if (marks[counted] != ids[counted]).any():
+            raise RefusedError("labels are neither the token's own id nor -100; they are not to be shifted")
+        return counted
+
+    @staticmethod
+    def _integers(values: Any, name: str) -> np.ndarray:
+        """int64 [tokens]. Raises RefusedError."""
+        whole = isinstance(values, list) and all(type(each) in (int, bool) for each in values)
+        if not whole or any(not -(2**31) <= each < 2**32 for each in values):
+            raise RefusedError(f"field {name!r} is no list of token ids")
+        return np.array(values, dtype=np.int64)
+
+
+_SAMPLED = 1 << 16
+"""Tokens of each file that are looked at before anything is made of them."""
+_LOOKED_AT = 16
+_AS_IT_SHOULD = 0.9
+
+
+def beginnings(paths: list[str], separator_id: int) -> list[tuple[str, np.ndarray]]:
+    """(path, first ids) of some of the files. Raises DataError: no end token says where documents end."""
+    found = []
+    for path in paths[:: 1 + len(paths) // _LOOKED_AT]:
+        file = read(path)
+        if file.ends is None and len(file.ids) and not (file.ids[:_CHUNK] == separator_id).any():
+            raise DataError(
+                f"{path}: no end token ({separator_id}, the tokenizer's eos_token) among the first "
+                f"{min(len(file.ids), _CHUNK)} ids, so no document ends; give --tokenizer the one that the ids are of"
+            )
+        found.append((path, np.asarray(file.ids[:_SAMPLED]).astype(np.int64)))
+    return found
+
+
+def examine(samples: list[tuple[str, np.ndarray]], encoder: Encoder) -> None:
+    """Say what the tokenizer makes of some ids, int64 [tokens] each with its place, and warn where it seems another.
+    With the right one, what is decoded and encoded again has the same ids.
+
+    Raises DataError: an id is outside the vocabulary.
+    """
+    same = total = 0
+    for place, ids in samples:
+        outside = (ids < 0) | (ids >= encoder.vocab_size)
+        if outside.any():
+            raise DataError(
+                f"{place}: {outside.mean():.2%} of its first {len(ids)} ids are outside the tokenizer's vocabulary "
+                f"[0, {encoder.vocab_size}), such as {ids[outside][0]}: they are another tokenizer's; give that one "
+                "with --tokenizer"
+            )
+        kept = ids[~np.isin(ids, list(encoder.special))]
+        again = encoder.encode([encoder.decode(kept.tolist())])[0]
+        counts = np.minimum(*(np.bincount(each, minlength=encoder.vocab_size) for each in (kept, again)))
+        same, total = same + int(counts.sum()), total + len(kept)
+    place, ids = samples[0]
+    log.info(f'{Path(place).name} begins: "{untrusted.shown(encoder.decode(ids[:60].tolist()))}"')
+    share = same / max(total, 1)
+    log.info(f"{share:.1%} of {units.count(total)} ids are what the tokenizer makes of their text")
+    if share < _AS_IT_SHOULD:
+        log.warn("--tokenizer: encoded again, the text has other ids: is it the tokenizer that they were made with?")
