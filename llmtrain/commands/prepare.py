@@ -17,7 +17,7 @@ from llmtrain.config.schema import source_entries
 from llmtrain.data.manifest import Manifest
 from llmtrain.data.prepare import plugin_source, preparation
 from llmtrain.data.prepare.settings import CHAT_FORMATS, PrepareSettings
-from llmtrain.data.prepare.sources import TOKEN_FORMATS
+from llmtrain.data.prepare.token_corpora import TOKEN_FORMATS
 
 
 def prepare(

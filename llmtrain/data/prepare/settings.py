@@ -22,7 +22,7 @@ from llmtrain.data import tokenize
 from llmtrain.data.chat.conversation import RefusedError, template_variables
 from llmtrain.data.chat.encoder import ChatOptions
 from llmtrain.data.manifest import Split
-from llmtrain.data.prepare.sources import TOKEN_FORMATS
+from llmtrain.data.prepare.token_corpora import TOKEN_FORMATS
 
 CHAT_FORMATS = ("chat", "preference", "unpaired", "prompt")
 """Values of --format whose records a chat template renders."""

@@ -130,9 +130,6 @@ def _wrong(what: str, revision: str | None) -> Wrong:
 
 Kind = Literal["text", "jsonl", "array", "csv", "parquet", "arrow", "tokens", "made", "plugin"]
 
-TOKEN_FORMATS = ("tokens", "token-rows")
-"""Values of --format whose sources are token ids already."""
-
 STDLIB = "stdlib"
 # Folders of the standard library that are not library code. The name decides: `test` is the big one,
 # `tests` folders lie next to the modules they test, and differ between distributions.
@@ -248,7 +245,7 @@ def _expand(source: str, form: str, option: str) -> list[SourceFile]:
                 + ("; for a source of your own give its file, --plugin FILE.py" if ":" in source else "")
             )
     paths = [path for path in paths if os.path.isfile(path)]
-    if form in TOKEN_FORMATS and not os.path.isfile(source):
+    if form in token_corpora.TOKEN_FORMATS and not os.path.isfile(source):
         paths = _with_ids(source, paths, option)
     labels = sorted((os.path.relpath(path, root or "."), path) for path in paths)
     return [_file(path, label, _kind(path, form, option)) for label, path in labels]
@@ -309,7 +306,7 @@ def _kind(path: str, form: str, option: str = "--source") -> Kind:
     """How a file is read. Raises DataError: it is a table as text, and nobody said that it is to be read as prose."""
     name = os.path.basename(path).lower()
     bare = name.removesuffix(".gz").removesuffix(".zst")
-    if form in TOKEN_FORMATS and not bare.endswith(_RECORDS):
+    if form in token_corpora.TOKEN_FORMATS and not bare.endswith(_RECORDS):
         return "tokens"
     if bare.endswith((".csv", ".tsv")) and form not in ("text", "jsonl", "parquet"):
         return "csv"
@@ -317,7 +314,7 @@ def _kind(path: str, form: str, option: str = "--source") -> Kind:
         raise DataError(
             f"{option} {path}: token ids, by its name, and no text; add --format tokens, or name other files"
         )
-    if form in ("chat", "preference", "unpaired", "prompt", "choices", *TOKEN_FORMATS):
+    if form in ("chat", "preference", "unpaired", "prompt", "choices", *token_corpora.TOKEN_FORMATS):
         return "parquet" if name.endswith(".parquet") else "array" if _begins(path, b"[") else "jsonl"
     if form == "jsonl" and bare == name and _begins(path, b"["):
         return "array"

@@ -26,6 +26,8 @@ from llmtrain.data.chat.conversation import RefusedError
 from llmtrain.data.chat.encoder import Row
 from llmtrain.data.tokenize import Encoder
 
+TOKEN_FORMATS = ("tokens", "token-rows")
+"""Values of --format whose sources are token ids already."""
 _CHUNK = 4 << 20
 """Tokens that a search for the next end token reads at a time."""
 
