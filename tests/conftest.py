@@ -98,3 +98,11 @@ def small_data(tmp_path_factory: pytest.TempPathFactory) -> str:
     from tests.helpers.training import prepared_data
 
     return prepared_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="session")
+def other_data(tmp_path_factory: pytest.TempPathFactory, small_data: str) -> str:
+    """Another one, with the same tokenizer."""
+    from tests.helpers.training import prepared_data
+
+    return prepared_data(tmp_path_factory.mktemp("other"), like=small_data)

@@ -228,6 +228,7 @@ _TRAINER_TYPES: dict[str, type] = {
     **dict.fromkeys(("sample_index", "skipped_steps", "optimizer_step", "vocab_size"), int),
     **dict.fromkeys(("model_config", "run", "deepspeed", "versions", "layout", "loss_scale"), dict),
     **dict.fromkeys(("outer", "evaluation"), dict),
+    **dict.fromkeys(("data_stages", "plan"), list),
     **dict.fromkeys(("optimizer", "data_fingerprint", "tokenizer_dir", "wandb_id"), str),
 }
 """Types of trainer.json's optional entries."""

@@ -49,6 +49,10 @@ class Row:
     tokens: int | None = None
     layout: dict[str, Any] | None = None
     weights_only: bool = False
+    stage: str = ""
+    """Stage of a run with several, and its data, such as `1: data/b`; empty for others."""
+    began_from: str = ""
+    """The checkpoint of another run that its run began from, such as `a/step-500`."""
     best: str = ""
     """Figure of a checkpoint that checkpoint.keep_best keeps, such as `eval/loss 2.3100`; empty for others."""
 
@@ -175,7 +179,28 @@ def _row(folder: Path) -> Row:
         tokens=trainer["tokens"],
         layout=manifest.layout,
         weights_only={kind for kind, _ in manifest.checksums()} == {PARAM},
+        stage=_stage(trainer),
+        began_from=_began_from(trainer),
     )
+
+
+def _stage(trainer: dict[str, Any]) -> str:
+    try:
+        last = trainer["data_stages"][-1]
+        return f"{last['stage']}: {', '.join(last['folders'])}" if last["stage"] else ""
+    except (KeyError, IndexError, TypeError):  # of a version before
+        return ""
+
+
+def _began_from(trainer: dict[str, Any]) -> str:
+    began = trainer.get("began_from")
+    if not isinstance(began, dict) or not isinstance(path := began.get("checkpoint", began.get("path")), str):
+        return ""
+    folder = Path(path)
+    run = folder.parent.parent if folder.parent.name == "checkpoints" else folder.parent
+    step = step_of(folder)
+    what = folder.name if step is None else f"{run.name}/step-{step}"
+    return f"{what} (parameters)" if began.get("weights_only") else what
 
 
 def _hosts(elsewhere: dict[str, str]) -> str:
@@ -223,13 +248,16 @@ def layout_words(layout: dict[str, Any], weights_only: bool) -> str:
 
 
 def table(found: Sequence[Row]) -> list[str]:
-    """Aligned lines under a heading."""
-    lines = [("STEP", "TOKENS", "SIZE", "LAYOUT", "AGE", "STATE", "FOLDER")]
-    for row in found:
+    """Aligned lines under a heading. STAGE and FROM are there where a row has one."""
+    more = {"STAGE": [row.stage for row in found], "FROM": [row.began_from for row in found]}
+    more = {name: column for name, column in more.items() if any(column)}
+    lines = [("STEP", "TOKENS", *more, "SIZE", "LAYOUT", "AGE", "STATE", "FOLDER")]
+    for index, row in enumerate(found):
         lines.append(
             (
                 "" if row.step is None else str(row.step),
                 "" if row.tokens is None else units.count(row.tokens),
+                *(column[index] for column in more.values()),
                 units.size(row.bytes),
                 "" if row.layout is None else layout_words(row.layout, row.weights_only),
                 units.duration(row.age_s),

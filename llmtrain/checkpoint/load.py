@@ -32,16 +32,15 @@ from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.checkpoint.retain import set_aside
 from llmtrain.checkpoint.rundir import CheckpointFolder, origin
 from llmtrain.checkpoint.verify import wrong_frozen
-from llmtrain.config.batch import steps_of_epochs
 from llmtrain.config.plugins import CHANGED, FLAG, changed_ok
 from llmtrain.config.problems import show
 from llmtrain.config.run import RunConfig
+from llmtrain.config.stages import saved_stages
 from llmtrain.engine.api import Engine, StateTensor
 from llmtrain.engine.dist.control import from_all
 from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.engine.weights import Key, check_names, differing_tensors, fill, fill_rounding, prove_masters
 from llmtrain.optim.optimizers import PARAM
-from llmtrain.optim.schedules import Schedule
 
 _PARAMETERS_ALONE = (
     "take the parameters alone into a new run (resume_weights_only): moments, learning rate, step count and the place "
@@ -93,7 +92,8 @@ def resume(
             fetch(candidate, _needed(engine, candidate, weights_only) if where.split else (), where, ranks)
             reader, trainer = _open(candidate, run.model.folder, where, ranks)
             _refuse_other_adapter(trainer, now, candidate)
-            notes = [] if weights_only else refuse_other_run(trainer, now, candidate)
+            other_data = run.resume_data == "new" and not own
+            notes = [] if weights_only else refuse_other_run(trainer, now, candidate, other_data=other_data)
             with contextlib.closing(reader):
                 load_checkpoint(engine, reader, trainer, ranks, weights_only=weights_only)
         except DamagedCheckpoint as error:
@@ -106,7 +106,7 @@ def resume(
             trainer=trainer,
             step=reader.manifest.step,
             weights_only=weights_only,
-            began_from=trainer.get("began_from") if own else origin(run),
+            began_from=trainer.get("began_from") if own else {**origin(run), "checkpoint": str(candidate.resolve())},
             frozen=reader.manifest.frozen,
             lines=[
                 *(f"skipped {text}" for text in rejected.values()),
@@ -148,16 +148,13 @@ def _rate_jump(step: int, saved: dict[str, Any], now: dict[str, Any]) -> list[st
 def _rate(state: dict[str, Any], step: int) -> float | None:
     """The learning rate of optimizer step `step` (0 is the first) of a run by its trainer state; None: not told."""
     try:
-        run = state["run"]
-        train, tokens = run["train"], run["train"]["global_batch"] * run["data"]["sequence_length"]
-        limits = [train["max_steps"], train["max_tokens"] and -(-train["max_tokens"] // tokens)]
-        if (epochs := train.get("epochs")) is not None:
-            limits.append(steps_of_epochs(epochs, state["epoch_sequences"], train["global_batch"]))
-        steps = min((limit for limit in limits if limit), default=None)
-        schedule = Schedule.read(run["schedule"])
-        if steps is None and schedule.needs_length:
+        run, stages = state["run"], saved_stages(state["run"])
+        train, epochs = run["train"], run["train"].get("epochs")
+        epoch = None if epochs is None else state["epoch_sequences"]
+        steps = stages.length(train["max_steps"], train["max_tokens"], epochs, epoch)
+        if steps is None and stages.at(step).schedule.needs_length:
             return None
-        return float(run["optim"]["lr"] * schedule.factor(step, steps))
+        return float(run["optim"]["lr"] * stages.factor(step, steps))
     except (KeyError, TypeError):  # made by other tools, or by another version
         return None
 
@@ -391,23 +388,32 @@ def _other_data(saved: dict[str, Any], now: dict[str, Any]) -> str:
     return "; ".join(found) or "The prepared data has been made anew or changed since"
 
 
-def refuse_other_run(saved: dict[str, Any], now: dict[str, Any], folder: Path) -> list[str]:
+def refuse_other_run(
+    saved: dict[str, Any], now: dict[str, Any], folder: Path, *, other_data: bool = False
+) -> list[str]:
     """What cannot travel into this run, by name. Both are trainer states. Returns what the checkpoint does not tell.
+
+    `other_data`: the run goes on with other data, of the same tokenizer.
 
     Raises:
         CheckpointError: another optimizer, vocabulary or data.
     """
+    step = saved.get("step") or 0
+    now = {**now, "data_fingerprint": _planned(now, step)}
     remedies = {
         "optimizer": f"Its moments mean something else. Use the same optim.name, or {_PARAMETERS_ALONE}",
         "vocab_size": "The embedding has other rows. Use the same model and tokenizer",
-        "data_fingerprint": f"{_other_data(saved, now)}. The order of the samples would not continue: another mixture, "
-        "sequence length or seed within a run, as a stage of its own, is not built yet. Go on with the data as it was, "
-        f"or {_PARAMETERS_ALONE}",
+        "data_fingerprint": f"{_other_data(saved, now)}. The order of the samples would not continue. Go on with the "
+        f"data as it was, change it in a stage (data.stages) from step {step} on or later, give --resume_data new with "
+        f"a train.run_dir of its own to read the other data from its first sequence, or {_PARAMETERS_ALONE}",
         "reference": "The answers would be compared with another model than so far. The one that the run "
         "began from is wanted: the same model.pretrained, and for a column llmtrain reference RUN.yaml",
         "teacher": "The student would learn from other weights than so far. Use the same objective.teacher, or "
         f"{_PARAMETERS_ALONE}",
     }
+    if other_data:
+        del remedies["data_fingerprint"]
+        remedies["tokenizer"] = "Its ids mean other text. Prepare the data with the tokenizer of the run (--tokenizer)"
     for key, remedy in remedies.items():
         if saved.get(key) not in (None, now.get(key)):
             raise CheckpointError(f"{folder}: {key} is {saved[key]!r} there and {now[key]!r} in this run. {remedy}.")
@@ -418,6 +424,12 @@ def refuse_other_run(saved: dict[str, Any], now: dict[str, Any], folder: Path) -
             f"{saved.get('sample_index') or 0} on"
         ]
     return []
+
+
+def _planned(now: dict[str, Any], step: int) -> str | None:
+    """Fingerprint of the data of the last step before `step`, by this run's stages."""
+    found = [data for first, data in now.get("plan") or () if first < max(1, step)]
+    return found[-1] if found else now.get("data_fingerprint")
 
 
 def _refuse_other_plugins(saved: dict[str, str], now: dict[str, str], folder: Path) -> None:

@@ -125,12 +125,13 @@ def _with_origins(resolved: ResolvedRun) -> str:
         if any(other.startswith(f"{key}.") for other in keys):
             continue
         named = key
-        while named not in resolved.places and named not in defaults and "." in named:  # within a map of the user's
+        while not ({named} & (resolved.places.keys() | defaults) or "[" in named or "." not in named):
+            # within a map of the user's; the fields of a stage have no other places
             named = named.rpartition(".")[0]
         if place := resolved.places.get(named):
             origin = f"--{named}" if place == COMMAND_LINE else place.replace(", line ", ":")
         else:
-            origin = "default" if show(values.get(key)) in defaults.get(named, ()) else "computed"
+            origin = "default" if show(values.get(key)) in defaults.get(named, ("null",)) else "computed"
         lines[number - 1] = f"{lines[number - 1]:<{width}}  # {origin}"
     return "\n".join([*lines, ""])
 
@@ -165,8 +166,14 @@ def summary(resolved: ResolvedRun, facts: ModelFacts | None = None) -> str:
     a few lines."""
     train, batch, mix = resolved.run.train, resolved.batch, resolved.mix
     lines = [f"batch:   {batch.equation()} ({units.count(batch.tokens)} tokens a step)"]
+    for number, stage in enumerate(resolved.stages.stages[1:], 1):
+        lines.append(
+            f"stage {number}: from step {stage.first_step}: {', '.join(stage.data.folders)}, sequences of "
+            f"{stage.batch.sequence_length}, {stage.batch.equation()} ({units.count(stage.batch.tokens)} tokens a step)"
+            f"{', ' + stage.schedule.name if stage.schedule_from == stage.first_step else ''}"
+        )
     if resolved.max_steps is not None:
-        tokens = units.count(resolved.max_steps * batch.tokens)
+        tokens = units.count(resolved.stages.tokens(resolved.max_steps))
         lines.append(f"length:  {resolved.max_steps} optimizer steps, {tokens} tokens")
     else:
         lines.append(f"length:  {train.max_minutes:g} minutes")

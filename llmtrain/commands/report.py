@@ -129,12 +129,17 @@ def curves_of(run: Run) -> Curves:
         steps = sorted(points)
         by_name[name] = Curve(steps=steps, values=[points[step] for step in steps])
     resumes = sorted({step for e in run.of_kind("resume") if (step := _finite(e.get("step"))) is not None})
+    borders = {}
+    for event in run.of_kind("stage"):
+        stage, first = _finite(event.get("stage")), _finite(event.get("from_step"))
+        if stage and first is not None:
+            borders[int(stage)] = first
     baselines = {}
     for event in run.of_kind("baselines"):
         for name in ("unigram", "bigram"):
             if (value := _finite(event.get(f"{name}_loss"))) is not None:
                 baselines[name] = value
-    return Curves(by_name=by_name, resumes=resumes, baselines=baselines)
+    return Curves(by_name=by_name, resumes=resumes, borders=borders, baselines=baselines)
 
 
 def facts_of(run: Run, curves: Curves) -> list[tuple[str, str]]:
@@ -288,9 +293,10 @@ def charts_of(runs: list[Run]) -> list[dict[str, Any]]:
             title += f" ({', '.join(names)})"
         levels = _levels(all_curves) if number == 0 else {}
         marks = all_curves[0].resumes if len(runs) == 1 else []
+        borders = all_curves[0].borders if len(runs) == 1 else {}
         lines = [{"name": name, "y": y} for name, y in levels.items()]
         about = {"id": f"chart{number}", "file": chart.file, "title": title, "unit": unit, "zero": chart.from_zero}
-        charts.append({**about, "series": series, "levels": lines, "marks": list(marks)})
+        charts.append({**about, "series": series, "levels": lines, "marks": list(marks), "borders": borders})
     return charts
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from fractions import Fraction
 
 from llmtrain.config.problems import Problems
 
@@ -34,11 +32,6 @@ class Batch:
             f"global_batch {self.global_batch} = micro_batch {self.micro_batch}"
             f" x accumulation {self.accumulation} x data-parallel {self.data_parallel}"
         )
-
-
-def steps_of_epochs(epochs: float, epoch: int, global_batch: int) -> int:
-    """Optimizer steps in which so many epochs are read, rounded up. `epoch`: sequences of one."""
-    return math.ceil(Fraction(str(epochs)) * epoch / global_batch)
 
 
 def solve(

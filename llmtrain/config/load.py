@@ -20,6 +20,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -30,10 +31,11 @@ from llmtrain.base.choice import Choice, Entry
 from llmtrain.config import ds_keys, plugins, rules, strict_yaml
 from llmtrain.config.ds_keys import KEYS
 from llmtrain.config.join import SHARED, optimizer_in
-from llmtrain.config.problems import Places, Problems, closest, show, stop
+from llmtrain.config.problems import Places, Problems, Within, closest, show, stop
 from llmtrain.config.resolve import resolve
 from llmtrain.config.run import DataConfig, ResolvedRun, RunConfig
 from llmtrain.config.schema import choices, default_choice, help_text, schema, sections, subsections, type_name
+from llmtrain.config.stages import StageBatch, StageConfig
 
 _PAGE = Path(__file__).parents[1] / "commands/shipped/docs/migrate.md"
 _OWNERS = {"transformers": "transformers", "trl": "TRL", "peft": "PEFT", "llamafactory": "LLaMA-Factory"}
@@ -213,7 +215,8 @@ _MAPS: dict[str, tuple[type | tuple[type, ...], str, str]] = {
     "eval.mean": ((int, float), "NAME: WEIGHT", "a weight is a number"),
 }
 """Maps whose keys are the user's own: type of a value, form of a line, rule of a value."""
-_FREE_KEYS = ("model.config", *_MAPS)
+_STAGES = "data.stages"
+_FREE_KEYS = ("model.config", _STAGES, *_MAPS)
 
 FORMERLY = {
     "schedule": {"warmup_steps", "decay_steps", "min_ratio"},
@@ -276,6 +279,7 @@ def parse(argv: list[str], *, check_paths: bool = True) -> Parsed:
     problems = Problems()
     for key, text in overrides:
         _override(tree, places, key, text, problems)
+    later = _take_stages(tree, places, problems)
     notes, all_expanded = rules.expand_paths(tree, places, problems if check_paths else Problems())
     free = _take_free(tree, places, problems)
     entries = {section: _take_entries(tree, section, places, problems) for section in ENTRIES}
@@ -285,6 +289,8 @@ def parse(argv: list[str], *, check_paths: bool = True) -> Parsed:
     chosen = {section: _choose(tree, section, order, places, problems) for section in choices()}
     run = _typed(tree, chosen, entries, places, problems)
     run = _put_free(run, free)
+    stages, of_stages = _typed_stages(later, order, places, problems, check_paths=check_paths)
+    run, notes = replace(run, data=replace(run.data, stages=stages)), (*notes, *of_stages)
     if check_paths and isinstance(run.train.sample_prompts, str):
         run = _read_prompts(run, run.train.sample_prompts, places, problems)
     if run.train.run_dir is None:
@@ -559,6 +565,106 @@ def _take_free(tree: dict[str, Any], places: dict[str, str], problems: Problems)
                 one = f"{key}.{name}"
                 problems.add(one, value, rule, f"write a line `{line}`", places.get(one))
     return taken
+
+
+_OF_STAGE = {"data": ("path", "mixture", "sequence_length"), "train": ("global_batch", "micro_batch", "accumulation"),
+             "schedule": ()}  # fmt: skip
+"""Section -> its fields that a stage changes; empty: all."""
+_A_LIST = "write a list: [{from_step: 1000, path: FOLDER}, ...]"
+
+
+def _take_stages(tree: dict[str, Any], places: dict[str, str], problems: Problems) -> list[dict[str, Any]]:
+    """Remove data.stages from the tree. A first stage from step 0 gives its values to the run's own sections.
+
+    Returns each other one as the sections of a run, with its `from_step` beside them. `places` of what they hold count
+    from the first of them.
+    """
+    data = tree.get("data")
+    given = data.pop("stages", None) if isinstance(data, dict) else None
+    if given is None:
+        return []
+    if not isinstance(given, list) or not all(isinstance(stage, dict) for stage in given):
+        problems.add(_STAGES, given, "must be a list of maps", _A_LIST, places.get(_STAGES))
+        return []
+    stages = [_sections_of(number, stage, places, problems) for number, stage in enumerate(given)]
+    if not stages or stages[0]["from_step"] != 0:
+        return stages
+    first, *later = stages
+    for section in _OF_STAGE:
+        own = tree[section] = tree.get(section) or {}
+        for name, value in first[section].items() if isinstance(own, dict) else ():
+            key, inner = f"{section}.{name}", _in_stage(0, f"{section}.{name}")
+            if own.get(name) not in (None, value):
+                rule = f"from step 0 on the run has {key} = {show(own[name])} ({places.get(key, 'the YAML')})"
+                problems.add(inner, value, rule, "remove one of the two", places.get(inner))
+            own[name], places[key] = value, places.get(inner, places.get(_STAGES, ""))
+    of_first = f"{_STAGES}[0]"
+    for key in [key for key in places if key.startswith(f"{_STAGES}[")]:
+        place, (head, _, rest) = places.pop(key), key.partition("]")
+        if not key.startswith(of_first):
+            places[f"{_STAGES}[{int(head.removeprefix(f'{_STAGES}[')) - 1}]{rest}"] = place
+    return later
+
+
+def _in_stage(number: int, key: str) -> str:
+    """The key that a value of a run has in a stage."""
+    return f"{_STAGES}[{number}].{key.removeprefix('data.')}"
+
+
+def _sections_of(number: int, stage: dict[str, Any], places: Places, problems: Problems) -> dict[str, Any]:
+    """A stage as the sections of a run. What it cannot hold is a mistake, and left out."""
+
+    def refuse(name: str, value: Any, rule: str, remedy: str) -> None:
+        key = f"{_STAGES}[{number}].{name}"
+        problems.add(key, value, rule, remedy, places.get(key, places.get(_STAGES)))
+
+    first = stage.get("from_step")
+    if type(first) is not int:
+        refuse("from_step", first, "must be a whole number of optimizer steps", _A_LIST)
+    made: dict[str, Any] = {"from_step": first if type(first) is int else number, **{name: {} for name in _OF_STAGE}}
+    known = ("from_step", *_OF_STAGE["data"], "train", "schedule")
+    for name, value in stage.items():
+        if value is None and name in known:
+            continue  # as in the stage before
+        if name in _OF_STAGE["data"]:
+            made["data"][name] = value
+        elif name not in known:
+            near = closest(str(name), known)
+            refuse(name, value, "a stage has no such field", f"did you mean {near}?" if near else f"it has {known}")
+        elif name != "from_step" and not isinstance(value, dict):
+            refuse(name, value, "is a section", "write its fields below it")
+        elif name != "from_step":
+            made[name] = {field: each for field, each in value.items() if each is not None}
+            for field in [field for field in made[name] if field not in (_OF_STAGE[name] or made[name])]:
+                refuse(f"{name}.{field}", made[name].pop(field), "stays as it is during a run",
+                       f"a stage changes {', '.join(_OF_STAGE[name])}")  # fmt: skip
+    return made
+
+
+def _typed_stages(
+    stages: list[dict[str, Any]], order: list[str], places: dict[str, str], problems: Problems, *, check_paths: bool
+) -> tuple[list[StageConfig], tuple[str, ...]]:
+    """The stages that `_take_stages` has returned, typed as a run of the same sections, and notes on their paths."""
+    found: list[StageConfig] = []
+    notes: list[str] = []
+    for number, stage in enumerate(stages):
+        first, prefix = stage.pop("from_step"), f"{_STAGES}[{number}]."
+        inner = {key.removeprefix(prefix): place for key, place in places.items() if key.startswith(prefix)}
+        inner = {key if key.partition(".")[0] in _OF_STAGE else f"data.{key}": place for key, place in inner.items()}
+        within = Within(problems, partial(_in_stage, number))
+        tree: dict[str, Any] = {"deepspeed": "-", **stage}
+        own = {section: set(values) for section, values in stage.items()}
+        notes += rules.expand_paths(tree, inner, within if check_paths else Problems())[0]
+        free = _take_free(tree, inner, within)
+        _check_keys(tree, "", inner, within)
+        within.raise_if_any()
+        chosen = {section: _choose(tree, section, order, inner, within) for section in choices()}
+        run = _put_free(_typed(tree, chosen, {name: {} for name in ENTRIES}, inner, within), free)
+        given = {name: getattr(run.data, name) for name in own["data"]}
+        schedule = run.schedule if own["schedule"] else None
+        batch = StageBatch(**{name: getattr(run.train, name) for name in own["train"]})
+        found.append(StageConfig(from_step=first, train=batch, schedule=schedule, **given))
+    return found, tuple(notes)
 
 
 def _take_entries(tree: dict[str, Any], section: str, places: dict[str, str], problems: Problems) -> dict[str, Any]:

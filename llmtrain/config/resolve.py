@@ -7,14 +7,16 @@ from dataclasses import replace
 from typing import Any
 
 from llmtrain.config import ds_json, rules
-from llmtrain.config.batch import Batch, solve, steps_of_epochs
+from llmtrain.config.batch import Batch, solve
 from llmtrain.config.deepspeed import DEGREE_KEYS, exact_dict, read_facts
 from llmtrain.config.evaluation import filled
 from llmtrain.config.join import SHARED, check_scheduler, join_values
 from llmtrain.config.problems import Places, Problems
 from llmtrain.config.rules import check_adapter_form, check_balance
-from llmtrain.config.run import DataConfig, ResolvedRun, RunConfig
+from llmtrain.config.run import ResolvedRun, RunConfig, TrainConfig
 from llmtrain.config.sites_rules import check_sites
+from llmtrain.config.stages import DataConfig, StageBatch, Stages, data_of, stages_of
+from llmtrain.config.stages_rules import check_lengths, key_of, notes_of, stage_runs
 from llmtrain.config.topology import Degrees
 
 
@@ -46,73 +48,84 @@ def resolve(
     degrees = _spread(facts.mix.degrees, path, world_size, world, problems)
     _check_declared_ranks(tree, path, degrees.data, world, problems)
     rules.check_shared_heads(run, degrees, path, places, problems)
-    rules.check_shared_rows(run, degrees, path, places, problems)
+    for each, at in stage_runs(run, places):
+        rules.check_shared_rows(each, degrees, path, at, problems)
     check_adapter_form(run, degrees, facts.mix.zero_stage, path, places, problems)
     rules.check_frozen(run, facts.tree.get("zero_optimization") or {}, path, places, problems)
     check_sites(run, places, problems)
     problems.raise_if_any()
 
-    batch = _batch(run, degrees, world, places, problems)
-    max_steps = total_steps(run, batch, epoch)
-    run = _fill_in(run, batch, max_steps)
-    rules.check_mask(run, batch, degrees, places, problems)
-    rules.check_schedule(run, max_steps, batch.tokens, places, problems)
+    stages = _stages(run, degrees, world, places, problems)
+    max_steps = total_steps(run, stages, epoch)
+    stages = stages.filled(max_steps)
+    batch = stages[0].batch
+    run = _fill_in(run, stages)
+    for (each, at), stage in zip(stage_runs(run, places), stages, strict=True):
+        rules.check_mask(each, stage.batch, degrees, at, problems)
+    rules.check_schedule(run, stages.schedule_end(0, max_steps), batch.tokens, places, problems)
+    check_lengths(run, stages, max_steps, places, problems)
     balance_notes = check_balance(run, batch, degrees, path, places, problems)
     of_scheduler = check_scheduler(run, tree, max_steps, places, problems)
     problems.raise_if_any()
 
     exact, more_notes = exact_dict(facts, path, batch, optim.clip_norm)
+    all_notes = (*notes, *ignored, *facts.notes, *balance_notes, *of_scheduler, *more_notes)
     return ResolvedRun(
         run=run,
-        batch=batch,
+        stages=stages,
         mix=replace(facts.mix, degrees=degrees),
         deepspeed=exact,
         pipeline_partition=facts.pipeline_partition,
         expert_parallel=dict(facts.tree.get("expert_parallel") or {}),
         max_steps=max_steps,
         places=dict(places),
-        notes=(*notes, *ignored, *facts.notes, *balance_notes, *of_scheduler, *more_notes),
+        notes=(*all_notes, *notes_of(stages, max_steps)),
     )
 
 
-def _batch(run: RunConfig, degrees: Degrees, world: str, places: Places, problems: Problems) -> Batch:
-    batch = solve(
-        global_batch=run.train.global_batch,
-        micro_batch=run.train.micro_batch,
-        accumulation=run.train.accumulation,
-        data_parallel=degrees.data,
-        sequence_length=run.data.sequence_length,
-        world=world,
-        problems=problems,
-        place=_batch_places(run, places),
-    )
-    problems.raise_if_any()
-    assert batch is not None
-    return batch
+def _stages(run: RunConfig, degrees: Degrees, world: str, places: Places, problems: Problems) -> Stages:
+    """The stages with their batches: two numbers of one give the third; fewer are completed by the stage before."""
+    given, data = _numbers(run.train), data_of(run.data)
+    batches: list[Batch] = []
+    for number, (each, stage) in enumerate(zip(data, [None, *run.data.stages], strict=True)):
+        where = _batch_places(run, places)
+        if stage is not None:
+            key, given, last = key_of(number - 1, "train"), _numbers(stage.train), batches[-1]
+            where = f"{key}: {places.get(key, 'the YAML')}"
+            if given["global_batch"] is None and given["accumulation"] is None:
+                given["global_batch"] = last.global_batch
+            if given["micro_batch"] is None and None in (given["global_batch"], given["accumulation"]):
+                given["micro_batch"] = last.micro_batch
+        batch = solve(**given, data_parallel=degrees.data, sequence_length=each.sequence_length, world=world,
+                      problems=problems, place=where)  # fmt: skip
+        problems.raise_if_any()
+        assert batch is not None
+        batches.append(batch)
+    return stages_of(run.data, run.schedule, batches)
 
 
-def total_steps(run: RunConfig, batch: Batch, epoch: Callable[[DataConfig], int] | None) -> int | None:
-    """Optimizer steps of the whole run: the smallest of max_steps, and of max_tokens and epochs in steps, rounded up.
-
-    Raises: DataError, where epochs are asked for and the data cannot be read.
-    """
-    limits = [] if run.train.max_steps is None else [run.train.max_steps]
-    if run.train.max_tokens is not None:
-        limits.append(-(-run.train.max_tokens // batch.tokens))
-    if run.train.epochs is not None:
-        assert epoch is not None, "who resolves a run with its data counts them"
-        limits.append(steps_of_epochs(run.train.epochs, epoch(run.data), batch.global_batch))
-    return min(limits, default=None)
+def _numbers(section: TrainConfig | StageBatch) -> dict[str, int | None]:
+    return {name: getattr(section, name) for name in ("global_batch", "micro_batch", "accumulation")}
 
 
-def _fill_in(run: RunConfig, batch: Batch, max_steps: int | None) -> RunConfig:
-    train = replace(
-        run.train,
-        global_batch=batch.global_batch,
-        micro_batch=batch.micro_batch,
-        accumulation=batch.accumulation,
-    )
-    return filled(replace(run, schedule=run.schedule.filled(max_steps), train=train))
+def total_steps(run: RunConfig, stages: Stages, epoch: Callable[[DataConfig], int] | None) -> int | None:
+    """Optimizer steps of the whole run. Raises DataError, where epochs are asked for and the data cannot be read."""
+    train, last = run.train, stages[len(stages) - 1].data
+    asked = train.epochs is not None and epoch is not None
+    return stages.length(train.max_steps, train.max_tokens, train.epochs, epoch(last) if asked and epoch else None)
+
+
+def _fill_in(run: RunConfig, stages: Stages) -> RunConfig:
+    train = replace(run.train, **vars(_solved(stages[0].batch)))
+    own = [
+        replace(config, train=_solved(stage.batch), schedule=None if config.schedule is None else stage.schedule)
+        for config, stage in zip(run.data.stages, stages.stages[1:], strict=True)
+    ]
+    return filled(replace(run, schedule=stages[0].schedule, train=train, data=replace(run.data, stages=own)))
+
+
+def _solved(batch: Batch) -> StageBatch:
+    return StageBatch(global_batch=batch.global_batch, micro_batch=batch.micro_batch, accumulation=batch.accumulation)
 
 
 def _spread(asked: Degrees, path: str, world_size: int, world: str, problems: Problems) -> Degrees:

@@ -26,6 +26,7 @@ from llmtrain.config.objective import (
 )
 from llmtrain.config.problems import Places, Problems, stop
 from llmtrain.config.run import AdapterConfig, EmaConfig, RunConfig, profiled_steps
+from llmtrain.config.stages_rules import check_stages, stage_runs
 from llmtrain.config.topology import Degrees
 from llmtrain.storage.hub.names import is_name
 
@@ -150,6 +151,9 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
         value = getattr(config, item.name)
         if is_dataclass(value):
             flat |= flatten(value, f"{prefix}{item.name}.")
+        elif isinstance(value, list) and value and all(map(is_dataclass, value)):
+            for number, each in enumerate(value):
+                flat |= flatten(each, f"{prefix}{item.name}[{number}].")
         elif item.name in Entry.SECTIONS:
             for name, entry in value.items():
                 flat |= flatten(entry, f"{item.name}.{name}.")
@@ -163,7 +167,9 @@ def _limits(run: RunConfig, key: str) -> Mapping[str, Any]:
     *sections, name = key.split(".")
     holder: Any = run
     for section in sections:
+        section, _, number = section.partition("[")  # `stages[0]`
         holder = holder[section] if isinstance(holder, dict) else getattr(holder, section)
+        holder = holder[int(number.removesuffix("]"))] if number else holder
     found = holder.__dataclass_fields__[name].metadata if name in holder.__dataclass_fields__ else {}
     return found if "bound" in found else {}
 
@@ -200,11 +206,14 @@ def check_values(run: RunConfig, places: Places, problems: Problems) -> None:
     if run.data.mixture == {}:
         problems.add("data.mixture", {}, "names no folder", "write `FOLDER: WEIGHT` lines, or use data.path",
                      places.get("data.mixture"))  # fmt: skip
+    check_stages(run, places, problems)
     lengths = (run.train.max_steps, run.train.max_tokens, run.train.epochs)
     if all(length is None for length in (*lengths, run.train.max_minutes)):
         problems.add("train.max_steps", None, "nothing says when the run ends",
                      "set train.max_steps, train.max_tokens, train.epochs or train.max_minutes")  # fmt: skip
-    elif run.schedule.needs_length and all(length is None for length in lengths):
+    elif run.schedule.needs_length and all(
+        length is None for length in (*lengths, *(stage.schedule for stage in run.data.stages))
+    ):
         problems.add("schedule.name", run.schedule.name, "this shape needs the number of steps in advance",
                      "set train.max_steps, train.max_tokens or train.epochs, or schedule.name: constant",
                      places.get("schedule.name"))  # fmt: skip
@@ -233,6 +242,13 @@ def check_values(run: RunConfig, places: Places, problems: Problems) -> None:
         except ValueError:
             problems.add("profile.steps", run.profile.steps, "must be FIRST:LAST, steps from 1 on, at most 20 of them",
                          "write it as 20:23", places.get("profile.steps"))  # fmt: skip
+    if run.resume_data == "new":
+        if run.resume in ("auto", "none"):
+            problems.add("resume_data", "new", "goes on from one checkpoint with other data", "name it: resume: PATH",
+                         places.get("resume_data"))  # fmt: skip
+        elif run.resume_weights_only:
+            problems.add("resume_data", "new", "with resume_weights_only the data begins anew anyway",
+                         "remove one of the two", places.get("resume_data"))  # fmt: skip
     if run.resume_weights_only and run.resume in ("auto", "none"):
         problems.add("resume_weights_only", True, "begins a new run from the parameters of one checkpoint",
                      "name it: resume: PATH", places.get("resume_weights_only"))  # fmt: skip
@@ -392,18 +408,20 @@ def _check_packages(run: RunConfig, places: Places, problems: Problems) -> None:
 def check_on_disk(run: RunConfig, places: Places, problems: Problems) -> None:
     """Packages and paths exist; data folders are prepared; the tokenizer fits into the model's vocabulary."""
     _check_packages(run, places, problems)
-    folders = [("data.path", run.data.path)] if run.data.path else []
-    folders += [(f"data.mixture.{path}", path) for path in run.data.mixture or {}]
     data_vocab: dict[str, int] = {}
     tokenizer = None
-    for key, path in folders:
-        manifest = _read_manifest(key, path, places.get(key), problems)
-        tokenizer = tokenizer or (manifest or {}).get("tokenizer_fingerprint")
-        if isinstance(vocab := (manifest or {}).get("vocab_size"), int):
-            data_vocab[path] = vocab
-        _check_length(key, path, manifest or {}, run, places.get(key), problems)
-        if manifest is not None:
-            check_data(run, key, path, manifest, places.get(key), problems)
+    for stage, at in stage_runs(run, places):
+        for path in stage.data.folders:
+            key = "data.path" if stage.data.path else f"data.mixture.{path}"
+            if key in problems:
+                continue
+            manifest = _read_manifest(key, path, at.get(key), problems)
+            tokenizer = tokenizer or (manifest or {}).get("tokenizer_fingerprint")
+            if isinstance(vocab := (manifest or {}).get("vocab_size"), int):
+                data_vocab[path] = vocab
+            _check_length(key, path, manifest or {}, stage, at.get(key), problems)
+            if manifest is not None:
+                check_data(run, key, path, manifest, at.get(key), problems)
     for key, path in ((f"eval.sets.{name}", path) for name, path in run.eval.sets.items()):
         if (manifest := _read_manifest(key, path, places.get(key), problems)) is not None:
             check_data(run, key, path, manifest, places.get(key), problems)

@@ -22,6 +22,8 @@ from llmtrain.base.choice import (
     bounded,
 )
 from llmtrain.config.batch import Batch
+from llmtrain.config.stages import DataConfig as DataConfig
+from llmtrain.config.stages import Stages
 from llmtrain.config.topology import Degrees, Mix
 from llmtrain.objectives.by_token import NextToken
 from llmtrain.objectives.objective import Objective
@@ -103,24 +105,6 @@ class AdapterConfig:
     """Patterns of modules that train whole beside the adapter, such as `model.embed_tokens`, `lm_head` or `*norm`."""
     start: str | None = None
     """PEFT folder with the adapter to begin with; its rank, scale and targets must be those of this section."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """What to train on: folders made by `llmtrain prepare`. Exactly one of `path` and `mixture` is given."""
-
-    path: str | None = None
-    """One prepared folder."""
-    mixture: dict[str, float] | None = None
-    """Several prepared folders with their weights (shares of the sequences; they need not sum to 1)."""
-    sequence_length: int = bounded(1024, Bound(at_least=2), "1024 is the default")
-    """Tokens per sequence that the model sees."""
-    seed: int = bounded(0, SEED, "write 0")
-    """Seed of the order of the sequences."""
-    mask_document_starts: bool = True
-    """Do not count the prediction of a document's first token: nothing before it tells it."""
-    isolate_documents: bool = False
-    """Attention stays within a document, and positions start at 0 in each; false: a sequence is one text."""
 
 
 Mode = Literal["min", "max"]
@@ -298,6 +282,9 @@ class RunConfig:
     checkpoint, or of another run's folder, of which the newest is taken."""
     resume_weights_only: bool = False
     """With a path in `resume`: take its parameters alone; moments, schedule, data and step count begin anew."""
+    resume_data: Literal["same", "new"] = "same"
+    """With a path in `resume`: new goes on with other data from its first sequence, or from where the checkpoint's run
+    left it; parameters, moments, step count and schedule stay."""
     model: ModelConfig = field(default_factory=ModelConfig)
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -324,12 +311,13 @@ class RunConfig:
 class ResolvedRun:
     """A run whose YAML, JSON and command line have been joined for a number of ranks. `config.resolve` makes it.
 
-    What may stand in two files is in `batch` and `optim`, where no value is missing.
+    What may stand in two files is in `stages` and `optim`, where no value is missing.
     """
 
     run: RunConfig
     """As the user wrote it, every shared field filled in: for dumps, checkpoints, and what only the YAML says."""
-    batch: Batch
+    stages: Stages
+    """By the step: data, batch, schedule. The run has one stage unless data.stages names more."""
     mix: Mix
     """The mix that it runs as; its degrees include the data-parallel one."""
     deepspeed: dict[str, Any]
@@ -349,6 +337,11 @@ class ResolvedRun:
     def optim(self) -> Optimizer:
         """The optimizer, no value missing."""
         return self.run.optim
+
+    @property
+    def batch(self) -> Batch:
+        """The batch of the first stage."""
+        return self.stages[0].batch
 
     @property
     def degrees(self) -> Degrees:

@@ -197,7 +197,7 @@ def type_name(kind: Any) -> str:
     if origin is tuple:
         return f"a list of {len(args)} numbers"
     if origin is list:
-        return "a list of text"
+        return "a list of maps" if is_dataclass(args[0]) else "a list of text"
     if origin is dict:
         return "a map"
     return " or ".join(type_name(a) for a in args)
@@ -329,6 +329,8 @@ def _kind(kind: Any, limits: dict[str, Any]) -> dict[str, Any]:
     origin, args = get_origin(kind), get_args(kind)
     if kind in _TYPES:
         return {"type": _TYPES[kind], **limits}
+    if isinstance(kind, type) and is_dataclass(kind):
+        return _section(kind.SECTION) if issubclass(kind, Choice) else _object(kind)
     if origin is Literal:
         return {"enum": list(args)}
     if origin is tuple:
@@ -337,6 +339,8 @@ def _kind(kind: Any, limits: dict[str, Any]) -> dict[str, Any]:
         return {"type": "array", "items": _kind(args[0], limits)}
     if origin is dict:
         return {"type": "object", **limits}
+    if given := next((arg for arg in args if is_dataclass(arg)), None):
+        return _or_null(_kind(given, {}))
     either = [_kind(arg, limits if arg is not type(None) else {}) for arg in args]
     enums = [each["enum"] for each in either if "enum" in each]
     if enums:
@@ -344,3 +348,13 @@ def _kind(kind: Any, limits: dict[str, Any]) -> dict[str, Any]:
     merged = {key: value for each in either for key, value in each.items()}
     types = [each["type"] for each in either]
     return {**merged, "type": types}
+
+
+def _object(cls: type[Any]) -> dict[str, Any]:
+    """The schema of an object of this class that stands in a list."""
+    properties, kinds = {}, get_type_hints(cls)
+    for item in fields(cls):
+        bound = item.metadata.get("bound")
+        limits = bound.json_schema() if bound else {}
+        properties[item.name] = {"description": _doc(cls, item.name), **_kind(kinds[item.name], limits)}
+    return _map(properties)

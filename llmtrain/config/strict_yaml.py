@@ -82,7 +82,7 @@ class _Reader:
             for child in self.events:
                 if isinstance(child, yaml.SequenceEndEvent):
                     return items
-                items.append(self.node(child, key, depth + 1))
+                items.append(self.node(child, f"{key}[{len(items)}]", depth + 1))
         return self.mapping(key, depth)
 
     def mapping(self, key: str, depth: int) -> dict[str, Any]:

@@ -70,6 +70,8 @@ class Curves:
 
     by_name: dict[str, Curve]
     resumes: Sequence[float] = ()
+    borders: dict[int, float] = field(default_factory=dict)
+    """Stage -> steps before it, of those after the first."""
     baselines: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -161,6 +163,10 @@ def _figure(chart: dict[str, Any]) -> Figure:
         )
     for step in chart["marks"]:
         axes.axvline(step, color=_SOFT, linestyle=":", linewidth=1.0, zorder=1)
+    for stage, step in chart["borders"].items():
+        axes.axvline(step, color=_SOFT, linestyle="--", linewidth=1.0, zorder=1)
+        axes.annotate(f"stage {stage}", xy=(step, 1.0), xycoords=("data", "axes fraction"), xytext=(3, -9),
+                      textcoords="offset points", color=_SOFT)  # fmt: skip
     for level in chart["levels"]:
         axes.axhline(level["y"], color=COLORS[2], linestyle="--", linewidth=1.0)
         # At the right end, where the curves lie below the baselines that they are meant to beat.

@@ -33,6 +33,9 @@ _OF_A_RUN: dict[str, Metric] = {
     "epoch": _metric(
         "epochs", "Training sequences read, over those until the first set of the data has been read once."
     ),
+    "data/stage": _metric(
+        "1", "Stage that the step belonged to (`data.stages`), the first is 0; only of runs that have several."
+    ),
     "time_unix_s": _metric("s", "Wall-clock time of the row (Unix)."),
     "elapsed_s": _metric("s", "Time since this launch began tracking."),
     "loss": _metric(
@@ -270,7 +273,8 @@ class Throughput:
         peak: float | None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._flops = flops
+        self.flops = flops
+        """Of a token, for what is counted from now on."""
         self._devices = devices
         self._peak = peak
         self._clock = clock
@@ -317,8 +321,8 @@ class Throughput:
         """The metrics since the last call, keyed as in `metrics`; starts the next interval."""
         busy_s = max(self._clock() - self._began_s - self._paused_s, 1e-9)
         tokens_per_s = self._tokens / busy_s
-        causal = tokens_per_s * self._flops.causal
-        noncausal = tokens_per_s * self._flops.noncausal
+        causal = tokens_per_s * self.flops.causal
+        noncausal = tokens_per_s * self.flops.noncausal
         row = {
             "tokens_per_s": tokens_per_s,
             "tokens_per_s_per_device": tokens_per_s / self._devices,

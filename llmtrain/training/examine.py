@@ -13,6 +13,7 @@ from llmtrain.base.errors import ConfigError, DataError
 from llmtrain.config.deepspeed import deep_check, name_cpu
 from llmtrain.config.rules import starts_from_model
 from llmtrain.config.run import ResolvedRun, RunConfig
+from llmtrain.config.stages import Stages
 from llmtrain.data.manifest import Manifest, check_vocabulary
 from llmtrain.data.stream.choices import ChoiceSet
 from llmtrain.data.stream.columns import REMEDY
@@ -33,7 +34,9 @@ class Checked:
     resolved: ResolvedRun
     spec: ModelSpec
     data: TrainData
-    """With the columns that the objective reads."""
+    """Of the first stage, with the columns that the objective reads."""
+    later: tuple[TrainData, ...] = ()
+    """Of the stages after it: the same object where it is the same data."""
     references: list[str] | None = None
     """Hashes of the weights behind the reference's log-probabilities, one per data set; None: no such column."""
     teachers: list[str] = field(default_factory=list)
@@ -58,7 +61,7 @@ def examine(resolved: ResolvedRun) -> Checked:
     """
     run = resolved.run
     _refuse_taken_keys(run)
-    data = TrainData(run.data)
+    data, *later = stage_data(resolved.stages)
     references = data.take_reference(resolved.precision) if run.objective.reference == "column" else None
     sets = {name: EvalSet(folder, run.data) for name, folder in run.eval.sets.items()}
     form = {"sequence_length": run.data.sequence_length, "shared": resolved.degrees.sequence}
@@ -75,7 +78,7 @@ def examine(resolved: ResolvedRun) -> Checked:
     from llmtrain.models.run.check import check_model, check_weights
 
     spec, notes = check_model(resolved)
-    for manifest in data.manifests:
+    for manifest in (manifest for each in (data, *later) for manifest in each.manifests):
         check_vocabulary(manifest, spec.facts.vocab_size)
     if run.objective.teacher is not None:
         from llmtrain.models.teacher import check_teacher, teacher_model
@@ -95,11 +98,24 @@ def examine(resolved: ResolvedRun) -> Checked:
         prove_by_element(run.optim)
     if starts_from_model(run):
         check_weights(spec)
-    notes = (*notes, *_epochs(resolved, data), *_too_large(resolved, spec), *_measured_whole(run.eval.sets, sets))
+    notes = (*notes, *_epochs(resolved, [data, *later]), *_too_large(resolved, spec))
+    notes = (*notes, *_measured_whole(run.eval.sets, sets))
     notes = (*notes, *_cut(choices, run.data.sequence_length))
     resolved = replace(resolved, notes=(*resolved.notes, *notes))
-    return Checked(resolved=resolved, spec=spec, data=data, references=references, teachers=teachers, sets=sets,
-                   choices=choices, prompts=prompts)  # fmt: skip
+    return Checked(resolved=resolved, spec=spec, data=data, later=tuple(later), references=references,
+                   teachers=teachers, sets=sets, choices=choices, prompts=prompts)  # fmt: skip
+
+
+def stage_data(stages: Stages) -> list[TrainData]:
+    """The data of each stage; stages with the same data share it. Raises DataError."""
+    found: list[TrainData] = []
+    for stage in stages:
+        own = next((data for data, other in zip(found, stages, strict=False) if other.data == stage.data), None)
+        own = own or TrainData(stage.data)
+        found.append(next((data for data in found if data.fingerprint == own.fingerprint), own))
+        if stage.first_step:
+            _check_tokenizer(f"data.stages, from step {stage.first_step}", own.manifests[0], found[0])
+    return found
 
 
 def _check_tokenizer(key: str, manifest: Manifest, data: TrainData) -> None:
@@ -146,10 +162,14 @@ _NO_DEVICE_BYTES = 2 << 40
 """Limit for weights, gradients and optimizer state on one rank: no accelerator has it, nor a host's share for one."""
 
 
-def _epochs(resolved: ResolvedRun, data: TrainData) -> list[str]:
+def _epochs(resolved: ResolvedRun, data: list[TrainData]) -> list[str]:
     if resolved.max_steps is None:
         return []
-    passes = data.epochs(resolved.max_steps * resolved.batch.global_batch)
+    passes: list[tuple[str, float, int]] = []
+    for first, own in enumerate(data):
+        sharing = [number for number, each in enumerate(data) if each is own]
+        if sharing[0] == first:
+            passes += own.epochs(resolved.stages.sequences(resolved.max_steps, sharing))
     return [
         f"{times:.3g} epochs of {folder}, whose training split has {units.count(tokens)} tokens"
         + (f"; {LITTLE_NEW}" if times > USEFUL_EPOCHS else "")

@@ -154,7 +154,8 @@ def finish(
 ) -> str:
     """Print the run's result; write the Hugging Face folder and the sample if the run asks for them.
 
-    `validation_loss` is None with train.eval off: then there is nothing to compare unigrams and bigrams with, either.
+    `data`: of its last stage. `validation_loss` is None with train.eval off: then there is nothing to compare unigrams
+    and bigrams with, either.
     `device`: this rank's, for the sample; the others still hold their shards of the model. Returns where everything
     lies: lines to print when all else is done.
     """
@@ -171,7 +172,7 @@ def finish(
         log.info(f"validation loss {validation_loss:.4f} {run.objective.unit}")
     else:
         log.info(f"validation loss {validation_loss:.4f} nats/token (perplexity {perplexity(validation_loss):.2f})")
-        _print_baselines(run.data.sequence_length, data, tracker)
+        _print_baselines(data, tracker)
     if run.train.export and run.train.sample_prompt is not None:
         _sample(folder, run.train.sample_prompt, Sampling(max_tokens=64, seed=run.train.seed), tracker, device)
         lines.append(("more text", f'llmtrain generate {folder.path} --prompt "..."'))
@@ -200,11 +201,12 @@ def stopped(checkpoints: Path | None, step: int, reason: str | None) -> str:
     return f"stopped ({reason}) at step {step}, saved in {where}; the same command continues"
 
 
-def _print_baselines(length: int, data: TrainData, tracker: Tracker) -> None:
-    """Unigram and bigram losses of the same training tokens, where that takes a moment only; on rows of `length`."""
+def _print_baselines(data: TrainData, tracker: Tracker) -> None:
+    """Unigram and bigram losses of the same training tokens, where that takes a moment only."""
     train_tokens = sum(stream.tokens for stream in data.streams("train"))
     if train_tokens > _BASELINE_TOKENS:
         return
+    length = data.sequence_length
     # So many whatever train.eval_sequences is: the figures of two runs on the same data are to be the same.
     sequences = min(data.validation_sequences, max(1, _BASELINE_VALIDATION_TOKENS // length))
     unigram, bigram = ngram_baselines(data, sequences=sequences)

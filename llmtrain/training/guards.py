@@ -110,8 +110,8 @@ class SkippedSteps(Part):
         # fp16 finds its loss scale by overflowing: with a finite loss that is no fault.
         scaling = self._setup.resolved.precision == "fp16" and not samples
         what, step = "gradient" if not samples else "loss", done.position.step
-        first, count = done.batch.first_index, self._setup.resolved.batch.global_batch
-        named = samples or list(range(first, first + count))
+        first = done.batch.first_index
+        named = samples or list(range(first, first + done.batch.sequences))
         self._tracker.event("skip", step=step, what=f"non-finite {what}", samples=named, loss_scaling=scaling)
         if scaling:
             return
@@ -152,7 +152,8 @@ class DataCheck(Part):
     def __init__(self, setup: Setup, saving: Saving, *, resumes: bool) -> None:
         """`saving`: decides when a checkpoint follows. `resumes`: the run goes on from a checkpoint, so that data of a
         few GiB is compared before the first step."""
-        self._files = [file for data in (setup.data, *setup.sets.values()) for file in data.sums()]
+        distinct = {id(data): data for data in (*setup.course.data, *setup.sets.values())}
+        self._files = [file for data in distinct.values() for file in data.sums()]
         self._files += [file for choices in setup.choices.values() for file in choices.prepared.sums()]
         self._ranks, self._log_every = setup.ranks, setup.run.train.log_every
         self._saving, self._resumes = saving, resumes

@@ -13,6 +13,7 @@ from llmtrain.cluster.doctor.checks import Folder
 from llmtrain.cluster.doctor.preflight import Needs
 from llmtrain.config.rules import has_checkpoints, reads_weights
 from llmtrain.config.run import ResolvedRun, RunConfig
+from llmtrain.config.stages import data_of
 from llmtrain.config.topology import Mix, ring_bytes
 from llmtrain.data.manifest import SPLITS, read_manifest
 from llmtrain.optim.optimizers import Optimizer
@@ -33,8 +34,8 @@ def needs(configs: Sequence[str], run: RunConfig, mix: Mix, run_dir: str) -> Nee
 
 def _read_by(run: RunConfig) -> Iterator[Folder]:
     """The folders that each host's ranks read, and which files in them."""
-    data = [("data.path", run.data.path)] if run.data.path else []
-    data += [("data.mixture", each) for each in run.data.mixture or {}]
+    data = [("data.path" if each.path else "data.mixture", path) for each in data_of(run.data) for path in each.folders]
+    data = list(dict.fromkeys(data))
     data += [(f"eval.sets.{name}", each) for name, each in run.eval.sets.items()]
     data += [(f"eval.choices.{name}", each) for name, each in run.eval.choices.items()]
     for key, path in data:

@@ -15,7 +15,7 @@ from llmtrain.training.step import Position, Request, Session
 
 
 def train_steps(
-    session: Session, loader: TrainLoader, parts: Sequence[Part], position: Position, *, tokens: int, limit: int | None
+    session: Session, loader: TrainLoader, parts: Sequence[Part], position: Position, *, limit: int | None
 ) -> tuple[Position, bool]:
     """Train until the run is complete, its time is up, or someone asks to stop.
 
@@ -24,7 +24,6 @@ def train_steps(
         loader: gives their batches. Closed at the end.
         parts: called in this order.
         position: where the run stands.
-        tokens: of a step.
         limit: optimizer steps of the whole run; None: only time or a signal ends it.
 
     Returns: (where the run stands, False if it was asked to stop).
@@ -43,14 +42,14 @@ def train_steps(
     with contextlib.closing(loader):
         while goes_on:
             session.step_number = position.step  # a part may have moved it
-            loader.seek(position.sample_index)
+            loader.seek(position.sample_index, position.step)
             heart.begin_step()
             waited_s = loader.data_wait_s
             batch = next(loader)
             waited_s = loader.data_wait_s - waited_s
             request = functools.reduce(operator.or_, (part.request() for part in parts), Request())
             step = session.step(batch, request, before_update)
-            before, position = position.step, _after(position, step.update.skipped, loader.next_index, tokens)
+            before, position = position.step, _after(position, step.update.skipped, loader.next_index, batch.tokens)
             step_s, comm_s = heart.end_step(position.step)
             for part in parts:
                 done = Done(**vars(step), position=position, steps=range(before + 1, position.step + 1),

@@ -239,7 +239,8 @@ class ReplicaCheck(Part):
         self._replicas = Replicas(self._engine, self._ranks)
         settings = json.dumps({"run": asdict(run), "json": exact}, sort_keys=True)
         configuration = hashlib.sha256(settings.encode()).hexdigest()[:16]
-        self._constant = {"data fingerprint": setup.data.fingerprint, "configuration": configuration}
+        data = " ".join(dict.fromkeys(each.fingerprint for each in setup.course.data))
+        self._constant = {"data fingerprint": data, "configuration": configuration}
         self._agreed_step: int | None = None
         self._compares_ranks = self._ranks.world_size > 1 and self._every > 0
 

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llmtrain.base import log
+from llmtrain.base import log, units
 from llmtrain.checkpoint.retain import Best
 from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.data.stream.choices import ChoiceSet
-from llmtrain.data.stream.loader import MicroBatch, validation_batches
+from llmtrain.data.stream.loader import MicroBatch, StepBatch, validation_batches
 from llmtrain.data.stream.token_bytes import byte_lengths, counted_bytes
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.engine.dist.control import from_rank_0, together
@@ -25,7 +25,14 @@ from llmtrain.engine.losses.function import LooksAhead
 from llmtrain.engine.losses.next_token import NextTokenLoss
 from llmtrain.engine.losses.online import LogProbs
 from llmtrain.engine.losses.with_metrics import quotients, with_metrics
-from llmtrain.tracking.metrics import Throughput, flops_per_token, peak_flops, perplexity, routing_metrics
+from llmtrain.tracking.metrics import (
+    Throughput,
+    TokenFlops,
+    flops_per_token,
+    peak_flops,
+    perplexity,
+    routing_metrics,
+)
 from llmtrain.training.best import BestSteps, Patience
 from llmtrain.training.examine import LITTLE_NEW, USEFUL_EPOCHS
 from llmtrain.training.parts import Done, Part
@@ -59,16 +66,24 @@ class Evaluation(Part):
         """
         self._setup, self._tracker, self._speed, self._ema = setup, tracker, speed, ema
         run = setup.run
-        self._measured = [Measured("eval", setup.data, run.train.eval_sequences)] if run.train.eval else []
+        self._stages = [
+            Measured("eval", data, run.train.eval_sequences, stage.batch.micro_batch)
+            for data, stage in zip(setup.course.data, setup.course.stages, strict=True)
+        ]
+        self._measured = self._stages[:1] if run.train.eval else []
+        """The first is the data of the stage that was trained last."""
         for name, data in setup.sets.items():
             sequences = run.eval.sequences.get(name, run.train.eval_sequences)
-            self._measured.append(Measured(f"eval/{name}", data, sequences))
-        self._bytes: list[int] = []
-        """Of each one's counted tokens, where their likelihoods are measured."""
+            self._measured.append(Measured(f"eval/{name}", data, sequences, setup.resolved.batch.micro_batch))
+        self._lengths: np.ndarray | None = None
+        """Bytes of each token, where likelihoods are measured."""
+        self._bytes: dict[int, int] = {}
+        """Of the counted tokens of a data set, by its id()."""
         if isinstance(setup.objective, NextTokenLoss) and self._measured:
             with together(setup.ranks):
-                lengths = byte_lengths(setup.data.tokenizer_dir, setup.data.vocab_size)
-                self._bytes = [counted_bytes(each.data, each.sequences, lengths) for each in self._measured]
+                self._lengths = byte_lengths(setup.data.tokenizer_dir, setup.data.vocab_size)
+                for each in self._measured:
+                    self._count_bytes(each)
         best = Best.of({"run": asdict(run)})
         self._best = None if best is None else BestSteps(best, from_rank_0(setup.ranks, lambda: there(best)).items())
         self._patience = None if run.train.stop_early.metric is None else Patience(run.train.stop_early)
@@ -122,6 +137,8 @@ class Evaluation(Part):
         setup = self._setup
         if self._last is not None and self._last[0] == position.step:
             return self._last[1]
+        if setup.run.train.eval:
+            self._measured[0] = self._stages[setup.course.done(position.step).stage]
         with heart.during("evaluate"):
             self._sample(position.step)
             row = {key: value for index in range(len(self._measured)) for key, value in self._figures(index).items()}
@@ -164,6 +181,14 @@ class Evaluation(Part):
             log.info(f"step {step}  sample {json.dumps(prompt, ensure_ascii=False)}: "
                      f"{json.dumps(text, ensure_ascii=False)}")  # fmt: skip
 
+    def _count_bytes(self, measured: Measured) -> int:
+        """Bytes of the counted tokens of a set."""
+        assert self._lengths is not None
+        key = id(measured.data)
+        if key not in self._bytes:
+            self._bytes[key] = counted_bytes(measured.data, measured.sequences, self._lengths)
+        return self._bytes[key]
+
     def _figures(self, index: int) -> dict[str, float]:
         """Of one set."""
         measured, engine = self._measured[index], self._setup.engine
@@ -171,9 +196,9 @@ class Evaluation(Part):
         if isinstance(objective, LooksAhead):
             objective.look(list(evaluation_batches(self._setup, measured)), engine.evaluate)
         figures, weight = engine.evaluate(evaluation_batches(self._setup, measured), objective)
-        if self._bytes:
-            bits = figures["loss"] * weight / math.log(2)
-            figures |= {"perplexity": perplexity(figures["loss"]), "bits_per_byte": bits / max(1, self._bytes[index])}
+        if self._lengths is not None:
+            bits, counted = figures["loss"] * weight / math.log(2), self._count_bytes(measured)
+            figures |= {"perplexity": perplexity(figures["loss"]), "bits_per_byte": bits / max(1, counted)}
         return {f"{measured.prefix}/{name}": value for name, value in quotients(figures).items()}
 
 
@@ -187,6 +212,8 @@ class Measured:
     """Whose validation sequences."""
     sequences: int
     """How many of them at most."""
+    micro_batch: int
+    """Sequences of a forward pass of one rank."""
 
 
 def evaluation_batches(setup: Setup, measured: Measured) -> Iterator[MicroBatch]:
@@ -194,7 +221,7 @@ def evaluation_batches(setup: Setup, measured: Measured) -> Iterator[MicroBatch]
     return validation_batches(
         measured.data,
         sequences=measured.sequences,
-        micro_batch=setup.resolved.batch.micro_batch,
+        micro_batch=measured.micro_batch,
         rank=setup.mesh.place.data,
         data_parallel=setup.resolved.batch.data_parallel,
         pin_memory=setup.ranks.device.type == "cuda",
@@ -208,6 +235,39 @@ def choice_log_probs(setup: Setup, choices: ChoiceSet) -> np.ndarray:
     for micros in choices.batches(*dealt, pin_memory=setup.ranks.device.type == "cuda"):
         setup.engine.evaluate(micros, collect)
     return collect.of_all(setup.ranks, choices.rows)
+
+
+class StageBorders(Part):
+    """Tells in which stage the run is, when it begins and where another one begins."""
+
+    def __init__(self, setup: Setup, tracker: Tracker) -> None:
+        self._course, self._tracker = setup.course, tracker
+        self._several = len(self._course.stages) > 1 or self._course.first_number > 0
+
+    def begin(self, position: Position) -> None:
+        """Tell the stage of the first step."""
+        self._tell(position)
+
+    def after_step(self, done: Done) -> None:
+        """Tell the stage of the next step if it is another one."""
+        if not done.last and self._course.at(done.position.step).stage != done.batch.stage:
+            self._tell(done.position)
+
+    def figures(self, done: Done) -> dict[str, Any]:
+        """Return the stage of the step."""
+        return {"data/stage": self._course.first_number + done.batch.stage} if self._several else {}
+
+    def _tell(self, position: Position) -> None:
+        if not self._several:
+            return
+        stage = self._course.at(position.step).stage
+        what, tokens = self._course.describe(stage), self._course.stages[stage].batch.tokens
+        self._tracker.event("stage", step=position.step, next=position.sample_index, **what)
+        log.info(
+            f"stage {what['stage']} at step {position.step}: {', '.join(what['folders'])} from sequence "
+            f"{position.sample_index}, {units.count(tokens)} tokens a step ({what['global_batch']} sequences of "
+            f"{what['sequence_length']})"
+        )
 
 
 class Logging(Part):
@@ -229,7 +289,9 @@ class Logging(Part):
     def after_step(self, done: Done) -> None:
         """Count the step, and log it if it is due."""
         comm = (done.step_s, done.comm_s) if self._counts_comm else None
-        self._speed.step(tokens=self._setup.resolved.batch.tokens, data_wait_s=done.data_wait_s, comm=comm)
+        if self._setup.course.stages[done.batch.stage].first_step == done.position.step - 1:
+            self._speed.flops = flops_of(self._setup, done.batch.stage)
+        self._speed.step(tokens=done.batch.tokens, data_wait_s=done.data_wait_s, comm=comm)
         if done.last or is_due(self._setup.run.train.log_every, done.steps):
             gc.collect()
             self._log(done)
@@ -240,7 +302,7 @@ class Logging(Part):
         row = {
             "step": done.position.step,
             "tokens": done.position.tokens,
-            "epoch": self._epoch(done.position),
+            "epoch": self._epoch(done.batch),
             **self._session.figures(done),
             "lr": self._setup.resolved.optim.lr * done.lr_factor,
             "grad_norm": None if norm is None else float(norm),
@@ -253,25 +315,30 @@ class Logging(Part):
             row |= part.figures(done)
         self._tracker.log(row, more=self._evaluation.is_due(done))
 
-    def _epoch(self, position: Position) -> float:
+    def _epoch(self, batch: StepBatch) -> float:
         """The epochs so far; of a run whose length is not known, a word once they are many."""
-        epoch = position.sample_index / self._setup.data.sequences_per_epoch
+        epoch = (batch.first_index + batch.sequences) / self._setup.course.data[batch.stage].sequences_per_epoch
         if self._setup.resolved.max_steps is None and epoch > USEFUL_EPOCHS and self._setup.ranks.rank == 0:
             log.warn_once(f"the run goes over its data for the {int(epoch) + 1}th time: {LITTLE_NEW}")
         return round(epoch, 6)
 
 
-def throughput_of(setup: Setup) -> Throughput:
-    """The speed of the run between two log points."""
+def flops_of(setup: Setup, stage: int) -> TokenFlops:
+    """Of a token, in sequences of that stage's length."""
     sizes = setup.spec.facts
-    flops = flops_per_token(
+    return flops_per_token(
         matmul_params=sizes.matmul_parameters,
         frozen_params=sizes.frozen_matmul_parameters,
         forward_params=sizes.forward_matmul_parameters,
         layers=sizes.layers,
         forward_layers=sizes.forward_layers,
         attention_width=sizes.attention_width,
-        sequence_length=setup.run.data.sequence_length,
+        sequence_length=setup.resolved.stages[stage].batch.sequence_length,
     )
+
+
+def throughput_of(setup: Setup, step: int = 0) -> Throughput:
+    """The speed of the run between two log points. `step`: where it goes on."""
+    flops = flops_of(setup, setup.resolved.stages.number(step))
     peak = peak_flops(device_name(setup.ranks.device), setup.resolved.precision)
     return Throughput(flops=flops, devices=setup.ranks.world_size, peak=peak)

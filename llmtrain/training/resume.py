@@ -15,6 +15,7 @@ from llmtrain.checkpoint.rundir import CheckpointFolder, RunDirectory, origin
 from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.config.plugins import hashes
 from llmtrain.config.run import RunConfig
+from llmtrain.data.stream.course import RECORD
 from llmtrain.engine.dist.control import from_all, from_rank_0, together
 from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.tracking.environment import new_run_id, versions
@@ -29,7 +30,7 @@ class TrainerState:
 
     def __init__(self, setup: Setup) -> None:
         """All ranks call it together."""
-        self._engine = setup.engine
+        self._engine, self._course = setup.engine, setup.course
         self.wandb_id = from_rank_0(setup.ranks, new_run_id)
         self.began_from: dict[str, Any] | None = None
         """The checkpoint of another run that this one began from, see checkpoint/load.py."""
@@ -37,8 +38,11 @@ class TrainerState:
         self.settings: dict[str, Any] = {
             "optimizer": run.optim.name,
             "vocab_size": setup.spec.facts.vocab_size,
-            "data_fingerprint": data.fingerprint,
-            "epoch_sequences": data.sequences_per_epoch,
+            "epoch_sequences": setup.course.data[-1].sequences_per_epoch,
+            "plan": [
+                [stage.first_step, data.fingerprint]
+                for stage, data in zip(setup.course.stages, setup.course.data, strict=True)
+            ],
             "reference": setup.references,
             "teacher": setup.teacher,
             "separator_id": data.separator_id,
@@ -61,6 +65,8 @@ class TrainerState:
             "loss_scale": self._engine.loss_scale(),
             "wandb_id": self.wandb_id,
             "began_from": self.began_from,
+            "data_fingerprint": self._course.done(position.step).data.fingerprint,
+            RECORD: self._course.record(position.step, position.sample_index),
             **(entries or {}),
             **self.settings,
         }
@@ -118,7 +124,9 @@ def resume_or_start(setup: Setup, folder: RunDirectory, checkpoints: CheckpointF
     if not trainer.settings["sampling"]:  # the folder may be gone by now
         trainer.settings["sampling"] = saved.get("sampling") or {}
     position = Position(**{key: saved.get(key) or 0 for key in asdict(Position())})
-    position = replace(position, optimizer_step=setup.engine.optimizer_step())
+    setup.course.go_on(position.step, saved)
+    position = replace(position, sample_index=setup.course.at(position.step).index,
+                       optimizer_step=setup.engine.optimizer_step())  # fmt: skip
     heart.at_step(position.step)
     trainer.wandb_id = saved.get("wandb_id") or trainer.wandb_id
     own = resumed.folder.parent == checkpoints.path
@@ -197,7 +205,8 @@ def candidates(run: RunConfig, folder: RunDirectory) -> tuple[list[Path], bool]:
         return [Path(run.resume)], True
     if not own:
         return _named(Path(run.resume)), False
-    if _began_from(own) != origin(run):
+    began, meant_origin = _began_from(own) or {}, origin(run)
+    if {key: began.get(key) for key in meant_origin} != meant_origin:
         raise CheckpointError(
             f"resume: {run.resume}, but {folder.path} holds {own[0].name} of a run that did not begin there. Use "
             "--resume auto to continue that run, or give the new one a train.run_dir of its own."

@@ -42,7 +42,7 @@ from llmtrain.training.guards import AdapterCheck, DataCheck, Limits, SkippedSte
 from llmtrain.training.loop import train_steps
 from llmtrain.training.parts import Launch, Part
 from llmtrain.training.replica_check import ReplicaCheck
-from llmtrain.training.reporting import Evaluation, Logging, throughput_of
+from llmtrain.training.reporting import Evaluation, Logging, StageBorders, throughput_of
 from llmtrain.training.resume import Start, resume_or_start
 from llmtrain.training.saving import Saving
 from llmtrain.training.setup import Setup
@@ -81,7 +81,8 @@ def train(checked: Checked) -> int:
             checkpoints = stack.enter_context(open_checkpoints(folder, run, ranks))
             if run.train.eval:
                 with together(ranks):
-                    check_validation(checked.data)  # now, not after days of training
+                    for data in (checked.data, *checked.later):
+                        check_validation(data)  # now, not after days of training
             _train(Setup(checked, ranks), folder, checkpoints, requests)
         except Exception as error:
             rank_side.failed(error)  # before anything is closed: what is left of the job may hold that up
@@ -105,7 +106,7 @@ def _train(setup: Setup, folder: RunDirectory, checkpoints: CheckpointFolder, re
         with contextlib.ExitStack() as stack:
             stack.push(functools.partial(_close, parts))
             tracker.event("resume" if start.position.step else "start", step=start.position.step, lines=start.lines)
-            loader = stack.enter_context(setup.loader(start.position.sample_index))
+            loader = stack.enter_context(setup.loader(start.position.sample_index, step=start.position.step))
             launch = Launch(setup=setup, start=start, folder=folder, checkpoints=checkpoints, requests=requests,
                             tracker=tracker, session=session, loader=loader, began_s=began_s)  # fmt: skip
             saving, evaluation = _fill(parts, launch)
@@ -114,8 +115,7 @@ def _train(setup: Setup, folder: RunDirectory, checkpoints: CheckpointFolder, re
             began = True
             try:
                 with collected_by_hand():
-                    position, ended = train_steps(session, loader, parts, start.position, tokens=resolved.batch.tokens,
-                                                  limit=resolved.max_steps)  # fmt: skip
+                    position, ended = train_steps(session, loader, parts, start.position, limit=resolved.max_steps)
             except StopAsked:  # while it waited for the other sites: there is nothing new to save
                 position, ended, began = start.position, False, False
             reason = None if ended else requests.stop_reason or "another rank, or a part of the run, asked to stop"
@@ -139,7 +139,7 @@ def _fill(parts: list[Part], launch: Launch) -> tuple[Saving, Evaluation]:
     Returns: those that the end of a run uses. Raises: AgreedError.
     """
     setup, start, tracker = launch.setup, launch.start, launch.tracker
-    run, speed = setup.run, throughput_of(setup)
+    run, speed = setup.run, throughput_of(setup, start.position.step)
     parts.append(Limits(launch.requests, run.train.max_minutes, launch.began_s, setup.ranks))
     parts.append(SkippedSteps(setup, tracker, launch.folder.checkpoints))
     if run.adapter.r is not None:
@@ -168,6 +168,7 @@ def _fill(parts: list[Part], launch: Launch) -> tuple[Saving, Evaluation]:
     saving = Saving(setup, launch.checkpoints, tracker, speed, launch.requests, start, parts, evaluation)
     parts.append(Logging(setup, launch.session, tracker, speed, parts, evaluation))
     parts.append(evaluation)
+    parts.append(StageBorders(setup, tracker))
     parts.append(DataCheck(setup, saving, resumes=start.folder is not None))
     parts.append(ReplicaCheck(setup, tracker, saving))
     parts.append(saving)
@@ -235,7 +236,8 @@ def _conclude(
         tracker.event("stop", step=position.step, complete=complete, reason=reason)
         if complete:
             heart.phase("export")
-            last_words = finish(setup.run, folder, setup.data, tracker, validation_loss, setup.ranks.device)
+            data = setup.course.done(position.step).data
+            last_words = finish(setup.run, folder, data, tracker, validation_loss, setup.ranks.device)
         else:
             last_words = stopped(launch.checkpoints.path if began else None, position.step, reason)
         messages.emit("end", status="complete" if complete else "stopped", code=0, reason=reason)

@@ -20,6 +20,7 @@ from llmtrain.base.errors import ConfigError, DataError, ModelError, UserError
 from llmtrain.config.run import ResolvedRun, RunConfig
 from llmtrain.config.topology import Mix, Place
 from llmtrain.data.stream.columns import REMEDY, weights_hash
+from llmtrain.data.stream.course import Course
 from llmtrain.data.stream.loader import TrainData, TrainLoader, batches_of
 from llmtrain.engine import progress
 from llmtrain.engine.api import Engine, ForwardCopy
@@ -65,6 +66,8 @@ class Setup:
         """
         self.resolved, self.run, self.spec = checked.resolved, checked.resolved.run, checked.spec
         self.data, self.sets, self.ranks = checked.data, checked.sets, ranks
+        self.course = Course(self.resolved.stages, (checked.data, *checked.later))
+        """Data and batch by the step."""
         self.choices, self.prompts = checked.choices, checked.prompts
         self.mesh = mesh_of(self.resolved.degrees)
         self.references = checked.references
@@ -128,15 +131,16 @@ class Setup:
     def session(self, step: int = 0) -> Session:
         """The steps of the run. `step`: optimizer steps done before, skipped ones included."""
         in_training = {name: metric for name, metric in self.run.metrics.items() if metric.in_training}
-        rate = partial(self.run.schedule.factor, max_steps=self.resolved.max_steps)
+        rate = partial(self.resolved.stages.factor, max_steps=self.resolved.max_steps)
         return Session(self.engine, self.ranks, self.resolved.degrees, rate, seed=self.run.train.seed,
                        objective=with_metrics(self.objective, in_training), step=step)  # fmt: skip
 
-    def loader(self, start_index: int = 0, sequences: Sequence[int] | None = None) -> TrainLoader:
-        """This rank's batches. `sequences`: of a step, by data-parallel rank; None: equally many."""
-        batch = self.resolved.batch
+    def loader(self, start_index: int = 0, sequences: Sequence[int] | None = None, *, step: int = 0) -> TrainLoader:
+        """This rank's batches. `sequences`: of a step, by data-parallel rank; None: equally many. `step`: steps of the
+        run before the first one."""
+        batch = self.resolved.stages.at(step).batch
         return TrainLoader(
-            self.data,
+            self.course.at(step).data,
             global_batch=batch.global_batch,
             micro_batch=batch.micro_batch,
             accumulation=batch.accumulation,
@@ -145,6 +149,8 @@ class Setup:
             start_index=start_index,
             pin_memory=self.ranks.device.type == "cuda",
             sequences=sequences,
+            course=self.course,
+            step=step,
         )
 
 

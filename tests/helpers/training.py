@@ -27,6 +27,7 @@ from llmtrain.config.run import (
     RunConfig,
     TrainConfig,
 )
+from llmtrain.config.stages import StageConfig
 from llmtrain.config.topology import Degrees
 from llmtrain.data.stream.loader import StepBatch, TrainData, TrainLoader
 from llmtrain.engine.api import StateTensor, Update
@@ -41,7 +42,7 @@ from llmtrain.objectives.objective import Objective
 from llmtrain.optim.optimizers import PARAM, Optimizer
 from llmtrain.optim.schedules import Cosine
 from llmtrain.storage.pieces import put
-from llmtrain.training.examine import Checked
+from llmtrain.training.examine import Checked, stage_data
 from llmtrain.training.resume import agreed_candidates
 from llmtrain.training.setup import Setup
 from llmtrain.training.step import Session
@@ -102,6 +103,8 @@ class Case:
     """The section of that name."""
     objective: dict[str, Any] = field(default_factory=dict)
     """The section of that name."""
+    stages: tuple[StageConfig, ...] = ()
+    """data.stages."""
 
 
 def save_checkpoint(
@@ -132,7 +135,8 @@ def resume_from(engine: Any, run: RunConfig, folder: str, now: dict[str, Any], r
 
 def case_data(case: Case) -> DataConfig:
     """What the case trains on."""
-    return DataConfig(path=case.data, sequence_length=case.length, isolate_documents=case.isolate_documents)
+    return DataConfig(path=case.data, sequence_length=case.length, isolate_documents=case.isolate_documents,
+                      stages=list(case.stages))  # fmt: skip
 
 
 def case_degrees(case: Case, world_size: int) -> Degrees:
@@ -259,7 +263,8 @@ def checked(resolved: ResolvedRun) -> Checked:
     """The run as `examine` gives it, without its checks and the columns of its data."""
     run = resolved.run
     spec = ModelSpec.of(run.model, run.adapter, scores=run.objective.scores)
-    return Checked(resolved=resolved, spec=spec, data=TrainData(run.data))
+    data, *later = stage_data(resolved.stages)
+    return Checked(resolved=resolved, spec=spec, data=data, later=tuple(later))
 
 
 @dataclass
@@ -413,13 +418,14 @@ def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -
     return max(float((a[name] - b[name]).abs().max()) for name in a)
 
 
-def prepared_data(folder: Path, documents: int = 160) -> str:
-    """A prepared folder of short synthetic documents, vocabulary 512."""
+def prepared_data(folder: Path, documents: int = 160, *, like: str | None = None) -> str:
+    """A prepared folder of short synthetic documents, vocabulary 512. `like`: another one, whose tokenizer it has, and
+    whose text it has not."""
     import random
 
     from llmtrain.commands.prepare import main
 
-    rng = random.Random(0)
+    rng = random.Random(0 if like is None else 1)
     words = ["".join(rng.choice("abcdefghij") for _ in range(rng.randint(1, 7))) for _ in range(300)]
     source = folder / "text"
     source.mkdir(parents=True)
@@ -427,7 +433,8 @@ def prepared_data(folder: Path, documents: int = 160) -> str:
         text = " ".join(rng.choice(words) for _ in range(rng.randint(20, 300)))
         (source / f"{index:04d}.txt").write_text(text)
     out = folder / "prepared"
-    code = main(["--source", str(source), "--out", str(out), "--vocab-size", "512", "--processes", "1"])
+    tokenizer = ["--vocab-size", "512"] if like is None else ["--tokenizer", f"{like}/tokenizer"]
+    code = main(["--source", str(source), "--out", str(out), *tokenizer, "--processes", "1"])
     assert code == 0
     return str(out)
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from llmtrain.config.run import DataConfig, EvalConfig, ModelConfig
+from llmtrain.config.stages import Stages
 from llmtrain.data.stream.prompts import Prompts
 from llmtrain.data.stream.train_data import EvalSet, TrainData
 from llmtrain.data.stream.windows import IGNORED
@@ -48,8 +49,9 @@ def measured(case: Case, folder: str) -> tuple[dict[str, Any], list[str]]:
     train = replace(resolved.run.train, eval_sequences=5, sample_prompts=PROMPTS, sample_tokens=TOKENS)
     evaluated = EvalConfig(sets={"all": folder}, sequences={"all": 7}, mean={"all": 2.0})
     run = replace(resolved.run, eval=evaluated, train=train)
-    batch = replace(resolved.batch, micro_batch=MICRO_BATCH)
-    found = checked(replace(resolved, run=run, batch=batch))
+    (stage,) = resolved.stages
+    stages = Stages((replace(stage, batch=replace(stage.batch, micro_batch=MICRO_BATCH)),))
+    found = checked(replace(resolved, run=run, stages=stages))
     sets = {name: EvalSet(path, run.data) for name, path in run.eval.sets.items()}
     setup = Setup(replace(found, sets=sets, prompts=Prompts.of(run, found.data)), ranks)
     setup.write(setup.spec.initial_weights(0, torch.device("cpu")))

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from llmtrain.config.stages import Stages
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.stream.choices import ChoiceSet
 from llmtrain.training.reporting import choice_log_probs
@@ -56,7 +57,9 @@ def plainly(folder: str, mixture: bool) -> np.ndarray:
 def scored(case: Case, folder: str) -> tuple[np.ndarray, dict[str, float], list[list[int]]]:
     """As a run's evaluation does it."""
     setup = make_setup(case)
-    setup.resolved = replace(setup.resolved, batch=replace(setup.resolved.batch, sequence_length=LENGTH))
+    (stage,) = setup.resolved.stages
+    stages = Stages((replace(stage, batch=replace(stage.batch, sequence_length=LENGTH)),))
+    setup.resolved = replace(setup.resolved, stages=stages)
     choices = ChoiceSet(folder, sequence_length=LENGTH, shared=setup.mesh.degrees.sequence)
     log_probs = choice_log_probs(setup, choices)
     setup.engine.close()

@@ -201,7 +201,7 @@ def ended(case: Case, fault: str, guilty: int) -> tuple[str, str]:
         position = {"step": 5 + (wrong and fault == "step"), "tokens": 500}
         tracker = Tracker(".", tracking=resolved.run.tracking, run_id="", config={}, total_steps=None, enabled=False)
         data: Any = SimpleNamespace(fingerprint="another" if wrong and fault == "data" else "folder")
-        setup.data = data
+        setup.course.data = (data,)
         never: Any = None
         try:
             ReplicaCheck(setup, tracker, never).check(position, batch)

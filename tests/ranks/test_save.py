@@ -197,7 +197,8 @@ def step_and_save_on_a_site(case: Case, folder: str) -> tuple[list[float], str, 
     engine: Any = Half(rank, float(site))
     session = Session(engine, ranks, resolved_run(case, 2).degrees, lambda step: 1.0, seed=0)
     labels = torch.zeros(1, 1 + everyone.rank, dtype=torch.long)
-    batch = StepBatch(micro_batches=[MicroBatch(inputs=labels, labels=labels, sample_indices=[])], first_index=0)
+    batch = StepBatch(micro_batches=[MicroBatch(inputs=labels, labels=labels, sample_indices=[])], first_index=0,
+                      sequences=4)  # fmt: skip
     weights = [float(session.step(batch).sums[0]) for _ in range(1 + site)]
     said = ""
     try:

@@ -72,7 +72,7 @@ def gradients(case: Case) -> dict[str, torch.Tensor]:
         for held in engine.module.local_parameters():
             found[held.name] = safe_get_full_grad(held.parameter).detach().float().clone().view(held.shape)
 
-    batch = StepBatch(micro_batches=micros, first_index=first)
+    batch = StepBatch(micro_batches=micros, first_index=first, sequences=ACCUMULATION * ranks.world_size)
     one_step(engine, batch, total, look)
     engine.close()
     return found

@@ -21,7 +21,7 @@ from tests.helpers.warm import WarmCommands
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", *(f"docs/{name}.md" for name in (
-    "quickstart", "proofs", "training", "checkpoints", "conversions", "tracking", "architecture",
+    "quickstart", "proofs", "training", "stages", "checkpoints", "conversions", "tracking", "architecture",
     "style"))]  # fmt: skip
 TEXT = {page: (ROOT / page).read_text() for page in PAGES}
 
@@ -57,6 +57,7 @@ SHOWN = [
     ("checkpoint prune", "docs/checkpoints.md", "would delete"),
     ("checkpoint to-hf", "docs/conversions.md", "round trip"),
     ("checkpoint average", "docs/conversions.md", "the mean of"),
+    ("checkpoint ls runs/more", "docs/stages.md", "FROM"),
 ]
 
 
@@ -103,7 +104,8 @@ class Workplace:
 
     def run(self, command: str) -> str:
         # The quickstart's checkpoints, and a run with AdamW.
-        for real, small in (("step-300", "step-3"), ("step-350", "step-6"), ("runs/llama_1b", "runs/quickstart")):
+        for real, small in (("step-300", "step-3"), ("step-350", "step-6"), ("runs/llama_1b", "runs/quickstart"),
+                            ("max_steps 400", "max_steps 8")):  # fmt: skip
             command = command.replace(real, small)
         code, output = finish(self.start(command, self._quick))
         assert code == ("checkpoint diff" in command), (command, output)  # diff: 1 where something differs
@@ -224,9 +226,15 @@ def test_every_error_on_the_pages_is_real(shown_errors: set[str], monkeypatch: p
     error = next(e for e in shown_errors if "data_fingerprint" in e)
     there, here = re.findall(r"'(\w{32})'", error)
     saved, now = (
-        {"optimizer": "adamw", "vocab_size": 1, "data_fingerprint": data, "run": {"data": {"sequence_length": length}}}
+        {
+            "step": 40,
+            "optimizer": "adamw",
+            "vocab_size": 1,
+            "data_fingerprint": data,
+            "run": {"data": {"sequence_length": length}},
+        }
         for data, length in ((there, 256), (here, 512))
-    )
+    )  # fmt: skip
     with pytest.raises(UserError) as refused:
         refuse_other_run(saved, now, Path(error.partition(": ")[0]))
     shown_errors.remove(str(refused.value))

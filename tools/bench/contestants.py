@@ -223,7 +223,7 @@ def timed_run(clock: Clock, path: Path) -> None:
         parts.append(Logging(setup, session, tracker, speed, parts, evaluation))
         parts.append(evaluation)
         clock.ready()
-        train_steps(session, loader, parts, start.position, tokens=resolved.batch.tokens, limit=resolved.max_steps)
+        train_steps(session, loader, parts, start.position, limit=resolved.max_steps)
         tracker.close()
 
 

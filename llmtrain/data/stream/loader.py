@@ -17,7 +17,9 @@ import numpy as np
 import torch
 
 from llmtrain.base.errors import DataError
+from llmtrain.config.batch import Batch
 from llmtrain.data.manifest import check_vocabulary
+from llmtrain.data.stream.course import Course
 from llmtrain.data.stream.order import rows_of
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.data.stream.windows import IGNORED, Window
@@ -109,6 +111,15 @@ class StepBatch:
     micro_batches: list[MicroBatch]
     first_index: int
     """Global index of the step's first sample, over all ranks."""
+    sequences: int
+    """Of the step, over all ranks."""
+    stage: int = 0
+    """Stage of the run that the step belongs to."""
+
+    @property
+    def tokens(self) -> int:
+        """Of the step, over all ranks."""
+        return self.sequences * self.micro_batches[0].inputs.shape[1]
 
 
 def _micro_batch(read: Callable[[int], Window], indices: list[int], rows: int, pin_memory: bool) -> MicroBatch:
@@ -171,8 +182,8 @@ class TrainLoader:
 
     Step at sample i covers samples [i, i + global_batch). Micro-batch m of rank r takes rows
     (m * data_parallel + r) * micro_batch and the micro_batch - 1 after it; with unequal shares those of
-    `order.rows_of`. Steps are built a few ahead by one daemon thread; what goes wrong there is raised by `next`.
-    Close it (or use it as a context) to end the thread.
+    `order.rows_of`. In a run with stages data and batch are those of the step's stage. Steps are built a few ahead by
+    one daemon thread; what goes wrong there is raised by `next`. Close it (or use it as a context) to end the thread.
     """
 
     def __init__(
@@ -187,8 +198,11 @@ class TrainLoader:
         start_index: int = 0,
         pin_memory: bool = False,
         sequences: Sequence[int] | None = None,
+        course: Course | None = None,
+        step: int = 0,
     ) -> None:
-        """`sequences`: of a step, by rank; None: equally many."""
+        """`sequences`: of a step, by rank; None: equally many. `course`: the run's stages, of which one has this data
+        and batch; None: there is one. `step`: steps of the run before the first one here."""
         assert global_batch == micro_batch * accumulation * data_parallel, (
             global_batch,
             micro_batch,
@@ -196,21 +210,23 @@ class TrainLoader:
             data_parallel,
         )
         assert 0 <= rank < data_parallel and start_index >= 0, (rank, data_parallel, start_index)
-        self._data = data
-        self._global_batch = global_batch
-        self._sequences = sequences or (micro_batch * accumulation,) * data_parallel
-        self._accumulation = accumulation
+        batch = Batch(global_batch=global_batch, micro_batch=micro_batch, accumulation=accumulation,
+                      data_parallel=data_parallel, sequence_length=data.sequence_length)  # fmt: skip
+        self._course = course or Course.of_one(data, batch)
+        self._sequences = sequences
         self._rank = rank
         self._pin_memory = pin_memory
+        self._step = step
+        self._course.seek(step, start_index)
         self.next_index = start_index
         self.data_wait_s = 0.0
         """Seconds that `next` has waited for data since the start."""
-        self._begin(start_index)
+        self._begin()
 
-    def _begin(self, index: int) -> None:
+    def _begin(self) -> None:
         self._ready: queue.Queue[StepBatch | BaseException] = queue.Queue(maxsize=_STEPS_AHEAD)
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._read_ahead, args=(index,), name="data", daemon=True)
+        self._thread = threading.Thread(target=self._read_ahead, args=(self._step,), name="data", daemon=True)
         self._thread.start()
 
     def __iter__(self) -> TrainLoader:
@@ -225,7 +241,8 @@ class TrainLoader:
         if isinstance(item, BaseException):
             self.close()
             raise item
-        self.next_index = item.first_index + self._global_batch
+        self._step += 1
+        self.next_index = self._course.at(self._step).index
         return item
 
     def __enter__(self) -> TrainLoader:
@@ -239,32 +256,39 @@ class TrainLoader:
         self._closed.set()
         self._thread.join()
 
-    def seek(self, index: int) -> None:
-        """Go on with the step that begins at sample `index`. What was read ahead is lost, if it is another."""
-        if index != self.next_index:
+    def seek(self, index: int, step: int | None = None) -> None:
+        """Go on with the step that begins at sample `index`. What was read ahead is lost, if it is another.
+
+        `step`: its number; None: that of the next one."""
+        step = self._step if step is None else step
+        if (step, index) != (self._step, self.next_index):
             self.close()
-            self.next_index = index
-            self._begin(index)
+            self._course.seek(step, index)
+            self._step, self.next_index = step, index
+            self._begin()
 
     def share(self, sequences: Sequence[int]) -> None:
         """Change each rank's sequences of a step, from the next step on. Batches read ahead are read again."""
         self.close()
         self._sequences = sequences
-        self._begin(self.next_index)
+        self._begin()
 
-    def build(self, first_index: int) -> StepBatch:
-        """This rank's part of the step that begins at sample `first_index`. A pure function."""
-        micro_batches = []
-        for m in range(self._accumulation):
-            indices = [first_index + row for row in rows_of(self._sequences, self._accumulation, m, self._rank)]
-            micro_batches.append(_micro_batch(self._data.window_at, indices, len(indices), self._pin_memory))
-        return StepBatch(micro_batches=micro_batches, first_index=first_index)
+    def build(self, step: int) -> StepBatch:
+        """This rank's part of a step."""
+        reading = self._course.at(step)
+        batch, micro_batches = reading.batch, []
+        shares = self._sequences or (batch.micro_batch * batch.accumulation,) * batch.data_parallel
+        for m in range(batch.accumulation):
+            indices = [reading.index + row for row in rows_of(shares, batch.accumulation, m, self._rank)]
+            micro_batches.append(_micro_batch(reading.data.window_at, indices, len(indices), self._pin_memory))
+        return StepBatch(micro_batches=micro_batches, first_index=reading.index, sequences=batch.global_batch,
+                         stage=reading.stage)  # fmt: skip
 
-    def _read_ahead(self, index: int) -> None:
+    def _read_ahead(self, step: int) -> None:
         item: StepBatch | BaseException
         while not self._closed.is_set():
             try:
-                item = self.build(index)
+                item = self.build(step)
             except BaseException as error:  # the consumer's to raise: dying here would leave it waiting for ever
                 item = error
             while not self._closed.is_set():
@@ -275,7 +299,7 @@ class TrainLoader:
                     continue
             if isinstance(item, BaseException):
                 return
-            index += self._global_batch
+            step += 1
 
 
 def check_validation(data: TrainData) -> None:

@@ -152,12 +152,20 @@ class ZeroEngine:
         self, micros: Sequence[MicroBatch], weight: Callable[[], int], objective: LossFunction = NEXT_TOKEN
     ) -> list[Tensor]:
         """The gradient of a step: the sums of each micro-batch."""
+        self._accumulate(len(micros))
         sums: list[Tensor] = []
         for micro in micros:
             sums.append(self.micro_step(micro, weight, objective))
             if len(sums) < len(micros):
                 self.deepspeed.step()  # counts the micro-batch; updates nothing before the last one
         return sums
+
+    def _accumulate(self, steps: int) -> None:
+        """Let the next optimizer step take so many micro-batches (a stage of a run may change them)."""
+        engine = self.deepspeed
+        if steps != engine.gradient_accumulation_steps():
+            engine.set_train_batch_size(steps * engine.train_micro_batch_size_per_gpu() * engine.dp_world_size)
+            engine.micro_steps = 0  # whose remainder tells DeepSpeed the last micro-batch of a step
 
     def micro_step(self, micro: MicroBatch, weight: Callable[[], int], objective: LossFunction) -> Tensor:
         """Forward and backward pass of one micro-batch; its sums.

@@ -34,6 +34,8 @@ class PipelineZeroEngine(ZeroEngine):
     def __init__(self, deepspeed: PipelineEngine, ranks: Ranks, mesh: Mesh, layout_keys: tuple[str, ...] = ()) -> None:
         super().__init__(deepspeed, ranks, mesh, layout_keys)
         self._pipeline: PipelineLanguageModel = deepspeed.module
+        self._shape: torch.Size | None = None
+        """Of the micro-batches that stages of the pipeline expect from each other."""
         _check_groups(deepspeed, ranks)
         # Here the engine looks up what to do for an instruction of its schedule; `update` does the optimizer's step.
         ours = {ReduceTiedGrads: _reduce_tied, OptimizerStep: lambda engine, **_: None}
@@ -45,6 +47,10 @@ class PipelineZeroEngine(ZeroEngine):
     ) -> list[Tensor]:
         """The gradient of a step. Not through train_batch(): that waits for the device and broadcasts the loss."""
         engine, module = self.deepspeed, self._pipeline
+        self._accumulate(len(micros))
+        if micros[0].inputs.shape != self._shape:
+            engine.reset_activation_shape()
+            self._shape = micros[0].inputs.shape
         equal_shares = engine.gradient_accumulation_steps() * engine.dp_world_size
         module.factor = lambda: equal_shares / max(1, weight())
         module.train()

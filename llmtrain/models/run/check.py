@@ -355,7 +355,8 @@ def check_model(resolved: ResolvedRun) -> tuple[ModelSpec, tuple[str, ...]]:
 
         frozen_by = next((key for key in ("train_only", "freeze") if getattr(model, key)), "")
         check_growth(hf, model, spec.frozen, f"model.{frozen_by}" if frozen_by else "adapter.modules_to_save", places)
-    notes += _check_length(hf, run.data.sequence_length, key, places, problems)
+    longest = max(stage.batch.sequence_length for stage in resolved.stages)
+    notes += _check_length(hf, longest, key, places, problems)
     problems.raise_if_any()
     if resolved.degrees.pipeline > 1:
         _check_stages(hf, resolved.pipeline_partition, resolved.degrees.pipeline)

@@ -1,0 +1,231 @@
+"""The data of a run and its stages: which data, batch and schedule a step has, as a function of its number.
+
+Order, tokens, epochs, the run's length, evaluation and learning rate are computed from `Stages`, and nothing else says
+when a stage begins. No file is read here.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from fractions import Fraction
+from typing import Any
+
+from llmtrain.base.choice import AT_LEAST_1, NOT_NEGATIVE, SEED, Bound, bounded
+from llmtrain.config.batch import Batch
+from llmtrain.optim.schedules import Schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageBatch:
+    """Batch of a stage, of which one or two numbers are given; the others follow from the stage before."""
+
+    global_batch: int | None = bounded(None, AT_LEAST_1, "count sequences over all ranks")
+    """Sequences per optimizer step over all ranks."""
+    micro_batch: int | None = bounded(None, AT_LEAST_1, "count sequences of one forward pass of one rank")
+    """Sequences per forward pass of one rank."""
+    accumulation: int | None = bounded(None, AT_LEAST_1, "1 means no accumulation")
+    """Micro-batches per optimizer step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageConfig:
+    """Changes from a step on. What a stage does not give is as in the stage before it."""
+
+    from_step: int = bounded(0, NOT_NEGATIVE, "count optimizer steps")
+    """Optimizer steps done before the stage."""
+    path: str | None = None
+    """Another prepared folder."""
+    mixture: dict[str, float] | None = None
+    """Other prepared folders with their weights."""
+    sequence_length: int | None = bounded(None, Bound(at_least=2), "leave it out for the length of the stage before")
+    """Tokens per sequence."""
+    train: StageBatch = field(default_factory=StageBatch)
+    schedule: Schedule | None = None
+    """Learning rate from here on; its steps count from the stage's first."""
+
+    @classmethod
+    def read(cls, saved: Mapping[str, Any]) -> StageConfig:
+        """The stage that a checkpoint holds."""
+        given = {item.name: saved[item.name] for item in fields(cls)}
+        schedule = given.pop("schedule")
+        return cls(**{**given, "train": StageBatch(**given["train"])},
+                   schedule=None if schedule is None else Schedule.read(schedule))  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """What to train on: folders made by `llmtrain prepare`. Exactly one of `path` and `mixture` is given."""
+
+    path: str | None = None
+    """One prepared folder."""
+    mixture: dict[str, float] | None = None
+    """Several prepared folders with their weights (shares of the sequences; they need not sum to 1)."""
+    sequence_length: int = bounded(1024, Bound(at_least=2), "1024 is the default")
+    """Tokens per sequence that the model sees."""
+    seed: int = bounded(0, SEED, "write 0")
+    """Seed of the order of the sequences."""
+    mask_document_starts: bool = True
+    """Do not count the prediction of a document's first token: nothing before it tells it."""
+    isolate_documents: bool = False
+    """Attention stays within a document, and positions start at 0 in each; false: a sequence is one text."""
+    stages: list[StageConfig] = field(default_factory=list)
+    """Changes during the run: a list of {from_step: N, path or mixture, sequence_length, train: {global_batch,
+    micro_batch, accumulation}, schedule: {...}}, each but from_step where it changes. Without path and mixture a stage
+    goes on with the data before it. A stage from step 0 is this section itself."""
+
+    @property
+    def folders(self) -> dict[str, float]:
+        """The prepared folders of the first stage with their weights."""
+        return {self.path: 1.0} if self.path is not None else dict(self.mixture or {})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """Steps with one data, batch and schedule."""
+
+    first_step: int
+    """Number of its first step; the run's first is 0."""
+    data: DataConfig
+    """Without stages."""
+    batch: Batch
+    schedule: Schedule
+    schedule_from: int
+    """Step from which the schedule's steps count."""
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The stages of a run, in their order; the first begins at step 0. A step is named by the steps done before it."""
+
+    stages: tuple[Stage, ...]
+
+    def __len__(self) -> int:
+        return len(self.stages)
+
+    def __iter__(self) -> Iterator[Stage]:
+        return iter(self.stages)
+
+    def __getitem__(self, number: int) -> Stage:
+        return self.stages[number]
+
+    def number(self, step: int) -> int:
+        """The stage of a step."""
+        return bisect_right(self.stages, step, key=lambda stage: stage.first_step) - 1
+
+    def at(self, step: int) -> Stage:
+        """The stage of a step."""
+        return self.stages[self.number(step)]
+
+    def sequences(self, step: int, of: Sequence[int]) -> int:
+        """Sequences that stages `of` train before a step."""
+        return sum(self._steps(number, step) * self.stages[number].batch.global_batch for number in of)
+
+    def tokens(self, step: int) -> int:
+        """Tokens that are trained before a step."""
+        return sum(self._steps(number, step) * stage.batch.tokens for number, stage in enumerate(self.stages))
+
+    def step_of_tokens(self, tokens: int) -> int:
+        """Steps in which so many tokens are trained, rounded up."""
+        return self._until(tokens, [stage.batch.tokens for stage in self.stages])
+
+    def step_of_epochs(self, epochs: float, epoch: int, of: Sequence[int]) -> int:
+        """Steps in which stages `of` have read their data so often, rounded up. `epoch`: sequences of one; the last
+        stage is among `of`."""
+        each = [stage.batch.global_batch if number in of else 0 for number, stage in enumerate(self.stages)]
+        return self._until(math.ceil(Fraction(str(epochs)) * epoch), each)
+
+    def length(
+        self, max_steps: int | None, max_tokens: int | None, epochs: float | None, epoch: int | None
+    ) -> int | None:
+        """Optimizer steps of the whole run: the smallest of `max_steps`, and of `max_tokens` and `epochs` in steps,
+        rounded up; None: none of them limits it. `epoch`: sequences of one epoch of the last stage's data, of which
+        `epochs` are."""
+        limits = [] if max_steps is None else [max_steps]
+        if max_tokens is not None:
+            limits.append(self.step_of_tokens(max_tokens))
+        if epochs is not None:
+            assert epoch is not None, "who resolves a run with its data counts them"
+            limits.append(self.step_of_epochs(epochs, epoch, self.sharing(len(self) - 1)))
+        return min(limits, default=None)
+
+    def sharing(self, number: int) -> list[int]:
+        """The stages with the same data as this one."""
+        return [other for other, stage in enumerate(self.stages) if stage.data == self.stages[number].data]
+
+    def schedule_end(self, step: int, max_steps: int | None) -> int | None:
+        """The step at which the schedule of a step ends: where the next one begins, or the run's end."""
+        starts = [stage.first_step for stage in self.stages if stage.schedule_from > self.at(step).schedule_from]
+        return min([*starts, *([] if max_steps is None else [max_steps])], default=None)
+
+    def factor(self, step: int, max_steps: int | None) -> float:
+        """Factor on the peak learning rate of a step."""
+        stage, end = self.at(step), self.schedule_end(step, max_steps)
+        first = stage.schedule_from
+        return stage.schedule.factor(step - first, None if end is None else end - first)
+
+    def filled(self, max_steps: int | None) -> Stages:
+        """With the defaults of the schedules that depend on their lengths."""
+        made = []
+        for stage in self.stages:
+            end = self.schedule_end(stage.first_step, max_steps)
+            length = None if end is None else end - stage.schedule_from
+            made.append(replace(stage, schedule=stage.schedule.filled(length)))
+        return Stages(tuple(made))
+
+    def _steps(self, number: int, step: int) -> int:
+        """Steps of a stage before a step."""
+        first = self.stages[number].first_step
+        last = self.stages[number + 1].first_step if number + 1 < len(self.stages) else step
+        return max(0, min(step, last) - first)
+
+    def _until(self, goal: int, each: Sequence[int]) -> int:
+        """Steps until the sum of what steps count for, by stage, reaches a goal."""
+        for number, stage in enumerate(self.stages):
+            ends = self.stages[number + 1].first_step if number + 1 < len(self.stages) else math.inf
+            steps = -(-goal // each[number]) if each[number] else (math.inf if goal > 0 else 0)
+            if stage.first_step + steps <= ends:
+                return int(stage.first_step + max(0, steps))
+            goal -= int(ends - stage.first_step) * each[number]
+        raise AssertionError("the last stage counts")
+
+
+def data_of(config: DataConfig) -> list[DataConfig]:
+    """The data of each stage."""
+    found = [replace(config, stages=[])]
+    for stage in config.stages:
+        data = found[-1]
+        if stage.path is not None or stage.mixture is not None:
+            data = replace(data, path=stage.path, mixture=stage.mixture)
+        if stage.sequence_length is not None:
+            data = replace(data, sequence_length=stage.sequence_length)
+        found.append(data)
+    return found
+
+
+def stages_of(config: DataConfig, schedule: Schedule, batches: Sequence[Batch]) -> Stages:
+    """The stages of a run. `schedule`: of the run's beginning. `batches`: of each stage."""
+    found: list[Stage] = []
+    firsts = [0, *(stage.from_step for stage in config.stages)]
+    given = [schedule, *(stage.schedule for stage in config.stages)]
+    for first, data, batch, own in zip(firsts, data_of(config), batches, given, strict=True):
+        of_before = (found[-1].schedule, found[-1].schedule_from) if found else (schedule, 0)
+        shape, since = of_before if own is None else (own, first)
+        found.append(Stage(first_step=first, data=data, batch=batch, schedule=shape, schedule_from=since))
+    return Stages(tuple(found))
+
+
+def saved_stages(run: Mapping[str, Any]) -> Stages:
+    """The stages of a run that a checkpoint holds. Raises KeyError, TypeError: it is of another version."""
+    stages = [StageConfig.read(stage) for stage in run["data"].get("stages") or ()]
+    length = run["data"]["sequence_length"]
+    data = DataConfig(path=run["data"]["path"], mixture=run["data"]["mixture"], sequence_length=length, stages=stages)
+    counts = [run["train"]["global_batch"], *(stage.train.global_batch for stage in stages)]
+    batches = [
+        Batch(global_batch=count, micro_batch=count, accumulation=1, data_parallel=1,
+              sequence_length=each.sequence_length)
+        for count, each in zip(counts, data_of(data), strict=True)
+    ]  # fmt: skip
+    return stages_of(data, Schedule.read(run["schedule"]), batches)

@@ -1,0 +1,104 @@
+"""Rules of data.stages, and the view of a run that each stage is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import fields, replace
+
+from llmtrain.config.problems import Places, Problems
+from llmtrain.config.run import RunConfig
+from llmtrain.config.stages import StageConfig, Stages, data_of
+
+
+def key_of(number: int, name: str = "") -> str:
+    """Key of a stage by its index in data.stages, or of a field of it."""
+    return f"data.stages[{number}]" + (f".{name}" if name else "")
+
+
+def stage_runs(run: RunConfig, places: Places) -> Iterator[tuple[RunConfig, Places]]:
+    """Each stage as a run of its own with the data that it has, and the places of that run's values."""
+    for number, data in enumerate(data_of(run.data)):
+        yield replace(run, data=data), places
+        if number < len(run.data.stages):
+            prefix = f"{key_of(number)}."
+            own = {key.removeprefix(prefix): place for key, place in places.items() if key.startswith(prefix)}
+            places = {**places, **{f"data.{key}": place for key, place in own.items()}}
+
+
+def check_stages(run: RunConfig, places: Places, problems: Problems) -> None:
+    """Values of the stages, and what they do not go with."""
+    before = 0
+    for number, stage in enumerate(run.data.stages):
+        place = {item.name: places.get(key_of(number, item.name)) for item in fields(StageConfig)}
+        if stage.from_step <= before:
+            problems.add(key_of(number, "from_step"), stage.from_step, "stages begin at step 1 or later, each after "
+                         "the one before it", "order them by from_step", place["from_step"])  # fmt: skip
+        before = stage.from_step
+        if stage.path is not None and stage.mixture is not None:
+            problems.add(key_of(number, "path"), stage.path, "data.path and a mixture are both given",
+                         "give one of them, or none to go on with the data before", place["path"])  # fmt: skip
+        for path, weight in (stage.mixture or {}).items():
+            if not (math.isfinite(weight) and weight > 0):
+                problems.add(key_of(number, f"mixture.{path}"), weight, "a weight must be greater than 0",
+                             "remove the folder from the mixture", place["mixture"])  # fmt: skip
+        if replace(stage, from_step=0) == StageConfig():
+            problems.add(key_of(number), stage.from_step, "changes nothing",
+                         "give path, mixture, sequence_length, train or schedule, or remove it",
+                         place["from_step"])  # fmt: skip
+    if run.data.stages:
+        _check_beside(run, places, problems)
+
+
+def _check_beside(run: RunConfig, places: Places, problems: Problems) -> None:
+    """What a run with stages cannot have."""
+    place = places.get("data.stages")
+    count, resized = len(run.data.stages) + 1, any(map(_resizes, run.data.stages))
+    if run.sites.name is not None:
+        problems.add("data.stages", count, "sites (sites.name) deal out the sequences of one data set",
+                     "remove one of the two", place)  # fmt: skip
+    if run.objective.reference == "column" or run.objective.top_k is not None:
+        problems.add("data.stages", count, f"objective.name {run.objective.name} reads a column that `llmtrain "
+                     "reference` writes beside the data of one stage", "train the stages as runs, each from the "
+                     "checkpoint before it: --resume PATH --resume_data new", place)  # fmt: skip
+    if resized and run.train.balance != "equal":
+        problems.add("train.balance", run.train.balance, "the ranks' speeds are measured for one batch and length, and "
+                     "data.stages changes them", "set it to equal", places.get("train.balance"))  # fmt: skip
+
+
+def _resizes(stage: StageConfig) -> bool:
+    return stage.sequence_length is not None or stage.train != type(stage.train)()
+
+
+def check_lengths(run: RunConfig, stages: Stages, max_steps: int | None, places: Places, problems: Problems) -> None:
+    """Warm-up and decay of a stage's schedule fit into its steps, of which there is a last one if it needs it."""
+    for number, (config, stage) in enumerate(zip(run.data.stages, stages.stages[1:], strict=True)):
+        if config.schedule is None:
+            continue
+        place, end = places.get(key_of(number, "schedule")), stages.schedule_end(stage.first_step, max_steps)
+        if end is None:
+            if stage.schedule.needs_length:
+                problems.add(key_of(number, "schedule.name"), stage.schedule.name, "this shape needs the number of "
+                             "steps in advance", "set train.max_steps, train.max_tokens or train.epochs, or "
+                             "schedule.name: constant", place)  # fmt: skip
+            continue
+        warmup, decay, length = stage.schedule.warmup_steps, stage.schedule.decay(), end - stage.first_step
+        if length > 0 and (warmup >= length or warmup + decay > length):
+            problems.add(key_of(number, "schedule.warmup_steps"), warmup, f"warm-up {warmup} + decay {decay} do not "
+                         f"fit into the schedule's {length} steps (from {stage.first_step} to {end})",
+                         "shorten them, or the schedule begins earlier", place)  # fmt: skip
+
+
+def notes_of(stages: Stages, max_steps: int | None) -> list[str]:
+    """Stages that the run does not reach, and learning rates that jump."""
+    notes = []
+    for number, stage in enumerate(stages):
+        first = stage.first_step
+        if max_steps is not None and first >= max_steps:
+            notes.append(f"stage {number}, from step {first}, is not reached: the run ends at step {max_steps}")
+        elif first and stage.schedule_from == first:
+            last, rate = stages.factor(first - 1, max_steps), stages.factor(first, max_steps)
+            if not math.isclose(last, rate, rel_tol=0.01):
+                notes.append(f"the learning rate changes from {last:.3g} to {rate:.3g} of optim.lr at step {first}, "
+                             f"where stage {number} begins")  # fmt: skip
+    return notes

@@ -1,0 +1,123 @@
+"""The data of a run by its steps: which sequences of which data a step reads, and in which batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from llmtrain.config.batch import Batch
+from llmtrain.config.stages import DataConfig, Stage, Stages
+from llmtrain.data.stream.train_data import TrainData
+from llmtrain.optim.schedules import Constant
+
+RECORD = "data_stages"
+"""Entry of trainer.json: what was trained so far."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """What a step reads."""
+
+    stage: int
+    data: TrainData
+    index: int
+    """Its first sequence, in the order of the data."""
+    batch: Batch
+
+
+class Course:
+    """The stages of a run with their data. A step is named by the steps done before it.
+
+    Each data set goes through its own order: from its first sequence, or from where an earlier stage or the checkpoint
+    left it. What lies ahead is a function of the step; what lies behind is in `record`, which a checkpoint holds.
+    """
+
+    def __init__(self, stages: Stages, data: Sequence[TrainData]) -> None:
+        """`data`: of each stage, the same object where it is the same data."""
+        assert len(stages) == len(data)
+        self.stages, self.data = stages, tuple(data)
+        self._sharing = [[other for other, each in enumerate(data) if each is own] for own in data]
+        self._ahead = [0] * len(data)
+        """Of the data of a stage, under the first stage that has it: sequences more than the plan has by then."""
+        self._since, self._before = 0, list[dict[str, Any]]()
+        """The step from which this launch goes on, and the record up to there."""
+        self.first_number = 0
+        """Number of the first stage: above 0 in a run that goes on from another one with other data."""
+
+    @classmethod
+    def of_one(cls, data: TrainData, batch: Batch) -> Course:
+        """Data and batch that stay."""
+        stage = Stage(first_step=0, data=DataConfig(), batch=batch, schedule=Constant(), schedule_from=0)
+        return cls(Stages((stage,)), [data])
+
+    def at(self, step: int) -> Reading:
+        """What a step reads."""
+        stage = self.stages.number(step)
+        return Reading(
+            stage=stage, data=self.data[stage], index=self._index(stage, step), batch=self.stages[stage].batch
+        )
+
+    def done(self, step: int) -> Reading:
+        """What the last step before `step` has read; of step 0 what the first one reads."""
+        return self.at(max(0, step - 1))
+
+    def seek(self, step: int, index: int) -> None:
+        """From this step on the data of its stage goes on at sequence `index`."""
+        stage = self.stages.number(step)
+        self._ahead[self._sharing[stage][0]] += index - self._index(stage, step)
+
+    def go_on(self, step: int, saved: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint. `saved`: its trainer.json; where it does not tell its data, it is this run's."""
+        record = [dict(entry) for entry in saved.get(RECORD) or ()]
+        if not record and step:
+            data = (saved.get("run") or {}).get("data") or {}
+            folders = {data["path"]: 1.0} if data.get("path") else data.get("mixture") or {}
+            fingerprint = saved.get("data_fingerprint") or self.done(step).data.fingerprint
+            record = [{"stage": 0, "from_step": 0, "folders": folders, "fingerprint": fingerprint,
+                       "next": saved.get("sample_index") or 0}]  # fmt: skip
+        left = {entry["fingerprint"]: entry["next"] for entry in record}
+        for first in {sharing[0] for sharing in self._sharing}:
+            planned = self.stages.sequences(step, self._sharing[first])
+            self._ahead[first] = left.get(self.data[first].fingerprint, 0) - planned
+        if record:
+            last, trained = record[-1], self.done(step)
+            goes_on = last["fingerprint"] == trained.data.fingerprint
+            self.first_number = last["stage"] - trained.stage if goes_on else last["stage"] + 1 - self.at(step).stage
+        self._since, self._before = step, record
+
+    def describe(self, stage: int) -> dict[str, Any]:
+        """A stage in the words of the record."""
+        batch, number = self.stages[stage].batch, self.first_number + stage
+        first = max(self._since, self.stages[stage].first_step)
+        return {
+            "stage": number,
+            "from_step": next((entry["from_step"] for entry in self._before if entry["stage"] == number), first),
+            "folders": self.stages[stage].data.folders,
+            "fingerprint": self.data[stage].fingerprint,
+            "sequence_length": batch.sequence_length,
+            "global_batch": batch.global_batch,
+        }
+
+    def record(self, step: int, index: int) -> list[dict[str, Any]]:
+        """The stages that were trained before a step, for a checkpoint: what each read, and where its data was left.
+
+        `index`: the first sequence of the step."""
+        found = [dict(entry) for entry in self._before]
+        if step <= self._since:
+            return found
+        for number in range(self.stages.number(self._since), self.stages.number(step - 1) + 1):
+            what = self.describe(number)
+            end = self.stages[number + 1].first_step if number + 1 < len(self.stages) else step
+            if found and found[-1]["stage"] == what["stage"]:
+                found.pop()
+            found.append({**what, "next": self._index(number, min(step, end))})
+        for entry in reversed(found):
+            if entry["fingerprint"] == self.at(step).data.fingerprint:
+                entry["next"] = index
+                break
+        return found
+
+    def _index(self, stage: int, step: int) -> int:
+        sharing = self._sharing[stage]
+        return self.stages.sequences(step, sharing) + self._ahead[sharing[0]]

@@ -1,0 +1,126 @@
+"""Training in stages against plain PyTorch in one process that knows both data sets, under every form."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from llmtrain.config.run import DataConfig
+from llmtrain.config.stages import StageBatch, StageConfig
+from llmtrain.data.stream.train_data import TrainData
+from llmtrain.optim.schedules import Constant
+from tests.helpers.families import FAMILIES
+from tests.helpers.marks import slow
+from tests.helpers.training import (
+    GLOBAL_BATCH,
+    LENGTH,
+    Case,
+    Trace,
+    assembled,
+    largest_difference,
+    make_setup,
+    mean_cross_entropy,
+    plain_balance,
+    plain_model,
+)
+
+STEPS = 8
+
+
+def stages(other: str) -> tuple[StageConfig, ...]:
+    """Other data; longer sequences and fewer of them; shorter ones in a larger batch, with a rate that begins anew."""
+    half = StageBatch(global_batch=GLOBAL_BATCH // 2, accumulation=1)
+    twice = StageBatch(global_batch=2 * GLOBAL_BATCH, accumulation=4)
+    return (
+        StageConfig(from_step=2, path=other),
+        StageConfig(from_step=4, sequence_length=2 * LENGTH, train=half),
+        StageConfig(from_step=6, sequence_length=LENGTH, train=twice, schedule=Constant()),
+    )
+
+
+def sequences(data: str, other: str) -> list[list[tuple[TrainData, int]]]:
+    """Of each step: eight steps as a person would write them down."""
+    a, b = (TrainData(DataConfig(path=path, sequence_length=LENGTH)) for path in (data, other))
+    long, full, half = TrainData(DataConfig(path=other, sequence_length=2 * LENGTH)), GLOBAL_BATCH, GLOBAL_BATCH // 2
+    rows = [(a, 0, full), (a, full, full), (b, 0, full), (b, full, full), (long, 0, half), (long, half, half),
+            (b, 2 * full, 2 * full), (b, 4 * full, 2 * full)]  # fmt: skip
+    return [[(source, first + row) for row in range(count)] for source, first, count in rows]
+
+
+def factor(step: int) -> float:
+    """Cosine over steps 0 to 5 after a warm-up of 3, then 1."""
+    if step < 3:
+        return (step + 1) / 4
+    return 1.0 if step >= 6 else 0.1 + 0.9 * 0.5 * (1 + float(torch.tensor((step - 3) / 2 * torch.pi).cos()))
+
+
+def plainly(case: Case, other: str, micros: list[int]) -> Trace:
+    """torch's AdamW on transformers' loss of whole global batches. `micros`: micro-batches of each step, of which
+    each has a load-balancing loss of its own."""
+    model = plain_model(case)
+    groups = [{"params": [p for p in model.parameters() if (p.dim() >= 2) == matrices], "weight_decay": decay}
+              for matrices, decay in ((True, 0.1), (False, 0.0))]  # fmt: skip
+    optimizer = torch.optim.AdamW(groups, lr=case.lr, betas=(0.9, 0.95), eps=1e-8, fused=False, foreach=False)
+    trace = Trace([], [])
+    for step, samples in enumerate(sequences(case.data, other)):
+        inputs, labels = (torch.stack(each) for each in zip(*(
+            map(torch.from_numpy, source.sequence(index)) for source, index in samples), strict=True))  # fmt: skip
+        output = model(input_ids=inputs, use_cache=False)
+        loss = mean_cross_entropy(output.logits, labels)
+        optimizer.zero_grad()
+        (loss + plain_balance(model.config, output, micros[step])).backward()
+        trace.norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)))
+        for group in optimizer.param_groups:
+            group["lr"] = case.lr * factor(step)
+        optimizer.step()
+        trace.losses.append(float(loss.detach()))
+    trace.parameters = {name: p.detach() for name, p in model.named_parameters()}
+    return trace
+
+
+def in_stages(case: Case) -> tuple[Trace, list[int]]:
+    """The run's own session and loader on this rank; micro-batches of its steps."""
+    setup = make_setup(case)
+    session, trace, micros = setup.session(), Trace([], []), []
+    with setup.loader() as loader:
+        for _ in range(STEPS):
+            step = session.step(next(loader))
+            micros.append(len(step.batch.micro_batches))
+            trace.losses.append(session.figures(step)["loss"])
+            trace.norms.append(float(step.update.grad_norm or 0))
+    trace.parameters = assembled(setup.engine, setup.ranks)
+    setup.engine.close()
+    return trace, micros
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"stage": 1, "accumulation": 2},
+        {"stage": 3},
+        {"stage": 1, "pipeline": 2, "accumulation": 3},
+        {"stage": 1, "tensor": 2},
+        {"stage": 3, "sequence": 2},
+        {"stage": 2, "expert": 2, "model": FAMILIES["mixtral"]},
+        slow({"stage": 0, "accumulation": 2}),
+        slow({"stage": 2, "offload": "optimizer", "accumulation": 2}),
+        slow({"stage": 3, "offload": "all", "accumulation": 2}),
+    ],
+    ids=lambda form: "-".join(str(v) for k, v in form.items() if k != "model"),
+)
+def test_losses_after_each_border_are_those_of_plain_pytorch(pools, small_data, other_data, form: dict[str, Any]):
+    """Within 1e-5 at every step: fp32 sums in another order, as in the forms without stages (test_forms.py)."""
+    case = Case(data=small_data, steps=STEPS, stages=stages(other_data), **form)
+    found = pools(2).run(in_stages, case)
+    got, micros = found[0]
+    want = plainly(case, other_data, micros)
+    assert len(set(micros)) > 1, micros  # the accumulation changed
+    for step, (a, b) in enumerate(zip(got.losses, want.losses, strict=True)):
+        assert abs(a - b) < 1e-5, (step, a, b)
+    assert max(abs(a / b - 1) for a, b in zip(got.norms, want.norms, strict=True)) < 1e-4
+    assert largest_difference(got.parameters, want.parameters) < 1e-5
+    elsewhere = plainly(replace(case, data=other_data), small_data, micros)
+    assert max(abs(a - b) for a, b in zip(elsewhere.losses, want.losses, strict=True)) > 1e-3  # the data matters

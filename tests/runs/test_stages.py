@@ -1,0 +1,108 @@
+"""Runs in stages as a user has them: kills around borders, other data from a checkpoint, branches, what is said."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from llmtrain import cli
+from tests.helpers import forked
+from tests.helpers.forked import Launch
+from tests.helpers.launching import losses, rows, write_recipe
+
+CONSTANT = ("--schedule.name", "constant")
+LONGER = {"sequence_length": 64, "train": {"global_batch": 4}}
+SHORTER = {"sequence_length": 32, "train": {"global_batch": 16}}
+
+
+def staged(folder: Path, data: str, stages: list[dict[str, Any]], steps: int, name: str = "run") -> Path:
+    """A recipe with these stages, whose run folder is folder/name."""
+    folder.mkdir(exist_ok=True)
+    path = write_recipe(folder, data, name)
+    tree = yaml.safe_load(path.read_text())
+    tree["data"]["stages"], tree["train"]["max_steps"] = stages, steps
+    path = path.with_name(f"{name}.yaml")
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def events(run: Path, kind: str) -> list[dict[str, Any]]:
+    return [event for event in rows(run, "events.jsonl") if event["kind"] == kind]
+
+
+@pytest.mark.parametrize("trials", [3, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+def test_kills_around_borders_change_no_digit(small_data, other_data, tmp_path, trials):
+    """A border every 4 steps: other data, another length and batch. Each kill is within two steps of one."""
+    rng = random.Random(trials)
+    borders = [4 * (number + 1) for number in range(trials)]
+    paths = [other_data, small_data]
+    stages = [{"from_step": border, "path": paths[n % 2], **(LONGER, SHORTER, {})[n % 3]} for n, border in
+              enumerate(borders)]  # fmt: skip
+    steps = borders[-1] + 3
+    broken, whole = (staged(tmp_path / name, small_data, stages, steps) for name in ("broken", "whole"))
+    often = (*CONSTANT, "--checkpoint.every_steps", "1")
+    run = tmp_path / "broken" / "run"
+    for border in borders:
+        launch = Launch(broken, *often)
+        at, deadline = border - 2 + rng.randrange(3), time.monotonic() + 90
+        while max(losses(run), default=0) < at:
+            assert time.monotonic() < deadline and launch.alive(), launch.output()[-3000:]
+            time.sleep(0.002)
+        time.sleep(rng.uniform(0.0, 0.1))
+        launch.kill()
+    assert Launch(broken, *often).wait(120) == [0, 0]
+    forked.train(whole, *often)
+    want = tmp_path / "whole" / "run"
+    assert len(losses(want)) == steps and losses(run) == losses(want)
+    told = [
+        {row["step"]: (row["tokens"], row["data/stage"]) for row in rows(each) if "loss" in row} for each in (run, want)
+    ]
+    assert told[0] == told[1]
+    assert [stage for _, stage in told[1].values()] == [sum(n >= border for border in borders) for n in range(steps)]
+
+
+@pytest.fixture(scope="module")
+def trained(small_data, other_data, tmp_path_factory) -> Path:
+    """A folder with a run of 4 steps in `first`, and one of 8 whose data is another from step 4 on in `staged`."""
+    folder = tmp_path_factory.mktemp("stages")
+    forked.train(staged(folder, small_data, [], 4, "first"), *CONSTANT, world_size=1)
+    one = staged(folder, small_data, [{"from_step": 4, "path": other_data}], 8, "staged")
+    forked.train(one, *CONSTANT, world_size=1)
+    return folder
+
+
+def test_other_data_goes_on_from_a_checkpoint(trained, small_data, other_data, capsys):
+    """As the stage of a run does, to the last digit: parameters, moments, step and schedule are kept. The same command
+    again goes on within the other data; another branch goes back to where the first data was left."""
+    first, branch = trained / "first", trained / "branch"
+    words = ("--resume", str(first), "--data.path", other_data, "--train.run_dir", str(branch))
+    recipe = trained / "first.yaml"
+    code, output = forked.finish(recipe, *CONSTANT, *words, world_size=1)
+    assert code == 2 and "Traceback" not in output and "The order of the samples would not continue" in output
+    assert "--resume_data new" in output and "from step 4 on or later" in output
+    for steps in ("6", "8"):
+        output = forked.finish(recipe, *CONSTANT, *words, "--resume_data", "new", "--train.max_steps", steps,
+                               world_size=1)[1]  # fmt: skip
+        at, index = {"6": (4, 0), "8": (6, 16)}[steps]
+        assert f"stage 1 at step {at}: {other_data} from sequence {index}, 256 tokens a step" in output, output
+    want = losses(trained / "staged")
+    assert losses(branch) == {step: loss for step, loss in want.items() if step > 4} and len(want) == 8
+    capsys.readouterr()
+    assert cli.main(["checkpoint", "ls", str(branch)]) == 0
+    head, newest, *_ = capsys.readouterr().out.splitlines()
+    assert "STAGE" in head and "FROM" in head and f"1: {other_data}" in newest and "first/step-4" in newest
+
+    back = ("--resume", str(branch), "--resume_data", "new", "--train.run_dir", str(trained / "back"))
+    output = forked.finish(recipe, *CONSTANT, *back, "--train.max_steps", "9", world_size=1)[1]
+    assert f"stage 2 at step 8: {small_data} from sequence 32" in output, output
+
+
+def test_the_report_shows_where_a_stage_begins(trained):
+    assert cli.main(["report", str(trained / "staged")]) == 0
+    page = (trained / "staged" / "report" / "index.html").read_text()
+    assert page.count(">stage 1<") >= 2  # in each chart

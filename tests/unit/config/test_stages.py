@@ -1,0 +1,168 @@
+"""data.stages: what it means, in every form in which it may be written, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from llmtrain.base.errors import ConfigError
+from llmtrain.commands.config import main, summary
+from llmtrain.config.load import load, parse
+from llmtrain.config.run import ResolvedRun
+from llmtrain.config.stages import saved_stages
+from llmtrain.config.strict_yaml import dump
+from tests.helpers.config_workplace import write
+from tests.helpers.prepared import write_prepared
+
+STAGES: list[dict[str, Any]] = [
+    {"from_step": 40, "path": "data/y"},
+    {"from_step": 60, "sequence_length": 256, "train": {"accumulation": 4}},
+    {"from_step": 80, "path": "data/x", "sequence_length": 128, "schedule": {"name": "linear", "min_ratio": 0}},
+]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path)
+    write_prepared(tmp_path / "data/y", train=[[[4] * 5000]], validation=[[[4] * 600]], vocab_size=512)
+    return tmp_path
+
+
+def loaded(here: Path, stages: Any, *argv: str, **sections: Any) -> ResolvedRun:
+    write(here, {"data": {"stages": stages}, "schedule": {"name": "constant"}, **sections})
+    return load(["--config", "run.yaml", *argv], 2)
+
+
+def test_a_stage_changes_what_it_names_and_keeps_the_rest(here: Path) -> None:
+    stages = loaded(here, STAGES).stages
+    told = [(s.first_step, s.data.path, s.batch.sequence_length, s.batch.global_batch, s.batch.micro_batch,
+             s.batch.accumulation) for s in stages]  # fmt: skip
+    assert told == [
+        (0, "data/x", 128, 8, 2, 2), (40, "data/y", 128, 8, 2, 2), (60, "data/y", 256, 16, 2, 4),
+        (80, "data/x", 128, 16, 2, 4),
+    ]  # fmt: skip
+    assert [stages.number(step) for step in (0, 39, 40, 59, 60, 79, 80, 99)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert stages.tokens(70) == 60 * 8 * 128 + 10 * 16 * 256
+    assert stages.sharing(3) == [0, 3] and stages.sequences(90, [0, 3]) == 40 * 8 + 10 * 16
+
+
+def test_a_first_stage_is_the_section_itself(here: Path) -> None:
+    """The three forms give one run: a list from step 0 on, a list on the command line, and what a run writes down."""
+    want = loaded(here, STAGES)
+    first = {"from_step": 0, "path": "data/x", "train": {"global_batch": 8}, "schedule": {"name": "constant"}}
+    write(here, {"data": {"path": ..., "stages": [first, *STAGES]}, "train": {"global_batch": ...}})
+    found = load(["--config", "run.yaml"], 2)
+    assert found.run == want.run and found.stages == want.stages
+    write(here, {"schedule": {"name": "constant"}})
+    assert load(["--config", "run.yaml", "--data.stages", json.dumps(STAGES)], 2).run == want.run
+    Path("again.yaml").write_text(dump(want.run))
+    again = load(["--config", "again.yaml"], 2)
+    assert again.run == want.run and again.stages == want.stages
+
+
+def test_a_checkpoint_tells_the_same_learning_rates(here: Path) -> None:
+    found = loaded(here, STAGES, schedule={"name": "cosine", "warmup_steps": 5})
+    saved = saved_stages(json.loads(json.dumps(asdict(found.run))))
+    assert [saved.factor(step, 100) for step in range(100)] == [found.stages.factor(step, 100) for step in range(100)]
+
+
+def test_a_schedule_lasts_until_the_next_one(here: Path) -> None:
+    """Its steps count from its stage's first: cosine to 80 as if the run ended there, then a line to 0."""
+    found = loaded(here, STAGES, schedule={"name": "cosine", "warmup_steps": 10, "min_ratio": 0.1})
+    rate = found.stages.factor
+    assert rate(0, 100) == pytest.approx(1 / 11) and rate(10, 100) == 1
+    assert rate(79, 100) == pytest.approx(0.1)
+    assert rate(80, 100) == 1 and rate(99, 100) == pytest.approx(0) and rate(89, 100) == pytest.approx(1 - 9 / 19)
+    assert any("changes from 0.1 to 1 of optim.lr at step 80" in note for note in found.notes)
+
+
+TOKENS = 60 * 8 * 128
+"""Of the steps before the second stage."""
+
+
+@pytest.mark.parametrize(
+    ("tokens", "steps"), [(40 * 8 * 128, 40), (TOKENS + 1, 61), (TOKENS + 5 * 16 * 256, 65), (TOKENS, 60)]
+)
+def test_tokens_are_counted_stage_by_stage(here: Path, tokens: int, steps: int) -> None:
+    found = loaded(here, STAGES[:2], train={"max_steps": ..., "max_tokens": tokens})
+    assert found.max_steps == steps and found.stages.tokens(steps) >= tokens > found.stages.tokens(steps - 1)
+
+
+def test_epochs_are_those_of_the_last_stages_data(here: Path) -> None:
+    write(here, {"data": {"stages": [{"from_step": 10, "path": "data/y"}, {"from_step": 20, "path": "data/x"}]},
+                 "schedule": {"name": "constant"}, "train": {"max_steps": ..., "epochs": 2}})  # fmt: skip
+    found = load(["--config", "run.yaml"], 2, epoch=lambda data: {"data/x": 100}[str(data.path)])
+    assert found.max_steps == 35  # 200 sequences of data/x, 80 of them before step 10
+
+
+def test_a_run_that_ends_before_a_stage_says_so(here: Path) -> None:
+    found = loaded(here, STAGES, train={"max_steps": 60})
+    assert [note for note in found.notes if "not reached" in note] == [
+        "stage 2, from step 60, is not reached: the run ends at step 60",
+        "stage 3, from step 80, is not reached: the run ends at step 60",
+    ]
+
+
+def test_config_show_says_the_stages_and_where_they_stand(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = loaded(here, STAGES)
+    assert main(["show", "run.yaml", "--world-size", "2"]) == 0
+    output = capsys.readouterr().out
+    line = next(each for each in output.splitlines() if "from_step: 60" in each)
+    number = 1 + next(n for n, each in enumerate(Path("run.yaml").read_text().splitlines()) if "from_step: 60" in each)
+    assert f"# run.yaml:{number}" in line
+    assert "stage 2: from step 60: data/y, sequences of 256, global_batch 16 = " in output
+    assert "stage 3: from step 80: data/x, sequences of 128" in summary(found)
+
+
+WRONG: list[tuple[list[dict[str, Any]] | Any, dict[str, Any], tuple[str, ...]]] = [
+    ("data/y", {}, ("data.stages", "must be a list of maps")),
+    ([{"from_step": 5, "path": "data/none"}], {}, ("data/none", "no such folder", "line ")),
+    ([{"from_step": 5, "lenght": 4}], {}, ("data.stages[0].lenght", "a stage has no such field")),
+    ([{"path": "data/y"}], {}, ("data.stages[0].from_step", "must be a whole number of optimizer steps")),
+    ([{"from_step": 9, "path": "data/y"}, {"from_step": 9, "path": "data/x"}], {}, ("each after the one before it",)),
+    ([{"from_step": 5}], {}, ("data.stages[0]", "changes nothing")),
+    ([{"from_step": 5, "path": "data/y", "mixture": {"data/x": 1}}], {}, ("are both given",)),
+    ([{"from_step": 5, "mixture": {"data/x": -1}}], {}, ("a weight must be greater than 0",)),
+    ([{"from_step": 5, "sequence_length": 1}], {}, ("data.stages[0].sequence_length", "must be at least 2")),
+    ([{"from_step": 5, "train": {"max_steps": 7}}], {}, ("train.max_steps = 7", "stays as it is during a run")),
+    ([{"from_step": 5, "train": {"global_batch": 6}}], {}, ("global_batch 6", "data.stages[0].train", "not whole")),
+    ([{"from_step": 5, "schedule": {"name": "cosinus"}}], {}, ("data.stages[0].schedule.name", "choose one")),
+    ([{"from_step": 90, "schedule": {"name": "wsd", "warmup_steps": 9, "decay_steps": 4}}], {}, ("do not fit",)),
+    ([{"from_step": 0, "path": "data/y"}], {}, ("data.stages[0].path", "data.path = \"data/x\"", "remove one")),
+    ([{"from_step": 5, "path": "data/y"}], {"sites": {"name": "a", "coordinator": "h:1"}}, ("sites (sites.name)",)),
+    ([{"from_step": 5, "sequence_length": 64}], {"train": {"balance": "measured"}}, ("set it to equal",)),
+    (..., {"resume_data": "new"}, ("resume_data", "name it: resume: PATH")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("stages", "sections", "says"), WRONG, ids=[case[2][0] for case in WRONG])
+def test_what_a_stage_cannot_say(here: Path, stages: Any, sections: dict[str, Any], says: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as error:
+        loaded(here, stages, **sections)
+    for words in says:
+        assert words in str(error.value)
+
+
+def test_lengths_of_stages_are_checked_as_those_of_runs(here: Path) -> None:
+    write(here, {"data": {"stages": [{"from_step": 5, "sequence_length": 129}]}}, {"sequence_parallel_size": 2})
+    with pytest.raises(ConfigError, match=r"data.sequence_length = 129 .*\n.*must be a multiple"):
+        load(["--config", "run.yaml"], 2)
+
+
+def test_the_schema_of_the_yaml_knows_stages(here: Path) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    from llmtrain.config.schema import json_schema
+
+    loaded(here, STAGES)
+    tree = yaml.safe_load(Path("run.yaml").read_text())
+    jsonschema.validate(tree, json_schema())
+    tree["data"]["stages"][0]["from_step"] = "five"
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(tree, json_schema())
+    assert parse(["--config", "run.yaml"]).run.data.stages[0].from_step == 40
