@@ -181,6 +181,7 @@ def test_the_reference_takes_nothing_from_a_run_but_its_settings_and_its_first_w
         "llmtrain.models.source.ParameterSource",
         "llmtrain.models.spec.ModelSpec",
         "llmtrain.objectives.by_token.ByToken",
+        "llmtrain.objectives.by_token.NextToken",
         "llmtrain.objectives.objective.Objective",
         "llmtrain.optim.optimizers.AdamW",
         "llmtrain.optim.optimizers.Lion",
