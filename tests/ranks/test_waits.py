@@ -16,6 +16,7 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from llmtrain.engine.deepspeed.zero_step import OneNormZero
 from tests.helpers.processors import fp16
 from tests.helpers.training import Case, make_engine, train_steps
 
@@ -132,3 +133,78 @@ def test_no_micro_batch_waits_for_the_device(pools, small_data, path, record_pro
     print(f"{path.name}: {between} between, {all_in_all} in {STEPS} steps")
     assert between.get("device", 0) == 0
     assert all_in_all.get("device", 0) <= STEPS
+
+
+def order_of(case: Case) -> list[str]:
+    """What happens to gradients in a step, in its order: reductions, the compute stream's waits for them, their use."""
+    said: list[str] = []
+    with streams(), pytest.MonkeyPatch.context() as patch:
+        engine, ranks = make_engine(case)
+        optimizer, compute = engine.deepspeed.optimizer, get_accelerator().current_stream()
+        assert isinstance(optimizer, OneNormZero)
+        for name in ("allreduce_bucket", "_add_to_grad_partition_buffer"):
+            plain = getattr(optimizer, name)
+            patch.setattr(optimizer, name, lambda *a, _p=plain, **k: (said.append("reduce"), _p(*a, **k))[1])
+        patch.setattr(
+            compute, "wait_stream", lambda other: said.append("wait" if other is optimizer.reduction_stream else "else")
+        )
+        plain_step = engine.micro_step
+
+        def micro_step(*given: Any) -> Any:
+            result = plain_step(*given)
+            said.append("use")
+            return result
+
+        engine.micro_step = micro_step
+        train_steps(case, engine, ranks, 0, 1)
+        engine.close()
+    return said
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_gradients_are_used_behind_their_reductions(pools, small_data, whole):
+    """With DeepSpeed's wait for the device gone, the stream's is what keeps the sums right."""
+    zero = {"stage": 2, "overlap_comm": True, "use_multi_rank_bucket_allreduce": whole,
+            "reduce_bucket_size": 5000, "allgather_bucket_size": 5000}  # fmt: skip
+    case = Case(data=small_data, stage=2, precision="bf16", accumulation=2, extra={"zero_optimization": zero})
+    for said in pools(2).run(order_of, case):
+        micros = " ".join(said).split("use")
+        assert len(micros) == 3 and said.count("reduce") > 10
+        assert [micro.split()[-1] for micro in micros[:2]] == ["wait", "wait"], said
+
+
+def sent_for_gradients(case: Case) -> tuple[list[float], Counter[str], int]:
+    """Losses; elements of the collectives of all micro-batches, by kind; parameters."""
+    from deepspeed import comm
+
+    sent: Counter[str] = Counter()
+    engine, ranks = make_engine(case)
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in ("reduce", "all_reduce", "reduce_scatter_tensor"):
+            plain = getattr(comm, kind)
+
+            def counted(tensor: Any, *given: Any, _plain: Any = plain, _kind: str = kind, **named: Any) -> Any:
+                sent[_kind] += tensor.numel() if tensor.numel() > 1 else 0
+                return _plain(tensor, *given, **named)
+
+            patch.setattr(comm, kind, counted)
+        trace = train_steps(case, engine, ranks, 0, case.steps)
+    parameters = sum(each.numel() for each in engine.module.parameters())
+    engine.close()
+    return trace.losses, +sent, parameters
+
+
+def test_the_shipped_zero_2_sends_each_gradient_to_its_owner_alone(pools, small_data):
+    """An all-reduce sends twice as much, and gives every rank sums that it throws away."""
+    tree = json.loads((ROOT / "ds_configs/zero2.json").read_text())
+    extra = {key: tree[key] for key in ("data_types", "communication_data_type")}
+    zero = tree["zero_optimization"] | {"reduce_bucket_size": 50_000}
+    whole = zero | {"overlap_comm": False, "use_multi_rank_bucket_allreduce": True}
+    losses = []
+    for section, kind in ((zero, "reduce"), (whole, "all_reduce")):
+        case = Case(data=small_data, stage=2, precision="bf16", accumulation=2, steps=3,
+                    extra={**extra, "zero_optimization": section})  # fmt: skip
+        for each, sent, parameters in pools(2).run(sent_for_gradients, case):
+            assert sent == {kind: parameters * case.steps * case.accumulation}, (sent, parameters)
+            losses.append(each)
+    assert losses[0] == losses[1] == losses[2] == losses[3]

@@ -2,9 +2,10 @@
 
 DeepSpeed 0.19.8 looks at each tensor's extremes, takes each tensor's norm in a copy, reads four numbers on the host and
 multiplies every gradient by the clipping factor, also where that is 1: 4,153 kernels a step for 290 tensors (measured).
-Here one norm over the lists of gradients answers all of it: it is finite exactly if every gradient is. And DeepSpeed
+Here one norm over the lists of gradients answers all of it: it is finite exactly if every gradient is. DeepSpeed
 copies what a bucket has reduced into a second set of gradients before the first is gone, 2 bytes a parameter: here it
-goes where it is summed.
+goes where it is summed. And where it reduces on a stream of its own (overlap_comm), it stops the host until the device
+has done everything, after each micro-batch and before each reduction to one rank: here one stream waits for the other.
 
 What is replaced are private methods of DeepSpeed. Their code is known by its checksum, so that another version of it
 ends in an error and never in a step that means something else.
@@ -23,6 +24,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import BFLOAT16, ZERO_OPTIMIZATION, DeepSpeedEngine
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -41,6 +43,9 @@ _REPLACED = (
     "unscale_and_clip_grads",
     "copy_grads_in_partition",
     "get_all_grad_tensors",
+    "independent_gradient_partition_epilogue",
+    "allreduce_and_copy",
+    "_record_gradient_stream",
 )
 _AROUND = (
     "step",
@@ -48,11 +53,12 @@ _AROUND = (
     "get_flat_partition",
     "_get_flat_partition_unpadded",
     "reduce_ipg_grads",
-    "independent_gradient_partition_epilogue",
+    "reduce_independent_p_g_buckets_and_remove_grads",
+    "average_tensor",
 )
 """DeepSpeed's methods that call these, and those whose work they take over."""
 _KNOWN = {
-    "optimizer": "33fba80c5e12cce287076cf7fd7f34d3057001c0ba7311cdb439764437f72392",
+    "optimizer": "d6bcf9f8311b6d3e8cf792d9323d20f91ca40aae3e7599acf1835517a5039881",
     "engine": "fd92e39132a68153677825b76c147cc57c0ebc503073e04e3f3313326a4dc141",
 }
 
@@ -86,6 +92,46 @@ class OneNormZero(DeepSpeedZeroOptimizer):
     def _places(self) -> dict[Any, int]:
         """Index of each parameter in its group's list of sums."""
         return {parameter: place for group in self.params_in_partition for place, parameter in enumerate(group)}
+
+    @property
+    def _overlaps(self) -> bool:
+        """True if buckets are reduced on a stream beside the backward pass; without buckets DeepSpeed's waits stay."""
+        return (
+            bool(self.overlap_comm) and self.contiguous_gradients and not get_accelerator().resolves_data_dependency()
+        )
+
+    @contextlib.contextmanager
+    def _on_one_stream(self) -> Iterator[None]:
+        """In which DeepSpeed takes the current stream for the one that reduces, and so waits for nothing."""
+        self.overlap_comm = False
+        try:
+            yield
+        finally:
+            self.overlap_comm = True
+
+    def independent_gradient_partition_epilogue(self) -> None:
+        """The end of a micro-batch. What the device does next waits for the reductions; the host goes on."""
+        if not self._overlaps:
+            super().independent_gradient_partition_epilogue()
+            return
+        self.reduce_ipg_grads()  # the last bucket; below it is empty
+        get_accelerator().current_stream().wait_stream(self.reduction_stream)
+        with self._on_one_stream():
+            super().independent_gradient_partition_epilogue()
+
+    def allreduce_and_copy(self, *given: Any, **named: Any) -> None:
+        """Reduce a part of a bucket, to one rank or all: within `average_tensor`, so on the stream of reductions, which
+        has waited for the bucket."""
+        with self._on_one_stream() if self._overlaps else contextlib.nullcontext():
+            super().allreduce_and_copy(*given, **named)
+
+    def _record_gradient_stream(self, tensor: Tensor, stream: Any) -> None:
+        """A gradient larger than a bucket is let go while it is reduced: its memory is not to be used before. Buckets
+        live until `independent_gradient_partition_epilogue`."""
+        if self._overlaps and tensor.numel() > self.reduce_bucket_size:
+            tensor.record_stream(stream)
+        else:
+            super()._record_gradient_stream(tensor, stream)
 
     def has_overflow(self, partition_gradients: bool = True) -> bool:
         """True if a gradient of any rank is not finite, where no norm is wanted; else the norm says it."""

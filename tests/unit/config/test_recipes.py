@@ -107,7 +107,8 @@ def test_the_memory_that_a_recipe_of_post_training_says(name: str) -> None:
         assert f"zero2.json with more memory is faster: {(2 + 16 / 8) * parameters / 1e9:.0f} GB" in said
     else:
         assert f"{2 * parameters / 8e9:.1f} GB a GPU (2 bytes each" in said
-        assert f"{trained / 1e9:.3f}B: {18 * trained / 8e9:.1f} GB a GPU (18 bytes each" in said
+        whole = f"{trained / 1e9:.3f}B: {(2 + 18 / 8) * trained / 1e9:.1f} GB a GPU"
+        assert f"{whole} (2 bytes each, whole on every GPU, and 18 each, shared by 8)" in said
         layer = sum(math.prod(shape) for name, shape in spec.shapes.items() if ".layers.0." in name)
         assert f"its gathered weights ({2 * layer / 1e9:.1f} GB)" in said
     saved = 12 * trained / 1e9
