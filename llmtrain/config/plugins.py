@@ -221,6 +221,11 @@ def _check_class(cls: type, word: str) -> None:
                           "may mean that the user must set it")  # fmt: skip
 
 
+def is_of_plugin(entry: object) -> bool:
+    """True for an object of a class that a plugin has brought."""
+    return _within(type(entry), _modules)
+
+
 def place_of(error: BaseException) -> str:
     """`FILE line N: ` of the plugin in which an exception of a run arose; empty: in none."""
     for plugin in _current:

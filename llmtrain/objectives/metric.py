@@ -20,10 +20,11 @@ class Metric(Entry, section="metrics"):
     more."""
 
     def values(self, nll: Tensor, labels: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """The values whose mean is the figure, [N], one for each token; or (values, weights), both [N].
+        """The values whose mean is the figure, [N], each of its token alone; or (values, weights), both [N].
 
         Args:
-            nll: fp32 [N], the negative log-likelihoods of counted tokens, nats.
-            labels: int64 [N], their ids.
+            nll: fp32 [N], the negative log-likelihoods of tokens, nats. Those that do not count are among them, as 1.0:
+                their values are left out.
+            labels: int64 [N], their ids; of those that do not count 0.
         """
         raise NotImplementedError

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from llmtrain.base import log, units
 from llmtrain.base.errors import DataError, TrainingStopped
 from llmtrain.cluster.watch.heartbeat import heart
+from llmtrain.config.plugins import is_of_plugin
 from llmtrain.data.shards import FileSum
 from llmtrain.engine.api import Engine
 from llmtrain.engine.dist.control import StopRequests, from_all
@@ -109,7 +110,9 @@ class SkippedSteps(Part):
         samples = sorted(index for found in from_all(self._setup.ranks, bad) for index in found)
         # fp16 finds its loss scale by overflowing: with a finite loss that is no fault.
         scaling = self._setup.resolved.precision == "fp16" and not samples
-        what, step = "gradient" if not samples else "loss", done.position.step
+        objective, step = self._setup.run.objective, done.position.step
+        own = f" of the plugin's objective.name {objective.name}" if is_of_plugin(objective) else ""
+        what = ("loss" if samples else "gradient") + own
         first = done.batch.first_index
         named = samples or list(range(first, first + done.batch.sequences))
         self._tracker.event("skip", step=step, what=f"non-finite {what}", samples=named, loss_scaling=scaling)

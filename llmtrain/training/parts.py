@@ -76,23 +76,25 @@ class Part(Entry, section="parts"):
         """Called once at first, on a part of a plugin. `launch`: the run's objects, such as its engine and data."""
 
     def begin(self, position: Position) -> Position | None:
-        """Called before the first step. Returns where the run goes on instead; None: at `position`."""
+        """Called before the first step. Returns where the run goes on instead; None, as a plugin's part always does: at
+        `position`."""
         return None
 
     def request(self) -> Request:
-        """Return this rank's share of the next step's all-reduce."""
+        """Return this rank's share of the next step's all-reduce; of a plugin's part `stop` and `save` alone."""
         return Request()
 
     def before_update(self) -> None:
         """Called when the gradients are there and the optimizer has not written yet."""
 
     def after_step(self, done: Done) -> Position | None:
-        """Called after each step. Returns where the run goes on instead; None: at `done.position`."""
+        """Called after each step. Returns where the run goes on instead; None, as a plugin's part always does: at
+        `done.position`."""
         return None
 
     def figures(self, done: Done) -> dict[str, Any]:
         """Return its figures for the row of metrics of a step that is logged, by their keys in tracking/metrics.py;
-        those of a plugin's part are logged as NAME/KEY."""
+        those of a plugin's part are logged as NAME/KEY. Rank 0's count."""
         return {}
 
     def state(self) -> list[StateTensor]:

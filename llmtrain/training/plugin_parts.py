@@ -2,30 +2,97 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 from collections.abc import Callable, Sequence
+from numbers import Real
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
 
 from llmtrain.base import log
-from llmtrain.cluster.watch.heartbeat import heart
+from llmtrain.base.errors import ModelError
 from llmtrain.config.plugins import PluginError, place_of
 from llmtrain.engine.api import StateTensor
 from llmtrain.engine.dist.control import AgreedError, from_all, together
+from llmtrain.engine.dist.plugin_code import calling
 from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.training.parts import Done, Launch, Part
 from llmtrain.training.step import Position, Request
 
+if TYPE_CHECKING:
+    from llmtrain.training.setup import Setup
+
 T = TypeVar("T")
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+
+
+class Surroundings:
+    """What belongs to the run and not to a part: a method leaves it as it finds it. No device is asked."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._module, self._stage = setup.engine.module, setup.resolved.zero_stage
+        self._parameters = list(self._module.named_parameters())
+
+    def seen(self) -> dict[str, Any]:
+        """What can be put back, by the words that tell of its change."""
+        return {
+            "torch.set_grad_enabled": torch.is_grad_enabled(),
+            "torch.set_default_dtype": torch.get_default_dtype(),
+            "train() or eval() of the model": self._module.training,
+            "the handlers of the signals by which the run is asked to save": [*map(signal.getsignal, _SIGNALS)],
+            "requires_grad of parameters": [each.requires_grad for _, each in self._parameters],
+            "the working directory": os.getcwd(),
+        }
+
+    def kept(self) -> tuple[bool, list[Any]]:
+        """What cannot be put back: whether there are process groups; and of each parameter its shape, which ZeRO 3
+        gives it for the time of its use only, and torch's count of its changes, where masters overwrite them."""
+        if self._stage == 3:
+            return dist.is_initialized(), []
+        return dist.is_initialized(), [(each.shape, each._version if self._stage else 0)
+                                       for _, each in self._parameters]  # fmt: skip
+
+    def compare(self, seen: dict[str, Any], kept: tuple[bool, list[Any]]) -> None:
+        """Put back what is another now. Raises RuntimeError, and ModelError where the run cannot go on to a save."""
+        (groups, before), (groups_now, after) = kept, self.kept()
+        if groups and not groups_now:
+            raise ModelError("it has destroyed the process groups of the run (destroy_process_group)")
+        now = self.seen()
+        changed = [words for words in seen if seen[words] != now[words]]
+        if changed:
+            self._put_back(*seen.values())
+            raise RuntimeError(f"it has changed {', '.join(changed)}, and does not put that back")
+        for (name, _), old, new in zip(self._parameters, before, after, strict=False):  # none under ZeRO 3
+            if old[0] != new[0]:
+                raise ModelError(f"it has changed the shape of {name}: {tuple(old[0])} is {tuple(new[0])} now")
+            if old != new:
+                raise RuntimeError(f"it has changed the values of {name}. The optimizer's master parameters overwrite "
+                                   "that with the next update")  # fmt: skip
+
+    def _put_back(self, grad: bool, dtype: torch.dtype, trains: bool, handlers: list[Any], requires_grad: list[bool],
+                  folder: str) -> None:  # fmt: skip
+        torch.set_grad_enabled(grad)
+        torch.set_default_dtype(dtype)
+        self._module.train(trains)
+        for number, handler in zip(_SIGNALS, handlers, strict=True):
+            signal.signal(number, handler)
+        for (_, parameter), trained in zip(self._parameters, requires_grad, strict=True):
+            parameter.requires_grad_(trained)
+        os.chdir(folder)
 
 
 class Guarded(Part):
     """A plugin's part. After its first exception on a rank it is called no more there, and the rank asks all to stop:
     they train one step further, save, and `raise_failures` ends them alike."""
 
-    def __init__(self, name: str, part: Part, ranks: Ranks) -> None:
+    def __init__(self, name: str, part: Part, ranks: Ranks, surroundings: Surroundings) -> None:
         """`part`: as the run's configuration has it."""
         self.name, self.key, self._ranks = name, f"parts.{name}", ranks
-        self._part = part
+        self._part, self._surroundings = part, surroundings
         self.failure: str | None = None
         self._step = 0
 
@@ -34,13 +101,13 @@ class Guarded(Part):
 
     def begin(self, position: Position) -> Position | None:
         self._step = position.step
-        return self._together("begin", lambda: _is(self._part.begin(position), Position, type(None)))
+        return self._together("begin", lambda: _is(self._part.begin(position), type(None)))
 
     def restore(self, kept: Any, folder: Path) -> None:
         self._together("restore", lambda: self._part.restore(kept, folder))
 
     def request(self) -> Request:
-        asked = self._call("request", lambda: _is(self._part.request(), Request), Request())
+        asked = self._call("request", lambda: _asked(self._part.request()), Request())
         return asked if self.failure is None else Request(stop=True)
 
     def before_update(self) -> None:
@@ -48,17 +115,17 @@ class Guarded(Part):
 
     def after_step(self, done: Done) -> Position | None:
         self._step = done.position.step
-        return self._call("after_step", lambda: _is(self._part.after_step(done), Position, type(None)), None)
+        return self._call("after_step", lambda: _is(self._part.after_step(done), type(None)), None)
 
     def figures(self, done: Done) -> dict[str, Any]:
-        named: dict[str, Any] = self._call("figures", lambda: dict(self._part.figures(done)), {})
+        named: dict[str, Any] = self._call("figures", lambda: _figures(self._part.figures(done)), {})
         return {f"{self.name}/{key}": value for key, value in named.items()}
 
     def state(self) -> list[StateTensor]:
-        return self._call("state", self._part.state, [])
+        return self._call("state", lambda: [_is(each, StateTensor) for each in self._part.state()], [])
 
     def to_json(self) -> Any:
-        return self._call("to_json", self._part.to_json, None)
+        return self._call("to_json", lambda: json.loads(json.dumps(self._part.to_json())), None)
 
     def close(self, error: BaseException | None) -> None:
         self._call("close", lambda: self._part.close(error), None)
@@ -76,12 +143,19 @@ class Guarded(Part):
     def _call(self, hook: str, call: Callable[[], T], instead: T) -> T:
         if self.failure is not None:
             return instead
+        told = f"{self.key}: {hook} at step {self._step}"
+        seen, kept = self._surroundings.seen(), self._surroundings.kept()
         try:
-            with heart.calling(self.key, hook):
-                return call()
+            with calling(self.key, hook):
+                result = call()
+            self._surroundings.compare(seen, kept)
+            return result
+        except ModelError as error:
+            self.failure = f"{told}: {error}"
+            raise ModelError(self.failure) from error
         except BaseException as error:  # a signal only raises a flag during a run: Ctrl-C here is the plugin's own
             what = f"{type(error).__name__}: {error}".removesuffix(": ")
-            self.failure = f"parts.{self.name}: {hook} at step {self._step}: {place_of(error)}{what}"
+            self.failure = f"{told}: {place_of(error)}{what}"
             return instead
 
 
@@ -93,9 +167,27 @@ def _is(given: T, *kinds: type) -> T:
     return given
 
 
+def _asked(given: Request) -> Request:
+    """Raise TypeError where a part asks for more than is its own to ask for: the ranks would wait for each other."""
+    if given not in (Request(stop=stop, save=save) for stop in (False, True) for save in (False, True)):
+        raise TypeError(f"it returns {given}; wanted is Request() with stop=True, save=True or both")
+    return given
+
+
+def _figures(given: dict[str, Any]) -> dict[str, Any]:
+    """Raise TypeError for what is no figure. A tensor or an array of one element is a number."""
+    found = {_is(key, str): value.item() if hasattr(value, "item") else value for key, value in given.items()}
+    for key, value in found.items():
+        for number in value if isinstance(value, list | tuple) else [value]:
+            if number is not None and not isinstance(number, Real):
+                raise TypeError(f"it returns {type(number).__name__} as {key}; wanted is a number or a list of them")
+    return found
+
+
 def guarded(parts: dict[str, Part], launch: Launch) -> list[Part]:
     """The parts of a run's `parts` section, opened, in their order there. All ranks call it. Raises AgreedError."""
-    made = [Guarded(name, part, launch.setup.ranks) for name, part in parts.items()]
+    surroundings = Surroundings(launch.setup)
+    made = [Guarded(name, part, launch.setup.ranks, surroundings) for name, part in parts.items()]
     for part in made:
         part.open(launch)
     return list(made)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from llmtrain.base.errors import TrainingStopped
 from llmtrain.cluster.watch.heartbeat import heart
+from llmtrain.config.plugins import hashes
 from llmtrain.data.stream.loader import StepBatch
 from llmtrain.engine.api import Engine
 from llmtrain.engine.dist.control import from_all
@@ -250,14 +251,15 @@ class ReplicaCheck(Part):
         due = self._compares_ranks and (saves or is_due(self._every, done.steps))
         if due or (saves and self._agreed_step is None):
             with heart.during("compare"):
-                self.check(asdict(done.position), done.batch)
+                self.check(asdict(done.position), done.batch, done.lr_factor)
 
-    def check(self, position: Mapping[str, int], batch: StepBatch) -> None:
+    def check(self, position: Mapping[str, int], batch: StepBatch, lr_factor: float) -> None:
         """Compare the ranks after a step, and the masters with what the forward pass reads.
 
         Args:
             position: the run's counters after it.
             batch: what this rank trained on.
+            lr_factor: on its peak learning rates.
 
         Raises:
             ReplicasDiffer: ranks differ. On all ranks, with the same words.
@@ -265,7 +267,7 @@ class ReplicaCheck(Part):
         """
         step = position["step"]
         if self._compares_ranks:
-            found = self._replicas.differences(self._facts(position, batch), self._facts_of_row(batch))
+            found = self._replicas.differences(self._facts(position, batch, lr_factor), self._facts_of_row(batch))
             if found:
                 self._end(step, found)
         if masters := apart(self._engine, self._ranks):
@@ -279,7 +281,7 @@ class ReplicaCheck(Part):
         self._tell(step, "masters differ", found.ranks, found.names, text)
         raise MastersDiffer(text)
 
-    def _facts(self, position: Mapping[str, int], batch: StepBatch) -> dict[str, Any]:
+    def _facts(self, position: Mapping[str, int], batch: StepBatch, lr_factor: float) -> dict[str, Any]:
         """Facts that are the same on all ranks."""
         share = self._ranks.rank // self._degrees.tensor  # as the loop seeds a step
         seeds = [torch.initial_seed()]
@@ -289,6 +291,7 @@ class ReplicaCheck(Part):
             **{f"{name.replace('_', ' ')} of the run": value for name, value in position.items()},
             "first sample of the step": batch.first_index,
             "random seed of the step": [(seed - share) % 2**64 for seed in seeds],
+            "learning-rate factor of the step": lr_factor,
             "steps of the optimizer": self._engine.optimizer_step(),
             "loss scale": self._engine.loss_scale(),
             **self._constant,
@@ -307,10 +310,12 @@ class ReplicaCheck(Part):
     def _end(self, step: int, found: list[Difference]) -> None:
         ranks = sorted({rank for each in found for rank in each.odd})
         before = "" if self._agreed_step is None else f" At step {self._agreed_step} they agreed."
+        own = f", such as that of the plugin {' or '.join(hashes())}" if hashes() else ""
         text = (
             f"after step {step}: {describe(found, self._ranks.seats)}.{before} What has changed it is no part of the "
-            "training: memory, a link or a kernel of that host, or code that runs on one rank only. Checkpoints are "
-            "made of ranks that agreed: the same command continues from the newest, on other hosts if one is suspect."
+            f"training: memory, a link or a kernel of that host, or code that runs on one rank only{own}. Checkpoints "
+            "are made of ranks that agreed: the same command continues from the newest, on other hosts if one is "
+            "suspect."
         )
         self._tell(step, "ranks differ", ranks, [each.name for each in found], text)
         raise ReplicasDiffer(text)

@@ -6,11 +6,13 @@ A run, a parity check, `llmtrain reference` and the tests all use `Setup`, so a 
 from __future__ import annotations
 
 import contextlib
+import math
 import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from numbers import Real
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +20,7 @@ from torch import Tensor
 
 from llmtrain.base.errors import ConfigError, DataError, ModelError, UserError
 from llmtrain.config.run import ResolvedRun, RunConfig
+from llmtrain.config.stages import Stages
 from llmtrain.config.topology import Mix, Place
 from llmtrain.data.stream.columns import REMEDY, weights_hash
 from llmtrain.data.stream.course import Course
@@ -28,6 +31,7 @@ from llmtrain.engine.deepspeed.build import build_engine
 from llmtrain.engine.deepspeed.patches import apply_group_timeout
 from llmtrain.engine.dist.control import AgreedError, from_all, together
 from llmtrain.engine.dist.device import check_device
+from llmtrain.engine.dist.plugin_code import called
 from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.engine.losses.function import LossFunction
 from llmtrain.engine.losses.named import loss_of, with_reference
@@ -131,7 +135,7 @@ class Setup:
     def session(self, step: int = 0) -> Session:
         """The steps of the run. `step`: optimizer steps done before, skipped ones included."""
         in_training = {name: metric for name, metric in self.run.metrics.items() if metric.in_training}
-        rate = partial(self.resolved.stages.factor, max_steps=self.resolved.max_steps)
+        rate = partial(rate_of, self.resolved.stages, max_steps=self.resolved.max_steps)
         return Session(self.engine, self.ranks, self.resolved.degrees, rate, seed=self.run.train.seed,
                        objective=with_metrics(self.objective, in_training), step=step)  # fmt: skip
 
@@ -152,6 +156,17 @@ class Setup:
             course=self.course,
             step=step,
         )
+
+
+def rate_of(stages: Stages, step: int, *, max_steps: int | None) -> float:
+    """The factor on the peak learning rates at a step. Raises ModelError: a plugin's class gives none."""
+    schedule = stages.at(step).schedule
+    key = f"schedule.name {schedule.name}"
+    factor = called(schedule, key, "after_warmup", lambda: stages.factor(step, max_steps))
+    if not isinstance(factor, Real) or not 0 <= factor < math.inf:
+        raise ModelError(f"{key}: after_warmup gives {factor!r} at step {step}; wanted is a finite number from 0 on, "
+                         "the factor on optim.lr")  # fmt: skip
+    return float(factor)
 
 
 def start_engine(resolved: ResolvedRun, spec: ModelSpec, ranks: Ranks, mesh: Mesh) -> Engine:

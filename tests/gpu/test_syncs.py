@@ -78,15 +78,21 @@ def recorded_waits(found: Counter[str]) -> Iterator[None]:
             torch.cuda.set_sync_debug_mode("default")
 
 
+_READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default,
+          torch.ops.aten.masked_select.default)  # fmt: skip
+
+
 class _ScalarReads(TorchDispatchMode):
-    """Values that Python reads out of tensors: item(), bool(), float()."""
+    """Values that Python reads out of tensors, as item(), bool() and float() do, and results whose size depends on
+    values, as of `x[mask]`."""
 
     def __init__(self, found: Counter[str]) -> None:
         super().__init__()
         self._found = found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
+        by_mask = func is torch.ops.aten.index.Tensor and any(i is not None and i.dtype is torch.bool for i in args[1])
+        if by_mask or func in _READS:
             _note(self._found)
         return func(*args, **(kwargs or {}))
 

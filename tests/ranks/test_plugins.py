@@ -5,6 +5,7 @@ Tolerances: those of test_parity.py, for the same reasons.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from llmtrain.data.stream.train_data import TrainData
 from llmtrain.engine.losses.next_token import NEXT_TOKEN
 from llmtrain.engine.losses.with_metrics import quotients, with_metrics
 from llmtrain.objectives.objective import Objective
+from tests.gpu.test_syncs import recorded_waits
 from tests.helpers.answers import answers_case, plain_steps, trained_answers
 from tests.helpers.preference import Plain, prepared_preferences
 from tests.helpers.training import Case, batches, case_data, largest_difference, make_engine, plain_model, plain_pytorch
@@ -109,15 +111,17 @@ def test_an_optimizer_trains_and_goes_on_in_another_form(pools, small_data, tmp_
     assert largest_difference(want.parameters, began) > 1e-3  # a hundred times what is tolerated
 
 
-def measured(case: Case) -> dict[str, float]:
-    """The metrics of a global batch."""
+def measured(case: Case) -> tuple[dict[str, float], dict[str, int]]:
+    """The metrics of a global batch, and the lines that would wait for a device."""
     engine, _ = make_engine(case)
     metrics = {name: Entry.SECTIONS["metrics"][name]() for name in ("rare", "weighted")}
     source = batches(case, (engine.mesh.place.data, engine.mesh.degrees.data), case.accumulation)
-    figures, _ = engine.evaluate(next(source).micro_batches, with_metrics(NEXT_TOKEN, metrics))
+    waits: Counter[str] = Counter()
+    with recorded_waits(waits):
+        figures, _ = engine.evaluate(next(source).micro_batches, with_metrics(NEXT_TOKEN, metrics))
     source.close()  # type: ignore[attr-defined]
     engine.close()
-    return quotients(figures)
+    return quotients(figures), dict(waits)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +132,8 @@ def measured(case: Case) -> dict[str, float]:
 )  # fmt: skip
 def test_a_metric_is_a_mean_over_all_tokens_whoever_has_them(pools, small_data, mine, form):
     case = Case(data=small_data, **form)
-    got = pools(2).run(with_plugin, mine, measured, case)[0]
+    got, waits = pools(2).run(with_plugin, mine, measured, case)[-1]
+    assert not [where for where in waits if "with_metrics.py" in where], waits
     (micro,) = next(batches(Case(data=small_data), (0, 1), 1)).micro_batches
     with torch.no_grad():
         logits = plain_model(case)(input_ids=micro.inputs, position_ids=micro.positions, use_cache=False).logits

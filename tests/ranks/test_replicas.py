@@ -204,7 +204,7 @@ def ended(case: Case, fault: str, guilty: int) -> tuple[str, str]:
         setup.course.data = (data,)
         never: Any = None
         try:
-            ReplicaCheck(setup, tracker, never).check(position, batch)
+            ReplicaCheck(setup, tracker, never).check(position, batch, 1.0)
             told.append("")
         except TrainingStopped as error:
             told.append(str(error))

@@ -111,3 +111,8 @@ def read_json(path: Path) -> dict[str, Any] | None:
 def write_error(folder: Path, rank: int, error: str, at: str, phase: str) -> None:
     """Write down the exception that ends a rank, before it exits. Raises OSError."""
     write_json(of_rank(folder, rank, "error"), {"error": error, "at": at, "phase": phase})
+
+
+def write_refusal(folder: Path, rank: int, reason: str) -> None:
+    """Write down the user's mistake with which a rank ends by itself, before it exits. Raises OSError."""
+    write_json(of_rank(folder, rank, "refusal"), {"reason": reason})

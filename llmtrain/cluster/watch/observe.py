@@ -222,6 +222,7 @@ class HostRanks:
             signal=_signal(seen.exit_status) if state == "dead" and not error else "",
             error=error,
             error_at=error_at,
+            refusal=self._refusal(beat.rank) if state == "left" and beat.left else "",
             on_device=beat.on_device,
             given=beat.given,
             done=beat.done,
@@ -264,6 +265,9 @@ class HostRanks:
         if facts.phase in _OWN_PACE:
             return seen.works or (seen.computes and not facts.on_device)
         return seen.works and seen.beat.timed_steps == 0  # modules are imported, ops are built
+
+    def _refusal(self, rank: int) -> str:
+        return str((read_json(of_rank(self._folder, rank, "refusal")) or {}).get("reason", ""))
 
     def _error(self, rank: int) -> tuple[str, str, str]:
         """(exception, file:line, phase) of a rank that failed; empty strings for any other."""

@@ -38,12 +38,14 @@ from llmtrain.cluster.watch.folder import (
     read_json,
     write_error,
     write_json,
+    write_refusal,
 )
 from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.cluster.watch.processes import MARK, Process, identify, stat
 
 _AGENT_STARTS_S = 20.0
 _CONNECT_GRACE_S = 30.0
+_MOST_OF_REASON = 1000
 
 _folder: Path | None = None
 _stack_file: TextIO | None = None
@@ -175,6 +177,9 @@ def outcome_reported() -> Iterator[None]:
         yield
         left(0)
     except UserError as error:
+        if _folder is not None and not error.everywhere:  # the others may not have met it
+            with contextlib.suppress(OSError):
+                write_refusal(_folder, log.rank(), str(error)[:_MOST_OF_REASON])
         left(error.exit_code)
         if log.rank() == 0 or (not error.everywhere and os.environ.get("LOCAL_RANK") == "0"):
             cause = error.__cause__  # of an error that the ranks have agreed on

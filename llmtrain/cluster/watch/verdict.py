@@ -191,7 +191,8 @@ class Judge:
         if now - self._first_left_s <= _OTHERS_LEAVE_S:
             return None
         first = refused[0]
-        return Verdict("leave", text=f"rank {first.rank} on {first.host} has left with exit code {first.code}")
+        why = f": {first.refusal}" if first.refusal else ""
+        return Verdict("leave", text=f"rank {first.rank} on {first.host} has left with exit code {first.code}{why}")
 
 
 def _lives(rank: RankFacts) -> bool:

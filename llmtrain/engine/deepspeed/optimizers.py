@@ -20,13 +20,12 @@ from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime import compiler as ds_compiler
 from torch import Tensor
 
-from llmtrain.base.errors import ConfigError, ModelError
+from llmtrain.base.errors import ConfigError
 from llmtrain.base.files import lock_file
 from llmtrain.base.log import warn
-from llmtrain.cluster.watch.heartbeat import heart
-from llmtrain.config.plugins import place_of
 from llmtrain.config.topology import Mix
 from llmtrain.engine.deepspeed.zero_step import LARGEST_GROUP
+from llmtrain.engine.dist.plugin_code import called
 from llmtrain.models import compiler
 from llmtrain.models.language import LanguageModel
 from llmtrain.models.skeleton import decoder_layers
@@ -333,11 +332,8 @@ def _listed(kinds: dict[str, Any]) -> str:
 
 
 def _built(optim: Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    try:
-        with torch.random.fork_rng(devices=[]), heart.calling(f"optim.{optim.name}", "build"):
-            made = optim.build(groups)
-    except Exception as error:
-        raise ConfigError(_told(optim, "build", error)) from error
+    with torch.random.fork_rng(devices=[]):
+        made = called(optim, f"optim.name {optim.name}", "build", lambda: optim.build(groups))
     if not isinstance(made, torch.optim.Optimizer) or len(made.param_groups) != len(groups):
         raise ConfigError(f"optim.name {optim.name}: build gives {type(made).__name__}; wanted is a "
                           "torch.optim.Optimizer of all its groups")  # fmt: skip
@@ -345,15 +341,7 @@ def _built(optim: Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimi
 
 
 def _step(optim: Optimizer, step: Callable[[], Any]) -> None:
-    try:
-        with heart.calling(f"optim.{optim.name}", "step"):
-            step()
-    except Exception as error:
-        raise ModelError(_told(optim, "step", error)) from error
-
-
-def _told(optim: Optimizer, method: str, error: Exception) -> str:
-    return f"optim.name {optim.name}: {method}: {place_of(error)}{type(error).__name__}: {error}"
+    called(optim, f"optim.name {optim.name}", "step", step)
 
 
 def _guard(optim: Optimizer, optimizer: torch.optim.Optimizer) -> None:

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from llmtrain.base.errors import ModelError
-from llmtrain.cluster.watch.heartbeat import heart
-from llmtrain.config.plugins import place_of
 from llmtrain.data.stream.loader import MicroBatch, TaughtBatch, UnpairedBatch
+from llmtrain.engine.dist.plugin_code import called
 from llmtrain.engine.losses.answers import answers_in, answers_of, counted_tokens, last_tokens
 from llmtrain.engine.losses.function import Evaluate, LossFunction
 from llmtrain.engine.losses.next_token import NEXT_TOKEN, WithZLoss
@@ -81,20 +80,29 @@ class TokenLoss:
 
 
 def terms_of(objective: ByToken, nll: Tensor) -> tuple[Tensor, ...]:
-    """The terms of tokens, fp32 [N] each. Raises ModelError where the objective's class gives others."""
-    try:
-        with heart.calling(f"objective.name {objective.name}", "terms"):
-            terms = objective.terms(nll)
-    except Exception as error:
-        what = f"{type(error).__name__}: {error}"
-        raise ModelError(f"objective.name {objective.name}: terms: {place_of(error)}{what}") from error
-    shapes = [tuple(term.shape) for term in terms] if isinstance(terms, tuple) else type(terms).__name__
-    if shapes != [tuple(nll.shape)] * (1 + len(objective.figures)):
-        raise ModelError(
-            f"objective.name {objective.name}: terms gives {shapes}; wanted is a tuple of the loss and "
-            f"{len(objective.figures)} figures, of the shape of its argument, {tuple(nll.shape)}"
-        )
+    """The terms of tokens, fp32 [N] each. Raises ModelError where a plugin's class gives others."""
+    key = f"objective.name {objective.name}"
+    return _checked(key, objective, "terms", called(objective, key, "terms", lambda: objective.terms(nll)), nll)
+
+
+def _checked(key: str, objective: Objective, method: str, terms: Any, like: Tensor) -> tuple[Tensor, ...]:
+    """The terms in fp32. Raises ModelError: they are not a loss with a gradient, and the figures, each shaped `like`
+    the argument."""
+    count, wanted = len(objective.figures), tuple(like.shape)
+    tensors = isinstance(terms, tuple) and all(isinstance(term, Tensor) for term in terms)
+    given = [tuple(term.shape) for term in terms] if tensors else _kinds(terms)
+    if given != [wanted] * (1 + count):
+        raise ModelError(f"{key}: {method} gives {given}; wanted is a tuple of the loss and {count} figures, of the "
+                         f"shape of its argument, {wanted}")  # fmt: skip
+    if like.requires_grad and not terms[0].requires_grad:
+        raise ModelError(f"{key}: {method} gives a loss of {terms[0].dtype} without a gradient. Compute it from the "
+                         "argument by torch's functions, without detach(), item() and torch.no_grad()")  # fmt: skip
     return tuple(term.float() for term in terms)
+
+
+def _kinds(given: Any) -> str:
+    """Types, for a message: "float" or "(Tensor, float)"."""
+    return f"({', '.join(map(_kinds, given))})" if isinstance(given, tuple) else type(given).__name__
 
 
 class DistillLoss:
@@ -142,7 +150,10 @@ class PairLoss:
             log_prob, tokens = (each.view(-1, 2) for each in answers_of(head, hidden, batch))
             known = None if batch.reference is None else batch.reference.view(-1, 2)
             answers = Answers(log_prob=log_prob, tokens=tokens, reference=known, log_sigmoid=F.logsigmoid)
-        return head.once(torch.stack(self._objective.terms(answers)).sum(1))
+        key, objective = f"objective.name {self._objective.name}", self._objective
+        terms = called(objective, key, "losses", lambda: objective.terms(answers))
+        like = (answers.score if objective.scores else answers.log_prob)[:, 0]
+        return head.once(torch.stack(_checked(key, objective, "losses", terms, like)).sum(1))
 
 
 class UnpairedLoss:

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from llmtrain.base.errors import ModelError
-from llmtrain.cluster.watch.heartbeat import heart
-from llmtrain.config.plugins import place_of
 from llmtrain.data.stream.loader import MicroBatch
+from llmtrain.engine.dist.plugin_code import called
 from llmtrain.engine.losses.function import LooksAhead, LossFunction
 from llmtrain.models.head import Head
 from llmtrain.models.loss import IGNORE
@@ -47,28 +46,30 @@ class WithMetrics:
     @torch.no_grad()
     def _of_metrics(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
         counts = (micro.labels != IGNORE).flatten()
-        nll = head.token_nll(hidden, micro.labels, micro.counted).flatten()[counts]
-        labels = micro.labels.flatten()[counts]
-        sums = [each for name, metric in self._metrics.items() for each in sums_of(name, metric, nll, labels)]
+        nll = head.token_nll(hidden, micro.labels, micro.counted).flatten()
+        sums = [each for name, metric in self._metrics.items()
+                for each in sums_of(name, metric, nll, micro.labels.flatten(), counts)]  # fmt: skip
         return head.once(torch.stack(sums))
 
 
-def sums_of(name: str, metric: Metric, nll: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """(sum of values x weights, sum of weights), fp32. Raises ModelError where the metric's class gives others."""
-    try:
-        with heart.calling(f"metrics.{name}", "values"):
-            given: Any = metric.values(nll, labels)
-    except Exception as error:
-        what = f"{type(error).__name__}: {error}"
-        raise ModelError(f"metrics.{name}: values: {place_of(error)}{what}") from error
+def sums_of(name: str, metric: Metric, nll: Tensor, labels: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """(sum of values x weights, sum of weights) over the tokens that count, fp32.
+
+    The others stay among the metric's arguments, with a likelihood and a label of no meaning: to take them out, the
+    host would have to know how many they are, and wait for the device.
+
+    Raises: ModelError where a plugin's class gives others.
+    """
+    key, nll, labels = f"metrics.{name}", nll.where(counts, 1.0), labels.where(counts, 0)
+    given: Any = called(metric, key, "values", lambda: metric.values(nll, labels))
     values, weights = given if isinstance(given, tuple) and len(given) == 2 else (given, torch.ones_like(nll))
     for each in (values, weights):
         if not isinstance(each, Tensor) or each.shape != nll.shape:
             shape = tuple(each.shape) if isinstance(each, Tensor) else type(each).__name__
-            raise ModelError(f"metrics.{name}: values gives {shape}; wanted is a tensor of a value for each token, of "
-                             f"the shape of its first argument, {tuple(nll.shape)}, or two of them: values and "
-                             "weights")  # fmt: skip
-    return (values.float() * weights.float()).sum(), weights.float().sum()
+            raise ModelError(f"{key}: values gives {shape}; wanted is a tensor of a value for each token, of the "
+                             f"shape of its first argument, {tuple(nll.shape)}, or two of these")  # fmt: skip
+    weights = weights.float().where(counts, 0.0)
+    return (values.float() * weights).where(counts, 0.0).sum(), weights.sum()
 
 
 def quotients(figures: Mapping[str, float]) -> dict[str, float]:

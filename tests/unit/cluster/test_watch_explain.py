@@ -123,6 +123,15 @@ CASES = {
         ("node-1", [0]),
         "No rank failed on its own",
     ),
+    "refused": (
+        job(
+            waiting(0, state="dead", error=CLOSED),
+            waiting(1, state="left", code=2, refusal="objective.name mine: terms: mine.py line 3: ValueError: no"),
+            trigger="dead_rank",
+        ),
+        ("node-2", [1]),
+        "rank 1 on node-2 has ended with an error that the others do not have: objective.name mine: terms: mine.py",
+    ),
     "stopped": (
         job(waiting(0), waiting(1, state="stopped", stack=(), inside=False), waiting(2)),
         ("node-2", [1]),

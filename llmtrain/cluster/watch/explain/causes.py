@@ -545,6 +545,14 @@ def _dead(facts: JobFacts) -> Cause | None:
     if not dead:
         return None
     own = [r for r in dead if not is_secondary(r)]
+    if not own and (refused := [r for r in facts.ranks if r.refusal]):
+        return Cause(
+            name="refused",
+            ranks=refused,
+            detail=refused[0].refusal,
+            says=f"{who(refused)} <has|have> ended with an error that the others do not have: {refused[0].refusal}.",
+            remedy="Correct that; the others ended because a rank was gone.",
+        )
     silent = [r for r in own if not r.error]
     chosen = silent or own or dead
     first = chosen[0]

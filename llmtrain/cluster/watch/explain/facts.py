@@ -79,6 +79,8 @@ class RankFacts:
     """The exception that ended it, as "ValueError: ..."."""
     error_at: str = ""
     """file:line of that exception, innermost line of the project first."""
+    refusal: str = ""
+    """The user's mistake with which it left, where the others do not know it."""
     stack: tuple[Frame, ...] = ()
     """Innermost first; empty for a rank that could not answer."""
     waits_in: str = ""

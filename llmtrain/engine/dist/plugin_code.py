@@ -1,0 +1,53 @@
+"""Calls of a plugin's code during a run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from llmtrain.base.errors import ModelError
+from llmtrain.cluster.watch.heartbeat import heart
+from llmtrain.config.plugins import is_of_plugin, place_of
+
+T = TypeVar("T")
+
+
+@contextlib.contextmanager
+def calling(key: str, method: str) -> Iterator[None]:
+    """In which a plugin's method runs: the watch names it, and a process that was forked in it does not come back, as a
+    second rank that waits for the others and keeps the launcher from ending."""
+    rank = os.getpid()
+    try:
+        with heart.calling(key, method):
+            yield
+    finally:
+        if os.getpid() != rank:
+            text = f"warning: {key}: {method}: has forked its rank, and the new process returns from it: it is ended\n"
+            os.write(2, text.encode())
+            os._exit(1)
+
+
+def called(owner: object, key: str, method: str, call: Callable[[], T]) -> T:
+    """Return `call()`; if it does not return, the watch names key and method.
+
+    Args:
+        owner: the object whose method it is. The exceptions of one that no plugin has brought are left alone.
+        key: of the run that selects it, such as "metrics.rare".
+        method: its name.
+
+    Raises: ModelError for any exception of a plugin's, SystemExit included, with key, method and line.
+    """
+    if not is_of_plugin(owner):
+        return call()
+    try:
+        with calling(key, method):
+            return call()
+    except BaseException as error:
+        # During a run a signal only raises a flag; where Python's own handler stands, it was the user's Ctrl-C.
+        if isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            raise
+        what = f"{type(error).__name__}: {error}".removesuffix(": ")
+        raise ModelError(f"{key}: {method}: {place_of(error)}{what}") from error
