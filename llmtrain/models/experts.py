@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -170,11 +170,6 @@ class RoutingFigures:
     """Tokens that each expert of each block got."""
 
 
-def _hear(router: nn.Module, args: Any, output: Any) -> None:
-    """What a router says is kept until the forward pass of its layer ends."""
-    router.heard.append(output)  # type: ignore[operator, union-attr]
-
-
 class Routing:
     """Watches the routers: the load-balancing loss of each forward pass in training, and counts of tokens.
 
@@ -197,33 +192,8 @@ class Routing:
         self._tokens_LE: Tensor | None = None
         self._aux_sum: Tensor | None = None
         self._passes = 0
-        self._routers = [block.router for block in blocks]
-        for router in self._routers:
-            router.heard = []  # type: ignore[assignment]
-            router.register_forward_hook(_hear)
-
-    def listening(self, layer: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
-        """A layer's forward `run` that notes what the routers in it say.
-
-        Beside `run`, not in it: that is the same code for all layers of a kind, of which torch.compile makes one graph.
-        """
-        inside = set(layer.modules())
-        routers: dict[int, Any] = {i: router for i, router in enumerate(self._routers) if router in inside}
-        if not routers:
-            return run
-
-        @functools.wraps(run)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            try:
-                given = run(*args, **kwargs)
-                for index, router in routers.items():
-                    self._note(index, router.heard[0])
-            finally:  # a recomputation ends in torch's exception
-                for router in routers.values():
-                    router.heard.clear()
-            return given
-
-        return forward
+        for index, block in enumerate(blocks):
+            block.router.register_forward_hook(functools.partial(self._note, index))
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -235,16 +205,15 @@ class Routing:
             self._noted = None
             raise
 
-    def _note(self, index: int, output: Any) -> None:
+    def _note(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
         if self._noted is None or index in self._noted:
             return
         given = output if isinstance(output, tuple) else (output,)
         logits = next((t for t in given if torch.is_tensor(t) and t.shape[-1] == self.experts), None)
         if logits is None:
             raise ModelError(
-                f"model: the router {type(self._routers[index]).__name__} does not give its scores of the "
-                f"{self.experts} experts, so what it chooses cannot be watched or balanced; this mixture of experts "
-                "cannot be trained here."
+                f"model: the router {type(module).__name__} does not give its scores of the {self.experts} experts, so "
+                "what it chooses cannot be watched or balanced; this mixture of experts cannot be trained here."
             )
         chosen = next((t for t in given if torch.is_tensor(t) and not t.is_floating_point()), None)
         self._noted[index] = (logits, chosen)
