@@ -68,6 +68,9 @@ class ModelConfig:
     mlp_tile_tokens: int | None = bounded(None, AT_LEAST_1, "leave it out to compute all tokens at once")
     """Tokens that the MLP of a layer computes at one time; null = all. For long sequences: it recomputes."""
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    neftune_noise_alpha: float = bounded(0.0, NOT_NEGATIVE, "5 is common, 0 means none")
+    """NEFTune: in training, uniform noise of at most alpha / sqrt(L d) on each of the d elements of a token's
+    embedding, in a text of L tokens: a document (data.isolate_documents), or else a row. 5 is common; 0 = none."""
     compile_layers: bool | None = None
     """torch.compile each decoder layer; null = on CUDA, where a compiler works and the run may."""
     freeze: list[str] = field(default_factory=list)

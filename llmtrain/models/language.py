@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from llmtrain.base.errors import ModelError
 from llmtrain.models.experts import Routing
 from llmtrain.models.head import Head, Loss
+from llmtrain.models.neftune import Neftune, text_lengths
 from llmtrain.models.parameters import LocalParameter, local_parameter, named_tensors
 from llmtrain.models.score import at_the_last_place
 from llmtrain.models.transformers_private import documents_are
@@ -38,6 +39,8 @@ class LanguageModel(nn.Module):
                 f"{hf.base_model_prefix!r}), and the loss needs it. Train another family."
             )
         self.head = Head(hf, chunk)
+        self.noise: Neftune | None = None
+        """On the embeddings, in training."""
         self.wants_logits = False
         """The loss gets transformers' own logits in place of the hidden state."""
 
@@ -70,6 +73,8 @@ class LanguageModel(nn.Module):
     def hidden(self, inputs: Tensor, positions: Tensor | None) -> Tensor:
         """The decoder's output [B, T, H]."""
         given = {} if positions is None else {"position_ids": positions}
+        if self.noise is not None:
+            self.noise.lengths_BT = text_lengths(inputs, positions)
         with documents_in_rows(positions):
             return self.decoded(input_ids=inputs, **given)
 

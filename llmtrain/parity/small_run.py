@@ -98,6 +98,7 @@ def small_run(
     length = lcm(_LENGTH, degrees.sequence * degrees.tensor)
     small = replace(run.model, pretrained=None, vocabulary=None, config=model)
     small = replace(small, loss_chunk_tokens=min(40, small.loss_chunk_tokens))
+    small = replace(small, neftune_noise_alpha=0.0)  # as dropout
     if small.mlp_tile_tokens is not None:
         small = replace(small, mlp_tile_tokens=min(8, small.mlp_tile_tokens))
     if cpu:  # where the compiler takes a minute

@@ -30,10 +30,10 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "recompute": (False, True),
     "frozen": (False, True),
 }
-"""Setting -> its values. `documents`: next_token with a z-loss and data.isolate_documents. `column`: distill with
-top_k. `online`: dpo with that reference. `saved`: LoRA with modules_to_save. `whole`: experts that each rank has all
-of. `frozen`: one layer of two, by model.freeze. A cell without pipeline, tensor and sequence has two data-parallel
-ranks. The order is one with which the search needs few cells."""
+"""Setting -> its values. `documents`: next_token with a z-loss, NEFTune and data.isolate_documents. `column`: distill
+with top_k and NEFTune. `online`: dpo with that reference. `saved`: LoRA with modules_to_save. `whole`: experts that
+each rank has all of. `frozen`: one layer of two, by model.freeze. A cell without pipeline, tensor and sequence has two
+data-parallel ranks. The order is one with which the search needs few cells."""
 
 
 def _in_order(pair: Pair) -> Pair:
@@ -132,8 +132,8 @@ _PRECISIONS: dict[str, dict[str, Any]] = {
     "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
 }
 _OBJECTIVES: dict[str, dict[str, Any]] = {
-    "documents": {"objective": "next_token", "z_loss": 0.05, "isolate_documents": True},
-    "column": {"objective": "distill", "top_k": 7},
+    "documents": {"objective": "next_token", "z_loss": 0.05, "noise": 5.0, "isolate_documents": True},
+    "column": {"objective": "distill", "top_k": 7, "noise": 5.0},
     "online": {"objective": "dpo", "reference": "online"},
 }
 STEPS, HALF, ACCUMULATION, GLOBAL_BATCH = 3, 2, 2, 4

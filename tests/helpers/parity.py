@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import math
 import tempfile
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from torch import Tensor, nn
 
 from llmtrain.config.run import (
     AdapterConfig,
@@ -21,10 +26,12 @@ from llmtrain.config.run import (
     TrainConfig,
 )
 from llmtrain.config.topology import Degrees
+from llmtrain.models import neftune
 from llmtrain.objectives.by_token import Distill, NextToken
 from llmtrain.objectives.objective import Objective
 from llmtrain.optim.optimizers import Optimizer
 from llmtrain.optim.schedules import Cosine
+from llmtrain.parity import plain, plain_adapter
 from llmtrain.parity.compare import Trace, Verdict, compare, hint
 from llmtrain.parity.plain import orders, train_plainly
 from llmtrain.parity.plain_teacher import small_teacher
@@ -66,6 +73,8 @@ class Form:
     objective: str = "next_token"
     reference: str = "column"
     z_loss: float = 0.0
+    noise: float = 0.0
+    """model.neftune_noise_alpha, which the command leaves out: for what `known_noise` replaces."""
     top_k: int | None = None
     """Of a distillation: from a column with so many words."""
 
@@ -148,10 +157,33 @@ def resolved(form: Form) -> ResolvedRun:
         user = wanted(run, {})
         small = json.loads(_small(json.dumps(model), run.model.attention, user.run.objective.scores))
         run = small_run(user, small, 1e-3, form.ranks, form.steps, cpu=True)
+        run = replace(run, model=replace(run.model, neftune_noise_alpha=form.noise))
         if form.global_batch is not None:
             batch = {"global_batch": form.global_batch, "accumulation": form.accumulation, "micro_batch": None}
             run = replace(run, train=replace(run.train, **batch))
         return resolve_in(Path(folder), user, run, 1e-3, form.ranks, form.precision)
+
+
+@contextlib.contextmanager
+def known_noise(alpha: float) -> Iterator[None]:
+    """NEFTune with a function of the embedding in place of random numbers, the same in every layout; a training of
+    parity/plain.py has it, too, by its definition: of L tokens that go through the model together."""
+
+    def instead(embedded: Tensor) -> Tensor:
+        return torch.sin(30 * embedded.detach())
+
+    def add(_: nn.Module, __: object, embedded: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return embedded
+        return embedded + alpha / math.sqrt(embedded.shape[1] * embedded.shape[2]) * instead(embedded)
+
+    def adapt(model: Any, *args: Any, **kwargs: Any) -> None:
+        plain_adapter.adapt_plainly(model, *args, **kwargs)
+        if alpha:
+            model.get_input_embeddings().register_forward_hook(add)
+
+    with patch.object(neftune, "drawn", instead), patch.object(plain, "adapt_plainly", adapt):
+        yield
 
 
 @functools.lru_cache(maxsize=4)

@@ -36,7 +36,7 @@ from llmtrain.training.examine import Checked
 from llmtrain.training.setup import Setup
 from tests.helpers import covering
 from tests.helpers.covering import APART, FACTORS, HALF, REFUSED, STEPS, all_pairs, form_of, pairs_of, resumed_as
-from tests.helpers.parity import Form, resolved
+from tests.helpers.parity import Form, known_noise, resolved
 from tests.helpers.processors import fp16, on_device
 
 pytestmark = pytest.mark.needs("peft")
@@ -92,6 +92,11 @@ def part(run: ResolvedRun, first: int, last: int, folder: str, checkpoint: str |
     return vars(trace) if ranks.rank == 0 else None, checkpoint
 
 
+def noisy_part(run: ResolvedRun, *args: Any) -> Any:
+    with known_noise(run.run.model.neftune_noise_alpha):
+        return part(run, *args)
+
+
 def content(form: Form) -> Form:
     """What the cell trains: the same in every layout."""
     tree = {"bf16": json.loads(form.extra).get("bf16", {"enabled": True})} if form.precision == "bf16" else {}
@@ -101,7 +106,7 @@ def content(form: Form) -> Form:
 def plainly(form: Form) -> list[Trace]:
     """In the precision of the form. fp32: two orders of summation, for what rounding can do."""
     run = resolved(form)
-    with fp16(form.device_fp16):
+    with fp16(form.device_fp16), known_noise(form.noise):
         ways = orders(run.run.model, run.batch)[: 2 if form.precision == "fp32" else 1]
         return [train_plainly(run, STEPS, order, torch.device("cpu")) for order in ways]
 
@@ -137,9 +142,11 @@ def prove(pools: Any, index: int, place: Path) -> None:
     """A cell, then the layout of another one, against plain PyTorch; and the folder exported in between."""
     form, then = form_of(CELLS[index]), form_of(resumed_as(CELLS, index))
     first, checkpoint = pools(form.ranks).run(
-        on_device, form.device_fp16, part, resolved(form), 0, HALF, str(place / "run"), None
+        on_device, form.device_fp16, noisy_part, resolved(form), 0, HALF, str(place / "run"), None
     )[0]
-    rest, _ = pools(then.ranks).run(on_device, form.device_fp16, part, resolved(then), HALF, STEPS, "", checkpoint)[0]
+    rest, _ = pools(then.ranks).run(
+        on_device, form.device_fp16, noisy_part, resolved(then), HALF, STEPS, "", checkpoint
+    )[0]
     trace = Trace(
         losses=first["losses"] + rest["losses"],
         norms=first["norms"] + rest["norms"],

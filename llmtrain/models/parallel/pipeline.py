@@ -23,6 +23,7 @@ from llmtrain.models.adapter import put_around
 from llmtrain.models.experts import avoid_grouped_product
 from llmtrain.models.head import Head, Loss
 from llmtrain.models.language import documents_in_rows
+from llmtrain.models.neftune import Neftune, text_lengths
 from llmtrain.models.parallel.deepspeed_private import overrides, set_bounds
 from llmtrain.models.parallel.layers import set_up_layers
 from llmtrain.models.parallel.mesh import Mesh
@@ -162,6 +163,8 @@ class Stage(nn.Module):
         super().__init__()
         self.hf = hf
         self._entrance = (entrance,)  # no submodule a second time
+        self.noise: Neftune | None = None
+        """On the embeddings, in training; on the first stage."""
         self.conclude: Callable[[Tensor], Tensor] | None = None
         """The last stage's loss of the hidden state."""
         self.wants_logits = False
@@ -176,6 +179,8 @@ class Stage(nn.Module):
         (entrance,) = self._entrance
         if entrance is None:
             kwargs["input_ids"] = first
+            if self.noise is not None:
+                self.noise.lengths_BT = text_lengths(first, positions)
         else:
             entrance.received = first
             # Of its shape only: some models scale the embeddings in place (CTRL), and would scale what was received.
@@ -352,6 +357,8 @@ def build_pipeline(resolved: ResolvedRun, spec: ModelSpec, device: torch.device,
         if spec.adapter.r is not None:
             share = None if plan is None or shard is None else partial(share_adapter, plan, mesh.tensor)
             put_around(hf, spec.adapted, device, DTYPES[resolved.precision], share)
+        if model.neftune_noise_alpha and part.first:
+            stage.noise = Neftune(hf.get_submodule(anatomy.embedding), model.neftune_noise_alpha)
         own = [hf.get_submodule(anatomy.layers[index].path) for index in part.layers]
         set_up_layers(hf, own, model, resolved.mix)
         return stage

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from llmtrain.base.errors import ModelError
 from llmtrain.models.language import LanguageModel, documents_in_rows
+from llmtrain.models.neftune import text_lengths
 from llmtrain.models.parallel.deepspeed_private import all_to_all
 from llmtrain.models.structure.small_copy import attention_seen, probe_copy, run_decoder
 from llmtrain.models.transformers_private import masks_of_whole_rows, stand_before_attention
@@ -51,6 +52,8 @@ class SequenceLanguageModel(LanguageModel):
         assert length % self._exchange.degree == 0, (length, self._exchange.degree)
         places = torch.arange(length, device=inputs.device).expand(rows, -1) if positions is None else positions
         self._exchange.places_BT = places
+        if self.noise is not None:
+            self.noise.lengths_BT = self.head.own(text_lengths(inputs, positions))
         with documents_in_rows(positions), masks_of_whole_rows(places):
             return self.decoded(input_ids=self.head.own(inputs), position_ids=self.head.own(places))
 

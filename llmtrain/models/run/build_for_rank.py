@@ -15,6 +15,7 @@ from llmtrain.config.run import ResolvedRun, RunConfig
 from llmtrain.config.topology import Mix
 from llmtrain.models.experts import avoid_grouped_product, check_stages, expert_blocks, set_leaf_modules
 from llmtrain.models.language import LanguageModel
+from llmtrain.models.neftune import Neftune
 from llmtrain.models.parallel.layers import set_up_layers
 from llmtrain.models.parallel.mesh import Mesh
 from llmtrain.models.skeleton import DTYPES, construct, decoder_layers, materialise, restore_buffers
@@ -70,6 +71,8 @@ def build_model(
             language = SequenceLanguageModel(hf, model.loss_chunk_tokens, mesh.sequence)
         else:
             language = LanguageModel(hf, model.loss_chunk_tokens)
+        if model.neftune_noise_alpha:
+            language.noise = Neftune(hf.get_input_embeddings(), model.neftune_noise_alpha)
         language.routing = routing
         language.notes += [note] if note else []
         if spec.adapter.quantize is not None:

@@ -1,0 +1,47 @@
+"""NEFTune (Jain et al., arXiv 2310.05914): uniform noise on the token embeddings, in training only."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Neftune:
+    """Noise of alpha / sqrt(L d) x U(-1, 1) on each element that an embedding gives in training, with L tokens of the
+    text that the token belongs to and d elements of its embedding.
+
+    It is drawn from torch's stream, as dropout is: a function of seed, step, rank and micro-batch, and equal on the
+    ranks that share an embedding.
+    """
+
+    def __init__(self, embedding: nn.Module, alpha: float) -> None:
+        self._alpha = alpha
+        self.lengths_BT: Tensor | None = None
+        """L of each token that goes through the embedding next."""
+        embedding.register_forward_hook(self._add)
+
+    def _add(self, embedding: nn.Module, _: object, embedded_BTD: Tensor) -> Tensor:
+        if not embedding.training:
+            return embedded_BTD
+        assert self.lengths_BT is not None
+        largest_BT1 = self._alpha * (self.lengths_BT * embedded_BTD.shape[-1]).float().rsqrt().unsqueeze(-1)
+        return torch.addcmul(embedded_BTD, drawn(embedded_BTD), largest_BT1.to(embedded_BTD.dtype))
+
+
+def drawn(embedded: Tensor) -> Tensor:
+    """Random numbers between -1 and 1, of its shape."""
+    return torch.empty_like(embedded).uniform_(-1.0, 1.0)
+
+
+def text_lengths(inputs_BT: Tensor, positions_BT: Tensor | None) -> Tensor:
+    """Tokens of each token's text, int64 [B, T]: of its document, where `positions` begin anew with each; of its row
+    otherwise. Packed or alone, a document is trained with the same noise."""
+    length = inputs_BT.shape[1]
+    if positions_BT is None:
+        return torch.full((1, 1), length, device=inputs_BT.device).expand_as(inputs_BT)
+    places_T = torch.arange(length, device=inputs_BT.device)
+    begins_BT = places_T.where(positions_BT == 0, length)
+    later_BT = F.pad(begins_BT[:, 1:], (0, 1), value=length)
+    ends_BT = later_BT.flip(1).cummin(1).values.flip(1)
+    return ends_BT - places_T + positions_BT
