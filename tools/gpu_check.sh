@@ -11,7 +11,7 @@
 # are measured one after another. Exit code: 0 passed, 1 a part failed, 2 no CUDA device or packages missing.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-all=(tests 0.5b 1.2b 8b host checkpoints parity context-1b context-8b sft-1b lora-1b)
+all=(tests 0.5b 1.2b 8b host checkpoints parity context-1b context-8b sft-1b lora-1b packing)
 out=${1:-runs/gpu-check}
 parts=("${@:2}")
 ((${#parts[@]})) || parts=("${all[@]}")
@@ -60,6 +60,7 @@ limited() { # limited SECONDS COMMAND...
 }
 speed=("$python" tools/bench/train_speed.py --rounds 5)
 tuning=("$python" tools/bench/posttraining.py --preset 1.2b --steps 4)
+packing=("${tuning[@]}" --sequence 16384 --recompute --rounds 2)
 context=("$python" tools/bench/long_context.py --limit-s 540)
 parity() { # a small copy of the quickstart in each form that one rank can have
   local name failed=0 passed=()
@@ -86,6 +87,13 @@ run() {
       ;;
     lora-1b)
       limited 580 "${tuning[@]}" --only lora --contestants llmtrain-lora,trainer-lora,trl-lora --json "$out/lora-1b.json"
+      ;;
+    packing) # two tables, the first of which may fail without the second
+      local failed=0
+      limited 290 "${packing[@]}" --only packing --contestants llmtrain-full,trl-sft --json "$out/packing.json" || failed=1
+      limited 290 "${packing[@]}" --only packing-dpo --contestants llmtrain-dpo,trl-online \
+        --json "$out/packing-dpo.json" || failed=1
+      return "$failed"
       ;;
     context-8b) limited 580 "${context[@]}" --preset 8b --tokens 65536 --json "$out/context-8b.json" ;;
   esac

@@ -68,6 +68,20 @@ def tuning(found: dict[str, dict[str, Any]]) -> Iterator[str]:
             )
 
 
+def packing(found: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """Of posttraining.py on rows of skewed lengths: seconds are compared for the same tokens."""
+    if found:
+        yield "| part | contestant | tokens that count/s | peak, GiB | llmtrain over it | loss apart by | held out |"
+        yield "|---|---|---|---|---|---|---|"
+    for part, one in found.items():
+        for name, row in one["contestants"].items():
+            peer = not name.startswith("llmtrain")
+            ratio, apart = (f"{1 / row['ours_over_it']:.2f}", f"{row['loss_difference']:.1e}") if peer else ("", "")
+            held = f"{row['held_out']:.5f}" if "held_out" in row else ""
+            speed = f"{row['counted_per_s']:,.0f}"
+            yield f"| {part} | {name} | {speed} | {row['peak_gib']:.1f} | {ratio} | {apart} | {held} |"
+
+
 def context(part: str, found: dict[str, Any]) -> Iterator[str]:
     for name, one in found.items():
         took = f"{one['step_s']:.0f} s, {one['peak_gib']:.1f} GiB" if "step_s" in one else "did not fit"
@@ -91,7 +105,9 @@ def table(folder: Path) -> str:
             lines += list(context(part, found[part]))
     tuned = ("sft-1b", "lora-1b")
     lines += ["", *tuning({part: found[part] for part in tuned if part in found})]
-    parts = (*SPEEDS, "checkpoints", "parity", "context-1b", "context-8b", *tuned)
+    packed = ("packing", "packing-dpo")
+    lines += ["", *packing({part: found[part] for part in packed if part in found})]
+    parts = (*SPEEDS, "checkpoints", "parity", "context-1b", "context-8b", *tuned, *packed)
     missing = [part for part in parts if part not in found] + ["tests"] * (not (folder / "tests.xml").is_file())
     if missing:
         lines += ["", f"not measured: {', '.join(missing)}"]

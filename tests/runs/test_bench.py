@@ -28,7 +28,24 @@ SMALLER = {
     "posttraining.py --only prepare": ["--mb", "0.5", "--vocabularies", "1024", "--rounds", "1"],
     **{
         f"posttraining.py --only {table}": ["--rounds", "1", "--steps", "1", "--hidden", "64", "--layers", "1"]
-        for table in ("lora", "dpo", "sft", "packing")
+        for table in ("lora", "dpo", "sft")
+    },
+    **{
+        f"posttraining.py --only {table}": [
+            "--rounds",
+            "1",
+            "--steps",
+            "1",
+            "--hidden",
+            "64",
+            "--layers",
+            "1",
+            "--sequence",
+            "256",
+            "--at-once",
+            "4",
+        ]
+        for table in ("packing", "packing-dpo")
     },
     "pipeline.py": ["--stages", "2", "--micro", "2", "--forward-ms", "5", "--steps", "1"],
     "balance.py": ["--ms", "1", "2", "--stages", "1", "--micro-batch", "2", "--steps", "4"],

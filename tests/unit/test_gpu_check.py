@@ -57,7 +57,8 @@ def test_the_parts_that_are_asked_for_run_and_a_failed_one_is_named(tmp_path: Pa
     assert all("parity launch/recipes/quickstart.yaml" in line for line in asked[2:])
     assert json.loads((tmp_path / "out/parity.json").read_text())["passed"] == ["zero1", "zero2", "zero3", "zero1_fp32"]
     assert (
-        "not measured: 0.5b, 1.2b, 8b, host, checkpoints, context-1b, context-8b, sft-1b, lora-1b, tests" in done.stdout
+        "not measured: 0.5b, 1.2b, 8b, host, checkpoints, context-1b, context-8b, sft-1b, lora-1b, packing, "
+        "packing-dpo, tests" in done.stdout
     )
 
 
@@ -143,6 +144,8 @@ def test_the_table_shows_what_is_there(tmp_path: Path) -> None:
     (tmp_path / "checkpoints.json").write_text(json.dumps({"saves": {"llmtrain": save}, "parameters": 2}))
     row = {**ours, "ours_over_it": 0.5, "loss_difference": 2e-3}
     (tmp_path / "lora-1b.json").write_text(json.dumps({"contestants": {"llmtrain lora": row, "trl lora": row}}))
+    packed = {**ours, "counted_per_s": 30123.0, "ours_over_it": 0.25, "loss_difference": 2e-3, "held_out": 1.5}
+    (tmp_path / "packing.json").write_text(json.dumps({"contestants": {"llmtrain full": packed, "trl sft": packed}}))
     (tmp_path / "context-8b.json").write_text(json.dumps({"llmtrain": {"tokens": 196608}}))
     (tmp_path / "tests.xml").write_text(
         '<testsuites><testsuite tests="30" failures="1" errors="0" skipped="2" time="201.4"/></testsuites>'
@@ -154,4 +157,6 @@ def test_the_table_shows_what_is_there(tmp_path: Path) -> None:
     assert "| llmtrain | 0.020 | 0.031 | 12.000 |" in shown and "196,608 tokens: did not fit" in shown
     assert "| lora-1b | llmtrain lora | 112,346 | 291.7 | 61.2 |  |  |" in shown
     assert "| lora-1b | trl lora | 112,346 | 291.7 | 61.2 | 2.00 | 2.0e-03 |" in shown
-    assert shown.endswith("not measured: 1.2b, 8b, host, parity, context-1b, sft-1b")
+    assert "| packing | llmtrain full | 30,123 | 61.2 |  |  | 1.50000 |" in shown
+    assert "| packing | trl sft | 30,123 | 61.2 | 4.00 | 2.0e-03 | 1.50000 |" in shown
+    assert shown.endswith("not measured: 1.2b, 8b, host, parity, context-1b, sft-1b, packing-dpo")

@@ -11,15 +11,18 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import yaml
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from llmtrain.engine.api import Engine
 
 PEAK_LR = 3e-4
 BETAS = (0.9, 0.95)
@@ -177,8 +180,8 @@ def run_llmtrain(clock: Clock, task: Task) -> None:
     timed_run(clock, _write_yaml(task))
 
 
-def timed_run(clock: Clock, path: Path) -> None:
-    """That of a YAML."""
+def timed_run(clock: Clock, path: Path, after: Callable[[Engine], None] | None = None) -> None:
+    """That of a YAML; `after` gets the engine when all steps are done."""
     from llmtrain.checkpoint.rundir import RunDirectory, find_folder
     from llmtrain.config.load import load
     from llmtrain.engine.deepspeed.process_group import join_process_group
@@ -225,6 +228,8 @@ def timed_run(clock: Clock, path: Path) -> None:
         clock.ready()
         train_steps(session, loader, parts, start.position, limit=resolved.max_steps)
         tracker.close()
+        if after is not None:
+            after(session.engine)
 
 
 def _write_yaml(task: Task) -> Path:

@@ -4,7 +4,8 @@
     python tools/bench/posttraining.py --only lora     # a step of LoRA, of all weights, of peft in a plain loop
     python tools/bench/posttraining.py --only dpo      # a prepared reference, one in the loop, TRL's DPOTrainer
     python tools/bench/posttraining.py --only sft      # against TRL's SFTTrainer
-    python tools/bench/posttraining.py --only packing  # rows of skewed lengths, packed against padded
+    python tools/bench/posttraining.py --only packing  # conversations of skewed lengths: packed, and TRL's padded ones
+    python tools/bench/posttraining.py --only packing-dpo  # the same of preferences
 
 `prepare`: code and prose of the running Python's folders as one jsonl, with byte-level BPEs of several sizes that cut
 as Qwen2's does. The library's side reads the same lines and calls encode_batch_fast. They take turns; a second is a
@@ -12,7 +13,11 @@ CPU-second of the process and of what it started, starts included, and the ratio
 
 The others train one model in processes of their own that take turns, round by round, as in train_speed.py; the losses
 of every step are compared. But for `packing` rows are equally long, so that nothing is padded. TRL takes part where it
-is installed. On a GPU they train in bf16, and a second is one of the clock:
+is installed. On a GPU they train in bf16, and a second is one of the clock.
+
+`packing` and `packing-dpo`: lengths are log-normal, most rows short, some as long as a sequence. Each step has the same
+rows for all, so losses are compared here, too; peers cut them into micro-batches of --at-once rows (pairs) and pad
+those to the longest. At the end plain transformers takes the loss of each contestant's weights on held-out rows.
 
     python tools/bench/posttraining.py --only sft --preset 1.2b --contestants llmtrain-full,trainer-full,trl-sft
 """
@@ -24,6 +29,7 @@ import json
 import math
 import os
 import random
+import re
 import resource
 import statistics
 import subprocess
@@ -156,6 +162,11 @@ class Race:
     others: tuple[str, ...] = ()
     """Contestants that take part when they are named."""
 
+    @property
+    def group(self) -> int:
+        """Rows of an example."""
+        return 2 if self.pairs else 1
+
 
 RACES = {
     "lora": Race(contestants=("llmtrain lora", "llmtrain full", "peft lora"),
@@ -165,13 +176,16 @@ RACES = {
                 targets={"plain online": 0.76, "trl online": 0.9}),
     "sft": Race(contestants=("llmtrain full", "plain full", "trl sft"), targets={"trl sft": 0.9},
                 others=("trainer full",)),
-    "packing": Race(contestants=("llmtrain full", "plain padded"), skewed=True),
+    "packing": Race(contestants=("llmtrain full", "trl sft", "trl grouped", "trl flat"), skewed=True,
+                    targets={"trl sft": 1 / 3}, others=("trainer full", "plain full")),
+    "packing-dpo": Race(contestants=("llmtrain dpo", "trl online", "trl prepared"), pairs=True, skewed=True,
+                        targets={"trl online": 1 / 2}, others=("plain online",)),
 }  # fmt: skip
 VOCABULARY = 4096
 
 
 def records(race: Race, count: int, sequence: int) -> Iterator[dict[str, object]]:
-    """Conversations of one question; a byte is a token. Two rows fill a sequence; skewed: many short ones, few long."""
+    """Conversations of one question; a byte is a token. Two rows fill a sequence."""
     draw = random.Random(0)
 
     def text(length: int) -> str:
@@ -180,12 +194,31 @@ def records(race: Race, count: int, sequence: int) -> Iterator[dict[str, object]
     # Of a row: 8 control tokens and line ends of ChatML around a question, 12 bytes of its roles' names.
     room = sequence // 2 - 20
     for _ in range(count):
-        length = min(2 * room, max(8, int(draw.lognormvariate(math.log(room / 2), 0.9)))) if race.skewed else room
-        question, answer = text(length // 4), length - length // 4
+        question, answer = text(room // 4), room - room // 4
         if race.pairs:
             yield {"prompt": question, "chosen": text(answer), "rejected": text(answer)}
         else:
             yield {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": text(answer)}]}
+
+
+def skewed_records(race: Race, count: int, sequence: int) -> Iterator[dict[str, object]]:
+    """Questions whose right answer is how the text goes on: sources and documentation of the running Python, in pieces
+    whose row has a log-normal length, in the median a 16th of the longest: the sequence, or half of it for a pair's."""
+    draw, longest = random.Random(0), sequence // race.group
+    corpus = re.sub(r"[^A-Za-z0-9.,:=()'-]+", " ", "".join(texts(2)))
+
+    def piece(length: int) -> str:
+        at = draw.randrange(len(corpus) - length)
+        return corpus[at : at + length]
+
+    for _ in range(count):
+        length = min(longest - 20, max(8, int(draw.lognormvariate(math.log(longest / 16), 1.2)) - 20))
+        text, cut = piece(length), length // 4
+        question, answer = text[: cut - 1] + "?", text[cut:-1] + "."
+        if race.pairs:
+            yield {"prompt": question, "chosen": answer, "rejected": piece(len(answer) - 1) + "."}
+        else:
+            yield {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
 
 def write_workplace(race: Race, options: argparse.Namespace, folder: Path, steps: int) -> None:
@@ -217,15 +250,18 @@ def write_workplace(race: Race, options: argparse.Namespace, folder: Path, steps
         "train_batch_size": options.batch, "train_micro_batch_size_per_gpu": options.batch,
         "gradient_accumulation_steps": 1, "gradient_clipping": 1.0, "zero_optimization": {"stage": 1},
         "zero_allow_untested_optimizer": True, **({"bf16": {"enabled": True}} if on_gpu else {}),
+        **({"activation_checkpointing": {}} if options.recompute else {}),
     }  # fmt: skip
     (folder / "deepspeed.json").write_text(json.dumps(config_of_deepspeed))
     source = folder / "records.jsonl"
-    count = steps * options.batch * (1 if race.pairs else 5 if race.skewed else 2) + 40
+    count = steps * options.batch * (8 if race.skewed else 1 if race.pairs else 2) + 40
+    made_records = (skewed_records if race.skewed else records)(race, count, options.sequence)
     with open(source, "w") as file:
-        file.writelines(json.dumps(each) + "\n" for each in records(race, count, options.sequence))
+        file.writelines(json.dumps(each) + "\n" for each in made_records)
     kind = "preference" if race.pairs else "chat"
     words = ["prepare", "--format", kind, "--source", str(source), "--tokenizer", str(folder / "model")]
-    words += [] if race.pairs else ["--validation-fraction", "0"]  # an even number of rows: two fill each sequence
+    if not race.pairs and not race.skewed:
+        words += ["--validation-fraction", "0"]  # an even number of rows: two fill each sequence
     seconds([sys.executable, "-m", "llmtrain", *words, "--out", str(folder / "data"), "--processes", "1"])
 
 
@@ -238,7 +274,7 @@ def run_race(name: str, options: argparse.Namespace, folder: Path) -> None:
     from contestants import gpu_gib
     from train_speed import about
     from train_speed import race as take_turns
-    from tuners import Tuning, padding_share, serve_tuning, write_adapter
+    from tuners import Tuning, held_out, padding_share, serve_tuning, write_adapter
 
     race, on_gpu = RACES[name], torch.cuda.is_available()
     asked = tuple(options.contestants or race.contestants)
@@ -247,12 +283,15 @@ def run_race(name: str, options: argparse.Namespace, folder: Path) -> None:
     if contestants != asked:
         print("TRL is not installed: it does not take part")
     together, total_gib = True, gpu_gib()
-    if options.preset and total_gib is not None:
+    if options.preset and race.skewed:
+        together = False  # not counted: what is padded is as long as chance has it
+    elif options.preset and total_gib is not None:
         options.batch, _, together = what_fits(options, contestants, total_gib)
         if not together:
             print(f"{name}: {total_gib:.0f} GiB do not hold {', '.join(contestants)} at a time: each alone", flush=True)
     task = Tuning(folder=str(folder), sequence=options.sequence, global_batch=options.batch, contestants=contestants,
-                  threads=1, steps_per_round=options.steps, rounds=options.rounds + 1, bf16=on_gpu)  # fmt: skip
+                  threads=1, steps_per_round=options.steps, rounds=options.rounds + 1, bf16=on_gpu,
+                  at_once=options.at_once if race.skewed else 0, recompute=options.recompute)  # fmt: skip
     write_workplace(race, options, folder, task.total_steps)
     if any(each.endswith("lora") for each in contestants):
         write_adapter(folder)
@@ -261,24 +300,29 @@ def run_race(name: str, options: argparse.Namespace, folder: Path) -> None:
                "data": {"path": str(folder / "data"), "sequence_length": task.sequence, "isolate_documents": True},
                "objective": {"name": "dpo"}, "train": {"max_steps": 1, "run_dir": str(folder / "column")}}  # fmt: skip
         (folder / "column.yaml").write_text(yaml.safe_dump(run))
-        seconds([sys.executable, "-m", "llmtrain", "reference", str(folder / "column.yaml")])
+        spent_s, _ = seconds([sys.executable, "-m", "llmtrain", "reference", str(folder / "column.yaml")])
+        if race.skewed:
+            print(f"llmtrain reference: {spent_s:.1f} CPU-s for all rows, its start included", flush=True)
     shape = options.preset or f"hidden size {options.hidden}, {options.layers} layers"
     shape += f", {'bf16' if on_gpu else 'fp32'}, ZeRO 1"
     batch = f"{options.batch} sequences of {options.sequence} tokens a step"
     print(f"{name}: {batch}, {shape}, {options.rounds} rounds of {options.steps} steps", flush=True)
 
-    def keep(rounds: dict[str, list[Round]]) -> None:
+    def keep(rounds: dict[str, list[Round]], held: dict[str, float] | None = None) -> None:
         if options.json:
+            found = figures(task, rounds, on_gpu)
+            for each, loss in (held or {}).items():
+                found[each]["held_out"] = loss
             head = {"machine": about(), "table": name, "shape": f"{batch}, {shape}"}
-            options.json.write_text(json.dumps({**head, "contestants": figures(task, rounds, on_gpu)}, indent=2))
+            options.json.write_text(json.dumps({**head, "contestants": found}, indent=2))
 
     rounds = take_turns(task, keep, serve_tuning, together=together)
     print(race_table(race, task, rounds, on_gpu))
     if race.skewed:
-        share = padding_share(task)
-        ratio = statistics.median(b.cpu_s / a.cpu_s for a, b in zip(*rounds.values(), strict=True))
-        print(f"padding share of the padded batches {share:.3f}: counted tokens per CPU-s {ratio:.2f} x padded, "
-              f"target 0.95 / (1 - share) = {0.95 / (1 - share):.2f}")  # fmt: skip
+        held = {each: held_out(str(folder), each, pairs=race.pairs) for each in rounds}
+        keep(rounds, held)
+        print(f"{padding_share(task, race.group):.3f} of the padded micro-batches are padding; "
+              f"held-out loss: {', '.join(f'{each} {loss:.5f}' for each, loss in held.items())}")  # fmt: skip
 
 
 def need_of(options: argparse.Namespace, contestant: str) -> Need:
@@ -313,10 +357,14 @@ def figures(task: Tuning, rounds: dict[str, list[Round]], on_gpu: bool) -> dict[
     """Medians over the rounds; the ratio, of ours over it, is taken within a round, losses are compared in every step.
     On a CPU a second is one of the processor, which others on the machine cannot take."""
 
+    from tuners import steps_of
+
     def seconds_of(one: Round) -> float:
         return one.wall_s if on_gpu else one.cpu_s
 
     ours, found = rounds[task.contestants[0]], {}
+    counted = [sum(sum(mask[1:]) for _, mask in rows) for rows in steps_of(task)] if task.at_once else []
+    a_round = task.steps_per_round + 1  # the first is not timed, and the first round warms up
     for name in rounds:
         ratios = sorted(seconds_of(a) / seconds_of(b) for a, b in zip(ours, rounds[name], strict=False))
         both = [
@@ -333,6 +381,11 @@ def figures(task: Tuning, rounds: dict[str, list[Round]], on_gpu: bool) -> dict[
             "high": ratios[-1 - len(ratios) // 4],
             "loss_difference": max(abs(x - y) for x, y in both),
         }
+        if counted:
+            found[name]["counted_per_s"] = statistics.median(
+                sum(counted[at * a_round + 1 : (at + 1) * a_round]) / seconds_of(one)
+                for at, one in enumerate(rounds[name], 1)
+            )
     return found
 
 
@@ -340,12 +393,14 @@ def race_table(race: Race, task: Tuning, rounds: dict[str, list[Round]], on_gpu:
     """The figures for a reader."""
     ms = "ms/step" if on_gpu else "CPU-ms/step"
     lines = [f"{'':<15}{ms:>12}{'peak GiB':>10}{'held MB':>9}   ours over it (quartiles), target; loss difference"]
+    lines[0] += "; tokens that count a second" if race.skewed else ""
     for name, one in figures(task, rounds, on_gpu).items():
         line = f"{name:<15}{one['ms_per_step']:>12.1f}{one['peak_gib']:>10.2f}{one['held_mb']:>9.1f}"
         if name != task.contestants[0]:
-            target = f", {race.targets[name]}" if name in race.targets else ""
+            target = f", {race.targets[name]:.2g}" if name in race.targets else ""
             line += f"   {one['ours_over_it']:.3f} ({one['low']:.3f} to {one['high']:.3f}){target}"
             line += "" if name in race.other_loss else f"; {one['loss_difference']:.1e}"
+        line += f"; {one['counted_per_s']:,.0f}" if race.skewed else ""
         lines.append(line)
     return "\n".join(lines)
 
@@ -360,6 +415,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="timed optimizer steps of a turn (default 3)")
     parser.add_argument("--batch", type=int, default=4, help="sequences of a step (default 4)")
     parser.add_argument("--sequence", type=int, help="tokens of a sequence (default 256, of a preset 4096)")
+    parser.add_argument("--at-once", type=int, default=8, help="of packing: rows (pairs) of a peer's micro-batch (8)")
+    parser.add_argument("--recompute", action="store_true", help="recompute layers: the JSON's, and TRL's own default")
     parser.add_argument("--hidden", type=int, default=512, help="hidden size of the model that trains (default 512)")
     parser.add_argument("--layers", type=int, default=4, help="its layers (default 4)")
     parser.add_argument(

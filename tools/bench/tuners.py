@@ -1,14 +1,16 @@
 """The training loops of posttraining.py, each in a process of its own: llmtrain, plain PyTorch, transformers, TRL.
 
 All start from the same folder, take the same rows in each optimizer step, use AdamW and clip to the same norm. Peers
-get rows of ids with a mask, padded at their ends to a batch; ours reads the prepared folder.
+get rows of ids with a mask, padded at their ends to the longest of a micro-batch; ours reads the prepared folder.
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import os
+import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -24,8 +26,6 @@ from torch import Tensor, nn
 LR = 1e-4
 BETA = 0.1
 R, ALPHA = 8, 16
-MICRO_ROWS = 4
-"""Rows of skewed lengths that are padded to the longest of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +43,10 @@ class Tuning:
     rounds: int
     """The first one warms up and is not counted."""
     bf16: bool = False
+    at_once: int = 0
+    """Rows (of preferences: pairs) of a peer's micro-batch, padded to the longest of them; 0: all of a step."""
+    recompute: bool = False
+    """The activations of layers, as TRL does where nothing is said."""
 
     @property
     def device(self) -> torch.device:
@@ -57,21 +61,28 @@ Row = tuple[list[int], list[bool]]
 """ids, and which of them are counted."""
 
 
+def rows_of(folder: str, split: str) -> list[Row]:
+    """All rows of a split: of pairs, the chosen and the rejected one in turn."""
+    import numpy as np
+
+    from llmtrain.data.shards import PreparedSet
+
+    stream = PreparedSet(str(Path(folder) / "data")).split(split)
+    counted = stream.counted(0, stream.tokens)
+    assert counted is not None
+    ends = np.cumsum(stream.row_lengths())[:-1]
+    ids = np.split(stream.read(0, stream.tokens).astype(np.int64), ends)
+    return [(a.tolist(), b.tolist()) for a, b in zip(ids, np.split(counted, ends), strict=True)]
+
+
 def steps_of(task: Tuning) -> Iterator[list[Row]]:
     """The rows of each optimizer step: of pairs, the chosen and the rejected one in turn."""
     import numpy as np
 
     from llmtrain.config.run import DataConfig
-    from llmtrain.data.shards import PreparedSet
     from llmtrain.data.stream.train_data import TrainData
 
-    path = str(Path(task.folder) / "data")
-    stream = PreparedSet(path).split("train")
-    counted = stream.counted(0, stream.tokens)
-    assert counted is not None
-    ends = np.cumsum(stream.row_lengths())[:-1]
-    ids = np.split(stream.read(0, stream.tokens).astype(np.int64), ends)
-    rows = [(a.tolist(), b.tolist()) for a, b in zip(ids, np.split(counted, ends), strict=True)]
+    path, rows = str(Path(task.folder) / "data"), rows_of(task.folder, "train")
     data = TrainData(DataConfig(path=path, sequence_length=task.sequence, isolate_documents=True))
     known = {tuple(row[0]): row for row in rows}
     for step in range(task.total_steps):
@@ -97,10 +108,34 @@ def padded(rows: list[Row]) -> tuple[Tensor, Tensor]:
     return ids, counted
 
 
-def padding_share(task: Tuning) -> float:
+def micro_batches(task: Tuning, steps: list[list[Row]], group: int, *, grouped: bool = False) -> list[list[list[int]]]:
+    """Of each step, of each of its micro-batches: which examples (a row, or a pair: a `group` of 2) it has, counted
+    over all steps. Steps have equally many micro-batches, as transformers accumulates, of about `at_once` examples.
+
+    grouped: examples of about one length together.
+    """
+    found, before = [], 0
+    mean = statistics.mean(len(rows) for rows in steps) / group
+    accumulated = max(1, round(mean / task.at_once)) if task.at_once else 1
+    for rows in steps:
+        lengths = [max(len(ids) for ids, _ in rows[at : at + group]) for at in range(0, len(rows), group)]
+        order = sorted(range(len(lengths)), key=lengths.__getitem__) if grouped else list(range(len(lengths)))
+        cuts = [len(order) * micro // accumulated for micro in range(accumulated + 1)]
+        found.append([[before + each for each in order[a:b]] for a, b in itertools.pairwise(cuts)])
+        before += len(order)
+    assert all(micro for step in found for micro in step), "a step has fewer rows than micro-batches"
+    return found
+
+
+def padding_share(task: Tuning, group: int) -> float:
     """Of the padded micro-batches of all steps: tokens that are padding."""
-    lengths = [[len(ids) for ids, _ in rows] for rows in steps_of(task)]
-    micros = [each[at : at + MICRO_ROWS] for each in lengths for at in range(0, len(each), MICRO_ROWS)]
+    steps = list(steps_of(task))
+    lengths = [len(ids) for rows in steps for ids, _ in rows]
+    micros = [
+        [length for each in micro for length in lengths[group * each : group * (each + 1)]]
+        for step in micro_batches(task, steps, group)
+        for micro in step
+    ]
     return 1 - sum(map(sum, micros)) / sum(len(micro) * max(micro) for micro in micros)
 
 
@@ -173,9 +208,49 @@ def run_ours(clock: Clock, task: Tuning, how: str) -> None:
         fields["adapter"] = {"r": R, "alpha": ALPHA, "start": str(folder / "adapter")}
     if how == "dpo":
         fields["objective"] = {"name": "dpo", "beta": BETA}
+    if task.at_once:  # rows of skewed lengths: as long ones are recommended to be trained
+        fields["model"]["attention"] = "varlen"
     path = folder / f"{how}.yaml"
     path.write_text(yaml.safe_dump(fields))
-    timed_run(clock, path)
+    timed_run(clock, path, (lambda engine: _keep_ours(task, engine, f"llmtrain {how}")) if task.at_once else None)
+
+
+def trained_of(folder: str, name: str) -> Path:
+    """Where a contestant leaves what it has trained, as a Hugging Face folder."""
+    return Path(folder) / f"trained-{name.replace(' ', '-')}"
+
+
+def _keep_ours(task: Tuning, engine: Any, name: str) -> None:
+    from llmtrain.optim.optimizers import PARAM
+
+    model = _model(task)
+    flat = {name: each.data.view(-1) for name, each in model.named_parameters()}
+    for piece in engine.state():
+        if piece.kind == PARAM:
+            with piece.open() as live:
+                for at, begin, size in piece.region.spans():
+                    flat[piece.name][at : at + size] = live[begin : begin + size].to("cpu")
+    model.save_pretrained(trained_of(task.folder, name))
+
+
+def held_out(folder: str, name: str, *, pairs: bool) -> float:
+    """Loss of what a contestant has trained, by plain transformers in fp32, each row alone: nats per token that counts
+    of the validation rows; of pairs the mean of DPO's loss, with model/ for the reference."""
+    from transformers import AutoModelForCausalLM
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    def log_probs_of(path: Path) -> Tensor:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, use_cache=False).to(device).eval()
+        with torch.no_grad():
+            return torch.cat([_log_probs(model, [row]).cpu() for row in rows]).double()
+
+    rows = rows_of(folder, "validation")
+    s = log_probs_of(trained_of(folder, name))
+    if not pairs:
+        return -float(s.sum()) / sum(sum(mask[1:]) for _, mask in rows)
+    d = s - log_probs_of(Path(folder) / "model")
+    return float(-F.logsigmoid(BETA * (d[::2] - d[1::2])).mean())
 
 
 def _model(task: Tuning, dtype: torch.dtype = torch.float32) -> Any:
@@ -203,8 +278,7 @@ def _log_probs(model: nn.Module, rows: list[Row]) -> Tensor:
 
 
 def run_plain(clock: Clock, task: Tuning, how: str) -> None:
-    """A loop as one writes it. how: full, padded (in micro-batches of rows), lora (by peft), online (DPO with a second
-    model)."""
+    """A loop as one writes it. how: full, lora (by peft), online (DPO with a second model)."""
     model = _model(task).to(task.device).train()
     if how == "lora":
         model = _with_adapter(task, model)
@@ -214,34 +288,37 @@ def run_plain(clock: Clock, task: Tuning, how: str) -> None:
         {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS, fused=True)
-    steps = list(steps_of(task))
+    steps, group = list(steps_of(task)), 2 if how == "online" else 1
     reference = _model(task).to(task.device).eval() if how == "online" else None
+    all_rows = [row for rows in steps for row in rows]
     clock.ready()
-    for rows in steps:
+    for rows, micros in zip(steps, micro_batches(task, steps, group), strict=True):
         total = torch.zeros((), device=task.device)
-        at_once = MICRO_ROWS if how == "padded" else len(rows)
-        for at in range(0, len(rows), at_once):
-            s = _log_probs(model, rows[at : at + at_once])
+        for micro in micros:
+            some = [row for each in micro for row in all_rows[group * each : group * (each + 1)]]
+            s = _log_probs(model, some)
             if reference is None:
                 loss = -s.sum() / sum(sum(mask[1:]) for _, mask in rows)
             else:
                 with torch.no_grad():
-                    d = _log_probs(reference, rows)
+                    d = _log_probs(reference, some)
                 d = s - d
-                loss = -F.logsigmoid(BETA * (d[::2] - d[1::2])).mean()
+                loss = -F.logsigmoid(BETA * (d[::2] - d[1::2])).sum() / (len(rows) / 2)
             loss.backward()
             total += loss.detach()
         nn.utils.clip_grad_norm_(trained, CLIP_NORM)
         optimizer.step()
         optimizer.zero_grad()
         clock.step_done(total)
+    if task.at_once:
+        model.save_pretrained(trained_of(task.folder, f"plain {how}"))
 
 
 def run_trainer(clock: Clock, task: Tuning, how: str) -> None:
     """transformers.Trainer over padded rows; TRL and LLaMA-Factory extend it. how: full, lora (by peft)."""
     from transformers import Trainer, TrainingArguments
 
-    rows, options = _batches_of(task, f"trainer-{how}", 1)
+    rows, options, batches = _batches_of(task, f"trainer-{how}", 1)
     model = _model(task, torch.bfloat16 if task.bf16 else torch.float32)
     trainer = Trainer(
         model=_with_adapter(task, model) if how == "lora" else model,
@@ -249,7 +326,8 @@ def run_trainer(clock: Clock, task: Tuning, how: str) -> None:
         train_dataset=[{"row": row} for row in rows],
         data_collator=_batch,
     )
-    _take_time(trainer, clock)
+    _take_time(trainer, clock, batches)
+    _keep_theirs(task, trainer, f"trainer {how}")
 
 
 def _batch(examples: list[dict[str, Row]]) -> dict[str, Tensor]:
@@ -261,23 +339,32 @@ def _batch(examples: list[dict[str, Row]]) -> dict[str, Tensor]:
 
 
 def run_trl(clock: Clock, task: Tuning, how: str) -> None:
-    """TRL's trainer. how: sft, lora (the same with an adapter, by peft), online (DPO with a second model), prepared
-    (DPO with the reference's log-probabilities as columns)."""
+    """TRL's trainer. how: sft, grouped (a micro-batch has rows of about one length), flat (its padding-free batches),
+    lora (sft with an adapter, by peft), online (DPO with a second model), prepared (DPO with the reference's
+    log-probabilities as columns)."""
     from transformers import AutoTokenizer
 
     pairs = how in ("online", "prepared")
-    rows, options = _batches_of(task, f"trl-{how}", 2 if pairs else 1)
-    options["max_length"] = task.sequence
+    rows, options, batches = _batches_of(task, f"trl-{how}", 2 if pairs else 1, grouped=how == "grouped")
+    options["max_length"] = None if how == "flat" else task.sequence  # no row is longer
     tokenizer = AutoTokenizer.from_pretrained(Path(task.folder) / "model")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     trainer = (_trl_dpo if pairs else _trl_sft)(task, how, rows, options, tokenizer)
-    _take_time(trainer, clock)
+    _take_time(trainer, clock, batches, pairs=pairs)
+    _keep_theirs(task, trainer, f"trl {how}")
 
 
-def _batches_of(task: Tuning, name: str, group: int) -> tuple[list[Row], dict[str, Any]]:
-    """(rows in the order of the steps, arguments of transformers' trainers): the same DeepSpeed JSON, but for its
-    batch, which they count in rows (or pairs: a `group` of 2) where ours counts sequences of two rows; otherwise their
-    defaults, but for recomputation."""
+def _keep_theirs(task: Tuning, trainer: Any, name: str) -> None:
+    if task.at_once:
+        trainer.save_model(str(trained_of(task.folder, name)))
+
+
+def _batches_of(
+    task: Tuning, name: str, group: int, *, grouped: bool = False
+) -> tuple[list[Row], dict[str, Any], list[list[int]]]:
+    """(rows in the order of the steps, arguments of transformers' trainers, the examples of each micro-batch): the same
+    DeepSpeed JSON, but for its batch, which they count in rows (or pairs: a `group` of 2) where ours counts sequences;
+    otherwise their defaults, but for recomputation."""
     import deepspeed
 
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
@@ -285,13 +372,18 @@ def _batches_of(task: Tuning, name: str, group: int) -> tuple[list[Row], dict[st
     if on_cpu:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     steps = list(steps_of(task))
-    share = len(steps[0]) // group
-    assert all(len(rows) == len(steps[0]) for rows in steps), "their batches have equally many rows"
-    return [row for step in steps for row in step], {
+    micros = micro_batches(task, steps, group, grouped=grouped)
+    share = task.at_once or len(steps[0]) // group
+    options = {
         "output_dir": str(Path(task.folder) / name),
         "deepspeed": json.loads((Path(task.folder) / "deepspeed.json").read_text())
-        | {"train_batch_size": share, "train_micro_batch_size_per_gpu": share},
+        | {
+            "train_batch_size": share * len(micros[0]),
+            "train_micro_batch_size_per_gpu": share,
+            "gradient_accumulation_steps": len(micros[0]),
+        },
         "per_device_train_batch_size": share,
+        "gradient_accumulation_steps": len(micros[0]),
         "max_steps": task.total_steps,
         "learning_rate": LR,
         "lr_scheduler_type": "constant",
@@ -302,7 +394,7 @@ def _batches_of(task: Tuning, name: str, group: int) -> tuple[list[Row], dict[st
         "weight_decay": WEIGHT_DECAY,
         "max_grad_norm": CLIP_NORM,
         "bf16": task.bf16,
-        "gradient_checkpointing": False,
+        "gradient_checkpointing": task.recompute,
         "train_sampling_strategy": "sequential",
         "logging_steps": 10,
         "save_strategy": "no",
@@ -310,12 +402,35 @@ def _batches_of(task: Tuning, name: str, group: int) -> tuple[list[Row], dict[st
         "disable_tqdm": True,
         "use_cpu": on_cpu,
     }
+    return [row for step in steps for row in step], options, [micro for step in micros for micro in step]
 
 
-def _take_time(trainer: Any, clock: Clock) -> None:
-    """Train, and tell the clock of each step's loss."""
+def _take_time(trainer: Any, clock: Clock, batches: list[list[int]], *, pairs: bool = False) -> None:
+    """Train on these micro-batches, and tell the clock of each step's loss.
+
+    pairs: the trainer takes the mean of each micro-batch's pairs, and the mean of those. Here a micro-batch counts by
+    its pairs, as it does by its tokens in SFT.
+    """
     from contestants import after_each_step
 
+    accumulated, seen, plain = trainer.args.gradient_accumulation_steps, [0], trainer.compute_loss
+
+    def by_pairs(*given: Any, **named: Any) -> Tensor:
+        step = seen[0] // accumulated * accumulated
+        share = len(batches[seen[0]]) * accumulated / sum(map(len, batches[step : step + accumulated]))
+        seen[0] += 1
+        return plain(*given, **named) * share
+
+    if pairs:
+        trainer.compute_loss = by_pairs
+
+    def loader() -> Any:
+        given = torch.utils.data.DataLoader(
+            trainer.train_dataset, batch_sampler=batches, collate_fn=trainer.data_collator
+        )
+        return trainer.accelerator.prepare(given)
+
+    trainer.get_train_dataloader = loader
     losses: list[Tensor] = []
     step = trainer.training_step
 
@@ -336,7 +451,8 @@ def _trl_sft(task: Tuning, how: str, rows: list[Row], options: dict[str, Any], t
     given = [{"input_ids": ids, "completion_mask": [int(bit) for bit in mask]} for ids, mask in rows]
     return SFTTrainer(
         model=_with_adapter(task, model) if how == "lora" else model, processing_class=tokenizer,
-        args=SFTConfig(completion_only_loss=True, **options), train_dataset=Dataset.from_list(given),
+        args=SFTConfig(completion_only_loss=True, padding_free=how == "flat", **options),
+        train_dataset=Dataset.from_list(given),
     )  # fmt: skip
 
 
