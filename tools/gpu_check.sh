@@ -11,7 +11,7 @@
 # are measured one after another. Exit code: 0 passed, 1 a part failed, 2 no CUDA device or packages missing.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-all=(tests 0.5b 1.2b 8b host checkpoints parity context-1b context-8b sft-1b lora-1b packing)
+all=(tests 0.5b 1.2b 8b 1.2b-fp8 8b-fp8 host checkpoints parity context-1b context-8b sft-1b lora-1b packing)
 out=${1:-runs/gpu-check}
 parts=("${@:2}")
 ((${#parts[@]})) || parts=("${all[@]}")
@@ -39,7 +39,7 @@ fi
 cache=$out/cache
 export TRITON_CACHE_DIR=$cache/triton TORCHINDUCTOR_CACHE_DIR=$cache/inductor TORCH_EXTENSIONS_DIR=$cache/extensions
 export HF_HUB_OFFLINE=1 WANDB_MODE=disabled PYTHONPATH=$PWD:$cache/packages
-if ! "$python" -c "import deepspeed, accelerate, jsonargparse, peft, xxhash, pytest_timeout" >>"$log" 2>&1; then
+if ! "$python" -c "import deepspeed, accelerate, jsonargparse, peft, torchao, xxhash, pytest_timeout" >>"$log" 2>&1; then
   if ! compgen -G ".wheels/*.whl" >/dev/null; then
     say "$python lacks packages and there is no .wheels folder. Make it with tools/gpu_wheels.sh where there is a network."
     exit 2
@@ -76,6 +76,10 @@ run() {
     tests) limited 580 "$python" -m pytest tests/gpu -p no:cacheprovider --junitxml "$out/tests.xml" ;;
     0.5b | 1.2b) limited 580 "${speed[@]}" --preset "$1" --json "$out/$1.json" ;;
     8b) limited 580 "${speed[@]}" --preset 8b --only llmtrain --json "$out/8b.json" ;;
+    1.2b-fp8)
+      limited 580 "${speed[@]}" --preset 1.2b --only llmtrain rowwise tensorwise --json "$out/1.2b-fp8.json"
+      ;;
+    8b-fp8) limited 580 "${speed[@]}" --preset 8b --only llmtrain rowwise --json "$out/8b-fp8.json" ;;
     host) limited 580 "${speed[@]}" --preset 0.5b --sequence 128 --micro-batch 1 --accumulation 1 --json "$out/host.json" ;;
     checkpoints)
       limited 580 "$python" tools/bench/checkpoint.py --preset 1.2b --rounds 2 --json "$out/checkpoints.json"

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-SPEEDS = {"0.5b": "110,000", "1.2b": "58,000 (65,000)", "8b": "8,000 to 9,000", "host": ""}
+SPEEDS = {"0.5b": "110,000", "1.2b": "58,000 (65,000)", "8b": "8,000 to 9,000", "1.2b-fp8": "", "8b-fp8": "",
+          "host": ""}  # fmt: skip
 """Parts of train_speed.py, with the goal in tokens/s."""
 
 

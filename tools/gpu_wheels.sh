@@ -9,7 +9,7 @@ wheels=$PWD/.wheels
 limit_bytes=$((60 * 1000 * 1000))
 
 # In the versions of constraints.txt, which everything else is tested with; the second group is what the first imports.
-names=(deepspeed accelerate peft hjson jsonargparse psutil xxhash zstandard rich pytest pytest-timeout
+names=(deepspeed accelerate peft torchao hjson jsonargparse psutil xxhash zstandard rich pytest pytest-timeout
   einops msgpack ninja py-cpuinfo packaging tqdm markdown-it-py mdurl pygments pluggy iniconfig PyYAML
   pydantic pydantic-core annotated-types typing-extensions typing-inspection)
 # On the machine already. Left out, as neither tests/gpu nor the benchmark imports them: wandb, pyarrow, matplotlib.

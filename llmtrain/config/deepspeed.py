@@ -118,6 +118,7 @@ def read_facts(tree: dict[str, Any], path: str, run: RunConfig, optim: Optimizer
         offload_optimizer=offload["optimizer"],
         offload_param=offload["param"],
         compile_layers=bool(run.model.compile_layers),
+        fp8=run.model.fp8 is not None,
         mlp_tiles=run.model.mlp_tile_tokens is not None,
         layer_inputs_on_host=bool(lookup(tree, "activation_checkpointing.cpu_checkpointing")),
         keep_attention=run.model.recompute.keep is not None,
@@ -214,6 +215,7 @@ def _refuse(mix: Mix, tree: dict[str, Any], path: str, run: RunConfig, problems:
         values |= {"model.compile_layers": run.model.compile_layers, "optim.name": run.optim.name}
         values |= {"optim.clip_norm": run.optim.clip_norm, "optim.betas": run.optim.betas}
         values["bf16.bf16_optimizer_states"] = mix.bf16_moments
+        values["model.fp8"] = run.model.fp8
         values["model.mlp_tile_tokens"] = run.model.mlp_tile_tokens
         values["model.recompute.layers"] = run.model.recompute.layers
         values["model.recompute.keep"] = run.model.recompute.keep

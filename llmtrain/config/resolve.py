@@ -50,6 +50,7 @@ def resolve(
     rules.check_shared_heads(run, degrees, path, places, problems)
     for each, at in stage_runs(run, places):
         rules.check_shared_rows(each, degrees, path, at, problems)
+        rules.check_length_in_fp8(each, degrees, at, problems)
     check_adapter_form(run, degrees, facts.mix.zero_stage, path, places, problems)
     rules.check_frozen(run, facts.tree.get("zero_optimization") or {}, path, places, problems)
     check_sites(run, places, problems)

@@ -125,6 +125,40 @@ def check_adapter_form(
             problems.add(key, value, rule, remedy, places.get(key))
 
 
+_FP8_TOKENS = 16
+"""Tokens that the products of fp8 want a multiple of: the gradient of a weight is summed over them."""
+
+
+def check_length_in_fp8(run: RunConfig, degrees: Degrees, places: Places, problems: Problems) -> None:
+    """Each rank's share of a sequence goes into the products of model.fp8."""
+    tokens, least = run.data.sequence_length, _FP8_TOKENS * degrees.sequence
+    if run.model.fp8 is not None and tokens % least:
+        shared = f" on each of the {degrees.sequence} ranks that share a sequence" * (degrees.sequence > 1)
+        rule = f"model.fp8 {run.model.fp8}: its products take multiples of {_FP8_TOKENS} tokens{shared}"
+        remedy = f"set it to {-(-tokens // least) * least}, or model.fp8 to null"
+        problems.add("data.sequence_length", tokens, rule, remedy, places.get("data.sequence_length"))
+
+
+def _check_fp8(run: RunConfig, places: Places, problems: Problems) -> None:
+    """The values that model.fp8 does not go with."""
+    if (recipe := run.model.fp8) is None:
+        return
+    place, objective, tile = places.get("model.fp8"), run.objective, run.model.mlp_tile_tokens
+    if tile is not None and tile % _FP8_TOKENS:
+        rule = f"model.fp8 {recipe}: its products take multiples of {_FP8_TOKENS} tokens"
+        remedy = f"set it to {-(-tile // _FP8_TOKENS) * _FP8_TOKENS}, or model.fp8 to null"
+        problems.add("model.mlp_tile_tokens", tile, rule, remedy, places.get("model.mlp_tile_tokens"))
+    if run.adapter.quantize is not None:
+        rule = "the maps beside the adapter are packed into 4 bits (adapter.quantize), and multiply in their own way"
+        problems.add("model.fp8", recipe, rule, "remove one of them", place)
+    if run.adapter.dora:
+        rule = "DoRA takes the lengths of a map's exact rows (adapter.dora), and the map would compute with others"
+        problems.add("model.fp8", recipe, rule, "remove one of them", place)
+    if objective.data != "texts" or objective.top_k is not None or objective.teacher is not None:
+        rule = f"objective.name {objective.name} compares models, and has not been tried in fp8"
+        problems.add("model.fp8", recipe, rule, "set it to null, or objective.name to next_token", place)
+
+
 _MOST_COUNTED = 10**15
 """Upper limit of a count of steps, tokens or sequences: no run has more, and products of it still fit into 64 bits."""
 
@@ -229,6 +263,7 @@ def check_values(run: RunConfig, places: Places, problems: Problems) -> None:
                      "torch's, so its output cannot be told from the rest", "set model.attention to sdpa, or remove it",
                      places.get("model.recompute.keep"))  # fmt: skip
     check_adapter(run, places, problems)
+    _check_fp8(run, places, problems)
     if run.ema.decay is None and run.ema != EmaConfig():
         problems.add("ema.every", run.ema.every, "without ema.decay there is no average", "set ema.decay, 0.999 is "
                      "common, or remove the section", places.get("ema.every"))  # fmt: skip

@@ -73,6 +73,9 @@ class ModelConfig:
     embedding, in a text of L tokens: a document (data.isolate_documents), or else a row. 5 is common; 0 = none."""
     compile_layers: bool | None = None
     """torch.compile each decoder layer; null = on CUDA, where a compiler works and the run may."""
+    fp8: Literal["rowwise", "tensorwise"] | None = None
+    """Multiply in 8-bit floats in the linear maps of the decoder layers, by torchao: pip install llmtrain[fp8]. A scale
+    for each row, or one for each tensor; null = no fp8. GPUs from compute capability 8.9 on; emulated on a CPU."""
     freeze: list[str] = field(default_factory=list)
     """Patterns (`*`, `?`, `[...]`) of Hugging Face names: these have no gradient, optimizer state or fp32 master."""
     train_only: list[str] = field(default_factory=list)

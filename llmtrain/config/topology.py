@@ -90,6 +90,7 @@ class Mix:
     offload_optimizer: bool = False
     offload_param: bool = False
     compile_layers: bool = False
+    fp8: bool = False
     mlp_tiles: bool = False
     layer_inputs_on_host: bool = False
     keep_attention: bool = False
@@ -206,6 +207,18 @@ RULES: tuple[Rule, ...] = (
         broken=lambda m: m.layer_inputs_on_host and m.compile_layers,
         reason="the layers' inputs go to the host in hooks that torch.compile cannot trace: nothing would be compiled",
         remedy="set one of them to false",
+    ),
+    Rule(
+        keys=("model.fp8", "fp16.enabled"),
+        broken=lambda m: m.fp8 and m.fp16,
+        reason="products of rows in fp8 come out in bf16 alone",
+        remedy="use the bf16 section, or set model.fp8 to null",
+    ),
+    Rule(
+        keys=("model.fp8", "tensor_parallel.autotp_size"),
+        broken=lambda m: m.fp8 and m.degrees.tensor > 1,
+        reason="the maps that tensor-parallel ranks share are llmtrain's own, and multiply in the run's precision",
+        remedy="set model.fp8 to null, or use ZeRO 3 in place of tensor_parallel",
     ),
     Rule(
         keys=("model.recompute.keep", "model.recompute.layers"),

@@ -31,6 +31,7 @@ from llmtrain.optim.schedules import Constant, Cosine, Falling, Schedule, Wsd
 from llmtrain.parity.answers import PLAIN, Answers, divergence, plain_loss
 from llmtrain.parity.compare import Trace
 from llmtrain.parity.plain_adapter import adapt_plainly, base_of, frozen_beside, loud_source, pack_plainly
+from llmtrain.parity.plain_fp8 import compute_in_fp8
 from llmtrain.parity.plain_teacher import PlainTeacher
 from llmtrain.parity.tokens import Tokens
 
@@ -63,15 +64,17 @@ def nudged(known: list[Order], count: int) -> list[Order]:
 
 
 def orders(model: ModelConfig, batch: Batch) -> list[Order]:
-    """All rows at once; in as many pieces as the run has micro-batches, backwards; row by row."""
+    """All rows at once; in as many pieces as the run has micro-batches, backwards; row by row. In fp8 pieces alone."""
     other, config = model.attention, load_config(model)
+    few, rows = batch.accumulation * batch.data_parallel, batch.global_batch
     if other.startswith("flash"):
         family: Any = _kind(config)._model_mapping[type(config)]
         other = "sdpa" if family._supports_sdpa else "eager"
     if _balance_coefficient(config):  # that loss is not a sum over rows: pieces are micro-batches
         count = batch.accumulation
         return [Order(count, False, "eager", False), Order(count, True, other, True), Order(count, True, other, False)]
-    few, rows = batch.accumulation * batch.data_parallel, batch.global_batch
+    if model.fp8 is not None:  # scales are those of a micro-batch of a rank
+        return [Order(few, False, "eager", False), Order(few, True, other, True), Order(few, True, other, False)]
     return [Order(1, False, "eager", False), Order(few, True, other, True), Order(rows, False, other, False)]
 
 
@@ -96,7 +99,7 @@ def train_plainly(resolved: ResolvedRun, steps: int, order: Order, device: torch
         not _trains(n, run.model) if beside is None else n in beside)}  # fmt: skip
     for name in chosen:
         model.get_parameter(name).requires_grad_(False)
-    adapt_plainly(model, run.adapter, summed=order.halves)
+    adapt_plainly(model, run.adapter, summed=order.halves and run.model.fp8 is None)
     masters = {name: _value(source, name).to(device) for name, p in model.named_parameters() if p.requires_grad}
     model.to(DTYPES[resolved.precision])
     _keep_buffers(model, config, device)
@@ -108,6 +111,7 @@ def train_plainly(resolved: ResolvedRun, steps: int, order: Order, device: torch
     for each in (model, *([base] if base is not None else [])):
         if order.halves:
             _halve_products(each)
+        compute_in_fp8(each, run.model.fp8, halves=order.halves)
     optimizer = PlainOptimizer(
         model, masters, optim, newton_schulz_dtype(optim.name, resolved.precision), bf16=resolved.mix.bf16_moments
     )
@@ -122,7 +126,8 @@ def train_plainly(resolved: ResolvedRun, steps: int, order: Order, device: torch
             rows = list(range(step * resolved.batch.global_batch, (step + 1) * resolved.batch.global_batch))
             loss = _of_answers(model, run.objective, tokens, rows, order, base)
         else:
-            loss = _forward_backward(model, tokens, resolved.batch, step, order, device, teacher, objective)
+            loss = _forward_backward(model, tokens, resolved.batch, step, order, device, teacher, objective,
+                                     fp8=run.model.fp8 is not None)  # fmt: skip
         norm = optimizer.step(rate_of_step(run.schedule, step + 1, resolved.max_steps or steps))
         trace.losses.append(loss)
         if not optim.norm_of_update:
@@ -204,15 +209,18 @@ def _forward_backward(
     device: torch.device,
     teacher: PlainTeacher | None,
     objective: Objective,
+    *,
+    fp8: bool,
 ) -> float:
-    """Gradients of the mean over all counted tokens of the global batch; returns that mean (nats)."""
+    """Gradients of the mean over all counted tokens of the global batch; returns that mean (nats). `fp8`: what goes
+    through the model at once decides the scales."""
     count = batch.global_batch
     rows = list(range(step * count, (step + 1) * count))
     if order.reverse:
         rows.reverse()
     parts = [part.to(device) for part in _rows(tokens, rows)]
     counted, total = int((parts[1] >= 0).sum()), 0.0
-    pieces = 1 if isinstance(objective, ByToken) else order.pieces  # its terms see the whole batch at once
+    pieces = 1 if isinstance(objective, ByToken) and not fp8 else order.pieces  # its terms see the whole batch at once
     for some in zip(*(part.chunk(pieces) for part in parts), strict=True):
         passes = [_losses(model, teacher, *document) for document in _documents(some, tokens)]
         losses = torch.cat([losses for losses, _, _ in passes])

@@ -49,12 +49,17 @@ class LowRank(nn.Module):
         self.lora_A.weight = nn.Parameter(linear.weight.new_empty(r, inputs))
         self.lora_B.weight = nn.Parameter(linear.weight.new_empty(outputs, r))
         self.lora_magnitude_vector = nn.Parameter(linear.weight.new_empty(outputs)) if dora else None
+        self.base = self._base
+        """The map without its adapter."""
+
+    def _base(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         a: Any = self.lora_A.weight
         b: Any = self.lora_B.weight
         if self.lora_magnitude_vector is None and not self._summed:
-            return F.linear(x, self.weight, self.bias) + self._scale * F.linear(F.linear(x, a), b)
+            return self.base(x) + self._scale * F.linear(F.linear(x, a), b)
         weight = self.weight + self._scale * (b @ a)
         if self.lora_magnitude_vector is not None:
             weight = weight * (self.lora_magnitude_vector / weight.detach().norm(dim=1)).unsqueeze(1)

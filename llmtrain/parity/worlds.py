@@ -118,12 +118,25 @@ def _check(folder: Path, user: Wanted, plans: dict[str, ResolvedRun], steps: int
         return [train_plainly(plans[name], until, order, device) for order in every]
 
     codes = []
-    for name, resolved in plans.items():
+    for name, sharp, until in comparisons(list(plans), steps, fp8=user.run.model.fp8 is not None):
+        resolved = plans[name]
         split = resolved.degrees.tensor > 1 or resolved.degrees.sequence > 1
-        got = Trace.load(str(folder / f"{name}.trace"))
+        got = Trace.load(str(folder / f"{name}.trace")).until(until)
+        want = [trace.until(until) for trace in references[name]]
         again = functools.partial(more, name)
-        codes.append(_tell(user, name, got, references[name], again, split=split, clip_norm=resolved.optim.clip_norm))
+        codes.append(_tell(user, name, got, want, again, sharp=sharp, split=split, clip_norm=resolved.optim.clip_norm))
     return worst_of(codes)
+
+
+def comparisons(precisions: list[str], steps: int, *, fp8: bool) -> list[tuple[str, bool, int]]:
+    """(precision, whether it is the sharp comparison, its steps) of each that is made.
+
+    In fp8 a number between two neighbours goes to the one or the other by its last digit, and they are 1/8 apart: two
+    orders of summation agree as in fp32 for a step or two, and part by as much as half precisions from there on.
+    """
+    if not fp8:
+        return [(name, name == "fp32", steps) for name in precisions]
+    return [*((name, True, 1) for name in precisions if name == "fp32"), (precisions[-1], False, steps)]
 
 
 def worst_of(codes: list[int]) -> int:
@@ -138,18 +151,21 @@ def _tell(
     want: list[Trace],
     more: Callable[[int], list[Trace]],
     *,
+    sharp: bool,
     split: bool,
     clip_norm: float,
 ) -> int:
     """One comparison, printed: SAME, PARTS or NO_ANSWER. `more`: references of other roundings, up to a step."""
-    verdict = compare(got, want, fp32=name == "fp32", split=split)
+    verdict = compare(got, want, fp32=sharp, split=split)
     instead = (
         f" in place of {user.precision}, which DeepSpeed has on GPUs only"
         if name != user.precision and name != "fp32"
         else ""
     )
     title = f"{name} against plain PyTorch in {name}{instead}"
-    found = tie(got, want, verdict, more, split=split) if name == "fp32" and not verdict.passed else None
+    if (recipe := user.run.model.fp8) is not None:
+        title += f", both with fp8 {recipe}" + (", step 1" if sharp else "")
+    found = tie(got, want, verdict, more, split=split) if sharp and not verdict.passed else None
     if found is not None and found.proves:
         print("\n".join([*report(title, found.verdict), f"        {found.line()}"]), flush=True)
         before = compare(got.until(found.step - 1), [trace.until(found.step - 1) for trace in want], fp32=True,
@@ -166,7 +182,7 @@ def _tell(
             likely = f"{method} of objective.name {objective.name} depends on {shared}; or {likely}"
     if found is not None:
         likely = f"{found.line()}. Nothing is proved so: choose other weights with --train.seed 1"
-    print("\n".join([*report(title, verdict, likely), *bluntness(name, verdict)]), flush=True)
+    print("\n".join([*report(title, verdict, likely), *bluntness(name, verdict, sharp=sharp)]), flush=True)
     return NO_ANSWER if found is not None else SAME if verdict.passed else PARTS
 
 
@@ -182,10 +198,10 @@ def _no_answer(blunt: Difference) -> int:
     return NO_ANSWER
 
 
-def bluntness(name: str, verdict: Verdict) -> list[str]:
-    """Line of the report on faults that a comparison in half precision cannot find; none in fp32."""
+def bluntness(name: str, verdict: Verdict, *, sharp: bool) -> list[str]:
+    """Line of the report on faults that a comparison in half precision cannot find; none of the sharp one."""
     moved = verdict.worst.get("movement")
-    if name == "fp32" or moved is None or moved.tolerated < 0.1:
+    if sharp or moved is None or moved.tolerated < 0.1:
         return []
     return [
         f"        blunt: in {name} a movement may be off by {moved.tolerated:.0%}; the fp32 comparison is the sharp one"
@@ -213,6 +229,8 @@ def report(title: str, verdict: Verdict, likely: str = "", passes: str = "PASS")
 
 def _precisions(user: Wanted, cpu: bool) -> list[str]:
     own = "bf16" if user.precision == "fp16" and cpu else user.precision
+    if user.run.model.fp8 is not None and not cpu:  # whose products come out in bf16
+        return [own]
     return list(dict.fromkeys(["fp32", own]))
 
 

@@ -76,6 +76,19 @@ def test_compiled_layers_agree(pools, small_data, stage):
     assert largest_loss_difference(got, small_data) < TOLERANCE["bf16"]
 
 
+@pytest.mark.needs("torchao")
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+def test_fp8_agrees(pools, small_data, recipe, compiled):
+    """Twice bf16's tolerance: on a CPU, which emulates it, fp8 adds as much to a loss as bf16 does, and 1e-3 more."""
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU has no fp8")
+    case = Case(data=small_data, stage=3, precision="bf16", steps=STEPS, fp8=recipe, compile_layers=compiled)
+    (got,) = pools(1).run(run_case, case)
+    assert largest_loss_difference(got, small_data) < 2 * TOLERANCE["bf16"]
+    assert got.losses[-1] < got.losses[0] - 0.05
+
+
 def run_compiled(case: Case) -> tuple[int, Trace]:
     """(frames that torch.compile compiled, trace)."""
     import torch._dynamo.utils

@@ -61,6 +61,7 @@ class Form:
     isolate_documents: bool = False
     device_fp16: bool = False
     """Whether the device is taken for one that has fp16: Muon's iteration is then in it, but for runs in fp32."""
+    fp8: str | None = None
     steps: int = 20
     extra: str = "{}"
     """More of the DeepSpeed JSON."""
@@ -87,6 +88,7 @@ class Form:
         optimizer = [self.optimizer] if self.optimizer != "adamw" else []
         objective = [self.objective] if self.objective != "next_token" else []
         objective += ["column"] if self.top_k else []
+        objective += [self.fp8] if self.fp8 else []
         return "-".join([self.family, *tied, *optimizer, *objective, *parts, self.precision])
 
 
@@ -146,6 +148,7 @@ def resolved(form: Form) -> ResolvedRun:
                 attention="eager" if form.family == "gemma2" else "sdpa",
                 freeze=list(form.freeze),
                 train_only=list(form.train_only),
+                fp8=form.fp8,  # type: ignore[arg-type]
             ),
             adapter=AdapterConfig(**json.loads(form.adapter)),
             objective=_objective(form, json.dumps(model)),

@@ -88,6 +88,7 @@ class Case:
     partition: str | tuple[int, ...] = "parameters"
     """Of layers over pipeline stages."""
     compile_layers: bool | None = False
+    fp8: str | None = None
     mlp_tile_tokens: int | None = None
     recompute: dict[str, Any] = field(default_factory=dict)
     """The section model.recompute."""
@@ -179,6 +180,7 @@ def resolved_run(case: Case, world_size: int) -> ResolvedRun:
                 attention=case.attention,  # type: ignore[arg-type]
                 loss_chunk_tokens=40,
                 compile_layers=case.compile_layers,
+                fp8=case.fp8,  # type: ignore[arg-type]
                 mlp_tile_tokens=case.mlp_tile_tokens,
                 recompute=RecomputeConfig(**case.recompute),
                 freeze=list(case.freeze),

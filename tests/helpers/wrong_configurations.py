@@ -641,6 +641,53 @@ CASES = [
         {"model": {"compile_layers": True}},
         {"activation_checkpointing": {"cpu_checkpointing": True}},
     ),
+    *(
+        Wrong(f"fp8 with {what}", says, {**run, "model": {"fp8": "rowwise", **run.get("model", {})}}, ds)
+        for what, says, run, ds in (
+            (
+                "fp16",
+                ('model.fp8 = "rowwise"', "fp16.enabled = true", "in bf16 alone", "use the bf16 section"),
+                {},
+                {"fp16": {"enabled": True}, "bf16": {"enabled": False}},
+            ),
+            (
+                "tensor parallelism",
+                ('model.fp8 = "rowwise"', "autotp_size = 2", "llmtrain's own", "ZeRO 3 in place"),
+                {},
+                {"tensor_parallel": {"autotp_size": 2}},
+            ),
+            (
+                "an odd length",
+                ("data.sequence_length = 120", "multiples of 16 tokens", "set it to 128"),
+                {"data": {"sequence_length": 120}},
+                None,
+            ),
+            (
+                "odd tiles",
+                ("model.mlp_tile_tokens = 100", "multiples of 16 tokens", "set it to 112"),
+                {"model": {"mlp_tile_tokens": 100}},
+                None,
+            ),
+            (
+                "packed maps",
+                ('model.fp8 = "rowwise"', "packed into 4 bits", "remove one of them"),
+                {"adapter": {"r": 4, "quantize": "nf4"}},
+                None,
+            ),
+            (
+                "DoRA",
+                ('model.fp8 = "rowwise"', "exact rows", "remove one of them"),
+                {"adapter": {"r": 4, "dora": True}},
+                None,
+            ),
+            (
+                "preferences",
+                ('model.fp8 = "rowwise"', "objective.name dpo", "not been tried", "objective.name to next_token"),
+                {"objective": {"name": "dpo"}},
+                None,
+            ),
+        )
+    ),
     *(  # contiguous_gradients: DeepSpeed would sum the gradients of different experts
         Wrong(
             f"experts with {key} at ZeRO {stage}",

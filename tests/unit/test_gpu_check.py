@@ -57,8 +57,8 @@ def test_the_parts_that_are_asked_for_run_and_a_failed_one_is_named(tmp_path: Pa
     assert all("parity launch/recipes/quickstart.yaml" in line for line in asked[2:])
     assert json.loads((tmp_path / "out/parity.json").read_text())["passed"] == ["zero1", "zero2", "zero3", "zero1_fp32"]
     assert (
-        "not measured: 0.5b, 1.2b, 8b, host, checkpoints, context-1b, context-8b, sft-1b, lora-1b, packing, "
-        "packing-dpo, tests" in done.stdout
+        "not measured: 0.5b, 1.2b, 8b, 1.2b-fp8, 8b-fp8, host, checkpoints, context-1b, context-8b, sft-1b, lora-1b, "
+        "packing, packing-dpo, tests" in done.stdout
     )
 
 

@@ -252,10 +252,36 @@ def test_a_gpu_that_emulates_bf16_is_refused(monkeypatch, capability, passes):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     if passes:
-        device.check_device("bf16", "sdpa", "zero1.json")
+        device.check_device("bf16", "sdpa", None, "zero1.json")
         return
     with pytest.raises(ConfigError, match=r"bf16.enabled is true, but the device \(cuda\).*or use fp16"):
-        device.check_device("bf16", "sdpa", "zero1.json")
+        device.check_device("bf16", "sdpa", None, "zero1.json")
+
+
+@pytest.mark.parametrize(
+    ("capability", "precision", "said"),
+    [
+        ((8, 0), "bf16", r"A card \(compute capability 8.0\).*from compute capability 8.9 on.*Set model.fp8 to null"),
+        ((8, 9), "fp32", "come out in bf16, and the run is in fp32: set bf16.enabled to true in zero1.json"),
+        ((8, 9), "bf16", None),
+        ((9, 0), "bf16", None),
+    ],
+)
+def test_a_gpu_without_fp8_is_refused_and_nothing_is_emulated_there(monkeypatch, capability, precision, said):
+    import torch
+
+    from llmtrain.engine.dist import device
+
+    monkeypatch.setattr(device, "get_accelerator", FakeCuda)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "A card")
+    if said is None:
+        device.check_device(precision, "sdpa", "rowwise", "zero1.json")
+        return
+    with pytest.raises(ConfigError, match=said):
+        device.check_device(precision, "sdpa", "rowwise", "zero1.json")
+    device.check_device(precision, "sdpa", None, "zero1.json")
 
 
 def test_two_ranks_on_one_gpu_are_named_when_they_meet():

@@ -30,6 +30,8 @@ EPS = 1e-8
 WEIGHT_DECAY = 0.1
 CLIP_NORM = 1.0
 LOG_EVERY = 10
+FP8 = ("rowwise", "tensorwise")
+"""Contestants that are our loop with that `model.fp8`."""
 SKIPPED = 3
 """Exit code of a benchmark whose own part does not fit the GPU."""
 PROCESS_GIB = 2.0
@@ -82,7 +84,7 @@ class Task:
     eager: bool
     """Our loop without compiled layers; else as a run on this device has them."""
     contestants: tuple[str, ...]
-    """Who takes part: llmtrain, plain, trainer."""
+    """Who takes part: llmtrain, plain, trainer, those of FP8."""
     threads: int
     steps_per_round: int
     """Optimizer steps that are timed; one more before them is not (it refills the allocator's cache)."""
@@ -162,7 +164,11 @@ def _peak_bytes() -> int:
 def serve(name: str, pipe: Connection, task: Task) -> None:
     """Entry of a contestant's process."""
     enter(task.threads)
-    {"llmtrain": run_llmtrain, "plain": run_plain, "trainer": run_trainer}[name](Clock(pipe, task), task)
+    clock = Clock(pipe, task)
+    if name in FP8:
+        timed_run(clock, _write_yaml(task, name))
+    else:
+        {"llmtrain": run_llmtrain, "plain": run_plain, "trainer": run_trainer}[name](clock, task)
     pipe.send("end")
 
 
@@ -232,13 +238,13 @@ def timed_run(clock: Clock, path: Path, after: Callable[[Engine], None] | None =
             after(session.engine)
 
 
-def _write_yaml(task: Task) -> Path:
+def _write_yaml(task: Task, fp8: str | None = None) -> Path:
     folder = Path(task.folder)
-    path = folder / "llmtrain.yaml"
+    path = folder / f"{fp8 or 'llmtrain'}.yaml"
     batch = task.micro_batch * task.accumulation
     fields = {
         "deepspeed": str(folder / "deepspeed.json"),
-        "model": {"config": task.model, **({"compile_layers": False} if task.eager else {})},
+        "model": {"config": task.model, "fp8": fp8, **({"compile_layers": False} if task.eager else {})},
         "data": {"path": str(folder / "data"), "sequence_length": task.sequence},
         "optim": {
             "lr": PEAK_LR,
@@ -249,7 +255,7 @@ def _write_yaml(task: Task) -> Path:
         },
         "schedule": {"name": "constant"},
         "train": {
-            "run_dir": str(folder / "run"),
+            "run_dir": str(folder / f"run-{path.stem}"),
             "global_batch": batch,
             "micro_batch": task.micro_batch,
             "max_steps": task.total_steps,

@@ -31,7 +31,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
-from contestants import CLIP_NORM, SKIPPED, Need, Round, Task, fit_together, gpu_gib, serve  # noqa: E402
+from contestants import CLIP_NORM, FP8, SKIPPED, Need, Round, Task, fit_together, gpu_gib, serve  # noqa: E402
 from long_context import PRESETS as LONG  # noqa: E402
 
 OURS = "llmtrain"
@@ -121,7 +121,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=9, help="timed rounds (default 9); one more warms up")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of each contestant (default 1)")
     parser.add_argument("--eager", action="store_true", help="llmtrain without compiled layers")
-    parser.add_argument("--only", nargs="+", choices=NAMES, default=list(NAMES), help="these contestants")
+    parser.add_argument("--only", nargs="+", choices=(*NAMES, *FP8), default=list(NAMES), help="these contestants; "
+                        "rowwise and tensorwise are llmtrain with that model.fp8")  # fmt: skip
     parser.add_argument("--json", type=Path, help="write the figures to this file, after each round")
     return parser.parse_args(argv)
 
@@ -269,7 +270,8 @@ def _answer(name: str, pipe: Any) -> Any:
 def arrange(preset: Preset, name: str, task: Task, total_gib: float | None) -> tuple[tuple[str, ...], bool]:
     """(the contestants that the GPU holds, whether all at a time); ours not among them: the part cannot be measured."""
     share = task.sequence * task.micro_batch / (preset.sequence * preset.micro_batch)
-    needs = {each: preset.needs[each].of(share) for each in task.contestants if each in preset.needs}
+    known = {**preset.needs, **{each: preset.needs[OURS] for each in FP8 if OURS in preset.needs}}
+    needs = {each: known[each].of(share) for each in task.contestants if each in known}
     if total_gib is None:
         return task.contestants, True
     for each, need in needs.items():

@@ -21,6 +21,7 @@ _BUILDS = (
 )
 _BF16_CAPABILITY = 8
 """Compute capability from which NVIDIA's GPUs have bf16 (Ampere); torch counts older ones, which emulate it."""
+_FP8_CAPABILITY = (8, 9)
 
 
 def own_device() -> torch.device:
@@ -111,11 +112,11 @@ def use_deterministic_kernels() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it would write each new tensor once more
 
 
-def check_device(precision: str, attention: str, json_path: str) -> None:
-    """Refuse a precision that this machine's device lacks, and an attention that lacks the precision.
+def check_device(precision: str, attention: str, fp8: str | None, json_path: str) -> None:
+    """Refuse a precision that this machine's device lacks, and an attention or fp8 that lacks the precision.
 
-    `precision`: fp32, bf16 or fp16; `attention`: `model.attention`; `json_path`: the run's DeepSpeed JSON, for the
-    message. Raises ConfigError.
+    `precision`: fp32, bf16 or fp16; `attention`, `fp8`: of the section model; `json_path`: the run's DeepSpeed JSON,
+    for the message. Raises ConfigError.
     """
     accelerator = get_accelerator()
     name = accelerator.device_name()
@@ -131,6 +132,26 @@ def check_device(precision: str, attention: str, json_path: str) -> None:
         raise ConfigError(
             "model.attention is varlen, whose kernel computes in bf16 and fp16, and the run is in fp32: set "
             f"bf16.enabled to true in {json_path}, or model.attention to sdpa."
+        )
+    if fp8 is not None and name != "cpu":
+        _check_fp8(fp8, precision, json_path)
+
+
+def _check_fp8(recipe: str, precision: str, json_path: str) -> None:
+    """Raises ConfigError: this GPU has no products in fp8, or the run is not in the precision that they come out in."""
+    cuda = get_accelerator().device_name() == "cuda"
+    capability = torch.cuda.get_device_capability() if cuda else (0, 0)
+    if capability < _FP8_CAPABILITY:
+        device = torch.cuda.get_device_name() if cuda else get_accelerator().device_name()
+        has = f" (compute capability {capability[0]}.{capability[1]})" if cuda else ""
+        raise ConfigError(
+            f"model.fp8 is {recipe}, and this device, {device}{has}, has no products in fp8: NVIDIA's GPUs have them "
+            "from compute capability 8.9 on (Ada, Hopper, Blackwell). Set model.fp8 to null, or take such a GPU."
+        )
+    if precision != "bf16":
+        raise ConfigError(
+            f"model.fp8 is {recipe}, whose products come out in bf16, and the run is in {precision}: set bf16.enabled "
+            f"to true in {json_path}, or model.fp8 to null."
         )
 
 

@@ -360,7 +360,7 @@ def build_pipeline(resolved: ResolvedRun, spec: ModelSpec, device: torch.device,
         if model.neftune_noise_alpha and part.first:
             stage.noise = Neftune(hf.get_submodule(anatomy.embedding), model.neftune_noise_alpha)
         own = [hf.get_submodule(anatomy.layers[index].path) for index in part.layers]
-        set_up_layers(hf, own, model, resolved.mix)
+        set_up_layers(hf, own, model, resolved.mix, device)
         return stage
 
     counts = layer_counts(resolved.pipeline_partition, degrees.pipeline, hf, anatomy)

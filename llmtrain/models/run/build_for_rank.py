@@ -13,6 +13,7 @@ from llmtrain.base.errors import ModelError
 from llmtrain.config.problems import Places, stop
 from llmtrain.config.run import ResolvedRun, RunConfig
 from llmtrain.config.topology import Mix
+from llmtrain.models import fp8
 from llmtrain.models.experts import avoid_grouped_product, check_stages, expert_blocks, set_leaf_modules
 from llmtrain.models.language import LanguageModel
 from llmtrain.models.neftune import Neftune
@@ -64,7 +65,7 @@ def build_model(
         elif mix.zero_stage == 3:
             set_leaf_modules(hf, blocks)
         hf.config.use_cache = False
-        set_up_layers(hf, list(decoder_layers(hf)), model, mix)
+        set_up_layers(hf, list(decoder_layers(hf)), model, mix, device)
         if mix.degrees.sequence > 1:
             from llmtrain.models.parallel.sequence import SequenceLanguageModel
 
@@ -81,6 +82,8 @@ def build_model(
             language.notes.append(packed_line(hf))
         if routing is not None:
             language.notes.append(describe_experts(mix, routing))
+    if model.fp8 is not None:
+        language.notes.append(fp8.line(spec.skeleton, model.fp8, emulated=device.type == "cpu"))
     for held in language.local_parameters():
         if held.name in spec.frozen:
             held.parameter.requires_grad_(False)

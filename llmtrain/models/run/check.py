@@ -21,6 +21,7 @@ from llmtrain.config.problems import Places, Problems, closest
 from llmtrain.config.run import AdapterConfig, ModelConfig, ResolvedRun
 from llmtrain.config.schema import type_name
 from llmtrain.models.experts import check_stages, expert_blocks
+from llmtrain.models.fp8 import check_maps
 from llmtrain.models.head import Head
 from llmtrain.models.language import LanguageModel, compare_losses, documents_in_rows
 from llmtrain.models.loss import IGNORE
@@ -350,6 +351,8 @@ def check_model(resolved: ResolvedRun) -> tuple[ModelSpec, tuple[str, ...]]:
     notes: tuple[str, ...] = ()
     if run.adapter.r is not None:
         notes = _check_adapter(hf, run.adapter, places)
+    if model.fp8 is not None:
+        check_maps(hf, model.fp8, places)
     if model.vocabulary is not None:
         from llmtrain.models.vocabulary import check_growth
 

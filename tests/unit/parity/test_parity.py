@@ -201,6 +201,7 @@ def test_the_reference_takes_nothing_from_a_run_but_its_settings_and_its_first_w
         "llmtrain.parity.answers.PLAIN",
         "llmtrain.parity.answers.divergence",
         "llmtrain.parity.answers.plain_loss",
+        "llmtrain.parity.plain_fp8.compute_in_fp8",
         "llmtrain.parity.plain_teacher.PlainTeacher",
         "llmtrain.parity.tokens.Tokens",
         "llmtrain.parity.compare.Trace",

@@ -1,0 +1,102 @@
+"""fp8: which linear maps of a model multiply in 8-bit floats, and what a run says of it.
+
+P. Micikevicius et al., "FP8 Formats for Deep Learning", arXiv 2209.05433. The maps are those of the torchao library
+(`models/fp8_linear.py`); weights, gradients and optimizer stay in the run's precision, and no file has an fp8 tensor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from llmtrain.base import units
+from llmtrain.config.problems import Places, stop
+from llmtrain.models.experts import expert_blocks
+from llmtrain.models.skeleton import decoder_layers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+MULTIPLE = 16
+"""The products want inputs and outputs of whole 16 bytes."""
+_OURS = "lora_"
+"""What the names of an adapter's own maps begin with: their inner side is too narrow to gain anything."""
+
+
+def maps_of(layer: nn.Module) -> tuple[dict[str, nn.Linear], dict[str, str]]:
+    """The linear maps of a decoder layer, by path within it: (those that fp8 is for, the others with the reason).
+
+    A router's scores choose experts, so it stays as it is; and an expert gets any number of tokens, which is an inner
+    side of the product that gives its weight's gradient.
+    """
+    blocks = expert_blocks(layer)
+    routed = {m for block in blocks for part in (block.router, *block.experts) for m in part.modules()}
+    chosen: dict[str, nn.Linear] = {}
+    others: dict[str, str] = {}
+    for path, module in layer.named_modules():
+        if type(module) is not nn.Linear or any(part.startswith(_OURS) for part in path.split(".")):
+            continue
+        if module in routed:
+            others[path] = "of a mixture of experts"
+        elif module.in_features % MULTIPLE or module.out_features % MULTIPLE:
+            others[path] = f"{module.out_features} x {module.in_features}, no multiples of {MULTIPLE}"
+        else:
+            chosen[path] = module
+    return chosen, others
+
+
+def check_maps(hf: PreTrainedModel, recipe: str, places: Places) -> None:
+    """Raises ConfigError: torchao is not installed, or there is no map that fp8 is for. `hf`: the whole skeleton."""
+    if importlib.util.find_spec("torchao") is None:
+        rule = "fp8 is computed by the torchao library, which is not installed here"
+        remedy = "install it: pip install 'llmtrain[fp8]'; or remove the key"
+        raise stop("model.fp8", recipe, rule, remedy, places.get("model.fp8"))
+    if not any(maps_of(layer)[0] for layer in decoder_layers(hf)):
+        rule = f"the decoder layers of {type(hf).__name__} have no linear maps (torch.nn.Linear) with sides that are"
+        rule += f" multiples of {MULTIPLE}, outside of experts"
+        raise stop("model.fp8", recipe, rule, "remove it", places.get("model.fp8"))
+
+
+def line(hf: PreTrainedModel, recipe: str, *, emulated: bool) -> str:
+    """A line for the log. `hf`: the whole skeleton."""
+    layers = decoder_layers(hf)
+    found = [maps_of(layer) for layer in layers]
+    count, rest = sum(len(chosen) for chosen, _ in found), sum(len(others) for _, others in found)
+    text = f"model.fp8 {recipe}: {count} linear maps of {units.counted(len(layers), 'decoder layer')} multiply in fp8"
+    if emulated:
+        text += ", emulated: a CPU has no such products, and takes longer for it"
+    reasons = {path: reason for _, others in found for path, reason in others.items()}
+    if reasons:
+        path, reason = next(iter(reasons.items()))
+        text += f"; {rest} do not (such as {path}: {reason})"
+    return f"{text}; the head and tensors of experts never do"
+
+
+def use_fp8(layers: Iterable[nn.Module], recipe: str, *, emulated: bool) -> None:
+    """Let the maps of these decoder layers multiply in fp8. Parameters stay the same objects.
+
+    Args:
+        recipe: rowwise or tensorwise.
+        emulated: round to fp8 and multiply in fp32, as a CPU does.
+    """
+    from llmtrain.models.fp8_linear import convert
+
+    for layer in layers:
+        convert(layer, maps_of(layer)[0].values(), recipe, emulated=emulated)
+
+
+@contextlib.contextmanager
+def without_fp8(module: nn.Module) -> Iterator[None]:
+    """In which a module's maps multiply in its own precision: what is proved of a model's structure is proved so."""
+    layers: list[Any] = [layer for layer in module.modules() if getattr(layer, "multiplies_in_fp8", False)]
+    try:
+        for layer in layers:
+            layer.multiplies_in_fp8 = False
+        yield
+    finally:
+        for layer in layers:
+            layer.multiplies_in_fp8 = True

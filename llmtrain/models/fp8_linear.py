@@ -1,0 +1,64 @@
+"""torchao's linear map in fp8, with less kept for the backward pass. Imported where torchao is known to be there.
+
+Each of the three products of a map (output, input's gradient, weight's gradient) takes both factors in 8 bits, scaled
+by their largest absolute value: of the whole tensor (tensorwise; gradients in e5m2), or of each row along the side that
+is summed over (rowwise; all in e4m3, scales rounded to powers of two). Scales are of the values at hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
+
+
+def convert(layer: nn.Module, maps: Iterable[nn.Linear], recipe: str, *, emulated: bool) -> None:
+    """Turn these maps of `layer` into `Fp8Linear`. Parameters stay the same objects."""
+    config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulated)
+    chosen = {id(linear) for linear in maps}
+    convert_to_float8_training(layer, config=config, module_filter_fn=lambda module, _: id(module) in chosen)
+    for module in layer.modules():
+        if type(module) is Float8Linear:
+            module.__class__ = Fp8Linear
+
+
+class Fp8Linear(Float8Linear):
+    """A linear map whose products are in fp8. The weight is a parameter like any other."""
+
+    multiplies_in_fp8 = True
+    """False: as torch.nn.Linear."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., inputs] -> [..., outputs]."""
+        if not self.multiplies_in_fp8:
+            return F.linear(input, self.weight, self.bias)
+        output: Tensor = _Product.apply(input, self.weight, self.linear_mm_config, self.config)
+        return output if self.bias is None else output + self.bias
+
+
+@torch._dynamo.allow_in_graph
+class _Product(torch.autograd.Function):
+    """x W^T by torchao's function, which would keep a view of W: under ZeRO 3 that is the whole gathered weight, until
+    the backward pass. Here the parameter is kept, which is empty until it is gathered again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, products: Any, config: Float8LinearConfig) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.products, ctx.config = products, config
+        keeps = SimpleNamespace(save_for_backward=lambda *_: None)
+        output: Tensor = matmul_with_hp_or_float8_args.forward(keeps, x, weight.t(), products, config)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        x, weight = ctx.saved_tensors
+        kept = SimpleNamespace(saved_tensors=(x, weight.t()), linear_mm_config=ctx.products, config=ctx.config)
+        grad_x, grad_weight, *_ = matmul_with_hp_or_float8_args.backward(kept, gradient)
+        return grad_x, grad_weight.t(), None, None
