@@ -16,6 +16,7 @@ import torch
 from llmtrain.base import untrusted
 from llmtrain.base.errors import UserError
 from llmtrain.config import plugins
+from llmtrain.config.problems import stop
 from llmtrain.config.run import ModelConfig, ResolvedRun
 from llmtrain.engine.dist.local_ranks import RankError, Ranks, ending_on_sigterm
 from llmtrain.models.run.check import check_model
@@ -65,6 +66,7 @@ def compare_worlds(title: str, user: Wanted, worlds: list[int], steps: int, *, c
 
 def _worlds(title: str, user: Wanted, worlds: list[int], steps: int, cpu: bool, worker: str) -> Iterator[int]:
     """The outcome of each world size."""
+    _refuse_other_scales(user)
     fields, shrunk_by = small_model(user.run.model, user.degrees, scores=user.run.objective.scores)
     attention = attention_here(fields, user.run.model.attention, cpu=cpu)
     model = replace(user.run.model, attention=attention, **patterns_here(fields, user.run.model))
@@ -90,6 +92,18 @@ def _worlds(title: str, user: Wanted, worlds: list[int], steps: int, cpu: bool, 
             check_model(plans["fp32"])  # what training refuses before its ranks meet is not compared either
         for folder, plans in every.items():
             yield _check(folder, user, plans, steps, cpu, worker)
+
+
+def _refuse_other_scales(user: Wanted) -> None:
+    """Raises ConfigError: what the ranks scale at once is not what the reference does. Of powers of two it would not
+    matter: all but the smallest numbers round alike."""
+    run = user.run
+    shares = {"sequence_parallel_size": user.degrees.sequence > 1, "data.isolate_documents": run.data.isolate_documents,
+              "model.mlp_tile_tokens": run.model.mlp_tile_tokens is not None}  # fmt: skip
+    if run.model.fp8 == "tensorwise" and any(shares.values()):
+        key = next(key for key, cut in shares.items() if cut)
+        rule = f"a scale is of all tokens that a map computes at once, and with {key} the reference has others"
+        raise stop("model.fp8", run.model.fp8, rule, "compare with --model.fp8 rowwise")
 
 
 def _check(folder: Path, user: Wanted, plans: dict[str, ResolvedRun], steps: int, cpu: bool, worker: str) -> int:

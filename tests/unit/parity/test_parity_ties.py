@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from llmtrain.base.errors import ConfigError
 from llmtrain.config.run import RunConfig
 from llmtrain.config.topology import Degrees
 from llmtrain.parity import plain, worlds
@@ -77,6 +78,20 @@ def test_rounding_alone_decides_nothing_elsewhere(capsys: pytest.CaptureFixture[
     trained.cache_clear()
     code, text = told(trained(99), capsys)
     assert code == worlds.SAME and "rounding" not in text, text
+
+
+def test_fp8_is_compared_sharply_at_step_1_and_as_half_precisions_later() -> None:
+    assert worlds.comparisons(["fp32", "bf16"], 20, fp8=False) == [("fp32", True, 20), ("bf16", False, 20)]
+    assert worlds.comparisons(["fp32", "bf16"], 20, fp8=True) == [("fp32", True, 1), ("bf16", False, 20)]
+    assert worlds.comparisons(["fp32"], 20, fp8=True) == [("fp32", True, 1), ("fp32", False, 20)]
+    assert worlds.comparisons(["bf16"], 20, fp8=True) == [("bf16", False, 20)]  # on a GPU
+
+
+def test_one_scale_of_other_tokens_than_the_references_is_refused() -> None:
+    model, data = replace(USER.run.model, fp8="tensorwise"), replace(USER.run.data, isolate_documents=True)
+    user = replace(USER, run=replace(USER.run, model=model, data=data))
+    with pytest.raises(ConfigError, match=r"with data\.isolate_documents the reference has others"):
+        worlds.compare_worlds("run.yaml", user, [2], 1, cpu=True, worker="none")
 
 
 def test_a_blunt_comparison_says_so() -> None:
