@@ -159,4 +159,4 @@ def test_the_table_shows_what_is_there(tmp_path: Path) -> None:
     assert "| lora-1b | trl lora | 112,346 | 291.7 | 61.2 | 2.00 | 2.0e-03 |" in shown
     assert "| packing | llmtrain full | 30,123 | 61.2 |  |  | 1.50000 |" in shown
     assert "| packing | trl sft | 30,123 | 61.2 | 4.00 | 2.0e-03 | 1.50000 |" in shown
-    assert shown.endswith("not measured: 1.2b, 8b, host, parity, context-1b, sft-1b, packing-dpo")
+    assert shown.endswith("not measured: 1.2b, 8b, 1.2b-fp8, 8b-fp8, host, parity, context-1b, sft-1b, packing-dpo")
