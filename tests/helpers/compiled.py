@@ -134,13 +134,16 @@ def gathered_layers(case: Case) -> GatheredLayers:
     return found
 
 
-def varlen_as_on_cuda(case: Case) -> tuple[int, Trace]:
-    """(graphs of training, what it left) of compiled layers with CUDA's attention, played by `flash_on_cpu`."""
+def varlen_as_on_cuda(case: Case, compiled_by: str = "aot_eager") -> tuple[int, Trace]:
+    """(graphs of training, what it left) of compiled layers with CUDA's attention, played by `flash_on_cpu`.
+
+    `compiled_by`: the backend of torch.compile, "eager" to count graphs alone.
+    """
     found: list[bool] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         found.append(torch.is_grad_enabled())
-        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+        return torch._dynamo.lookup_backend(compiled_by)(graph, inputs)
 
     flash_on_cpu()
     with compiling_with(backend), pytest.MonkeyPatch.context() as patch:

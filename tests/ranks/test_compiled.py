@@ -14,6 +14,7 @@ from llmtrain.models import compiler
 from llmtrain.models.spec import ModelSpec
 from llmtrain.training import setup
 from tests.helpers.compiled import gathered_layers, graphs_of, inductor_in, varlen_as_on_cuda
+from tests.helpers.marks import slow_but
 from tests.helpers.training import (
     LLAMA,
     Case,
@@ -75,6 +76,28 @@ def test_documents_of_any_layout_share_one_graph_of_varlen_attention(pools, smal
     want = plain_pytorch(shortened(case, attention="sdpa"))
     assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 5e-6
     assert max(abs(a / b - 1) for a, b in zip(got.norms, want.norms, strict=True)) < 1e-5
+
+
+FORMS = {
+    "plain": {},
+    "recomputed": {"extra": CHECKPOINTED},
+    "adapter": {"adapter": {"r": 8}},
+}
+TABLE = [(attention, stage, form) for attention in ("sdpa", "varlen") for stage in (1, 2, 3) for form in FORMS]
+QUICK = [("sdpa", 1, "plain"), ("sdpa", 2, "adapter"), ("varlen", 2, "recomputed"), ("varlen", 3, "adapter")]
+
+
+@pytest.mark.needs("peft")
+@pytest.mark.parametrize("cell", slow_but(TABLE, QUICK), ids=lambda cell: "-".join(map(str, cell)))
+def test_all_layers_of_eight_steps_are_one_graph(pools, small_data, cell):
+    """Whatever the documents of a micro-batch are. torch.compile gives up after eight graphs."""
+    attention, stage, form = cell
+    model = {**LLAMA, "num_hidden_layers": 3, "max_position_embeddings": 128}
+    case = Case(data=small_data, stage=stage, accumulation=3, steps=8, model=model, length=128, attention=attention,
+                isolate_documents=True, compile_layers=True, **FORMS[form])  # fmt: skip
+    ((graphs, trace),) = pools(1).run(varlen_as_on_cuda, case, "eager")
+    assert graphs == 1
+    assert len(trace.losses) == 8
 
 
 def compiled_run(case: Case, cache: str) -> tuple[Trace, int]:

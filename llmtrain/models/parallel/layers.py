@@ -139,16 +139,17 @@ def set_up_layers(
             # Not layer.compile(), which takes the layer's hooks in: ZeRO 3 gathers and lets go in them. A run has one
             # shape, and static kernels are faster.
             layer.forward = torch.compile(layer.forward, dynamic=False)
+            layer.register_forward_pre_hook(_ask_for_a_gradient, with_kwargs=True)
             if mix.zero_stage == 3:  # as a whole: the hooks of what is in it would break the graph
                 set_z3_leaf_module(layer, True)
-                layer.register_forward_pre_hook(_ask_for_a_gradient, with_kwargs=True)
 
 
 def _ask_for_a_gradient(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Let the hidden state that enters a trained layer have a gradient, behind frozen embeddings, too.
 
-    ZeRO 3 lets a layer's weights go when the gradients of its inputs are there. Where no input has one, torch says so
-    before the layer's backward pass instead of after it.
+    All trained layers are then one graph: with an adapter the first one was another. And ZeRO 3 lets a layer's weights
+    go when the gradients of its inputs are there; where no input has one, torch says so before the layer's backward
+    pass instead of after it.
     """
     if torch.is_grad_enabled() and any(p.requires_grad for p in layer.parameters()):
         given = (*args, *kwargs.values())
