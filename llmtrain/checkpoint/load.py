@@ -399,7 +399,11 @@ def refuse_other_run(
         CheckpointError: another optimizer, vocabulary or data.
     """
     step = saved.get("step") or 0
-    now = {**now, "data_fingerprint": _planned(now, step)}
+    planned = [stage for stage in now.get("plan") or () if stage[0] < max(1, step)]
+    fingerprint, rope = planned[-1][1:] if planned else (now.get("data_fingerprint"), {})
+    was = [stage.get("rope") or {} for stage in saved.get("data_stages") or ()]
+    now = {**now, "data_fingerprint": fingerprint, "rope": rope}
+    saved = {**saved, "rope": was[-1] if was else rope}
     remedies = {
         "optimizer": f"Its moments mean something else. Use the same optim.name, or {_PARAMETERS_ALONE}",
         "vocab_size": "The embedding has other rows. Use the same model and tokenizer",
@@ -410,6 +414,7 @@ def refuse_other_run(
         "began from is wanted: the same model.pretrained, and for a column llmtrain reference RUN.yaml",
         "teacher": "The student would learn from other weights than so far. Use the same objective.teacher, or "
         f"{_PARAMETERS_ALONE}",
+        "rope": "The model would read other positions. Give data.stages with the same rope up to this step",
     }
     if other_data:
         del remedies["data_fingerprint"]
@@ -424,12 +429,6 @@ def refuse_other_run(
             f"{saved.get('sample_index') or 0} on"
         ]
     return []
-
-
-def _planned(now: dict[str, Any], step: int) -> str | None:
-    """Fingerprint of the data of the last step before `step`, by this run's stages."""
-    found = [data for first, data in now.get("plan") or () if first < max(1, step)]
-    return found[-1] if found else now.get("data_fingerprint")
 
 
 def _refuse_other_plugins(saved: dict[str, str], now: dict[str, str], folder: Path) -> None:

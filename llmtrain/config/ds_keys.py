@@ -650,7 +650,9 @@ KEYS: Section = {
         "enabled": Key(
             "bool",
             False,
-            refused=Why("llmtrain decides which sequences a step sees", "remove the section; see data.mixture"),
+            refused=Why(
+                "llmtrain decides which sequences a step sees", "remove the section; see data.mixture and data.stages"
+            ),
         ),
         **_section(
             {"seed": ("int", 1234), "data_sampling": ("dict", None), "data_routing": ("dict", None)}, unread=_OFF
@@ -754,7 +756,7 @@ REMOVED: dict[str, str] = {
     "sparse_attention": "remove it and choose model.attention in the YAML",
     "elasticity": "remove it and give the batch size; llmtrain resumes on any number of ranks",
     "graph_harvesting": "remove it",
-    "curriculum_learning": "remove it: llmtrain orders the data (data.mixture)",
+    "curriculum_learning": "remove it: llmtrain orders the data (data.mixture, data.stages)",
     "progressive_layer_drop": "remove it",
     "zero_optimization.mics_shard_size": "remove it, or use zero_hpz_partition_size",
     "zero_optimization.mics_hierarchical_params_gather": "remove it, or use zero_hpz_partition_size",

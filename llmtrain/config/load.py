@@ -598,11 +598,10 @@ def _take_stages(tree: dict[str, Any], places: dict[str, str], problems: Problem
                 rule = f"from step 0 on the run has {key} = {show(own[name])} ({places.get(key, 'the YAML')})"
                 problems.add(inner, value, rule, "remove one of the two", places.get(inner))
             own[name], places[key] = value, places.get(inner, places.get(_STAGES, ""))
-    of_first = f"{_STAGES}[0]"
-    for key in [key for key in places if key.startswith(f"{_STAGES}[")]:
-        place, (head, _, rest) = places.pop(key), key.partition("]")
-        if not key.startswith(of_first):
-            places[f"{_STAGES}[{int(head.removeprefix(f'{_STAGES}[')) - 1}]{rest}"] = place
+    moved = {key: places.pop(key) for key in [key for key in places if key.startswith(f"{_STAGES}[")]}
+    for number in range(1, len(stages)):
+        before, after = f"{_STAGES}[{number}]", f"{_STAGES}[{number - 1}]"
+        places |= {key.replace(before, after, 1): place for key, place in moved.items() if key.startswith(before)}
     return later
 
 
@@ -622,7 +621,8 @@ def _sections_of(number: int, stage: dict[str, Any], places: Places, problems: P
     if type(first) is not int:
         refuse("from_step", first, "must be a whole number of optimizer steps", _A_LIST)
     made: dict[str, Any] = {"from_step": first if type(first) is int else number, **{name: {} for name in _OF_STAGE}}
-    known = ("from_step", *_OF_STAGE["data"], "train", "schedule")
+    made["rope"] = None
+    known = ("from_step", *_OF_STAGE["data"], "train", "schedule", "rope")
     for name, value in stage.items():
         if value is None and name in known:
             continue  # as in the stage before
@@ -630,9 +630,15 @@ def _sections_of(number: int, stage: dict[str, Any], places: Places, problems: P
             made["data"][name] = value
         elif name not in known:
             near = closest(str(name), known)
-            refuse(name, value, "a stage has no such field", f"did you mean {near}?" if near else f"it has {known}")
+            remedy = f"did you mean {near}?" if near else f"it has {', '.join(known)}"
+            refuse(name, value, "a stage has no such field", remedy)
         elif name != "from_step" and not isinstance(value, dict):
             refuse(name, value, "is a section", "write its fields below it")
+        elif name == "rope" and number == 0 and first == 0:
+            refuse(name, value, "from step 0 on the model's own fields count", "write them in model.config")
+        elif name == "rope":
+            _check_map(value, f"{_STAGES}[{number}].rope", places, problems)
+            made["rope"] = value
         elif name != "from_step":
             made[name] = {field: each for field, each in value.items() if each is not None}
             for field in [field for field in made[name] if field not in (_OF_STAGE[name] or made[name])]:
@@ -648,7 +654,7 @@ def _typed_stages(
     found: list[StageConfig] = []
     notes: list[str] = []
     for number, stage in enumerate(stages):
-        first, prefix = stage.pop("from_step"), f"{_STAGES}[{number}]."
+        first, rope, prefix = stage.pop("from_step"), stage.pop("rope"), f"{_STAGES}[{number}]."
         inner = {key.removeprefix(prefix): place for key, place in places.items() if key.startswith(prefix)}
         inner = {key if key.partition(".")[0] in _OF_STAGE else f"data.{key}": place for key, place in inner.items()}
         within = Within(problems, partial(_in_stage, number))
@@ -663,7 +669,7 @@ def _typed_stages(
         given = {name: getattr(run.data, name) for name in own["data"]}
         schedule = run.schedule if own["schedule"] else None
         batch = StageBatch(**{name: getattr(run.train, name) for name in own["train"]})
-        found.append(StageConfig(from_step=first, train=batch, schedule=schedule, **given))
+        found.append(StageConfig(from_step=first, train=batch, schedule=schedule, rope=rope, **given))
     return found, tuple(notes)
 
 

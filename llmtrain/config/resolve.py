@@ -63,7 +63,8 @@ def resolve(
     run = _fill_in(run, stages)
     for (each, at), stage in zip(stage_runs(run, places), stages, strict=True):
         rules.check_mask(each, stage.batch, degrees, at, problems)
-    rules.check_schedule(run, stages.schedule_end(0, max_steps), batch.tokens, places, problems)
+    if stages.schedule_end(0, max_steps) == max_steps:
+        rules.check_schedule(run, max_steps, batch.tokens, places, problems)
     check_lengths(run, stages, max_steps, places, problems)
     balance_notes = check_balance(run, batch, degrees, path, places, problems)
     of_scheduler = check_scheduler(run, tree, max_steps, places, problems)

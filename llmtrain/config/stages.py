@@ -45,14 +45,15 @@ class StageConfig:
     train: StageBatch = field(default_factory=StageBatch)
     schedule: Schedule | None = None
     """Learning rate from here on; its steps count from the stage's first."""
+    rope: dict[str, Any] | None = None
+    """Fields of the model's rope_parameters from here on, such as {rope_theta: 1.0e+6}."""
 
     @classmethod
     def read(cls, saved: Mapping[str, Any]) -> StageConfig:
         """The stage that a checkpoint holds."""
-        given = {item.name: saved[item.name] for item in fields(cls)}
-        schedule = given.pop("schedule")
-        return cls(**{**given, "train": StageBatch(**given["train"])},
-                   schedule=None if schedule is None else Schedule.read(schedule))  # fmt: skip
+        given = {item.name: saved[item.name] for item in fields(cls) if item.name in saved}
+        schedule, train = given.pop("schedule"), StageBatch(**given.pop("train"))
+        return cls(**given, train=train, schedule=None if schedule is None else Schedule.read(schedule))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +74,8 @@ class DataConfig:
     """Attention stays within a document, and positions start at 0 in each; false: a sequence is one text."""
     stages: list[StageConfig] = field(default_factory=list)
     """Changes during the run: a list of {from_step: N, path or mixture, sequence_length, train: {global_batch,
-    micro_batch, accumulation}, schedule: {...}}, each but from_step where it changes. Without path and mixture a stage
-    goes on with the data before it. A stage from step 0 is this section itself."""
+    micro_batch, accumulation}, schedule: {...}, rope: {...}}, each but from_step where it changes. Without path and
+    mixture a stage goes on with the data before it. A stage from step 0 is this section itself."""
 
     @property
     def folders(self) -> dict[str, float]:
@@ -94,6 +95,8 @@ class Stage:
     schedule: Schedule
     schedule_from: int
     """Step from which the schedule's steps count."""
+    rope: dict[str, Any] = field(default_factory=dict)
+    """Fields of the model's rope_parameters that stages up to this one have changed."""
 
 
 @dataclass(frozen=True)
@@ -210,10 +213,12 @@ def stages_of(config: DataConfig, schedule: Schedule, batches: Sequence[Batch]) 
     found: list[Stage] = []
     firsts = [0, *(stage.from_step for stage in config.stages)]
     given = [schedule, *(stage.schedule for stage in config.stages)]
-    for first, data, batch, own in zip(firsts, data_of(config), batches, given, strict=True):
+    ropes = [None, *(stage.rope for stage in config.stages)]
+    for first, data, batch, own, rope in zip(firsts, data_of(config), batches, given, ropes, strict=True):
         of_before = (found[-1].schedule, found[-1].schedule_from) if found else (schedule, 0)
         shape, since = of_before if own is None else (own, first)
-        found.append(Stage(first_step=first, data=data, batch=batch, schedule=shape, schedule_from=since))
+        found.append(Stage(first_step=first, data=data, batch=batch, schedule=shape, schedule_from=since,
+                           rope={**(found[-1].rope if found else {}), **(rope or {})}))  # fmt: skip
     return Stages(tuple(found))
 
 

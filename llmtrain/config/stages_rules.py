@@ -48,6 +48,10 @@ def check_stages(run: RunConfig, places: Places, problems: Problems) -> None:
                          place["from_step"])  # fmt: skip
     if run.data.stages:
         _check_beside(run, places, problems)
+    if run.resume_data == "new" and run.sites.name is not None:
+        problems.add("resume_data", "new", "sites (sites.name) share the order of one data set",
+                     "remove it, or begin new sites from the parameters: resume_weights_only",
+                     places.get("resume_data"))  # fmt: skip
 
 
 def _check_beside(run: RunConfig, places: Places, problems: Problems) -> None:
@@ -71,22 +75,25 @@ def _resizes(stage: StageConfig) -> bool:
 
 
 def check_lengths(run: RunConfig, stages: Stages, max_steps: int | None, places: Places, problems: Problems) -> None:
-    """Warm-up and decay of a stage's schedule fit into its steps, of which there is a last one if it needs it."""
-    for number, (config, stage) in enumerate(zip(run.data.stages, stages.stages[1:], strict=True)):
-        if config.schedule is None:
+    """Warm-up and decay of a schedule fit into its steps, if stages bound it; it has an end if it needs one."""
+    for number, stage in enumerate(stages):
+        first, end, shape = stage.first_step, stages.schedule_end(stage.first_step, max_steps), stage.schedule
+        if stage.schedule_from != first or (first == 0 and end == max_steps):  # `check_schedule` knows the run's own
             continue
-        place, end = places.get(key_of(number, "schedule")), stages.schedule_end(stage.first_step, max_steps)
+        key = key_of(number - 1, "schedule") if number else "schedule"
+        place = places.get(key, places.get(f"{key}.warmup_steps"))
         if end is None:
-            if stage.schedule.needs_length:
-                problems.add(key_of(number, "schedule.name"), stage.schedule.name, "this shape needs the number of "
-                             "steps in advance", "set train.max_steps, train.max_tokens or train.epochs, or "
-                             "schedule.name: constant", place)  # fmt: skip
+            if shape.needs_length:
+                problems.add(f"{key}.name", shape.name, "this shape needs the number of steps in advance",
+                             "set train.max_steps, train.max_tokens or train.epochs, or schedule.name: constant",
+                             place)  # fmt: skip
             continue
-        warmup, decay, length = stage.schedule.warmup_steps, stage.schedule.decay(), end - stage.first_step
+        warmup, decay, length = shape.warmup_steps, shape.decay(), end - first
         if length > 0 and (warmup >= length or warmup + decay > length):
-            problems.add(key_of(number, "schedule.warmup_steps"), warmup, f"warm-up {warmup} + decay {decay} do not "
-                         f"fit into the schedule's {length} steps (from {stage.first_step} to {end})",
-                         "shorten them, or the schedule begins earlier", place)  # fmt: skip
+            rule = f"warm-up {warmup} + decay {decay} do not fit into the schedule's {length} steps, {first} to {end}"
+            problems.add(
+                f"{key}.warmup_steps", warmup, rule, "shorten them, or let the next schedule begin later", place
+            )
 
 
 def notes_of(stages: Stages, max_steps: int | None) -> list[str]:

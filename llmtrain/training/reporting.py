@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llmtrain.base import log, units
+from llmtrain.base import log
 from llmtrain.checkpoint.retain import Best
 from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.data.stream.choices import ChoiceSet
@@ -235,39 +235,6 @@ def choice_log_probs(setup: Setup, choices: ChoiceSet) -> np.ndarray:
     for micros in choices.batches(*dealt, pin_memory=setup.ranks.device.type == "cuda"):
         setup.engine.evaluate(micros, collect)
     return collect.of_all(setup.ranks, choices.rows)
-
-
-class StageBorders(Part):
-    """Tells in which stage the run is, when it begins and where another one begins."""
-
-    def __init__(self, setup: Setup, tracker: Tracker) -> None:
-        self._course, self._tracker = setup.course, tracker
-        self._several = len(self._course.stages) > 1 or self._course.first_number > 0
-
-    def begin(self, position: Position) -> None:
-        """Tell the stage of the first step."""
-        self._tell(position)
-
-    def after_step(self, done: Done) -> None:
-        """Tell the stage of the next step if it is another one."""
-        if not done.last and self._course.at(done.position.step).stage != done.batch.stage:
-            self._tell(done.position)
-
-    def figures(self, done: Done) -> dict[str, Any]:
-        """Return the stage of the step."""
-        return {"data/stage": self._course.first_number + done.batch.stage} if self._several else {}
-
-    def _tell(self, position: Position) -> None:
-        if not self._several:
-            return
-        stage = self._course.at(position.step).stage
-        what, tokens = self._course.describe(stage), self._course.stages[stage].batch.tokens
-        self._tracker.event("stage", step=position.step, next=position.sample_index, **what)
-        log.info(
-            f"stage {what['stage']} at step {position.step}: {', '.join(what['folders'])} from sequence "
-            f"{position.sample_index}, {units.count(tokens)} tokens a step ({what['global_batch']} sequences of "
-            f"{what['sequence_length']})"
-        )
 
 
 class Logging(Part):

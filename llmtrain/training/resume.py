@@ -40,7 +40,7 @@ class TrainerState:
             "vocab_size": setup.spec.facts.vocab_size,
             "epoch_sequences": setup.course.data[-1].sequences_per_epoch,
             "plan": [
-                [stage.first_step, data.fingerprint]
+                [stage.first_step, data.fingerprint, stage.rope]
                 for stage, data in zip(setup.course.stages, setup.course.data, strict=True)
             ],
             "reference": setup.references,
@@ -48,7 +48,6 @@ class TrainerState:
             "separator_id": data.separator_id,
             "tokenizer_dir": str(data.tokenizer_dir.resolve()),  # to-hf may run anywhere
             "tokenizer": data.manifests[0].tokenizer_fingerprint,
-            "model_config": setup.engine.module.config.to_dict(),
             "sampling": _sampling(run.model.folder),
             "run": asdict(run),
             "deepspeed": setup.resolved.deepspeed,
@@ -65,6 +64,7 @@ class TrainerState:
             "loss_scale": self._engine.loss_scale(),
             "wandb_id": self.wandb_id,
             "began_from": self.began_from,
+            "model_config": self._engine.module.config.to_dict(),  # stages change it
             "data_fingerprint": self._course.done(position.step).data.fingerprint,
             RECORD: self._course.record(position.step, position.sample_index),
             **(entries or {}),

@@ -42,10 +42,11 @@ from llmtrain.training.guards import AdapterCheck, DataCheck, Limits, SkippedSte
 from llmtrain.training.loop import train_steps
 from llmtrain.training.parts import Launch, Part
 from llmtrain.training.replica_check import ReplicaCheck
-from llmtrain.training.reporting import Evaluation, Logging, StageBorders, throughput_of
+from llmtrain.training.reporting import Evaluation, Logging, throughput_of
 from llmtrain.training.resume import Start, resume_or_start
 from llmtrain.training.saving import Saving
 from llmtrain.training.setup import Setup
+from llmtrain.training.stage_borders import StageBorders
 from llmtrain.training.step import Position
 
 

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import copy
+import json
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from llmtrain.checkpoint.load import load_checkpoint
+from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.config.run import DataConfig
 from llmtrain.config.stages import StageBatch, StageConfig
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.optim.schedules import Constant
+from llmtrain.training.parts import Done
+from llmtrain.training.stage_borders import StageBorders
+from llmtrain.training.step import Position
 from tests.helpers.families import FAMILIES
 from tests.helpers.marks import slow
 from tests.helpers.training import (
@@ -25,9 +34,14 @@ from tests.helpers.training import (
     mean_cross_entropy,
     plain_balance,
     plain_model,
+    save_checkpoint,
 )
 
 STEPS = 8
+SAVED = 5
+"""Steps before the checkpoint: one into the third stage."""
+THETA = 100.0
+"""Of the rotary positions from step 4 on."""
 
 
 def stages(other: str) -> tuple[StageConfig, ...]:
@@ -36,7 +50,7 @@ def stages(other: str) -> tuple[StageConfig, ...]:
     twice = StageBatch(global_batch=2 * GLOBAL_BATCH, accumulation=4)
     return (
         StageConfig(from_step=2, path=other),
-        StageConfig(from_step=4, sequence_length=2 * LENGTH, train=half),
+        StageConfig(from_step=4, sequence_length=2 * LENGTH, train=half, rope={"rope_theta": THETA}),
         StageConfig(from_step=6, sequence_length=LENGTH, train=twice, schedule=Constant()),
     )
 
@@ -66,6 +80,10 @@ def plainly(case: Case, other: str, micros: list[int]) -> Trace:
     optimizer = torch.optim.AdamW(groups, lr=case.lr, betas=(0.9, 0.95), eps=1e-8, fused=False, foreach=False)
     trace = Trace([], [])
     for step, samples in enumerate(sequences(case.data, other)):
+        if step == 4:
+            config = copy.deepcopy(model.config)
+            config.rope_parameters = {**config.rope_parameters, "rope_theta": THETA}
+            model.model.rotary_emb = type(model.model.rotary_emb)(config)
         inputs, labels = (torch.stack(each) for each in zip(*(
             map(torch.from_numpy, source.sequence(index)) for source, index in samples), strict=True))  # fmt: skip
         output = model(input_ids=inputs, use_cache=False)
@@ -81,19 +99,39 @@ def plainly(case: Case, other: str, micros: list[int]) -> Trace:
     return trace
 
 
-def in_stages(case: Case) -> tuple[Trace, list[int]]:
-    """The run's own session and loader on this rank; micro-batches of its steps."""
+def trained(case: Case, first: int, folder: Path, checkpoint: Path | None) -> tuple[Trace, list[int], Path | None]:
+    """Steps [first, STEPS) with the run's own parts; micro-batches of each. Without a checkpoint to begin from, one is
+    saved within a stage."""
     setup = make_setup(case)
-    session, trace, micros = setup.session(), Trace([], []), []
-    with setup.loader() as loader:
-        for _ in range(STEPS):
-            step = session.step(next(loader))
-            micros.append(len(step.batch.micro_batches))
+    if checkpoint is not None:
+        state = json.loads((checkpoint / "trainer.json").read_text())
+        load_checkpoint(setup.engine, CheckpointReader(checkpoint), state, setup.ranks)
+        setup.course.go_on(first, state)
+    session, trace, micros, saved = setup.session(first), Trace([], []), [], None
+    part = StageBorders(setup, SimpleNamespace(event=lambda *_, **__: None))  # type: ignore[arg-type]
+    part.begin(Position(step=first))
+    with setup.loader(setup.course.at(first).index, step=first) as loader:
+        for number in range(first + 1, STEPS + 1):
+            batch = next(loader)
+            step = session.step(batch, part.request())
+            part.after_step(Done(**vars(step), position=Position(step=number), steps=range(number, number + 1),
+                                 complete=False, data_wait_s=0.0, step_s=0.0, comm_s=0.0))  # fmt: skip
+            micros.append(len(batch.micro_batches))
             trace.losses.append(session.figures(step)["loss"])
             trace.norms.append(float(step.update.grad_norm or 0))
+            if number == SAVED and checkpoint is None:
+                record = setup.course.record(number, loader.next_index)
+                state = {"step": number, "optimizer_step": setup.engine.optimizer_step(), "data_stages": record}
+                saved = save_checkpoint(setup.engine, folder, number, state, setup.resolved, setup.ranks)
     trace.parameters = assembled(setup.engine, setup.ranks)
     setup.engine.close()
-    return trace, micros
+    return trace, micros, saved
+
+
+def in_stages(case: Case, folder: Path) -> tuple[Trace, list[int], Trace]:
+    """On this rank: the whole run with its micro-batches, and the rest of it from a checkpoint in a new engine."""
+    whole, micros, saved = trained(case, 0, folder, None)
+    return whole, micros, trained(case, SAVED, folder, saved)[0]
 
 
 @pytest.mark.parametrize(
@@ -111,11 +149,13 @@ def in_stages(case: Case) -> tuple[Trace, list[int]]:
     ],
     ids=lambda form: "-".join(str(v) for k, v in form.items() if k != "model"),
 )
-def test_losses_after_each_border_are_those_of_plain_pytorch(pools, small_data, other_data, form: dict[str, Any]):
-    """Within 1e-5 at every step: fp32 sums in another order, as in the forms without stages (test_forms.py)."""
+def test_stages_are_those_of_plain_pytorch(pools, small_data, other_data, tmp_path, form: dict[str, Any]):
+    """Losses after each border within 1e-5: fp32 sums in another order, as in the forms without stages (test_forms.py).
+    A resume within a stage goes on bit for bit."""
     case = Case(data=small_data, steps=STEPS, stages=stages(other_data), **form)
-    found = pools(2).run(in_stages, case)
-    got, micros = found[0]
+    got, micros, rest = pools(2).run(in_stages, case, tmp_path)[0]
+    assert (rest.losses, rest.norms) == (got.losses[SAVED:], got.norms[SAVED:])
+    assert all(torch.equal(rest.parameters[name], value) for name, value in got.parameters.items())
     want = plainly(case, other_data, micros)
     assert len(set(micros)) > 1, micros  # the accumulation changed
     for step, (a, b) in enumerate(zip(got.losses, want.losses, strict=True)):

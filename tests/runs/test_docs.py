@@ -61,6 +61,16 @@ SHOWN = [
 ]
 
 
+SMALLER = {
+    "step-300": "step-3",
+    "step-350": "step-6",
+    "runs/llama_1b": "runs/quickstart",
+    "max_steps 400": "max_steps 8",
+    "from_step: 300, mix": "from_step: 3, mix",
+}
+"""The quickstart's checkpoints and lengths, and a run with AdamW."""
+
+
 class Workplace:
     """A folder that looks like a clone, with small data and a quickstart of a few steps."""
 
@@ -103,9 +113,7 @@ class Workplace:
         )
 
     def run(self, command: str) -> str:
-        # The quickstart's checkpoints, and a run with AdamW.
-        for real, small in (("step-300", "step-3"), ("step-350", "step-6"), ("runs/llama_1b", "runs/quickstart"),
-                            ("max_steps 400", "max_steps 8")):  # fmt: skip
+        for real, small in SMALLER.items():
             command = command.replace(real, small)
         code, output = finish(self.start(command, self._quick))
         assert code == ("checkpoint diff" in command), (command, output)  # diff: 1 where something differs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import yaml
 
 from llmtrain import cli
+from llmtrain.checkpoint.format import step_folder
 from tests.helpers import forked
 from tests.helpers.forked import Launch
 from tests.helpers.launching import losses, rows, write_recipe
@@ -27,7 +29,7 @@ def staged(folder: Path, data: str, stages: list[dict[str, Any]], steps: int, na
     tree = yaml.safe_load(path.read_text())
     tree["data"]["stages"], tree["train"]["max_steps"] = stages, steps
     path = path.with_name(f"{name}.yaml")
-    path.write_text(yaml.safe_dump(tree))
+    path.write_text(json.dumps(tree))  # YAML, too, and without anchors
     return path
 
 
@@ -92,6 +94,8 @@ def test_other_data_goes_on_from_a_checkpoint(trained, small_data, other_data, c
         assert f"stage 1 at step {at}: {other_data} from sequence {index}, 256 tokens a step" in output, output
     want = losses(trained / "staged")
     assert losses(branch) == {step: loss for step, loss in want.items() if step > 4} and len(want) == 8
+    last = [[row["eval/loss"] for row in rows(run) if "eval/loss" in row][-1] for run in (branch, trained / "staged")]
+    assert last[0] == last[1]  # a run that knows the other data alone: evaluation is of the stage's data
     capsys.readouterr()
     assert cli.main(["checkpoint", "ls", str(branch)]) == 0
     head, newest, *_ = capsys.readouterr().out.splitlines()
@@ -100,6 +104,31 @@ def test_other_data_goes_on_from_a_checkpoint(trained, small_data, other_data, c
     back = ("--resume", str(branch), "--resume_data", "new", "--train.run_dir", str(trained / "back"))
     output = forked.finish(recipe, *CONSTANT, *back, "--train.max_steps", "9", world_size=1)[1]
     assert f"stage 2 at step 8: {small_data} from sequence 32" in output, output
+
+
+def test_rotary_positions_change_at_a_border_and_are_exported(small_data, tmp_path):
+    """A checkpoint at the border is of the stage before it; a resume in the stage has its own, to the last digit."""
+    stages = [{"from_step": 2, "sequence_length": 64, "rope": {"rope_theta": 50.0}}]
+    path = staged(tmp_path, small_data, stages, 5)
+    every = ("--checkpoint.every_steps", "1", "--checkpoint.keep", "9", "--model.config.max_position_embeddings", "48")
+    output = forked.train(path, *CONSTANT, *every, "--train.export", "true", world_size=1)
+    assert 'rope {"rope_theta": 50.0}' in output
+    run, again = tmp_path / "run", tmp_path / "again"
+    told = {}
+    for step in (2, 3):
+        state = json.loads((step_folder(run / "checkpoints", step) / "trainer.json").read_text())
+        told[step] = [state["model_config"]["rope_parameters"]["rope_theta"],
+                      state["model_config"]["max_position_embeddings"]]  # fmt: skip
+    assert told == {2: [10000.0, 48], 3: [50.0, 64]}
+    exported = json.loads((run / "export" / "config.json").read_text())
+    assert exported["rope_parameters"]["rope_theta"] == 50.0 and exported["max_position_embeddings"] == 64
+    words = (*CONSTANT, *every, "--resume", str(run / "checkpoints/step-00000003"), "--train.run_dir", str(again))
+    forked.train(path, *words, world_size=1)
+    want = losses(run)
+    assert losses(again) == {4: want[4], 5: want[5]}
+    flat = ("--data.stages", "[{from_step: 2, sequence_length: 64}]")
+    code, output = forked.finish(path, *words[:-1], str(tmp_path / "flat"), *flat, world_size=1)
+    assert code == 2 and "rope is {'rope_theta': 50.0} there" in output
 
 
 def test_the_report_shows_where_a_stage_begins(trained):

@@ -97,6 +97,7 @@ class Course:
             "fingerprint": self.data[stage].fingerprint,
             "sequence_length": batch.sequence_length,
             "global_batch": batch.global_batch,
+            **({"rope": self.stages[stage].rope} if self.stages[stage].rope else {}),
         }
 
     def record(self, step: int, index: int) -> list[dict[str, Any]]:

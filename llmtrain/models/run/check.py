@@ -20,6 +20,7 @@ from llmtrain.base.errors import ModelError
 from llmtrain.config.problems import Places, Problems, closest
 from llmtrain.config.run import AdapterConfig, ModelConfig, ResolvedRun
 from llmtrain.config.schema import type_name
+from llmtrain.config.stages import Stage
 from llmtrain.models.experts import check_stages, expert_blocks
 from llmtrain.models.fp8 import check_maps
 from llmtrain.models.head import Head
@@ -358,8 +359,14 @@ def check_model(resolved: ResolvedRun) -> tuple[ModelSpec, tuple[str, ...]]:
 
         frozen_by = next((key for key in ("train_only", "freeze") if getattr(model, key)), "")
         check_growth(hf, model, spec.frozen, f"model.{frozen_by}" if frozen_by else "adapter.modules_to_save", places)
-    longest = max(stage.batch.sequence_length for stage in resolved.stages)
-    notes += _check_length(hf, longest, key, places, problems)
+    before = None
+    for number, stage in enumerate(resolved.stages):
+        if stage.rope and (before is None or before.rope != stage.rope):
+            _check_rope(hf, f"data.stages[{number - 1}].rope", stage, places, problems)
+        elif before is None or (stage.data.sequence_length > before.data.sequence_length and not stage.rope):
+            later = before is not None
+            notes += _check_length(hf, stage.data.sequence_length, key, places, problems, later=later)
+        before = stage
     problems.raise_if_any()
     if resolved.degrees.pipeline > 1:
         _check_stages(hf, resolved.pipeline_partition, resolved.degrees.pipeline)
@@ -445,8 +452,13 @@ def _check_flash(hf: PreTrainedModel, attention: str, places: Places, problems: 
         problems.add("model.attention", attention, rule, f"install it, or {remedy}", place)
 
 
-def _check_length(hf: PreTrainedModel, length: int, key: str, places: Places, problems: Problems) -> tuple[str, ...]:
-    """A sequence may not have more positions than a table of them; beyond what rotary ones were made for: a note."""
+def _check_length(
+    hf: PreTrainedModel, length: int, key: str, places: Places, problems: Problems, *, later: bool = False
+) -> tuple[str, ...]:
+    """A sequence may not have more positions than a table of them; beyond what rotary ones were made for: a note.
+
+    `later`: the length of a stage after the first.
+    """
     config = hf.config.get_text_config(decoder=True)
     longest = getattr(config, "max_position_embeddings", None)
     if not isinstance(longest, int):
@@ -462,10 +474,20 @@ def _check_length(hf: PreTrainedModel, length: int, key: str, places: Places, pr
         )  # fmt: skip
         return ()
     more = f"; set {name} to {length} if that is meant" if key == "model.config" else ""
+    more = "; give the stage rope, such as another rope_theta, which raises that number" if later else more
     return (
         f"data.sequence_length {length} is more than the {longest} positions that the model is made for ({name}): it "
         f"trains, but servers read that number, and rotary positions beyond it are new to pretrained weights{more}",
     )
+
+
+def _check_rope(hf: PreTrainedModel, key: str, stage: Stage, places: Places, problems: Problems) -> None:
+    """The model can have the stage's rotary positions."""
+    from llmtrain.models import rope  # most runs have none
+
+    if why := rope.refuse(hf, stage.rope, stage.data.sequence_length):
+        problems.add(key, stage.rope, why, "write fields of rope_parameters that transformers has for this family, or "
+                     "remove them", places.get(key))  # fmt: skip
 
 
 def _has_table(hf: PreTrainedModel, longest: int) -> bool:

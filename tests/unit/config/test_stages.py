@@ -137,6 +137,10 @@ WRONG: list[tuple[list[dict[str, Any]] | Any, dict[str, Any], tuple[str, ...]]] 
     ([{"from_step": 0, "path": "data/y"}], {}, ("data.stages[0].path", "data.path = \"data/x\"", "remove one")),
     ([{"from_step": 5, "path": "data/y"}], {"sites": {"name": "a", "coordinator": "h:1"}}, ("sites (sites.name)",)),
     ([{"from_step": 5, "sequence_length": 64}], {"train": {"balance": "measured"}}, ("set it to equal",)),
+    ([{"from_step": 9, "schedule": {"name": "linear"}}], {"schedule": {"name": "cosine", "warmup_steps": 9}},
+     ("schedule.warmup_steps = 9", "schedule's 9 steps, 0 to 9")),
+    (..., {"resume_data": "new", "resume": "runs/a", "sites": {"name": "a", "coordinator": "h:1"}},
+     ("resume_data", "share the order of one data set")),
     (..., {"resume_data": "new"}, ("resume_data", "name it: resume: PATH")),
 ]  # fmt: skip
 

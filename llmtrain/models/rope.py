@@ -1,0 +1,88 @@
+"""Rotary positions that change during a run: fields of a stage for `rope_parameters` of the model and its config."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from llmtrain.base.errors import ModelError
+
+_EXTENDS = ("llama3", "yarn", "longrope")
+"""Types of scaling that are told the length before them (transformers, modeling_rope_utils.py)."""
+
+
+def refuse(model: Any, given: Mapping[str, Any], length: int) -> str | None:
+    """The reason why a model cannot have these fields; None: it can. The model stays as it is."""
+    try:
+        set_rope(copy.deepcopy(model), given, length)
+    except ModelError as error:
+        return str(error)
+    return None
+
+
+def set_rope(model: Any, given: Mapping[str, Any], length: int) -> None:
+    """Lay fields over `rope_parameters` of the model's config, and make its rotary embeddings anew.
+
+    Args:
+        model: a transformers model, or one with parts of it.
+        given: such as {"rope_theta": 1e6} or {"rope_type": "yarn", "factor": 4}; of a family with positions of several
+            kinds of layers by kind.
+        length: tokens of a sequence from now on; the config's `max_position_embeddings` becomes at least that.
+
+    Raises:
+        ModelError: the family has none, or transformers refuses a field.
+    """
+    rotary = [module for module in model.modules() if _frequencies(module) and hasattr(module, "config")]
+    if not rotary:
+        raise ModelError("the model has no rotary positions")
+    configs = {id(module.config): module.config for module in rotary}
+    whole = model.config.get_text_config(decoder=True)
+    configs[id(whole)] = whole  # what an export writes
+    for config in configs.values():
+        _change(config, given, length)
+    for module in rotary:
+        try:
+            fresh = type(module)(config=module.config)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ModelError(f"{type(module).__name__} cannot be made with them: {error!r}") from error
+        for name, value in vars(fresh).items():
+            if not name.startswith("_") and name not in ("config", "training"):
+                setattr(module, name, value)
+        for name, values in fresh.named_buffers(recurse=False):
+            before = module.get_buffer(name)
+            module.register_buffer(name, values.to(before.device, before.dtype), persistent=False)
+
+
+def _frequencies(module: nn.Module) -> list[str]:
+    return [name for name, _ in module.named_buffers(recurse=False) if name.endswith("inv_freq")]
+
+
+def _change(config: Any, given: Mapping[str, Any], length: int) -> None:
+    before: dict[str, Any] = dict(getattr(config, "rope_parameters", None) or {})
+    kinds = [key for key, value in before.items() if isinstance(value, dict)]
+    if kinds and not all(key in kinds for key in given):
+        raise ModelError(f"its layers have rotary positions of several kinds: give the fields below {', '.join(kinds)}")
+    longest = config.max_position_embeddings
+    after = {
+        **before,
+        **({kind: _laid(before[kind], fields, longest) for kind, fields in given.items()} if kinds else
+           _laid(before, given, longest)),
+    }  # fmt: skip
+    config.rope_parameters = after
+    try:
+        config.validate_rope()
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ModelError(f"transformers says: {error}") from error
+    config.max_position_embeddings = max(longest, length)
+
+
+def _laid(before: Mapping[str, Any], given: Mapping[str, Any], longest: int) -> dict[str, Any]:
+    if not isinstance(given, Mapping):
+        raise ModelError("they are a map of fields")
+    after = {**before, **given}
+    if after.get("rope_type") in _EXTENDS:
+        after.setdefault("original_max_position_embeddings", longest)
+    return after

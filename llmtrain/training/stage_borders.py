@@ -1,0 +1,68 @@
+"""The part of a run that knows in which stage it is."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from llmtrain.base import log, units
+from llmtrain.training.parts import Done, Part
+from llmtrain.training.step import Position, Request
+
+if TYPE_CHECKING:
+    from llmtrain.tracking.tracker import Tracker
+    from llmtrain.training.setup import Setup
+
+
+class StageBorders(Part):
+    """Tells in which stage the run is, when it begins and where another one begins, and gives the model the rotary
+    positions of the stage that it computes."""
+
+    def __init__(self, setup: Setup, tracker: Tracker) -> None:
+        self._course, self._tracker, self._module = setup.course, tracker, setup.engine.module
+        self._several = len(self._course.stages) > 1 or self._course.first_number > 0
+        self._step = 0
+        self._turned: tuple[dict[str, Any], int] | None = None
+        """Fields and length that the model's rotary positions are of; None: its own."""
+
+    def begin(self, position: Position) -> None:
+        """Tell the stage of the first step. What is evaluated or saved before it is of the step before."""
+        self._step = position.step
+        self._turn(self._course.done(position.step).stage)
+        self._tell(position)
+
+    def request(self) -> Request:
+        """Change the rotary positions before the first step of a stage: until here the model is that of the last."""
+        self._turn(self._course.at(self._step).stage)
+        return Request()
+
+    def after_step(self, done: Done) -> None:
+        """Tell the stage of the next step if it is another one."""
+        self._step = done.position.step
+        if not done.last and self._course.at(done.position.step).stage != done.batch.stage:
+            self._tell(done.position)
+
+    def figures(self, done: Done) -> dict[str, Any]:
+        """Return the stage of the step."""
+        return {"data/stage": self._course.first_number + done.batch.stage} if self._several else {}
+
+    def _turn(self, stage: int) -> None:
+        """Give the model the rotary positions of a stage."""
+        rope, length = self._course.stages[stage].rope, self._course.stages[stage].batch.sequence_length
+        if rope and (rope, length) != self._turned:
+            from llmtrain.models.rope import set_rope  # most runs have none
+
+            set_rope(self._module, rope, length)
+            self._turned = (rope, length)
+
+    def _tell(self, position: Position) -> None:
+        if not self._several:
+            return
+        stage = self._course.at(position.step).stage
+        what, tokens = self._course.describe(stage), self._course.stages[stage].batch.tokens
+        self._tracker.event("stage", step=position.step, next=position.sample_index, **what)
+        log.info(
+            f"stage {what['stage']} at step {position.step}: {', '.join(what['folders'])} from sequence "
+            f"{position.sample_index}, {units.count(tokens)} tokens a step ({what['global_batch']} sequences of "
+            f"{what['sequence_length']})" + (f", rope {json.dumps(what['rope'])}" if "rope" in what else "")
+        )
