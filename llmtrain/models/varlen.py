@@ -6,6 +6,7 @@ pair. torch's variable-length attention takes the bounds of the documents instea
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import itertools
 from dataclasses import dataclass
@@ -61,6 +62,31 @@ def set_documents(documents: Documents | None) -> None:
     """
     global _current
     _current = documents
+
+
+_FA3 = "flash_attn_interface"
+"""The module of FlashAttention 3's package, as torch looks for it; PyPI has none, it is built from its sources."""
+
+
+def choose_kernel(device: torch.device) -> str:
+    """Let torch use FlashAttention 3 where the GPU is a Hopper and the package is there; else 2 stays. For the whole
+    process, so sdpa's flash kernel, too.
+
+    Returns a line that says which it is, and why not the faster one.
+    """
+    usual = "attention within documents: FlashAttention 2"
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        return usual
+    if importlib.util.find_spec(_FA3) is None:
+        return f"{usual}; with the package flash_attn_3 (module {_FA3}) it is FlashAttention 3, which is for this GPU"
+    try:
+        from torch.nn.attention import activate_flash_attention_impl
+
+        activate_flash_attention_impl("FA3")
+    except Exception as error:  # another build's library, a torch that knows none, whatever the package raises
+        said = str(error).partition("\n")[0] or type(error).__name__
+        return f"{usual}, as {_FA3} cannot be used: {said}"
+    return "attention within documents: FlashAttention 3"
 
 
 def register() -> None:

@@ -45,6 +45,7 @@ from llmtrain.models.parallel.mesh import Mesh, mesh_of
 from llmtrain.models.run.build_for_rank import build_model
 from llmtrain.models.source import ParameterSource
 from llmtrain.models.spec import ModelSpec
+from llmtrain.models.transformers_private import VARLEN
 from llmtrain.storage.checksum import checksum
 from llmtrain.storage.region import Region
 from llmtrain.storage.tensorfile import numel
@@ -183,6 +184,10 @@ def start_engine(resolved: ResolvedRun, spec: ModelSpec, ranks: Ranks, mesh: Mes
         model = build_model(replace(resolved, run=run), spec, ranks.device, mesh)
     if compiles:
         model.notes.append("decoder layers go through torch.compile, which takes a while in the first steps")
+    if resolved.run.model.attention == VARLEN and ranks.device.type == "cuda":
+        from llmtrain.models.varlen import choose_kernel
+
+        model.notes.append(choose_kernel(ranks.device))
     mix = resolved.mix
     if mix.zero_stage == 3 and mix.degrees.data * mix.degrees.sequence == 1 and not mix.offload_param:
         model.notes.append(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
+import os
+import sys
 
 import pytest
 import torch
@@ -114,6 +117,45 @@ def test_a_gpus_attention_of_documents_is_the_cpus(monkeypatch, window, shares):
         results.append([out.detach(), *torch.autograd.grad(out, given, upstream)])
     for got, want in zip(*results, strict=True):
         assert got.shape == want.shape and torch.allclose(got, want, atol=2e-6)  # fp32, sums of at most 30
+
+
+FLASH_3 = """
+import torch
+library = torch.library.Library("flash_attn_3", "FRAGMENT")
+for name in ("fwd", "bwd")[:COUNT]:
+    library.define(f"{name}(Tensor q) -> Tensor")
+"""
+
+
+def test_flash_attention_3_runs_on_a_hopper_that_has_it(monkeypatch, tmp_path):
+    """A package that has its operators; the GPU is only said to be one. Nothing is refused where it cannot be."""
+    from torch.nn.attention import current_flash_attention_impl, restore_flash_attention_impl
+
+    gpu, major = torch.device("cuda", 0), [8]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (major[0], 0))
+    monkeypatch.syspath_prepend(tmp_path)
+    assert varlen.choose_kernel(gpu) == "attention within documents: FlashAttention 2"
+    major[0] = 9
+    assert "with the package flash_attn_3" in varlen.choose_kernel(gpu) and current_flash_attention_impl() is None
+    package = tmp_path / "flash_attn_interface.py"
+    try:
+        for text, ends in (
+            ("raise OSError('undefined symbol: x')", "as flash_attn_interface cannot be used: undefined symbol: x"),
+            (FLASH_3.replace("COUNT", "1"), "does not expose FA3 backward kernels"),
+        ):
+            package.write_text(text)
+            importlib.invalidate_caches()
+            line = varlen.choose_kernel(gpu)
+            assert "FlashAttention 2, as" in line and line.endswith(ends), line
+            assert current_flash_attention_impl() is None
+            sys.modules.pop("flash_attn_interface", None)
+        package.write_text(FLASH_3.replace("COUNT", "2"))
+        os.utime(package, (0, 0))  # another file: Python compares the time of its bytecode
+        assert varlen.choose_kernel(gpu) == "attention within documents: FlashAttention 3"
+        assert current_flash_attention_impl() == "FA3"
+    finally:
+        restore_flash_attention_impl(_raise_warn=False)
+        sys.modules.pop("flash_attn_interface", None)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
