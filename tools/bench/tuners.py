@@ -223,7 +223,7 @@ def trained_of(folder: str, name: str) -> Path:
 def _keep_ours(task: Tuning, engine: Any, name: str) -> None:
     from llmtrain.optim.optimizers import PARAM
 
-    model = _model(task)
+    model = _model(task, torch.bfloat16 if task.bf16 else torch.float32)  # as peers' trainers write theirs
     flat = {name: each.data.view(-1) for name, each in model.named_parameters()}
     for piece in engine.state():
         if piece.kind == PARAM:
