@@ -14,6 +14,7 @@ from typing import Any
 
 from llmtrain.base import untrusted
 from llmtrain.base.choice import Entry
+from llmtrain.base.redact import redact_text
 from llmtrain.base.units import GIB, size
 from llmtrain.config.batch import Batch
 from llmtrain.config.evaluation import check_choices, check_evaluation, check_set
@@ -574,6 +575,13 @@ def _check_run_dir(run: RunConfig, places: Places, problems: Problems) -> None:
             rule = f"is no folder of {kind}: {other}; a run writes, replaces and deletes files in its own"
         if rule:
             problems.add(key, path, rule, "give the path of a folder, which may be new", places.get(key))
+    if run.checkpoint.mirror is not None:
+        from llmtrain.storage.object_store import problem_of  # fsspec: most runs need none
+
+        if found := problem_of(run.checkpoint.mirror):
+            problems.add(
+                "checkpoint.mirror", redact_text(run.checkpoint.mirror), *found, places.get("checkpoint.mirror")
+            )
 
 
 _RUN = re.compile(r"checkpoints|events\.jsonl|environment\.json")

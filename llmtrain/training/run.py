@@ -226,7 +226,7 @@ def _conclude(
         evaluation.evaluate(position)
     with heart.during("save"):
         if began:
-            saving.last(position, exports=complete and setup.run.train.export)
+            saving.last(position, complete=complete, exports=complete and setup.run.train.export)
     validation_loss = evaluation.evaluate(position).get("eval/loss") if complete else None
     if setup.ranks.rank == 0:
         from llmtrain.training.finish import (  # an export and a sample take much that training does not need

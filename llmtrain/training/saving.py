@@ -24,6 +24,7 @@ from llmtrain.training.step import Position, Request, is_due
 if TYPE_CHECKING:
     from llmtrain.tracking.metrics import Throughput
     from llmtrain.tracking.tracker import Tracker
+    from llmtrain.training.mirroring import Mirror
     from llmtrain.training.reporting import Evaluation
     from llmtrain.training.setup import Setup
 
@@ -62,11 +63,16 @@ class Saving(Part):
         self._saved_step = start.saved_step
         self._max_failed, self._failed_in_a_row = setup.run.fault.max_failed_saves, 0
         self._began_s = time.monotonic()
+        self._mirror: Mirror | None = None
         self._saver.check_shares()  # now: a form that has its shards wrong must not train until its first save
         self._saver.prepare()
         stay = self._settings.keep + (0 if self._best is None else self._best.keep)
         if shortage := self._saver.shortage(stay):
             log.warn(shortage)
+        if self._settings.mirror is not None and folder.leads:
+            from llmtrain.training.mirroring import Mirror  # most runs have none
+
+            self._mirror = Mirror(self._settings, folder.path, tracker, self._best)
 
     def request(self) -> Request:
         """Send if this rank was asked to save, and how far its part of the save under way is."""
@@ -93,6 +99,8 @@ class Saving(Part):
         Raises: TrainingStopped or CheckpointError, after too many saves that failed in a row.
         """
         self._report(self._saver.advance(done.agreed.save_ended, done.agreed.save_failed))
+        if self._mirror is not None:
+            self._mirror.listen()
         if self.is_due(done):
             with self._speed.checkpoint_stall(), heart.during("save"):
                 self.save(done.position)
@@ -103,6 +111,8 @@ class Saving(Part):
         """Give the memory back; an end that all ranks have agreed on waits for the save under way."""
         if isinstance(error, TrainingStopped):
             self._settle()
+        if self._mirror is not None:
+            self._mirror.close()
         self._saver.__exit__()
 
     def _settle(self) -> None:
@@ -157,12 +167,15 @@ class Saving(Part):
         raise TrainingStopped(f"{failed}. The run has ended, and its state at step {position.step} is saved. Mend what "
                               "kept the others from being written, and the same command goes on.")  # fmt: skip
 
-    def last(self, position: Position, *, exports: bool) -> None:
-        """The checkpoint at the end of a launch; if rank 0 `exports` it, its folder gets all files.
+    def last(self, position: Position, *, complete: bool, exports: bool) -> None:
+        """The checkpoint at the end of a launch; if rank 0 `exports` it, its folder gets all files. `complete`: the run
+        has all of its steps.
 
         Raises CheckpointError when it cannot be written.
         """
         self._save_last(position)
+        if self._mirror is not None:
+            self._mirror.finish(complete=complete)
         if exports:
             from llmtrain.checkpoint.host_files import fetch_all
 

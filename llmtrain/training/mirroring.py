@@ -1,0 +1,106 @@
+"""A run's side of checkpoint/mirror.py: the process beside it, and what a launch without checkpoints fetches."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llmtrain.base import log, units
+from llmtrain.base.child import child_environment
+from llmtrain.base.redact import redact_text
+from llmtrain.checkpoint.format import complete_checkpoints
+from llmtrain.checkpoint.mirror import fetch_newest
+from llmtrain.checkpoint.retain import Best
+from llmtrain.cluster.watch.heartbeat import heart
+from llmtrain.engine.dist.control import together
+
+if TYPE_CHECKING:
+    from llmtrain.checkpoint.rundir import CheckpointFolder
+    from llmtrain.config.run import CheckpointConfig, RunConfig
+    from llmtrain.engine.dist.ranks import Ranks
+    from llmtrain.tracking.tracker import Tracker
+
+_AT_THE_END_S, _WHEN_STOPPED_S = 1800.0, 20.0
+"""Limits for how long the end of a run waits for its last checkpoint; one that was asked to stop has little time."""
+
+
+def fetch_if_none(run: RunConfig, folder: CheckpointFolder, ranks: Ranks) -> None:
+    """Where a run goes on by itself and its folder has no checkpoint, fetch the mirror's newest. All ranks call it
+    together. Raises: AgreedError."""
+    url = run.checkpoint.mirror
+    if url is None or run.resume != "auto":
+        return
+    with together(ranks):
+        if folder.leads and not complete_checkpoints(folder.path):
+            found = fetch_newest(url, folder.path, heart.beat)
+            if found is not None:
+                log.info(f"fetched {found.name} from {redact_text(url)}")
+
+
+class Mirror:
+    """The process that mirrors a folder of checkpoints, and what it tells."""
+
+    def __init__(self, settings: CheckpointConfig, folder: Path, tracker: Tracker, best: Best | None) -> None:
+        """Start the process. `best`: the choice of the best checkpoints, which stay."""
+        self._url, self._folder, self._tracker = redact_text(str(settings.mirror)), folder, tracker
+        self._said, self._failing = b"", False
+        words = [str(folder), str(settings.mirror), str(settings.keep), json.dumps(best and asdict(best))]
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "llmtrain.checkpoint.mirror", *words],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=child_environment(OMP_NUM_THREADS="1"),
+            start_new_session=True,  # Ctrl-C reaches the ranks, which end it
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._in, self._out = self._process.stdin, self._process.stdout
+        os.set_blocking(self._out.fileno(), False)
+
+    def listen(self) -> None:
+        """Pass on what the process has told. Nothing waits."""
+        while data := self._out.read(1 << 16):
+            self._said += data
+        *lines, self._said = self._said.split(b"\n")
+        for line in lines:
+            told = json.loads(line)
+            self._tracker.event(told["kind"], **{key: value for key, value in told.items() if key != "kind"})
+            failing = told["kind"] == "mirror_failed"
+            if failing and not self._failing:
+                log.warn(
+                    f"checkpoint.mirror {self._url}: step {told['step']} cannot be mirrored ({told['error']}); "
+                    "training goes on, and it is tried again"
+                )
+            self._failing = failing
+
+    def finish(self, *, complete: bool) -> None:
+        """Wait until the newest checkpoint is mirrored; of a run that was asked to stop not for long."""
+        limit_s = _AT_THE_END_S if complete else _WHEN_STOPPED_S
+        until = time.monotonic() + limit_s
+        with contextlib.suppress(BrokenPipeError):
+            self._in.write(b"finish\n")
+            self._in.flush()
+        while self._process.poll() is None and time.monotonic() < until:
+            heart.beat()
+            self.listen()
+            time.sleep(0.05)
+        self.listen()
+        if self._process.poll() != 0:
+            log.warn(
+                f"checkpoint.mirror {self._url}: the last checkpoint is not mirrored (after at most "
+                f"{units.duration(limit_s)}); it is in {self._folder}, and the run's next launch mirrors it"
+            )
+
+    def close(self) -> None:
+        """End the process. What it has half uploaded does not count."""
+        self._process.kill()
+        self._process.wait()
+        with contextlib.suppress(BrokenPipeError):
+            self._in.close()
+        self._out.close()

@@ -1,0 +1,57 @@
+"""`checkpoint.mirror` as a user has it: a run that is killed goes on elsewhere, from the store alone."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from llmtrain.checkpoint.mirror import Store
+from tests.helpers import forked
+from tests.helpers.forked import Launch
+from tests.helpers.launching import losses, rows, write_recipe
+
+OFTEN = ("--checkpoint.every_steps", "2", "--schedule.name", "constant")
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(30, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+def test_a_run_goes_on_elsewhere_from_the_store_alone(small_data: str, tmp_path: Path, kills: int) -> None:
+    """Each launch is killed at any moment, uploads under way too, and all that its host had is gone."""
+    rng = random.Random(kills)
+    url = f"file://{tmp_path}/store"
+    (tmp_path / "whole").mkdir()
+    whole = write_recipe(tmp_path / "whole", small_data)
+    steps = ("--train.max_steps", str(6 * (kills + 1)))
+    seen: dict[int, float] = {}
+    for kill in range(kills):
+        folder = tmp_path / f"host-{kill}"
+        folder.mkdir()
+        launch = Launch(write_recipe(folder, small_data), *OFTEN, *steps, "--checkpoint.mirror", url)
+        deadline, begun = time.monotonic() + 120, max(Store(url).complete(), default=0)
+        while max(Store(url).complete(), default=0) < begun + 4:
+            assert time.monotonic() < deadline and launch.alive(), launch.output()[-3000:]
+            time.sleep(0.01)
+        time.sleep(rng.uniform(0, 0.3))
+        launch.kill()
+        seen |= losses(folder / "run")
+        shutil.rmtree(folder / "run")
+    folder = tmp_path / "last"
+    folder.mkdir()
+    output = forked.train(write_recipe(folder, small_data), *OFTEN, *steps, "--checkpoint.mirror", url)
+    assert f"from {url}" in output and "resumed from" in output
+    assert any(row["kind"] == "mirrored" for row in rows(folder / "run", "events.jsonl"))
+    assert Store(url).complete()[0] == 6 * (kills + 1)
+    forked.train(whole, *OFTEN, *steps)
+    assert seen | losses(folder / "run") == losses(tmp_path / "whole" / "run")
+
+
+def test_a_store_that_is_not_there_costs_the_run_nothing(small_data: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    url = f"file://{tmp_path}/file/store"  # a file is where its folder would be
+    output = forked.train(write_recipe(tmp_path, small_data), *OFTEN, "--train.max_steps", "4", "--resume", "none",
+                          "--checkpoint.mirror", url)  # fmt: skip
+    assert output.count("cannot be mirrored") == 1 and "Traceback" not in output
+    assert max(losses(tmp_path / "run")) == 4

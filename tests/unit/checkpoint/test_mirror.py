@@ -1,0 +1,156 @@
+"""Checkpoints in an object store: complete or absent, whatever fails on the way."""
+
+from __future__ import annotations
+
+import random
+import uuid
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from llmtrain.base.errors import CheckpointError
+from llmtrain.checkpoint.mirror import Store, _Mirroring, fetch_newest
+from llmtrain.checkpoint.retain import Best
+from llmtrain.checkpoint.verify import verify
+from llmtrain.storage.object_store import problem_of
+from tests.helpers.checkpoints import write_checkpoint
+
+
+class CutOffError(OSError):
+    """A store that is gone."""
+
+
+class Failing:
+    """A store of which the n-th upload, download or deletion fails, before anything, in the middle, or behind it."""
+
+    def __init__(self, files: Any, fails_at: int, how: str) -> None:
+        self._files, self._left, self._how = files, fails_at, how
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._files, name)
+        if name not in ("put_file", "get_file", "rm", "rm_file"):
+            return method
+
+        def call(*given: Any, **named: Any) -> Any:
+            self._left -= 1
+            if self._left:
+                return method(*given, **named)
+            if self._how == "half" and name == "put_file":
+                with self._files.open(given[1], "wb") as stream:
+                    stream.write(Path(given[0]).read_bytes()[: Path(given[0]).stat().st_size // 2])
+            elif self._how == "behind":
+                method(*given, **named)
+            raise CutOffError("connection reset")
+
+        return call
+
+
+@pytest.fixture
+def url() -> str:
+    return f"memory://{uuid.uuid4().hex}"
+
+
+def mirroring(run: Path, store: Store, keep: int = 2, best: Best | None = None) -> tuple[_Mirroring, list[Any]]:
+    told: list[Any] = []
+    found = _Mirroring(run / "checkpoints", store, keep, best, lambda kind, **fields: told.append((kind, fields)))
+    return found, told
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_what_is_mirrored_comes_back_and_old_ones_go(tmp_path: Path, url: str) -> None:
+    store = Store(url)
+    mirror, told = mirroring(tmp_path, store)
+    for step in (1, 2, 3):
+        folder = write_checkpoint(tmp_path, step, seed=step)
+        mirror.go_on()
+        mirror.go_on()  # nothing new
+    assert [(kind, fields["step"]) for kind, fields in told] == [("mirrored", 1), ("mirrored", 2), ("mirrored", 3)]
+    assert store.complete() == [3, 2]
+    fetched = fetch_newest(url, tmp_path / "elsewhere", lambda: None)
+    assert fetched is not None and contents(fetched) == contents(folder)
+    again, told = mirroring(tmp_path, store)
+    again.go_on()
+    assert told == [] and again.newest() is None  # it is there already
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir() if path.name.endswith(".tmp")] == []
+
+
+def test_the_best_stay(tmp_path: Path, url: str) -> None:
+    store = Store(url)
+    mirror, _ = mirroring(tmp_path, store, keep=1, best=Best(metric="eval/loss", keep=1, mode="min"))
+    for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, 2.5)):
+        write_checkpoint(tmp_path, step, seed=step, evaluation={"step": step, "figures": {"eval/loss": loss}})
+        mirror.go_on()
+    assert store.complete() == [4, 2]
+
+
+@pytest.mark.parametrize("how", ["before", "half", "behind"])
+def test_a_fault_of_the_store_at_any_moment_leaves_whole_checkpoints_alone(how: str, tmp_path: Path, url: str) -> None:
+    """The n-th transfer fails, for each n: what is listed is whole and comes back, and the next try mends."""
+    write_checkpoint(tmp_path, 1, seed=1)
+    mirroring(tmp_path, Store(url), keep=1)[0].go_on()
+    random.seed(0)
+    for fails_at in range(1, 9):
+        step = fails_at + 1
+        write_checkpoint(tmp_path, step, seed=step)
+        store = Store(url)
+        mirror, told = mirroring(tmp_path, store, keep=1)
+        store._files = Failing(store._files, fails_at, how)
+        mirror.go_on()
+        listed = Store(url).complete()
+        assert listed and listed[0] in (step, step - 1)
+        for each in listed:
+            whole = tmp_path / f"{how}-{fails_at}-{each}"
+            Store(url).get(each, whole, lambda: None)
+            assert verify(whole) == []
+        if told and told[0][0] == "mirror_failed":
+            assert told[0][1]["error"] == "CutOffError: connection reset"
+            mirror.go_on(now=True)
+        assert Store(url).complete()[0] == step
+    files = fsspec.filesystem("memory")
+    assert {path.split("/")[2] for path in files.find(url.removeprefix("memory:/"))} <= {
+        f"step-{step:08d}" for step in (8, 9)
+    }
+
+
+def test_a_damaged_one_is_passed_over_and_none_intact_is_said(tmp_path: Path, url: str) -> None:
+    store = Store(url)
+    mirror, _ = mirroring(tmp_path, store)
+    for step in (1, 2):
+        write_checkpoint(tmp_path, step, seed=step)
+        mirror.go_on()
+    files = fsspec.filesystem("memory")
+
+    def spoil(step: int) -> None:
+        path = store._path(step, "rank-00001.safetensors")
+        data = bytearray(files.cat_file(path))
+        data[-3] ^= 1
+        files.pipe_file(path, bytes(data))
+
+    spoil(2)
+    fetched = fetch_newest(url, tmp_path / "a", lambda: None)
+    assert fetched is not None and fetched.name == "step-00000001"
+    spoil(1)
+    with pytest.raises(CheckpointError, match=r"none of its 2 checkpoints has the contents that its manifest lists"):
+        fetch_newest(url, tmp_path / "b", lambda: None)
+    assert list((tmp_path / "b").iterdir()) == []
+    assert fetch_newest(f"{url}/nothing", tmp_path / "c", lambda: None) is None
+
+
+@pytest.mark.parametrize(
+    ("url", "rule"),
+    [
+        ("bucket/run", "is no URL of a store"),
+        ("s4://bucket/run", "is no URL of a store"),
+        ("s3://", "is no URL of a store"),
+        ("memory://user:secret@bucket/run", "has a user or a password in it"),
+    ],
+)
+def test_what_cannot_be_a_mirror_is_told_before_anything_begins(url: str, rule: str) -> None:
+    found = problem_of(url)
+    assert found is not None and found[0] == rule
+    assert problem_of("memory://bucket/run") is None
