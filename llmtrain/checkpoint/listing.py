@@ -6,13 +6,13 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from llmtrain.base import units, untrusted
-from llmtrain.base.errors import CheckpointError
+from llmtrain.base.errors import CheckpointError, UserError
 from llmtrain.checkpoint.format import (
     MANIFEST,
     TRAINER,
@@ -28,6 +28,7 @@ from llmtrain.checkpoint.format import (
 from llmtrain.checkpoint.retain import Best, best_of
 from llmtrain.optim.optimizers import PARAM
 
+T = TypeVar("T")
 _DEGREES = ("pipeline", "sequence", "tensor", "expert")
 _SHORT_STEP = re.compile(r"step-([0-9]{1,18})")
 _LEFTOVER = re.compile(r"step-[0-9]{8,18}.*\.(tmp|trash|damaged)")
@@ -76,6 +77,28 @@ def find_checkpoints(path: Path) -> list[Path]:
         what = "no such folder" if not path.exists() else "it holds no complete checkpoint"
         raise CheckpointError(f"{path}: {what}. Give a run folder, a checkpoint's folder, or RUN/step-N.")
     return found
+
+
+_TRIES = 5
+"""Checkpoints of a live run that may be deleted under the reader, by its checkpoint.keep."""
+
+
+def read_while_there(find: Callable[[], Path], read: Callable[[Path], T]) -> tuple[Path, T]:
+    """The checkpoint that `find` gives, and what `read` makes of it; where a live run deletes it meanwhile, of the next
+    that `find` gives.
+
+    Raises: what the two raise; CheckpointError after five that were deleted.
+    """
+    for left in reversed(range(_TRIES)):
+        folder = find()
+        try:
+            return folder, read(folder)
+        except (OSError, UserError) as error:
+            if folder.exists():
+                raise
+            if not left:
+                raise CheckpointError(f"{folder}: was deleted while it was read, as by the run; try again") from error
+    raise AssertionError
 
 
 def _refuse_data(path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -37,7 +37,7 @@ from llmtrain.config.problems import show
 from llmtrain.config.run import RunConfig
 from llmtrain.config.stages import saved_stages
 from llmtrain.engine.api import Engine, StateTensor
-from llmtrain.engine.dist.control import from_all
+from llmtrain.engine.dist.control import from_all, together
 from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.engine.weights import Key, check_names, differing_tensors, fill, fill_rounding, prove_masters
 from llmtrain.optim.optimizers import PARAM
@@ -447,3 +447,25 @@ def _refuse_other_plugins(saved: dict[str, str], now: dict[str, str], folder: Pa
             raise CheckpointError(
                 f"{folder}: plugin {name} has changed since: its SHA-256 was {was} and is {is_now}; {remedy}"
             )
+
+
+def compare_checksums(
+    folder: Path, mine: Mapping[str, int], expected: Mapping[str, int], ranks: Ranks, what: str = ""
+) -> None:
+    """Compare what the ranks have read with the manifest of `folder`. All ranks call it together.
+
+    Args:
+        mine: checksum of this rank's own parts, by name.
+        expected: that of the whole, by name.
+        what: stands before a name in the message.
+
+    Raises: AgreedError: the parts of a name do not add up to its whole.
+    """
+    parts = from_all(ranks, dict(mine))
+    with together(ranks):
+        for name, value in expected.items():
+            if sum(part.get(name, 0) for part in parts) % 2**64 != value:
+                raise CheckpointError(
+                    f"{folder}: its {what}{name} is not what its manifest says. Resume from another checkpoint "
+                    "(resume: PATH), or take the parameters alone into a new run (resume_weights_only)."
+                )

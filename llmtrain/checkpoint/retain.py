@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llmtrain.base import log
 from llmtrain.base.errors import CheckpointError
@@ -22,6 +22,9 @@ from llmtrain.checkpoint.format import (
     stale_folders,
     step_of,
 )
+
+if TYPE_CHECKING:
+    from llmtrain.config.run import KeepBest
 
 
 def looks_good(folder: Path) -> bool:
@@ -42,6 +45,13 @@ class Best:
     keep: int
     mode: str
     """min or max."""
+
+    @classmethod
+    def chosen(cls, settings: KeepBest) -> Best | None:
+        """That of a run; None: it keeps no best ones."""
+        if settings.metric is None:
+            return None
+        return cls(metric=settings.metric, keep=settings.keep, mode=settings.mode or "min")
 
     @classmethod
     def of(cls, trainer: Mapping[str, Any]) -> Best | None:

@@ -206,7 +206,7 @@ class Saver:
         it holds beside the engine's state; nobody changes it between a step and the next one's update."""
         self._engine, self._folder, self._ranks, self._frozen = engine, folder, ranks, frozen
         self._more = more
-        self._keep, kept = settings.keep, Best.of({"run": {"checkpoint": asdict(settings)}})
+        self._keep, kept = settings.keep, Best.chosen(settings.keep_best)
         self._best = None if kept is None else asdict(kept)
         self.asynchronous = settings.mode == "async"
         self._layout = {

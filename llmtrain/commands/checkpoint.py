@@ -15,7 +15,7 @@ from typing import Any
 
 from llmtrain.base import log
 from llmtrain.base.errors import CheckpointError
-from llmtrain.checkpoint.listing import best_checkpoint, find_checkpoints, rows, step_folders, table
+from llmtrain.checkpoint.listing import best_checkpoint, find_checkpoints, read_while_there, rows, step_folders, table
 from llmtrain.commands import completion
 
 _PATH: dict[str, Any] = {"type": Path, "help": "run folder, a checkpoint's folder, or RUN/step-N"}
@@ -77,16 +77,19 @@ def _to_hf(args: argparse.Namespace) -> int:
         check_push(args.push)
     elif args.public:
         raise CheckpointError("--public: says how --push ORG/NAME makes a repository; add that.")
-    found = best_checkpoint(args.path) if args.best else find_checkpoints(args.path)[0]
-    report = export_hf(
-        found,
-        args.out,
-        args.dtype,
-        max_shard_bytes=None if args.max_shard_size is None else size_bytes(args.max_shard_size),
-        check=args.check,
-        merge=args.merge,
-        ema=args.ema,
-        trust_remote_code=args.trust_remote_code,
+    shard_bytes = None if args.max_shard_size is None else size_bytes(args.max_shard_size)
+    found, report = read_while_there(
+        lambda: best_checkpoint(args.path) if args.best else find_checkpoints(args.path)[0],
+        lambda checkpoint: export_hf(
+            checkpoint,
+            args.out,
+            args.dtype,
+            max_shard_bytes=shard_bytes,
+            check=args.check,
+            merge=args.merge,
+            ema=args.ema,
+            trust_remote_code=args.trust_remote_code,
+        ),
     )
     log.put("\n".join(report.lines))
     if args.push is not None:

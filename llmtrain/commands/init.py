@@ -13,7 +13,7 @@ from llmtrain.base.errors import UserError
 from llmtrain.commands import completion
 
 _SHIPPED = Path(__file__).parent / "shipped"
-"""Folder of what `init` copies: files in a wheel; in a clone, links to launch/, ds_configs/ and docs/ at its top."""
+"""Folder of what `init` copies: files in a wheel; in a clone, links to folders at its top."""
 _LEFT_OUT = (".local", ".png", ".jsonl")
 """Suffixes of a clone's files that a wheel lacks: what `make` writes for one machine, figures and raw results."""
 _HOSTFILE = "launch/hostfile.local"
@@ -22,6 +22,7 @@ launch/recipes/   a YAML for each run: copy one and change it
 ds_configs/       DeepSpeed JSON; its README.md says which to take
 launch/           train.py (for `deepspeed` by hand), examples of hostfile and environment; Slurm, Kubernetes, SkyPilot
 {hostfile:<17} {hosts}
+examples/         objectives, callbacks, trackers of your own (docs/extend.md)
 docs/             the pages: quickstart.md comes first, configuration.md has every key, posttraining.md chat data
 to begin:         cd {folder}
                   llmtrain prepare --source stdlib --vocab-size 1024 --out data/stdlib

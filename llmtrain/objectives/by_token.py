@@ -34,8 +34,8 @@ class NextToken(Objective, choice="next_token"):
 class ByToken(Objective):
     """A function of each counted token's negative log-likelihood. A new one is a class with `terms`."""
 
-    def terms(self, nll: Tensor) -> tuple[Tensor, ...]:
-        """The loss and the figures, in order, of each token.
+    def terms(self, nll: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """The loss of each token, or a tuple of the loss and the figures, in order.
 
         Each is fp32 [N] like `nll`, the negative log-likelihoods of tokens in nats. A term may depend on its own token
         alone: which others share its micro-batch is chance.

@@ -224,7 +224,8 @@ def _forward_backward(
     for some in zip(*(part.chunk(pieces) for part in parts), strict=True):
         passes = [_losses(model, teacher, *document) for document in _documents(some, tokens)]
         losses = torch.cat([losses for losses, _, _ in passes])
-        loss = (objective.terms(losses)[0] if isinstance(objective, ByToken) else losses).sum()
+        terms = objective.terms(losses) if isinstance(objective, ByToken) else losses
+        loss = (terms if isinstance(terms, Tensor) else terms[0]).sum()
         part = loss / counted
         if isinstance(objective, NextToken) and objective.z_loss:
             part = part + objective.z_loss * torch.cat([log_z for _, log_z, _ in passes]).square().sum() / counted

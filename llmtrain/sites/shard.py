@@ -23,6 +23,7 @@ import xxhash
 from llmtrain.base.errors import CheckpointError
 from llmtrain.base.untrusted import natural
 from llmtrain.checkpoint.format import OUTER
+from llmtrain.checkpoint.load import compare_checksums
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.engine.api import Engine, StateTensor
 from llmtrain.engine.dist.control import from_all, together
@@ -289,14 +290,7 @@ def read_back(shard: Shard, folder: Path, kinds: Collection[str], ranks: Ranks) 
                 found[kind][at : at + region.numel] = reader.read_kind_region(kind, name, region).numpy()
             sums = reader.manifest.checksums()
             expected[kind] = sum(value for (each, _), value in sums.items() if each == kind) % 2**64
-    parts = from_all(ranks, {kind: shard.checksum(values) for kind, values in found.items()})
-    with together(ranks):
-        for kind in found:
-            if sum(part[kind] for part in parts) % 2**64 != expected[kind]:
-                raise CheckpointError(
-                    f"{folder}: its {kind} is not what its manifest says. Resume from another checkpoint (resume: "
-                    "PATH), or take the parameters alone into a new run (resume_weights_only)."
-                )
+    compare_checksums(folder, {kind: shard.checksum(values) for kind, values in found.items()}, expected, ranks)
     return found
 
 

@@ -14,9 +14,10 @@ from torch import Tensor
 from llmtrain.base import log, units
 from llmtrain.base.errors import CheckpointError
 from llmtrain.checkpoint.format import EMA
+from llmtrain.checkpoint.load import compare_checksums
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.engine.api import StateTensor
-from llmtrain.engine.dist.control import from_all, together
+from llmtrain.engine.dist.control import together
 from llmtrain.optim.optimizers import PARAM
 from llmtrain.storage.checksum import checksum_part
 from llmtrain.training.parts import Done, Part
@@ -120,11 +121,4 @@ class Ema(Part):
                 mean.copy_(values)
             expected = {name: value for (kind, name), value in reader.manifest.checksums().items() if kind == EMA}
         self._restored = True
-        parts = from_all(self._ranks, mine)
-        with together(self._ranks):
-            for name, value in expected.items():
-                if sum(part.get(name, 0) for part in parts) % 2**64 != value:
-                    raise CheckpointError(
-                        f"{folder}: its mean (ema) of {name} is not what its manifest says. Resume from another "
-                        "checkpoint (resume: PATH)."
-                    )
+        compare_checksums(folder, mine, expected, self._ranks, "mean (ema) of ")

@@ -8,10 +8,11 @@ import signal
 from collections.abc import Callable, Sequence
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from llmtrain.base import log
 from llmtrain.base.errors import ModelError
@@ -23,19 +24,30 @@ from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.training.parts import Done, Launch, Part
 from llmtrain.training.step import Position, Request
 
-if TYPE_CHECKING:
-    from llmtrain.training.setup import Setup
-
 T = TypeVar("T")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+
+
+class Lost(ModelError):
+    """A part has changed what a save would need."""
 
 
 class Surroundings:
     """What belongs to the run and not to a part: a method leaves it as it finds it. No device is asked."""
 
-    def __init__(self, setup: Setup) -> None:
-        self._module, self._stage = setup.engine.module, setup.resolved.zero_stage
-        self._parameters = list(self._module.named_parameters())
+    def __init__(self, module: nn.Module, zero_stage: int) -> None:
+        self._module = module
+        self._names, self._parameters = [], []
+        for name, parameter in module.named_parameters():
+            self._names.append(name)
+            self._parameters.append(parameter)
+        # ZeRO 3 gives a parameter its shape for the time of its use; without masters a change of values is no loss.
+        self._shaped = [] if zero_stage == 3 else self._parameters
+        self._mastered = self._parameters if zero_stage in (1, 2) else []
+        self._trained, self._shapes = self._trains(), [each.shape for each in self._shaped]
+
+    def _trains(self) -> list[bool]:
+        return [each.requires_grad for each in self._parameters]
 
     def seen(self) -> dict[str, Any]:
         """What can be put back, by the words that tell of its change."""
@@ -44,43 +56,40 @@ class Surroundings:
             "torch.set_default_dtype": torch.get_default_dtype(),
             "train() or eval() of the model": self._module.training,
             "the handlers of the signals by which the run is asked to save": [*map(signal.getsignal, _SIGNALS)],
-            "requires_grad of parameters": [each.requires_grad for _, each in self._parameters],
             "the working directory": os.getcwd(),
         }
 
-    def kept(self) -> tuple[bool, list[Any]]:
-        """What cannot be put back: whether there are process groups; and of each parameter its shape, which ZeRO 3
-        gives it for the time of its use only, and torch's count of its changes, where masters overwrite them."""
-        if self._stage == 3:
-            return dist.is_initialized(), []
-        return dist.is_initialized(), [(each.shape, each._version if self._stage else 0)
-                                       for _, each in self._parameters]  # fmt: skip
+    def kept(self) -> tuple[bool, list[int]]:
+        """What cannot be put back: whether there are process groups, and torch's counts of changes of parameters."""
+        return dist.is_initialized(), [each._version for each in self._mastered]
 
-    def compare(self, seen: dict[str, Any], kept: tuple[bool, list[Any]]) -> None:
-        """Put back what is another now. Raises RuntimeError, and ModelError where the run cannot go on to a save."""
+    def compare(self, seen: dict[str, Any], kept: tuple[bool, list[int]]) -> None:
+        """Put back what is another now. Raises RuntimeError, or Lost."""
         (groups, before), (groups_now, after) = kept, self.kept()
         if groups and not groups_now:
-            raise ModelError("it has destroyed the process groups of the run (destroy_process_group)")
-        now = self.seen()
+            raise Lost("it has destroyed the process groups of the run (destroy_process_group)")
+        now, trained = self.seen(), self._trains()
         changed = [words for words in seen if seen[words] != now[words]]
+        changed += [] if trained == self._trained else ["requires_grad of parameters"]
         if changed:
             self._put_back(*seen.values())
             raise RuntimeError(f"it has changed {', '.join(changed)}, and does not put that back")
-        for (name, _), old, new in zip(self._parameters, before, after, strict=False):  # none under ZeRO 3
-            if old[0] != new[0]:
-                raise ModelError(f"it has changed the shape of {name}: {tuple(old[0])} is {tuple(new[0])} now")
-            if old != new:
-                raise RuntimeError(f"it has changed the values of {name}. The optimizer's master parameters overwrite "
-                                   "that with the next update")  # fmt: skip
+        if (shapes := [each.shape for each in self._shaped]) != self._shapes:
+            at = next(index for index, shape in enumerate(shapes) if shape != self._shapes[index])
+            words = f"{tuple(self._shapes[at])} is {tuple(shapes[at])} now"
+            raise Lost(f"it has changed the shape of {self._names[at]}: {words}")
+        if before != after:
+            at = next(index for index, version in enumerate(after) if version != before[index])
+            raise RuntimeError(f"it has changed the values of {self._names[at]}. The optimizer's master parameters "
+                               "overwrite that with the next update")  # fmt: skip
 
-    def _put_back(self, grad: bool, dtype: torch.dtype, trains: bool, handlers: list[Any], requires_grad: list[bool],
-                  folder: str) -> None:  # fmt: skip
+    def _put_back(self, grad: bool, dtype: torch.dtype, trains: bool, handlers: list[Any], folder: str) -> None:
         torch.set_grad_enabled(grad)
         torch.set_default_dtype(dtype)
         self._module.train(trains)
         for number, handler in zip(_SIGNALS, handlers, strict=True):
             signal.signal(number, handler)
-        for (_, parameter), trained in zip(self._parameters, requires_grad, strict=True):
+        for parameter, trained in zip(self._parameters, self._trained, strict=True):
             parameter.requires_grad_(trained)
         os.chdir(folder)
 
@@ -143,6 +152,8 @@ class Guarded(Part):
     def _call(self, hook: str, call: Callable[[], T], instead: T) -> T:
         if self.failure is not None:
             return instead
+        if getattr(type(self._part), hook, None) is getattr(Part, hook):  # the default: nothing to watch
+            return call()
         told = f"{self.key}: {hook} at step {self._step}"
         seen, kept = self._surroundings.seen(), self._surroundings.kept()
         try:
@@ -150,9 +161,9 @@ class Guarded(Part):
                 result = call()
             self._surroundings.compare(seen, kept)
             return result
-        except ModelError as error:
+        except Lost as error:
             self.failure = f"{told}: {error}"
-            raise ModelError(self.failure) from error
+            raise Lost(self.failure) from error
         except BaseException as error:  # a signal only raises a flag during a run: Ctrl-C here is the plugin's own
             what = f"{type(error).__name__}: {error}".removesuffix(": ")
             self.failure = f"{told}: {place_of(error)}{what}"
@@ -186,7 +197,7 @@ def _figures(given: dict[str, Any]) -> dict[str, Any]:
 
 def guarded(parts: dict[str, Part], launch: Launch) -> list[Part]:
     """The parts of a run's `parts` section, opened, in their order there. All ranks call it. Raises AgreedError."""
-    surroundings = Surroundings(launch.setup)
+    surroundings = Surroundings(launch.setup.engine.module, launch.setup.resolved.zero_stage)
     made = [Guarded(name, part, launch.setup.ranks, surroundings) for name, part in parts.items()]
     for part in made:
         part.open(launch)

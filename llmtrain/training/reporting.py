@@ -6,7 +6,7 @@ import gc
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +84,7 @@ class Evaluation(Part):
                 self._lengths = byte_lengths(setup.data.tokenizer_dir, setup.data.vocab_size)
                 for each in self._measured:
                     self._count_bytes(each)
-        best = Best.of({"run": asdict(run)})
+        best = Best.chosen(run.checkpoint.keep_best)
         self._best = None if best is None else BestSteps(best, from_rank_0(setup.ranks, lambda: there(best)).items())
         self._patience = None if run.train.stop_early.metric is None else Patience(run.train.stop_early)
         self._last: tuple[int, dict[str, float]] | None = None

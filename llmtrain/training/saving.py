@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from llmtrain.base import log
@@ -54,7 +53,7 @@ class Saving(Part):
         self._setup, self._settings, self._ranks = setup, setup.run.checkpoint, setup.ranks
         self._folder, self._tracker, self._speed, self._requests = folder, tracker, speed, requests
         self._start, self._parts, self._evaluation = start, parts, evaluation
-        self._best = Best.of({"run": {"checkpoint": asdict(self._settings)}})
+        self._best = Best.chosen(self._settings.keep_best)
 
         def more() -> list[StateTensor]:
             return [tensor for part in parts for tensor in part.state()]

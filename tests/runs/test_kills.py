@@ -89,12 +89,12 @@ def test_kills_of_a_post_training_lose_nothing(tmp_path, what):
     assert_nothing_is_lost(recipe, other, 20)
 
 
-def post_training(folder: Path, what: str) -> tuple[Path, Path]:
-    """Recipes of the same training, in folders of their own."""
+def post_training(folder: Path, what: str, warm: WarmCommands | None = None) -> tuple[Path, Path]:
+    """Recipes of the same training, in folders of their own. `what`: lora, dpo, or a plugin's objective over pairs."""
     write_model(folder / "model")
     records = [{"messages": talk} for talk in conversations()] if what == "lora" else preferences(150)
     (folder / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    section = {"lora": "adapter: {r: 4, dropout: 0.1}", "dpo": "objective: {name: dpo}"}[what]
+    section = "adapter: {r: 4, dropout: 0.1}" if what == "lora" else f"objective: {{name: {what}}}"
     recipes = []
     for name in ("disturbed", "undisturbed"):
         (folder / name).mkdir()
@@ -104,8 +104,8 @@ def post_training(folder: Path, what: str) -> tuple[Path, Path]:
         text = re.sub(r"model:\n(  .*\n)+", model, text).replace("sequence_length: 32", "sequence_length: 160")
         path.write_text(text.replace("data:\n", "data:\n  isolate_documents: true\n"))
         recipes.append(path)
-    form = {"lora": "chat", "dpo": "preference"}[what]
-    llmtrain(folder, "prepare", "--format", form, "--source", "records.jsonl", "--tokenizer", "model", "--out", "data")
+    words = ("--format", "chat" if what == "lora" else "preference", "--source", "records.jsonl")
+    llmtrain(folder, "prepare", *words, "--tokenizer", "model", "--out", "data", warm=warm)
     if what == "dpo":
         llmtrain(folder, "reference", str(recipes[0]))
     return recipes[0], recipes[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 import subprocess
@@ -18,10 +19,11 @@ from tests.helpers.forked import finish, train
 from tests.helpers.launching import REPO, deepspeed, environment, launch, write_recipe
 from tests.helpers.launching import finish as finish_process
 from tests.helpers.warm import WarmCommands
+from tests.runs.test_kills import llmtrain, post_training
 
 PAGE = (REPO / "docs/extend.md").read_text()
 BLOCKS = [block.replace("\\\n", "") for block in re.findall(r"```bash\n(.*?)```", PAGE, re.S)]
-COMMAND = shlex.split(BLOCKS[0])
+COMMAND = next(shlex.split(block) for block in BLOCKS if "sqrt_schedule" in block)
 WORDS = [str(REPO / word) if word.startswith("examples/") else word for word in COMMAND[COMMAND.index("--plugin") :]]
 HEAD = """
 import time
@@ -101,9 +103,22 @@ def test_the_page_of_plugins_and_its_examples_run(small_data: str, tmp_path: Pat
     assert json.loads((tmp_path / "run/environment.json").read_text())["plugins"].keys() == {
         "sqrt_schedule", "layer_norms", "notify", "sample_table", "focal_loss", "page",
     }  # fmt: skip
+    code = main(["checkpoint", "to-hf", str(tmp_path / "run"), str(tmp_path / "hf"), "--check", "none"])
+    assert code == 0  # what reads a run needs no plugin
     found = [row for row in rows(tmp_path) if "loss" in row or "eval/loss" in row]
     assert all(row[key] > 0.5 for row, key in zip(found, ["likely", "likely", "eval/likely"], strict=True))
     assert [row for row in found if "eval/rare" in row] == found[-1:] and 0 < found[-1]["eval/rare"] <= 1
+
+
+@pytest.mark.timeout(300)
+def test_the_first_file_of_the_page_trains(small_data: str, tmp_path: Path) -> None:
+    command = next(shlex.split(block) for block in BLOCKS if "--plugin mine.py" in block)
+    words = [{"mine.py": str(tmp_path / "mine.py"), "data/mine": small_data}.get(word, word) for word in command]
+    (tmp_path / "mine.py").write_text(*re.findall(r"```python\n(# mine.py\n.*?)```", PAGE, re.S))
+    train(write_recipe(tmp_path, small_data), *words[words.index("--plugin") :], "--train.max_steps", "2")
+    first, second, last = rows(tmp_path)
+    assert 0 < second["fastest/step_s"] <= first["fastest/step_s"] and last["eval/mine/loss"] == last["eval/loss"]
+    assert first["loss"] == pytest.approx(math.log(512) ** 1.2, rel=0.02)  # 512 words, alike before training
 
 
 @pytest.mark.timeout(300)
@@ -244,3 +259,31 @@ def test_parity_of_a_users_objective_finds_a_mean_over_the_micro_batch(
     code, output = finish_process(warm.popen(command, cwd=REPO, env=environment(PYTHONPATH=str(REPO)), **streams))
     assert (code, output.splitlines()[-1]) == ((1, "FAIL") if mistake else (0, "PASS")), output
     assert ("terms of objective.name focal depends on the tokens that share a micro-batch" in output) == mistake
+
+
+HINGE = """
+from dataclasses import dataclass
+from typing import Literal
+import torch.nn.functional as F
+from llmtrain import Pairs
+
+@dataclass(frozen=True, kw_only=True)
+class Hinge(Pairs, choice="hinge"):
+    reference: Literal["column", "online"] = "column"
+
+    def losses(self, answers):
+        margins = answers.ratio[:, 0] - answers.ratio[:, 1]
+        return F.relu(1 - margins), margins
+"""
+
+
+@pytest.mark.timeout(300)
+def test_an_objective_of_a_plugin_has_its_reference_written(tmp_path: Path, warm: WarmCommands) -> None:
+    """`llmtrain reference --plugin`, and the run that compares with it: at first the margins are 0."""
+    recipe, _ = post_training(tmp_path, "hinge", warm)
+    (mine := tmp_path / "mine.py").write_text(HINGE)
+    llmtrain(tmp_path, "reference", str(recipe), "--plugin", str(mine), warm=warm)
+    train(recipe, "--plugin", str(mine), "--train.max_steps", "2")
+    found = [row for row in rows(recipe.parent) if "loss" in row]
+    assert (found[0]["loss"], found[0]["pairs/margin"]) == (pytest.approx(1, abs=1e-5), pytest.approx(0, abs=1e-5))
+    assert found[1]["loss"] < 1

@@ -19,7 +19,7 @@ from llmtrain.base.errors import CheckpointError, ModelError, UserError
 from llmtrain.checkpoint.format import MANIFEST, complete_checkpoints, hash_file
 from llmtrain.checkpoint.hf.exporting import export_hf, layout_of
 from llmtrain.checkpoint.hf.folder_files import MARK
-from llmtrain.checkpoint.listing import find_checkpoints
+from llmtrain.checkpoint.listing import find_checkpoints, read_while_there
 from llmtrain.cluster.watch.explain.device_faults import device_fault
 from llmtrain.config.run import ModelConfig
 from llmtrain.data.tokenize import refuse_code
@@ -260,27 +260,20 @@ def _hf_folder(path: Path, scratch: Path) -> Path:
         print(f"model: {export}, of step {untrusted.shown(exported.get('step'), 40)}", file=sys.stderr)
         return export
     older = "" if exported is None else f"; {export} is of step {exported.get('step')}"
-    for left in reversed(range(_TRIES)):
+
+    def newest() -> Path:
         try:
-            newest = find_checkpoints(path)[0]
+            return find_checkpoints(path)[0]
         except CheckpointError as error:
             raise CheckpointError(f"{error} A Hugging Face folder, with a config.json, is right too.") from error
-        try:
-            export_hf(newest, scratch / "export", check="none")
-        except (OSError, UserError) as error:
-            if newest.exists():
-                raise
-            if not left:
-                raise CheckpointError(f"{newest}: was deleted while it was read, as by the run; try again") from error
-            shutil.rmtree(scratch / "export", ignore_errors=True)
-        else:
-            print(f"model: {newest}{older}", file=sys.stderr)
-            break
+
+    def exported_from(checkpoint: Path) -> None:
+        shutil.rmtree(scratch / "export", ignore_errors=True)  # of one that was deleted meanwhile
+        export_hf(checkpoint, scratch / "export", check="none")
+
+    used, _ = read_while_there(newest, exported_from)
+    print(f"model: {used}{older}", file=sys.stderr)
     return scratch / "export"
-
-
-_TRIES = 5
-"""Checkpoints of a live run that may be deleted under the reader, by its checkpoint.keep."""
 
 
 def _mark(export: Path) -> dict[str, Any] | None:

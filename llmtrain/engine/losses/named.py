@@ -82,7 +82,8 @@ class TokenLoss:
 def terms_of(objective: ByToken, nll: Tensor) -> tuple[Tensor, ...]:
     """The terms of tokens, fp32 [N] each. Raises ModelError where a plugin's class gives others."""
     key = f"objective.name {objective.name}"
-    return _checked(key, objective, "terms", called(objective, key, "terms", lambda: objective.terms(nll)), nll)
+    terms = called(objective, key, "terms", lambda: objective.terms(nll))
+    return _checked(key, objective, "terms", (terms,) if isinstance(terms, Tensor) else terms, nll)
 
 
 def _checked(key: str, objective: Objective, method: str, terms: Any, like: Tensor) -> tuple[Tensor, ...]:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from llmtrain.base.errors import CheckpointError
 from llmtrain.checkpoint import output
 from llmtrain.checkpoint.durable import DurableFile
 from llmtrain.checkpoint.format import MANIFEST, Manifest, complete_checkpoints, read_trainer
+from llmtrain.checkpoint.hf import exporting
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.storage.tensorfile import TensorFile
 from tests.helpers.checkpoints import (
@@ -169,6 +171,26 @@ def test_from_and_to_hugging_face(tmp_path: Path, say: Say) -> None:
     assert code == 2 and "exists" in err
     code, _, err = say("to-hf", tmp_path / "run", tmp_path / "x", "--max-shard-size", "2 potatoes")
     assert code == 2 and "--max-shard-size 2 potatoes: give a size such as 2GB" in err
+
+
+def test_a_checkpoint_that_the_run_deletes_meanwhile_gives_way_to_the_next(
+    tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = write_checkpoint(tmp_path / "run", 1, seed=1, shapes=WHOLE_LLAMA)
+    export, read = exporting.export_hf, []
+
+    def export_of_a_live_run(checkpoint: Path, *words: Any, **options: Any) -> Any:
+        read.append(checkpoint.name)
+        if checkpoint == first:
+            write_checkpoint(tmp_path / "run", 2, seed=2, shapes=WHOLE_LLAMA)
+            shutil.rmtree(first)
+        return export(checkpoint, *words, **options)
+
+    monkeypatch.setattr(exporting, "export_hf", export_of_a_live_run)
+    code, _, err = say("to-hf", tmp_path / "run", tmp_path / "hf", "--check", "none")
+    assert (code, read) == (0, ["step-00000001", "step-00000002"]), err
+    made = load_file(tmp_path / "hf/model.safetensors")
+    assert torch.equal(made[UP], tensors(2, WHOLE_LLAMA)["param", UP])
 
 
 def test_the_mean_goes_to_hugging_face(tmp_path: Path, say: Say) -> None:

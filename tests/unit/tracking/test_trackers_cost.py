@@ -48,31 +48,32 @@ def step(size: int, times: int) -> None:
 
 def share(
     folder: Path, *, blocks: int, steps: int, size: int, times: int, five: bool = True
-) -> tuple[float, float, float]:
-    """(median time of a block of `steps` steps and one row with the five over that without, a step's time, s; the
-    median time of a row, s). The blocks alternate, so that both meet the same machine.
-    `five`: False compares none with none."""
+) -> tuple[float, float, list[float]]:
+    """(this thread's CPU time for a block of `steps` steps and one row, with the five over that without: the median of
+    pairs; CPU time of a step, s; the time on the clock of each row, s). The blocks alternate, so that both meet the
+    same machine; CPU time, because what other jobs take of it is none of the trackers'. `five`: False compares none
+    with none."""
     both = [made(folder / name, which) for name, which in (("none", False), ("five", five))]
     found: list[list[float]] = [[], []]
     calls, number = [], 0
     for block in range(2 * blocks):
         which = block % 2
-        began_s = time.perf_counter()
+        began_s = time.thread_time()
         for _ in range(steps):
             step(size, times)
         number += steps
         row = {"step": number, **dict.fromkeys(FIGURES, 1.0)}
         call_s = time.perf_counter()
         both[which].log(row)
-        ended_s = time.perf_counter()
+        returned_s = time.perf_counter()
         if block > 3:
-            found[which].append(ended_s - began_s)
+            found[which].append(time.thread_time() - began_s)
             if which:
-                calls.append(ended_s - call_s)
+                calls.append(returned_s - call_s)
     for each in both:
         each.close()
     pairs = [five / none for none, five in zip(*found, strict=True)]
-    return statistics.median(pairs), statistics.median(found[0]) / steps, statistics.median(calls)
+    return statistics.median(pairs), statistics.median(found[0]) / steps, calls
 
 
 def test_a_row_to_five_trackers_is_handed_over_at_once(
@@ -81,8 +82,8 @@ def test_a_row_to_five_trackers_is_handed_over_at_once(
     """5 ms are 1 % of the 0.5 s that ten steps (train.log_every) of 50 ms take; 0.4 ms were measured on a busy
     machine. A call that waited for the tracker that sleeps would take 30,000."""
     monkeypatch.setattr(tracker_module, "_CLOSES_S", 2.0)
-    _, _, call_s = share(tmp_path, blocks=20, steps=10, size=64, times=4)
-    assert call_s < 5e-3, call_s
+    _, _, calls = share(tmp_path, blocks=20, steps=10, size=64, times=4)
+    assert statistics.median(calls) < 5e-3, calls
     said = capsys.readouterr()
     said = said.out + said.err
     assert "trackers.dead is given up" in said and "trackers.sleeping did not finish in time" in said
@@ -90,7 +91,11 @@ def test_a_row_to_five_trackers_is_handed_over_at_once(
 
 @pytest.mark.slow
 def test_the_step_time_with_five_trackers_is_within_a_percent(tmp_path: Path) -> None:
-    """The median of 60 pairs of blocks, on a quiet machine; docs/benchmarks.md has the figures."""
-    ratio, step_s, call_s = share(tmp_path, blocks=60, steps=10, size=768, times=1)
-    print(f"ratio {ratio:.4f}, step {step_s * 1e3:.1f} ms, row {call_s * 1e3:.3f} ms")
-    assert ratio < 1.01
+    """60 pairs of blocks, beside none against none in the same way; docs/benchmarks.md has the figures. A call that
+    waited for the tracker that sleeps would take 30 s: the longest ones are what other jobs took of the processor."""
+    words: dict[str, Any] = {"blocks": 60, "steps": 10, "size": 768, "times": 1}
+    noise, _, _ = share(tmp_path / "noise", **words, five=False)
+    ratio, step_s, calls = share(tmp_path / "five", **words)
+    print(f"ratio {ratio:.4f} (none against none {noise:.4f}), step {step_s * 1e3:.1f} ms, row "
+          f"{statistics.median(calls) * 1e3:.3f} ms, the longest {max(calls) * 1e3:.1f} ms")  # fmt: skip
+    assert ratio < 1.01 and max(calls) < 5

@@ -37,6 +37,16 @@ def test_a_step_whose_save_failed_leaves_its_place_to_the_next() -> None:
     assert 40 in best and 30 not in best
 
 
+def test_an_evaluation_without_the_figure_is_none_of_the_best() -> None:
+    """A plugin's metric whose weights are all 0 gives none."""
+    best = BestSteps(Best(metric="eval/rare", keep=2, mode="max"), [])
+    for step, figures in enumerate([{LOSS: 9.0}, {"eval/rare": 0.1, LOSS: 8.0}, {LOSS: 7.0}, {}]):
+        best.take(step, figures)
+    assert [step in best for step in range(4)] == [False, True, False, False]
+    there = {"step": 4, "evaluation": {"step": 4, "figures": {LOSS: 7.0}}}
+    assert Best(metric="eval/rare", keep=2, mode="max").figure(there) is None
+
+
 def _ends_at(settings: StopEarly, values: list[float]) -> int | None:
     """Evaluation after which the run ends. A resume from a checkpoint of each step tells the same."""
     patience = Patience(settings)

@@ -8,13 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch import nn
 
 from llmtrain.cluster.watch.explain.causes import explain
 from llmtrain.cluster.watch.explain.facts import Frame, JobFacts, RankFacts
 from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.config import plugins
 from llmtrain.training import plugin_parts
-from llmtrain.training.plugin_parts import Guarded
+from llmtrain.training.plugin_parts import Guarded, Surroundings
 from llmtrain.training.step import Position, Request
 
 WRONG = """
@@ -57,7 +58,7 @@ def part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
 @pytest.mark.parametrize("method", CALLS)
 def test_whatever_a_method_raises_is_named_and_asks_all_ranks_to_stop(method: str, what: str, part: Any) -> None:
     part.what = what
-    guarded = Guarded("wrong", part, ranks=None)  # type: ignore[arg-type]
+    guarded = Guarded("wrong", part, None, Surroundings(nn.Linear(1, 1), 1))  # type: ignore[arg-type]
     CALLS[method](guarded)
     assert guarded.failure is not None and guarded.failure.startswith(f"parts.wrong: {method} at step ")
     assert "mine.py line 9: " in guarded.failure
@@ -70,14 +71,14 @@ def test_whatever_a_method_raises_is_named_and_asks_all_ranks_to_stop(method: st
 @pytest.mark.parametrize(
     ("method", "what", "told"),
     [
-        ("request", "None", "it returns NoneType; wanted is Request"),
-        ("after_step", "3", "it returns int; wanted is Position or None"),
-        ("figures", "3", "TypeError: 'int' object is not iterable"),
+        ("request", "None", "it returns None; wanted is Request()"),
+        ("after_step", "3", "it returns int; wanted is None"),
+        ("figures", "3", "AttributeError: 'int' object has no attribute 'items'"),
     ],
 )
 def test_a_method_that_returns_the_wrong_type_is_named(method: str, what: str, told: str, part: Any) -> None:
     part.what = what
-    guarded = Guarded("wrong", part, ranks=None)  # type: ignore[arg-type]
+    guarded = Guarded("wrong", part, None, Surroundings(nn.Linear(1, 1), 1))  # type: ignore[arg-type]
     CALLS[method](guarded)
     assert guarded.failure is not None and f"parts.wrong: {method} at step" in guarded.failure
     assert told in guarded.failure
@@ -86,7 +87,7 @@ def test_a_method_that_returns_the_wrong_type_is_named(method: str, what: str, t
 @pytest.mark.parametrize("method", ["open", "begin"])
 def test_a_method_before_the_first_step_ends_the_run_at_once(method: str, part: Any) -> None:
     part.what = "sys.exit(0)"
-    guarded = Guarded("wrong", part, ranks=None)  # type: ignore[arg-type]
+    guarded = Guarded("wrong", part, None, Surroundings(nn.Linear(1, 1), 1))  # type: ignore[arg-type]
     with pytest.raises(plugins.PluginError, match=f"parts.wrong: {method} at step 0: .* line 9: SystemExit: 0"):
         getattr(guarded, method)(Position())
 
