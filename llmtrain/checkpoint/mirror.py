@@ -65,10 +65,10 @@ class Store:
         if MANIFEST not in sizes:
             return False
         with tempfile.TemporaryDirectory() as folder:
-            self._files.get_file(self._path(step, MANIFEST), f"{folder}/{MANIFEST}")
             try:
+                self._files.get_file(self._path(step, MANIFEST), f"{folder}/{MANIFEST}")
                 files = Manifest.read(Path(folder)).files
-            except CheckpointError:
+            except (CheckpointError, FileNotFoundError):  # it may be deleted just now
                 return False
         return all(sizes.get(name) == entry.bytes for name, entry in files.items())
 

@@ -1,5 +1,7 @@
-"""`llmtrain data show DATA`: rows of prepared conversations as the model gets them, and what of them is counted; of
-prepared texts their documents. `llmtrain data export DATA --megatron PREFIX`: prepared texts for Megatron."""
+"""`llmtrain data show|export|where DATA`: what a prepared folder holds, for people and for Megatron.
+
+`show` prints rows of conversations as the model gets them, and what of them is counted; of texts their documents.
+"""
 
 from __future__ import annotations
 
@@ -207,13 +209,45 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     export.add_argument("--split", choices=SPLITS, default="train", help="which documents")
     what = "write PREFIX.bin and PREFIX.idx, each document with its end token"
     export.add_argument("--megatron", type=Path, required=True, default=argparse.SUPPRESS, metavar="PREFIX", help=what)
+    where: Any = actions.add_parser(
+        "where",
+        description="Say which documents a step of a run has read, or which steps have read a document.",
+    )
+    where.add_argument("data", type=Path, metavar="DATA", help="the prepared folder")
+    where.add_argument("--run", type=Path, required=True, metavar="RUN", help="folder of a run that was trained on it")
+    asked = where.add_mutually_exclusive_group(required=True)
+    asked.add_argument("--step", type=int, metavar="N", help="the documents that optimizer step N has read")
+    asked.add_argument("--source", metavar="FILE:LINE", help="the steps that have read this line, row or document")
+    where.add_argument("--rank", type=int, metavar="R", help="with --step: what rank R has read")
     completion.offer(parser)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.action == "where" and args.rank is not None and args.step is None:
+        parser.error("--rank goes with --step")
+    return args
+
+
+def _where(args: argparse.Namespace) -> int:
+    """Print what a step has read, or which steps have read a record. Raises DataError."""
+    from llmtrain.commands.where import Where
+
+    known = Where(args.data, args.run)
+    if args.step is not None:
+        lines = known.at_step(args.step, args.rank)
+    else:
+        file, _, record = args.source.rpartition(":")
+        if not record.isdecimal() or not file:
+            raise DataError(f"--source {args.source}: write FILE:LINE, as `data where --step` does")
+        lines = known.of_source(file, int(record))
+    for line in lines:
+        print(line)
+    return 0
 
 
 def main(argv: list[str]) -> int:
     """Returns 0. Raises DataError."""
     args = _arguments(argv)
+    if args.action == "where":
+        return _where(args)
     data = PreparedSet(args.data)
     chat = data.manifest.chat
     split = cast(Split, args.split)

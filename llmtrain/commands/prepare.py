@@ -113,7 +113,12 @@ def _options() -> argparse.ArgumentParser:
     add("--max-rejected", type=int, default=0, metavar="N", help="stop when more than N records are bad")
     own = "a Python file with sources of your own (extend.md), or a module; may be repeated"
     add("--plugin", action="append", default=argparse.SUPPRESS, metavar="FILE.py", help=own)
-    all_cores = "worker processes (default: all cores)"
+    hosts = (
+        "let the cores of several hosts do it: a hostfile, slurm (the nodes of this job) or ray (the cluster of "
+        "RAY_ADDRESS); sources and --out lie in folders that all of them share"
+    )
+    add("--on", default=argparse.SUPPRESS, metavar="HOSTFILE", help=hosts)
+    all_cores = "worker processes, with --on of each host (default: all cores)"
     add("--processes", type=int, default=argparse.SUPPRESS, metavar="N", help=all_cores)
     _add_chat(parser)
     for entry in source_entries():

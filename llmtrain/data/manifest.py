@@ -37,6 +37,10 @@ class Shard:
     """xxh3_64 of a conversations shard's second file, with the rows' lengths and the counted bits (shards.py)."""
     begin: int = 0
     """Bytes before the first token, in a file that is used in place: `file` is a link to it."""
+    continues: str = ""
+    """Source file of lines that begins in an earlier shard and goes on in this one (origins.py)."""
+    records_before: int = 0
+    """Lines of that file before this shard's."""
     bytes: int | None = None
     """Size of a file that is used in place, which holds more than this shard; None: that of the tokens."""
 
@@ -150,7 +154,7 @@ def _shard(entry: dict[str, Any]) -> Shard:
     name = shard.file
     if not isinstance(name, str) or Path(name).name != name or name in ("", "..") or not name.isprintable():
         raise ValueError(f"{shard.file!r} is no name of a file in this folder")
-    counts = (shard.tokens, shard.documents, shard.begin, shard.bytes or 0)
+    counts = (shard.tokens, shard.documents, shard.begin, shard.records_before, shard.bytes or 0)
     if not all(type(count) is int and 0 <= count < 2**63 for count in counts):
         raise ValueError(f"the counts of {shard.file} are no whole numbers")
     return shard

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from llmtrain.base import log, units
@@ -20,6 +21,7 @@ class StageBorders(Part):
 
     def __init__(self, setup: Setup, tracker: Tracker) -> None:
         self._course, self._tracker, self._module = setup.course, tracker, setup.engine.module
+        self._degrees = asdict(setup.resolved.degrees)
         self._several = len(self._course.stages) > 1 or self._course.first_number > 0
         self._step = 0
         self._turned: tuple[dict[str, Any], int] | None = None
@@ -56,9 +58,15 @@ class StageBorders(Part):
             self._turned = (rope, length)
 
     def _tell(self, position: Position) -> None:
+        """Write down what is read from here on, for `llmtrain data where`; of several stages tell which one it is."""
+        stage = self._course.at(position.step).stage
+        of, data = self._course.stages[stage], self._course.data[stage]
+        self._tracker.event(
+            "reads", step=position.step, next=position.sample_index, data=asdict(of.data), fingerprint=data.fingerprint,
+            global_batch=of.batch.global_batch, accumulation=of.batch.accumulation, degrees=self._degrees,
+        )  # fmt: skip
         if not self._several:
             return
-        stage = self._course.at(position.step).stage
         what, tokens = self._course.describe(stage), self._course.stages[stage].batch.tokens
         self._tracker.event("stage", step=position.step, next=position.sample_index, **what)
         log.info(

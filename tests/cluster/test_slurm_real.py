@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from llmtrain.commands.prepare import main as prepare
 from tests.cluster.launched import MET_S, Launched, write_recipe
 from tests.helpers.launching import REPO
 from tools.lab.lab import Lab
@@ -129,3 +130,19 @@ def test_a_lost_host(lab3: Lab, small_data: str, tmp_path: Path) -> None:
     slurm.ask("scancel", job.id)
     stopped = job.wait_for(r"^stopped \(SIGTERM\) at step (\d+)")
     assert job.newest_checkpoint() == int(stopped[1])
+
+
+def test_a_preparation_on_the_nodes_of_a_job(lab3: Lab, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "document {n} {"and words " * 40}"}}\n' for n in range(3000)))
+    words = ["--source", str(tmp_path / "a.jsonl"), "--vocab-size", "300", "--shard-bytes", "50000"]
+    assert prepare([*words, "--out", str(tmp_path / "alone")]) == 0
+    command = f"exec llmtrain prepare {' '.join(words)} --out {tmp_path / 'set'} --on slurm"
+    job = Batch(Slurm(lab3), tmp_path / "recipe.yaml", command=command)
+    job.wait_for(r"^tokenizing|, 0 rejected, ")
+    assert job.ended() == "COMPLETED", job.text
+    names = sorted(path.relative_to(tmp_path / "alone") for path in (tmp_path / "alone").rglob("*"))
+    assert names == sorted(path.relative_to(tmp_path / "set") for path in (tmp_path / "set").rglob("*"))
+    for name in names:
+        one, other = tmp_path / "alone" / name, tmp_path / "set" / name
+        assert one.is_dir() or one.read_bytes() == other.read_bytes(), name
+    job.assert_nothing_left()

@@ -259,7 +259,7 @@ def _ask(
     mark = f"llmtrain-{secrets.token_hex(8)}"
     started = time.monotonic()
     line = remote_line(command, mark, timeout_s)
-    argv = [program, *_options(timeout_s, port), "--", host, line] if program else ["/bin/sh", "-c", line]
+    argv = [program, *options(timeout_s, port), "--", host, line] if program else ["/bin/sh", "-c", line]
     talk = _Talk(mark)
     with _standard_input(text) as source, _process(argv, source) as process:
         talk.listen(process, started + timeout_s, wake)
@@ -277,7 +277,7 @@ def _ask(
     return Answer(host, remote_code, stdout, stderr, elapsed_s, trouble)
 
 
-def _options(timeout_s: float, port: int | None) -> list[str]:
+def options(timeout_s: float, port: int | None = None) -> list[str]:
     connect_s = max(1, min(CONNECT_TIMEOUT_S, int(timeout_s)))
     settings = {
         "BatchMode": "yes",  # never asks

@@ -35,11 +35,12 @@ from llmtrain.data.chat.conversation import RefusedError
 from llmtrain.data.chat.encoder import CONVERSATIONS, ChatOptions, write_sample
 from llmtrain.data.chat.encoder import NAME as SAMPLE
 from llmtrain.data.manifest import SPLITS, Manifest, Shard
-from llmtrain.data.prepare import demo, plugin_source, sources, token_corpora
+from llmtrain.data.origins import origins_path
+from llmtrain.data.prepare import demo, plugin_source, pools, sources, token_corpora
 from llmtrain.data.prepare.records import Document, Rejection, read_piece
 from llmtrain.data.prepare.settings import CHAT_FORMATS, PrepareSettings, cut_above
 from llmtrain.data.prepare.sources import SourceFile, Unit, find_files, plan_units, stat_fingerprint, unit_bytes_for
-from llmtrain.data.prepare.worker import UNFINISHED, WorkerSettings, run_units, unit_record_path, write_held_out
+from llmtrain.data.prepare.worker import UNFINISHED, WorkerSettings, unit_record_path, write_held_out
 from llmtrain.data.shards import PreparedSet, rows_path
 
 
@@ -243,13 +244,16 @@ def _run(settings: PrepareSettings, work: list[Unit], out: Path, moment: str) ->
         _stop_if_too_many(settings, out, records)
 
     _stop_if_too_many(settings, out, records)
-    processes = settings.processes or len(os.sched_getaffinity(0))
+    if settings.on is None:
+        places = pools.local(settings.processes or len(os.sched_getaffinity(0)))
+    else:
+        places = pools.places_on(settings.on, settings.processes)
     with progress:
         for validation in (True, False):  # first what no unit for training may hold
             todo = [unit for unit in work if unit.validation is validation and unit.index not in records]
             held_out = [unit.index for unit in work if unit.validation and not validation]
             given = replace(worker_settings, held_out=write_held_out(out, held_out) if held_out else None)
-            run_units(todo, given, processes, progress.under_way, keep)
+            pools.run_units(todo, given, places, progress.under_way, keep)
     return [records[unit.index] for unit in work]
 
 
@@ -274,7 +278,7 @@ def _finished(out: Path, unit: Unit, item_size: int) -> dict[str, Any] | None:
         size = entry.get("bytes", entry["tokens"] * item_size)
         if not shard.exists() or shard.stat().st_size != size:
             return None
-        if "rows" in entry and not rows_path(shard).exists():
+        if not origins_path(shard).exists() or ("rows" in entry and not rows_path(shard).exists()):
             return None
     return record
 
@@ -319,8 +323,13 @@ def _manifest(
     """What has been prepared; `files` are those of --source and of --validation-source. Raises DataError, and clears
     the folder for other settings, when a split is empty."""
     encoder = tokenize.Encoder(out / "tokenizer")
+    continued = _continued(work, records)
     shards: dict[str, tuple[Shard, ...]] = {
-        split: tuple(Shard(**record["shards"][split]) for record in records if record["shards"][split])
+        split: tuple(
+            Shard(**record["shards"][split], continues=name, records_before=before)
+            for record, (name, before) in zip(records, continued, strict=True)
+            if record["shards"][split]
+        )
         for split in SPLITS
     }
     tokens: dict[str, int] = {split: sum(shard.tokens for shard in shards[split]) for split in SPLITS}
@@ -355,6 +364,20 @@ def _manifest(
         shards=shards,
         chat=None if settings.chat is None else _chat(settings.chat, records, plan["moment"]),
     )
+
+
+def _continued(work: list[Unit], records: list[dict[str, Any]]) -> list[tuple[str, int]]:
+    """For each unit the file of lines that goes on in it, and its lines before: a line belongs to where it begins."""
+    found: list[tuple[str, int]] = []
+    lines, ended = 0, True
+    for unit, record in zip(work, records, strict=True):
+        first, last = unit.pieces[0], unit.pieces[-1]
+        goes_on = first.kind == "jsonl" and first.start > 0
+        found.append((first.label, lines + (not ended)) if goes_on else ("", 0))
+        if last.kind == "jsonl":
+            here, ended = record["newlines"][0]
+            lines = here + (lines if goes_on and first is last else 0)
+    return found
 
 
 def _chat(options: ChatOptions, records: list[dict[str, Any]], moment: str) -> dict[str, Any]:
@@ -465,8 +488,11 @@ def locked(out: Path) -> Iterator[None]:
     finally:
         for partial in out.glob("*.tmp"):
             shutil.rmtree(partial) if partial.is_dir() else partial.unlink()
-        for partial in (out / UNFINISHED).glob("*.tmp"):
-            partial.unlink()
+        for partial in (out / UNFINISHED).glob("*"):
+            if partial.is_dir():  # of a worker that was killed
+                shutil.rmtree(partial, ignore_errors=True)
+            elif partial.suffix == ".tmp":
+                partial.unlink()
         if not existed and not any(out.iterdir()):
             out.rmdir()
         os.close(lock)
@@ -533,7 +559,13 @@ def start_or_continue(out: Path, plan: dict[str, Any]) -> dict[str, Any]:
 
 def clear(out: Path) -> None:
     """Delete all that `prepare` has made in the folder."""
-    for leftover in (*out.glob("*-*.bin"), *out.glob("*-*.rows"), out / REJECTED, out / SAMPLE):
+    for leftover in (
+        *out.glob("*-*.bin"),
+        *out.glob("*-*.rows"),
+        *out.glob("*.origins.parquet"),
+        out / REJECTED,
+        out / SAMPLE,
+    ):
         leftover.unlink(missing_ok=True)
     for folder in (UNFINISHED, "tokenizer"):
         shutil.rmtree(out / folder, ignore_errors=True)

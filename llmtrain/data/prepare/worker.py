@@ -1,8 +1,8 @@
 """Worker processes of `llmtrain prepare`: units go in as JSON lines, shards go to the folder, results come out.
 
-A worker is started as `python -m llmtrain.data.prepare.worker`; the parent's side, `run_units`, stands at the end. A
-unit leaves `train-NNNNN.bin`, `validation-NNNNN.bin` and, last, its record `unfinished/unit-NNNNN.json`; without the
-record the unit does not count as done.
+A worker is started as `python -m llmtrain.data.prepare.worker`; its parent is prepare/pools.py. A unit leaves
+`train-NNNNN.bin`, `validation-NNNNN.bin` and, last, its record `unfinished/unit-NNNNN.json`; without the record the
+unit does not count as done. It is written in a folder of the worker's own: a host that seemed lost may go on.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ import contextlib
 import json
 import os
 import queue
-import selectors
-import signal
-import subprocess
+import shutil
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from dataclasses import field as of_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xxhash
 
-from llmtrain.base.child import child_environment
 from llmtrain.base.errors import DataError, UserError
 from llmtrain.base.files import replace_file
 from llmtrain.data.chat.conversation import RefusedError
 from llmtrain.data.chat.encoder import ChatEncoder, ChatOptions, Row, kept
 from llmtrain.data.manifest import SPLITS, Split
+from llmtrain.data.origins import write_origins
 from llmtrain.data.prepare import plugin_source, token_corpora
 from llmtrain.data.prepare.questions import ChoiceEncoder
 from llmtrain.data.prepare.records import Document, Rejection, read_piece, reject
@@ -128,16 +128,18 @@ class _ShardWriter:
         self._partial = path.with_name(path.name + ".tmp")
         self._stream = open(self._partial, "wb")  # noqa: SIM115  # closed by commit or discard
         self._digest = xxhash.xxh3_64()
+        self._origins: list[tuple[int, int]] = []
         self.tokens = self.documents = 0
 
-    def write(self, rows: list[Row], separator_id: int | None) -> None:
-        """Append rows; the separator, if there is one, follows each."""
+    def write(self, rows: list[Row], origins: list[tuple[int, int]], separator_id: int | None) -> None:
+        """Append rows; the separator, if there is one, follows each. `origins`: (piece of the unit, record) of each."""
         if not rows:
             return
+        self._origins += origins
+        self._lengths += [len(row.ids) + (separator_id is not None) for row in rows]
         end = np.array([] if separator_id is None else [separator_id], dtype=rows[0].ids.dtype)
         block = np.concatenate([part for row in rows for part in (row.ids, end)])
         if self._chat is not None:
-            self._lengths += [len(row.ids) for row in rows]
             self._counted += [row.counted for row in rows]
             if self._chat.labelled:
                 self._entries.append(_judged(rows))
@@ -155,8 +157,8 @@ class _ShardWriter:
         lengths = np.array(self._lengths, dtype=np.int64).reshape(-1, together).sum(1)
         return {"counted": sum(int(row.sum()) for row in self._counted), "longest": int(lengths.max(initial=0))}
 
-    def commit(self) -> dict[str, Any] | None:
-        """The shard's manifest entry; None (and no file) when it got no document."""
+    def commit(self, files: list[str]) -> dict[str, Any] | None:
+        """The shard's manifest entry; None (and no file) when it got no document. `files`: of the unit's pieces."""
         self._stream.flush()
         os.fsync(self._stream.fileno())
         self._stream.close()
@@ -174,6 +176,8 @@ class _ShardWriter:
             data += b"".join(part.tobytes() for part in self._entries)
             replace_file(rows_path(self.path), data)
             entry["rows"] = xxhash.xxh3_64_hexdigest(data)
+        places, records = np.array(self._origins, dtype=np.int64).T
+        write_origins(self.path, np.array(self._lengths), files, places, records)
         self._partial.replace(self.path)
         return entry
 
@@ -217,18 +221,21 @@ def process_unit(
     Raises DataError, leaving nothing behind, when the output cannot be written.
     """
     out = Path(settings.out)
+    own = out / UNFINISHED / f"{socket.gethostname()}-{os.getpid()}"
     writers: dict[str, _ShardWriter] = {}
     try:
+        own.mkdir(parents=True, exist_ok=True)
         for split in SPLITS:
-            path = out / f"{split}-{unit.index:05d}.bin"
-            writers[split] = _ShardWriter(path, settings.chat)
+            writers[split] = _ShardWriter(own / f"{split}-{unit.index:05d}.bin", settings.chat)
         too_long = 0 if isinstance(encoder, Encoder) else encoder.too_long
         written = _write_documents(unit, settings, encoder, writers, progress)
-        order = {piece.label: place for place, piece in enumerate(unit.pieces)}
+        files = [piece.label for piece in unit.pieces]
+        order = {file: place for place, file in enumerate(files)}
         written.rejected.sort(key=lambda rejection: (order[rejection.file], rejection.number))
         record = {
             "unit": unit.index,
-            "shards": written.in_place or {split: writers[split].commit() for split in SPLITS},
+            "shards": written.in_place or {split: writers[split].commit(files) for split in SPLITS},
+            "newlines": [_newlines(piece) for piece in unit.pieces[-1:] if piece.kind == "jsonl"],
             "rejected": [rejection.as_dict() for rejection in written.rejected],
             "content": f"{written.content:032x}",
             "cut": written.cut,
@@ -240,9 +247,14 @@ def process_unit(
             record["too_long"] = encoder.too_long - too_long
             record["dated"] = encoder.dated
             record["sample"] = written.sample
+        for path in own.iterdir():
+            if not path.name.endswith(".tmp"):
+                path.replace(out / path.name)
         if unit.validation:
-            _hashes_path(out, unit.index).write_bytes(written.hashes)
-        replace_file(unit_record_path(out, unit.index), json.dumps(record).encode())
+            replace_file(own / "hashes", bytes(written.hashes))
+            (own / "hashes").replace(_hashes_path(out, unit.index))
+        replace_file(own / "record", json.dumps(record).encode())
+        (own / "record").replace(unit_record_path(out, unit.index))
         return record
     except OSError as error:
         raise DataError(
@@ -252,6 +264,19 @@ def process_unit(
     finally:
         for writer in writers.values():
             writer.discard()
+        shutil.rmtree(own, ignore_errors=True)
+
+
+def _newlines(piece: Piece) -> tuple[int, bool]:
+    """Line breaks of a piece's bytes, and whether it ends with one. (0, False) of a compressed file, which is whole."""
+    if piece.compressed:
+        return 0, False
+    count, left, last = 0, piece.stop - piece.start, b""
+    with open(piece.path, "rb") as stream:
+        stream.seek(piece.start)
+        while left and (block := stream.read(min(left, 1 << 20))):
+            count, left, last = count + block.count(b"\n"), left - len(block), block[-1:]
+    return count, last == b"\n"
 
 
 def _write_documents(
@@ -265,15 +290,16 @@ def _write_documents(
     held_out = _HeldOut(settings.held_out)
     whole = not isinstance(encoder, Encoder)  # records are read whole, and what is trained decides their side
     separator = encoder.separator_id if settings.chat is None and isinstance(encoder, Encoder | TokenEncoder) else None
-    batch: list[tuple[Piece, Document, Split, str]] = []
+    batch: list[tuple[int, Document, Split, str]] = []
     filled = 0
 
     def flush() -> None:
         nonlocal filled
         chosen: dict[str, list[Row]] = {split: [] for split in SPLITS}
-        for (piece, document, side, _), rows in zip(batch, _rows(encoder, [text for *_, text in batch]), strict=True):
+        origins: dict[str, list[tuple[int, int]]] = {split: [] for split in SPLITS}
+        for (place, document, side, _), rows in zip(batch, _rows(encoder, [text for *_, text in batch]), strict=True):
             if isinstance(rows, str):
-                written.rejected.append(reject(piece, document, rows))
+                written.rejected.append(reject(unit.pieces[place], document, rows))
                 continue
             if whole:  # not the record, which may have another id
                 trained = b"".join(part.tobytes() for row in rows for part in (row.ids, row.counted))
@@ -285,17 +311,18 @@ def _write_documents(
             if side == "train" and whole and len(written.sample) < settings.sample:
                 written.sample += filter(None, [kept(document.text, rows, at)])
             chosen[side] += rows
+            origins[side] += [(place, document.number)] * len(rows)
         for split in SPLITS:
-            writers[split].write(chosen[split], separator)
+            writers[split].write(chosen[split], origins[split], separator)
         progress(filled)
         batch.clear()
         filled = 0
 
-    for piece in unit.pieces:
+    for place, piece in enumerate(unit.pieces):
         if piece.kind == "tokens":
             assert isinstance(encoder, TokenEncoder)
             flush()
-            _write_tokens(unit, piece, settings, encoder, writers, held_out, written)
+            _write_tokens(unit, place, settings, encoder, writers, held_out, written)
             progress(piece.bytes)
             continue
         for item in read_piece(piece, None if whole else settings.field, settings.max_document_bytes):
@@ -306,10 +333,10 @@ def _write_documents(
                 continue
             written.content = (written.content + xxhash.xxh3_128_intdigest(item.data)) % (1 << 128)
             if whole:
-                batch.append((piece, item, "train", item.text))
+                batch.append((place, item, "train", item.text))
             else:
                 sides = _sides(unit, item.text, item.data, settings, held_out, written)
-                batch += [(piece, item, split, text) for split, text in sides]
+                batch += [(place, item, split, text) for split, text in sides]
             filled += len(item.data)
             if filled >= _BATCH_BYTES or len(batch) >= _BATCH_DOCUMENTS:
                 flush()
@@ -353,7 +380,7 @@ def _sides(
 
 def _write_tokens(
     unit: Unit,
-    piece: Piece,
+    place: int,
     settings: WorkerSettings,
     encoder: TokenEncoder,
     writers: dict[str, _ShardWriter],
@@ -362,6 +389,7 @@ def _write_tokens(
 ) -> None:
     """The documents that begin in a range of a file of ids: in place where the file has them as a shard does, and the
     unit is of this range alone; else copied. Raises DataError: an id is outside the vocabulary."""
+    piece = unit.pieces[place]
     file = token_corpora.read(piece.path)
     borders = file.documents(piece.start, piece.stop, encoder.separator_id)
     if len(borders) < 2:
@@ -377,10 +405,11 @@ def _write_tokens(
     if as_it_is and not _any_held_out(ids, starts, ends, settings, held_out):
         held = int((borders[:-1] >= len(file.ids) * (1 - settings.validation_fraction)).sum())
         begin = (file.begin or 0) + int(borders[0]) * ids.dtype.itemsize
-        written.in_place = _in_place(unit, ids, ends, held, begin, Path(settings.out))
+        written.in_place = _in_place(unit, ids, borders, held, begin, writers["train"].path.parent)
         written.content = xxhash.xxh3_128_intdigest(ids.data)
         return
     chosen: dict[str, list[Row]] = {split: [] for split in SPLITS}
+    origins: dict[str, list[tuple[int, int]]] = {split: [] for split in SPLITS}
     for number, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
         row = encoder.row(ids[start:end])
         data = row.ids.tobytes()
@@ -390,8 +419,9 @@ def _write_tokens(
             continue
         for split, _ in _sides(unit, "", data, settings, held_out, written):
             chosen[split].append(row)
+            origins[split].append((place, int(borders[number])))
     for split in SPLITS:
-        writers[split].write(chosen[split], None if settings.chat else encoder.separator_id)
+        writers[split].write(chosen[split], origins[split], None if settings.chat else encoder.separator_id)
 
 
 def _any_held_out(
@@ -405,30 +435,29 @@ def _any_held_out(
 
 
 def _in_place(
-    unit: Unit, ids: np.ndarray, ends: np.ndarray, held: int, begin: int, out: Path
+    unit: Unit, ids: np.ndarray, borders: np.ndarray, held: int, begin: int, out: Path
 ) -> dict[Split, dict[str, Any] | None]:
     """The manifest's entries of a unit of one piece, and a link to its file for each.
 
-    `ends`: of the documents, in `ids`. `held`: how many of them, the last ones, are for validation. `begin`: bytes of
-    the file before the first id.
+    `borders`: of the documents, in tokens of the file, where `ids` begin at the first. `held`: how many documents, the
+    last ones, are for validation. `begin`: bytes of the file before the first id.
     """
-    piece, documents = unit.pieces[0], len(ends) - held
-    border = int(ends[documents - 1]) if documents else 0
-    parts: dict[Split, tuple[int, int, int]] = {
-        "train": (0, border, documents),
-        "validation": (border, len(ids), held),
-    }
+    piece, documents = unit.pieces[0], len(borders) - 1
+    parts: dict[Split, tuple[int, int]] = {"train": (0, documents - held), "validation": (documents - held, documents)}
     entries: dict[Split, dict[str, Any] | None] = {}
-    for split, (first, last, count) in parts.items():
+    for split, (low, high) in parts.items():
+        first, last = (borders[[low, high]] - borders[0]).tolist()
         path = out / f"{split}-{unit.index:05d}.bin"
         path.unlink(missing_ok=True)
         entries[split] = None
-        if count:
+        if high > low:
             path.symlink_to(piece.path)
+            nothing = np.zeros(high - low, np.int64)
+            write_origins(path, np.diff(borders[low : high + 1]), [piece.label], nothing, borders[low:high])
             entries[split] = {
                 "file": path.name,
                 "tokens": last - first,
-                "documents": count,
+                "documents": high - low,
                 "xxh3": xxhash.xxh3_64_hexdigest(ids[first:last].data),
                 "begin": begin + first * ids.dtype.itemsize,
                 "bytes": os.path.getsize(piece.path),
@@ -459,6 +488,10 @@ def _jobs_from(stream: Any) -> queue.Queue[str]:
     return jobs
 
 
+def _tell(answer: Callable[[dict[str, Any]], None], unit: int, what: str, value: Any) -> None:
+    answer({"unit": unit, what: value})
+
+
 def main() -> None:
     """The worker's loop. Its first line is the settings, each further line a unit; it ends when the input ends."""
     # Standard output carries the answers; whatever a library prints must not get between them.
@@ -477,116 +510,10 @@ def main() -> None:
         encoder = encoder_of(folder, settings)
         while True:
             unit = Unit.from_dict(json.loads(jobs.get()))
-            record = process_unit(unit, settings, encoder, lambda size: answer({"progress": size}))
-            answer({"done": record})
+            tell = partial(_tell, answer, unit.index)
+            tell("done", process_unit(unit, settings, encoder, partial(tell, "progress")))
     except UserError as error:
         answer({"error": str(error)})
-
-
-# --- the parent's side ---
-#
-# Plain subprocesses and pipes, not multiprocessing: nothing appears in /dev/shm, a worker that is killed shows as
-# the end of its pipe instead of a hang, and when the parent dies (kill -9) the workers see the end of theirs.
-
-
-class _Worker:
-    def __init__(self, settings: WorkerSettings) -> None:
-        self.unit: Unit | None = None
-        self._partial_line = b""
-        self.process = subprocess.Popen(
-            # -P: a corpus of code may lie in the current folder, and its queue.py must not be imported for Python's.
-            [sys.executable, "-P", "-m", "llmtrain.data.prepare.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            # One core a worker: the tokenizers' own threads would fight over the cores that the workers fill.
-            env=child_environment(TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1"),
-            start_new_session=True,  # Ctrl-C in the terminal reaches the parent alone, which then ends the workers
-        )
-        self._send(asdict(settings))
-
-    def give(self, unit: Unit) -> None:
-        self.unit = unit
-        self._send(unit.as_dict())
-
-    def _send(self, message: dict[str, Any]) -> None:
-        assert self.process.stdin is not None
-        try:
-            self.process.stdin.write(json.dumps(message).encode() + b"\n")
-            self.process.stdin.flush()
-        except BrokenPipeError:
-            pass  # it has died; the end of its output will tell
-
-    def receive(self) -> list[dict[str, Any]]:
-        """The messages that have arrived. Raises DataError when the worker is gone."""
-        assert self.process.stdout is not None
-        data = os.read(self.process.stdout.fileno(), 1 << 16)
-        if not data:
-            raise DataError(self._obituary(self.process.wait()))
-        *lines, self._partial_line = (self._partial_line + data).split(b"\n")
-        return [json.loads(line) for line in lines]
-
-    def _obituary(self, code: int) -> str:
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        hint = "the machine may be out of memory: use fewer --processes" if code == -signal.SIGKILL else "see above"
-        return (
-            f"a worker (process {self.process.pid}) {how} ({hint}); run the same command again: "
-            "finished shards are kept"
-        )
-
-    def end(self) -> None:
-        self.process.kill()
-        for pipe in (self.process.stdin, self.process.stdout):
-            try:
-                if pipe is not None:
-                    pipe.close()
-            except BrokenPipeError:
-                pass
-        self.process.wait()
-
-
-def run_units(
-    units: Iterable[Unit],
-    settings: WorkerSettings,
-    processes: int,
-    on_progress: Callable[[Unit, int], None],
-    on_done: Callable[[Unit, dict[str, Any]], None],
-) -> None:
-    """Process `units` in `processes` workers. An exception, Ctrl-C included, leaves no worker behind."""
-    waiting = list(reversed(list(units)))
-    workers: list[_Worker] = []
-    with selectors.DefaultSelector() as selector:
-        try:
-            for _ in range(min(processes, len(waiting))):
-                worker = _Worker(settings)
-                workers.append(worker)
-                selector.register(worker.process.stdout, selectors.EVENT_READ, worker)  # type: ignore[arg-type]
-                worker.give(waiting.pop())
-            while any(worker.unit is not None for worker in workers):
-                for key, _ in selector.select():
-                    _handle(key.data, waiting, on_progress, on_done)
-        finally:
-            for worker in workers:
-                worker.end()
-
-
-def _handle(
-    worker: _Worker,
-    waiting: list[Unit],
-    on_progress: Callable[[Unit, int], None],
-    on_done: Callable[[Unit, dict[str, Any]], None],
-) -> None:
-    for message in worker.receive():
-        assert worker.unit is not None
-        if "progress" in message:
-            on_progress(worker.unit, message["progress"])
-        elif "error" in message:
-            raise DataError(message["error"])
-        else:
-            finished, worker.unit = worker.unit, None
-            # The next unit first: the worker computes while the parent keeps its books.
-            if waiting:
-                worker.give(waiting.pop())
-            on_done(finished, message["done"])
 
 
 if __name__ == "__main__":

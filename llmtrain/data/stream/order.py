@@ -74,6 +74,17 @@ class Mixture:
                 counts[node] = reached
         return counts
 
+    def sequence(self, member: int, index: int) -> int:
+        """The k of the sequence that is `index` of set `member`: the inverse of `locate`."""
+        low, high = index, int((index + 3) / self.shares[member]) + 1  # a count stays within 2 of k times its share
+        while low < high:
+            middle = (low + high) // 2
+            if self.counts(middle + 1)[member] > index:
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
 
 def _huffman(shares: list[Fraction]) -> _Node | int:
     # The running number breaks ties, so that equal weights give the same tree everywhere.
@@ -97,10 +108,7 @@ def permute(n: int, seed: int, epoch: int, member: int, index: int) -> int:
     For fixed (n, seed, epoch, member) this is a permutation of [0, n).
     """
     assert 0 <= index < n, (index, n)
-    rows = math.isqrt(n - 1) + 1
-    columns = -(-n // rows)
-    # The key is a hash of all three, so that (seed 0, epoch 1) and (seed 1, epoch 0) have nothing in common.
-    key = xxhash.xxh3_64_intdigest(struct.pack("<QQQ", seed % (1 << 64), epoch, member))
+    rows, columns, key = _network(n, seed, epoch, member)
     position = index
     while True:  # rows * columns exceeds n by less than `rows`: almost always once
         row, column = divmod(position, columns)
@@ -110,6 +118,29 @@ def permute(n: int, seed: int, epoch: int, member: int, index: int) -> int:
         position = row * columns + column
         if position < n:
             return position
+
+
+def position_of(n: int, seed: int, epoch: int, member: int, sample: int) -> int:
+    """Position of a sample in the epoch: the inverse of `permute`."""
+    assert 0 <= sample < n, (sample, n)
+    rows, columns, key = _network(n, seed, epoch, member)
+    position = sample
+    while True:
+        row, column = divmod(position, columns)
+        for round_ in reversed(range(0, _ROUNDS, 2)):
+            column = (column - xxhash.xxh3_64_intdigest(struct.pack("<QQ", round_ + 1, row), key)) % columns
+            row = (row - xxhash.xxh3_64_intdigest(struct.pack("<QQ", round_, column), key)) % rows
+        position = row * columns + column
+        if position < n:
+            return position
+
+
+def _network(n: int, seed: int, epoch: int, member: int) -> tuple[int, int, int]:
+    """Rows, columns and key of the network that orders an epoch."""
+    rows = math.isqrt(n - 1) + 1
+    # The key is a hash of all three, so that (seed 0, epoch 1) and (seed 1, epoch 0) have nothing in common.
+    key = xxhash.xxh3_64_intdigest(struct.pack("<QQQ", seed % (1 << 64), epoch, member))
+    return rows, -(-n // rows), key
 
 
 def rows_of(sequences: Sequence[int], accumulation: int, micro: int, group: int) -> range:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +17,7 @@ from llmtrain.config.run import DataConfig
 from llmtrain.data.manifest import SPLITS, Manifest, Split
 from llmtrain.data.shards import FileSum, PreparedSet, TokenStream
 from llmtrain.data.stream.columns import read_reference
-from llmtrain.data.stream.order import Mixture, permute
+from llmtrain.data.stream.order import Mixture, permute, position_of
 from llmtrain.data.stream.windows import IGNORED, Conversations, Preferences, Texts, Unpaired, Window, kind_of
 from llmtrain.objectives.by_token import Distill
 
@@ -177,10 +179,29 @@ class TrainData:
 
     def window_at(self, index: int) -> Window:
         """Training sequence `index` >= 0."""
+        member, window = self.place_of(index)
+        return self._read(self._members[member].train, window)
+
+    def place_of(self, index: int) -> tuple[int, int]:
+        """(set, its window) of training sequence `index` >= 0."""
         member, own_index = self._mixture.locate(index)
         epoch, position = divmod(own_index, self._windows[member])
-        window = permute(self._windows[member], self._config.seed, epoch, member, position)
-        return self._read(self._members[member].train, window)
+        return member, permute(self._windows[member], self._config.seed, epoch, member, position)
+
+    def sequences_with(self, member: int, window: int, until: int) -> Iterator[int]:
+        """The training sequences below `until` that are this window of a set: one in each of its epochs."""
+        windows = self._windows[member]
+        for epoch in count():
+            position = position_of(windows, self._config.seed, epoch, member, window)
+            index = self._mixture.sequence(member, epoch * windows + position)
+            if index < until:
+                yield index
+            if self._mixture.sequence(member, (epoch + 1) * windows) >= until:
+                return
+
+    def windows_of(self, member: int) -> Texts | Conversations:
+        """The training windows of a set."""
+        return self._members[member].train
 
     def validation_sequence(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """(inputs, labels), int64 [T] each, of validation sequence `index` < validation_sequences."""

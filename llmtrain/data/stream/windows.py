@@ -8,7 +8,7 @@ A window of conversations holds whole rows, by best fit, each isolated from the 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,6 +16,7 @@ import numpy as np
 
 from llmtrain.base.errors import DataError
 from llmtrain.config.run import DataConfig
+from llmtrain.data.origins import Origin, Origins
 from llmtrain.data.shards import TokenStream
 
 IGNORED = -100  # the label that no loss counts; torch's and Hugging Face's default
@@ -85,6 +86,16 @@ class Texts:
         if not self._config.isolate_documents:
             return Window(inputs, labels, None)
         return Window(inputs, labels, positions_of(inputs[None], self._separator_id)[0])
+
+    def origins(self, index: int, known: Origins) -> Iterator[Origin]:
+        """The documents in a window, the first and the last perhaps in parts."""
+        length = self._config.sequence_length
+        return known.within(index * length, (index + 1) * length)
+
+    def windows_with(self, origin: Origin) -> range:
+        """The windows that hold some of a document; its end may be in none."""
+        length = self._config.sequence_length
+        return range(origin.begin // length, min(self.count, (origin.end - 1) // length + 1))
 
     @property
     def context(self) -> list[Any] | None:
@@ -175,6 +186,15 @@ class Conversations:
 
     def _rows(self, index: int) -> np.ndarray:
         return self._order[self._first[index] : self._first[index + 1]]
+
+    def origins(self, index: int, known: Origins) -> Iterator[Origin]:
+        """The rows in a window."""
+        return known.of_rows(self._rows(index).tolist())
+
+    def windows_with(self, origin: Origin) -> range:
+        """The window that holds a row."""
+        window = int(np.searchsorted(self._first, np.flatnonzero(self._order == origin.index)[0], "right")) - 1
+        return range(window, window + 1)
 
     def read(self, index: int) -> Window:
         return self._window(map(self._row, self._rows(index)))

@@ -1,0 +1,181 @@
+"""`llmtrain data where`: which documents a step of a run has read, and which steps have read a document.
+
+Nothing is logged for it: the order of a run's sequences is computed (data/stream/order.py), and prepared folders keep
+the origin of each document (data/origins.py). A run's events.jsonl says which data it read from which step on.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmtrain.base import units, untrusted
+from llmtrain.base.errors import DataError
+from llmtrain.config.stages import DataConfig
+from llmtrain.config.topology import Degrees
+from llmtrain.data.origins import Origin, Origins
+from llmtrain.data.stream.order import rows_of
+from llmtrain.data.stream.train_data import TrainData
+from llmtrain.data.tokenize import Encoder
+from llmtrain.tracking.local import read_rows
+
+_SHOWN_TOKENS = 24
+
+
+@dataclass(frozen=True)
+class Span:
+    """Steps of a run that read one data set in one batch."""
+
+    after: int
+    """Steps done before its first."""
+    until: int | None
+    """Steps done behind its last; None: it is the run's last so far."""
+    next: int
+    """First sequence of its first step."""
+    event: dict[str, Any]
+
+    @property
+    def batch(self) -> int:
+        return int(self.event["global_batch"])
+
+    @property
+    def folders(self) -> list[str]:
+        """The prepared folders of its data."""
+        return list(DataConfig(**self.event["data"]).folders)
+
+    def data(self) -> TrainData:
+        """The data of its steps. Raises DataError: it is not there, or another one."""
+        data = TrainData(DataConfig(**self.event["data"]))
+        if data.fingerprint != self.event["fingerprint"]:
+            raise DataError(
+                f"{', '.join(self.folders)}: it is not what the run has read: it was prepared anew, or lies "
+                "elsewhere (paths count from the current folder)"
+            )
+        return data
+
+
+def spans(run: Path) -> list[Span]:
+    """What the run has read, in the order of its steps; of steps that were done twice, what was done last.
+
+    Raises DataError: the folder does not say.
+    """
+    rows, _ = read_rows(run / "events.jsonl")
+    found: list[Span] = []
+    for row in rows:
+        if row.get("kind") != "reads":
+            continue
+        step = int(row["step"])
+        while found and found[-1].after >= step:
+            found.pop()
+        if found:
+            found[-1] = Span(found[-1].after, step, found[-1].next, found[-1].event)
+        found.append(Span(step, None, int(row["next"]), row))
+    if not found:
+        raise DataError(f"--run {run}: its events.jsonl does not say what it has read; give the folder of a run")
+    return found
+
+
+def _sequences(span: Span, step: int, rank: int | None) -> Iterator[int]:
+    """Sequences of a step, numbered from 1, or those of a rank's data-parallel group. Raises DataError."""
+    first = span.next + (step - 1 - span.after) * span.batch
+    if rank is None:
+        yield from range(first, first + span.batch)
+        return
+    degrees = Degrees(**span.event["degrees"])
+    if not 0 <= rank < degrees.world_size:
+        raise DataError(f"--rank {rank}: at step {step} the run had ranks 0 to {degrees.world_size - 1}")
+    group, accumulation = degrees.place(rank).data, int(span.event["accumulation"])
+    for micro in range(accumulation):
+        for row in rows_of([span.batch // degrees.data] * degrees.data, accumulation, micro, group):
+            yield first + row
+
+
+class Where:
+    """One prepared folder in the order of a run."""
+
+    def __init__(self, folder: Path, run: Path) -> None:
+        """Raises DataError."""
+        self._folder, self._run = folder, run
+        self._spans = spans(run)
+        self._opened: dict[str, TrainData] = {}
+        self._encoder = Encoder(folder / "tokenizer")
+
+    def _data(self, span: Span) -> tuple[TrainData, int] | None:
+        """The span's data, and the place of this folder among its sets; None: it is none of them."""
+        key = str(span.event["fingerprint"])
+        if key not in self._opened:
+            self._opened[key] = span.data()
+        data = self._opened[key]
+        same = [
+            place for place, each in enumerate(span.folders) if os.path.realpath(each) == os.path.realpath(self._folder)
+        ]
+        return (data, same[0]) if same else None
+
+    def at_step(self, step: int, rank: int | None) -> Iterator[str]:
+        """Lines on the documents of a step. Raises DataError: the run has not come so far, or read other data there."""
+        span = next((each for each in self._spans if each.after < step <= (each.until or step)), None)
+        if span is None:
+            raise DataError(f"--step {step}: the run's steps are numbered from 1")
+        if step > (last := last_step(self._run)):
+            raise DataError(f"--step {step}: the run has done {last} steps")
+        found = self._data(span)
+        if found is None:
+            raise DataError(f"{self._folder}: at step {step} the run read other data: {', '.join(span.folders)}")
+        data, member = found
+        windows = data.windows_of(member)
+        known = Origins(self._folder, data.manifests[member].shards["train"])
+        indices = list(_sequences(span, step, rank))
+        whose = "" if rank is None else f" of rank {rank}"
+        mine = [(index, window) for index in indices for at, window in [data.place_of(index)] if at == member]
+        yield (
+            f"step {step}: {units.counted(len(indices), 'sequence')}{whose}, {len(mine)} of them from {self._folder}"
+        )
+        for index, window in mine:
+            yield f"sequence {index}"
+            for origin in windows.origins(window, known):
+                yield f"  {self._shown(data, member, origin)}"
+
+    def of_source(self, file: str, record: int) -> Iterator[str]:
+        """Lines on the steps that have read a record's documents. Raises DataError: there is none of it."""
+        first = next((found for span in self._spans if (found := self._data(span)) is not None), None)
+        if first is None:
+            raise DataError(f"{self._folder}: the run {self._run} has not read it")
+        data, member = first
+        known = Origins(self._folder, data.manifests[member].shards["train"])
+        origins = list(known.find(file, record))
+        if not origins:
+            raise DataError(
+                f"--source {file}:{record}: no training document of {self._folder} is of that record; files are named "
+                "relative to the --source that they were prepared from, lines count from 1, rows from 0"
+            )
+        for origin in origins:
+            yield self._shown(data, member, origin)
+            steps = sorted(set(self._steps(origin)))
+            yield f"  read in step {', '.join(map(str, steps))}" if steps else "  not read so far"
+
+    def _steps(self, origin: Origin) -> Iterator[int]:
+        last = last_step(self._run)
+        for span in self._spans:
+            if (found := self._data(span)) is None:
+                continue
+            data, member = found
+            end = span.next + ((span.until or max(last, span.after)) - span.after) * span.batch
+            for window in data.windows_of(member).windows_with(origin):
+                for index in data.sequences_with(member, window, end):
+                    if index >= span.next:
+                        yield span.after + (index - span.next) // span.batch + 1
+
+    def _shown(self, data: TrainData, member: int, origin: Origin) -> str:
+        length = min(origin.end - origin.begin, _SHOWN_TOKENS)
+        ids = data.streams("train")[member].read(origin.begin, length)
+        text = untrusted.shown(self._encoder.decode(ids.tolist()))
+        return f'{origin.file}:{origin.record}, {units.counted(origin.end - origin.begin, "token")}: "{text}"'
+
+
+def last_step(run: Path) -> int:
+    """The last step that the run's metrics have."""
+    rows, _ = read_rows(run / "metrics.jsonl")
+    return max((row["step"] for row in rows if isinstance(row.get("step"), int)), default=0)

@@ -1,0 +1,433 @@
+"""Workers of `llmtrain prepare`, on this machine and on others: who does which unit.
+
+A worker is a process with a pipe. On another host one process, `python -m llmtrain.data.prepare.pools`, has a worker
+for each core, and passes on what goes in and comes out: over ssh, srun, or a connection that Ray's task makes to us.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import selectors
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from llmtrain.base import log, units
+from llmtrain.base.child import child_environment
+from llmtrain.base.errors import DataError
+from llmtrain.cluster.hosts.hostfile import Host, is_here, read_hostfile
+from llmtrain.cluster.hosts.ssh import on_hosts, options
+from llmtrain.cluster.launch.slurm import hosts_of
+from llmtrain.data.prepare.sources import Unit
+from llmtrain.data.prepare.worker import UNFINISHED, WorkerSettings
+
+_MODULE = "llmtrain.data.prepare.pools"
+_STARTS = 3
+"""How often the workers of a host are started, if they are lost."""
+_TRIES = 3
+"""How many workers may be lost with a unit until it counts as what they died of."""
+_REACHED_S = 30.0
+
+
+class Lost(Exception):
+    """The workers behind a link are gone."""
+
+
+class Link(ABC):
+    """Lines of JSON to and from one worker, or a host's."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._partial_line = b""
+
+    @abstractmethod
+    def fileno(self) -> int:
+        """What becomes readable."""
+
+    @abstractmethod
+    def _write(self, data: bytes) -> None: ...
+
+    @abstractmethod
+    def _read(self) -> bytes: ...
+
+    @abstractmethod
+    def _obituary(self) -> str:
+        """Why it ended."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """End the workers."""
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # it has died; the end of its output will tell
+            self._write(json.dumps(message).encode() + b"\n")
+
+    def receive(self) -> list[dict[str, Any]]:
+        """The messages that have arrived. Raises Lost."""
+        data = self._read()
+        if not data:
+            raise Lost(self._obituary())
+        *lines, self._partial_line = (self._partial_line + data).split(b"\n")
+        # A host's start files may print before our process begins.
+        return [json.loads(line) for line in lines if line.startswith(b'{"')]
+
+
+class ProcessLink(Link):
+    """A process of ours: a worker, or ssh or srun with a host's workers behind it."""
+
+    def __init__(self, name: str, words: Sequence[str]) -> None:
+        super().__init__(name)
+        self._process = subprocess.Popen(
+            words,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            # One core a worker: the tokenizers' own threads would fight over the cores that the workers fill.
+            env=child_environment(TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1"),
+            start_new_session=True,  # Ctrl-C in the terminal reaches the parent alone, which then ends the workers
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._in, self._out = self._process.stdin, self._process.stdout
+
+    def fileno(self) -> int:
+        return self._out.fileno()
+
+    def _write(self, data: bytes) -> None:
+        self._in.write(data)
+        self._in.flush()
+
+    def _read(self) -> bytes:
+        return os.read(self._out.fileno(), 1 << 16)
+
+    def _obituary(self) -> str:
+        code = self._process.wait()
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        hint = "the machine may be out of memory: use fewer --processes" if code == -signal.SIGKILL else "see above"
+        return f"{self.name} (process {self._process.pid}) {how} ({hint})"
+
+    def end(self) -> None:
+        self._process.kill()
+        for pipe in (self._in, self._out):
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+        self._process.wait()
+
+
+class SocketLink(Link):
+    """A host's workers that have connected to us."""
+
+    def __init__(self, name: str, connection: socket.socket) -> None:
+        super().__init__(name)
+        self._connection = connection
+
+    def fileno(self) -> int:
+        return self._connection.fileno()
+
+    def _write(self, data: bytes) -> None:
+        self._connection.sendall(data)
+
+    def _read(self) -> bytes:
+        try:
+            return self._connection.recv(1 << 16)
+        except OSError:
+            return b""
+
+    def _obituary(self) -> str:
+        return f"{self.name} has closed its connection"
+
+    def end(self) -> None:
+        self._connection.close()  # its workers see the end of their input
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where workers are started."""
+
+    open: Callable[[], Link]
+    """Raises Lost."""
+    workers: int | None = 1
+    """Units that it does at a time; None: it tells."""
+    starts: int = 1
+    """How often it is opened, if it is lost; once: then the preparation ends."""
+
+
+def local(processes: int) -> list[Place]:
+    """Workers on this machine."""
+    # -P: a corpus of code may lie in the current folder, and its queue.py must not be imported for Python's.
+    words = [sys.executable, "-P", "-m", "llmtrain.data.prepare.worker"]
+    return [Place(partial(ProcessLink, "a worker", words))] * processes
+
+
+# --- other hosts ---
+
+
+def places_on(where: str, processes: int | None) -> list[Place]:
+    """The hosts of a hostfile, of this Slurm job ("slurm") or of a Ray cluster ("ray").
+
+    `processes`: of each host; None: one a core. Raises DataError: a host cannot be reached; ConfigError: the hostfile
+    is wrong, or this is no Slurm job.
+    """
+    if where == "ray":
+        return _on_ray(processes)
+    if where == "slurm":
+        named = [(host.name, _srun(host.name)) for host in hosts_of(os.environ)]
+    else:
+        hosts = read_hostfile(where)
+        _refuse_unreachable(hosts)
+        named = [(host.name, [] if is_here(host.name) else _ssh(host.name)) for host in hosts]
+    words = _command(processes)
+    return [
+        Place(partial(ProcessLink, name, [*before, *(words if before[:1] != ["ssh"] else [shlex.join(words)])]),
+              workers=None, starts=_STARTS)
+        for name, before in named
+    ]  # fmt: skip
+
+
+def _command(processes: int | None) -> list[str]:
+    """The command for a host, whose shell begins in its own folder."""
+    words = [sys.executable, "-P", "-m", _MODULE, os.getcwd(), str(processes or 0)]
+    return ["env", f"PYTHONPATH={child_environment()['PYTHONPATH']}", *words]
+
+
+def _ssh(host: str) -> list[str]:
+    return ["ssh", *options(_REACHED_S), "--", host]
+
+
+def _srun(host: str) -> list[str]:
+    return ["srun", "--overlap", "--nodes=1", "--ntasks=1", "--nodelist", host, "--cpu-bind=none", "--mem=0"]
+
+
+def _refuse_unreachable(hosts: Sequence[Host]) -> None:
+    names = [host.name for host in hosts if not is_here(host.name)]
+    answers = on_hosts(names, ("test", "-x", sys.executable), timeout_s=_REACHED_S) if names else {}
+    for name, answer in answers.items():
+        if answer.trouble is not None and answer.code is None:
+            raise DataError(f"--on: {name}: {answer.trouble.text} {answer.trouble.remedy}")
+        if answer.code:
+            raise DataError(f"--on: {name}: there is no {sys.executable}, this program's Python; install it there")
+
+
+def _on_ray(processes: int | None) -> list[Place]:
+    """A place for each living node of the cluster that `ray start` or RAY_ADDRESS names."""
+    try:
+        import ray
+    except ImportError:
+        raise DataError("--on ray: Ray is not installed; pip install 'llmtrain[ray]'") from None
+    try:
+        ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
+    except ConnectionError as error:
+        raise DataError(
+            f"--on ray: no cluster is found ({error}); set RAY_ADDRESS, or start one with ray start"
+        ) from None
+    listener = socket.create_server(("", 0))
+    listener.settimeout(0.2)
+    address, token = (ray.util.get_node_ip_address(), listener.getsockname()[1]), secrets.token_hex(16)
+
+    def serve(words: list[str], address: tuple[str, int], token: str) -> int:
+        """On a node: connect to the driver, and let the workers talk to it."""
+        import socket
+        import subprocess
+
+        with socket.create_connection(address) as connection:
+            connection.sendall(token.encode())
+            return subprocess.call(words, stdin=connection.fileno(), stdout=connection.fileno())
+
+    def start(node: dict[str, Any]) -> Link:
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        at = NodeAffinitySchedulingStrategy(node_id=node["NodeID"], soft=False)
+        cores = processes or int(node["Resources"].get("CPU", 1))
+        task = ray.remote(serve).options(scheduling_strategy=at, num_cpus=cores, max_retries=0)
+        started, until, name = (
+            task.remote(_command(cores), address, token),
+            time.monotonic() + _REACHED_S,
+            node["NodeID"],
+        )
+        while time.monotonic() < until and not ray.wait([started], timeout=0)[0]:
+            with contextlib.suppress(TimeoutError):
+                connection, _ = listener.accept()
+                given = connection.recv(len(token), socket.MSG_WAITALL)
+                if secrets.compare_digest(given, token.encode()):
+                    return SocketLink(f"node {name}", connection)
+                connection.close()  # a stranger's
+        ray.cancel(started)
+        raise Lost(f"node {name} has not started its workers")
+
+    nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
+    return [Place(partial(start, node), workers=None, starts=_STARTS) for node in nodes]
+
+
+def main() -> None:
+    """A host's workers. Arguments: the folder to work in, and how many (0: one a core). Standard input and output are
+    as a worker's, but for one line: `{"hello": workers}`, behind the settings."""
+    folder, processes = sys.argv[1], int(sys.argv[2]) or len(os.sched_getaffinity(0))
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def answer(message: Mapping[str, Any]) -> None:
+        answers.write(json.dumps(message) + "\n")
+        answers.flush()
+
+    host = socket.gethostname()
+    lines = open(os.dup(0), "rb", buffering=0)  # noqa: SIM115  # until the process ends
+    settings = json.loads(lines.readline())
+    try:
+        os.chdir(folder)
+        plan = (Path(settings["out"]) / UNFINISHED / "plan.json").read_text()
+    except OSError as error:
+        plan = str(error)
+    if plan != settings.pop("plan"):
+        answer({"error": f"--on: {host} does not see {settings['out']} (looked from {folder}); --out, the sources and "
+                "this program are to lie in a folder that all hosts share"})  # fmt: skip
+        return
+    answer({"hello": processes})
+    with selectors.DefaultSelector() as selector:
+        workers = [place.open() for place in local(processes)]
+        try:
+            idle = list(workers)
+            for worker in workers:
+                worker.send(settings)
+                selector.register(worker, selectors.EVENT_READ, worker)
+            selector.register(lines, selectors.EVENT_READ)
+            while True:
+                for key, _ in selector.select():
+                    if key.fileobj is lines:
+                        if not (line := lines.readline()):
+                            return  # whoever asked is gone
+                        idle.pop().send(json.loads(line))
+                        continue
+                    for message in key.data.receive():
+                        idle += [key.data] if "done" in message else []
+                        answer(message)
+        except Lost as lost:
+            print(f"{host}: {lost}", file=sys.stderr)
+        finally:
+            for worker in workers:
+                worker.end()
+
+
+# --- who does what ---
+
+
+class _Running:
+    """An open place."""
+
+    def __init__(self, place: Place, starts: int, greeting: Mapping[str, Any]) -> None:
+        self.place, self.starts = place, starts
+        self.link = place.open()
+        self.room = place.workers or 0
+        self.under_way: dict[int, Unit] = {}
+        self.link.send(greeting)
+
+    def give(self, waiting: list[Unit]) -> None:
+        while waiting and len(self.under_way) < self.room:
+            unit = waiting.pop()
+            self.under_way[unit.index] = unit
+            self.link.send(unit.as_dict())
+
+
+def run_units(
+    given: Iterable[Unit],
+    settings: WorkerSettings,
+    places: Sequence[Place],
+    on_progress: Callable[[Unit, int], None],
+    on_done: Callable[[Unit, dict[str, Any]], None],
+) -> None:
+    """Process the units at these places. An exception, Ctrl-C included, leaves no worker behind.
+
+    Raises DataError: a unit's, no place is left, or a unit was lost with each of several workers.
+    """
+    waiting = list(reversed(list(given)))
+    greeting = asdict(settings)
+    if any(place.workers is None for place in places):
+        greeting["plan"] = (Path(settings.out) / UNFINISHED / "plan.json").read_text()
+    running: list[_Running] = []
+    losses: Counter[int] = Counter()
+    with selectors.DefaultSelector() as selector:
+
+        def start(place: Place, starts: int) -> None:
+            try:
+                opened = _Running(place, starts, greeting)
+            except Lost as lost:
+                log.warn(f"{lost}: it does nothing of this")
+                return
+            running.append(opened)
+            selector.register(opened.link, selectors.EVENT_READ, opened)
+            opened.give(waiting)
+
+        def lose(gone: _Running, why: Lost) -> None:
+            running.remove(gone)
+            selector.unregister(gone.link)
+            gone.link.end()
+            if gone.place.starts == 1:
+                raise DataError(f"{why}; run the same command again: finished shards are kept")
+            losses.update(list(gone.under_way))
+            if worst := next((unit for unit in gone.under_way.values() if losses[unit.index] >= _TRIES), None):
+                raise DataError(
+                    f"{why}; {_TRIES} times workers were lost while they did shard {worst.index} (it begins in "
+                    f"{worst.pieces[0].label}): look there for a document that takes all memory"
+                )
+            log.warn(f"{why}; its {units.counted(len(gone.under_way), 'shard')} under way will be done again")
+            waiting.extend(reversed(gone.under_way.values()))
+            if gone.starts < gone.place.starts:
+                start(gone.place, gone.starts + 1)
+            for other in running:
+                other.give(waiting)
+
+        try:
+            for place in places[: len(waiting)]:
+                start(place, 1)
+            while waiting or any(each.under_way for each in running):
+                if not running:
+                    raise DataError(
+                        "no host is left that could go on; run the same command again: finished shards are kept"
+                    )
+                for key, _ in selector.select():
+                    _handle(key.data, waiting, on_progress, on_done, lose)
+        finally:
+            for each in running:
+                each.link.end()
+
+
+def _handle(
+    running: _Running,
+    waiting: list[Unit],
+    on_progress: Callable[[Unit, int], None],
+    on_done: Callable[[Unit, dict[str, Any]], None],
+    lose: Callable[[_Running, Lost], None],
+) -> None:
+    try:
+        messages = running.link.receive()
+    except Lost as lost:
+        lose(running, lost)
+        return
+    for message in messages:
+        if "error" in message:
+            raise DataError(message["error"])
+        if "hello" in message:
+            running.room = message["hello"]
+            running.give(waiting)
+            continue
+        unit = running.under_way[message["unit"]]
+        if "progress" in message:
+            on_progress(unit, message["progress"])
+        else:
+            del running.under_way[unit.index]
+            running.give(waiting)  # first: the worker computes while the parent keeps its books
+            on_done(unit, message["done"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""Where each document of a prepared folder comes from, and which sequences of a run hold it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from llmtrain.base.errors import DataError
+from llmtrain.commands.prepare import main
+from llmtrain.config.stages import DataConfig
+from llmtrain.data.manifest import SPLITS
+from llmtrain.data.origins import Origins, origins_path
+from llmtrain.data.shards import PreparedSet
+from llmtrain.data.stream.order import Mixture, permute, position_of
+from llmtrain.data.stream.train_data import TrainData
+from llmtrain.data.tokenize import Encoder
+
+
+def write_jsonl(path: Path, name: str, count: int) -> dict[tuple[str, int], str]:
+    """Lines, some of them blank or broken; returns the text of each record."""
+    texts, lines, opened = {}, [], gzip.open if name.endswith(".gz") else open
+    for number in range(1, count + 1):
+        text = f"{name} line {number} " + "and some words " * (number % 5)
+        blank, broken = number % 7 == 0, number % 50 == 0
+        lines.append("" if blank else "{broken" if broken else json.dumps({"text": text}))
+        if not (blank or broken):
+            texts[name, number] = text
+    with opened(path / name, "wt") as stream:  # type: ignore[operator]
+        stream.write("\n".join(lines))
+    return texts
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[tuple[str, int], str]]:
+    """Several files of several kinds, in many shards -> the text of each record."""
+    folder = tmp_path_factory.mktemp("corpus")
+    texts = write_jsonl(folder, "a.jsonl", 900) | write_jsonl(folder, "b.jsonl.gz", 100)
+    texts |= write_jsonl(folder, "c.jsonl", 500)
+    rows = [f"row {number} of a table" for number in range(200)]
+    pq.write_table(pa.table({"text": rows}), folder / "d.parquet", row_group_size=30)
+    texts |= {("d.parquet", number): text for number, text in enumerate(rows)}
+    (folder / "e.txt").write_text("a text of its own")
+    return folder, texts | {("e.txt", 1): "a text of its own"}
+
+
+@pytest.fixture(scope="module")
+def prepared(corpus: tuple[Path, dict[tuple[str, int], str]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("prepared") / "set"
+    words = ["--source", str(corpus[0]), "--vocab-size", "300", "--out", str(out), "--shard-bytes", "3000"]
+    assert main([*words, "--max-rejected", "100", "--validation-fraction", "0.1"]) == 0
+    return out
+
+
+def test_each_document_is_of_the_record_that_it_names(
+    prepared: Path, corpus: tuple[Path, dict[tuple[str, int], str]]
+) -> None:
+    data, seen = PreparedSet(prepared), set()
+    encoder = Encoder(data.tokenizer_dir)
+    for split in SPLITS:
+        stream, shards = data.split(split), data.manifest.shards[split]
+        assert len(shards) > 20
+        known = Origins(prepared, shards)
+        every = list(known.within(0, stream.tokens))
+        assert [origin.index for origin in every] == list(range(data.manifest.documents[split]))
+        assert [origin.begin for origin in every] == [0, *(origin.end for origin in every[:-1])]
+        for origin in every:
+            text = encoder.decode(stream.read(origin.begin, origin.end - origin.begin - 1).tolist())
+            assert text == corpus[1][origin.file, origin.record]
+            seen.add((origin.file, origin.record))
+        for origin in every[::97]:
+            assert list(known.find(origin.file, origin.record)) == [origin]
+            assert list(known.of_rows([origin.index])) == [origin]
+            assert list(known.within(origin.begin, origin.begin + 1)) == [origin]
+            assert origin in list(known.within(origin.end - 1, origin.end + 1))
+    assert seen == set(corpus[1])
+
+
+def test_the_sequences_of_a_run_lead_to_their_documents_and_back(prepared: Path) -> None:
+    config = DataConfig(path=str(prepared), sequence_length=48, seed=3)
+    data = TrainData(config)
+    windows, stream = data.windows_of(0), data.streams("train")[0]
+    known = Origins(prepared, data.manifests[0].shards["train"])
+    until = 3 * data.sequences_per_epoch
+    for index in range(0, until, 37):
+        _, window = data.place_of(index)
+        origins = list(windows.origins(window, known))
+        read = np.concatenate([stream.read(origin.begin, origin.end - origin.begin) for origin in origins])
+        inputs, at = data.sequence(index)[0], window * 48 - origins[0].begin
+        assert (read[at : at + 48] == inputs).all()
+        assert index in data.sequences_with(0, window, until)
+        assert len(list(data.sequences_with(0, window, until))) == 3
+        assert all(window in windows.windows_with(origin) for origin in origins)
+
+
+@pytest.mark.parametrize("n", [1, 2, 7, 100, 1023])
+def test_the_position_of_a_sample_is_the_inverse_of_the_order(n: int) -> None:
+    for epoch in (0, 5):
+        assert [position_of(n, 9, epoch, 1, permute(n, 9, epoch, 1, at)) for at in range(n)] == list(range(n))
+
+
+@pytest.mark.parametrize("weights", [[1.0], [0.7, 0.3], [0.001, 0.5, 0.3, 3]])
+def test_the_place_of_a_sequence_of_a_set_is_the_inverse_of_the_mixture(weights: list[float]) -> None:
+    mixture = Mixture(weights)
+    for k in [*range(200), 10**9 + 1, 10**12 + 17]:
+        assert mixture.sequence(*mixture.locate(k)) == k
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (Path.unlink, r"keeps no origins of its documents \(train-00000\.origins\.parquet is not there\); prepare it"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-20]), r"train-00000\.origins\.parquet: is damaged"),
+    ],
+)
+def test_a_folder_without_origins_and_a_damaged_one_are_named(
+    spoil: Callable[[Path], object], message: str, prepared: Path
+) -> None:
+    shards = PreparedSet(prepared).manifest.shards["train"]
+    path = origins_path(prepared / shards[0].file)
+    before = path.read_bytes()
+    spoil(path)
+    try:
+        with pytest.raises(DataError, match=message):
+            list(Origins(prepared, shards).within(0, 1))
+    finally:
+        path.write_bytes(before)
