@@ -55,12 +55,12 @@ def workers_here() -> Iterator[None]:
     """`llmtrain prepare` without processes for its workers, which import transformers for two seconds each; templates
     are rendered in theirs."""
 
-    def run_units(todo: Any, settings: Any, processes: int, under_way: Any, keep: Any) -> None:
+    def run_units(todo: Any, settings: Any, places: Any, under_way: Any, keep: Any) -> None:
         encoder = encoder_of(Path(settings.out) / "tokenizer", settings)
         for unit in todo:
             keep(unit, process_unit(unit, settings, encoder, lambda size: None))
 
-    with patch.object(preparation, "run_units", run_units):
+    with patch.object(preparation.pools, "run_units", run_units):
         yield
 
 
