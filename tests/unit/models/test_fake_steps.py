@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -37,7 +38,7 @@ from tests.runs.test_bench import load
 pytestmark = pytest.mark.long
 
 GIB = 2**30
-H200 = 139 * GIB
+H200, H100 = 139 * GIB, 78 * GIB
 STATE = 16
 """Bytes a parameter between steps, gradients summed in bf16: weight 2, master 4, moments 8, gradient 2."""
 STATE_FP32_SUMS = 18
@@ -227,3 +228,37 @@ def test_the_long_rows_of_8b_fit_one_gpu(monkeypatch, tmp_path, record_property)
     record_property("GiB", (made.most / GIB, need / GIB))
     print(f"8b, {tokens:,} tokens: activations {made.most / GIB:.2f} GiB, together {need / GIB:.1f} GiB")
     assert need < 0.97 * H200  # the allocator loses some
+
+
+LLAMA_3: dict[str, Any] = {"model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8,
+                           "tie_word_embeddings": False, "max_position_embeddings": 8192}  # fmt: skip
+RECIPES: dict[str, tuple[dict[str, Any], float, int]] = {
+    "llama_1b": ({}, 6 + 12 / 8, 0),
+    "sft_8b": ({**LLAMA_3, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+                "num_attention_heads": 32}, 18 / 8, 2),
+    "lora_70b": ({**LLAMA_3, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
+                  "num_attention_heads": 64}, 2 / 8, 2),
+}  # fmt: skip
+"""Of a model whose recipe names none its shape; bytes a parameter on one of 8 GPUs (ds_configs/README.md); gathered
+layers at a time."""
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_uses_the_memory_of_its_gpus(monkeypatch, tmp_path, name):
+    """Its micro-batch takes about half of an H100 at least, and leaves something to CUDA, NCCL and the allocator. As in
+    a run, but for attention's kernel and uncompiled; an adapter's maps are counted as if their own gradients were made.
+    """
+    tree = yaml.safe_load((REPO / f"launch/recipes/{name}.yaml").read_text())
+    shape, state, gathered = RECIPES[name]
+    file = tmp_path / "deepspeed.json"
+    recompute = {"activation_checkpointing": {}} if gathered else {}
+    file.write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}, **recompute}))
+    model, tokens = ModelConfig(config=shape or tree["model"]["config"]), tree["data"]["sequence_length"]
+    rows, passes = tree["train"]["micro_batch"], 2 if gathered else 1
+    parameters, made = step_counted(monkeypatch, file, model, tokens, rows, passes=passes)
+    layer = parameters / (shape or tree["model"]["config"])["num_hidden_layers"]
+    need = state * parameters + gathered * 2 * layer + WORKING + made.most
+    print(f"{name}: {rows} x {tokens}: {need / GIB:.1f} GiB")
+    said = (REPO / f"launch/recipes/{name}.yaml").read_text()
+    assert f"{need / GIB:.0f} GiB of an H100's 78" in said
+    assert 0.45 * H100 < need < 0.93 * H100
