@@ -13,11 +13,13 @@ CPU-second of the process and of what it started, starts included, and the ratio
 
 The others train one model in processes of their own that take turns, round by round, as in train_speed.py; the losses
 of every step are compared. But for `packing` rows are equally long, so that nothing is padded. TRL takes part where it
-is installed. On a GPU they train in bf16, and a second is one of the clock.
+is installed.
 
 `packing` and `packing-dpo`: lengths are log-normal, most rows short, some as long as a sequence. Each step has the same
 rows for all, so losses are compared here, too; peers cut them into micro-batches of --at-once rows (pairs) and pad
 those to the longest. At the end plain transformers takes the loss of each contestant's weights on held-out rows.
+
+On a GPU they train in bf16, and a second is one of the clock:
 
     python tools/bench/posttraining.py --only sft --preset 1.2b --contestants llmtrain-full,trainer-full,trl-sft
 """
