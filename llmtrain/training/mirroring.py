@@ -40,8 +40,8 @@ def fetch_if_none(run: RunConfig, folder: CheckpointFolder, ranks: Ranks) -> Non
     with together(ranks):
         if folder.leads and not complete_checkpoints(folder.path):
             found = fetch_newest(url, folder.path, heart.beat)
-            if found is not None:
-                log.info(f"fetched {found.name} from {redact_text(url)}")
+            what = "holds no checkpoint yet" if found is None else f"{found.name} is fetched from there"
+            log.info(f"checkpoint.mirror {redact_text(url)}: {what}")
 
 
 class Mirror:
