@@ -49,6 +49,7 @@ SMALLER = {
     },
     "pipeline.py": ["--stages", "2", "--micro", "2", "--forward-ms", "5", "--steps", "1"],
     "balance.py": ["--ms", "1", "2", "--stages", "1", "--micro-batch", "2", "--steps", "4"],
+    "estimate.py": ["--tokens", "512"],
     "experts.py": ["--experts", "4", "--zero", "1", "--rounds", "1", "--steps", "1"],
     "watch.py": ["--hidden", "32", "--layers", "1", "--blocks", "6"],
     "watch.py --hosts": ["--hosts", "16"],
