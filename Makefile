@@ -19,7 +19,7 @@ export TOKENIZERS_PARALLELISM := false
 # With it every one of the tests' thousand processes compiles what it imports of this clone.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train tune check test test-cluster test-runs test-ranks test-units test-slow test-oldest test-newest test-peers lint install gpu-check clean launch/hostfile.local
+.PHONY: train tune check test test-cluster test-runs test-ranks test-units test-slow test-oldest test-newest test-peers test-kernels lint install gpu-check clean launch/hostfile.local
 
 # DeepSpeed's setup looks for the CUDA toolkit, which a machine with a driver and torch need not have.
 $(VENV)/.run $(VENV)/.dev: export DS_IGNORE_CUDA_DETECTION := 1
@@ -135,9 +135,15 @@ test-peers:
 		tests/unit/objectives/test_lm_eval.py tests/unit/data/test_token_owners.py tests/unit/checkpoint/test_mirror_s3.py \
 		tests/runs/test_prepare_ray.py
 
+# The kernels of an H100, compiled without one: torch's build for the CPU, and beside it the Triton that its build for CUDA
+# asks for. Not in .venv: a torch that finds Triton takes other ways.
+test-kernels: $(VENV)/.dev
+	$(BIN)/python -m pip install -q --no-deps --upgrade --target .venv-kernels triton==3.7.1
+	PYTHONPATH=$(CURDIR)/.venv-kernels $(BIN)/python -m pytest -m slow tests/unit/models/test_hopper.py
+
 # PARTS="tests 0.5b": these only; each ends within 10 minutes. Without a network: tools/gpu_check.sh, with .wheels.
 gpu-check: $(VENV)/.dev
 	tools/gpu_check.sh runs/gpu-check $(PARTS)
 
 clean:
-	rm -rf $(VENV) .venv-oldest .venv-newest .venv-peers build *.egg-info launch/hostfile.local
+	rm -rf $(VENV) .venv-oldest .venv-newest .venv-peers .venv-kernels build *.egg-info launch/hostfile.local
