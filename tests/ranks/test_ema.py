@@ -25,6 +25,7 @@ from llmtrain.training.ema import Ema
 from llmtrain.training.parts import Done
 from llmtrain.training.setup import Setup
 from llmtrain.training.step import Position, Session
+from tests.helpers.families import FAMILIES
 from tests.helpers.marks import slow
 from tests.helpers.training import Case, assembled, batches, make_setup, resolved_run, shortened, view_of
 
@@ -41,8 +42,10 @@ def setup_of(case: Case) -> Setup:
 def means(ema: Ema, setup: Setup) -> Tensors:
     """Put together from the ranks' own parts."""
     mine = [(f.name, f.own_region, view_of(f)[f.own].clone()) for f in ema.state()]
-    whole = {name: torch.full(shape, float("nan")) for name, shape in setup.engine.shapes().items()}
-    for part in from_all(setup.ranks, mine):
+    every = from_all(setup.ranks, mine)
+    names = {name for part in every for name, _, _ in part}  # an adapter leaves the others as they are
+    whole = {name: torch.full(setup.engine.shapes()[name], float("nan")) for name in sorted(names)}
+    for part in every:
         for name, region, values in part:
             put(whole[name].view(-1), region, values)
     return whole
@@ -108,7 +111,11 @@ def restored(case: Case, path: str) -> tuple[Tensors, float]:
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [({"stage": 1, "precision": "bf16"}, {"stage": 3}), ({"stage": 3}, {"tensor": 2}),
-     slow({"tensor": 2}, {"stage": 1, "pipeline": 2}), slow({"stage": 0}, {"stage": 2})],
+     slow({"tensor": 2}, {"stage": 1, "pipeline": 2}), slow({"stage": 0}, {"stage": 2}),
+     slow({"stage": 3, "sequence": 2}, {"stage": 1}), slow({"stage": 2, "precision": "fp16"}, {"stage": 3}),
+     slow({"stage": 2, "offload": "optimizer"}, {"stage": 3, "offload": "all"}),
+     slow({"stage": 1, "expert": 2, "model": {**FAMILIES["mixtral"]}}, {"stage": 2, "expert": 1}),
+     slow({"stage": 3, "adapter": {"r": 4, "alpha": 8.0}}, {"stage": 1})],
     ids=str,
 )  # fmt: skip
 def test_the_mean_is_its_definition_under_any_form(pools, small_data, tmp_path, saved, loaded):
@@ -131,4 +138,4 @@ def test_the_mean_is_its_definition_under_any_form(pools, small_data, tmp_path, 
     other = shortened(case, precision="fp32", **{"stage": 0, "tensor": 1, **loaded})
     travelled, loss = pools(2).run(restored, other, path)[0]
     assert all(torch.equal(travelled[name], value) for name, value in found.items())
-    assert abs(loss - of_means) < (5e-3 if case.precision == "bf16" else 1e-5)
+    assert abs(loss - of_means) < (1e-5 if case.precision == "fp32" else 5e-3)
