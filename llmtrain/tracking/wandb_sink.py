@@ -367,15 +367,16 @@ class WandbSink(Sink):
             media.cleanup()
 
     def _refer(self, run: Any, checkpoint: Path) -> None:
-        """Log a checkpoint as an artifact: a reference to each file, and none of their content."""
-        artifact = self._wandb.Artifact(f"checkpoint-{self._run_id}", type="checkpoint")
-        artifact.metadata = {"path": str(checkpoint.resolve())}
+        """Log a checkpoint as an artifact: a reference to each file, and none of their content. The rows go on without
+        it."""
         try:
+            artifact = self._wandb.Artifact(f"checkpoint-{self._run_id}", type="checkpoint")
+            artifact.metadata = {"path": str(checkpoint.resolve())}
             artifact.add_reference(checkpoint.resolve().as_uri(), checksum=False)
-        except (OSError, ValueError) as error:  # it was pruned meanwhile
-            log.warn_once(f"W&B has no artifact of {checkpoint} ({type(error).__name__}: {error})")
-            return
-        run.log_artifact(artifact, aliases=["latest", checkpoint.name])
+            run.log_artifact(artifact, aliases=["latest", checkpoint.name])
+        except Exception as error:  # it was pruned meanwhile; or the server, which is asked here, refuses the key
+            reason = redact_text(f"{type(error).__name__}: {error}".strip().splitlines()[0])
+            log.warn_once(f"W&B has no artifact of {checkpoint} ({reason}); metrics go on")
 
     def _start(self) -> Any:
         mode, why = choose_mode(self._tracking.wandb)

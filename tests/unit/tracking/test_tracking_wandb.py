@@ -256,7 +256,7 @@ def drive(tmp_path: Path, *, wandb: str = "offline", rows: int = 200, timeout_s:
     return per_call_s, time.perf_counter() - began
 
 
-def fail(**_) -> None:
+def fail(*_, **__) -> None:
     raise RuntimeError(f"server said no to {os.environ.get('WANDB_API_KEY')}\nsecond line")
 
 
@@ -288,6 +288,22 @@ def test_failing_and_hanging_wandb_is_said_once_and_never_waited_for(tmp_path, m
     assert said in error
     assert error.count("warning:") == 1
     assert CANARY not in error
+
+
+def test_an_artifact_that_fails_costs_no_row(tmp_path, monkeypatch, capsys):
+    """log_artifact asks the server for the account, and raises where it is not known."""
+    monkeypatch.setenv("WANDB_API_KEY", CANARY)
+    module = fake_wandb(monkeypatch, run=(run := FakeRun()))
+    module.Artifact = lambda *_, **__: types.SimpleNamespace(add_reference=lambda *_, **__: None)
+    run.log_artifact = fail
+    sink = WandbSink(tmp_path, tracking=TrackingConfig(wandb="offline", artifacts="reference"), run_id="r", config={})
+    for step in range(1, 4):
+        sink.log({"step": step, "loss": 1.0})
+        sink.event("save", {"path": str(tmp_path / f"step-{step}")})
+    sink.close(exit_code=0)
+    error = capsys.readouterr().err
+    assert [row["step"] for row in run.rows] == [1, 2, 3] and "W&B has no artifact of" in error
+    assert CANARY not in error and "stopped taking metrics" not in error
 
 
 def test_wandb_that_is_not_installed_is_said_once(tmp_path, monkeypatch, capsys):
