@@ -183,6 +183,7 @@ def summary(resolved: ResolvedRun, facts: ModelFacts | None = None) -> str:
     ways += [f"offload of {' and '.join(offload)}"] if offload else []
     layers, kept = resolved.run.model.recompute.layers, " without attention" if mix.keep_attention else ""
     of = f" of {units.counted(layers, 'layer')}" if isinstance(layers, int) else ""
+    of = " of as many layers as memory asks for" if layers == "auto" else of
     of += " a stage" if of and mix.degrees.pipeline > 1 else ""
     ways += [f"activation checkpointing{of}{kept}"] if mix.recomputes else []
     lines += [f"compute: {', '.join(ways)}", f"ranks:   {_ranks(resolved.degrees)}"]

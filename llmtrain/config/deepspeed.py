@@ -123,6 +123,7 @@ def read_facts(tree: dict[str, Any], path: str, run: RunConfig, optim: Optimizer
         layer_inputs_on_host=bool(lookup(tree, "activation_checkpointing.cpu_checkpointing")),
         keep_attention=run.model.recompute.keep is not None,
         recomputes=run.model.recompute.layers is not None,
+        recompute_auto=run.model.recompute.layers == "auto",
         optimizer=optim.name,
         clip_norm=optim.clip_norm,
         reduce_scatter=bool(zero.get("reduce_scatter")),

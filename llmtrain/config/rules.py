@@ -263,6 +263,10 @@ def check_values(run: RunConfig, places: Places, problems: Problems) -> None:
         problems.add("model.recompute.keep", "attention", f"model.attention {run.model.attention} is no operator of "
                      "torch's, so its output cannot be told from the rest", "set model.attention to sdpa, or remove it",
                      places.get("model.recompute.keep"))  # fmt: skip
+    if run.model.recompute.layers == "auto" and run.adapter.quantize is not None:
+        problems.add("model.recompute.layers", "auto", f"the bytes of adapter.quantize {run.adapter.quantize} cannot "
+                     "be counted without its kernels", "write all or a number of layers",
+                     places.get("model.recompute.layers"))  # fmt: skip
     check_adapter(run, places, problems)
     _check_fp8(run, places, problems)
     if run.ema.decay is None and run.ema != EmaConfig():

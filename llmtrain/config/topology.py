@@ -96,6 +96,8 @@ class Mix:
     keep_attention: bool = False
     recomputes: bool = False
     """Some decoder layers are recomputed (model.recompute.layers, or the JSON's `activation_checkpointing`)."""
+    recompute_auto: bool = False
+    """Their number is to be found at the start."""
     optimizer: str = "adamw"
     """`optim.name`."""
     clip_norm: float = 0.0
@@ -165,6 +167,14 @@ def _refused(optimizer: type[Optimizer], form: Form) -> Rule:
     )
 
 
+_NOT_COUNTED: dict[str, Callable[[Mix], bool]] = {
+    "pipeline.stages": lambda m: m.degrees.pipeline > 1,
+    "tensor_parallel.autotp_size": lambda m: m.degrees.tensor > 1,
+    "expert_parallel.autoep_size": lambda m: m.degrees.expert > 1,
+    "activation_checkpointing.cpu_checkpointing": lambda m: m.layer_inputs_on_host,
+}
+"""Key -> whether a run does what models/run/activations.py does not count."""
+
 RULES: tuple[Rule, ...] = (
     Rule(
         keys=("fp16.enabled", "bf16.enabled"),
@@ -225,6 +235,15 @@ RULES: tuple[Rule, ...] = (
         broken=lambda m: m.keep_attention and not m.recomputes,
         reason="it says what a recomputed layer keeps, and no layer is recomputed",
         remedy="set model.recompute.layers to all or a number, or remove model.recompute.keep",
+    ),
+    *(
+        Rule(
+            keys=("model.recompute.layers", key),
+            broken=lambda m, asked=asked: m.recompute_auto and asked(m),  # type: ignore[misc]
+            reason="auto counts the bytes of layers that one rank computes alone and keeps on its device",
+            remedy="set model.recompute.layers to all or a number",
+        )
+        for key, asked in _NOT_COUNTED.items()
     ),
     Rule(
         keys=("zero_optimization.zero_hpz_partition_size", "tensor_parallel.autotp_size"),

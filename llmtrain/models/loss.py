@@ -237,14 +237,14 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total += left @ right, where the total is in fp32 and the factors may be narrower."""
     if right.dtype == torch.float32:
         total.addmm_(left, right)
-    elif _adds_in_fp32(right.device.type, right.dtype):
+    elif adds_in_fp32(right.device.type, right.dtype):
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     else:
         total += left @ right
 
 
 @functools.cache
-def _adds_in_fp32(kind: str, dtype: torch.dtype) -> bool:
+def adds_in_fp32(kind: str, dtype: torch.dtype) -> bool:
     """True if a kind of device adds a product to an fp32 sum without rounding it first; tried once. A GPU that does not
     is named in a warning."""
     works = _tried_in_fp32(kind, dtype)

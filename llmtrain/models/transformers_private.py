@@ -218,6 +218,13 @@ def varlen_backward(
     return of_q, of_k, of_v
 
 
+def without_memory() -> contextlib.AbstractContextManager[Any]:
+    """torch._subclasses.fake_tensor.FakeTensorMode: tensors made in it have a shape and no elements."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
 @contextlib.contextmanager
 def fresh_compilation_cache() -> Iterator[None]:
     """torch._inductor.utils.fresh_cache: compiles anew what an earlier process may have left compiled.

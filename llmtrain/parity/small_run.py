@@ -101,6 +101,8 @@ def small_run(
     small = replace(small, neftune_noise_alpha=0.0)  # as dropout
     if small.mlp_tile_tokens is not None:
         small = replace(small, mlp_tile_tokens=min(8, small.mlp_tile_tokens))
+    if small.recompute.layers not in ("all", None):  # a layer of each stage is, and others are not
+        small = replace(small, recompute=replace(small.recompute, layers=1))
     if cpu:  # where the compiler takes a minute
         small = replace(small, compile_layers=False)
     return replace(

@@ -180,17 +180,26 @@ def _epochs(resolved: ResolvedRun, data: list[TrainData]) -> list[str]:
 
 def state_bytes(resolved: ResolvedRun, facts: ModelFacts) -> tuple[float, float]:
     """About how much weights, gradients, masters and moments take: in all, and on one rank. Activations come on top."""
+    return sum(_state_parts(resolved, facts).values()), sum(bytes_of_a_rank(resolved, facts).values())
+
+
+def bytes_of_a_rank(resolved: ResolvedRun, facts: ModelFacts) -> dict[str, float]:
+    """About how much "weights", "gradients" and "optimizer", its masters and moments, take on one rank."""
     mix, degrees = resolved.mix, resolved.degrees
-    wide = 2 if mix.precision != "fp32" else 4
-    moments = resolved.optim.moments * (2 if mix.bf16_moments else 4) + (0 if resolved.run.ema.decay is None else 4)
-    optimizer = facts.trained * (moments + (0 if mix.precision == "fp32" else 4))
-    weights, gradients = facts.parameters * wide, facts.trained * wide
     own = degrees.pipeline * degrees.tensor
     shards = degrees.world_size // own
     shared = {"optimizer": 1, "gradients": 2, "weights": 3}
-    parts = {"optimizer": optimizer, "gradients": gradients, "weights": weights}
-    of_a_rank = (held / own / (shards if mix.zero_stage >= shared[kind] else 1) for kind, held in parts.items())
-    return weights + gradients + optimizer, sum(of_a_rank)
+    parts = _state_parts(resolved, facts)
+    return {kind: held / own / (shards if mix.zero_stage >= shared[kind] else 1) for kind, held in parts.items()}
+
+
+def _state_parts(resolved: ResolvedRun, facts: ModelFacts) -> dict[str, float]:
+    mix = resolved.mix
+    wide = 2 if mix.precision != "fp32" else 4
+    moments = resolved.optim.moments * (2 if mix.bf16_moments else 4) + (0 if resolved.run.ema.decay is None else 4)
+    optimizer = facts.trained * (moments + (0 if mix.precision == "fp32" else 4))
+    gradients = facts.trained * (4 if mix.fp32_accumulation else wide)
+    return {"weights": facts.parameters * wide, "gradients": gradients, "optimizer": optimizer}
 
 
 def _too_large(resolved: ResolvedRun, spec: ModelSpec) -> list[str]:

@@ -50,6 +50,7 @@ from llmtrain.storage.checksum import checksum
 from llmtrain.storage.region import Region
 from llmtrain.storage.tensorfile import numel
 from llmtrain.training.examine import Checked
+from llmtrain.training.memory import decide_recomputation
 from llmtrain.training.step import Session
 
 if TYPE_CHECKING:
@@ -180,8 +181,10 @@ def start_engine(resolved: ResolvedRun, spec: ModelSpec, ranks: Ranks, mesh: Mes
         check_device(resolved.precision, resolved.run.model.attention, resolved.run.model.fp8, resolved.run.deepspeed)
     with together(ranks):
         compiles = _compiles_layers(spec, resolved.mix, ranks, one_shape=resolved.run.train.balance == "equal")
-        run = replace(resolved.run, model=replace(resolved.run.model, compile_layers=compiles))
-        model = build_model(replace(resolved, run=run), spec, ranks.device, mesh)
+        chosen, notes = decide_recomputation(resolved, spec, ranks)
+        run = replace(chosen.run, model=replace(chosen.run.model, compile_layers=compiles))
+        model = build_model(replace(chosen, run=run), spec, ranks.device, mesh)
+        model.notes += notes
     if compiles:
         model.notes.append("decoder layers go through torch.compile, which takes a while in the first steps")
     if resolved.run.model.attention == VARLEN and ranks.device.type == "cuda":

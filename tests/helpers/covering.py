@@ -32,8 +32,9 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 }
 """Setting -> its values. `documents`: next_token with a z-loss, NEFTune and data.isolate_documents. `column`: distill
 with top_k and NEFTune. `online`: dpo with that reference. `saved`: LoRA with modules_to_save. `whole`: experts that
-each rank has all of. `frozen`: one layer of two, by model.freeze. A cell without pipeline, tensor and sequence has two
-data-parallel ranks. The order is one with which the search needs few cells."""
+each rank has all of. `frozen`: one layer of two, by model.freeze. `recompute`: one layer of two, or that of each
+pipeline stage, with attention kept. A cell without pipeline, tensor and sequence has two data-parallel ranks. The order
+is one with which the search needs few cells."""
 
 
 def _in_order(pair: Pair) -> Pair:
@@ -146,8 +147,9 @@ def layout(cell: Cell) -> dict[str, Any]:
         zero["offload_optimizer"] = {"device": "cpu"}
     if cell["offload"] == "all":
         zero["offload_param"] = {"device": "cpu"}
-    tree = {"zero_optimization": zero, **({"activation_checkpointing": {}} if cell["recompute"] else {})}
+    tree = {"zero_optimization": zero}
     return {
+        "recompute": json.dumps({"layers": 1, "keep": "attention"} if cell["recompute"] else {}),
         "ranks": RANKS,
         "zero": cell["stage"],
         **{name: cell[name] for name in ("pipeline", "tensor", "sequence")},

@@ -21,6 +21,7 @@ from llmtrain.config.run import (
     AdapterConfig,
     DataConfig,
     ModelConfig,
+    RecomputeConfig,
     ResolvedRun,
     RunConfig,
     TrainConfig,
@@ -67,6 +68,8 @@ class Form:
     """More of the DeepSpeed JSON."""
     changes: str = "{}"
     """Other fields of the model's config."""
+    recompute: str = "{}"
+    """The section model.recompute."""
     freeze: tuple[str, ...] = ()
     train_only: tuple[str, ...] = ()
     adapter: str = "{}"
@@ -146,6 +149,7 @@ def resolved(form: Form) -> ResolvedRun:
             model=ModelConfig(
                 config=model,
                 attention="eager" if form.family == "gemma2" else "sdpa",
+                recompute=RecomputeConfig(**json.loads(form.recompute)),
                 freeze=list(form.freeze),
                 train_only=list(form.train_only),
                 fp8=form.fp8,  # type: ignore[arg-type]

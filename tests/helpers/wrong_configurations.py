@@ -617,13 +617,24 @@ CASES = [
     ),
     Wrong(
         "no recomputed layer",
-        ("model.recompute.layers = 0", "must be at least 1", "all or null"),
+        ("model.recompute.layers = 0", "must be at least 1", "all, auto or null"),
         {"model": {"recompute": {"layers": 0}}},
     ),
     Wrong(
         "some recomputed layers",
-        ('model.recompute.layers = "some"', "a whole number or one of all"),
+        ('model.recompute.layers = "some"', "a whole number or one of all, auto"),
         {"model": {"recompute": {"layers": "some"}}},
+    ),
+    Wrong(
+        "recomputed layers of a pipeline by themselves",
+        ('model.recompute.layers = "auto"', "pipeline.stages = 2", "one rank computes alone", "all or a number"),
+        {"model": {"recompute": {"layers": "auto"}}},
+        {"pipeline": {"stages": 2}},
+    ),
+    Wrong(
+        "recomputed layers beside packed weights by themselves",
+        ('model.recompute.layers = "auto"', "adapter.quantize nf4", "all or a number of layers"),
+        {"model": {"recompute": {"layers": "auto"}}, "adapter": {"r": 8, "quantize": "nf4"}},
     ),
     Wrong(
         "what recomputed layers keep where there are none",

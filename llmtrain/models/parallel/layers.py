@@ -131,7 +131,8 @@ def set_up_layers(
         tile_mlps(dense_mlps(hf), model.mlp_tile_tokens)
     if mix.recomputes:
         # The first ones: the backward pass begins with the last, which are gone when a recomputed layer needs room.
-        again = layers if model.recompute.layers == "all" else layers[: model.recompute.layers]
+        asked = model.recompute.layers
+        again = layers[:asked] if isinstance(asked, int) else layers
         recompute(again, keep_attention=mix.keep_attention, on_host=mix.layer_inputs_on_host,
                   compiled=bool(model.compile_layers))  # fmt: skip
     if model.compile_layers:

@@ -385,11 +385,13 @@ def check_model(resolved: ResolvedRun) -> tuple[ModelSpec, tuple[str, ...]]:
 
 def _check_recomputed(hf: PreTrainedModel, asked: int | str | None, places: Places, problems: Problems) -> None:
     """The model has as many layers as are to be recomputed."""
-    layers = len(decoder_layers(hf))
+    layers, key = len(decoder_layers(hf)), "model.recompute.layers"
     if isinstance(asked, int) and asked > layers:
-        key = "model.recompute.layers"
         problems.add(key, asked, f"the model has {layers} decoder layers", "write all", places.get(key))
-        problems.raise_if_any()
+    if asked == "auto" and expert_blocks(hf):
+        rule = "auto counts bytes before any token is routed, and those of an expert depend on its tokens"
+        problems.add(key, asked, rule, "write all or a number of layers", places.get(key))
+    problems.raise_if_any()
 
 
 def _check_adapter(hf: PreTrainedModel, adapter: AdapterConfig, places: Places) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from llmtrain import cli
 from llmtrain.base.units import count, size
+from llmtrain.commands.config import summary
 from llmtrain.config import strict_yaml
 from llmtrain.config.batch import solve
 from llmtrain.config.load import load, parse
@@ -51,6 +52,25 @@ def test_defaults_are_filled_in(here: Path) -> None:
     assert (resolved.mix.offload_optimizer, resolved.mix.offload_param) == (False, False)
     assert resolved.max_steps == 100
     assert not resolved.mix.recomputes
+
+
+@pytest.mark.parametrize(
+    ("model", "ds", "layers", "said"),
+    [
+        ({}, {"activation_checkpointing": {}}, "all", "adamw, activation checkpointing\n"),
+        ({"recompute": {"layers": 3, "keep": "attention"}}, {"activation_checkpointing": {}}, 3,
+         "adamw, activation checkpointing of 3 layers without attention\n"),
+        ({"recompute": {"layers": "auto"}}, {}, "auto", "checkpointing of as many layers as memory asks for\n"),
+        ({"recompute": {"layers": 1}}, {"pipeline": {"stages": 2}}, 1, "checkpointing of 1 layer a stage\n"),
+        ({"keep_attention": False}, {}, None, "adamw\n"),  # of an old config.yaml
+    ],
+    ids=str,
+)  # fmt: skip
+def test_recomputed_layers_of_yaml_and_json(here: Path, model: Any, ds: Any, layers: Any, said: str) -> None:
+    resolved = loaded(here, {"model": model}, ds)
+    assert resolved.run.model.recompute.layers == layers
+    assert resolved.mix.recomputes == (layers is not None)
+    assert said in summary(resolved)
 
 
 def test_the_exact_dict(here: Path) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +18,18 @@ import pytest
 import torch
 import yaml
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from llmtrain.config.load import resolve
+from llmtrain.config.load import parse, resolve
 from llmtrain.config.run import DataConfig, ModelConfig, RunConfig, TrainConfig
 from llmtrain.models import loss, recompute
 from llmtrain.models.run import build_for_rank
+from llmtrain.models.run.activations import LiveBytes
 from llmtrain.models.skeleton import decoder_layers
 from llmtrain.models.spec import ModelSpec
 from llmtrain.models.structure import projections
 from llmtrain.optim.optimizers import AdamW
 from llmtrain.optim.schedules import Constant
+from llmtrain.training.memory import layers_for
 from tests.helpers.families import summed_loss
 from tests.helpers.launching import REPO
 from tests.runs.test_bench import load
@@ -46,15 +45,11 @@ WORKING = 3_000_000_000
 """Bytes that DeepSpeed's buckets take in the backward pass, or the step of a group (6 for each of 5e8 elements)."""
 
 
-class LiveBytes(TorchDispatchMode):
-    """The most bytes that the storages made within it had at one time, beyond those of `others`."""
+class LiveOnDevice(LiveBytes):
+    """But for what a function makes that is not there on a GPU."""
 
     def __init__(self, others: list[torch.Tensor]) -> None:
-        super().__init__()
-        self.most = self._now = 0
-        self.ran: Counter[str] = Counter()
-        self._others = {tensor.untyped_storage()._cdata for tensor in others}
-        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+        super().__init__(others)
         self._paused = False
 
     def uncounted(self, function: Callable[..., Any], *, result: bool) -> Callable[..., Any]:
@@ -67,32 +62,14 @@ class LiveBytes(TorchDispatchMode):
             finally:
                 self._paused = False
             if result:
-                self._add(made)
+                self.add(made)
             return made
 
         return run
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = function(*args, **(kwargs or {}))
-        self.ran[function.overloadpacket.__name__] += 1
+    def add(self, made: Any) -> None:
         if not self._paused:
-            self._add(made)
-        return made
-
-    def _add(self, made: Any) -> None:
-        for tensor in tree_leaves(made):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                key, size = storage._cdata, storage.nbytes()
-                held = self._live.get(key)
-                if key in self._others or (held is not None and not held[0].expired()):
-                    continue
-                self._live[key] = StorageWeakRef(storage), size
-                self._now += size - (0 if held is None else held[1])
-        if self._now > self.most:  # who is gone by now is looked for only where it matters
-            self._live = {key: held for key, held in self._live.items() if not held[0].expired()}
-            self._now = sum(size for _, size in self._live.values())
-            self.most = max(self.most, self._now)
+            super().add(made)
 
 
 def step_counted(
@@ -103,7 +80,7 @@ def step_counted(
     micro_batch: int = 1,
     *,
     passes: int = 2,
-) -> tuple[int, LiveBytes]:
+) -> tuple[int, LiveOnDevice]:
     """(parameters, what forward and backward of a micro-batch made beside parameters and gradients)."""
     run = RunConfig(
         deepspeed=str(deepspeed),
@@ -128,9 +105,9 @@ def step_counted(
         for parameter in parameters:
             parameter.grad = torch.empty_like(parameter)
         inputs = torch.zeros(micro_batch, tokens, dtype=torch.int64)
-        mode = LiveBytes([*parameters, *(p.grad for p in parameters)])
+        mode = LiveOnDevice([*parameters, *(p.grad for p in parameters)])
         monkeypatch.setattr(loss, "_elementwise", lambda device: loss._fused)  # as on CUDA
-        monkeypatch.setattr(loss, "_adds_in_fp32", lambda kind, dtype: True)
+        monkeypatch.setattr(loss, "adds_in_fp32", lambda kind, dtype: True)
         monkeypatch.setattr(loss, "_compiled", lambda function: mode.uncounted(function, result=True))
         monkeypatch.setattr(recompute, "to_host", mode.uncounted(recompute.to_host, result=False))
         with mode:
@@ -199,7 +176,7 @@ def peers_step(preset: Any, dtype: torch.dtype) -> int:
         for parameter in parameters:
             parameter.grad = torch.empty_like(parameter)
         ids = torch.zeros(preset.micro_batch, preset.sequence, dtype=torch.int64)
-        mode = LiveBytes([*parameters, *(p.grad for p in parameters)])
+        mode = LiveOnDevice([*parameters, *(p.grad for p in parameters)])
         with mode:
             with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
                 loss = module(input_ids=ids, labels=ids, shift_labels=ids, num_items_in_batch=100).loss
@@ -262,3 +239,15 @@ def test_a_recipe_uses_the_memory_of_its_gpus(monkeypatch, tmp_path, name):
     said = (REPO / f"launch/recipes/{name}.yaml").read_text()
     assert f"{need / GIB:.0f} GiB of an H100's 78" in said
     assert 0.45 * H100 < need < 0.93 * H100
+
+
+@pytest.mark.parametrize(("gib", "layers", "keep"), [(139, None, None), (79, 4, "attention"), (45, 26, "attention")])
+def test_the_layers_that_sft_8b_recomputes(monkeypatch, gib, layers, keep):
+    """With one row a micro-batch, on 8 GPUs with so much memory."""
+    monkeypatch.chdir(REPO)
+    words = ["--config", "launch/recipes/sft_8b.yaml", "--train.micro_batch", "1"]
+    resolved = resolve(parse(words, check_paths=False).run, 8)
+    run = replace(resolved.run, model=replace(resolved.run.model, pretrained=None, config=RECIPES["sft_8b"][0]))
+    chosen, note = layers_for(gib * GIB, replace(resolved, run=run), ModelSpec.of(run.model))
+    print(f"{gib} GiB: {note}")
+    assert (chosen.layers, chosen.keep) == (layers, keep)

@@ -15,6 +15,7 @@ from llmtrain.models import recompute, varlen
 from llmtrain.models.language import LanguageModel
 from llmtrain.models.parallel.layers import set_up_layers
 from llmtrain.models.skeleton import decoder_layers
+from tests.helpers.marks import slow
 from tests.unit.models.test_tiled import loss_and_gradients, model_of
 
 TOKENS = torch.randint(0, 512, (2, 22), generator=torch.Generator().manual_seed(0))
@@ -47,7 +48,7 @@ def recomputing(
     """The model with these layers recomputed."""
     given = ModelConfig(recompute=RecomputeConfig(layers=layers, keep=keep))
     mix = Mix(recomputes=layers is not None, keep_attention=keep is not None, layer_inputs_on_host=on_host)
-    set_up_layers(model.hf, list(decoder_layers(model.hf)), given, mix)
+    set_up_layers(model.hf, list(decoder_layers(model.hf)), given, mix, torch.device("cpu"))
     return model
 
 
@@ -56,7 +57,7 @@ def recomputing(
     [(1, None, False), (2, None, True), ("all", None, False), (2, "attention", False), ("all", "attention", False),
      ("all", "attention", True)],
 )  # fmt: skip
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "varlen"])
+@pytest.mark.parametrize("family", ["llama", slow("gemma3"), slow("gpt2"), "varlen"])
 def test_the_first_layers_run_twice_but_for_what_they_keep(family, layers, keep, on_host):
     attention = family if family == "varlen" else "sdpa"
     model = model_of("llama" if family == "varlen" else family, attention=attention)

@@ -1,0 +1,113 @@
+"""Bytes of a micro-batch's activations, counted on tensors without memory.
+
+torch's FakeTensorMode knows the shape of each result and computes none, so that a step of 8B takes seconds and no
+memory. Its tensors say that they are on a CPU, whose attention kernel keeps what a GPU's flash kernel keeps. Layers are
+counted without torch.compile and fp8, with which they keep less. Bytes are those of the tensors: what an allocator
+loses between them is not among them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from llmtrain.config.run import RecomputeConfig, ResolvedRun
+from llmtrain.config.topology import Degrees
+from llmtrain.models.loss import adds_in_fp32
+from llmtrain.models.run.build_for_rank import build_model
+from llmtrain.models.skeleton import DTYPES
+from llmtrain.models.spec import ModelSpec
+from llmtrain.models.transformers_private import OperatorMode, storage_of, without_memory
+
+
+class LiveBytes(OperatorMode):
+    """The bytes of the storages made within it that are alive, beyond those of `others`, and the most there were."""
+
+    def __init__(self, others: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.most = self._now = 0
+        self.ran: Counter[str] = Counter()
+        """Operators by name."""
+        self._others = {storage_of(tensor) for tensor in others}
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        self.ran[function.overloadpacket.__name__] += 1
+        self.add(made)
+        return made
+
+    def add(self, made: Any) -> None:
+        """Count the tensors in it."""
+        for tensor in made if isinstance(made, (tuple, list)) else (made,):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                key, size = storage_of(tensor), storage.nbytes()
+                held = self._live.get(key)
+                if key in self._others or (held is not None and not held[0].expired()):
+                    continue
+                self._live[key] = StorageWeakRef(storage), size
+                self._now += size - (0 if held is None else held[1])
+        if self._now > self.most:  # who is gone by now is looked for only where it matters
+            self.most = max(self.most, self.now())
+
+    def now(self) -> int:
+        """Bytes that are alive."""
+        self._live = {key: held for key, held in self._live.items() if not held[0].expired()}
+        self._now = sum(size for _, size in self._live.values())
+        return self._now
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activations:
+    """Bytes that a micro-batch makes beside parameters and gradients."""
+
+    kept: int
+    """Alive between its forward and its backward pass."""
+    most: int
+    """Alive at one time in either."""
+
+
+def count_activations(
+    resolved: ResolvedRun, spec: ModelSpec, layers: int | Literal["all"] | None, keep: Literal["attention"] | None
+) -> Activations:
+    """Count them for this rank's share of the run's largest micro-batch, with so many layers recomputed.
+
+    The model is counted as one rank alone has it: without pipeline, tensor and expert parallelism, copies on the host
+    and packed weights, with which the configuration refuses `auto`.
+    """
+    run, mix = resolved.run, resolved.mix
+    again = RecomputeConfig(layers=layers, keep=keep)
+    model = replace(run.model, recompute=again, compile_layers=False, fp8=None)
+    alone = replace(
+        resolved,
+        run=replace(run, model=model),
+        mix=replace(mix, zero_stage=0, degrees=Degrees(), recomputes=layers is not None, keep_attention=bool(keep)),
+    )
+    if model.attention.startswith("flash"):  # a package for GPUs, whose kernel keeps what sdpa's keeps
+        spec = replace(spec, model=replace(spec.model, attention="sdpa"))
+    sizes = ((stage.batch.micro_batch, stage.data.sequence_length) for stage in resolved.stages)
+    rows, length = max(sizes, key=lambda size: (size[0] * size[1], size[1]))
+    tokens = length // mix.degrees.sequence
+    adds_in_fp32("cpu", DTYPES[mix.precision])  # which looks at numbers, the first time
+    module: Any = build_model(alone, spec, torch.device("meta"), None).train()  # type: ignore[arg-type]
+    with without_memory():
+        module.to_empty(device="cpu")
+        parameters = list(module.parameters())
+        for parameter in parameters:
+            parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+        inputs = torch.zeros(rows, tokens, dtype=torch.int64)
+        positions = torch.zeros_like(inputs) if run.data.isolate_documents else None
+        with LiveBytes([*parameters, *(p.grad for p in parameters if p.grad is not None)]) as live:
+            # A reward model reads one place of each text.
+            of_hidden = lambda head, hidden: hidden.sum() if spec.scores else head.nll_sum(hidden, inputs)  # noqa: E731
+            loss = module(inputs, of_hidden, positions)
+            kept = live.now()
+            loss.backward()
+    return Activations(kept=kept, most=live.most)
