@@ -13,7 +13,7 @@ from llmtrain.parity.compare import Trace
 from tests.helpers.compiled import gathered_layers
 from tests.helpers.marks import slow
 from tests.helpers.parity import Form, references, resolved, train_on_rank
-from tests.helpers.training import Case, make_engine, run_case, train_steps
+from tests.helpers.training import LLAMA, Case, make_engine, run_case, train_steps
 
 pytestmark = pytest.mark.needs("torchao")
 RECOMPUTED = {"activation_checkpointing": {}}
@@ -51,6 +51,22 @@ def test_gradients_are_those_of_plain_pytorch_with_the_same_rounding(pools: Any,
     assert abs(got.losses[0] - want.losses[0]) < 5e-4
     assert apart(got, want)[-1] < 5e-3
     assert apart(references(replace(form, fp8=None))[0], want)[0] > 0.03
+
+
+def converted(case: Case) -> set[str]:
+    """The last names of the maps that multiply in fp8."""
+    engine, _ = make_engine(case)
+    every = engine.module.named_modules()
+    found = {path.rpartition(".")[2] for path, module in every if getattr(module, "multiplies_in_fp8", False)}
+    engine.close()
+    return found
+
+
+def test_routers_stay_where_ranks_share_the_experts(pools: Any, small_data: str) -> None:
+    """16 experts, so that a router's sides are multiples of 16, too."""
+    model = {**LLAMA, "model_type": "mixtral", "num_hidden_layers": 2, "num_local_experts": 16}
+    case = Case(data=small_data, stage=1, expert=2, model=model, fp8="rowwise")
+    assert pools(2).run(converted, case) == [{f"{name}_proj" for name in "qkvo"}] * 2
 
 
 def kept_weights(case: Case) -> tuple[int, int]:

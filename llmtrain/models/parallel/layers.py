@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from llmtrain.config.run import ModelConfig
 from llmtrain.config.topology import Mix
-from llmtrain.models.fp8 import use_fp8
 from llmtrain.models.recompute import recompute
 
 # The MLPs of a decoder over slices of the sequence: what they keep for the backward pass is one slice's.
@@ -119,11 +118,8 @@ def set_up_layers(
     layers: Sequence[nn.Module],
     model: ModelConfig,
     mix: Mix,
-    device: torch.device,
 ) -> None:
     """Let the decoder `layers` of `hf` that are here compute as the model section of the run says."""
-    if model.fp8 is not None:
-        use_fp8(layers, model.fp8, emulated=device.type == "cpu")
     if model.mlp_tile_tokens is not None:  # it takes the model apart: 1,000 lines that other runs do not load
         from llmtrain.models.parallel.layers import tile_mlps
         from llmtrain.models.structure.projections import dense_mlps

@@ -21,6 +21,7 @@ from llmtrain.base.errors import ModelError
 from llmtrain.config.run import ResolvedRun
 from llmtrain.models.adapter import put_around
 from llmtrain.models.experts import avoid_grouped_product
+from llmtrain.models.fp8 import use_fp8
 from llmtrain.models.head import Head, Loss
 from llmtrain.models.language import documents_in_rows
 from llmtrain.models.neftune import Neftune, text_lengths
@@ -360,7 +361,9 @@ def build_pipeline(resolved: ResolvedRun, spec: ModelSpec, device: torch.device,
         if model.neftune_noise_alpha and part.first:
             stage.noise = Neftune(hf.get_submodule(anatomy.embedding), model.neftune_noise_alpha)
         own = [hf.get_submodule(anatomy.layers[index].path) for index in part.layers]
-        set_up_layers(hf, own, model, resolved.mix, device)
+        if model.fp8 is not None:
+            use_fp8(own, model.fp8, emulated=device.type == "cpu")
+        set_up_layers(hf, own, model, resolved.mix)
         return stage
 
     counts = layer_counts(resolved.pipeline_partition, degrees.pipeline, hf, anatomy)

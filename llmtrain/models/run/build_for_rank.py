@@ -56,6 +56,8 @@ def build_model(
             put_around(hf, spec.adapted, device, DTYPES[mix.precision], packed=packed)
             if packed and mix.degrees.expert == 1:
                 materialise(hf, device, DTYPES[mix.precision])  # all but the packed maps
+        if model.fp8 is not None:  # before the ranks divide the experts, whose routers are found beside all of them
+            fp8.use_fp8(decoder_layers(hf), model.fp8, emulated=device.type == "cpu")
         avoid_grouped_product(hf, DTYPES[mix.precision])
         routing = None
         if (blocks := expert_blocks(hf)) or mix.degrees.expert > 1:
@@ -65,7 +67,7 @@ def build_model(
         elif mix.zero_stage == 3:
             set_leaf_modules(hf, blocks)
         hf.config.use_cache = False
-        set_up_layers(hf, list(decoder_layers(hf)), model, mix, device)
+        set_up_layers(hf, list(decoder_layers(hf)), model, mix)
         if mix.degrees.sequence > 1:
             from llmtrain.models.parallel.sequence import SequenceLanguageModel
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from llmtrain.base.errors import ConfigError
 from llmtrain.config.run import ModelConfig
-from llmtrain.models.fp8 import maps_of, use_fp8, without_fp8
+from llmtrain.models.fp8 import check_maps, line, maps_of, use_fp8, without_fp8
 from llmtrain.models.skeleton import decoder_layers, load_config, skeleton
 
 pytestmark = pytest.mark.needs("torchao")
@@ -61,6 +62,18 @@ def test_a_map_and_its_gradients_are_those_of_the_definition(recipe: str, dtype:
     assert 0.01 < float(apart) < 2**-3, apart
 
 
+@pytest.mark.parametrize(
+    ("missing", "said"), [(False, "have no linear maps"), (True, r"pip install 'llmtrain\[fp8\]'")]
+)
+def test_no_map_and_no_library_are_refused(monkeypatch: pytest.MonkeyPatch, missing: bool, said: str) -> None:
+    """GPT-2's maps are Conv1D."""
+    hf = skeleton(load_config(ModelConfig(config={"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4})))
+    if missing:
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=said):
+        check_maps(hf, "rowwise", {})
+
+
 def test_what_is_not_finite_stays_so() -> None:
     """A step with it is skipped: scales may not hide an infinity."""
     layer = nn.ModuleDict({"map": nn.Linear(16, 16)})
@@ -80,4 +93,8 @@ def test_maps_that_16_does_not_divide_and_those_of_a_mixture_stay() -> None:
     chosen, others = maps_of(decoder_layers(hf)[0])
     assert sorted(chosen) == [f"self_attn.{name}_proj" for name in "koqv"]
     assert "no multiples of 16" in others["mlp.shared_expert.up_proj"] and "1 x 64" in others["mlp.shared_expert_gate"]
+    said = line(hf, "rowwise", emulated=True)
+    assert (
+        "8 linear maps of 2 decoder layers multiply in fp8, emulated" in said and "1 x 64, no multiples of 16" in said
+    )
     assert "lm_head" not in {path for path, _ in hf.named_modules() if path.endswith(tuple(chosen))}
