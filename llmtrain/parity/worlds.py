@@ -189,9 +189,11 @@ def _tell(
         print("\n".join(report(title, verdict, passes="NO ANSWER")), flush=True)
         return _no_answer(verdict.blunt)
     wide = []
-    if recipe is not None and verdict.blunt is not None:
-        wide = [f"        blunt: some numbers lie between two of fp8 and went the other way, so a {verdict.blunt.kind} may "
-                f"be off by {verdict.blunt.tolerated:.2g}. All but fp8 is compared sharply with --model.fp8 null"]  # fmt: skip
+    if recipe is not None and (blunt := verdict.blunt) is not None:
+        wide.append(
+            f"        blunt: numbers between two of fp8 went the other way, so a {blunt.kind} may be off by "
+            f"{blunt.tolerated:.2g}; all but fp8 is compared sharply with --model.fp8 null"
+        )
     likely = "" if verdict.passed else hint(got, want[0], verdict, clip_norm)
     if likely and isinstance(objective := user.run.objective, (ByToken, Pairs)):
         method, what = ("terms", "tokens") if isinstance(objective, ByToken) else ("losses", "pairs")
