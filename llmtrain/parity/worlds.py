@@ -221,11 +221,10 @@ def _no_answer(blunt: Difference) -> int:
 def bluntness(name: str, verdict: Verdict, *, sharp: bool) -> list[str]:
     """Line of the report on faults that a comparison in half precision cannot find; none of the sharp one."""
     moved = verdict.worst.get("movement")
+    sharper = "" if name == "fp32" else "; the fp32 comparison is the sharp one"
     if sharp or moved is None or moved.tolerated < 0.1:
         return []
-    return [
-        f"        blunt: in {name} a movement may be off by {moved.tolerated:.0%}; the fp32 comparison is the sharp one"
-    ]
+    return [f"        blunt: in {name} a movement may be off by {moved.tolerated:.0%}{sharper}"]
 
 
 def report(title: str, verdict: Verdict, likely: str = "", passes: str = "PASS") -> list[str]:
