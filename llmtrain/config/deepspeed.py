@@ -125,6 +125,7 @@ def read_facts(tree: dict[str, Any], path: str, run: RunConfig, optim: Optimizer
         recomputes=run.model.recompute.layers is not None,
         recompute_auto=run.model.recompute.layers == "auto",
         optimizer=optim.name,
+        own_settings=optim.has_own_settings,
         clip_norm=optim.clip_norm,
         reduce_scatter=bool(zero.get("reduce_scatter")),
         fp32_accumulation=lookup(tree, "data_types.grad_accum_dtype") == "fp32",

@@ -212,10 +212,13 @@ _MAPS: dict[str, tuple[type | tuple[type, ...], str, str]] = {
     "eval.sets": (str, "NAME: FOLDER", "a set is the path of a prepared folder"),
     "eval.choices": (str, "NAME: FOLDER", "a set is the path of a prepared folder"),
     "eval.sequences": (int, "NAME: SEQUENCES", "a number of sequences is a whole number"),
+    "optim.weight_decay_of": ((int, float), "PATTERN: WEIGHT DECAY", "a weight decay is a number"),
+    "optim.lr_factor_of": ((int, float), "PATTERN: FACTOR", "a factor is a number"),
     "eval.mean": ((int, float), "NAME: WEIGHT", "a weight is a number"),
 }
 """Maps whose keys are the user's own: type of a value, form of a line, rule of a value."""
 _STAGES = "data.stages"
+_WITH_DOTS = ("data.mixture", "optim.weight_decay_of", "optim.lr_factor_of")
 _FREE_KEYS = ("model.config", _STAGES, *_MAPS)
 
 FORMERLY = {
@@ -526,7 +529,7 @@ def _override(tree: dict[str, Any], places: dict[str, str], key: str, text: str,
         value = str(number)
     if free is not None:
         value = strict_yaml.parse(text, f"{COMMAND_LINE}, --{key}").tree
-        if free == "data.mixture" and key != free:  # the rest is a path, dots and all
+        if free in _WITH_DOTS and key != free:  # the rest is a path or a pattern, dots and all
             parts = [*free.split("."), key[len(free) + 1 :]]
     node = tree
     for part in parts[:-1]:
@@ -730,15 +733,12 @@ def _entry(key: str, cls: type, values: dict[str, Any], places: dict[str, str], 
 
 
 def _put_free(run: RunConfig, free: dict[str, Any]) -> RunConfig:
-    if (config := free.get("model.config")) is not None:
-        run = replace(run, model=replace(run.model, config=config))
-    if (mixture := free.get("data.mixture")) is not None:
-        weights = {path: float(weight) for path, weight in mixture.items()}
-        run = replace(run, data=replace(run.data, mixture=weights))
-    of_eval = {key.removeprefix("eval."): value for key, value in free.items() if key.startswith("eval.")}
-    if mean := of_eval.get("mean"):
-        of_eval["mean"] = {name: float(weight) for name, weight in mean.items()}
-    return replace(run, eval=replace(run.eval, **of_eval)) if of_eval else run
+    for key, value in free.items():
+        section, name = key.split(".")
+        if key in _MAPS and _MAPS[key][0] == (int, float):
+            value = {each: float(number) for each, number in value.items()}
+        run = replace(run, **{section: replace(getattr(run, section), **{name: value})})
+    return run
 
 
 def _check_keys(tree: dict[str, Any], prefix: str, places: dict[str, str], problems: Problems) -> None:

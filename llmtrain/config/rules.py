@@ -238,6 +238,15 @@ def check_values(run: RunConfig, places: Places, problems: Problems) -> None:
             key = f"data.mixture.{path}"
             problems.add(key, weight, "a weight must be greater than 0", "remove the folder from the mixture",
                          places.get(key))  # fmt: skip
+    for pattern, decay in run.optim.weight_decay_of.items():
+        if not (math.isfinite(decay) and decay >= 0):
+            key = f"optim.weight_decay_of.{pattern}"
+            problems.add(key, decay, "must be 0 or greater", "0 turns it off", places.get(key))
+    for pattern, factor in run.optim.lr_factor_of.items():
+        if not (math.isfinite(factor) and factor > 0):
+            key = f"optim.lr_factor_of.{pattern}"
+            problems.add(key, factor, "must be greater than 0", "model.freeze keeps parameters as they are",
+                         places.get(key))  # fmt: skip
     if run.data.mixture == {}:
         problems.add("data.mixture", {}, "names no folder", "write `FOLDER: WEIGHT` lines, or use data.path",
                      places.get("data.mixture"))  # fmt: skip

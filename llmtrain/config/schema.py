@@ -317,8 +317,10 @@ def _value(entry: Entry) -> dict[str, Any]:
     value_schema: dict[str, Any] = {"description": entry.meaning}
     if entry.default not in ("required", "null"):
         value_schema["default"] = json.loads(entry.default)
-    if entry.key in ("data.mixture", "eval.mean"):
+    if entry.key in ("data.mixture", "eval.mean", "optim.lr_factor_of"):
         limits = {"additionalProperties": {"type": "number", "exclusiveMinimum": 0}}
+    elif entry.key == "optim.weight_decay_of":
+        limits = {"additionalProperties": {"type": "number", "minimum": 0}}
     elif entry.key in ("eval.sets", "eval.sequences", "eval.choices"):
         limits = {"additionalProperties": {"type": _TYPES[get_args(entry.kind)[1]]}}
     return {**value_schema, **_kind(entry.kind, limits)}

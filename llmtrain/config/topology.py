@@ -100,6 +100,8 @@ class Mix:
     """Their number is to be found at the start."""
     optimizer: str = "adamw"
     """`optim.name`."""
+    own_settings: bool = False
+    """Single parameters have a learning rate or weight decay of their own."""
     clip_norm: float = 0.0
     reduce_scatter: bool = False
     fp32_accumulation: bool = False
@@ -265,6 +267,13 @@ RULES: tuple[Rule, ...] = (
         broken=lambda m: m.degrees.pipeline > 1 and m.profiled,
         reason="DeepSpeed's pipeline starts the timer of a backward pass twice, and ends in an assertion",
         remedy="remove them with a pipeline; `llmtrain report` draws what a step spends its time on",
+    ),
+    Rule(
+        keys=("pipeline.stages", "zero_optimization.offload_optimizer.device"),
+        broken=lambda m: m.degrees.pipeline > 1 and m.offload_optimizer and m.own_settings,
+        reason="DeepSpeed's gradient norm of an offloaded optimizer needs equally many groups of parameters on all "
+        "stages, and optim.layer_decay, lr_factor_of and weight_decay_of make other groups on each",
+        remedy="remove offload_optimizer, or those of optim",
     ),
     Rule(
         keys=("sequence_parallel_size", "pipeline.stages"),

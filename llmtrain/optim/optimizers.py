@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from llmtrain.base.choice import BELOW_1, NOT_NEGATIVE, POSITIVE, Bound, Choice, joined
+from llmtrain.base.choice import BELOW_1, NOT_NEGATIVE, POSITIVE, Bound, Choice, bounded, joined
 
 PARAM = "param"
 """Kind of the fp32 master values in an optimizer's state; the other kinds are its names of its moments (`state`)."""
@@ -59,8 +59,21 @@ class Optimizer(Choice, section="optim"):
     """Decoupled weight decay. Or from the JSON."""
     decay: Literal["matrices", "all"] = "matrices"
     """Parameters that decay: matrices, or biases, norms and other vectors as well (one group, as plain AdamW has)."""
+    weight_decay_of: dict[str, float] = field(default_factory=dict)
+    """PATTERN: WEIGHT DECAY of the parameters with such Hugging Face names (`*`, `?`, `[...]`), in place of what
+    `decay` and `weight_decay` say. Each pattern has to match one that trains."""
+    lr_factor_of: dict[str, float] = field(default_factory=dict)
+    """PATTERN: FACTOR on the learning rate of the parameters with such names. The rate in the log is without it."""
+    layer_decay: float = bounded(1.0, Bound(above=0, at_most=1), "0.9 is common, 1 means none")
+    """Layer-wise learning rates: decoder layer i of n, counted from 0, has the rate times layer_decay^(n - 1 - i),
+    embeddings times layer_decay^n. Head, final norm and the rate in the log are without it. 1 = none."""
     clip_norm: float = joined(1.0, "gradient_clipping", NOT_NEGATIVE, "1.0 is the default, 0 turns it off")
     """Largest global gradient norm; 0 = no clipping. The default of muon is 0. Or from the JSON (gradient_clipping)."""
+
+    @property
+    def has_own_settings(self) -> bool:
+        """Single parameters have a learning rate or weight decay of their own."""
+        return self.layer_decay != 1.0 or bool(self.lr_factor_of or self.weight_decay_of)
 
     def group(self) -> dict[str, Any]:
         """The settings of a group of parameters, except its decay; `peak_lr` is what the schedule multiplies."""

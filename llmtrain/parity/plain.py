@@ -351,12 +351,14 @@ class PlainOptimizer:
         self._kept = torch.bfloat16 if bf16 else torch.float32
         self._steps = 0
         self._muon: set[str] = set()
+        self._own = {name: _own(model, name, value, optim) for name, value in masters.items()}
         self._of_plugin: Any = None
         if type(optim).build is not Optimizer.build:
-            rates = {True: optim.weight_decay, False: 0.0}
-            groups = [{**optim.group(), "weight_decay": rate, "params": [m for m in masters.values() if decays == (
-                m.dim() >= 2 or optim.decay == "all")]} for decays, rate in rates.items()]  # fmt: skip
-            self._of_plugin = optim.build([group for group in groups if group["params"]])
+            self._of_plugin = optim.build([
+                {**optim.group(), "weight_decay": decay, "factor": factor,
+                 "params": [masters[name] for name, own in self._own.items() if own == (factor, decay)]}
+                for factor, decay in dict.fromkeys(self._own.values())
+            ])  # fmt: skip
         if isinstance(optim, Muon):  # for the matrices of the decoder layers: of the list that holds most
             lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
             layers = max(lists, key=lambda m: sum(1 for _ in m.parameters()))
@@ -377,12 +379,13 @@ class PlainOptimizer:
             self._plugin_update(grads, optim.lr * lr_factor)
             return norm
         for name, grad in grads.items():
+            own_factor = self._own[name][0] * lr_factor
             if name in self._muon:
-                self._muon_update(name, grad, lr_factor)
+                self._muon_update(name, grad, own_factor)
             elif isinstance(optim, Lion):
-                self._lion_update(name, grad, optim.lr * lr_factor)
+                self._lion_update(name, grad, optim.lr * own_factor)
             else:
-                self._adamw_update(name, grad, optim.lr * lr_factor)
+                self._adamw_update(name, grad, optim.lr * own_factor)
             for moment in (self._first[name], self._second[name]):
                 moment.copy_(moment.to(self._kept))
         return norm
@@ -397,19 +400,18 @@ class PlainOptimizer:
         for name, grad in grads.items():
             self._masters[name].grad = grad
         for group in self._of_plugin.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["factor"]
         self._of_plugin.step()
 
-    def _decay(self, value: Tensor, lr: float) -> None:
-        if value.dim() >= 2 or self._optim.decay == "all":
-            value.mul_(1 - lr * self._optim.weight_decay)
+    def _decay(self, name: str, lr: float) -> None:
+        self._masters[name].mul_(1 - lr * self._own[name][1])
 
     def _adamw_update(self, name: str, grad: Tensor, lr: float) -> None:
         """Loshchilov and Hutter, arXiv 1711.05101, algorithm 2."""
         assert isinstance(self._optim, AdamW)
         first_rate, second_rate = self._optim.betas
         value, first, second = self._masters[name], self._first[name], self._second[name]
-        self._decay(value, lr)
+        self._decay(name, lr)
         first.mul_(first_rate).add_(grad, alpha=1 - first_rate)
         second.mul_(second_rate).addcmul_(grad, grad, value=1 - second_rate)
         mean = first / (1 - first_rate**self._steps)
@@ -420,7 +422,7 @@ class PlainOptimizer:
         """Chen et al., arXiv 2302.06675, algorithm 2."""
         slow, fast = self._optim.betas
         value, moment = self._masters[name], self._first[name]
-        self._decay(value, lr)
+        self._decay(name, lr)
         value.sub_(lr * torch.sign(slow * moment + (1 - slow) * grad))
         moment.mul_(fast).add_(grad, alpha=1 - fast)
 
@@ -431,8 +433,26 @@ class PlainOptimizer:
         lr = self._optim.muon_lr * lr_factor
         momentum.lerp_(grad, 1 - rate)
         update = orthogonalised(grad.lerp(momentum, rate), self._newton_schulz_dtype)
-        self._decay(value, lr)
+        self._decay(name, lr)
         value.sub_(lr * math.sqrt(max(1.0, value.shape[-2] / value.shape[-1])) * update)
+
+
+def _own(model: nn.Module, name: str, value: Tensor, optim: Optimizer) -> tuple[float, float]:
+    """(factor on the learning rate, weight decay) of a parameter."""
+    every = dict(model.named_parameters(remove_duplicate=False))
+    tied = [other for other in every if every[other] is every[name]]
+
+    def given(values: dict[str, float], default: float) -> float:
+        return next((v for pattern, v in values.items() if any(fnmatchcase(n, pattern) for n in tied)), default)
+
+    lists = [list(m) for m in model.modules() if isinstance(m, nn.ModuleList)]
+    layers = max(lists, key=lambda some: sum(len(list(layer.parameters())) for layer in some), default=[])
+    inside = [index for index, layer in enumerate(layers) if any(p is every[name] for p in layer.parameters())]
+    below = len(layers) - 1 - inside[0] if inside else 0
+    if not inside and any(isinstance(model.get_submodule(n.rpartition(".")[0]), nn.Embedding) for n in tied):
+        below = len(layers)
+    usual = optim.weight_decay if value.dim() >= 2 or optim.decay == "all" else 0.0
+    return given(optim.lr_factor_of, 1.0) * optim.layer_decay**below, given(optim.weight_decay_of, usual)
 
 
 def orthogonalised(matrix: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -14,11 +14,13 @@ from llmtrain.base.errors import ModelError
 from llmtrain.config.run import AdapterConfig, ModelConfig
 from llmtrain.config.topology import Degrees
 from llmtrain.models.adapter import ALL
+from llmtrain.models.own_settings import matching, trained_names
 from llmtrain.models.score import gives_scores, with_score
 from llmtrain.models.skeleton import auto_class, construct, load_config
 from llmtrain.models.source import RandomSource
 from llmtrain.models.spec import ModelSpec
 from llmtrain.models.structure.small_copy import shrunk_config, without_dropout
+from llmtrain.optim.optimizers import Optimizer
 
 # Initial weights at which a fault shows.
 
@@ -136,6 +138,19 @@ def targets_here(fields: dict[str, Any], adapter: AdapterConfig) -> AdapterConfi
             f"targets of its own: --adapter.targets '[\"{ALL}\"]'."
         )
     return replace(adapter, targets=found, modules_to_save=whole, start=None, dropout=0.0)
+
+
+def own_settings_here(
+    fields: dict[str, Any], model: ModelConfig, adapter: AdapterConfig, optim: Optimizer
+) -> Optimizer:
+    """`optim` without the patterns of single parameters that match none which trains in the small model."""
+    small = ModelConfig(config=fields, attention="eager", freeze=model.freeze, train_only=model.train_only)
+    names = trained_names(ModelSpec.of(small, adapter, scores=gives_scores(load_config(small))))
+    found: dict[str, Any] = {
+        key: {pattern: value for pattern, value in getattr(optim, key).items() if matching(pattern, names)}
+        for key in ("lr_factor_of", "weight_decay_of")
+    }
+    return replace(optim, **found)
 
 
 def _spec(fields: dict[str, Any]) -> ModelSpec:

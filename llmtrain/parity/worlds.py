@@ -28,7 +28,7 @@ from llmtrain.parity.compare import CEILINGS, COUNT, KINDS, Difference, Trace, V
 from llmtrain.parity.plain import nudged, orders, train_plainly
 from llmtrain.parity.plain_teacher import with_small_teacher
 from llmtrain.parity.run_folder import compare_folder
-from llmtrain.parity.small import attention_here, patterns_here, small_model, targets_here
+from llmtrain.parity.small import attention_here, own_settings_here, patterns_here, small_model, targets_here
 from llmtrain.parity.small_run import Wanted, degrees_text, resolve_in, small_run
 from llmtrain.parity.trainer import PLAN
 
@@ -71,7 +71,8 @@ def _worlds(title: str, user: Wanted, worlds: list[int], steps: int, cpu: bool, 
     attention = attention_here(fields, user.run.model.attention, cpu=cpu)
     model = replace(user.run.model, attention=attention, **patterns_here(fields, user.run.model))
     adapter = targets_here(fields, user.run.adapter)
-    user = replace(user, run=replace(user.run, model=model, adapter=adapter))
+    optim = own_settings_here(fields, model, adapter, user.run.optim)
+    user = replace(user, run=replace(user.run, model=model, adapter=adapter, optim=optim))
     print(f"{title} with {user.run.deepspeed}: {_words(fields)}, {steps} steps", flush=True)
     if (of_folder := compare_folder(user.run, user.precision)) is not None:
         print("\n".join(of_folder[0]), flush=True)

@@ -42,7 +42,9 @@ _OF_A_RUN: dict[str, Metric] = {
         "nats/token",
         "Training loss of the step: mean over the counted tokens, or pairs, of the global batch.",
     ),
-    "lr": _metric("1", "Learning rate that the step used."),
+    "lr": _metric(
+        "1", "Learning rate that the step used, without the factors of `optim.layer_decay` and `optim.lr_factor_of`."
+    ),
     "grad_norm": _metric("1", "Global L2 norm of the gradient before clipping; of the update with Muon under ZeRO."),
     "loss_scale": _metric("1", "Dynamic loss scale (fp16 only)."),
     "skipped_steps": _metric("steps", "Steps skipped so far: non-finite loss or gradient."),

@@ -41,6 +41,7 @@ from llmtrain.engine.weights import fill_parameters, prove_masters, prove_weight
 from llmtrain.models import compiler
 from llmtrain.models.experts import experts_per_token
 from llmtrain.models.fp8 import without_fp8
+from llmtrain.models.own_settings import own_settings
 from llmtrain.models.parallel.mesh import Mesh, mesh_of
 from llmtrain.models.run.build_for_rank import build_model
 from llmtrain.models.source import ParameterSource
@@ -197,7 +198,8 @@ def start_engine(resolved: ResolvedRun, spec: ModelSpec, ranks: Ranks, mesh: Mes
             "ZeRO 3 shares nothing here, as no other rank holds the same, and DeepSpeed waits for the device wherever "
             "a parameter is used: zero_optimization.stage 1 takes no more memory and does not wait"
         )
-    engine = build_engine(model, resolved.optim, resolved.mix, resolved.deepspeed, ranks, mesh)
+    own = own_settings(spec, resolved.optim)
+    engine = build_engine(model, resolved.optim, own, resolved.mix, resolved.deepspeed, ranks, mesh)
     apply_group_timeout(resolved.run.fault.timeout_s)  # to the groups that DeepSpeed has made
     progress.tell_compilation()  # DeepSpeed has imported torch.compile by now
     return engine

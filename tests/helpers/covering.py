@@ -29,12 +29,13 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "sequence": (1, 2),
     "recompute": (False, True),
     "frozen": (False, True),
+    "own": (True, False),
 }
 """Setting -> its values. `documents`: next_token with a z-loss, NEFTune and data.isolate_documents. `column`: distill
 with top_k and NEFTune. `online`: dpo with that reference. `saved`: LoRA with modules_to_save. `whole`: experts that
 each rank has all of. `frozen`: one layer of two, by model.freeze. `recompute`: one layer of two, or that of each
-pipeline stage, with attention kept. A cell without pipeline, tensor and sequence has two data-parallel ranks. The order
-is one with which the search needs few cells."""
+pipeline stage, with attention kept. `own`: learning rates and weight decay of single parameters. A cell without
+pipeline, tensor and sequence has two data-parallel ranks. The order is one with which the search needs few cells."""
 
 
 def _in_order(pair: Pair) -> Pair:
@@ -80,6 +81,8 @@ ELSEWHERE: dict[Pair, str] = {
     (("tensor", 2), ("sequence", 2)): "test_sequence.py: four ranks",
 }
 """Two settings that go together and are no cell's -> where they are proved."""
+THREE: Cell = {"pipeline": 2, "offload": "optimizer", "own": True}
+"""Refused together (config/topology.py)."""
 APART = REFUSED.keys() | set(map(_in_order, ELSEWHERE))
 RANKS = 2
 
@@ -96,8 +99,8 @@ def all_pairs() -> Iterator[Pair]:
 
 
 def goes(cell: Cell) -> bool:
-    """No two of these settings are apart."""
-    return not pairs_of(cell) & APART
+    """No two of these settings are apart, nor the three of `THREE`."""
+    return not pairs_of(cell) & APART and not set(THREE.items()) <= set(cell.items())
 
 
 def covering() -> list[Cell]:
@@ -125,6 +128,14 @@ _ADAPTERS: dict[str, dict[str, Any]] = {
     "dora": {"r": 4, "alpha": 8.0, "dora": True},
     "saved": {"r": 4, "alpha": 8.0, "modules_to_save": ["model.embed_tokens", "*norm"]},
     "nf4": {"r": 4, "alpha": 8.0, "quantize": "nf4"},
+}
+_OWN: dict[str, dict[str, Any]] = {
+    "none": {
+        "layer_decay": 0.5,
+        "lr_factor_of": {"*self_attn*": 3.0},
+        "weight_decay_of": {"*norm*": 0.3, "*q_proj*": 0.0},
+    },
+    "an adapter": {"layer_decay": 0.5, "lr_factor_of": {"*lora_B*": 2.0}, "weight_decay_of": {"*lora_A*": 0.3}},
 }
 _PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -169,6 +180,7 @@ def form_of(cell: Cell) -> Form:
         precision=cell["precision"].split()[0],
         device_fp16=cell["precision"] == "fp16",
         optimizer=cell["optimizer"],
+        own=json.dumps(_OWN["none" if cell["adapter"] == "none" else "an adapter"] if cell["own"] else {}),
         adapter=json.dumps(_ADAPTERS[cell["adapter"]]),
         freeze=("model.layers.0.*",) if cell["frozen"] else (),
         steps=STEPS,

@@ -59,6 +59,8 @@ class Form:
     precision: str = "fp32"
     tied: bool | None = None
     optimizer: str = "adamw"
+    own: str = "{}"
+    """Fields of `optim` for single parameters."""
     isolate_documents: bool = False
     device_fp16: bool = False
     """Whether the device is taken for one that has fp16: Muon's iteration is then in it, but for runs in fp32."""
@@ -157,7 +159,7 @@ def resolved(form: Form) -> ResolvedRun:
             adapter=AdapterConfig(**json.loads(form.adapter)),
             objective=_objective(form, json.dumps(model)),
             data=DataConfig(path="(none)", isolate_documents=form.isolate_documents),
-            optim=Optimizer.of(form.optimizer),
+            optim=Optimizer.of(form.optimizer, **json.loads(form.own)),
             schedule=Cosine(warmup_steps=100),
             train=TrainConfig(micro_batch=2, accumulation=form.accumulation, max_steps=1000),
         )

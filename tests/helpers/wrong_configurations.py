@@ -252,6 +252,21 @@ CASES = [
         {"data": {"path": ..., "mixture": {"data/x": 0}}},
     ),
     Wrong(
+        "a weight decay below 0 by pattern",
+        ("optim.weight_decay_of.*norm* = -1", "0 or greater", "line "),
+        {"optim": {"weight_decay_of": {"*norm*": -1}}},
+    ),
+    Wrong(
+        "a rate of 0 by pattern",
+        ("optim.lr_factor_of.*norm* = 0", "greater than 0", "model.freeze"),
+        {"optim": {"lr_factor_of": {"*norm*": 0}}},
+    ),
+    Wrong(
+        "a list of patterns",
+        ("optim.weight_decay_of", "must be a map", "PATTERN: WEIGHT DECAY"),
+        {"optim": {"weight_decay_of": ["*norm*"]}},
+    ),
+    Wrong(
         "missing folder in a mixture",
         ('data.mixture.d/z = "d/z"', "no such folder", "llmtrain prepare --source FILES --out d/z"),
         {"data": {"path": ..., "mixture": {"d/z": 1}}},

@@ -44,7 +44,7 @@ CELLS = covering.covering()
 PLAIN: covering.Cell = {
     "precision": "fp32", "offload": "none", "pipeline": 1, "optimizer": "adamw", "tensor": 1, "tied": False,
     "adapter": "none", "experts": "none", "objective": "next_token", "sequence": 1, "recompute": False,
-    "frozen": False,
+    "frozen": False, "own": False,
 }  # fmt: skip
 
 

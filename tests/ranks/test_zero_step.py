@@ -248,7 +248,7 @@ def test_losses_are_those_of_deepspeeds_step(pools, small_data, stage, clip):
 def groups_of(case: Case, largest: float) -> list[tuple[str, int]]:
     """(name, elements) of the parameter groups."""
     engine, ranks = make_engine(case)
-    groups = parameter_groups(engine.module, resolved_run(case, ranks.world_size).run.optim, largest)
+    groups = parameter_groups(engine.module, resolved_run(case, ranks.world_size).run.optim, {}, largest)
     engine.close()
     return [(group["name"], sum(p.numel() for p in group["params"])) for group in groups]
 

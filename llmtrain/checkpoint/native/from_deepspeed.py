@@ -229,9 +229,9 @@ def optimizer_lines(files: Files) -> list[str]:
         lines.append(f"    decay: {decays}")
     else:
         by_group = ", ".join(shown(group["weight_decay"]) for group in groups)
-        lines.append(f"  # optim.decay cannot say which parameters decay; weight_decay by group is {by_group}")
+        lines.append(f"  # which parameters decay is for optim.weight_decay_of; weight_decay by group is {by_group}")
     if len(set(rates)) > 1:
-        lines.append("  # its groups have several learning rates, llmtrain has one: " + ", ".join(map(shown, rates)))
+        lines.append(f"  # its groups' learning rates are for optim.lr_factor_of: {', '.join(map(shown, rates))}")
     if len({(*group["betas"], group["eps"]) for group in groups}) > 1:
         lines.append("  # its groups differ in betas or eps, llmtrain has one of each")
     return lines

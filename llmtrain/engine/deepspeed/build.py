@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any
 
@@ -28,22 +28,33 @@ from llmtrain.engine.process_memory import return_freed_memory
 from llmtrain.models.adapter import MAGNITUDE, A, B
 from llmtrain.models.experts import shape_of
 from llmtrain.models.language import LanguageModel
+from llmtrain.models.own_settings import OwnSettings
 from llmtrain.models.parallel.mesh import Mesh
 from llmtrain.models.parameters import local_parameter
 from llmtrain.optim.optimizers import Optimizer
 
 
 def build_engine(
-    model: LanguageModel, optim: Optimizer, mix: Mix, exact: dict[str, Any], ranks: Ranks, mesh: Mesh
+    model: LanguageModel,
+    optim: Optimizer,
+    own: Mapping[str, OwnSettings],
+    mix: Mix,
+    exact: dict[str, Any],
+    ranks: Ranks,
+    mesh: Mesh,
 ) -> ZeroEngine:
-    """The engine for a model whose parameters have not been given values yet. `exact`: DeepSpeed's dict.
+    """The engine for a model whose parameters have not been given values yet.
+
+    Args:
+        own: what single parameters have beside the settings of `optim`, by Hugging Face name.
+        exact: DeepSpeed's dict.
 
     Raises: ConfigError, for a DeepSpeed or torch that lacks what a run depends on.
     """
     patches.check()
     if mix.mlp_tiles and get_accelerator().device_name() == "cpu":
         return_freed_memory()
-    optimizer = build_optimizer(model, optim, mix)
+    optimizer = build_optimizer(model, optim, own, mix)
     config = dict(exact)
     if mix.zero_stage == 0 and mix.precision == "fp32":
         # DeepSpeed steps on a NaN here: it neither checks nor reports the gradient norm without a wrapper.

@@ -10,7 +10,7 @@ import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from llmtrain.engine.deepspeed.zero_step import LARGEST_GROUP
 from llmtrain.engine.dist.plugin_code import called
 from llmtrain.models import compiler
 from llmtrain.models.language import LanguageModel
+from llmtrain.models.own_settings import OwnSettings
 from llmtrain.models.skeleton import decoder_layers
 from llmtrain.optim.optimizers import Muon, Optimizer
 
@@ -161,9 +162,14 @@ _MUON = "deepspeed.runtime.zero.muon"
 
 
 def parameter_groups(
-    model: LanguageModel, optim: Optimizer, largest: float = math.inf, moments: torch.dtype = torch.float32
+    model: LanguageModel,
+    optim: Optimizer,
+    own: Mapping[str, OwnSettings],
+    largest: float = math.inf,
+    moments: torch.dtype = torch.float32,
 ) -> list[dict[str, Any]]:
-    """The parameter groups: optim.decay selects which get weight decay; Muon's matrices are groups of their own.
+    """The parameter groups, of equal settings each: optim.decay selects which get weight decay, `own` has what single
+    parameters have instead, by Hugging Face name, or nothing; Muon's matrices are groups of their own.
 
     Each group carries `peak_lr`, which the schedule multiplies, and its kinds of `moments`. None has more than
     `largest` elements on this rank, but for a tensor that has more: it is alone.
@@ -172,12 +178,13 @@ def parameter_groups(
     if isinstance(optim, Muon):
         muon_ids = {id(p) for p in decoder_layers(model.hf).parameters() if _dim(p) >= 2}
     groups: list[dict[str, Any]] = []
-    filling: dict[str, dict[str, Any]] = {}
-    elements: Counter[str] = Counter()
+    filling: dict[tuple[Any, ...], dict[str, Any]] = {}
+    elements: Counter[tuple[Any, ...]] = Counter()
     kinds = {kind: moments for kind in optim.state if kind != MOMENTUM or not isinstance(optim, Muon)}
     usual = {**optim.group(), MOMENTS: kinds}
     muon = {**optim.matrices(), MOMENTS: {MOMENTUM: torch.float32}} if isinstance(optim, Muon) else {}
-    for parameter in (held.parameter for held in model.local_parameters() if held.trains):
+    for held in (held for held in model.local_parameters() if held.trains):
+        parameter, (factor, decay) = held.parameter, own[held.name] if own else OwnSettings()
         is_muon = id(parameter) in muon_ids
         parameter.use_muon = is_muon  # type: ignore[attr-defined]  # DeepSpeed's ZeRO reads this tag
         decays = optim.decay == "all" or _dim(parameter) >= 2
@@ -185,17 +192,21 @@ def parameter_groups(
         shared = is_moe_param(parameter)
         if shared:  # DeepSpeed finds the ranks that hold the same experts by the name of the group
             name = parameter.group_name  # type: ignore[attr-defined]
-        settings = dict(muon if is_muon else usual, weight_decay=optim.weight_decay if decays else 0.0)
+        if decay is None:
+            decay = optim.weight_decay if decays else 0.0
+        settings = dict(muon if is_muon else usual, weight_decay=decay)
+        settings |= {key: settings[key] * factor for key in ("lr", "peak_lr")}
         if muon:
             settings["use_muon"] = is_muon
         if shared:
             settings["moe"] = True
-        elements[name] += parameter.numel()
-        if name not in filling or elements[name] > largest:
-            filling[name] = {"name": name, "params": [], **settings}
-            groups.append(filling[name])
-            elements[name] = parameter.numel()
-        filling[name]["params"].append(parameter)
+        alike = (name, factor, decay)
+        elements[alike] += parameter.numel()
+        if alike not in filling or elements[alike] > largest:
+            filling[alike] = {"name": name, "params": [], **settings}
+            groups.append(filling[alike])
+            elements[alike] = parameter.numel()
+        filling[alike]["params"].append(parameter)
     return groups
 
 
@@ -204,13 +215,15 @@ def _dim(parameter: torch.Tensor) -> int:
     return len(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def build_optimizer(model: LanguageModel, optim: Optimizer, mix: Mix) -> torch.optim.Optimizer:
-    """The run's optimizer, over the parameters of `model` that train."""
+def build_optimizer(
+    model: LanguageModel, optim: Optimizer, own: Mapping[str, OwnSettings], mix: Mix
+) -> torch.optim.Optimizer:
+    """The run's optimizer, over the parameters of `model` that train. `own`: see `parameter_groups`."""
     device = torch.device(get_accelerator().device_name())
     import_muon(compiled=isinstance(optim, Muon) and device.type != "cpu" and compiler.trouble(device) is None)
     cuts = mix.zero_stage in (1, 2) and not mix.offload_optimizer
     dtype = torch.bfloat16 if mix.bf16_moments else torch.float32
-    groups = parameter_groups(model, optim, LARGEST_GROUP if cuts else math.inf, dtype)
+    groups = parameter_groups(model, optim, own, LARGEST_GROUP if cuts else math.inf, dtype)
     if optim.name not in _BUILDERS:
         return build_plugin(optim, groups)
     build, on_host = _BUILDERS[optim.name]

@@ -26,6 +26,7 @@ from llmtrain.models.fp8 import check_maps
 from llmtrain.models.head import Head
 from llmtrain.models.language import LanguageModel, compare_losses, documents_in_rows
 from llmtrain.models.loss import IGNORE
+from llmtrain.models.own_settings import own_settings
 from llmtrain.models.parameters import frozen_names, tensor_shapes
 from llmtrain.models.score import gives_scores
 from llmtrain.models.skeleton import decoder_layers, layer_configs, load_config
@@ -354,6 +355,7 @@ def check_model(resolved: ResolvedRun) -> tuple[ModelSpec, tuple[str, ...]]:
         notes = _check_adapter(hf, run.adapter, places)
     if model.fp8 is not None:
         check_maps(hf, model.fp8, places)
+    own_settings(spec, resolved.optim, places)
     if model.vocabulary is not None:
         from llmtrain.models.vocabulary import check_growth
 

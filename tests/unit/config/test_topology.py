@@ -27,6 +27,11 @@ CASES = [
     (Mix(bf16_moments=True, beta=0.999), "bf16.bf16_optimizer_states", {"beta": 0.95}),
     (Mix(zero_stage=2, degrees=Degrees(pipeline=2)), "pipeline.stages", {"degrees": Degrees()}),
     (Mix(profiled=True, degrees=Degrees(pipeline=2)), "pipeline.stages", {"profiled": False}),
+    (
+        Mix(zero_stage=1, offload_optimizer=True, own_settings=True, degrees=Degrees(pipeline=2)),
+        "pipeline.stages",
+        {"own_settings": False},
+    ),
     (Mix(optimizer="muon", degrees=Degrees(tensor=2)), "tensor_parallel.autotp_size", {"optimizer": "adamw"}),
     (Mix(degrees=Degrees(sequence=2, pipeline=2)), "sequence_parallel_size", {"degrees": Degrees(sequence=2)}),
     (Mix(keep_attention=True), "model.recompute.keep", {"recomputes": True}),

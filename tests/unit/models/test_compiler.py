@@ -32,7 +32,7 @@ optimizers.get_accelerator = lambda: SimpleNamespace(device_name=lambda: "cuda")
 optimizers.parameter_groups = lambda *_: [
     {"params": [torch.nn.Parameter(torch.eye(4))], "use_muon": True, "lr": 0.1, "momentum": 0.9, "weight_decay": 0.0}
 ]
-run = Muon(), Mix(zero_stage=1, optimizer="muon")
+run = Muon(), {}, Mix(zero_stage=1, optimizer="muon")
 
 optimizers.build_optimizer(None, *run)
 from deepspeed.runtime.zero.muon import original_muon

@@ -1,0 +1,86 @@
+"""Learning rate and weight decay of single parameters, where a run gives them their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from torch import nn
+
+from llmtrain.config.problems import Places, nearest, stop
+from llmtrain.models.parameters import local_parameter
+from llmtrain.models.skeleton import decoder_layers
+from llmtrain.models.spec import ModelSpec
+from llmtrain.optim.optimizers import Optimizer
+
+
+class OwnSettings(NamedTuple):
+    """What a parameter has beside the optimizer's settings."""
+
+    lr_factor: float = 1.0
+    """On the learning rate of its group."""
+    weight_decay: float | None = None
+    """None: that of `optim.decay`."""
+
+
+def own_settings(spec: ModelSpec, optim: Optimizer, places: Places | None = None) -> dict[str, OwnSettings]:
+    """Those of each parameter that trains, by its Hugging Face name; of a tied one by its first.
+
+    Raises:
+        ConfigError: a pattern matches nothing that trains, or two of a map give one parameter two values.
+    """
+    names = trained_names(spec)
+    factors, decays = (
+        _by_pattern(f"optim.{field}", getattr(optim, field), names, places or {})
+        for field in ("lr_factor_of", "weight_decay_of")
+    )
+    depths = dict(_depths(spec.adapted))
+    return {
+        name: OwnSettings(factors.get(name, 1.0) * optim.layer_decay ** depths.get(name, 0), decays.get(name))
+        for name in names
+    }
+
+
+def trained_names(spec: ModelSpec) -> dict[str, list[str]]:
+    """All names of each parameter that trains, by its first."""
+    tied: dict[int, list[str]] = {}
+    for path, parameter in spec.adapted.named_parameters(remove_duplicate=False):
+        tied.setdefault(id(parameter), []).append(local_parameter(path, parameter).name)
+    return {names[0]: names for names in tied.values() if names[0] not in spec.frozen}
+
+
+def matching(pattern: str, names: dict[str, list[str]]) -> list[str]:
+    """The parameters of `trained_names` that a pattern matches by any of their names."""
+    return [first for first, tied in names.items() if any(fnmatchcase(name, pattern) for name in tied)]
+
+
+def _by_pattern(key: str, values: dict[str, float], names: dict[str, list[str]], places: Places) -> dict[str, float]:
+    """The value of each parameter that a pattern matches."""
+    found: dict[str, tuple[str, float]] = {}
+    for pattern, value in values.items():
+        matched = matching(pattern, names)
+        place = places.get(f"{key}.{pattern}", places.get(key))
+        if not matched:
+            near = nearest(pattern, names) or next(iter(names))
+            rule = "matches no parameter that trains"
+            raise stop(f"{key}.{pattern}", value, rule, f"correct it; one of them is {near}", place)
+        for name in matched:
+            other, theirs = found.setdefault(name, (pattern, value))
+            if theirs != value:
+                rule = f"{other} gives {name} another value, {theirs:g}"
+                raise stop(f"{key}.{pattern}", value, rule, "let only one of the two match it", place)
+    return {name: value for name, (_, value) in found.items()}
+
+
+def _depths(hf: nn.Module) -> Iterator[tuple[str, int]]:
+    """Layers between a parameter and the head, by name: of the last decoder layer 0, of an embedding all of them."""
+    layers = decoder_layers(hf)
+    inside = {id(parameter) for parameter in layers.parameters()}
+    depth = {id(p): len(layers) - 1 - index for index, layer in enumerate(layers) for p in layer.parameters()}
+    for module in hf.modules():
+        if isinstance(module, nn.Embedding):
+            depth |= {id(p): len(layers) for p in module.parameters() if id(p) not in inside}
+    for path, parameter in hf.named_parameters():
+        if id(parameter) in depth:
+            yield local_parameter(path, parameter).name, depth[id(parameter)]
