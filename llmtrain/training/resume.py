@@ -132,8 +132,9 @@ def resume_or_start(setup: Setup, folder: RunDirectory, checkpoints: CheckpointF
     position = replace(position, sample_index=setup.course.at(position.step).index,
                        optimizer_step=setup.engine.optimizer_step())  # fmt: skip
     heart.at_step(position.step)
-    trainer.wandb_id = saved.get("wandb_id") or trainer.wandb_id
     own = resumed.folder.parent == checkpoints.path
+    if own:  # several runs may branch off another one's checkpoint
+        trainer.wandb_id = saved.get("wandb_id") or trainer.wandb_id
     return Start(trainer=trainer, position=position, frozen=frozen, saved_step=position.step if own else None,
                  folder=resumed.folder, kept=saved, lines=lines)  # fmt: skip
 
