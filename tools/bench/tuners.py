@@ -115,15 +115,15 @@ def micro_batches(task: Tuning, steps: list[list[Row]], group: int, *, grouped: 
     grouped: examples of about one length together.
     """
     found, before = [], 0
-    mean = statistics.mean(len(rows) for rows in steps) / group
-    accumulated = max(1, round(mean / task.at_once)) if task.at_once else 1
+    examples = [len(rows) // group for rows in steps]
+    usual = max(1, round(statistics.mean(examples) / task.at_once)) if task.at_once else 1
+    accumulated = min(usual, *examples)  # each has one at least
     for rows in steps:
         lengths = [max(len(ids) for ids, _ in rows[at : at + group]) for at in range(0, len(rows), group)]
         order = sorted(range(len(lengths)), key=lengths.__getitem__) if grouped else list(range(len(lengths)))
         cuts = [len(order) * micro // accumulated for micro in range(accumulated + 1)]
         found.append([[before + each for each in order[a:b]] for a, b in itertools.pairwise(cuts)])
         before += len(order)
-    assert all(micro for step in found for micro in step), "a step has fewer rows than micro-batches"
     return found
 
 
