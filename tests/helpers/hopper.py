@@ -195,13 +195,13 @@ def compiled(name: str, source: str) -> Kernel:
 
 
 def graphs_of(case: dict[str, Any], folder: Path) -> list[Graph]:
-    """Of a micro-batch of one row. `case`: tokens, the sections model and adapter of a run, a DeepSpeed JSON."""
+    """Of a micro-batch of one row in bf16 under ZeRO 1. `case`: its tokens, and the section model of a run."""
     import torch
     import torch.distributed as dist
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from llmtrain.config.load import resolve
-    from llmtrain.config.run import AdapterConfig, DataConfig, ModelConfig, RecomputeConfig, RunConfig, TrainConfig
+    from llmtrain.config.run import DataConfig, ModelConfig, RecomputeConfig, RunConfig, TrainConfig
     from llmtrain.models import compiler, loss
     from llmtrain.models.run.build_for_rank import build_model
     from llmtrain.models.spec import ModelSpec
@@ -213,22 +213,23 @@ def graphs_of(case: dict[str, Any], folder: Path) -> list[Graph]:
     plain = torch.compile
     torch.compile = lambda function, **given: plain(function, backend=backend(found), **given)  # type: ignore[assignment]
     compiler._answers["cuda"] = None
-    loss._adds_in_fp32 = lambda kind, dtype: True  # type: ignore[assignment]
+    assert loss._tried_in_fp32
+    loss._tried_in_fp32 = lambda kind, dtype: True  # type: ignore[assignment]
     loss._compiled.cache_clear()
     try:
-        (folder / "ds.json").write_text(json.dumps({"bf16": {"enabled": True}, **case["deepspeed"]}))
+        tree = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
+        (folder / "ds.json").write_text(json.dumps(tree))
         model = dict(case["model"])
         model["recompute"] = RecomputeConfig(**model.pop("recompute", {}))
         run = RunConfig(
-            deepspeed=str(folder / "ds.json"), model=ModelConfig(**model), adapter=AdapterConfig(**case["adapter"]),
-            data=DataConfig(path="(none)", sequence_length=case["tokens"],
-                            isolate_documents=model.get("attention") == "varlen"),
-            optim=AdamW(lr=1e-4), schedule=Constant(), train=TrainConfig(micro_batch=1, accumulation=1, max_steps=1),
+            deepspeed=str(folder / "ds.json"), model=ModelConfig(**model),
+            data=DataConfig(path="(none)", sequence_length=case["tokens"]), optim=AdamW(lr=1e-4), schedule=Constant(),
+            train=TrainConfig(micro_batch=1, accumulation=1, max_steps=1),
         )  # fmt: skip
         resolved = resolve(run, 1, "one process")
         torch._dynamo.reset()
         with FakeTensorMode():
-            spec = ModelSpec.of(run.model, run.adapter)
+            spec = ModelSpec.of(run.model)
             for buffer in spec.skeleton.buffers():
                 buffer.constant = None  # type: ignore[attr-defined]  # of small tensors the mode keeps the values, too
             mesh = SimpleNamespace(data_and_sequence=dist.group.WORLD)

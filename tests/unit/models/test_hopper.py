@@ -45,8 +45,7 @@ FLASH = "_scaled_dot_product_flash_attention"
 
 
 def case(config: dict[str, Any], **more: Any) -> dict[str, Any]:
-    model = {"config": config, "compile_layers": True, **more}
-    return {"tokens": TOKENS, "model": model, "adapter": {}, "deepspeed": {"zero_optimization": {"stage": 1}}}
+    return {"tokens": TOKENS, "model": {"config": config, "compile_layers": True, **more}}
 
 
 CASES = {
