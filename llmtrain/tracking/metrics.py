@@ -114,6 +114,13 @@ _OF_A_RUN: dict[str, Metric] = {
         "Negative log-likelihood of the right choices of `eval.choices`, over their bytes; of `eval.sets` as "
         "`eval/bits_per_byte`.",
     ),
+    "hosts/HOST/cpu_percent": _metric(
+        "percent", "Of a run on several hosts: load of all cores of a host since the last log point."
+    ),
+    "hosts/HOST/memory_gib": _metric("GiB", "Host memory in use there."),
+    "hosts/HOST/network_mib_per_s": _metric("MiB/s", "Sent and received there since the last log point."),
+    "hosts/HOST/gpu_memory_gib": _metric("GiB", "Memory in use on its fullest GPU."),
+    "hosts/HOST/gpu_percent": _metric("percent", "Load of its busiest GPU, where nvidia-ml-py is installed."),
     "tasks/TASK/METRIC": _metric("as lm-eval", "Scores of a checkpoint by `llmtrain eval`, at the checkpoint's step."),
 }
 OF_SET = "eval/NAME/FIGURE"
@@ -140,7 +147,8 @@ def is_known(key: str) -> bool:
     _, named, figure = rest.partition("/")
     known = metrics()
     of_set = bool(named) and not known.keys().isdisjoint((f"eval/{figure}", f"eval/NAME/{figure}"))
-    return key in known or (evaluation == "eval" and of_set)
+    of_host = evaluation == "hosts" and f"hosts/HOST/{figure}" in known
+    return key in known or of_host or (evaluation == "eval" and of_set)
 
 
 def markdown() -> str:

@@ -162,6 +162,10 @@ def _fill(parts: list[Part], launch: Launch) -> tuple[Saving, Evaluation]:
         from llmtrain.training.plugin_parts import guarded
 
         parts.extend(guarded(run.parts, launch))
+    if len({seat.host for seat in setup.ranks.seats}) > 1:
+        from llmtrain.training.host_load import HostLoad
+
+        parts.append(HostLoad(setup.ranks))
     evaluation = Evaluation(setup, tracker, speed, functools.partial(_best_steps, launch), ema)
     for part in (*parts, evaluation):
         if start.folder is not None and (kept := start.kept.get(part.key)):
