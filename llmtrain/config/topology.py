@@ -283,12 +283,6 @@ RULES: tuple[Rule, ...] = (
         remedy="set one of them to 1 or remove it; ZeRO 3 with sequence_parallel_size holds long rows and large models",
     ),
     Rule(
-        keys=("expert_parallel.autoep_size", "pipeline.stages"),
-        broken=lambda m: m.degrees.expert > 1 and m.degrees.pipeline > 1,
-        reason="the stages of a pipeline are cut from transformers' own layers, and expert parallelism replaces them",
-        remedy="use ZeRO 3 with expert_parallel, or the pipeline without it",
-    ),
-    Rule(
         keys=("expert_parallel.autoep_size", "tensor_parallel.autotp_size"),
         broken=lambda m: m.degrees.expert > 1 and m.degrees.tensor > 1,
         reason="DeepSpeed 0.19 shares experts under its own cutting of the matrices only, not under an mpu's "

@@ -68,7 +68,6 @@ _REFUSED: dict[Pair, str] = {
     **{(("offload", device), ("optimizer", "muon")): "the device's work" for device in ("optimizer", "all")},
     (("optimizer", "muon"), ("tensor", 2)): "Muon orthogonalises whole matrices",
     (("experts", "shared"), ("optimizer", "muon")): "optim.name",
-    (("experts", "shared"), ("pipeline", 2)): "cut from transformers' own layers",
     (("experts", "shared"), ("tensor", 2)): "DeepSpeed 0.19 shares experts under its own cutting",
     (("pipeline", 2), ("sequence", 2)): "DeepSpeed's pipeline numbers its ranks",
 }
@@ -78,6 +77,7 @@ ELSEWHERE: dict[Pair, str] = {
     (("offload", "optimizer"), ("optimizer", "lion")): "test_resume.py (slow): CPULion takes a compiler's minute",
     (("offload", "all"), ("optimizer", "lion")): "test_resume.py (slow)",
     (("pipeline", 2), ("tensor", 2)): "test_parity_matrix.py: four ranks",
+    (("pipeline", 2), ("experts", "shared")): "test_experts.py: four ranks",
     (("tensor", 2), ("sequence", 2)): "test_sequence.py: four ranks",
 }
 """Two settings that go together and are no cell's -> where they are proved."""

@@ -90,6 +90,8 @@ def test_the_balancing_loss_does_not_know_how_many_ranks_there_are(pools, small_
         (4, "mixtral", True, {"stage": 1, "sequence": 2, "clip": 0.2}),
         slow(4, "qwen3_moe", True, {"stage": 2, "sequence": 4, "accumulation": 3}),
         slow(4, "mixtral", True, {"stage": 3, "sequence": 2, "extra": {"activation_checkpointing": {}}}),
+        (4, "qwen3_moe", False, {"stage": 1, "pipeline": 2, "accumulation": 3, "clip": 0.2}),
+        slow(4, "mixtral", False, {"stage": 0, "pipeline": 2, "extra": {"activation_checkpointing": {}}}),
     ],
 )
 def test_two_ranks_share_the_experts(pools, small_data, world, family, balanced, changes):

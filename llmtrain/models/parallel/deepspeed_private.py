@@ -9,11 +9,22 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
+from deepspeed.module_inject.auto_ep_layer import (
+    AutoEPMoELayer,
+    _AllToAllV,
+    apply_scores_before_experts_if_enabled,
+    combine_from_routed,
+    permute_by_local_expert,
+    unpermute_by_local_expert,
+)
 from deepspeed.moe.ep_experts import EXPERT_ACTIVATIONS
 from deepspeed.pipe import PipelineModule
 from deepspeed.sequence.layer import _dim_zero_all_to_all
 from deepspeed.utils import groups
+
+from llmtrain.models.parallel.mesh import site
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -37,15 +48,19 @@ def set_bounds(pipeline: PipelineModule, start: int, stop: int) -> None:
     pipeline._set_bounds(start=start, stop=stop)
 
 
-def rank_among_experts(degree: int) -> int:
-    """This rank's place among `degree` ranks that share the experts; makes DeepSpeed's groups of them at first.
+def rank_among_experts(degree: int, stages: int) -> int:
+    """This rank's place among the `degree` ranks of its stage that share the experts; makes DeepSpeed's groups of them.
 
-    groups._get_expert_parallel_group_dict, _create_expert_and_data_parallel, _get_expert_parallel_rank: what the engine
-    itself calls for AutoEP, later than we need them.
+    groups._get_expert_parallel_group_dict, _get_expert_data_parallel_group_dict, _create_expert_and_data_parallel,
+    _get_expert_parallel_rank: what the engine itself calls for AutoEP, later than we need them. Their names do not tell
+    the stages: an earlier engine of this process may have had others.
     """
     name = f"ep_size_{degree}"
-    if name not in groups._get_expert_parallel_group_dict():
-        groups._create_expert_and_data_parallel(degree, mp_size=1, pp_size=1)
+    alike, shared = groups._get_expert_data_parallel_group_dict(), groups._get_expert_parallel_group_dict()
+    if name in alike and dist.get_world_size(alike[name]) * degree * stages != dist.get_world_size(site()):
+        del alike[name], shared[name]
+    if name not in shared:
+        groups._create_expert_and_data_parallel(degree, mp_size=1, pp_size=stages)
     return groups._get_expert_parallel_rank(name)
 
 
@@ -59,6 +74,57 @@ def activate_in_pytorch() -> None:
     takes them on any device, and no CPU runs them. For the whole process."""
     for name, form in EXPERT_ACTIVATIONS.items():
         EXPERT_ACTIVATIONS[name] = replace(form, fused_fn=None, packed_fused_fn=None)
+
+
+class TravellingTokens(AutoEPMoELayer):
+    """AutoEPMoELayer whose ranks tell each other how many tokens they send, and the host, while the device works on.
+
+    torch's all-to-all takes those numbers from the host. AutoEP reads them where it needs them, and the device then has
+    nothing to do until the host has queued the next kernels; its async_split_plan is for CUDA, and its shared experts
+    come last. Here a copy is on its way behind the router, and shared experts and the sorting of tokens are queued
+    before the host waits for it: once a layer and forward pass.
+    """
+
+    @overrides(AutoEPMoELayer)
+    def _forward(self, hidden_BTH: torch.Tensor) -> Any:
+        x_NH = hidden_BTH.reshape(-1, hidden_BTH.shape[-1])
+        scores_NK, chosen_NK, counts_E = self.router(x_NH, self.expert_bias)
+        came_RL, numbers = self._announce(counts_E)
+        rest = self._finalize_output(torch.zeros_like(hidden_BTH), x_NH, hidden_BTH, x_NH.shape[-1])
+        order = torch.argsort(chosen_NK.view(-1), stable=True)
+        tokens = apply_scores_before_experts_if_enabled(
+            x_NH[order // self.top_k], scores_NK.view(-1)[order], self.score_apply
+        )
+        sends, receives = numbers()
+        tokens = _AllToAllV.apply(self.ep_group, tokens, sends, receives)
+        tokens, places, here_L, count = permute_by_local_expert(tokens, came_RL)
+        tokens = unpermute_by_local_expert(self.experts(tokens, here_L), places, count)
+        tokens = _AllToAllV.apply(self.ep_group, tokens, receives, sends)
+        routed_BTH = combine_from_routed(
+            tokens, scores_NK, order, self.top_k, self.score_apply, self.combine_impl, tuple(hidden_BTH.shape)
+        )
+        if isinstance(rest, tuple):  # with the router's scores
+            return rest[0] + routed_BTH.view_as(rest[0]), *rest[1:]
+        return rest + routed_BTH.view_as(rest)
+
+    def _announce(self, counts_E: torch.Tensor) -> tuple[torch.Tensor, Callable[[], list[list[int]]]]:
+        """(tokens that come here [ranks, local experts], a function that waits for how many go to each rank, and come
+        from it)."""
+        came_E = torch.empty_like(counts_E)
+        dist.all_to_all_single(came_E, counts_E, group=self.ep_group)
+        came_RL = came_E.view(self.ep_size, -1)
+        both = torch.stack([counts_E.view(self.ep_size, -1).sum(1), came_RL.sum(1)])
+        on_host = both.to("cpu", non_blocking=True)  # page-locked: it is there when the event is
+        there = torch.cuda.Event() if both.is_cuda else None
+        if there is not None:
+            there.record()
+
+        def numbers() -> list[list[int]]:
+            if there is not None:
+                there.synchronize()
+            return on_host.tolist()
+
+        return came_RL, numbers
 
 
 def replace_block(surgeon: Any, spec: Any, degree: int, rank: int) -> None:

@@ -24,6 +24,7 @@ from llmtrain.models.experts import (
     set_leaf_modules,
 )
 from llmtrain.models.parallel.deepspeed_private import (
+    TravellingTokens,
     activate_in_pytorch,
     rank_among_experts,
     ranks_with_the_same_experts,
@@ -61,7 +62,7 @@ def prepare_experts(
     """
     check_gradients(blocks, mix)
     if mix.degrees.expert > 1:
-        shard_experts(hf, mix, section, device)
+        shard_experts(hf, find_experts(hf, mix, section), mix, section, device)
         blocks = sharded_blocks(hf)
     elif mix.zero_stage == 3:
         set_leaf_modules(hf, blocks)
@@ -140,21 +141,26 @@ def find_experts(hf: PreTrainedModel, mix: Mix, section: dict[str, Any]) -> tupl
     return surgeon, specs
 
 
-def shard_experts(hf: PreTrainedModel, mix: Mix, section: dict[str, Any], device: torch.device) -> None:
+def shard_experts(
+    hf: PreTrainedModel, found: tuple[AutoEP, list[Any]], mix: Mix, section: dict[str, Any], device: torch.device
+) -> None:
     """Replace the blocks of experts of a transformers model by ones that hold this rank's experts only.
 
     Args:
         hf: without ZeRO 3, its parameters are on the meta device and become uninitialised ones of the run's precision;
             with ZeRO 3 they are partitioned.
+        found: by `find_experts`, before a pipeline has taken layers out of it.
         section: the JSON's `expert_parallel`.
 
     Raises: ModelError, as `find_experts`.
     """
     degree, zero3 = mix.degrees.expert, mix.zero_stage == 3
-    rank = rank_among_experts(degree)
+    rank = rank_among_experts(degree, mix.degrees.pipeline)
     if device.type != "cuda" or mix.precision != "bf16":
         activate_in_pytorch()
-    surgeon, specs = find_experts(hf, mix, section)
+    surgeon = found[0]
+    here = {name for name, _ in hf.named_modules()}
+    specs = [spec for spec in found[1] if spec.moe_module_name in here]
     before = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in hf.named_parameters()}
     try:
         for spec in specs:
@@ -173,6 +179,7 @@ def shard_experts(hf: PreTrainedModel, mix: Mix, section: dict[str, Any], device
     for spec in specs:
         block = hf.get_submodule(spec.moe_module_name)
         block.tokens_per_expert = torch.zeros(spec.num_experts, device=device)
+        block.__class__ = TravellingTokens
 
 
 def _prove_blocks(hf: PreTrainedModel, section: dict[str, Any], degree: int) -> None:

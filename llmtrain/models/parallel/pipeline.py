@@ -215,11 +215,11 @@ def build_stage(
     dtype: torch.dtype,
     device: torch.device,
     *,
-    shard: Callable[[nn.Module], None] | None = None,
+    shard: Callable[[PreTrainedModel], None] | None = None,
 ) -> Stage:
     """Turn the model's skeleton into a stage; what is left of it gets uninitialised memory on the device.
 
-    `shard` gives memory to a tensor-parallel rank's shard instead.
+    `shard` gives memory to a rank's shards instead, where ranks share matrices or experts.
     """
     entrance = _cut(hf, anatomy, part, dtype)
     if shard is not None:
@@ -352,7 +352,7 @@ def build_pipeline(resolved: ResolvedRun, spec: ModelSpec, device: torch.device,
     plan = projections(like, words) if degrees.tensor > 1 else None
     anatomy = replace(words, head=SCORE, tied=False) if spec.scores else words
 
-    def build(hf: PreTrainedModel, part: Part, shard: Callable[[nn.Module], None] | None = None) -> Stage:
+    def build(hf: PreTrainedModel, part: Part, shard: Callable[[PreTrainedModel], None] | None = None) -> Stage:
         stage = build_stage(hf, anatomy, part, DTYPES[resolved.precision], device, shard=shard)
         avoid_grouped_product(hf, DTYPES[resolved.precision])
         if spec.adapter.r is not None:
@@ -372,12 +372,20 @@ def build_pipeline(resolved: ResolvedRun, spec: ModelSpec, device: torch.device,
     first = sum(counts[:index])
     part = Part(range(first, first + counts[index]), first=index == 0, last=index == degrees.pipeline - 1)
 
-    def shard(rest: nn.Module) -> None:
-        assert plan is not None
-        shard_model(rest, words, plan, mesh.tensor, device, DTYPES[resolved.precision])
+    found = None
+    if degrees.expert > 1:
+        from llmtrain.models.parallel.expert_parallel import find_experts, shard_experts
+
+        found = find_experts(hf, resolved.mix, resolved.expert_parallel)
+
+    def shard(rest: PreTrainedModel) -> None:
+        if plan is not None:
+            shard_model(rest, words, plan, mesh.tensor, device, DTYPES[resolved.precision])
+        if found is not None:
+            shard_experts(rest, found, resolved.mix, resolved.expert_parallel, device)
 
     pipeline = PipelineLanguageModel(
-        build(hf, part, None if plan is None else shard),
+        build(hf, part, None if plan is None and found is None else shard),
         mesh,
         _local_parameters(hf, anatomy, min(index, 1)),
         spec.shapes,
@@ -388,6 +396,8 @@ def build_pipeline(resolved: ResolvedRun, spec: ModelSpec, device: torch.device,
     pipeline.notes.append(explain(counts, resolved.batch.accumulation))
     if plan is not None and plan.whole:
         pipeline.notes.append(plan.whole)
+    if found is not None:
+        pipeline.notes.append(f"experts shared by {degrees.expert} ranks of each stage (DeepSpeed's AutoEP)")
     return pipeline
 
 

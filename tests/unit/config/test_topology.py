@@ -52,7 +52,6 @@ CASES = [
     ),
     (Mix(fp8=True, fp16=True), "model.fp8", {"fp16": False, "bf16": True}),
     (Mix(fp8=True, degrees=Degrees(tensor=2)), "model.fp8", {"degrees": Degrees(), "zero_stage": 3}),
-    (Mix(degrees=Degrees(expert=2, pipeline=2)), "expert_parallel.autoep_size", {"degrees": Degrees(expert=2)}),
     (Mix(optimizer="muon", degrees=Degrees(expert=2)), "expert_parallel.autoep_size", {"optimizer": "adamw"}),
     (Mix(compile_layers=True, degrees=Degrees(expert=2)), "expert_parallel.autoep_size", {"compile_layers": False}),
     (Mix(degrees=Degrees(expert=2, tensor=2)), "expert_parallel.autoep_size", {"degrees": Degrees(expert=2)}),
