@@ -21,6 +21,7 @@ from llmtrain.base.errors import UserError
 from llmtrain.base.log import rank
 from llmtrain.models import experts
 from llmtrain.models.parallel import expert_parallel
+from llmtrain.models.parallel.deepspeed_private import TravellingTokens
 from tests.gpu.test_syncs import recorded_waits
 from tests.helpers.families import FAMILIES, FROZEN, VARIANTS
 from tests.helpers.marks import slow
@@ -96,6 +97,16 @@ def test_the_balancing_loss_does_not_know_how_many_ranks_there_are(pools, small_
 )
 def test_two_ranks_share_the_experts(pools, small_data, world, family, balanced, changes):
     check(pools, small_data, world, family, balanced, expert=2, **changes)
+
+
+def test_a_stage_of_a_pipeline_may_have_no_experts(pools, small_data):
+    model = {**FAMILIES["qwen3_moe"], "mlp_only_layers": [0, 1]}
+    case = Case(data=small_data, model=model, stage=1, pipeline=2, partition=(2, 2), expert=2, accumulation=3, clip=0.2)
+    want = plain_pytorch(replace(case, accumulation=1))
+    got = pools(4).run(run_case, case)[0]
+    assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 1e-5
+    assert max(abs(a / b - 1) for a, b in zip(got.norms, want.norms, strict=True)) < 1e-4
+    assert largest_difference(got.parameters, want.parameters) < 1e-5
 
 
 @pytest.mark.slow
@@ -344,6 +355,55 @@ def test_experts_are_grouped_products_in_every_form(pools, small_data, changes, 
     """The loop over the experts where torch's product refuses their width: with stages it ended in torch's error."""
     case = Case(data=small_data, **{"model": FAMILIES["mixtral"], **changes})
     assert pools(2).run(grouped_products, case) == [4 * passes] * 2
+
+
+def launches_of_a_step(case: Case) -> tuple[Counter[str], list[str]]:
+    """(operators of a step, the last operator before each wait for numbers of tokens, and what was asked then: whether
+    they are there), with the kernel's way to sort what came: DeepSpeed's for a CPU reads each number."""
+    from deepspeed.moe import ep_kernels
+
+    def as_the_kernel(counts: torch.Tensor, starts: torch.Tensor, offsets: torch.Tensor, experts: int, ranks: int,
+                      length: int) -> torch.Tensor:  # fmt: skip
+        places = torch.arange(length)
+        begin_ER = offsets[:, None] + counts.view(ranks, experts).T.cumsum(1) - counts.view(ranks, experts).T
+        inside = places - begin_ER.reshape(-1, 1)
+        there = (inside >= 0) & (inside < counts.view(ranks, experts).T.reshape(-1, 1))
+        rows = starts.view(ranks, experts).T.reshape(-1, 1) + inside
+        return torch.where(there, rows, 0).sum(0).add(~there.any(0) * -1).int()
+
+    engine, ranks = make_engine(case)
+    counted, before = Launches(), list[str]()
+    announce = TravellingTokens._announce
+
+    def announced(block: Any, counts: torch.Tensor) -> Any:
+        came, numbers = announce(block, counts)
+
+        def waited() -> list[list[int]]:
+            before.append(counted.last)
+            return numbers()
+
+        return came, waited
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ep_kernels, "fill_indices_cpu", as_the_kernel)
+        patch.setattr(TravellingTokens, "_announce", announced)
+        with counted:
+            train_steps(case, engine, ranks, 0, 1)
+    engine.close()
+    return counted.ran, before
+
+
+def test_shared_experts_are_as_many_launches_however_many_there_are_and_one_wait_a_layer(pools, small_data):
+    """The wait is behind the sorted tokens, which are queued by then."""
+    found = []
+    for count in (4, 16):
+        model = {**FAMILIES["mixtral"], "num_local_experts": count}
+        case = Case(data=small_data, model=model, stage=1, expert=2, steps=1)
+        ran, before = pools(2).run(launches_of_a_step, case)[0]
+        assert before == ["index"] * 4
+        found.append(ran)
+    assert found[0] == found[1]
+    assert found[0]["_grouped_mm"] > 0 and not any(found[0][name] for name in ("nonzero", "bincount", "_unique2"))
 
 
 def waits_of_a_step(case: Case) -> dict[str, int]:

@@ -46,11 +46,13 @@ EXPERTS = {
     "ep2": (2, {"expert": 2, "stage": 1}),
     "ep2dp2": (4, {"expert": 2, "stage": 2}),
     "ep2dp2z3": (4, {"expert": 2, "stage": 3}),
+    "sp2ep4": (4, {"sequence": 2, "expert": 4, "stage": 3}),
+    "pp2ep2": (4, {"pipeline": 2, "expert": 2, "stage": 1}),
 }
 PAIRS = [("dense", *pair) for pair in product(LAYOUTS, LAYOUTS)]
 PAIRS += [("experts", *pair) for pair in product(EXPERTS, EXPERTS)]
 # In every run of the tests beside the cells of test_cells.py, each of which goes on in the layout of the next one.
-SAMPLE = {("dense", "z3x4", "tp2dp2z3"), ("experts", "ep2dp2", "tp2dp2")}
+SAMPLE = {("dense", "z3x4", "tp2dp2z3"), ("experts", "ep2dp2", "tp2dp2"), ("experts", "pp2ep2", "sp2ep4")}
 
 
 def case_of(data: str, model: str, layout: str) -> Case:
