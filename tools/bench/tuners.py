@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -61,7 +61,7 @@ Row = tuple[list[int], list[bool]]
 """ids, and which of them are counted."""
 
 
-def rows_of(folder: str, split: str) -> list[Row]:
+def rows_of(folder: str, split: Literal["train", "validation"]) -> list[Row]:
     """All rows of a split: of pairs, the chosen and the rejected one in turn."""
     import numpy as np
 
@@ -241,7 +241,8 @@ def held_out(folder: str, name: str, *, pairs: bool) -> float:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     def log_probs_of(path: Path) -> Tensor:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, use_cache=False).to(device).eval()
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, use_cache=False)
+        model.to(device).eval()
         with torch.no_grad():
             return torch.cat([_log_probs(model, [row]).cpu() for row in rows]).double()
 
