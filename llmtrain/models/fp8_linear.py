@@ -43,7 +43,7 @@ class Fp8Linear(Float8Linear):
         return output if self.bias is None else output + self.bias
 
 
-@torch._dynamo.allow_in_graph
+@torch.compiler.allow_in_graph
 class _Product(torch.autograd.Function):
     """x W^T by torchao's function, which would keep a view of W: under ZeRO 3 that is the whole gathered weight, until
     the backward pass. Here the parameter is kept, which is empty until it is gathered again."""

@@ -48,7 +48,7 @@ def recomputing(
     """The model with these layers recomputed."""
     given = ModelConfig(recompute=RecomputeConfig(layers=layers, keep=keep))
     mix = Mix(recomputes=layers is not None, keep_attention=keep is not None, layer_inputs_on_host=on_host)
-    set_up_layers(model.hf, list(decoder_layers(model.hf)), given, mix, torch.device("cpu"))
+    set_up_layers(model.hf, list(decoder_layers(model.hf)), given, mix)
     return model
 
 
