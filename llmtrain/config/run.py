@@ -40,7 +40,7 @@ class RecomputeConfig:
     """Activation checkpointing: decoder layers keep their input and compute the rest again in the backward pass."""
 
     layers: int | Literal["all", "auto"] | None = bounded(None, AT_LEAST_1, "write a number, all, auto or null")
-    """How many decoder layers, from the first on; of a pipeline, those of each stage. auto = as few as the device's
+    """Number of decoder layers, from the first on; of a pipeline, those of each stage. auto = as few as the device's
     memory asks for, by a count of bytes at the start; null = none; all with activation_checkpointing in the JSON."""
     keep: Literal["attention"] | None = None
     """attention: keep what attention gave and recompute the rest of the layer (attention: sdpa or varlen). With layers:

@@ -55,7 +55,7 @@ def check_stages(run: RunConfig, places: Places, problems: Problems) -> None:
 
 
 def _check_beside(run: RunConfig, places: Places, problems: Problems) -> None:
-    """What a run with stages cannot have."""
+    """Settings that a run with stages cannot have."""
     place = places.get("data.stages")
     count, resized = len(run.data.stages) + 1, any(map(_resizes, run.data.stages))
     if run.sites.name is not None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MULTIPLE = 16
 """The products want inputs and outputs of whole 16 bytes."""
 _OURS = "lora_"
-"""What the names of an adapter's own maps begin with: their inner side is too narrow to gain anything."""
+"""Prefix of the names of an adapter's own maps: their inner side is too narrow to gain anything."""
 
 
 def maps_of(layer: nn.Module) -> tuple[dict[str, nn.Linear], dict[str, str]]:

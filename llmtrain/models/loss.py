@@ -94,7 +94,7 @@ class _Labels(NamedTuple):
 
 
 class _About(NamedTuple):
-    """What is computed, but for the tensors."""
+    """Settings of the loss."""
 
     chunk: int
     """Tokens whose logits exist at one time."""
@@ -108,7 +108,7 @@ _Elementwise = Callable[[Tensor, _Labels, _About, bool], tuple[Tensor, Tensor | 
 
 
 def _in_place(logits_CV: Tensor, labels: _Labels, about: _About, wants_gradient: bool) -> tuple[Tensor, Tensor | None]:
-    """What is kept of each token of a chunk (`_kept`), and the gradient of its logits in fp32; changes the logits."""
+    """Return what is kept of each token of a chunk (`_kept`), and its logits' gradient in fp32; changes the logits."""
     form, vocabulary = about.form, about.vocabulary
     logits_CV = form.apply(logits_CV.float())
     slope_CV = None if form.softcap is None else 1.0 - (logits_CV / form.softcap).square()

@@ -16,10 +16,10 @@ from llmtrain.optim.optimizers import Optimizer
 
 
 class OwnSettings(NamedTuple):
-    """What a parameter has beside the optimizer's settings."""
+    """Settings of one parameter beside those of the optimizer."""
 
     lr_factor: float = 1.0
-    """On the learning rate of its group."""
+    """Factor on the learning rate of its group."""
     weight_decay: float | None = None
     """None: that of `optim.decay`."""
 

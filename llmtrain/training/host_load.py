@@ -61,7 +61,7 @@ def _bytes_passed() -> int:
 
 
 def _of_gpu(device: torch.device) -> dict[str, float]:
-    """Of this rank's GPU; nothing on a CPU. Its load only where NVIDIA's library for that (nvidia-ml-py) is there."""
+    """Memory and load of this rank's GPU; nothing on a CPU. The load only where nvidia-ml-py is installed."""
     if device.type != "cuda":
         return {}
     free, total = torch.cuda.mem_get_info(device)

@@ -60,7 +60,7 @@ def layers_for(free: int, resolved: ResolvedRun, spec: ModelSpec) -> tuple[Recom
 
 
 def keeps(resolved: ResolvedRun) -> tuple[Keep, ...]:
-    """What recomputed layers may keep, the first choice first.
+    """Choices of what recomputed layers keep, the first one first.
 
     Attention's results take one tensor of the 24 of the model's width that a layer of Llama 3 8B keeps, and spare its
     kernel, the one part of a layer that grows with the square of the length: layers keep them if all that fits so.

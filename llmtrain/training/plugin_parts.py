@@ -33,7 +33,7 @@ class Lost(ModelError):
 
 
 class Surroundings:
-    """What belongs to the run and not to a part: a method leaves it as it finds it. No device is asked."""
+    """State of the run that the method of a part leaves as it finds it. No device is asked."""
 
     def __init__(self, module: nn.Module, zero_stage: int) -> None:
         self._module = module
@@ -50,7 +50,7 @@ class Surroundings:
         return [each.requires_grad for each in self._parameters]
 
     def seen(self) -> dict[str, Any]:
-        """What can be put back, by the words that tell of its change."""
+        """Return the state that can be put back, by the words that tell of its change."""
         return {
             "torch.set_grad_enabled": torch.is_grad_enabled(),
             "torch.set_default_dtype": torch.get_default_dtype(),
@@ -60,7 +60,7 @@ class Surroundings:
         }
 
     def kept(self) -> tuple[bool, list[int]]:
-        """What cannot be put back: whether there are process groups, and torch's counts of changes of parameters."""
+        """Return the state that cannot: whether there are process groups, and torch's counts of changed parameters."""
         return dist.is_initialized(), [each._version for each in self._mastered]
 
     def compare(self, seen: dict[str, Any], kept: tuple[bool, list[int]]) -> None:

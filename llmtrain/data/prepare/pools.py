@@ -36,9 +36,9 @@ from llmtrain.data.prepare.worker import UNFINISHED, WorkerSettings
 
 _MODULE = "llmtrain.data.prepare.pools"
 _STARTS = 3
-"""How often the workers of a host are started, if they are lost."""
+"""Starts of a host's workers, if they are lost."""
 _TRIES = 3
-"""How many workers may be lost with a unit until it counts as what they died of."""
+"""Workers lost with a unit after which it counts as what they died of."""
 _REACHED_S = 30.0
 
 
@@ -55,7 +55,7 @@ class Link(ABC):
 
     @abstractmethod
     def fileno(self) -> int:
-        """What becomes readable."""
+        """Return the file descriptor that becomes readable."""
 
     @abstractmethod
     def _write(self, data: bytes) -> None: ...
@@ -65,7 +65,7 @@ class Link(ABC):
 
     @abstractmethod
     def _obituary(self) -> str:
-        """Why it ended."""
+        """Return the reason for its end."""
 
     @abstractmethod
     def end(self) -> None:
@@ -153,14 +153,14 @@ class SocketLink(Link):
 
 @dataclass(frozen=True)
 class Place:
-    """Where workers are started."""
+    """A place where workers are started."""
 
     open: Callable[[], Link]
     """Raises Lost."""
     workers: int | None = 1
     """Units that it does at a time; None: it tells."""
     starts: int = 1
-    """How often it is opened, if it is lost; once: then the preparation ends."""
+    """Times that it is opened, if it is lost; 1: then the preparation ends."""
 
 
 def local(processes: int) -> list[Place]:
@@ -236,7 +236,7 @@ def _on_ray(processes: int | None) -> list[Place]:
     address, token = (ray.util.get_node_ip_address(), listener.getsockname()[1]), secrets.token_hex(16)
 
     def serve(words: list[str], address: tuple[str, int], token: str) -> int:
-        """On a node: connect to the driver, and let the workers talk to it."""
+        """Ray's task on a node: connect to the driver, and let the workers talk to it."""
         import socket
         import subprocess
 

@@ -72,7 +72,7 @@ class Layout(ABC):
     names: ClassVar[tuple[str, ...]]
     """Endings of the files with the ids."""
     index: ClassVar[str] = ""
-    """What names the index of a file: an ending in place of the file's own if it begins with a point, or a file of its
+    """Name of a file's index: an ending in place of the file's own if it begins with a point, or a file of its
     folder; empty: there is none."""
 
     @classmethod

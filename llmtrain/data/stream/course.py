@@ -17,7 +17,7 @@ RECORD = "data_stages"
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """What a step reads."""
+    """The data and the batch of a step."""
 
     stage: int
     data: TrainData
@@ -39,7 +39,7 @@ class Course:
         self.stages, self.data = stages, tuple(data)
         self._sharing = [[other for other, each in enumerate(data) if each is own] for own in data]
         self._ahead = [0] * len(data)
-        """Of the data of a stage, under the first stage that has it: sequences more than the plan has by then."""
+        """Sequences of a data set beyond those of the plan by then, by the first stage that has it."""
         self._since, self._before = 0, list[dict[str, Any]]()
         """The step from which this launch goes on, and the record up to there."""
         self.first_number = 0
@@ -52,18 +52,18 @@ class Course:
         return cls(Stages((stage,)), [data])
 
     def at(self, step: int) -> Reading:
-        """What a step reads."""
+        """Return the data and the batch of a step."""
         stage = self.stages.number(step)
         return Reading(
             stage=stage, data=self.data[stage], index=self._index(stage, step), batch=self.stages[stage].batch
         )
 
     def done(self, step: int) -> Reading:
-        """What the last step before `step` has read; of step 0 what the first one reads."""
+        """Return data and batch of the last step before `step`; of step 0 those of the first one."""
         return self.at(max(0, step - 1))
 
     def seek(self, step: int, index: int) -> None:
-        """From this step on the data of its stage goes on at sequence `index`."""
+        """Let the data of a step's stage go on at sequence `index` from there."""
         stage = self.stages.number(step)
         self._ahead[self._sharing[stage][0]] += index - self._index(stage, step)
 
