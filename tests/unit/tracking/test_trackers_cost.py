@@ -79,11 +79,11 @@ def share(
 def test_a_row_to_five_trackers_is_handed_over_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """5 ms are 1 % of the 0.5 s that ten steps (train.log_every) of 50 ms take; 0.4 ms were measured on a busy
-    machine. A call that waited for the tracker that sleeps would take 30,000."""
+    """A call that waited for the tracker that sleeps would take 30 s. 0.4 to 8 ms were measured on busy machines, where
+    the trackers' threads hold the interpreter for 5 ms at a time; the slow test below has what a step costs."""
     monkeypatch.setattr(tracker_module, "_CLOSES_S", 2.0)
     _, _, calls = share(tmp_path, blocks=20, steps=10, size=64, times=4)
-    assert statistics.median(calls) < 5e-3, calls
+    assert statistics.median(calls) < 0.1, calls
     said = capsys.readouterr()
     said = said.out + said.err
     assert "trackers.dead is given up" in said and "trackers.sleeping did not finish in time" in said
