@@ -175,11 +175,9 @@ class _Mirroring:
                 shutil.copytree(folder, held, copy_function=os.link)
                 size = self._store.put(held, step)
             self._store.prune(self._keep, self._best)
-        except FileNotFoundError as error:
-            if folder.exists():
-                self._failed(step, error)
         except Exception as error:  # each driver has its own
-            self._failed(step, error)
+            if folder.exists():  # else retention was faster than the links
+                self._failed(step, error)
         else:
             self._done, self._pause_s, self.failures = step, _POLL_S, 0
             if size:

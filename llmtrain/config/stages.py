@@ -58,7 +58,7 @@ class StageConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """What to train on: folders made by `llmtrain prepare`. Exactly one of `path` and `mixture` is given."""
+    """Data to train on: folders made by `llmtrain prepare`. Exactly one of `path` and `mixture` is given."""
 
     path: str | None = None
     """One prepared folder."""

@@ -32,7 +32,7 @@ class Origin:
     begin: int
     """Its first token in the split."""
     end: int
-    """Behind its last token, its separator included."""
+    """Place behind its last token, its separator included."""
     index: int
     """Its place among the documents of the split."""
 

@@ -40,7 +40,7 @@ class LanguageModel(nn.Module):
             )
         self.head = Head(hf, chunk)
         self.noise: Neftune | None = None
-        """On the embeddings, in training."""
+        """Noise on the embeddings, in training."""
         self.wants_logits = False
         """The loss gets transformers' own logits in place of the hidden state."""
 

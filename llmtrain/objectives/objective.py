@@ -52,7 +52,7 @@ class Objective(Choice, section="objective"):
 
     @property
     def reported(self) -> tuple[Figure, ...]:
-        """Those of its figures that it has with its fields' values."""
+        """Return the figures that it reports with its fields' values."""
         return self.figures
 
     @property

@@ -185,16 +185,10 @@ def _tell(
         print("\n".join([*report(title, found.verdict), f"        {found.line()}"]), flush=True)
         before = compare(got.until(found.step - 1), [trace.until(found.step - 1) for trace in want], fp32=True,
                          split=split) if found.step > 1 else None  # fmt: skip
-        return SAME if before is None or before.blunt is None else _no_answer(before.blunt)
-    if verdict.passed and verdict.blunt is not None and recipe is None:
+        return SAME if before is None or before.blunt is None else _no_answer(before.blunt, recipe)
+    if verdict.passed and verdict.blunt is not None:
         print("\n".join(report(title, verdict, passes="NO ANSWER")), flush=True)
-        return _no_answer(verdict.blunt)
-    wide = []
-    if recipe is not None and (blunt := verdict.blunt) is not None:
-        wide.append(
-            f"        blunt: numbers between two of fp8 went the other way, so a {blunt.kind} may be off by "
-            f"{blunt.tolerated:.2g}; all but fp8 is compared sharply with --model.fp8 null"
-        )
+        return _no_answer(verdict.blunt, recipe)
     likely = "" if verdict.passed else hint(got, want[0], verdict, clip_norm)
     if likely and isinstance(objective := user.run.objective, (ByToken, Pairs)):
         method, what = ("terms", "tokens") if isinstance(objective, ByToken) else ("losses", "pairs")
@@ -203,17 +197,19 @@ def _tell(
             likely = f"{method} of objective.name {objective.name} depends on {shared}; or {likely}"
     if found is not None:
         likely = f"{found.line()}. Nothing is proved so: choose other weights with --train.seed 1"
-    print("\n".join([*report(title, verdict, likely), *bluntness(name, verdict, sharp=sharp), *wide]), flush=True)
+    print("\n".join([*report(title, verdict, likely), *bluntness(name, verdict, sharp=sharp)]), flush=True)
     return NO_ANSWER if found is not None else SAME if verdict.passed else PARTS
 
 
-def _no_answer(blunt: Difference) -> int:
-    """Report that a comparison proves nothing because nearly everything would pass it; return the exit code."""
+def _no_answer(blunt: Difference, fp8: str | None) -> int:
+    """Report that a comparison proves nothing because nearly everything would pass it; return the exit code. `fp8`:
+    the run's `model.fp8`."""
     where = f"{blunt.kind} at step {blunt.step}" + (f", {blunt.name}" if blunt.name else "")
     print(
         f"        nothing is proved: trainings in one process that differ in the order of their sums alone part by so "
         f"much that {blunt.tolerated:.2g} would be tolerated ({where}; at most {CEILINGS[blunt.kind]:g} is a proof). "
-        "Choose other weights with --train.seed 1, or fewer --steps",
+        "Choose other weights with --train.seed 1, or fewer --steps"
+        + ("; all but fp8 is compared with --model.fp8 null" if fp8 else ""),
         flush=True,
     )
     return NO_ANSWER

@@ -284,7 +284,7 @@ class Throughput:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.flops = flops
-        """Of a token, for what is counted from now on."""
+        """Floating-point operations of a token, for what is counted from now on."""
         self._devices = devices
         self._peak = peak
         self._clock = clock

@@ -34,9 +34,9 @@ class Checked:
     resolved: ResolvedRun
     spec: ModelSpec
     data: TrainData
-    """Of the first stage, with the columns that the objective reads."""
+    """Data of the first stage, with the columns that the objective reads."""
     later: tuple[TrainData, ...] = ()
-    """Of the stages after it: the same object where it is the same data."""
+    """Data of the stages after it: the same object where it is the same data."""
     references: list[str] | None = None
     """Hashes of the weights behind the reference's log-probabilities, one per data set; None: no such column."""
     teachers: list[str] = field(default_factory=list)

@@ -112,13 +112,13 @@ class StepBatch:
     first_index: int
     """Global index of the step's first sample, over all ranks."""
     sequences: int
-    """Of the step, over all ranks."""
+    """Sequences of the step, over all ranks."""
     stage: int = 0
     """Stage of the run that the step belongs to."""
 
     @property
     def tokens(self) -> int:
-        """Of the step, over all ranks."""
+        """Return the tokens of the step, over all ranks."""
         return self.sequences * self.micro_batches[0].inputs.shape[1]
 
 

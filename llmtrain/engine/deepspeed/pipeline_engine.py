@@ -35,7 +35,7 @@ class PipelineZeroEngine(ZeroEngine):
         super().__init__(deepspeed, ranks, mesh, layout_keys)
         self._pipeline: PipelineLanguageModel = deepspeed.module
         self._shape: torch.Size | None = None
-        """Of the micro-batches that stages of the pipeline expect from each other."""
+        """Shape of the micro-batches that stages of the pipeline expect from each other."""
         _check_groups(deepspeed, ranks)
         # Here the engine looks up what to do for an instruction of its schedule; `update` does the optimizer's step.
         ours = {ReduceTiedGrads: _reduce_tied, OptimizerStep: lambda engine, **_: None}

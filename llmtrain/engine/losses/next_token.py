@@ -27,7 +27,7 @@ NEXT_TOKEN = NextTokenLoss()
 
 
 class WithZLoss(NextTokenLoss):
-    """The same figure; its gradient is that of the loss and of a z-loss."""
+    """The loss beside a z-loss: the gradient is of both."""
 
     figures = ("loss", "z_loss")
 

@@ -165,7 +165,7 @@ class Stage(nn.Module):
         self.hf = hf
         self._entrance = (entrance,)  # no submodule a second time
         self.noise: Neftune | None = None
-        """On the embeddings, in training; on the first stage."""
+        """Noise on the embeddings, in training; on the first stage."""
         self.conclude: Callable[[Tensor], Tensor] | None = None
         """The last stage's loss of the hidden state."""
         self.wants_logits = False

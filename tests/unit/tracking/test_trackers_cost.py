@@ -48,14 +48,14 @@ def step(size: int, times: int) -> None:
 
 def share(
     folder: Path, *, blocks: int, steps: int, size: int, times: int, five: bool = True
-) -> tuple[float, float, list[float]]:
+) -> tuple[float, float, list[float], list[float]]:
     """(this thread's CPU time for a block of `steps` steps and one row, with the five over that without: the median of
-    pairs; CPU time of a step, s; the time on the clock of each row, s). The blocks alternate, so that both meet the
-    same machine; CPU time, because what other jobs take of it is none of the trackers'. `five`: False compares none
-    with none."""
+    pairs; CPU time of a step, s; CPU time of each row, s; its time on the clock, s). The blocks alternate, so that both
+    meet the same machine; CPU time, because what other jobs take of it is none of the trackers'. `five`: False compares
+    none with none."""
     both = [made(folder / name, which) for name, which in (("none", False), ("five", five))]
     found: list[list[float]] = [[], []]
-    calls, number = [], 0
+    computed, waited, number = [], [], 0
     for block in range(2 * blocks):
         which = block % 2
         began_s = time.thread_time()
@@ -63,27 +63,29 @@ def share(
             step(size, times)
         number += steps
         row = {"step": number, **dict.fromkeys(FIGURES, 1.0)}
-        call_s = time.perf_counter()
+        call_s, call_cpu_s = time.perf_counter(), time.thread_time()
         both[which].log(row)
-        returned_s = time.perf_counter()
+        returned_s, returned_cpu_s = time.perf_counter(), time.thread_time()
         if block > 3:
             found[which].append(time.thread_time() - began_s)
             if which:
-                calls.append(returned_s - call_s)
+                computed.append(returned_cpu_s - call_cpu_s)
+                waited.append(returned_s - call_s)
     for each in both:
         each.close()
     pairs = [five / none for none, five in zip(*found, strict=True)]
-    return statistics.median(pairs), statistics.median(found[0]) / steps, calls
+    return statistics.median(pairs), statistics.median(found[0]) / steps, computed, waited
 
 
 def test_a_row_to_five_trackers_is_handed_over_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A call that waited for the tracker that sleeps would take 30 s. 0.4 to 8 ms were measured on busy machines, where
-    the trackers' threads hold the interpreter for 5 ms at a time; the slow test below has what a step costs."""
+    """5 ms are 1 % of the 0.5 s that ten steps (train.log_every) of 50 ms take. On the clock a row takes longer where
+    other jobs have the processor; a call that waited for the tracker that sleeps would take 30 s."""
     monkeypatch.setattr(tracker_module, "_CLOSES_S", 2.0)
-    _, _, calls = share(tmp_path, blocks=20, steps=10, size=64, times=4)
-    assert statistics.median(calls) < 0.1, calls
+    _, _, computed, waited = share(tmp_path, blocks=20, steps=10, size=64, times=4)
+    assert statistics.median(computed) < 5e-3, computed
+    assert max(waited) < 5, waited
     said = capsys.readouterr()
     said = said.out + said.err
     assert "trackers.dead is given up" in said and "trackers.sleeping did not finish in time" in said
@@ -94,8 +96,8 @@ def test_the_step_time_with_five_trackers_is_within_a_percent(tmp_path: Path) ->
     """60 pairs of blocks, beside none against none in the same way; docs/benchmarks.md has the figures. A call that
     waited for the tracker that sleeps would take 30 s: the longest ones are what other jobs took of the processor."""
     words: dict[str, Any] = {"blocks": 60, "steps": 10, "size": 768, "times": 1}
-    noise, _, _ = share(tmp_path / "noise", **words, five=False)
-    ratio, step_s, calls = share(tmp_path / "five", **words)
+    noise, *_ = share(tmp_path / "noise", **words, five=False)
+    ratio, step_s, computed, waited = share(tmp_path / "five", **words)
     print(f"ratio {ratio:.4f} (none against none {noise:.4f}), step {step_s * 1e3:.1f} ms, row "
-          f"{statistics.median(calls) * 1e3:.3f} ms, the longest {max(calls) * 1e3:.1f} ms")  # fmt: skip
-    assert ratio < 1.01 and max(calls) < 5
+          f"{statistics.median(computed) * 1e3:.3f} ms, on the clock at most {max(waited) * 1e3:.1f} ms")  # fmt: skip
+    assert ratio < 1.01 and max(waited) < 5
