@@ -133,7 +133,9 @@ def _find_files(settings: PrepareSettings, out: Path) -> tuple[list[SourceFile],
             f"--source {' '.join(settings.sources)}: no file is left for training: all are in "
             f"{'--validation-source' if taken else '--out'}; name other files"
         )
-    return files, validation
+    times = Counter(file.label for file in (*files, *validation))  # of two folders, each with a part-0.jsonl
+    named = [[replace(f, origin=f.path) if times[f.label] > 1 else f for f in some] for some in (files, validation)]
+    return named[0], named[1]
 
 
 def _plan(settings: PrepareSettings, files: list[SourceFile], validation: list[SourceFile]) -> list[Unit]:
@@ -373,7 +375,7 @@ def _continued(work: list[Unit], records: list[dict[str, Any]]) -> list[tuple[st
     for unit, record in zip(work, records, strict=True):
         first, last = unit.pieces[0], unit.pieces[-1]
         goes_on = first.kind == "jsonl" and first.start > 0
-        found.append((first.label, lines + (not ended)) if goes_on else ("", 0))
+        found.append((first.origin, lines + (not ended)) if goes_on else ("", 0))
         if last.kind == "jsonl":
             here, ended = record["newlines"][0]
             lines = here + (lines if goes_on and first is last else 0)

@@ -154,6 +154,8 @@ class SourceFile:
     kind: Kind
     bytes: int
     mtime_ns: int
+    origin: str = ""
+    """Its name in `data where`, if it is not `label`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,6 +170,8 @@ class Piece:
     start: int
     stop: int
     bytes: int
+    origin: str = ""
+    """Name of the file in `data where`."""
 
     @property
     def compressed(self) -> bool:
@@ -461,7 +465,8 @@ def _split(file: SourceFile, unit_bytes: int) -> Iterator[Piece]:
 
 
 def _piece(file: SourceFile, start: int, stop: int, size: int) -> Piece:
-    return Piece(path=file.path, label=file.label, kind=file.kind, start=start, stop=stop, bytes=size)
+    return Piece(path=file.path, label=file.label, kind=file.kind, start=start, stop=stop, bytes=size,
+                 origin=file.origin or file.label)  # fmt: skip
 
 
 def _row_group_sizes(path: str) -> list[int]:

@@ -229,8 +229,8 @@ def process_unit(
             writers[split] = _ShardWriter(own / f"{split}-{unit.index:05d}.bin", settings.chat)
         too_long = 0 if isinstance(encoder, Encoder) else encoder.too_long
         written = _write_documents(unit, settings, encoder, writers, progress)
-        files = [piece.label for piece in unit.pieces]
-        order = {file: place for place, file in enumerate(files)}
+        files = [piece.origin for piece in unit.pieces]
+        order = {piece.label: place for place, piece in enumerate(unit.pieces)}
         written.rejected.sort(key=lambda rejection: (order[rejection.file], rejection.number))
         record = {
             "unit": unit.index,
@@ -453,7 +453,7 @@ def _in_place(
         if high > low:
             path.symlink_to(piece.path)
             nothing = np.zeros(high - low, np.int64)
-            write_origins(path, np.diff(borders[low : high + 1]), [piece.label], nothing, borders[low:high])
+            write_origins(path, np.diff(borders[low : high + 1]), [piece.origin], nothing, borders[low:high])
             entries[split] = {
                 "file": path.name,
                 "tokens": last - first,

@@ -82,6 +82,20 @@ def test_each_document_is_of_the_record_that_it_names(
     assert seen == set(corpus[1])
 
 
+def test_two_files_of_one_name_are_told_apart_by_their_paths(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "part.jsonl").write_text("".join(f'{{"text": "{name} {n}"}}\n' for n in range(3)))
+    sources = [str(tmp_path / name) for name in ("a", "b")]
+    words = ["--source", *sources, "--vocab-size", "258", "--out", str(tmp_path / "set"), "--validation-fraction", "0"]
+    assert main(words) == 0
+    data = PreparedSet(tmp_path / "set")
+    known, stream = Origins(tmp_path / "set", data.manifest.shards["train"]), data.split("train")
+    (found,) = known.find(f"{sources[1]}/part.jsonl", 2)
+    assert Encoder(data.tokenizer_dir).decode(stream.read(found.begin, 3).tolist()).startswith("b 1")
+    assert not list(known.find("part.jsonl", 2))
+
+
 def test_the_sequences_of_a_run_lead_to_their_documents_and_back(prepared: Path) -> None:
     config = DataConfig(path=str(prepared), sequence_length=48, seed=3)
     data = TrainData(config)
