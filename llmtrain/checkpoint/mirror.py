@@ -8,10 +8,8 @@ environment and files.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import re
 import shutil
 import sys
 import tempfile
@@ -27,6 +25,7 @@ from llmtrain.base.redact import redact_text
 from llmtrain.checkpoint.format import MANIFEST, TRAINER, Manifest, complete_checkpoints, step_folder, step_of
 from llmtrain.checkpoint.retain import Best
 from llmtrain.checkpoint.verify import verify
+from llmtrain.storage.object_store import Store, short
 
 _POLL_S = 1.0
 _LONGEST_PAUSE_S = 60.0
@@ -34,61 +33,47 @@ _LAST_TRIES = 3
 """Tries at the end of a run, whose checkpoint is on its own disk anyway."""
 
 
-class Store:
-    """A folder of checkpoints in an object store."""
+class Mirrored:
+    """Checkpoints in an object store."""
 
     def __init__(self, url: str) -> None:
-        """Raises what its driver raises."""
-        import fsspec
-
-        here = {"auto_mkdir": True} if url.startswith(("file://", "local://")) else {}
-        self._files, self._root = fsspec.core.url_to_fs(url, **here)
+        """Raises StoreError, as all methods do."""
+        self.store = Store(url, again=False)  # the caller tries again
 
     def complete(self) -> list[int]:
-        """Steps of the complete checkpoints, newest first. Raises OSError, or what the driver raises."""
+        """Steps of the complete checkpoints, newest first."""
         sizes: dict[int, dict[str, int]] = {}
-        for path, info in self._listed().items():
+        for path, stored in self.store.files().items():
             folder, _, name = path.rpartition("/")
             if (step := step_of(Path(folder))) is not None:
-                sizes.setdefault(step, {})[name] = int(info["size"])
+                sizes.setdefault(step, {})[name] = stored.bytes
         return [step for step in sorted(sizes, reverse=True) if self._is_whole(step, sizes[step])]
-
-    def _listed(self) -> dict[str, Any]:
-        try:
-            self._files.invalidate_cache()
-            found: dict[str, Any] = self._files.find(self._root, detail=True)
-        except FileNotFoundError:
-            return {}
-        return found
 
     def _is_whole(self, step: int, sizes: dict[str, int]) -> bool:
         if MANIFEST not in sizes:
             return False
         with tempfile.TemporaryDirectory() as folder:
             try:
-                self._files.get_file(self._path(step, MANIFEST), f"{folder}/{MANIFEST}")
+                self.store.get(_name(step, MANIFEST), Path(folder) / MANIFEST)
                 files = Manifest.read(Path(folder)).files
             except (CheckpointError, FileNotFoundError):  # it may be deleted just now
                 return False
         return all(sizes.get(name) == entry.bytes for name, entry in files.items())
 
-    def _path(self, step: int, name: str = "") -> str:
-        return "/".join(filter(None, (self._root.rstrip("/"), step_folder(Path(), step).name, name)))
-
     def put(self, folder: Path, step: int) -> int:
         """Upload the files of a checkpoint that are in this folder, its manifest last; returns their bytes."""
         names = sorted((path.name for path in folder.iterdir()), key=lambda name: name == MANIFEST)
         for name in names:
-            self._files.put_file(str(folder / name), self._path(step, name))
+            self.store.put(folder / name, _name(step, name))
         return sum((folder / name).stat().st_size for name in names)
 
     def get(self, step: int, into: Path, beat: Callable[[], None]) -> None:
         """Download a checkpoint. `beat`: called before each file. Raises CheckpointError: a file's name is no name."""
         into.mkdir(parents=True)
-        self._files.get_file(self._path(step, MANIFEST), str(into / MANIFEST))
+        self.store.get(_name(step, MANIFEST), into / MANIFEST)
         for name in Manifest.read(into).files:
             beat()
-            self._files.get_file(self._path(step, name), str(into / name))
+            self.store.get(_name(step, name), into / name)
 
     def prune(self, keep: int, best: Best | None) -> None:
         """Delete the checkpoints that are older than the `keep` newest complete ones and none of the best, and what an
@@ -96,16 +81,22 @@ class Store:
         found = self.complete()
         stays = set(found[: max(1, keep)])
         if best is not None and len(found) > keep:
-            trainers = {step: untrusted.loads(self._files.cat_file(self._path(step, TRAINER))) for step in found}
+            trainers = {step: untrusted.loads(self.store.read(_name(step, TRAINER))) for step in found}
             figures = [(step, figure) for step in found if (figure := best.figure(trainers[step])) is not None]
             stays |= {step for step, _ in best.first(figures)}
-        there = {step for path in self._listed() if (step := step_of(Path(path).parent)) is not None}
-        for step in there - stays:
+        there: dict[int, list[str]] = {}
+        for path in self.store.files():
+            if (step := step_of(Path(path).parent)) is not None:
+                there.setdefault(step, []).append(path)
+        for step in there.keys() - stays:
             if step < min(stays, default=0) or step in found:
                 # The manifest first: a deletion that ends early leaves nothing that seems whole.
-                with contextlib.suppress(FileNotFoundError):
-                    self._files.rm_file(self._path(step, MANIFEST))
-                self._files.rm(self._path(step), recursive=True)
+                self.store.remove([_name(step, MANIFEST)])
+                self.store.remove([path for path in there[step] if not path.endswith(f"/{MANIFEST}")])
+
+
+def _name(step: int, name: str) -> str:
+    return f"{step_folder(Path(), step).name}/{name}"
 
 
 def fetch_newest(url: str, checkpoints: Path, beat: Callable[[], None]) -> Path | None:
@@ -113,8 +104,8 @@ def fetch_newest(url: str, checkpoints: Path, beat: Callable[[], None]) -> Path 
 
     Its checksums are compared before it counts. Raises CheckpointError: the store cannot be read, or none is intact.
     """
-    store = Store(url)
     try:
+        store = Mirrored(url)
         steps = store.complete()
         for step in steps:
             partial = step_folder(checkpoints, step).with_suffix(".mirror.tmp")
@@ -126,7 +117,7 @@ def fetch_newest(url: str, checkpoints: Path, beat: Callable[[], None]) -> Path 
             shutil.rmtree(partial)
     except Exception as error:  # each driver has its own
         raise CheckpointError(
-            f"checkpoint.mirror {redact_text(url)}: cannot be read ({_short(error)}); correct address or access, or "
+            f"checkpoint.mirror {redact_text(url)}: cannot be read ({short(error)}); correct address or access, or "
             "leave it out to begin anew"
         ) from error
     if steps:
@@ -137,16 +128,11 @@ def fetch_newest(url: str, checkpoints: Path, beat: Callable[[], None]) -> Path 
     return None
 
 
-def _short(error: BaseException) -> str:
-    text = redact_text(re.sub(r"\s+", " ", str(error)))
-    return f"{type(error).__name__}: {text}"[:300]
-
-
 class _Mirroring:
     """Uploads a run's checkpoints as they become complete, one at a time, the newest first."""
 
     def __init__(
-        self, checkpoints: Path, store: Store, keep: int, best: Best | None, tell: Callable[..., None]
+        self, checkpoints: Path, store: Mirrored, keep: int, best: Best | None, tell: Callable[..., None]
     ) -> None:
         self._checkpoints, self._store, self._keep, self._best, self._tell = checkpoints, store, keep, best, tell
         self._done: int | None = None
@@ -189,7 +175,7 @@ class _Mirroring:
         self.failures += 1
         self._pause_s = min(_LONGEST_PAUSE_S, 2 * self._pause_s)
         self._not_before = time.monotonic() + self._pause_s
-        self._tell("mirror_failed", step=step, error=_short(error))
+        self._tell("mirror_failed", step=step, error=short(error))
 
 
 def main() -> None:
@@ -211,7 +197,7 @@ def main() -> None:
         print(json.dumps({"kind": kind, **fields}), flush=True)
 
     threading.Thread(target=listen, daemon=True).start()
-    mirroring = _Mirroring(Path(checkpoints), Store(url), int(keep), Best(**choice) if choice else None, tell)
+    mirroring = _Mirroring(Path(checkpoints), Mirrored(url), int(keep), Best(**choice) if choice else None, tell)
     while not finish.is_set():
         mirroring.go_on()
         finish.wait(_POLL_S)

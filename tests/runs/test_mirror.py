@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.checkpoint.mirror import Store
+from llmtrain.checkpoint.mirror import Mirrored
 from tests.helpers import forked
 from tests.helpers.forked import Launch
 from tests.helpers.launching import losses, rows, write_recipe
@@ -30,8 +30,8 @@ def test_a_run_goes_on_elsewhere_from_the_store_alone(small_data: str, tmp_path:
         folder = tmp_path / f"host-{kill}"
         folder.mkdir()
         launch = Launch(write_recipe(folder, small_data), *OFTEN, *steps, "--checkpoint.mirror", url)
-        deadline, begun = time.monotonic() + 120, max(Store(url).complete(), default=0)
-        while max(Store(url).complete(), default=0) < begun + 4:
+        deadline, begun = time.monotonic() + 120, max(Mirrored(url).complete(), default=0)
+        while max(Mirrored(url).complete(), default=0) < begun + 4:
             assert time.monotonic() < deadline and launch.alive(), launch.output()[-3000:]
             time.sleep(0.01)
         time.sleep(rng.uniform(0, 0.3))
@@ -43,7 +43,7 @@ def test_a_run_goes_on_elsewhere_from_the_store_alone(small_data: str, tmp_path:
     output = forked.train(write_recipe(folder, small_data), *OFTEN, *steps, "--checkpoint.mirror", url)
     assert f"{url}: step-" in output and "resumed from" in output
     assert any(row["kind"] == "mirrored" for row in rows(folder / "run", "events.jsonl"))
-    assert Store(url).complete()[0] == 20 * (kills + 1)
+    assert Mirrored(url).complete()[0] == 20 * (kills + 1)
     forked.train(whole, *OFTEN, *steps)
     assert seen | losses(folder / "run") == losses(tmp_path / "whole" / "run")
 

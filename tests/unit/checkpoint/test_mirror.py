@@ -11,7 +11,7 @@ import fsspec
 import pytest
 
 from llmtrain.base.errors import CheckpointError
-from llmtrain.checkpoint.mirror import Store, _Mirroring, fetch_newest
+from llmtrain.checkpoint.mirror import Mirrored, _Mirroring, fetch_newest
 from llmtrain.checkpoint.retain import Best
 from llmtrain.checkpoint.verify import verify
 from llmtrain.storage.object_store import problem_of
@@ -52,7 +52,7 @@ def url() -> str:
     return f"memory://{uuid.uuid4().hex}"
 
 
-def mirroring(run: Path, store: Store, keep: int = 2, best: Best | None = None) -> tuple[_Mirroring, list[Any]]:
+def mirroring(run: Path, store: Mirrored, keep: int = 2, best: Best | None = None) -> tuple[_Mirroring, list[Any]]:
     told: list[Any] = []
     found = _Mirroring(run / "checkpoints", store, keep, best, lambda kind, **fields: told.append((kind, fields)))
     return found, told
@@ -63,7 +63,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_what_is_mirrored_comes_back_and_old_ones_go(tmp_path: Path, url: str) -> None:
-    store = Store(url)
+    store = Mirrored(url)
     mirror, told = mirroring(tmp_path, store)
     for step in (1, 2, 3):
         folder = write_checkpoint(tmp_path, step, seed=step)
@@ -80,7 +80,7 @@ def test_what_is_mirrored_comes_back_and_old_ones_go(tmp_path: Path, url: str) -
 
 
 def test_the_best_stay(tmp_path: Path, url: str) -> None:
-    store = Store(url)
+    store = Mirrored(url)
     mirror, _ = mirroring(tmp_path, store, keep=1, best=Best(metric="eval/loss", keep=1, mode="min"))
     for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, 2.5)):
         write_checkpoint(tmp_path, step, seed=step, evaluation={"step": step, "figures": {"eval/loss": loss}})
@@ -92,25 +92,25 @@ def test_the_best_stay(tmp_path: Path, url: str) -> None:
 def test_a_fault_of_the_store_at_any_moment_leaves_whole_checkpoints_alone(how: str, tmp_path: Path, url: str) -> None:
     """The n-th transfer fails, for each n: what is listed is whole and comes back, and the next try mends."""
     write_checkpoint(tmp_path, 1, seed=1)
-    mirroring(tmp_path, Store(url), keep=1)[0].go_on()
+    mirroring(tmp_path, Mirrored(url), keep=1)[0].go_on()
     random.seed(0)
     for fails_at in range(1, 9):
         step = fails_at + 1
         write_checkpoint(tmp_path, step, seed=step)
-        store = Store(url)
+        store = Mirrored(url)
         mirror, told = mirroring(tmp_path, store, keep=1)
-        store._files = Failing(store._files, fails_at, how)
+        store.store._files = Failing(store.store._files, fails_at, how)
         mirror.go_on()
-        listed = Store(url).complete()
+        listed = Mirrored(url).complete()
         assert listed and listed[0] in (step, step - 1)
         for each in listed:
             whole = tmp_path / f"{how}-{fails_at}-{each}"
-            Store(url).get(each, whole, lambda: None)
+            Mirrored(url).get(each, whole, lambda: None)
             assert verify(whole) == []
         if told and told[0][0] == "mirror_failed":
             assert told[0][1]["error"] == "CutOffError: connection reset"
             mirror.go_on(now=True)
-        assert Store(url).complete()[0] == step
+        assert Mirrored(url).complete()[0] == step
     files = fsspec.filesystem("memory")
     assert {path.split("/")[2] for path in files.find(url.removeprefix("memory:/"))} <= {
         f"step-{step:08d}" for step in (8, 9)
@@ -118,7 +118,7 @@ def test_a_fault_of_the_store_at_any_moment_leaves_whole_checkpoints_alone(how: 
 
 
 def test_a_damaged_one_is_passed_over_and_none_intact_is_said(tmp_path: Path, url: str) -> None:
-    store = Store(url)
+    store = Mirrored(url)
     mirror, _ = mirroring(tmp_path, store)
     for step in (1, 2):
         write_checkpoint(tmp_path, step, seed=step)
@@ -126,7 +126,7 @@ def test_a_damaged_one_is_passed_over_and_none_intact_is_said(tmp_path: Path, ur
     files = fsspec.filesystem("memory")
 
     def spoil(step: int) -> None:
-        path = store._path(step, "rank-00001.safetensors")
+        path = store.store._path(f"step-{step:08d}/rank-00001.safetensors")
         data = bytearray(files.cat_file(path))
         data[-3] ^= 1
         files.pipe_file(path, bytes(data))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from llmtrain.base.errors import CheckpointError
-from llmtrain.checkpoint.mirror import Store, fetch_newest
+from llmtrain.checkpoint.mirror import Mirrored, fetch_newest
 from tests.helpers.checkpoints import write_checkpoint
 from tests.unit.checkpoint.test_mirror import contents, mirroring
 
@@ -33,12 +33,12 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def test_what_is_mirrored_comes_back(bucket: str, tmp_path: Path) -> None:
-    mirror, told = mirroring(tmp_path, Store(bucket), keep=1)
+    mirror, told = mirroring(tmp_path, Mirrored(bucket), keep=1)
     for step in (1, 2):
         folder = write_checkpoint(tmp_path, step, seed=step)
         mirror.go_on()
     assert [kind for kind, _ in told] == ["mirrored", "mirrored"], told
-    assert Store(bucket).complete() == [2]
+    assert Mirrored(bucket).complete() == [2]
     fetched = fetch_newest(bucket, tmp_path / "elsewhere", lambda: None)
     assert fetched is not None and contents(fetched) == contents(folder)
 
@@ -47,12 +47,12 @@ def test_a_bucket_that_is_not_there_is_told_without_a_secret(
     bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_checkpoint(tmp_path, 1, seed=1)
-    mirror, told = mirroring(tmp_path, Store("s3://another/run"))
+    mirror, told = mirroring(tmp_path, Mirrored("s3://another/run"))
     mirror.go_on()
     assert [kind for kind, _ in told] == ["mirror_failed"]
     assert "a-secret" not in str(told)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # nobody listens
-    Store(bucket)._files.clear_instance_cache()
+    Mirrored(bucket).store._files.clear_instance_cache()
     with pytest.raises(CheckpointError, match=r"checkpoint\.mirror s3://bucket/runs/one: cannot be read") as error:
         fetch_newest(bucket, tmp_path / "a", lambda: None)
     assert "a-secret" not in str(error.value)

@@ -1,0 +1,70 @@
+"""Files in object stores, whose network fails now and then."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmtrain.storage import object_store
+from llmtrain.storage.object_store import Store, StoreError
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Store:
+    monkeypatch.setattr(object_store, "_PAUSES_S", (0.0, 0.0))
+    return Store(f"memory://{uuid.uuid4().hex}/folder/")
+
+
+class Flaky:
+    """A driver whose next calls of one method fail."""
+
+    def __init__(self, store: Store, method: str, errors: list[Exception]) -> None:
+        self._driver, self._method, self._errors = store._files, method, errors
+        store._files = self
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self._method and self._errors:
+            raise self._errors.pop()
+        return getattr(self._driver, name)
+
+
+def test_a_folder_of_files(store: Store, tmp_path: Path) -> None:
+    assert store.files() == {}
+    (tmp_path / "a").write_bytes(b"0123456789")
+    store.put(tmp_path / "a", "b/a.bin")
+    store.write(b"x", "c.txt")
+    assert {name: stored.bytes for name, stored in store.files().items()} == {"b/a.bin": 10, "c.txt": 1}
+    assert list(store.matching("**/*.bin")) == ["b/a.bin"] and list(store.matching("*.bin")) == []
+    assert store.read("b/a.bin", 2, 5) == b"234" and store.read("c.txt") == b"x"
+    assert store.stat("c.txt").bytes == 1 == Store(f"{store.url}c.txt").stat().bytes
+    with store.open("b/a.bin") as stream:
+        stream.seek(8)
+        assert stream.read() == b"89"
+    store.get("b/a.bin", tmp_path / "back")
+    assert (tmp_path / "back").read_bytes() == b"0123456789"
+    store.remove(["c.txt", "b/a.bin"])
+    store.remove(["c.txt"])
+    assert store.files() == {}
+
+
+def test_faults_of_the_network_are_tried_again_and_refusals_are_not(store: Store, tmp_path: Path) -> None:
+    store.write(b"0123456789", "a")
+    Flaky(store, "cat_file", [TimeoutError(), ConnectionResetError()])
+    assert store.read("a", 2, 5) == b"234"
+    Flaky(store, "get_file", [OSError("cut off") for _ in range(3)])
+    with pytest.raises(StoreError, match=r"^OSError: cut off$"):
+        store.get("a", tmp_path / "a")
+    refused: list[Exception] = [PermissionError("denied"), PermissionError("denied")]
+    Flaky(store, "cat_file", refused)
+    with pytest.raises(StoreError, match=r"^PermissionError: denied$"):
+        store.read("a")
+    assert len(refused) == 1
+    refused.clear()
+    assert not any(tmp_path.iterdir())
+    with pytest.raises(FileNotFoundError):
+        store.read("b")
+    with pytest.raises(StoreError, match=r"^OSError: 5 bytes came for 7$"):
+        store.read("a", 5, 12)
