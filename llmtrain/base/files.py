@@ -1,5 +1,5 @@
-"""A folder that one process holds, the refusal of a run folder that another launch holds, and a small file that is
-whole or not there. Standard library only."""
+"""A folder that one process holds, the refusal of a run folder that another launch holds, a small file that is whole or
+not there, and this host's folder for copies. Standard library only."""
 
 from __future__ import annotations
 
@@ -36,6 +36,12 @@ def _locked(handle: int, wait: bool, shared: bool = False) -> int:
         os.close(handle)
         raise
     return handle
+
+
+def cache_folder() -> Path:
+    """Folder of this user for copies of what lies elsewhere: LLMTRAIN_CACHE, or llmtrain in the user's cache folder."""
+    given = os.environ.get("LLMTRAIN_CACHE")
+    return Path(given or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "llmtrain").expanduser().absolute()
 
 
 def replace_file(path: Path, data: bytes) -> None:

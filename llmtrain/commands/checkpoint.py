@@ -10,13 +10,18 @@ import signal
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llmtrain.base import log
 from llmtrain.base.errors import CheckpointError
 from llmtrain.checkpoint.listing import best_checkpoint, find_checkpoints, read_while_there, rows, step_folders, table
 from llmtrain.commands import completion
+from llmtrain.storage.object_store import is_url
+
+if TYPE_CHECKING:
+    from llmtrain.checkpoint.hf.proofs import Report
 
 _PATH: dict[str, Any] = {"type": Path, "help": "run folder, a checkpoint's folder, or RUN/step-N"}
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
@@ -74,27 +79,39 @@ def _to_hf(args: argparse.Namespace) -> int:
     from llmtrain.storage.hub.transfer import check_push, push
 
     if args.push is not None:
+        if is_url(args.out):
+            raise CheckpointError(f"--push {args.push}: publishes a folder of this host; give one for OUT.")
         check_push(args.push)
     elif args.public:
         raise CheckpointError("--public: says how --push ORG/NAME makes a repository; add that.")
     shard_bytes = None if args.max_shard_size is None else size_bytes(args.max_shard_size)
-    found, report = read_while_there(
-        lambda: best_checkpoint(args.path) if args.best else find_checkpoints(args.path)[0],
-        lambda checkpoint: export_hf(
+
+    def export(checkpoint: Path, out: Path) -> Report:
+        return export_hf(
             checkpoint,
-            args.out,
+            out,
             args.dtype,
             max_shard_bytes=shard_bytes,
             check=args.check,
             merge=args.merge,
             ema=args.ema,
             trust_remote_code=args.trust_remote_code,
-        ),
+        )
+
+    def to_its_place(checkpoint: Path) -> Report:
+        if is_url(args.out):
+            from llmtrain.checkpoint.hf.store import export_to_store
+
+            return export_to_store(checkpoint, args.out, partial(export, checkpoint))
+        return export(checkpoint, Path(args.out))
+
+    found, report = read_while_there(
+        lambda: best_checkpoint(args.path) if args.best else find_checkpoints(args.path)[0], to_its_place
     )
     log.put("\n".join(report.lines))
     if args.push is not None:
         message = f"Upload {found.parent.parent.name}, {found.name}"
-        where = push(args.out, args.push, public=args.public, leave_out=(MARK,), message=message)
+        where = push(Path(args.out), args.push, public=args.public, leave_out=(MARK,), message=message)
         print(f"pushed      {where}")
     return 0
 
@@ -160,7 +177,7 @@ def _converters(add: Callable[..., argparse.ArgumentParser]) -> None:
     average.add_argument("out", type=Path, help="new folder for OUT/checkpoints/step-N")
     to_hf = add("to-hf", _to_hf, "write a checkpoint as a Hugging Face folder")
     to_hf.add_argument("path", **_PATH)
-    to_hf.add_argument("out", type=Path, help="folder to write")
+    to_hf.add_argument("out", help="folder to write, or a URL such as s3://bucket/model")
     to_hf.add_argument("--best", action="store_true", help="of a run folder: the best by checkpoint.keep_best")
     to_hf.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], help="default: as it was trained or imported")
     to_hf.add_argument("--max-shard-size", metavar="SIZE", help="of a weight file, such as 2GB; default 5GB")

@@ -144,8 +144,16 @@ class Store:
             partial.unlink(missing_ok=True)
 
     def put(self, path: Path, name: str) -> None:
-        """Upload a file. Stores show it when it is whole."""
-        self._tried(lambda: self._files.put_file(str(path), self._path(name)))
+        """Upload a file, and ask how large it is there. Stores show it when it is whole."""
+
+        def once() -> None:
+            self._files.put_file(str(path), self._path(name))
+            self._files.invalidate_cache()
+            size, there = path.stat().st_size, self._files.info(self._path(name))["size"]
+            if there is not None and there != size:
+                raise OSError(f"{there} bytes are there of {size}")
+
+        self._tried(once)
 
     def write(self, content: bytes, name: str) -> None:
         """Upload what is in memory."""

@@ -421,19 +421,24 @@ def _target(checkpoint: Path, out: Path, trainer: Mapping[str, Any], report: Rep
         raise CheckpointError(
             f"{out} exists and is no earlier export of this run; nothing was written. Give another name."
         )
-    if not ours and isinstance(written := mark.get("files"), list):  # a run's end must not fail for a note beside it
-        there = {str(file.relative_to(out)) for file in out.rglob("*") if not file.is_dir()}
-        if more := sorted(there.difference(written, [MARK])):
-            others = f" and {len(more) - 1} more" if len(more) > 1 else ""
-            raise CheckpointError(
-                f"{out} is an earlier export of this run, but {more[0]}{others} came into it since, and would be lost; "
-                "nothing was written. Move it away, or give another name."
-            )
+    if not ours:  # a run's end must not fail for a note beside it
+        refuse_more(str(out), mark, {str(file.relative_to(out)) for file in out.rglob("*") if not file.is_dir()})
     report.add("replaced", f"{out}: the export of step {mark.get('step')} that was there" if marked else str(out))
     target = out.with_name(out.name + ".new")
     if (target / MARK).is_file():  # a kill in `_replace` left it
         remove_tree(target)
     return target
+
+
+def refuse_more(out: str, mark: Mapping[str, Any], there: Collection[str]) -> None:
+    """Refuse to replace an earlier export into which other files came. `mark`: its record. Raises CheckpointError."""
+    written = mark.get("files")
+    if isinstance(written, list) and (more := sorted(set(there).difference(written, [MARK]))):
+        others = f" and {len(more) - 1} more" if len(more) > 1 else ""
+        raise CheckpointError(
+            f"{out} is an earlier export of this run, but {more[0]}{others} came into it since, and would be lost; "
+            "nothing was written. Move it away, or give another name."
+        )
 
 
 def _replace(out: Path, new: Path) -> None:
