@@ -138,9 +138,7 @@ _WRITE = (
 _REMOVE = 'rm -f "$HOME/.llmtrain/secrets/$1"'
 
 
-def deliver(
-    hosts: Sequence[str], variables: Mapping[str, str], *, timeout_s: float = 30.0, port: int | None = None
-) -> str:
+def deliver(hosts: Sequence[str], variables: Mapping[str, str]) -> str:
     """Write `variables` to a file of mode 0600 in a folder of mode 0700 of the user on each host; its path there.
 
     They go through ssh's standard input, encrypted, and stand in no command line. The path starts with ~ and is the
@@ -150,11 +148,11 @@ def deliver(
     text = "".join(f"{key}={value}\0" for key, value in variables.items())
     size = len(text.encode("utf-8", "surrogateescape"))
     command = ("/bin/sh", "-c", _WRITE, "sh", name, str(size))
-    answers = on_hosts(hosts, command, input=text, timeout_s=timeout_s, port=port)
+    answers = on_hosts(hosts, command, input=text, timeout_s=30.0)
     failed = [a for a in answers.values() if a.code != 0]
     path = f"{_FOLDER}/{name}"
     if failed:
-        remove([a.host for a in answers.values() if a.code == 0], path, port=port)
+        remove([a.host for a in answers.values() if a.code == 0], path)
         lines = []
         for a in failed:
             why = (
@@ -166,11 +164,11 @@ def deliver(
     return path
 
 
-def remove(hosts: Sequence[str], path: str, *, timeout_s: float = 15.0, port: int | None = None) -> list[str]:
+def remove(hosts: Sequence[str], path: str) -> list[str]:
     """Remove what `deliver` wrote; returns the hosts on which it may still lie because they do not answer."""
     name = path.rpartition("/")[2]
     assert re.fullmatch("[0-9a-f]{32}", name), path
-    answers = on_hosts(hosts, ("/bin/sh", "-c", _REMOVE, "sh", name), timeout_s=timeout_s, port=port)
+    answers = on_hosts(hosts, ("/bin/sh", "-c", _REMOVE, "sh", name), timeout_s=15.0)
     return [answer.host for answer in answers.values() if answer.code != 0]
 
 

@@ -81,11 +81,11 @@ def words(pid: int) -> list[str]:
         return []
 
 
-def has_variable(pid: int, name: str, value: str) -> bool:
-    """True if a process was started with this environment variable; those of other users cannot be read."""
+def has_mark(pid: int, mark: str) -> bool:
+    """True if a process was started with this mark in its environment; those of other users cannot be read."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
-            return f"{name}={value}".encode() in file.read().split(b"\0")
+            return f"{MARK}={mark}".encode() in file.read().split(b"\0")
     except OSError:
         return False
 
@@ -134,6 +134,7 @@ MARK = "LLMTRAIN_WATCH"
 _GENTLE = ("wandb-core",)
 """Programs that remove their sockets when they are asked to end."""
 _GENTLE_S = 2.0
+_WITHIN_S = 8.0
 _LAUNCHER_LEAVES_S = 40.0
 _LAUNCHER = "deepspeed.launcher.launch"
 _JOB = ("--world_info=", "--master_addr=", "--master_port=")
@@ -164,12 +165,12 @@ def identify(pid: int) -> Process | None:
     return None if found is None else Process(pid, found.started)
 
 
-def end_host(ranks: list[Process], launcher: Process | None, mark: str, within_s: float = 8.0) -> list[int]:
+def end_host(ranks: list[Process], launcher: Process | None, mark: str) -> list[int]:
     """End all processes of the job on this host; returns the ids of those that stay (in a system call, say).
 
     DeepSpeed's launcher sees its ranks dead and exits with their code; if it does not, it is killed.
     """
-    deadline = time.monotonic() + within_s
+    deadline = time.monotonic() + _WITHIN_S
     began = time.monotonic()
     known: set[Process] = set(ranks)
     ours = launcher is not None and _is_launcher(words(launcher.pid))
@@ -191,7 +192,7 @@ def end_host(ranks: list[Process], launcher: Process | None, mark: str, within_s
 def _family(known: set[Process], mark: str) -> set[Process]:
     """All processes below the known ones or with the mark, without this one."""
     below = descendants({process.pid for process in known if process.alive()})
-    marked = {pid for pid in pids() if has_variable(pid, MARK, mark)}
+    marked = {pid for pid in pids() if has_mark(pid, mark)}
     found = (identify(pid) for pid in (below | marked) - {os.getpid()})
     return {process for process in found if process is not None}
 

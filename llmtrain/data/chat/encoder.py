@@ -275,9 +275,9 @@ class ChatEncoder:
     def _failed(self, error: RenderError) -> RefusedError:
         return RefusedError(f"the chat template fails: {error}")
 
-    def _render(self, given: Conversation, until: int, *, prompt: bool) -> str:
+    def _render(self, given: Conversation, until: int) -> str:
         """Raises RefusedError."""
-        return self._text_of(self._render_all([Wanted(given, until, prompt)])[0])
+        return self._text_of(self._render_all([Wanted(given, until, False)])[0])
 
     def _ids(self, text: str) -> list[int]:
         return self._backend.encode(text, add_special_tokens=False).ids
@@ -335,7 +335,7 @@ class ChatEncoder:
             rest += self._stop_after(given, turn, whole)
         answer, end = self._answer(rest, turn)
         text = prompt + answer
-        header = functools.cache(lambda: self._render(given, turn, prompt=False))
+        header = functools.cache(lambda: self._render(given, turn))
         if second.spans is not None:
             begins = len(header()) if prompt.startswith(header()) else len(prompt)
             check_generation(whole, second.spans, (begins, len(prompt), len(text)), turn)
