@@ -9,7 +9,7 @@ import numpy as np
 from llmtrain.data.stream.loader import batches_of
 from llmtrain.data.stream.prompts import Prompts
 from llmtrain.data.stream.windows import IGNORED, Window
-from llmtrain.engine.losses.next_word import NextWord
+from llmtrain.engine.losses.likeliest import NextWord
 from llmtrain.models import compiler
 
 if TYPE_CHECKING:

@@ -16,6 +16,16 @@ def answers_in(micro: MicroBatch) -> AnswerBatch:
     return micro
 
 
+class PerAnswer:
+    """Base of a loss function whose divisor is the answers."""
+
+    figures: tuple[str, ...] = ("loss",)
+
+    def weight(self, micro: MicroBatch) -> int:
+        """Answers."""
+        return len(answers_in(micro).rows)
+
+
 def counted_tokens(micro: AnswerBatch) -> Tensor:
     """fp32 [A]: counted tokens of each answer."""
     none = torch.zeros(len(micro.rows) + 1, device=micro.labels.device)  # the last: tokens that belong to no answer

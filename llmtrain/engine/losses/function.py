@@ -9,6 +9,7 @@ from torch import Tensor
 
 from llmtrain.data.stream.loader import MicroBatch
 from llmtrain.models.head import Head
+from llmtrain.models.loss import IGNORE
 
 
 class LossFunction(Protocol):
@@ -37,6 +38,16 @@ class LossFunction(Protocol):
             micro: whole rows on the device. A field of a subclass of MicroBatch arrives here as well.
         """
         ...
+
+
+class PerToken:
+    """Base of a loss function whose divisor is the counted tokens."""
+
+    figures: tuple[str, ...] = ("loss",)
+
+    def weight(self, micro: MicroBatch) -> int:
+        """Labels that count."""
+        return int((micro.labels != IGNORE).sum())
 
 
 Evaluate = Callable[[Iterable[MicroBatch], LossFunction], tuple[dict[str, float], int]]

@@ -18,7 +18,7 @@ from llmtrain.config.run import RunConfig
 from llmtrain.data.stream.columns import REMEDY
 from llmtrain.data.stream.loader import MicroBatch, UnpairedBatch
 from llmtrain.data.stream.windows import IGNORED, Window
-from llmtrain.engine.losses.answers import answers_in, answers_of
+from llmtrain.engine.losses.answers import PerAnswer, answers_in, answers_of
 from llmtrain.engine.losses.function import Evaluate, LooksAhead, LossFunction
 from llmtrain.engine.losses.named import DistillLoss
 from llmtrain.engine.losses.next_token import NEXT_TOKEN
@@ -35,14 +35,8 @@ at least 0.06, of a model that has learnt nothing."""
 _WORDS = 8
 
 
-class Apart:
+class Apart(PerAnswer):
     """Distance of each answer's log-probability from the reference's, per counted token: the mean over the answers."""
-
-    figures: tuple[str, ...] = ("loss",)
-
-    def weight(self, micro: MicroBatch) -> int:
-        """Answers."""
-        return len(answers_in(micro).rows)
 
     def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
         """[1]."""

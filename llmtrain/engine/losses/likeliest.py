@@ -1,28 +1,25 @@
-"""A model's likeliest words at each counted token: the teacher's column of `llmtrain reference`."""
+"""Loss functions that keep a model's likeliest words: for a teacher's column, and to continue texts."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from llmtrain.data.stream.loader import MicroBatch
+from llmtrain.engine.losses.function import PerToken
 from llmtrain.models.head import Head
 from llmtrain.models.loss import IGNORE
 
 
-class Likeliest:
-    """A loss function that keeps a model's likeliest words in place of each label, micro-batch by micro-batch."""
-
-    figures: tuple[str, ...] = ("loss",)
+class Likeliest(PerToken):
+    """Keeps a model's likeliest words in place of each label, micro-batch by micro-batch: the teacher's column of
+    `llmtrain reference`."""
 
     def __init__(self, top_k: int, temperature: float) -> None:
         self._top_k, self._temperature = top_k, temperature
         self.found: list[tuple[list[int], Tensor, Tensor]] = []
         """(samples of a micro-batch, words int64 [n, k], logs fp32 [n, k + 1]: see `TopWords`) of its n counted labels,
         on the host, of all ranks that share their rows; in a pipeline on the last stage only."""
-
-    def weight(self, micro: MicroBatch) -> int:
-        """Labels that count."""
-        return int((micro.labels != IGNORE).sum())
 
     def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
         """[1]: the mass that the words leave to all others."""
@@ -35,3 +32,31 @@ class Likeliest:
         )
         self.found.append((micro.sample_indices, words.cpu(), logs.cpu()))
         return likeliest.logs[:, -1].exp().sum().unsqueeze(0)
+
+
+class NextWord:
+    """The likeliest next token of each row: with it an engine of any form continues texts, one token a forward pass.
+
+    The figures are the ids in place of the one label of each row that counts: an engine adds figures up over all ranks,
+    so that each of them gets all ids.
+    """
+
+    def __init__(self, rows: int) -> None:
+        """`rows`: of all micro-batches of all ranks; their sample indices number them."""
+        self.figures: tuple[str, ...] = ("loss", *(f"row {index}" for index in range(rows)))
+
+    def weight(self, micro: MicroBatch) -> int:
+        """Rows."""
+        return len(micro.sample_indices)
+
+    def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
+        """[1 + rows]: no loss, and of this micro-batch's rows the ids; fp32 holds whole numbers below 2^24."""
+        here = head.own(micro.labels != IGNORE)
+        words = head.top_words(hidden[here], 1, 1.0).words[:, 0]
+        samples = torch.tensor([0, *micro.sample_indices], device=hidden.device)[1:]
+        rows = samples[here.nonzero()[:, 0]] + 1
+        return torch.zeros(len(self.figures), device=hidden.device).index_add(0, rows, words.float())
+
+    def ids(self, found: dict[str, float], weight: int) -> list[int]:
+        """The id of each row, from an engine's figures and their weight."""
+        return [round(found[name] * weight) for name in self.figures[1:]]

@@ -16,8 +16,8 @@ from torch import Tensor
 from llmtrain.base.errors import ModelError
 from llmtrain.data.stream.loader import MicroBatch, TaughtBatch, UnpairedBatch
 from llmtrain.engine.dist.plugin_code import called
-from llmtrain.engine.losses.answers import answers_in, answers_of, counted_tokens, last_tokens
-from llmtrain.engine.losses.function import Evaluate, LossFunction
+from llmtrain.engine.losses.answers import PerAnswer, answers_in, answers_of, counted_tokens, last_tokens
+from llmtrain.engine.losses.function import Evaluate, LossFunction, PerToken
 from llmtrain.engine.losses.next_token import NEXT_TOKEN, WithZLoss
 from llmtrain.engine.losses.online import OnlineReference
 from llmtrain.models.distillation import TeacherSays, Terms, TopWords
@@ -61,15 +61,11 @@ def _figures(objective: Objective) -> tuple[str, ...]:
     return ("loss", *(figure.name for figure in objective.figures))
 
 
-class TokenLoss:
+class TokenLoss(PerToken):
     """The terms of an objective by the token."""
 
     def __init__(self, objective: ByToken) -> None:
         self.figures, self._objective = _figures(objective), objective
-
-    def weight(self, micro: MicroBatch) -> int:
-        """Labels that count."""
-        return int((micro.labels != IGNORE).sum())
 
     def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
         """[figures]."""
@@ -106,7 +102,7 @@ def _kinds(given: Any) -> str:
     return f"({', '.join(map(_kinds, given))})" if isinstance(given, tuple) else type(given).__name__
 
 
-class DistillLoss:
+class DistillLoss(PerToken):
     """The loss of `models/distillation.py`, per counted token."""
 
     def __init__(self, objective: Distill, teacher: Teacher | None) -> None:
@@ -114,10 +110,6 @@ class DistillLoss:
         self.figures = _figures(objective)
         self._terms = Terms(beta=objective.beta, temperature=objective.temperature, alpha=objective.alpha)
         self._teacher = teacher
-
-    def weight(self, micro: MicroBatch) -> int:
-        """Labels that count."""
-        return int((micro.labels != IGNORE).sum())
 
     def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
         """[4]."""
@@ -157,7 +149,7 @@ class PairLoss:
         return head.once(torch.stack(_checked(key, objective, "losses", terms, like)).sum(1))
 
 
-class UnpairedLoss:
+class UnpairedLoss(PerAnswer):
     """The terms of an objective over answers judged alone."""
 
     def __init__(self, objective: OverAnswers) -> None:
@@ -169,10 +161,6 @@ class UnpairedLoss:
         others = [micro.mismatched for micro in micros if isinstance(micro, UnpairedBatch)]
         self._kl = max(0.0, evaluate(others, _LogRatio())[0]["loss"])
 
-    def weight(self, micro: MicroBatch) -> int:
-        """Answers."""
-        return len(answers_in(micro).rows)
-
     def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
         """[figures]."""
         assert isinstance(micro, UnpairedBatch)
@@ -182,14 +170,8 @@ class UnpairedLoss:
         return head.once(torch.stack(self._objective.terms(answers)).sum(1))
 
 
-class _LogRatio:
+class _LogRatio(PerAnswer):
     """The mean of d."""
-
-    figures: tuple[str, ...] = ("loss",)
-
-    def weight(self, micro: MicroBatch) -> int:
-        """Answers."""
-        return len(answers_in(micro).rows)
 
     def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
         """[1]."""

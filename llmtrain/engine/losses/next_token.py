@@ -5,18 +5,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from llmtrain.data.stream.loader import MicroBatch
+from llmtrain.engine.losses.function import PerToken
 from llmtrain.models.head import Head
-from llmtrain.models.loss import IGNORE
 
 
-class NextTokenLoss:
+class NextTokenLoss(PerToken):
     """Nats per counted token."""
-
-    figures: tuple[str, ...] = ("loss",)
-
-    def weight(self, micro: MicroBatch) -> int:
-        """Labels that count."""
-        return int((micro.labels != IGNORE).sum())
 
     def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
         """[1]: nats."""

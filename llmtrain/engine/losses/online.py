@@ -12,24 +12,18 @@ from torch import Tensor
 from llmtrain.data.stream.loader import AnswerBatch, MicroBatch, UnpairedBatch
 from llmtrain.engine.dist.control import from_all
 from llmtrain.engine.dist.ranks import Ranks
-from llmtrain.engine.losses.answers import answers_in, answers_of
+from llmtrain.engine.losses.answers import PerAnswer, answers_in, answers_of
 from llmtrain.engine.losses.function import Evaluate, LooksAhead, LossFunction
 from llmtrain.models.head import Head
 
 
-class LogProbs:
+class LogProbs(PerAnswer):
     """A loss function that keeps the log-probabilities of answers, micro-batch by micro-batch."""
-
-    figures: tuple[str, ...] = ("loss",)
 
     def __init__(self) -> None:
         self.found: list[tuple[Tensor, Tensor]] = []
         """(rows of the split, int64 [A]; log-probabilities, fp32 [A]) of each, on the device; in a pipeline on the last
         stage only."""
-
-    def weight(self, micro: MicroBatch) -> int:
-        """Answers."""
-        return len(answers_in(micro).rows)
 
     def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
         """[1]."""
