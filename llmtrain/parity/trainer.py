@@ -21,12 +21,14 @@ from llmtrain.engine.api import Engine
 from llmtrain.engine.deepspeed.process_group import join_process_group
 from llmtrain.engine.dist.local_ranks import failure_reported
 from llmtrain.engine.dist.ranks import Ranks
+from llmtrain.models.source import ParameterSource
 from llmtrain.models.spec import ModelSpec
 from llmtrain.optim.optimizers import PARAM
 from llmtrain.parity.answers import Answers
 from llmtrain.parity.compare import Trace
 from llmtrain.parity.plain_adapter import loud_source
 from llmtrain.parity.tokens import Tokens
+from llmtrain.storage.pieces import put
 from llmtrain.training.examine import Checked
 from llmtrain.training.setup import Setup
 
@@ -34,23 +36,34 @@ PLAN = "plan.pickle"
 
 
 def train_small(resolved: ResolvedRun, steps: int, ranks: Ranks) -> Trace:
-    """`steps` steps of the run; parameters are put together on rank 0, empty elsewhere.
+    """`steps` steps of the run. Raises: UserError, on all ranks alike."""
+    setup, source = set_up(resolved, ranks)
+    setup.write(source)
+    setup.prove()
+    trace = train_steps(setup, 0, steps)
+    setup.engine.close()
+    return trace
 
-    Raises: UserError, on all ranks alike.
-    """
+
+def set_up(resolved: ResolvedRun, ranks: Ranks) -> tuple[Setup, ParameterSource]:
+    """The start-up of a run over made-up data, without its weights, and where those are from."""
     run = resolved.run
     spec = ModelSpec.of(run.model, run.adapter, scores=run.objective.scores)
     vocabulary, over_tokens = spec.facts.vocab_size, run.objective.data == "texts"
     tokens = Tokens(run.data, vocabulary, run.objective.top_k) if over_tokens else Answers(run, vocabulary)
     setup = Setup(Checked(resolved=resolved, spec=spec, data=tokens), ranks)
-    engine, source = setup.engine, loud_source(spec, run.train.seed)
+    source = loud_source(spec, run.train.seed)
     setup.refer_to(source)
-    setup.write(source)
-    setup.prove()
+    return setup, source
+
+
+def train_steps(setup: Setup, first: int, last: int) -> Trace:
+    """Steps [first, last); parameters are put together on rank 0, empty elsewhere."""
+    engine, ranks = setup.engine, setup.ranks
     trace = Trace(parameters=[whole_tensors(engine, ranks)])
-    session = setup.session()
-    with setup.loader() as loader:
-        for step in range(steps):
+    session = setup.session(first)
+    with setup.loader(first * setup.resolved.batch.global_batch) as loader:
+        for step in range(first, last):
             done = session.step(next(loader))
             norm = done.update.grad_norm
             trace.losses.append(session.figures(done)["loss"])
@@ -60,7 +73,6 @@ def train_small(resolved: ResolvedRun, steps: int, ranks: Ranks) -> Trace:
                 trace.gradients = whole_tensors(engine, ranks, "exp_avg")
             if done.update.skipped:
                 trace.skipped.append(step + 1)
-    engine.close()
     return trace
 
 
@@ -83,8 +95,7 @@ def whole_tensors(engine: Engine, ranks: Ranks, kind: str = PARAM) -> dict[str, 
     shapes = {name: shape for name, shape in engine.shapes().items() if kind == PARAM or name in names}
     whole = {name: torch.full(shape, math.nan) for name, shape in shapes.items()}
     for name, region, values in (piece for part in parts for piece in part):
-        for start, at, count in region.spans():
-            whole[name].view(-1)[start : start + count] = values[at : at + count]
+        put(whole[name].view(-1), region, values)
     return whole
 
 

@@ -343,6 +343,33 @@ def run_case(case: Case) -> Trace:
     return trace
 
 
+def poisoned(case: Case, step: int, rank: int) -> tuple[list[bool], bool, bool]:
+    """Train with NaN in what a layer of one rank gives at one step: (skipped, parameters finite, unchanged by it)."""
+    engine, ranks = make_engine(case)
+    place = engine.mesh.place
+    source = batches(case, (place.data, engine.mesh.degrees.data), case.accumulation)
+    skipped, unchanged = [], True
+    for index in range(4):
+        batch = next(source)
+        before = assembled(engine, ranks)
+        norm = engine.module.hf.model.layers[0 if place.pipeline == 0 else -1]
+        hook = None
+        if index == step and ranks.rank == rank:
+            hook = norm.register_forward_hook(lambda module, args, out: out * float("nan"))
+        losses, result = one_step(engine, batch, 100)
+        assert len(losses) == case.accumulation
+        if hook is not None:
+            hook.remove()
+        skipped.append(result.skipped)
+        if result.skipped:
+            after = assembled(engine, ranks)
+            unchanged = all(torch.equal(before[name], after[name]) for name in before)
+    source.close()  # type: ignore[attr-defined]
+    finite = all(bool(torch.isfinite(value).all()) for value in assembled(engine, ranks).values())
+    engine.close()
+    return skipped, finite, unchanged
+
+
 def mean_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Nats per counted token."""
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
@@ -439,8 +466,3 @@ def prepared_data(folder: Path, documents: int = 160, *, like: str | None = None
     code = main(["--source", str(source), "--out", str(out), *tokenizer, "--processes", "1"])
     assert code == 0
     return str(out)
-
-
-def shortened(case: Case, **changes: Any) -> Case:
-    """The case with other values."""
-    return replace(case, **changes)

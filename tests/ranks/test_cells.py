@@ -8,7 +8,6 @@ the tolerances are those of `llmtrain parity`.
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -25,15 +24,9 @@ from llmtrain.checkpoint.load import load_checkpoint
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.config.run import ResolvedRun
 from llmtrain.models.adapter import PREFIX, WEIGHTS, plain_name
-from llmtrain.models.spec import ModelSpec
-from llmtrain.parity.answers import Answers
 from llmtrain.parity.compare import Trace, compare
 from llmtrain.parity.plain import orders, train_plainly
-from llmtrain.parity.plain_adapter import loud_source
-from llmtrain.parity.tokens import Tokens
 from llmtrain.parity.worlds import report
-from llmtrain.training.examine import Checked
-from llmtrain.training.setup import Setup
 from tests.helpers import covering
 from tests.helpers.covering import APART, FACTORS, HALF, REFUSED, STEPS, all_pairs, form_of, pairs_of, resumed_as
 from tests.helpers.parity import Form, known_noise, resolved
@@ -51,41 +44,27 @@ PLAIN: covering.Cell = {
 def part(run: ResolvedRun, first: int, last: int, folder: str, checkpoint: str | None) -> Any:
     """Steps [first, last) on a rank: from first values, with a save at the end; or from a checkpoint. Returns rank 0's
     trace, and the checkpoint."""
-    from llmtrain.parity.trainer import whole_tensors
+    from llmtrain.parity.trainer import set_up, train_steps
     from tests.helpers.training import joined, save_checkpoint
 
-    ranks, config = joined(), run.run
-    spec = ModelSpec.of(config.model, config.adapter, scores=config.objective.scores)
-    words, objective = spec.facts.vocab_size, config.objective
-    tokens = Tokens(config.data, words, objective.top_k) if objective.data == "texts" else Answers(config, words)
-    setup = Setup(Checked(resolved=run, spec=spec, data=tokens), ranks)
-    engine, source = setup.engine, loud_source(spec, config.train.seed)
-    setup.refer_to(source)
+    ranks = joined()
+    setup, source = set_up(run, ranks)
+    engine = setup.engine
     if checkpoint is None:
         setup.write(source)
     else:
         trainer = json.loads((Path(checkpoint) / "trainer.json").read_text())
         load_checkpoint(engine, CheckpointReader(Path(checkpoint)), trainer, ranks)
     setup.prove()
-    trace = Trace(parameters=[whole_tensors(engine, ranks)])
-    session = setup.session(first)
-    with setup.loader(first * run.batch.global_batch) as loader:
-        for step in range(first, last):
-            done = session.step(next(loader))
-            norm = done.update.grad_norm
-            trace.losses.append(session.figures(done)["loss"])
-            trace.norms.append(math.nan if norm is None else float(norm))
-            trace.parameters.append(whole_tensors(engine, ranks))
-            if step == 0:
-                trace.gradients = whole_tensors(engine, ranks, "exp_avg")
+    trace = train_steps(setup, first, last)
     if checkpoint is None:
         state = {
             "step": last,
             "tokens": 0,
             "optimizer_step": engine.optimizer_step(),
             "loss_scale": engine.loss_scale(),
-            "model_config": spec.config.to_dict(),
-            "run": asdict(config),
+            "model_config": setup.spec.config.to_dict(),
+            "run": asdict(run.run),
         }
         checkpoint = str(save_checkpoint(engine, Path(folder), last, state, run, ranks))
     engine.close()

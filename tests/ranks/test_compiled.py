@@ -24,7 +24,6 @@ from tests.helpers.training import (
     plain_pytorch,
     resolved_run,
     run_case,
-    shortened,
 )
 
 TWO_KINDS = {
@@ -73,7 +72,7 @@ def test_documents_of_any_layout_share_one_graph_of_varlen_attention(pools, smal
                 isolate_documents=True, compile_layers=True)  # fmt: skip
     ((graphs, got),) = pools(1).run(varlen_as_on_cuda, case)
     assert graphs == 1
-    want = plain_pytorch(shortened(case, attention="sdpa"))
+    want = plain_pytorch(replace(case, attention="sdpa"))
     assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 5e-6
     assert max(abs(a / b - 1) for a, b in zip(got.norms, want.norms, strict=True)) < 1e-5
 
@@ -111,7 +110,7 @@ def compiled_run(case: Case, cache: str) -> tuple[Trace, int]:
 def test_compiled_layers_have_the_losses_of_plain_pytorch(pools, small_data, tmp_path):
     case = Case(data=small_data, stage=2, steps=5, model={**LLAMA, "num_hidden_layers": 2})
     (want,) = pools(1).run(run_case, case)
-    ((got, graphs),) = pools(1).run(compiled_run, shortened(case, compile_layers=True), str(tmp_path))
+    ((got, graphs),) = pools(1).run(compiled_run, replace(case, compile_layers=True), str(tmp_path))
     assert graphs == 3  # the trial of the compiler; for both layers one forward, one backward
     for a, b in ((got.losses, want.losses), (got.norms, want.norms)):
         assert max(abs(x - y) for x, y in zip(a, b, strict=True)) < 2e-6  # fp32; another order of sums
@@ -143,7 +142,7 @@ def test_zero_3_gathers_around_a_compiled_layer(pools, small_data, ahead, change
     extra = {"zero_optimization": zero, **changes.get("extra", {})}
     case = Case(data=small_data, stage=3, accumulation=3, steps=4, **{**changes, "extra": extra})
     want, _ = pools(2).run(run_case, case)
-    for got in pools(2).run(gathered_layers, shortened(case, compile_layers=True)):
+    for got in pools(2).run(gathered_layers, replace(case, compile_layers=True)):
         kinds = 2 if case.freeze else 1  # a layer without gradients is another
         assert (got.graphs, got.breaks) == ([True] * kinds, {})
         assert got.gathered > 4 * 3 * 4 * 4 * _LAYER * 0.99  # steps, micro-batches, layers, bytes

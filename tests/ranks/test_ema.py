@@ -27,7 +27,7 @@ from llmtrain.training.setup import Setup
 from llmtrain.training.step import Position, Session
 from tests.helpers.families import FAMILIES
 from tests.helpers.marks import slow
-from tests.helpers.training import Case, assembled, batches, make_setup, resolved_run, shortened, view_of
+from tests.helpers.training import Case, assembled, batches, make_setup, resolved_run, view_of
 
 DECAY, STEPS = 0.7, 3
 Tensors = dict[str, torch.Tensor]
@@ -135,7 +135,7 @@ def test_the_mean_is_its_definition_under_any_form(pools, small_data, tmp_path, 
         for name, value in found.items():
             assert torch.equal(reader.read(name, 0, value.numel()), value.reshape(-1)), name
             assert reader.checksums()[PARAM, name] == reader.checksums()[EMA, name]
-    other = shortened(case, precision="fp32", **{"stage": 0, "tensor": 1, **loaded})
+    other = replace(case, precision="fp32", **{"stage": 0, "tensor": 1, **loaded})
     travelled, loss = pools(2).run(restored, other, path)[0]
     assert all(torch.equal(travelled[name], value) for name, value in found.items())
     assert abs(loss - of_means) < (1e-5 if case.precision == "fp32" else 5e-3)

@@ -27,6 +27,7 @@ from tests.helpers.training import (
     largest_difference,
     make_engine,
     plain_pytorch,
+    poisoned,
     run_case,
     train_steps,
     view_of,
@@ -330,33 +331,6 @@ def test_pretrained_experts_are_proved(pools, small_data, tmp_path, world_size, 
     assert pool.run(load_pretrained, case, str(tmp_path), None) == [""] * world_size
     (error, *_) = pool.run(load_pretrained, case, str(tmp_path), "model.layers.1.mlp.experts.gate_up_proj")
     assert "parameters differ from the file, first model.layers.1.mlp.experts.gate_up_proj" in error
-
-
-def poisoned(case: Case, step: int, rank: int) -> tuple[list[bool], float, bool]:
-    """Train with one label out of shape: the loss of one rank's micro-batch becomes NaN at one step."""
-    from tests.helpers.training import batches, one_step
-
-    engine, ranks = make_engine(case)
-    head = engine.module.hf.get_output_embeddings()
-    source = batches(case, (ranks.rank, ranks.world_size), case.accumulation)
-    skipped, unchanged = [], True
-    for index in range(4):
-        batch = next(source)
-        before = assembled(engine, ranks)
-        hook = None
-        if index == step and ranks.rank == rank:
-            hook = head.register_forward_hook(lambda module, args, out: out * float("nan"))
-        _, result = one_step(engine, batch, 100)
-        if hook is not None:
-            hook.remove()
-        skipped.append(result.skipped)
-        if result.skipped:
-            after = assembled(engine, ranks)
-            unchanged = all(torch.equal(before[name], after[name]) for name in before)
-    source.close()  # type: ignore[attr-defined]
-    finite = all(bool(torch.isfinite(value).all()) for value in assembled(engine, ranks).values())
-    engine.close()
-    return skipped, finite, unchanged
 
 
 @pytest.mark.parametrize(

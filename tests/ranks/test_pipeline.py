@@ -21,14 +21,12 @@ from tests.helpers.training import (
     LLAMA,
     Case,
     Trace,
-    assembled,
-    batches,
     case_data,
     joined,
     largest_difference,
     make_engine,
-    one_step,
     plain_pytorch,
+    poisoned,
     resolved_run,
     run_case,
     train_steps,
@@ -246,33 +244,6 @@ def test_evaluation_and_the_checks_of_the_start(pools, small_data):
             assert 0 < counted <= 7 * 32
             assert after < loss + 0.05 and after != loss
             assert "loss of LlamaForCausalLM computed in chunks" in message
-
-
-def poisoned(case: Case, step: int, rank: int) -> tuple[list[bool], bool, bool]:
-    """Train with NaN in what one rank's stage gives at one step: (skipped, parameters finite, unchanged by it)."""
-    engine, ranks = make_engine(case)
-    place = engine.mesh.place
-    source = batches(case, (place.data, engine.mesh.degrees.data), case.accumulation)
-    skipped, unchanged = [], True
-    for index in range(4):
-        batch = next(source)
-        before = assembled(engine, ranks)
-        norm = engine.module.hf.model.layers[0 if place.pipeline == 0 else -1]
-        hook = None
-        if index == step and ranks.rank == rank:
-            hook = norm.register_forward_hook(lambda module, args, out: out * float("nan"))
-        losses, result = one_step(engine, batch, 100)
-        assert len(losses) == case.accumulation
-        if hook is not None:
-            hook.remove()
-        skipped.append(result.skipped)
-        if result.skipped:
-            after = assembled(engine, ranks)
-            unchanged = all(torch.equal(before[name], after[name]) for name in before)
-    source.close()  # type: ignore[attr-defined]
-    finite = all(bool(torch.isfinite(value).all()) for value in assembled(engine, ranks).values())
-    engine.close()
-    return skipped, finite, unchanged
 
 
 @pytest.mark.parametrize(("precision", "rank"), [("fp32", 3), slow("fp32", 0), ("bf16", 0), slow("bf16", 3)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from llmtrain.models.skeleton import decoder_layers
 from llmtrain.training import memory
 from tests.helpers.families import FAMILIES
 from tests.helpers.marks import slow
-from tests.helpers.training import Case, make_engine, run_case, shortened, train_steps
+from tests.helpers.training import Case, make_engine, run_case, train_steps
 
 ON_HOST = {"activation_checkpointing": {"cpu_checkpointing": True}}
 HALF = {"layers": 2}
@@ -40,9 +41,9 @@ KEPT = {"layers": "all", "keep": "attention"}
 )
 def test_nothing_else_changes(pools, small_data, world_size: int, form: dict[str, Any], recompute: dict[str, Any]):
     case = Case(data=small_data, steps=3, **form)
-    plain = shortened(case, extra={key: value for key, value in case.extra.items() if key not in ON_HOST})
+    plain = replace(case, extra={key: value for key, value in case.extra.items() if key not in ON_HOST})
     want = pools(world_size).run(run_case, plain)[0]
-    got = pools(world_size).run(run_case, shortened(case, recompute=recompute))[0]
+    got = pools(world_size).run(run_case, replace(case, recompute=recompute))[0]
     assert (got.losses, got.norms) == (want.losses, want.norms)
     assert all(torch.equal(got.parameters[name], value) for name, value in want.parameters.items())
 
@@ -61,7 +62,7 @@ def by_itself(case: Case, free: list[int]) -> tuple[int, list[str], list[float]]
 @pytest.mark.parametrize(("free", "again", "said"), [slow(2**34, 0, "none of 4 layers"), (2**20, 4, "not enough")])
 def test_ranks_recompute_what_the_smallest_device_needs(pools, small_data, free: int, again: int, said: str):
     case = Case(data=small_data, stage=3, recompute={"layers": "auto"})
-    want = pools(2).run(run_case, shortened(case, recompute={}))[0].losses[:2]
+    want = pools(2).run(run_case, replace(case, recompute={}))[0].losses[:2]
     for got, notes, losses in pools(2).run(by_itself, case, [2**35, free]):
         assert got == again and any(said in note for note in notes), notes
         assert losses == want
@@ -78,4 +79,4 @@ def routed(case: Case) -> list[list[int]]:
 
 def test_what_routers_say_again_is_not_counted(pools, small_data):
     case = Case(data=small_data, stage=1, model=FAMILIES["mixtral"])
-    assert pools(2).run(routed, shortened(case, recompute=HALF)) == pools(2).run(routed, case)
+    assert pools(2).run(routed, replace(case, recompute=HALF)) == pools(2).run(routed, case)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,6 @@ from tests.helpers.training import (
     make_engine,
     resolved_run,
     save_checkpoint,
-    shortened,
     train_steps,
 )
 
@@ -110,7 +110,7 @@ def test_muon_momentum_travels(pools, small_data, tmp_path, saved, loaded):
     """In fp32 from devices with fp16 to devices without, too: nothing of the run is in fp16 on either."""
     case = Case(data=small_data, stage=saved[1], steps=END, optimizer="muon")
     want, path = pools(saved[0]).run(on_device, True, save_in_the_middle, case, str(tmp_path))[0]
-    got = pools(loaded[0]).run(on_device, False, load_and_go_on, shortened(case, stage=loaded[1]), path)[0]
+    got = pools(loaded[0]).run(on_device, False, load_and_go_on, replace(case, stage=loaded[1]), path)[0]
     assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 5e-6
     assert largest_difference(got.parameters, want.parameters) < 1e-5
 
@@ -128,7 +128,7 @@ def loaded_moments(case: Case, path: str) -> tuple[dict[str, dict[str, torch.Ten
 def test_bf16_moments_travel(pools, small_data, tmp_path):
     """Into fp32 as they are, from fp32 rounded to the nearest; masters are fp32 in both."""
     wide = Case(data=small_data, stage=1, steps=END, precision="bf16")
-    narrow = shortened(wide, stage=3, extra=BF16_MOMENTS)
+    narrow = replace(wide, stage=3, extra=BF16_MOMENTS)
     for saved, loaded in ((narrow, wide), (wide, narrow)):
         path = pools(2).run(save_in_the_middle, saved, str(tmp_path / str(saved.stage)))[0][1]
         with safe_open(f"{path}/rank-00000.safetensors", "pt") as file:
