@@ -285,12 +285,6 @@ def check_values(run: RunConfig, places: Places, problems: Problems) -> None:
         problems.add("model.vocabulary", run.model.vocabulary, "is for the weights of a folder (model.pretrained)",
                      "write model.config.vocab_size", places.get("model.vocabulary"))  # fmt: skip
     check_revision("model.revision", run.model.revision, "model.pretrained", run.model.pretrained, places, problems)
-    if run.profile.steps is not None:
-        try:
-            profiled_steps(run.profile.steps)
-        except ValueError:
-            problems.add("profile.steps", run.profile.steps, "must be FIRST:LAST, steps from 1 on, at most 20 of them",
-                         "write it as 20:23", places.get("profile.steps"))  # fmt: skip
     if run.resume_data == "new":
         if run.resume in ("auto", "none"):
             problems.add("resume_data", "new", "goes on from one checkpoint with other data", "name it: resume: PATH",
@@ -332,6 +326,21 @@ def check_schedule(run: RunConfig, max_steps: int | None, tokens: int, origin: P
                      f"warm-up {warmup} + decay {decay} exceed the run's {max_steps} steps ({length})",
                      f"set schedule.decay_steps to {max_steps - warmup} or less, or shorten the warm-up",
                      origin.get("schedule.decay_steps"))  # fmt: skip
+
+
+def check_profile(run: RunConfig, max_steps: int | None, places: Places, problems: Problems) -> None:
+    """The steps of `profile.steps` are some, and the run has them."""
+    asked, place = run.profile.steps, places.get("profile.steps")
+    if asked is None:
+        return
+    try:
+        _, last = profiled_steps(asked)
+    except ValueError:
+        problems.add("profile.steps", asked, "must be FIRST:LAST, steps from 1 on, at most 20 of them",
+                     "write it as 20:23", place)  # fmt: skip
+        return
+    if max_steps is not None and last > max_steps:
+        problems.add("profile.steps", asked, f"the run has {max_steps} steps", f"let it end at {max_steps}", place)
 
 
 def check_frozen(run: RunConfig, zero: dict[str, Any], path: str, places: Places, problems: Problems) -> None:

@@ -61,7 +61,8 @@ def _policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
 
 
 class _Keep(OperatorMode):
-    """Puts aside what attention gave in the forward pass of a layer.
+    """Puts aside what attention gave in the forward pass of a layer, and the state of the random numbers behind it: its
+    dropout draws some, and the recomputation's next ones are to be those that followed.
 
     Torch's own mode counts every operator and ends a run whose recomputation has others: under ZeRO 3 what is gathered
     ahead in the one is gathered within the layer in the other.
@@ -76,7 +77,8 @@ class _Keep(OperatorMode):
         result = operator(*args, **(kwargs or {}))
         if operator in ATTENTION:
             # Detached: `result` gets the graph that its layer's recomputation is a part of, a circle.
-            self.kept.append([self._pack(x.detach()) if isinstance(x, Tensor) else x for x in result])
+            packed = [self._pack(x.detach()) if isinstance(x, Tensor) else x for x in result]
+            self.kept.append((packed, result[0].device, random_state(result[0].device)))
         return result
 
 
@@ -90,7 +92,22 @@ class _Give(OperatorMode):
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if operator not in ATTENTION:
             return operator(*args, **(kwargs or {}))
-        return tuple(self._unpack(x) if isinstance(x, (Tensor, OnHost)) else x for x in self._kept.popleft())
+        packed, device, state = self._kept.popleft()
+        set_random_state(device, state)
+        return tuple(self._unpack(x) if isinstance(x, (Tensor, OnHost)) else x for x in packed)
+
+
+def random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """The states of the host's random numbers and of a GPU's; nothing waits for the device."""
+    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+def set_random_state(device: torch.device, state: tuple[Tensor, Tensor | None]) -> None:
+    """Go on from what `random_state` gave."""
+    cpu, cuda = state
+    torch.set_rng_state(cpu)
+    if cuda is not None:
+        torch.cuda.set_rng_state(cuda, device)
 
 
 def _contexts(on_host: bool) -> tuple[_Keep, _Give]:

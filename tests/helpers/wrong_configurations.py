@@ -200,6 +200,11 @@ CASES = [
     ),
     Wrong("lr that is nan", ("optim.lr = NaN", "finite", "correct the number"), argv=["--optim.lr", ".nan"]),
     Wrong("beta of 1", ("optim.betas = [0.9, 1.0]", "just under 1", "[0.9, 0.95]"), {"optim": {"betas": [0.9, 1.0]}}),
+    Wrong(
+        "a profile after the run's end",
+        ('profile.steps = "1001:1002"', "the run has ", "let it end at "),
+        {"profile": {"steps": "1001:1002"}},
+    ),
     Wrong("an average without a decay", ("ema.every = 2", "set ema.decay"), {"ema": {"every": 2}}),
     Wrong("a decay of 1", ("ema.decay = 1.0", "just under 1", "0.999 is common"), {"ema": {"decay": 1.0}}),
     Wrong("no log points", ("train.log_every = 0", "at least 1", "10 is the default"), {"train": {"log_every": 0}}),

@@ -206,6 +206,7 @@ losses, before, random = [], dict(os.environ), torch.get_rng_state()
 for number in range(2):
     seen = Seen()
     given = {"train.max_steps": 3 + number, "train.log_every": 1, "train.run_dir": f"run{number}"}
+    given["deepspeed"] = "ds.json"
     given["optim.betas"] = [0.9, 0.98]
     result = llmtrain.train("recipe.yaml", given, parts=[seen])
     assert seen.steps == list(range(1, 4 + number)) and result.checkpoint.name == f"step-0000000{3 + number}"
@@ -229,8 +230,9 @@ print("all well")
 def test_trainings_follow_each_other_in_a_script(
     small_data: str, tmp_path: Path, warm: WarmCommands, ranks: int
 ) -> None:
-    """A notebook's process, and `deepspeed --hostfile hosts mine.py`."""
+    """A notebook's process, and `deepspeed --hostfile hosts mine.py`, whose ranks share matrices."""
     write_recipe(tmp_path, small_data)
+    (tmp_path / "ds.json").write_text(json.dumps({"tensor_parallel": {"autotp_size": ranks}}))
     (tmp_path / "mine.py").write_text(SCRIPT)
     env = environment(PYTHONPATH=str(REPO))
     if ranks == 1:

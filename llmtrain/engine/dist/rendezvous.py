@@ -38,7 +38,7 @@ from llmtrain.config.topology import Mix
 from llmtrain.engine.dist.control import from_all
 from llmtrain.engine.dist.device import device_id, device_name
 from llmtrain.engine.dist.ranks import Ranks, Seat
-from llmtrain.models.parallel.mesh import host_group
+from llmtrain.models.parallel.mesh import host_group, mesh_of
 from llmtrain.tracking.environment import versions
 from llmtrain.tracking.sink import TrackingConfig
 
@@ -454,6 +454,7 @@ def leave_all(error: BaseException | None) -> None:
         # DeepSpeed keeps the groups that it has made, too: a second run in this process would meet the first one's.
         comm = sys.modules.get("deepspeed.comm")
         (comm if comm is not None and comm.is_initialized() else dist).destroy_process_group()
+        mesh_of.cache_clear()  # its groups are gone, too
 
 
 def introduce(ranks: Ranks) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from llmtrain.config.run import ModelConfig
 from llmtrain.config.topology import Mix
-from llmtrain.models.recompute import recompute
+from llmtrain.models.recompute import random_state, recompute, set_random_state
 
 # The MLPs of a decoder over slices of the sequence: what they keep for the backward pass is one slice's.
 #
@@ -30,7 +30,7 @@ class _Tiled(torch.autograd.Function):
     @staticmethod
     def forward(ctx, run, tile, drops, tokens_NH, *parameters):
         ctx.run, ctx.tile, ctx.parameters = run, tile, parameters
-        ctx.random = _random_state(tokens_NH.device) if drops else None
+        ctx.random = random_state(tokens_NH.device) if drops else None
         ctx.save_for_backward(tokens_NH)
         return _in_tiles(run, tile, tokens_NH)
 
@@ -84,21 +84,14 @@ def _in_tiles(run: Callable[[Tensor], Tensor], tile: int, tokens_NH: Tensor) -> 
     return output_NH
 
 
-def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-
 @contextlib.contextmanager
 def _random_numbers(device: torch.device, state: tuple[Tensor, Tensor | None] | None) -> Iterator[None]:
     """Dropout with the forward pass's random numbers."""
     if state is None:
         yield
         return
-    cpu, cuda = state
-    with torch.random.fork_rng(devices=[] if cuda is None else [device]):
-        torch.set_rng_state(cpu)
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda, device)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        set_random_state(device, state)
         yield
 
 

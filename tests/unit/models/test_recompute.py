@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from typing import Any, Literal
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmtrain.config.run import ModelConfig, RecomputeConfig
@@ -50,6 +53,34 @@ def recomputing(
     mix = Mix(recomputes=layers is not None, keep_attention=keep is not None, layer_inputs_on_host=on_host)
     set_up_layers(model.hf, list(decoder_layers(model.hf)), given, mix)
     return model
+
+
+class Dropping(nn.Module):
+    """A layer with an attention that draws random numbers, as GPUs' kernels do for its dropout, and more dropout after
+    it. (On a CPU torch computes such an attention by operators that are recomputed.)"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        attended, _ = torch.native_dropout(self.map(x), 0.5, True)
+        return F.dropout(self.map(attended), 0.5)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_dropout_after_attention_is_the_same_when_attention_is_kept(
+    keep: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recompute, "ATTENTION", (torch.ops.aten.native_dropout.default,))
+    torch.manual_seed(0)
+    plain, x = Dropping(), torch.randn(4, 8)
+    again = copy.deepcopy(plain)
+    recompute.recompute([again], keep_attention=keep, on_host=False, compiled=False)
+    for layer in (plain, again):
+        torch.manual_seed(1)
+        layer(x).square().sum().backward()
+    assert torch.equal(again.map.weight.grad, plain.map.weight.grad)
 
 
 @pytest.mark.parametrize(
