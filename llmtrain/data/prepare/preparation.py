@@ -204,7 +204,8 @@ def _sample(settings: PrepareSettings, work: list[Unit], out: Path) -> Iterator[
                 rejected.append(item.as_dict())
             if used >= share or len(rejected) > settings.max_rejected + _LISTED:
                 break
-    _stop_if_too_many(settings, out, {0: {"rejected": rejected}})
+    if len(rejected) > settings.max_rejected:
+        raise _too_many(settings, out, {0: {"rejected": rejected}})
 
 
 def _records(settings: PrepareSettings, unit: Unit) -> Iterator[Document | Rejection]:
@@ -240,12 +241,18 @@ def _run(settings: PrepareSettings, work: list[Unit], out: Path, moment: str) ->
     )
     progress = Progress(sum(unit.bytes for unit in work), sum(unit.bytes for unit in work if unit.index in records))
 
+    rejected = sum(len(record["rejected"]) for record in records.values())
+
     def keep(unit: Unit, record: dict[str, Any]) -> None:
+        nonlocal rejected
         records[unit.index] = record
         progress.finish(unit)
-        _stop_if_too_many(settings, out, records)
+        rejected += len(record["rejected"])
+        if rejected > settings.max_rejected:
+            raise _too_many(settings, out, records)
 
-    _stop_if_too_many(settings, out, records)
+    if rejected > settings.max_rejected:
+        raise _too_many(settings, out, records)
     if settings.on is None:
         places = pools.local(settings.processes or len(os.sched_getaffinity(0)))
     else:
@@ -285,14 +292,13 @@ def _finished(out: Path, unit: Unit, item_size: int) -> dict[str, Any] | None:
     return record
 
 
-def _stop_if_too_many(settings: PrepareSettings, out: Path, records: dict[int, dict[str, Any]]) -> None:
+def _too_many(settings: PrepareSettings, out: Path, records: dict[int, dict[str, Any]]) -> DataError:
+    """List the rejected records of the units, by index; returns the error that names the first."""
     rejected = [entry for index in sorted(records) for entry in records[index]["rejected"]]
-    if len(rejected) <= settings.max_rejected:
-        return
     _write_rejected(out, [records[index] for index in sorted(records)])
     shown = "".join(f"\n  {_place(entry)}: {entry['reason']}" for entry in rejected[:5])
     so_far = f"{units.counted(len(rejected), 'bad record')} so far"
-    raise DataError(
+    return DataError(
         f"{so_far}, --max-rejected is {settings.max_rejected}:{shown}\n"
         f"All found so far are listed in {out / REJECTED}. Mend the source, or allow them with --max-rejected N "
         "and run the same command again: finished shards are kept"

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -21,6 +22,8 @@ import pytest
 from llmtrain import cli
 from llmtrain.base.errors import DataError
 from llmtrain.commands.prepare import main
+from llmtrain.data.prepare import pools
+from llmtrain.data.prepare.sources import Unit
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.tokenize import Encoder, as_ids, dtype_for, fingerprint
 
@@ -95,6 +98,28 @@ def test_any_number_of_processes_writes_the_same_bytes(
 ) -> None:
     assert main(arguments(corpus, tmp_path / "set", "--processes", processes)) == 0
     assert contents(tmp_path / "set") == contents(reference)
+
+
+def test_the_books_of_many_units_cost_little(reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """5 TiB are 20,000 units: each was looked at again for each that came in, ten minutes in all."""
+    with (tmp_path / "huge.jsonl").open("wb") as stream:
+        stream.write(b'{"text": "x"}\n')
+        stream.truncate(20_000 << 20)  # no room is taken, and units are at least 1 MiB
+
+    def run_units(given: list[Unit], *more: Any) -> None:
+        for unit in given:
+            shards = {
+                split: {"file": f"{split}-{unit.index:05d}.bin", "tokens": 9, "documents": 2, "xxh3": "0" * 16}
+                for split in ("train", "validation")
+            }
+            more[-1](unit, {"shards": shards, "rejected": [], "content": "0", "newlines": [[1, True]]})
+
+    monkeypatch.setattr(pools, "run_units", run_units)
+    began = time.process_time()
+    argv = ["--source", str(tmp_path / "huge.jsonl"), "--tokenizer", str(reference / "tokenizer")]
+    assert main([*argv, "--shard-bytes", str(1 << 20), "--out", str(tmp_path / "set")]) == 0
+    assert time.process_time() - began < 20  # 4 s; minutes when it grew with the square
+    assert len(json.loads((tmp_path / "set/manifest.json").read_bytes())["shards"]["train"]) == 20_000
 
 
 def test_every_document_is_there_and_ends_with_the_separator(corpus: Path, reference: Path) -> None:
