@@ -70,7 +70,8 @@ def _options() -> argparse.ArgumentParser:
         default=argparse.SUPPRESS,
         metavar="SOURCE",
         help="files, folders or globs (text, code, jsonl, parquet; .gz and .zst too), a saved `datasets` folder, "
-        "hf:ORG/NAME[@REVISION][/FILES] of a dataset on the Hub, stdlib: the running Python's own standard library, or "
+        "hf:ORG/NAME[@REVISION][/FILES] of a dataset on the Hub, the URL of any of these in an object store "
+        "(s3://BUCKET/corpus/*.jsonl.zst, gs://, az://), stdlib: the running Python's own standard library, or "
         "stdlib-chat, stdlib-preference or stdlib-choices: questions about it, some of them held out",
     )
     add("--out", required=True, default=argparse.SUPPRESS, metavar="FOLDER", help="the prepared folder")

@@ -39,7 +39,15 @@ from llmtrain.data.origins import origins_path
 from llmtrain.data.prepare import demo, plugin_source, pools, sources, token_corpora
 from llmtrain.data.prepare.records import Document, Rejection, read_piece
 from llmtrain.data.prepare.settings import CHAT_FORMATS, PrepareSettings, cut_above
-from llmtrain.data.prepare.sources import SourceFile, Unit, find_files, plan_units, stat_fingerprint, unit_bytes_for
+from llmtrain.data.prepare.sources import (
+    SourceFile,
+    Unit,
+    find_files,
+    place_of,
+    plan_units,
+    stat_fingerprint,
+    unit_bytes_for,
+)
 from llmtrain.data.prepare.worker import UNFINISHED, WorkerSettings, unit_record_path, write_held_out
 from llmtrain.data.shards import PreparedSet, rows_path
 
@@ -117,15 +125,15 @@ def _refuse_unnamed(settings: PrepareSettings) -> None:
 
 def _find_files(settings: PrepareSettings, out: Path) -> tuple[list[SourceFile], list[SourceFile]]:
     """The files of --source and of --validation-source; one that is named in both is for validation alone."""
-    inside = os.path.realpath(out) + os.sep  # `--source . --out data/x`: our own output is no input
+    inside = place_of(str(out)) + os.sep  # `--source . --out data/x`: our own output is no input
     validation: list[SourceFile] = []
     if settings.validation_sources:
         validation = find_files(settings.validation_sources, settings.format, option="--validation-source")
-    taken = {os.path.realpath(file.path) for file in validation}
+    taken = {place_of(file.path) for file in validation}
     files = [
         file
         for file in find_files(settings.sources, settings.format)
-        if (path := os.path.realpath(file.path)) not in taken
+        if (path := place_of(file.path)) not in taken
         and (file.kind in ("made", "plugin") or not path.startswith(inside))
     ]
     if not files:
@@ -282,6 +290,8 @@ def _finished(out: Path, unit: Unit, item_size: int) -> dict[str, Any] | None:
     if not path.exists():
         return None
     record = json.loads(path.read_bytes())
+    if "lines" not in record:  # an earlier version's
+        return None
     for entry in filter(None, record["shards"].values()):
         shard = out / entry["file"]
         size = entry.get("bytes", entry["tokens"] * item_size)
@@ -377,14 +387,12 @@ def _manifest(
 def _continued(work: list[Unit], records: list[dict[str, Any]]) -> list[tuple[str, int]]:
     """For each unit the file of lines that goes on in it, and its lines before: a line belongs to where it begins."""
     found: list[tuple[str, int]] = []
-    lines, ended = 0, True
+    lines = 0
     for unit, record in zip(work, records, strict=True):
         first, last = unit.pieces[0], unit.pieces[-1]
         goes_on = first.kind == "jsonl" and first.start > 0
-        found.append((first.origin, lines + (not ended)) if goes_on else ("", 0))
-        if last.kind == "jsonl":
-            here, ended = record["newlines"][0]
-            lines = here + (lines if goes_on and first is last else 0)
+        found.append((first.origin, lines) if goes_on else ("", 0))
+        lines = record["lines"] + (lines if goes_on and first is last else 0)
     return found
 
 

@@ -14,15 +14,15 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
 
-from llmtrain.base.errors import DataError
 from llmtrain.base.units import size
 from llmtrain.data.chat.conversation import no_repeats
-from llmtrain.data.prepare import demo, plugin_source
+from llmtrain.data.prepare import demo, inputs, plugin_source
 from llmtrain.data.prepare.sources import BOM, Piece
+from llmtrain.storage.object_store import StoreError
 
 _CHUNK = 1 << 20
 _DECODER, _WHITE = json.JSONDecoder(), re.compile(r"\s*")
@@ -54,14 +54,23 @@ class Rejection:
         return f"{self.file}, {self.unit} {self.number}: {self.reason}"
 
 
-def read_piece(piece: Piece, field: str | None, max_bytes: int) -> Iterator[Document | Rejection]:
+@dataclass(slots=True)
+class Lines:
+    """Lines that begin in a piece of a file of lines, as far as it has been read."""
+
+    count: int = 0
+
+
+def read_piece(
+    piece: Piece, field: str | None, max_bytes: int, lines: Lines | None = None
+) -> Iterator[Document | Rejection]:
     """The documents of `piece`: what `field` holds, or with None whole records, as JSON objects.
 
-    Raises: DataError, when the file cannot be opened at all (gone, no permission).
+    `lines` counts those of jsonl. Raises: DataError, when the file cannot be opened at all (gone, no permission).
     """
-    readers = {
+    readers: dict[str, Callable[[Piece, str | None, int], Iterator[Document | Rejection]]] = {
         "text": _read_text,
-        "jsonl": _read_jsonl,
+        "jsonl": functools.partial(_read_jsonl, lines or Lines()),
         "array": _read_array,
         "csv": _read_csv,
         "parquet": _read_parquet,
@@ -74,7 +83,7 @@ def read_piece(piece: Piece, field: str | None, max_bytes: int) -> Iterator[Docu
         for item in reader(piece, field, max_bytes):
             yield replace(item, number=_in_file(piece, item.number)) if isinstance(item, Rejection) else item
     except OSError as error:
-        raise DataError(f"{piece.path}: cannot be read ({error}); check the file and its permissions") from error
+        raise inputs.cannot_be_read(piece.path, error) from error
 
 
 def reject(piece: Piece, document: Document, reason: str) -> Rejection:
@@ -110,6 +119,18 @@ def _huge(found: str, max_bytes: int) -> str:
 
 
 # --- plain and compressed byte streams ------------------------------------------------------------
+
+
+class _GzipStream(gzip.GzipFile):
+    """Decompressed bytes of a .gz file, which is closed with them."""
+
+    def __init__(self, raw: BinaryIO) -> None:
+        super().__init__(fileobj=raw, mode="rb")
+        self._raw_file = raw
+
+    def close(self) -> None:
+        super().close()
+        self._raw_file.close()
 
 
 class _ZstdStream(io.RawIOBase):
@@ -155,11 +176,11 @@ class _ZstdStream(io.RawIOBase):
         super().close()
 
 
-def _open(path: str) -> BinaryIO:
-    if path.endswith(".gz"):
-        return gzip.open(path, "rb")  # type: ignore[return-value]
-    raw = open(path, "rb")  # noqa: SIM115  # the caller closes it
-    return io.BufferedReader(_ZstdStream(raw), _CHUNK) if path.endswith(".zst") else raw
+def _open(piece: Piece) -> BinaryIO:
+    raw = inputs.open_file(piece.path, stop=piece.stop)
+    if piece.path.endswith(".gz"):
+        return _GzipStream(raw)  # type: ignore[return-value]
+    return io.BufferedReader(_ZstdStream(raw), _CHUNK) if piece.path.endswith(".zst") else raw
 
 
 def _broken(error: Exception) -> str | None:
@@ -175,7 +196,7 @@ def _broken(error: Exception) -> str | None:
 
 
 def _read_text(piece: Piece, field: str | None, max_bytes: int) -> Iterator[Document | Rejection]:
-    with _open(piece.path) as stream:
+    with _open(piece) as stream:
         try:
             data = stream.read(max_bytes + 1)
         except (EOFError, zlib.error, OSError) as error:
@@ -198,11 +219,11 @@ def _read_text(piece: Piece, field: str | None, max_bytes: int) -> Iterator[Docu
 # --- jsonl: one object a line ---------------------------------------------------------------------
 
 
-def _read_jsonl(piece: Piece, field: str | None, max_bytes: int) -> Iterator[Document | Rejection]:
+def _read_jsonl(count: Lines, piece: Piece, field: str | None, max_bytes: int) -> Iterator[Document | Rejection]:
     # JSON may spell a character in six bytes (\u00e9), and a record has other fields: such a line still fits.
     limit = 6 * max_bytes + _CHUNK
     number = 0
-    with _open(piece.path) as stream:
+    with _open(piece) as stream:
         lines = _lines(stream, piece, limit)
         while True:
             number += 1
@@ -215,6 +236,7 @@ def _read_jsonl(piece: Piece, field: str | None, max_bytes: int) -> Iterator[Doc
                 return
             if line is None:
                 break
+            count.count = number
             if number == 1 and not piece.start:
                 line = line.removeprefix(BOM)
             if len(line) > limit:
@@ -277,7 +299,7 @@ def _lines_before(piece: Piece) -> int:
     """Lines of the file that start before the piece's first line."""
     count = 0
     last = b""
-    with open(piece.path, "rb") as stream:
+    with inputs.open_file(piece.path, stop=piece.start) as stream:
         left = piece.start
         while left and (block := stream.read(min(left, _CHUNK))):
             count += block.count(b"\n")
@@ -319,7 +341,7 @@ def _skip_line(stream: BinaryIO) -> int:
 def _read_array(piece: Piece, field: str | None, max_bytes: int) -> Iterator[Document | Rejection]:
     """The objects of one list, each decoded by itself: the file is never in memory as a whole."""
     limit, number = 6 * max_bytes + _CHUNK, 0
-    with open(piece.path, encoding="utf-8-sig") as stream:
+    with inputs.open_file(piece.path) as raw, io.TextIOWrapper(raw, "utf-8-sig") as stream:
         text, at, ended = "", 0, False  # what is in memory, and where the next record begins in it
         while True:
             found = _next_record(text, at, first=number == 0)
@@ -372,7 +394,7 @@ def _read_csv(piece: Piece, field: str | None, max_bytes: int) -> Iterator[Docum
     bare = piece.path.removesuffix(".gz").removesuffix(".zst").lower()
     csv.field_size_limit(max_bytes + _CHUNK)
     number = 0
-    with _open(piece.path) as raw, io.TextIOWrapper(raw, "utf-8-sig", newline="") as stream:
+    with _open(piece) as raw, io.TextIOWrapper(raw, "utf-8-sig", newline="") as stream:
         try:
             rows = csv.DictReader(stream, delimiter="\t" if bare.endswith(".tsv") else ",", strict=True)
             names = list(rows.fieldnames or [])
@@ -435,7 +457,7 @@ def _read_parquet(piece: Piece, field: str | None, max_bytes: int) -> Iterator[D
 
     row = 0
     try:
-        with pyarrow.parquet.ParquetFile(piece.path) as file:
+        with inputs.arrow_file(piece.path, seeking=True) as raw, pyarrow.parquet.ParquetFile(raw) as file:
             row = sum(file.metadata.row_group(group).num_rows for group in range(piece.start))
             if field is not None and field not in file.schema_arrow.names:
                 yield _no_column(piece, field, file.schema_arrow.names)
@@ -450,7 +472,7 @@ def _read_parquet(piece: Piece, field: str | None, max_bytes: int) -> Iterator[D
                     yield _check(value, piece, "row", row, max_bytes, field)
                     row += 1
     except (OSError, pyarrow.ArrowException, UnicodeDecodeError) as error:
-        if isinstance(error, OSError) and error.errno is not None:  # the machine's fault, not the file's
+        if _of_the_machine(error):
             raise
         yield Rejection(piece.label, "row", row, f"truncated or corrupt parquet ({_first_line(error)})")
 
@@ -460,7 +482,7 @@ def _read_arrow(piece: Piece, field: str | None, max_bytes: int) -> Iterator[Doc
 
     row = 0
     try:
-        with pyarrow.memory_map(piece.path) as stream, pyarrow.ipc.open_stream(stream) as reader:
+        with inputs.arrow_file(piece.path, seeking=False) as stream, pyarrow.ipc.open_stream(stream) as reader:
             if field is not None and field not in reader.schema.names:
                 yield _no_column(piece, field, reader.schema.names)
                 return
@@ -475,9 +497,14 @@ def _read_arrow(piece: Piece, field: str | None, max_bytes: int) -> Iterator[Doc
                         yield _check(value, piece, "row", row, max_bytes, field)
                         row += 1
     except (OSError, pyarrow.ArrowException) as error:
-        if isinstance(error, OSError) and error.errno is not None:
+        if _of_the_machine(error):
             raise
         yield Rejection(piece.label, "row", row, f"truncated or corrupt Arrow file ({_first_line(error)})")
+
+
+def _of_the_machine(error: Exception) -> bool:
+    """True for a fault that is not the file's."""
+    return isinstance(error, StoreError) or (isinstance(error, OSError) and error.errno is not None)
 
 
 def _values(batch: Any, field: str | None) -> Iterator[object]:

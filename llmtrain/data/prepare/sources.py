@@ -6,14 +6,15 @@ units never depends on the number of processes; that is why any number of them w
 
 from __future__ import annotations
 
+import fnmatch
 import glob
 import json
 import os
 import re
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,11 +22,13 @@ import xxhash
 
 from llmtrain.base import log, untrusted
 from llmtrain.base.errors import DataError
+from llmtrain.base.redact import redact_text
 from llmtrain.base.units import counted
-from llmtrain.data.prepare import demo, plugin_source, token_corpora
+from llmtrain.data.prepare import demo, inputs, plugin_source, token_corpora
 from llmtrain.storage.hub.names import REVISION, Repository, is_name, leads_out
 from llmtrain.storage.hub.transfer import Wrong, fetch, known_files
 from llmtrain.storage.hub.transfer import settings as tokenizer_files
+from llmtrain.storage.object_store import Store, Stored, StoreError, is_url, problem_of
 
 if TYPE_CHECKING:
     from llmtrain.data.prepare.settings import PrepareSettings
@@ -61,7 +64,7 @@ def chosen(names: Sequence[str], source: OnHub) -> list[str]:
     what, files = f"{PREFIX}{source.repository.name}", source.files
     if files is not None:
         folder = f"{files.rstrip('/')}/"
-        if found := [n for n in names if n == files or n.startswith(folder) or fnmatchcase(n, files)]:
+        if found := [n for n in names if n == files or n.startswith(folder) or fnmatch.fnmatchcase(n, files)]:
             return found
         raise DataError(f"--source {what}: it has no file {files}, but {', '.join(names[:5]) or 'none at all'}")
     found = [n for n in names if n.lower().endswith(_DATA)]
@@ -153,7 +156,8 @@ class SourceFile:
     label: str
     kind: Kind
     bytes: int
-    mtime_ns: int
+    version: int | str
+    """Changes with its content: its time of change in ns; of a URL what the store tells."""
     origin: str = ""
     """Its name in `data where`, if it is not `label`."""
 
@@ -172,6 +176,8 @@ class Piece:
     bytes: int
     origin: str = ""
     """Name of the file in `data where`."""
+    version: str = ""
+    """Of a URL: the file's when it was listed."""
 
     @property
     def compressed(self) -> bool:
@@ -209,10 +215,15 @@ def find_files(sources: Iterable[str], form: str = "auto", *, option: str = "--s
     found: dict[str, SourceFile] = {}
     for source in sources:
         for file in _expand(source, form, option):
-            found.setdefault(os.path.realpath(file.path), file)
+            found.setdefault(place_of(file.path), file)
     if not found:
         raise DataError(f"{option} {' '.join(sources)}: no file in it; name files, folders, globs or {STDLIB!r}")
     return list(found.values())
+
+
+def place_of(path: str) -> str:
+    """A name of a file, or of a URL, that all of its names lead to."""
+    return path if is_url(path) else os.path.realpath(path)
 
 
 def _expand(source: str, form: str, option: str) -> list[SourceFile]:
@@ -222,11 +233,13 @@ def _expand(source: str, form: str, option: str) -> list[SourceFile]:
         return [_made(source)]
     if plugin_source.named_in(source) is not None:
         return [
-            SourceFile(path=label, label=label, kind="plugin", bytes=size, mtime_ns=changed)
+            SourceFile(path=label, label=label, kind="plugin", bytes=size, version=changed)
             for label, size, changed in plugin_source.parts_of(source, option)
         ]
     if (found := parts_of(source)) is not None:
         return _hub_files(found, form)
+    if is_url(source):
+        return _store_files(source, form, option)
     if os.path.isdir(source):
         if _is_saved_dataset(source, option):
             return _dataset_files(source)
@@ -284,7 +297,87 @@ def _hub_files(found: OnHub, form: str) -> list[SourceFile]:
     names = chosen(known_files(found.repository, found.revision), found)
     label = f"{PREFIX}{found.repository.name}@{found.revision}"
     kinds = {name: _kind(str(root / name), form) for name in names}
-    return [replace(_file(str(root / name), f"{label}/{name}", kinds[name]), mtime_ns=0) for name in names]
+    return [replace(_file(str(root / name), f"{label}/{name}", kinds[name]), version=0) for name in names]
+
+
+def _store_files(source: str, form: str, option: str) -> list[SourceFile]:
+    """Files of an object store, of the names that a local copy would give, in its order. Their labels are URLs."""
+    shown = redact_text(source)
+    if (problem := problem_of(source)) is not None:
+        raise DataError(f"{option} {shown}: {problem[0]}; {problem[1]}")
+    try:
+        root, pattern = source.rstrip("/"), "**"
+        found = Store(root).files()
+        if not found:
+            root, pattern = _url_root(source)
+            found = Store(root).matching(pattern) if pattern else {}
+        named = [name for name in found if name[-1:] != "/" and not _hidden(name, pattern)]
+        urls = {f"{root}/{name}" if name else root: found[name] for name in named}
+        saved = _saved_in_store(root, urls, option)
+        if saved is None and form in token_corpora.TOKEN_FORMATS and list(urls) != [root]:
+            taken = _with_ids(source, list(urls), option)
+            urls = {url: urls[url] for url in taken}
+        if not urls:
+            raise DataError(
+                f"{option} {shown}: there is no such file or folder in the store, and as a glob it matches no file; "
+                "check the URL (quote a glob so that the shell leaves it alone)"
+            )
+
+        def file(url: str) -> SourceFile:
+            kind = "arrow" if saved is not None else _kind(url, form, option)
+            version = _store_version(url, kind, urls[url])
+            return SourceFile(path=url, label=url, kind=kind, bytes=urls[url].bytes, version=version)
+
+        with ThreadPoolExecutor(inputs.AT_ONCE) as threads:
+            return list(threads.map(file, sorted(urls) if saved is None else saved))
+    except (StoreError, FileNotFoundError) as error:
+        raise DataError(
+            f"{option} {shown}: cannot be read ({error}); check the URL, the store's credentials on this host and the "
+            "network"
+        ) from None
+
+
+def _url_root(pattern: str) -> tuple[str, str]:
+    """'s3://a/b*/c' -> ('s3://a', 'b*/c'); without a wildcard the second is empty."""
+    protocol, _, path = pattern.partition("://")
+    parts = path.split("/")
+    first = next((at for at, part in enumerate(parts) if glob.has_magic(part)), len(parts))
+    return f"{protocol}://{'/'.join(parts[:first])}", "/".join(parts[first:])
+
+
+def _hidden(name: str, pattern: str) -> bool:
+    """True for a name that `glob.glob` leaves out: a wildcard takes no leading point."""
+    spelled = [part for part in pattern.split("/") if part.startswith(".")]
+    points = [part for part in name.split("/") if part.startswith(".")]
+    return not all(any(fnmatch.fnmatchcase(part, each) for each in spelled) for part in points)
+
+
+def _store_version(url: str, kind: Kind, stored: Stored) -> str:
+    """What `refuse_changed` compares: of token ids the versions of their indexes too."""
+    beside = token_corpora.indexes(url) if kind == "tokens" else []
+    return "+".join([f"{stored.bytes}:{stored.version}", *map(inputs.version, beside)])
+
+
+def refuse_changed(pieces: Iterable[Piece]) -> None:
+    """Raise DataError where a file in a store is no more the one that was listed."""
+    listed = {piece.path: piece for piece in pieces if piece.version}
+
+    def check(piece: Piece) -> None:
+        try:
+            now = _store_version(piece.path, piece.kind, Store(piece.path).stat())
+        except FileNotFoundError:
+            now = "nothing"
+        except StoreError as error:
+            raise inputs.cannot_be_read(piece.path, error) from None
+        if now != piece.version:
+            raise DataError(
+                f"{piece.path}: it has changed since the sources were listed (bytes:version {piece.version}, now "
+                f"{now}); run the same command again, which begins anew with what is there then"
+            )
+
+    if listed:
+        with ThreadPoolExecutor(inputs.AT_ONCE) as threads:
+            list(threads.map(check, listed.values()))
 
 
 def _glob_root(pattern: str) -> str:
@@ -302,8 +395,9 @@ def _file(path: str, label: str, kind: Kind) -> SourceFile:
         stat = os.stat(path)
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}); check its permissions") from error
-    changed = max(stat.st_mtime_ns, token_corpora.index_changed_ns(path) if kind == "tokens" else 0)
-    return SourceFile(path=os.path.abspath(path), label=label, kind=kind, bytes=stat.st_size, mtime_ns=changed)
+    beside = token_corpora.indexes(path) if kind == "tokens" else []
+    changed = max([stat.st_mtime_ns, *(os.stat(each).st_mtime_ns for each in beside)])
+    return SourceFile(path=os.path.abspath(path), label=label, kind=kind, bytes=stat.st_size, version=changed)
 
 
 def _kind(path: str, form: str, option: str = "--source") -> Kind:
@@ -340,8 +434,7 @@ def _begins(path: str, *signs: bytes) -> bool:
     if path.endswith((".gz", ".zst")):
         return False
     try:
-        with open(path, "rb") as file:
-            head = file.read(4096).removeprefix(BOM).split()
+        head = inputs.read(path, 0, 4096).removeprefix(BOM).split()
     except OSError:  # told where it is read
         return False
     return b"".join(head).startswith(b"".join(signs))
@@ -364,7 +457,7 @@ def _made(source: str) -> SourceFile:
     """The records that a source makes, as if they were a file; their time is what they say."""
     data = "\n".join(demo.lines(*demo.parts(source))).encode()
     content = xxhash.xxh3_64_intdigest(data)
-    return SourceFile(path=source, label=source, kind="made", bytes=len(data), mtime_ns=content)
+    return SourceFile(path=source, label=source, kind="made", bytes=len(data), version=content)
 
 
 # --- saved `datasets` folders: Arrow IPC streams next to a state.json that lists them -------------
@@ -396,9 +489,24 @@ def _dataset_files(folder: str) -> list[SourceFile]:
     ]
 
 
+def _saved_in_store(root: str, urls: Collection[str], option: str) -> list[str] | None:
+    """The URLs of a saved dataset's files, in row order; None: the folder is none."""
+    if f"{root}/dataset_dict.json" in urls:
+        splits = _read_json(f"{root}/dataset_dict.json").get("splits", [])
+        named = " or ".join(f"{root}/{split}" for split in splits)
+        raise DataError(f"{option} {root}: it holds several splits of a dataset; name the one to use: {named}")
+    if not {f"{root}/state.json", f"{root}/dataset_info.json"} <= set(urls):
+        return None
+    found = [f"{root}/{each['filename']}" for each in _read_json(f"{root}/state.json").get("_data_files") or []]
+    for url in found:
+        if url not in urls:
+            raise DataError(f"{root}/state.json names {untrusted.shown(url)}, which is not there; save it again")
+    return found
+
+
 def _read_json(path: str) -> dict[str, Any]:
     try:
-        values = untrusted.loads(Path(path).read_bytes())
+        values = untrusted.loads(inputs.read(path))
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: is not a readable JSON file ({error}); save the dataset again") from error
     return values if isinstance(values, dict) else {}
@@ -466,7 +574,7 @@ def _split(file: SourceFile, unit_bytes: int) -> Iterator[Piece]:
 
 def _piece(file: SourceFile, start: int, stop: int, size: int) -> Piece:
     return Piece(path=file.path, label=file.label, kind=file.kind, start=start, stop=stop, bytes=size,
-                 origin=file.origin or file.label)  # fmt: skip
+                 origin=file.origin or file.label, version=str(file.version) if is_url(file.path) else "")  # fmt: skip
 
 
 def _row_group_sizes(path: str) -> list[int]:
@@ -474,7 +582,8 @@ def _row_group_sizes(path: str) -> list[int]:
     import pyarrow.parquet
 
     try:
-        metadata = pyarrow.parquet.read_metadata(path)
+        with inputs.arrow_file(path, seeking=True) as file:
+            metadata = pyarrow.parquet.read_metadata(file)
         return [metadata.row_group(index).total_byte_size for index in range(metadata.num_row_groups)]
     except (OSError, pyarrow.ArrowException):
         return []
@@ -484,15 +593,15 @@ def _batch_sizes(path: str) -> list[int]:
     import pyarrow
 
     try:
-        with pyarrow.memory_map(path) as stream:
+        with inputs.arrow_file(path, seeking=False) as stream:
             return [batch.nbytes for batch in pyarrow.ipc.open_stream(stream)]
     except (OSError, pyarrow.ArrowException):
         return []
 
 
 def stat_fingerprint(files: list[SourceFile]) -> str:
-    """Hash of names, sizes and modification times: tells at once, without reading, whether the input changed."""
+    """Hash of names, sizes and versions: tells at once, without reading, whether the input changed."""
     digest = xxhash.xxh3_128()
     for file in files:
-        digest.update(json.dumps([file.label, file.kind, file.bytes, file.mtime_ns]).encode())
+        digest.update(json.dumps([file.label, file.kind, file.bytes, file.version]).encode())
     return digest.hexdigest()

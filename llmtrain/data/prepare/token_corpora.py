@@ -24,7 +24,9 @@ from llmtrain.base import log, units, untrusted
 from llmtrain.base.errors import DataError
 from llmtrain.data.chat.conversation import RefusedError
 from llmtrain.data.chat.encoder import Row
+from llmtrain.data.prepare import inputs
 from llmtrain.data.tokenize import Encoder
+from llmtrain.storage.object_store import StoreError, is_url
 
 TOKEN_FORMATS = ("tokens", "token-rows")
 """Values of --format whose sources are token ids already."""
@@ -37,7 +39,7 @@ class TokenFile:
     """Token ids of one file, and where its documents end."""
 
     path: str
-    ids: np.ndarray
+    ids: np.ndarray | inputs.StoredIds
     """Integers [tokens], mapped into memory where they lie in the file as they are."""
     ends: np.ndarray | None
     """Tokens before each document's end, int64 [documents]; None: an end token tells."""
@@ -76,13 +78,15 @@ class Layout(ABC):
     folder; empty: there is none."""
 
     @classmethod
-    def index_of(cls, path: str) -> Path:
-        """The index beside a file."""
-        return Path(path).with_suffix(cls.index) if cls.index.startswith(".") else Path(path).parent / cls.index
+    def index_of(cls, path: str) -> str:
+        """The index beside a file, by path or URL as that."""
+        if cls.index.startswith("."):
+            return os.path.splitext(path)[0] + cls.index
+        return os.path.join(os.path.dirname(path), cls.index)
 
     @classmethod
     def takes(cls, path: str) -> bool:
-        return path.endswith(cls.names) and (not cls.index or cls.index_of(path).is_file())
+        return path.endswith(cls.names) and (not cls.index or inputs.is_file(cls.index_of(path)))
 
     @classmethod
     @abstractmethod
@@ -90,12 +94,14 @@ class Layout(ABC):
         """Map (or decode) a file. Raises ValueError or OSError: it is not of this layout, or is damaged."""
 
 
-def _mapped(path: str, dtype: np.dtype, begin: int = 0, tokens: int | None = None) -> np.ndarray:
+def _mapped(path: str, dtype: np.dtype, begin: int = 0, tokens: int | None = None) -> np.ndarray | inputs.StoredIds:
     """Map ids of a file. Raises ValueError: it holds fewer, or no whole number of them."""
-    size = os.path.getsize(path) - begin
+    size = inputs.size(path) - begin
     count = size // dtype.itemsize if tokens is None else tokens
     if size < count * dtype.itemsize or (tokens is None and size % dtype.itemsize):
         raise ValueError(f"it has {size + begin} bytes, which are not {count} ids of {dtype.itemsize} bytes")
+    if is_url(path):
+        return inputs.StoredIds(path, dtype, begin, count)
     return np.memmap(path, dtype, "r", offset=begin, shape=(count,)) if count else np.empty(0, dtype)
 
 
@@ -111,7 +117,7 @@ class Megatron(Layout):
     @classmethod
     def read(cls, path: str) -> TokenFile:
         index = cls.index_of(path)
-        data = np.memmap(index, np.uint8, "r")
+        data = inputs.mapped(index)
         head = data[:64].tobytes()
         if head.startswith(b"MMIDIDX\x00\x00"):
             version, code, count, borders = struct.unpack_from("<QBQQ", head, 9)
@@ -141,7 +147,7 @@ class Megatron(Layout):
         return TokenFile(path, _mapped(path, dtype, tokens=tokens), before[documents].astype(np.int64), 0)
 
     @classmethod
-    def _type(cls, code: int, index: Path) -> np.dtype:
+    def _type(cls, code: int, index: str) -> np.dtype:
         if code not in cls.types:
             raise ValueError(f"{index} says that the ids are of type {code}, which is none of integers")
         return np.dtype(cls.types[code])
@@ -182,14 +188,14 @@ class Datatrove(Layout):
 
     @classmethod
     def read(cls, path: str) -> TokenFile:
-        ends = np.fromfile(f"{path}.index", "<u8").astype(np.int64) if os.path.exists(f"{path}.index") else None
-        size, width = os.path.getsize(path), 2
+        ends = inputs.mapped(f"{path}.index").view("<u8").astype(np.int64) if inputs.is_file(f"{path}.index") else None
+        size, width = inputs.size(path), 2
         if ends is not None and len(ends):
             if ends[-1] <= 0 or size % ends[-1] or size // ends[-1] not in (2, 4) or (np.diff(ends) < 0).any():
                 raise ValueError(f"{path}.index is of another file: {ends[-1]} ids in {size} bytes")
             width = size // int(ends[-1])
-        elif os.path.exists(f"{path}.metadata"):
-            first = Path(f"{path}.metadata").read_text().partition("\n")[0]
+        elif inputs.is_file(f"{path}.metadata"):
+            first = inputs.read(f"{path}.metadata").decode().partition("\n")[0]
             width = int(first.rpartition("|")[2] or 2)
         return TokenFile(path, _mapped(path, np.dtype(f"<u{width}")), ends, 0)
 
@@ -203,7 +209,7 @@ class Npy(Layout):
 
     @classmethod
     def read(cls, path: str) -> TokenFile:
-        with open(path, "rb") as stream:
+        with inputs.open_file(path, stop=4096) as stream:
             if stream.read(6) != np.lib.format.MAGIC_PREFIX:
                 named = Path(path).suffixes[-2:-1]
                 dtype = np.dtype(named[0][1:] if named in ([".uint8"], [".uint16"], [".uint32"]) else np.uint16)
@@ -233,7 +239,7 @@ class LitData(Layout):
 
     @classmethod
     def read(cls, path: str) -> TokenFile:
-        listed = untrusted.loads(cls.index_of(path).read_bytes())
+        listed = untrusted.loads(inputs.read(cls.index_of(path)))
         config = listed["config"]
         chunk = next((each for each in listed["chunks"] if each["filename"] == Path(path).name), None)
         if chunk is None:
@@ -249,8 +255,8 @@ class LitData(Layout):
         begin, dtype = 4 * (int(chunk["chunk_size"]) + 2), np.dtype(types[int(code)])
         if chunk["dim"] is not None:
             return TokenFile(path, _mapped(path, dtype, begin), None, begin)
-        offsets = np.fromfile(path, "<u4", begin // 4)[1:].tolist()
-        data = Path(path).read_bytes()
+        data = inputs.read(path)
+        offsets = np.frombuffer(data, "<u4", begin // 4)[1:].tolist()
         items = [np.frombuffer(data[at + 4 : end], dtype) for at, end in pairwise(offsets)]
         ids = np.concatenate(items) if items else np.empty(0, dtype)
         return TokenFile(path, ids, np.cumsum([len(item) for item in items], dtype=np.int64), None)
@@ -271,7 +277,7 @@ class Mds(Layout):
         column = next((names.index(name) for name in ("tokens", "input_ids") if name in names), 0)
         if len(names) > 1 and names[column] not in ("tokens", "input_ids"):
             raise ValueError(f"its columns are {', '.join(names)}; one named tokens or input_ids is read")
-        data = Path(path).read_bytes()
+        data = inputs.read(path)
         if path.endswith(".zstd"):
             import zstandard
 
@@ -286,7 +292,7 @@ class Mds(Layout):
 
     @classmethod
     def _shard(cls, path: str) -> dict[str, Any]:
-        for shard in untrusted.loads(cls.index_of(path).read_bytes())["shards"]:
+        for shard in untrusted.loads(inputs.read(cls.index_of(path)))["shards"]:
             packed = shard.get("zip_data") or {}
             if Path(path).name in (shard["raw_data"]["basename"], packed.get("basename")):
                 if shard["format"] != "mds" or shard["version"] != 2:
@@ -334,11 +340,11 @@ def is_index(path: str) -> bool:
     return path.endswith((".idx", ".ds.index", ".ds.metadata", "index.json"))
 
 
-def index_changed_ns(path: str) -> int:
-    """Time at which a file's index was changed, in nanoseconds; 0: it has none."""
+def indexes(path: str) -> list[str]:
+    """The files that say where a file's documents end."""
     layout = layout_of(path)
-    beside = [Path(f"{path}.index"), *([layout.index_of(path)] if layout is not None and layout.index else [])]
-    return max((file.stat().st_mtime_ns for file in beside if file.is_file()), default=0)
+    beside = [f"{path}.index", *([layout.index_of(path)] if layout is not None and layout.index else [])]
+    return [each for each in beside if inputs.is_file(each)]
 
 
 @functools.lru_cache(maxsize=1)  # a worker gets the pieces of a file one after the other
@@ -350,6 +356,8 @@ def read(path: str) -> TokenFile:
         raise DataError(f"{path}: no layout of token ids that is read here ({known}, each with its index beside it)")
     try:
         return layout.read(path)
+    except StoreError as error:
+        raise inputs.cannot_be_read(path, error) from None
     except (ValueError, KeyError, IndexError, TypeError, OSError, struct.error) as error:
         raise DataError(
             f"{path}: cannot be read as {layout.title} ({error}); copy it again, or write it anew"

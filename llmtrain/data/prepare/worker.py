@@ -33,12 +33,13 @@ from llmtrain.data.manifest import SPLITS, Split
 from llmtrain.data.origins import write_origins
 from llmtrain.data.prepare import plugin_source, token_corpora
 from llmtrain.data.prepare.questions import ChoiceEncoder
-from llmtrain.data.prepare.records import Document, Rejection, read_piece, reject
+from llmtrain.data.prepare.records import Document, Lines, Rejection, read_piece, reject
 from llmtrain.data.prepare.settings import draw, parts
-from llmtrain.data.prepare.sources import Piece, Unit
+from llmtrain.data.prepare.sources import Unit, refuse_changed
 from llmtrain.data.prepare.token_corpora import TokenEncoder
 from llmtrain.data.shards import CHOICE, JUDGED, rows_path
 from llmtrain.data.tokenize import Encoder
+from llmtrain.storage.object_store import is_url
 
 UNFINISHED = "unfinished"
 _BATCH_BYTES = 1 << 19  # text encoded in one call: enough to amortise it, little enough to stay flat
@@ -192,6 +193,8 @@ class _Written:
     """Counts and hashes of a unit's documents, for its record."""
 
     rejected: list[Rejection] = field(default_factory=list)
+    lines: Lines = field(default_factory=Lines)
+    """Those of the unit's last piece."""
     content: int = 0
     """Sum of the documents' hashes: the same however the input is cut into units."""
     cut: int = 0
@@ -229,13 +232,14 @@ def process_unit(
             writers[split] = _ShardWriter(own / f"{split}-{unit.index:05d}.bin", settings.chat)
         too_long = 0 if isinstance(encoder, Encoder) else encoder.too_long
         written = _write_documents(unit, settings, encoder, writers, progress)
+        refuse_changed(unit.pieces)
         files = [piece.origin for piece in unit.pieces]
         order = {piece.label: place for place, piece in enumerate(unit.pieces)}
         written.rejected.sort(key=lambda rejection: (order[rejection.file], rejection.number))
         record = {
             "unit": unit.index,
             "shards": written.in_place or {split: writers[split].commit(files) for split in SPLITS},
-            "newlines": [_newlines(piece) for piece in unit.pieces[-1:] if piece.kind == "jsonl"],
+            "lines": written.lines.count,
             "rejected": [rejection.as_dict() for rejection in written.rejected],
             "content": f"{written.content:032x}",
             "cut": written.cut,
@@ -265,18 +269,6 @@ def process_unit(
         for writer in writers.values():
             writer.discard()
         shutil.rmtree(own, ignore_errors=True)
-
-
-def _newlines(piece: Piece) -> tuple[int, bool]:
-    """Line breaks of a piece's bytes, and whether it ends with one. (0, False) of a compressed file, which is whole."""
-    if piece.compressed:
-        return 0, False
-    count, left, last = 0, piece.stop - piece.start, b""
-    with open(piece.path, "rb") as stream:
-        stream.seek(piece.start)
-        while left and (block := stream.read(min(left, 1 << 20))):
-            count, left, last = count + block.count(b"\n"), left - len(block), block[-1:]
-    return count, last == b"\n"
 
 
 def _write_documents(
@@ -325,7 +317,8 @@ def _write_documents(
             _write_tokens(unit, place, settings, encoder, writers, held_out, written)
             progress(piece.bytes)
             continue
-        for item in read_piece(piece, None if whole else settings.field, settings.max_document_bytes):
+        written.lines = Lines()
+        for item in read_piece(piece, None if whole else settings.field, settings.max_document_bytes, written.lines):
             if len(written.rejected) > settings.reject_limit:
                 return written
             if isinstance(item, Rejection):
@@ -387,8 +380,8 @@ def _write_tokens(
     held_out: _HeldOut,
     written: _Written,
 ) -> None:
-    """The documents that begin in a range of a file of ids: in place where the file has them as a shard does, and the
-    unit is of this range alone; else copied. Raises DataError: an id is outside the vocabulary."""
+    """The documents that begin in a range of a file of ids: as they lie there where the file has them as a shard does,
+    and the unit is of this range alone; else one by one. Raises DataError: an id is outside the vocabulary."""
     piece = unit.pieces[place]
     file = token_corpora.read(piece.path)
     borders = file.documents(piece.start, piece.stop, encoder.separator_id)
@@ -405,7 +398,7 @@ def _write_tokens(
     if as_it_is and not _any_held_out(ids, starts, ends, settings, held_out):
         held = int((borders[:-1] >= len(file.ids) * (1 - settings.validation_fraction)).sum())
         begin = (file.begin or 0) + int(borders[0]) * ids.dtype.itemsize
-        written.in_place = _in_place(unit, ids, borders, held, begin, writers["train"].path.parent)
+        written.in_place = _as_they_lie(unit, ids, borders, held, begin, writers["train"].path.parent)
         written.content = xxhash.xxh3_128_intdigest(ids.data)
         return
     chosen: dict[str, list[Row]] = {split: [] for split in SPLITS}
@@ -434,10 +427,10 @@ def _any_held_out(
     return any(xxhash.xxh3_128_intdigest(ids[start : end - 1].tobytes()) in held_out for start, end in documents)
 
 
-def _in_place(
+def _as_they_lie(
     unit: Unit, ids: np.ndarray, borders: np.ndarray, held: int, begin: int, out: Path
 ) -> dict[Split, dict[str, Any] | None]:
-    """The manifest's entries of a unit of one piece, and a link to its file for each.
+    """The manifest's entries of a unit of one piece, and for each a link to its file; of a file in a store a copy.
 
     `borders`: of the documents, in tokens of the file, where `ids` begin at the first. `held`: how many documents, the
     last ones, are for validation. `begin`: bytes of the file before the first id.
@@ -451,16 +444,22 @@ def _in_place(
         path.unlink(missing_ok=True)
         entries[split] = None
         if high > low:
-            path.symlink_to(piece.path)
             nothing = np.zeros(high - low, np.int64)
             write_origins(path, np.diff(borders[low : high + 1]), [piece.origin], nothing, borders[low:high])
+            if is_url(piece.path):
+                with open(path, "wb") as stream:
+                    ids[first:last].tofile(stream)
+                    os.fsync(stream.fileno())
+                place = {}
+            else:
+                path.symlink_to(piece.path)
+                place = {"begin": begin + first * ids.dtype.itemsize, "bytes": os.path.getsize(piece.path)}
             entries[split] = {
                 "file": path.name,
                 "tokens": last - first,
                 "documents": high - low,
                 "xxh3": xxhash.xxh3_64_hexdigest(ids[first:last].data),
-                "begin": begin + first * ids.dtype.itemsize,
-                "bytes": os.path.getsize(piece.path),
+                **place,
             }
     return entries
 

@@ -1,0 +1,200 @@
+"""Bytes of input files: by path on this host, by URL in an object store.
+
+A file of a store is read range by range, the next one while the last is being used: there is no copy of it here.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import tempfile
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, BinaryIO, cast
+
+import numpy as np
+
+from llmtrain.base.errors import DataError
+from llmtrain.storage.object_store import Store, StoreError, is_url
+
+AT_ONCE = 32
+"""Questions to a store that are under way together: each takes a round trip, and no time of this host."""
+_BLOCK = 8 << 20
+"""Bytes of a request: a round trip is short beside them, and two of them fit into a worker's memory."""
+_BEHIND = 256 << 10
+"""Bytes of a request behind the piece that is read, for the end of its last line."""
+
+
+def is_file(path: str) -> bool:
+    """True if the file is there. Raises StoreError."""
+    if not is_url(path):
+        return os.path.isfile(path)
+    try:
+        Store(path).stat()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def size(path: str) -> int:
+    """Bytes of a file. Raises OSError."""
+    return Store(path).stat().bytes if is_url(path) else os.path.getsize(path)
+
+
+def read(path: str, start: int = 0, stop: int | None = None) -> bytes:
+    """Bytes [start, stop) of a file, fewer where it ends before. Raises OSError."""
+    if is_url(path):
+        stop = size(path) if stop is None else stop
+        return Store(path).read("", start, stop) if stop > start else b""
+    with open(path, "rb") as stream:
+        stream.seek(start)
+        return stream.read(-1 if stop is None else stop - start)
+
+
+def version(path: str) -> str:
+    """BYTES:VERSION of a store's file. Raises: StoreError, FileNotFoundError."""
+    found = Store(path).stat()
+    return f"{found.bytes}:{found.version}"
+
+
+def cannot_be_read(path: str, error: Exception) -> DataError:
+    """The error for a file that could not be read."""
+    if not is_url(path):
+        return DataError(f"{path}: cannot be read ({error}); check the file and its permissions")
+    return DataError(
+        f"{path}: cannot be read ({error}); check the URL, the store's credentials on this host and the network, and "
+        "run the same command again: finished shards are kept"
+    )
+
+
+def mapped(path: str) -> np.ndarray:
+    """A file's bytes, uint8, mapped into memory; those of a store from a copy without a name. Raises OSError."""
+    return StoredIds(path, np.dtype(np.uint8), 0, size(path))[:] if is_url(path) else np.memmap(path, np.uint8, "r")
+
+
+class StoredIds:
+    """Numbers that lie in a store's file one behind the other: what is asked for is read, into a file without a name.
+
+    It holds what was asked for last, and what followed it: two questions about one range read it once.
+    """
+
+    _HELD = 512 << 20
+    """Bytes of the file above which it is begun anew."""
+
+    def __init__(self, url: str, dtype: np.dtype, begin: int, count: int) -> None:
+        """`begin`: bytes before the first number."""
+        self.dtype = dtype
+        self._url, self._begin, self._count = url, begin, count
+        self._file: Any = None
+        self._first = self._last = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, wanted: slice) -> np.ndarray:
+        """Raises DataError."""
+        start, stop, _ = wanted.indices(self._count)
+        width = self.dtype.itemsize
+        if stop <= start:
+            return np.empty(0, self.dtype)
+        if self._file is None or not self._first <= start <= self._last or self._held > self._HELD:
+            self._file, self._first, self._last = tempfile.TemporaryFile(), start, start  # noqa: SIM115
+        try:
+            for at in range(self._begin + self._last * width, self._begin + stop * width, _BLOCK):
+                self._file.write(read(self._url, at, min(at + _BLOCK, self._begin + stop * width)))
+        except (StoreError, FileNotFoundError) as error:
+            self._file = None
+            raise cannot_be_read(self._url, error) from None
+        self._file.flush()
+        self._last = max(self._last, stop)
+        return np.memmap(self._file, self.dtype, "r", offset=(start - self._first) * width, shape=(stop - start,))
+
+    @property
+    def _held(self) -> int:
+        return (self._last - self._first) * self.dtype.itemsize
+
+
+def open_file(path: str, *, stop: int | None = None, seeking: bool = False) -> BinaryIO:
+    """A stream of a file's bytes. Its reads raise OSError.
+
+    Args:
+        path: of a file, or its URL.
+        stop: of a URL: place behind which little is read, if anything.
+        seeking: of a URL: it is read here and there, in parts that are asked for as they are needed.
+    """
+    if not is_url(path):
+        return open(path, "rb")
+    raw = _Ranges(path, stop, ahead=not seeking)
+    return cast(BinaryIO, raw if seeking else io.BufferedReader(raw, _BLOCK))
+
+
+def arrow_file(path: str, *, seeking: bool) -> Any:
+    """A file as pyarrow reads it: `seeking`, or from its beginning to its end, a file of this host then mapped. Its
+    reads raise OSError."""
+    import pyarrow
+
+    if is_url(path):
+        return pyarrow.PythonFile(open_file(path, seeking=seeking), "r")
+    return pyarrow.OSFile(path, "r") if seeking else pyarrow.memory_map(path)
+
+
+class _Ranges(io.RawIOBase):
+    """A file of a store, of which the ranges are read that are asked for. One that a fault of the network has cut off
+    is asked for again (storage/object_store.py)."""
+
+    def __init__(self, url: str, stop: int | None, *, ahead: bool) -> None:
+        self._store = Store(url)
+        self._size = self._store.stat().bytes
+        self._stop = self._size if stop is None else min(stop, self._size)
+        self._place = 0
+        self._ahead = ThreadPoolExecutor(1) if ahead else None
+        self._next: tuple[int, int, Future[bytes]] | None = None
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._place
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        begin = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._size}[whence]
+        self._place = begin + offset
+        return self._place
+
+    def readinto(self, buffer: Any) -> int:
+        stop = self._end(self._place, len(buffer))
+        if stop <= self._place:
+            return 0
+        data = self._range(self._place, stop)
+        buffer[: len(data)] = data
+        self._place = stop
+        if self._ahead is not None and stop < self._stop:
+            begin, end = stop, self._end(stop, len(buffer))
+            self._next = begin, end, self._ahead.submit(self._read, begin, end)
+        return len(data)
+
+    def _end(self, start: int, count: int) -> int:
+        """Where a request ends that begins at a place."""
+        if self._ahead is None:
+            return min(start + count, self._size)
+        limit, most = (self._stop, _BLOCK) if start < self._stop else (self._size, _BEHIND)
+        return min(start + min(count, most), limit)
+
+    def _range(self, start: int, stop: int) -> bytes:
+        waiting, self._next = self._next, None
+        if waiting is not None and waiting[:2] == (start, stop):
+            return waiting[2].result()
+        return self._read(start, stop)
+
+    def _read(self, start: int, stop: int) -> bytes:
+        try:
+            return self._store.read("", start, stop)
+        except FileNotFoundError:
+            raise StoreError("it is not there any more") from None
+
+    def close(self) -> None:
+        if self._ahead is not None:
+            self._ahead.shutdown(wait=False, cancel_futures=True)
+        super().close()
