@@ -404,6 +404,8 @@ def refuse_other_run(
     was = [stage.get("rope") or {} for stage in saved.get("data_stages") or ()]
     now = {**now, "data_fingerprint": fingerprint, "rope": rope}
     saved = {**saved, "rope": was[-1] if was else rope}
+    if isinstance(held := saved.get("reference"), list):  # until 26 November 2026 one for each set of a mixture
+        saved["reference"] = sorted(set(held))
     remedies = {
         "optimizer": f"Its moments mean something else. Use the same optim.name, or {_PARAMETERS_ALONE}",
         "vocab_size": "The embedding has other rows. Use the same model and tokenizer",

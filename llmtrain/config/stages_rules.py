@@ -61,10 +61,13 @@ def _check_beside(run: RunConfig, places: Places, problems: Problems) -> None:
     if run.sites.name is not None:
         problems.add("data.stages", count, "sites (sites.name) deal out the sequences of one data set",
                      "remove one of the two", place)  # fmt: skip
-    if run.objective.reference == "column" or run.objective.top_k is not None:
-        problems.add("data.stages", count, f"objective.name {run.objective.name} reads a column that `llmtrain "
-                     "reference` writes beside the data of one stage", "train the stages as runs, each from the "
-                     "checkpoint before it: --resume PATH --resume_data new", place)  # fmt: skip
+    if run.objective.reference == "column":
+        for number, stage in enumerate(run.data.stages):
+            if stage.rope:
+                problems.add(key_of(number, "rope"), stage.rope, f"objective.name {run.objective.name} reads what its "
+                             "reference says with the positions that it began with", "remove it, or ask the reference "
+                             "at each step: objective.reference online, with an adapter",
+                             places.get(key_of(number, "rope")))  # fmt: skip
     if resized and run.train.balance != "equal":
         problems.add("train.balance", run.train.balance, "the ranks' speeds are measured for one batch and length, and "
                      "data.stages changes them", "set it to equal", places.get("train.balance"))  # fmt: skip

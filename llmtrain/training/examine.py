@@ -5,6 +5,8 @@ The data is checked first: torch and transformers, which take seconds to import,
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -13,7 +15,7 @@ from llmtrain.base.errors import ConfigError, DataError
 from llmtrain.config.deepspeed import deep_check, name_cpu
 from llmtrain.config.rules import starts_from_model
 from llmtrain.config.run import ResolvedRun, RunConfig
-from llmtrain.config.stages import Stages
+from llmtrain.config.stages import Stage, Stages
 from llmtrain.data.manifest import Manifest, check_vocabulary
 from llmtrain.data.stream.choices import ChoiceSet
 from llmtrain.data.stream.columns import REMEDY
@@ -38,9 +40,9 @@ class Checked:
     later: tuple[TrainData, ...] = ()
     """Data of the stages after it: the same object where it is the same data."""
     references: list[str] | None = None
-    """Hashes of the weights behind the reference's log-probabilities, one per data set; None: no such column."""
+    """Hashes of the weights behind the reference's log-probabilities, each once; None: no such column."""
     teachers: list[str] = field(default_factory=list)
-    """Hashes of the weights behind the teacher's columns, one per data set."""
+    """Hashes of the weights behind the teacher's columns, each once."""
     sets: dict[str, EvalSet] = field(default_factory=dict)
     """The sets of the section `eval`, by name, with the same columns."""
     choices: dict[str, ChoiceSet] = field(default_factory=dict)
@@ -62,7 +64,6 @@ def examine(resolved: ResolvedRun) -> Checked:
     run = resolved.run
     _refuse_taken_keys(run)
     data, *later = stage_data(resolved.stages)
-    references = data.take_reference(resolved.precision) if run.objective.reference == "column" else None
     sets = {name: EvalSet(folder, run.data) for name, folder in run.eval.sets.items()}
     form = {"sequence_length": run.data.sequence_length, "shared": resolved.degrees.sequence}
     choices = {name: ChoiceSet(folder, **form) for name, folder in run.eval.choices.items()}
@@ -70,8 +71,11 @@ def examine(resolved: ResolvedRun) -> Checked:
         _check_tokenizer(f"eval.choices.{name}", asked.prepared.manifest, data)
     for name, each in sets.items():
         _check_tokenizer(f"eval.sets.{name}", each.manifests[0], data)
-        if references is not None:
-            _check_column(name, each.take_reference(resolved.precision), references)
+    columns = {stage_key(stage): each for stage, each in in_stages(resolved.stages, (data, *later))}
+    columns |= {f"eval.sets.{name}": each for name, each in sets.items()}
+    references = None
+    if run.objective.reference == "column":
+        references = take_columns(columns, lambda each: each.take_reference(resolved.precision))
     prompts = Prompts.of(run, data)
     name_cpu()
     deep_check(resolved.deepspeed, run.deepspeed)
@@ -87,11 +91,10 @@ def examine(resolved: ResolvedRun) -> Checked:
         check_teacher(teacher, spec, data.tokenizer_dir, resolved.places, sequence=shared)
     teachers: list[str] = []
     if isinstance(run.objective, Distill) and run.objective.top_k is not None:
-        wanted = data.teacher_columns(run.objective, spec.facts.vocab_size, resolved.precision)
-        teachers = data.take_teacher(wanted)
-        for name, each in sets.items():
-            columns = each.teacher_columns(run.objective, spec.facts.vocab_size, resolved.precision)
-            _check_column(name, each.take_teacher(columns), teachers)
+        distill, words = run.objective, spec.facts.vocab_size
+        teachers = take_columns(
+            columns, lambda each: each.take_teacher(each.teacher_columns(distill, words, resolved.precision))
+        )
     if type(run.optim).build is not Optimizer.build:
         from llmtrain.engine.deepspeed.optimizers import prove_by_element
 
@@ -111,11 +114,51 @@ def stage_data(stages: Stages) -> list[TrainData]:
     found: list[TrainData] = []
     for stage in stages:
         own = next((data for data, other in zip(found, stages, strict=False) if other.data == stage.data), None)
-        own = own or TrainData(stage.data)
+        if own is None:
+            with naming(stage_key(stage)):
+                own = TrainData(stage.data)
         found.append(next((data for data in found if data.fingerprint == own.fingerprint), own))
-        if stage.first_step:
-            _check_tokenizer(f"data.stages, from step {stage.first_step}", own.manifests[0], found[0])
+        _check_tokenizer(stage_key(stage), own.manifests[0], found[0])
     return found
+
+
+def stage_key(stage: Stage) -> str:
+    """Key of a stage's data in messages; none for the first, which is the section `data`."""
+    return f"data.stages, from step {stage.first_step}" if stage.first_step else ""
+
+
+def in_stages(stages: Stages, data: Sequence[TrainData]) -> list[tuple[Stage, TrainData]]:
+    """Each data set of a run once, with the first stage that has it. `data`: of each stage."""
+    return [(stage, each) for number, (stage, each) in enumerate(zip(stages, data, strict=True))
+            if each not in data[:number]]  # fmt: skip
+
+
+@contextlib.contextmanager
+def naming(key: str) -> Iterator[None]:
+    """Begin a DataError with a key, if it is not ""."""
+    try:
+        yield
+    except DataError as error:
+        raise (DataError(f"{key}: {error}") if key else error) from error
+
+
+def take_columns(every: Mapping[str, TrainData], take: Callable[[TrainData], list[str]]) -> list[str]:
+    """Hashes of the weights that the columns of a run's data are of, each once.
+
+    Args:
+        every: the data by key, that of the first stage at the beginning.
+        take: lets data have its columns, and returns the hash of the weights that each is of.
+
+    Raises: DataError, also where the columns are of other weights than the first.
+    """
+    weights: list[str] = []
+    for key, data in every.items():
+        with naming(key):
+            own = sorted(set(take(data)))
+            weights = weights or own
+            if not set(own) <= set(weights):
+                raise DataError(f"its column is of other weights than that of the run's first data; {REMEDY}")
+    return weights
 
 
 def _check_tokenizer(key: str, manifest: Manifest, data: TrainData) -> None:
@@ -123,13 +166,6 @@ def _check_tokenizer(key: str, manifest: Manifest, data: TrainData) -> None:
     if manifest.tokenizer_fingerprint != data.manifests[0].tokenizer_fingerprint:
         raise DataError(f"{key}: was prepared with another tokenizer than the data that the run trains on; "
                         f"prepare it again with --tokenizer {data.tokenizer_dir}")  # fmt: skip
-
-
-def _check_column(name: str, own: list[str], of_data: list[str]) -> None:
-    """Raises DataError where a set's column is of other weights than that of the run's data."""
-    if not set(own) <= set(of_data):
-        raise DataError(f"eval.sets.{name}: its column is of other weights than that of the data that the run trains "
-                        f"on; {REMEDY}")  # fmt: skip
 
 
 def _measured_whole(folders: dict[str, str], sets: dict[str, EvalSet]) -> list[str]:

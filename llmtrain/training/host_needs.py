@@ -16,6 +16,7 @@ from llmtrain.config.run import ResolvedRun, RunConfig
 from llmtrain.config.stages import data_of
 from llmtrain.config.topology import Mix, ring_bytes
 from llmtrain.data.manifest import SPLITS, read_manifest
+from llmtrain.data.stream.columns import column_stem
 from llmtrain.optim.optimizers import Optimizer
 from llmtrain.storage.hub.names import INDEX, is_name
 from llmtrain.storage.hub.transfer import weights
@@ -34,12 +35,14 @@ def needs(configs: Sequence[str], run: RunConfig, mix: Mix, run_dir: str) -> Nee
 
 def _read_by(run: RunConfig) -> Iterator[Folder]:
     """The folders that each host's ranks read, and which files in them."""
-    data = [("data.path" if each.path else "data.mixture", path) for each in data_of(run.data) for path in each.folders]
-    data = list(dict.fromkeys(data))
-    data += [(f"eval.sets.{name}", each) for name, each in run.eval.sets.items()]
-    data += [(f"eval.choices.{name}", each) for name, each in run.eval.choices.items()]
-    for key, path in data:
-        yield Folder(key=key, path=os.path.abspath(path), files=_of_data(run, Path(path)))
+    data: dict[tuple[str, str], set[int]] = {}
+    for each in data_of(run.data):
+        for path in each.folders:
+            data.setdefault(("data.path" if each.path else "data.mixture", path), set()).add(each.sequence_length)
+    for section, folders in {"sets": run.eval.sets, "choices": run.eval.choices}.items():
+        data |= {(f"eval.{section}.{name}", path): {run.data.sequence_length} for name, path in folders.items()}
+    for (key, path), lengths in data.items():
+        yield Folder(key=key, path=os.path.abspath(path), files=_of_data(run, Path(path), lengths))
     models = [
         ("model.pretrained", run.model.pretrained, reads_weights(run)),
         ("model.config", run.model.config, False),
@@ -62,19 +65,22 @@ def _read_by(run: RunConfig) -> Iterator[Folder]:
         yield Folder(key="resume", path=os.path.abspath(run.resume))  # with files of its own on each host, or the same
 
 
-def _of_data(run: RunConfig, folder: Path) -> tuple[str, ...]:
-    """The files of a prepared folder that the run opens; of one with a broken manifest that alone."""
+def _of_data(run: RunConfig, folder: Path, lengths: set[int]) -> tuple[str, ...]:
+    """The files of a prepared folder that the run opens; of one with a broken manifest that alone.
+
+    `lengths`: of the sequences in which the run reads it."""
     try:
-        shards = read_manifest(folder).shards
+        manifest = read_manifest(folder)
     except DataError:
         return ("manifest.json",)
-    read = [shard for split in SPLITS for shard in shards[split]]
+    read = [shard for split in SPLITS for shard in manifest.shards[split]]
     rows = [Path(shard.file).with_suffix(".rows").name for shard in read if shard.rows]
     columns = []
     if run.objective.reference == "column":
         columns = ["reference.json", *(f"reference-{split}.f32" for split in SPLITS)]
     if run.objective.top_k is not None:
-        columns += ["teacher.json", *(f"teacher-{split}.{kind}" for split in SPLITS for kind in ("f32", "words"))]
+        for stem in map(column_stem, sorted(lengths) if manifest.chat is None else [None]):
+            columns += [f"{stem}.json", *(f"{stem}-{split}.{kind}" for split in SPLITS for kind in ("f32", "words"))]
     return ("manifest.json", "tokenizer/tokenizer.json", *(shard.file for shard in read), *rows, *columns)
 
 

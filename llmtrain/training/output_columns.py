@@ -22,12 +22,11 @@ import numpy as np
 
 from llmtrain.base import log, units
 from llmtrain.base.errors import ModelError, UserError
-from llmtrain.config.batch import Batch
 from llmtrain.config.load import load
 from llmtrain.config.pinned import with_base
 from llmtrain.config.run import AdapterConfig, DataConfig, ModelConfig, ResolvedRun, RunConfig
-from llmtrain.config.topology import Place
-from llmtrain.data.manifest import SPLITS, Split
+from llmtrain.config.stages import Stages
+from llmtrain.data.manifest import SPLITS, Split, read_manifest
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.stream.columns import ColumnWriter, TeacherColumn, numbers, write_reference
 from llmtrain.data.stream.loader import MicroBatch, UnpairedBatch, batches_of
@@ -41,6 +40,7 @@ from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.engine.dist.rendezvous import leave_all
 from llmtrain.engine.losses.likeliest import Likeliest
 from llmtrain.engine.losses.online import LogProbs
+from llmtrain.models.parallel.mesh import Mesh
 from llmtrain.models.spec import ModelSpec
 from llmtrain.models.teacher import check_teacher, teacher_model
 from llmtrain.objectives.by_token import Distill, NextToken
@@ -104,13 +104,21 @@ def of_teacher(resolved: ResolvedRun, teacher: ModelConfig) -> ResolvedRun:
     few = [name for name, each in ModelSpec.of(teacher).skeleton.named_parameters() if each.dim() == 1]
     model = replace(teacher, train_only=few)
     run = replace(resolved.run, model=model, adapter=AdapterConfig(), resume="none", resume_weights_only=False)
-    return replace(resolved, run=run)
+    stages = Stages(tuple(replace(stage, rope={}) for stage in resolved.stages))  # it keeps its own positions
+    return replace(resolved, run=run, stages=stages)
 
 
-def _folders(run: RunConfig) -> list[str]:
-    """The prepared folders that the run reads, each once."""
-    data = [run.data.path] if run.data.path else list(run.data.mixture or ())
-    return list(dict.fromkeys([*data, *run.eval.sets.values()]))
+def _folders(resolved: ResolvedRun) -> list[tuple[DataConfig, int]]:
+    """The prepared folders that the run's stages and its evaluation read, each as data of its own, with a micro-batch
+    for it. Of texts that are read in sequences of several lengths there is a column for each."""
+    read = [(stage, folder) for stage in resolved.stages for folder in stage.data.folders]
+    read += [(resolved.stages[0], folder) for folder in resolved.run.eval.sets.values()]
+    found: dict[tuple[str, int | None], tuple[DataConfig, int]] = {}
+    for stage, folder in read:
+        length = stage.data.sequence_length if read_manifest(Path(folder)).chat is None else None
+        own = replace(stage.data, path=folder, mixture=None)
+        found.setdefault((folder, length), (own, stage.batch.micro_batch))
+    return list(found.values())
 
 
 def write_teacher(checked: Checked, ranks: Ranks, asked: RunConfig) -> None:
@@ -124,16 +132,17 @@ def write_teacher(checked: Checked, ranks: Ranks, asked: RunConfig) -> None:
     setup.write(setup.spec.initial_weights(0, ranks.device))
     weights, objective = teacher_hash(asked, ranks), asked.objective
     assert weights is not None and isinstance(objective, Distill)
-    for folder in _folders(asked):
+    for config, micro_batch in _folders(resolved):
+        folder = str(config.path)
         with together(ranks):
-            data = TrainData(replace(asked.data, path=folder, mixture=None), trains=False)
+            data = TrainData(config, trains=False)
             [column] = data.teacher_columns(objective, vocabulary, resolved.precision, weights)
             writer = None
             if ranks.rank == 0:
                 places = units.counted(sum(column.places.values()), "token")
                 log.info(f"{folder}: {places}, {column.bytes_a_place} bytes each")
                 writer = ColumnWriter(PreparedSet(folder), column)
-        left = _write_teacher(engine, data, column, writer, (resolved.batch, setup.mesh.place, ranks))
+        left = _write_teacher(engine, data, column, writer, (micro_batch, setup.mesh, ranks))
         log.info(f"{folder}: the {column.top_k} likeliest words of {asked.objective.teacher} at each counted token; "
                  f"all others have {left:.2%} of the mass")  # fmt: skip
     engine.close()
@@ -144,12 +153,14 @@ def _write_teacher(
     data: TrainData,
     column: TeacherColumn,
     writer: ColumnWriter | None,
-    form: tuple[Batch, Place, Ranks],
+    form: tuple[int, Mesh, Ranks],
 ) -> float:
-    """Of one folder. Returns the mean mass of the words that are not written. `writer`: on rank 0."""
-    batch, place, ranks = form
-    dealt = (batch.micro_batch, place.data, batch.data_parallel, ranks.device.type == "cuda")
-    at_once = max(1, _BYTES_AT_ONCE // (batch.micro_batch * data.sequence_length * column.bytes_a_place))
+    """Of one folder. Returns the mean mass of the words that are not written. `writer`: on rank 0. `form`: micro-batch,
+    mesh and ranks of the engine."""
+    micro_batch, mesh, ranks = form
+    place, data_parallel = mesh.place, mesh.degrees.data
+    dealt = (micro_batch, place.data, data_parallel, ranks.device.type == "cuda")
+    at_once = max(1, _BYTES_AT_ONCE // (micro_batch * data.sequence_length * column.bytes_a_place))
     left, tokens = 0.0, 0
     try:
         for split in SPLITS:
@@ -157,9 +168,7 @@ def _write_teacher(
             read = data.window_at if train else data.validation_window_at
             rows = data.sequences_per_epoch if train else data.validation_sequences
             batches = batches_of(read, rows, *dealt)
-            for some in _with_progress(
-                batches, at_once, f"{split}:", rows, batch.micro_batch * batch.data_parallel, ranks
-            ):
+            for some in _with_progress(batches, at_once, f"{split}:", rows, micro_batch * data_parallel, ranks):
                 collect = Likeliest(column.top_k, column.temperature)
                 figures, counted = engine.evaluate(some, collect)
                 left, tokens = left + figures["loss"] * counted, tokens + counted
@@ -213,12 +222,10 @@ def write_columns(checked: Checked, ranks: Ranks) -> None:
     run, resolved, engine = setup.run, setup.resolved, setup.engine
     setup.start_from(setup.spec.initial_weights(run.train.seed, ranks.device))
     assert setup.began_with is not None
-    batch = resolved.batch
-    dealt = (batch.micro_batch, setup.mesh.place.data, batch.data_parallel, ranks.device.type == "cuda")
-    for folder in _folders(run):
-        columns = {
-            split: column(engine, replace(run.data, path=folder, mixture=None), split, dealt, ranks) for split in SPLITS
-        }
+    for config, micro_batch in _folders(resolved):
+        folder = str(config.path)
+        dealt = (micro_batch, setup.mesh.place.data, resolved.degrees.data, ranks.device.type == "cuda")
+        columns = {split: column(engine, config, split, dealt, ranks) for split in SPLITS}
         with together(ranks):
             if ranks.rank == 0:
                 write_reference(PreparedSet(folder), setup.began_with, resolved.precision, columns)

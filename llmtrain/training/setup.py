@@ -20,7 +20,7 @@ from torch import Tensor
 
 from llmtrain.base.errors import ConfigError, DataError, ModelError, UserError
 from llmtrain.config.run import ResolvedRun, RunConfig
-from llmtrain.config.stages import Stages
+from llmtrain.config.stages import Stage, Stages
 from llmtrain.config.topology import Mix, Place
 from llmtrain.data.stream.columns import REMEDY, weights_hash
 from llmtrain.data.stream.course import Course
@@ -50,7 +50,7 @@ from llmtrain.models.transformers_private import VARLEN
 from llmtrain.storage.checksum import checksum
 from llmtrain.storage.region import Region
 from llmtrain.storage.tensorfile import numel
-from llmtrain.training.examine import Checked
+from llmtrain.training.examine import Checked, in_stages, stage_key
 from llmtrain.training.memory import decide_recomputation
 from llmtrain.training.step import Session
 
@@ -79,8 +79,8 @@ class Setup:
         self.choices, self.prompts = checked.choices, checked.prompts
         self.mesh = mesh_of(self.resolved.degrees)
         self.references = checked.references
-        """Hashes of the weights behind the reference's log-probabilities: one per data set if they are a column; if
-        computed at each step, one of the modules that train whole beside the adapter."""
+        """Hashes of the weights behind the reference's log-probabilities, each once: of the columns' model; if computed
+        at each step, of the modules that train whole beside the adapter."""
         with together(ranks):
             reads_column = self.run.objective.top_k is not None
             teacher = None if reads_column else teacher_of(self.run, self.resolved.precision, ranks, self.mesh)
@@ -132,9 +132,11 @@ class Setup:
         row = torch.from_numpy(self.data.sequence(0)[0])
         prove_loss(self.engine, row, self.ranks, isolate_documents=self.run.data.isolate_documents)
         of_tokens = isinstance(self.objective, NextTokenLoss)
-        if self.began_with is not None and (not of_tokens or self.run.adapter.r is not None):
-            prove_start(self.engine, self.resolved, self.objective, self._with_reference, self.data, self.mesh.place,
-                        self.ranks, own_teacher=self.teacher == self.began_with)  # fmt: skip
+        if self.began_with is None or (of_tokens and self.run.adapter.r is None):
+            return
+        for stage, data in in_stages(self.course.stages, self.course.data):
+            prove_start(self.engine, self.resolved, self.objective, self._with_reference, (stage, data),
+                        self.mesh.place, self.ranks, own_teacher=self.teacher == self.began_with)  # fmt: skip
 
     def session(self, step: int = 0) -> Session:
         """The steps of the run. `step`: optimizer steps done before, skipped ones included."""
@@ -368,7 +370,7 @@ def prove_start(
     resolved: ResolvedRun,
     objective: LossFunction,
     reference: Callable[[LossFunction], LossFunction],
-    data: TrainData,
+    of: tuple[Stage, TrainData],
     place: Place,
     ranks: Ranks,
     *,
@@ -380,13 +382,15 @@ def prove_start(
     Args:
         objective: as the run minimises it.
         reference: from an objective to one with the run's reference.
+        of: the data, and the first stage of the run that has it.
         own_teacher: the run's teacher has the weights that training starts from.
 
     Raises: AgreedError, on all ranks.
     """
     from llmtrain.engine.losses.identities import Known, twice  # most runs have none of these objectives
 
-    run, batch = resolved.run, resolved.batch
+    run, (stage, data) = resolved.run, of
+    batch, key = stage.batch, stage_key(stage)
     dealt = (place.data, batch.data_parallel, ranks.device.type == "cuda")
     few, one = batch.micro_batch, 1
     over_answers = run.objective.data != "texts"
@@ -397,7 +401,7 @@ def prove_start(
     known = Known(run, resolved.precision, engine.evaluate, objective, reference, first, alike, own_teacher)
     with compiler.uncompiled():
         for error in known.broken(engine.module):  # of numbers that all ranks have
-            raise AgreedError(str(error), error.exit_code)
+            raise AgreedError(f"{key}: {error}" if key else str(error), error.exit_code)
 
 
 @contextlib.contextmanager

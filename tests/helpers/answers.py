@@ -78,7 +78,9 @@ def prove_first(
     resolved = replace(resolved, run=replace(resolved.run, objective=config))
     wrap = functools.partial(with_reference, objective=config, base=base)
     objective = wrap(loss_of(config))
-    prove_start(engine, resolved, objective, wrap, data, engine.mesh.place, ranks, own_teacher=False)
+    prove_start(
+        engine, resolved, objective, wrap, (resolved.stages[0], data), engine.mesh.place, ranks, own_teacher=False
+    )
 
 
 def spoil(engine: ZeroEngine) -> None:

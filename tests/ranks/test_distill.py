@@ -230,7 +230,7 @@ def test_a_column_is_written_and_read_under_any_form(pools, small_data, teacher,
     for got, weights in pools(2).run(learnt_from_column, *arguments):
         assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < tolerance
         assert largest_difference(got.parameters, want.parameters) < 5 * tolerance
-        assert weights == json.loads((Path(folder) / "teacher.json").read_text())["weights"]
+        assert weights == json.loads((Path(folder) / "teacher-32.json").read_text())["weights"]
     if k == 512:
         online = pools(2).run(distilled, case_of(small_data, **learns), teacher, TERMS)[0][0]
         assert max(abs(a - b) for a, b in zip(got.losses, online.losses, strict=True)) < 1e-6

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from llmtrain.checkpoint.load import load_checkpoint
 from llmtrain.checkpoint.reader import CheckpointReader
@@ -19,6 +21,7 @@ from llmtrain.config.stages import StageBatch, StageConfig
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.optim.schedules import Constant
 from llmtrain.training.parts import Done
+from llmtrain.training.setup import Setup
 from llmtrain.training.stage_borders import StageBorders
 from llmtrain.training.step import Position
 from tests.helpers.families import FAMILIES
@@ -71,13 +74,18 @@ def factor(step: int) -> float:
     return 1.0 if step >= 6 else 0.1 + 0.9 * 0.5 * (1 + float(torch.tensor((step - 3) / 2 * torch.pi).cos()))
 
 
-def plainly(case: Case, other: str, micros: list[int]) -> Trace:
-    """torch's AdamW on transformers' loss of whole global batches. `micros`: micro-batches of each step, of which
-    each has a load-balancing loss of its own."""
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def by_cross_entropy(_inputs: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
+    return mean_cross_entropy(logits, labels)
+
+
+def plainly(case: Case, other: str, micros: list[int], loss_of: Loss = by_cross_entropy) -> Trace:
+    """torch's AdamW on the loss of whole global batches. `micros`: micro-batches of each step, of which each has a
+    load-balancing loss of its own. `loss_of`: of inputs, logits and labels."""
     model = plain_model(case)
-    groups = [{"params": [p for p in model.parameters() if (p.dim() >= 2) == matrices], "weight_decay": decay}
-              for matrices, decay in ((True, 0.1), (False, 0.0))]  # fmt: skip
-    optimizer = torch.optim.AdamW(groups, lr=case.lr, betas=(0.9, 0.95), eps=1e-8, fused=False, foreach=False)
+    optimizer = plain_optimizer(model, case)
     trace = Trace([], [])
     for step, samples in enumerate(sequences(case.data, other)):
         if step == 4:
@@ -87,7 +95,7 @@ def plainly(case: Case, other: str, micros: list[int]) -> Trace:
         inputs, labels = (torch.stack(each) for each in zip(*(
             map(torch.from_numpy, source.sequence(index)) for source, index in samples), strict=True))  # fmt: skip
         output = model(input_ids=inputs, use_cache=False)
-        loss = mean_cross_entropy(output.logits, labels)
+        loss = loss_of(inputs, output.logits, labels)
         optimizer.zero_grad()
         (loss + plain_balance(model.config, output, micros[step])).backward()
         trace.norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)))
@@ -99,19 +107,27 @@ def plainly(case: Case, other: str, micros: list[int]) -> Trace:
     return trace
 
 
-def trained(case: Case, first: int, folder: Path, checkpoint: Path | None) -> tuple[Trace, list[int], Path | None]:
-    """Steps [first, STEPS) with the run's own parts; micro-batches of each. Without a checkpoint to begin from, one is
-    saved within a stage."""
-    setup = make_setup(case)
+def plain_optimizer(model: Any, case: Case) -> torch.optim.Optimizer:
+    groups = [{"params": [p for p in model.parameters() if (p.dim() >= 2) == matrices], "weight_decay": decay}
+              for matrices, decay in ((True, 0.1), (False, 0.0))]  # fmt: skip
+    return torch.optim.AdamW(groups, lr=case.lr, betas=(0.9, 0.95), eps=1e-8, fused=False, foreach=False)
+
+
+def trained(
+    setup: Setup, folder: Path, saves: Collection[int], checkpoint: Path | None = None
+) -> tuple[Trace, list[int], dict[int, Path]]:
+    """Steps with the run's own parts, from the beginning or a checkpoint; micro-batches of each; what was saved after
+    the steps `saves`."""
+    first, saved = 0, dict[int, Path]()
     if checkpoint is not None:
         state = json.loads((checkpoint / "trainer.json").read_text())
         load_checkpoint(setup.engine, CheckpointReader(checkpoint), state, setup.ranks)
-        setup.course.go_on(first, state)
-    session, trace, micros, saved = setup.session(first), Trace([], []), [], None
+        setup.course.go_on(first := state["step"], state)
+    session, trace, micros = setup.session(first), Trace([], []), list[int]()
     part = StageBorders(setup, SimpleNamespace(event=lambda *_, **__: None))  # type: ignore[arg-type]
     part.begin(Position(step=first))
     with setup.loader(setup.course.at(first).index, step=first) as loader:
-        for number in range(first + 1, STEPS + 1):
+        for number in range(first + 1, setup.run.train.max_steps + 1):
             batch = next(loader)
             step = session.step(batch, part.request())
             part.after_step(Done(**vars(step), position=Position(step=number), steps=range(number, number + 1),
@@ -119,10 +135,10 @@ def trained(case: Case, first: int, folder: Path, checkpoint: Path | None) -> tu
             micros.append(len(batch.micro_batches))
             trace.losses.append(session.figures(step)["loss"])
             trace.norms.append(float(step.update.grad_norm or 0))
-            if number == SAVED and checkpoint is None:
+            if number in saves and checkpoint is None:
                 record = setup.course.record(number, loader.next_index)
                 state = {"step": number, "optimizer_step": setup.engine.optimizer_step(), "data_stages": record}
-                saved = save_checkpoint(setup.engine, folder, number, state, setup.resolved, setup.ranks)
+                saved[number] = save_checkpoint(setup.engine, folder, number, state, setup.resolved, setup.ranks)
     trace.parameters = assembled(setup.engine, setup.ranks)
     setup.engine.close()
     return trace, micros, saved
@@ -130,8 +146,8 @@ def trained(case: Case, first: int, folder: Path, checkpoint: Path | None) -> tu
 
 def in_stages(case: Case, folder: Path) -> tuple[Trace, list[int], Trace]:
     """On this rank: the whole run with its micro-batches, and the rest of it from a checkpoint in a new engine."""
-    whole, micros, saved = trained(case, 0, folder, None)
-    return whole, micros, trained(case, SAVED, folder, saved)[0]
+    whole, micros, saved = trained(make_setup(case), folder, [SAVED])
+    return whole, micros, trained(make_setup(case), folder, [], saved[SAVED])[0]
 
 
 @pytest.mark.parametrize(

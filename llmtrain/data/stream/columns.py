@@ -10,7 +10,7 @@ their probabilities at a temperature, likeliest first, and of the mass of all ot
 uint16 where the teacher's vocabulary allows it, else uint32. teacher.json, written last, names the weights, the data, k
 and the temperature. Places of conversations are their counted tokens that follow another token of their row, row by
 row. A text's token is predicted from its window alone, so places of texts are the labels of the windows, of one
-sequence length.
+sequence length T, and the files' names begin with teacher-T: a run whose stages have two lengths reads two columns.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from llmtrain.data.manifest import SPLITS, Manifest, Split
 from llmtrain.data.shards import PreparedSet, TokenStream
 
 REMEDY = "run `llmtrain reference RUN.yaml`, which writes it anew"
-_REFERENCE, _TEACHER = "reference.json", "teacher.json"
+_REFERENCE = "reference.json"
 _AT_ONCE = 1 << 22  # tokens whose bits of the mask are read at once
 
 
@@ -123,6 +123,11 @@ class TeacherColumn:
     """Name -> xxh3_64."""
 
     @property
+    def stem(self) -> str:
+        """Beginning of its files' names."""
+        return column_stem(None if self.windows is None else self.windows[0])
+
+    @property
     def dtype(self) -> np.dtype:
         """Type of the ids on disk."""
         return np.dtype("<u2" if self.vocabulary <= 1 << 16 else "<u4")
@@ -131,6 +136,11 @@ class TeacherColumn:
     def bytes_a_place(self) -> int:
         """Bytes of one place in both files."""
         return 4 * (self.top_k + 1) + self.dtype.itemsize * self.top_k
+
+
+def column_stem(length: int | None) -> str:
+    """Beginning of the names of a teacher's column. `length`: of the sequences of texts; None: conversations."""
+    return "teacher" if length is None else f"teacher-{length}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,8 +181,8 @@ def row_places(stream: TokenStream, lengths: np.ndarray) -> np.ndarray:
 def _parts(folder: Path, split: Split, column: TeacherColumn) -> dict[Path, tuple[np.dtype, int]]:
     """The files of logarithms and of words: the type of their numbers, and how many a place has."""
     return {
-        folder / f"teacher-{split}.f32": (np.dtype("<f4"), column.top_k + 1),
-        folder / f"teacher-{split}.words": (column.dtype, column.top_k),
+        folder / f"{column.stem}-{split}.f32": (np.dtype("<f4"), column.top_k + 1),
+        folder / f"{column.stem}-{split}.words": (column.dtype, column.top_k),
     }
 
 
@@ -182,11 +192,12 @@ class ColumnWriter:
     def __init__(self, folder: PreparedSet, column: TeacherColumn) -> None:
         """Raises DataError when there is no room for it."""
         self._folder, self._column = folder.folder, column
+        self._told = folder.folder / f"{column.stem}.json"
         self._files = {split: _parts(folder.folder, split, column) for split in SPLITS}
         size = sum(column.places.values()) * column.bytes_a_place
         try:
             # The former one goes first: its room is wanted, and it would be of other numbers.
-            for path in [self._folder / _TEACHER, *(path for files in self._files.values() for path in files)]:
+            for path in [self._told, *(path for files in self._files.values() for path in files)]:
                 path.unlink(missing_ok=True)
             free = shutil.disk_usage(self._folder).free
             if size > free:
@@ -216,7 +227,7 @@ class ColumnWriter:
                     made[path.name] = _hash(_partial(path))
                     os.replace(_partial(path), path)
             column = asdict(replace(self._column, files=made))
-            replace_file(self._folder / _TEACHER, json.dumps(column, indent=1).encode() + b"\n")
+            replace_file(self._told, json.dumps(column, indent=1).encode() + b"\n")
         except OSError as error:
             raise self._unwritable(error) from error
 
@@ -253,9 +264,10 @@ def read_column(folder: PreparedSet, wanted: TeacherColumn) -> tuple[TeacherColu
 
     Raises DataError when it is not there, damaged, or another's.
     """
-    path = folder.folder / _TEACHER
+    path = folder.folder / f"{wanted.stem}.json"
     if not path.is_file():
-        raise DataError(f"{folder.folder}: has no column of the teacher's likeliest words; {REMEDY}")
+        of = "" if wanted.windows is None else f" in sequences of {wanted.windows[0]} tokens"
+        raise DataError(f"{folder.folder}: has no column of the teacher's likeliest words{of}; {REMEDY}")
     try:
         found = TeacherColumn(**untrusted.loads(path.read_bytes()))
         there, here = asdict(found), asdict(wanted)
@@ -272,8 +284,8 @@ def read_column(folder: PreparedSet, wanted: TeacherColumn) -> tuple[TeacherColu
         for file, (dtype, width) in _parts(folder.folder, split, found).items():
             size = found.places[split] * width * dtype.itemsize
             if not file.is_file() or file.stat().st_size != size:
-                raise DataError(f"{file}: has not the {size:,} bytes that {_TEACHER} tells of; {REMEDY}")
-    return found, {split: _taught(folder.folder, split, found) for split in SPLITS}
+                raise DataError(f"{file}: has not the {size:,} bytes that {path.name} tells of; {REMEDY}")
+    return found, {split: _taught(path, split, found) for split in SPLITS}
 
 
 _COMPARED = {
@@ -285,10 +297,10 @@ _COMPARED = {
 }
 
 
-def _taught(folder: Path, split: Split, column: TeacherColumn) -> Taught:
+def _taught(told: Path, split: Split, column: TeacherColumn) -> Taught:
     count = column.places[split]
     logs, words = (
         np.memmap(path, dtype=dtype, mode="r", shape=(count, width)) if count else np.empty((0, width), dtype=dtype)
-        for path, (dtype, width) in _parts(folder, split, column).items()
+        for path, (dtype, width) in _parts(told.parent, split, column).items()
     )
-    return Taught(path=folder / _TEACHER, words=words, logs=logs, vocabulary=column.vocabulary)
+    return Taught(path=told, words=words, logs=logs, vocabulary=column.vocabulary)

@@ -139,6 +139,8 @@ WRONG: list[tuple[list[dict[str, Any]] | Any, dict[str, Any], tuple[str, ...]]] 
     ([{"from_step": 5, "sequence_length": 64}], {"train": {"balance": "measured"}}, ("set it to equal",)),
     ([{"from_step": 9, "schedule": {"name": "linear"}}], {"schedule": {"name": "cosine", "warmup_steps": 9}},
      ("schedule.warmup_steps = 9", "schedule's 9 steps, 0 to 9")),
+    ([{"from_step": 5, "rope": {"rope_theta": 5.0}}], {"objective": {"name": "dpo"}},
+     ("data.stages[0].rope", "with the positions that it began with", "objective.reference online")),
     (..., {"resume_data": "new", "resume": "runs/a", "sites": {"name": "a", "coordinator": "h:1"}},
      ("resume_data", "share the order of one data set")),
     (..., {"resume_data": "new"}, ("resume_data", "name it: resume: PATH")),

@@ -1,0 +1,189 @@
+"""Stages whose data have columns of a reference or of a teacher, against plain PyTorch that knows both data sets."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from llmtrain.config.stages import StageBatch, StageConfig
+from llmtrain.data.shards import PreparedSet
+from llmtrain.objectives.by_token import Distill, NextToken
+from llmtrain.optim.schedules import Cosine
+from llmtrain.training.examine import in_stages, stage_data, stage_key, take_columns
+from llmtrain.training.output_columns import of_teacher, write_columns, write_teacher
+from llmtrain.training.setup import Setup
+from tests.helpers.answers import answers_case
+from tests.helpers.marks import slow, slow_but
+from tests.helpers.preference import Plain, kto, prepared_preferences, prepared_unpaired
+from tests.helpers.training import (
+    GLOBAL_BATCH,
+    Case,
+    Trace,
+    largest_difference,
+    plain_model,
+    prepared_data,
+    resolved_run,
+)
+from tests.ranks.test_distill import TERMS, definition, teacher  # noqa: F401  # a fixture
+from tests.ranks.test_stages import SAVED, STEPS, plain_optimizer, plainly, stages, trained
+
+FORMS: list[dict[str, Any]] = [
+    {"stage": 1, "accumulation": 2},
+    {"stage": 3},
+    {"stage": 1, "pipeline": 2, "accumulation": 3},
+    {"stage": 1, "tensor": 2},
+    {"stage": 3, "sequence": 2},
+]
+BORDER = 2
+"""Steps before the second stage."""
+TOP_K = 16
+
+
+def reading_columns(case: Case) -> Setup:
+    """A run whose data have their columns, and whose parameters have no values yet."""
+    from tests.helpers.training import checked, joined
+
+    ranks = joined()
+    made = checked(resolved_run(case, ranks.world_size))
+    data = {stage_key(stage): each for stage, each in in_stages(made.resolved.stages, (made.data, *made.later))}
+    objective = made.resolved.run.objective
+    if isinstance(objective, Distill):
+        form = (objective, made.spec.facts.vocab_size, "fp32")
+        made = replace(made, teachers=take_columns(data, lambda own: own.take_teacher(own.teacher_columns(*form))))
+    else:
+        made = replace(made, references=take_columns(data, lambda own: own.take_reference("fp32")))
+    return Setup(made, ranks)
+
+
+def with_columns(case: Case) -> Setup:
+    """A run at its beginning, whose columns one command has written for all stages."""
+    from tests.helpers.training import checked, joined
+
+    ranks = joined()
+    resolved = resolved_run(case, ranks.world_size)
+    run = resolved.run
+    plain = replace(resolved, run=replace(run, objective=NextToken()))
+    if isinstance(run.objective, Distill):
+        from llmtrain.models.teacher import teacher_model
+
+        write_teacher(checked(of_teacher(plain, teacher_model(run.objective, run.model))), ranks, run)
+    else:
+        write_columns(checked(plain), ranks)
+    dist.barrier(group=ranks.control)
+    setup = reading_columns(case)
+    setup.start_from(setup.spec.initial_weights(0, torch.device("cpu")))
+    setup.prove()
+    return setup
+
+
+def whole_and_rests(case: Case, folder: Path, saves: list[int]) -> tuple[Trace, list[int], list[Trace]]:
+    """On this rank: the whole run with its micro-batches, and its rest from each checkpoint in a new engine."""
+    whole, micros, saved = trained(with_columns(case), folder, saves)
+    rests = []
+    for step in saves:
+        rests.append(trained(reading_columns(case), folder, [], saved[step])[0])
+    return whole, micros, rests
+
+
+def compare(got: Trace, want: Trace, rests: list[Trace], saves: list[int]) -> None:
+    """Losses after the borders within 1e-5: fp32 sums in another order; a resume goes on bit for bit."""
+    for step, (a, b) in enumerate(zip(got.losses, want.losses, strict=True)):
+        assert abs(a - b) < 1e-5, (step, a, b)
+    assert largest_difference(got.parameters, want.parameters) < 5e-5
+    for step, rest in zip(saves, rests, strict=True):
+        assert rest.losses == got.losses[step:], step
+        assert largest_difference(rest.parameters, got.parameters) == 0.0
+
+
+def answered(case: Case, other: str) -> Trace:
+    """dpo or kto in one process: two steps of the first data, then of the other one in a batch of half the size."""
+    hf = plain_model(case)
+    optimizer = plain_optimizer(hf, case)
+    plains = [Plain(hf, folder) for folder in (case.data, other)]
+    counts = [len(plain.rows) for plain in plains]
+    if judged := case.objective["name"] == "kto":
+        desired = [torch.from_numpy(PreparedSet(p.folder).split("train").judged()["desirable"].astype(bool))
+                   for p in plains]  # fmt: skip
+        for plain, count in zip(plains, counts, strict=True):
+            plain.mismatched(list(range(count)))
+    with torch.no_grad():
+        references = [dict(enumerate(p.answers(list(range(len(p.rows))))[0].tolist())) for p in plains]
+
+    def loss_of(at: int, rows: list[int]) -> torch.Tensor:
+        plain, known = plains[at], references[at]
+        if not judged:
+            return plain.loss("dpo", rows, known)
+        others = [counts[at] + row for row in rows]
+        with torch.no_grad():
+            ratios = plain.answers(others)[0] - torch.tensor([known[row] for row in others])
+        return kto(plain.answers(rows)[0], torch.tensor([known[row] for row in rows]), desired[at][rows], ratios)
+
+    schedule = Cosine(warmup_steps=3)
+    sources, trace = stage_data(resolved_run(case, 2).stages), Trace([], [])
+    for step in range(case.steps):
+        at = int(step >= BORDER)
+        size = GLOBAL_BATCH // (1 + at)
+        windows = [sources[at].window_at((step - at * BORDER) * size + row) for row in range(size)]
+        loss = loss_of(at, [int(row) for window in windows for row in window.rows])  # type: ignore[union-attr]
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(hf.parameters(), case.clip)
+        for group in optimizer.param_groups:
+            group["lr"] = case.lr * schedule.factor(step, case.steps)
+        optimizer.step()
+        trace.losses.append(loss.item())
+    trace.parameters = {name: p.detach().clone() for name, p in hf.named_parameters()}
+    return trace
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]:
+    """Two folders of preferences, and two of judged answers."""
+    return {
+        "dpo": tuple(prepared_preferences(tmp_path_factory.mktemp("pairs"), count) for count in (90, 60)),
+        "kto": tuple(prepared_unpaired(tmp_path_factory.mktemp("judged"), count) for count in (90, 60)),
+    }  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [("dpo", FORMS[0]), ("kto", FORMS[1]), *(slow(name, form) for name in ("dpo", "kto") for form in FORMS[2:])],
+)
+def test_answers_in_stages_are_those_of_plain_pytorch(pools, pairs, tmp_path, name, form):
+    """Each stage reads the log-probabilities of its own answers: the first loss after the border tells."""
+    first, other = pairs[name]
+    half = StageBatch(global_batch=GLOBAL_BATCH // 2, accumulation=1)
+    after = StageConfig(from_step=BORDER, path=other, train=half)
+    objective = {"name": name, **({"undesirable_weight": 0.25} if name == "kto" else {})}
+    case = answers_case(first, lr=1e-3, objective=objective, stages=(after,), **form)
+    case, saves = replace(case, steps=5), [BORDER, BORDER + 1]
+    got, _, rests = pools(2).run(whole_and_rests, case, tmp_path, saves)[0]
+    compare(got, answered(case, other), rests, saves)
+
+
+@pytest.mark.parametrize("form", slow_but(FORMS, FORMS[1:2]), ids=str)
+def test_a_distillation_in_stages_is_its_definition(pools, teacher, tmp_path, form):  # noqa: F811
+    """The other data is read in two lengths, each with a column of its own; the student's positions change, too."""
+    from transformers import AutoModelForCausalLM
+
+    first = prepared_data(tmp_path / "first", 30)
+    other = prepared_data(tmp_path / "other", 30, like=first)
+    objective = {"name": "distill", "teacher": teacher, "top_k": TOP_K, **TERMS}
+    case = Case(data=first, steps=STEPS, stages=stages(other), objective=objective, **form)
+    theirs = AutoModelForCausalLM.from_pretrained(teacher).eval()
+
+    def loss_of(inputs: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            said = SimpleNamespace(theirs=theirs(input_ids=inputs).logits)
+        return definition(said, logits, labels, **TERMS, k=TOP_K)  # type: ignore[arg-type]
+
+    saves = [BORDER, SAVED]
+    got, micros, rests = pools(2).run(whole_and_rests, case, tmp_path, saves)[0]
+    compare(got, plainly(case, other, micros, loss_of), rests, saves)
+    assert {path.name for path in Path(other).glob("teacher-*.json")} == {"teacher-32.json", "teacher-64.json"}
