@@ -22,7 +22,15 @@ from typing import Any
 from llmtrain.base import untrusted
 from llmtrain.base.errors import CheckpointError
 from llmtrain.base.redact import redact_text
-from llmtrain.checkpoint.format import MANIFEST, TRAINER, Manifest, complete_checkpoints, step_folder, step_of
+from llmtrain.checkpoint.format import (
+    MANIFEST,
+    TRAINER,
+    Manifest,
+    complete_checkpoints,
+    read_trainer,
+    step_folder,
+    step_of,
+)
 from llmtrain.checkpoint.retain import Best
 from llmtrain.checkpoint.verify import verify
 from llmtrain.storage.object_store import Store, short
@@ -40,28 +48,36 @@ class Mirrored:
         """Raises StoreError, as all methods do."""
         self.store = Store(url, again=False)  # the caller tries again
 
-    def complete(self) -> list[int]:
-        """Steps of the complete checkpoints, newest first."""
+    def complete(self) -> dict[int, bytes]:
+        """The complete checkpoints: step -> manifest, newest first."""
         sizes: dict[int, dict[str, int]] = {}
         for path, stored in self.store.files().items():
             folder, _, name = path.rpartition("/")
             if (step := step_of(Path(folder))) is not None:
                 sizes.setdefault(step, {})[name] = stored.bytes
-        return [step for step in sorted(sizes, reverse=True) if self._is_whole(step, sizes[step])]
+        found = {step: self._manifest(step, sizes[step]) for step in sorted(sizes, reverse=True)}
+        return {step: manifest for step, manifest in found.items() if manifest is not None}
 
-    def _is_whole(self, step: int, sizes: dict[str, int]) -> bool:
+    def _manifest(self, step: int, sizes: dict[str, int]) -> bytes | None:
+        """The manifest of a step of which all files are there."""
         if MANIFEST not in sizes:
-            return False
+            return None
         with tempfile.TemporaryDirectory() as folder:
             try:
-                self.store.get(_name(step, MANIFEST), Path(folder) / MANIFEST)
-                files = Manifest.read(Path(folder)).files
+                path = Path(folder) / MANIFEST
+                self.store.get(_name(step, MANIFEST), path)
+                files, content = Manifest.read(Path(folder)).files, path.read_bytes()
             except (CheckpointError, FileNotFoundError):  # it may be deleted just now
-                return False
-        return all(sizes.get(name) == entry.bytes for name, entry in files.items())
+                return None
+        return content if all(sizes.get(name) == entry.bytes for name, entry in files.items()) else None
+
+    def run(self, step: int) -> str | None:
+        """Id of the run that wrote a checkpoint."""
+        return _run_id(untrusted.loads(self.store.read(_name(step, TRAINER)), infinite=True))
 
     def put(self, folder: Path, step: int) -> int:
         """Upload the files of a checkpoint that are in this folder, its manifest last; returns their bytes."""
+        self.store.remove([_name(step, MANIFEST)])  # of another course, which would fit some of these files
         names = sorted((path.name for path in folder.iterdir()), key=lambda name: name == MANIFEST)
         for name in names:
             self.store.put(folder / name, _name(step, name))
@@ -79,24 +95,65 @@ class Mirrored:
         """Delete the checkpoints that are older than the `keep` newest complete ones and none of the best, and what an
         upload left that ended before them."""
         found = self.complete()
-        stays = set(found[: max(1, keep)])
+        stays = set(list(found)[: max(1, keep)])
         if best is not None and len(found) > keep:
             trainers = {step: untrusted.loads(self.store.read(_name(step, TRAINER))) for step in found}
             figures = [(step, figure) for step in found if (figure := best.figure(trainers[step])) is not None]
             stays |= {step for step, _ in best.first(figures)}
+        self.drop(lambda step: step not in stays and (step < min(stays, default=0) or step in found))
+
+    def drop(self, chosen: Callable[[int], bool]) -> None:
+        """Delete what is there of the chosen steps."""
         there: dict[int, list[str]] = {}
         for path in self.store.files():
-            if (step := step_of(Path(path).parent)) is not None:
+            if (step := step_of(Path(path).parent)) is not None and chosen(step):
                 there.setdefault(step, []).append(path)
-        for step in there.keys() - stays:
-            if step < min(stays, default=0) or step in found:
-                # The manifest first: a deletion that ends early leaves nothing that seems whole.
-                self.store.remove([_name(step, MANIFEST)])
-                self.store.remove([path for path in there[step] if not path.endswith(f"/{MANIFEST}")])
+        for step, paths in there.items():
+            # The manifest first: a deletion that ends early leaves nothing that seems whole.
+            self.store.remove([_name(step, MANIFEST)])
+            self.store.remove([path for path in paths if not path.endswith(f"/{MANIFEST}")])
+
+
+def _run_id(trainer: Any) -> str | None:
+    return trainer.get("wandb_id") if isinstance(trainer, dict) else None
 
 
 def _name(step: int, name: str) -> str:
     return f"{step_folder(Path(), step).name}/{name}"
+
+
+def refuse_other(url: str, checkpoints: Path, *, continues: bool) -> None:
+    """Refuse a store with checkpoints of another run, or of this one that are newer than those here.
+
+    A store that cannot be read is none of either: the process beside the run tells of it.
+
+    Args:
+        continues: the run goes on from its own checkpoints in the folder.
+
+    Raises:
+        CheckpointError: their steps would be taken for steps of this run, and this run's for older ones of theirs.
+    """
+    here = complete_checkpoints(checkpoints) if continues else []
+    try:
+        store = Mirrored(url)
+        newest = next(iter(store.complete()), None)
+        theirs = None if newest is None else store.run(newest)
+        ours = [_run_id(read_trainer(folder)) for folder in here[:1]]
+    except (OSError, ValueError):  # a damaged checkpoint here is told of by who goes on from it
+        return
+    if newest is None:
+        return
+    where, held = f"checkpoint.mirror {redact_text(url)}", f"step-{newest:08d}"
+    if theirs not in ours:
+        raise CheckpointError(
+            f"{where}: it holds {held}, which this run has not written. Give each run an address of its own, or go on "
+            f"from there: --resume auto in a folder without checkpoints"
+        )
+    if newest > (step_of(here[0]) or 0):
+        raise CheckpointError(
+            f"{where}: it holds {held} of this run, newer than {here[0]}. Remove the folder's checkpoints to go on "
+            "from there, or the newer ones there to go on from here"
+        )
 
 
 def fetch_newest(url: str, checkpoints: Path, beat: Callable[[], None]) -> Path | None:
@@ -106,7 +163,7 @@ def fetch_newest(url: str, checkpoints: Path, beat: Callable[[], None]) -> Path 
     """
     try:
         store = Mirrored(url)
-        steps = store.complete()
+        steps = list(store.complete())
         for step in steps:
             partial = step_folder(checkpoints, step).with_suffix(".mirror.tmp")
             shutil.rmtree(partial, ignore_errors=True)
@@ -154,12 +211,19 @@ class _Mirroring:
             return
         step, began = step_of(folder) or 0, time.monotonic()
         # Links: retention may delete the checkpoint meanwhile.
-        held = folder.with_name(f"{folder.name}.mirror-{os.getpid()}.tmp")
+        links = folder.with_name(f"{folder.name}.mirror-{os.getpid()}.tmp")
         try:
-            size = 0
-            if step not in self._store.complete():  # as after another launch, or a deletion that failed
-                shutil.copytree(folder, held, copy_function=os.link)
-                size = self._store.put(held, step)
+            size, there = 0, self._store.complete()
+            manifest, run = (folder / MANIFEST).read_bytes(), _run_id(read_trainer(folder))
+            if there and self._store.run(next(iter(there))) != run:
+                raise CheckpointError("it holds checkpoints of another run; give each run an address of its own")
+            # What is newer than the newest here, or another of the same step, is of a course that was given up.
+            given_up = {other for other, held in there.items() if other > step or (other == step and held != manifest)}
+            if given_up:
+                self._store.drop(given_up.__contains__)
+            if there.get(step) != manifest:  # else as after another launch, or a deletion that failed
+                shutil.copytree(folder, links, copy_function=os.link)
+                size = self._store.put(links, step)
             self._store.prune(self._keep, self._best)
         except Exception as error:  # each driver has its own
             if folder.exists():  # else retention was faster than the links
@@ -169,7 +233,7 @@ class _Mirroring:
             if size:
                 self._tell("mirrored", step=step, bytes=size, seconds=round(time.monotonic() - began, 3))
         finally:
-            shutil.rmtree(held, ignore_errors=True)
+            shutil.rmtree(links, ignore_errors=True)
 
     def _failed(self, step: int, error: Exception) -> None:
         self.failures += 1

@@ -600,7 +600,7 @@ def _check_run_dir(run: RunConfig, places: Places, problems: Problems) -> None:
     if run.checkpoint.mirror is not None:
         from llmtrain.storage.object_store import problem_of  # fsspec: most runs need none
 
-        if found := problem_of(run.checkpoint.mirror):
+        if found := problem_of(run.checkpoint.mirror, writes=True):
             problems.add(
                 "checkpoint.mirror", redact_text(run.checkpoint.mirror), *found, places.get("checkpoint.mirror")
             )

@@ -239,7 +239,7 @@ class CheckpointConfig:
     """Folder for the checkpoints. Default: checkpoints/ in train.run_dir. It may be on each host's own disk: then each
     host keeps the files of its ranks, and a resume needs the same hosts."""
     mirror: str | None = None
-    """URL of a folder in an object store (s3://, gs://, az://, hf:// and all that fsspec opens), one for each run: each
+    """URL of a folder in an object store (s3://, gs://, az:// and all that fsspec opens), one for each run: each
     checkpoint is uploaded in the background once it is whole, `keep` and `keep_best` hold there, too, and a run whose
     folder has no checkpoint goes on from there."""
     keep_best: KeepBest = field(default_factory=KeepBest)

@@ -7,10 +7,13 @@ is not.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,6 +27,8 @@ _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs":
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://")
 _PAUSES_S = (0.5, 1.0, 2.0, 4.0)
 """Before each further try."""
+_SILENCE_S, _SLOWEST = 300.0, 1e6
+"""Seconds without a sign of life after which a call counts as failed; bytes a second of a driver that gives none."""
 _FINAL = (PermissionError, IsADirectoryError, NotADirectoryError, ValueError, ImportError)
 """Another try would end the same way."""
 _VERSIONS = ("ETag", "etag", "generation", "blob_id", "content_md5", "LastModified", "last_modified", "mtime")
@@ -35,7 +40,7 @@ def is_url(text: str) -> bool:
     return _URL.match(text) is not None
 
 
-def problem_of(url: str) -> tuple[str, str] | None:
+def problem_of(url: str, *, writes: bool = False) -> tuple[str, str] | None:
     """(rule, remedy) for a URL that cannot be used; None: it can. Nothing is asked of the network."""
     import fsspec
 
@@ -44,6 +49,9 @@ def problem_of(url: str) -> tuple[str, str] | None:
         return "is no URL of a store", "write PROTOCOL://BUCKET/FOLDER, such as s3://bucket/runs/name"
     if "@" in rest.partition("/")[0]:
         return "has a user or a password in it", "leave them to the store's own settings (such as AWS_PROFILE)"
+    if writes and protocol == "hf" and not rest.startswith("buckets/"):
+        rule = "is a repository, where each file becomes a commit and what is deleted stays in the history"
+        return rule, "name a bucket: hf://buckets/ORG/NAME/FOLDER, or another store"
     try:
         fsspec.get_filesystem_class(protocol)
     except (ImportError, ValueError):
@@ -94,8 +102,22 @@ class Store:
         try:
             found: dict[str, Any] = self._files.find(self._root, detail=True)
         except FileNotFoundError:
-            return {}
+            found = {}
+        if not found:
+            self._need_bucket()
         return found
+
+    def _need_bucket(self) -> None:
+        """A misspelt bucket must not pass for an empty folder. Raises StoreError."""
+        bucket = self._root.strip("/").partition("/")[0]
+        if self.url.partition("://")[0] not in _EXTRAS:
+            return
+        try:
+            self._files.info(bucket)
+        except FileNotFoundError:
+            raise StoreError(f"there is no bucket {bucket}") from None
+        except Exception:  # who may see a folder in it need not be allowed to ask
+            return
 
     def matching(self, pattern: str) -> dict[str, Stored]:
         """The files whose names, relative to the folder, match a glob."""
@@ -108,7 +130,10 @@ class Store:
 
         def once() -> Stored:
             self._files.invalidate_cache()
-            return _stored(self._files.info(self._path(name)))
+            info = self._files.info(self._path(name))
+            if info["type"] != "file":
+                raise FileNotFoundError(self._path(name))
+            return _stored(info)
 
         return self._tried(once)
 
@@ -116,7 +141,8 @@ class Store:
         """Bytes [start, stop) of a file, the whole of it without them."""
 
         def once() -> bytes:
-            content: bytes = self._files.cat_file(self._path(name), start=start, end=stop)
+            # Of an empty file stores have no range, not even the whole.
+            content: bytes = self._files.cat_file(self._path(name), start=start or None, end=stop)
             if stop is not None and len(content) != stop - start:
                 raise OSError(f"{len(content)} bytes came for {stop - start}")
             return content
@@ -129,35 +155,37 @@ class Store:
 
     def get(self, name: str, path: Path) -> None:
         """Download a file; `path` holds all of it or is not there."""
-        partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+        size = self.stat(name).bytes
+        tries = (path.with_name(f"{path.name}.{os.getpid()}.{count}.partial") for count in itertools.count())
 
-        def once() -> None:
-            self._files.get_file(self._path(name), str(partial))
-            size, came = self._files.info(self._path(name))["size"], partial.stat().st_size
-            if size is not None and came != size:
-                raise OSError(f"{came} bytes came for {size}")
+        def once(alive: Any) -> None:
+            partial = next(tries)  # a download that was given up may still write its own
+            try:
+                self._files.get_file(self._path(name), str(partial), callback=alive)
+                if (came := partial.stat().st_size) != size:
+                    raise OSError(f"{came} bytes came for {size}")
+                partial.rename(path)
+            finally:
+                partial.unlink(missing_ok=True)
 
-        try:
-            self._tried(once)
-            partial.rename(path)
-        finally:
-            partial.unlink(missing_ok=True)
+        self._moved(once, size)
 
     def put(self, path: Path, name: str) -> None:
         """Upload a file, and ask how large it is there. Stores show it when it is whole."""
+        size = path.stat().st_size
 
-        def once() -> None:
-            self._files.put_file(str(path), self._path(name))
+        def once(alive: Any) -> None:
+            self._files.put_file(str(path), self._path(name), callback=alive)
             self._files.invalidate_cache()
-            size, there = path.stat().st_size, self._files.info(self._path(name))["size"]
+            there = self._files.info(self._path(name))["size"]
             if there is not None and there != size:
                 raise OSError(f"{there} bytes are there of {size}")
 
-        self._tried(once)
+        self._sent(lambda: self._moved(once, size))
 
     def write(self, content: bytes, name: str) -> None:
         """Upload what is in memory."""
-        self._tried(lambda: self._files.pipe_file(self._path(name), content))
+        self._sent(lambda: self._tried(lambda: self._files.pipe_file(self._path(name), content)))
 
     def remove(self, names: Sequence[str]) -> None:
         """Delete files; one that is not there is no fault."""
@@ -168,17 +196,61 @@ class Store:
     def _path(self, name: str) -> str:
         return f"{self._root.rstrip('/')}/{name}" if name else str(self._root)
 
-    def _tried(self, once: Callable[[], Result]) -> Result:
+    def _sent(self, send: Callable[[], None]) -> None:
+        try:
+            send()
+        except FileNotFoundError as error:  # no file is missing, but what it was to be put into
+            raise StoreError(short(error)) from None
+
+    def _moved(self, once: Callable[[Any], None], size: int) -> None:
+        """Try a transfer of so many bytes. `once` gets the driver's callback, each call of which is a sign of life."""
+        from fsspec.callbacks import Callback
+
+        limit = _Limit(_SILENCE_S + size / _SLOWEST)
+        self._tried(lambda: once(Callback(hooks={"alive": limit.alive})), limit)
+
+    def _tried(self, once: Callable[[], Result], limit: _Limit | None = None) -> Result:
         for pause_s in self._pauses_s:
             try:
-                return once()
+                return (limit or _Limit(_SILENCE_S)).result(once)
             except FileNotFoundError:
                 raise
             except Exception as error:  # each driver has its own
+                if isinstance(error, StoreError):
+                    raise
                 if pause_s is None or isinstance(error, _FINAL) or "Credentials" in type(error).__name__:
                     raise StoreError(short(error)) from None
                 time.sleep(pause_s)
         raise AssertionError
+
+
+class _Limit:
+    """Time that a call of a driver may take: not all of them give up a connection that never answers."""
+
+    def __init__(self, limit_s: float) -> None:
+        """`limit_s`: of a call, or of its beginning where it then gives signs of life."""
+        self._limit_s = self._until = limit_s
+
+    def alive(self, *_: object, **__: object) -> None:
+        """Note a sign of life."""
+        self._until = time.monotonic() + _SILENCE_S
+
+    def result(self, call: Callable[[], Result]) -> Result:
+        """Result of a call, in a thread of its own. Raises TimeoutError, and leaves the thread to itself then."""
+        self._until = time.monotonic() + self._limit_s
+        future: Future[Result] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(call())
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, daemon=True, name="store").start()
+        while (left_s := self._until - time.monotonic()) > 0:
+            if wait([future], left_s).done:
+                return future.result()
+        raise TimeoutError("the store gives no sign of life")
 
 
 def _stored(info: dict[str, Any]) -> Stored:

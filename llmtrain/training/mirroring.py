@@ -16,7 +16,7 @@ from llmtrain.base import log, units
 from llmtrain.base.child import child_environment
 from llmtrain.base.redact import redact_text
 from llmtrain.checkpoint.format import complete_checkpoints
-from llmtrain.checkpoint.mirror import fetch_newest
+from llmtrain.checkpoint.mirror import fetch_newest, refuse_other
 from llmtrain.checkpoint.retain import Best
 from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.engine.dist.control import together
@@ -31,14 +31,18 @@ _AT_THE_END_S, _WHEN_STOPPED_S = 1800.0, 20.0
 """Limits for how long the end of a run waits for its last checkpoint; one that was asked to stop has little time."""
 
 
-def fetch_if_none(run: RunConfig, folder: CheckpointFolder, ranks: Ranks) -> None:
-    """Where a run goes on by itself and its folder has no checkpoint, fetch the mirror's newest. All ranks call it
-    together. Raises: AgreedError."""
+def look(run: RunConfig, folder: CheckpointFolder, ranks: Ranks) -> None:
+    """Where a run goes on by itself and its folder has no checkpoint, fetch the mirror's newest; else refuse a mirror
+    that has another run's. All ranks call it together. Raises: AgreedError."""
     url = run.checkpoint.mirror
-    if url is None or run.resume != "auto":
+    if url is None:
         return
     with together(ranks):
-        if folder.leads and not complete_checkpoints(folder.path):
+        if not folder.leads:
+            return
+        if run.resume != "auto" or complete_checkpoints(folder.path):
+            refuse_other(url, folder.path, continues=run.resume != "none")
+        else:
             found = fetch_newest(url, folder.path, heart.beat)
             what = "holds no checkpoint yet" if found is None else f"{found.name} is fetched from there"
             log.info(f"checkpoint.mirror {redact_text(url)}: {what}")

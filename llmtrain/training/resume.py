@@ -104,9 +104,9 @@ def resume_or_start(setup: Setup, folder: RunDirectory, checkpoints: CheckpointF
     trainer = TrainerState(setup)
     now = json.loads(json.dumps(trainer.to_json(Position())))  # tuples become lists, as in the file
     if run.checkpoint.mirror is not None:
-        from llmtrain.training.mirroring import fetch_if_none  # most runs have none
+        from llmtrain.training.mirroring import look  # most runs have none
 
-        fetch_if_none(run, checkpoints, ranks)
+        look(run, checkpoints, ranks)
     with together(ranks):
         found = agreed_candidates(run, folder, checkpoints, ranks)
     if not (found[0] or found[2]):

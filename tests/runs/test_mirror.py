@@ -43,7 +43,7 @@ def test_a_run_goes_on_elsewhere_from_the_store_alone(small_data: str, tmp_path:
     output = forked.train(write_recipe(folder, small_data), *OFTEN, *steps, "--checkpoint.mirror", url)
     assert f"{url}: step-" in output and "resumed from" in output
     assert any(row["kind"] == "mirrored" for row in rows(folder / "run", "events.jsonl"))
-    assert Mirrored(url).complete()[0] == 20 * (kills + 1)
+    assert max(Mirrored(url).complete()) == 20 * (kills + 1)
     forked.train(whole, *OFTEN, *steps)
     assert seen | losses(folder / "run") == losses(tmp_path / "whole" / "run")
 

@@ -14,7 +14,7 @@ from llmtrain.checkpoint.hf.exporting import refuse_more
 from llmtrain.checkpoint.hf.folder_files import MARK, run_id
 from llmtrain.checkpoint.hf.proofs import Report
 from llmtrain.models.adapter import CONFIG
-from llmtrain.storage.object_store import Store
+from llmtrain.storage.object_store import Store, problem_of
 from llmtrain.storage.upload import clear, scratch_for, told, upload
 
 _LAST = ("config.json", CONFIG)
@@ -28,6 +28,8 @@ class ExportStore:
         """Raises CheckpointError: the store cannot be used, or something else lies there."""
         self._url, self._asked_by = redact_text(url), asked_by
         self._run = run_id(checkpoint, read_trainer(checkpoint))
+        if found := problem_of(url, writes=True):
+            raise self.wrong("; ".join(found))
         with told(self.wrong):
             self._store = Store(url)
             self._refuse_others()

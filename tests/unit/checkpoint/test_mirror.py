@@ -11,7 +11,7 @@ import fsspec
 import pytest
 
 from llmtrain.base.errors import CheckpointError
-from llmtrain.checkpoint.mirror import Mirrored, _Mirroring, fetch_newest
+from llmtrain.checkpoint.mirror import Mirrored, _Mirroring, fetch_newest, refuse_other
 from llmtrain.checkpoint.retain import Best
 from llmtrain.checkpoint.verify import verify
 from llmtrain.storage.object_store import problem_of
@@ -70,7 +70,7 @@ def test_what_is_mirrored_comes_back_and_old_ones_go(tmp_path: Path, url: str) -
         mirror.go_on()
         mirror.go_on()  # nothing new
     assert [(kind, fields["step"]) for kind, fields in told] == [("mirrored", 1), ("mirrored", 2), ("mirrored", 3)]
-    assert store.complete() == [3, 2]
+    assert list(store.complete()) == [3, 2]
     fetched = fetch_newest(url, tmp_path / "elsewhere", lambda: None)
     assert fetched is not None and contents(fetched) == contents(folder)
     again, told = mirroring(tmp_path, store)
@@ -85,7 +85,7 @@ def test_the_best_stay(tmp_path: Path, url: str) -> None:
     for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, 2.5)):
         write_checkpoint(tmp_path, step, seed=step, evaluation={"step": step, "figures": {"eval/loss": loss}})
         mirror.go_on()
-    assert store.complete() == [4, 2]
+    assert list(store.complete()) == [4, 2]
 
 
 @pytest.mark.parametrize("how", ["before", "half", "behind"])
@@ -101,7 +101,7 @@ def test_a_fault_of_the_store_at_any_moment_leaves_whole_checkpoints_alone(how: 
         mirror, told = mirroring(tmp_path, store, keep=1)
         store.store._files = Failing(store.store._files, fails_at, how)
         mirror.go_on()
-        listed = Mirrored(url).complete()
+        listed = list(Mirrored(url).complete())
         assert listed and listed[0] in (step, step - 1)
         for each in listed:
             whole = tmp_path / f"{how}-{fails_at}-{each}"
@@ -110,7 +110,7 @@ def test_a_fault_of_the_store_at_any_moment_leaves_whole_checkpoints_alone(how: 
         if told and told[0][0] == "mirror_failed":
             assert told[0][1]["error"] == "CutOffError: connection reset"
             mirror.go_on(now=True)
-        assert Mirrored(url).complete()[0] == step
+        assert max(Mirrored(url).complete()) == step
     files = fsspec.filesystem("memory")
     assert {path.split("/")[2] for path in files.find(url.removeprefix("memory:/"))} <= {
         f"step-{step:08d}" for step in (8, 9)
@@ -153,4 +153,45 @@ def test_a_damaged_one_is_passed_over_and_none_intact_is_said(tmp_path: Path, ur
 def test_what_cannot_be_a_mirror_is_told_before_anything_begins(url: str, rule: str) -> None:
     found = problem_of(url)
     assert found is not None and found[0] == rule
+    assert problem_of("hf://org/name/run", writes=True) is not None
+    assert problem_of("hf://org/name/run") is None is problem_of("hf://buckets/org/name/run", writes=True)
     assert problem_of("memory://bucket/run") is None
+
+
+def test_a_store_with_another_runs_checkpoints_is_refused(tmp_path: Path, url: str) -> None:
+    """Their step 2 would pass for this run's, and this run's step 1 would be deleted as an older one."""
+    mirror, _ = mirroring(tmp_path / "theirs", Mirrored(url))
+    theirs = write_checkpoint(tmp_path / "theirs", 2, seed=2)
+    mirror.go_on()
+    mine = tmp_path / "mine/checkpoints"
+    for continues in (True, False):
+        with pytest.raises(CheckpointError, match=r"holds step-00000002, which this run has not written"):
+            refuse_other(url, mine, continues=continues)
+    write_checkpoint(tmp_path / "mine", 1, seed=1, wandb_id="mine")
+    with pytest.raises(CheckpointError, match=r"which this run has not written"):
+        refuse_other(url, mine, continues=True)
+    mirror, told = mirroring(tmp_path / "mine", Mirrored(url))
+    mirror.go_on()
+    assert "holds checkpoints of another run" in told[0][1]["error"]
+    refuse_other(url, tmp_path / "theirs/checkpoints", continues=True)
+    fetched = fetch_newest(url, tmp_path / "elsewhere", lambda: None)
+    assert fetched is not None and contents(fetched) == contents(theirs)
+
+
+def test_a_course_that_was_given_up_goes(tmp_path: Path, url: str) -> None:
+    """A run that went back to step 1 writes other steps 2: the store's are not taken for them."""
+    first = tmp_path / "first"
+    mirror, _ = mirroring(first, Mirrored(url))
+    for step in (1, 2, 3):
+        write_checkpoint(first, step, seed=step)
+        mirror.go_on()
+    back = tmp_path / "back"
+    write_checkpoint(back, 1, seed=1)
+    with pytest.raises(CheckpointError, match=r"holds step-00000003 of this run, newer than .*step-00000001"):
+        refuse_other(url, back / "checkpoints", continues=True)
+    folder = write_checkpoint(back, 2, seed=22)
+    mirror, told = mirroring(back, Mirrored(url))
+    mirror.go_on()
+    assert [kind for kind, _ in told] == ["mirrored"] and list(Mirrored(url).complete()) == [2]
+    fetched = fetch_newest(url, tmp_path / "elsewhere", lambda: None)
+    assert fetched is not None and contents(fetched) == contents(folder)

@@ -38,7 +38,7 @@ def test_what_is_mirrored_comes_back(bucket: str, tmp_path: Path) -> None:
         folder = write_checkpoint(tmp_path, step, seed=step)
         mirror.go_on()
     assert [kind for kind, _ in told] == ["mirrored", "mirrored"], told
-    assert Mirrored(bucket).complete() == [2]
+    assert list(Mirrored(bucket).complete()) == [2]
     fetched = fetch_newest(bucket, tmp_path / "elsewhere", lambda: None)
     assert fetched is not None and contents(fetched) == contents(folder)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 import uuid
 from pathlib import Path
 from typing import Any
@@ -68,3 +70,44 @@ def test_faults_of_the_network_are_tried_again_and_refusals_are_not(store: Store
         store.read("b")
     with pytest.raises(StoreError, match=r"^OSError: 5 bytes came for 7$"):
         store.read("a", 5, 12)
+
+
+def test_a_connection_that_never_answers_ends(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one that moves on, however slowly, does not."""
+    monkeypatch.setattr(object_store, "_SILENCE_S", 0.2)
+    monkeypatch.setattr(object_store, "_PAUSES_S", ())
+    store = Store(f"{store.url}x")
+    (tmp_path / "a").write_bytes(b"0123456789")
+    silent = threading.Event()
+
+    class Stalled:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(driver, name)
+
+        def put_file(self, path: str, target: str, callback: Any) -> None:
+            for _ in range(4):
+                time.sleep(0.1)
+                callback.relative_update(1)
+            if target.endswith("never"):
+                silent.wait(30)
+            driver.put_file(path, target)
+
+    driver = store._files
+    store._files = Stalled()
+    store.put(tmp_path / "a", "slow")
+    began = time.monotonic()
+    with pytest.raises(StoreError, match=r"^TimeoutError: the store gives no sign of life$"):
+        store.put(tmp_path / "a", "never")
+    assert time.monotonic() - began < 5
+    silent.set()
+
+
+def test_what_is_no_file_is_missing(store: Store, tmp_path: Path) -> None:
+    store.write(b"", "folder/empty")
+    assert store.read("folder/empty") == b""
+    with pytest.raises(FileNotFoundError):
+        store.stat("folder")
+    Flaky(store, "put_file", [FileNotFoundError("no such bucket")])
+    (tmp_path / "a").write_bytes(b"x")
+    with pytest.raises(StoreError, match="no such bucket"):
+        store.put(tmp_path / "a", "a")
