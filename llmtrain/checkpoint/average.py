@@ -44,7 +44,9 @@ def average(sources: list[Path], out: Path) -> list[str]:
     shapes = {name: first.shape(name) for name in first.order()}
     total = 4 * sum(map(numel, shapes.values()))
     trainer = {**trainers[newest], "weights_only": True, "averaged": [str(path) for path in sources]}
-    trainer.pop("source", None)  # no way back, byte by byte, to a folder that one of them was imported from
+    for key in ("source", "evaluation", "ema"):
+        # No way back, byte by byte, to a folder that one of them was imported from; nobody has measured the mean.
+        trainer.pop(key, None)
     with Progress("averaging", total) as progress:
         written = build_checkpoint(
             step_folder(out / "checkpoints", step),

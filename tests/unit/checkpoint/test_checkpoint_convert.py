@@ -63,6 +63,16 @@ def test_average_is_the_mean(run: Path, tmp_path: Path, say: Say) -> None:
     assert "average, fp32, weights only" in say("ls", tmp_path / "mean")[1]
 
 
+def test_the_mean_has_no_figures_of_its_sources(tmp_path: Path, say: Say) -> None:
+    keeps = {"checkpoint": {"keep_best": {"metric": "eval/loss"}}}
+    for step in (1, 2):
+        measured = {"step": step, "figures": {"eval/loss": 2.0}}
+        write_checkpoint(tmp_path / "run", step, seed=step, evaluation=measured, run=keeps)
+    assert "best: eval/loss 2.0000" in say("ls", tmp_path / "run")[1]
+    assert say("average", "--last", 2, tmp_path / "run", tmp_path / "mean")[0] == 0
+    assert "best" not in say("ls", tmp_path / "mean")[1]
+
+
 def test_average_refuses_what_has_no_mean(run: Path, tmp_path: Path, say: Say) -> None:
     other = {**SHAPES, UP: (8, 16)}
     write_checkpoint(tmp_path / "shapes", 1, seed=1, shapes=other)
