@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from llmtrain.base.redact import redact_text
 from llmtrain.config.problems import Places, Problems
 from llmtrain.config.run import RunConfig
 from llmtrain.objectives.by_token import Distill
 from llmtrain.objectives.objective import Objective
-from llmtrain.storage.hub.names import REVISION, is_name
+from llmtrain.storage.hub.names import COMMIT, REVISION, is_remote
+from llmtrain.storage.object_store import is_url, problem_of
 
 
 def check_objective(run: RunConfig, places: Places, problems: Problems) -> None:
@@ -57,7 +59,8 @@ def _check_online(run: RunConfig, places: Places, problems: Problems) -> None:
 def check_teacher_folder(run: RunConfig, places: Places, problems: Problems) -> None:
     """Refuse a folder without the files. A repository of the Hub is examined when it has been fetched."""
     key, folder, revision = "objective.teacher", run.objective.teacher, run.objective.teacher_revision
-    if folder is None or is_name(folder):
+    if folder is None or is_remote(folder):
+        check_url(key, folder, revision, places, problems)
         return
     if not os.path.isfile(os.path.join(folder, "config.json")):
         problems.add(key, folder, f"no such folder with a config.json (looked from {os.getcwd()})",
@@ -65,6 +68,18 @@ def check_teacher_folder(run: RunConfig, places: Places, problems: Problems) -> 
     elif revision is not None:
         problems.add(f"{key}_revision", revision, f"goes with a name on the Hub, and {folder} is a folder here",
                      "remove it, or write ORG/NAME of a repository", places.get(f"{key}_revision"))  # fmt: skip
+
+
+def check_url(key: str, given: str | None, revision: str | None, places: Places, problems: Problems) -> None:
+    """A URL of a model is one, and has no revision but that which a run has noted."""
+    if given is None or not is_url(given):
+        return
+    if found := problem_of(given):
+        problems.add(key, redact_text(given), *found, places.get(key))
+    elif revision is not None and not COMMIT.fullmatch(revision):
+        where = f"{key.rpartition('.')[0]}.{'teacher_' if key.endswith('teacher') else ''}revision"
+        problems.add(where, revision, f"goes with a name on the Hub, and {key} is a URL", "remove it",
+                     places.get(where))  # fmt: skip
 
 
 def check_revision(

@@ -1,4 +1,4 @@
-"""The models on the Hub that a run begins with or learns from: which commit of each, and its files on this host."""
+"""The models on the Hub or in a store that a run begins with or learns from: the commit of each, its files here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from llmtrain.config.problems import Places, stop
 from llmtrain.config.rules import reads_weights
 from llmtrain.config.run import ResolvedRun, RunConfig
 from llmtrain.objectives.by_token import Distill
-from llmtrain.storage.hub.names import COMMIT, Repository, endpoint, is_name
+from llmtrain.storage.hub.names import COMMIT, endpoint, is_remote
+from llmtrain.storage.object_store import is_url
 
 
 def with_base(resolved: ResolvedRun) -> ResolvedRun:
@@ -33,10 +34,10 @@ def fetched(
     """`with_base` for a run that no JSON has been joined with, and notes. `places`: of the keys, for messages."""
     places, notes = places or {}, []
     model, objective = run.model, run.objective
-    if (name := model.pretrained) is not None and is_name(name):
+    if (name := model.pretrained) is not None and is_remote(name):
         commit, note = _commit(run, _MODEL, name, model.revision, places, weights_too=weights_too)
         run, notes = replace(run, model=replace(model, revision=commit)), [note]
-    if isinstance(objective, Distill) and (name := objective.teacher) is not None and is_name(name):
+    if isinstance(objective, Distill) and (name := objective.teacher) is not None and is_remote(name):
         commit, note = _commit(run, _TEACHER, name, objective.teacher_revision, places, weights_too=True)
         run, notes = replace(run, objective=replace(objective, teacher_revision=commit)), [*notes, note]
     return run, tuple(notes)
@@ -53,13 +54,13 @@ def _commit(
 ) -> tuple[str, str]:
     """(the commit of a repository, with what is read of it on this host; a note)"""
     from llmtrain.storage.hub.transfer import (  # a run without a name on the Hub reads none of it
-        fetch,
+        fetch_model,
         settings,
         weights,
     )
 
     section, key, revision = keys
-    repository, began_with = Repository(kind="model", name=name), _began_with(run, keys, name)
+    began_with = _began_with(run, keys, name)
     if began_with and asked is not None and COMMIT.fullmatch(asked) and asked != began_with:
         where = f"{section}.{revision}"
         rule = f"the run in {run.train.run_dir} began with commit {began_with} of {name}"
@@ -71,10 +72,12 @@ def _commit(
         return error
 
     choices = [settings, weights(wrong)] if weights_too else [settings]
-    snapshot = fetch(repository, began_with or asked, choices, wrong)
+    snapshot = fetch_model(name, began_with or asked, choices, wrong)
     if not (snapshot.folder / "config.json").is_file():
-        raise wrong("the repository has no config.json, so it is no model of transformers. Name another one")
+        raise wrong("it has no config.json, so it is no model of transformers. Name another one")
     which = "with which the run began" if began_with else "as asked" if asked == snapshot.commit else asked or "main"
+    if is_url(name):
+        return snapshot.commit, f"{section}.{key}: {name} is in {snapshot.folder}"
     return snapshot.commit, (
         f"{section}.{key}: {name} is no folder here, so it is that of {endpoint()}: commit {snapshot.commit} ({which})"
     )

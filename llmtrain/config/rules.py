@@ -24,12 +24,14 @@ from llmtrain.config.objective import (
     check_revision,
     check_start,
     check_teacher_folder,
+    check_url,
 )
 from llmtrain.config.problems import Places, Problems, stop
 from llmtrain.config.run import AdapterConfig, EmaConfig, RunConfig, profiled_steps
 from llmtrain.config.stages_rules import check_stages, stage_runs
 from llmtrain.config.topology import Degrees
-from llmtrain.storage.hub.names import is_name
+from llmtrain.storage.hub.names import is_remote
+from llmtrain.storage.object_store import problem_of
 
 MEASURED = "measured"
 MOST = 2
@@ -597,13 +599,9 @@ def _check_run_dir(run: RunConfig, places: Places, problems: Problems) -> None:
             rule = f"is no folder of {kind}: {other}; a run writes, replaces and deletes files in its own"
         if rule:
             problems.add(key, path, rule, "give the path of a folder, which may be new", places.get(key))
-    if run.checkpoint.mirror is not None:
-        from llmtrain.storage.object_store import problem_of  # fsspec: most runs need none
-
-        if found := problem_of(run.checkpoint.mirror, writes=True):
-            problems.add(
-                "checkpoint.mirror", redact_text(run.checkpoint.mirror), *found, places.get("checkpoint.mirror")
-            )
+    mirror = run.checkpoint.mirror
+    if mirror is not None and (found := problem_of(mirror, writes=True)):
+        problems.add("checkpoint.mirror", redact_text(mirror), *found, places.get("checkpoint.mirror"))
 
 
 _RUN = re.compile(r"checkpoints|events\.jsonl|environment\.json")
@@ -679,8 +677,9 @@ def _read_model_config(run: RunConfig, places: Places, problems: Problems) -> di
     key, path = ("model.config", run.model.config) if run.model.config else ("model.pretrained", run.model.pretrained)
     if not path:
         return None
-    if key == "model.pretrained" and is_name(path):
-        return None  # what the Hub has is looked at when it has been fetched: `with_base`
+    if key == "model.pretrained" and is_remote(path):
+        check_url(key, path, run.model.revision, places, problems)
+        return None  # what the Hub or a store has is looked at when it has been fetched: `with_base`
     remedy = "give a local Hugging Face folder"
     if not _exists(key, path, remedy if run.model.config else f"{remedy}, or ORG/NAME on the Hub", places, problems):
         return None

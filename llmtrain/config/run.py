@@ -53,7 +53,7 @@ class ModelConfig:
 
     pretrained: str | None = None
     """Whose weights training starts from: a local Hugging Face folder (config.json and safetensors), or ORG/NAME of a
-    repository on the Hub, which is fetched. A folder that is here wins."""
+    repository on the Hub, or the URL of a folder in an object store, which is fetched. A folder that is here wins."""
     revision: str | None = None
     """With ORG/NAME in `pretrained`: branch, tag or commit; null = main. A run stays with the commit that it found."""
     config: dict[str, Any] | str | None = None

@@ -20,6 +20,7 @@ from llmtrain.data.stream.columns import column_stem
 from llmtrain.optim.optimizers import Optimizer
 from llmtrain.storage.hub.names import INDEX, is_name
 from llmtrain.storage.hub.transfer import weights
+from llmtrain.storage.object_store import is_url
 
 
 def needs(configs: Sequence[str], run: RunConfig, mix: Mix, run_dir: str) -> Needs:
@@ -49,6 +50,8 @@ def _read_by(run: RunConfig) -> Iterator[Folder]:
         ("objective.teacher", run.objective.teacher, True),
     ]
     for key, given, weights_too in models:
+        if isinstance(given, str) and is_url(given):
+            continue  # each host fetches it
         if isinstance(given, str) and is_name(given):
             yield Folder(key=key, path=os.path.abspath(given), on_hub=True)
         elif isinstance(given, str):
@@ -61,7 +64,7 @@ def _read_by(run: RunConfig) -> Iterator[Folder]:
     if run.sites.keys:
         names = ["ca.pem", "cert.pem", "key.pem"]
         yield Folder(key="sites.keys", path=os.path.abspath(run.sites.keys), files=tuple(names))
-    if run.resume not in ("auto", "none") and not has_checkpoints(run):
+    if run.resume not in ("auto", "none") and not is_url(run.resume) and not has_checkpoints(run):
         yield Folder(key="resume", path=os.path.abspath(run.resume))  # with files of its own on each host, or the same
 
 

@@ -74,6 +74,7 @@ from llmtrain.models.source import SafetensorsSource
 from llmtrain.optim.optimizers import PARAM
 from llmtrain.storage.checksum import checksum
 from llmtrain.storage.hub.names import is_name
+from llmtrain.storage.object_store import is_url
 from llmtrain.storage.pieces import DTYPE_OF
 from llmtrain.storage.tensorfile import numel
 
@@ -218,6 +219,8 @@ def base_fields(model: Mapping[str, Any]) -> dict[str, str | None]:
     A base on the Hub goes by its name and commit, with which peft finds it on any host.
     """
     base, commit = model.get("pretrained"), model.get("revision")
+    if base and is_url(base):  # for `llmtrain generate`; peft wants the folder
+        return {"base_model_name_or_path": base, "revision": None}
     if base and commit and is_name(base):
         return {"base_model_name_or_path": base, "revision": commit}
     return {"base_model_name_or_path": base and str(Path(base).absolute()), "revision": None}

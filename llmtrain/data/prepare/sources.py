@@ -26,7 +26,7 @@ from llmtrain.base.redact import redact_text
 from llmtrain.base.units import counted
 from llmtrain.data.prepare import demo, inputs, plugin_source, token_corpora
 from llmtrain.storage.hub.names import REVISION, Repository, is_name, leads_out
-from llmtrain.storage.hub.transfer import Wrong, fetch, known_files
+from llmtrain.storage.hub.transfer import Wrong, fetch, fetch_model, known_files
 from llmtrain.storage.hub.transfer import settings as tokenizer_files
 from llmtrain.storage.object_store import Store, Stored, StoreError, is_url, problem_of
 
@@ -94,7 +94,9 @@ def fetched(settings: PrepareSettings) -> PrepareSettings:
 
 
 def _tokenizer(given: str | None) -> str | None:
-    """The folder of `--tokenizer ORG/NAME[@REVISION]`; anything else as it is."""
+    """The folder of `--tokenizer ORG/NAME[@REVISION]` or of a URL; anything else as it is."""
+    if given is not None and is_url(given):
+        return str(fetch_model(given, None, [tokenizer_files], _wrong(f"--tokenizer {given}", None)).folder)
     name, _, revision = (given or "").partition("@")
     if given is None or Path(given).exists() or not is_name(name):
         return given

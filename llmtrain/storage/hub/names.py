@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from llmtrain.storage.folders import place_of
+from llmtrain.storage.object_store import is_url
+
 Kind = Literal["model", "dataset"]
 
 SINGLE = "model.safetensors"
@@ -24,6 +27,11 @@ REVISION = re.compile(r"(?!.*(?:\.\.|//))[A-Za-z0-9_][A-Za-z0-9._/-]*")
 def is_name(text: str) -> bool:
     """True if this has the form ORG/NAME of a repository and no path on this host has the name: a local path wins."""
     return bool(_NAME.fullmatch(text)) and "--" not in text and ".." not in text and not os.path.lexists(text)
+
+
+def is_remote(text: str) -> bool:
+    """True if this names a model elsewhere, which is fetched: on the Hub, or the URL of a folder in a store."""
+    return is_url(text) or is_name(text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +71,9 @@ def endpoint() -> str:
 
 
 def local_folder(given: str, commit: str | None) -> Path:
-    """The folder of a model that is named by a path, or by ORG/NAME and a commit."""
+    """The folder of a model that is named by a path, or by ORG/NAME or a URL and a commit."""
+    if commit is not None and COMMIT.fullmatch(commit) and is_url(given):
+        return place_of(given) / commit
     if commit is not None and COMMIT.fullmatch(commit) and is_name(given):
         return Repository(kind="model", name=given).snapshot(commit)
     return Path(given)

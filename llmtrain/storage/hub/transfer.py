@@ -28,7 +28,9 @@ from llmtrain.base import log, units, untrusted
 from llmtrain.base.errors import ModelError, UserError
 from llmtrain.base.files import lock_folder, replace_file
 from llmtrain.base.redact import redact_text
-from llmtrain.storage.hub.names import COMMIT, INDEX, SINGLE, Repository, endpoint, is_name
+from llmtrain.storage import folders
+from llmtrain.storage.hub.names import COMMIT, INDEX, SINGLE, Repository, endpoint, is_remote
+from llmtrain.storage.object_store import is_url
 
 _NETWORK = ("TransportError", "ConnectionError", "TimeoutError")
 
@@ -192,6 +194,14 @@ def fetch(repository: Repository, revision: str | None, choices: Sequence[Choose
             _refer(repository, revision or "main", commit)
         _note(repository, "launch", {"launch": _launch(), "revision": revision, "commit": commit})
     return Snapshot(folder=folder, commit=commit)
+
+
+def fetch_model(given: str, revision: str | None, choices: Sequence[Choose], wrong: Wrong) -> Snapshot:
+    """`fetch` for the model that ORG/NAME or a URL names."""
+    if is_url(given):
+        folder, commit = folders.fetch(given, revision, choices, wrong)
+        return Snapshot(folder=folder, commit=commit)
+    return fetch(Repository(kind="model", name=given), revision, choices, wrong)
 
 
 def known_files(repository: Repository, commit: str) -> list[str]:
@@ -467,17 +477,17 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 def model_folder(given: str, revision: str | None = None, *, asked_by: str) -> Path:
-    """The folder of a whole model: `given`, or what ORG/NAME is on the Hub, once it is here. `asked_by`: for messages.
+    """The folder of a whole model: `given`, or what ORG/NAME on the Hub or a URL names, once it is here.
 
-    Raises: ModelError.
+    `asked_by`: for messages. Raises: ModelError.
     """
-    if not is_name(given):
+    if not is_remote(given):
         return Path(given)
 
     def wrong(text: str) -> ModelError:
         return ModelError(f"{asked_by}: {given}: {text.rstrip('.')}.")
 
-    return fetch(Repository(kind="model", name=given), revision, [settings, weights(wrong)], wrong).folder
+    return fetch_model(given, revision, [settings, weights(wrong)], wrong).folder
 
 
 def settings(names: Sequence[str], _: Path) -> list[str]:

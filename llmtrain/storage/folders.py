@@ -1,0 +1,130 @@
+"""Folders that URLs name, in this user's cache: fetched once for each host, as a whole, and known by their contents.
+
+The revision of a folder is a digest of the names, sizes and versions of its files: one that changes in the store is
+another revision, fetched beside the one that a run began with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from llmtrain.base import units, untrusted
+from llmtrain.base.errors import UserError
+from llmtrain.base.files import cache_folder, lock_folder, replace_file
+from llmtrain.storage.object_store import Store, Stored, StoreError, problem_of
+
+_SPARE = 64 << 20
+"""Bytes that a download leaves free."""
+
+
+def place_of(url: str) -> Path:
+    """The folder of this host's cache for a URL: files of each revision in a folder of that name."""
+    return cache_folder() / "stores" / hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:32]
+
+
+def fetch(
+    url: str,
+    revision: str | None,
+    choices: Sequence[Callable[[Sequence[str], Path], Sequence[str]]],
+    wrong: Callable[[str], UserError],
+) -> tuple[Path, str]:
+    """Files of a folder in a store, on this host. One process of a host fetches, the others wait for it.
+
+    Args:
+        revision: which one, as it was returned before; the store is not asked if all of it is here. None: what is there
+            now.
+        choices: each takes the names of the files and the folder here, with what the ones before it have chosen, and
+            returns which to fetch.
+        wrong: makes an error of a clause that names the rule, and the remedy.
+
+    Returns: the folder, and its revision. Raises what `wrong` makes; a choice may raise, too.
+    """
+    if found := problem_of(url):
+        raise wrong("; ".join(found))
+    place = place_of(url)
+    with _alone(place, wrong):
+        folder, note = place / str(revision), place / f"{revision}.json"
+        with contextlib.suppress(OSError, ValueError):
+            if revision is not None and not _lacking(folder, json.loads(note.read_bytes()), choices):
+                return folder, revision
+        try:
+            store = Store(url)
+            there = _files(store)
+            now = _revision(there)
+            if not there:
+                raise wrong("no file is there. Correct the address")
+            if revision not in (None, now):
+                raise wrong("its files are others than those that the run began with. Put those back")
+            folder, note = place / now, place / f"{now}.json"
+            folder.mkdir(exist_ok=True)
+            replace_file(note, json.dumps({name: stored.bytes for name, stored in there.items()}).encode())
+            for choose in choices:
+                _complete(store, there, folder, choose(sorted(there), folder), wrong)
+            if _revision(_files(store)) != now:
+                shutil.rmtree(folder)
+                raise wrong("its files were changed while they were fetched. Start again")
+        except (StoreError, FileNotFoundError) as error:
+            raise wrong(f"cannot be fetched ({error}). Correct the address or the access to it") from error
+        except OSError as error:
+            text = f"{place} cannot be written: {error.strerror}. Set LLMTRAIN_CACHE to a folder with room"
+            raise wrong(text) from error
+    return folder, now
+
+
+@contextlib.contextmanager
+def _alone(place: Path, wrong: Callable[[str], UserError]) -> Iterator[None]:
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        handle = lock_folder(place, wait=True)
+    except OSError as error:
+        text = f"{place} cannot be made: {error.strerror}. Set LLMTRAIN_CACHE to a folder of yours"
+        raise wrong(text) from error
+    try:
+        yield
+    finally:
+        os.close(handle)
+
+
+def _files(store: Store) -> dict[str, Stored]:
+    """Those of the folder itself and one below, as models have them; names that a path could not take are left out."""
+    found = store.files()
+    return {name: stored for name, stored in found.items() if name.count("/") < 2 and ".." not in name.split("/")}
+
+
+def _revision(files: Mapping[str, Stored]) -> str:
+    """40 hexadecimal digits, as a commit has."""
+    lines = [json.dumps([name, stored.bytes, stored.version]) for name, stored in sorted(files.items())]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:40]
+
+
+def _lacking(
+    folder: Path, sizes: Mapping[str, int], choices: Sequence[Callable[[Sequence[str], Path], Sequence[str]]]
+) -> bool:
+    chosen = [name for choose in choices for name in choose(sorted(sizes), folder)]
+    return any((folder / name).stat().st_size != sizes[name] for name in chosen)
+
+
+def _complete(
+    store: Store,
+    there: Mapping[str, Stored],
+    folder: Path,
+    chosen: Sequence[str],
+    wrong: Callable[[str], UserError],
+) -> None:
+    todo = [name for name in chosen if not (folder / name).is_file()]
+    total = sum(there[name].bytes for name in todo)
+    if total > shutil.disk_usage(folder).free - _SPARE:
+        raise wrong(f"{units.size(total)} are to be fetched into {folder}, which has no room. Set LLMTRAIN_CACHE")
+    if todo:
+        line = f"fetching {store.url}: {units.counted(len(todo), 'file')}, {units.size(total)}"
+        print(untrusted.shown(line), file=sys.stderr, flush=True)  # on standard output `generate` has the model's words
+    for name in todo:
+        (folder / name).parent.mkdir(exist_ok=True)
+        store.get(name, folder / name)

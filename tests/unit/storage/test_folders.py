@@ -1,0 +1,95 @@
+"""Folders by URL in the cache: fetched once, known by their contents."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from llmtrain.base.errors import ModelError, UserError
+from llmtrain.storage import object_store
+from llmtrain.storage.folders import fetch, place_of
+from llmtrain.storage.hub.names import local_folder
+from llmtrain.storage.hub.transfer import model_folder
+from llmtrain.storage.object_store import Store
+
+
+@pytest.fixture(autouse=True)
+def got(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the files that were fetched."""
+    monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(object_store, "_PAUSES_S", ())
+    names: list[str] = []
+    get = Store.get
+
+    def counted(self: Store, name: str, path: Path) -> None:
+        names.append(name)
+        get(self, name, path)
+
+    monkeypatch.setattr(Store, "get", counted)
+    return names
+
+
+def _model(folder: Path) -> str:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"weights")
+    (folder / "optimizer.bin").write_bytes(b"not for us")
+    return f"file://{folder}"
+
+
+def _all(url: str, revision: str | None = None) -> tuple[Path, str]:
+    return fetch(url, revision, [lambda names, _: names], UserError)
+
+
+def test_a_model_is_fetched_once_and_what_it_needs_alone(tmp_path: Path, got: list[str]) -> None:
+    url = _model(tmp_path / "bucket/model")
+    folder = model_folder(url, asked_by="from-hf")
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
+    assert model_folder(f"{url}/", asked_by="from-hf") == folder == local_folder(url, folder.name)
+    assert sorted(got) == ["config.json", "model.safetensors"]
+    shutil.rmtree(tmp_path / "bucket")
+    assert model_folder(url, folder.name, asked_by="from-hf") == folder  # the store is not asked
+    with pytest.raises(ModelError, match=r"from-hf: file://.*/model: no file is there\. Correct the address"):
+        model_folder(url, asked_by="from-hf")
+    with pytest.raises(ModelError, match="is no URL of a store"):
+        model_folder("s4://bucket/model", asked_by="from-hf")
+
+
+def test_what_changes_in_the_store_is_another_revision(tmp_path: Path) -> None:
+    url = _model(tmp_path / "bucket/model")
+    first, revision = _all(url)
+    (tmp_path / "bucket/model/model.safetensors").write_bytes(b"other weights")
+    second, other = _all(url)
+    assert revision != other and (second / "model.safetensors").read_bytes() == b"other weights"
+    assert _all(url, revision) == (first, revision) and (first / "model.safetensors").read_bytes() == b"weights"
+    shutil.rmtree(place_of(url))
+    with pytest.raises(UserError, match="others than those that the run began with"):
+        _all(url, revision)
+
+
+def test_what_is_cut_off_or_changed_meanwhile_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = _model(tmp_path / "bucket/model")
+    get = Store.get
+
+    def changing(self: Store, name: str, path: Path) -> None:
+        get(self, name, path)
+        (tmp_path / "bucket/model/config.json").write_text('{"changed": 1}')
+
+    def cut_off(self: Store, name: str, path: Path) -> None:
+        if name == "model.safetensors":
+            raise object_store.StoreError("cut off")
+        get(self, name, path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Store, "get", changing)
+        with pytest.raises(UserError, match="changed while they were fetched"):
+            _all(url)
+    with monkeypatch.context() as patched:
+        patched.setattr(Store, "get", cut_off)
+        with pytest.raises(UserError, match=r"cannot be fetched \(cut off\)"):
+            _all(url)
+    folder, _ = _all(url)
+    assert (folder / "model.safetensors").read_bytes() == b"weights"
+    assert (folder / "config.json").read_text() == '{"changed": 1}'
