@@ -7,6 +7,7 @@ for each row.
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -167,13 +168,20 @@ class FileSum:
         if self.xxh3 and content.hexdigest() != self.xxh3:
             raise DataError(
                 f"{self.path}: its checksum is not that of {folder / NAME}: the file was changed or is damaged; "
-                "copy it again, or delete the folder and prepare it again"
+                + _put_back(self.path, "copy it again")
             )
         if self.dtype is not None and largest >= self.vocab_size:
             raise DataError(
                 f"{self.path}: holds the id {largest}, outside the vocabulary [0, {self.vocab_size}); "
                 "delete the folder and prepare it again"
             )
+
+
+def _put_back(path: Path, copy: str) -> str:
+    """Remedy for a file that is not what it was. `copy`: for one that lies in the folder itself."""
+    if path.is_symlink():
+        copy = f"it is used where it lies: put {os.readlink(path)} back as it was"
+    return f"{copy}, or delete the folder and prepare it again"
 
 
 class PreparedSet:
@@ -219,4 +227,4 @@ class PreparedSet:
             found = path.stat().st_size if path.is_file() else None
             if found != expected:
                 state = "is missing" if found is None else f"has {found} bytes, the manifest says {expected}"
-                raise DataError(f"{path}: {state}; copy the folder again, or delete it and prepare it again")
+                raise DataError(f"{path}: {state}; {_put_back(path, 'copy the folder again')}")
