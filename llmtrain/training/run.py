@@ -173,7 +173,7 @@ def _fill(parts: list[Part], launch: Launch) -> tuple[Saving, Evaluation]:
     saving = Saving(setup, launch.checkpoints, tracker, speed, launch.requests, start, parts, evaluation)
     parts.append(Logging(setup, launch.session, tracker, speed, parts, evaluation))
     parts.append(evaluation)
-    parts.append(StageBorders(setup, tracker))
+    parts.append(StageBorders(setup, tracker, launch.loader))
     parts.append(DataCheck(setup, saving, resumes=start.folder is not None))
     parts.append(ReplicaCheck(setup, tracker, saving))
     parts.append(saving)

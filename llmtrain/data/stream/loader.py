@@ -267,6 +267,11 @@ class TrainLoader:
             self._step, self.next_index = step, index
             self._begin()
 
+    @property
+    def shares(self) -> list[int] | None:
+        """Sequences of a step, by rank; None: equally many."""
+        return None if self._sequences is None else list(self._sequences)
+
     def share(self, sequences: Sequence[int]) -> None:
         """Change each rank's sequences of a step, from the next step on. Batches read ahead are read again."""
         self.close()
