@@ -82,7 +82,7 @@ def resolve(
         expert_parallel=dict(facts.tree.get("expert_parallel") or {}),
         max_steps=max_steps,
         places=dict(places),
-        notes=(*all_notes, *notes_of(stages, max_steps)),
+        notes=(*all_notes, *notes_of(run, stages, max_steps)),
     )
 
 

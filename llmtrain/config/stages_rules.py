@@ -99,9 +99,17 @@ def check_lengths(run: RunConfig, stages: Stages, max_steps: int | None, places:
             )
 
 
-def notes_of(stages: Stages, max_steps: int | None) -> list[str]:
-    """Stages that the run does not reach, and learning rates that jump."""
+def notes_of(run: RunConfig, stages: Stages, max_steps: int | None) -> list[str]:
+    """Stages that the run does not reach, learning rates that jump, and decisions on figures of other data."""
     notes = []
+    reached = [stage for stage in stages if max_steps is None or stage.first_step < max_steps]
+    other = next((stage.first_step for stage in reached if stage.data != stages[0].data), None)
+    deciding = {"checkpoint.keep_best": run.checkpoint.keep_best, "train.stop_early": run.train.stop_early}
+    for key, metric in ((key, each.metric) for key, each in deciding.items() if each.metric is not None):
+        stays = metric.split("/")[1] in {*run.eval.sets, *run.eval.choices, "mean"}
+        if other is not None and not stays:
+            notes.append(f"{key}: {metric} is of other data from step {other} on, and compared with that before; name "
+                         "a figure of eval.sets, which stay as they are")  # fmt: skip
     for number, stage in enumerate(stages):
         first = stage.first_step
         if max_steps is not None and first >= max_steps:

@@ -109,6 +109,17 @@ def test_a_run_that_ends_before_a_stage_says_so(here: Path) -> None:
     ]
 
 
+def test_figures_that_decide_across_other_data_are_told(here: Path) -> None:
+    best = {"checkpoint": {"keep_best": {"metric": "eval/loss"}}, "eval": {"sets": {"web": "data/x"}}}
+    steps = {"max_steps": 60, "eval_every": 10}
+    told = [note for note in loaded(here, STAGES, **best, train=steps).notes if "keep_best" in note]
+    assert len(told) == 1 and "eval/loss is of other data from step 40 on" in told[0]
+    best["checkpoint"]["keep_best"]["metric"] = "eval/web/loss"
+    assert not [note for note in loaded(here, STAGES, **best, train=steps).notes if "keep_best" in note]
+    best["checkpoint"]["keep_best"]["metric"] = "eval/loss"
+    assert not [note for note in loaded(here, STAGES, **best, train={**steps, "max_steps": 40}).notes if "best" in note]
+
+
 def test_config_show_says_the_stages_and_where_they_stand(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = loaded(here, STAGES)
     assert main(["show", "run.yaml", "--world-size", "2"]) == 0
