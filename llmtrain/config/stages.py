@@ -7,6 +7,7 @@ when a stage begins. No file is read here.
 from __future__ import annotations
 
 import math
+import os
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -155,8 +156,9 @@ class Stages:
         return min(limits, default=None)
 
     def sharing(self, number: int) -> list[int]:
-        """The stages with the same data as this one."""
-        return [other for other, stage in enumerate(self.stages) if stage.data == self.stages[number].data]
+        """The stages with the same data as this one, by whatever names."""
+        own = _identity(self.stages[number].data)
+        return [other for other, stage in enumerate(self.stages) if _identity(stage.data) == own]
 
     def schedule_end(self, step: int, max_steps: int | None) -> int | None:
         """The step at which the schedule of a step ends: where the next one begins, or the run's end."""
@@ -193,6 +195,14 @@ class Stages:
                 return int(stage.first_step + max(0, steps))
             goal -= int(ends - stage.first_step) * each[number]
         raise AssertionError("the last stage counts")
+
+
+def _identity(data: DataConfig) -> tuple[object, ...]:
+    """Equal for configurations of the same sequences: `a`, `./a` and a mixture of it alone are one data set."""
+    weights = [Fraction(str(weight)) if math.isfinite(weight) else Fraction(0) for weight in data.folders.values()]
+    total = sum(weights, Fraction(0)) or 1
+    shares = [(os.path.normpath(folder), weight / total) for folder, weight in zip(data.folders, weights, strict=True)]
+    return tuple(shares), replace(data, path=None, mixture=None, stages=[])
 
 
 def data_of(config: DataConfig) -> list[DataConfig]:

@@ -99,6 +99,9 @@ def test_epochs_are_those_of_the_last_stages_data(here: Path) -> None:
                  "schedule": {"name": "constant"}, "train": {"max_steps": ..., "epochs": 2}})  # fmt: skip
     found = load(["--config", "run.yaml"], 2, epoch=lambda data: {"data/x": 100}[str(data.path)])
     assert found.max_steps == 35  # 200 sequences of data/x, 80 of them before step 10
+    write(here, {"data": {"stages": [{"from_step": 10, "mixture": {"./data/x": 2.0}, "train": {"global_batch": 4}}]},
+                 "schedule": {"name": "constant"}, "train": {"max_steps": ..., "epochs": 2}})  # fmt: skip
+    assert load(["--config", "run.yaml"], 2, epoch=lambda _: 100).max_steps == 40  # by whatever name
 
 
 def test_a_run_that_ends_before_a_stage_says_so(here: Path) -> None:
@@ -132,6 +135,7 @@ def test_config_show_says_the_stages_and_where_they_stand(here: Path, capsys: py
 
 
 WRONG: list[tuple[list[dict[str, Any]] | Any, dict[str, Any], tuple[str, ...]]] = [
+    ([{"from_step": 5, "mixture": {}}], {}, ("data.stages[0].mixture", "names no folder")),
     ("data/y", {}, ("data.stages", "must be a list of maps")),
     ([{"from_step": 5, "path": "data/none"}], {}, ("data/none", "no such folder", "line ")),
     ([{"from_step": 5, "lenght": 4}], {}, ("data.stages[0].lenght", "a stage has no such field")),
