@@ -330,8 +330,11 @@ def check_schedule(run: RunConfig, max_steps: int | None, tokens: int, origin: P
                      origin.get("schedule.decay_steps"))  # fmt: skip
 
 
-def check_profile(run: RunConfig, max_steps: int | None, places: Places, problems: Problems) -> None:
-    """The steps of `profile.steps` are some, and the run has them."""
+def check_steps(run: RunConfig, max_steps: int | None, places: Places, problems: Problems) -> None:
+    """Steps at which something is to happen are steps that the run has."""
+    if run.ema.decay is not None and max_steps is not None and run.ema.every > max_steps:
+        problems.add("ema.every", run.ema.every, f"the run has {max_steps} steps, so the mean would stay as it begins",
+                     f"set it to {max_steps} or less", places.get("ema.every"))  # fmt: skip
     asked, place = run.profile.steps, places.get("profile.steps")
     if asked is None:
         return
