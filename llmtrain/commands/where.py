@@ -17,8 +17,7 @@ from llmtrain.base.errors import DataError
 from llmtrain.config.stages import DataConfig
 from llmtrain.config.topology import Degrees
 from llmtrain.data.manifest import SPLITS
-from llmtrain.data.origins import Origin, Origins
-from llmtrain.data.shards import PreparedSet
+from llmtrain.data.origins import Origin
 from llmtrain.data.stream.order import rows_of
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.data.tokenize import Encoder
@@ -108,12 +107,11 @@ def sequences(span: Span, step: int, rank: int | None) -> Iterator[int]:
 class Where:
     """One prepared folder in the order of a run."""
 
-    def __init__(self, folder: Path, run: Path) -> None:
+    def __init__(self, folder: str, run: Path) -> None:
         """Raises DataError."""
         self._folder, self._run = folder, run
         self._spans = spans(run)
         self._opened: dict[str, TrainData] = {}
-        self._encoder = Encoder(PreparedSet(folder).tokenizer_dir)
 
     def _data(self, span: Span) -> tuple[TrainData, int] | None:
         """The span's data, and the place of this folder among its sets; None: it is none of them."""
@@ -140,7 +138,7 @@ class Where:
             raise DataError(f"{self._folder}: at step {step} the run read other data: {', '.join(span.folders)}")
         data, member = found
         windows = data.windows_of(member)
-        known = Origins(self._folder, data.manifests[member].shards["train"])
+        known = data.origins_of(member)
         indices = list(sequences(span, step, rank))
         whose = "" if rank is None else f" of rank {rank}"
         mine = [(index, window) for index in indices for at, window in [data.place_of(index)] if at == member]
@@ -158,7 +156,7 @@ class Where:
         if first is None:
             raise DataError(f"{self._folder}: the run {self._run} has not read it")
         data, member = first
-        known, held_out = (Origins(self._folder, data.manifests[member].shards[split]) for split in SPLITS)
+        known, held_out = (data.origins_of(member, split) for split in SPLITS)
         origins = list(known.find(file, record))
         if not origins and any(held_out.find(file, record)):
             yield f"{file}:{record} is held out for validation: no step reads it"
@@ -188,7 +186,7 @@ class Where:
     def _shown(self, data: TrainData, member: int, origin: Origin) -> str:
         length = min(origin.end - origin.begin, _SHOWN_TOKENS)
         ids = data.streams("train")[member].read(origin.begin, length)
-        text = untrusted.shown(self._encoder.decode(ids.tolist()))
+        text = untrusted.shown(Encoder(data.tokenizer_dir).decode(ids.tolist()))
         return f'{origin.file}:{origin.record}, {units.counted(origin.end - origin.begin, "token")}: "{text}"'
 
 

@@ -31,7 +31,7 @@ from llmtrain.config.run import AdapterConfig, EmaConfig, RunConfig, profiled_st
 from llmtrain.config.stages_rules import check_stages, stage_runs
 from llmtrain.config.topology import Degrees
 from llmtrain.storage.hub.names import is_remote
-from llmtrain.storage.object_store import problem_of
+from llmtrain.storage.object_store import Store, StoreError, is_url, problem_of
 
 MEASURED = "measured"
 MOST = 2
@@ -647,6 +647,8 @@ def _exists(key: str, path: str, remedy: str, places: Places, problems: Problems
 
 
 def _read_manifest(key: str, path: str, place: str | None, problems: Problems) -> dict[str, Any] | None:
+    if is_url(path):
+        return _read_in_store(key, path, place, problems)
     folder = Path(path)
     manifest = folder / "manifest.json"
     if not os.path.exists(path):
@@ -661,6 +663,28 @@ def _read_manifest(key: str, path: str, place: str | None, problems: Problems) -
     else:
         return _read_json(key, manifest, place, problems)
     problems.add(key, path, rule, remedy, place)
+    return None
+
+
+def _read_in_store(key: str, url: str, place: str | None, problems: Problems) -> dict[str, Any] | None:
+    """The manifest of a folder in an object store."""
+    found = problem_of(url)
+    if found is None:
+        try:
+            tree = untrusted.loads(Store(url).read("manifest.json"))
+            if isinstance(tree, dict):
+                return tree
+            found = "its manifest.json must hold one JSON object", "upload the folder again"
+        except FileNotFoundError:
+            found = "no prepared folder: it has no manifest.json", "correct the URL, or upload the folder again"
+        except StoreError as error:
+            found = (
+                f"cannot be read ({error})",
+                "correct address or access; credentials are those of the store's driver",
+            )
+        except ValueError as error:
+            found = f"its manifest.json cannot be read as JSON: {error}", "upload the folder again"
+    problems.add(key, redact_text(url), *found, place)
     return None
 
 

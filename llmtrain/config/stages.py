@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 from typing import Any
 
-from llmtrain.base.choice import AT_LEAST_1, NOT_NEGATIVE, SEED, Bound, bounded
+from llmtrain.base.choice import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, SEED, Bound, bounded
 from llmtrain.config.batch import Batch
 from llmtrain.optim.schedules import Schedule
 
@@ -62,7 +62,8 @@ class DataConfig:
     """Data to train on: folders made by `llmtrain prepare`. Exactly one of `path` and `mixture` is given."""
 
     path: str | None = None
-    """One prepared folder."""
+    """One prepared folder: a path, or the URL of one in an object store (s3://, gs://, az://, hf:// and all that fsspec
+    opens)."""
     mixture: dict[str, float] | None = None
     """Several prepared folders with their weights (shares of the sequences; they need not sum to 1)."""
     sequence_length: int = bounded(1024, Bound(at_least=2), "1024 is the default")
@@ -71,6 +72,12 @@ class DataConfig:
     """Seed of the order of the sequences."""
     mask_document_starts: bool = True
     """Do not count the prediction of a document's first token: nothing before it tells it."""
+    cache: str | None = None
+    """Folder of each host for what is fetched of prepared folders with a URL, shared by its runs; null = llmtrain/data
+    in the user's cache folder (XDG_CACHE_HOME, or ~/.cache)."""
+    cache_gib: float = bounded(100.0, POSITIVE, "100 is the default")
+    """GiB that the cache may take. What does not fit is read from the store at each step; sets that no run uses are
+    deleted to make room."""
     isolate_documents: bool = False
     """Attention stays within a document, and positions start at 0 in each; false: a sequence is one text."""
     stages: list[StageConfig] = field(default_factory=list)

@@ -62,6 +62,9 @@ def problem_of(url: str, *, writes: bool = False) -> tuple[str, str] | None:
 class StoreError(OSError):
     """A store could not be used; the driver's reason, for a caller who names key, URL and remedy."""
 
+    final = False
+    """It refuses: another try would end the same way."""
+
 
 @dataclass(frozen=True)
 class Stored:
@@ -218,8 +221,11 @@ class Store:
             except Exception as error:  # each driver has its own
                 if isinstance(error, StoreError):
                     raise
-                if pause_s is None or isinstance(error, _FINAL) or "Credentials" in type(error).__name__:
-                    raise StoreError(short(error)) from None
+                final = isinstance(error, _FINAL) or "Credentials" in type(error).__name__
+                if pause_s is None or final:
+                    refused = StoreError(short(error))
+                    refused.final = final
+                    raise refused from None
                 time.sleep(pause_s)
         raise AssertionError
 

@@ -43,6 +43,8 @@ def _read_by(run: RunConfig) -> Iterator[Folder]:
     for section, folders in {"sets": run.eval.sets, "choices": run.eval.choices}.items():
         data |= {(f"eval.{section}.{name}", path): {run.data.sequence_length} for name, path in folders.items()}
     for (key, path), lengths in data.items():
+        if is_url(path):  # the same for all hosts; each rank opens it
+            continue
         yield Folder(key=key, path=os.path.abspath(path), files=_of_data(run, Path(path), lengths))
     models = [
         ("model.pretrained", run.model.pretrained, reads_weights(run)),
