@@ -151,7 +151,7 @@ class CachedFolder:
         """Have these files on this host, whole; those that the store has not are left out. Raises DataError."""
         try:
             with _locked(self.path / _LOCK):
-                self._fetch([name for name in names if name in self._listed])
+                self._fetch([name for name in dict.fromkeys(names) if name in self._listed])
         except OSError as error:
             raise self._unwritable(error) from error
 
