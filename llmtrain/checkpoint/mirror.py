@@ -44,9 +44,9 @@ _LAST_TRIES = 3
 class Mirrored:
     """Checkpoints in an object store."""
 
-    def __init__(self, url: str) -> None:
-        """Raises StoreError, as all methods do."""
-        self.store = Store(url, again=False)  # the caller tries again
+    def __init__(self, url: str, *, again: bool = False) -> None:
+        """`again`: as of `Store`; without, the caller tries again. Raises StoreError, as all methods do."""
+        self.store = Store(url, again=again)
 
     def complete(self) -> dict[int, bytes]:
         """The complete checkpoints: step -> manifest, newest first."""

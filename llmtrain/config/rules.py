@@ -564,7 +564,12 @@ def has_checkpoints(run: RunConfig) -> bool:
 
 
 def _check_resume(path: str, places: Places, problems: Problems) -> None:
-    """A checkpoint, a run with some, or RUN/step-N: as `llmtrain checkpoint` takes them."""
+    """A checkpoint, a run with some, or RUN/step-N: as `llmtrain checkpoint` takes them. What a store has is looked at
+    when it is fetched."""
+    if is_url(path):
+        if found := problem_of(path):
+            problems.add("resume", redact_text(path), *found, places.get("resume"))
+        return
     step = re.fullmatch(r"step-([0-9]{1,18})", Path(path).name)
     if step and not os.path.exists(path):
         full = f"step-{int(step[1]):08d}"

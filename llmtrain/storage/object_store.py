@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,6 +34,9 @@ _FINAL = (PermissionError, IsADirectoryError, NotADirectoryError, ValueError, Im
 """Another try would end the same way."""
 _VERSIONS = ("ETag", "etag", "generation", "blob_id", "content_md5", "LastModified", "last_modified", "mtime")
 """Names under which drivers tell what a file's content was, the surest first."""
+
+
+_MODIFIED = ("LastModified", "last_modified", "mtime", "created")
 
 
 def is_url(text: str) -> bool:
@@ -73,6 +77,8 @@ class Stored:
     bytes: int
     version: str
     """Changes with the content, as far as the store tells; empty: it does not."""
+    modified_s: float | None = None
+    """Time of the upload, in seconds since 1970; None: the store does not tell."""
 
 
 class Store:
@@ -261,7 +267,10 @@ class _Limit:
 
 def _stored(info: dict[str, Any]) -> Stored:
     version = next((str(info[key]) for key in _VERSIONS if info.get(key)), "")
-    return Stored(int(info["size"] or 0), version.strip('"'))
+    modified = next((info[key] for key in _MODIFIED if info.get(key)), None)
+    if isinstance(modified, datetime):
+        modified = modified.timestamp()
+    return Stored(int(info["size"] or 0), version.strip('"'), modified if isinstance(modified, int | float) else None)
 
 
 def short(error: BaseException) -> str:
