@@ -38,8 +38,7 @@ _LEFTOVER = re.compile(r"step-[0-9]{8,18}.*\.(tmp|trash|damaged)")
 class Row:
     """One folder in a run's checkpoints/."""
 
-    path: Path | str
-    """Folder, or URL."""
+    path: Path
     state: str
     """complete, part (what else belongs to it is on other hosts, or gone), damaged, incomplete, tmp, trash or set
     aside."""

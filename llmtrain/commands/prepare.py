@@ -33,7 +33,7 @@ def prepare(
 
     Args:
         source: what `--source` takes, one or several.
-        out: the prepared folder.
+        out: the prepared folder, or its URL in an object store.
         plugin: files that define sources, one or several.
         validation_source: what `--validation-source` takes.
         fields: values of the fields of a plugin's source: {"csv": {"column": "text"}}.
@@ -74,7 +74,13 @@ def _options() -> argparse.ArgumentParser:
         "(s3://BUCKET/corpus/*.jsonl.zst, gs://, az://), stdlib: the running Python's own standard library, or "
         "stdlib-chat, stdlib-preference or stdlib-choices: questions about it, some of them held out",
     )
-    add("--out", required=True, default=argparse.SUPPRESS, metavar="FOLDER", help="the prepared folder")
+    add(
+        "--out",
+        required=True,
+        default=argparse.SUPPRESS,
+        metavar="FOLDER",
+        help="the prepared folder, or its URL in an object store",
+    )
     given = "Hugging Face folder with a tokenizer.json, or ORG/NAME[@REVISION] on the Hub"
     add("--tokenizer", default=argparse.SUPPRESS, metavar="FOLDER", help=given)
     trained = "train a byte-level BPE of N tokens on the source instead"
@@ -116,7 +122,7 @@ def _options() -> argparse.ArgumentParser:
     add("--plugin", action="append", default=argparse.SUPPRESS, metavar="FILE.py", help=own)
     hosts = (
         "let the cores of several hosts do it: a hostfile, slurm (the nodes of this job) or ray (the cluster of "
-        "RAY_ADDRESS); sources and --out lie in folders that all of them share"
+        "RAY_ADDRESS); sources and --out lie in folders that all of them share, or in object stores"
     )
     add("--on", default=argparse.SUPPRESS, metavar="HOSTFILE", help=hosts)
     all_cores = "worker processes, with --on of each host (default: all cores)"

@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 
 from llmtrain.base.errors import ConfigError
-from llmtrain.base.redact import redact_text
 from llmtrain.commands import completion
 from llmtrain.config.load import Parsed, load, parse, run_words
 from llmtrain.config.resolve import resolve
-from llmtrain.config.run import RunConfig
 from llmtrain.data.stream.epoch import sequences_of_epoch
 from llmtrain.objectives.by_token import Distill
-from llmtrain.storage.object_store import is_url
+from llmtrain.objectives.objective import Objective
 
 USAGE = """\
 usage: llmtrain reference RUN.yaml [--SECTION.FIELD VALUE ...]
@@ -34,14 +32,14 @@ def main(argv: list[str]) -> int:
         return 0
     if "WORLD_SIZE" in os.environ:
         resolved = load(argv, int(os.environ["WORLD_SIZE"]), epoch=sequences_of_epoch)
-        _refuse(resolved.run)
+        _refuse(resolved.run.objective)
         from llmtrain.training.output_columns import write
 
         write(resolved)
         return 0
     words = run_words(argv)
     parsed = parse(words)
-    _refuse(parsed.run)
+    _refuse(parsed.run.objective)
     fewest = _fewest_ranks(parsed)
     import torch
 
@@ -73,11 +71,7 @@ def _goes(parsed: Parsed, ranks: int) -> bool:
     return True
 
 
-def _refuse(run: RunConfig) -> None:
-    objective = run.objective
-    if url := next(filter(is_url, [*run.data.folders, *run.eval.sets.values()]), None):
-        raise ConfigError(f"{redact_text(url)}: lies in an object store, and a column is written beside the data; name "
-                          "a folder of this host that has the same, and upload it with its column")  # fmt: skip
+def _refuse(objective: Objective) -> None:
     if isinstance(objective, Distill):
         if objective.top_k is None:
             raise ConfigError("objective.top_k null: the whole teacher is asked at each step; set it to write its "

@@ -18,7 +18,6 @@ from llmtrain.config.run import RunConfig
 from llmtrain.data.stream.course import RECORD
 from llmtrain.engine.dist.control import from_all, from_rank_0, together
 from llmtrain.engine.dist.ranks import Ranks
-from llmtrain.storage.object_store import is_url
 from llmtrain.tracking.environment import new_run_id, versions
 from llmtrain.training.step import Position
 
@@ -210,7 +209,7 @@ def candidates(run: RunConfig, folder: RunDirectory) -> tuple[list[Path], bool]:
         folder.refuse_going_back(run.resume)
         return [Path(run.resume)], True
     if not own:
-        return _named(run.resume), False
+        return _named(Path(run.resume)), False
     began, meant_origin = _began_from(own) or {}, origin(run)
     if {key: began.get(key) for key in meant_origin} != meant_origin:
         raise CheckpointError(
@@ -220,19 +219,14 @@ def candidates(run: RunConfig, folder: RunDirectory) -> tuple[list[Path], bool]:
     return own, True
 
 
-def _named(given: str) -> list[Path]:
-    """The checkpoints that a path or URL means, newest first: of a run's folder all that are whole, as for other
-    commands; of a URL the newest, fetched."""
+def _named(path: Path) -> list[Path]:
+    """The checkpoints that a path means, newest first: of a run's folder all that are whole, as for other commands."""
     from llmtrain.checkpoint.listing import find_checkpoints
 
-    if is_url(given):
-        from llmtrain.checkpoint.remote import checkpoints_at  # most runs begin elsewhere
-
-        return checkpoints_at(given)
     try:
-        return find_checkpoints(Path(given))
+        return find_checkpoints(path)
     except CheckpointError:  # what it lacks is said when it is opened
-        return [Path(given)]
+        return [path]
 
 
 def _began_from(own: list[Path]) -> dict[str, Any] | None:

@@ -56,7 +56,7 @@ def workers_here() -> Iterator[None]:
     are rendered in theirs."""
 
     def run_units(todo: Any, settings: Any, places: Any, under_way: Any, keep: Any) -> None:
-        encoder = encoder_of(Path(settings.out) / "tokenizer", settings)
+        encoder = encoder_of(Path(settings.here) / "tokenizer", settings)
         for unit in todo:
             keep(unit, process_unit(unit, settings, encoder, lambda size: None))
 

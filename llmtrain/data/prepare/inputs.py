@@ -20,8 +20,9 @@ AT_ONCE = 32
 """Questions to a store that are under way together: each takes a round trip, and no time of this host."""
 _BLOCK = 8 << 20
 """Bytes of a request: a round trip is short beside them, and two of them fit into a worker's memory."""
-_BEHIND = 256 << 10
-"""Bytes of a request behind the piece that is read, for the end of its last line."""
+_LEAST = 256 << 10
+"""Bytes of the first request, each further one in a row is for twice as many; and of those behind the piece that is
+read, for the end of its last line."""
 
 
 def is_file(path: str) -> bool:
@@ -54,6 +55,11 @@ def version(path: str) -> str:
     """BYTES:VERSION of a store's file. Raises: StoreError, FileNotFoundError."""
     found = Store(path).stat()
     return f"{found.bytes}:{found.version}"
+
+
+def of_the_machine(error: Exception) -> bool:
+    """True for a fault in reading that is not of the file's contents."""
+    return isinstance(error, StoreError) or (isinstance(error, OSError) and error.errno is not None)
 
 
 def cannot_be_read(path: str, error: Exception) -> DataError:
@@ -143,9 +149,12 @@ class _Ranges(io.RawIOBase):
 
     def __init__(self, url: str, stop: int | None, *, ahead: bool) -> None:
         self._store = Store(url)
-        self._size = self._store.stat().bytes
+        try:
+            self._size = self._store.stat().bytes
+        except FileNotFoundError:
+            raise StoreError("it is not there any more") from None
         self._stop = self._size if stop is None else min(stop, self._size)
-        self._place = 0
+        self._place = self._in_a_row = 0
         self._ahead = ThreadPoolExecutor(1) if ahead else None
         self._next: tuple[int, int, Future[bytes]] | None = None
 
@@ -160,27 +169,29 @@ class _Ranges(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         begin = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._size}[whence]
-        self._place = begin + offset
+        self._place, self._in_a_row = begin + offset, 0
         return self._place
 
     def readinto(self, buffer: Any) -> int:
-        stop = self._end(self._place, len(buffer))
-        if stop <= self._place:
+        start, stop = self._place, self._end(self._place, len(buffer))
+        if stop <= start:
             return 0
-        data = self._range(self._place, stop)
+        data = self._range(start, stop)
         buffer[: len(data)] = data
-        self._place = stop
-        if self._ahead is not None and stop < self._stop:
-            begin, end = stop, self._end(stop, len(buffer))
-            self._next = begin, end, self._ahead.submit(self._read, begin, end)
+        self._place, self._in_a_row = stop, self._in_a_row + 1
+        if self._ahead is not None and self._in_a_row > 1 and stop < self._stop:
+            end = self._end(stop, len(buffer))
+            self._next = stop, end, self._ahead.submit(self._read, stop, end)
         return len(data)
 
     def _end(self, start: int, count: int) -> int:
-        """Where a request ends that begins at a place."""
+        """Where a request ends that begins at a place: early for the first ones, of which the reader may want no more,
+        and for those behind the piece."""
         if self._ahead is None:
             return min(start + count, self._size)
-        limit, most = (self._stop, _BLOCK) if start < self._stop else (self._size, _BEHIND)
-        return min(start + min(count, most), limit)
+        if start >= self._stop:
+            return min(start + min(count, _LEAST), self._size)
+        return min(start + min(count, _LEAST << min(self._in_a_row, 10), _BLOCK), self._stop)
 
     def _range(self, start: int, stop: int) -> bytes:
         waiting, self._next = self._next, None

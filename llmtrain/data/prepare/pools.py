@@ -7,6 +7,7 @@ for each core, and passes on what goes in and comes out: over ssh, srun, or a co
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import secrets
@@ -31,8 +32,11 @@ from llmtrain.base.errors import DataError
 from llmtrain.cluster.hosts.hostfile import Host, is_here, read_hostfile
 from llmtrain.cluster.hosts.ssh import on_hosts, options
 from llmtrain.cluster.launch.slurm import hosts_of
+from llmtrain.data.prepare import out_folder
+from llmtrain.data.prepare.out_folder import PLAN
 from llmtrain.data.prepare.sources import Unit
-from llmtrain.data.prepare.worker import UNFINISHED, WorkerSettings
+from llmtrain.data.prepare.worker import WorkerSettings
+from llmtrain.storage.object_store import is_url
 
 _MODULE = "llmtrain.data.prepare.pools"
 _STARTS = 3
@@ -40,6 +44,7 @@ _STARTS = 3
 _TRIES = 3
 """Workers lost with a unit after which it counts as what they died of."""
 _REACHED_S = 30.0
+_ENDED_S = 3.0
 
 
 class Lost(Exception):
@@ -118,10 +123,12 @@ class ProcessLink(Link):
         return f"{self.name} (process {self._process.pid}) {how} ({hint})"
 
     def end(self) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._in.close()  # it ends, and leaves nothing in the folder for temporary files
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_ENDED_S)
         self._process.kill()
-        for pipe in (self._in, self._out):
-            with contextlib.suppress(BrokenPipeError):
-                pipe.close()
+        self._out.close()
         self._process.wait()
 
 
@@ -283,16 +290,34 @@ def main() -> None:
     host = socket.gethostname()
     lines = open(os.dup(0), "rb", buffering=0)  # noqa: SIM115  # until the process ends
     settings = json.loads(lines.readline())
-    try:
-        os.chdir(folder)
-        plan = (Path(settings["out"]) / UNFINISHED / "plan.json").read_text()
-    except OSError as error:
-        plan = str(error)
-    if plan != settings.pop("plan"):
-        answer({"error": f"--on: {host} does not see {settings['out']} (looked from {folder}); --out, the sources and "
-                "this program are to lie in a folder that all hosts share"})  # fmt: skip
-        return
-    answer({"hello": processes})
+    plan, stored = settings.pop("plan"), is_url(settings["out"])
+    with contextlib.ExitStack() as stack:
+        try:
+            with contextlib.suppress(*([OSError] if stored else [])):  # a host of its own may have no such folder
+                os.chdir(folder)
+            here = stack.enter_context(out_folder.seen(settings["out"]))
+            found = (here / PLAN).read_text()
+        except (OSError, DataError) as error:
+            found = str(error)
+        if found != plan and stored:
+            answer({"error": f"--on: {host} does not see the preparation in {settings['out']} ({found[:200]}); give "
+                    "that host the store's credentials and a way to it"})  # fmt: skip
+        elif found != plan:
+            answer({"error": f"--on: {host} does not see {settings['out']} (looked from {folder}); --out, the sources "
+                    "and this program are to lie in a folder that all hosts share"})  # fmt: skip
+        else:
+            answer({"hello": processes})
+            _serve({**settings, "here": str(here)}, processes, lines, answer, host)
+
+
+def _serve(
+    settings: Mapping[str, Any],
+    processes: int,
+    lines: io.RawIOBase,
+    answer: Callable[[Mapping[str, Any]], None],
+    host: str,
+) -> None:
+    """Give the units that come in on `lines` to workers, until it or one of them ends."""
     with selectors.DefaultSelector() as selector:
         workers = [place.open() for place in local(processes)]
         try:
@@ -303,7 +328,7 @@ def main() -> None:
             selector.register(lines, selectors.EVENT_READ)
             while True:
                 for key, _ in selector.select():
-                    if key.fileobj is lines:
+                    if key.data is None:
                         if not (line := lines.readline()):
                             return  # whoever asked is gone
                         idle.pop().send(json.loads(line))
@@ -352,7 +377,7 @@ def run_units(
     waiting = list(reversed(list(given)))
     greeting = asdict(settings)
     if any(place.workers is None for place in places):
-        greeting["plan"] = (Path(settings.out) / UNFINISHED / "plan.json").read_text()
+        greeting["plan"] = Path(settings.here, PLAN).read_text()
     running: list[_Running] = []
     losses: Counter[int] = Counter()
     with selectors.DefaultSelector() as selector:

@@ -10,14 +10,14 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
+from fnmatch import fnmatchcase
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ import xxhash
 
 from llmtrain.base import log, units
 from llmtrain.base.errors import DataError
-from llmtrain.base.files import lock_folder, replace_file
+from llmtrain.base.files import replace_file
 from llmtrain.config import plugins
 from llmtrain.data import manifest as manifests
 from llmtrain.data import tokenize
@@ -36,7 +36,8 @@ from llmtrain.data.chat.encoder import CONVERSATIONS, ChatOptions, write_sample
 from llmtrain.data.chat.encoder import NAME as SAMPLE
 from llmtrain.data.manifest import SPLITS, Manifest, Shard
 from llmtrain.data.origins import origins_path
-from llmtrain.data.prepare import demo, plugin_source, pools, sources, token_corpora
+from llmtrain.data.prepare import demo, out_folder, plugin_source, pools, sources, token_corpora
+from llmtrain.data.prepare.out_folder import HELD_OUT, PLAN, REJECTED, UNFINISHED, OutFolder
 from llmtrain.data.prepare.records import Document, Rejection, read_piece
 from llmtrain.data.prepare.settings import CHAT_FORMATS, PrepareSettings, cut_above
 from llmtrain.data.prepare.sources import (
@@ -48,8 +49,8 @@ from llmtrain.data.prepare.sources import (
     stat_fingerprint,
     unit_bytes_for,
 )
-from llmtrain.data.prepare.worker import UNFINISHED, WorkerSettings, unit_record_path, write_held_out
-from llmtrain.data.shards import PreparedSet, rows_path
+from llmtrain.data.prepare.worker import WorkerSettings, hashes_name, record_name, write_held_out
+from llmtrain.data.shards import TokenStream, rows_path
 
 
 class Progress(log.Progress):
@@ -83,31 +84,35 @@ def prepare(settings: PrepareSettings) -> Manifest:
     _refuse_unnamed(settings)
     settings = sources.fetched(settings)
     started = time.monotonic()
-    out = Path(settings.out)
-    files, validation = _find_files(settings, out)
+    out = out_folder.opened(settings.out)
+    files, validation = _find_files(settings)
     stat = stat_fingerprint(files) + (stat_fingerprint(validation) if validation else "")
     moment = datetime.now().isoformat(timespec="seconds")  # templates that write the date write this one, for ever
     plan: dict[str, Any] = {"settings": settings.identity(), "stat": stat, "moment": moment}
-    with locked(out):
-        if (out / manifests.NAME).exists():
+    with out.held():
+        if (out.here / manifests.NAME).exists():
             return already_complete(out, plan)
         plan = start_or_continue(out, plan)
         work = _plan(settings, files, validation)
         _make_tokenizer(settings, [unit for unit in work if not unit.validation], out)
         if settings.ids_field is not None:
-            _examine_ids(settings, settings.ids_field, files, work, tokenize.Encoder(out / "tokenizer"))
+            _examine_ids(settings, settings.ids_field, files, work, tokenize.Encoder(out.here / "tokenizer"))
         records = _run(settings, work, out, plan["moment"])
         try:
             manifest = _manifest(settings, [files, validation], work, plan, records, out)
         finally:  # where a split is empty it tells why
             _write_rejected(out, records)
         if settings.format in CHAT_FORMATS:
-            write_sample(out, records)
-        manifests.write_manifest(out, manifest)
-        shutil.rmtree(out / UNFINISHED)
+            write_sample(out.here, records)
+            out.show(SAMPLE)
+        manifests.write_manifest(out.here, manifest)
+        out.refuse_taken(_bytes_of_shards(manifest))
+        out.show(manifests.NAME)
+        out.remove([UNFINISHED])
+        summary = _summary(out, manifest, time.monotonic() - started)
     if left_out := sum(record.get("left_out", 0) for record in records):
         log.info(f"{_documents(left_out)} of --source left out: also in --validation-source")
-    log.info(_summary(out, manifest, time.monotonic() - started))
+    log.info(summary)
     return manifest
 
 
@@ -123,9 +128,9 @@ def _refuse_unnamed(settings: PrepareSettings) -> None:
         raise DataError(f"--plugin {' '.join(settings.plugins)}: no --source reads from it; {remedy}")
 
 
-def _find_files(settings: PrepareSettings, out: Path) -> tuple[list[SourceFile], list[SourceFile]]:
+def _find_files(settings: PrepareSettings) -> tuple[list[SourceFile], list[SourceFile]]:
     """The files of --source and of --validation-source; one that is named in both is for validation alone."""
-    inside = place_of(str(out)) + os.sep  # `--source . --out data/x`: our own output is no input
+    inside = place_of(settings.out).rstrip("/") + "/"  # `--source . --out data/x`: our own output is no input
     validation: list[SourceFile] = []
     if settings.validation_sources:
         validation = find_files(settings.validation_sources, settings.format, option="--validation-source")
@@ -162,18 +167,20 @@ def _plan(settings: PrepareSettings, files: list[SourceFile], validation: list[S
 # --- the tokenizer --------------------------------------------------------------------------------
 
 
-def _make_tokenizer(settings: PrepareSettings, work: list[Unit], out: Path) -> None:
-    folder = out / "tokenizer"
+def _make_tokenizer(settings: PrepareSettings, work: list[Unit], out: OutFolder) -> None:
+    folder = out.here / "tokenizer"
     if folder.exists():  # of the run that this one continues
         return
     if settings.tokenizer is not None:
         tokenize.Encoder(Path(settings.tokenizer))  # refuse it before anything is written
         template = None if settings.chat_template is None else Path(settings.chat_template)
         tokenize.copy_tokenizer(Path(settings.tokenizer), folder, template)
+        out.show("tokenizer")
         return
     assert settings.vocab_size is not None
     started = time.monotonic()
     tokenize.train_bpe(_sample(settings, work, out), settings.vocab_size, folder)
+    out.show("tokenizer")
     log.info(
         f"trained a byte-level BPE of {settings.vocab_size} tokens in {units.duration(time.monotonic() - started)}"
     )
@@ -190,12 +197,12 @@ def _examine_ids(
         for item in islice(read_piece(piece, None, settings.max_document_bytes), 20):
             if isinstance(item, Document):
                 with suppress(RefusedError):  # a worker rejects it
-                    samples += [(piece.label, ids)] if len(ids := rows.ids(item.text)[0]) else []
+                    samples.append((piece.label, rows.ids(item.text)[0]))
     if samples:
         token_corpora.examine(samples, encoder)
 
 
-def _sample(settings: PrepareSettings, work: list[Unit], out: Path) -> Iterator[str]:
+def _sample(settings: PrepareSettings, work: list[Unit], out: OutFolder) -> Iterator[str]:
     """The text to train the BPE on: of every unit its beginning, the same amount of each, 128 MiB in all.
 
     Raises DataError at its end when it met too many bad records: better now than after the training.
@@ -224,16 +231,23 @@ def _records(settings: PrepareSettings, unit: Unit) -> Iterator[Document | Rejec
 # --- the shards -----------------------------------------------------------------------------------
 
 
-def _run(settings: PrepareSettings, work: list[Unit], out: Path, moment: str) -> list[dict[str, Any]]:
+def _run(settings: PrepareSettings, work: list[Unit], out: OutFolder, moment: str) -> list[dict[str, Any]]:
     """Process what is not yet done; returns the records of all units, in order."""
-    encoder = tokenize.Encoder(out / "tokenizer")
+    encoder = tokenize.Encoder(out.here / "tokenizer")
     dtype = _dtype(work, encoder)
-    records = {unit.index: record for unit in work if (record := _finished(out, unit, dtype.itemsize)) is not None}
+    sizes = out.sizes()
+    records = {
+        unit.index: record
+        for unit in work
+        if (record := _record(out, unit)) is not None and _is_there(record, sizes, dtype.itemsize)
+    }
     if records:
         log.info(f"{len(records)} of {len(work)} shards are already done")
     whole = settings.chat is not None or settings.ids_field is not None
     worker_settings = WorkerSettings(
-        out=str(out),
+        out=settings.out,
+        here=str(out.here),
+        owner=out.owner,
         field=settings.field,
         ids_field=settings.ids_field,
         dtype=dtype.str,
@@ -269,7 +283,11 @@ def _run(settings: PrepareSettings, work: list[Unit], out: Path, moment: str) ->
         for validation in (True, False):  # first what no unit for training may hold
             todo = [unit for unit in work if unit.validation is validation and unit.index not in records]
             held_out = [unit.index for unit in work if unit.validation and not validation]
-            given = replace(worker_settings, held_out=write_held_out(out, held_out) if held_out else None)
+            given = worker_settings
+            if held_out:
+                out.bring(map(hashes_name, held_out))
+                given = replace(given, held_out=write_held_out(out.here, held_out))
+                out.show(HELD_OUT)
             pools.run_units(todo, given, places, progress.under_way, keep)
     return [records[unit.index] for unit in work]
 
@@ -284,25 +302,25 @@ def _dtype(work: list[Unit], encoder: tokenize.Encoder) -> np.dtype:
     return encoder.dtype
 
 
-def _finished(out: Path, unit: Unit, item_size: int) -> dict[str, Any] | None:
-    """The unit's record, if it is done and its shards are there with their full size."""
-    path = unit_record_path(out, unit.index)
-    if not path.exists():
-        return None
-    record = json.loads(path.read_bytes())
-    if "lines" not in record:  # an earlier version's
-        return None
+def _record(out: OutFolder, unit: Unit) -> dict[str, Any] | None:
+    """The unit's record, if it has been done."""
+    path = out.here / record_name(unit.index)
+    record: dict[str, Any] = json.loads(path.read_bytes()) if path.exists() else {}
+    return record if "lines" in record else None  # an earlier version's has none
+
+
+def _is_there(record: dict[str, Any], sizes: dict[str, int], item_size: int) -> bool:
+    """True if the shards of a unit are there with their full size. `sizes`: of the files that are there."""
     for entry in filter(None, record["shards"].values()):
-        shard = out / entry["file"]
-        size = entry.get("bytes", entry["tokens"] * item_size)
-        if not shard.exists() or shard.stat().st_size != size:
-            return None
-        if not origins_path(shard).exists() or ("rows" in entry and not rows_path(shard).exists()):
-            return None
-    return record
+        shard = Path(entry["file"])
+        if sizes.get(shard.name) != entry.get("bytes", entry["tokens"] * item_size):
+            return False
+        if origins_path(shard).name not in sizes or ("rows" in entry and rows_path(shard).name not in sizes):
+            return False
+    return True
 
 
-def _too_many(settings: PrepareSettings, out: Path, records: dict[int, dict[str, Any]]) -> DataError:
+def _too_many(settings: PrepareSettings, out: OutFolder, records: dict[int, dict[str, Any]]) -> DataError:
     """List the rejected records of the units, by index; returns the error that names the first."""
     rejected = [entry for index in sorted(records) for entry in records[index]["rejected"]]
     _write_rejected(out, [records[index] for index in sorted(records)])
@@ -310,22 +328,22 @@ def _too_many(settings: PrepareSettings, out: Path, records: dict[int, dict[str,
     so_far = f"{units.counted(len(rejected), 'bad record')} so far"
     return DataError(
         f"{so_far}, --max-rejected is {settings.max_rejected}:{shown}\n"
-        f"All found so far are listed in {out / REJECTED}. Mend the source, or allow them with --max-rejected N "
+        f"All found so far are listed in {out.name}/{REJECTED}. Mend the source, or allow them with --max-rejected N "
         "and run the same command again: finished shards are kept"
     )
 
 
 def _place(entry: dict[str, Any]) -> str:
-    unit = next(unit for unit in ("line", "row", "token") if unit in entry)
-    return f"{entry['file']}, {unit} {entry[unit]}"
+    return f"{entry['file']}, " + (f"line {entry['line']}" if "line" in entry else f"row {entry['row']}")
 
 
-def _write_rejected(out: Path, records: list[dict[str, Any]]) -> None:
+def _write_rejected(out: OutFolder, records: list[dict[str, Any]]) -> None:
     rejected = [entry for record in records for entry in record["rejected"]]
     if rejected:
-        replace_file(out / REJECTED, "".join(json.dumps(entry) + "\n" for entry in rejected).encode())
-    else:
-        (out / REJECTED).unlink(missing_ok=True)
+        replace_file(out.here / REJECTED, "".join(json.dumps(entry) + "\n" for entry in rejected).encode())
+        out.show(REJECTED)
+    elif (out.here / REJECTED).exists():
+        out.remove([REJECTED])
 
 
 # --- the manifest ---------------------------------------------------------------------------------
@@ -337,11 +355,11 @@ def _manifest(
     work: list[Unit],
     plan: dict[str, Any],
     records: list[dict[str, Any]],
-    out: Path,
+    out: OutFolder,
 ) -> Manifest:
     """What has been prepared; `files` are those of --source and of --validation-source. Raises DataError, and clears
     the folder for other settings, when a split is empty."""
-    encoder = tokenize.Encoder(out / "tokenizer")
+    encoder = tokenize.Encoder(out.here / "tokenizer")
     continued = _continued(work, records)
     shards: dict[str, tuple[Shard, ...]] = {
         split: tuple(
@@ -361,7 +379,7 @@ def _manifest(
         raise
     content = sum(int(record["content"], 16) for record in records) % (1 << 128)
     names = [[[file.label, file.bytes] for file in part] for part in files if part]
-    tokenizer = tokenize.fingerprint(out / "tokenizer")
+    tokenizer = tokenize.fingerprint(out.here / "tokenizer")
     dtype = "uint16" if _dtype(work, encoder).itemsize == 2 else "uint32"
     return Manifest(
         dtype=dtype,
@@ -443,15 +461,16 @@ def _documents(number: int) -> str:
     return f"{units.count(number)} document{'' if number == 1 else 's'}"
 
 
-def _summary(out: Path, manifest: Manifest, elapsed_s: float) -> str:
+def _summary(out: OutFolder, manifest: Manifest, elapsed_s: float) -> str:
     total = sum(manifest.tokens.values())
     if (manifest.chat or {}).get("choices"):
-        entries = PreparedSet(out).split("validation").choices()
+        shards = manifest.shards["validation"]
+        out.bring(rows_path(Path(shard.file)).name for shard in shards)
+        entries = TokenStream(out.here, shards, np.dtype(manifest.dtype)).choices()
         asked = f"{units.counted(int(entries['first'].sum()), 'question')}, {units.counted(len(entries), 'choice')}"
         longest, took = (manifest.chat or {})["longest"], units.duration(elapsed_s)
-        return (
-            f"{out}: {asked}, {units.count(total)} tokens, longest row {longest}; {manifest.rejected} rejected, {took}"
-        )
+        rejected = f"{manifest.rejected} rejected"
+        return f"{out.name}: {asked}, {units.count(total)} tokens, longest row {longest}; {rejected}, {took}"
     splits = "; ".join(
         f"{split} {_documents(manifest.documents[split])}, {units.count(manifest.tokens[split])} tokens "
         f"({manifest.tokens[split] / total:.1%})"
@@ -470,54 +489,30 @@ def _summary(out: Path, manifest: Manifest, elapsed_s: float) -> str:
         cut += f", {manifest.chat['too_long']} too long: {done}" if manifest.chat["too_long"] else ""
         cut += "".join(f"; {note}" for note in manifests.template_notes(manifest.chat))
     return (
-        f"{out}: {splits}{cut}; vocabulary {manifest.vocab_size} ({manifest.dtype}), {manifest.rejected} rejected, "
-        f"{units.duration(elapsed_s)}"
+        f"{out.name}: {splits}{cut}; vocabulary {manifest.vocab_size} ({manifest.dtype}), {manifest.rejected} "
+        f"rejected, {units.duration(elapsed_s)}"
     )
 
 
-# --- the output folder: new, unfinished, or complete; one process in it at a time ---
+# --- the output folder: new, unfinished, or complete ---
 
 
-REJECTED = "rejected.jsonl"
 _SHOWN = 3
 _SOON_DONE_AGAIN_BYTES = 64 << 20
 """Size of finished shards, about a minute's work, that other settings may discard: after a mistake that a record shows,
 the next attempt has other settings, and was refused as if hours were at stake."""
 
 
-@contextmanager
-def locked(out: Path) -> Iterator[None]:
-    """Only one `prepare` in a folder. The lock is on the folder itself, so a killed process leaves none behind."""
-    existed = out.exists()
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        lock = lock_folder(out)
-    except BlockingIOError as error:
-        raise DataError(f"--out {out}: another `llmtrain prepare` is at work in it; wait for it") from error
-    except OSError as error:
-        raise DataError(f"--out {out}: cannot be made a folder ({error.strerror}); choose another") from error
-    try:  # from here on, what is unfinished in it is ours
-        yield
-    except OSError as error:
-        raise DataError(
-            f"--out {out}: cannot be written ({error.strerror or error}); make room and run the same command again"
-        ) from error
-    finally:
-        for partial in out.glob("*.tmp"):
-            shutil.rmtree(partial) if partial.is_dir() else partial.unlink()
-        for partial in (out / UNFINISHED).glob("*"):
-            if partial.is_dir():  # of a worker that was killed
-                shutil.rmtree(partial, ignore_errors=True)
-            elif partial.suffix == ".tmp":
-                partial.unlink()
-        if not existed and not any(out.iterdir()):
-            out.rmdir()
-        os.close(lock)
-
-
-def already_complete(out: Path, plan: dict[str, Any]) -> Manifest:
+def already_complete(out: OutFolder, plan: dict[str, Any]) -> Manifest:
     """The manifest of a complete folder that was prepared as `plan` says. Raises DataError when it was not."""
-    manifest = PreparedSet(out).manifest
+    manifest = manifests.read_manifest(out.here)
+    sizes = out.sizes()
+    for name, size in _bytes_of_shards(manifest).items():
+        if sizes.get(name) != size:
+            raise DataError(
+                f"--out {out.name}: {name} has {sizes.get(name, 'no')} bytes, the manifest says {size}; delete the "
+                "folder and prepare it again"
+            )
     different = _differences(manifest.settings, plan["settings"])
     if manifest.source["stat"] != plan["stat"]:
         different.append("the source files have changed since")
@@ -525,11 +520,11 @@ def already_complete(out: Path, plan: dict[str, Any]) -> Manifest:
         different.append("an earlier version did not cut long documents, so it has no validation text")
     if different:
         raise DataError(
-            f"--out {out}: it already holds data that was prepared differently: {'; '.join(different)}. "
+            f"--out {out.name}: it already holds data that was prepared differently: {'; '.join(different)}. "
             "Choose another --out, or delete the folder to prepare it anew"
         )
-    shutil.rmtree(out / UNFINISHED, ignore_errors=True)  # a kill between manifest and clean-up leaves it
-    log.info(f"{out}: already complete, nothing to do ({units.count(sum(manifest.tokens.values()))} tokens)")
+    out.remove([UNFINISHED])  # a kill between manifest and clean-up leaves it
+    log.info(f"{out.name}: already complete, nothing to do ({units.count(sum(manifest.tokens.values()))} tokens)")
     return manifest
 
 
@@ -548,41 +543,47 @@ def _short(value: Any) -> str:
     return f"[{', '.join(map(repr, value[:_SHOWN]))} and {units.counted(len(value) - _SHOWN, 'other')}]"
 
 
-def start_or_continue(out: Path, plan: dict[str, Any]) -> dict[str, Any]:
+def start_or_continue(out: OutFolder, plan: dict[str, Any]) -> dict[str, Any]:
     """Leave `out` with `unfinished/plan.json` and nothing in it that belongs to another plan. Returns the plan: that
     of the run that this one continues, with its `moment`, or `plan`."""
-    path = out / UNFINISHED / "plan.json"
+    path, sizes = out.here / PLAN, out.sizes()
     if path.exists():
         before = json.loads(path.read_bytes())
         different = _differences(before["settings"], plan["settings"])
-        done_bytes = sum(shard.lstat().st_size for shard in out.glob("*-*.bin"))
+        done_bytes = sum(sizes[n] for n in _made(sizes) if n.endswith(".bin") and not (out.here / n).is_symlink())
         if different and done_bytes > _SOON_DONE_AGAIN_BYTES:
             raise DataError(
-                f"--out {out}: an unfinished preparation with other settings lies there, {units.size(done_bytes)} of "
-                f"tokens: {'; '.join(different)}. Repeat its settings to finish it, choose another --out, or delete "
+                f"--out {out.name}: an unfinished preparation with other settings lies there, {units.size(done_bytes)} "
+                f"of tokens: {'; '.join(different)}. Repeat its settings to finish it, choose another --out, or delete "
                 "the folder"
             )
+        out.claim()
         if not different and before["stat"] == plan["stat"]:
             return {**plan, **before}
         why = "its settings are others than in" if different else "the source files have changed since"
-        log.info(f"{out}: {why} the last, unfinished run: starting over")
+        log.info(f"{out.name}: {why} the last, unfinished run: starting over")
         clear(out)
-    elif any(entry.suffix != ".tmp" and entry.name != UNFINISHED for entry in out.iterdir()):
-        raise DataError(f"--out {out}: the folder is not empty and not made by `llmtrain prepare`; choose another")
-    (out / UNFINISHED).mkdir(exist_ok=True)
+    elif any(not name.endswith(".tmp") and name.partition("/")[0] != UNFINISHED for name in sizes):
+        raise DataError(f"--out {out.name}: the folder is not empty and not made by `llmtrain prepare`; choose another")
+    (out.here / UNFINISHED).mkdir(exist_ok=True)
+    out.claim()
     replace_file(path, json.dumps(plan).encode())
+    out.show(PLAN)
     return plan
 
 
-def clear(out: Path) -> None:
+def clear(out: OutFolder) -> None:
     """Delete all that `prepare` has made in the folder."""
-    for leftover in (
-        *out.glob("*-*.bin"),
-        *out.glob("*-*.rows"),
-        *out.glob("*.origins.parquet"),
-        out / REJECTED,
-        out / SAMPLE,
-    ):
-        leftover.unlink(missing_ok=True)
-    for folder in (UNFINISHED, "tokenizer"):
-        shutil.rmtree(out / folder, ignore_errors=True)
+    out.remove([*_made(out.sizes()), REJECTED, SAMPLE, "tokenizer", UNFINISHED])
+
+
+def _bytes_of_shards(manifest: Manifest) -> dict[str, int]:
+    width = np.dtype(manifest.dtype).itemsize
+    shards = [shard for split in SPLITS for shard in manifest.shards[split]]
+    return {shard.file: shard.tokens * width if shard.bytes is None else shard.bytes for shard in shards}
+
+
+def _made(names: Iterable[str]) -> list[str]:
+    """The files of shards among those of a folder."""
+    patterns = ("*-*.bin", "*-*.rows", "*.origins.parquet")
+    return [name for name in names if "/" not in name and any(fnmatchcase(name, each) for each in patterns)]

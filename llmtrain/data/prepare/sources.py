@@ -428,19 +428,7 @@ def _kind(path: str, form: str, option: str = "--source") -> Kind:
         return "array"
     if bare.endswith((".jsonl", ".ndjson")) or (bare != name and bare.endswith(".json")):
         return "jsonl"
-    if bare.endswith(".json") and _is_lines(path):
-        return "jsonl"
     return "text"
-
-
-def _is_lines(path: str) -> bool:
-    """Return True if a file begins with a line that is a JSON object of its own, and another one follows."""
-    try:
-        with open(path, "rb") as file:
-            first, _, rest = file.read(1 << 20).removeprefix(BOM).partition(b"\n")
-        return rest.lstrip().startswith(b"{") and isinstance(json.loads(first), dict)
-    except (OSError, ValueError, RecursionError):  # told where it is read
-        return False
 
 
 def _begins(path: str, *signs: bytes) -> bool:
@@ -449,8 +437,8 @@ def _begins(path: str, *signs: bytes) -> bool:
         return False
     try:
         head = inputs.read(path, 0, 4096).removeprefix(BOM).split()
-    except OSError:  # told where it is read
-        return False
+    except OSError as error:
+        raise inputs.cannot_be_read(path, error) from error
     return b"".join(head).startswith(b"".join(signs))
 
 
@@ -548,8 +536,10 @@ def plan_units(
             units.append(Unit(index=first_index + len(units), pieces=tuple(pieces), validation=validation))
         pieces, filled = [], 0
 
-    for file in files:
-        for piece in _split(file, unit_bytes):
+    with ThreadPoolExecutor(8) as threads:  # groups of rows are asked for; Arrow files are read, 16 MiB each at a time
+        cut = threads.map(lambda file: list(_split(file, unit_bytes)), files)
+    for of_file in cut:
+        for piece in of_file:
             alone = piece.kind == "tokens" and piece.bytes >= _MIN_UNIT_BYTES  # a shard in place is of one file
             if alone:
                 close()
@@ -599,7 +589,9 @@ def _row_group_sizes(path: str) -> list[int]:
         with inputs.arrow_file(path, seeking=True) as file:
             metadata = pyarrow.parquet.read_metadata(file)
         return [metadata.row_group(index).total_byte_size for index in range(metadata.num_row_groups)]
-    except (OSError, pyarrow.ArrowException):
+    except (OSError, pyarrow.ArrowException) as error:
+        if inputs.of_the_machine(error):
+            raise inputs.cannot_be_read(path, error) from error
         return []
 
 
@@ -609,7 +601,9 @@ def _batch_sizes(path: str) -> list[int]:
     try:
         with inputs.arrow_file(path, seeking=False) as stream:
             return [batch.nbytes for batch in pyarrow.ipc.open_stream(stream)]
-    except (OSError, pyarrow.ArrowException):
+    except (OSError, pyarrow.ArrowException) as error:
+        if inputs.of_the_machine(error):
+            raise inputs.cannot_be_read(path, error) from error
         return []
 
 

@@ -14,6 +14,7 @@ import queue
 import shutil
 import socket
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -31,7 +32,8 @@ from llmtrain.data.chat.conversation import RefusedError
 from llmtrain.data.chat.encoder import ChatEncoder, ChatOptions, Row, kept
 from llmtrain.data.manifest import SPLITS, Split
 from llmtrain.data.origins import write_origins
-from llmtrain.data.prepare import plugin_source, token_corpora
+from llmtrain.data.prepare import out_folder, plugin_source, token_corpora
+from llmtrain.data.prepare.out_folder import HELD_OUT, UNFINISHED
 from llmtrain.data.prepare.questions import ChoiceEncoder
 from llmtrain.data.prepare.records import Document, Lines, Rejection, read_piece, reject
 from llmtrain.data.prepare.settings import draw, parts
@@ -41,7 +43,6 @@ from llmtrain.data.shards import CHOICE, JUDGED, rows_path
 from llmtrain.data.tokenize import Encoder
 from llmtrain.storage.object_store import is_url
 
-UNFINISHED = "unfinished"
 _BATCH_BYTES = 1 << 19  # text encoded in one call: enough to amortise it, little enough to stay flat
 _BATCH_DOCUMENTS = 256
 
@@ -51,13 +52,18 @@ class WorkerSettings:
     """Settings that every unit is processed with."""
 
     out: str
+    here: str
+    """Folder of this host with the plan and the tokenizer: `out`, or a copy of what a store has (out_folder.py)."""
+    owner: str = ""
+    """Claim of a folder in a store."""
     field: str
     max_document_bytes: int
     validation_fraction: float
     cut_bytes: int
     """A document above this size is cut for the split (prepare/settings.py)."""
     held_out: str | None = None
-    """File that `write_held_out` wrote: the documents of --validation-source, which no unit for training may hold."""
+    """File in `here` that `write_held_out` wrote: the documents of --validation-source, which no unit for training may
+    hold."""
     reject_limit: int
     """Give a unit up after this many rejections: the run will stop anyway, and the list must not fill the memory."""
     chat: ChatOptions | None = None
@@ -78,28 +84,27 @@ class WorkerSettings:
         return WorkerSettings(**{**values, "chat": None if chat is None else ChatOptions(**chat)})
 
 
-def unit_record_path(out: Path, index: int) -> Path:
-    return out / UNFINISHED / f"unit-{index:05d}.json"
+def record_name(index: int) -> str:
+    return f"{UNFINISHED}/unit-{index:05d}.json"
 
 
-def _hashes_path(out: Path, index: int) -> Path:
-    return out / UNFINISHED / f"unit-{index:05d}.hashes"
+def hashes_name(index: int) -> str:
+    return f"{UNFINISHED}/unit-{index:05d}.hashes"
 
 
-def write_held_out(out: Path, units: Iterable[int]) -> str:
-    """Gather what these finished units for validation hold into one file, [2, documents] uint64; returns its path."""
-    hashes = b"".join(_hashes_path(out, index).read_bytes() for index in units)
+def write_held_out(here: Path, units: Iterable[int]) -> str:
+    """Gather what these finished units for validation hold into one file, [2, documents] uint64; returns its name."""
+    hashes = b"".join((here / hashes_name(index)).read_bytes() for index in units)
     high, low = np.frombuffer(hashes, dtype=">u8").reshape(-1, 2).T.astype(np.uint64)
     order = np.argsort(high)
-    path = out / UNFINISHED / "held_out.npy"
-    np.save(path, np.stack([high[order], low[order]]))
-    return str(path)
+    np.save(here / HELD_OUT, np.stack([high[order], low[order]]))
+    return HELD_OUT
 
 
 class _HeldOut:
     """Hashes of 128 bits, in a file that all workers map."""
 
-    def __init__(self, path: str | None) -> None:
+    def __init__(self, path: Path | None) -> None:
         table: np.ndarray = np.empty((2, 0), np.uint64) if path is None else np.load(path, mmap_mode="r")
         self._high, self._low = table
 
@@ -223,11 +228,11 @@ def process_unit(
 
     Raises DataError, leaving nothing behind, when the output cannot be written.
     """
-    out = Path(settings.out)
-    own = out / UNFINISHED / f"{socket.gethostname()}-{os.getpid()}"
+    folder = out_folder.opened(settings.out, settings.here, settings.owner)
+    own = folder.here / UNFINISHED / f"{socket.gethostname()}-{os.getpid()}"
     writers: dict[str, _ShardWriter] = {}
     try:
-        own.mkdir(parents=True, exist_ok=True)
+        (own / UNFINISHED).mkdir(parents=True, exist_ok=True)
         for split in SPLITS:
             writers[split] = _ShardWriter(own / f"{split}-{unit.index:05d}.bin", settings.chat)
         too_long = 0 if isinstance(encoder, Encoder) else encoder.too_long
@@ -251,19 +256,20 @@ def process_unit(
             record["too_long"] = encoder.too_long - too_long
             record["dated"] = encoder.dated
             record["sample"] = written.sample
-        for path in own.iterdir():
-            if not path.name.endswith(".tmp"):
-                path.replace(out / path.name)
         if unit.validation:
-            replace_file(own / "hashes", bytes(written.hashes))
-            (own / "hashes").replace(_hashes_path(out, unit.index))
-        replace_file(own / "record", json.dumps(record).encode())
-        (own / "record").replace(unit_record_path(out, unit.index))
+            replace_file(own / hashes_name(unit.index), bytes(written.hashes))
+        replace_file(own / record_name(unit.index), json.dumps(record).encode())
+        folder.take(own)
         return record
     except OSError as error:
+        remedy = (
+            f"make room in {tempfile.gettempdir()}, or check the store's credentials and the network"
+            if is_url(settings.out)
+            else "make room (or correct the folder)"
+        )
         raise DataError(
             f"{settings.out}: shard {unit.index} cannot be written ({error.strerror or error}); it was removed and the "
-            "finished shards are kept: make room (or correct the folder) and run the same command again"
+            f"finished shards are kept: {remedy} and run the same command again"
         ) from error
     finally:
         for writer in writers.values():
@@ -279,7 +285,7 @@ def _write_documents(
     progress: Callable[[int], None],
 ) -> _Written:
     written = _Written()
-    held_out = _HeldOut(settings.held_out)
+    held_out = _HeldOut(Path(settings.here, settings.held_out) if settings.held_out else None)
     whole = not isinstance(encoder, Encoder)  # records are read whole, and what is trained decides their side
     separator = encoder.separator_id if settings.chat is None and isinstance(encoder, Encoder | TokenEncoder) else None
     batch: list[tuple[int, Document, Split, str]] = []
@@ -388,8 +394,7 @@ def _write_tokens(
     if len(borders) < 2:
         return
     ids = file.ids[borders[0] : borders[-1]]
-    if wrong := encoder.outside(ids, int(borders[0])):
-        raise DataError(f"{piece.label}: {wrong}")
+    encoder.check(ids, piece.label, int(borders[0]))
     ends = borders[1:] - borders[0]
     full = np.diff(borders) > 0
     separated = bool(full.all() and (ids[ends - 1] == encoder.separator_id).all())
@@ -399,21 +404,22 @@ def _write_tokens(
     if as_it_is and not _any_held_out(ids, starts, ends, settings, held_out):
         held = int((borders[:-1] >= len(file.ids) * (1 - settings.validation_fraction)).sum())
         begin = (file.begin or 0) + int(borders[0]) * ids.dtype.itemsize
-        written.in_place = _as_they_lie(unit, ids, borders, held, begin, writers["train"].path.parent)
+        link = not is_url(piece.path) and not is_url(settings.out)
+        written.in_place = _as_they_lie(unit, ids, borders, held, begin, writers["train"].path.parent, link=link)
         written.content = xxhash.xxh3_128_intdigest(ids.data)
         return
     chosen: dict[str, list[Row]] = {split: [] for split in SPLITS}
     origins: dict[str, list[tuple[int, int]]] = {split: [] for split in SPLITS}
-    for first, start, end in zip(borders[:-1].tolist(), starts.tolist(), ends.tolist(), strict=True):
+    for number, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
         row = encoder.row(ids[start:end])
         data = row.ids.tobytes()
         written.content = (written.content + xxhash.xxh3_128_intdigest(data)) % (1 << 128)
         if not len(row.ids):
-            written.rejected.append(Rejection(piece.label, "token", first, "empty document"))
+            written.rejected.append(Rejection(piece.label, "row", number, "empty document"))
             continue
         for split, _ in _sides(unit, "", data, settings, held_out, written):
             chosen[split].append(row)
-            origins[split].append((place, first))
+            origins[split].append((place, int(borders[number])))
     for split in SPLITS:
         writers[split].write(chosen[split], origins[split], None if settings.chat else encoder.separator_id)
 
@@ -429,9 +435,9 @@ def _any_held_out(
 
 
 def _as_they_lie(
-    unit: Unit, ids: np.ndarray, borders: np.ndarray, held: int, begin: int, out: Path
+    unit: Unit, ids: np.ndarray, borders: np.ndarray, held: int, begin: int, out: Path, *, link: bool
 ) -> dict[Split, dict[str, Any] | None]:
-    """The manifest's entries of a unit of one piece, and for each a link to its file; of a file in a store a copy.
+    """The manifest's entries of a unit of one piece, and for each a link to its file; where that cannot be, a copy.
 
     `borders`: of the documents, in tokens of the file, where `ids` begin at the first. `held`: how many documents, the
     last ones, are for validation. `begin`: bytes of the file before the first id.
@@ -447,7 +453,7 @@ def _as_they_lie(
         if high > low:
             nothing = np.zeros(high - low, np.int64)
             write_origins(path, np.diff(borders[low : high + 1]), [piece.origin], nothing, borders[low:high])
-            if is_url(piece.path):
+            if not link:
                 with open(path, "wb") as stream:
                     ids[first:last].tofile(stream)
                     os.fsync(stream.fileno())
@@ -504,7 +510,7 @@ def main() -> None:
 
     jobs = _jobs_from(sys.stdin)
     settings = WorkerSettings.from_dict(json.loads(jobs.get()))
-    folder = Path(settings.out) / "tokenizer"
+    folder = Path(settings.here) / "tokenizer"
     try:
         plugin_source.use(settings.plugins, settings.fields)
         encoder = encoder_of(folder, settings)

@@ -112,7 +112,7 @@ def test_the_books_of_many_units_cost_little(reference: Path, tmp_path: Path, mo
                 split: {"file": f"{split}-{unit.index:05d}.bin", "tokens": 9, "documents": 2, "xxh3": "0" * 16}
                 for split in ("train", "validation")
             }
-            more[-1](unit, {"shards": shards, "rejected": [], "content": "0", "newlines": [[1, True]]})
+            more[-1](unit, {"shards": shards, "rejected": [], "content": "0", "lines": 1})
 
     monkeypatch.setattr(pools, "run_units", run_units)
     began = time.process_time()

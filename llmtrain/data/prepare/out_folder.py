@@ -1,0 +1,268 @@
+"""The folder that `llmtrain prepare` fills: one of this host (and of those that share it), or one in an object store.
+
+Of one in a store, all but the shards has a copy in a scratch folder of each host that works for it, among its temporary
+files. A shard is written there, uploaded when it is whole, and removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import socket
+import stat
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
+
+import xxhash
+
+from llmtrain.base.errors import DataError
+from llmtrain.base.files import lock_folder
+from llmtrain.base.redact import redact_text
+from llmtrain.data import manifest as manifests
+from llmtrain.data.chat.encoder import NAME as SAMPLE
+from llmtrain.data.prepare.inputs import AT_ONCE
+from llmtrain.storage.object_store import Store, StoreError, is_url, problem_of
+
+UNFINISHED = "unfinished"
+PLAN = f"{UNFINISHED}/plan.json"
+HELD_OUT = f"{UNFINISHED}/held_out.npy"
+REJECTED = "rejected.jsonl"
+_OWNER = f"{UNFINISHED}/owner"
+_HOSTS = 64
+"""Scratch folders of one preparation on one host: of workers that seemed lost, and of those that came after them."""
+
+
+class OutFolder:
+    """A folder of this host: what is written in it is where it is to be."""
+
+    owner = ""
+
+    def __init__(self, path: Path) -> None:
+        self.name = str(path)
+        self.here = path
+        """Where the plan, the tokenizer and the like are read and written."""
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Only one `prepare` in a folder. The lock is on the folder itself, so a killed process leaves none behind.
+
+        Raises DataError: another is at work in it, or it cannot be written.
+        """
+        out = self.here
+        existed = out.exists()
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            lock = lock_folder(out)
+        except BlockingIOError as error:
+            raise DataError(f"--out {out}: another `llmtrain prepare` is at work in it; wait for it") from error
+        except OSError as error:
+            raise DataError(f"--out {out}: cannot be made a folder ({error.strerror}); choose another") from error
+        try:  # from here on, what is unfinished in it is ours
+            yield
+        except OSError as error:
+            raise DataError(
+                f"--out {out}: cannot be written ({error.strerror or error}); make room and run the same command again"
+            ) from error
+        finally:
+            for partial in out.glob("*.tmp"):
+                shutil.rmtree(partial) if partial.is_dir() else partial.unlink()
+            for partial in (out / UNFINISHED).glob("*"):
+                if partial.is_dir():  # of a worker that was killed
+                    shutil.rmtree(partial, ignore_errors=True)
+                elif partial.suffix == ".tmp":
+                    partial.unlink()
+            if not existed and not any(out.iterdir()):
+                out.rmdir()
+            os.close(lock)
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of all files, by name; of a link those of the file that it leads to. May hold folders."""
+        return {entry.name: entry.stat().st_size if entry.exists() else 0 for entry in self.here.iterdir()}
+
+    def claim(self) -> None:
+        """Make all that works on the folder for an earlier command end."""
+
+    def refuse_taken(self, sizes: Mapping[str, int] = MappingProxyType({})) -> None:
+        """Raise DataError if a later command has claimed the folder, or if files in it, by their bytes, are no more as
+        this one has written them."""
+
+    def show(self, *names: str) -> None:
+        """Let other hosts and later commands see these files, or folders, of `here`."""
+
+    def bring(self, names: Iterable[str]) -> None:
+        """Have these files in `here`."""
+
+    def take(self, own: Path) -> None:
+        """Move the files of a unit from the worker's own folder; the record, which says that it is done, at last."""
+        for name in _of_unit(own):
+            (own / name).replace(self.here / name)
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Delete files, or folders, that may be there."""
+        for path in (self.here / name for name in names):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+
+
+def _of_unit(own: Path) -> list[str]:
+    """Names of the whole files of a unit: shards, hashes, record."""
+    files = [path for path in own.rglob("*") if path.is_symlink() or path.is_file()]
+    files.sort(key=lambda path: (path.parent != own, path.suffix == ".json", path.name))
+    return [str(path.relative_to(own)) for path in files if path.suffix != ".tmp"]
+
+
+class StoredFolder(OutFolder):
+    """A folder in an object store, by URL.
+
+    Stores have no locks: a command claims the folder, and those that had it before end when they would next write a
+    shard. One that comes later with the same settings and sources makes the same bytes.
+    """
+
+    def __init__(self, url: str, here: Path = Path(), owner: str = "") -> None:
+        """`here`, `owner`: of the command that holds the folder, for its workers. Raises StoreError."""
+        self.name = url.rstrip("/")
+        self.here = here
+        self.owner = owner or secrets.token_hex(8)
+        self._store = Store(self.name)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Raises DataError: another command of this host is at work in it, or the store cannot be used."""
+        try:
+            with _scratch(self.name, "command", 1) as self.here:
+                files = self._store.files()
+                wanted = [name for name in files if name in (manifests.NAME, REJECTED, SAMPLE)]
+                wanted += [name for name in files if name.startswith(f"{UNFINISHED}/") and name.endswith(".json")]
+                self.bring([*wanted, *_tokenizer(files)])
+                yield
+        except BlockingIOError as error:
+            raise DataError(f"--out {self.name}: another `llmtrain prepare` is at work in it; wait for it") from error
+        except OSError as error:
+            raise DataError(
+                f"--out {self.name}: cannot be used ({error.strerror or error}); check the URL, the store's "
+                f"credentials on this host, the network and the room in {tempfile.gettempdir()} (TMPDIR), and run the "
+                "same command again: finished shards are kept"
+            ) from error
+
+    def sizes(self) -> dict[str, int]:
+        return {name: stored.bytes for name, stored in self._store.files().items() if name}
+
+    def claim(self) -> None:
+        self._store.write(self.owner.encode(), _OWNER)
+
+    def refuse_taken(self, sizes: Mapping[str, int] = MappingProxyType({})) -> None:
+        try:
+            owner = self._store.read(_OWNER).decode()
+        except FileNotFoundError:  # the later one has ended, or has cleared the folder
+            owner = ""
+        if owner != self.owner:
+            raise DataError(
+                f"--out {self.name}: another `llmtrain prepare` has begun to work in it, and this one ends; let one of "
+                "them run"
+            )
+        there = self.sizes() if sizes else {}
+        if wrong := [name for name, size in sizes.items() if there.get(name) != size]:
+            raise DataError(
+                f"--out {self.name}: {wrong[0]} is no more as it was written; run the same command again, which makes "
+                "it anew"
+            )
+
+    def show(self, *names: str) -> None:
+        for name in names:
+            path = self.here / name
+            files = [name] if path.is_file() else _tokenizer(map(str, _below(self.here, path)))
+            for each in files:
+                self._store.put(self.here / each, each)
+
+    def bring(self, names: Iterable[str]) -> None:
+        def one(name: str) -> None:
+            (self.here / name).parent.mkdir(parents=True, exist_ok=True)
+            self._store.get(name, self.here / name)
+
+        with ThreadPoolExecutor(AT_ONCE) as threads:
+            list(threads.map(one, [name for name in names if not (self.here / name).exists()]))
+
+    def take(self, own: Path) -> None:
+        self.refuse_taken()
+        for name in _of_unit(own):
+            self._store.put(own / name, name)
+            (own / name).unlink()
+
+    def remove(self, names: Iterable[str]) -> None:
+        gone = list(names)
+        super().remove(gone)
+        below = [name for name in self._store.files() if any(name == n or name.startswith(f"{n}/") for n in gone)]
+        # Without its plan, what is left of a preparation would be taken for a stranger's.
+        self._store.remove([name for name in below if name != PLAN])
+        self._store.remove([name for name in below if name == PLAN])
+
+
+def _below(root: Path, folder: Path) -> list[Path]:
+    return [path.relative_to(root) for path in sorted(folder.rglob("*")) if path.is_file()]
+
+
+def _tokenizer(names: Iterable[str]) -> list[str]:
+    """The tokenizer's files, of which the one without which it counts as not there is the last; none without it."""
+    last = "tokenizer/tokenizer.json"
+    found = [name for name in names if name.startswith("tokenizer/")]
+    return [*(name for name in found if name != last), last] if last in found else []
+
+
+def opened(out: str, here: str = "", owner: str = "") -> OutFolder:
+    """What --out names. `here`, `owner`: as `StoredFolder` has them. Raises DataError: the URL is wrong, or the store
+    cannot be used."""
+    if not is_url(out):
+        return OutFolder(Path(out))
+    if (problem := problem_of(out, writes=True)) is not None:
+        raise DataError(f"--out {redact_text(out)}: {problem[0]}; {problem[1]}")
+    try:
+        return StoredFolder(out, Path(here), owner)
+    except StoreError as error:
+        raise DataError(f"--out {out}: cannot be used ({error}); check the URL and the store's settings") from None
+
+
+@contextmanager
+def seen(out: str) -> Iterator[Path]:
+    """The plan, the tokenizer and what is held out, for the workers of another host. Raises: OSError, DataError."""
+    folder = opened(out)
+    if not isinstance(folder, StoredFolder):
+        yield folder.here
+        return
+    with _scratch(folder.name, "workers", _HOSTS) as folder.here:
+        files = folder.sizes()
+        folder.bring([*(name for name in (PLAN, HELD_OUT) if name in files), *_tokenizer(files)])
+        yield folder.here
+
+
+@contextmanager
+def _scratch(url: str, role: str, places: int) -> Iterator[Path]:
+    """An empty folder of this host that goes with the process, or is emptied by the next one. Raises: OSError;
+    BlockingIOError: all places are held."""
+    name = f"llmtrain-prepare-{os.getuid()}-{socket.gethostname()}-{xxhash.xxh3_64_hexdigest(url.encode())}-{role}"
+    for place in range(places):
+        path = Path(tempfile.gettempdir(), f"{name}-{place}")
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        found = path.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():  # a stranger's link, perhaps to our files
+            raise PermissionError(f"{path} is not ours; set TMPDIR")
+        with contextlib.suppress(BlockingIOError):
+            lock = lock_folder(path)
+            break
+    else:
+        raise BlockingIOError
+    try:
+        for left in path.iterdir():
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)
