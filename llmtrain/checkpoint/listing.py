@@ -38,7 +38,8 @@ _LEFTOVER = re.compile(r"step-[0-9]{8,18}.*\.(tmp|trash|damaged)")
 class Row:
     """One folder in a run's checkpoints/."""
 
-    path: Path
+    path: Path | str
+    """Folder, or URL."""
     state: str
     """complete, part (what else belongs to it is on other hosts, or gone), damaged, incomplete, tmp, trash or set
     aside."""

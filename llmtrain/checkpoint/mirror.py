@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,19 +44,24 @@ _LAST_TRIES = 3
 class Mirrored:
     """Checkpoints in an object store."""
 
-    def __init__(self, url: str) -> None:
-        """Raises StoreError, as all methods do."""
-        self.store = Store(url, again=False)  # the caller tries again
+    def __init__(self, url: str, *, again: bool = False) -> None:
+        """`again`: as of `Store`; without, the caller tries again. Raises StoreError, as all methods do."""
+        self.store = Store(url, again=again)
 
     def complete(self) -> dict[int, bytes]:
         """The complete checkpoints: step -> manifest, newest first."""
         sizes: dict[int, dict[str, int]] = {}
-        for path, stored in self.store.files().items():
-            folder, _, name = path.rpartition("/")
-            if (step := step_of(Path(folder))) is not None:
-                sizes.setdefault(step, {})[name] = stored.bytes
+        for step, name, size in self._files():
+            sizes.setdefault(step, {})[name] = size
         found = {step: self._manifest(step, sizes[step]) for step in sorted(sizes, reverse=True)}
         return {step: manifest for step, manifest in found.items() if manifest is not None}
+
+    def _files(self) -> Iterator[tuple[int, str, int]]:
+        """(step, name, bytes) of each file of a checkpoint. What lies deeper is another run's, whose URL goes on."""
+        for path, stored in self.store.files().items():
+            folder, _, name = path.rpartition("/")
+            if "/" not in folder and (step := step_of(Path(folder))) is not None:
+                yield step, name, stored.bytes
 
     def _manifest(self, step: int, sizes: dict[str, int]) -> bytes | None:
         """The manifest of a step of which all files are there."""
@@ -105,13 +110,13 @@ class Mirrored:
     def drop(self, chosen: Callable[[int], bool]) -> None:
         """Delete what is there of the chosen steps."""
         there: dict[int, list[str]] = {}
-        for path in self.store.files():
-            if (step := step_of(Path(path).parent)) is not None and chosen(step):
-                there.setdefault(step, []).append(path)
-        for step, paths in there.items():
+        for step, name, _ in self._files():
+            if chosen(step):
+                there.setdefault(step, []).append(name)
+        for step, names in there.items():
             # The manifest first: a deletion that ends early leaves nothing that seems whole.
             self.store.remove([_name(step, MANIFEST)])
-            self.store.remove([path for path in paths if not path.endswith(f"/{MANIFEST}")])
+            self.store.remove([_name(step, name) for name in names if name != MANIFEST])
 
 
 def _run_id(trainer: Any) -> str | None:
@@ -156,11 +161,20 @@ def refuse_other(url: str, checkpoints: Path, *, continues: bool) -> None:
         )
 
 
-def fetch_newest(url: str, checkpoints: Path, beat: Callable[[], None]) -> Path | None:
+def _run_dir(trainer: Any) -> Any:
+    """The run folder that a checkpoint was written for; None: it does not tell."""
+    for key in ("run", "train", "run_dir"):
+        trainer = trainer.get(key) if isinstance(trainer, dict) else None
+    return trainer
+
+
+def fetch_newest(url: str, checkpoints: Path, run_dir: str, beat: Callable[[], None]) -> Path | None:
     """Fetch the newest whole checkpoint into an empty folder of checkpoints; None: the store has none.
 
-    Its checksums are compared before it counts. Raises CheckpointError: the store cannot be read, or none is intact.
+    Its checksums are compared before it counts. Raises CheckpointError: the store cannot be read, none is intact, or it
+    is of a run whose folder has another name than `run_dir`.
     """
+    written_for: Any = None
     try:
         store = Mirrored(url)
         steps = list(store.complete())
@@ -169,14 +183,23 @@ def fetch_newest(url: str, checkpoints: Path, beat: Callable[[], None]) -> Path 
             shutil.rmtree(partial, ignore_errors=True)
             store.get(step, partial, beat)
             beat()
-            if not verify(partial):
+            whole = not verify(partial)
+            written_for = _run_dir(read_trainer(partial)) if whole else None
+            if whole and Path(str(written_for or run_dir)).name == Path(run_dir).name:
                 return partial.rename(step_folder(checkpoints, step))
             shutil.rmtree(partial)
+            if whole:
+                break
     except Exception as error:  # each driver has its own
         raise CheckpointError(
             f"checkpoint.mirror {redact_text(url)}: cannot be read ({short(error)}); correct address or access, or "
             "leave it out to begin anew"
         ) from error
+    if written_for is not None:
+        raise CheckpointError(
+            f"checkpoint.mirror {redact_text(url)}: it holds checkpoints of the run {written_for}, and this one is "
+            f"{run_dir}. Give each run an address of its own; to go on with that one, give train.run_dir its name"
+        )
     if steps:
         raise CheckpointError(
             f"checkpoint.mirror {redact_text(url)}: none of its {len(steps)} checkpoints has the contents that its "

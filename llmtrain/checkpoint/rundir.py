@@ -21,6 +21,7 @@ from llmtrain.checkpoint.retain import leftovers, remove
 from llmtrain.config.run import RunConfig
 from llmtrain.engine.dist.control import from_all, from_rank_0, together
 from llmtrain.engine.dist.ranks import Ranks
+from llmtrain.storage.object_store import is_url
 
 
 class RunDirectory:
@@ -227,5 +228,6 @@ def _read(mark: Path) -> int | None:
 
 
 def origin(run: RunConfig) -> dict[str, Any]:
-    """Record of the path that a run starts from."""
-    return {"path": str(Path(run.resume).resolve()), "weights_only": run.resume_weights_only}
+    """Record of the path or URL that a run starts from."""
+    path = run.resume if is_url(run.resume) else str(Path(run.resume).resolve())
+    return {"path": path, "weights_only": run.resume_weights_only}

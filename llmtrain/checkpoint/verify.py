@@ -39,11 +39,17 @@ _NAMED = 5  # damaged tensors of a file that are named
 _RANK_FILE = re.compile(r"rank-([0-9]+)\.safetensors")
 
 
-def verify(folder: Path, *, whole: bool = True) -> list[str]:
+def verify(
+    folder: Path,
+    *,
+    whole: bool = True,
+    filled: Callable[[Path], contextlib.AbstractContextManager[None]] = lambda path: contextlib.nullcontext(),
+) -> list[str]:
     """Faults of a checkpoint, one line each; none when it is intact. Reads every byte, on all cores.
 
     Frozen parameters that it leaves out are none of its bytes: see `verify_frozen`.
-    Not `whole`: files that other hosts have in folders of their own may be missing.
+    Not `whole`: files that other hosts have in folders of their own may be missing. `filled`: within it a file has its
+    contents; before, its size.
     """
     try:
         manifest = Manifest.read(folder)
@@ -52,7 +58,7 @@ def verify(folder: Path, *, whole: bool = True) -> list[str]:
     files = sorted(manifest.files.keys() - (set() if whole else manifest.elsewhere(folder).keys()))
     total = sum(manifest.files[name].bytes for name in files)
     with Progress(f"verifying {folder.name}", total) as bar, ThreadPoolExecutor(os.cpu_count()) as pool:
-        jobs = {name: pool.submit(_verify_file, folder, name, manifest, bar.advance) for name in files}
+        jobs = {name: pool.submit(_verify_file, folder, name, manifest, bar.advance, filled) for name in files}
         wrong = {name: found for name, job in jobs.items() if (found := job.result())}
     lines = [f"{_label(name)}: {text}" for name, text in wrong.items()]
     if len(wrong) == len(files) > 1 and all((folder / name).exists() for name in wrong):
@@ -109,17 +115,24 @@ def _label(file: str) -> str:
     return f"{file} (rank {int(match[1])})" if match else file
 
 
-def _verify_file(folder: Path, name: str, manifest: Manifest, advance: Callable[[int], None]) -> str:
+def _verify_file(
+    folder: Path,
+    name: str,
+    manifest: Manifest,
+    advance: Callable[[int], None],
+    filled: Callable[[Path], contextlib.AbstractContextManager[None]],
+) -> str:
     """The fault of a file; empty when it has none."""
     entry = manifest.files[name]
     found = problems(folder, manifest, [name], contents=False)
     if found:
         return found[0].removeprefix(name).lstrip(": ")
     try:
-        intact = hash_file(folder / name, advance) == entry.xxh3
-        if not entry.pieces:
-            return "" if intact else "its contents differ from the manifest"
-        return _wrong_pieces(folder / name, entry, intact)
+        with filled(folder / name):
+            intact = hash_file(folder / name, advance) == entry.xxh3
+            if not entry.pieces:
+                return "" if intact else "its contents differ from the manifest"
+            return _wrong_pieces(folder / name, entry, intact)
     except OSError as error:
         return f"it cannot be read: {error.strerror}"
     except TensorFileError as error:

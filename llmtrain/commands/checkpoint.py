@@ -9,7 +9,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,12 +23,19 @@ from llmtrain.storage.object_store import is_url
 if TYPE_CHECKING:
     from llmtrain.checkpoint.hf.proofs import Report
 
-_PATH: dict[str, Any] = {"type": Path, "help": "run folder, a checkpoint's folder, or RUN/step-N"}
+_PATH: dict[str, Any] = {"help": "run folder, a checkpoint's folder, RUN/step-N, or a URL of one of them"}
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 
 
 def _ls(args: argparse.Namespace) -> int:
-    found = rows(args.path)
+    if is_url(args.path):
+        from llmtrain.checkpoint.remote import Remote
+
+        remote = Remote(args.path)
+        with remote.outline() as outline:
+            found = [replace(row, path=f"{remote.url}/{Path(row.path).name}") for row in rows(outline)]
+    else:
+        found = rows(Path(args.path))
     if args.json:
         print(json.dumps([{**asdict(row), "path": str(row.path)} for row in found], indent=1))
     else:
@@ -40,18 +47,33 @@ def _verify(args: argparse.Namespace) -> int:
     from llmtrain.checkpoint.verify import verify, verify_frozen
 
     bad = False
-    for folder in step_folders(args.path) or find_checkpoints(args.path):
-        wrong, changed = verify(folder), verify_frozen(folder)
+
+    def tell(folder: Path, shown: str, wrong: list[str]) -> None:
+        nonlocal bad
+        changed = verify_frozen(folder)
         bad = bad or bool(wrong or changed)
         found = "DAMAGED" if wrong else "intact, without its frozen parameters" if changed else "intact"
-        log.put("\n  ".join([f"{folder}  {found}", *wrong, *changed]))
+        log.put("\n  ".join([f"{shown}  {found}", *wrong, *changed]))
+
+    if is_url(args.path):
+        from llmtrain.checkpoint.remote import Remote
+
+        remote = Remote(args.path)
+        with remote.outline() as outline:
+            for folder in step_folders(outline) or find_checkpoints(outline):
+                tell(folder, f"{remote.url}/{folder.name}", verify(folder, filled=remote.filled))
+    else:
+        path = Path(args.path)
+        for folder in step_folders(path) or find_checkpoints(path):
+            tell(folder, str(folder), verify(folder))
     return 1 if bad else 0
 
 
 def _diff(args: argparse.Namespace) -> int:
     from llmtrain.checkpoint.diff import diff
+    from llmtrain.checkpoint.remote import checkpoints_at
 
-    lines, equal = diff(find_checkpoints(args.a)[0], find_checkpoints(args.b)[0])
+    lines, equal = diff(checkpoints_at(args.a)[0], checkpoints_at(args.b)[0])
     log.put("\n".join(lines))
     return 0 if equal else 1
 
@@ -66,8 +88,9 @@ def _prune(args: argparse.Namespace) -> int:
 
 def _average(args: argparse.Namespace) -> int:
     from llmtrain.checkpoint.average import average
+    from llmtrain.checkpoint.remote import checkpoints_at
 
-    found = [folder for path in args.sources for folder in find_checkpoints(path)[: args.last or 1]]
+    found = [folder for path in args.sources for folder in checkpoints_at(path, args.last or 1)]
     if args.last is not None and len(found) != args.last * len(args.sources):
         raise CheckpointError(f"--last {args.last}: only {len(found)} checkpoints are there (checkpoint.keep).")
     log.put("\n".join(average(found, args.out)))
@@ -76,6 +99,7 @@ def _average(args: argparse.Namespace) -> int:
 
 def _to_hf(args: argparse.Namespace) -> int:
     from llmtrain.checkpoint.hf.exporting import MARK, export_hf
+    from llmtrain.checkpoint.remote import checkpoints_at
     from llmtrain.storage.hub.transfer import check_push, push
 
     if args.push is not None:
@@ -105,8 +129,11 @@ def _to_hf(args: argparse.Namespace) -> int:
             return export_to_store(checkpoint, args.out, partial(export, checkpoint))
         return export(checkpoint, Path(args.out))
 
+    def best(run: Path) -> list[Path]:
+        return [best_checkpoint(run)]
+
     found, report = read_while_there(
-        lambda: best_checkpoint(args.path) if args.best else find_checkpoints(args.path)[0], to_its_place
+        lambda: checkpoints_at(args.path, find=best if args.best else find_checkpoints)[0], to_its_place
     )
     log.put("\n".join(report.lines))
     if args.push is not None:
@@ -120,7 +147,7 @@ def _from_hf(args: argparse.Namespace) -> int:
     from llmtrain.checkpoint.hf.from_hf import import_hf
     from llmtrain.storage.hub.transfer import model_folder
 
-    folder = model_folder(str(args.folder), asked_by="from-hf")
+    folder = model_folder(args.folder, asked_by="from-hf")
     report = import_hf(folder, args.out, check=args.check, trust_remote_code=args.trust_remote_code)
     log.put("\n".join(report.lines))
     return 0
@@ -138,8 +165,9 @@ def _from_deepspeed(args: argparse.Namespace) -> int:
 
 def _to_deepspeed_universal(args: argparse.Namespace) -> int:
     from llmtrain.checkpoint.native.universal import export_universal
+    from llmtrain.checkpoint.remote import checkpoints_at
 
-    log.put("\n".join(export_universal(find_checkpoints(args.path)[0], args.out)))
+    log.put("\n".join(export_universal(checkpoints_at(args.path)[0], args.out)))
     return 0
 
 
@@ -153,6 +181,13 @@ def size_bytes(text: str) -> int:
     return value
 
 
+def _local(text: str) -> Path:
+    """A path of this host: argparse's type of what no URL may name."""
+    if is_url(text):
+        raise argparse.ArgumentTypeError(f"{text} is a URL, and this is a folder of this host")
+    return Path(text)
+
+
 def _lookers(add: Callable[..., argparse.ArgumentParser]) -> None:
     ls = add("ls", _ls, "step, tokens, size, layout, age and state of each checkpoint")
     ls.add_argument("path", **_PATH)
@@ -163,7 +198,7 @@ def _lookers(add: Callable[..., argparse.ArgumentParser]) -> None:
     diff.add_argument("a", **_PATH)
     diff.add_argument("b", **_PATH)
     prune = add("prune", _prune, "delete all but the newest good checkpoints, and the leftovers of killed processes")
-    prune.add_argument("run_folder", metavar="run", type=Path, help="run folder")
+    prune.add_argument("run_folder", metavar="run", type=_local, help="run folder")
     prune.add_argument("--keep", type=int, required=True, metavar="N", help="how many of the newest good ones stay")
     prune.add_argument("--dry-run", action="store_true", help="show what would be deleted, delete nothing")
 
@@ -174,7 +209,7 @@ def _converters(add: Callable[..., argparse.ArgumentParser]) -> None:
     average.add_argument(
         "--last", type=int, metavar="K", help="of each run the newest K checkpoints, not the newest one"
     )
-    average.add_argument("out", type=Path, help="new folder for OUT/checkpoints/step-N")
+    average.add_argument("out", type=_local, help="new folder for OUT/checkpoints/step-N")
     to_hf = add("to-hf", _to_hf, "write a checkpoint as a Hugging Face folder")
     to_hf.add_argument("path", **_PATH)
     to_hf.add_argument("out", help="folder to write, or a URL such as s3://bucket/model")
@@ -188,8 +223,8 @@ def _converters(add: Callable[..., argparse.ArgumentParser]) -> None:
     to_hf.add_argument("--push", metavar="ORG/NAME", help="publish the folder on the Hub (token: HF_TOKEN), privately")
     to_hf.add_argument("--public", action="store_true", help="a repository that --push makes is public")
     from_hf = add("from-hf", _from_hf, "make a checkpoint of parameters alone from a Hugging Face folder")
-    from_hf.add_argument("folder", type=Path, help="Hugging Face model folder, or ORG/NAME on the Hub")
-    from_hf.add_argument("out", type=Path, help="new folder for OUT/checkpoints/step-00000000")
+    from_hf.add_argument("folder", help="Hugging Face model folder, ORG/NAME on the Hub, or a URL of one")
+    from_hf.add_argument("out", type=_local, help="new folder for OUT/checkpoints/step-00000000")
     for command in (to_hf, from_hf):
         command.add_argument(
             "--check",
@@ -199,15 +234,17 @@ def _converters(add: Callable[..., argparse.ArgumentParser]) -> None:
         )
         command.add_argument("--trust-remote-code", action="store_true", help="run Python code that the model carries")
     from_deepspeed = add("from-deepspeed", _from_deepspeed, "make a checkpoint from one of DeepSpeed's own")
-    from_deepspeed.add_argument("folder", type=Path, help="what engine.save_checkpoint was given, or a step's folder")
-    from_deepspeed.add_argument("out", type=Path, help="new folder for OUT/checkpoints/step-N")
+    from_deepspeed.add_argument("folder", type=_local, help="what engine.save_checkpoint got, or a step's folder")
+    from_deepspeed.add_argument("out", type=_local, help="new folder for OUT/checkpoints/step-N")
     from_deepspeed.add_argument("--tag", help="the step's folder; default: what the file `latest` names")
-    from_deepspeed.add_argument("--model", type=Path, help="Hugging Face folder or config.json; default: in the folder")
-    from_deepspeed.add_argument("--names", type=Path, help="JSON {their parameter name: Hugging Face name}")
+    from_deepspeed.add_argument(
+        "--model", type=_local, help="Hugging Face folder or config.json; default: in the folder"
+    )
+    from_deepspeed.add_argument("--names", type=_local, help="JSON {their parameter name: Hugging Face name}")
     from_deepspeed.add_argument("--weights-only", action="store_true", help="take no optimizer state")
     universal = add("to-deepspeed-universal", _to_deepspeed_universal, "write DeepSpeed's universal checkpoint")
     universal.add_argument("path", **_PATH)
-    universal.add_argument("out", type=Path, help="folder to write")
+    universal.add_argument("out", type=_local, help="folder to write")
 
 
 def main(argv: list[str]) -> int:

@@ -74,7 +74,7 @@ def shown_text(data: PreparedSet, encoder: Encoder, split: Split, index: int) ->
     """Document `index` of a split of texts, its beginning if it is long. Raises DataError."""
     stream, separator, documents = data.split(split), data.manifest.separator_id, data.manifest.documents[split]
     if not 0 <= index < documents:
-        raise DataError(f"--index {index}: the {split} split of {data.folder} has documents 0 to {documents - 1}")
+        raise DataError(f"--index {index}: the {split} split of {data.name} has documents 0 to {documents - 1}")
     start, end = _document(stream, separator, index)
     ids = stream.read(start, min(end - start, _SHOWN_TOKENS))
     more = f", the first {_SHOWN_TOKENS} of them" if end - start > _SHOWN_TOKENS else ""
@@ -111,7 +111,7 @@ def _export(data: PreparedSet, split: Split, prefix: Path) -> int:
     """Write a split of texts for Megatron. Raises DataError: these are conversations, or there is no room."""
     if data.manifest.chat is not None:
         raise DataError(
-            f"{data.folder}: Megatron's files say not which tokens are counted, and these are conversations; export "
+            f"{data.name}: Megatron's files say not which tokens are counted, and these are conversations; export "
             "prepared texts"
         )
     try:
@@ -129,7 +129,7 @@ def shown_row(data: PreparedSet, encoder: Encoder, split: Split, index: int) -> 
     stream = data.split(split)
     lengths = stream.row_lengths()
     if not 0 <= index < len(lengths):
-        raise DataError(f"--index {index}: the {split} split of {data.folder} has rows 0 to {len(lengths) - 1}")
+        raise DataError(f"--index {index}: the {split} split of {data.name} has rows 0 to {len(lengths) - 1}")
     start, length = int(lengths[:index].sum()), int(lengths[index])
     ids, counted = stream.read(start, length), stream.counted(start, length)
     assert counted is not None
@@ -195,7 +195,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
         description="Print rows of prepared conversations, and what of them is counted; of texts, documents.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    show.add_argument("data", type=Path, metavar="DATA", help="the prepared folder")
+    show.add_argument("data", metavar="DATA", help="the prepared folder, or its URL")
     show.add_argument("--split", choices=SPLITS, default="train", help="which rows")
     show.add_argument("--index", type=int, default=0, metavar="N", help="the first row, from 0")
     show.add_argument("--rows", type=int, default=1, metavar="N", help="how many rows")
@@ -205,7 +205,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
         description="Write prepared texts for another program.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    export.add_argument("data", type=Path, metavar="DATA", help="the prepared folder")
+    export.add_argument("data", metavar="DATA", help="the prepared folder, or its URL")
     export.add_argument("--split", choices=SPLITS, default="train", help="which documents")
     what = "write PREFIX.bin and PREFIX.idx, each document with its end token"
     export.add_argument("--megatron", type=Path, required=True, default=argparse.SUPPRESS, metavar="PREFIX", help=what)
@@ -213,7 +213,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
         "where",
         description="Say which documents a step of a run has read, or which steps have read a document.",
     )
-    where.add_argument("data", type=Path, metavar="DATA", help="the prepared folder")
+    where.add_argument("data", metavar="DATA", help="the prepared folder, as the run named it, or its path")
     where.add_argument("--run", type=Path, required=True, metavar="RUN", help="folder of a run that was trained on it")
     asked = where.add_mutually_exclusive_group(required=True)
     asked.add_argument("--step", type=int, metavar="N", help="the documents that optimizer step N has read")

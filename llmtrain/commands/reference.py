@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 
 from llmtrain.base.errors import ConfigError
+from llmtrain.base.redact import redact_text
 from llmtrain.commands import completion
 from llmtrain.config.load import Parsed, load, parse, run_words
 from llmtrain.config.resolve import resolve
+from llmtrain.config.run import RunConfig
 from llmtrain.data.stream.epoch import sequences_of_epoch
 from llmtrain.objectives.by_token import Distill
-from llmtrain.objectives.objective import Objective
+from llmtrain.storage.object_store import is_url
 
 USAGE = """\
 usage: llmtrain reference RUN.yaml [--SECTION.FIELD VALUE ...]
@@ -32,14 +34,14 @@ def main(argv: list[str]) -> int:
         return 0
     if "WORLD_SIZE" in os.environ:
         resolved = load(argv, int(os.environ["WORLD_SIZE"]), epoch=sequences_of_epoch)
-        _refuse(resolved.run.objective)
+        _refuse(resolved.run)
         from llmtrain.training.output_columns import write
 
         write(resolved)
         return 0
     words = run_words(argv)
     parsed = parse(words)
-    _refuse(parsed.run.objective)
+    _refuse(parsed.run)
     fewest = _fewest_ranks(parsed)
     import torch
 
@@ -71,7 +73,11 @@ def _goes(parsed: Parsed, ranks: int) -> bool:
     return True
 
 
-def _refuse(objective: Objective) -> None:
+def _refuse(run: RunConfig) -> None:
+    objective = run.objective
+    if url := next(filter(is_url, [*run.data.folders, *run.eval.sets.values()]), None):
+        raise ConfigError(f"{redact_text(url)}: lies in an object store, and a column is written beside the data; name "
+                          "a folder of this host that has the same, and upload it with its column")  # fmt: skip
     if isinstance(objective, Distill):
         if objective.top_k is None:
             raise ConfigError("objective.top_k null: the whole teacher is asked at each step; set it to write its "

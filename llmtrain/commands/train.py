@@ -19,10 +19,11 @@ from llmtrain.commands import completion
 from llmtrain.config.deepspeed import let_segments_grow
 from llmtrain.config.load import load
 from llmtrain.config.pinned import with_base
-from llmtrain.config.rules import refuse_if_preempted
+from llmtrain.config.rules import has_checkpoints, refuse_if_preempted
 from llmtrain.config.run import FaultConfig, ResolvedRun
 from llmtrain.data.stream.epoch import sequences_of_epoch
 from llmtrain.engine.process_memory import none_while_importing
+from llmtrain.storage.object_store import is_url
 
 if TYPE_CHECKING:
     from llmtrain.training.parts import Part
@@ -94,6 +95,10 @@ def _train(argv: list[str], parts: Sequence[Part] = ()) -> tuple[ResolvedRun, in
         refuse_if_in_use(resolved.run_dir)  # rank 0 takes the folder when all ranks have met: later
         with messages.waiting():  # before the watch begins: a large model takes longer than any stall
             resolved = with_base(resolved)
+            if is_url(resolved.run.resume) and not has_checkpoints(resolved.run):
+                from llmtrain.checkpoint.remote import checkpoints_at  # most runs begin elsewhere
+
+                checkpoints_at(resolved.run.resume)
         if parts:
             named = {getattr(part, "NAME", type(part).__name__): part for part in parts}
             resolved = replace(resolved, run=replace(resolved.run, parts={**resolved.run.parts, **named}))

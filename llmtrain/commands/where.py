@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ from llmtrain.base import units, untrusted
 from llmtrain.base.errors import DataError
 from llmtrain.config.stages import DataConfig
 from llmtrain.config.topology import Degrees
-from llmtrain.data.origins import Origin, Origins
+from llmtrain.data.manifest import SPLITS
+from llmtrain.data.origins import Origin
 from llmtrain.data.stream.order import rows_of
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.data.tokenize import Encoder
@@ -32,7 +33,8 @@ class Span:
     after: int
     """Steps done before its first."""
     until: int | None
-    """Steps done behind its last; None: it is the run's last so far."""
+    """Steps done behind its last; None: it is the run's last so far. The next span's `after`, unless a site's steps,
+    counted as the fastest site's, go on with a later number."""
     next: int
     """First sequence of its first step."""
     event: dict[str, Any]
@@ -40,6 +42,10 @@ class Span:
     @property
     def batch(self) -> int:
         return int(self.event["global_batch"])
+
+    def sequence_at(self, step: int) -> int:
+        """The first sequence after `step` steps."""
+        return self.next + (step - self.after) * self.batch
 
     @property
     def folders(self) -> list[str]:
@@ -65,22 +71,26 @@ def spans(run: Path) -> list[Span]:
     rows, _ = read_rows(run / "events.jsonl")
     found: list[Span] = []
     for row in rows:
-        if row.get("kind") != "reads":
+        if row.get("kind") == "reads":
+            event = {**(found[-1].event if found else {}), **row}  # one that tells a place alone is of the same data
+        elif row.get("kind") == "shares" and found:
+            event = {**found[-1].event, "shares": row["after"], "next": found[-1].sequence_at(int(row["step"]))}
+        else:
             continue
         step = int(row["step"])
         while found and found[-1].after >= step:
             found.pop()
         if found:
-            found[-1] = Span(found[-1].after, step, found[-1].next, found[-1].event)
-        found.append(Span(step, None, int(row["next"]), row))
+            found[-1] = replace(found[-1], until=int(row.get("trained", step)))
+        found.append(Span(step, None, int(event["next"]), event))
     if not found:
         raise DataError(f"--run {run}: its events.jsonl does not say what it has read; give the folder of a run")
     return found
 
 
-def _sequences(span: Span, step: int, rank: int | None) -> Iterator[int]:
+def sequences(span: Span, step: int, rank: int | None) -> Iterator[int]:
     """Sequences of a step, numbered from 1, or those of a rank's data-parallel group. Raises DataError."""
-    first = span.next + (step - 1 - span.after) * span.batch
+    first = span.sequence_at(step - 1)
     if rank is None:
         yield from range(first, first + span.batch)
         return
@@ -88,20 +98,20 @@ def _sequences(span: Span, step: int, rank: int | None) -> Iterator[int]:
     if not 0 <= rank < degrees.world_size:
         raise DataError(f"--rank {rank}: at step {step} the run had ranks 0 to {degrees.world_size - 1}")
     group, accumulation = degrees.place(rank).data, int(span.event["accumulation"])
+    shares = span.event.get("shares") or [span.batch // degrees.data] * degrees.data
     for micro in range(accumulation):
-        for row in rows_of([span.batch // degrees.data] * degrees.data, accumulation, micro, group):
+        for row in rows_of(shares, accumulation, micro, group):
             yield first + row
 
 
 class Where:
     """One prepared folder in the order of a run."""
 
-    def __init__(self, folder: Path, run: Path) -> None:
+    def __init__(self, folder: str, run: Path) -> None:
         """Raises DataError."""
         self._folder, self._run = folder, run
         self._spans = spans(run)
         self._opened: dict[str, TrainData] = {}
-        self._encoder = Encoder(folder / "tokenizer")
 
     def _data(self, span: Span) -> tuple[TrainData, int] | None:
         """The span's data, and the place of this folder among its sets; None: it is none of them."""
@@ -117,8 +127,10 @@ class Where:
     def at_step(self, step: int, rank: int | None) -> Iterator[str]:
         """Lines on the documents of a step. Raises DataError: the run has not come so far, or read other data there."""
         span = next((each for each in self._spans if each.after < step <= (each.until or step)), None)
+        if span is None and step <= (first := self._spans[0].after):
+            raise DataError(f"--step {step}: the run's steps are numbered from {first + 1}")
         if span is None:
-            raise DataError(f"--step {step}: the run's steps are numbered from 1")
+            raise DataError(f"--step {step}: this site has none of that number; it counts the fastest site's")
         if step > (last := last_step(self._run)):
             raise DataError(f"--step {step}: the run has done {last} steps")
         found = self._data(span)
@@ -126,8 +138,8 @@ class Where:
             raise DataError(f"{self._folder}: at step {step} the run read other data: {', '.join(span.folders)}")
         data, member = found
         windows = data.windows_of(member)
-        known = Origins(self._folder, data.manifests[member].shards["train"])
-        indices = list(_sequences(span, step, rank))
+        known = data.origins_of(member)
+        indices = list(sequences(span, step, rank))
         whose = "" if rank is None else f" of rank {rank}"
         mine = [(index, window) for index in indices for at, window in [data.place_of(index)] if at == member]
         yield (
@@ -144,8 +156,11 @@ class Where:
         if first is None:
             raise DataError(f"{self._folder}: the run {self._run} has not read it")
         data, member = first
-        known = Origins(self._folder, data.manifests[member].shards["train"])
+        known, held_out = (data.origins_of(member, split) for split in SPLITS)
         origins = list(known.find(file, record))
+        if not origins and any(held_out.find(file, record)):
+            yield f"{file}:{record} is held out for validation: no step reads it"
+            return
         if not origins:
             raise DataError(
                 f"--source {file}:{record}: no training document of {self._folder} is of that record; files are named "
@@ -162,7 +177,7 @@ class Where:
             if (found := self._data(span)) is None:
                 continue
             data, member = found
-            end = span.next + ((span.until or max(last, span.after)) - span.after) * span.batch
+            end = span.sequence_at(span.until or max(last, span.after))
             for window in data.windows_of(member).windows_with(origin):
                 for index in data.sequences_with(member, window, end):
                     if index >= span.next:
@@ -171,7 +186,7 @@ class Where:
     def _shown(self, data: TrainData, member: int, origin: Origin) -> str:
         length = min(origin.end - origin.begin, _SHOWN_TOKENS)
         ids = data.streams("train")[member].read(origin.begin, length)
-        text = untrusted.shown(self._encoder.decode(ids.tolist()))
+        text = untrusted.shown(Encoder(data.tokenizer_dir).decode(ids.tolist()))
         return f'{origin.file}:{origin.record}, {units.counted(origin.end - origin.begin, "token")}: "{text}"'
 
 

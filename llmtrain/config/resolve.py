@@ -65,7 +65,7 @@ def resolve(
         rules.check_mask(each, stage.batch, degrees, at, problems)
     if stages.schedule_end(0, max_steps) == max_steps:
         rules.check_schedule(run, max_steps, batch.tokens, places, problems)
-    rules.check_profile(run, max_steps, places, problems)
+    rules.check_steps(run, max_steps, places, problems)
     check_lengths(run, stages, max_steps, places, problems)
     balance_notes = check_balance(run, batch, degrees, path, places, problems)
     of_scheduler = check_scheduler(run, tree, max_steps, places, problems)
@@ -82,7 +82,7 @@ def resolve(
         expert_parallel=dict(facts.tree.get("expert_parallel") or {}),
         max_steps=max_steps,
         places=dict(places),
-        notes=(*all_notes, *notes_of(stages, max_steps)),
+        notes=(*all_notes, *notes_of(run, stages, max_steps)),
     )
 
 

@@ -31,7 +31,7 @@ from llmtrain.config.run import AdapterConfig, EmaConfig, RunConfig, profiled_st
 from llmtrain.config.stages_rules import check_stages, stage_runs
 from llmtrain.config.topology import Degrees
 from llmtrain.storage.hub.names import is_remote
-from llmtrain.storage.object_store import problem_of
+from llmtrain.storage.object_store import Store, StoreError, is_url, problem_of
 
 MEASURED = "measured"
 MOST = 2
@@ -330,8 +330,11 @@ def check_schedule(run: RunConfig, max_steps: int | None, tokens: int, origin: P
                      origin.get("schedule.decay_steps"))  # fmt: skip
 
 
-def check_profile(run: RunConfig, max_steps: int | None, places: Places, problems: Problems) -> None:
-    """The steps of `profile.steps` are some, and the run has them."""
+def check_steps(run: RunConfig, max_steps: int | None, places: Places, problems: Problems) -> None:
+    """Steps at which something is to happen are steps that the run has."""
+    if run.ema.decay is not None and max_steps is not None and run.ema.every > max_steps:
+        problems.add("ema.every", run.ema.every, f"the run has {max_steps} steps, so the mean would stay as it begins",
+                     f"set it to {max_steps} or less", places.get("ema.every"))  # fmt: skip
     asked, place = run.profile.steps, places.get("profile.steps")
     if asked is None:
         return
@@ -561,7 +564,12 @@ def has_checkpoints(run: RunConfig) -> bool:
 
 
 def _check_resume(path: str, places: Places, problems: Problems) -> None:
-    """A checkpoint, a run with some, or RUN/step-N: as `llmtrain checkpoint` takes them."""
+    """A checkpoint, a run with some, or RUN/step-N: as `llmtrain checkpoint` takes them. What a store has is looked at
+    when it is fetched."""
+    if is_url(path):
+        if found := problem_of(path):
+            problems.add("resume", redact_text(path), *found, places.get("resume"))
+        return
     step = re.fullmatch(r"step-([0-9]{1,18})", Path(path).name)
     if step and not os.path.exists(path):
         full = f"step-{int(step[1]):08d}"
@@ -644,6 +652,8 @@ def _exists(key: str, path: str, remedy: str, places: Places, problems: Problems
 
 
 def _read_manifest(key: str, path: str, place: str | None, problems: Problems) -> dict[str, Any] | None:
+    if is_url(path):
+        return _read_in_store(key, path, place, problems)
     folder = Path(path)
     manifest = folder / "manifest.json"
     if not os.path.exists(path):
@@ -658,6 +668,28 @@ def _read_manifest(key: str, path: str, place: str | None, problems: Problems) -
     else:
         return _read_json(key, manifest, place, problems)
     problems.add(key, path, rule, remedy, place)
+    return None
+
+
+def _read_in_store(key: str, url: str, place: str | None, problems: Problems) -> dict[str, Any] | None:
+    """The manifest of a folder in an object store."""
+    found = problem_of(url)
+    if found is None:
+        try:
+            tree = untrusted.loads(Store(url).read("manifest.json"))
+            if isinstance(tree, dict):
+                return tree
+            found = "its manifest.json must hold one JSON object", "upload the folder again"
+        except FileNotFoundError:
+            found = "no prepared folder: it has no manifest.json", "correct the URL, or upload the folder again"
+        except StoreError as error:
+            found = (
+                f"cannot be read ({error})",
+                "correct address or access; credentials are those of the store's driver",
+            )
+        except ValueError as error:
+            found = f"its manifest.json cannot be read as JSON: {error}", "upload the folder again"
+    problems.add(key, redact_text(url), *found, place)
     return None
 
 

@@ -289,8 +289,8 @@ class RunConfig:
     deepspeed: str
     """The DeepSpeed JSON (`llmtrain init DIR` writes some)."""
     resume: str = "auto"
-    """auto: go on from the newest intact checkpoint of the run folder; none: the folder must be new; or the path of a
-    checkpoint, or of another run's folder, of which the newest is taken."""
+    """auto: go on from the newest intact checkpoint of the run folder; none: the folder must be new; or the path or URL
+    of a checkpoint, or of another run's folder, of which the newest is taken."""
     resume_weights_only: bool = False
     """With a path in `resume`: take its parameters alone; moments, schedule, data and step count begin anew."""
     resume_data: Literal["same", "new"] = "same"

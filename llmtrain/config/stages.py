@@ -7,13 +7,14 @@ when a stage begins. No file is read here.
 from __future__ import annotations
 
 import math
+import os
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 from typing import Any
 
-from llmtrain.base.choice import AT_LEAST_1, NOT_NEGATIVE, SEED, Bound, bounded
+from llmtrain.base.choice import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, SEED, Bound, bounded
 from llmtrain.config.batch import Batch
 from llmtrain.optim.schedules import Schedule
 
@@ -61,7 +62,8 @@ class DataConfig:
     """Data to train on: folders made by `llmtrain prepare`. Exactly one of `path` and `mixture` is given."""
 
     path: str | None = None
-    """One prepared folder."""
+    """One prepared folder: a path, or the URL of one in an object store (s3://, gs://, az://, hf:// and all that fsspec
+    opens)."""
     mixture: dict[str, float] | None = None
     """Several prepared folders with their weights (shares of the sequences; they need not sum to 1)."""
     sequence_length: int = bounded(1024, Bound(at_least=2), "1024 is the default")
@@ -70,6 +72,12 @@ class DataConfig:
     """Seed of the order of the sequences."""
     mask_document_starts: bool = True
     """Do not count the prediction of a document's first token: nothing before it tells it."""
+    cache: str | None = None
+    """Folder of each host for what is fetched of prepared folders with a URL, shared by its runs; null = llmtrain/data
+    in the user's cache folder (XDG_CACHE_HOME, or ~/.cache)."""
+    cache_gib: float = bounded(100.0, POSITIVE, "100 is the default")
+    """GiB that the cache may take. What does not fit is read from the store at each step; sets that no run uses are
+    deleted to make room."""
     isolate_documents: bool = False
     """Attention stays within a document, and positions start at 0 in each; false: a sequence is one text."""
     stages: list[StageConfig] = field(default_factory=list)
@@ -155,8 +163,9 @@ class Stages:
         return min(limits, default=None)
 
     def sharing(self, number: int) -> list[int]:
-        """The stages with the same data as this one."""
-        return [other for other, stage in enumerate(self.stages) if stage.data == self.stages[number].data]
+        """The stages with the same data as this one, by whatever names."""
+        own = _identity(self.stages[number].data)
+        return [other for other, stage in enumerate(self.stages) if _identity(stage.data) == own]
 
     def schedule_end(self, step: int, max_steps: int | None) -> int | None:
         """The step at which the schedule of a step ends: where the next one begins, or the run's end."""
@@ -193,6 +202,14 @@ class Stages:
                 return int(stage.first_step + max(0, steps))
             goal -= int(ends - stage.first_step) * each[number]
         raise AssertionError("the last stage counts")
+
+
+def _identity(data: DataConfig) -> tuple[object, ...]:
+    """Equal for configurations of the same sequences: `a`, `./a` and a mixture of it alone are one data set."""
+    weights = [Fraction(str(weight)) if math.isfinite(weight) else Fraction(0) for weight in data.folders.values()]
+    total = sum(weights, Fraction(0)) or 1
+    shares = [(os.path.normpath(folder), weight / total) for folder, weight in zip(data.folders, weights, strict=True)]
+    return tuple(shares), replace(data, path=None, mixture=None, stages=[])
 
 
 def data_of(config: DataConfig) -> list[DataConfig]:

@@ -38,6 +38,9 @@ def check_stages(run: RunConfig, places: Places, problems: Problems) -> None:
         if stage.path is not None and stage.mixture is not None:
             problems.add(key_of(number, "path"), stage.path, "data.path and a mixture are both given",
                          "give one of them, or none to go on with the data before", place["path"])  # fmt: skip
+        if stage.mixture == {}:
+            problems.add(key_of(number, "mixture"), {}, "names no folder", "write lines `FOLDER: WEIGHT`, or remove it",
+                         place["mixture"])  # fmt: skip
         for path, weight in (stage.mixture or {}).items():
             if not (math.isfinite(weight) and weight > 0):
                 problems.add(key_of(number, f"mixture.{path}"), weight, "a weight must be greater than 0",
@@ -99,9 +102,20 @@ def check_lengths(run: RunConfig, stages: Stages, max_steps: int | None, places:
             )
 
 
-def notes_of(stages: Stages, max_steps: int | None) -> list[str]:
-    """Stages that the run does not reach, and learning rates that jump."""
+def notes_of(run: RunConfig, stages: Stages, max_steps: int | None) -> list[str]:
+    """Stages that the run does not reach, learning rates that jump, and decisions on figures of other data."""
     notes = []
+    reached = [stage for stage in stages if max_steps is None or stage.first_step < max_steps]
+    other = next((stage.first_step for stage in reached if stage.data != stages[0].data), None)
+    deciding = {
+        "checkpoint.keep_best": run.checkpoint.keep_best.metric,
+        "train.stop_early": run.train.stop_early.metric,
+    }
+    for key, metric in deciding.items():
+        stays = metric is None or metric.split("/")[1] in {*run.eval.sets, *run.eval.choices, "mean"}
+        if other is not None and not stays:
+            notes.append(f"{key}: {metric} is of other data from step {other} on, and compared with that before; name "
+                         "a figure of eval.sets, which stay as they are")  # fmt: skip
     for number, stage in enumerate(stages):
         first = stage.first_step
         if max_steps is not None and first >= max_steps:

@@ -337,16 +337,3 @@ def markdown() -> str:
     lines.append("")
     lines += [f"{number}. {rule.reason}. Remedy: {rule.remedy}." for number, rule in enumerate(notes, 1)]
     return "\n".join(lines) + "\n"
-
-
-def ring_bytes(elements: float, ranks: int, *, zero_stage: int, micro_batches: int, wide: int) -> float:
-    """Bytes that a rank of a ring sends in an optimizer step of a data-parallel run; `wide`: of an element.
-
-    What is gathered or scattered passes (P - 1) / P of itself, what is added up on all ranks twice that: gradients once
-    a step at ZeRO 0 and 1, of each micro-batch at ZeRO 2 (DeepSpeed adds whole buckets up, but where
-    use_multi_rank_bucket_allreduce is off, as in the shipped zero2.json); the parameters once a step at ZeRO 1 and 2.
-    ZeRO 3 scatters the gradients and gathers the parameters twice, for each micro-batch. tests/ranks/test_link.py
-    counts them.
-    """
-    passes = {0: 2, 1: 3, 2: 2 * micro_batches + 1, 3: 3 * micro_batches}[zero_stage]
-    return passes * (ranks - 1) / ranks * elements * wide

@@ -120,7 +120,16 @@ def read_manifest(folder: Path) -> Manifest:
         state = "is not there" if not folder.exists() else f"holds no {NAME}, so it is not (or not fully) prepared"
         raise DataError(f"{folder}: {state}; run `llmtrain prepare --source ... --out {folder}`")
     try:
-        values = untrusted.loads(path.read_bytes())
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); prepare the folder again") from error
+    return parse_manifest(content, str(path))
+
+
+def parse_manifest(content: bytes, name: str) -> Manifest:
+    """The manifest that a file holds. `name`: of the file, for messages. Raises DataError: it is none."""
+    try:
+        values = untrusted.loads(content)
         if values.pop("format") != FORMAT:
             raise ValueError("its format is another")
         if (version := values.pop("version")) != VERSION:
@@ -145,7 +154,7 @@ def read_manifest(folder: Path) -> Manifest:
             raise ValueError("its data_fingerprint is of other shards, another order of them, separator or tokenizer")
         return manifest
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{path}: is not a manifest of prepared data ({error}); prepare the folder again") from error
+        raise DataError(f"{name}: is not a manifest of prepared data ({error}); prepare the folder again") from error
 
 
 def _shard(entry: dict[str, Any]) -> Shard:

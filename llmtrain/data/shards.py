@@ -7,18 +7,23 @@ for each row.
 
 from __future__ import annotations
 
+import contextlib
+import os
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
 
 from llmtrain.base.errors import DataError
+from llmtrain.data.cache import Cache, CachedFolder, copied, opened
 from llmtrain.data.manifest import NAME, SPLITS, Shard, Split, read_manifest
+from llmtrain.data.origins import Origins, origins_path
+from llmtrain.storage.object_store import is_url
 
 _CHUNK = 4 << 20
 """Bytes that a comparison with checksums reads at a time."""
@@ -39,34 +44,91 @@ def rows_path(shard: Path) -> Path:
     return shard.with_suffix(".rows")
 
 
-class TokenStream:
-    """The tokens of one split, shard after shard. Reading maps pages in; nothing is held in memory."""
+class _Piece(NamedTuple):
+    """Tokens of one shard."""
 
-    def __init__(self, folder: Path, shards: tuple[Shard, ...], dtype: np.dtype) -> None:
-        self.folder = folder
+    shard: int
+    offset: int
+    """Place of the first one in the shard."""
+    size: int
+
+
+class TokenStream:
+    """The tokens of one split, shard after shard. Reading maps pages in; nothing is held in memory.
+
+    Of a folder in a store, tokens whose shard is not on this host are read from there.
+    """
+
+    def __init__(
+        self, folder: Path, shards: tuple[Shard, ...], dtype: np.dtype, cached: CachedFolder | None = None
+    ) -> None:
+        """`cached`: what lies in a store, and `folder` has of it what is on this host."""
+        self.name = str(folder) if cached is None else cached.shown
+        """Of the folder, as messages have it."""
+        self._cached = cached
         self._shards = shards
         self._paths = [folder / shard.file for shard in shards]
         self._rows = [shard.documents for shard in shards if shard.rows]
         self._starts = [0, *accumulate(shard.tokens for shard in shards)]
         self._maps: list[np.ndarray | None] = [None] * len(shards)
+        self._fetched: dict[_Piece, bytes] = {}
         self._dtype = dtype
         self.tokens: int = self._starts[-1]
 
     def read(self, start: int, length: int) -> np.ndarray:
-        """Tokens [start, start + length) as an array [length] of the shards' dtype (a view if one shard holds them)."""
-        assert start >= 0 and start + length <= self.tokens, (start, length, self.tokens)
-        parts: list[np.ndarray] = []
-        index = bisect_right(self._starts, start) - 1
-        while length > 0:
-            offset = start - self._starts[index]
-            part = self._map(index)[offset : offset + length]
-            parts.append(part)
-            start += len(part)
-            length -= len(part)
-            index += 1
+        """Tokens [start, start + length) as an array [length] of the shards' dtype (a view if one shard holds them).
+
+        Raises DataError: a store does not give them.
+        """
+        parts = [self._read(piece) for piece in self._pieces(start, length)]
         if len(parts) == 1:
             return parts[0]
         return np.concatenate(parts) if parts else np.empty(0, dtype=self._dtype)
+
+    def fetch(self, spans: Iterable[tuple[int, int]]) -> None:
+        """Ask the store at once for what of these spans, (start, length) each, is not on this host: `read` finds it
+        until the next call. Raises DataError."""
+        if self._cached is None:
+            return
+        pieces = [piece for piece in dict.fromkeys(piece for span in spans for piece in self._pieces(*span))
+                  if self._map(piece.shard) is None]  # fmt: skip
+        self._fetched = dict(zip(pieces, self._from_store(self._cached, pieces), strict=True))
+
+    def _pieces(self, start: int, length: int) -> Iterator[_Piece]:
+        assert start >= 0 and start + length <= self.tokens, (start, length, self.tokens)
+        index = bisect_right(self._starts, start) - 1
+        while length > 0:
+            offset = start - self._starts[index]
+            size = min(length, self._shards[index].tokens - offset)
+            if size:
+                yield _Piece(index, offset, size)
+            start, length, index = start + size, length - size, index + 1
+
+    def _read(self, piece: _Piece) -> np.ndarray:
+        mapped = self._map(piece.shard)
+        if mapped is not None:
+            return mapped[piece.offset : piece.offset + piece.size]
+        assert self._cached is not None
+        content = self._fetched.get(piece)
+        if content is None:
+            [content] = self._from_store(self._cached, [piece])
+        return np.frombuffer(content, self._dtype)
+
+    def _from_store(self, cached: CachedFolder, pieces: list[_Piece]) -> list[bytes]:
+        parts = []
+        for piece in pieces:
+            shard = self._shards[piece.shard]
+            start = shard.begin + piece.offset * self._dtype.itemsize
+            parts.append((shard.file, start, start + piece.size * self._dtype.itemsize))
+        return cached.read(parts)
+
+    def shard_of(self, token: int) -> str:
+        """File with a token of the split."""
+        return self._shards[bisect_right(self._starts, token) - 1].file
+
+    def is_here(self, index: int) -> bool:
+        """A shard lies on this host."""
+        return self._cached is None or self._paths[index].is_file()
 
     def counted(self, start: int, length: int) -> np.ndarray | None:
         """Counted bits of tokens [start, start + length), bool [length]; None for texts, where all are counted."""
@@ -114,9 +176,10 @@ class TokenStream:
         ]
         return np.concatenate([np.empty(0, dtype), *parts])
 
-    def _map(self, index: int) -> np.ndarray:
+    def _map(self, index: int) -> np.ndarray | None:
+        """A shard's tokens; None: it is not on this host."""
         mapped = self._maps[index]
-        if mapped is None:
+        if mapped is None and self.is_here(index):
             shard = self._shards[index]
             mapped = np.memmap(self._paths[index], self._dtype, "r", offset=shard.begin, shape=(shard.tokens,))
             self._maps[index] = mapped
@@ -137,6 +200,13 @@ class FileSum:
     """Bytes before what is compared."""
     length: int | None = None
     """Bytes that are compared; None: the whole file."""
+    cached: CachedFolder | None = None
+    """What lies in a store: a shard that is not on this host is read from there."""
+
+    @property
+    def is_here(self) -> bool:
+        """The file lies on this host, or should."""
+        return self.cached is None or self.path.is_file()
 
     @property
     def bytes(self) -> int:
@@ -150,38 +220,65 @@ class FileSum:
         Raises DataError: the content is another, or an id lies outside the vocabulary.
         """
         folder = self.path.parent.parent if self.path.parent.name == "tokenizer" else self.path.parent
+        place = self.path if self.is_here or self.cached is None else f"{self.cached.shown}/{self.path.name}"
         content, largest = xxhash.xxh3_64() if len(self.xxh3) == 16 else xxhash.xxh3_128(), -1
         try:
-            left = self.bytes
-            with self.path.open("rb", buffering=0) as stream:
-                stream.seek(self.begin)
-                while chunk := stream.read(min(left, _CHUNK)):
-                    if not go_on():
-                        return
-                    left -= len(chunk)
-                    content.update(chunk)
-                    if self.dtype is not None and len(chunk) % self.dtype.itemsize == 0:
-                        largest = max(largest, int(np.frombuffer(chunk, self.dtype).max()))
+            for chunk in _chunks(self):
+                if not go_on():
+                    return
+                content.update(chunk)
+                if self.dtype is not None and len(chunk) % self.dtype.itemsize == 0:
+                    largest = max(largest, int(np.frombuffer(chunk, self.dtype).max()))
         except OSError as error:
-            raise DataError(f"{self.path}: cannot be read ({error.strerror}); copy the folder again") from error
+            raise DataError(f"{place}: cannot be read ({error.strerror}); copy the folder again") from error
         if self.xxh3 and content.hexdigest() != self.xxh3:
             raise DataError(
-                f"{self.path}: its checksum is not that of {folder / NAME}: the file was changed or is damaged; "
-                "copy it again, or delete the folder and prepare it again"
+                f"{place}: its checksum is not that of {folder / NAME}: the file was changed or is damaged; "
+                + _put_back(self.path, "copy it again")
             )
         if self.dtype is not None and largest >= self.vocab_size:
             raise DataError(
-                f"{self.path}: holds the id {largest}, outside the vocabulary [0, {self.vocab_size}); "
+                f"{place}: holds the id {largest}, outside the vocabulary [0, {self.vocab_size}); "
                 "delete the folder and prepare it again"
             )
 
 
-class PreparedSet:
-    """A complete folder of `llmtrain prepare`. Opening it checks that every shard is there with its full size."""
+def _put_back(path: Path, copy: str) -> str:
+    """Remedy for a file that is not what it was. `copy`: for one that lies in the folder itself."""
+    if path.is_symlink():
+        copy = f"it is used where it lies: put {os.readlink(path)} back as it was"
+    return f"{copy}, or delete the folder and prepare it again"
 
-    def __init__(self, folder: str | Path) -> None:
-        """Raises DataError when the folder is not complete."""
-        self.folder = Path(folder)
+
+def _chunks(file: FileSum) -> Iterator[bytes]:
+    left = file.bytes
+    if not file.is_here and file.cached is not None:
+        for start in range(file.begin, file.begin + left, _CHUNK):
+            [chunk] = file.cached.read([(file.path.name, start, min(start + _CHUNK, file.begin + left))])
+            yield chunk
+        return
+    with file.path.open("rb", buffering=0) as stream:
+        stream.seek(file.begin)
+        while chunk := stream.read(min(left, _CHUNK)):
+            left -= len(chunk)
+            yield chunk
+
+
+class PreparedSet:
+    """A complete folder of `llmtrain prepare`, on this host or in a store. Opening it checks that every shard is there
+    with its full size."""
+
+    def __init__(self, folder: str | Path, cache: Cache = Cache()) -> None:  # noqa: B008  (frozen)
+        """`folder`: a path, of a folder of a cache too, or a URL. `cache`: where this host keeps what lies in stores.
+
+        Raises DataError when the folder is not complete, or cannot be read.
+        """
+        self.name = str(folder)
+        """As messages have it."""
+        self._cached = opened(self.name, cache.root) if is_url(self.name) else copied(Path(folder))
+        self.name = self.name if self._cached is None else self._cached.shown
+        self.folder = Path(folder) if self._cached is None else self._cached.path
+        """On this host."""
         self.manifest = read_manifest(self.folder)
         self.tokenizer_dir = self.folder / "tokenizer"
         self.dtype = np.dtype("<u2" if self.manifest.dtype == "uint16" else "<u4")
@@ -189,18 +286,64 @@ class PreparedSet:
             for shard in self.manifest.shards[split]:
                 self._check_size(shard)
 
+    @property
+    def in_store(self) -> bool:
+        """It lies in an object store, and parts of it on this host."""
+        return self._cached is not None
+
     def split(self, name: Split) -> TokenStream:
-        return TokenStream(self.folder, self.manifest.shards[name], self.dtype)
+        return TokenStream(self.folder, self.manifest.shards[name], self.dtype, self._cached)
+
+    def fetch(self, names: Collection[str]) -> None:
+        """Have small files of the folder on this host, as far as they are in its store. Raises DataError."""
+        if self._cached is not None:
+            self._cached.fetch(names)
+
+    def origins(self, split: Split) -> Origins:
+        """Origins of a split's documents. Raises DataError: the folder was prepared without them."""
+        shards = self.manifest.shards[split]
+        self.fetch([origins_path(Path(shard.file)).name for shard in shards])
+        return Origins(self.folder, shards)
+
+    def shards_in_store(self, split: Split) -> list[tuple[str, str]]:
+        """(URL of the folder, file) of each shard of a folder in a store."""
+        return [] if self._cached is None else [(self._cached.url, shard.file) for shard in self.manifest.shards[split]]
+
+    def bytes_of(self, file: str) -> int:
+        """Size of a file of a folder in a store."""
+        assert self._cached is not None
+        return self._cached.size(file) or 0
+
+    def fetch_shard(self, file: str) -> int:
+        """Download a shard of a folder in a store; returns its bytes. Raises DataError, and OSError: it cannot be
+        written."""
+        assert self._cached is not None
+        shard = next(shard for split in SPLITS for shard in self.manifest.shards[split] if shard.file == file)
+
+        def whole(path: Path) -> bool:
+            if path.stat().st_size != self.bytes_of(file):
+                return False
+            with contextlib.suppress(DataError):
+                self.sum_of(shard, path).compare()
+                return True
+            return False
+
+        self._cached.get(file, whole)
+        return self.bytes_of(file)
 
     def sums(self) -> list[FileSum]:
         """Return each file with its checksum from the manifest: the tokenizer, shards, files of rows."""
         found = [FileSum(self.tokenizer_dir / "tokenizer.json", self.manifest.tokenizer_fingerprint)]
         for shard in (shard for split in SPLITS for shard in self.manifest.shards[split]):
             path = self.folder / shard.file
-            length = shard.tokens * self.dtype.itemsize
-            found.append(FileSum(path, shard.xxh3, self.dtype, self.manifest.vocab_size, shard.begin, length))
+            found.append(self.sum_of(shard, path))
             found += [FileSum(rows_path(path), shard.rows)] if shard.rows else []
         return found
+
+    def sum_of(self, shard: Shard, path: Path) -> FileSum:
+        """A shard's checksum, for a copy of it."""
+        length = shard.tokens * self.dtype.itemsize
+        return FileSum(path, shard.xxh3, self.dtype, self.manifest.vocab_size, shard.begin, length, self._cached)
 
     def verify(self) -> None:
         """Read every file and compare its checksum, and a shard's largest id, with the manifest. Raises DataError."""
@@ -208,15 +351,22 @@ class PreparedSet:
             file.compare()
 
     def _check_size(self, shard: Shard) -> None:
-        path = self.folder / shard.file
         end = shard.begin + shard.tokens * self.dtype.itemsize
-        wanted = {path: end if shard.bytes is None else max(end, shard.bytes)}
+        wanted = {shard.file: end if shard.bytes is None else max(end, shard.bytes)}
         if shard.rows:
             entry = entry_of(self.manifest.chat)
             each = 4 + (0 if entry is None else entry.itemsize)
-            wanted[rows_path(path)] = each * shard.documents + (shard.tokens + 7) // 8
-        for path, expected in wanted.items():
-            found = path.stat().st_size if path.is_file() else None
+            wanted[rows_path(Path(shard.file)).name] = each * shard.documents + (shard.tokens + 7) // 8
+        for name, expected in wanted.items():
+            found = self._size(name)
             if found != expected:
                 state = "is missing" if found is None else f"has {found} bytes, the manifest says {expected}"
-                raise DataError(f"{path}: {state}; copy the folder again, or delete it and prepare it again")
+                raise DataError(
+                    f"{self.name}/{name}: {state}; {_put_back(self.folder / name, 'copy the folder again')}"
+                )
+
+    def _size(self, name: str) -> int | None:
+        if self._cached is not None:
+            return self._cached.size(name)
+        path = self.folder / name
+        return path.stat().st_size if path.is_file() else None

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from llmtrain.base.errors import ModelError
+from llmtrain.models.transformers_private import warnings_of_rope
 
 _EXTENDS = ("llama3", "yarn", "longrope")
 """Types of scaling that are told the length before them (transformers, modeling_rope_utils.py)."""
@@ -73,9 +74,15 @@ def _change(config: Any, given: Mapping[str, Any], length: int) -> None:
     }  # fmt: skip
     config.rope_parameters = after
     try:
-        config.validate_rope()
+        with warnings_of_rope() as warned:
+            config.validate_rope()
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ModelError(f"transformers says: {error}") from error
+    names = [name for fields in (given.values() if kinds else [given]) for name in fields]
+    for text in warned:  # a misspelt field, or one of another rope_type, would do nothing
+        unknown = text.rpartition(": ")[2] if text.startswith("Unrecognized keys") else ""
+        if any(f"'{name}'" in unknown or f"'s {name} field" in text for name in names):
+            raise ModelError(f"transformers says: {text}")
     config.max_position_embeddings = max(longest, length)
 
 

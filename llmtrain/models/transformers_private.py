@@ -7,6 +7,7 @@ Where a name is gone, the entry raises AttributeError or ImportError with that n
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +50,21 @@ def _replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, before)
+
+
+@contextlib.contextmanager
+def warnings_of_rope() -> Iterator[list[str]]:
+    """What transformers.modeling_rope_utils only warns of meanwhile: unknown fields, values that cannot be."""
+    told: list[str] = []
+    logger = logging.getLogger("transformers.modeling_rope_utils")
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    with _replaced(logger, "level", logging.WARNING), _replaced(logger, "propagate", False):
+        try:
+            yield told
+        finally:
+            logger.removeHandler(handler)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,16 @@ from llmtrain.config.deepspeed import DEGREE_KEYS, read_facts
 from llmtrain.config.join import join_values
 from llmtrain.config.problems import Places, Problems
 from llmtrain.config.resolve import resolve
-from llmtrain.config.run import DataConfig, EvalConfig, KeepBest, ResolvedRun, RunConfig, StopEarly
+from llmtrain.config.run import (
+    DataConfig,
+    EmaConfig,
+    EvalConfig,
+    KeepBest,
+    ProfileConfig,
+    ResolvedRun,
+    RunConfig,
+    StopEarly,
+)
 from llmtrain.config.topology import Degrees
 
 LR = 3e-4
@@ -131,6 +140,8 @@ def small_run(
             stop_early=StopEarly(),
         ),
         eval=EvalConfig(),
+        ema=EmaConfig(),
+        profile=ProfileConfig(),
         checkpoint=replace(run.checkpoint, keep_best=KeepBest()),
         fault=replace(run.fault, timeout_s=min(120.0, run.fault.timeout_s)),
     )

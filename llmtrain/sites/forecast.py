@@ -16,7 +16,6 @@ from typing import Any
 from llmtrain.base import untrusted
 from llmtrain.config.problems import stop
 from llmtrain.config.run import RunConfig
-from llmtrain.config.topology import ring_bytes
 from llmtrain.optim.message_formats import BLOCK, FORMATS
 from llmtrain.optim.outer_methods import Periodic, SitesConfig
 from llmtrain.tracking.local import read_rows
@@ -174,7 +173,7 @@ def data_parallel(job: Job, line: Line) -> Forecast:
     where it crosses lines. Two more collectives of a few bytes are in a step: the loss, and what the ranks agree on.
     """
     ring = job.sites * job.ranks
-    sent = ring_bytes(job.parameters, ring, zero_stage=0, micro_batches=1, wide=2)
+    sent = 2 * (ring - 1) / ring * 2 * job.parameters
     turns = 2 * (ring - 1) * line.rtt_s / 2
     # The connections live as long as the run: their windows are open.
     wait_s = sent * HEADERS / min(line.rate, line.window / line.rtt_s if line.rtt_s else math.inf) + 3 * turns

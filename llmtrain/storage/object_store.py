@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,6 +34,9 @@ _FINAL = (PermissionError, IsADirectoryError, NotADirectoryError, ValueError, Im
 """Another try would end the same way."""
 _VERSIONS = ("ETag", "etag", "generation", "blob_id", "content_md5", "LastModified", "last_modified", "mtime")
 """Names under which drivers tell what a file's content was, the surest first."""
+
+
+_MODIFIED = ("LastModified", "last_modified", "mtime", "created")
 
 
 def is_url(text: str) -> bool:
@@ -62,6 +66,9 @@ def problem_of(url: str, *, writes: bool = False) -> tuple[str, str] | None:
 class StoreError(OSError):
     """A store could not be used; the driver's reason, for a caller who names key, URL and remedy."""
 
+    final = False
+    """It refuses: another try would end the same way."""
+
 
 @dataclass(frozen=True)
 class Stored:
@@ -70,6 +77,8 @@ class Stored:
     bytes: int
     version: str
     """Changes with the content, as far as the store tells; empty: it does not."""
+    modified_s: float | None = None
+    """Time of the upload, in seconds since 1970; None: the store does not tell."""
 
 
 class Store:
@@ -218,8 +227,11 @@ class Store:
             except Exception as error:  # each driver has its own
                 if isinstance(error, StoreError):
                     raise
-                if pause_s is None or isinstance(error, _FINAL) or "Credentials" in type(error).__name__:
-                    raise StoreError(short(error)) from None
+                final = isinstance(error, _FINAL) or "Credentials" in type(error).__name__
+                if pause_s is None or final:
+                    refused = StoreError(short(error))
+                    refused.final = final
+                    raise refused from None
                 time.sleep(pause_s)
         raise AssertionError
 
@@ -257,7 +269,10 @@ def _stored(info: dict[str, Any]) -> Stored:
     if info["size"] is None:  # some web servers; it would pass for an empty file
         raise StoreError(f"the store does not tell the size of {info['name']}")
     version = next((str(info[key]) for key in _VERSIONS if info.get(key)), "")
-    return Stored(int(info["size"]), version.strip('"'))
+    modified = next((info[key] for key in _MODIFIED if info.get(key)), None)
+    if isinstance(modified, datetime):
+        modified = modified.timestamp()
+    return Stored(int(info["size"]), version.strip('"'), modified if isinstance(modified, int | float) else None)
 
 
 def short(error: BaseException) -> str:

@@ -16,6 +16,7 @@ from llmtrain.config.deepspeed import deep_check, name_cpu
 from llmtrain.config.rules import starts_from_model
 from llmtrain.config.run import ResolvedRun, RunConfig
 from llmtrain.config.stages import Stage, Stages
+from llmtrain.data.cache import Cache
 from llmtrain.data.manifest import Manifest, check_vocabulary
 from llmtrain.data.stream.choices import ChoiceSet
 from llmtrain.data.stream.columns import REMEDY
@@ -65,8 +66,9 @@ def examine(resolved: ResolvedRun) -> Checked:
     _refuse_taken_keys(run)
     data, *later = stage_data(resolved.stages)
     sets = {name: EvalSet(folder, run.data) for name, folder in run.eval.sets.items()}
-    form = {"sequence_length": run.data.sequence_length, "shared": resolved.degrees.sequence}
-    choices = {name: ChoiceSet(folder, **form) for name, folder in run.eval.choices.items()}
+    length, cache = run.data.sequence_length, Cache(run.data.cache, run.data.cache_gib)
+    form = {"sequence_length": length, "shared": resolved.degrees.sequence}
+    choices = {name: ChoiceSet(folder, **form, cache=cache) for name, folder in run.eval.choices.items()}
     for name, asked in choices.items():
         _check_tokenizer(f"eval.choices.{name}", asked.prepared.manifest, data)
     for name, each in sets.items():

@@ -56,8 +56,7 @@ def ngram_baselines(data: TrainData, *, sequences: int) -> tuple[float, float]:
     total = min(sequences, data.validation_sequences)
     if total == 0:
         raise DataError(
-            f"{data.tokenizer_dir.parent}: no validation sequence to measure on; prepare it with a larger "
-            "--validation-fraction"
+            f"{data.name}: no validation sequence to measure on; prepare it with a larger --validation-fraction"
         )
     before, after = _validation_pairs(data, total)
     counts = _count(data, before, after)

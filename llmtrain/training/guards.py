@@ -158,6 +158,7 @@ class DataCheck(Part):
         distinct = {id(data): data for data in (*setup.course.data, *setup.sets.values())}
         self._files = [file for data in distinct.values() for file in data.sums()]
         self._files += [file for choices in setup.choices.values() for file in choices.prepared.sums()]
+        self._files = [file for file in self._files if file.is_here]  # the others are compared when they arrive
         self._ranks, self._log_every = setup.ranks, setup.run.train.log_every
         self._saving, self._resumes = saving, resumes
         self._closed, self._settled, self._error = False, False, ""

@@ -14,7 +14,7 @@ from llmtrain.cluster.doctor.preflight import Needs
 from llmtrain.config.rules import has_checkpoints, reads_weights
 from llmtrain.config.run import ResolvedRun, RunConfig
 from llmtrain.config.stages import data_of
-from llmtrain.config.topology import Mix, ring_bytes
+from llmtrain.config.topology import Mix
 from llmtrain.data.manifest import SPLITS, read_manifest
 from llmtrain.data.stream.columns import column_stem
 from llmtrain.optim.optimizers import Optimizer
@@ -43,6 +43,8 @@ def _read_by(run: RunConfig) -> Iterator[Folder]:
     for section, folders in {"sets": run.eval.sets, "choices": run.eval.choices}.items():
         data |= {(f"eval.{section}.{name}", path): {run.data.sequence_length} for name, path in folders.items()}
     for (key, path), lengths in data.items():
+        if is_url(path):  # the same for all hosts; each rank opens it
+            continue
         yield Folder(key=key, path=os.path.abspath(path), files=_of_data(run, Path(path), lengths))
     models = [
         ("model.pretrained", run.model.pretrained, reads_weights(run)),
@@ -98,16 +100,39 @@ def _weights(folder: Path) -> list[str]:
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
+_WIDE = {"fp32": 4, "bf16": 2, "fp16": 2}
+"""Bytes of an element."""
+
+
 def sent_bytes(resolved: ResolvedRun) -> float | None:
-    """About what each host sends in an optimizer step of a data-parallel run; None: not known without its model."""
-    run, degrees = resolved.run, resolved.degrees
-    parameters = _parameters(run)
+    """About what a rank of a ring sends in an optimizer step of a data-parallel run, in the mean over the ranks; None:
+    not known without its model.
+
+    What is gathered, scattered or reduced to one rank passes (P - 1) / P of itself, what is added up on all ranks twice
+    that: gradients once a step at ZeRO 0 and 1, of each micro-batch at ZeRO 2 and 3; the parameters are gathered once a
+    step at ZeRO 1 and 2, for each micro-batch at ZeRO 3, and again in the backward pass but for the last ones of the
+    model. tests/ranks/test_link.py counts them.
+    """
+    run, degrees, stage = resolved.run, resolved.degrees, resolved.zero_stage
+    parameters, micro_batches = _parameters(run), resolved.batch.accumulation
     if parameters is None or degrees.data != degrees.world_size or degrees.expert > 1:
         return None
-    return ring_bytes(
-        parameters, degrees.data, zero_stage=resolved.zero_stage, micro_batches=resolved.batch.accumulation,
-        wide=4 if resolved.precision == "fp32" else 2,
-    )  # fmt: skip
+    tree = resolved.deepspeed
+    zero = tree.get("zero_optimization") or {}
+    # ZeRO 1 and 2 reduce a gradient to the rank that owns it if both keys say so.
+    to_owner = zero.get("reduce_scatter", True) and (
+        stage == 3 or not zero.get("use_multi_rank_bucket_allreduce", True)
+    )
+    sums = (1 if stage > 0 and to_owner else 2) * (micro_batches if stage >= 2 else 1)
+    # A parameter stays gathered if so few elements pass between its uses, those behind it forward and backward.
+    again = max(0.0, 1 - zero.get("stage3_max_reuse_distance", _REUSE) / 2 / parameters)
+    gathers = {0: 0.0, 1: 1.0, 2: 1.0, 3: micro_batches * (1 + again)}[stage]
+    gradient, parameter = _WIDE[tree.get("communication_data_type", resolved.precision)], _WIDE[resolved.precision]
+    return (sums * gradient + gathers * parameter) * (degrees.data - 1) / degrees.data * parameters
+
+
+_REUSE = 1_000_000_000
+"""DeepSpeed's default of stage3_max_reuse_distance, in elements."""
 
 
 def _parameters(run: RunConfig) -> float | None:

@@ -43,7 +43,7 @@ def look(run: RunConfig, folder: CheckpointFolder, ranks: Ranks) -> None:
         if run.resume != "auto" or complete_checkpoints(folder.path):
             refuse_other(url, folder.path, continues=run.resume != "none")
         else:
-            found = fetch_newest(url, folder.path, heart.beat)
+            found = fetch_newest(url, folder.path, str(run.train.run_dir), heart.beat)
             what = "holds no checkpoint yet" if found is None else f"{found.name} is fetched from there"
             log.info(f"checkpoint.mirror {redact_text(url)}: {what}")
 

@@ -18,6 +18,7 @@ from llmtrain.config.run import RunConfig
 from llmtrain.data.stream.course import RECORD
 from llmtrain.engine.dist.control import from_all, from_rank_0, together
 from llmtrain.engine.dist.ranks import Ranks
+from llmtrain.storage.object_store import is_url
 from llmtrain.tracking.environment import new_run_id, versions
 from llmtrain.training.step import Position
 
@@ -209,7 +210,7 @@ def candidates(run: RunConfig, folder: RunDirectory) -> tuple[list[Path], bool]:
         folder.refuse_going_back(run.resume)
         return [Path(run.resume)], True
     if not own:
-        return _named(Path(run.resume)), False
+        return _named(run.resume), False
     began, meant_origin = _began_from(own) or {}, origin(run)
     if {key: began.get(key) for key in meant_origin} != meant_origin:
         raise CheckpointError(
@@ -219,14 +220,19 @@ def candidates(run: RunConfig, folder: RunDirectory) -> tuple[list[Path], bool]:
     return own, True
 
 
-def _named(path: Path) -> list[Path]:
-    """The checkpoints that a path means, newest first: of a run's folder all that are whole, as for other commands."""
+def _named(given: str) -> list[Path]:
+    """The checkpoints that a path or URL means, newest first: of a run's folder all that are whole, as for other
+    commands; of a URL the newest, fetched."""
     from llmtrain.checkpoint.listing import find_checkpoints
 
+    if is_url(given):
+        from llmtrain.checkpoint.remote import checkpoints_at  # most runs begin elsewhere
+
+        return checkpoints_at(given)
     try:
-        return find_checkpoints(path)
+        return find_checkpoints(Path(given))
     except CheckpointError:  # what it lacks is said when it is opened
-        return [path]
+        return [Path(given)]
 
 
 def _began_from(own: list[Path]) -> dict[str, Any] | None:

@@ -38,6 +38,7 @@ from llmtrain.optim.optimizers import norm_of
 from llmtrain.tracking.environment import describe_environment, unverified, versions, write_environment
 from llmtrain.tracking.tracker import Status, Tracker
 from llmtrain.training.examine import Checked
+from llmtrain.training.fetching import Fetching
 from llmtrain.training.guards import AdapterCheck, DataCheck, Limits, SkippedSteps
 from llmtrain.training.loop import train_steps
 from llmtrain.training.parts import Launch, Part
@@ -173,7 +174,8 @@ def _fill(parts: list[Part], launch: Launch) -> tuple[Saving, Evaluation]:
     saving = Saving(setup, launch.checkpoints, tracker, speed, launch.requests, start, parts, evaluation)
     parts.append(Logging(setup, launch.session, tracker, speed, parts, evaluation))
     parts.append(evaluation)
-    parts.append(StageBorders(setup, tracker))
+    parts.append(StageBorders(setup, tracker, launch.loader))
+    parts.append(Fetching(setup, tracker))
     parts.append(DataCheck(setup, saving, resumes=start.folder is not None))
     parts.append(ReplicaCheck(setup, tracker, saving))
     parts.append(saving)

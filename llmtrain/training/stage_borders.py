@@ -11,6 +11,7 @@ from llmtrain.training.parts import Done, Part
 from llmtrain.training.step import Position, Request
 
 if TYPE_CHECKING:
+    from llmtrain.data.stream.loader import TrainLoader
     from llmtrain.tracking.tracker import Tracker
     from llmtrain.training.setup import Setup
 
@@ -19,8 +20,9 @@ class StageBorders(Part):
     """Tells in which stage the run is, when it begins and where another one begins, and gives the model the rotary
     positions of the stage that it computes."""
 
-    def __init__(self, setup: Setup, tracker: Tracker) -> None:
+    def __init__(self, setup: Setup, tracker: Tracker, loader: TrainLoader) -> None:
         self._course, self._tracker, self._module = setup.course, tracker, setup.engine.module
+        self._loader = loader
         self._degrees = asdict(setup.resolved.degrees)
         self._several = len(self._course.stages) > 1 or self._course.first_number > 0
         self._step = 0
@@ -39,10 +41,12 @@ class StageBorders(Part):
         return Request()
 
     def after_step(self, done: Done) -> None:
-        """Tell the stage of the next step if it is another one."""
-        self._step = done.position.step
-        if not done.last and self._course.at(done.position.step).stage != done.batch.stage:
+        """Tell the stage of the next step if it is another one, and where the data goes on if a part has moved it."""
+        trained, self._step, index = self._step + 1, done.position.step, done.position.sample_index
+        if not done.last and self._course.at(self._step).stage != done.batch.stage:
             self._tell(done.position)
+        elif (trained, self._course.at(trained).index) != (self._step, index):
+            self._tracker.event("reads", step=self._step, next=index, trained=trained)
 
     def figures(self, done: Done) -> dict[str, Any]:
         """Return the stage of the step."""
@@ -64,6 +68,7 @@ class StageBorders(Part):
         self._tracker.event(
             "reads", step=position.step, next=position.sample_index, data=asdict(of.data), fingerprint=data.fingerprint,
             global_batch=of.batch.global_batch, accumulation=of.batch.accumulation, degrees=self._degrees,
+            shares=self._loader.shares,
         )  # fmt: skip
         if not self._several:
             return

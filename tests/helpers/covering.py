@@ -38,10 +38,12 @@ pipeline stage, with attention kept. `own`: learning rates and weight decay of s
 pipeline, tensor and sequence has two data-parallel ranks. The order is one with which the search needs few cells."""
 
 
+_PLACE = {name: place for place, name in enumerate(FACTORS)}
+
+
 def _in_order(pair: Pair) -> Pair:
-    names = list(FACTORS)
-    one, other = sorted(pair, key=lambda setting: names.index(setting[0]))
-    return one, other
+    one, other = pair
+    return (one, other) if _PLACE[one[0]] < _PLACE[other[0]] else (other, one)
 
 
 _REFUSED: dict[Pair, str] = {
@@ -100,7 +102,7 @@ def all_pairs() -> Iterator[Pair]:
 
 def goes(cell: Cell) -> bool:
     """No two of these settings are apart, nor the three of `THREE`."""
-    return not pairs_of(cell) & APART and not set(THREE.items()) <= set(cell.items())
+    return not pairs_of(cell) & APART and not THREE.items() <= cell.items()
 
 
 def covering() -> list[Cell]:
@@ -111,9 +113,10 @@ def covering() -> list[Cell]:
         cell = dict(next(iter(left)))
         while free := [name for name in FACTORS if name not in cell]:
             # The setting, of all that are free, which makes most new pairs with those that are chosen.
-            gains = [(len(pairs_of(cell | {name: value}) & left.keys()), -rank, -index, name, value)
+            gains = [(sum(pair in left for pair in pairs), -rank, -index, name, value)
                      for rank, name in enumerate(free) for index, value in enumerate(FACTORS[name])
-                     if goes(cell | {name: value})]  # fmt: skip
+                     if not APART.intersection(pairs := [_in_order((chosen, (name, value))) for chosen in cell.items()])
+                     and not THREE.items() <= (cell | {name: value}).items()]  # fmt: skip
             *_, name, value = max(gains, key=lambda gain: gain[:3])
             cell[name] = value
         for pair in pairs_of(cell):

@@ -205,6 +205,7 @@ CASES = [
         ('profile.steps = "1001:1002"', "the run has ", "let it end at "),
         {"profile": {"steps": "1001:1002"}},
     ),
+    Wrong("an average that never follows", ("ema.every = 101", "has 100 steps"), {"ema": {"decay": 0.9, "every": 101}}),
     Wrong("an average without a decay", ("ema.every = 2", "set ema.decay"), {"ema": {"every": 2}}),
     Wrong("a decay of 1", ("ema.decay = 1.0", "just under 1", "0.999 is common"), {"ema": {"decay": 1.0}}),
     Wrong("no log points", ("train.log_every = 0", "at least 1", "10 is the default"), {"train": {"log_every": 0}}),

@@ -124,7 +124,8 @@ def trained(
         load_checkpoint(setup.engine, CheckpointReader(checkpoint), state, setup.ranks)
         setup.course.go_on(first := state["step"], state)
     session, trace, micros = setup.session(first), Trace([], []), list[int]()
-    part = StageBorders(setup, SimpleNamespace(event=lambda *_, **__: None))  # type: ignore[arg-type]
+    told: Any = SimpleNamespace(event=lambda *_, **__: None)
+    part = StageBorders(setup, told, SimpleNamespace(shares=None))  # type: ignore[arg-type]
     part.begin(Position(step=first))
     with setup.loader(setup.course.at(first).index, step=first) as loader:
         for number in range(first + 1, setup.run.train.max_steps + 1):

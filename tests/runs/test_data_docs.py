@@ -50,6 +50,7 @@ def test_every_command_of_the_page_works(tmp_path: Path, monkeypatch: pytest.Mon
         assert form(shown.strip()) in printed, printed
     monkeypatch.chdir(tmp_path)
     for block in blocks("yaml"):
-        data = TrainData(DataConfig(**yaml.safe_load(block)["data"]))
+        here = block.replace("s3://bucket/", f"file://{tmp_path}/data/").replace("/scratch", f"{tmp_path}/scratch")
+        data = TrainData(DataConfig(**yaml.safe_load(here)["data"]))
         assert data.sequences_per_epoch > 0 and data.vocab_size == 4096
         assert len(data.sequence(10**9)[0]) == 1024

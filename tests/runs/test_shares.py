@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from llmtrain.commands.where import sequences, spans
 from tests.helpers import forked
 from tests.helpers.launching import losses, rows, wait_for_step
 
@@ -89,6 +90,11 @@ def test_a_run_with_a_slow_rank(small_data: str, tmp_path: Path) -> None:
     assert change["step"] == 11 and (change["before"], change["after"]) == ([6, 6], [8, 4]), change
     assert "step 11: ranks of unequal speed take 8, 4 sequences of a step" in told
     assert change["ideal_s"] <= change["after_s"] < 0.8 * change["before_s"] == 0.8 * change["equal_s"]
+    for step, counts in ((11, [6, 6]), (12, [8, 4]), (14, [8, 4])):  # what `data where --rank` says
+        span = next(each for each in spans(tmp_path / "run/run") if each.after < step <= (each.until or step))
+        own = [list(sequences(span, step, rank)) for rank in (0, 1)]
+        assert [len(each) for each in own] == counts
+        assert sorted(own[0] + own[1]) == list(range(12 * (step - 1), 12 * step))
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ import torch
 from llmtrain.checkpoint.format import complete_checkpoints
 from llmtrain.checkpoint.native.universal import export_universal
 from llmtrain.checkpoint.reader import CheckpointReader
+from llmtrain.commands.where import sequences, spans
 from llmtrain.config.run import DataConfig
 from llmtrain.sites.membership import heard_at, heard_on
 from llmtrain.sites.shard import fragment_of
@@ -149,6 +150,14 @@ def test_two_sites_train_what_the_definition_says(method, stage, of_a, ranks_of_
         event["received_bytes"] for event in synchronised(tmp_path / "B")
     ]
     assert all(row["sites/outer_step_norm"] > 0 for row in seen[1:])
+    read = [
+        index
+        for site in "AB"
+        for span in spans(tmp_path / site / "run")
+        for step in range(span.after + 1, (span.until or 12) + 1)
+        for index in sequences(span, step, None)
+    ]  # what `data where` says: each of the sequences that were dealt, at one site
+    assert sorted(read) == list(range(2 * 12 * 4))
     of_ranks = [[row["comm_share"] for row in rows(tmp_path / at / "run") if "comm_share" in row] for at in "AB"]
     several = of_ranks[2 - ranks_of_a :]
     assert all(several) and all(0 < share < 1 for each in several for share in each)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from llmtrain.cli import main
 from tests.helpers import forked
 from tests.helpers.hf_folders import model_folder, new_model
 from tests.helpers.launching import losses, write_recipe
@@ -31,3 +32,31 @@ def test_a_model_by_url(small_data: str, tmp_path: Path, monkeypatch: pytest.Mon
     assert output.count("fetching file://") == 2  # settings, then weights: by one of the two ranks
     forked.train(_recipe(tmp_path / "b", small_data, str(folder)), *steps)
     assert losses(tmp_path / "a/run") == losses(tmp_path / "b/run")
+
+
+def test_a_run_begins_from_a_checkpoint_by_url(
+    small_data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of another run, in a store; started again, it goes on from its own, though that one has moved on."""
+    monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path / "cache"))
+    url = f"file://{tmp_path}/bucket/runs/first"
+    for name in ("first", "second", "third"):
+        (tmp_path / name).mkdir()
+    first = write_recipe(tmp_path / "first", small_data)
+    often = ("--checkpoint.every_steps", "2", "--schedule.name", "constant")
+    forked.train(first, *often, "--train.max_steps", "4", "--checkpoint.mirror", url)
+    second = write_recipe(tmp_path / "second", small_data)
+    output = forked.train(second, *often, "--train.max_steps", "6", "--resume", url)
+    assert f"fetching {url}/step-00000004" in output and "resumed from" in output
+    forked.train(first, *often, "--train.max_steps", "8", "--checkpoint.mirror", url)
+    there = losses(tmp_path / "first/run")
+    assert losses(tmp_path / "second/run") == {step: there[step] for step in (5, 6)}
+    output = forked.train(second, *often, "--train.max_steps", "8", "--resume", url)
+    assert "step-00000006 at step 6" in output and "fetching" not in output
+    third = write_recipe(tmp_path / "third", small_data)
+    output = forked.train(third, *often, "--train.max_steps", "9", "--resume", f"{url}/step-8")
+    assert "step-00000008 at step 8" in output
+    code, output = forked.finish(third, *often, "--train.run_dir", str(tmp_path / "x"), "--resume", f"{url}/step-5")
+    assert code == 2 and f"{url}/step-5: it holds no complete checkpoint" in output and "Traceback" not in output
+    assert main(["generate", url, "--prompt", "def ", "--max-tokens", "2"]) == 0
+    assert "step-00000008" in capsys.readouterr().err

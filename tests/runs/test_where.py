@@ -12,6 +12,7 @@ import yaml
 from llmtrain import cli
 from llmtrain.commands.prepare import main as prepare
 from llmtrain.config.stages import DataConfig
+from llmtrain.data.origins import Origins
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.data.tokenize import Encoder
@@ -72,15 +73,17 @@ def test_the_steps_of_a_document_are_those_that_name_it(trained: Path, capsys: p
     steps = {step: where(trained, capsys, "--step", str(step)) for step in range(1, 13)}
     asked = 0
     for number in range(1, 401, 13):
-        try:
-            said = where(trained, capsys, "--source", f"a.jsonl:{number}")
-        except AssertionError:
-            continue  # it is for validation
+        said = where(trained, capsys, "--source", f"a.jsonl:{number}")
+        if "is held out for validation" in said:
+            continue
         asked += 1
         naming = [step for step, text in steps.items() if f"a.jsonl:{number}, " in text]
         assert f'"line {number} has ' in said
         assert (f"read in step {', '.join(map(str, naming))}\n" in said) if naming else "not read so far" in said
     assert asked > 20
+    held_out = next(Origins(trained / "set", PreparedSet(trained / "set").manifest.shards["validation"]).within(0, 1))
+    said = where(trained, capsys, "--source", f"a.jsonl:{held_out.record}")
+    assert said == f"a.jsonl:{held_out.record} is held out for validation: no step reads it\n"
 
 
 @pytest.mark.parametrize(

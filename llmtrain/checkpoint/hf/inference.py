@@ -20,6 +20,7 @@ from llmtrain.checkpoint.format import MANIFEST, complete_checkpoints, hash_file
 from llmtrain.checkpoint.hf.exporting import export_hf, layout_of
 from llmtrain.checkpoint.hf.folder_files import MARK
 from llmtrain.checkpoint.listing import find_checkpoints, read_while_there
+from llmtrain.checkpoint.remote import checkpoints_at
 from llmtrain.cluster.watch.explain.device_faults import device_fault
 from llmtrain.config.run import ModelConfig
 from llmtrain.data.tokenize import refuse_code
@@ -28,6 +29,7 @@ from llmtrain.models.score import gives_scores
 from llmtrain.models.skeleton import load_config
 from llmtrain.models.source import SafetensorsSource, refuse_escape, refuse_other_shapes
 from llmtrain.storage.hub.transfer import model_folder
+from llmtrain.storage.object_store import Store, StoreError, is_url
 from llmtrain.storage.tensorfile import TensorFile, TensorFileError
 
 _ENDS = ("generation_config.json", "config.json")
@@ -138,7 +140,18 @@ def usable_folder(path: str, asked_by: str) -> Iterator[Path]:
     A checkpoint without an export is exported for the duration. Raises CheckpointError, ModelError.
     """
     with tempfile.TemporaryDirectory(prefix="llmtrain-") as scratch:
-        yield _hf_folder(model_folder(path, asked_by=asked_by), Path(scratch))
+        if is_url(path) and not _is_model_there(path):
+            yield _hf_folder(checkpoints_at(path)[0], Path(scratch))
+        else:
+            yield _hf_folder(model_folder(path, asked_by=asked_by), Path(scratch))
+
+
+def _is_model_there(url: str) -> bool:
+    try:
+        names = Store(url).files()
+    except StoreError:  # it is told by who reads it
+        return False
+    return "config.json" in names or CONFIG in names
 
 
 def _base(folder: Path) -> Path:
@@ -295,7 +308,7 @@ def add_options(parser: argparse.ArgumentParser, usual: Sampling) -> None:
     parser.add_argument(
         "folder",
         metavar="RUN_OR_FOLDER",
-        help="run folder, checkpoint, Hugging Face or PEFT folder, or ORG/NAME on the Hub",
+        help="run folder, checkpoint, Hugging Face or PEFT folder, ORG/NAME on the Hub, or a URL of one",
     )
     option = parser.add_argument
     option(

@@ -216,7 +216,8 @@ def _compare(folder: Path, data: Path) -> _Compared:
     stream = prepared.split("train")
     lengths = stream.row_lengths()
     starts = np.concatenate([[0], np.cumsum(lengths)])
-    for number, sample in enumerate(read_sample(data)):
+    prepared.fetch([NAME])
+    for number, sample in enumerate(read_sample(prepared.folder)):
         if not 0 <= sample.row <= sample.row + sample.rows <= len(lengths):
             raise DataError(f"{data / NAME}: line {number + 1} names rows that {data} does not have; prepare it again")
         if any(token in text for text in strings(untrusted.loads(sample.record)) for token in control):

@@ -197,7 +197,7 @@ def _examine_ids(
         for item in islice(read_piece(piece, None, settings.max_document_bytes), 20):
             if isinstance(item, Document):
                 with suppress(RefusedError):  # a worker rejects it
-                    samples.append((piece.label, rows.ids(item.text)[0]))
+                    samples += [(piece.label, ids)] if len(ids := rows.ids(item.text)[0]) else []
     if samples:
         token_corpora.examine(samples, encoder)
 
@@ -334,7 +334,8 @@ def _too_many(settings: PrepareSettings, out: OutFolder, records: dict[int, dict
 
 
 def _place(entry: dict[str, Any]) -> str:
-    return f"{entry['file']}, " + (f"line {entry['line']}" if "line" in entry else f"row {entry['row']}")
+    unit = next(unit for unit in ("line", "row", "token") if unit in entry)
+    return f"{entry['file']}, {unit} {entry[unit]}"
 
 
 def _write_rejected(out: OutFolder, records: list[dict[str, Any]]) -> None:

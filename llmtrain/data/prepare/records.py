@@ -16,7 +16,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TextIO
 
 from llmtrain.base.units import size
 from llmtrain.data.chat.conversation import no_repeats
@@ -39,7 +39,7 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """A record that cannot be used. `unit` is "line" (counted from 1) or "row" (counted from 0)."""
+    """A record that cannot be used. `unit` is "line" (counted from 1), "row" or "token" (its first; from 0)."""
 
     file: str
     unit: str
@@ -358,11 +358,21 @@ def _read_array(piece: Piece, field: str | None, max_bytes: int) -> Iterator[Doc
                 return
             begin, at = found
             if begin == at:
+                if text[at + 1 :].strip() or _goes_on(stream):
+                    yield Rejection(piece.label, "row", number, "broken JSON (more follows behind the list's end)")
                 break
             yield _parse(text[begin:at].encode(errors="surrogatepass"), piece, number, field, max_bytes, "row")
             number += 1
     if number == 0:
         yield Rejection(piece.label, "row", 0, "empty file")
+
+
+def _goes_on(stream: TextIO) -> bool:
+    """Return True if a stream has more than white space."""
+    try:
+        return any(block.strip() for block in iter(lambda: stream.read(_CHUNK), ""))
+    except UnicodeDecodeError:
+        return True
 
 
 def _next_record(text: str, at: int, *, first: bool) -> tuple[int, int] | str:
@@ -399,6 +409,9 @@ def _read_csv(piece: Piece, field: str | None, max_bytes: int) -> Iterator[Docum
             names = list(rows.fieldnames or [])
             if field is not None and field not in names:
                 yield _no_column(piece, field, names)
+                return
+            if (twice := next((name for name in names if names.count(name) > 1), None)) is not None:
+                yield Rejection(piece.label, "row", 0, f"two columns are named {twice!r}; name each once")
                 return
             for number, row in enumerate(rows):
                 if None in row or None in row.values():

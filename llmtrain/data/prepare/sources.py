@@ -428,7 +428,19 @@ def _kind(path: str, form: str, option: str = "--source") -> Kind:
         return "array"
     if bare.endswith((".jsonl", ".ndjson")) or (bare != name and bare.endswith(".json")):
         return "jsonl"
+    if bare.endswith(".json") and _is_lines(path):
+        return "jsonl"
     return "text"
+
+
+def _is_lines(path: str) -> bool:
+    """Return True if a file begins with a line that is a JSON object of its own, and another one follows."""
+    try:
+        with open(path, "rb") as file:
+            first, _, rest = file.read(1 << 20).removeprefix(BOM).partition(b"\n")
+        return rest.lstrip().startswith(b"{") and isinstance(json.loads(first), dict)
+    except (OSError, ValueError, RecursionError):  # told where it is read
+        return False
 
 
 def _begins(path: str, *signs: bytes) -> bool:

@@ -137,14 +137,16 @@ class Megatron(Layout):
         if version != 1 or len(lengths) != count or len(starts) != count or len(documents) != borders:
             raise ValueError(f"{index} is of another version, or cut off")
         ends = starts + lengths
-        documents = documents[1:] if borders else np.arange(1, count + 1)
-        if count and ((starts[1:] != ends[:-1]).any() or starts[0] or (np.diff(documents) < 0).any()):
+        documents = documents if borders else np.arange(count + 1)
+        if count and ((starts[1:] != ends[:-1]).any() or starts[0] or (lengths < 0).any()):
             raise ValueError(f"{index} puts its sequences in another order than they lie in the file; write it anew")
         tokens = int(ends[-1]) if count else 0
-        if count and (not len(documents) or documents[-1] != count):
+        if documents[0] or documents[-1] != count or (np.diff(documents) < 0).any():
             raise ValueError(f"the documents of {index} are not those of its sequences")
+        if (size := os.path.getsize(path)) != tokens * dtype.itemsize:
+            raise ValueError(f"it has {size} bytes, and {index} is of {tokens} ids of {dtype.itemsize} bytes")
         before = np.concatenate([[0], ends])
-        return TokenFile(path, _mapped(path, dtype, tokens=tokens), before[documents].astype(np.int64), 0)
+        return TokenFile(path, _mapped(path, dtype), before[documents[1:]].astype(np.int64), 0)
 
     @classmethod
     def _type(cls, code: int, index: str) -> np.dtype:
@@ -377,16 +379,15 @@ class TokenEncoder:
         self.separator_id, self.vocab_size = encoder.separator_id, encoder.vocab_size
         self._field, self._dtype, self._counted = field, dtype, counted
 
-    def check(self, ids: np.ndarray, place: str, first: int) -> None:
-        """Raise DataError for an id outside the vocabulary. `first`: place of the first id in its file."""
+    def outside(self, ids: np.ndarray, first: int) -> str:
+        """A sentence on the first id outside the vocabulary; empty: there is none. `first`: place of the first id."""
         if not len(ids) or (ids.min() >= 0 and ids.max() < self.vocab_size):
-            return
+            return ""
         wrong = (ids < 0) | (ids >= self.vocab_size)
         at = int(wrong.argmax())
-        raise DataError(
-            f"{place}: the id {ids[at]} at token {first + at} is outside the tokenizer's vocabulary [0, "
-            f"{self.vocab_size}), as {wrong.mean():.2%} of this part are: the ids are another tokenizer's; give that "
-            "one with --tokenizer"
+        return (
+            f"the id {ids[at]} at token {first + at} is outside the tokenizer's vocabulary [0, {self.vocab_size}), as "
+            f"{wrong.mean():.2%} of this part are: the ids are another tokenizer's; give that one with --tokenizer"
         )
 
     def row(self, ids: np.ndarray) -> Row:
@@ -402,9 +403,10 @@ class TokenEncoder:
         return self._integers(record[self._field], self._field), record
 
     def rows(self, text: str) -> list[Row]:
-        """The row of a record, a JSON object. Raises: RefusedError; DataError: an id outside the vocabulary."""
+        """The row of a record, a JSON object. Raises RefusedError."""
         ids, record = self.ids(text)
-        self.check(ids, f"field {self._field!r} of a record", 0)
+        if wrong := self.outside(ids, 0):
+            raise RefusedError(wrong)
         marks = [name for name in ("labels", "loss_mask") if name in record]
         if not self._counted:
             if marks:
@@ -446,12 +448,30 @@ _LOOKED_AT = 16
 _AS_IT_SHOULD = 0.9
 
 
+_UPPER_HALVES = 16
+"""The upper halves of ids of 4 bytes are below it, up to vocabularies of a million."""
+
+
+def _halves(ids: np.ndarray) -> bool:
+    """True if ids of 2 bytes are halves of ids of 4: a bare file does not tell, and the halves may all be ids."""
+    if ids.dtype.itemsize != 2 or len(ids) < 64:  # a few may be so by chance
+        return False
+    return bool(ids[1::2].max() < _UPPER_HALVES <= ids[::2].max())
+
+
 def beginnings(paths: list[str], separator_id: int) -> list[tuple[str, np.ndarray]]:
     """(path, first ids) of some of the files. Raises DataError: no end token says where documents end."""
     found = []
     for path in paths[:: 1 + len(paths) // _LOOKED_AT]:
         file = read(path)
-        if file.ends is None and len(file.ids) and not (file.ids[:_CHUNK] == separator_id).any():
+        if not len(file.ids):
+            continue
+        if file.ends is None and _halves(file.ids[:_SAMPLED]):
+            raise DataError(
+                f"{path}: every second id is below {_UPPER_HALVES}, as where ids of 4 bytes are read as of 2; say so "
+                "in its name (X.uint32.npy) or, of datatrove, with X.ds.index or X.ds.metadata beside X.ds"
+            )
+        if file.ends is None and not (file.ids[:_CHUNK] == separator_id).any():
             raise DataError(
                 f"{path}: no end token ({separator_id}, the tokenizer's eos_token) among the first "
                 f"{min(len(file.ids), _CHUNK)} ids, so no document ends; give --tokenizer the one that the ids are of"

@@ -394,7 +394,8 @@ def _write_tokens(
     if len(borders) < 2:
         return
     ids = file.ids[borders[0] : borders[-1]]
-    encoder.check(ids, piece.label, int(borders[0]))
+    if wrong := encoder.outside(ids, int(borders[0])):
+        raise DataError(f"{piece.label}: {wrong}")
     ends = borders[1:] - borders[0]
     full = np.diff(borders) > 0
     separated = bool(full.all() and (ids[ends - 1] == encoder.separator_id).all())
@@ -410,16 +411,16 @@ def _write_tokens(
         return
     chosen: dict[str, list[Row]] = {split: [] for split in SPLITS}
     origins: dict[str, list[tuple[int, int]]] = {split: [] for split in SPLITS}
-    for number, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
+    for first, start, end in zip(borders[:-1].tolist(), starts.tolist(), ends.tolist(), strict=True):
         row = encoder.row(ids[start:end])
         data = row.ids.tobytes()
         written.content = (written.content + xxhash.xxh3_128_intdigest(data)) % (1 << 128)
         if not len(row.ids):
-            written.rejected.append(Rejection(piece.label, "row", number, "empty document"))
+            written.rejected.append(Rejection(piece.label, "token", first, "empty document"))
             continue
         for split, _ in _sides(unit, "", data, settings, held_out, written):
             chosen[split].append(row)
-            origins[split].append((place, int(borders[number])))
+            origins[split].append((place, first))
     for split in SPLITS:
         writers[split].write(chosen[split], origins[split], None if settings.chat else encoder.separator_id)
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from llmtrain.base.errors import DataError
+from llmtrain.data.cache import Cache
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.stream.loader import AnswerBatch
 from llmtrain.data.stream.windows import IGNORED
@@ -26,12 +27,19 @@ _NARROWEST = 32
 class ChoiceSet:
     """The questions of a folder that `llmtrain prepare --format choices` has made."""
 
-    def __init__(self, folder: str | Path, *, sequence_length: int, shared: int = 1) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        sequence_length: int,
+        shared: int = 1,
+        cache: Cache = Cache(),  # noqa: B008
+    ) -> None:
         """`sequence_length`: tokens that the model may see at once. `shared`: ranks that share a row.
 
         Raises DataError when the folder holds something else, or a choice alone is too long.
         """
-        self.prepared = PreparedSet(folder)
+        self.prepared = PreparedSet(folder, cache)
         if not (self.prepared.manifest.chat or {}).get("choices"):
             raise DataError(
                 f"{folder}: holds no multiple-choice questions; prepare them with --format choices, or name a folder "
@@ -66,7 +74,7 @@ class ChoiceSet:
         else:
             return
         raise DataError(
-            f"{self.prepared.folder}: {wrong}: it is damaged; copy it again, or delete it and prepare it again"
+            f"{self.prepared.name}: {wrong}: it is damaged; copy it again, or delete it and prepare it again"
         )
 
     @property

@@ -80,8 +80,9 @@ def write_reference(folder: PreparedSet, weights: str, precision: str, columns: 
 def read_reference(folder: PreparedSet, precision: str) -> tuple[Reference, dict[Split, np.ndarray]]:
     """The column, fp32 [numbers] of each split. Raises DataError when it is not there, damaged, or of other data."""
     path = folder.folder / _REFERENCE
+    folder.fetch([_REFERENCE, *(f"reference-{split}.f32" for split in SPLITS)])
     if not path.is_file():
-        raise DataError(f"{folder.folder}: has no log-probabilities of the reference; {REMEDY}")
+        raise DataError(f"{folder.name}: has no log-probabilities of the reference; {REMEDY}")
     try:
         found = Reference(**untrusted.loads(path.read_bytes()))
         data = {split: (folder.folder / f"reference-{split}.f32").read_bytes() for split in SPLITS}
@@ -265,9 +266,10 @@ def read_column(folder: PreparedSet, wanted: TeacherColumn) -> tuple[TeacherColu
     Raises DataError when it is not there, damaged, or another's.
     """
     path = folder.folder / f"{wanted.stem}.json"
+    folder.fetch([path.name, *(path.name for split in SPLITS for path in _parts(folder.folder, split, wanted))])
     if not path.is_file():
         of = "" if wanted.windows is None else f" in sequences of {wanted.windows[0]} tokens"
-        raise DataError(f"{folder.folder}: has no column of the teacher's likeliest words{of}; {REMEDY}")
+        raise DataError(f"{folder.name}: has no column of the teacher's likeliest words{of}; {REMEDY}")
     try:
         found = TeacherColumn(**untrusted.loads(path.read_bytes()))
         there, here = asdict(found), asdict(wanted)

@@ -16,8 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from llmtrain.base import log, units
 from llmtrain.base.errors import DataError
+from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.config.batch import Batch
+from llmtrain.data.cache import waiting
 from llmtrain.data.manifest import check_vocabulary
 from llmtrain.data.stream.course import Course
 from llmtrain.data.stream.order import rows_of
@@ -39,6 +42,9 @@ __all__ = [
 
 _STEPS_AHEAD = 4
 _POLL_S = 0.05
+_BEAT_S, _WARN_S = 1.0, 10.0
+_FETCHED = 64
+"""Sequences of an evaluation that a store is asked for at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,7 +242,7 @@ class TrainLoader:
         if self._closed.is_set():
             raise StopIteration
         waited_from = time.perf_counter()
-        item = self._ready.get()
+        item = self._ready_item()
         self.data_wait_s += time.perf_counter() - waited_from
         if isinstance(item, BaseException):
             self.close()
@@ -244,6 +250,22 @@ class TrainLoader:
         self._step += 1
         self.next_index = self._course.at(self._step).index
         return item
+
+    def _ready_item(self) -> StepBatch | BaseException:
+        """The next item. While a store does not answer, the rank lives."""
+        warned = False
+        while True:
+            try:
+                return self._ready.get(timeout=_BEAT_S)
+            except queue.Empty:
+                wait = waiting()
+            if wait is None:
+                continue
+            heart.beat()
+            waited_s, store = wait
+            if waited_s > _WARN_S and not warned:
+                log.warn(f"{store}: has not answered for {units.duration(waited_s)}, and a step waits for its data")
+                warned = True
 
     def __enter__(self) -> TrainLoader:
         return self
@@ -267,6 +289,11 @@ class TrainLoader:
             self._step, self.next_index = step, index
             self._begin()
 
+    @property
+    def shares(self) -> list[int] | None:
+        """Sequences of a step, by rank; None: equally many."""
+        return None if self._sequences is None else list(self._sequences)
+
     def share(self, sequences: Sequence[int]) -> None:
         """Change each rank's sequences of a step, from the next step on. Batches read ahead are read again."""
         self.close()
@@ -278,8 +305,10 @@ class TrainLoader:
         reading = self._course.at(step)
         batch, micro_batches = reading.batch, []
         shares = self._sequences or (batch.micro_batch * batch.accumulation,) * batch.data_parallel
-        for m in range(batch.accumulation):
-            indices = [reading.index + row for row in rows_of(shares, batch.accumulation, m, self._rank)]
+        rows = [rows_of(shares, batch.accumulation, m, self._rank) for m in range(batch.accumulation)]
+        reading.data.fetch([reading.index + row for each in rows for row in each])
+        for each in rows:
+            indices = [reading.index + row for row in each]
             micro_batches.append(_micro_batch(reading.data.window_at, indices, len(indices), self._pin_memory))
         return StepBatch(micro_batches=micro_batches, first_index=reading.index, sequences=batch.global_batch,
                          stage=reading.stage)  # fmt: skip
@@ -306,7 +335,7 @@ def check_validation(data: TrainData) -> None:
     """Raises DataError when the data has no validation sequence."""
     if data.validation_sequences == 0:
         raise DataError(
-            f"{data.tokenizer_dir.parent}: its validation split does not fill one sequence of data.sequence_length "
+            f"{data.name}: its validation split does not fill one sequence of data.sequence_length "
             f"{data.sequence_length}; prepare it with a larger --validation-fraction or with --validation-source FILE, "
             "or set train.eval to off"
         )
@@ -324,14 +353,26 @@ def validation_batches(
     assert sequences >= 1 and 0 <= rank < data_parallel, (sequences, rank, data_parallel)
     check_validation(data)
     total = min(sequences, data.validation_sequences)
-    return batches_of(data.validation_window_at, total, micro_batch, rank, data_parallel, pin_memory)
+    read, fetch = data.validation_window_at, data.fetch_validation
+    return batches_of(read, total, micro_batch, rank, data_parallel, pin_memory, fetch)
 
 
 def batches_of(
-    read: Callable[[int], Window], total: int, micro_batch: int, rank: int, data_parallel: int, pin_memory: bool
+    read: Callable[[int], Window],
+    total: int,
+    micro_batch: int,
+    rank: int,
+    data_parallel: int,
+    pin_memory: bool,
+    fetch: Callable[[Sequence[int]], None] = lambda _: None,
 ) -> Iterator[MicroBatch]:
-    """Sequences 0 to `total` - 1 once, dealt out to the ranks as `validation_batches` does."""
-    for start in range(0, total, micro_batch * data_parallel):
-        first = start + rank * micro_batch
-        indices = list(range(first, min(first + micro_batch, total)))
+    """Sequences 0 to `total` - 1 once, dealt out to the ranks as `validation_batches` does.
+
+    `fetch`: called with the sequences of the next micro-batches before they are read."""
+    firsts = [start + rank * micro_batch for start in range(0, total, micro_batch * data_parallel)]
+    dealt = [list(range(first, min(first + micro_batch, total))) for first in firsts]
+    each = max(1, _FETCHED // micro_batch)
+    for number, indices in enumerate(dealt):
+        if number % each == 0:
+            fetch([index for own in dealt[number : number + each] for index in own])
         yield _micro_batch(read, indices, micro_batch, pin_memory)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -14,7 +14,9 @@ import xxhash
 
 from llmtrain.base.errors import DataError
 from llmtrain.config.run import DataConfig
+from llmtrain.data.cache import Cache
 from llmtrain.data.manifest import SPLITS, Manifest, Split
+from llmtrain.data.origins import Origins
 from llmtrain.data.shards import FileSum, PreparedSet, TokenStream
 from llmtrain.data.stream.columns import read_reference
 from llmtrain.data.stream.order import Mixture, permute, position_of
@@ -41,6 +43,8 @@ class TrainData:
     its own order. Both are pure functions of k and the seed, so a position is one integer and a seek costs nothing.
     """
 
+    _members: Sequence[_Member] = ()
+
     def __init__(self, config: DataConfig, *, trains: bool = True) -> None:
         """`trains`: False for data that is only measured: its training split may be empty.
 
@@ -58,7 +62,7 @@ class TrainData:
             raise DataError(f"data.sequence_length {config.sequence_length}: must be at least 1")
         self._config = config
         self._mixture = Mixture(list(weights.values()))
-        self._members = [_open_member(Path(folder), config) for folder in weights]
+        self._members = [_open_member(folder, config) for folder in weights]
         self._check_members(trains)
         self.sequence_length = config.sequence_length
         self.mask_document_starts = config.mask_document_starts
@@ -68,6 +72,8 @@ class TrainData:
         self.manifests: tuple[Manifest, ...] = tuple(member.prepared.manifest for member in self._members)
         self.vocab_size: int = self.manifests[0].vocab_size
         self.separator_id: int = self.manifests[0].separator_id
+        self.name: str = self._members[0].prepared.name
+        """Of the first set's folder, as messages have it."""
         self.tokenizer_dir: Path = self._members[0].prepared.tokenizer_dir
         self._windows = [member.train.count for member in self._members]
         self._validation_windows = [member.validation.count for member in self._members]
@@ -145,12 +151,12 @@ class TrainData:
             other = member.prepared
             if other.manifest.tokenizer_fingerprint != first.manifest.tokenizer_fingerprint:
                 raise DataError(
-                    f"data.mixture: {other.folder} and {first.folder} were prepared with different tokenizers; "
+                    f"data.mixture: {other.name} and {first.name} were prepared with different tokenizers; "
                     f"prepare one again with --tokenizer {first.tokenizer_dir}"
                 )
             if trains and member.train.count == 0:
                 raise DataError(
-                    f"{other.folder}: its {member.train.stream.tokens} training tokens do not fill one sequence of "
+                    f"{other.name}: its {member.train.stream.tokens} training tokens do not fill one sequence of "
                     f"data.sequence_length {self._config.sequence_length}; lower that, or prepare more text"
                 )
 
@@ -182,6 +188,41 @@ class TrainData:
         member, window = self.place_of(index)
         return self._read(self._members[member].train, window)
 
+    @property
+    def in_store(self) -> bool:
+        """A set of it lies in an object store."""
+        return any(member.prepared.in_store for member in self._members)
+
+    def fetch(self, indices: Sequence[int]) -> None:
+        """Ask stores at once for what training sequences `indices` need and this host has not. Raises DataError."""
+        self._fetch(indices, self.place_of, "train")
+
+    def fetch_validation(self, indices: Sequence[int]) -> None:
+        """`fetch` for validation sequences."""
+        self._fetch(indices, self._validation_place, "validation")
+
+    def _fetch(self, indices: Sequence[int], place: Callable[[int], tuple[int, int]], split: Split) -> None:
+        if not self.in_store:
+            return
+        places = [place(index) for index in indices]
+        for number, member in enumerate(self._members):
+            windows = member.train if split == "train" else member.validation
+            windows.fetch([window for of, window in places if of == number])
+
+    def shards_in_store(self, split: Split) -> list[tuple[str, str]]:
+        """(URL, file) of the shards of those sets that lie in stores."""
+        return [shard for member in self._members for shard in member.prepared.shards_in_store(split)]
+
+    def shards_next(self, index: int, sequences: int) -> list[tuple[str, str]]:
+        """Those with the beginnings of so many training sequences from `index` on, in the order of their need."""
+        found: dict[tuple[str, str], None] = {}
+        urls = [next(iter(member.prepared.shards_in_store("train")), ("", ""))[0] for member in self._members]
+        for number, window in map(self.place_of, range(index, index + sequences) if any(urls) else ()):
+            if url := urls[number]:
+                windows = self._members[number].train
+                found[url, windows.stream.shard_of(windows.begin(window))] = None
+        return list(found)
+
     def place_of(self, index: int) -> tuple[int, int]:
         """(set, its window) of training sequence `index` >= 0."""
         member, own_index = self._mixture.locate(index)
@@ -199,6 +240,10 @@ class TrainData:
             if self._mixture.sequence(member, (epoch + 1) * windows) >= until:
                 return
 
+    def origins_of(self, member: int, split: Split = "train") -> Origins:
+        """Origins of a set's documents. Raises DataError: it was prepared without them."""
+        return self._members[member].prepared.origins(split)
+
     def windows_of(self, member: int) -> Texts | Conversations:
         """The training windows of a set."""
         return self._members[member].train
@@ -213,15 +258,19 @@ class TrainData:
         The order is fixed, whatever the run's seed, and shuffled: so the first few hundred stand for all of them
         and not for the first shard.
         """
-        member, position = self._mixture.locate(index)
-        window = permute(self._validation_windows[member], 0, 0, member, position)
+        member, window = self._validation_place(index)
         return self._read(self._members[member].validation, window)
+
+    def _validation_place(self, index: int) -> tuple[int, int]:
+        """(set, its window) of a validation sequence."""
+        member, position = self._mixture.locate(index)
+        return member, permute(self._validation_windows[member], 0, 0, member, position)
 
     def epochs(self, sequences: int) -> list[tuple[str, float, int]]:
         """Return for each set its folder, its epochs in so many sequences of the run, and its training tokens."""
         counts = self._mixture.counts(sequences)
         return [
-            (str(member.prepared.folder), count / windows, member.prepared.manifest.tokens["train"])
+            (member.prepared.name, count / windows, member.prepared.manifest.tokens["train"])
             for member, count, windows in zip(self._members, counts, self._windows, strict=True)
         ]
 
@@ -234,7 +283,7 @@ class TrainData:
         if (largest := int(max(window.inputs.max(), window.labels.max()))) >= self.vocab_size:
             # A wrong id would read past the embedding: on a GPU an assertion that kills the process without a name.
             raise DataError(
-                f"{self.tokenizer_dir.parent}: holds the id {largest}, outside the vocabulary [0, {self.vocab_size}): "
+                f"{self.name}: holds the id {largest}, outside the vocabulary [0, {self.vocab_size}): "
                 "a shard is damaged; copy the folder again, or delete it and prepare it again"
             )
         if windows.taught is None:
@@ -266,10 +315,17 @@ class EvalSet(TrainData):
         """Sequence `index` < validation_sequences, in an order that is the same in every run."""
         return self.window_at(index) if self.whole else super().validation_window_at(index)
 
+    def fetch_validation(self, indices: Sequence[int]) -> None:
+        """Of the split that is measured."""
+        if self.whole:
+            self.fetch(indices)
+        else:
+            super().fetch_validation(indices)
 
-def _open_member(folder: Path, config: DataConfig) -> _Member:
-    prepared = PreparedSet(folder)
-    chat = prepared.manifest.chat
+
+def _open_member(folder: str, config: DataConfig) -> _Member:
+    prepared = PreparedSet(folder, Cache(config.cache, config.cache_gib))
+    folder, chat = prepared.name, prepared.manifest.chat
     kind = Texts if chat is None else kind_of(chat)
     if chat is not None and chat.get("prompts"):
         raise DataError(

@@ -87,6 +87,15 @@ class Texts:
             return Window(inputs, labels, None)
         return Window(inputs, labels, positions_of(inputs[None], self._separator_id)[0])
 
+    def fetch(self, indices: Iterable[int]) -> None:
+        """Ask a store at once for what these windows read of it. Raises DataError."""
+        length = self._config.sequence_length
+        self.stream.fetch((index * length, length + 1) for index in indices)
+
+    def begin(self, index: int) -> int:
+        """The first token of a window."""
+        return index * self._config.sequence_length
+
     def origins(self, index: int, known: Origins) -> Iterator[Origin]:
         """The documents in a window, the first and the last perhaps in parts."""
         length = self._config.sequence_length
@@ -187,6 +196,19 @@ class Conversations:
     def _rows(self, index: int) -> np.ndarray:
         return self._order[self._first[index] : self._first[index + 1]]
 
+    def fetch(self, indices: Iterable[int]) -> None:
+        """Ask a store at once for what these windows read of it. Raises DataError."""
+        rows = (row for index in indices for own in self._rows(index).tolist() for row in self._read_for(own))
+        self.stream.fetch((int(self._starts[row]), int(self._lengths[row])) for row in rows)
+
+    def begin(self, index: int) -> int:
+        """The first token of a window."""
+        return int(self._starts[self._rows(index)[0]])
+
+    def _read_for(self, row: int) -> list[int]:
+        """The rows whose tokens a window with this row reads."""
+        return [row]
+
     def origins(self, index: int, known: Origins) -> Iterator[Origin]:
         """The rows in a window."""
         return known.of_rows(self._rows(index).tolist())
@@ -275,14 +297,14 @@ class Unpaired(Conversations):
         found = partners(judged["prompt"])
         if found is None:
             raise DataError(
-                f"{self.stream.folder}: more than half of its {len(judged)} records have the same prompt, and each "
+                f"{self.stream.name}: more than half of its {len(judged)} records have the same prompt, and each "
                 "has to meet the answer to another one; prepare more prompts"
             )
         self._partners = found
         sizes = self._begins + (self._lengths - self._begins)[found]
         if (longest := int(sizes.max(initial=0))) > self._length:
             raise DataError(
-                f"{self.stream.folder}: a prompt with the answer to another one has {longest} tokens; raise "
+                f"{self.stream.name}: a prompt with the answer to another one has {longest} tokens; raise "
                 f"data.sequence_length to that, or prepare the data with less than --max-tokens {self._length}"
             )
         return np.maximum(sizes, self._lengths)
@@ -292,6 +314,9 @@ class Unpaired(Conversations):
         partner, begin = int(self._partners[row]), int(self._begins[row])
         (prompt, _), (answer, counted), at = self._row(row), self._row(partner), int(self._begins[partner])
         return np.concatenate([prompt[:begin], answer[at:]]), np.concatenate([np.zeros(begin, bool), counted[at:]])
+
+    def _read_for(self, row: int) -> list[int]:
+        return [row, int(self._partners[row])]
 
     def read(self, index: int) -> Window:
         rows = self._rows(index)

@@ -473,6 +473,8 @@ def _repository(name: str) -> Repository:
 
 _SETTINGS = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 _TEMPLATES = "additional_chat_templates/"
+ADAPTER = "adapter_model.safetensors"
+"""Weights of a PEFT folder."""
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -501,8 +503,8 @@ def weights(wrong: Wrong) -> Choose:
 
     def choose(names: Sequence[str], folder: Path) -> list[str]:
         if INDEX not in names:
-            if SINGLE in names:
-                return [SINGLE]
+            if found := [name for name in (SINGLE, ADAPTER) if name in names]:
+                return found[:1]
             pickles = [name for name in names if name.endswith(_PICKLES)]
             has = f"it has {', '.join(pickles[:3])}, and pickles are not read" if pickles else "it has no weights"
             raise wrong(

@@ -71,7 +71,7 @@ def test_what_is_mirrored_comes_back_and_old_ones_go(tmp_path: Path, url: str) -
         mirror.go_on()  # nothing new
     assert [(kind, fields["step"]) for kind, fields in told] == [("mirrored", 1), ("mirrored", 2), ("mirrored", 3)]
     assert list(store.complete()) == [3, 2]
-    fetched = fetch_newest(url, tmp_path / "elsewhere", lambda: None)
+    fetched = fetch_newest(url, tmp_path / "elsewhere", "run", lambda: None)
     assert fetched is not None and contents(fetched) == contents(folder)
     again, told = mirroring(tmp_path, store)
     again.go_on()
@@ -132,13 +132,13 @@ def test_a_damaged_one_is_passed_over_and_none_intact_is_said(tmp_path: Path, ur
         files.pipe_file(path, bytes(data))
 
     spoil(2)
-    fetched = fetch_newest(url, tmp_path / "a", lambda: None)
+    fetched = fetch_newest(url, tmp_path / "a", "run", lambda: None)
     assert fetched is not None and fetched.name == "step-00000001"
     spoil(1)
     with pytest.raises(CheckpointError, match=r"none of its 2 checkpoints has the contents that its manifest lists"):
-        fetch_newest(url, tmp_path / "b", lambda: None)
+        fetch_newest(url, tmp_path / "b", "run", lambda: None)
     assert list((tmp_path / "b").iterdir()) == []
-    assert fetch_newest(f"{url}/nothing", tmp_path / "c", lambda: None) is None
+    assert fetch_newest(f"{url}/nothing", tmp_path / "c", "run", lambda: None) is None
 
 
 @pytest.mark.parametrize(
@@ -174,8 +174,30 @@ def test_a_store_with_another_runs_checkpoints_is_refused(tmp_path: Path, url: s
     mirror.go_on()
     assert "holds checkpoints of another run" in told[0][1]["error"]
     refuse_other(url, tmp_path / "theirs/checkpoints", continues=True)
-    fetched = fetch_newest(url, tmp_path / "elsewhere", lambda: None)
+    fetched = fetch_newest(url, tmp_path / "elsewhere", "run", lambda: None)
     assert fetched is not None and contents(fetched) == contents(theirs)
+
+
+def test_a_run_below_another_ones_address_is_left_alone(tmp_path: Path, url: str) -> None:
+    one, below = tmp_path / "one", tmp_path / "below"
+    for step in (1, 2):
+        write_checkpoint(below, step, seed=step, wandb_id="another")
+        mirroring(below, Mirrored(f"{url}/below"))[0].go_on()
+    for step in (3, 4):
+        write_checkpoint(one, step, seed=step)
+        mirror, told = mirroring(one, Mirrored(url), keep=1)
+        mirror.go_on()
+        assert [kind for kind, _ in told] == ["mirrored"]
+    assert list(Mirrored(url).complete()) == [4] and list(Mirrored(f"{url}/below").complete()) == [2, 1]
+
+
+def test_a_run_of_another_name_is_not_taken_for_this_one(tmp_path: Path, url: str) -> None:
+    write_checkpoint(tmp_path, 1, seed=1, run={"train": {"run_dir": "runs/first"}})
+    mirroring(tmp_path, Mirrored(url))[0].go_on()
+    with pytest.raises(CheckpointError, match=r"of the run runs/first, and this one is runs/second\. Give each run an"):
+        fetch_newest(url, tmp_path / "a", "runs/second", lambda: None)
+    assert list((tmp_path / "a").iterdir()) == []
+    assert fetch_newest(url, tmp_path / "a", "/scratch/first", lambda: None) is not None
 
 
 def test_a_course_that_was_given_up_goes(tmp_path: Path, url: str) -> None:
@@ -193,5 +215,5 @@ def test_a_course_that_was_given_up_goes(tmp_path: Path, url: str) -> None:
     mirror, told = mirroring(back, Mirrored(url))
     mirror.go_on()
     assert [kind for kind, _ in told] == ["mirrored"] and list(Mirrored(url).complete()) == [2]
-    fetched = fetch_newest(url, tmp_path / "elsewhere", lambda: None)
+    fetched = fetch_newest(url, tmp_path / "elsewhere", "run", lambda: None)
     assert fetched is not None and contents(fetched) == contents(folder)

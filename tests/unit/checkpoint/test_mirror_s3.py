@@ -39,7 +39,7 @@ def test_what_is_mirrored_comes_back(bucket: str, tmp_path: Path) -> None:
         mirror.go_on()
     assert [kind for kind, _ in told] == ["mirrored", "mirrored"], told
     assert list(Mirrored(bucket).complete()) == [2]
-    fetched = fetch_newest(bucket, tmp_path / "elsewhere", lambda: None)
+    fetched = fetch_newest(bucket, tmp_path / "elsewhere", "run", lambda: None)
     assert fetched is not None and contents(fetched) == contents(folder)
 
 
@@ -54,5 +54,5 @@ def test_a_bucket_that_is_not_there_is_told_without_a_secret(
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # nobody listens
     Mirrored(bucket).store._files.clear_instance_cache()
     with pytest.raises(CheckpointError, match=r"checkpoint\.mirror s3://bucket/runs/one: cannot be read") as error:
-        fetch_newest(bucket, tmp_path / "a", lambda: None)
+        fetch_newest(bucket, tmp_path / "a", "run", lambda: None)
     assert "a-secret" not in str(error.value)

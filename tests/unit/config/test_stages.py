@@ -99,6 +99,9 @@ def test_epochs_are_those_of_the_last_stages_data(here: Path) -> None:
                  "schedule": {"name": "constant"}, "train": {"max_steps": ..., "epochs": 2}})  # fmt: skip
     found = load(["--config", "run.yaml"], 2, epoch=lambda data: {"data/x": 100}[str(data.path)])
     assert found.max_steps == 35  # 200 sequences of data/x, 80 of them before step 10
+    write(here, {"data": {"stages": [{"from_step": 10, "mixture": {"./data/x": 2.0}, "train": {"global_batch": 4}}]},
+                 "schedule": {"name": "constant"}, "train": {"max_steps": ..., "epochs": 2}})  # fmt: skip
+    assert load(["--config", "run.yaml"], 2, epoch=lambda _: 100).max_steps == 40  # by whatever name
 
 
 def test_a_run_that_ends_before_a_stage_says_so(here: Path) -> None:
@@ -107,6 +110,17 @@ def test_a_run_that_ends_before_a_stage_says_so(here: Path) -> None:
         "stage 2, from step 60, is not reached: the run ends at step 60",
         "stage 3, from step 80, is not reached: the run ends at step 60",
     ]
+
+
+def test_figures_that_decide_across_other_data_are_told(here: Path) -> None:
+    best = {"checkpoint": {"keep_best": {"metric": "eval/loss"}}, "eval": {"sets": {"web": "data/x"}}}
+    steps = {"max_steps": 60, "eval_every": 10}
+    told = [note for note in loaded(here, STAGES, **best, train=steps).notes if "keep_best" in note]
+    assert len(told) == 1 and "eval/loss is of other data from step 40 on" in told[0]
+    best["checkpoint"]["keep_best"]["metric"] = "eval/web/loss"
+    assert not [note for note in loaded(here, STAGES, **best, train=steps).notes if "keep_best" in note]
+    best["checkpoint"]["keep_best"]["metric"] = "eval/loss"
+    assert not [note for note in loaded(here, STAGES, **best, train={**steps, "max_steps": 40}).notes if "best" in note]
 
 
 def test_config_show_says_the_stages_and_where_they_stand(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,6 +135,7 @@ def test_config_show_says_the_stages_and_where_they_stand(here: Path, capsys: py
 
 
 WRONG: list[tuple[list[dict[str, Any]] | Any, dict[str, Any], tuple[str, ...]]] = [
+    ([{"from_step": 5, "mixture": {}}], {}, ("data.stages[0].mixture", "names no folder")),
     ("data/y", {}, ("data.stages", "must be a list of maps")),
     ([{"from_step": 5, "path": "data/none"}], {}, ("data/none", "no such folder", "line ")),
     ([{"from_step": 5, "lenght": 4}], {}, ("data.stages[0].lenght", "a stage has no such field")),

@@ -252,6 +252,17 @@ def test_a_json_list_is_read_as_records(tmp_path: Path, name: str, mark: bytes) 
     assert "no field 'text'" in rejected[0] and "a JSON int" in rejected[1] and "broken JSON" in rejected[2]
     path.write_bytes(mark + b"[]")
     assert read(path, form="jsonl") == ([], [f"{name}, row 0: empty file"])
+    path.write_bytes(mark + b'[{"text": "one"}]\n' + b" " * (1 << 20) + b'[{"text": "two"}]')  # appended to
+    assert read(path) == (["one"], [f"{name}, row 1: broken JSON (more follows behind the list's end)"])
+
+
+def test_a_json_file_of_objects_by_line_is_read_as_records(tmp_path: Path) -> None:
+    """Datasets are given so; a single object, over lines or not, is a document of a repository."""
+    (tmp_path / "a.json").write_bytes(b"\xef\xbb\xbf" + jsonl(["one", "two"]))
+    (tmp_path / "b.json").write_text('{"name": "x",\n "text": "y"}\n')
+    (tmp_path / "c.json").write_text('{"text": "y"}\n')
+    texts, rejected = read(tmp_path)
+    assert texts == ["one", "two", '{"name": "x",\n "text": "y"}\n', '{"text": "y"}\n'] and rejected == []
 
 
 def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path: Path) -> None:
@@ -266,6 +277,7 @@ def test_the_rows_of_a_table_as_text_are_records_unless_prose_is_asked_for(tmp_p
         stream.write("\ufefftext\tlabel\nfour\t1\n")
     (tmp_path / "c.csv").write_text("body\nfive\n")
     (tmp_path / "d.csv").write_bytes("text\ncafé\n".encode("latin1"))
+    (tmp_path / "f.csv").write_text("text,text\none,two\n")
     texts, rejected = read(tmp_path)
     assert texts == ["one", 'two,\n"three"', "four"]
     assert rejected[:2] == [
@@ -274,6 +286,7 @@ def test_the_rows_of_a_table_as_text_are_records_unless_prose_is_asked_for(tmp_p
     ]
     assert "c.csv, row 0: no field 'text' in the whole file (its fields: body); see --field" in rejected[2]
     assert "d.csv, row 0: no table as text ('utf-8' codec" in rejected[3]
+    assert rejected[4] == "f.csv, row 0: two columns are named 'text'; name each once"
     (tmp_path / "e").mkdir()
     (tmp_path / "e/a.csv").write_text("text,label\none,1\n")
     assert read(tmp_path / "e", form="text") == (["text,label\none,1\n"], [])

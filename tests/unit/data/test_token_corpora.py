@@ -174,11 +174,12 @@ def test_a_file_in_place_that_changed_afterwards_is_named(texts: Path, tmp_path:
     ids = np.memmap(tmp_path / "corpus/a.bin", "<u2", "r+")
     ids[5] += 1
     ids.flush()
-    with pytest.raises(Exception, match=r"train-00000\.bin: its checksum is not that of"):
+    back = re.escape(f"put {tmp_path / 'corpus/a.bin'} back as it was")
+    with pytest.raises(Exception, match=rf"train-00000\.bin: its checksum is not that of .*{back}"):
         PreparedSet(tmp_path / "set").verify()
     with open(tmp_path / "corpus/a.bin", "ab") as stream:
         stream.write(b"\0\0")
-    with pytest.raises(Exception, match=r"train-00000\.bin: has \d+ bytes, the manifest says"):
+    with pytest.raises(Exception, match=rf"train-00000\.bin: has \d+ bytes, the manifest says .*{back}"):
         PreparedSet(tmp_path / "set")
 
 
@@ -223,6 +224,11 @@ def test_ids_of_another_tokenizer_are_told(texts: Path, tmp_path: Path, capsys: 
         said = capsys.readouterr().err
         assert re.search(message, said), said
         assert not (tmp_path / "set/manifest.json").exists()
+    for name in ("a.npy", "a.ds"):  # their types are told nowhere
+        (tmp_path / "wide").mkdir(exist_ok=True)
+        np.concatenate(given).astype("<u4").tofile(tmp_path / "wide" / name)
+        assert prepare(tmp_path / "wide" / name, tmp_path / "set", texts) == 2
+        assert "as where ids of 4 bytes are read as of 2" in capsys.readouterr().err
     (tmp_path / "mixed").mkdir()
     mapping = np.random.default_rng(0).permutation(300)  # a vocabulary of the same size
     mapping[[separator, int(np.flatnonzero(mapping == separator)[0])]] = separator, mapping[separator]
@@ -232,11 +238,22 @@ def test_ids_of_another_tokenizer_are_told(texts: Path, tmp_path: Path, capsys: 
     assert "is it the tokenizer that they were made with?" in said and "100.0%" not in said
 
 
+def spoil_documents(index: Path) -> None:
+    """The first document begins at the third sequence."""
+    data = bytearray(index.read_bytes())
+    count, borders = struct.unpack_from("<QQ", data, 18)
+    assert borders == count + 1
+    struct.pack_into("<q", data, 34 + 12 * count, 3)
+    index.write_bytes(data)
+
+
 def test_damaged_files_are_named_without_a_traceback(
     texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, spoil in {
         "cut.idx": lambda folder: (folder / "a.idx").write_bytes((folder / "a.idx").read_bytes()[:100]),
+        "long.bin": lambda folder: (folder / "a.bin").write_bytes((folder / "a.bin").read_bytes() + b"\0\0"),
+        "documents": lambda folder: spoil_documents(folder / "a.idx"),
         "short.bin": lambda folder: (folder / "a.bin").write_bytes((folder / "a.bin").read_bytes()[:101]),
         "magic": lambda folder: (folder / "a.idx").write_bytes(b"nothing" * 20),
     }.items():
@@ -275,6 +292,22 @@ def test_rows_say_which_tokens_are_counted(texts: Path, tmp_path: Path, capsys: 
     capsys.readouterr()
     assert prepare(tmp_path / "a.jsonl", tmp_path / "plain", texts) == 2
     assert "add --format token-rows" in capsys.readouterr().err
+
+
+def test_bad_documents_are_named_by_their_place_in_the_file(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sources, "_MIN_UNIT_BYTES", 1000)
+    (tmp_path / "corpus").mkdir()
+    given = documents_of(texts)
+    given.insert(40, np.empty(0, np.int64))
+    datatrove(tmp_path / "corpus", given)
+    assert prepare(tmp_path / "corpus", tmp_path / "set", texts) == 2
+    assert f"a.ds, token {sum(map(len, given[:40]))}: empty document" in capsys.readouterr().err
+    records = [{"input_ids": ids.tolist()} for ids in given[:30]] + [{"input_ids": [5, 300]}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert prepare(tmp_path / "a.jsonl", tmp_path / "other", texts) == 2
+    assert "a.jsonl, line 31: the id 300 at token 1 is outside the tok" in capsys.readouterr().err
 
 
 def test_what_is_exported_for_megatron_comes_back_as_it_was(texts: Path, tmp_path: Path) -> None:

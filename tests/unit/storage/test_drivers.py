@@ -139,5 +139,5 @@ def test_a_mirror(protocol: str, tmp_path: Path) -> None:
         mirror.go_on()
     assert [kind for kind, _ in told] == ["mirrored", "mirrored"], told
     assert list(Mirrored(url).complete()) == [2] and all("step-00000002/" in name for name in Store(url).files())
-    fetched = fetch_newest(url, tmp_path / "elsewhere", lambda: None)
+    fetched = fetch_newest(url, tmp_path / "elsewhere", "run", lambda: None)
     assert fetched is not None and contents(fetched) == contents(folder)

@@ -1,0 +1,153 @@
+"""Checkpoints that a URL names: outlined for those who look, fetched into this user's cache for those who read.
+
+A URL is that of a folder of checkpoints, as `checkpoint.mirror` fills it, of a run's folder, of a checkpoint's folder,
+or FOLDER/step-N.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from llmtrain.base import units, untrusted
+from llmtrain.base.errors import CheckpointError
+from llmtrain.base.files import lock_folder
+from llmtrain.base.redact import redact_text
+from llmtrain.checkpoint.format import MANIFEST, TRAINER, Manifest, step_of
+from llmtrain.checkpoint.listing import find_checkpoints
+from llmtrain.checkpoint.mirror import Mirrored
+from llmtrain.checkpoint.verify import verify
+from llmtrain.storage.folders import place_of
+from llmtrain.storage.object_store import Store, StoreError, is_url, problem_of
+
+_STEP = re.compile(r"step-([0-9]{1,18})")
+_SPARE = 64 << 20
+"""Bytes that a download leaves free."""
+
+
+class Remote:
+    """The checkpoints of a run that a URL names."""
+
+    def __init__(self, url: str) -> None:
+        """Raises CheckpointError: the store cannot be used."""
+        if found := problem_of(url):
+            raise self._wrong(url, "; ".join(found))
+        base, _, last = url.rstrip("/").rpartition("/")
+        step = _STEP.fullmatch(last)
+        run = base if step else url.rstrip("/")
+        self._given, self._step = redact_text(url), int(step[1]) if step else None
+        with self._told():
+            beside = {name.partition("/")[0] for name in Store(run).files() if name.partition("/")[2]}
+            inside = "checkpoints" in beside and not any(map(_STEP.fullmatch, beside))
+            self.url = f"{run}/checkpoints" if inside else run
+            self.mirrored = Mirrored(self.url, again=True)
+        self._name = run.removesuffix("/checkpoints").rpartition("/")[2]
+
+    @contextlib.contextmanager
+    def outline(self) -> Iterator[Path]:
+        """A run's folder, for the time being: manifests and trainer.json are those there, all other files are holes of
+        the same sizes and ages. Raises CheckpointError."""
+        with tempfile.TemporaryDirectory(prefix="llmtrain-") as scratch:
+            checkpoints = Path(scratch) / (self._name or "run") / "checkpoints"
+            checkpoints.mkdir(parents=True)
+            with self._told():
+                for name, stored in self.mirrored.store.files().items():
+                    folder, _, file = name.rpartition("/")
+                    step = step_of(Path(folder)) if "/" not in folder else None
+                    if step is None or self._step not in (None, step):
+                        continue
+                    path = checkpoints / folder / file
+                    path.parent.mkdir(exist_ok=True)
+                    if file in (MANIFEST, TRAINER):
+                        self.mirrored.store.get(name, path)
+                    else:
+                        path.touch()
+                        os.truncate(path, stored.bytes)
+                    if stored.modified_s is not None:
+                        os.utime(path, (stored.modified_s, stored.modified_s))
+            yield checkpoints.parent
+
+    @contextlib.contextmanager
+    def filled(self, path: Path) -> Iterator[None]:
+        """A file of an outline with its contents, for the time being. Raises CheckpointError."""
+        if path.name in (MANIFEST, TRAINER):
+            yield
+            return
+        size = path.stat().st_size
+        with self._told():
+            self.mirrored.store.get(f"{path.parent.name}/{path.name}", path)
+        try:
+            yield
+        finally:
+            path.write_bytes(b"")
+            os.truncate(path, size)
+
+    def fetch(self, outlined: Path) -> Path:
+        """A checkpoint of an outline, on this host with all of its files, whose checksums were compared.
+
+        One process of a host fetches, the others wait for it. Raises CheckpointError.
+        """
+        place = place_of(self.url)
+        checkpoints = place / (self._name or "run") / "checkpoints"
+        folder, partial = checkpoints / outlined.name, checkpoints / f"{outlined.name}.tmp"
+        manifest = Manifest.read(outlined)
+        try:
+            checkpoints.mkdir(parents=True, exist_ok=True)
+            lock = lock_folder(place, wait=True)
+            try:
+                wanted = (outlined / MANIFEST).read_bytes()
+                if (folder / MANIFEST).is_file() and (folder / MANIFEST).read_bytes() == wanted:
+                    return folder
+                for old in (folder, partial):
+                    shutil.rmtree(old, ignore_errors=True)
+                total = sum(entry.bytes for entry in manifest.files.values())
+                if total > shutil.disk_usage(place).free - _SPARE:
+                    text = f"{units.size(total)} are to be fetched into {place}, which has no room. Set LLMTRAIN_CACHE"
+                    raise self._wrong(self._given, text)
+                line = f"fetching {self.url}/{outlined.name}: {units.size(total)}"
+                print(untrusted.shown(line), file=sys.stderr, flush=True)
+                with self._told():
+                    self.mirrored.get(manifest.step, partial, lambda: None)
+                if wrong := verify(partial):
+                    shutil.rmtree(partial)
+                    raise self._wrong(self._given, f"{outlined.name} is damaged there: {wrong[0]}. Take another one")
+                return partial.rename(folder)
+            finally:
+                os.close(lock)
+        except OSError as error:
+            text = f"{place} cannot be written: {error.strerror}. Set LLMTRAIN_CACHE to a folder with room"
+            raise self._wrong(self._given, text) from error
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except (StoreError, FileNotFoundError) as error:
+            text = f"cannot be read ({error}). Correct the address or the access to it"
+            raise self._wrong(self._given, text) from error
+
+    @staticmethod
+    def _wrong(url: str, text: str) -> CheckpointError:
+        return CheckpointError(f"{redact_text(url)}: {text}.")
+
+
+def checkpoints_at(path: str, count: int = 1, find: Callable[[Path], list[Path]] = find_checkpoints) -> list[Path]:
+    """The first `count` checkpoints that `find` gives of a path or a URL; of a URL they are fetched.
+
+    Raises CheckpointError: there is none, or it cannot be fetched.
+    """
+    if not is_url(path):
+        return find(Path(path))[:count]
+    remote = Remote(path)
+    with remote.outline() as outline:
+        try:
+            found = find(outline)[:count]
+        except CheckpointError as error:
+            raise CheckpointError(str(error).replace(str(outline), redact_text(path))) from None
+        return [remote.fetch(folder) for folder in found]

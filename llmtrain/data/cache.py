@@ -1,0 +1,382 @@
+"""A host's copy of prepared folders that lie in object stores, shared by the ranks and the runs of the host.
+
+A folder of the cache holds one folder of a store, as it was with one manifest. A file in it is whole and as the
+manifest says, or it is not there. Small files come when the folder is opened; shards come in the background, as far as
+they fit (data/download.py); of a shard that is not there, parts are read from the store.
+
+Who has a folder open holds a shared lock on it. Without that lock it may be deleted to make room, and what has been out
+of use for longest goes first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import xxhash
+
+from llmtrain.base import untrusted
+from llmtrain.base.errors import DataError
+from llmtrain.base.files import lock_file, lock_folder, replace_file
+from llmtrain.base.redact import redact_text
+from llmtrain.cluster.watch.heartbeat import heart
+from llmtrain.data.manifest import NAME, Manifest, parse_manifest
+from llmtrain.storage.object_store import Store, StoreError
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+DEFAULT_GIB = 100.0
+_AT_ONCE = 64
+"""Requests under way at the same time: of a round trip of 0.1 s each, 64 sequences then take as long as one."""
+_GIVE_UP_S = 300.0
+"""Time for which a store may not answer; other ranks wait meanwhile, by default for 600 s (fault.timeout_s)."""
+_AGAIN_S = 2.0
+_LEFT_FREE = 1 << 30
+"""Bytes of the disk that stay free."""
+_LOCK, _VERSIONS, _USED, _URL = ".lock", ".versions.json", ".used", ".url"
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Where a host keeps what it has fetched."""
+
+    folder: str | None = None
+    gib: float = DEFAULT_GIB
+
+    @property
+    def root(self) -> Path:
+        """The folder, by default one of the user."""
+        own = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        return Path(self.folder or f"{own}/llmtrain/data").expanduser()
+
+
+class StoreGone(DataError):
+    """A store does not answer."""
+
+    passing = True
+
+
+def opened(url: str, root: Path) -> CachedFolder:
+    """The host's copy of a prepared folder in a store; within a process one for all who have it open.
+
+    Raises DataError: it is no prepared folder, or cannot be read.
+    """
+    key = (url, str(root))
+    found = _open.get(key)
+    if found is None:
+        found = _open[key] = CachedFolder(url, root)
+    return found
+
+
+def copied(folder: Path) -> CachedFolder | None:
+    """What a folder of a cache is a copy of, such as one that a checkpoint names; None: it is none.
+
+    Raises DataError: its store has something else by now, or cannot be read.
+    """
+    try:
+        url = (folder / _URL).read_text()
+    except OSError:
+        return None
+    found = opened(url, folder.parent)
+    if not os.path.samefile(found.path, folder):
+        raise DataError(f"{folder}: is a copy of what was in {found.shown}, which has been prepared anew since")
+    return found
+
+
+_open: weakref.WeakValueDictionary[tuple[str, str], CachedFolder] = weakref.WeakValueDictionary()
+
+
+class CachedFolder:
+    """One prepared folder of a store, with what of it lies on this host."""
+
+    def __init__(self, url: str, root: Path) -> None:
+        """Open it, and fetch what is small. Raises DataError."""
+        self.url = url
+        self._store = self._from_store(lambda: Store(url))
+        try:
+            content = self._from_store(lambda: self._store.read(NAME))
+        except FileNotFoundError:
+            raise DataError(
+                f"{self.shown}: holds no {NAME}, so it is not (or not fully) prepared; correct the URL, or upload the "
+                "folder again"
+            ) from None
+        self.manifest: Manifest = parse_manifest(content, f"{self.shown}/{NAME}")
+        self._listed = self._from_store(self._store.files)
+        self.path = root / f"{url.rstrip('/').rpartition('/')[2]}-{xxhash.xxh3_64_hexdigest(url.encode() + content)}"
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._held = _hold(self.path)
+            weakref.finalize(self, os.close, self._held)
+            (self.path / _USED).touch()
+            if not (self.path / NAME).is_file():
+                with _locked(self.path / _LOCK):
+                    replace_file(self.path / _URL, url.encode())
+                    replace_file(self.path / NAME, content)
+        except OSError as error:
+            raise self._unwritable(error) from error
+        tokenizer = [name for name in self._listed if name.startswith("tokenizer/")]
+        self.fetch([*tokenizer, *self._sums])
+
+    @property
+    def shown(self) -> str:
+        """The URL as messages have it."""
+        return redact_text(self.url).rstrip("/")
+
+    @property
+    def _sums(self) -> dict[str, str]:
+        """Checksums that the manifest tells, of files that come when the folder is opened."""
+        rows = {
+            Path(shard.file).with_suffix(".rows").name: shard.rows
+            for shards in self.manifest.shards.values() for shard in shards if shard.rows
+        }  # fmt: skip
+        return {"tokenizer/tokenizer.json": self.manifest.tokenizer_fingerprint, **rows}
+
+    def size(self, name: str) -> int | None:
+        """Bytes of a file in the store; None: it is not there."""
+        return self._listed[name].bytes if name in self._listed else None
+
+    def fetch(self, names: Collection[str]) -> None:
+        """Have these files on this host, whole; those that the store has not are left out. Raises DataError."""
+        try:
+            with _locked(self.path / _LOCK):
+                self._fetch([name for name in dict.fromkeys(names) if name in self._listed])
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def _fetch(self, names: list[str]) -> None:
+        known = self._known()
+        missing = [
+            name for name in names
+            if known.get(name) != self._listed[name].version or not (self.path / name).is_file()
+        ]  # fmt: skip
+        if not missing:
+            return
+        remove_partials(self.path, missing)
+        for folder in {(self.path / name).parent for name in missing}:
+            folder.mkdir(exist_ok=True)
+        each(lambda name: self.get(name, lambda path: self._is_whole(name, path)), missing)
+        known |= {name: self._listed[name].version for name in missing}
+        replace_file(self.path / _VERSIONS, json.dumps(known).encode())
+
+    def _known(self) -> dict[str, str]:
+        """Version of each file that was fetched when the folder was opened."""
+        try:
+            known = untrusted.loads((self.path / _VERSIONS).read_bytes())
+        except (OSError, ValueError):
+            return {}
+        return known if isinstance(known, dict) else {}
+
+    def _is_whole(self, name: str, path: Path) -> bool:
+        wanted = self._sums.get(name)
+        content = path.read_bytes()
+        digest = xxhash.xxh3_64_hexdigest if wanted is None or len(wanted) == 16 else xxhash.xxh3_128_hexdigest
+        return len(content) == self._listed[name].bytes and wanted in (None, "", digest(content))
+
+    def get(self, name: str, whole: Callable[[Path], bool]) -> None:
+        """Download a file; it is there when `whole` finds that of it. A wrong one is fetched twice.
+
+        Raises DataError, and OSError: it cannot be written.
+        """
+        path = self.path / name
+        arriving = path.with_name(f"{path.name}.{os.getpid()}.partial")
+        if shutil.disk_usage(self.path).free < self._listed[name].bytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        try:
+            for _ in range(2):
+                try:
+                    self._from_store(lambda: self._store.get(name, arriving), _GIVE_UP_S)
+                except FileNotFoundError:
+                    raise self._gone(name) from None
+                if whole(arriving):
+                    arriving.rename(path)
+                    return
+        finally:
+            arriving.unlink(missing_ok=True)
+        raise DataError(
+            f"{self.shown}/{name}: its checksum is not that of {NAME} beside it, fetched twice: the file was changed "
+            "or is damaged; upload the folder again"
+        )
+
+    def read(self, parts: Sequence[tuple[str, int, int]]) -> list[bytes]:
+        """Bytes [start, stop) of files in the store, asked for at once, as they were when the folder was opened.
+
+        It waits while the store does not answer. Raises DataError: it does not for minutes, or a file has changed.
+        """
+        found = each(lambda part: self._from_store(lambda: self._part(*part), _GIVE_UP_S), parts, waits_for=self.shown)
+        # Not every driver can ask for a version. What was read before a look that finds the old one is of the old one.
+        names = list(dict.fromkeys(name for name, _, _ in parts))
+        each(lambda name: self._from_store(lambda: self._refuse_changed(name), _GIVE_UP_S), names, waits_for=self.shown)
+        return found
+
+    def _part(self, name: str, start: int, stop: int) -> bytes:
+        try:
+            return self._store.read(name, start, stop)
+        except FileNotFoundError:
+            raise self._gone(name) from None
+
+    def _refuse_changed(self, name: str) -> None:
+        try:
+            found = self._store.stat(name)
+        except FileNotFoundError:
+            raise self._gone(name) from None
+        if found != self._listed[name]:
+            raise DataError(
+                f"{self.shown}/{name}: was changed since it was opened, so its tokens are not those of the run; put "
+                "back what was there, or prepare into a folder of another name"
+            )
+
+    def _gone(self, name: str) -> DataError:
+        return DataError(f"{self.shown}/{name}: is gone since the folder was opened; put it back")
+
+    def _from_store(self, ask: Callable[[], Result], patience_s: float = 0.0) -> Result:
+        """Ask again and again for so long. Raises DataError; FileNotFoundError as the store does."""
+        began = time.monotonic()
+        while True:
+            try:
+                return ask()
+            except StoreError as error:
+                if error.final or time.monotonic() - began >= patience_s:
+                    kind = DataError if error.final else StoreGone
+                    raise kind(
+                        f"{self.shown}: cannot be read from {socket.gethostname()} ({error}); correct address or access"
+                    ) from None
+                time.sleep(_AGAIN_S)
+
+    def _unwritable(self, error: OSError) -> DataError:
+        return DataError(
+            f"data.cache: {error.filename or self.path} cannot be written ({error.strerror}); make room, or name "
+            "another folder of this host"
+        )
+
+
+def _hold(folder: Path) -> int:
+    """Make a folder and hold a shared lock on it: whoever deletes it holds it alone. Raises OSError."""
+    while True:
+        folder.mkdir(exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            handle = lock_folder(folder, wait=True, shared=True)
+            if folder.exists() and os.path.samestat(os.fstat(handle), folder.stat()):
+                return handle
+            os.close(handle)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    handle = lock_file(path)
+    try:
+        yield
+    finally:
+        os.close(handle)
+
+
+def remove_partials(folder: Path, names: Iterable[str]) -> None:
+    """Remove what processes that died have left of these files. The caller holds the lock under which they arrive."""
+    for name in names:
+        path = folder / name
+        for left in path.parent.glob(f"{path.name}.*.partial"):
+            left.unlink(missing_ok=True)
+
+
+def bytes_of(folder: Path) -> int:
+    """Bytes of all files below a folder."""
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.stat(f"{place}/{name}").st_size
+    return total
+
+
+def make_room(root: Path, wanted: int, bound: float) -> bool:
+    """Delete folders that nobody has open, out of use for longest first, until `wanted` bytes fit; False: they do not.
+
+    The caller is the only one that fetches shards into this cache.
+    """
+    folders = [path for path in root.iterdir() if path.is_dir()]
+    sizes = {path: bytes_of(path) for path in folders}
+    by_use = sorted(folders, key=lambda path: _used_at(path))
+    while sum(sizes.values()) + wanted > bound or shutil.disk_usage(root).free < wanted + _LEFT_FREE:
+        if not by_use:
+            return False
+        oldest = by_use.pop(0)
+        with contextlib.suppress(OSError):  # in use, or just deleted
+            handle = lock_folder(oldest)
+            try:
+                shutil.rmtree(oldest)
+                del sizes[oldest]
+            finally:
+                os.close(handle)
+    return True
+
+
+def _used_at(folder: Path) -> float:
+    try:
+        return (folder / _USED).stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+# --- requests at once, and who waits for them ---
+
+
+_waits: dict[int, tuple[float, str]] = {}
+"""Thread -> since when it waits for a store, and for which."""
+
+
+def waiting() -> tuple[float, str] | None:
+    """(seconds, store) of the longest wait of this process for a store; None: there is none."""
+    now = time.monotonic()
+    return max(((now - since, of) for since, of in list(_waits.values())), default=None)
+
+
+def each(ask: Callable[[Item], Result], items: Sequence[Item], waits_for: str = "") -> list[Result]:
+    """Results of `ask` for all items, computed in threads; they end with the process, whatever they wait for.
+
+    Raises what the first failing one raises, and StoreGone when they hang.
+    """
+    found: dict[int, Result] = {}
+    errors: list[BaseException] = []
+    todo = iter(list(enumerate(items)))
+    lock = threading.Lock()
+
+    def work() -> None:
+        while not errors:
+            with lock:
+                number, item = next(todo, (-1, None))
+            if number < 0:
+                return
+            try:
+                found[number] = ask(item)  # type: ignore[arg-type]
+            except BaseException as error:  # the caller's to raise
+                errors.append(error)
+
+    threads = [threading.Thread(target=work, name="store", daemon=True) for _ in range(min(len(items), _AT_ONCE))]
+    began = time.monotonic()
+    _waits[threading.get_ident()] = (began, waits_for)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            while thread.is_alive():
+                thread.join(1.0)
+                if threading.current_thread() is threading.main_thread():  # a reader's own thread tells nothing of it
+                    heart.beat()
+                if time.monotonic() - began > 2 * _GIVE_UP_S:
+                    raise StoreGone(f"{waits_for}: does not answer; look at the network")
+    finally:
+        del _waits[threading.get_ident()]
+    if errors:
+        raise errors[0]
+    return [found[number] for number in range(len(items))]

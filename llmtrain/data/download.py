@@ -1,0 +1,105 @@
+"""Shards of prepared folders in object stores, downloaded into a host's cache beside a run.
+
+`python -m llmtrain.data.download` does it, a process of its own, since a thread would share the GIL with the steps. One
+at a time downloads into a cache, whatever runs share it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from llmtrain.base.errors import DataError
+from llmtrain.base.files import lock_file
+from llmtrain.base.units import GIB
+from llmtrain.data.cache import Cache, each, make_room, remove_partials
+from llmtrain.data.shards import PreparedSet
+from llmtrain.storage.object_store import short
+
+_TOGETHER = 4
+"""Shards that arrive at the same time."""
+_LOCK = ".download"
+_AGAIN_S = 30.0
+"""Pause after which a store that did not answer, or a full cache, is looked at again."""
+
+
+class _Download:
+    """Fetches shards, as many at a time as may be on their way, while they fit into the cache."""
+
+    def __init__(self, cache: Cache, tell: Callable[..., None]) -> None:
+        self._cache, self._tell = cache, tell
+        self._sets: dict[str, PreparedSet] = {}
+
+    def go_on(self, shards: list[tuple[str, str]]) -> None:
+        """Fetch shards, (URL of the set, file) each, in this order. Raises DataError: one is damaged."""
+        left, failing, full = shards, False, False
+        while left:
+            handle = lock_file(self._cache.root / _LOCK)
+            try:
+                left = [shard for shard in left if not self._path(shard).is_file()]
+                batch = left[:_TOGETHER]
+                for shard in batch:  # nobody else fetches them now
+                    remove_partials(self._path(shard).parent, [shard[1]])
+                wanted = sum(self._set(url).bytes_of(file) for url, file in batch)
+                if make_room(self._cache.root, wanted, self._cache.gib * GIB):
+                    each(self._fetch, batch)
+                    failing, full = False, False
+                    continue
+                if not full:
+                    self._tell("data_cache_full", shards_left=len(left))
+                full = True
+            except DataError as error:
+                if not error.passing:
+                    raise
+                if not failing:
+                    self._tell("data_store_gone", error=str(error))
+                failing = True
+            finally:
+                os.close(handle)
+            time.sleep(_AGAIN_S)
+
+    def _set(self, url: str) -> PreparedSet:
+        if url not in self._sets:
+            self._sets[url] = PreparedSet(url, self._cache)
+        return self._sets[url]
+
+    def _path(self, shard: tuple[str, str]) -> Path:
+        return self._set(shard[0]).folder / shard[1]
+
+    def _fetch(self, shard: tuple[str, str]) -> None:
+        (url, file), began = shard, time.monotonic()
+        size = self._set(url).fetch_shard(file)
+        self._tell("data_fetched", url=self._set(url).name, file=file, bytes=size,
+                   seconds=round(time.monotonic() - began, 3))  # fmt: skip
+
+
+def main() -> None:
+    """The first line of its input is JSON: folder and GiB of the cache, and the shards. It ends with its input."""
+    asked: dict[str, Any] = json.loads(sys.stdin.readline())
+
+    def listen() -> None:
+        sys.stdin.read()
+        os._exit(0)  # whoever started this is gone: what has half arrived does not count
+
+    def tell(kind: str, **fields: Any) -> None:
+        with contextlib.suppress(OSError):
+            os.write(1, f"{json.dumps({'kind': kind, **fields})}\n".encode())
+
+    threading.Thread(target=listen, daemon=True).start()
+    try:
+        _Download(Cache(asked["folder"], asked["gib"]), tell).go_on([(url, file) for url, file in asked["shards"]])
+    except DataError as error:
+        tell("data_store_gone" if error.passing else "data_wrong", error=str(error))
+    except Exception as error:  # training goes on without it
+        tell("data_store_gone", error=short(error))
+
+
+if __name__ == "__main__":
+    main()

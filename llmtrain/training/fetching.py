@@ -1,0 +1,86 @@
+"""The process beside a run that downloads the shards of sets in object stores, one on each host (data/download.py)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+
+from llmtrain.base import log
+from llmtrain.base.child import child_environment
+from llmtrain.base.errors import DataError
+from llmtrain.tracking.tracker import Tracker
+from llmtrain.training.parts import Done, Part
+from llmtrain.training.setup import Setup
+from llmtrain.training.step import Position
+
+_LOOKED_AT = 2048
+"""Sequences from the run's position on that decide which training shards come first."""
+
+
+class Fetching(Part):
+    """Downloads validation shards, then training shards in the order in which the run needs them."""
+
+    def __init__(self, setup: Setup, tracker: Tracker) -> None:
+        self._setup, self._tracker = setup, tracker
+        self._said = b""
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def begin(self, position: Position) -> None:
+        """Start the process, on one rank of each host."""
+        shards = self._shards(position)
+        if not shards or self._setup.ranks.seats[self._setup.ranks.rank].local_rank != 0:
+            return
+        data = self._setup.run.data
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "llmtrain.data.download"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=child_environment(OMP_NUM_THREADS="1"),
+            start_new_session=True,  # Ctrl-C reaches the ranks, which end it
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        os.set_blocking(self._process.stdout.fileno(), False)
+        asked = {"folder": data.cache, "gib": data.cache_gib, "shards": shards}
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(asked).encode() + b"\n")
+            self._process.stdin.flush()
+
+    def _shards(self, position: Position) -> list[tuple[str, str]]:
+        setup, course = self._setup, self._setup.course
+        first = course.at(position.step).data
+        distinct = list({id(data): data for data in (first, *course.data)}.values())
+        measured = [choices.prepared for choices in setup.choices.values()]
+        found = [shard for data in measured for shard in data.shards_in_store("validation")]
+        for data in (*distinct, *setup.sets.values()):
+            found += data.shards_in_store("validation")
+        found += first.shards_next(position.sample_index, _LOOKED_AT)
+        for data in (*distinct, *(own for own in setup.sets.values() if own.whole)):
+            found += data.shards_in_store("train")
+        return list(dict.fromkeys(found))
+
+    def after_step(self, done: Done) -> None:
+        """Pass on what the process has told. Raises DataError, on this rank: a shard is damaged."""
+        if self._process is None or self._process.stdout is None:
+            return
+        while data := self._process.stdout.read(1 << 16):
+            self._said += data
+        *lines, self._said = self._said.split(b"\n")
+        for line in lines:
+            told = json.loads(line)
+            kind = told.pop("kind")
+            self._tracker.event(kind, **told)
+            if kind == "data_wrong":
+                raise DataError(told["error"])
+            if kind == "data_store_gone":
+                log.warn(f"shards do not arrive ({told['error']}); training goes on, and it is tried again")
+
+    def close(self, error: BaseException | None) -> None:
+        """End the process. What has half arrived does not count."""
+        if self._process is None:
+            return
+        self._process.kill()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.communicate()
