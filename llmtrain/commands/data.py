@@ -17,11 +17,14 @@ import numpy as np
 from llmtrain.base import units, untrusted
 from llmtrain.base.errors import DataError
 from llmtrain.base.files import replace_file
+from llmtrain.base.redact import redact_text
 from llmtrain.commands import completion
 from llmtrain.data.manifest import SPLITS, Split, template_notes
 from llmtrain.data.prepare.token_corpora import Megatron
 from llmtrain.data.shards import PreparedSet, TokenStream
 from llmtrain.data.tokenize import Encoder
+from llmtrain.storage.object_store import Store, is_url, problem_of
+from llmtrain.storage.upload import scratch_for, told, upload
 
 _STYLES = {(True, False): "bold green", (True, True): "bold magenta", (False, False): "dim", (False, True): "cyan"}
 """Terminal style of each (counted, special token)."""
@@ -107,21 +110,43 @@ def _documents(stream: TokenStream, separator: int) -> Iterator[np.ndarray]:
         at += length
 
 
-def _export(data: PreparedSet, split: Split, prefix: Path) -> int:
-    """Write a split of texts for Megatron. Raises DataError: these are conversations, or there is no room."""
+def _export(data: PreparedSet, split: Split, prefix: str) -> int:
+    """Write a split of texts for Megatron. Raises DataError: these are conversations, there is no room, or the store
+    cannot be used."""
     if data.manifest.chat is not None:
         raise DataError(
             f"{data.name}: Megatron's files say not which tokens are counted, and these are conversations; export "
             "prepared texts"
         )
+    if not is_url(prefix):
+        written = _write(data, split, Path(prefix), prefix)
+    else:
+        where, _, name = prefix.rpartition("/")
+
+        def wrong(text: str) -> DataError:
+            return DataError(f"--megatron {redact_text(prefix)}: {text}")
+
+        if found := problem_of(prefix, writes=True):
+            raise wrong("; ".join(found))
+        with told(wrong):
+            store = Store(where)
+            if f"{name}.idx" in store.files():
+                raise wrong(f"{name}.idx is there; nothing was written. Give another name")
+        with scratch_for(prefix, wrong) as folder:
+            written = _write(data, split, folder / name, prefix)
+            with told(wrong, folder):
+                upload(folder, store, last=(f"{name}.idx",))
+    print(f"wrote {prefix}.bin and {prefix}.idx: {units.counted(written, 'document')} of {split}")
+    return 0
+
+
+def _write(data: PreparedSet, split: Split, prefix: Path, asked: str) -> int:
     try:
         prefix.parent.mkdir(parents=True, exist_ok=True)
         documents = _documents(data.split(split), data.manifest.separator_id)
-        written = Megatron.write(prefix, documents, data.manifest.vocab_size)
+        return Megatron.write(prefix, documents, data.manifest.vocab_size)
     except OSError as error:
-        raise DataError(f"--megatron {prefix}: cannot be written ({error.strerror or error}); make room") from error
-    print(f"wrote {prefix}.bin and {prefix}.idx: {units.counted(written, 'document')} of {split}")
-    return 0
+        raise DataError(f"--megatron {asked}: cannot be written ({error.strerror or error}); make room") from error
 
 
 def shown_row(data: PreparedSet, encoder: Encoder, split: Split, index: int) -> Shown:
@@ -207,8 +232,8 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     )
     export.add_argument("data", metavar="DATA", help="the prepared folder, or its URL")
     export.add_argument("--split", choices=SPLITS, default="train", help="which documents")
-    what = "write PREFIX.bin and PREFIX.idx, each document with its end token"
-    export.add_argument("--megatron", type=Path, required=True, default=argparse.SUPPRESS, metavar="PREFIX", help=what)
+    what = "write PREFIX.bin and PREFIX.idx, each document with its end token; PREFIX may be a URL"
+    export.add_argument("--megatron", required=True, default=argparse.SUPPRESS, metavar="PREFIX", help=what)
     where: Any = actions.add_parser(
         "where",
         description="Say which documents a step of a run has read, or which steps have read a document.",

@@ -607,9 +607,12 @@ def _check_run_dir(run: RunConfig, places: Places, problems: Problems) -> None:
             rule = f"is no folder of {kind}: {other}; a run writes, replaces and deletes files in its own"
         if rule:
             problems.add(key, path, rule, "give the path of a folder, which may be new", places.get(key))
-    mirror = run.checkpoint.mirror
-    if mirror is not None and (found := problem_of(mirror, writes=True)):
-        problems.add("checkpoint.mirror", redact_text(mirror), *found, places.get("checkpoint.mirror"))
+    for key, url in (("checkpoint.mirror", run.checkpoint.mirror), ("train.export_to", run.train.export_to)):
+        if url is not None and (found := problem_of(url, writes=True)):
+            problems.add(key, redact_text(url), *found, places.get(key))
+    if run.train.export_to is not None and not run.train.export:
+        problems.add("train.export_to", redact_text(run.train.export_to), "is where the export goes, and train.export "
+                     "is off", "remove one of them", places.get("train.export_to"))  # fmt: skip
 
 
 _RUN = re.compile(r"checkpoints|events\.jsonl|environment\.json")

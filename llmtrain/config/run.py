@@ -183,6 +183,8 @@ class TrainConfig:
     """Validation sequences of one evaluation (all of them if there are fewer)."""
     export: bool = True
     """Write a Hugging Face folder at the end."""
+    export_to: str | None = None
+    """URL of a folder in an object store (as `checkpoint.mirror`, but another one) to which that folder is uploaded."""
     sample_prompt: str | None = None
     """Print a continuation of this prompt at the end of the run."""
     sample_prompts: list[str] | str = field(default_factory=list)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from concurrent.futures import Future, wait
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,12 +13,14 @@ import numpy as np
 import torch
 
 from llmtrain.base import log, units
-from llmtrain.base.errors import DataError
+from llmtrain.base.errors import CheckpointError, DataError
+from llmtrain.base.redact import redact_text
 from llmtrain.checkpoint.format import complete_checkpoints, step_folder
 from llmtrain.checkpoint.hf.exporting import export_hf
 from llmtrain.checkpoint.hf.inference import Sampling, generate
 from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.cluster.watch.explain.device_faults import OUT_OF_MEMORY, device_fault
+from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.config.run import RunConfig
 from llmtrain.data.shards import TokenStream
 from llmtrain.data.stream.train_data import TrainData
@@ -138,6 +144,8 @@ def _spread(stream: TokenStream, wanted: int) -> list[_Block]:
     return [(stream.read(start, length), stream.counted(start, length)) for start in starts]
 
 
+_UPLOAD_S = 1800.0
+"""Limit for how long the end of a run waits for its export's upload."""
 _BASELINE_TOKENS = 20_000_000
 """Counting n-grams of more training tokens than this would hold up the end of a run."""
 _BASELINE_VALIDATION_TOKENS = 262_144
@@ -164,6 +172,8 @@ def finish(
         export_hf(newest, folder.export)
         tracker.event("export", path=str(folder.export))
         lines.append(("Hugging Face", str(folder.export)))
+        if run.train.export_to is not None:
+            _upload(run.train.export_to, newest, folder, tracker)
     lines.append(("plots", f"llmtrain report {folder.path}"))
     if validation_loss is None:
         log.info("no validation loss: train.eval is off")
@@ -176,6 +186,33 @@ def finish(
         _sample(folder, run.train.sample_prompt, Sampling(max_tokens=64, seed=run.train.seed), tracker, device)
         lines.append(("more text", f'llmtrain generate {folder.path} --prompt "..."'))
     return "\n".join(f"{what:<13} {where}" for what, where in lines)
+
+
+def _upload(url: str, checkpoint: Path, folder: RunDirectory, tracker: Tracker) -> None:
+    """The export is on this host's disk: a store that fails costs the run nothing."""
+    from llmtrain.checkpoint.hf.store import ExportStore  # most runs have none
+
+    done: Future[str] = Future()
+
+    def put() -> None:
+        try:
+            done.set_result(ExportStore(url, checkpoint, "train.export_to").put(folder.export))
+        except Exception as error:
+            done.set_exception(error)
+
+    threading.Thread(target=put, daemon=True).start()
+    until = time.monotonic() + _UPLOAD_S
+    while not wait([done], 1.0).done and time.monotonic() < until:
+        heart.beat()
+    try:
+        words = done.result(0)
+    except (CheckpointError, FutureTimeout) as error:
+        reason = str(error) or f"train.export_to {redact_text(url)}: not done after {units.duration(_UPLOAD_S)}."
+        tracker.event("export_failed", error=reason)
+        log.warn(f"{reason} Later: llmtrain checkpoint to-hf {folder.path} {redact_text(url)}")
+        return
+    tracker.event("uploaded", export=words)
+    log.info(f"uploaded {words}")
 
 
 def _sample(folder: RunDirectory, prompt: str, sampling: Sampling, tracker: Tracker, device: torch.device) -> None:

@@ -11,6 +11,7 @@ from llmtrain.cli import main
 from tests.helpers import forked
 from tests.helpers.hf_folders import model_folder, new_model
 from tests.helpers.launching import losses, write_recipe
+from tests.unit.checkpoint.test_mirror import contents
 
 
 def _recipe(folder: Path, data: str, model: str) -> Path:
@@ -27,10 +28,15 @@ def test_a_model_by_url(small_data: str, tmp_path: Path, monkeypatch: pytest.Mon
     folder = model_folder(tmp_path / "bucket/model", new_model("llama", vocab_size=512))
     (folder / "tokenizer.json").unlink()
     steps = ("--train.max_steps", "4", "--checkpoint.every_steps", "2", "--resume", "auto")
-    output = forked.train(_recipe(tmp_path / "a", small_data, f"file://{folder}"), *steps)
+    export = ("--train.export_to", f"file://{tmp_path}/bucket/export", "--train.export", "true")
+    output = forked.train(_recipe(tmp_path / "a", small_data, f"file://{folder}"), *steps, *export)
+    assert f"uploaded {export[1]}: " in output
+    assert contents(tmp_path / "bucket/export") == contents(tmp_path / "a/run/export")
     assert f"model.pretrained: file://{folder} is in {tmp_path}/cache/stores/" in output
     assert output.count("fetching file://") == 2  # settings, then weights: by one of the two ranks
-    forked.train(_recipe(tmp_path / "b", small_data, str(folder)), *steps)
+    output = forked.train(_recipe(tmp_path / "b", small_data, str(folder)), *steps, *export)
+    assert f"{export[1]}: files are there that are no earlier export of this run; nothing was written" in output
+    assert f"Later: llmtrain checkpoint to-hf {tmp_path}/b/run" in output  # and the run has ended well
     assert losses(tmp_path / "a/run") == losses(tmp_path / "b/run")
 
 

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from llmtrain import cli
 from llmtrain.commands import data as data_command
 from llmtrain.commands.prepare import main
 from llmtrain.data.prepare import sources
@@ -310,8 +311,16 @@ def test_bad_documents_are_named_by_their_place_in_the_file(
     assert "a.jsonl, line 31: the id 300 at token 1 is outside the tok" in capsys.readouterr().err
 
 
-def test_what_is_exported_for_megatron_comes_back_as_it_was(texts: Path, tmp_path: Path) -> None:
+def test_what_is_exported_for_megatron_comes_back_as_it_was(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert data_command.main(["export", str(texts), "--megatron", str(tmp_path / "out/a")]) == 0
+    monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path / "cache"))
+    for code in (0, 2):  # the second time it is there already
+        assert cli.main(["data", "export", str(texts), "--megatron", f"file://{tmp_path}/bucket/a"]) == code
+    for name in ("a.bin", "a.idx"):
+        assert (tmp_path / "bucket" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
+    assert not list((tmp_path / "cache").rglob("a.*"))
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["a.bin", "a.idx"]
     assert prepare(tmp_path / "out", tmp_path / "set", texts, "--validation-fraction", "0") == 0
     back, before = PreparedSet(tmp_path / "set"), PreparedSet(texts)
