@@ -143,7 +143,7 @@ class Megatron(Layout):
         tokens = int(ends[-1]) if count else 0
         if documents[0] or documents[-1] != count or (np.diff(documents) < 0).any():
             raise ValueError(f"the documents of {index} are not those of its sequences")
-        if (size := os.path.getsize(path)) != tokens * dtype.itemsize:
+        if (size := inputs.size(path)) != tokens * dtype.itemsize:
             raise ValueError(f"it has {size} bytes, and {index} is of {tokens} ids of {dtype.itemsize} bytes")
         before = np.concatenate([[0], ends])
         return TokenFile(path, _mapped(path, dtype), before[documents[1:]].astype(np.int64), 0)
@@ -191,6 +191,8 @@ class Datatrove(Layout):
     @classmethod
     def read(cls, path: str) -> TokenFile:
         ends = inputs.mapped(f"{path}.index").view("<u8").astype(np.int64) if inputs.is_file(f"{path}.index") else None
+        if inputs.is_file(f"{path}.loss"):
+            raise ValueError(f"{path}.loss says which ids are counted, and is not read; move it away to count all")
         size, width = inputs.size(path), 2
         if ends is not None and len(ends):
             if ends[-1] <= 0 or size % ends[-1] or size // ends[-1] not in (2, 4) or (np.diff(ends) < 0).any():
@@ -256,9 +258,14 @@ class LitData(Layout):
             raise ValueError(f"its items are {name}:{code}, which are no integers")
         begin, dtype = 4 * (int(chunk["chunk_size"]) + 2), np.dtype(types[int(code)])
         if chunk["dim"] is not None:
-            return TokenFile(path, _mapped(path, dtype, begin), None, begin)
+            ids = _mapped(path, dtype, begin)
+            if len(ids) != chunk["dim"]:
+                raise ValueError(f"it has {len(ids)} ids, and index.json says {chunk['dim']}")
+            return TokenFile(path, ids, None, begin)
         data = inputs.read(path)
         offsets = np.frombuffer(data, "<u4", begin // 4)[1:].tolist()
+        if offsets[-1] != len(data):
+            raise ValueError(f"it has {len(data)} bytes, and its items end at {offsets[-1]}")
         items = [np.frombuffer(data[at + 4 : end], dtype) for at, end in pairwise(offsets)]
         ids = np.concatenate(items) if items else np.empty(0, dtype)
         return TokenFile(path, ids, np.cumsum([len(item) for item in items], dtype=np.int64), None)
@@ -283,8 +290,13 @@ class Mds(Layout):
         if path.endswith(".zstd"):
             import zstandard
 
-            data = zstandard.ZstdDecompressor().decompress(data, max_output_size=shard["raw_data"]["bytes"])
+            try:
+                data = zstandard.ZstdDecompressor().decompress(data, max_output_size=shard["raw_data"]["bytes"])
+            except zstandard.ZstdError as error:
+                raise ValueError(str(error)) from error
         offsets = np.frombuffer(data, "<u4", shard["samples"] + 1, 4)
+        if offsets[-1] != len(data):
+            raise ValueError(f"it has {len(data)} bytes, and its {shard['samples']} samples end at {offsets[-1]}")
         samples = [
             cls._ids(_column(data[begin:end], shard["column_sizes"], column), shard["column_encodings"][column])
             for begin, end in pairwise(offsets.tolist())

@@ -268,6 +268,35 @@ def test_damaged_files_are_named_without_a_traceback(
     assert "add --format tokens" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("layout", ["litdata", "litdata-items", "mds", "mds-packed"])
+def test_a_file_that_was_cut_off_is_refused(
+    layout: str, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its last documents would be shorter, without a word."""
+    (tmp_path / "corpus").mkdir()
+    LAYOUTS[layout.removesuffix("-packed")][0](tmp_path / "corpus", documents_of(texts))
+    (path,) = (path for path in (tmp_path / "corpus").iterdir() if path.name != "index.json")
+    data = path.read_bytes()
+    if layout == "mds":
+        data = zstandard.decompress(data)
+        path.unlink()
+        path = path.with_suffix("")
+    path.write_bytes(data[:-40])
+    assert prepare(tmp_path / "corpus", tmp_path / "set", texts) == 2
+    said = capsys.readouterr().err
+    assert f"{path}: cannot be read as " in said and "Traceback" not in said
+
+
+def test_a_loss_mask_beside_the_ids_is_not_passed_over(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "corpus").mkdir()
+    datatrove(tmp_path / "corpus", documents_of(texts))
+    (tmp_path / "corpus/a.ds.loss").write_bytes(b"\1")
+    assert prepare(tmp_path / "corpus", tmp_path / "set", texts) == 2
+    assert "a.ds.loss says which ids are counted, and is not read" in capsys.readouterr().err
+
+
 def test_rows_say_which_tokens_are_counted(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [[5, 6, 7, 8], [9, 10, 11]]
     marked = [
