@@ -375,6 +375,10 @@ def _manifest(
     try:
         lowest = min((record.get("lowest_draw", 1.0) for record in records), default=1.0)
         _check_splits(settings, tokens, documents, lowest, sum(len(record["rejected"]) for record in records))
+        learns = settings.chat is not None and not settings.chat.prompts and not settings.chat.choices
+        if learns and not any(record["chat"]["train"]["counted"] for record in records):
+            what = f"--source {' '.join(settings.sources)}: no token of it is counted, so there is nothing to learn"
+            raise DataError(f"{what}; give records of which some are")
     except DataError:
         clear(out)
         raise

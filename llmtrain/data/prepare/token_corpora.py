@@ -30,6 +30,8 @@ from llmtrain.storage.object_store import StoreError, is_url
 
 TOKEN_FORMATS = ("tokens", "token-rows")
 """Values of --format whose sources are token ids already."""
+_MARKS = ("labels", "loss_mask")
+"""Fields of a record that say which of its tokens are counted."""
 _CHUNK = 4 << 20
 """Tokens that a search for the next end token reads at a time."""
 
@@ -408,18 +410,23 @@ class TokenEncoder:
         return Row(ids.astype(self._dtype), np.ones(len(ids) if self._counted else 0, bool))
 
     def ids(self, text: str) -> tuple[np.ndarray, dict[str, Any]]:
-        """The ids of a record, int64 [tokens], and the record. Raises RefusedError: it has none."""
+        """The ids of a record, int64 [tokens], and the record, both without padding. Raises RefusedError."""
         record: dict[str, Any] = json.loads(text)
         if self._field not in record:
             raise RefusedError(f"no field {self._field!r} (its fields: {', '.join(sorted(record)[:8])}); see --field")
-        return self._integers(record[self._field], self._field), record
+        ids = self._integers(record[self._field], self._field)
+        if "attention_mask" in record:
+            kept = self._bits(ids, record, "attention_mask")
+            record |= {name: self._beside(ids, record, name)[kept].tolist() for name in _MARKS if name in record}
+            ids = ids[kept]
+        return ids, record
 
     def rows(self, text: str) -> list[Row]:
         """The row of a record, a JSON object. Raises RefusedError."""
         ids, record = self.ids(text)
         if wrong := self.outside(ids, 0):
             raise RefusedError(wrong)
-        marks = [name for name in ("labels", "loss_mask") if name in record]
+        marks = [name for name in _MARKS if name in record]
         if not self._counted:
             if marks:
                 raise RefusedError(f"it has {marks[0]}, which say what is counted: add --format token-rows")
@@ -427,23 +434,34 @@ class TokenEncoder:
         elif len(marks) != 1:
             raise RefusedError("it has neither labels nor loss_mask" if not marks else "it has labels and loss_mask")
         else:
-            row = Row(ids.astype(self._dtype), self._marked(ids, self._integers(record[marks[0]], marks[0]), marks[0]))
+            row = Row(ids.astype(self._dtype), self._marked(ids, record, marks[0]))
         if not len(row.ids):
             raise RefusedError("empty document")
         return [row]
 
-    def _marked(self, ids: np.ndarray, marks: np.ndarray, name: str) -> np.ndarray:
+    def _marked(self, ids: np.ndarray, record: dict[str, Any], name: str) -> np.ndarray:
         """Which tokens are counted, bool [tokens]. Raises RefusedError."""
-        if len(marks) != len(ids):
-            raise RefusedError(f"{len(ids)} {self._field} and {len(marks)} {name}; each token wants one")
         if name == "loss_mask":
-            if not np.isin(marks, (0, 1)).all():
-                raise RefusedError("loss_mask holds numbers other than 0 and 1")
-            return marks == 1
+            return self._bits(ids, record, name)
+        marks = self._beside(ids, record, name)
         counted = marks != -100
         if (marks[counted] != ids[counted]).any():
             raise RefusedError("labels are neither the token's own id nor -100; they are not to be shifted")
         return counted
+
+    def _bits(self, ids: np.ndarray, record: dict[str, Any], name: str) -> np.ndarray:
+        """bool [tokens]. Raises RefusedError."""
+        marks = self._beside(ids, record, name)
+        if not np.isin(marks, (0, 1)).all():
+            raise RefusedError(f"{name} holds numbers other than 0 and 1")
+        return marks == 1
+
+    def _beside(self, ids: np.ndarray, record: dict[str, Any], name: str) -> np.ndarray:
+        """int64 [tokens]. Raises RefusedError."""
+        marks = self._integers(record[name], name)
+        if len(marks) != len(ids):
+            raise RefusedError(f"{len(ids)} {self._field} and {len(marks)} {name}; each token wants one")
+        return marks
 
     @staticmethod
     def _integers(values: Any, name: str) -> np.ndarray:

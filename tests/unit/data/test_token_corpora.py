@@ -340,6 +340,28 @@ def test_bad_documents_are_named_by_their_place_in_the_file(
     assert "a.jsonl, line 31: the id 300 at token 1 is outside the tok" in capsys.readouterr().err
 
 
+def test_padding_is_left_out_and_rows_that_teach_nothing_are_refused(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = [{"input_ids": [0, 0, 5, 6, 7], "labels": [-100, -100, -100, 6, 7], "attention_mask": [0, 0, 1, 1, 1]},
+               {"input_ids": [8, 9, 0], "loss_mask": [0, 1, 0], "attention_mask": [1, 1, 0]}]  # fmt: skip
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    rest = ("--format", "token-rows", "--validation-fraction", "0")
+    assert prepare(tmp_path / "a.jsonl", tmp_path / "set", texts, *rest) == 0
+    stream = PreparedSet(tmp_path / "set").split("train")
+    assert stream.row_lengths().tolist() == [3, 2] and stream.read(0, 5).tolist() == [5, 6, 7, 8, 9]
+    assert (stream.counted(0, 5) == [False, True, True, False, True]).all()
+    for record in records:
+        record.pop("labels", None), record.pop("loss_mask", None)
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert prepare(tmp_path / "b.jsonl", tmp_path / "plain", texts, "--validation-fraction", "0") == 0
+    assert [ids[:-1].tolist() for ids in documents_of(tmp_path / "plain")] == [[5, 6, 7], [8, 9]]
+    (tmp_path / "c.jsonl").write_text(json.dumps({"input_ids": [5, 6], "labels": [-100, -100]}))
+    capsys.readouterr()
+    assert prepare(tmp_path / "c.jsonl", tmp_path / "none", texts, *rest) == 2
+    assert "no token of it is counted" in capsys.readouterr().err
+
+
 def test_what_is_exported_for_megatron_comes_back_as_it_was(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
