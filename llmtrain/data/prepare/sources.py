@@ -436,10 +436,11 @@ def _kind(path: str, form: str, option: str = "--source") -> Kind:
 def _is_lines(path: str) -> bool:
     """Return True if a file begins with a line that is a JSON object of its own, and another one follows."""
     try:
-        with open(path, "rb") as file:
-            first, _, rest = file.read(1 << 20).removeprefix(BOM).partition(b"\n")
+        first, _, rest = inputs.read(path, 0, 1 << 20).removeprefix(BOM).partition(b"\n")
         return rest.lstrip().startswith(b"{") and isinstance(json.loads(first), dict)
-    except (OSError, ValueError, RecursionError):  # told where it is read
+    except OSError as error:
+        raise inputs.cannot_be_read(path, error) from error
+    except (ValueError, RecursionError):
         return False
 
 

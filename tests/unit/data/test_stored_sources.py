@@ -47,6 +47,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
         csv.writer(stream).writerows([["text"], *([text] for text in texts(450, 50))])
     (folder / "sub" / "f.txt").write_text(" ".join(texts(500, 20)))
     pq.write_table(pa.table({"text": list(texts(520, 200))}), folder / "sub" / "g.parquet", row_group_size=20)
+    (folder / "sub" / "h.json").write_bytes(lines(720, 20))
     (folder / ".hidden.jsonl").write_text("no JSON\n")
     (folder / "sub" / ".h").mkdir()
     (folder / "sub" / ".h" / "i.jsonl").write_text("no JSON\n")
