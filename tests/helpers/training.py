@@ -447,6 +447,20 @@ def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -
     return max(float((a[name] - b[name]).abs().max()) for name in a)
 
 
+def assert_agrees(
+    got: Trace, want: Trace, *, loss: float, norm: float | None = None, parameters: float | None = None
+) -> None:
+    """Each step's loss (nats) and gradient norm (relative), and each parameter, within these tolerances."""
+    apart = [abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)]
+    assert all(each < loss for each in apart), f"losses differ by {apart}"
+    if norm is not None:
+        apart = [abs(a / b - 1) for a, b in zip(got.norms, want.norms, strict=True)]
+        assert all(each < norm for each in apart), f"gradient norms differ by {apart}"
+    if parameters is not None:
+        worst = largest_difference(got.parameters, want.parameters)
+        assert worst < parameters, f"parameters differ by {worst}"
+
+
 def prepared_data(folder: Path, documents: int = 160, *, like: str | None = None) -> str:
     """A prepared folder of short synthetic documents, vocabulary 512. `like`: another one, whose tokenizer it has, and
     whose text it has not."""

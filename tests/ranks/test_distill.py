@@ -25,7 +25,7 @@ from tests.helpers.training import (
     Case,
     Trace,
     assembled,
-    largest_difference,
+    assert_agrees,
     make_engine,
     plain_model,
     plain_pytorch,
@@ -147,8 +147,7 @@ def test_distillation_is_its_definition_under_every_form(pools, small_data, teac
     assert want.losses[-1] < want.losses[0] - 0.1
     tolerance = 2e-5 if "tensor" in form else 1e-5
     for got, figures in pools(2).run(distilled, case_of(small_data, **form), teacher, TERMS):
-        assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < tolerance
-        assert largest_difference(got.parameters, want.parameters) < 5 * tolerance
+        assert_agrees(got, want, loss=tolerance, parameters=5 * tolerance)
         soft = 0.7 * 4 * figures["distill/divergence"] + 0.3 * figures["distill/next_token_loss"]
         assert figures["loss"] == pytest.approx(soft, rel=1e-5) and 0 < figures["loss"] < want.losses[0]
         assert 0 < figures["distill/teacher_entropy"] < 6.24  # log 512
@@ -228,8 +227,7 @@ def test_a_column_is_written_and_read_under_any_form(pools, small_data, teacher,
     arguments = (case_of(folder, **writes), case_of(folder, **learns), teacher, k)
     tolerance = 2e-5 if "tensor" in learns else 1e-5
     for got, weights in pools(2).run(learnt_from_column, *arguments):
-        assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < tolerance
-        assert largest_difference(got.parameters, want.parameters) < 5 * tolerance
+        assert_agrees(got, want, loss=tolerance, parameters=5 * tolerance)
         assert weights == json.loads((Path(folder) / "teacher-32.json").read_text())["weights"]
     if k == 512:
         online = pools(2).run(distilled, case_of(small_data, **learns), teacher, TERMS)[0][0]

@@ -31,8 +31,8 @@ from tests.helpers.training import (
     Case,
     Trace,
     assembled,
+    assert_agrees,
     batches,
-    largest_difference,
     make_engine,
     plain_pytorch,
     run_case,
@@ -58,9 +58,7 @@ def check(pools: Any, data: str, world: int, family: str, balanced: bool = True,
     want = reference(data, family, balanced, pieces, changes["steps"], changes["clip"])
     fields = {**FAMILIES[family], **(BALANCED if balanced else {})}
     got = pools(world).run(run_case, Case(data=data, model=fields, **changes))[0]
-    assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 1e-5
-    assert max(abs(a / b - 1) for a, b in zip(got.norms, want.norms, strict=True)) < 1e-4
-    assert largest_difference(got.parameters, want.parameters) < 1e-5
+    assert_agrees(got, want, loss=1e-5, norm=1e-4, parameters=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -104,9 +102,7 @@ def test_a_stage_of_a_pipeline_may_have_no_experts(pools, small_data):
     case = Case(data=small_data, model=model, stage=1, pipeline=2, partition=(2, 2), expert=2, accumulation=3, clip=0.2)
     want = plain_pytorch(replace(case, accumulation=1))
     got = pools(4).run(run_case, case)[0]
-    assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 1e-5
-    assert max(abs(a / b - 1) for a, b in zip(got.norms, want.norms, strict=True)) < 1e-4
-    assert largest_difference(got.parameters, want.parameters) < 1e-5
+    assert_agrees(got, want, loss=1e-5, norm=1e-4, parameters=1e-5)
 
 
 @pytest.mark.slow
@@ -199,9 +195,7 @@ def test_ranks_that_choose_different_experts_do_not_wait_for_each_other(pools, s
     (want, _, counted), *_ = pools(1).run(train_with_choices, Case(data=small_data, model=LISTED, steps=3))
     for got, leaves, tokens in pools(2).run(train_with_choices, case, timeout_s=60):
         assert leaves == ["UnknownBlock"] * 4
-        assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 1e-5
-        assert max(abs(a / b - 1) for a, b in zip(got.norms, want.norms, strict=True)) < 1e-4
-        assert largest_difference(got.parameters, want.parameters) < 1e-6
+        assert_agrees(got, want, loss=1e-5, norm=1e-4, parameters=1e-6)
         half = 3 * 4 * GLOBAL_BATCH * LENGTH // 2  # steps, layers, half of the tokens
         assert tokens == counted == [half, 2 * half, half, 0]
 
@@ -234,8 +228,7 @@ def test_zero_3_has_the_gradients_of_a_block_that_is_never_called(pools, small_d
     """On a GPU, DeepSpeed drops what it did not take, and says nothing."""
     want = plain_pytorch(Case(data=small_data, model=JETMOE, steps=3))
     got = pools(2).run(run_case, case := Case(data=small_data, model=JETMOE, stage=3, steps=3))[0]
-    assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 1e-5
-    assert largest_difference(got.parameters, want.parameters) < 1e-5
+    assert_agrees(got, want, loss=1e-5, parameters=1e-5)
     for text in pools(2).run(as_a_leaf, case):
         assert "ZeRO 3 would drop the gradients of 8 parameters" in text and ".self_attention.experts." in text
 
@@ -251,8 +244,7 @@ def test_zero_3_waits_for_nobody_where_ranks_choose_other_experts_of_a_matrix_of
     case = Case(data=small_data, model=DBRX, stage=3, sequence=2, steps=3)
     want = plain_pytorch(replace(case, stage=0, sequence=1))
     got = pools(2).run(run_case, case)[0]
-    assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 1e-5
-    assert largest_difference(got.parameters, want.parameters) < 1e-4  # an expert of a token or two: Adam divides
+    assert_agrees(got, want, loss=1e-5, parameters=1e-4)  # an expert of a token or two: Adam divides
 
 
 def refused_list(case: Case) -> str:

@@ -23,8 +23,8 @@ from tests.helpers.training import (
     Case,
     Trace,
     assembled,
+    assert_agrees,
     batches,
-    largest_difference,
     make_engine,
     plain_pytorch,
     poisoned,
@@ -64,8 +64,7 @@ def test_fp32_forms_agree_with_plain_pytorch(pools, small_data, form):
     case = Case(data=small_data, **form)
     want = plain_pytorch(case) if "model" in form else reference(small_data)
     got = pools(2).run(run_case, case)[0]
-    assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 1e-5
-    assert largest_difference(got.parameters, want.parameters) < 1e-5
+    assert_agrees(got, want, loss=1e-5, parameters=1e-5)
 
 
 class Pairs:
@@ -114,8 +113,7 @@ def test_another_objective_is_one_class(pools, small_data):
     figures = []
     for form in forms:
         for got, after, weight in pools(2).run(trained_on_pairs, replace(case, **form)):
-            assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 1e-5, form
-            assert largest_difference(got.parameters, want.parameters) < 1e-5, form
+            assert_agrees(got, want, loss=1e-5, parameters=1e-5)
             assert weight == 6 and after["accuracy"] * 6 == pytest.approx(round(after["accuracy"] * 6))
             figures.append(after["loss"])
     assert max(figures) - min(figures) < 1e-5 and max(figures) < want.losses[0]
@@ -126,8 +124,7 @@ def test_bf16_stays_within_bf16_rounding_of_fp32(pools, small_data, stage):
     """bf16 keeps 8 bits: 2^-9 of a loss near 6 is 1.2e-2, averaged over a hundred tokens 1e-3."""
     want = reference(small_data)
     got = pools(2).run(run_case, Case(data=small_data, stage=stage, precision="bf16"))[0]
-    assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 1.5e-3
-    assert max(abs(a / b - 1) for a, b in zip(got.norms, want.norms, strict=True)) < 1e-2
+    assert_agrees(got, want, loss=1.5e-3, norm=1e-2)
 
 
 def by_definition(group: dict[str, Any], before: dict[str, Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -205,8 +202,7 @@ def test_fp16_with_loss_scaling_agrees(pools, small_data, stage):
     want = reference(small_data)
     case = Case(data=small_data, stage=stage, precision="fp16", extra={})
     got, scales = pools(2).run(with_loss_scale, case)[0]
-    assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 2e-3
-    assert max(abs(a / b - 1) for a, b in zip(got.norms, want.norms, strict=True)) < 1e-2
+    assert_agrees(got, want, loss=2e-3, norm=1e-2)
     assert scales[0] >= 1024
 
 
@@ -247,8 +243,7 @@ def test_muon_is_the_same_under_every_stage_and_on_every_device(pools, small_dat
     want = pools(1).run(on_device, False, run_case, case)[0]
     assert want.losses[-1] < want.losses[0] - 0.2
     got = pools(world_size).run(on_device, True, run_case, replace(case, stage=stage, accumulation=3))[0]
-    assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 1e-5
-    assert largest_difference(got.parameters, want.parameters) < 1e-5
+    assert_agrees(got, want, loss=1e-5, parameters=1e-5)
 
 
 def test_a_bf16_run_orthogonalises_in_fp16_where_the_device_has_it(pools, small_data):

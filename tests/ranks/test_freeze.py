@@ -30,7 +30,7 @@ from tests.helpers.training import (
     Case,
     Trace,
     assembled,
-    largest_difference,
+    assert_agrees,
     make_engine,
     plain_pytorch,
     resolved_run,
@@ -91,9 +91,7 @@ def test_fp32_forms_agree_with_plain_pytorch_that_freezes_the_same(pools, small_
     want = reference(small_data)
     outcomes = pools(2).run(whole_run, Case(data=small_data, freeze=FREEZE, **form))
     got, _ = outcomes[0]
-    assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 2e-6
-    assert max(abs(a / b - 1) for a, b in zip(got.norms, want.norms, strict=True)) < 1e-5
-    assert largest_difference(got.parameters, want.parameters) < 1e-5
+    assert_agrees(got, want, loss=2e-6, norm=1e-5, parameters=1e-5)
     frozen, before = frozen_of(want.parameters), initial()
     assert len(frozen) == 14 and all(torch.equal(got.parameters[name], before[name]) for name in frozen)
     assert not any(torch.equal(got.parameters[name], before[name]) for name in before.keys() - frozen)
@@ -125,9 +123,7 @@ def test_experts_and_a_tied_embedding_stay_as_they_are(pools, small_data, form):
     case = Case(data=small_data, model=MIXTRAL, freeze=freeze, **form)
     want, before = plain_pytorch(case), initial(MIXTRAL)
     got, _ = pools(2).run(whole_run, case)[0]
-    assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 1e-5
-    assert max(abs(a / b - 1) for a, b in zip(got.norms, want.norms, strict=True)) < 1e-4
-    assert largest_difference(got.parameters, want.parameters) < 1e-5
+    assert_agrees(got, want, loss=1e-5, norm=1e-4, parameters=1e-5)
     same = {name for name in before if torch.equal(got.parameters[name], before[name])}
     assert same == {name for name in before if any(fnmatchcase(name, pattern) for pattern in freeze)}
 

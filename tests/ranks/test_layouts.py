@@ -17,6 +17,7 @@ from tests.helpers.training import (
     Case,
     Trace,
     assembled,
+    assert_agrees,
     largest_difference,
     make_engine,
     plain_pytorch,
@@ -83,8 +84,7 @@ def test_losses_go_on(pools, small_data, saved, model, saved_under, loaded_under
     want, path = saved(model, saved_under)
     got = pools(EXPERTS[loaded_under][0]).run(load_and_go_on, case_of(small_data, model, loaded_under), path)[0]
     assert len(want.losses) == len(got.losses) == END - HALF
-    assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 4e-6
-    assert largest_difference(got.parameters, want.parameters) < 1e-5
+    assert_agrees(got, want, loss=4e-6, parameters=1e-5)
 
 
 def test_muon_goes_on_in_a_pipeline(pools, small_data, tmp_path):
@@ -92,8 +92,7 @@ def test_muon_goes_on_in_a_pipeline(pools, small_data, tmp_path):
     cases = [Case(data=small_data, steps=END, optimizer="muon", **LAYOUTS[layout][1]) for layout in ("z3x4", "pp2dp2")]
     want, path = pools(4).run(on_device, False, save_in_the_middle, cases[0], str(tmp_path))[0]
     got = pools(4).run(on_device, True, load_and_go_on, cases[1], path)[0]
-    assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 5e-6
-    assert largest_difference(got.parameters, want.parameters) < 1e-5
+    assert_agrees(got, want, loss=5e-6, parameters=1e-5)
 
 
 def segment(case: Case, path: str | None, first: int, last: int, folder: str) -> tuple[Trace, str]:

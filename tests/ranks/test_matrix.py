@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from tests.helpers.marks import slow
-from tests.helpers.training import Case, Trace, largest_difference
+from tests.helpers.training import Case, Trace, assert_agrees
 from tests.ranks.test_resume import END, HALF, load_and_go_on, save_in_the_middle
 
 LAYOUTS = list(product((0, 1, 2, 3), (1, 2, 4)))
@@ -53,8 +53,7 @@ def test_losses_go_on(pools, small_data, saved, saved_at, loaded_at):
     layout = LAYOUTS[loaded_at]
     got = pools(layout[1]).run(load_and_go_on, case_of(small_data, layout), path)[0]
     assert len(want.losses) == len(got.losses) == END - HALF
-    assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 2e-6
-    assert largest_difference(got.parameters, want.parameters) < 1e-5
+    assert_agrees(got, want, loss=2e-6, parameters=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from itertools import product
 import pytest
 
 from tests.helpers.marks import slow_but
-from tests.helpers.training import LLAMA, Case, Trace, largest_difference, plain_pytorch, run_case
+from tests.helpers.training import LLAMA, Case, Trace, assert_agrees, plain_pytorch, run_case
 
 
 @functools.cache
@@ -30,7 +30,5 @@ def test_loss_and_parameters_agree(pools, small_data, form):
     world_size, stage, accumulation = form
     want = reference(small_data, False)
     got = pools(world_size).run(run_case, Case(data=small_data, stage=stage, accumulation=accumulation, steps=20))[0]
-    assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 1e-5
-    assert max(abs(a / b - 1) for a, b in zip(got.norms, want.norms, strict=True)) < 1e-4
-    assert largest_difference(got.parameters, want.parameters) < 1e-5
+    assert_agrees(got, want, loss=1e-5, norm=1e-4, parameters=1e-5)
     assert want.losses[-1] < want.losses[0] - 0.1  # it does learn

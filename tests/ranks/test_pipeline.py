@@ -21,9 +21,9 @@ from tests.helpers.training import (
     LLAMA,
     Case,
     Trace,
+    assert_agrees,
     case_data,
     joined,
-    largest_difference,
     make_engine,
     plain_pytorch,
     poisoned,
@@ -51,9 +51,7 @@ def agrees(pools: Any, data: str, world_size: int, model: dict[str, Any], **form
         about_model["isolate_documents"] = form.pop("isolate_documents")
     want = reference(data, **about_model)
     got = pools(world_size).run(run_case, Case(data=data, stage=1, **about_model, **form))[0]
-    assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 1e-5
-    assert max(abs(a / b - 1) for a, b in zip(got.norms, want.norms, strict=True)) < 1e-4
-    assert largest_difference(got.parameters, want.parameters) < 1e-5
+    assert_agrees(got, want, loss=1e-5, norm=1e-4, parameters=1e-5)
     assert min(want.norms) > 0.1  # it does train
 
 
@@ -119,8 +117,7 @@ def test_bf16_with_gradients_accumulated_in(pools, small_data, extra, tie):
     want = reference(small_data, model=model)
     case = Case(data=small_data, stage=1, pipeline=2, accumulation=3, precision="bf16", extra=extra, model=model)
     got = pools(2).run(run_case, case)[0]
-    assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 1.5e-3
-    assert max(abs(a / b - 1) for a, b in zip(got.norms, want.norms, strict=True)) < 1e-2
+    assert_agrees(got, want, loss=1.5e-3, norm=1e-2)
 
 
 @pytest.mark.parametrize(
@@ -132,8 +129,7 @@ def test_fp16_with_gradients_accumulated_in(pools, small_data, extra):
     want = reference(small_data, model=tied(LLAMA))
     case = Case(data=small_data, stage=1, pipeline=2, accumulation=3, precision="fp16", extra=extra, model=tied(LLAMA))
     got, scales = pools(2).run(with_loss_scale, case)[0]
-    assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 2e-3
-    assert max(abs(a / b - 1) for a, b in zip(got.norms, want.norms, strict=True)) < 1e-2
+    assert_agrees(got, want, loss=2e-3, norm=1e-2)
     assert scales[0] >= 1024
 
 
@@ -142,9 +138,7 @@ def test_muon_on_stages_whose_groups_differ(pools, small_data):
     case = Case(data=small_data, stage=1, optimizer="muon", steps=6)
     want = pools(1).run(run_case, case)[0]
     got = pools(4).run(run_case, replace(case, pipeline=4, accumulation=3))[0]
-    assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 1e-5
-    assert max(abs(a / b - 1) for a, b in zip(got.norms, want.norms, strict=True)) < 1e-5
-    assert largest_difference(got.parameters, want.parameters) < 1e-5
+    assert_agrees(got, want, loss=1e-5, norm=1e-5, parameters=1e-5)
 
 
 def held(case: Case) -> tuple[list[str], int, tuple[int, ...]]:

@@ -30,6 +30,7 @@ from tests.helpers.training import (
     LLAMA,
     Case,
     Trace,
+    assert_agrees,
     case_data,
     largest_difference,
     plain_model,
@@ -138,8 +139,7 @@ def test_dpo_is_its_definition_under_every_form(pools, pairs, form):
         assert first["pairs/margin"] == 0.0 and abs(first["loss"] - math.log(2)) < 1e-6  # the reference is the start
         assert last["pairs/margin"] > 0 and last["pairs/accuracy"] > 0.5
         assert last["pairs/chosen_log_prob"] - first["pairs/chosen_log_prob"] != 0.0
-        assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < tolerance
-        assert largest_difference(got.parameters, want.parameters) < tolerance
+        assert_agrees(got, want, loss=tolerance, parameters=tolerance)
 
 
 @pytest.mark.slow  # test_cells.py has the pairs, with a column that is made up
@@ -150,8 +150,7 @@ def test_dpo_of_an_adapter_and_of_shared_experts_is_its_definition(pools, pairs,
     for got, figures in pools(2).run(trained, case_of(pairs, **form), Objective.of("dpo"), True):
         assert figures[0]["pairs/margin"] == 0.0 and abs(figures[0]["loss"] - math.log(2)) < 1e-6
         assert figures[-1]["loss"] < figures[0]["loss"] - 1e-3
-        assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 1e-5
-        assert largest_difference(got.parameters, want.parameters) < 1e-5
+        assert_agrees(got, want, loss=1e-5, parameters=1e-5)
 
 
 def test_the_reference_of_an_adapter_that_goes_on_is_that_adapter(pools, pairs, tmp_path):
@@ -205,8 +204,7 @@ def test_kto_is_its_definition_under_every_form(pools, judged, form):
     config = Objective.of("kto", beta=0.1, desirable_weight=1.0, undesirable_weight=0.25)
     for got, figures in pools(2).run(trained, case_of(judged, **{**form, "lr": 2e-3}), config, True):
         assert figures[0]["unpaired/kl"] == 0.0 and any(each["unpaired/kl"] > 0.1 for each in figures)
-        assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 1e-5
-        assert largest_difference(got.parameters, want.parameters) < 5e-5
+        assert_agrees(got, want, loss=1e-5, parameters=5e-5)
 
 
 def resumed_dpo(case: Case, folder: str) -> tuple[Trace, Trace]:

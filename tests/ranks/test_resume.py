@@ -18,7 +18,7 @@ from tests.helpers.training import (
     Case,
     Trace,
     assembled,
-    largest_difference,
+    assert_agrees,
     make_engine,
     resolved_run,
     save_checkpoint,
@@ -111,8 +111,7 @@ def test_muon_momentum_travels(pools, small_data, tmp_path, saved, loaded):
     case = Case(data=small_data, stage=saved[1], steps=END, optimizer="muon")
     want, path = pools(saved[0]).run(on_device, True, save_in_the_middle, case, str(tmp_path))[0]
     got = pools(loaded[0]).run(on_device, False, load_and_go_on, replace(case, stage=loaded[1]), path)[0]
-    assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 5e-6
-    assert largest_difference(got.parameters, want.parameters) < 1e-5
+    assert_agrees(got, want, loss=5e-6, parameters=1e-5)
 
 
 def loaded_moments(case: Case, path: str) -> tuple[dict[str, dict[str, torch.Tensor]], set[torch.dtype]]:

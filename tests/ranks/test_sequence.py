@@ -16,7 +16,7 @@ import torch
 from tests.helpers.families import FAMILIES, VARIANTS, tied
 from tests.helpers.marks import slow
 from tests.helpers.ranks import RankFailed
-from tests.helpers.training import LLAMA, Case, Trace, largest_difference, make_engine, plain_pytorch, run_case
+from tests.helpers.training import LLAMA, Case, Trace, assert_agrees, make_engine, plain_pytorch, run_case
 
 ON_HOST = {"activation_checkpointing": {"cpu_checkpointing": True}}
 LONG = {**VARIANTS["phi3_longrope"], "original_max_position_embeddings": 16}
@@ -30,9 +30,7 @@ def reference(data: str) -> Trace:
 
 
 def close(got: Trace, want: Trace, loss: float = 2e-5) -> bool:
-    assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < loss
-    assert max(abs(a / b - 1) for a, b in zip(got.norms, want.norms, strict=True)) < 1e-4
-    assert largest_difference(got.parameters, want.parameters) < 5e-5
+    assert_agrees(got, want, loss=loss, norm=1e-4, parameters=5e-5)
     return True
 
 
@@ -116,8 +114,7 @@ def test_bf16_stays_within_bf16_rounding_of_fp32(pools, small_data, stage):
     """The same limits as without sequence parallelism: test_forms.py."""
     got = pools(2).run(run_case, Case(data=small_data, sequence=2, stage=stage, precision="bf16"))[0]
     want = reference(small_data)
-    assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 1.5e-3
-    assert max(abs(a / b - 1) for a, b in zip(got.norms, want.norms, strict=True)) < 1e-2
+    assert_agrees(got, want, loss=1.5e-3, norm=1e-2)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from tests.helpers.training import (
     Case,
     Trace,
     assembled,
-    largest_difference,
+    assert_agrees,
     make_setup,
     plain_pytorch,
     save_checkpoint,
@@ -152,9 +152,7 @@ def test_unequal_shares_are_the_same_training(
         read = sorted({tuple(each.indices[step]) for each in found})
         assert sorted(index for one in read for index in one) == list(range(12 * step, 12 * step + 12)), (step, read)
     assert any(len(set(map(len, step))) > 1 for step in zip(*(each.indices for each in found), strict=True))
-    assert max(abs(a - b) for a, b in zip(first.losses, want.losses, strict=True)) < 1e-5
-    assert max(abs(a / b - 1) for a, b in zip(first.norms, want.norms, strict=True)) < 1e-5
-    assert largest_difference(first.parameters, want.parameters) < 1e-5
+    assert_agrees(first, want, loss=1e-5, norm=1e-5, parameters=1e-5)
 
 
 @pytest.mark.slow
@@ -166,5 +164,4 @@ def test_pairs_of_unequal_shares(pools: Any, tmp_path: Path) -> None:
     want = pools(2).run(with_a_resume, case, str(tmp_path / "equal"), [[1, 1]] * STEPS)[0]
     got = pools(2).run(with_a_resume, case, str(tmp_path / "other"), speeds_of(2))[0]
     assert set(want.shares) == {(6, 6)} and len(set(got.shares)) == 3
-    assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 1e-5
-    assert largest_difference(got.parameters, want.parameters) < 1e-5
+    assert_agrees(got, want, loss=1e-5, parameters=1e-5)

@@ -19,7 +19,7 @@ from llmtrain.models.spec import ModelSpec
 from tests.helpers import training
 from tests.helpers.families import FAMILIES, summed_loss
 from tests.helpers.marks import slow
-from tests.helpers.training import LLAMA, Case, make_engine, one_step, plain_pytorch, run_case
+from tests.helpers.training import LLAMA, Case, assert_agrees, make_engine, one_step, plain_pytorch, run_case
 
 ACCUMULATION, LENGTH = 64, 32
 FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}
@@ -125,5 +125,4 @@ def test_fp32_sums_with_every_degree(pools, small_data, ranks, form):
     case = Case(data=small_data, accumulation=3, **form)
     want = plain_pytorch(case)
     got = pools(ranks).run(run_case, replace(case, precision="bf16", extra=FP32_SUMS))[0]
-    assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 1.5e-3
-    assert max(abs(a / b - 1) for a, b in zip(got.norms, want.norms, strict=True)) < 1e-2
+    assert_agrees(got, want, loss=1.5e-3, norm=1e-2)

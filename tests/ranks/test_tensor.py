@@ -27,9 +27,9 @@ from tests.helpers.training import (
     LENGTH,
     Case,
     Trace,
+    assert_agrees,
     batches,
     joined,
-    largest_difference,
     make_engine,
     plain_pytorch,
     run_case,
@@ -50,9 +50,7 @@ def reference(data: str, family: str, tie: bool, clip: float = 1.0, isolate: boo
 
 
 def check(got: Trace, want: Trace) -> None:
-    assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 5e-6
-    assert max(abs(a / b - 1) for a, b in zip(got.norms, want.norms, strict=True)) < 1e-5
-    assert largest_difference(got.parameters, want.parameters) < 2e-5
+    assert_agrees(got, want, loss=5e-6, norm=1e-5, parameters=2e-5)
     assert min(want.norms) > 0.1  # it does train
 
 
@@ -126,8 +124,7 @@ def test_bf16(pools, small_data, stage):
     """As without tensor parallelism (test_forms.py). At ZeRO 0, DeepSpeed's norm would be half of the true one."""
     want = reference(small_data, "llama", True)
     got = pools(2).run(run_case, case_of(small_data, tie=True, stage=stage, precision="bf16"))[0]
-    assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 1.5e-3
-    assert max(abs(a / b - 1) for a, b in zip(got.norms, want.norms, strict=True)) < 1e-2
+    assert_agrees(got, want, loss=1.5e-3, norm=1e-2)
 
 
 def test_heads_that_do_not_divide_are_refused(pools, small_data):
