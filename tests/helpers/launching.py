@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
+import yaml
 from packaging.requirements import Requirement
 
 if TYPE_CHECKING:
@@ -62,6 +63,37 @@ def write_recipe(folder: Path, data: str, run: str = "run") -> Path:
     """A recipe whose run folder is folder/run."""
     path = folder / "recipe.yaml"
     path.write_text(RECIPE.format(repo=REPO, data=data, run=folder / run))
+    return path
+
+
+TINY = {
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+}
+
+
+def write_run(folder: Path, data: str, deepspeed: dict[str, Any], train: dict[str, Any], **sections: Any) -> Path:
+    """A recipe at a constant learning rate whose run folder is folder/run, and its JSON. `sections`: in place of these,
+    or more."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "ds.json").write_text(json.dumps(deepspeed))
+    tree = {
+        "deepspeed": str(folder / "ds.json"),
+        "model": {"config": TINY},
+        "data": {"path": data, "sequence_length": 32},
+        "optim": {"lr": 3e-3},
+        "schedule": {"name": "constant"},
+        "train": {"run_dir": str(folder / "run"), "log_every": 1, "eval": False, "export": False, **train},
+        "tracking": {"wandb": "disabled"},
+    }
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(tree | sections))
     return path
 
 

@@ -30,7 +30,7 @@ from tests.helpers.checkpoints import at
 from tests.helpers.families import FROZEN
 from tests.helpers.hf_folders import new_model
 from tests.helpers.hub_server import serving
-from tests.helpers.launching import losses
+from tests.helpers.launching import losses, write_run
 
 FORMS: dict[str, dict[str, Any]] = {
     **{f"zero{stage}": {"zero_optimization": {"stage": stage}} for stage in range(4)},
@@ -61,22 +61,16 @@ def pretrained(folder: Path, family: str, dtype: torch.dtype) -> Path:
 
 
 def recipe(folder: Path, data: str, form: str, model: dict[str, Any]) -> Path:
-    folder.mkdir()
-    (folder / "ds.json").write_text(json.dumps(FORMS[form]))
-    run = {
-        "deepspeed": str(folder / "ds.json"),
-        "model": {**model, "attention": "eager"},
-        "data": {"path": data, "sequence_length": 32},
-        "optim": {"lr": LR, "betas": list(BETAS), "weight_decay": DECAY, "clip_norm": CLIP},
-        "schedule": {"name": "constant", "warmup_steps": 0},
-        "train": {"run_dir": str(folder / "run"), "global_batch": 8, "micro_batch": 2, "max_steps": STEPS,
-                  "log_every": 1, "eval_sequences": 8},
-        "checkpoint": {"every_steps": 2},
-        "tracking": {"wandb": "disabled"},
-    }  # fmt: skip
-    path = folder / "recipe.yaml"
-    path.write_text(yaml.safe_dump(run))
-    return path
+    return write_run(
+        folder,
+        data,
+        FORMS[form],
+        {"global_batch": 8, "micro_batch": 2, "max_steps": STEPS, "eval": True, "eval_sequences": 8, "export": True},
+        model={**model, "attention": "eager"},
+        optim={"lr": LR, "betas": list(BETAS), "weight_decay": DECAY, "clip_norm": CLIP},
+        schedule={"name": "constant", "warmup_steps": 0},
+        checkpoint={"every_steps": 2},
+    )
 
 
 def plain_losses(folder: Path, data: str) -> list[float]:

@@ -11,38 +11,16 @@ import pytest
 
 from llmtrain.commands.where import sequences, spans
 from tests.helpers import forked
-from tests.helpers.launching import losses, rows, wait_for_step
+from tests.helpers.launching import losses, rows, wait_for_step, write_run
 
-MODEL = {
-    "model_type": "llama",
-    "vocab_size": 512,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "tie_word_embeddings": True,
-}
-RECIPE = """
-deepspeed: {ds}
-model: {{config: {model}}}
-data: {{path: {data}, sequence_length: 32}}
-optim: {{lr: 3.0e-3}}
-schedule: {{name: constant}}
-train: {{run_dir: {run}, micro_batch: 6, global_batch: 12, max_steps: 24, log_every: 1, eval: false, export: false}}
-tracking: {{wandb: disabled}}
-"""
 PACE_S = 0.01
 LONG_S = 0.04
 """Beside which what this machine's other work does to a step is little."""
 
 
 def recipe(folder: Path, data: str, stage: int = 1) -> Path:
-    folder.mkdir(parents=True)
-    (folder / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": stage}}))
-    path = folder / "recipe.yaml"
-    path.write_text(RECIPE.format(ds=folder / "ds.json", model=json.dumps(MODEL), data=data, run=folder / "run"))
-    return path
+    train = {"micro_batch": 6, "global_batch": 12, "max_steps": 24}
+    return write_run(folder, data, {"zero_optimization": {"stage": stage}}, train)
 
 
 def slowed(pace_s: float, then_s: float | None = None, after: int = 0) -> None:

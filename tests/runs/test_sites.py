@@ -26,6 +26,7 @@ from llmtrain.sites.shard import fragment_of
 from tests.helpers import forked
 from tests.helpers.launching import (
     REPO,
+    TINY,
     environment,
     finish,
     free_port,
@@ -33,6 +34,7 @@ from tests.helpers.launching import (
     losses,
     rows,
     wait_for_step,
+    write_run,
 )
 from tests.helpers.simulated_sites import loss_of, simulated, streamed
 from tests.helpers.warm import WarmCommands
@@ -41,25 +43,6 @@ pytestmark = pytest.mark.needs("torchft")
 
 os.environ.setdefault("RUST_LOG", "warn")  # torchft's coordinator tells of every meeting
 
-MODEL = {
-    "model_type": "llama",
-    "vocab_size": 512,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "tie_word_embeddings": True,
-}
-RECIPE = """
-deepspeed: {ds}
-model: {{config: {model}}}
-data: {{path: {data}, sequence_length: 32}}
-optim: {{lr: 3.0e-3}}
-schedule: {{name: constant}}
-train: {{run_dir: {run}, global_batch: 4, max_steps: 12, log_every: 1, eval: false, export: false}}
-tracking: {{wandb: disabled}}
-"""
 SYNC = ("--sites.sync_every", "4", "--sites.max_alone_steps", "8", "--sites.pace", "equal")
 
 
@@ -75,12 +58,9 @@ def coordinator() -> Iterator[str]:
     server.shutdown()
 
 
-def recipe(folder: Path, data: str, stage: int = 1) -> Path:
-    folder.mkdir(parents=True)
-    (folder / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": stage}}))
-    path = folder / "recipe.yaml"
-    path.write_text(RECIPE.format(ds=folder / "ds.json", model=json.dumps(MODEL), data=data, run=folder / "run"))
-    return path
+def recipe(folder: Path, data: str, stage: int = 1, **sections: Any) -> Path:
+    train = {"global_batch": 4, "max_steps": 12}
+    return write_run(folder, data, {"zero_optimization": {"stage": stage}}, train, **sections)
 
 
 def start(file: Path, coordinator: str, *more: str, ranks: int = 1, before=None) -> forked.Launch:
@@ -134,7 +114,7 @@ def test_two_sites_train_what_the_definition_says(method, stage, of_a, ranks_of_
     setting = {"sites": 2, "batch": 4, "steps": 12, "sync_every": 4, "lr": 3e-3}
     data = DataConfig(path=small_data, sequence_length=32)
     outers = {"local_sgd": {"outer_lr": None}, "diloco": {"outer_lr": 0.7, "outer_momentum": 0.9}}
-    want = {name: simulated(MODEL, data, **setting, **outer) for name, outer in outers.items()}
+    want = {name: simulated(TINY, data, **setting, **outer) for name, outer in outers.items()}
     off = {name: far(parameters(tmp_path / "A"), each) for name, each in want.items()}
     other = off.pop("diloco" if method == "local_sgd" else "local_sgd")
     (largest, mean), wrong = off[method], other
@@ -208,8 +188,8 @@ def test_two_sites_send_four_bits(coordinator, small_data, tmp_path):
     assert far(got, parameters(tmp_path / "B"))[0] == 0
     setting = {"sites": 2, "batch": 4, "steps": 12, "sync_every": 4, "lr": 3e-3}
     data = DataConfig(path=small_data, sequence_length=32)
-    right = far(got, simulated(MODEL, data, **setting, outer_lr=0.7, outer_momentum=0.9))
-    wrong = far(got, simulated(MODEL, data, **setting, outer_lr=None))
+    right = far(got, simulated(TINY, data, **setting, outer_lr=0.7, outer_momentum=0.9))
+    wrong = far(got, simulated(TINY, data, **setting, outer_lr=None))
     assert 1e-6 < right[1] < wrong[1] / 4 and right[0] < 1e-2, (right, wrong)
     count = sum(each.numel() for each in got.values())
     received = [event["received_bytes"] for event in synchronised(tmp_path / "A")]
@@ -240,8 +220,8 @@ def test_two_sites_stream_their_fragments_while_they_train(coordinator, small_da
     setting = {"sites": 2, "batch": 4, "steps": 24, "every": 2, "fragment": fragment, "reserve": 8, "lr": 3e-3}
     outer = {"outer_lr": 0.7, "outer_momentum": 0.9}
     data = DataConfig(path=small_data, sequence_length=32)
-    right = far(got, streamed(MODEL, data, **setting, **outer, overlap=1))
-    wrong = far(got, streamed(MODEL, data, **setting, **outer, overlap=2))
+    right = far(got, streamed(TINY, data, **setting, **outer, overlap=1))
+    wrong = far(got, streamed(TINY, data, **setting, **outer, overlap=2))
     assert right[0] < 3e-4 and right[1] < 3e-6 and wrong[1] > 30 * right[1], (right, wrong)
 
 
@@ -269,7 +249,7 @@ def test_sites_go_on_with_other_hardware_and_one_without_the_other(coordinator, 
     got = parameters(tmp_path / "A")
     setting = {"sites": 2, "batch": 4, "steps": 12, "sync_every": 4, "lr": 3e-3}
     data = DataConfig(path=small_data, sequence_length=32)
-    largest, mean = far(got, simulated(MODEL, data, **setting, outer_lr=0.7, outer_momentum=0.9))
+    largest, mean = far(got, simulated(TINY, data, **setting, outer_lr=0.7, outer_momentum=0.9))
     assert far(got, parameters(tmp_path / "B"))[0] == 0 and largest < 1e-4 and mean < 1e-6, (largest, mean)
     forked.train(files[0], "--train.micro_batch", "2", "--train.max_steps", "13", world_size=1)
     assert max(losses(tmp_path / "A/run")) == 13
@@ -455,8 +435,8 @@ def test_sites_that_wait_for_nobody_end_with_one_model(coordinator, small_data, 
     assert any(event["received_bytes"] == 4 * count for event in taken)
     setting = {"sites": 2, "batch": 4, "steps": 24, "sync_every": 3, "lr": 3e-3}
     data = DataConfig(path=small_data, sequence_length=32)
-    begin, want = (simulated(MODEL, data, **{**setting, "steps": steps}, outer_lr=None) for steps in (0, 24))
-    first, wanted, got = (loss_of(MODEL, data, each, 48) for each in (begin, want, parameters(tmp_path / "A")))
+    begin, want = (simulated(TINY, data, **{**setting, "steps": steps}, outer_lr=None) for steps in (0, 24))
+    first, wanted, got = (loss_of(TINY, data, each, 48) for each in (begin, want, parameters(tmp_path / "A")))
     assert abs(got - wanted) < 0.1 * (first - wanted), (first, wanted, got)
 
 
@@ -485,8 +465,8 @@ def test_a_site_is_killed_and_comes_back_late_and_300_steps_end_with_one_good_mo
     assert len(healed) == 1 and 60 < healed[0] < 300, healed
     assert far(parameters(tmp_path / "A"), parameters(tmp_path / "B"))[0] == 0
     data = DataConfig(path=small_data, sequence_length=32)
-    whole = simulated(MODEL, data, sites=2, batch=4, steps=300, sync_every=10, lr=3e-3, outer_lr=None)
-    got, want = (loss_of(MODEL, data, each, 512) for each in (parameters(tmp_path / "A"), whole))
+    whole = simulated(TINY, data, sites=2, batch=4, steps=300, sync_every=10, lr=3e-3, outer_lr=None)
+    got, want = (loss_of(TINY, data, each, 512) for each in (parameters(tmp_path / "A"), whole))
     assert got <= 1.02 * want, (got, want)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -13,9 +12,9 @@ from llmtrain.checkpoint.format import complete_checkpoints
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.config.run import DataConfig
 from tests.helpers.families import FAMILIES
+from tests.helpers.launching import TINY
 from tests.helpers.simulated_sites import simulated
-from tests.runs import test_sites
-from tests.runs.test_sites import MODEL, coordinator, far, parameters, recipe, start, synchronised
+from tests.runs.test_sites import coordinator, far, parameters, recipe, start, synchronised
 
 pytestmark = pytest.mark.needs("peft", "torchft")
 
@@ -37,18 +36,17 @@ FORMS = [
 
 
 @pytest.mark.parametrize(("form", "ranks"), FORMS)
-def test_a_site_of_another_form_beside_a_zero_site(form, ranks, coordinator, small_data, tmp_path, monkeypatch):
+def test_a_site_of_another_form_beside_a_zero_site(form, ranks, coordinator, small_data, tmp_path):
     """Every element crosses the line once, whichever ranks of the site hold it; both end with the same bits.
 
     The bound is that of `test_two_sites_train_what_the_definition_says`.
     """
     both = ("--sites.start_sites", "2", "--sites.method", "local_sgd")
-    model = MODEL
+    model = TINY
     if "expert_parallel" in form:
         model = {**FAMILIES["qwen3_moe"], "num_hidden_layers": 2, "tie_word_embeddings": True}
-        monkeypatch.setattr(test_sites, "MODEL", model)
-    a = start(recipe(tmp_path / "A", small_data, 2), coordinator, *both, ranks=2)
-    file = recipe(tmp_path / "B", small_data)
+    a = start(recipe(tmp_path / "A", small_data, 2, model={"config": model}), coordinator, *both, ranks=2)
+    file = recipe(tmp_path / "B", small_data, model={"config": model})
     (tmp_path / "B/ds.json").write_text(json.dumps(form))
     micro = () if form == {"zero_optimization": {"stage": 0}} else ("--train.micro_batch", str(4 // max(ranks, 2)))
     b = start(file, coordinator, *both, *micro, ranks=ranks)
@@ -66,17 +64,14 @@ def test_a_site_of_another_form_beside_a_zero_site(form, ranks, coordinator, sma
 
 
 def adapted(folder: Path, data: str, base: Path) -> Path:
-    file = recipe(folder, data)
-    text = re.sub(r"model: .*", f"model: {{pretrained: {base}}}\nadapter: {{r: 4}}", file.read_text())
-    file.write_text(text)
-    return file
+    return recipe(folder, data, model={"pretrained": str(base)}, adapter={"r": 4})
 
 
 def written(folder: Path, seed: int) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
-    config = LlamaConfig(**{key: value for key, value in MODEL.items() if key != "model_type"})
+    config = LlamaConfig(**{key: value for key, value in TINY.items() if key != "model_type"})
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder
 
