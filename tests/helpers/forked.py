@@ -18,10 +18,10 @@ from typing import Any
 import psutil
 
 from tests.helpers.launching import free_port
-from tests.helpers.ranks import PRELOAD, become_rank
+from tests.helpers.ranks import OPTIONAL, PRELOAD, become_rank
 
 _CONTEXT = mp.get_context("forkserver")
-_CONTEXT.set_forkserver_preload([*PRELOAD, "tests.helpers.forked"])
+_CONTEXT.set_forkserver_preload([*PRELOAD, *OPTIONAL, "tests.helpers.forked"])
 
 
 LAUNCHED: list[Launch] = []

@@ -34,8 +34,14 @@ PRELOAD = [
     "deepspeed.ops.op_builder.all_ops",
     "deepspeed.runtime.superoffload.superoffload_stage3",
     "deepspeed.runtime.zero.muon.muon_optimizer",
+    "deepspeed.utils.pin_memory",
+    "llmtrain.engine.deepspeed.pipeline_engine",
+    "llmtrain.models.parallel.expert_parallel",
     "setuptools",
+    "distutils.ccompiler",
 ]
+OPTIONAL = ("peft", "pytest")
+"""Imported before the fork as well, where they are installed: by adapters, and by the modules of tests."""
 
 
 _PR_SET_PDEATHSIG = 1
@@ -118,7 +124,7 @@ def _context() -> Any:
     if os.environ.get("DS_ACCELERATOR") != "cpu" and Path("/dev/nvidiactl").exists():
         return mp.get_context("spawn")
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context.set_forkserver_preload([*PRELOAD, *OPTIONAL])
     return context
 
 
