@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -10,22 +11,10 @@ from safetensors.torch import load_file
 
 from llmtrain.parity.plain_adapter import in_four_bits
 from tests.helpers import forked
-from tests.helpers.launching import losses
+from tests.helpers.launching import losses, write_run
 from tests.runs.test_sites_forms import written
 
 pytestmark = pytest.mark.needs("peft", "bitsandbytes")
-
-RECIPE = """
-deepspeed: {ds}
-model: {{pretrained: {base}}}
-adapter: {{r: 4, quantize: nf4}}
-data: {{path: {data}, sequence_length: 32}}
-optim: {{lr: 3.0e-3}}
-schedule: {{name: constant}}
-train: {{run_dir: {run}, global_batch: 4, micro_batch: 2, max_steps: 8, log_every: 1, eval: false, export: true}}
-checkpoint: {{every_steps: 4}}
-tracking: {{wandb: disabled}}
-"""
 
 
 def test_qlora_trains_on_the_rounded_weights_goes_on_and_ends_in_a_peft_folder(small_data, tmp_path):
@@ -34,18 +23,20 @@ def test_qlora_trains_on_the_rounded_weights_goes_on_and_ends_in_a_peft_folder(s
     from transformers import AutoModelForCausalLM
 
     base = written(tmp_path / "base", 0)
-    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}))
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(RECIPE.format(ds=tmp_path / "ds.json", base=base, data=small_data, run=tmp_path / "run"))
+    train = {"global_batch": 4, "micro_batch": 2, "max_steps": 8, "export": True}
+    recipe = write_run(tmp_path, small_data, {"zero_optimization": {"stage": 2}}, train, checkpoint={"every_steps": 4},
+                       model={"pretrained": str(base)}, adapter={"r": 4, "quantize": "nf4"})  # fmt: skip
     said = forked.train(recipe)
     assert "4 bits (NF4)" in said
     whole = losses(tmp_path / "run")
+    later = shutil.ignore_patterns("step-00000008", "metrics.jsonl")
+    shutil.copytree(tmp_path / "run", tmp_path / "again", ignore=later)
     recipe.write_text(recipe.read_text().replace(str(tmp_path / "run"), str(tmp_path / "again")))
-    forked.train(recipe, "--train.max_steps", "4")
     (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 0}}))
     forked.train(recipe, world_size=1)
     again = losses(tmp_path / "again")
-    assert all(abs(whole[step] - again[step]) < 1e-5 for step in range(1, 9)), (whole, again)
+    assert again.keys() == {5, 6, 7, 8}
+    assert all(abs(whole[step] - again[step]) < 1e-5 for step in again), (whole, again)
     model = AutoModelForCausalLM.from_pretrained(base)
     first = _first_loss(model, small_data)
     for name, parameter in model.named_parameters():
