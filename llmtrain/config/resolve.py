@@ -48,9 +48,9 @@ def resolve(
     degrees = _spread(facts.mix.degrees, path, world_size, world, problems)
     _check_declared_ranks(tree, path, degrees.data, world, problems)
     rules.check_shared_heads(run, degrees, path, places, problems)
-    for each, at in stage_runs(run, places):
-        rules.check_shared_rows(each, degrees, path, at, problems)
-        rules.check_length_in_fp8(each, degrees, at, problems)
+    for each, at, within in stage_runs(run, places, problems):
+        rules.check_shared_rows(each, degrees, path, at, within)
+        rules.check_length_in_fp8(each, degrees, at, within)
     check_adapter_form(run, degrees, facts.mix.zero_stage, path, places, problems)
     rules.check_frozen(run, facts.tree.get("zero_optimization") or {}, path, places, problems)
     check_sites(run, places, problems)
@@ -61,8 +61,8 @@ def resolve(
     stages = stages.filled(max_steps)
     batch = stages[0].batch
     run = _fill_in(run, stages)
-    for (each, at), stage in zip(stage_runs(run, places), stages, strict=True):
-        rules.check_mask(each, stage.batch, degrees, at, problems)
+    for (each, at, within), stage in zip(stage_runs(run, places, problems), stages, strict=True):
+        rules.check_mask(each, stage.batch, degrees, at, within)
     if stages.schedule_end(0, max_steps) == max_steps:
         rules.check_schedule(run, max_steps, batch.tokens, places, problems)
     rules.check_steps(run, max_steps, places, problems)

@@ -473,18 +473,18 @@ def check_on_disk(run: RunConfig, places: Places, problems: Problems) -> None:
     _check_packages(run, places, problems)
     data_vocab: dict[str, int] = {}
     tokenizer = None
-    for stage, at in stage_runs(run, places):
+    for stage, at, within in stage_runs(run, places, problems):
         for path in stage.data.folders:
             key = "data.path" if stage.data.path else f"data.mixture.{path}"
-            if key in problems:
+            if key in within:
                 continue
-            manifest = _read_manifest(key, path, at.get(key), problems)
+            manifest = _read_manifest(key, path, at.get(key), within)
             tokenizer = tokenizer or (manifest or {}).get("tokenizer_fingerprint")
             if isinstance(vocab := (manifest or {}).get("vocab_size"), int):
                 data_vocab[path] = vocab
-            _check_length(key, path, manifest or {}, stage, at.get(key), problems)
+            _check_length(key, path, manifest or {}, stage, at.get(key), within)
             if manifest is not None:
-                check_data(run, key, path, manifest, at.get(key), problems)
+                check_data(run, key, path, manifest, at.get(key), within)
     for key, path in ((f"eval.sets.{name}", path) for name, path in run.eval.sets.items()):
         if (manifest := _read_manifest(key, path, places.get(key), problems)) is not None:
             check_data(run, key, path, manifest, places.get(key), problems)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
+from functools import partial
 
-from llmtrain.config.problems import Places, Problems
+from llmtrain.config.problems import Places, Problems, Within
 from llmtrain.config.run import RunConfig
 from llmtrain.config.stages import StageConfig, Stages, data_of
 
@@ -16,14 +17,28 @@ def key_of(number: int, name: str = "") -> str:
     return f"data.stages[{number}]" + (f".{name}" if name else "")
 
 
-def stage_runs(run: RunConfig, places: Places) -> Iterator[tuple[RunConfig, Places]]:
-    """Each stage as a run of its own with the data that it has, and the places of that run's values."""
+def stage_runs(run: RunConfig, places: Places, problems: Problems) -> Iterator[tuple[RunConfig, Places, Problems]]:
+    """Each stage as a run of its own with the data that it has, the places of that run's values, and the mistakes of
+    the whole run, where a value that a stage has given is told by the stage's key."""
+    given: dict[str, int] = {}
     for number, data in enumerate(data_of(run.data)):
-        yield replace(run, data=data), places
+        yield replace(run, data=data), places, Within(problems, partial(_in_whole, dict(given)))
         if number < len(run.data.stages):
             prefix = f"{key_of(number)}."
             own = {key.removeprefix(prefix): place for key, place in places.items() if key.startswith(prefix)}
             places = {**places, **{f"data.{key}": place for key, place in own.items()}}
+            given |= {name: number for name in _OF_DATA if getattr(run.data.stages[number], name) is not None}
+
+
+_OF_DATA = ("path", "mixture", "sequence_length")
+"""Fields of a stage that are fields of data, too."""
+
+
+def _in_whole(given: Mapping[str, int], key: str) -> str:
+    """The key in the whole run of a key in a stage's view of it. `given`: by field, the stage that it is of."""
+    inner = key.removeprefix("data.") if key.startswith("data.") else ""
+    number = given.get(inner.partition(".")[0])
+    return key if number is None else key_of(number, inner)
 
 
 def check_stages(run: RunConfig, places: Places, problems: Problems) -> None:

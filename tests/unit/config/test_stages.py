@@ -137,7 +137,12 @@ def test_config_show_says_the_stages_and_where_they_stand(here: Path, capsys: py
 WRONG: list[tuple[list[dict[str, Any]] | Any, dict[str, Any], tuple[str, ...]]] = [
     ([{"from_step": 5, "mixture": {}}], {}, ("data.stages[0].mixture", "names no folder")),
     ("data/y", {}, ("data.stages", "must be a list of maps")),
-    ([{"from_step": 5, "path": "data/none"}], {}, ("data/none", "no such folder", "line ")),
+    ([{"from_step": 5, "path": "data/none"}], {}, ('data.stages[0].path = "data/none"', "no such folder", "line ")),
+    (
+        [{"from_step": 5, "mixture": {"data/x": 1, "data/none": 1}}, {"from_step": 6, "sequence_length": 64}],
+        {},
+        ("data.stages[0].mixture.data/none = ", "no such folder"),
+    ),
     ([{"from_step": 5, "lenght": 4}], {}, ("data.stages[0].lenght", "a stage has no such field")),
     ([{"path": "data/y"}], {}, ("data.stages[0].from_step", "must be a whole number of optimizer steps")),
     ([{"from_step": 9, "path": "data/y"}, {"from_step": 9, "path": "data/x"}], {}, ("each after the one before it",)),
@@ -172,7 +177,7 @@ def test_what_a_stage_cannot_say(here: Path, stages: Any, sections: dict[str, An
 
 def test_lengths_of_stages_are_checked_as_those_of_runs(here: Path) -> None:
     write(here, {"data": {"stages": [{"from_step": 5, "sequence_length": 129}]}}, {"sequence_parallel_size": 2})
-    with pytest.raises(ConfigError, match=r"data.sequence_length = 129 .*\n.*must be a multiple"):
+    with pytest.raises(ConfigError, match=r"data.stages\[0\].sequence_length = 129 .*\n.*must be a multiple"):
         load(["--config", "run.yaml"], 2)
 
 
