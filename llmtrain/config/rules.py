@@ -214,6 +214,24 @@ def _limits(run: RunConfig, key: str) -> Mapping[str, Any]:
 def check_values(run: RunConfig, places: Places, problems: Problems) -> None:
     """Ranges, exclusions and requirements that hold for any number of ranks."""
     flat = flatten(run)
+    _check_each_value(run, flat, places, problems)
+    _check_one_of(flat, ("model.pretrained", "model.config"), "the model", places, problems)
+    _check_one_of(flat, ("data.path", "data.mixture"), "the data", places, problems)
+    check_objective(run, places, problems)
+    check_evaluation(run, places, problems)
+    check_stages(run, places, problems)
+    _check_end(run, places, problems)
+    _check_model(run, places, problems)
+    check_adapter(run, places, problems)
+    _check_fp8(run, places, problems)
+    if run.ema.decay is None and run.ema != EmaConfig():
+        problems.add("ema.every", run.ema.every, "without ema.decay there is no average", "set ema.decay, 0.999 is "
+                     "common, or remove the section", places.get("ema.every"))  # fmt: skip
+    _check_going_on(run, places, problems)
+
+
+def _check_each_value(run: RunConfig, flat: dict[str, Any], places: Places, problems: Problems) -> None:
+    """Bounds that stand beside the fields, also of fields whose keys are the user's. `flat`: of `flatten`."""
     for key, value in flat.items():
         numbers = value if isinstance(value, tuple) else (value,)
         if any(isinstance(x, float) and not math.isfinite(x) for x in numbers):
@@ -231,10 +249,9 @@ def check_values(run: RunConfig, places: Places, problems: Problems) -> None:
                          places.get(key))  # fmt: skip
         if type(value) is int and value > _MOST_COUNTED and not key.endswith(".seed"):
             problems.add(key, value, f"must be at most {_MOST_COUNTED:.0e}", "correct the number", places.get(key))
-    check_objective(run, places, problems)
-    check_evaluation(run, places, problems)
-    _check_one_of(flat, ("model.pretrained", "model.config"), "the model", places, problems)
-    _check_one_of(flat, ("data.path", "data.mixture"), "the data", places, problems)
+    if run.data.mixture == {}:
+        problems.add("data.mixture", {}, "names no folder", "write `FOLDER: WEIGHT` lines, or use data.path",
+                     places.get("data.mixture"))  # fmt: skip
     for path, weight in (run.data.mixture or {}).items():
         if not (math.isfinite(weight) and weight > 0):
             key = f"data.mixture.{path}"
@@ -249,10 +266,10 @@ def check_values(run: RunConfig, places: Places, problems: Problems) -> None:
             key = f"optim.lr_factor_of.{pattern}"
             problems.add(key, factor, "must be greater than 0", "model.freeze keeps parameters as they are",
                          places.get(key))  # fmt: skip
-    if run.data.mixture == {}:
-        problems.add("data.mixture", {}, "names no folder", "write `FOLDER: WEIGHT` lines, or use data.path",
-                     places.get("data.mixture"))  # fmt: skip
-    check_stages(run, places, problems)
+
+
+def _check_end(run: RunConfig, places: Places, problems: Problems) -> None:
+    """Something ends the run, and a schedule that needs its steps has them."""
     lengths = (run.train.max_steps, run.train.max_tokens, run.train.epochs)
     if all(length is None for length in (*lengths, run.train.max_minutes)):
         problems.add("train.max_steps", None, "nothing says when the run ends",
@@ -263,6 +280,14 @@ def check_values(run: RunConfig, places: Places, problems: Problems) -> None:
         problems.add("schedule.name", run.schedule.name, "this shape needs the number of steps in advance",
                      "set train.max_steps, train.max_tokens or train.epochs, or schedule.name: constant",
                      places.get("schedule.name"))  # fmt: skip
+
+
+def _check_model(run: RunConfig, places: Places, problems: Problems) -> None:
+    """The model section, but for fp8."""
+    if run.model.vocabulary is not None and run.model.config is not None:
+        problems.add("model.vocabulary", run.model.vocabulary, "is for the weights of a folder (model.pretrained)",
+                     "write model.config.vocab_size", places.get("model.vocabulary"))  # fmt: skip
+    check_revision("model.revision", run.model.revision, "model.pretrained", run.model.pretrained, places, problems)
     if run.data.isolate_documents and run.model.attention.startswith("flash"):
         problems.add("data.isolate_documents", True, f"model.attention {run.model.attention} takes no mask",
                      "set model.attention to varlen or sdpa", places.get("data.isolate_documents"))  # fmt: skip
@@ -278,15 +303,10 @@ def check_values(run: RunConfig, places: Places, problems: Problems) -> None:
         problems.add("model.recompute.layers", "auto", f"the bytes of adapter.quantize {run.adapter.quantize} cannot "
                      "be counted without its kernels", "write all or a number of layers",
                      places.get("model.recompute.layers"))  # fmt: skip
-    check_adapter(run, places, problems)
-    _check_fp8(run, places, problems)
-    if run.ema.decay is None and run.ema != EmaConfig():
-        problems.add("ema.every", run.ema.every, "without ema.decay there is no average", "set ema.decay, 0.999 is "
-                     "common, or remove the section", places.get("ema.every"))  # fmt: skip
-    if run.model.vocabulary is not None and run.model.config is not None:
-        problems.add("model.vocabulary", run.model.vocabulary, "is for the weights of a folder (model.pretrained)",
-                     "write model.config.vocab_size", places.get("model.vocabulary"))  # fmt: skip
-    check_revision("model.revision", run.model.revision, "model.pretrained", run.model.pretrained, places, problems)
+
+
+def _check_going_on(run: RunConfig, places: Places, problems: Problems) -> None:
+    """Requirements of a run that goes on from another one's checkpoint."""
     if run.resume_data == "new":
         if run.resume in ("auto", "none"):
             problems.add("resume_data", "new", "goes on from one checkpoint with other data", "name it: resume: PATH",
