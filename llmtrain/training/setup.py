@@ -6,6 +6,7 @@ A run, a parity check, `llmtrain reference` and the tests all use `Setup`, so a 
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from llmtrain.base.errors import ConfigError, DataError, ModelError, UserError
+from llmtrain.config.plugins import is_of_plugin
 from llmtrain.config.run import ResolvedRun, RunConfig
 from llmtrain.config.stages import Stage, Stages
 from llmtrain.config.topology import Mix, Place
@@ -34,7 +36,7 @@ from llmtrain.engine.dist.device import check_device
 from llmtrain.engine.dist.plugin_code import called
 from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.engine.losses.function import LossFunction
-from llmtrain.engine.losses.named import loss_of, with_reference
+from llmtrain.engine.losses.named import loss_of, sample_terms, with_reference
 from llmtrain.engine.losses.next_token import NextTokenLoss
 from llmtrain.engine.losses.with_metrics import with_metrics
 from llmtrain.engine.weights import fill_parameters, prove_masters, prove_weights
@@ -47,6 +49,7 @@ from llmtrain.models.run.build_for_rank import build_model
 from llmtrain.models.source import ParameterSource
 from llmtrain.models.spec import ModelSpec
 from llmtrain.models.transformers_private import VARLEN
+from llmtrain.objectives.objective import Objective
 from llmtrain.storage.checksum import checksum
 from llmtrain.storage.region import Region
 from llmtrain.storage.tensorfile import numel
@@ -129,6 +132,8 @@ class Setup:
     def prove(self) -> None:
         """Prove on a few tokens that the loss is the one of the model's own logits; of a run that has just begun, also
         the figures that are known without training. Raises AgreedError."""
+        if is_of_plugin(self.run.objective):
+            prove_alike(self.run.objective, self.ranks)
         row = torch.from_numpy(self.data.sequence(0)[0])
         prove_loss(self.engine, row, self.ranks, isolate_documents=self.run.data.isolate_documents)
         of_tokens = isinstance(self.objective, NextTokenLoss)
@@ -363,6 +368,33 @@ def prove_loss(engine: Engine, row: Tensor, ranks: Ranks, *, isolate_documents: 
         if isolate_documents:
             with without_fp8(engine.module):  # one scale of all tokens would be seen by both documents
                 engine.check_isolation(few[:, : few.shape[1] // 2 * 2])
+
+
+def prove_alike(objective: Objective, ranks: Ranks) -> None:
+    """Prove that what a plugin's objective computes is a function of its argument: that all ranks get the same from the
+    same numbers, in two calls. All ranks call it together. Raises: AgreedError."""
+    with together(ranks), torch.random.fork_rng(devices=[]):
+        mine = []
+        for _ in range(2):
+            torch.manual_seed(0)  # torch's random numbers are the step's
+            mine.append(sample_terms(copy.deepcopy(objective)))
+    calls = [(rank, *call) for rank, found in enumerate(from_all(ranks, mine)) for call in found]
+    first_rank, method, first = calls[0]
+    for rank, _, values in calls[1:]:
+        for one, other in zip(first, values, strict=True):
+            close = math.isclose(one, other, rel_tol=_ONE_FUNCTION, abs_tol=_ONE_FUNCTION)
+            if not close and not (math.isnan(one) and math.isnan(other)):
+                whose = "in two calls" if rank == first_rank else f"on the ranks {first_rank} and {rank}"
+                raise AgreedError(
+                    f"objective.name {objective.name}: {method} gives {one:.6g} and {other:.6g} for the same numbers, "
+                    f"{whose}. A loss may depend on its argument alone: not on the rank, the time, or random numbers "
+                    "that are not torch's. Correct the plugin.",
+                    ModelError.exit_code,
+                )
+
+
+_ONE_FUNCTION = 1e-4
+"""Relative, or in nats: hosts whose processors differ round fp32 differently."""
 
 
 def prove_start(

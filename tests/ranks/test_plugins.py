@@ -16,13 +16,24 @@ import torch.nn.functional as F
 from llmtrain.base.choice import Entry
 from llmtrain.config import plugins
 from llmtrain.data.stream.train_data import TrainData
+from llmtrain.engine.dist.control import AgreedError
 from llmtrain.engine.losses.next_token import NEXT_TOKEN
 from llmtrain.engine.losses.with_metrics import quotients, with_metrics
 from llmtrain.objectives.objective import Objective
+from llmtrain.training.setup import prove_alike
 from tests.gpu.test_syncs import recorded_waits
 from tests.helpers.answers import answers_case, plain_steps, trained_answers
 from tests.helpers.preference import Plain, prepared_preferences
-from tests.helpers.training import Case, batches, case_data, largest_difference, make_engine, plain_model, plain_pytorch
+from tests.helpers.training import (
+    Case,
+    batches,
+    case_data,
+    joined,
+    largest_difference,
+    make_engine,
+    plain_model,
+    plain_pytorch,
+)
 from tests.ranks.test_resume import END, HALF, load_and_go_on, save_in_the_middle
 
 MINE = """
@@ -169,3 +180,47 @@ def test_an_objective_over_pairs_trains_as_by_its_definition(pools, mine, pairs)
     want = plain_steps(case, plain.hf, loss)
     assert [each["loss"] for each in got] == pytest.approx(want, abs=1e-5)
     assert want[-1] < want[0] and all(0 < each["pairs/accuracy"] < 1 for each in got)
+
+
+SEVERAL = """
+import os, random
+from dataclasses import dataclass
+from llmtrain import ByToken, Pairs
+
+@dataclass(frozen=True, kw_only=True)
+class Odd(ByToken, choice="odd"):
+    how: str = "right"
+
+    def terms(self, nll):
+        factor = {"rank": 1 + int(os.environ["RANK"]), "random": random.random()}.get(self.how, 1)
+        return nll * factor
+
+@dataclass(frozen=True, kw_only=True)
+class Bent(Pairs, choice="bent"):
+    def losses(self, a):
+        margins = a.log_prob[:, 0] - a.log_prob[:, 1] + 0.1 * int(os.environ["RANK"])
+        return -margins, margins
+"""
+
+
+def proved_alike(name: str, how: dict[str, str]) -> str:
+    try:
+        prove_alike(Objective.of(name, **how), joined())
+    except AgreedError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "told"),
+    [("odd", {}, ""),
+     ("odd", {"how": "rank"}, "terms gives 0.25 and 0.5 for the same numbers, on the ranks 0 and 1."),
+     ("odd", {"how": "random"}, "for the same numbers, in two calls."),
+     ("bent", {}, "losses gives -0.535714 and -0.635714 for the same numbers, on the ranks 0 and 1.")],
+)  # fmt: skip
+def test_an_objective_is_a_function_of_its_argument(pools, tmp_path, name, how, told):
+    """Before the first step, without the model."""
+    (tmp_path / "several.py").write_text(SEVERAL)
+    for said in pools(2).run(with_plugin, str(tmp_path / "several.py"), proved_alike, name, how):
+        assert told in said and bool(told) == bool(said), said
+        assert not said or said.startswith(f"objective.name {name}: ")

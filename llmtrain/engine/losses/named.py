@@ -82,6 +82,25 @@ def terms_of(objective: ByToken, nll: Tensor) -> tuple[Tensor, ...]:
     return _checked(key, objective, "terms", (terms,) if isinstance(terms, Tensor) else terms, nll)
 
 
+def sample_terms(objective: Objective) -> tuple[str, list[float]]:
+    """(the method, its values) of an objective by the token or over answers, for a few numbers that are always the
+    same. Raises ModelError as a step does."""
+    numbers = torch.linspace(0.25, 4.0, 8)
+    if isinstance(objective, ByToken):
+        return "terms", torch.cat(terms_of(objective, numbers)).tolist()
+    assert isinstance(objective, OverAnswers)
+    each = numbers if objective.data == "unpaired" else numbers.view(-1, 2)
+    tokens, desirable = torch.full_like(each, 8.0), each > 2.0
+    if objective.scores:
+        answers = Answers(score=each, tokens=tokens, log_sigmoid=F.logsigmoid)
+    else:
+        answers = Answers(log_prob=-each, tokens=tokens, reference=-each.flip(0), desirable=desirable, kl=0.1,
+                          log_sigmoid=F.logsigmoid)  # fmt: skip
+    key = f"objective.name {objective.name}"
+    terms = called(objective, key, "losses", lambda: objective.terms(answers))
+    return "losses", torch.cat(_checked(key, objective, "losses", terms, each.view(len(each), -1)[:, 0])).tolist()
+
+
 def _checked(key: str, objective: Objective, method: str, terms: Any, like: Tensor) -> tuple[Tensor, ...]:
     """The terms in fp32. Raises ModelError: they are not a loss with a gradient, and the figures, each shaped `like`
     the argument."""
