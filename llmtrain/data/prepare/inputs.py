@@ -44,7 +44,7 @@ def size(path: str) -> int:
 def read(path: str, start: int = 0, stop: int | None = None) -> bytes:
     """Bytes [start, stop) of a file, fewer where it ends before. Raises OSError."""
     if is_url(path):
-        stop = size(path) if stop is None else stop
+        stop = size(path) if stop is None else min(stop, size(path))
         return Store(path).read("", start, stop) if stop > start else b""
     with open(path, "rb") as stream:
         stream.seek(start)
