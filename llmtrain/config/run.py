@@ -49,7 +49,7 @@ class RecomputeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Which model, and how it computes. Exactly one of `pretrained` and `config` is given."""
+    """The model, and how it computes. Exactly one of `pretrained` and `config` is given."""
 
     pretrained: str | None = None
     """Whose weights training starts from: a local Hugging Face folder (config.json and safetensors), or ORG/NAME of a
@@ -249,7 +249,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class FaultConfig:
-    """What ends a run."""
+    """Limits at which a run ends."""
 
     max_skipped: int = bounded(10, AT_LEAST_1, "10 is the default")
     """Steps skipped in a row (non-finite loss or gradient) before the run stops."""

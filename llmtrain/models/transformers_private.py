@@ -54,7 +54,7 @@ def _replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def warnings_of_rope() -> Iterator[list[str]]:
-    """What transformers.modeling_rope_utils only warns of meanwhile: unknown fields, values that cannot be."""
+    """Collects the warnings of transformers.modeling_rope_utils: unknown fields, values that cannot be."""
     told: list[str] = []
     logger = logging.getLogger("transformers.modeling_rope_utils")
     handler = logging.Handler()

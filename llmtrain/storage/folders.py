@@ -93,7 +93,7 @@ def _alone(place: Path, wrong: Callable[[str], UserError]) -> Iterator[None]:
 
 
 def _files(store: Store) -> dict[str, Stored]:
-    """Those of the folder itself and one below, as models have them; names that a path could not take are left out."""
+    """Files of the folder and one level below, as models have them, without names that a path could not take."""
     found = store.files()
     return {name: stored for name, stored in found.items() if name.count("/") < 2 and ".." not in name.split("/")}
 

@@ -69,8 +69,8 @@ class Part(Entry, section="parts"):
     key = ""
     """Name of its entry in a checkpoint's trainer.json; empty: it has none."""
     ended = ""
-    """Why the run is complete before its last step, the same on all ranks; empty: it goes on. A plugin's part has no
-    such word: it asks for an end by `request`."""
+    """Reason for which the run is complete before its last step, the same on all ranks; empty: it goes on. A plugin's
+    part has no such word: it asks for an end by `request`."""
 
     def open(self, launch: Launch) -> None:
         """Called once at first, on a part of a plugin. `launch`: the run's objects, such as its engine and data."""

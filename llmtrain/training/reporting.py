@@ -78,7 +78,7 @@ class Evaluation(Part):
         self._lengths: np.ndarray | None = None
         """Bytes of each token, where likelihoods are measured."""
         self._bytes: dict[int, int] = {}
-        """Of the counted tokens of a data set, by its id()."""
+        """Bytes of the counted tokens of a data set, by its id()."""
         if isinstance(setup.objective, NextTokenLoss) and self._measured:
             with together(setup.ranks):
                 self._lengths = byte_lengths(setup.data.tokenizer_dir, setup.data.vocab_size)
@@ -190,7 +190,7 @@ class Evaluation(Part):
         return self._bytes[key]
 
     def _figures(self, index: int) -> dict[str, float]:
-        """Of one set."""
+        """Figures of one set, under its prefix."""
         measured, engine = self._measured[index], self._setup.engine
         objective = with_metrics(self._setup.objective, self._setup.run.metrics)
         if isinstance(objective, LooksAhead):
@@ -207,11 +207,11 @@ class Measured:
     """The data of one loss of an evaluation."""
 
     prefix: str
-    """Of the keys of its figures."""
+    """Beginning of the keys of its figures."""
     data: TrainData
-    """Whose validation sequences."""
+    """The data set with the validation sequences."""
     sequences: int
-    """How many of them at most."""
+    """Largest number of them that is measured."""
     micro_batch: int
     """Sequences of a forward pass of one rank."""
 
@@ -291,7 +291,7 @@ class Logging(Part):
 
 
 def flops_of(setup: Setup, stage: int) -> TokenFlops:
-    """Of a token, in sequences of that stage's length."""
+    """FLOPs of a token, in sequences of that stage's length."""
     sizes = setup.spec.facts
     return flops_per_token(
         matmul_params=sizes.matmul_parameters,

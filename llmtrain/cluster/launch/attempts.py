@@ -63,7 +63,7 @@ class Attempt:
     ranks: list[dict[str, Any]] = field(default_factory=list)
     """Ranks of the message `place`; empty until they have met."""
     here: list[Process] = field(default_factory=list)
-    """Those on this host, identified for good: their ids may be another job's later."""
+    """Processes on this host with their start times: an id may be another job's later."""
     met_s: float | None = None
     checkpoint: int | None = None
     """Step of the newest checkpoint that this attempt has completed."""
