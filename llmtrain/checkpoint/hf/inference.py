@@ -310,37 +310,16 @@ def add_options(parser: argparse.ArgumentParser, usual: Sampling) -> None:
         metavar="RUN_OR_FOLDER",
         help="run folder, checkpoint, Hugging Face or PEFT folder, ORG/NAME on the Hub, or a URL of one",
     )
-    option = parser.add_argument
-    option(
-        "--max-tokens",
-        type=_number(int, "at least 1", lambda n: n >= 1),
-        default=usual.max_tokens,
-        help="tokens to generate at most",
-    )
-    option(
-        "--temperature",
-        type=_number(float, "at least 0", lambda t: 0 <= t < math.inf),
-        default=usual.temperature,
-        help="0: the likeliest token each time",
-    )
-    option(
-        "--top-k",
-        type=_number(int, "at least 0", lambda n: n >= 0),
-        default=usual.top_k,
-        help="among so many of the likeliest tokens; 0: all",
-    )
-    option(
-        "--top-p",
-        type=_number(float, "above 0 and at most 1", lambda p: 0 < p <= 1),
-        default=usual.top_p,
-        help="among the likeliest tokens that have this probability together",
-    )
-    option(
-        "--seed",
-        type=_number(int, "from 0 to 2^63 - 1", lambda n: 0 <= n < 2**63),
-        default=usual.seed,
-        help="seed of the sampling",
-    )
+    for name, kind, rule, right, text in (
+        ("max_tokens", int, "at least 1", lambda n: n >= 1, "tokens to generate at most"),
+        ("temperature", float, "at least 0", lambda t: 0 <= t < math.inf, "0: the likeliest token each time"),
+        ("top_k", int, "at least 0", lambda n: n >= 0, "among so many of the likeliest tokens; 0: all"),
+        ("top_p", float, "above 0 and at most 1", lambda p: 0 < p <= 1,
+         "among the likeliest tokens that have this probability together"),
+        ("seed", int, "from 0 to 2^63 - 1", lambda n: 0 <= n < 2**63, "seed of the sampling"),
+    ):  # fmt: skip
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, type=_number(kind, rule, right), default=getattr(usual, name), help=text)
 
 
 def _number(kind: Callable[[str], Any], rule: str, right: Callable[[Any], bool]) -> Callable[[str], Any]:
