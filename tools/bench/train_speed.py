@@ -64,18 +64,7 @@ QWEN_HALF_B = {
     "tie_word_embeddings": True,
 }
 # The shapes of Llama-3.2-1B.
-LLAMA_1B = {
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "max_position_embeddings": 131072,
-    "tie_word_embeddings": True,
-}
+LLAMA_1B = {**LONG["1b"], "max_position_embeddings": 131072}
 
 
 @dataclass(frozen=True, kw_only=True)
