@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +46,13 @@ class Mirrored:
     """Checkpoints in an object store."""
 
     def __init__(self, url: str, *, again: bool = False) -> None:
-        """`again`: as of `Store`; without, the caller tries again. Raises StoreError, as all methods do."""
-        self.store = Store(url, again=again)
+        """`again`: as of `Store`; without, the caller tries again."""
+        self._url, self._again = url, again
+
+    @cached_property
+    def store(self) -> Store:
+        """The folder there. Raises StoreError, as all methods do."""
+        return Store(self._url, again=self._again)
 
     def complete(self) -> dict[int, bytes]:
         """The complete checkpoints: step -> manifest, newest first."""

@@ -71,7 +71,10 @@ class Remote:
                         os.truncate(path, stored.bytes)
                     if stored.modified_s is not None:
                         os.utime(path, (stored.modified_s, stored.modified_s))
-            yield checkpoints.parent
+            try:
+                yield checkpoints.parent
+            except CheckpointError as error:
+                raise CheckpointError(str(error).replace(str(checkpoints.parent), self._given)) from None
 
     @contextlib.contextmanager
     def filled(self, path: Path) -> Iterator[None]:
@@ -146,8 +149,4 @@ def checkpoints_at(path: str, count: int = 1, find: Callable[[Path], list[Path]]
         return find(Path(path))[:count]
     remote = Remote(path)
     with remote.outline() as outline:
-        try:
-            found = find(outline)[:count]
-        except CheckpointError as error:
-            raise CheckpointError(str(error).replace(str(outline), redact_text(path))) from None
-        return [remote.fetch(folder) for folder in found]
+        return [remote.fetch(folder) for folder in find(outline)[:count]]

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 _AT_THE_END_S, _WHEN_STOPPED_S = 1800.0, 20.0
 """Limits for how long the end of a run waits for its last checkpoint; one that was asked to stop has little time."""
+_RESTART_S = 10.0
+"""Least time between two starts of the process."""
 
 
 def look(run: RunConfig, folder: CheckpointFolder, ranks: Ranks) -> None:
@@ -54,10 +56,14 @@ class Mirror:
     def __init__(self, settings: CheckpointConfig, folder: Path, tracker: Tracker, best: Best | None) -> None:
         """Start the process. `best`: the choice of the best checkpoints, which stay."""
         self._url, self._folder, self._tracker = redact_text(str(settings.mirror)), folder, tracker
-        self._said, self._failing = b"", False
-        words = [str(folder), str(settings.mirror), str(settings.keep), json.dumps(best and asdict(best))]
+        self._failing = False
+        self._words = [str(folder), str(settings.mirror), str(settings.keep), json.dumps(best and asdict(best))]
+        self._start()
+
+    def _start(self) -> None:
+        self._said, self._began_s = b"", time.monotonic()
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "llmtrain.checkpoint.mirror", *words],
+            [sys.executable, "-P", "-m", "llmtrain.checkpoint.mirror", *self._words],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=child_environment(OMP_NUM_THREADS="1"),
@@ -68,7 +74,15 @@ class Mirror:
         os.set_blocking(self._out.fileno(), False)
 
     def listen(self) -> None:
-        """Pass on what the process has told. Nothing waits."""
+        """Pass on what the process has told, and start it again if it has ended. Nothing waits."""
+        self._pass_on()
+        if (code := self._process.poll()) is not None and time.monotonic() - self._began_s > _RESTART_S:
+            log.warn(f"checkpoint.mirror {self._url}: its process has ended (code {code}), and is started again")
+            self._tracker.event("mirror_restarted", code=code)
+            self.close()
+            self._start()
+
+    def _pass_on(self) -> None:
         while data := self._out.read(1 << 16):
             self._said += data
         *lines, self._said = self._said.split(b"\n")
@@ -87,14 +101,15 @@ class Mirror:
         """Wait until the newest checkpoint is mirrored; of a run that was asked to stop not for long."""
         limit_s = _AT_THE_END_S if complete else _WHEN_STOPPED_S
         until = time.monotonic() + limit_s
+        self.listen()
         with contextlib.suppress(BrokenPipeError):
             self._in.write(b"finish\n")
             self._in.flush()
         while self._process.poll() is None and time.monotonic() < until:
             heart.beat()
-            self.listen()
+            self._pass_on()
             time.sleep(0.05)
-        self.listen()
+        self._pass_on()
         if self._process.poll() != 0:
             log.warn(
                 f"checkpoint.mirror {self._url}: the last checkpoint is not mirrored (after at most "

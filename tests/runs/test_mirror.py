@@ -7,6 +7,7 @@ import shutil
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from llmtrain.checkpoint.mirror import Mirrored
@@ -55,3 +56,22 @@ def test_a_store_that_is_not_there_costs_the_run_nothing(small_data: str, tmp_pa
                           "--checkpoint.mirror", url)  # fmt: skip
     assert output.count("cannot be mirrored") == 1 and "Traceback" not in output
     assert max(losses(tmp_path / "run")) == 4
+
+
+@pytest.mark.slow
+def test_a_killed_process_is_started_again(small_data: str, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/store"
+    launch = Launch(write_recipe(tmp_path, small_data), *OFTEN, "--train.max_steps", "100000", "--resume", "none",
+                    "--checkpoint.mirror", url)  # fmt: skip
+    killed, before, deadline = 0, 0, time.monotonic() + 120
+    while killed < 1 or max(Mirrored(url).complete(), default=0) < before + 4:
+        assert time.monotonic() < deadline and launch.alive(), launch.output()[-3000:]
+        if not killed and Mirrored(url).complete():
+            [process] = [each for each in psutil.process_iter(["cmdline"])
+                         if {"llmtrain.checkpoint.mirror", url} <= set(each.info["cmdline"] or ())]  # fmt: skip
+            time.sleep(10.5)  # it is not started twice within 10 s
+            process.kill()
+            killed, before = 1, max(Mirrored(url).complete())
+        time.sleep(0.05)
+    assert "its process has ended (code -9), and is started again" in launch.output()
+    launch.kill()

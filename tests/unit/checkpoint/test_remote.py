@@ -102,7 +102,7 @@ def test_a_run_that_was_copied_whole(run: Path, tmp_path: Path, say: Say) -> Non
 
 def test_what_a_url_does_not_name(tmp_path: Path, url: str, say: Say, capsys: pytest.CaptureFixture[str]) -> None:
     for words, says in [
-        (("ls", f"file://{tmp_path}/nothing"), "holds no checkpoint"),
+        (("ls", f"file://{tmp_path}/nothing"), f"file://{tmp_path}/nothing holds no checkpoint"),
         (("diff", f"{url}/step-7", url), "it holds no complete checkpoint"),
         (("verify", "s4://bucket/run"), "s4://bucket/run: is no URL of a store"),
         (("to-hf", "s3://user:pass@bucket/run", "out"), "has a user or a password in it"),
