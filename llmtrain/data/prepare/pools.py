@@ -45,6 +45,11 @@ _TRIES = 3
 """Workers lost with a unit after which it counts as what they died of."""
 _REACHED_S = 30.0
 _ENDED_S = 3.0
+_BEAT_S = 5.0
+"""A host with nothing to tell says so as often."""
+_SILENT_S = 60.0
+"""A host is lost that has said nothing for so long: frozen, or without power, which neither srun nor a connection that
+is just open notices."""
 
 
 class Lost(Exception):
@@ -278,7 +283,8 @@ def _on_ray(processes: int | None) -> list[Place]:
 
 def main() -> None:
     """A host's workers. Arguments: the folder to work in, and how many (0: one a core). Standard input and output are
-    as a worker's, but for one line: `{"hello": workers}`, behind the settings."""
+    as a worker's, but for `{"hello": workers}`, behind the settings, and `{"alive": true}` while there is nothing else.
+    """
     folder, processes = sys.argv[1], int(sys.argv[2]) or len(os.sched_getaffinity(0))
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -327,7 +333,9 @@ def _serve(
                 selector.register(worker, selectors.EVENT_READ, worker)
             selector.register(lines, selectors.EVENT_READ)
             while True:
-                for key, _ in selector.select():
+                if not (ready := selector.select(_BEAT_S)):
+                    answer({"alive": True})
+                for key, _ in ready:
                     if key.data is None:
                         if not (line := lines.readline()):
                             return  # whoever asked is gone
@@ -354,7 +362,12 @@ class _Running:
         self.link = place.open()
         self.room = place.workers or 0
         self.under_way: dict[int, Unit] = {}
+        self.heard = time.monotonic()
         self.link.send(greeting)
+
+    def is_silent(self, now: float) -> bool:
+        """True for a host that should have said something; a worker of ours does so when it has something to say."""
+        return self.place.workers is None and now - self.heard > _SILENT_S
 
     def give(self, waiting: list[Unit]) -> None:
         while waiting and len(self.under_way) < self.room:
@@ -419,8 +432,11 @@ def run_units(
                     raise DataError(
                         "no host is left that could go on; run the same command again: finished shards are kept"
                     )
-                for key, _ in selector.select():
+                for key, _ in selector.select(_BEAT_S):
                     _handle(key.data, waiting, on_progress, on_done, lose)
+                now = time.monotonic()
+                for each in [each for each in running if each.is_silent(now)]:
+                    lose(each, Lost(f"{each.link.name} has said nothing for {units.duration(_SILENT_S)}"))
         finally:
             for each in running:
                 each.link.end()
@@ -438,9 +454,12 @@ def _handle(
     except Lost as lost:
         lose(running, lost)
         return
+    running.heard = time.monotonic()
     for message in messages:
         if "error" in message:
             raise DataError(message["error"])
+        if "alive" in message:
+            continue
         if "hello" in message:
             running.room = message["hello"]
             running.give(waiting)
