@@ -1,0 +1,57 @@
+"""An object store with a round trip: `lag:///FOLDER` is a folder of this host whose requests take a while, or fail."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+
+class Lag(LocalFileSystem):
+    """The class's attributes are the network, for all that is opened."""
+
+    protocol = "lag"
+    delay_s = 0.0
+    fault: Exception | None = None
+    """What each request ends with."""
+    asked: list[str] = []  # noqa: RUF012  (of all instances)
+    """Requests for content, by the name of the file."""
+    lock = threading.Lock()
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        if isinstance(path, list):
+            return [cls._strip_protocol(each) for each in path]
+        return super()._strip_protocol(str(path).removeprefix("lag://"))
+
+    def _trip(self, name: str = "") -> None:
+        if name:
+            with Lag.lock:
+                Lag.asked.append(name.rpartition("/")[2])
+        time.sleep(Lag.delay_s)
+        if Lag.fault is not None:
+            raise Lag.fault
+
+    def cat_file(self, path: str, *args: Any, **more: Any) -> Any:
+        self._trip(path)
+        return super().cat_file(path, *args, **more)
+
+    def get_file(self, path: str, *args: Any, **more: Any) -> Any:
+        self._trip(path)
+        return super().get_file(path, *args, **more)
+
+    def info(self, path: str, **more: Any) -> Any:
+        self._trip()
+        return super().info(path, **more)
+
+    @classmethod
+    def reset(cls) -> None:
+        """A store at hand."""
+        cls.delay_s, cls.fault = 0.0, None
+        cls.asked.clear()
+
+
+fsspec.register_implementation("lag", Lag, clobber=True)
