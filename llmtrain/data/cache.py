@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 import shutil
 import socket
@@ -32,7 +33,7 @@ from llmtrain.base.files import lock_file, lock_folder, replace_file
 from llmtrain.base.redact import redact_text
 from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.data.manifest import NAME, Manifest, parse_manifest
-from llmtrain.storage.object_store import Store, StoreError
+from llmtrain.storage.object_store import Store, StoreError, problem_of
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -73,6 +74,9 @@ def opened(url: str, root: Path) -> CachedFolder:
 
     Raises DataError: it is no prepared folder, or cannot be read.
     """
+    if (wrong := problem_of(url)) is not None:
+        raise DataError(f"{redact_text(url)}: {wrong[0]}; {wrong[1]}")
+    url = url.rstrip("/")
     key = (url, str(root))
     found = _open.get(key)
     if found is None:
@@ -114,11 +118,11 @@ class CachedFolder:
             ) from None
         self.manifest: Manifest = parse_manifest(content, f"{self.shown}/{NAME}")
         self._listed = self._from_store(self._store.files)
-        self.path = root / f"{url.rstrip('/').rpartition('/')[2]}-{xxhash.xxh3_64_hexdigest(url.encode() + content)}"
+        self.path = root / f"{url.rpartition('/')[2]}-{xxhash.xxh3_64_hexdigest(url.encode() + content)}"
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._held = _hold(self.path)
-            weakref.finalize(self, os.close, self._held)
+            weakref.finalize(self, _release, self.path, self._held)
             (self.path / _USED).touch()
             if not (self.path / NAME).is_file():
                 with _locked(self.path / _LOCK):
@@ -126,13 +130,16 @@ class CachedFolder:
                     replace_file(self.path / NAME, content)
         except OSError as error:
             raise self._unwritable(error) from error
-        tokenizer = [name for name in self._listed if name.startswith("tokenizer/")]
+        # A key of a store may hold "..", or lead deeper.
+        tokenizer = [
+            name for name in self._listed if name == f"tokenizer/{Path(name).name}" and Path(name).name != ".."
+        ]
         self.fetch([*tokenizer, *self._sums])
 
     @property
     def shown(self) -> str:
         """The URL as messages have it."""
-        return redact_text(self.url).rstrip("/")
+        return redact_text(self.url)
 
     @property
     def _sums(self) -> dict[str, str]:
@@ -196,7 +203,7 @@ class CachedFolder:
         try:
             for _ in range(2):
                 try:
-                    self._from_store(lambda: self._store.get(name, arriving), _GIVE_UP_S)
+                    self._from_store(lambda: self._store.get(name, arriving), time.monotonic() + _GIVE_UP_S)
                 except FileNotFoundError:
                     raise self._gone(name) from None
                 if whole(arriving):
@@ -214,10 +221,11 @@ class CachedFolder:
 
         It waits while the store does not answer. Raises DataError: it does not for minutes, or a file has changed.
         """
-        found = each(lambda part: self._from_store(lambda: self._part(*part), _GIVE_UP_S), parts, waits_for=self.shown)
+        until = time.monotonic() + _GIVE_UP_S
+        found = each(lambda part: self._from_store(lambda: self._part(*part), until), parts, self.shown, until)
         # Not every driver can ask for a version. What was read before a look that finds the old one is of the old one.
         names = list(dict.fromkeys(name for name, _, _ in parts))
-        each(lambda name: self._from_store(lambda: self._refuse_changed(name), _GIVE_UP_S), names, waits_for=self.shown)
+        each(lambda name: self._from_store(lambda: self._refuse_changed(name), until), names, self.shown, until)
         return found
 
     def _part(self, name: str, start: int, stop: int) -> bytes:
@@ -240,14 +248,13 @@ class CachedFolder:
     def _gone(self, name: str) -> DataError:
         return DataError(f"{self.shown}/{name}: is gone since the folder was opened; put it back")
 
-    def _from_store(self, ask: Callable[[], Result], patience_s: float = 0.0) -> Result:
-        """Ask again and again for so long. Raises DataError; FileNotFoundError as the store does."""
-        began = time.monotonic()
+    def _from_store(self, ask: Callable[[], Result], until: float = 0.0) -> Result:
+        """Ask again and again, until a time of the clock. Raises DataError; FileNotFoundError as the store does."""
         while True:
             try:
                 return ask()
             except StoreError as error:
-                if error.final or time.monotonic() - began >= patience_s:
+                if error.final or time.monotonic() >= until:
                     kind = DataError if error.final else StoreGone
                     raise kind(
                         f"{self.shown}: cannot be read from {socket.gethostname()} ({error}); correct address or access"
@@ -270,6 +277,12 @@ def _hold(folder: Path) -> int:
             if folder.exists() and os.path.samestat(os.fstat(handle), folder.stat()):
                 return handle
             os.close(handle)
+
+
+def _release(folder: Path, handle: int) -> None:
+    with contextlib.suppress(OSError):
+        (folder / _USED).touch()
+    os.close(handle)
 
 
 @contextlib.contextmanager
@@ -304,21 +317,24 @@ def make_room(root: Path, wanted: int, bound: float) -> bool:
 
     The caller is the only one that fetches shards into this cache.
     """
-    folders = [path for path in root.iterdir() if path.is_dir()]
-    sizes = {path: bytes_of(path) for path in folders}
-    by_use = sorted(folders, key=lambda path: _used_at(path))
-    while sum(sizes.values()) + wanted > bound or shutil.disk_usage(root).free < wanted + _LEFT_FREE:
-        if not by_use:
+    sizes = {path: bytes_of(path) for path in root.iterdir() if path.is_dir()}
+    over = max(sum(sizes.values()) + wanted - bound, wanted + _LEFT_FREE - shutil.disk_usage(root).free)
+    going: dict[Path, int] = {}
+    try:
+        for folder in sorted(sizes, key=_used_at):
+            if over <= 0:
+                break
+            with contextlib.suppress(OSError):  # in use, or just deleted
+                going[folder] = lock_folder(folder)
+                over -= sizes[folder]
+        if over > 0:
             return False
-        oldest = by_use.pop(0)
-        with contextlib.suppress(OSError):  # in use, or just deleted
-            handle = lock_folder(oldest)
-            try:
-                shutil.rmtree(oldest)
-                del sizes[oldest]
-            finally:
-                os.close(handle)
-    return True
+        for folder in going:
+            shutil.rmtree(folder)
+        return True
+    finally:
+        for handle in going.values():
+            os.close(handle)
 
 
 def _used_at(folder: Path) -> float:
@@ -341,10 +357,10 @@ def waiting() -> tuple[float, str] | None:
     return max(((now - since, of) for since, of in list(_waits.values())), default=None)
 
 
-def each(ask: Callable[[Item], Result], items: Sequence[Item], waits_for: str = "") -> list[Result]:
+def each(ask: Callable[[Item], Result], items: Sequence[Item], of: str = "", until: float = math.inf) -> list[Result]:
     """Results of `ask` for all items, computed in threads; they end with the process, whatever they wait for.
 
-    Raises what the first failing one raises, and StoreGone when they hang.
+    `of`: the store, for messages. Raises what the first failing one raises, and StoreGone when they take longer.
     """
     found: dict[int, Result] = {}
     errors: list[BaseException] = []
@@ -363,8 +379,7 @@ def each(ask: Callable[[Item], Result], items: Sequence[Item], waits_for: str = 
                 errors.append(error)
 
     threads = [threading.Thread(target=work, name="store", daemon=True) for _ in range(min(len(items), _AT_ONCE))]
-    began = time.monotonic()
-    _waits[threading.get_ident()] = (began, waits_for)
+    _waits[threading.get_ident()] = (time.monotonic(), of)
     try:
         for thread in threads:
             thread.start()
@@ -373,8 +388,8 @@ def each(ask: Callable[[Item], Result], items: Sequence[Item], waits_for: str = 
                 thread.join(1.0)
                 if threading.current_thread() is threading.main_thread():  # a reader's own thread tells nothing of it
                     heart.beat()
-                if time.monotonic() - began > 2 * _GIVE_UP_S:
-                    raise StoreGone(f"{waits_for}: does not answer; look at the network")
+                if time.monotonic() > until + _AGAIN_S:
+                    raise StoreGone(f"{of}: does not answer {socket.gethostname()}; look at the network")
     finally:
         del _waits[threading.get_ident()]
     if errors:

@@ -40,15 +40,16 @@ class _Download:
     def go_on(self, shards: list[tuple[str, str]]) -> None:
         """Fetch shards, (URL of the set, file) each, in this order. Raises DataError: one is damaged."""
         left, failing, full = shards, False, False
-        while left:
+        self._cache.root.mkdir(parents=True, exist_ok=True)
+        while True:
             handle = lock_file(self._cache.root / _LOCK)
             try:
                 left = [shard for shard in left if not self._path(shard).is_file()]
-                batch = left[:_TOGETHER]
-                for shard in batch:  # nobody else fetches them now
-                    remove_partials(self._path(shard).parent, [shard[1]])
-                wanted = sum(self._set(url).bytes_of(file) for url, file in batch)
-                if make_room(self._cache.root, wanted, self._cache.gib * GIB):
+                if not left:
+                    return
+                for url, file in left[:_TOGETHER]:  # nobody else fetches them now
+                    remove_partials(self._set(url).folder, [file])
+                if batch := self._fitting(left[:_TOGETHER]):
                     each(self._fetch, batch)
                     failing, full = False, False
                     continue
@@ -64,6 +65,15 @@ class _Download:
             finally:
                 os.close(handle)
             time.sleep(_AGAIN_S)
+
+    def _fitting(self, batch: list[tuple[str, str]]) -> list[tuple[str, str]]:
+        """As many of these as there is room for, the first ones."""
+        while batch:
+            wanted = sum(self._set(url).bytes_of(file) for url, file in batch)
+            if make_room(self._cache.root, wanted, self._cache.gib * GIB):
+                break
+            batch = batch[:-1]
+        return batch
 
     def _set(self, url: str) -> PreparedSet:
         if url not in self._sets:

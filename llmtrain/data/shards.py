@@ -279,7 +279,7 @@ class PreparedSet:
         self.name = self.name if self._cached is None else self._cached.shown
         self.folder = Path(folder) if self._cached is None else self._cached.path
         """On this host."""
-        self.manifest = read_manifest(self.folder)
+        self.manifest = read_manifest(self.folder) if self._cached is None else self._cached.manifest
         self.tokenizer_dir = self.folder / "tokenizer"
         self.dtype = np.dtype("<u2" if self.manifest.dtype == "uint16" else "<u4")
         for split in SPLITS:

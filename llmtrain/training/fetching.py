@@ -75,7 +75,7 @@ class Fetching(Part):
             if kind == "data_wrong":
                 raise DataError(told["error"])
             if kind == "data_store_gone":
-                log.warn(f"shards do not arrive ({told['error']}); training goes on, and it is tried again")
+                log.warn(f"shards do not arrive ({told['error']}); what is missing is read at each step")
 
     def close(self, error: BaseException | None) -> None:
         """End the process. What has half arrived does not count."""

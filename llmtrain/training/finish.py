@@ -88,6 +88,7 @@ def _bigram_loss(counts: _Counts, unigram: np.ndarray, discount: float, concentr
 
 def _validation_pairs(data: TrainData, total: int) -> tuple[np.ndarray, np.ndarray]:
     """(token before, token) of every counted position, int64 [N] each."""
+    data.fetch_validation(range(total))
     pairs = [data.validation_sequence(index) for index in range(total)]
     before = np.concatenate([inputs for inputs, _ in pairs])
     after = np.concatenate([labels for _, labels in pairs])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ class Network:
         """Connections that will be cut."""
         self.after_bytes = 1 << 62
         """Of either direction."""
+        self.pause_s = 0.0
+        """After each piece of at most 64 KiB."""
         threading.Thread(target=self._serve, daemon=True).start()
 
     def _serve(self) -> None:
@@ -40,6 +43,7 @@ class Network:
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
                 carried += len(data)
+                time.sleep(self.pause_s)
                 if carried > self.after_bytes and self.cuts > 0:
                     self.cuts -= 1
                     break

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from llmtrain.base.errors import ConfigError
+from llmtrain.commands.config import main
 from tests.helpers import forked
-from tests.helpers.launching import losses, write_recipe
+from tests.helpers.launching import losses, rows, write_recipe
 from tests.helpers.prepared import write_prepared
+from tests.helpers.s3 import s3, upload
 
 SHARDS, DOCUMENTS, WORDS = 20, 40, 120
 """Training shards of about 10 KB each."""
@@ -30,10 +35,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory, small_data: str) -> Path:
     return write_prepared(where, shards(SHARDS), shards(2), vocab_size=512, tokenizer=tokenizer)
 
 
-def trained(where: Path, data: str, *more: str) -> dict[int, float]:
+def trained(where: Path, data: str, *more: str, before: Callable[[int], None] | None = None) -> dict[int, float]:
     """Losses of a run in a folder of its own, which goes on if it was there."""
     where.mkdir(exist_ok=True)
-    forked.train(write_recipe(where, data), *STEPS, *more)
+    code, output = forked.finish(write_recipe(where, data), *STEPS, *more, before=before)
+    assert code == 0, output
     return losses(where / "run")
 
 
@@ -47,5 +53,42 @@ def test_losses_do_not_depend_on_where_the_data_lies(folder: Path, tmp_path: Pat
         bound = ("--data.cache", str(cache), "--data.cache_gib", str(share * size / 2**30))
         found = trained(tmp_path / name, url, *bound, "--train.max_steps", "5")
         assert trained(tmp_path / name, url, *bound) == found | wanted == wanted
-        arrived = sum(file.stat().st_size for file in cache.glob("*/*.bin"))
-        assert arrived <= share * size and not list(cache.rglob("*.partial"))
+        kept = sum(file.stat().st_size for file in cache.rglob("*") if file.is_file())
+        told = [row["file"] for row in rows(tmp_path / name / "run", "events.jsonl") if row["kind"] == "data_fetched"]
+        assert told[:1] == ["validation-00000.bin"] and 0 < kept <= share * size
+
+
+@pytest.mark.slow
+@pytest.mark.needs("moto", "s3fs")
+def test_s3_behind_a_network_that_cuts(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = trained(tmp_path / "folder", str(folder))
+    size = sum(file.stat().st_size for file in folder.glob("*.bin"))
+    with s3(monkeypatch) as (client, network):
+        upload(client, folder, "prepared")
+        network.after_bytes, network.cuts = 2000, 12
+        bound = ("--data.cache", str(tmp_path / "cache"), "--data.cache_gib", str(0.1 * size / 2**30))
+        found = trained(tmp_path / "s3", "s3://bucket/prepared", *bound, "--train.max_steps", "5")
+        assert trained(tmp_path / "s3", "s3://bucket/prepared", *bound) == found | wanted == wanted
+        assert network.cuts == 0
+
+
+def test_each_host_has_a_cache_of_its_own(folder: Path, tmp_path: Path) -> None:
+    """Ranks with caches of different contents train as one run with a folder does."""
+    wanted = trained(tmp_path / "folder", str(folder))
+
+    def before(rank: int) -> None:
+        os.environ["XDG_CACHE_HOME"] = str(tmp_path / f"host-{rank}")
+
+    assert trained(tmp_path / "url", f"file://{folder}", before=before) == wanted
+    assert all(list((tmp_path / f"host-{rank}").glob("llmtrain/data/prepared-*/manifest.json")) for rank in (0, 1))
+
+
+@pytest.mark.parametrize(("url", "rule"), [
+    ("file:///nowhere/prepared", "no prepared folder: it has no manifest.json"),
+    ("s4://bucket/prepared", "is no URL of a store"),
+    ("s3://someone:a-secret@bucket/prepared", "has a user or a password in it"),
+])  # fmt: skip
+def test_what_cannot_be_opened_is_told_before_anything_starts(tmp_path: Path, url: str, rule: str) -> None:
+    with pytest.raises(ConfigError, match=rule) as error:
+        main(["check", str(write_recipe(tmp_path, url))])
+    assert "data.path" in str(error.value) and "a-secret" not in str(error.value)

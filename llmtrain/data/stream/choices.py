@@ -49,6 +49,7 @@ class ChoiceSet:
         self._entries, self._lengths = self._stream.choices(), self._stream.row_lengths()
         self._starts = np.cumsum(self._lengths) - self._lengths
         self._first = np.flatnonzero(self._entries["first"])
+        self._tokens = self._stream.read(0, self._stream.tokens)
         self._check()
         counted = self._stream.counted(0, self._stream.tokens)
         assert counted is not None
@@ -69,7 +70,7 @@ class ChoiceSet:
         whole = len(self._first) > 0 and self._first[0] == 0 and bool(self._entries["characters"].all())
         if not whole or (np.add.reduceat(right, self._first, dtype=np.int64) != 1).any():
             wrong = "not each of its questions has one answer"
-        elif (largest := int(self._stream.read(0, self._stream.tokens).max())) >= self.prepared.manifest.vocab_size:
+        elif (largest := int(self._tokens.max())) >= self.prepared.manifest.vocab_size:
             wrong = f"holds the id {largest}, outside the vocabulary [0, {self.prepared.manifest.vocab_size})"
         else:
             return
@@ -110,7 +111,7 @@ class ChoiceSet:
         for place, row in enumerate(rows.tolist()):
             fed = int(self._fed[row])
             begin = int(self._starts[row] + self._lengths[row]) - fed - 1
-            ids = self._stream.read(begin, fed + 1).astype(np.int64)
+            ids = self._tokens[begin : begin + fed + 1].astype(np.int64)
             counted = self._stream.counted(begin, fed + 1)
             assert counted is not None
             inputs[place, :fed], answers[place] = ids[:-1], place

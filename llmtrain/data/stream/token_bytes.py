@@ -71,8 +71,9 @@ def _kinds(tokenizer: Tokenizer) -> set[str]:
 
 def counted_bytes(data: TrainData, sequences: int, lengths: np.ndarray) -> int:
     """Bytes of the counted labels of the first `sequences` validation sequences. `lengths`: `byte_lengths`."""
-    total = 0
-    for index in range(min(sequences, data.validation_sequences)):
+    total, indices = 0, range(min(sequences, data.validation_sequences))
+    data.fetch_validation(indices)
+    for index in indices:
         _, labels = data.validation_sequence(index)
         total += int(lengths[labels[labels != IGNORED]].sum())
     return total

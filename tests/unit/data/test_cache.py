@@ -21,8 +21,8 @@ from llmtrain.data import cache as caches
 from llmtrain.data.cache import Cache, make_room
 from llmtrain.data.download import _Download
 from llmtrain.data.shards import PreparedSet
-from llmtrain.data.stream.loader import TrainLoader
 from llmtrain.data.stream.train_data import TrainData
+from llmtrain.storage.object_store import Store, Stored
 from tests.helpers.lag import Lag
 from tests.helpers.prepared import write_prepared
 
@@ -76,6 +76,14 @@ def test_a_second_opening_fetches_nothing_but_the_manifest(folder: Path, tmp_pat
     again, _ = opened(folder, tmp_path)
     assert Lag.asked == ["manifest.json"]
     again.fetch(["origins"])  # what the store has not is left out
+
+
+def test_keys_that_lead_elsewhere_are_left_alone(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = Store(f"lag://{folder}").files()
+    odd = {name: Stored(2, "") for name in ("tokenizer/..", "tokenizer/../../../outside", "tokenizer/a/b")}
+    monkeypatch.setattr(Store, "files", lambda _: {**listed, **odd})
+    prepared, _ = opened(folder, tmp_path)
+    assert [path.name for path in prepared.tokenizer_dir.iterdir()] == ["tokenizer.json"]
 
 
 def test_an_object_that_changes_is_named_and_not_read(folder: Path, tmp_path: Path) -> None:
@@ -151,6 +159,8 @@ def test_a_wait_for_the_store_is_told_and_is_no_hang(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A store that does not answer, and then does; and one that does not for long."""
+    from llmtrain.data.stream.loader import TrainLoader
+
     for name, value in {"_AGAIN_S": 0.05, "_GIVE_UP_S": 60.0}.items():
         monkeypatch.setattr(caches, name, value)
     monkeypatch.setattr("llmtrain.data.stream.loader._WARN_S", 0.3)
