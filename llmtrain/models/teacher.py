@@ -36,8 +36,16 @@ class Teacher:
     student's rows share the teacher's."""
 
     def __init__(self, language: LanguageModel) -> None:
-        """`language`: with its values."""
         self._language = language.eval().requires_grad_(False)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Its weights, live, by Hugging Face name."""
+        return dict(named_tensors(self._language.hf))
+
+    def to_empty(self, device: str) -> list[Tensor]:
+        """Give it tensors without values on a device, and return them."""
+        self._language.to_empty(device=device)
+        return [*self._language.parameters(), *self._language.buffers()]
 
     @torch.no_grad()
     def logits(self, inputs: Tensor, positions: Tensor | None) -> TeacherLogits:
@@ -73,17 +81,28 @@ def load_teacher(
     `language`: from a model and the tokens of a chunk; another one where ranks share each row.
     """
     spec = ModelSpec.of(model)
+    source = _source(spec)
+    refuse_other_shapes(source, tensor_shapes(spec.skeleton))
+    teacher = empty_teacher(spec, precision, device, language)
+    tensors = teacher.tensors()
+    for name in source.order():
+        heart.beat()
+        tensors[name].copy_(source.read(name, 0, tensors[name].numel()).view(tensors[name].shape))
+    return teacher
+
+
+def empty_teacher(
+    spec: ModelSpec,
+    precision: str,
+    device: torch.device,
+    language: Callable[[PreTrainedModel, int], LanguageModel] = LanguageModel,
+) -> Teacher:
+    """A teacher whose weights have no values. Arguments as of `load_teacher`."""
     with device:
         hf = construct(copy.deepcopy(spec.config), spec.model.attention, DTYPES[precision])
     restore_buffers(hf, spec.skeleton, device)
     avoid_grouped_product(hf, DTYPES[precision])
     hf.config.use_cache = False
-    source = _source(spec)
-    refuse_other_shapes(source, tensor_shapes(hf))
-    tensors = dict(named_tensors(hf))
-    for name in source.order():
-        heart.beat()
-        tensors[name].copy_(source.read(name, 0, tensors[name].numel()).view(tensors[name].shape))
     return Teacher(language(hf, spec.model.loss_chunk_tokens))
 
 

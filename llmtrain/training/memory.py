@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
@@ -15,7 +16,7 @@ from llmtrain.config.topology import ranks_of_this_host
 from llmtrain.engine.dist.control import from_all
 from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.models.run.activations import Activations, count_activations
-from llmtrain.models.spec import ModelFacts, ModelSpec
+from llmtrain.models.spec import ModelSpec
 from llmtrain.training.examine import bytes_of_a_rank
 
 MARGIN = 0.1
@@ -45,7 +46,7 @@ def decide_recomputation(resolved: ResolvedRun, spec: ModelSpec, ranks: Ranks) -
 
 def layers_for(free: int, resolved: ResolvedRun, spec: ModelSpec) -> tuple[RecomputeConfig, str]:
     """The layers that a rank with so many free bytes recomputes, and the numbers behind it in words."""
-    others = held_bytes(resolved, spec.facts)
+    others = held_bytes(resolved, spec)
     chosen, words = fewest_layers(
         lambda layers, keep: count_activations(resolved, spec, layers, keep),
         spec.facts.layers,
@@ -104,9 +105,10 @@ def free_bytes(device: torch.device) -> int:
     return int(psutil.virtual_memory().available) // ranks_of_this_host()
 
 
-def held_bytes(resolved: ResolvedRun, facts: ModelFacts) -> float:
-    """About what a rank's device holds beside activations: what trains, and DeepSpeed's buffers of a backward pass."""
-    mix = resolved.mix
+def held_bytes(resolved: ResolvedRun, spec: ModelSpec) -> float:
+    """About what a rank's device holds beside activations: what trains, the values that an online reference began with,
+    and DeepSpeed's buffers of a backward pass. (A teacher is there before the free bytes are asked for.)"""
+    mix, facts = resolved.mix, spec.facts
     held = bytes_of_a_rank(resolved, facts)
     on_host = {"optimizer"} if mix.offload_optimizer else set()
     on_host |= {"weights"} if mix.offload_param else set()
@@ -115,5 +117,10 @@ def held_bytes(resolved: ResolvedRun, facts: ModelFacts) -> float:
     bucket = min(facts.trained, zero.get("reduce_bucket_size", _BUCKET)) * (8 if mix.zero_stage > 0 else 0)
     live = zero.get("stage3_max_live_parameters", max(_LIVE, 2 * facts.parameters // facts.layers))
     live = live if mix.zero_stage == 3 else 0
-    gathered = min(facts.parameters, live) * (4 if mix.precision == "fp32" else 2)
-    return sum(size for kind, size in held.items() if kind not in on_host) + bucket + gathered
+    wide = 4 if mix.precision == "fp32" else 2
+    gathered = min(facts.parameters, live) * wide
+    began = 0.0
+    if resolved.run.objective.reference == "online":  # training/setup.py base_of
+        shards = resolved.degrees.world_size if mix.zero_stage == 3 else 1
+        began = wide * sum(math.prod(spec.shapes[name]) for name in spec.saved) / shards
+    return sum(size for kind, size in held.items() if kind not in on_host) + began + bucket + gathered

@@ -11,19 +11,26 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from llmtrain.config.run import RecomputeConfig, ResolvedRun
+from llmtrain.config.run import RecomputeConfig, ResolvedRun, RunConfig
 from llmtrain.config.topology import Degrees
+from llmtrain.models.distillation import TeacherSays, Terms, TopWords
+from llmtrain.models.head import Head, Loss
 from llmtrain.models.loss import adds_in_fp32
 from llmtrain.models.run.build_for_rank import build_model
 from llmtrain.models.skeleton import DTYPES
 from llmtrain.models.spec import ModelSpec
 from llmtrain.models.transformers_private import OperatorMode, storage_of, without_memory
+from llmtrain.objectives.by_token import Distill, NextToken
+from llmtrain.objectives.objective import Objective
+
+if TYPE_CHECKING:
+    from llmtrain.models.teacher import Teacher
 
 
 class LiveBytes(OperatorMode):
@@ -97,6 +104,7 @@ def count_activations(
     tokens = length // mix.degrees.sequence
     adds_in_fp32("cpu", DTYPES[mix.precision])  # which looks at numbers, the first time
     module: Any = build_model(alone, spec, torch.device("meta"), None).train()  # type: ignore[arg-type]
+    teacher = _teacher(run, mix.precision)
     with without_memory():
         module.to_empty(device="cpu")
         parameters = list(module.parameters())
@@ -104,10 +112,51 @@ def count_activations(
             parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
         inputs = torch.zeros(rows, tokens, dtype=torch.int64)
         positions = torch.zeros_like(inputs) if run.data.isolate_documents else None
-        with LiveBytes([*parameters, *(p.grad for p in parameters if p.grad is not None)]) as live:
-            # A reward model reads one place of each text.
-            of_hidden = lambda head, hidden: hidden.sum() if spec.scores else head.nll_sum(hidden, inputs)  # noqa: E731
+        others = [*parameters, *(p.grad for p in parameters if p.grad is not None)]
+        if teacher is not None:
+            others += teacher.to_empty("cpu")
+        with LiveBytes(others) as live:
+            of_hidden = _loss(run.objective, spec, teacher, inputs, positions)
             loss = module(inputs, of_hidden, positions)
             kept = live.now()
             loss.backward()
     return Activations(kept=kept, most=live.most)
+
+
+def _teacher(run: RunConfig, precision: str) -> Teacher | None:
+    """The model that a run distils, on the meta device."""
+    if run.objective.teacher is None or run.objective.top_k is not None:
+        return None
+    from llmtrain.models.teacher import empty_teacher, teacher_model
+
+    return empty_teacher(ModelSpec.of(teacher_model(run.objective, run.model)), precision, torch.device("meta"))
+
+
+def _loss(
+    objective: Objective, spec: ModelSpec, teacher: Teacher | None, inputs: Tensor, positions: Tensor | None
+) -> Loss:
+    """What a run's loss function makes of the head, and all that is as large as tokens x words or the hidden state:
+    what an objective computes of the tokens' likelihoods is small, and may be a plugin's."""
+    column = None if objective.top_k is None else _column(inputs, objective.top_k)
+
+    def of_hidden(head: Head, hidden: Tensor) -> Tensor:
+        if spec.scores:  # a reward model reads one place of each text
+            return hidden.sum()
+        if isinstance(objective, Distill):
+            terms = Terms(beta=objective.beta, temperature=objective.temperature, alpha=objective.alpha)
+            says = column if teacher is None else teacher.logits(inputs, positions)
+            assert says is not None
+            return head.distilled_sums(hidden, inputs, says, terms)[0]
+        if isinstance(objective, NextToken) and objective.z_loss:
+            return head.nll_sums(hidden, inputs, None, objective.z_loss)[0]
+        if isinstance(objective, NextToken):
+            return head.nll_sum(hidden, inputs)
+        return head.token_nll(hidden, inputs).sum()
+
+    return of_hidden
+
+
+def _column(inputs: Tensor, top_k: int) -> TeacherSays:
+    """A teacher's column of the data, which is there until the backward pass has ended."""
+    words = inputs.new_zeros(inputs.numel(), top_k)
+    return TopWords(words=words, logs=torch.zeros(inputs.numel(), top_k + 1)).of
