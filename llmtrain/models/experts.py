@@ -154,10 +154,24 @@ def set_leaf_modules(hf: nn.Module, blocks: list[ExpertBlock]) -> None:
     for block in blocks:
         for module in (block.module,) if block.are_modules else block.experts:
             set_z3_leaf_module(module, True)
-    for module in hf.modules():  # in no block: LongCat-Flash has more experts in one matrix than in the other,
-        many = sum(len(shape_of(parameter)) == 3 for parameter in module.parameters(recurse=False)) > 1
-        if many or "top_k_index" in inspect.signature(module.forward).parameters:  # and DBRX stacks all in 2 dimensions
-            set_z3_leaf_module(module, True)
+    for module in _holders(hf):
+        set_z3_leaf_module(module, True)
+
+
+def has_experts(hf: nn.Module) -> bool:
+    """True if some module sends each token to some of its experts, also in no `ExpertBlock`."""
+    return bool(expert_blocks(hf) or _holders(hf))
+
+
+def _holders(hf: nn.Module) -> list[nn.Module]:
+    """The modules with experts' matrices, those of no block as well: LongCat-Flash has more experts in one matrix than
+    in the other, and DBRX stacks all in 2 dimensions."""
+    return [
+        module
+        for module in hf.modules()
+        if sum(len(shape_of(parameter)) == 3 for parameter in module.parameters(recurse=False)) > 1
+        or "top_k_index" in inspect.signature(module.forward).parameters
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)

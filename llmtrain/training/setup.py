@@ -41,7 +41,7 @@ from llmtrain.engine.losses.next_token import NextTokenLoss
 from llmtrain.engine.losses.with_metrics import with_metrics
 from llmtrain.engine.weights import fill_parameters, prove_masters, prove_weights
 from llmtrain.models import compiler
-from llmtrain.models.experts import experts_per_token
+from llmtrain.models.experts import has_experts
 from llmtrain.models.fp8 import without_fp8
 from llmtrain.models.own_settings import own_settings
 from llmtrain.models.parallel.mesh import Mesh, mesh_of
@@ -282,7 +282,7 @@ def _compiles_unasked(spec: ModelSpec, mix: Mix) -> bool:
     """
     shared = mix.degrees.tensor > 1 or mix.degrees.sequence > 1
     packed = spec.adapter.quantize is not None  # bitsandbytes' own kernels
-    return mix.may_compile_layers and not shared and not packed and experts_per_token(spec.config) is None
+    return mix.may_compile_layers and not shared and not packed and not has_experts(spec.skeleton)
 
 
 def _agreed_trouble(ranks: Ranks) -> str | None:

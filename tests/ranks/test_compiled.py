@@ -26,6 +26,7 @@ from tests.helpers.training import (
     resolved_run,
     run_case,
 )
+from tests.ranks.test_experts import DBRX
 
 TWO_KINDS = {
     **LLAMA,
@@ -185,6 +186,7 @@ def test_what_one_rank_cannot_compile_is_compiled_on_none(pools, small_data):
         ({"tensor": 2}, False),
         ({"sequence": 2}, False),
         ({"model": {**LLAMA, "model_type": "mixtral", "num_local_experts": 4}}, False),
+        ({"model": DBRX}, False),  # whose configuration has other names, and whose experts other shapes
         ({"compile_layers": False}, False),
     ],
     ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
