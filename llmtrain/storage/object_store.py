@@ -114,7 +114,8 @@ class Store:
             found = {}
         if not found:
             self._need_bucket()
-        return found
+        # A web server is asked for a file's size by itself.
+        return {path: info if "size" in info else self._files.info(path) for path, info in found.items()}
 
     def _need_bucket(self) -> None:
         """A misspelt bucket must not pass for an empty folder. Raises StoreError."""
@@ -266,7 +267,7 @@ class _Limit:
 
 
 def _stored(info: dict[str, Any]) -> Stored:
-    if info["size"] is None:  # some web servers; it would pass for an empty file
+    if info.get("size") is None:  # some web servers; it would pass for an empty file
         raise StoreError(f"the store does not tell the size of {info['name']}")
     version = next((str(info[key]) for key in _VERSIONS if info.get(key)), "")
     modified = next((info[key] for key in _MODIFIED if info.get(key)), None)

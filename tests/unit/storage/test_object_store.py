@@ -111,3 +111,13 @@ def test_what_is_no_file_is_missing(store: Store, tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"x")
     with pytest.raises(StoreError, match="no such bucket"):
         store.put(tmp_path / "a", "a")
+
+
+def test_a_size_that_a_listing_lacks_is_asked_for(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.write(b"012", "a")
+    find = store._files.find
+    monkeypatch.setattr(store._files, "find", lambda *given, **more: {path: {} for path in find(*given, **more)})
+    assert {name: stored.bytes for name, stored in store.files().items()} == {"a": 3}
+    monkeypatch.setattr(store._files, "info", lambda path: {"name": path, "type": "file", "size": None})
+    with pytest.raises(StoreError, match="the store does not tell the size of"):
+        store.stat("a")
