@@ -468,7 +468,7 @@ class TokenEncoder:
         """int64 [tokens]. Raises RefusedError."""
         whole = isinstance(values, list) and all(type(each) in (int, bool) for each in values)
         if not whole or any(not -(2**31) <= each < 2**32 for each in values):
-            raise RefusedError(f"field {name!r} is no list of token ids")
+            raise RefusedError(f"field {name!r} is no list of whole numbers")
         return np.array(values, dtype=np.int64)
 
 
