@@ -54,6 +54,8 @@ def set_rope(model: Any, given: Mapping[str, Any], length: int) -> None:
                 setattr(module, name, value)
         for name, values in fresh.named_buffers(recurse=False):
             before = module.get_buffer(name)
+            if not bool(values.isfinite().all()):
+                raise ModelError(f"{type(module).__name__} has rotations with them that are no numbers")
             module.register_buffer(name, values.to(before.device, before.dtype), persistent=False)
 
 
@@ -89,6 +91,8 @@ def _change(config: Any, given: Mapping[str, Any], length: int) -> None:
 def _laid(before: Mapping[str, Any], given: Mapping[str, Any], longest: int) -> dict[str, Any]:
     if not isinstance(given, Mapping):
         raise ModelError("they are a map of fields")
+    if "type" in given:  # transformers reads it where there is no rope_type, which every config has by now
+        raise ModelError(f"the field is called rope_type: write rope_type: {given['type']}")
     after = {**before, **given}
     if after.get("rope_type") in _EXTENDS:
         after.setdefault("original_max_position_embeddings", longest)
