@@ -19,7 +19,7 @@ from llmtrain.checkpoint.format import complete_checkpoints
 from llmtrain.checkpoint.mirror import fetch_newest, refuse_other
 from llmtrain.checkpoint.retain import Best
 from llmtrain.cluster.watch.heartbeat import heart
-from llmtrain.engine.dist.control import together
+from llmtrain.engine.dist.control import at_length, together
 
 if TYPE_CHECKING:
     from llmtrain.checkpoint.rundir import CheckpointFolder
@@ -39,7 +39,8 @@ def look(run: RunConfig, folder: CheckpointFolder, ranks: Ranks) -> None:
     url = run.checkpoint.mirror
     if url is None:
         return
-    with together(ranks):
+
+    def there() -> None:
         if not folder.leads:
             return
         if run.resume != "auto" or complete_checkpoints(folder.path):
@@ -48,6 +49,9 @@ def look(run: RunConfig, folder: CheckpointFolder, ranks: Ranks) -> None:
             found = fetch_newest(url, folder.path, str(run.train.run_dir), heart.beat)
             what = "holds no checkpoint yet" if found is None else f"{found.name} is fetched from there"
             log.info(f"checkpoint.mirror {redact_text(url)}: {what}")
+
+    with together(ranks):
+        at_length(ranks, there)
 
 
 class Mirror:

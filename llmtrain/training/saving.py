@@ -15,7 +15,7 @@ from llmtrain.checkpoint.save import Outcome, Saver
 from llmtrain.cluster import messages
 from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.engine.api import StateTensor
-from llmtrain.engine.dist.control import StopRequests
+from llmtrain.engine.dist.control import StopRequests, at_length
 from llmtrain.training.parts import Done, Part
 from llmtrain.training.resume import Start
 from llmtrain.training.step import Position, Request, is_due
@@ -173,8 +173,9 @@ class Saving(Part):
         Raises CheckpointError when it cannot be written.
         """
         self._save_last(position)
-        if self._mirror is not None:
-            self._mirror.finish(complete=complete)
+        if self._settings.mirror is not None:
+            mirror = self._mirror
+            at_length(self._ranks, lambda: None if mirror is None else mirror.finish(complete=complete))
         if exports:
             from llmtrain.checkpoint.host_files import fetch_all
 

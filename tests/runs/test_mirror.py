@@ -6,6 +6,7 @@ import random
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -75,3 +76,31 @@ def test_a_killed_process_is_started_again(small_data: str, tmp_path: Path) -> N
         time.sleep(0.05)
     assert "its process has ended (code -9), and is started again" in launch.output()
     launch.kill()
+
+
+def _slow_store(rank: int) -> None:
+    from llmtrain.training import mirroring
+
+    finish, fetch = mirroring.Mirror.finish, mirroring.fetch_newest
+
+    def slow_finish(self: mirroring.Mirror, *, complete: bool) -> None:
+        time.sleep(12)
+        finish(self, complete=complete)
+
+    def slow_fetch(*words: Any) -> Path | None:
+        time.sleep(12)
+        return fetch(*words)
+
+    mirroring.Mirror.finish, mirroring.fetch_newest = slow_finish, slow_fetch  # type: ignore[method-assign]
+
+
+@pytest.mark.slow
+def test_transfers_that_take_longer_than_a_collective_may(small_data: str, tmp_path: Path) -> None:
+    """The other ranks of a large run wait for the first checkpoint's download, and for the last one's upload."""
+    url = f"file://{tmp_path}/store"
+    limits = ("--fault.timeout_s", "8", "--checkpoint.mirror", url, "--train.max_steps", "4", "--train.eval", "true")
+    code, output = forked.finish(write_recipe(tmp_path, small_data), *OFTEN, *limits, before=_slow_store)
+    assert code == 0, output
+    shutil.rmtree(tmp_path / "run")
+    code, output = forked.finish(write_recipe(tmp_path, small_data), *OFTEN, *limits, before=_slow_store)
+    assert code == 0 and "step-00000004 is fetched from there" in output

@@ -14,6 +14,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, TypeVar
@@ -178,6 +179,29 @@ def from_all(ranks: Ranks, value: T) -> list[T]:
     values: list[Any] = [None] * ranks.world_size
     dist.all_gather_object(values, value, group=ranks.control)
     return values
+
+
+_IN_TOUCH_S = 1.0
+
+
+def at_length(ranks: Ranks, call: Callable[[], T]) -> T:
+    """Return what a call of any length gives on this rank. All ranks must call it; they keep in touch meanwhile, so
+    that none waits in a collective for longer than that may take.
+
+    Raises: what the call raises, once all have ended.
+    """
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="at length").start()
+    while not all(from_all(ranks, bool(wait([future], _IN_TOUCH_S).done))):
+        pass
+    return future.result()
 
 
 def to_rank_0(ranks: Ranks, value: T) -> list[T]:
