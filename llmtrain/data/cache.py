@@ -32,7 +32,7 @@ from llmtrain.base.errors import DataError
 from llmtrain.base.files import lock_file, lock_folder, replace_file
 from llmtrain.base.redact import redact_text
 from llmtrain.cluster.watch.heartbeat import heart
-from llmtrain.data.manifest import NAME, Manifest, parse_manifest
+from llmtrain.data.manifest import NAME, SAMPLE, Manifest, parse_manifest
 from llmtrain.storage.object_store import Store, StoreError, problem_of
 
 Item = TypeVar("Item")
@@ -134,7 +134,7 @@ class CachedFolder:
         tokenizer = [
             name for name in self._listed if name == f"tokenizer/{Path(name).name}" and Path(name).name != ".."
         ]
-        self.fetch([*tokenizer, *self._sums])
+        self.fetch([*tokenizer, SAMPLE, *self._sums])
 
     @property
     def shown(self) -> str:

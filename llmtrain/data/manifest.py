@@ -17,6 +17,8 @@ from llmtrain.base.errors import DataError
 from llmtrain.base.files import replace_file
 
 NAME = "manifest.json"
+SAMPLE = "conversations.jsonl"
+"""Some of the conversations, by which an export is proved (chat/encoder.py)."""
 FORMAT = "llmtrain-data"
 VERSION = 1
 

@@ -11,6 +11,7 @@ import pytest
 
 from llmtrain.base.errors import ConfigError
 from llmtrain.commands.config import main
+from llmtrain.commands.where import Where
 from tests.helpers import forked
 from tests.helpers.launching import losses, rows, write_recipe
 from tests.helpers.prepared import write_prepared
@@ -72,15 +73,19 @@ def test_s3_behind_a_network_that_cuts(folder: Path, tmp_path: Path, monkeypatch
         assert network.cuts == 0
 
 
-def test_each_host_has_a_cache_of_its_own(folder: Path, tmp_path: Path) -> None:
-    """Ranks with caches of different contents train as one run with a folder does."""
-    wanted = trained(tmp_path / "folder", str(folder))
+def test_each_host_has_a_cache_of_its_own(small_data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks with caches of different contents train as one run with a folder does; its steps find their documents."""
+    folder, url = small_data, f"file://{small_data}"
+    wanted = trained(tmp_path / "folder", folder)
 
     def before(rank: int) -> None:
         os.environ["XDG_CACHE_HOME"] = str(tmp_path / f"host-{rank}")
 
-    assert trained(tmp_path / "url", f"file://{folder}", before=before) == wanted
-    assert all(list((tmp_path / f"host-{rank}").glob("llmtrain/data/prepared-*/manifest.json")) for rank in (0, 1))
+    assert trained(tmp_path / "url", url, before=before) == wanted
+    assert all(list((tmp_path / f"host-{rank}").glob("llmtrain/data/*/manifest.json")) for rank in (0, 1))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "host-2"))
+    found = list(Where(url, tmp_path / "url" / "run").at_step(3, None))
+    assert found[1:] == list(Where(folder, tmp_path / "folder" / "run").at_step(3, None))[1:] and len(found) > 8
 
 
 @pytest.mark.parametrize(("url", "rule"), [

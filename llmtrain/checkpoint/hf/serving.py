@@ -21,6 +21,7 @@ from llmtrain.base import units, untrusted
 from llmtrain.base.errors import DataError
 from llmtrain.checkpoint.hf.proofs import ProofError, Report
 from llmtrain.data import manifest as manifests
+from llmtrain.data.cache import Cache
 from llmtrain.data.chat import rendering
 from llmtrain.data.chat.conversation import Conversation, conversation, preference, strings, unpaired
 from llmtrain.data.chat.encoder import NAME, read_sample
@@ -28,6 +29,7 @@ from llmtrain.data.chat.rendering import RenderError, Template
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.tokenize import named_token
 from llmtrain.models.adapter import CONFIG
+from llmtrain.storage.object_store import is_url
 
 
 def special_ids(tokenizer: Path | None, separator: int | None) -> dict[str, int | None]:
@@ -135,11 +137,22 @@ def chat_folders(trainer: Mapping[str, Any]) -> list[Path]:
     if not tokenizer or "source" in trainer:
         return []
     data = trainer.get("run", {}).get("data", {})
-    others = map(Path, data.get("mixture") or {})  # the first one's place is known wherever this runs
+    # The first one's place is known wherever this runs.
+    others = [folder for name in data.get("mixture") or {} if (folder := _here(name, data)) is not None]
     folders = {folder.resolve(): None for folder in (Path(tokenizer).parent, *others)}
     return [
         folder for folder in folders if (folder / manifests.NAME).is_file() and (_chat(folder) or {}).get("stop_tokens")
     ]
+
+
+def _here(name: str, data: Mapping[str, Any]) -> Path | None:
+    """The folder of a set on this host; None: its store does not give it. `data`: the run's section."""
+    if not is_url(name):
+        return Path(name)
+    try:
+        return PreparedSet(name, Cache(data.get("cache"))).folder
+    except DataError:
+        return None
 
 
 def _chat(folder: Path) -> dict[str, Any] | None:
@@ -216,8 +229,7 @@ def _compare(folder: Path, data: Path) -> _Compared:
     stream = prepared.split("train")
     lengths = stream.row_lengths()
     starts = np.concatenate([[0], np.cumsum(lengths)])
-    prepared.fetch([NAME])
-    for number, sample in enumerate(read_sample(prepared.folder)):
+    for number, sample in enumerate(read_sample(data)):
         if not 0 <= sample.row <= sample.row + sample.rows <= len(lengths):
             raise DataError(f"{data / NAME}: line {number + 1} names rows that {data} does not have; prepare it again")
         if any(token in text for text in strings(untrusted.loads(sample.record)) for token in control):

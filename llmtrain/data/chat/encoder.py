@@ -26,6 +26,7 @@ from llmtrain.base.files import replace_file
 from llmtrain.data.chat.conversation import Conversation, RefusedError, conversation, preference, prompt_only, unpaired
 from llmtrain.data.chat.rendering import BoundsError, Rendered, RenderError, Template, Wanted, first_line
 from llmtrain.data.chat.template_proof import SPLIT, Marked, check_generation, plain
+from llmtrain.data.manifest import SAMPLE
 from llmtrain.data.tokenize import as_ids, refuse_code
 
 Count = Literal["assistant", "last", "all"]
@@ -494,7 +495,7 @@ def _differs(found: str, wanted: str) -> str:
     return f"{found[max(0, at - 10) : at + 20]!r} where {wanted[max(0, at - 10) : at + 20]!r} was expected"
 
 
-NAME = "conversations.jsonl"
+NAME = SAMPLE
 """In the prepared folder, one object a line: `record` (its JSON), `row` (its first one of train), `rows` (how many)."""
 CONVERSATIONS = 100
 """So many are kept at most."""

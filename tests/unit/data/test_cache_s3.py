@@ -40,7 +40,7 @@ def test_a_network_that_cuts_changes_nothing(store: tuple[Any, Network, Path], t
     _, network, folder = store
     prepared, wanted = PreparedSet(URL, Cache(str(tmp_path / "cache"))), PreparedSet(folder).split("train")
     stream = prepared.split("train")
-    network.after_bytes, network.cuts = 50_000, 8
+    network.after_bytes, network.cuts = 50_000, 5
     spans = [(start, 60_000) for start in range(0, 4 * TOKENS, TOKENS // 2)]
     stream.fetch(spans)
     assert network.cuts == 0
