@@ -317,7 +317,8 @@ def make_room(root: Path, wanted: int, bound: float) -> bool:
 
     The caller is the only one that fetches shards into this cache.
     """
-    sizes = {path: bytes_of(path) for path in root.iterdir() if path.is_dir()}
+    # Other folders are not ours to delete.
+    sizes = {path: bytes_of(path) for path in root.iterdir() if (path / _URL).is_file()}
     over = max(sum(sizes.values()) + wanted - bound, wanted + _LEFT_FREE - shutil.disk_usage(root).free)
     going: dict[Path, int] = {}
     try:

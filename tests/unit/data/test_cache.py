@@ -123,6 +123,9 @@ def test_the_bound_holds_and_sets_in_use_stay(folder: Path, tmp_path: Path, monk
     copies = [shutil.copytree(folder, folder.with_name(f"copy-{number}")) for number in range(3)]
     files = [f"train-0000{number}.bin" for number in range(8)]
     paths = []
+    other = tmp_path / "cache" / "thesis"
+    other.mkdir(parents=True)
+    (other / "text").write_bytes(bytes(10_000))
     for number, copy in enumerate(copies[:2]):
         prepared, cache = opened(copy, tmp_path)
         download(prepared, cache, files)
@@ -132,13 +135,15 @@ def test_the_bound_holds_and_sets_in_use_stay(folder: Path, tmp_path: Path, monk
     live, _ = opened(copies[1], tmp_path)
     os.utime(paths[1] / ".used", (0, 0))
     root = cache.root
-    bound = caches.bytes_of(root) + 1000
+    bound = caches.bytes_of(root) - 10_000 + 1000
     monkeypatch.setattr("llmtrain.data.download._AGAIN_S", 0.0)
     third, cache = opened(copies[2], tmp_path, gib=bound / GIB)
     assert len(download(third, cache, files)) == 8
-    assert not paths[0].exists() and len(shards_in(live)) == 8 and caches.bytes_of(root) <= bound
+    assert not paths[0].exists() and len(shards_in(live)) == 8 and caches.bytes_of(root) - 10_000 <= bound
     assert not make_room(root, bound, bound)  # both are open: nothing goes, and it does not fit
     assert len(shards_in(live)) == len(shards_in(third)) == 8
+    del live, third
+    assert make_room(root, 0, 0) and [path.name for path in root.iterdir() if path.is_dir()] == ["thesis"]
 
 
 def test_a_step_of_64_sequences_takes_two_round_trips(folder: Path, tmp_path: Path) -> None:
