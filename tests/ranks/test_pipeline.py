@@ -141,8 +141,8 @@ def test_muon_on_stages_whose_groups_differ(pools, small_data):
     assert_agrees(got, want, loss=1e-5, norm=1e-5, parameters=1e-5)
 
 
-def held(case: Case) -> tuple[list[str], int, tuple[int, ...]]:
-    """(names, elements of all parameters and buffers, layers of the stages) of this rank."""
+def held(case: Case) -> tuple[list[str], int]:
+    """(names, elements of all parameters) of this rank."""
     from llmtrain.models.parallel.mesh import mesh_of
     from llmtrain.models.run.build_for_rank import build_model
     from llmtrain.models.spec import ModelSpec
@@ -152,7 +152,7 @@ def held(case: Case) -> tuple[list[str], int, tuple[int, ...]]:
     model: Any = build_model(resolved, ModelSpec.of(resolved.run.model), ranks.device, mesh_of(resolved.degrees))
     assert not any(p.is_meta for p in model.parameters())
     elements = sum(p.numel() for p in model.parameters())
-    return [local.name for local in model.local_parameters()], elements, model.layers_per_stage
+    return [local.name for local in model.local_parameters()], elements
 
 
 def test_a_rank_holds_its_stage_alone(pools, small_data):
@@ -161,8 +161,7 @@ def test_a_rank_holds_its_stage_alone(pools, small_data):
     shares = pools(4).run(held, Case(data=small_data, stage=1, pipeline=4, partition="uniform", model=model))
     names = [name for share in shares for name in share[0]]
     assert len(names) == len(set(names)) == 8 * 9 + 3
-    for stage, (mine, elements, counts) in enumerate(shares):
-        assert counts == (2, 2, 2, 2)
+    for stage, (mine, elements) in enumerate(shares):
         assert {name.split(".")[2] for name in mine if ".layers." in name} == {str(2 * stage), str(2 * stage + 1)}
         ends = 512 * 64 * (stage in (0, 3)) + 64 * (stage == 3)
         assert elements - ends == 2 * (64 * 64 * 3 + 64 * 160 * 3 + 2 * 64)
@@ -173,8 +172,8 @@ def test_a_rank_holds_its_stage_alone(pools, small_data):
 )
 def test_how_layers_are_shared(pools, small_data, partition, want):
     shares = pools(3).run(held, Case(data=small_data, stage=1, pipeline=3, partition=partition))
-    assert len({share[2] for share in shares}) == 1
-    assert shares[0][2] == want
+    layers = [{name.split(".")[2] for name in names if ".layers." in name} for names, _ in shares]
+    assert tuple(map(len, layers)) == want and len(set.union(*layers)) == sum(want)
 
 
 def refusal(case: Case) -> str:

@@ -354,12 +354,6 @@ def read_bytes() -> int:
     return int(fields["rchar"])
 
 
-def written_bytes() -> int:
-    """The same for writing."""
-    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return int(fields["wchar"])
-
-
 def resume_ours(task: Task, path: str) -> tuple[float, int]:
     """(seconds, bytes read) of loading our checkpoint into an engine of ZeRO 2."""
     engine, ranks, _ = make_engine(task, RESUMED)

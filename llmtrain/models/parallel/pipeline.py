@@ -272,7 +272,6 @@ class PipelineLanguageModel(PipelineModule):
         shapes: dict[str, tuple[int, ...]],
         tied: tuple[nn.Module, nn.Module] | None,
         chunk: int,
-        layers: Sequence[int],
     ) -> None:
         degrees, place = mesh.degrees, mesh.place
         stages = degrees.pipeline
@@ -295,7 +294,6 @@ class PipelineLanguageModel(PipelineModule):
             # which DeepSpeed takes by itself, lost the head's gradients so.
             stage.conclude = self._loss
             self.head = Head(stage.hf, chunk)
-        self.layers_per_stage = tuple(layers)
         self.notes: list[str] = []
         """For the user, at the start of a run."""
         self._parameters_here = parameters
@@ -391,7 +389,6 @@ def build_pipeline(resolved: ResolvedRun, spec: ModelSpec, device: torch.device,
         spec.shapes,
         ends if anatomy.tied else None,
         model.loss_chunk_tokens,
-        counts,
     )
     pipeline.notes.append(explain(counts, resolved.batch.accumulation))
     if plan is not None and plan.whole:
