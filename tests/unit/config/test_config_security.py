@@ -45,10 +45,13 @@ def attempts(tmp_path: Path) -> list[tuple[str, str, str, list[str]]]:
         ("top-level class_path", f"{run}\nclass_path: canary.Evil\n", ds, []),
         ("tag", f"{run}\nresume: !!python/object/apply:canary.Evil []\n", ds, []),
     ]
-    for key in schema():
+    # A key of each type, by which alone jsonargparse reads it; where there is one, of a section that is replaced whole.
+    core = ("model.", "data.", "train.")
+    of_type = {str(schema()[key]): key for key in sorted(schema(), key=lambda key: not key.startswith(core))}
+    for key in of_type.values():
         body = f"\n{key}: {EVIL}\n" if "." not in key else "\n{}:\n  {}: {}\n".format(*key.split("."), EVIL)
         base = "\n".join(line for line in run.splitlines() if not line.startswith(key.split(".")[0]))
-        if not key.startswith(("model.", "data.", "train.")):
+        if not key.startswith(core):
             found.append((f"YAML {key}", run if key == "deepspeed" else base + body, ds, ["--optim.lr", "-1"]))
         found.append((f"--{key}", run, ds, [f"--{key}", EVIL, "--optim.lr", "-1"]))
     for section in SECTIONS:
