@@ -36,6 +36,7 @@ from tests.helpers.launching import (
     wait_for_step,
     write_run,
 )
+from tests.helpers.marks import slow
 from tests.helpers.simulated_sites import loss_of, simulated, streamed
 from tests.helpers.warm import WarmCommands
 
@@ -96,7 +97,8 @@ TWO_BY_TWO = [
 
 
 @pytest.mark.parametrize(
-    ("method", "stage", "of_a", "ranks_of_a"), [("local_sgd", 3, 1, 1), ("diloco", 2, 1, 1), *TWO_BY_TWO]
+    ("method", "stage", "of_a", "ranks_of_a"),
+    [("local_sgd", 3, 1, 1), slow("diloco", 2, 1, 1), *TWO_BY_TWO],  # test_sites_go_on_with_other_hardware
 )
 def test_two_sites_train_what_the_definition_says(method, stage, of_a, ranks_of_a, coordinator, small_data, tmp_path):
     """One rank at ZeRO 1 and two at ZeRO 2 or 3, which cut the model elsewhere; and two sites of two ranks each.
