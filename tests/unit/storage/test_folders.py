@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from llmtrain.base.errors import ModelError, UserError
+from llmtrain.data.prepare.settings import PrepareSettings
+from llmtrain.data.prepare.sources import fetched
 from llmtrain.storage import object_store
 from llmtrain.storage.folders import fetch, place_of
 from llmtrain.storage.hub.names import local_folder
@@ -55,6 +57,19 @@ def test_a_model_is_fetched_once_and_what_it_needs_alone(tmp_path: Path, got: li
         model_folder(url, asked_by="from-hf")
     with pytest.raises(ModelError, match="is no URL of a store"):
         model_folder("s4://bucket/model", asked_by="from-hf")
+
+
+def test_an_adapter_and_a_tokenizer(tmp_path: Path, got: list[str]) -> None:
+    folder = tmp_path / "bucket/adapter"
+    folder.mkdir(parents=True)
+    for name in ("adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "optimizer.pt"):
+        (folder / name).write_text("{}")
+    here = model_folder(f"file://{folder}", asked_by="generate")
+    assert sorted(path.name for path in here.iterdir()) == [
+        "adapter_config.json", "adapter_model.safetensors", "tokenizer.json"]  # fmt: skip
+    got.clear()
+    settings = PrepareSettings(sources=("a.txt",), out=tmp_path / "out", tokenizer=f"file://{folder}")
+    assert fetched(settings).tokenizer == str(here) and got == []
 
 
 def test_what_changes_in_the_store_is_another_revision(tmp_path: Path) -> None:
