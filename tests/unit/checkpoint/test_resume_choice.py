@@ -1,4 +1,4 @@
-"""Which checkpoints a launch tries, from what `resume` says and what the run folder holds."""
+"""Checkpoints that a launch tries, from what `resume` says and what the run folder holds, and what it compares."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from llmtrain.base.errors import CheckpointError
+from llmtrain.checkpoint.load import refuse_other_run
 from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.config.run import RunConfig
 from llmtrain.training.resume import candidates
@@ -105,3 +106,10 @@ def test_the_folder_of_a_run_means_the_newest_that_is_in_it(tmp_path: Path) -> N
     own = (["run/checkpoints/step-00000009"], True)
     assert chosen(where, tmp_path / "source") == own  # the same command again
     assert chosen(where, where) == own  # its own folder: as auto
+
+
+def test_a_reference_is_told_by_its_weights_and_not_by_the_number_of_sets():
+    """Checkpoints once held a hash for each set of a mixture."""
+    refuse_other_run({"reference": ["w", "w"]}, {"reference": ["w"]}, Path("step-1"))
+    with pytest.raises(CheckpointError, match="compared with another model than so far"):
+        refuse_other_run({"reference": ["v", "v"]}, {"reference": ["w"]}, Path("step-1"))
