@@ -25,6 +25,7 @@ from llmtrain.checkpoint.hf.serving import (
     pad_within,
     sampling_defaults,
     special_ids,
+    tokenizer_here,
 )
 from llmtrain.checkpoint.output import JOURNAL
 from llmtrain.checkpoint.reader import CheckpointReader
@@ -259,8 +260,8 @@ def copy_beside(folder: Path, trainer: Mapping[str, Any], checkpoint: Path, repo
 
     Raises CheckpointError: the tokenizer is not the run's.
     """
-    imported, tokenizer = "source" in trainer, trainer.get("tokenizer_dir")
-    beside = checkpoint.parent.parent / SOURCE if imported else Path(tokenizer) if tokenizer else None
+    imported = "source" in trainer
+    beside = checkpoint.parent.parent / SOURCE if imported else tokenizer_here(trainer)
     if beside is not None and beside.is_dir():
         if not imported:
             _refuse_other_tokenizer(beside, trainer)

@@ -133,16 +133,27 @@ _SETTINGS = "generation_config.json"
 
 def chat_folders(trainer: Mapping[str, Any]) -> list[Path]:
     """The folders of conversations that the run learnt from, as far as they are there."""
-    tokenizer = trainer.get("tokenizer_dir")
-    if not tokenizer or "source" in trainer:
+    tokenizer = tokenizer_here(trainer)
+    if tokenizer is None or "source" in trainer:
         return []
     data = trainer.get("run", {}).get("data", {})
     # The first one's place is known wherever this runs.
     others = [folder for name in data.get("mixture") or {} if (folder := _here(name, data)) is not None]
-    folders = {folder.resolve(): None for folder in (Path(tokenizer).parent, *others)}
+    folders = {folder.resolve(): None for folder in (tokenizer.parent, *others)}
     return [
         folder for folder in folders if (folder / manifests.NAME).is_file() and (_chat(folder) or {}).get("stop_tokens")
     ]
+
+
+def tokenizer_here(trainer: Mapping[str, Any]) -> Path | None:
+    """The folder of the run's tokenizer: where the run found it, or fetched again from the store of its data; None: the
+    checkpoint names none."""
+    if not (named := trainer.get("tokenizer_dir")):
+        return None
+    data = trainer.get("run", {}).get("data", {})
+    url = next(iter(data.get("mixture") or {}), data.get("path")) or ""
+    found = _here(url, data) if not Path(named).is_dir() and is_url(url) else None
+    return Path(named) if found is None else found / "tokenizer"
 
 
 def _here(name: str, data: Mapping[str, Any]) -> Path | None:

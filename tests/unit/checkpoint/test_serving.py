@@ -16,6 +16,7 @@ import pytest
 from llmtrain.base.errors import CheckpointError
 from llmtrain.checkpoint.hf import exporting, inference
 from llmtrain.checkpoint.hf.exporting import export_hf
+from llmtrain.checkpoint.hf.folder_files import copy_beside
 from llmtrain.checkpoint.hf.proofs import ProofError, Report
 from llmtrain.checkpoint.hf.serving import prove_serving
 from llmtrain.commands.prepare import main
@@ -85,6 +86,12 @@ def test_an_export_proves_itself_and_names_the_trained_end(tmp_path: Path, prepa
     assert f"generation stops at the trained end: {ends[1]}" in found and "not compared" not in found
     copy = PreparedSet(f"file://{data}", Cache(str(tmp_path / "cache"))).folder
     assert told(out, copy) == found.replace(str(data), str(copy))
+    shutil.rmtree(copy)  # as when the cache made room
+    run = {"data": {"path": f"file://{data}", "cache": str(tmp_path / "cache")}}
+    trainer = {"tokenizer_dir": str(copy / "tokenizer"), "tokenizer": fingerprint(data / "tokenizer"), "run": run}
+    (tmp_path / "again").mkdir()
+    assert copy_beside(tmp_path / "again", trainer, out, Report(out)) == copy / "tokenizer"
+    assert fingerprint(tmp_path / "again") == fingerprint(data / "tokenizer")
 
 
 def test_a_scrambled_tokenizer_is_not_exported(tmp_path: Path, prepare: Any) -> None:
