@@ -21,7 +21,8 @@ class Trace:
     norms: list[float] = field(default_factory=list)
     """Global gradient norm before clipping. Empty in a reference whose run reports another (Muon)."""
     parameters: list[dict[str, Tensor]] = field(default_factory=list)
-    """fp32 values by Hugging Face name: at the start, after step 1, after step 2, ..."""
+    """fp32 values by Hugging Face name: at the start, after step 1, after step 2, ... Of a run with an average of its
+    parameters also that, by AVERAGE."""
     gradients: dict[str, Tensor] = field(default_factory=dict)
     """AdamW's and Lion's first moment after step 1: (1 - beta) x the clipped gradient. Muon's matrices have none."""
     by_sign: bool = False
@@ -41,6 +42,8 @@ class Trace:
         return cls(**torch.load(path, weights_only=True))
 
 
+AVERAGE = "ema of {}"
+"""Name of the average of the parameter with a name."""
 NORM = 1e-4  # relative
 PARAMETER = 5e-5
 SPREADS = 4.0
@@ -295,6 +298,8 @@ def hint(got: Trace, want: Trace, verdict: Verdict, clip_norm: float) -> str:
         return "a loss or a gradient norm is not finite"
     if "loss" in kinds and step == 1:
         return _wrong_forward(got, want)
+    if wrong and all(name.startswith(AVERAGE.format("")) for name in wrong):
+        return "the average of the parameters (ema) alone is another: its decay, or the steps that it follows"
     if step == 1 and "gradient" in kinds:
         return _wrong_gradients(got, want, wrong)
     if step == 1 and kinds == {"gradient norm"}:

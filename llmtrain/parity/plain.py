@@ -29,7 +29,7 @@ from llmtrain.objectives.objective import Objective
 from llmtrain.optim.optimizers import AdamW, Lion, Muon, Optimizer
 from llmtrain.optim.schedules import Constant, Cosine, Falling, Schedule, Wsd
 from llmtrain.parity.answers import PLAIN, Answers, divergence, plain_loss
-from llmtrain.parity.compare import Trace
+from llmtrain.parity.compare import AVERAGE, Trace
 from llmtrain.parity.plain_adapter import adapt_plainly, base_of, frozen_beside, loud_source, pack_plainly
 from llmtrain.parity.plain_fp8 import compute_in_fp8
 from llmtrain.parity.plain_teacher import PlainTeacher
@@ -119,7 +119,15 @@ def train_plainly(resolved: ResolvedRun, steps: int, order: Order, device: torch
     tokens = Tokens(run.data, vocabulary, objective.top_k) if objective.data == "texts" else Answers(run, vocabulary)
     teacher = PlainTeacher.of(run.objective, order.attention, DTYPES[resolved.precision], device)
     trace = Trace(by_sign=optim.by_sign)
-    trace.parameters.append({name: value.detach().cpu().clone() for name, value in (masters | frozen).items()})
+    averages = {name: value.clone() for name, value in masters.items()}
+
+    def note() -> None:
+        values = masters | frozen
+        if run.ema.decay is not None:
+            values |= {AVERAGE.format(name): value for name, value in (averages | frozen).items()}
+        trace.parameters.append({name: value.detach().cpu().clone() for name, value in values.items()})
+
+    note()
     for step in range(steps):
         _copy(masters, model, order.nudge and order.nudge * 1_000_003 + step)
         if isinstance(tokens, Answers):
@@ -132,7 +140,9 @@ def train_plainly(resolved: ResolvedRun, steps: int, order: Order, device: torch
         trace.losses.append(loss)
         if not optim.norm_of_update:
             trace.norms.append(norm)
-        trace.parameters.append({name: value.detach().cpu().clone() for name, value in (masters | frozen).items()})
+        if run.ema.decay is not None and (step + 1) % run.ema.every == 0:
+            averages = {n: run.ema.decay * mean + (1 - run.ema.decay) * masters[n] for n, mean in averages.items()}
+        note()
         if step == 0:
             trace.gradients = optimizer.first_moments()
     return trace

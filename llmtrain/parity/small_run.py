@@ -18,7 +18,6 @@ from llmtrain.config.problems import Places, Problems
 from llmtrain.config.resolve import resolve
 from llmtrain.config.run import (
     DataConfig,
-    EmaConfig,
     EvalConfig,
     KeepBest,
     ProfileConfig,
@@ -114,8 +113,12 @@ def small_run(
         small = replace(small, recompute=replace(small.recompute, layers=1))
     if cpu:  # where the compiler takes a minute
         small = replace(small, compile_layers=False)
+    ema = run.ema
+    if ema.decay is not None:  # of few steps
+        ema = replace(ema, decay=min(0.75, ema.decay), every=min(2, steps, ema.every))
     return replace(
         run,
+        ema=ema,
         model=small,
         data=DataConfig(
             path="(synthetic tokens)",
@@ -140,7 +143,6 @@ def small_run(
             stop_early=StopEarly(),
         ),
         eval=EvalConfig(),
-        ema=EmaConfig(),
         profile=ProfileConfig(),
         checkpoint=replace(run.checkpoint, keep_best=KeepBest()),
         fault=replace(run.fault, timeout_s=min(120.0, run.fault.timeout_s)),

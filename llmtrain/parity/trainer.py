@@ -25,12 +25,15 @@ from llmtrain.models.source import ParameterSource
 from llmtrain.models.spec import ModelSpec
 from llmtrain.optim.optimizers import PARAM
 from llmtrain.parity.answers import Answers
-from llmtrain.parity.compare import Trace
+from llmtrain.parity.compare import AVERAGE, Trace
 from llmtrain.parity.plain_adapter import loud_source
 from llmtrain.parity.tokens import Tokens
 from llmtrain.storage.pieces import put
+from llmtrain.training.ema import Ema
 from llmtrain.training.examine import Checked
+from llmtrain.training.parts import Done
 from llmtrain.training.setup import Setup
+from llmtrain.training.step import Position
 
 PLAN = "plan.pickle"
 
@@ -40,7 +43,7 @@ def train_small(resolved: ResolvedRun, steps: int, ranks: Ranks) -> Trace:
     setup, source = set_up(resolved, ranks)
     setup.write(source)
     setup.prove()
-    trace = train_steps(setup, 0, steps)
+    trace = train_steps(setup, 0, steps, ema_of(setup))
     setup.engine.close()
     return trace
 
@@ -57,10 +60,15 @@ def set_up(resolved: ResolvedRun, ranks: Ranks) -> tuple[Setup, ParameterSource]
     return setup, source
 
 
-def train_steps(setup: Setup, first: int, last: int) -> Trace:
-    """Steps [first, last); parameters are put together on rank 0, empty elsewhere."""
+def ema_of(setup: Setup) -> Ema | None:
+    """The run's average of the parameters, which begins with them as they are now; None: it keeps none."""
+    return None if setup.run.ema.decay is None else Ema(setup)
+
+
+def train_steps(setup: Setup, first: int, last: int, ema: Ema | None) -> Trace:
+    """Steps [first, last); parameters, and their averages, are put together on rank 0, empty elsewhere."""
     engine, ranks = setup.engine, setup.ranks
-    trace = Trace(parameters=[whole_tensors(engine, ranks)])
+    trace = Trace(parameters=[_values(engine, ranks, ema)])
     session = setup.session(first)
     with setup.loader(first * setup.resolved.batch.global_batch) as loader:
         for step in range(first, last):
@@ -68,12 +76,24 @@ def train_steps(setup: Setup, first: int, last: int) -> Trace:
             norm = done.update.grad_norm
             trace.losses.append(session.figures(done)["loss"])
             trace.norms.append(math.nan if norm is None else float(norm))
-            trace.parameters.append(whole_tensors(engine, ranks))
+            if ema is not None:
+                ema.after_step(Done(**vars(done), position=Position(step=step + 1), steps=range(step + 1, step + 2),
+                                    complete=False, data_wait_s=0.0, step_s=0.0, comm_s=0.0))  # fmt: skip
+            trace.parameters.append(_values(engine, ranks, ema))
             if step == 0:
                 trace.gradients = whole_tensors(engine, ranks, "exp_avg")
             if done.update.skipped:
                 trace.skipped.append(step + 1)
     return trace
+
+
+def _values(engine: Engine, ranks: Ranks, ema: Ema | None) -> dict[str, torch.Tensor]:
+    """`whole_tensors`, and the averages among them."""
+    values = whole_tensors(engine, ranks)
+    if ema is not None:
+        with ema.in_place():
+            values |= {AVERAGE.format(name): mean for name, mean in whole_tensors(engine, ranks).items()}
+    return values
 
 
 @torch.no_grad()

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from llmtrain.config.run import (
     AdapterConfig,
     DataConfig,
+    EmaConfig,
     ModelConfig,
     RecomputeConfig,
     ResolvedRun,
@@ -79,6 +80,8 @@ class Form:
     objective: str = "next_token"
     reference: str = "column"
     z_loss: float = 0.0
+    ema: bool = False
+    """It keeps an average of its parameters."""
     noise: float = 0.0
     """model.neftune_noise_alpha, which the command leaves out: for what `known_noise` replaces."""
     top_k: int | None = None
@@ -159,6 +162,7 @@ def resolved(form: Form) -> ResolvedRun:
             adapter=AdapterConfig(**json.loads(form.adapter)),
             objective=_objective(form, json.dumps(model)),
             data=DataConfig(path="(none)", isolate_documents=form.isolate_documents),
+            ema=EmaConfig(decay=0.999 if form.ema else None),
             optim=Optimizer.of(form.optimizer, **json.loads(form.own)),
             schedule=Cosine(warmup_steps=100),
             train=TrainConfig(micro_batch=2, accumulation=form.accumulation, max_steps=1000),

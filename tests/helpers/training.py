@@ -116,10 +116,11 @@ def save_checkpoint(
     resolved: ResolvedRun,
     ranks: Ranks,
     frozen: FrozenSource = NOWHERE,
+    more: Callable[[], list[StateTensor]] = list,
 ) -> Path:
-    """Save and wait until it is durable."""
+    """Save and wait until it is durable. `frozen`, `more`: as of Saver."""
     folder = find_folder(checkpoints, ranks)
-    with Saver(engine, folder, resolved.run.checkpoint, resolved.mix, ranks, frozen) as saver:
+    with Saver(engine, folder, resolved.run.checkpoint, resolved.mix, ranks, frozen, more) as saver:
         saver.begin(step, trainer)
         outcome = saver.drain()
     assert outcome is not None and outcome.path is not None, outcome

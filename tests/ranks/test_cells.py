@@ -1,8 +1,8 @@
 """Any two settings of a run that go together, in one table of cells (tests/helpers/covering.py).
 
 A cell trains, saves, becomes a Hugging Face folder, and goes on in the layout of another cell. Losses, gradient norms,
-all parameters after each step and the exported tensors are those of plain PyTorch in one process: the reference and
-the tolerances are those of `llmtrain parity`.
+all parameters and their average (ema) after each step and the exported tensors are those of plain PyTorch in one
+process: the reference and the tolerances are those of `llmtrain parity`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from llmtrain.checkpoint.load import load_checkpoint
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.config.run import ResolvedRun
 from llmtrain.models.adapter import PREFIX, WEIGHTS, plain_name
-from llmtrain.parity.compare import Trace, compare
+from llmtrain.parity.compare import AVERAGE, Trace, compare
 from llmtrain.parity.plain import orders, train_plainly
 from llmtrain.parity.worlds import report
 from tests.helpers import covering
@@ -44,7 +44,7 @@ PLAIN: covering.Cell = {
 def part(run: ResolvedRun, first: int, last: int, folder: str, checkpoint: str | None) -> Any:
     """Steps [first, last) on a rank: from first values, with a save at the end; or from a checkpoint. Returns rank 0's
     trace, and the checkpoint."""
-    from llmtrain.parity.trainer import set_up, train_steps
+    from llmtrain.parity.trainer import ema_of, set_up, train_steps
     from tests.helpers.training import joined, save_checkpoint
 
     ranks = joined()
@@ -56,7 +56,11 @@ def part(run: ResolvedRun, first: int, last: int, folder: str, checkpoint: str |
         trainer = json.loads((Path(checkpoint) / "trainer.json").read_text())
         load_checkpoint(engine, CheckpointReader(Path(checkpoint)), trainer, ranks)
     setup.prove()
-    trace = train_steps(setup, first, last)
+    ema = ema_of(setup)
+    assert ema is not None
+    if checkpoint is not None:
+        ema.restore(None, Path(checkpoint))
+    trace = train_steps(setup, first, last, ema)
     if checkpoint is None:
         state = {
             "step": last,
@@ -66,7 +70,7 @@ def part(run: ResolvedRun, first: int, last: int, folder: str, checkpoint: str |
             "model_config": setup.spec.config.to_dict(),
             "run": asdict(run.run),
         }
-        checkpoint = str(save_checkpoint(engine, Path(folder), last, state, run, ranks))
+        checkpoint = str(save_checkpoint(engine, Path(folder), last, state, run, ranks, more=ema.state))
     engine.close()
     return vars(trace) if ranks.rank == 0 else None, checkpoint
 
@@ -138,7 +142,8 @@ def prove(pools: Any, index: int, place: Path) -> None:
     assert not wrong, "\n".join([*wrong, f"then in the form {then.name}"])
     for name, value in first["parameters"][HALF].items():
         assert torch.equal(rest["parameters"][0][name], value), f"{name} is another after the resume"
-    is_exported(Path(checkpoint), place / "hf", first["parameters"][HALF])
+    own = {name: value for name, value in first["parameters"][HALF].items() if not name.startswith(AVERAGE.format(""))}
+    is_exported(Path(checkpoint), place / "hf", own)
 
 
 def is_exported(checkpoint: Path, out: Path, values: dict[str, Tensor]) -> None:

@@ -64,7 +64,7 @@ def test_the_small_run_keeps_what_the_user_chose_and_shrinks_what_is_long() -> N
     # 512 rows of 4 x 2 ranks are 64 micro-batches: several stay several
     assert (run.train.micro_batch, run.train.accumulation, run.train.global_batch) == (2, 4, None)
     assert run.train.max_steps == 20 and run.train.max_tokens is None
-    assert run.ema == EmaConfig() and run.profile == ProfileConfig(), "at steps that this run has not"
+    assert run.ema == EmaConfig(decay=0.75, every=2) and run.profile == ProfileConfig(), "at steps that this run has"
 
 
 def test_a_pipeline_keeps_micro_batches_enough_to_fill_it_and_lengths_divide() -> None:
@@ -195,6 +195,7 @@ def test_the_reference_takes_nothing_from_a_run_but_its_settings_and_its_first_w
         "llmtrain.optim.schedules.Falling",
         "llmtrain.optim.schedules.Schedule",
         "llmtrain.optim.schedules.Wsd",
+        "llmtrain.parity.compare.AVERAGE",
         "llmtrain.parity.plain_adapter.adapt_plainly",
         "llmtrain.parity.plain_adapter.base_of",
         "llmtrain.parity.plain_adapter.frozen_beside",
