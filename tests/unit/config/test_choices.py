@@ -28,12 +28,6 @@ FOREIGN = [
 ]
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def value_of(section: str, field: str) -> Any:
     """A legal value of a field, which is the default where there is one: that is refused, too."""
     base = choices()[section]

@@ -30,12 +30,6 @@ from tests.helpers.config_workplace import RUN, ranks_at_least, write
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def loaded(here: Path, run: Any = None, ds: Any = None, *argv: str, ranks: int = 2) -> ResolvedRun:
     write(here, run, ds)
     return load(["--config", "run.yaml", *argv], ranks)

@@ -21,12 +21,6 @@ from tests.helpers.wrong_models import MODEL_CASES
 pytestmark = pytest.mark.long
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 @pytest.mark.parametrize("case", [*CASES, *MODEL_CASES], ids=lambda c: c.name)
 def test_wrong_config_is_told_by_check_and_by_train_alike(
     case: Wrong, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -15,12 +15,6 @@ from llmtrain.data.stream.epoch import sequences_of_epoch
 from tests.helpers.config_workplace import write
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def length(here: Path, **train: Any) -> int | None:
     write(here, {"train": {"max_steps": None, **train}})
     return load(["run.yaml"], 2, epoch=sequences_of_epoch).max_steps

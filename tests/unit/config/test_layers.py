@@ -14,12 +14,6 @@ from llmtrain.optim.schedules import Constant, Cosine
 from tests.helpers.config_workplace import write
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def test_the_later_file_wins_key_by_key(here: Path) -> None:
     change = {"optim": {"betas": [0.8, 0.9], "lr": 1e-3}, "tracking": {"tags": ["a", "b"]}}
     write(here, change)
