@@ -21,6 +21,9 @@ _TEXT_TOKENS = frozenset(
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _URL_USERINFO = re.compile(r"(?<=://)[^/\s@]+(?=@)")
+_URL_QUERY = re.compile(r"(?<=[?&])([\w.-]+)=([^&\s\"'<>]+)")
+_SIGNATURES = (["sig"], ["signature"])
+"""Last words of the parameters that sign a URL, as S3, Google and Azure do."""
 _KNOWN_FORMS = re.compile(r"\b(hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|wandb_v\d_\w{20,}|AKIA[0-9A-Z]{16})\b")
 
 
@@ -35,11 +38,17 @@ def is_secret(key: str) -> bool:
 
 
 def redact_text(text: str) -> str:
-    """`text` without user names and passwords in URLs, keys of known form, and the environment's secrets."""
+    """`text` without users, passwords and signatures in URLs, keys of known form, and the environment's secrets."""
     for name, value in os.environ.items():
         if len(value) >= 6 and value in text and is_secret(name):
             text = text.replace(value, REDACTED)
-    return _KNOWN_FORMS.sub(REDACTED, _URL_USERINFO.sub(REDACTED, text))
+    text = _URL_QUERY.sub(_parameter, _URL_USERINFO.sub(REDACTED, text))
+    return _KNOWN_FORMS.sub(REDACTED, text)
+
+
+def _parameter(found: re.Match[str]) -> str:
+    last = [word.lower() for word in _WORD.findall(found[1])[-1:]]
+    return f"{found[1]}={REDACTED}" if is_secret(found[1]) or last in _SIGNATURES else found[0]
 
 
 def redact(value: Any, key: str = "") -> Any:

@@ -77,5 +77,6 @@ def export_to_store(checkpoint: Path, url: str, export: Callable[[Path], Report]
     store = ExportStore(url, checkpoint, "to-hf")
     with scratch_for(url, store.wrong) as folder:
         report = export(folder)
+        report.lines[:] = [line.replace(str(folder), redact_text(url)) for line in report.lines]
         report.add("uploaded", store.put(folder))
     return report

@@ -33,7 +33,8 @@ def test_to_hf_writes_to_a_url(tmp_path: Path, say: Say) -> None:
     there = tmp_path / "bucket/model"
     code, out, err = say("to-hf", tmp_path / "run", f"file://{there}", "--check", "none")
     assert code == 0, err
-    assert f"uploaded    file://{there}: 4 files" in out and not list((tmp_path / "cache").rglob("*.safetensors"))
+    assert f"written     file://{there}: " in out and f"uploaded    file://{there}: 4 files" in out
+    assert not list((tmp_path / "cache").rglob("*.safetensors"))
     assert say("to-hf", tmp_path / "run", tmp_path / "local", "--check", "none")[0] == 0
     assert contents(there) == contents(tmp_path / "local")
     write_checkpoint(tmp_path / "run", 2, seed=2, shapes=WHOLE_LLAMA)

@@ -257,6 +257,10 @@ def test_redaction_reaches_every_depth(monkeypatch):
     assert clean["credentials"] == [REDACTED, REDACTED]
     assert (clean["lr"], clean["bytes_per_token"]) == (1e-4, 2)
     assert "hf_" not in redact_text("token hf_" + "a" * 34)
+    assert redact_text("https://b/a?X-Amz-Credential=c&X-Amz-Signature=canary&versionId=3") == (
+        f"https://b/a?X-Amz-Credential={REDACTED}&X-Amz-Signature={REDACTED}&versionId=3"
+    )
+    assert redact_text("'az://b/c?sr=b&sig=canary%3D'") == f"'az://b/c?sr=b&sig={REDACTED}'"
     assert redact_argv(["--api_key", "x", "--hf-token=y", "--lr", "1", "--password", "--flag"]) == [
         *("--api_key", REDACTED, f"--hf-token={REDACTED}", "--lr", "1", "--password", "--flag")
     ]
