@@ -15,16 +15,19 @@ _EXTENDS = ("llama3", "yarn", "longrope")
 """Types of scaling that are told the length before them (transformers, modeling_rope_utils.py)."""
 
 
-def refuse(model: Any, given: Mapping[str, Any], length: int) -> str | None:
-    """The reason why a model cannot have these fields; None: it can. The model stays as it is."""
+def refuse(model: Any, given: Mapping[str, Any], length: int, own: Mapping[str, Any] | None = None) -> str | None:
+    """The reason why a model cannot have these fields; None: it can. The model stays as it is.
+
+    `own`: those of the fields that may not be without effect, as they are of no stage before; None: all.
+    """
     try:
-        set_rope(copy.deepcopy(model), given, length)
+        set_rope(copy.deepcopy(model), given, length, given if own is None else own)
     except ModelError as error:
         return str(error)
     return None
 
 
-def set_rope(model: Any, given: Mapping[str, Any], length: int) -> None:
+def set_rope(model: Any, given: Mapping[str, Any], length: int, own: Mapping[str, Any] | None = None) -> None:
     """Lay fields over `rope_parameters` of the model's config, and make its rotary embeddings anew.
 
     Args:
@@ -32,6 +35,7 @@ def set_rope(model: Any, given: Mapping[str, Any], length: int) -> None:
         given: such as {"rope_theta": 1e6} or {"rope_type": "yarn", "factor": 4}; of a family with positions of several
             kinds of layers by kind.
         length: tokens of a sequence from now on; the config's `max_position_embeddings` becomes at least that.
+        own: fields that transformers must know for this rope_type, and whose values it must not doubt.
 
     Raises:
         ModelError: the family has none, or transformers refuses a field.
@@ -43,7 +47,7 @@ def set_rope(model: Any, given: Mapping[str, Any], length: int) -> None:
     whole = model.config.get_text_config(decoder=True)
     configs[id(whole)] = whole  # what an export writes
     for config in configs.values():
-        _change(config, given, length)
+        _change(config, given, length, own or {})
     for module in rotary:
         try:
             fresh = type(module)(config=module.config)
@@ -63,7 +67,7 @@ def _frequencies(module: nn.Module) -> list[str]:
     return [name for name, _ in module.named_buffers(recurse=False) if name.endswith("inv_freq")]
 
 
-def _change(config: Any, given: Mapping[str, Any], length: int) -> None:
+def _change(config: Any, given: Mapping[str, Any], length: int, own: Mapping[str, Any]) -> None:
     before: dict[str, Any] = dict(getattr(config, "rope_parameters", None) or {})
     kinds = [key for key, value in before.items() if isinstance(value, dict)]
     if kinds and not all(key in kinds for key in given):
@@ -80,7 +84,7 @@ def _change(config: Any, given: Mapping[str, Any], length: int) -> None:
             config.validate_rope()
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ModelError(f"transformers says: {error}") from error
-    names = [name for fields in (given.values() if kinds else [given]) for name in fields]
+    names = [name for fields in (own.values() if kinds else [own]) for name in fields]
     for text in warned:  # a misspelt field, or one of another rope_type, would do nothing
         unknown = text.rpartition(": ")[2] if text.startswith("Unrecognized keys") else ""
         if any(f"'{name}'" in unknown or f"'s {name} field" in text for name in names):

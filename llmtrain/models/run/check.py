@@ -364,7 +364,8 @@ def check_model(resolved: ResolvedRun) -> tuple[ModelSpec, tuple[str, ...]]:
     before = None
     for number, stage in enumerate(resolved.stages):
         if stage.rope and (before is None or before.rope != stage.rope):
-            _check_rope(hf, f"data.stages[{number - 1}].rope", stage, places, problems)
+            own = run.data.stages[number - 1].rope or {}
+            _check_rope(hf, f"data.stages[{number - 1}].rope", stage, own, places, problems)
         elif before is None or (stage.data.sequence_length > before.data.sequence_length and not stage.rope):
             later = before is not None
             notes += _check_length(hf, stage.data.sequence_length, key, places, problems, later=later)
@@ -485,11 +486,12 @@ def _check_length(
     )
 
 
-def _check_rope(hf: PreTrainedModel, key: str, stage: Stage, places: Places, problems: Problems) -> None:
-    """The model can have the stage's rotary positions."""
+def _check_rope(hf: PreTrainedModel, key: str, stage: Stage, own: dict[str, Any], places: Places,
+                problems: Problems) -> None:  # fmt: skip
+    """The model can have the stage's rotary positions. `own`: the fields that are of no stage before."""
     from llmtrain.models import rope  # most runs have none
 
-    if why := rope.refuse(hf, stage.rope, stage.data.sequence_length):
+    if why := rope.refuse(hf, stage.rope, stage.data.sequence_length, own):
         problems.add(key, stage.rope, why, "write fields of rope_parameters that transformers has for this family, or "
                      "remove them", places.get(key))  # fmt: skip
 

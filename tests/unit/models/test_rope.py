@@ -68,3 +68,8 @@ def test_what_a_family_cannot_have_is_refused(kind: str, given: dict[str, Any], 
     fields = model.config.to_dict()
     assert says in (refuse(model, given, 64) or "")
     assert model.config.to_dict() == fields
+
+
+def test_a_field_of_a_stage_before_may_be_without_effect() -> None:
+    """After yarn's factor, the default type, which knows none."""
+    assert refuse(model_of("llama"), {**YARN, "rope_type": "default"}, 64, {"rope_type": "default"}) is None
