@@ -38,9 +38,10 @@ from llmtrain.data.manifest import SPLITS, Manifest, Shard
 from llmtrain.data.origins import origins_path
 from llmtrain.data.prepare import demo, out_folder, plugin_source, pools, sources, token_corpora
 from llmtrain.data.prepare.out_folder import HELD_OUT, PLAN, REJECTED, UNFINISHED, OutFolder
-from llmtrain.data.prepare.records import Document, Rejection, read_piece
+from llmtrain.data.prepare.records import Document, Rejection, lines_in, read_piece
 from llmtrain.data.prepare.settings import CHAT_FORMATS, PrepareSettings, cut_above
 from llmtrain.data.prepare.sources import (
+    Piece,
     SourceFile,
     Unit,
     find_files,
@@ -101,7 +102,7 @@ def prepare(settings: PrepareSettings) -> Manifest:
         try:
             manifest = _manifest(settings, [files, validation], work, plan, records, out)
         finally:  # where a split is empty it tells why
-            _write_rejected(out, records)
+            _write_rejected(out, _rejected(work, _by_unit(work, records)))
         if settings.format in CHAT_FORMATS:
             write_sample(out.here, records)
             out.show(SAMPLE)
@@ -208,7 +209,8 @@ def _sample(settings: PrepareSettings, work: list[Unit], out: OutFolder) -> Iter
     Raises DataError at its end when it met too many bad records: better now than after the training.
     """
     share = _BPE_SAMPLE_BYTES // len(work)
-    rejected: list[dict[str, Any]] = []
+    rejected: dict[int, dict[str, Any]] = {unit.index: {"rejected": []} for unit in work}
+    count = 0
     for unit in work:
         used = 0
         for item in _records(settings, unit):
@@ -216,11 +218,12 @@ def _sample(settings: PrepareSettings, work: list[Unit], out: OutFolder) -> Iter
                 used += len(item.data)
                 yield item.text
             else:
-                rejected.append(item.as_dict())
-            if used >= share or len(rejected) > settings.max_rejected + _LISTED:
+                rejected[unit.index]["rejected"].append(item.as_dict())
+                count += 1
+            if used >= share or count > settings.max_rejected + _LISTED:
                 break
-    if len(rejected) > settings.max_rejected:
-        raise _too_many(settings, out, {0: {"rejected": rejected}})
+    if count > settings.max_rejected:
+        raise _too_many(settings, out, work, rejected)
 
 
 def _records(settings: PrepareSettings, unit: Unit) -> Iterator[Document | Rejection]:
@@ -271,10 +274,10 @@ def _run(settings: PrepareSettings, work: list[Unit], out: OutFolder, moment: st
         progress.finish(unit)
         rejected += len(record["rejected"])
         if rejected > settings.max_rejected:
-            raise _too_many(settings, out, records)
+            raise _too_many(settings, out, work, records)
 
     if rejected > settings.max_rejected:
-        raise _too_many(settings, out, records)
+        raise _too_many(settings, out, work, records)
     if settings.on is None:
         places = pools.local(settings.processes or len(os.sched_getaffinity(0)))
     else:
@@ -320,10 +323,12 @@ def _is_there(record: dict[str, Any], sizes: dict[str, int], item_size: int) -> 
     return True
 
 
-def _too_many(settings: PrepareSettings, out: OutFolder, records: dict[int, dict[str, Any]]) -> DataError:
-    """List the rejected records of the units, by index; returns the error that names the first."""
-    rejected = [entry for index in sorted(records) for entry in records[index]["rejected"]]
-    _write_rejected(out, [records[index] for index in sorted(records)])
+def _too_many(
+    settings: PrepareSettings, out: OutFolder, work: list[Unit], records: dict[int, dict[str, Any]]
+) -> DataError:
+    """List the rejected records of the units that are done; returns the error that names the first."""
+    rejected = _rejected(work, records)
+    _write_rejected(out, rejected)
     shown = "".join(f"\n  {_place(entry)}: {entry['reason']}" for entry in rejected[:5])
     so_far = f"{units.counted(len(rejected), 'bad record')} so far"
     return DataError(
@@ -338,8 +343,20 @@ def _place(entry: dict[str, Any]) -> str:
     return f"{entry['file']}, {unit} {entry[unit]}"
 
 
-def _write_rejected(out: OutFolder, records: list[dict[str, Any]]) -> None:
-    rejected = [entry for record in records for entry in record["rejected"]]
+def _rejected(work: list[Unit], records: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rejected records of the units that are done, with their lines in their files."""
+    some = [unit for unit in work if records.get(unit.index, {}).get("rejected")]
+    before = _lines_before(work, records, {unit.index for unit in some})
+    found: list[dict[str, Any]] = []
+    for unit in some:
+        lines = {unit.pieces[0].label: before.get(unit.index, 0)}
+        for entry in records[unit.index]["rejected"]:
+            moved = {"line": entry["line"] + lines.get(entry["file"], 0)} if "line" in entry else {}
+            found.append({**entry, **moved})
+    return found
+
+
+def _write_rejected(out: OutFolder, rejected: list[dict[str, Any]]) -> None:
     if rejected:
         replace_file(out.here / REJECTED, "".join(json.dumps(entry) + "\n" for entry in rejected).encode())
         out.show(REJECTED)
@@ -410,13 +427,32 @@ def _manifest(
 
 def _continued(work: list[Unit], records: list[dict[str, Any]]) -> list[tuple[str, int]]:
     """For each unit the file of lines that goes on in it, and its lines before: a line belongs to where it begins."""
-    found: list[tuple[str, int]] = []
-    lines = 0
-    for unit, record in zip(work, records, strict=True):
+    before = _lines_before(work, _by_unit(work, records), {unit.index for unit in work})
+    return [(unit.pieces[0].origin, before[unit.index]) if unit.index in before else ("", 0) for unit in work]
+
+
+def _by_unit(work: list[Unit], records: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    return {unit.index: record for unit, record in zip(work, records, strict=True)}
+
+
+def _lines_before(work: list[Unit], records: dict[int, dict[str, Any]], wanted: set[int]) -> dict[int, int]:
+    """Unit -> lines before it of the file that goes on in it; of these units those in which one does.
+
+    Those of a unit that is not done are counted by reading it, once."""
+    found: dict[int, int] = {}
+    lines, unread = 0, list[Piece]()
+    for unit in work:
         first, last = unit.pieces[0], unit.pieces[-1]
         goes_on = first.kind == "jsonl" and first.start > 0
-        found.append((first.origin, lines) if goes_on else ("", 0))
-        lines = record["lines"] + (lines if goes_on and first is last else 0)
+        if goes_on and unit.index in wanted:
+            lines, unread = lines + sum(map(lines_in, unread)), []
+            found[unit.index] = lines
+        if not (goes_on and first is last):
+            lines, unread = 0, []
+        if (known := records.get(unit.index, {}).get("lines")) is not None:
+            lines += known
+        elif last.kind == "jsonl" and not last.compressed:
+            unread.append(last)
     return found
 
 

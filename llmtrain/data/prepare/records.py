@@ -15,7 +15,7 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, BinaryIO, TextIO
 
 from llmtrain.base.units import size
@@ -30,7 +30,7 @@ _ROWS = 64  # rows decoded at a time: 64 documents of the largest allowed size s
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """An accepted record. `data` is `text` in UTF-8; `number` is its line or row within the piece's file or range."""
+    """An accepted record. `data` is `text` in UTF-8; `number` is its line or row, as a Rejection has it."""
 
     text: str
     data: bytes
@@ -39,7 +39,8 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """A record that cannot be used. `unit` is "line" (counted from 1), "row" or "token" (its first; from 0)."""
+    """A record that cannot be used. `unit` is "line" (counted from 1), "row" or "token" (its first; from 0): of its
+    file, but a line of jsonl of its piece, which does not know how many come before."""
 
     file: str
     unit: str
@@ -79,8 +80,7 @@ def read_piece(
     }
     reader = readers[piece.kind]
     try:
-        for item in reader(piece, field, max_bytes):
-            yield replace(item, number=_in_file(piece, item.number)) if isinstance(item, Rejection) else item
+        yield from reader(piece, field, max_bytes)
     except OSError as error:
         raise inputs.cannot_be_read(piece.path, error) from error
 
@@ -88,12 +88,7 @@ def read_piece(
 def reject(piece: Piece, document: Document, reason: str) -> Rejection:
     """Reject a document after all."""
     unit = "line" if piece.kind in ("text", "jsonl", "made") else "row"
-    return Rejection(piece.label, unit, _in_file(piece, document.number), reason)
-
-
-def _in_file(piece: Piece, number: int) -> int:
-    """The number of a record of a piece among those of its file."""
-    return number + (_lines_before(piece) if piece.kind == "jsonl" and piece.start else 0)
+    return Rejection(piece.label, unit, document.number, reason)
 
 
 def _check(
@@ -294,18 +289,13 @@ def _parse(
 
 
 @functools.lru_cache(maxsize=1)  # asked at bad lines only, and not once for each: it reads all that is before
-def _lines_before(piece: Piece) -> int:
-    """Lines of the file that start before the piece's first line."""
-    count = 0
-    last = b""
-    with inputs.open_file(piece.path, stop=piece.start) as stream:
-        left = piece.start
-        while left and (block := stream.read(min(left, _CHUNK))):
-            count += block.count(b"\n")
-            left -= len(block)
-            last = block[-1:]
-    # A line that begins before the piece and ends in it belongs to the piece before.
-    return count if last == b"\n" else count + 1
+def lines_in(piece: Piece) -> int:
+    """Lines that begin in a piece of a file of lines, by reading it. Raises DataError."""
+    try:
+        with _open(piece) as stream:
+            return sum(1 for _ in _lines(stream, piece, _CHUNK))
+    except OSError as error:
+        raise inputs.cannot_be_read(piece.path, error) from error
 
 
 def _lines(stream: BinaryIO, piece: Piece, limit: int) -> Iterator[bytes]:

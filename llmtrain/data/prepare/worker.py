@@ -224,7 +224,8 @@ def process_unit(
     encoder: AnyEncoder,
     progress: Callable[[int], None],
 ) -> dict[str, Any]:
-    """Tokenize `unit` and leave its shards and its record; returns the record. `progress` gets bytes of text done.
+    """Tokenize `unit` and leave its shards and its record; returns the record. Nothing is left of one with too many
+    rejected records, which is not read to its end. `progress` gets bytes of text done.
 
     Raises DataError, leaving nothing behind, when the output cannot be written.
     """
@@ -238,13 +239,14 @@ def process_unit(
         too_long = 0 if isinstance(encoder, Encoder) else encoder.too_long
         written = _write_documents(unit, settings, encoder, writers, progress)
         refuse_changed(unit.pieces)
+        whole = len(written.rejected) <= settings.reject_limit  # else the caller ends, and the rest was not read
         files = [piece.origin for piece in unit.pieces]
         order = {piece.label: place for place, piece in enumerate(unit.pieces)}
         written.rejected.sort(key=lambda rejection: (order[rejection.file], rejection.number))
         record = {
             "unit": unit.index,
             "shards": written.in_place or {split: writers[split].commit(files) for split in SPLITS},
-            "lines": written.lines.count,
+            "lines": written.lines.count if whole else None,
             "rejected": [rejection.as_dict() for rejection in written.rejected],
             "content": f"{written.content:032x}",
             "cut": written.cut,
@@ -259,7 +261,8 @@ def process_unit(
         if unit.validation:
             replace_file(own / hashes_name(unit.index), bytes(written.hashes))
         replace_file(own / record_name(unit.index), json.dumps(record).encode())
-        folder.take(own)
+        if whole:
+            folder.take(own)
         return record
     except OSError as error:
         remedy = (

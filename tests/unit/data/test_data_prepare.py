@@ -265,6 +265,16 @@ def test_other_settings_or_another_source_are_refused(
     assert "not made by `llmtrain prepare`" in capsys.readouterr().err
 
 
+def test_a_shard_that_too_many_bad_records_cut_off_is_done_again(reference: Path, tmp_path: Path) -> None:
+    good = [json.dumps({"text": f"document {i} " + "word " * 9}) for i in range(500)]
+    (tmp_path / "a.jsonl").write_text("\n".join(["{"] * 1200 + good))
+    argv = ["--source", str(tmp_path / "a.jsonl"), "--tokenizer", str(reference / "tokenizer")]
+    argv += ["--out", str(tmp_path / "set"), "--max-rejected"]
+    assert main([*argv, "0"]) == 2
+    assert main([*argv, "1200"]) == 0
+    assert sum(PreparedSet(tmp_path / "set").manifest.documents.values()) == 500
+
+
 def test_bad_records_stop_the_run_until_they_are_allowed_or_mended(
     reference: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

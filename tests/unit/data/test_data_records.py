@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -12,7 +13,8 @@ import pytest
 import zstandard
 
 from llmtrain.base.errors import DataError
-from llmtrain.data.prepare.records import Document, Rejection, read_piece
+from llmtrain.data.prepare.preparation import _rejected
+from llmtrain.data.prepare.records import Document, Lines, Rejection, read_piece
 from llmtrain.data.prepare.sources import find_files, plan_units
 
 LIMIT = 1000
@@ -61,9 +63,17 @@ def test_a_cut_jsonl_gives_each_line_once_and_its_true_number(tmp_path: Path, un
     lines[41] = b'{"text": 5}'
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"\n".join(lines))  # no newline at the end either
-    texts, rejected = read(path, unit_bytes)
+    texts, _ = read(path, unit_bytes)
     assert texts == [text for i, text in enumerate(GOOD[:60]) if i not in (17, 41)]
-    assert [entry.split(":")[0] for entry in rejected] == ["a.jsonl, line 18", "a.jsonl, line 42"]
+    work = plan_units(find_files([str(path)], "auto"), unit_bytes)
+    records: dict[int, Any] = {}
+    for unit in work:
+        lines = Lines()
+        items = [item for piece in unit.pieces for item in read_piece(piece, "text", LIMIT, lines)]
+        bad = [item.as_dict() for item in items if isinstance(item, Rejection)]
+        known = {"lines": lines.count} if unit.index % 3 else {}  # else not all are done, and some are counted now
+        records[unit.index] = {"rejected": bad, **known}
+    assert [entry["line"] for entry in _rejected(work, records)] == [18, 42]
 
 
 @pytest.mark.parametrize(
