@@ -48,8 +48,8 @@ _ENDED_S = 3.0
 _BEAT_S = 5.0
 """A host with nothing to tell says so as often."""
 _SILENT_S = 60.0
-"""A host is lost that has said nothing for so long: frozen, or without power, which neither srun nor a connection that
-is just open notices."""
+"""A host is lost that has said nothing for so long: its process is frozen, or a connection without keepalive stays open
+to a host without power."""
 
 
 class Lost(Exception):
