@@ -24,7 +24,7 @@ from llmtrain.checkpoint.remote import checkpoints_at
 from llmtrain.cluster.watch.explain.device_faults import device_fault
 from llmtrain.config.run import ModelConfig
 from llmtrain.data.tokenize import refuse_code
-from llmtrain.models.adapter import CONFIG, PREFIX, WEIGHTS, need_peft
+from llmtrain.models.adapter import CONFIG, MAGNITUDE, PREFIX, WEIGHTS, need_peft
 from llmtrain.models.score import gives_scores
 from llmtrain.models.skeleton import load_config
 from llmtrain.models.source import SafetensorsSource, refuse_escape, refuse_other_shapes
@@ -95,6 +95,7 @@ class Answerer:
                 if rows:
                     model.resize_token_embeddings(rows, mean_resizing=False)  # the adapter has all of them
                 model.load_adapter(str(folder))
+            _load_magnitudes(folder, model)
         return cls(model.eval(), tokenizer, folder, base != folder, _ends(base, folder, tokenizer))
 
     def switch(self, on: bool) -> None:
@@ -223,6 +224,19 @@ def _rows(folder: Path, model: Any) -> int:
             return file.entries[held[0]].shape[0] if held else 0
     except TensorFileError as error:
         raise ModelError(f"{folder}: {error} Only safetensors are read.") from error
+
+
+def _load_magnitudes(folder: Path, model: Any) -> None:
+    """The lengths of DoRA's rows: transformers 5 looks for them by another name than peft's files have, and leaves them
+    as a new adapter's."""
+    from safetensors import safe_open
+
+    with safe_open(folder / WEIGHTS, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118  (it is no map)
+            path = name.removeprefix(PREFIX).removesuffix(".weight")
+            if path.endswith(MAGNITUDE):
+                length = model.get_submodule(f"{path}.default").weight
+                length.data.copy_(file.get_tensor(name).view_as(length))
 
 
 def _scores_beside(folder: Path) -> bool:
