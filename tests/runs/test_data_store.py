@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +45,16 @@ def trained(where: Path, data: str, *more: str, before: Callable[[int], None] | 
     return losses(where / "run")
 
 
+def own_cache(folder: Path, rank: int) -> None:
+    """Give a rank a user's cache folder of its own."""
+    os.environ["XDG_CACHE_HOME"] = str(folder / f"host-{rank}")
+
+
+def with_environment(values: dict[str, str], _rank: int) -> None:
+    """Give a rank these variables: a fork server has those of its start."""
+    os.environ.update(values)
+
+
 def test_losses_do_not_depend_on_where_the_data_lies(folder: Path, tmp_path: Path) -> None:
     """A folder, a URL whose set fits into the cache, and one of which a tenth does; with a resume in the middle."""
     wanted = trained(tmp_path / "folder", str(folder))
@@ -56,7 +67,7 @@ def test_losses_do_not_depend_on_where_the_data_lies(folder: Path, tmp_path: Pat
         assert trained(tmp_path / name, url, *bound) == found | wanted == wanted
         kept = sum(file.stat().st_size for file in cache.rglob("*") if file.is_file())
         told = [row["file"] for row in rows(tmp_path / name / "run", "events.jsonl") if row["kind"] == "data_fetched"]
-        assert told[:1] == ["validation-00000.bin"] and 0 < kept <= share * size
+        assert "validation-00000.bin" in told[:4] and 0 < kept <= share * size  # four arrive at a time
 
 
 @pytest.mark.slow
@@ -68,8 +79,10 @@ def test_s3_behind_a_network_that_cuts(folder: Path, tmp_path: Path, monkeypatch
         upload(client, folder, "prepared")
         network.after_bytes, network.cuts = 2000, 12
         bound = ("--data.cache", str(tmp_path / "cache"), "--data.cache_gib", str(0.1 * size / 2**30))
-        found = trained(tmp_path / "s3", "s3://bucket/prepared", *bound, "--train.max_steps", "5")
-        assert trained(tmp_path / "s3", "s3://bucket/prepared", *bound) == found | wanted == wanted
+        words = ("s3://bucket/prepared", *bound)
+        before = partial(with_environment, {name: value for name, value in os.environ.items() if "AWS" in name})
+        found = trained(tmp_path / "s3", *words, "--train.max_steps", "5", before=before)
+        assert trained(tmp_path / "s3", *words, before=before) == found | wanted == wanted
         assert network.cuts == 0
 
 
@@ -78,10 +91,7 @@ def test_each_host_has_a_cache_of_its_own(small_data: str, tmp_path: Path, monke
     folder, url = small_data, f"file://{small_data}"
     wanted = trained(tmp_path / "folder", folder)
 
-    def before(rank: int) -> None:
-        os.environ["XDG_CACHE_HOME"] = str(tmp_path / f"host-{rank}")
-
-    assert trained(tmp_path / "url", url, before=before) == wanted
+    assert trained(tmp_path / "url", url, before=partial(own_cache, tmp_path)) == wanted
     assert all(list((tmp_path / f"host-{rank}").glob("llmtrain/data/*/manifest.json")) for rank in (0, 1))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "host-2"))
     found = list(Where(url, tmp_path / "url" / "run").at_step(3, None))
