@@ -14,7 +14,7 @@ from llmtrain.base.errors import ConfigError
 from llmtrain.commands.config import main
 from llmtrain.commands.where import Where
 from tests.helpers import forked
-from tests.helpers.launching import losses, rows, write_recipe
+from tests.helpers.launching import losses, write_recipe
 from tests.helpers.prepared import write_prepared
 from tests.helpers.s3 import s3, upload
 
@@ -66,8 +66,7 @@ def test_losses_do_not_depend_on_where_the_data_lies(folder: Path, tmp_path: Pat
         found = trained(tmp_path / name, url, *bound, "--train.max_steps", "5")
         assert trained(tmp_path / name, url, *bound) == found | wanted == wanted
         kept = sum(file.stat().st_size for file in cache.rglob("*") if file.is_file())
-        told = [row["file"] for row in rows(tmp_path / name / "run", "events.jsonl") if row["kind"] == "data_fetched"]
-        assert "validation-00000.bin" in told[:4] and 0 < kept <= share * size  # four arrive at a time
+        assert 0 < kept <= share * size
 
 
 @pytest.mark.slow
