@@ -36,6 +36,7 @@ def resolve(
     Raises: ConfigError.
     """
     places = places or {}
+    written = tuple(places)
     path = run.deepspeed
     problems = Problems()
     tree, ignored = ds_json.checked(path)
@@ -82,7 +83,7 @@ def resolve(
         expert_parallel=dict(facts.tree.get("expert_parallel") or {}),
         max_steps=max_steps,
         places=dict(places),
-        notes=(*all_notes, *notes_of(run, stages, max_steps)),
+        notes=(*all_notes, *notes_of(run, stages, max_steps), *rules.unused(run, written)),
     )
 
 

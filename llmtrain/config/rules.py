@@ -6,7 +6,7 @@ import importlib.util
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields, is_dataclass
 from glob import escape, glob
 from pathlib import Path
@@ -228,6 +228,21 @@ def check_values(run: RunConfig, places: Places, problems: Problems) -> None:
         problems.add("ema.every", run.ema.every, "without ema.decay there is no average", "set ema.decay, 0.999 is "
                      "common, or remove the section", places.get("ema.every"))  # fmt: skip
     _check_going_on(run, places, problems)
+
+
+def unused(run: RunConfig, given: Iterable[str]) -> list[str]:
+    """Notes on the keys that are given, and that the run does not read for what others say."""
+    train, evaluation = run.train, run.eval
+    measures = train.eval or evaluation.sets or evaluation.choices or train.sample_prompts
+    unread = {
+        "sites.": not run.sites.name and "without sites.name the run trains alone",
+        "train.eval_every": not measures and "train.eval is off, and nothing else is measured",
+        "train.sample_tokens": not train.sample_prompts and "there are no train.sample_prompts",
+        "checkpoint.when_busy": run.checkpoint.mode == "sync" and "no save is late in checkpoint.mode sync",
+        "tracking.artifacts": run.tracking.wandb == "disabled" and "tracking.wandb is disabled",
+    }
+    found = {start: sorted(key for key in given if key.startswith(start)) for start, why in unread.items() if why}
+    return [f"{', '.join(keys)}: no effect: {unread[start]}" for start, keys in found.items() if keys]
 
 
 def _check_each_value(run: RunConfig, flat: dict[str, Any], places: Places, problems: Problems) -> None:

@@ -252,6 +252,21 @@ def test_max_steps_from_tokens(here: Path, train: dict[str, Any], steps: int) ->
     assert loaded(here, {"train": train}).max_steps == steps  # 8 x 128 tokens a step
 
 
+def test_keys_that_others_make_idle_are_noted(here: Path) -> None:
+    run = {
+        "sites": {"method": "diloco", "start_sites": 2},
+        "train": {"max_steps": 100, "eval": False, "eval_every": 5, "sample_tokens": 4},
+        "tracking": {"wandb": "disabled", "artifacts": "reference"},
+        "checkpoint": {"mode": "sync", "when_busy": "skip"},
+    }
+    notes = [note.partition(": no effect")[0] for note in loaded(here, run).notes if "no effect" in note]
+    assert notes == ["sites.method, sites.start_sites", "train.eval_every", "train.sample_tokens",
+                     "checkpoint.when_busy", "tracking.artifacts"]  # fmt: skip
+    run["train"] |= {"sample_prompts": ["Once"]}
+    run |= {"checkpoint": {"when_busy": "skip"}}
+    assert not any(key in note for note in loaded(here, run).notes for key in ("train.", "when_busy"))
+
+
 def test_wsd_decays_over_a_tenth(here: Path) -> None:
     assert loaded(here, {"schedule": {"name": "wsd"}}).run.schedule.decay_steps == 10
 
