@@ -73,8 +73,8 @@ class DataConfig:
     mask_document_starts: bool = True
     """Do not count the prediction of a document's first token: nothing before it tells it."""
     cache: str | None = None
-    """Folder of each host for what is fetched of prepared folders with a URL, shared by its runs; null = llmtrain/data
-    in the user's cache folder (XDG_CACHE_HOME, or ~/.cache)."""
+    """Folder of each host for what is fetched of prepared folders with a URL, shared by its runs; null = data
+    in LLMTRAIN_CACHE, by default ~/.cache/llmtrain."""
     cache_gib: float = bounded(100.0, POSITIVE, "100 is the default")
     """GiB that the cache may take. What does not fit is read from the store at each step; sets that no run uses are
     deleted to make room."""

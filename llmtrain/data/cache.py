@@ -29,7 +29,7 @@ import xxhash
 
 from llmtrain.base import untrusted
 from llmtrain.base.errors import DataError
-from llmtrain.base.files import lock_file, lock_folder, replace_file
+from llmtrain.base.files import cache_folder, lock_file, lock_folder, replace_file
 from llmtrain.base.redact import redact_text
 from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.data.manifest import NAME, SAMPLE, Manifest, parse_manifest
@@ -59,8 +59,7 @@ class Cache:
     @property
     def root(self) -> Path:
         """The folder, by default one of the user."""
-        own = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-        return Path(self.folder or f"{own}/llmtrain/data").expanduser()
+        return cache_folder() / "data" if self.folder is None else Path(self.folder).expanduser()
 
 
 class StoreGone(DataError):
