@@ -51,7 +51,7 @@ _LOCK, _VERSIONS, _USED, _URL = ".lock", ".versions.json", ".used", ".url"
 
 @dataclass(frozen=True)
 class Cache:
-    """Where a host keeps what it has fetched."""
+    """Folder and bound of what a host has fetched."""
 
     folder: str | None = None
     gib: float = DEFAULT_GIB

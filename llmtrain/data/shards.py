@@ -64,7 +64,7 @@ class TokenStream:
     ) -> None:
         """`cached`: what lies in a store, and `folder` has of it what is on this host."""
         self.name = str(folder) if cached is None else cached.shown
-        """Of the folder, as messages have it."""
+        """Path or URL of the folder, for messages."""
         self._cached = cached
         self._shards = shards
         self._paths = [folder / shard.file for shard in shards]
@@ -201,7 +201,7 @@ class FileSum:
     length: int | None = None
     """Bytes that are compared; None: the whole file."""
     cached: CachedFolder | None = None
-    """What lies in a store: a shard that is not on this host is read from there."""
+    """The folder in a store from which a shard is read that is not on this host."""
 
     @property
     def is_here(self) -> bool:
@@ -278,7 +278,7 @@ class PreparedSet:
         self._cached = opened(self.name, cache.root) if is_url(self.name) else copied(Path(folder))
         self.name = self.name if self._cached is None else self._cached.shown
         self.folder = Path(folder) if self._cached is None else self._cached.path
-        """On this host."""
+        """Path on this host."""
         self.manifest = read_manifest(self.folder) if self._cached is None else self._cached.manifest
         self.tokenizer_dir = self.folder / "tokenizer"
         self.dtype = np.dtype("<u2" if self.manifest.dtype == "uint16" else "<u4")

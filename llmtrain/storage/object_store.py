@@ -34,8 +34,6 @@ _FINAL = (PermissionError, IsADirectoryError, NotADirectoryError, ValueError, Im
 """Another try would end the same way."""
 _VERSIONS = ("ETag", "etag", "generation", "blob_id", "content_md5", "LastModified", "last_modified", "mtime")
 """Names under which drivers tell what a file's content was, the surest first."""
-
-
 _MODIFIED = ("LastModified", "last_modified", "mtime", "created")
 
 
@@ -158,10 +156,6 @@ class Store:
             return content
 
         return self._tried(once)
-
-    def open(self, name: str = "", block_bytes: int = 8 << 20) -> Any:
-        """A binary stream that can seek. Its reads raise what the driver raises."""
-        return self._tried(lambda: self._files.open(self._path(name), "rb", block_size=block_bytes))
 
     def get(self, name: str, path: Path) -> None:
         """Download a file; `path` holds all of it or is not there."""

@@ -185,8 +185,8 @@ class _Ranges(io.RawIOBase):
         return len(data)
 
     def _end(self, start: int, count: int) -> int:
-        """Where a request ends that begins at a place: early for the first ones, of which the reader may want no more,
-        and for those behind the piece."""
+        """End of a request that begins at a place: early for the first ones, of which the reader may want no more, and
+        for those behind the piece."""
         if self._ahead is None:
             return min(start + count, self._size)
         if start >= self._stop:

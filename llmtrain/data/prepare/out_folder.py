@@ -46,7 +46,7 @@ class OutFolder:
     def __init__(self, path: Path) -> None:
         self.name = str(path)
         self.here = path
-        """Where the plan, the tokenizer and the like are read and written."""
+        """Folder in which the plan, the tokenizer and the like are read and written."""
 
     @contextmanager
     def held(self) -> Iterator[None]:

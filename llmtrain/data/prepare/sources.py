@@ -179,7 +179,7 @@ class Piece:
     origin: str = ""
     """Name of the file in `data where`."""
     version: str = ""
-    """Of a URL: the file's when it was listed."""
+    """Size and version that a store told of the file when it was listed; empty: it is no URL."""
 
     @property
     def compressed(self) -> bool:
@@ -355,7 +355,7 @@ def _hidden(name: str, pattern: str) -> bool:
 
 
 def _store_version(url: str, kind: Kind, stored: Stored) -> str:
-    """What `refuse_changed` compares: of token ids the versions of their indexes too."""
+    """Sizes and versions of a file and, of token ids, of its indexes: `refuse_changed` compares them."""
     beside = token_corpora.indexes(url) if kind == "tokens" else []
     return "+".join([f"{stored.bytes}:{stored.version}", *map(inputs.version, beside)])
 

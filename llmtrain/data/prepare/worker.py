@@ -199,7 +199,7 @@ class _Written:
 
     rejected: list[Rejection] = field(default_factory=list)
     lines: Lines = field(default_factory=Lines)
-    """Those of the unit's last piece."""
+    """Lines that begin in the unit's last piece."""
     content: int = 0
     """Sum of the documents' hashes: the same however the input is cut into units."""
     cut: int = 0

@@ -73,7 +73,7 @@ class TrainData:
         self.vocab_size: int = self.manifests[0].vocab_size
         self.separator_id: int = self.manifests[0].separator_id
         self.name: str = self._members[0].prepared.name
-        """Of the first set's folder, as messages have it."""
+        """Path or URL of the first set's folder, for messages."""
         self.tokenizer_dir: Path = self._members[0].prepared.tokenizer_dir
         self._windows = [member.train.count for member in self._members]
         self._validation_windows = [member.validation.count for member in self._members]
@@ -214,7 +214,8 @@ class TrainData:
         return [shard for member in self._members for shard in member.prepared.shards_in_store(split)]
 
     def shards_next(self, index: int, sequences: int) -> list[tuple[str, str]]:
-        """Those with the beginnings of so many training sequences from `index` on, in the order of their need."""
+        """(URL, file) of the shards with the beginnings of so many training sequences from `index` on, in order of
+        need."""
         found: dict[tuple[str, str], None] = {}
         urls = [next(iter(member.prepared.shards_in_store("train")), ("", ""))[0] for member in self._members]
         for number, window in map(self.place_of, range(index, index + sequences) if any(urls) else ()):
@@ -316,7 +317,7 @@ class EvalSet(TrainData):
         return self.window_at(index) if self.whole else super().validation_window_at(index)
 
     def fetch_validation(self, indices: Sequence[int]) -> None:
-        """Of the split that is measured."""
+        """`fetch` for sequences of the split that is measured."""
         if self.whole:
             self.fetch(indices)
         else:

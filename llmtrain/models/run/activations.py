@@ -135,8 +135,8 @@ def _teacher(run: RunConfig, precision: str) -> Teacher | None:
 def _loss(
     objective: Objective, spec: ModelSpec, teacher: Teacher | None, inputs: Tensor, positions: Tensor | None
 ) -> Loss:
-    """What a run's loss function makes of the head, and all that is as large as tokens x words or the hidden state:
-    what an objective computes of the tokens' likelihoods is small, and may be a plugin's."""
+    """Stand-in for a run's loss function: it takes as much of the head, and all that is as large as tokens x words or
+    the hidden state. What an objective computes of the tokens' likelihoods is small, and may be a plugin's."""
     column = None if objective.top_k is None else _column(inputs, objective.top_k)
 
     def of_hidden(head: Head, hidden: Tensor) -> Tensor:
