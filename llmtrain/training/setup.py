@@ -376,7 +376,7 @@ def prove_alike(objective: Objective, ranks: Ranks) -> None:
     with together(ranks), torch.random.fork_rng(devices=[]):
         mine = []
         for _ in range(2):
-            torch.manual_seed(0)  # torch's random numbers are the step's
+            torch.default_generator.manual_seed(0)  # torch's random numbers are the step's
             mine.append(sample_terms(copy.deepcopy(objective)))
     calls = [(rank, *call) for rank, found in enumerate(from_all(ranks, mine)) for call in found]
     first_rank, method, first = calls[0]
