@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import subprocess
@@ -11,10 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from llmtrain.commands.prepare import main
 from tests.helpers.launching import environment
+from tools.lab.host import LabHost
 from tools.lab.lab import Lab
 
 
@@ -54,14 +57,23 @@ def test_a_host_that_dies_costs_its_shards_under_way_and_no_byte(lab3: Lab, corp
     while len(list((out / "unfinished").glob("unit-*.json"))) < 5:
         assert time.monotonic() < deadline and process.poll() is None, process.communicate()[0]
         time.sleep(0.02)
-    for worker in lab3.hosts[1].processes():  # the kernel's, out of memory: the whole host starts again
-        if "pools" in " ".join(worker.cmdline()):
-            worker.kill()
+    for pool in running(lab3.hosts[1], "data.prepare.pools"):  # out of memory, say: the whole host starts again
+        pool.kill()
     lab3.hosts[2].kill()
     said = process.communicate(timeout=200)[0]
     assert process.returncode == 0, said
     assert "under way will be done again" in said and "Traceback" not in said, said
     assert contents(out) == contents(corpus / "alone")
+
+
+def running(host: LabHost, module: str) -> list[psutil.Process]:
+    """Processes of a module on a host of the lab; others come and go meanwhile."""
+    found = []
+    for each in host.processes():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if module in " ".join(each.cmdline()):
+                found.append(each)
+    return found
 
 
 def kills(lab: Lab, out: Path, process: subprocess.Popen[str], rng: random.Random) -> list[str]:
@@ -77,7 +89,7 @@ def kills(lab: Lab, out: Path, process: subprocess.Popen[str], rng: random.Rando
         time.sleep(rng.uniform(0.0, 0.2))
         module = "data.prepare.worker" if what == "worker" else "data.prepare.pools"
         host = lost if what == "host" else surviving if what == "worker" else other
-        found = [each for each in host.processes() if module in " ".join(each.cmdline())]
+        found = running(host, module)
         if what == "host":
             host.kill()
         elif found:
