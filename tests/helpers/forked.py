@@ -45,7 +45,9 @@ class Launch:
         port = free_port()
         arguments = ["--config", str(recipe), *overrides]
         self.ranks: list[Any] = [
-            _CONTEXT.Process(target=_rank, args=(rank, world_size, port, arguments, str(self.log), before))
+            _CONTEXT.Process(
+                target=_rank, args=(rank, world_size, port, arguments, str(self.log), dict(os.environ), before)
+            )
             for rank in range(world_size)
         ]
         for rank in self.ranks:
@@ -109,11 +111,18 @@ def train(recipe: Path, *overrides: str, world_size: int = 2) -> str:
 
 
 def _rank(
-    rank: int, world_size: int, port: int, arguments: list[str], log: str, before: Callable[[int], None] | None
+    rank: int,
+    world_size: int,
+    port: int,
+    arguments: list[str],
+    log: str,
+    environment: dict[str, str],
+    before: Callable[[int], None] | None,
 ) -> None:
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
+    os.environ.update(environment)  # the fork server has that of its start, in an earlier test
     become_rank(rank, world_size, port)
     os.environ["DS_ACCELERATOR"] = "cpu"
     from llmtrain.cli import main
