@@ -255,15 +255,6 @@ def fresh_compilation_cache() -> Iterator[None]:
         yield
 
 
-def note_in_forward_passes_alone() -> None:
-    """torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint: what a hook writes down in a recomputed layer
-    it writes once. Without it torch compiles no recomputed layer that has such a hook, and does not say so.
-    """
-    from torch._dynamo import config
-
-    _set(config, "skip_fwd_side_effects_in_bwd_under_checkpoint", True)
-
-
 def set_compile_threads(count: int) -> None:
     """torch._inductor.config.compile_threads, which torch reads from the environment when it is imported only."""
     from torch._inductor import config

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from llmtrain.config.run import ModelConfig
 from llmtrain.config.topology import Mix
 from llmtrain.models.recompute import random_state, recompute, set_random_state
-from llmtrain.models.transformers_private import note_in_forward_passes_alone
 
 # The MLPs of a decoder over slices of the sequence: what they keep for the backward pass is one slice's.
 #
@@ -126,8 +125,6 @@ def set_up_layers(
         recompute(again, keep_attention=mix.keep_attention, on_host=mix.layer_inputs_on_host,
                   compiled=bool(model.compile_layers))  # fmt: skip
     if model.compile_layers:
-        if mix.recomputes:  # a router's hook wants its scores of the forward pass
-            note_in_forward_passes_alone()
         for layer in layers:
             # Not layer.compile(), which takes the layer's hooks in: ZeRO 3 gathers and lets go in them. A run has one
             # shape, and static kernels are faster.
