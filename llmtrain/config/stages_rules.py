@@ -120,8 +120,9 @@ def check_lengths(run: RunConfig, stages: Stages, max_steps: int | None, places:
 def notes_of(run: RunConfig, stages: Stages, max_steps: int | None) -> list[str]:
     """Stages that the run does not reach, learning rates that jump, and decisions on figures of other data."""
     notes = []
-    reached = [stage for stage in stages if max_steps is None or stage.first_step < max_steps]
-    other = next((stage.first_step for stage in reached if stage.data != stages[0].data), None)
+    same = stages.sharing(0)
+    others = [stage.first_step for number, stage in enumerate(stages) if number not in same]
+    other = next((step for step in others if max_steps is None or step < max_steps), None)
     deciding = {
         "checkpoint.keep_best": run.checkpoint.keep_best.metric,
         "train.stop_early": run.train.stop_early.metric,

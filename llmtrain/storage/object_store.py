@@ -10,16 +10,16 @@ import contextlib
 import itertools
 import os
 import re
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
 from llmtrain.base.redact import redact_text
+from llmtrain.base.threads import in_thread
 
 Result = TypeVar("Result")
 
@@ -245,15 +245,7 @@ class _Limit:
     def result(self, call: Callable[[], Result]) -> Result:
         """Result of a call, in a thread of its own. Raises TimeoutError, and leaves the thread to itself then."""
         self._until = time.monotonic() + self._limit_s
-        future: Future[Result] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(call())
-            except BaseException as error:
-                future.set_exception(error)
-
-        threading.Thread(target=run, daemon=True, name="store").start()
+        future = in_thread(call, "store")
         while (left_s := self._until - time.monotonic()) > 0:
             if wait([future], left_s).done:
                 return future.result()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import wait
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import torch
 from llmtrain.base import log, units
 from llmtrain.base.errors import CheckpointError, DataError
 from llmtrain.base.redact import redact_text
+from llmtrain.base.threads import in_thread
 from llmtrain.checkpoint.format import complete_checkpoints, step_folder
 from llmtrain.checkpoint.hf.exporting import export_hf
 from llmtrain.checkpoint.hf.inference import Sampling, generate
@@ -193,15 +193,7 @@ def _upload(url: str, checkpoint: Path, folder: RunDirectory, tracker: Tracker) 
     """The export is on this host's disk: a store that fails costs the run nothing."""
     from llmtrain.checkpoint.hf.store import ExportStore  # most runs have none
 
-    done: Future[str] = Future()
-
-    def put() -> None:
-        try:
-            done.set_result(ExportStore(url, checkpoint, "train.export_to").put(folder.export))
-        except Exception as error:
-            done.set_exception(error)
-
-    threading.Thread(target=put, daemon=True).start()
+    done = in_thread(lambda: ExportStore(url, checkpoint, "train.export_to").put(folder.export), "upload")
     until = time.monotonic() + _UPLOAD_S
     while not wait([done], 1.0).done and time.monotonic() < until:
         heart.beat()

@@ -14,7 +14,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, TypeVar
@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from llmtrain.base import log
 from llmtrain.base.errors import UserError
+from llmtrain.base.threads import in_thread
 from llmtrain.cluster import messages
 from llmtrain.cluster.watch import rank_side
 from llmtrain.cluster.watch.heartbeat import heart
@@ -190,15 +191,7 @@ def at_length(ranks: Ranks, call: Callable[[], T]) -> T:
 
     Raises: what the call raises, once all have ended.
     """
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True, name="at length").start()
+    future = in_thread(call, "at length")
     while not all(from_all(ranks, bool(wait([future], _IN_TOUCH_S).done))):
         pass
     return future.result()

@@ -12,9 +12,8 @@ import pytest
 
 from llmtrain.checkpoint.mirror import Mirrored
 from llmtrain.checkpoint.remote import checkpoints_at
-from llmtrain.storage import object_store
-from llmtrain.storage.object_store import Store
 from tests.helpers.checkpoints import WHOLE_LLAMA, at, flip, write_checkpoint
+from tests.helpers.stores import fetched_files
 from tests.unit.checkpoint.test_mirror import contents, mirroring
 
 Say = Callable[..., tuple[int, str, str]]
@@ -23,17 +22,7 @@ Say = Callable[..., tuple[int, str, str]]
 @pytest.fixture(autouse=True)
 def got(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the files that were fetched."""
-    monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(object_store, "_PAUSES_S", ())
-    names: list[str] = []
-    get = Store.get
-
-    def counted(self: Store, name: str, path: Path) -> None:
-        names.append(name)
-        get(self, name, path)
-
-    monkeypatch.setattr(Store, "get", counted)
-    return names
+    return fetched_files(tmp_path, monkeypatch)
 
 
 @pytest.fixture

@@ -15,22 +15,13 @@ from llmtrain.storage.folders import fetch, place_of
 from llmtrain.storage.hub.names import local_folder
 from llmtrain.storage.hub.transfer import model_folder
 from llmtrain.storage.object_store import Store
+from tests.helpers.stores import fetched_files
 
 
 @pytest.fixture(autouse=True)
 def got(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the files that were fetched."""
-    monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(object_store, "_PAUSES_S", ())
-    names: list[str] = []
-    get = Store.get
-
-    def counted(self: Store, name: str, path: Path) -> None:
-        names.append(name)
-        get(self, name, path)
-
-    monkeypatch.setattr(Store, "get", counted)
-    return names
+    return fetched_files(tmp_path, monkeypatch)
 
 
 def _model(folder: Path) -> str:
