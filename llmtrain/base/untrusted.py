@@ -22,7 +22,8 @@ def loads(text: str | bytes, *, infinite: bool = False, pairs: Callable[[Any], A
     """json.loads, of which everything that can be wrong with a text is a ValueError.
 
     Args:
-        infinite: allow NaN and Infinity, which some model configurations hold (Mamba-2's time_step_limit).
+        infinite: allow NaN and Infinity, which some model configurations hold (Mamba-2's time_step_limit), in
+            transformers 5's spelling, too.
         pairs: json's object_pairs_hook.
 
     Raises:
@@ -31,7 +32,10 @@ def loads(text: str | bytes, *, infinite: bool = False, pairs: Callable[[Any], A
     """
     constant = float if infinite else _no_constant
     try:
-        tree = json.loads(text, object_pairs_hook=pairs, parse_float=_finite, parse_constant=constant)
+        tagged = _tagged if infinite else None
+        tree = json.loads(
+            text, object_pairs_hook=pairs, object_hook=tagged, parse_float=_finite, parse_constant=constant
+        )
     except RecursionError:
         raise _too_deep() from None
     level = [tree] if isinstance(tree, (dict, list)) else []
@@ -52,6 +56,12 @@ def _finite(text: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"the number {text[:20]} is too large")
     return value
+
+
+def _tagged(fields: dict[str, Any]) -> Any:
+    """The number for which transformers 5 writes such an object; any other object as it is."""
+    tag = fields.get("__float__")
+    return float(tag) if len(fields) == 1 and tag in ("Infinity", "-Infinity", "NaN") else fields
 
 
 def _no_constant(text: str) -> NoReturn:

@@ -108,7 +108,7 @@ class Mirrored:
         found = self.complete()
         stays = set(list(found)[: max(1, keep)])
         if best is not None and len(found) > keep:
-            trainers = {step: untrusted.loads(self.store.read(_name(step, TRAINER))) for step in found}
+            trainers = {step: untrusted.loads(self.store.read(_name(step, TRAINER)), infinite=True) for step in found}
             figures = [(step, figure) for step in found if (figure := best.figure(trainers[step])) is not None]
             stays |= {step for step, _ in best.first(figures)}
         self.drop(lambda step: step not in stays and (step < min(stays, default=0) or step in found))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,7 +51,7 @@ def _given_config(model: ModelConfig, *, trust_remote_code: bool) -> PreTrainedC
     given = model.pretrained or model.config
     try:
         if isinstance(given, dict):
-            fields = dict(given)
+            fields = untrusted.loads(json.dumps(given), infinite=True)  # a config.json's fields in YAML
             _refuse_endless(fields)
             return AutoConfig.for_model(fields.pop("model_type"), **fields)
         path = model.folder or Path(str(given))

@@ -143,7 +143,8 @@ def _parameters(run: RunConfig) -> float | None:
     try:
         if not isinstance(given, dict):
             path = Path(str(given))
-            given = untrusted.loads((path if path.is_file() else path / "config.json").read_bytes())
+            file = path if path.is_file() else path / "config.json"
+            given = untrusted.loads(file.read_bytes(), infinite=True)
         width, heads = given["hidden_size"], given["num_attention_heads"]
         size = given.get("head_dim") or width // heads
         attention = 2 * width * size * (heads + (given.get("num_key_value_heads") or heads))

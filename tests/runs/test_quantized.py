@@ -38,11 +38,11 @@ def test_qlora_trains_on_the_rounded_weights_goes_on_and_ends_in_a_peft_folder(s
     assert again.keys() == {5, 6, 7, 8}
     assert all(abs(whole[step] - again[step]) < 1e-5 for step in again), (whole, again)
     model = AutoModelForCausalLM.from_pretrained(base)
-    first = _first_loss(model, small_data)
+    first = first_loss(model, small_data)
     for name, parameter in model.named_parameters():
         if name.endswith("_proj.weight"):
             parameter.data = in_four_bits(parameter)
-    rounded = _first_loss(model, small_data)
+    rounded = first_loss(model, small_data)
     assert abs(whole[1] - rounded) < 1e-5 < abs(whole[1] - first), (whole[1], rounded, first)
     found = load_file(tmp_path / "run/export/adapter_model.safetensors")
     assert all(".lora_" in name for name in found) and any(
@@ -50,7 +50,7 @@ def test_qlora_trains_on_the_rounded_weights_goes_on_and_ends_in_a_peft_folder(s
     )
 
 
-def _first_loss(model: torch.nn.Module, data: str) -> float:
+def first_loss(model: torch.nn.Module, data: str) -> float:
     from llmtrain.config.run import DataConfig
     from llmtrain.data.stream.loader import TrainData
     from tests.helpers.training import mean_cross_entropy

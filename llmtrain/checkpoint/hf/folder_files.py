@@ -161,8 +161,9 @@ SOURCE = "source"
 _LOCAL_BASES = {
     "gemma3": ("rope_theta", "rope_local_base_freq"),
     "modernbert": ("global_rope_theta", "local_rope_theta"),
+    "olmo3": ("rope_theta", ""),
 }
-"""Model type -> transformers 4's keys of the rotary base of full and of local attention, where the two differ."""
+"""Families with a rope for each kind of layer in transformers 4 -> its keys for the rotary bases, full and local."""
 _HF_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _BESIDE = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".md")
 _BESIDE_LIMIT = 256 << 20  # bytes; the largest tokenizers have 40 MB
@@ -203,7 +204,7 @@ def write_others(
         elif (ids or sampling) and not (folder / "generation_config.json").exists():  # else an imported folder's own
             settings = generation_settings(config, ids) | sampling
             (folder / "generation_config.json").write_text(json.dumps(settings, indent=2) + "\n")
-        fields = untrusted.loads(config.to_json_string(), infinite=True)
+        fields = json.loads(config.to_json_string())  # infinite numbers stay as this transformers spells them
         for_older_readers(fields)
         (folder / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
     index = files.index(sum(map(numel, layout.shapes.values())))
@@ -228,7 +229,9 @@ def for_older_readers(fields: dict[str, Any]) -> None:
         return
     if isinstance(rope.get("full_attention"), dict):  # by the kind of layer
         whole, local = rope["full_attention"], rope.get("sliding_attention") or {}
-        bases = next((names for begin, names in _LOCAL_BASES.items() if family.startswith(begin)), ("rope_theta", ""))
+        bases = next((names for begin, names in _LOCAL_BASES.items() if family.startswith(begin)), None)
+        if bases is None:  # transformers 4 has no such family, and 5 takes `rope_scaling` for the rope of all layers
+            return
         older = {bases[0]: whole.get("rope_theta"), bases[1]: local.get("rope_theta")}
     else:
         whole = rope

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import uuid
 from pathlib import Path
@@ -83,7 +84,8 @@ def test_the_best_stay(tmp_path: Path, url: str) -> None:
     store = Mirrored(url)
     mirror, _ = mirroring(tmp_path, store, keep=1, best=Best(metric="eval/loss", keep=1, mode="min"))
     for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, 2.5)):
-        write_checkpoint(tmp_path, step, seed=step, evaluation={"step": step, "figures": {"eval/loss": loss}})
+        evaluation, config = {"step": step, "figures": {"eval/loss": loss}}, {"time_step_limit": [0.0, math.inf]}
+        write_checkpoint(tmp_path, step, seed=step, evaluation=evaluation, model_config=config)
         mirror.go_on()
     assert list(store.complete()) == [4, 2]
 
