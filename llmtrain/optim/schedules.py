@@ -64,7 +64,7 @@ class Falling(Schedule):
         return self.min_ratio + (1 - self.min_ratio) * self.shape(progress)
 
     def falls_from(self, max_steps: int) -> int:
-        """The last step with factor 1."""
+        """The step whose factor is 1, from which it falls."""
         return self.warmup_steps
 
     def shape(self, progress: float) -> float:
@@ -104,7 +104,7 @@ class Wsd(Falling, choice="wsd"):
         return self.decay_steps or 0
 
     def falls_from(self, max_steps: int) -> int:
-        return max_steps - self.filled(max_steps).decay()
+        return max_steps - self.filled(max_steps).decay() - 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -280,20 +280,19 @@ def _rows(tokens: Tokens, rows: list[int]) -> list[Tensor]:
 def rate_of_step(schedule: Schedule, number: int, steps: int) -> float:
     """Factor on the peak learning rate at optimizer step `number` of `steps` (1 is the first).
 
-    From 0 before the first step a line reaches 1 with the step after the warm-up's; min_ratio is reached with the last
-    step: from the warm-up's end by half a cosine or a line, or in the last decay_steps by a line (wsd).
+    Step k of w of the warm-up has k / (w + 1). The next one has 1, from which half a cosine or a line reaches min_ratio
+    with the last step; with wsd step k of the last d has 1 - (1 - min_ratio) k / d.
     """
-    top = schedule.warmup_steps + 1
-    if number <= top or isinstance(schedule, Constant):
-        return min(1.0, number / top)
-    if not isinstance(schedule, Falling):  # the definition of a plugin's schedule is its own
-        return schedule.factor(number - 1, steps)
+    whole = schedule.warmup_steps + 1
     if isinstance(schedule, Wsd):
         assert schedule.decay_steps is not None, "the resolver fills it in"
-        top = steps - schedule.decay_steps + 1
-    if number <= top:
-        return 1.0
-    done = (number - top) / (steps - top)
+        if (late := number - (steps - schedule.decay_steps)) > 0:
+            return 1.0 - (1.0 - schedule.min_ratio) * late / schedule.decay_steps
+    if number <= whole or isinstance(schedule, Constant | Wsd):
+        return min(1.0, number / whole)
+    if not isinstance(schedule, Falling):  # the definition of a plugin's schedule is its own
+        return schedule.factor(number - 1, steps)
+    done = (number - whole) / (steps - whole)
     height = math.cos(math.pi / 2 * done) ** 2 if isinstance(schedule, Cosine) else 1.0 - done
     return schedule.min_ratio * (1.0 - height) + height
 

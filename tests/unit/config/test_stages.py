@@ -16,6 +16,7 @@ from llmtrain.config.load import load, parse
 from llmtrain.config.run import ResolvedRun
 from llmtrain.config.stages import saved_stages
 from llmtrain.config.strict_yaml import dump
+from llmtrain.parity.plain import rate_of_step
 from tests.helpers.config_workplace import write
 from tests.helpers.prepared import write_prepared
 
@@ -70,6 +71,38 @@ def test_a_checkpoint_tells_the_same_learning_rates(here: Path) -> None:
     found = loaded(here, STAGES, schedule={"name": "cosine", "warmup_steps": 5})
     saved = saved_stages(json.loads(json.dumps(asdict(found.run))))
     assert [saved.factor(step, 100) for step in range(100)] == [found.stages.factor(step, 100) for step in range(100)]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "steps", "want"),
+    [  # by the sentences of docs/training.md
+        ({"name": "constant"}, 1, [1]),
+        ({"name": "constant", "warmup_steps": 1}, 3, [1 / 2, 1, 1]),
+        ({"name": "linear"}, 1, [1]),
+        ({"name": "linear"}, 3, [1, 0.6, 0.2]),
+        ({"name": "linear", "warmup_steps": 1}, 2, [1 / 2, 1]),
+        ({"name": "linear", "warmup_steps": 1}, 4, [1 / 2, 1, 0.6, 0.2]),
+        ({"name": "cosine"}, 1, [1]),
+        ({"name": "cosine"}, 3, [1, 0.6, 0.2]),
+        ({"name": "cosine", "warmup_steps": 1}, 2, [1 / 2, 1]),
+        ({"name": "cosine", "warmup_steps": 1}, 4, [1 / 2, 1, 0.6, 0.2]),
+        ({"name": "wsd"}, 1, [0.2]),
+        ({"name": "wsd"}, 3, [1, 1, 0.2]),
+        ({"name": "wsd", "decay_steps": 2}, 4, [1, 1, 0.6, 0.2]),
+        ({"name": "wsd", "warmup_steps": 1, "decay_steps": 1}, 2, [1 / 2, 0.2]),
+        ({"name": "wsd", "warmup_steps": 1, "decay_steps": 2}, 4, [1 / 2, 1, 0.6, 0.2]),
+    ],
+)
+def test_the_rates_of_each_schedule(here: Path, schedule: dict[str, Any], steps: int, want: list[float]) -> None:
+    """Of a run, of a stage with so many steps, and by parity's own definition."""
+    given = schedule if schedule["name"] == "constant" else {**schedule, "min_ratio": 0.2}
+    alone = loaded(here, [], schedule=given, train={"max_steps": steps})
+    assert [alone.stages.factor(step, steps) for step in range(steps)] == pytest.approx(want)
+    assert [rate_of_step(alone.run.schedule, step + 1, steps) for step in range(steps)] == pytest.approx(want)
+    stage = loaded(here, [{"from_step": 5, "schedule": given}], train={"max_steps": 5 + steps})
+    assert [stage.stages.factor(5 + step, 5 + steps) for step in range(steps)] == pytest.approx(want)
+    first = loaded(here, [{"from_step": steps, "schedule": {"name": "constant"}}], schedule=given)
+    assert [first.stages.factor(step, 100) for step in range(steps + 1)] == pytest.approx([*want, 1])
 
 
 def test_a_schedule_lasts_until_the_next_one(here: Path) -> None:

@@ -29,7 +29,7 @@ def test_shapes():
     assert cosine.factor(25, 101) == pytest.approx(0.5 * (1 + math.cos(math.pi / 4)))
     assert linear.factor(25, 101) == pytest.approx(0.75)
     wsd = Wsd(decay_steps=10, min_ratio=0.0)
-    assert [wsd.factor(step, 101) for step in (0, 50, 90, 91, 95, 100)] == pytest.approx([1, 1, 1, 1, 5 / 9, 0])
+    assert [wsd.factor(step, 101) for step in (0, 50, 90, 91, 95, 100)] == pytest.approx([1, 1, 1, 0.9, 0.5, 0])
     assert Constant().factor(10**6, None) == 1.0
 
 
