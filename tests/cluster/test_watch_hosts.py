@@ -97,7 +97,8 @@ class Job:
 
 @pytest.fixture
 def job(lab3: Lab, small_data: str, tmp_path: Path, warm: WarmCommands) -> Job:
-    job = Job(lab3, tmp_path, small_data, warm)
+    # Below 50 s a pause is told before a silent host is lost.
+    job = Job(lab3, tmp_path, small_data, warm, "--fault.stall_timeout_s", "40")
     job.wait_for_step(6)
     time.sleep(4)  # a watch that has not called yet is not missed: it may be a firewall that keeps it away
     return job

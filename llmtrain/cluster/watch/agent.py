@@ -31,7 +31,7 @@ from llmtrain.cluster.watch.folder import AGENT, JOB, RUN, own, read_json, sweep
 from llmtrain.cluster.watch.notes import Notes
 from llmtrain.cluster.watch.observe import HostRanks, captured, with_gpus
 from llmtrain.cluster.watch.processes import Process, close_output, end_host, end_ssh, identify, job_of, oom_kills
-from llmtrain.cluster.watch.verdict import Judge, Pauses, Stragglers, Verdict
+from llmtrain.cluster.watch.verdict import SILENT_S, Judge, Pauses, Stragglers, Verdict
 
 _LONGEST = 4 << 20
 _HELLO_S = 5.0
@@ -237,12 +237,16 @@ class Agent:
         while True:
             lines = [*self.server.lines.values(), *([self.line] if self.line else [])]
             endings = self.ranks.endings()
-            wait([], max(0.0, now + _SOONEST_S - time.monotonic()), endings)
+            began = time.monotonic()
+            wait([], max(0.0, now + _SOONEST_S - began), endings)
             wait(lines, _TICK_S, endings)
             now = time.monotonic()
+            if now - began > SILENT_S / 2:  # no wait is so long. What the agent does itself may be, and is no sleep
+                self.judge.woke(now)
             self._check_folder()
             reports = self.ranks.observe(now)
             finished = self._finished()
+            now = time.monotonic()  # reports that came meanwhile are not older
             self._hear(reports, finished, now)
             if self.job is None:
                 self._meet(now)
@@ -423,8 +427,8 @@ class Agent:
         now = time.monotonic()
         silent = self.judge.host_facts(now)
         answers = {self.host: captured(self.ranks, self.stall_s, ends=ends)}
-        deadline = now + _ANSWERS_S
-        while len(answers) <= len(self.server.lines) and self.is_root and time.monotonic() < deadline:
+        deadline, mute = now + _ANSWERS_S, {host.name for host in silent if host.silent_s or host.closed}
+        while self.is_root and self.server.lines.keys() - answers.keys() - mute and time.monotonic() < deadline:
             wait(list(self.server.lines.values()), 0.1)
             answers |= self._take_in(time.monotonic())  # the job may go on: no report may be lost
         ranks = {r.rank: r for r in self.judge.ranks()}

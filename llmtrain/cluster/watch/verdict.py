@@ -53,7 +53,7 @@ class Judge:
         self._stall_s, self._silent_s = stall_s, silent_s
         self._hosts: dict[str, Host] = {}
         self._beats: dict[int, int] = {}
-        self._progress_s = self._step_s = self._looked_s = now
+        self._progress_s = self._step_s = now
         self._step = -1
         self._first_dead_s: float | None = None
         self._first_left_s: float | None = None
@@ -99,16 +99,14 @@ class Judge:
         if host is not None and not host.finished and not host.closed:
             host.closed, host.heard_s = True, now
 
-    def decide(self, now: float) -> Verdict | None:
-        """Return a verdict if the job is to be ended.
+    def woke(self, now: float) -> None:
+        """Hold the time so far against nobody: this machine has slept."""
+        self._progress_s = now
+        for host in self._hosts.values():
+            host.heard_s = now
 
-        Call it every few seconds: after a longer gap this machine has slept, and no host counts as silent.
-        """
-        if now - self._looked_s > SILENT_S / 2:
-            self._progress_s = now
-            for host in self._hosts.values():
-                host.heard_s = now
-        self._looked_s = now
+    def decide(self, now: float) -> Verdict | None:
+        """Return a verdict if the job is to be ended. Call it every few seconds, after all reports that have come."""
         ranks = self.ranks()
         live = [r for r in ranks if _lives(r)]
         leaving = bool(live) and all(r.code is not None for r in live)

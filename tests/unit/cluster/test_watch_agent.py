@@ -6,7 +6,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +15,20 @@ import pytest
 from llmtrain.cluster.watch import agent
 from llmtrain.cluster.watch.agent import Agent
 from llmtrain.cluster.watch.explain.facts import RankFacts
+from llmtrain.cluster.watch.notes import Notes
 from llmtrain.cluster.watch.verdict import Verdict
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Iterator[Agent]:
+def root(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Agent]:
+    """The watch of node-1. Its parameter: fault.stall_timeout_s."""
     (tmp_path / "watch").mkdir(mode=0o700)
     settings = {
         "folder": str(tmp_path / "watch"),
         "host": "node-1",
         "run_dir": str(tmp_path),
         "notes": "llmtrain.tracking.fault_note",
-        "stall_s": 300.0,
+        "stall_s": getattr(request, "param", 300.0),
         "connects_s": 30.0,
     }
     agent = Agent({**settings, "launcher": os.getpid(), "local_size": 1})
@@ -117,3 +119,77 @@ def test_many_reports_do_not_make_many_looks(root, other, monkeypatch):
         root.run()
     talker.join()
     assert 3 <= len(looks) <= 12 and root.judge.ranks()
+
+
+class Simulated:
+    """Node-1, whose watch waits without taking time, and node-2. Both do a step in each wait, while node-2 lives."""
+
+    def __init__(self, root: Agent, other: agent.Line, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.steps, self.lives, self.ended_s = time.monotonic(), 0, True, 0.0
+        self.plan: list[tuple[float, Callable[[], object]]] = []
+        """What happens next in a wait, and when."""
+        self.work_s = 0.0
+        """Time that each round of the agent takes for itself."""
+        self._other, self._said_s = other, 0.0
+        monkeypatch.setattr(agent.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(agent, "wait", lambda lines, seconds, others=(): self.wait(seconds))
+        monkeypatch.setattr(agent, "captured", lambda *_, **__: self.wait(1.0) or {"stacks": []})
+        monkeypatch.setattr(root.ranks, "observe", self._observe)
+        monkeypatch.setattr(root, "_end_everywhere", lambda lost: setattr(self, "ended_s", self.now))
+        monkeypatch.setattr(root, "notes", Notes("/nonexistent", ""))
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.steps += self.lives
+        if self.lives and self.now - self._said_s >= 1.0:
+            self._said_s = self.now
+            self._other.send({"ranks": [self._rank(1)], "oom_kills": 0, "finished": False})
+        while self.plan and self.now >= self.plan[0][0]:
+            self.plan.pop(0)[1]()
+
+    def _observe(self, now: float) -> list[dict[str, Any]]:
+        self.now += self.work_s
+        return [self._rank(0)]
+
+    def _rank(self, rank: int) -> dict[str, Any]:
+        facts = RankFacts(rank=rank, host=f"node-{rank + 1}", phase="step", step=self.steps, inside=True)
+        return {**facts.to_json(), "beats": self.steps, "active": False, "timed_steps": 0, "own_s": 0.0}
+
+    def dies(self) -> None:
+        self.lives = False
+
+
+@pytest.fixture
+def simulated(root: Agent, other: agent.Line) -> Iterator[Simulated]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        yield Simulated(root, other, monkeypatch)
+
+
+def give_up() -> None:
+    raise TimeoutError
+
+
+@pytest.mark.parametrize("root", [12.0, 40.0, 300.0], indirect=True)
+def test_a_host_that_dies_is_lost_whatever_the_limit_of_a_stall(root, simulated, capfd):
+    """With less than 50 the pause was told before the host was lost: asking it took 5 s, which passed for a machine
+    that slept, and all silence was forgiven, for ever."""
+    dies_s = simulated.now + 20
+    simulated.plan = [(dies_s, simulated.dies), (dies_s + 200, give_up)]
+    root.run()
+    said = capfd.readouterr().err
+    assert "error: fault after step" in said and "node-2 (rank 1) is lost: it has not reported for 1" in said
+    assert 10 < simulated.ended_s - dies_s < 14 and "make progress again" not in said, said
+
+
+def test_the_watchs_own_work_is_no_sleep_and_a_sleep_is_held_against_nobody(root, simulated, capfd):
+    """A full disk, the kernel log, a driver that does not answer; an hour of a machine that was suspended."""
+    began_s = simulated.now
+    simulated.plan = [
+        (began_s + 20, lambda: setattr(simulated, "now", simulated.now + 3600)),
+        (began_s + 3650, lambda: setattr(simulated, "work_s", 7.0)),
+        (began_s + 3800, simulated.dies),
+        (began_s + 4000, give_up),
+    ]
+    root.run()
+    assert "node-2 (rank 1) is lost" in capfd.readouterr().err
+    assert 3810 < simulated.ended_s - began_s < 3830

@@ -179,6 +179,7 @@ def test_one_stopped_rank_is_a_fault(cluster):
 
 def test_a_machine_that_slept_holds_nothing_against_the_others(cluster):
     cluster.now += 3600
+    cluster.judge.woke(cluster.now)
     assert cluster.judge.decide(cluster.now) is None
     assert cluster.until_verdict(100)[0] is None
 
