@@ -7,12 +7,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from llmtrain.base.threads import usable_cores
 from llmtrain.optim.optimizers import Form, Optimizer
 
 
 def ranks_of_this_host() -> int:
     """As the launcher says: DeepSpeed's, torchrun, or none."""
     return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE", "1"))
+
+
+def cores_of_a_rank() -> int:
+    """Cores that this process may use, over the ranks of this host; at least 1."""
+    return max(1, usable_cores() // ranks_of_this_host())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from llmtrain.base.log import warn_once
-from llmtrain.config.topology import ranks_of_this_host
+from llmtrain.config.topology import cores_of_a_rank
 from llmtrain.models.transformers_private import fresh_compilation_cache, set_compile_threads
 
 _REMEDY = "It needs gcc, g++ and Python's header files (Debian: apt-get install build-essential python3-dev)"
@@ -64,11 +64,6 @@ def _twice(values: Tensor) -> Tensor:
 def _line(error: Exception) -> str:
     message, _, _ = str(error).partition("Set TORCHDYNAMO_VERBOSE")  # what follows is advice for torch's developers
     return " ".join(f"{type(error).__name__}: {message}".split())[:300]
-
-
-def cores_of_a_rank() -> int:
-    """Cores of this host over its ranks, at least 1."""
-    return max(1, (os.cpu_count() or 1) // ranks_of_this_host())
 
 
 def share_cores() -> None:

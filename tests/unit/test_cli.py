@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 
 from llmtrain import cli
 from llmtrain.base.errors import TrainingStopped, UserError
+from llmtrain.base.threads import usable_cores
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,6 +80,55 @@ def test_the_door_imports_no_command() -> None:
     names = ("", ".cli", ".base", ".base.errors", ".base.untrusted", ".base.log", ".base.units", ".commands")
     light = {f"llmtrain{name}" for name in (*names, ".commands.completion")}
     assert set(done.stdout.split()) <= light
+
+
+_SHOWS = """
+import json, os, sys, types
+from llmtrain import cli
+os.sched_getaffinity = lambda _: range(8)
+def main(argv):
+    seen = {key: os.environ.get(key) for key in ("OMP_WAIT_POLICY", "OMP_NUM_THREADS")}
+    print(json.dumps({**seen, "torch": "torch" in sys.modules}))
+    return 0
+sys.modules[cli.COMMANDS[sys.argv[1]][0]] = types.SimpleNamespace(main=main)
+cli.run(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "given", "policy", "threads"),
+    [
+        *((name, {}, "PASSIVE", None) for name in ("train", "prepare", "parity", "reference", "eval", "generate")),
+        ("train", {"LOCAL_SIZE": "4"}, "PASSIVE", "2"),
+        ("train", {"OMP_WAIT_POLICY": "ACTIVE", "OMP_NUM_THREADS": "3"}, "ACTIVE", "3"),
+        ("launch", {}, None, None),  # its ranks are commands, too
+    ],
+)
+def test_threads_of_a_command_sleep_while_they_wait(
+    command: str, given: dict[str, str], policy: str | None, threads: str | None
+) -> None:
+    """20 steps of the quickstart beside other work: 25 s of CPU time with threads that spin, 9 s without."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "LOCAL_"))} | given
+    done = subprocess.run([sys.executable, "-c", _SHOWS, command], env=env, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == {"OMP_WAIT_POLICY": policy, "OMP_NUM_THREADS": threads, "torch": False}
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({"cpu.max": "250000 100000"}, 2),  # cgroup 2, as `docker run --cpus 2.5` writes it
+        ({"cpu.max": "max 100000"}, 8),
+        ({"cpu/cpu.cfs_quota_us": "50000", "cpu/cpu.cfs_period_us": "100000"}, 1),  # cgroup 1
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 8),
+        ({}, 8),
+    ],
+)
+def test_cores_of_a_container(files: dict[str, str], cores: int, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    assert usable_cores(tmp_path) == cores
 
 
 def test_every_command_has_its_module() -> None:

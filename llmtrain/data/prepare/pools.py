@@ -29,6 +29,7 @@ from typing import Any
 from llmtrain.base import log, units
 from llmtrain.base.child import child_environment
 from llmtrain.base.errors import DataError
+from llmtrain.base.threads import usable_cores
 from llmtrain.cluster.hosts.hostfile import Host, is_here, read_hostfile
 from llmtrain.cluster.hosts.ssh import on_hosts, options
 from llmtrain.cluster.launch.slurm import hosts_of
@@ -285,7 +286,7 @@ def main() -> None:
     """A host's workers. Arguments: the folder to work in, and how many (0: one a core). Standard input and output are
     as a worker's, but for `{"hello": workers}`, behind the settings, and `{"alive": true}` while there is nothing else.
     """
-    folder, processes = sys.argv[1], int(sys.argv[2]) or len(os.sched_getaffinity(0))
+    folder, processes = sys.argv[1], int(sys.argv[2]) or usable_cores()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 import time
 from collections import Counter
@@ -28,6 +27,7 @@ import xxhash
 from llmtrain.base import log, units
 from llmtrain.base.errors import DataError
 from llmtrain.base.files import replace_file
+from llmtrain.base.threads import usable_cores
 from llmtrain.config import plugins
 from llmtrain.data import manifest as manifests
 from llmtrain.data import tokenize
@@ -279,7 +279,7 @@ def _run(settings: PrepareSettings, work: list[Unit], out: OutFolder, moment: st
     if rejected > settings.max_rejected:
         raise _too_many(settings, out, work, records)
     if settings.on is None:
-        places = pools.local(settings.processes or len(os.sched_getaffinity(0)))
+        places = pools.local(settings.processes or usable_cores())
     else:
         places = pools.places_on(settings.on, settings.processes)
     with progress:

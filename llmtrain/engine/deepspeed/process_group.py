@@ -13,13 +13,13 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from llmtrain.cluster.watch import rank_side
+from llmtrain.config.topology import cores_of_a_rank
 from llmtrain.engine import progress
 from llmtrain.engine.deepspeed.patches import apply_group_timeout
 from llmtrain.engine.dist.device import own_device
 from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.engine.dist.rendezvous import connect_all, meet
 from llmtrain.engine.process_memory import keep_freed_memory
-from llmtrain.models import compiler
 
 
 def join_process_group(
@@ -43,7 +43,7 @@ def join_process_group(
     accelerator = get_accelerator()
     device = own_device()
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(compiler.cores_of_a_rank())
+        torch.set_num_threads(cores_of_a_rank())
     if device.type == "cpu":
         # DeepSpeed's shared-memory all-reduce leaves 69 MB a rank in /dev/shm for ever; gloo carries it instead.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

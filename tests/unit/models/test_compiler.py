@@ -87,7 +87,7 @@ def test_the_trial_starts_no_processes_that_would_remember_its_folder(monkeypatc
 def test_compiling_takes_a_ranks_share_of_the_cores(monkeypatch):
     from torch._inductor import config
 
-    monkeypatch.setattr(os, "cpu_count", lambda: 24)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(24))
     monkeypatch.setenv("LOCAL_SIZE", "8")
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "5")
     with config.patch(compile_threads=32):
