@@ -2,16 +2,6 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# A rank for each GPU: those of CUDA_VISIBLE_DEVICES where that is set, else all; without any, 2 ranks on the CPU.
-ifeq ($(origin CUDA_VISIBLE_DEVICES),undefined)
-SLOTS := $(filter-out 0,$(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true))
-else
-comma := ,
-SLOTS := $(filter-out 0,$(words $(subst $(comma), ,$(CUDA_VISIBLE_DEVICES))))
-endif
-ifeq ($(SLOTS),)
-export DS_ACCELERATOR ?= cpu
-endif
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 CONSTRAINTS ?= constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -19,7 +9,7 @@ export TOKENIZERS_PARALLELISM := false
 # With it every one of the tests' thousand processes compiles what it imports of this clone.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train tune check test test-cluster test-runs test-ranks test-units test-slow test-oldest test-newest test-peers test-kernels lint install gpu-check clean launch/hostfile.local
+.PHONY: train tune check test test-cluster test-runs test-ranks test-units test-slow test-oldest test-newest test-peers test-kernels lint install gpu-check clean
 
 # DeepSpeed's setup looks for the CUDA toolkit, which a machine with a driver and torch need not have.
 $(VENV)/.run $(VENV)/.dev: export DS_IGNORE_CUDA_DETECTION := 1
@@ -39,18 +29,15 @@ $(VENV)/.dev: $(VENV)/.run
 
 install: $(VENV)/.dev
 
-launch/hostfile.local:
-	@echo "localhost slots=$(or $(SLOTS),2)" > $@
-
 data/stdlib/manifest.json: | $(VENV)/.run
 	$(BIN)/llmtrain prepare --source stdlib --vocab-size 1024 --out data/stdlib
 
 # VERBOSE=1 shows DeepSpeed's launcher's own lines, and the tracebacks of all ranks after a fault.
-train: $(VENV)/.run launch/hostfile.local data/stdlib/manifest.json
-	@llmtrain launch --hostfile launch/hostfile.local --max-restarts 0 $(if $(VERBOSE),--verbose) -- \
-	  launch/recipes/quickstart.yaml
+train: $(VENV)/.run data/stdlib/manifest.json
+	@$(LAUNCH) launch/recipes/quickstart.yaml
 
-LAUNCH = llmtrain launch --hostfile launch/hostfile.local --max-restarts 0 $(if $(VERBOSE),--verbose) --
+# On all GPUs of this machine, or by 2 ranks on its CPU.
+LAUNCH = llmtrain launch --max-restarts 0 $(if $(VERBOSE),--verbose) --
 
 runs/quickstart/export/config.json:
 	@$(MAKE) --no-print-directory train
@@ -64,7 +51,7 @@ data/stdlib-preference/manifest.json: data/stdlib-chat/manifest.json
 	  --out data/stdlib-preference
 
 # Conversations, adapters and preferences on the model of `make train`, and how many held-out questions each answers.
-tune: $(VENV)/.run launch/hostfile.local runs/quickstart/export/config.json data/stdlib-chat/manifest.json \
+tune: $(VENV)/.run runs/quickstart/export/config.json data/stdlib-chat/manifest.json \
   data/stdlib-preference/manifest.json
 	@$(LAUNCH) launch/recipes/sft.yaml
 	@$(LAUNCH) launch/recipes/lora.yaml
@@ -147,4 +134,4 @@ gpu-check: $(VENV)/.dev
 	tools/gpu_check.sh runs/gpu-check $(PARTS)
 
 clean:
-	rm -rf $(VENV) .venv-oldest .venv-newest .venv-peers .venv-kernels build *.egg-info launch/hostfile.local
+	rm -rf $(VENV) .venv-oldest .venv-newest .venv-peers .venv-kernels build *.egg-info

@@ -1,6 +1,8 @@
 """`llmtrain train` for a start by hand, from a clone that need not be installed; `llmtrain launch` does without it:
 
 deepspeed --hostfile hosts launch/train.py --config launch/recipes/NAME.yaml [--section.key value ...]
+
+On one machine without sshd, deepspeed needs `--no_ssh_check --master_addr 127.0.0.1` before launch/train.py.
 """
 
 import sys

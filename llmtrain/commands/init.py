@@ -14,19 +14,17 @@ from llmtrain.commands import completion
 
 _SHIPPED = Path(__file__).parent / "shipped"
 """Folder of what `init` copies: files in a wheel; in a clone, links to folders at its top."""
-_LEFT_OUT = (".local", ".png", ".jsonl")
-"""Suffixes of a clone's files that a wheel lacks: what `make` writes for one machine, figures and raw results."""
-_HOSTFILE = "launch/hostfile.local"
+_LEFT_OUT = (".png", ".jsonl")
+"""Suffixes of a clone's files that a wheel lacks: figures and raw results."""
 _NEXT = """\
 launch/recipes/   a YAML for each run: copy one and change it
 ds_configs/       DeepSpeed JSON; its README.md says which to take
 launch/           train.py (for `deepspeed` by hand), examples of hostfile and environment; Slurm, Kubernetes, SkyPilot
-{hostfile:<17} {hosts}
 examples/         objectives, callbacks, trackers of your own (docs/extend.md)
 docs/             the pages: quickstart.md comes first, configuration.md has every key, posttraining.md chat data
 to begin:         cd {folder}
                   llmtrain prepare --source stdlib --vocab-size 1024 --out data/stdlib
-                  llmtrain launch --hostfile {hostfile} -- launch/recipes/quickstart.yaml"""
+                  llmtrain launch -- launch/recipes/quickstart.yaml"""
 
 
 def main(argv: list[str]) -> int:
@@ -46,13 +44,9 @@ def main(argv: list[str]) -> int:
         for old, new in pairs:
             new.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(old, new)
-        hostfile = folder / _HOSTFILE
-        if not hostfile.exists():
-            hostfile.write_text(f"localhost slots={len(list(Path('/dev').glob('nvidia[0-9]*'))) or 2}\n")
     except OSError as error:
         raise UserError(f"{error.filename}: {error.strerror}. Give a folder that can be written to.") from None
-    hosts = f"this machine for `llmtrain launch` ({hostfile.read_text().strip()}); others go into a copy of the example"
-    then = _NEXT.format(folder=folder, hostfile=_HOSTFILE, hosts=hosts)
+    then = _NEXT.format(folder=folder)
     if folder.resolve() == Path.cwd():
         then = re.sub(r"cd .*\n +", "", then)
     log.info(f"{len(pairs)} files in {folder}\n{then}")

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from llmtrain.base.errors import ConfigError
 from llmtrain.base.files import refuse_if_in_use
-from llmtrain.cluster.hosts.hostfile import Host, is_alone, on_visible_devices, read_hostfile, select
+from llmtrain.cluster.hosts.hostfile import Host, is_alone, on_visible_devices, read_hostfile, select, this_machine
 from llmtrain.cluster.launch import slurm
 from llmtrain.cluster.launch.attempts import Launch
 from llmtrain.cluster.launch.launchers import launcher_of
@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
     """Returns the exit code (docs/cluster.md lists them); raises UserError."""
     options = _options(argv)
     resolved = load(
-        list(options.words), sum(host.slots for host in options.hosts), "the hostfile", epoch=sequences_of_epoch
+        list(options.words), sum(host.slots for host in options.hosts), "the hosts' slots", epoch=sequences_of_epoch
     )
     options = replace(options, carried=plugins.carried())
     mark = secrets.token_hex(8)
@@ -62,11 +62,12 @@ def resolves(words: Sequence[str], ranks: int) -> None:
 def _options(argv: list[str]) -> Options:
     parser = argparse.ArgumentParser(
         prog="llmtrain launch",
-        usage="llmtrain launch --hostfile HOSTS [options] -- RUN.yaml [--SECTION.FIELD VALUE ...]",
-        description="Start a run on all hosts of a hostfile, watch it, and start it again after a fault.",
+        usage="llmtrain launch [--hostfile HOSTS] [options] -- RUN.yaml [--SECTION.FIELD VALUE ...]",
+        description="Start a run on the hosts of a hostfile or on this machine, watch it, restart it after a fault.",
         allow_abbrev=False,
     )
-    parser.add_argument("--hostfile", help="a line `NAME slots=COUNT` for each host; the first one holds rank 0")
+    parser.add_argument("--hostfile", help="a line `NAME slots=COUNT` for each host; the first one holds rank 0 "
+                        "(default: all GPUs of this machine, or 2 ranks on its CPU)")  # fmt: skip
     parser.add_argument("--include", default=None, help="NAME[:DEVICE,...], joined by @: these and no others")
     parser.add_argument("--exclude", default=None, help="the same form: all but these")
     parser.add_argument("--launcher", choices=("pdsh", "slurm"), default="pdsh", help="slurm: hosts from SLURM_*, srun")
@@ -83,7 +84,9 @@ def _options(argv: list[str]) -> Options:
     completion.offer_run(parser)
     given, words = command_words(parser, argv)
     if not words:
-        raise ConfigError("no run: write `llmtrain launch --hostfile HOSTS -- RUN.yaml`")
+        raise ConfigError(
+            "no run: write `llmtrain launch -- RUN.yaml`, or `llmtrain launch --hostfile HOSTS -- RUN.yaml`"
+        )
     words = run_words(words)
     if given.preempt_file:
         words += ["--fault.preempt_file", given.preempt_file]
@@ -110,9 +113,8 @@ def _hosts(given: argparse.Namespace) -> tuple[Host, ...]:
         if given.hostfile is not None:
             raise ConfigError("--launcher slurm takes the hosts from Slurm: leave --hostfile out")
         return select(slurm.hosts_of(os.environ), given.include, given.exclude)
-    if given.hostfile is None:
-        raise ConfigError("--hostfile is missing: give a file with a line `NAME slots=COUNT` for each host")
-    hosts = select(read_hostfile(given.hostfile), given.include, given.exclude)
+    listed = (this_machine(),) if given.hostfile is None else read_hostfile(given.hostfile)
+    hosts = select(listed, given.include, given.exclude)
     if is_alone(hosts) and not given.include and not given.exclude:
         return (on_visible_devices(hosts[0], os.environ),)
     return hosts

@@ -113,6 +113,8 @@ def _train(setup: Setup, folder: RunDirectory, checkpoints: CheckpointFolder, re
                             tracker=tracker, session=session, loader=loader, began_s=began_s)  # fmt: skip
             saving, evaluation = _fill(parts, launch)
             lines = [*resolved.notes, *setup.engine.module.notes, *start.lines]
+            if resolved.max_steps is not None and start.position.step >= resolved.max_steps:
+                lines.append(f"max_steps {resolved.max_steps} is reached, nothing to do: raise it to train on")
             announce(resolved.batch, resolved.mix, folder, setup.spec.facts, ranks.device, lines)
             began = True
             try:

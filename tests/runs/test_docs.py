@@ -84,7 +84,6 @@ class Workplace:
             text = recipe.read_text().replace("sequence_length: 4096", "sequence_length: 128")  # small data, too
             (path / "launch/recipes" / recipe.name).write_text(text)
         (path / "launch/recipes/quickstart.yaml").write_text(small_quickstart())
-        (path / "launch/hostfile.local").write_text("localhost slots=2\n")
         (path / ".venv/bin").mkdir(parents=True, exist_ok=True)
         python = warm.python if warm else installed_by_make(path / ".venv")
         (path / ".venv/bin/activate").write_text(f'PATH="{python.parent}:$PATH"\n')

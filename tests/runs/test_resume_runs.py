@@ -187,7 +187,8 @@ def test_a_resume_with_another_global_batch_goes_on_at_the_sample_where_the_run_
 
 def train_first(words: list[str], rank: int) -> None:
     os.environ["MASTER_PORT"] = "0"  # as in a process that no launcher has started
-    assert cli.main(["train", *words, "--train.max_steps", "5"]) == 0
+    for _ in range(2):  # the second has nothing to do
+        assert cli.main(["train", *words, "--train.max_steps", "5"]) == 0
 
 
 def test_a_second_run_in_one_process_is_longer_and_says_so(small_data: str, tmp_path: Path) -> None:
@@ -206,6 +207,7 @@ def test_a_second_run_in_one_process_is_longer_and_says_so(small_data: str, tmp_
         before=functools.partial(train_first, words),
     )
     assert code == 0, output
+    assert output.count("max_steps 5 is reached, nothing to do: raise it to train on") == 1, output
     assert 'parameters, fp32 (by the JSON\'s "auto"), ZeRO 1' in output, output
     assert "changed since: run.train.max_steps: 5 -> 20" in output
     told = re.search(r"learning rate jumps.*: (\S+) at step 5, the last so far, (\S+) at step 6", output)

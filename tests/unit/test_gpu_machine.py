@@ -16,6 +16,8 @@ import pytest
 
 from llmtrain.base.errors import ConfigError
 from llmtrain.cluster.hosts.hostfile import Host, on_visible_devices
+from llmtrain.commands.launch import main as launch
+from tests.helpers.launching import write_recipe
 
 ROOT = Path(__file__).parents[2]
 EIGHT = Host(name="localhost", slots=8, devices=tuple(range(8)), line=1)
@@ -47,18 +49,21 @@ def make(folder: Path, env: dict[str, str], *words: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("visible", "slots", "accelerator"),
-    [(None, "8", ""), ("4,5", "2", ""), ("0", "1", ""), ("", "2", "cpu")],
+    ("visible", "ranks", "devices"),
+    [(None, 8, "0-7"), ("4,5", 2, "4-5"), ("0", 1, "0"), ("", 2, "0-1")],  # none visible: 2 ranks on the CPU
 )
-def test_make_train_takes_the_gpus_that_are_visible(tmp_path, eight_gpus, visible, slots, accelerator):
-    folder = tmp_path / "clone"
-    (folder / "launch").mkdir(parents=True)
-    (folder / "launch/hostfile.local").write_text("localhost slots=3\n")  # of an earlier day, with other GPUs
-    (folder / "more.mk").write_text("show:\n\t@echo [$$DS_ACCELERATOR]\n")
-    env = eight_gpus if visible is None else {**eight_gpus, "CUDA_VISIBLE_DEVICES": visible}
-    make(folder, env, "launch/hostfile.local")
-    assert (folder / "launch/hostfile.local").read_text() == f"localhost slots={slots}\n"
-    assert make(folder, env, "-f", str(folder / "more.mk"), "show") == f"[{accelerator}]\n"
+def test_launch_without_a_hostfile_takes_the_gpus_that_are_visible(
+    tmp_path, eight_gpus, small_data, capsys, monkeypatch, visible, ranks, devices
+):
+    monkeypatch.setenv("PATH", eight_gpus["PATH"])
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    recipe = write_recipe(tmp_path, small_data)
+    assert launch(["--dry-run", "--", str(recipe), "--train.global_batch", "16"]) == 0
+    shown = capsys.readouterr().out
+    assert f"1 host, {ranks} rank" in shown and f"devices {devices}\n" in shown
 
 
 STUB = """case "$*" in

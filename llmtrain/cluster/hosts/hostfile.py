@@ -7,11 +7,13 @@ This grammar is a strict part of that one: what it accepts, DeepSpeed reads the 
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import ipaddress
 import os
 import re
 import socket
+import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -255,6 +257,18 @@ def include_of(hosts: Sequence[Host]) -> str:
     if all(host.devices == tuple(range(len(host.devices))) for host in hosts):
         return ""
     return "@".join(f"{host.name}:{','.join(map(str, host.devices))}" for host in hosts)
+
+
+def this_machine() -> Host:
+    """This machine, with all of its NVIDIA GPUs; two ranks on its CPU where it has none, or where they are hidden."""
+    slots = 0
+    if os.environ.get("CUDA_VISIBLE_DEVICES") != "" and os.environ.get("DS_ACCELERATOR") != "cpu":
+        with contextlib.suppress(
+            OSError, subprocess.SubprocessError
+        ):  # not installed, or a driver that does not answer
+            listed = subprocess.run(("nvidia-smi", "-L"), capture_output=True, text=True, timeout=30).stdout
+            slots = sum(line.startswith("GPU ") for line in listed.splitlines())  # the parts of a GPU are indented
+    return Host(name="localhost", slots=slots or 2, devices=tuple(range(slots or 2)), line=1)
 
 
 def is_alone(hosts: Sequence[Host]) -> bool:

@@ -178,7 +178,7 @@ def deepspeeds_command(given: Plan) -> int:
 @pytest.mark.parametrize(
     "words, said",
     [
-        (["--", "run.yaml"], "--hostfile is missing"),
+        (["--", "run.yaml", "--train.global_batch", "7"], r"world size 2 \(the hosts' slots\)"),
         (["--hostfile", "hosts"], "no run: write"),
         (
             ["--hostfile", "hosts", "--min-hosts", "3", "--", "run.yaml"],
@@ -188,7 +188,7 @@ def deepspeeds_command(given: Plan) -> int:
         (["--hostfile", "hosts", "--max-restarts", "-1", "--", "run.yaml"], "--max-restarts is -1"),
         (["--hostfile", "hosts", "--launcher", "slurm", "--", "run.yaml"], "leave --hostfile out"),
         (["--hostfile", "hosts", "--include", "c", "--", "run.yaml"], "'c' is not in the hostfile"),
-        (["--hostfile", "hosts", "--", "run.yaml", "--train.global_batch", "7"], r"world size 2 \(the hostfile\)"),
+        (["--hostfile", "hosts", "--", "run.yaml", "--train.global_batch", "7"], r"world size 2 \(the hosts' slots\)"),
         (["--hostfile", "hosts", "--env-file", "hosts", "--", "run.yaml"], "hosts"),
         (["--hostfile", "nowhere", "--", "run.yaml"], "nowhere"),
     ],
