@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,7 +17,17 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.helpers.ranks import RankPool
+# What somebody has set or logged in to must not change a test. Names of network cards stay: a machine may need them.
+_OF_A_USER = (
+    "WANDB_", "HF_", "HUGGING", "TRANSFORMERS_", "MLFLOW_", "AWS_", "LLMTRAIN_", "OMP_", "MASTER_", "LOCAL_", "RANK",
+    "WORLD_SIZE", "SLURM_", "TORCHDYNAMO_", "TORCH_COMPILE", "PYTORCH_", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY",
+)  # fmt: skip
+for _name in [name for name in os.environ if name.upper().startswith(_OF_A_USER)]:
+    del os.environ[_name]
+_HOME = tempfile.mkdtemp(prefix="llmtrain-tests-")
+os.environ.update(NETRC=os.devnull, WANDB_CONFIG_DIR=_HOME, HF_HOME=_HOME, LLMTRAIN_CACHE=_HOME)
+
+from tests.helpers.ranks import RankPool  # noqa: E402  # it reads the environment
 
 # A busy machine takes a second for what a quiet one draws in milliseconds.
 settings.register_profile("tests", suppress_health_check=[HealthCheck.too_slow])
@@ -37,6 +49,10 @@ def pytest_configure(config: pytest.Config) -> None:
     paths = [Path(str(arg).partition("::")[0]).resolve() for arg in config.args]
     if not paths or not all(path.is_relative_to(_GPU) for path in paths):
         os.environ.update(DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="")
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(_HOME, ignore_errors=True)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -51,7 +51,7 @@ def recipe(folder: Path, ds: str = "zero2.json", **sections: dict[str, object]) 
 
 
 def start(
-    folder: Path, *words: str, fault: str | None = None, warm: WarmCommands | None = None
+    folder: Path, *words: str, fault: str | None = None, warm: WarmCommands | None = None, cwd: Path = REPO
 ) -> subprocess.Popen[str]:
     (folder / "tmp").mkdir(exist_ok=True)
     env = environment(TMPDIR=str(folder / "tmp"), PYTHONPATH=str(REPO))
@@ -62,7 +62,7 @@ def start(
         code += "sys.exit(main(sys.argv[1:], worker='tests.helpers.faulty_worker'))"
         command = [command[0], "-c", code]
     return (warm.popen if warm else subprocess.Popen)(
-        [*command, *words], cwd=REPO, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        [*command, *words], cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         start_new_session=True,
     )  # fmt: skip
 
@@ -199,11 +199,16 @@ def form(line: str) -> str:
         for index, block in enumerate(blocks("bash"))
     ],
 )
-def test_the_commands_on_the_page(tmp_path: Path, command: str, warm: WarmCommands) -> None:
+def test_the_commands_on_the_page(tmp_path: Path, command: str, warm: WarmCommands, small_data: str) -> None:
+    """As in a clone after `make train`: its data is there."""
     program, name, *words = command.split()
     assert (program, name) == ("llmtrain", "parity")
+    for shipped in ("ds_configs", "launch"):
+        (tmp_path / shipped).symlink_to(REPO / shipped)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/stdlib").symlink_to(small_data)
     before = unused_shared_memory()
-    code, output = finish(start(tmp_path, *words, warm=warm), 400)
+    code, output = finish(start(tmp_path, *words, warm=warm, cwd=tmp_path), 400)
     assert code == 0, output
     assert not left_in(tmp_path) and unused_shared_memory() <= before
     shown = [block for block in blocks("text") if block.startswith(words[0])]

@@ -362,6 +362,7 @@ def no_credentials(tmp_path, monkeypatch):
         "WANDB_DIR",
         "WANDB_BASE_URL",
         "NETRC",
+        "WANDB_CONFIG_DIR",
     ):
         monkeypatch.delenv(name, raising=False)
     for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
