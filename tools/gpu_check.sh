@@ -1,17 +1,31 @@
 #!/usr/bin/env bash
-# tests/gpu and the benchmarks on a machine with one CUDA GPU, without a network.
+# What one CUDA GPU gives within so many seconds, without a network: figures, and that the GPU's code is right.
 #
-#     tools/gpu_check.sh [FOLDER] [PART ...]    # default: runs/gpu-check, all parts in this order
+#     tools/gpu_check.sh [--seconds N] [--keep FOLDER] [OUT] [PART ...]    # default: runs/gpu-check, all parts
 #
-# Each part ends within 10 minutes and leaves FOLDER/PART.json (tests: tests.xml) after every round, so what is cut off is
-# not lost. Compiled kernels and installed wheels stay in FOLDER/cache for the next call. At the end the table for
-# docs/benchmarks.md is printed (tools/gpu_table.py FOLDER prints it again).
+# A part begins only with its least time left of N seconds, and is ended at them. It leaves OUT/PART.json (tests: the log)
+# after every round. --keep: FOLDER/figures.tar has all of that, renewed every 5 s, so what is cut off loses little.
+# Compiled kernels and installed wheels stay in OUT/cache for the next call. At the end the tables for docs/benchmarks.md
+# are printed (tools/gpu_table.py OUT prints them again).
 # Runs in .venv where that has CUDA; else with python3, and what that lacks from .wheels/ (tools/gpu_wheels.sh).
-# What does not fit the GPU's memory is skipped (8b, context-8b below 130 GiB), and peers that do not fit beside each other
-# are measured one after another. Exit code: 0 passed, 1 a part failed, 2 no CUDA device or packages missing.
+# What does not fit the GPU's memory is skipped (8b below 130 GiB), and peers that do not fit beside each other are
+# measured one after another. Exit code: 0 passed, 1 a part failed, 2 no CUDA device or packages missing.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-all=(tests 0.5b 1.2b 8b 1.2b-fp8 8b-fp8 host checkpoints parity context-1b context-8b sft-1b lora-1b packing)
+# The order of a call without PART; the least seconds that a part is worth beginning with.
+all=(facts 1.2b tests lora-8b saves 1.2b-fp8 moe parity 0.5b packing packing-dpo sft-1b lora-1b host context-1b
+  8b 8b-fp8 context-8b)
+declare -A least=([facts]=20 [1.2b]=80 [tests]=80 [lora-8b]=110 [saves]=60 [1.2b-fp8]=85 [moe]=60 [parity]=65 [0.5b]=80
+  [packing]=120 [packing-dpo]=120)
+seconds=100000 keep=
+while [[ ${1:-} == --* ]]; do
+  case $1 in
+    --seconds) seconds=$2 ;;
+    --keep) keep=$2 ;;
+    *) echo "gpu-check: $1 is none of --seconds N and --keep FOLDER" >&2; exit 2 ;;
+  esac
+  shift 2
+done
 out=${1:-runs/gpu-check}
 parts=("${@:2}")
 ((${#parts[@]})) || parts=("${all[@]}")
@@ -23,82 +37,136 @@ for part in "${parts[@]}"; do
 done
 mkdir -p "$out/cache"
 out=$(cd "$out" && pwd)
-log=$out/gpu-check.log
+cache=$out/cache log=$out/gpu-check.log
 
 say() { echo "gpu-check: $*" | tee -a "$log"; }
-has_cuda() { "$1" -c "import sys, torch; sys.exit(not torch.cuda.is_available())" >>"$log" 2>&1; }
-
-if [[ -x .venv/bin/python ]] && has_cuda .venv/bin/python; then
-  python=$PWD/.venv/bin/python
-elif command -v python3 >/dev/null && has_cuda python3; then
-  python=$(command -v python3)
-else
-  say "no CUDA device: neither .venv nor python3 has a torch that sees one. Nothing was checked."
-  exit 2
+left() { echo $((seconds - SECONDS)); }
+copy() { # one file for all: a place to bring figures to may take few
+  tar -cf "$keep/.new" --exclude=./cache -C "$out" . 2>>"$log"
+  (($? < 2)) && mv "$keep/.new" "$keep/figures.tar" # 1: a file has grown meanwhile
+}
+job='' copier=''
+finish() {
+  [[ $job ]] && kill "$job" 2>/dev/null # timeout, which ends what it has started
+  [[ $keep ]] && { kill "$copier"; wait "$copier"; copy; } 2>/dev/null
+  rm -rf "$TMPDIR"
+}
+shared_gb=$(df --output=avail -B1G /dev/shm 2>/dev/null | tail -1)
+base=${TMPDIR:-/tmp}
+((${shared_gb:-0} > 40)) && base=/dev/shm # memory is faster than a disk that nobody knows
+TMPDIR=$(mktemp -d "$base/gpu-check.XXXXXX")
+export TMPDIR
+trap finish EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+if [[ $keep ]]; then
+  mkdir -p "$keep"
+  while kill -0 $$ && sleep 5; do copy; done >/dev/null 2>&1 &
+  copier=$!
 fi
-cache=$out/cache
+limited() { # limited SECONDS COMMAND...: 124 at its end, 4 if the deadline leaves it none
+  local most=$(($(left) - 6))
+  ((most > $1)) && most=$1
+  ((most > 5)) || return 4
+  timeout --kill-after=5 "$most" "${@:2}" > >(tee -a "$log") 2>&1 &
+  job=$!
+  wait "$job"
+  local code=$?
+  job=
+  return "$code"
+}
+
+# Offline, gloo and NCCL would ask a resolver for this host. Bytes of compiled sources are kept for the next process.
+unset PYTHONDONTWRITEBYTECODE
+export PYTHONUNBUFFERED=1 GLOO_SOCKET_IFNAME=lo NCCL_SOCKET_IFNAME=lo TOKENIZERS_PARALLELISM=false
 export TRITON_CACHE_DIR=$cache/triton TORCHINDUCTOR_CACHE_DIR=$cache/inductor TORCH_EXTENSIONS_DIR=$cache/extensions
 export HF_HUB_OFFLINE=1 WANDB_MODE=disabled PYTHONPATH=$PWD:$cache/packages
-if ! "$python" -c "import deepspeed, accelerate, jsonargparse, peft, torchao, xxhash, pytest_timeout" >>"$log" 2>&1; then
-  if ! compgen -G ".wheels/*.whl" >/dev/null; then
-    say "$python lacks packages and there is no .wheels folder. Make it with tools/gpu_wheels.sh where there is a network."
-    exit 2
-  fi
-  if ! "$python" -m pip install -q --no-index --no-deps --no-compile --upgrade --target "$cache/packages" \
-    .wheels/*.whl >>"$log" 2>&1; then
-    say "pip could not install .wheels/*.whl; $log says why"
-    exit 2
-  fi
-fi
-say "$("$python" -c "import torch, transformers, deepspeed, platform; print(torch.cuda.get_device_name(), '| python',
-platform.python_version(), '| torch', torch.__version__, '| transformers', transformers.__version__, '| deepspeed',
-deepspeed.__version__)" 2>>"$log" | tail -1)"
 
-limited() { # limited SECONDS COMMAND...
-  timeout --kill-after=10 "$1" "${@:2}" 2>&1 | tee -a "$log"
-  return "${PIPESTATUS[0]}"
+[[ -d .wheels ]] && ! cmp -s <(ls .wheels) "$cache/packages/.wheels" && rm -rf "$cache/packages"
+install() {
+  "$python" -m pip install -q --no-index --no-deps --no-compile --target "$cache/packages" .wheels/*.whl \
+    >>"$log" 2>&1 && ls .wheels >"$cache/packages/.wheels"
 }
-speed=("$python" tools/bench/train_speed.py --rounds 5)
-tuning=("$python" tools/bench/posttraining.py --preset 1.2b --steps 4)
-packing=("${tuning[@]}" --sequence 16384 --recompute --rounds 2)
+# One process imports everything, says what there is, and measures the ceilings: each import of torch takes seconds.
+facts=(tools/bench/facts.py)
+[[ " ${parts[*]} " == *" facts "* ]] && facts+=(--json "$out/facts.json")
+code=2
+for python in "$PWD/.venv/bin/python" "$(command -v python3)"; do
+  [[ -x $python ]] || continue
+  limited 90 "$python" "${facts[@]}"
+  code=$?
+  if ((code == 3)) && compgen -G ".wheels/*.whl" >/dev/null; then
+    install || { say "pip could not install .wheels/*.whl; $log says why"; exit 2; }
+    limited 90 "$python" "${facts[@]}"
+    code=$?
+  fi
+  ((code == 2)) || break
+done
+if ((code == 2)); then
+  say "no CUDA device: neither .venv nor python3 has a torch that sees one. Nothing was checked."
+  exit 2
+elif ((code == 3)); then
+  say "$python lacks packages and .wheels has them not. Make it with tools/gpu_wheels.sh where there is a network."
+  exit 2
+fi
+facts_code=$code
+
+speed=("$python" tools/bench/train_speed.py --rounds 2 --steps 6 --warm-steps 2)
+tuning=("$python" tools/bench/posttraining.py --rounds 2)
+packing=("${tuning[@]}" --preset 1.2b --steps 4 --at-once 4 --recompute)
 context=("$python" tools/bench/long_context.py --limit-s 540)
-parity() { # a small copy of the quickstart in each form that one rank can have
+parity() { # a small copy of the quickstart in forms that one rank can have
   local name failed=0 passed=()
-  for name in zero1 zero2 zero3 zero1_fp32; do
+  for name in zero2 zero3; do
     limited 140 "$python" -m llmtrain parity launch/recipes/quickstart.yaml --deepspeed "ds_configs/$name.json" \
-      --ranks 1 --device cuda && passed+=("\"$name\"") || failed=1
+      --optim.name adamw --optim.muon_lr null --ranks 1 --steps 8 --device cuda && passed+=("\"$name\"") || failed=1
     (IFS=,; echo "{\"passed\": [${passed[*]}]}") >"$out/parity.json"
   done
   return "$failed"
 }
+gpu_tests() { # offloading and Muon compile for minutes; the plugins of a machine are none of ours
+  local workers=()
+  "$python" -c "import xdist" 2>/dev/null && workers=(-p xdist -n 8 --dist worksteal)
+  PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 limited 200 "$python" -m pytest tests/gpu -p pytest_timeout "${workers[@]}" -vv \
+    -k "not offload and not muon and not optimizer" -p no:cacheprovider --junitxml "$out/tests.xml"
+}
 run() {
   case $1 in
-    tests) limited 580 "$python" -m pytest tests/gpu -p no:cacheprovider --junitxml "$out/tests.xml" ;;
-    0.5b | 1.2b) limited 580 "${speed[@]}" --preset "$1" --json "$out/$1.json" ;;
+    facts) return "$facts_code" ;;
+    tests) gpu_tests ;;
+    0.5b | 1.2b) limited 300 "${speed[@]}" --preset "$1" --only llmtrain trainer plain --json "$out/$1.json" ;;
     8b) limited 580 "${speed[@]}" --preset 8b --only llmtrain --json "$out/8b.json" ;;
-    1.2b-fp8)
-      limited 580 "${speed[@]}" --preset 1.2b --only llmtrain rowwise tensorwise --json "$out/1.2b-fp8.json"
-      ;;
+    1.2b-fp8) limited 300 "${speed[@]}" --preset 1.2b --only llmtrain tensorwise --json "$out/1.2b-fp8.json" ;;
     8b-fp8) limited 580 "${speed[@]}" --preset 8b --only llmtrain rowwise --json "$out/8b-fp8.json" ;;
-    host) limited 580 "${speed[@]}" --preset 0.5b --sequence 128 --micro-batch 1 --accumulation 1 --json "$out/host.json" ;;
-    checkpoints)
-      limited 580 "$python" tools/bench/checkpoint.py --preset 1.2b --rounds 2 --json "$out/checkpoints.json"
+    host)
+      limited 300 "${speed[@]}" --preset 0.5b --sequence 128 --micro-batch 1 --accumulation 1 --json "$out/host.json"
       ;;
+    lora-8b)
+      limited 240 "${tuning[@]}" --only lora --preset 8b --batch 2 --steps 6 --contestants llmtrain-lora \
+        --json "$out/lora-8b.json"
+      ;;
+    saves)
+      limited 150 "$python" tools/bench/checkpoint.py --preset 0.5b --only saves --rounds 1 \
+        --savers llmtrain deepspeed "dcp thread" --json "$out/saves.json"
+      ;;
+    moe) limited 150 "$python" tools/bench/experts.py --preset gpu --rounds 2 --steps 6 --json "$out/moe.json" ;;
     parity) parity ;;
-    context-1b) limited 580 "${context[@]}" --preset 1b --tokens 393216 --json "$out/context-1b.json" ;;
     sft-1b)
-      limited 580 "${tuning[@]}" --only sft --contestants llmtrain-full,trainer-full,trl-sft --json "$out/sft-1b.json"
+      limited 300 "${tuning[@]}" --only sft --preset 1.2b --steps 4 --contestants llmtrain-full,trainer-full,trl-sft \
+        --json "$out/sft-1b.json"
       ;;
     lora-1b)
-      limited 580 "${tuning[@]}" --only lora --contestants llmtrain-lora,trainer-lora,trl-lora --json "$out/lora-1b.json"
+      limited 300 "${tuning[@]}" --only lora --preset 1.2b --steps 4 \
+        --contestants llmtrain-lora,trainer-lora,trl-lora --json "$out/lora-1b.json"
       ;;
-    packing) # two tables, the first of which may fail without the second
-      local failed=0
-      limited 290 "${packing[@]}" --only packing --contestants llmtrain-full,trl-sft --json "$out/packing.json" || failed=1
-      limited 290 "${packing[@]}" --only packing-dpo --contestants llmtrain-dpo,trl-online \
-        --json "$out/packing-dpo.json" || failed=1
-      return "$failed"
+    packing)
+      limited 300 "${packing[@]}" --only packing --contestants llmtrain-full,trl-sft --json "$out/packing.json"
       ;;
+    packing-dpo)
+      limited 300 "${packing[@]}" --only packing-dpo --contestants llmtrain-dpo,trl-online \
+        --json "$out/packing-dpo.json"
+      ;;
+    context-1b) limited 300 "${context[@]}" --preset 1b --tokens 131072 --json "$out/context-1b.json" ;;
     context-8b) limited 580 "${context[@]}" --preset 8b --tokens 65536 --json "$out/context-8b.json" ;;
   esac
 }
@@ -106,12 +174,18 @@ run() {
 failed=()
 for part in "${parts[@]}"; do
   from=$SECONDS
+  if (($(left) < ${least[$part]:-30})) && [[ $part != facts ]]; then
+    say "$part: $(left) s are left, of the ${least[$part]:-30} that it takes at least: not begun"
+    continue
+  fi
   run "$part"
   case $? in
     0) ;;
     3) say "$part: skipped, it does not fit this GPU" ;;
+    4 | 124 | 137) say "$part: cut off"; failed+=("$part") ;;
     *) failed+=("$part") ;;
   esac
+  rm -rf "${TMPDIR:?}"/* # of a part that was cut off
   say "$part: ended after $((SECONDS - from)) s"
 done
 "$python" tools/gpu_table.py "$out" | tee -a "$log"

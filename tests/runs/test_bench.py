@@ -22,6 +22,7 @@ from tools.lab.lab import why_not
 BENCH = REPO / "tools/bench"
 SMALLER = {
     "checkpoint.py": ["--preset", "tiny", "--rounds", "1"],
+    "facts.py": [],
     "train_speed.py": ["--rounds", "1", "--steps", "1", "--sequence", "32", "--micro-batch", "1"],
     "long_context.py": ["--tokens", "64", "--limit-gib", "4"],
     "start.py": ["--rounds", "1"],
@@ -76,7 +77,7 @@ def load(name: str) -> ModuleType:
 
 def models() -> dict[str, tuple[dict[str, Any], int]]:
     """Of every benchmark and preset: the model, and the tokens of a sequence."""
-    found = {f"checkpoint {name}": (model, length) for name, (model, length, _) in load("checkpoint").PRESETS.items()}
+    found = {f"checkpoint {name}": (model, length) for name, (model, length, *_) in load("checkpoint").PRESETS.items()}
     found |= {f"train_speed {name}": (one.model, one.sequence) for name, one in load("train_speed").PRESETS.items()}
     found |= {f"long_context {name}": (model, 0) for name, model in load("long_context").PRESETS.items()}
     pipeline, watch = load("pipeline"), load("watch")

@@ -4,25 +4,38 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
+import tarfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
+from tests.helpers.prepared import write_prepared
 from tests.runs.test_bench import load
 
 ROOT = Path(__file__).parents[2]
 PYTHON = """#!/bin/sh
-# A python3 with a GPU: it notes what it is asked to run, and pytest takes too long.
+# A python3 with a GPU: it notes what it is asked to run; tests fail, 8b does not fit, host takes too long.
 case "$*" in
   -c*) exit 0;;
   *gpu_table.py*) exec REAL "$@";;
-  *tools/*|*"-m pytest"*|*"-m llmtrain parity"*) echo "$*" >> LOG;;
+  *facts.py*) echo "a GPU | python 3";;
 esac
-case "$*" in *"-m pytest"*) exit 1;; *"--preset 8b"*) exit 3;; esac
+echo "$*" >> LOG
+env | grep -E "^(TMPDIR|GLOO_SOCKET_IFNAME|NCCL_SOCKET_IFNAME|PYTHON.*)=" >> LOG.env
+case "$*" in
+  *"-m pytest"*) echo "[gw0] [ 50%] PASSED tests/gpu/a.py::b"; exit 1;;
+  *"--preset 8b"*) exit 3;;
+  *"--preset 0.5b --sequence 128"*) mkdir -p "$TMPDIR/left"; exec sleep 60;;
+esac
 exit 0
 """
 
@@ -40,26 +53,119 @@ def machine(tmp_path: Path) -> dict[str, str]:
     script.write_text(
         (ROOT / "tools/gpu_check.sh").read_text().replace('cd "$(dirname "$0")/.."', f"cd {tmp_path}/clone")
     )
-    return {**os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+    return {**os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "PYTHONDONTWRITEBYTECODE": "1"}
 
 
-def check(tmp_path: Path, env: dict[str, str], *parts: str) -> subprocess.CompletedProcess[str]:
-    argv = ["bash", str(tmp_path / "clone/check.sh"), str(tmp_path / "out"), *parts]
+def check(tmp_path: Path, env: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
+    argv = ["bash", str(tmp_path / "clone/check.sh"), *words]
     return subprocess.run(argv, env=env, capture_output=True, text=True, check=False)
 
 
+def kept(tmp_path: Path) -> set[str]:
+    with tarfile.open(tmp_path / "kept/figures.tar") as tar:
+        return {name.removeprefix("./") for name in tar.getnames()}
+
+
 def test_the_parts_that_are_asked_for_run_and_a_failed_one_is_named(tmp_path: Path, machine: dict[str, str]) -> None:
-    done = check(tmp_path, machine, "tests", "8b", "parity")
+    done = check(tmp_path, machine, str(tmp_path / "out"), "tests", "8b", "parity")
     asked = (tmp_path / "log").read_text().splitlines()
     assert done.returncode == 1 and "FAILED: tests;" in done.stdout, done.stdout + done.stderr
     assert "gpu-check: 8b: skipped, it does not fit this GPU" in done.stdout
-    assert "tests/gpu" in asked[0] and "--preset 8b --only llmtrain" in asked[1] and len(asked) == 6
-    assert all("parity launch/recipes/quickstart.yaml" in line for line in asked[2:])
-    assert json.loads((tmp_path / "out/parity.json").read_text())["passed"] == ["zero1", "zero2", "zero3", "zero1_fp32"]
+    assert asked[0] == "tools/bench/facts.py" and "tests/gpu" in asked[1] and "--preset 8b --only llmtrain" in asked[2]
+    assert len(asked) == 5 and all("parity launch/recipes/quickstart.yaml" in line for line in asked[3:])
+    assert json.loads((tmp_path / "out/parity.json").read_text())["passed"] == ["zero2", "zero3"]
+    assert "tests/gpu: 1 passed, 0 failed, 0 skipped, cut off" in done.stdout
     assert (
-        "not measured: 0.5b, 1.2b, 8b, 1.2b-fp8, 8b-fp8, host, checkpoints, context-1b, context-8b, sft-1b, lora-1b, "
-        "packing, packing-dpo, tests" in done.stdout
+        "not measured: facts, 0.5b, 1.2b, 8b, 1.2b-fp8, 8b-fp8, host, saves, context-1b, context-8b, lora-8b, sft-1b, "
+        "lora-1b, packing, packing-dpo, moe" in done.stdout
     )
+    found = (tmp_path / "log.env").read_text()
+    assert "GLOO_SOCKET_IFNAME=lo" in found and "NCCL_SOCKET_IFNAME=lo" in found
+    assert "PYTHONDONTWRITEBYTECODE" not in found and f"PYTHONPATH={tmp_path}/clone:" in found
+
+
+def test_parts_are_held_to_the_deadline_and_begin_only_with_their_least_time(
+    tmp_path: Path, machine: dict[str, str]
+) -> None:
+    """`facts`, asked for last, comes first, in the process that looks for the GPU; `host` would take for ever."""
+    script = tmp_path / "clone/check.sh"
+    shorter = {":-30": ":-3", "$(left) - 6": "$(left) - 1", "most > 5": "most > 1"}  # a test's seconds
+    for before, after in shorter.items():
+        assert before in script.read_text()
+        script.write_text(script.read_text().replace(before, after))
+    words = ["--seconds", "5", "--keep", str(tmp_path / "kept"), str(tmp_path / "out"), "host", "1.2b", "facts"]
+    began_s = time.monotonic()
+    done = check(tmp_path, {**machine, "TMPDIR": str(tmp_path)}, *words)
+    assert time.monotonic() - began_s < 20
+    asked = (tmp_path / "log").read_text().splitlines()
+    assert asked[0].startswith("tools/bench/facts.py --json") and "--sequence 128" in asked[1] and len(asked) == 2
+    assert done.returncode == 1 and "gpu-check: host: cut off" in done.stdout, done.stdout + done.stderr
+    assert re.search(r"1\.2b: \d s are left, of the 80 that it takes at least: not begun", done.stdout)
+    assert "FAILED: host;" in done.stdout and "gpu-check.log" in kept(tmp_path)
+    held = re.search(r"^TMPDIR=(.*)$", (tmp_path / "log.env").read_text(), re.MULTILINE)
+    assert held is not None and not Path(held[1]).exists()  # what a part that was cut off had left there is gone
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_what_is_kept_opens_after_a_kill(tmp_path: Path, machine: dict[str, str], how: signal.Signals) -> None:
+    script = tmp_path / "clone/check.sh"
+    script.write_text(script.read_text().replace("sleep 5;", "sleep 0.2;"))
+    words = ["--keep", str(tmp_path / "kept"), str(tmp_path / "out"), "facts", "host"]
+    with open(tmp_path / "said", "w") as said:
+        process = subprocess.Popen(["bash", str(script), *words], env=machine, stdout=said, stderr=said)
+    wait_for(lambda: (tmp_path / "log").is_file() and "--sequence 128" in (tmp_path / "log").read_text())
+    (tmp_path / "out/1.2b.json").write_text("{}")
+    (tmp_path / "out/cache/kernel").write_text("")
+    if how == signal.SIGKILL:
+        wait_for(lambda: (tmp_path / "kept/figures.tar").is_file() and "1.2b.json" in kept(tmp_path))
+    stuck = next(each for each in psutil.Process(process.pid).children(recursive=True) if each.name() == "sleep" and
+                 "60" in each.cmdline())  # fmt: skip
+    process.send_signal(how)
+    process.wait(timeout=60)
+    assert "1.2b.json" in kept(tmp_path) and not any("kernel" in name for name in kept(tmp_path))
+    if how == signal.SIGTERM:
+        stuck.wait(timeout=60)
+    else:
+        stuck.kill()
+
+
+def wait_for(what: Callable[[], bool]) -> None:
+    limit_s = time.monotonic() + 60
+    while not what():
+        assert time.monotonic() < limit_s
+        time.sleep(0.05)
+
+
+def test_the_first_command_of_the_page_takes_its_parts_in_order(tmp_path: Path, machine: dict[str, str]) -> None:
+    """As it is typed, in a folder without git; a person has 15 minutes, and each part its place in them."""
+    page = (ROOT / "docs/benchmarks.md").read_text()
+    commands = re.findall(r"^    (unset PYTHONDONTWRITEBYTECODE; tools/gpu_check.sh .*)$", page, re.MULTILINE)
+    assert len(commands) == 2
+    (tmp_path / "clone/tools").unlink()
+    (tmp_path / "clone/tools").mkdir()
+    for each in (ROOT / "tools").iterdir():
+        if each.name != "gpu_check.sh":
+            (tmp_path / "clone/tools" / each.name).symlink_to(each)
+    (tmp_path / "clone/check.sh").rename(tmp_path / "clone/tools/gpu_check.sh")
+    (tmp_path / "clone/tools/gpu_check.sh").chmod(0o755)
+    (tmp_path / "kept").mkdir()
+    for command in commands:
+        (tmp_path / "log").unlink(missing_ok=True)
+        env = {**machine, "OUT": str(tmp_path / "kept")}
+        done = subprocess.run(["bash", "-c", command], env=env, cwd=tmp_path / "clone", capture_output=True, text=True)
+        parts = command.split("runs/gpu ")[1].split(" 2>&1")[0].split()
+        asked = [line for line in (tmp_path / "log").read_text().splitlines() if "gpu_table" not in line]
+        first = {"1.2b": "--preset 1.2b --only llmtrain trainer plain", "tests": "-m pytest",
+                 "lora-8b": "--only lora --preset 8b", "saves": "checkpoint.py --preset 0.5b --only saves",
+                 "1.2b-fp8": "--only llmtrain tensorwise", "moe": "experts.py --preset gpu",
+                 "parity": "llmtrain parity"}  # fmt: skip
+        wanted = [first[part] for part in parts if part != "facts"]
+        assert "facts.py" in asked[0] and [any(each in line for line in asked) for each in wanted] == [True] * len(
+            wanted
+        )
+        places = [next(at for at, line in enumerate(asked) if each in line) for each in wanted]
+        assert places == sorted(places), asked
+        assert {"log.txt", "figures.tar"} <= {path.name for path in (tmp_path / "kept").iterdir()}, done.stderr
 
 
 @pytest.mark.parametrize(
@@ -120,8 +226,10 @@ def _contestant(name: str, pipe: Any, task: Any) -> None:
 
 
 def test_an_unknown_part_is_refused_with_those_that_there_are(tmp_path: Path, machine: dict[str, str]) -> None:
-    done = check(tmp_path, machine, "2b")
-    assert done.returncode == 2 and "no part 2b; there are tests 0.5b" in done.stderr
+    done = check(tmp_path, machine, str(tmp_path / "out"), "2b")
+    assert done.returncode == 2 and "no part 2b; there are facts 1.2b" in done.stderr
+    done = check(tmp_path, machine, "--second", "5", str(tmp_path / "out"), "1.2b")
+    assert done.returncode == 2 and "--second is none of --seconds N and --keep FOLDER" in done.stderr
     assert not (tmp_path / "log").exists()
 
 
@@ -132,16 +240,20 @@ def test_the_table_shows_what_is_there(tmp_path: Path) -> None:
     finally:
         sys.path.pop(0)
     ours = {"tokens_per_s": 112345.6, "ms_per_step": 291.7, "peak_gib": 61.2}
+    kernel = {"mfu_causal": 0.4321, "mfu_noncausal": 0.475, "attention": "_scaled_dot_product_cudnn_attention",
+              "compiled": True}  # fmt: skip
     speed = {
         "machine": {"torch": "2.13.0", "device": "NVIDIA H200"},
         "task": {"steps_per_round": 10},
-        "contestants": {"llmtrain": ours, "trainer": {**ours, "tokens_per_s": 70000.0}},
+        "clock_mhz": 1755.0,
+        "power_w": 650.4,
+        "contestants": {"llmtrain": {**ours, **kernel}, "trainer": {**ours, "tokens_per_s": 70000.0}},
         "speed_of_ours_over": {"trainer": 1.61},
         "losses": [1.0] * 22,
     }
     (tmp_path / "0.5b.json").write_text(json.dumps(speed))
     save = {"blocked_s": 0.02, "lost_s": 0.031, "bytes": 24.0}
-    (tmp_path / "checkpoints.json").write_text(json.dumps({"saves": {"llmtrain": save}, "parameters": 2}))
+    (tmp_path / "saves.json").write_text(json.dumps({"saves": {"llmtrain": save}, "parameters": 2}))
     row = {**ours, "ours_over_it": 0.5, "loss_difference": 2e-3}
     (tmp_path / "lora-1b.json").write_text(json.dumps({"contestants": {"llmtrain lora": row, "trl lora": row}}))
     packed = {**ours, "counted_per_s": 30123.0, "ours_over_it": 0.25, "loss_difference": 2e-3, "held_out": 1.5}
@@ -150,13 +262,67 @@ def test_the_table_shows_what_is_there(tmp_path: Path) -> None:
     (tmp_path / "tests.xml").write_text(
         '<testsuites><testsuite tests="30" failures="1" errors="0" skipped="2" time="201.4"/></testsuites>'
     )
+    moe = {"zero": 1, "experts": 128, "contestants": {"llmtrain": {**ours, **kernel}}, "speed_of_ours_over": {}}
+    (tmp_path / "moe.json").write_text(json.dumps({"tables": [moe]}))
+    (tmp_path / "facts.json").write_text(json.dumps({"programs": ["g++"], "bf16_tflops": 798.25}))
     shown = table(tmp_path)
     assert shown.startswith("torch 2.13.0, device NVIDIA H200\ntests/gpu: 27 passed, 1 failed, 2 skipped, 201 s\n")
-    assert "| 0.5b (2 rounds) | llmtrain | 112,346 | 291.7 | 61.2 |  | 110,000 |" in shown
-    assert "| 0.5b (2 rounds) | trainer | 70,000 | 291.7 | 61.2 | 1.61 | 1.5 |" in shown
+    assert "\nbf16_tflops 798.2\n" in shown
+    of_ours = "| 0.5b (2 rounds) | llmtrain | 112,346 | 43.2%, 47.5% | 291.7 | 61.2 |  | 110,000 | "
+    assert f"{of_ours}scaled_dot_product_cudnn_attention, compiled |" in shown
+    assert "| 0.5b (2 rounds) | trainer | 70,000 |  | 291.7 | 61.2 | 1.61 | 1.5 |  |" in shown
+    assert "| 1755 MHz, 650 W |" in shown
     assert "| llmtrain | 0.020 | 0.031 | 12.000 |" in shown and "196,608 tokens: did not fit" in shown
-    assert "| lora-1b | llmtrain lora | 112,346 | 291.7 | 61.2 |  |  |" in shown
-    assert "| lora-1b | trl lora | 112,346 | 291.7 | 61.2 | 2.00 | 2.0e-03 |" in shown
+    assert "| lora-1b | llmtrain lora | 112,346 |  | 291.7 | 61.2 |  |  |  |  |" in shown
+    assert "| lora-1b | trl lora | 112,346 |  | 291.7 | 61.2 | 2.00 | 2.0e-03 |  |  |" in shown
     assert "| packing | llmtrain full | 30,123 | 61.2 |  |  | 1.50000 |" in shown
     assert "| packing | trl sft | 30,123 | 61.2 | 4.00 | 2.0e-03 | 1.50000 |" in shown
-    assert shown.endswith("not measured: 1.2b, 8b, 1.2b-fp8, 8b-fp8, host, parity, context-1b, sft-1b, packing-dpo")
+    assert "| 1 | 128 | llmtrain | 112,346 | 43.2%, 47.5% | 291.7 | 61.2 |  |" in shown
+    assert shown.endswith("not measured: 1.2b, 8b, 1.2b-fp8, 8b-fp8, host, parity, context-1b, lora-8b, sft-1b, "
+                          "packing-dpo")  # fmt: skip
+    (tmp_path / "0.5b.json").write_text(json.dumps({**speed, "machine": {"device": "NVIDIA H100 80GB HBM3"}}))
+    assert "| 92,000 to 105,000 |" in table(tmp_path)
+
+
+def test_a_figure_names_its_commit_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without git ended every benchmark before its first step; a tree without .git has .wheels/COMMIT."""
+    machine = load("machine")
+    clone = tmp_path / "clone"
+    (clone / "llmtrain").mkdir(parents=True)
+    (clone / "llmtrain/a.py").write_text("")
+    (clone / ".wheels").mkdir()
+    monkeypatch.setattr(machine, "ROOT", clone)
+    monkeypatch.setattr(machine, "_KEPT", clone / ".wheels/COMMIT")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert machine.about()["commit"] == ""
+    (clone / ".wheels/COMMIT").write_text(f"abc1234 {machine._sources()}\n")
+    assert machine.about()["commit"] == "abc1234"
+    (clone / ".git").mkdir()  # there, but no program that reads it
+    (clone / "llmtrain/a.py").write_text("changed = True\n")
+    assert machine.about()["commit"] == "abc1234 and changes"
+
+
+def test_what_a_benchmark_starts_finds_packages_that_are_on_pythonpath_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "carried.py").write_text("")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    load("posttraining").seconds([sys.executable, "-c", "import carried, llmtrain"])
+    for path in (ROOT / "tools/bench").glob("*.py"):
+        assert '"PYTHONPATH"' not in path.read_text(), f"{path.name}: child_environment() has it"
+
+
+def test_the_part_parity_compares_runs_that_are_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Muon refuses the sums in fp32 of the shipped files: the part ended at its first one."""
+    from llmtrain.cli import main
+
+    text = (ROOT / "tools/gpu_check.sh").read_text()
+    loop = re.search(r"for name in ([\w ]+); do\n.*parity (\S+) --deepspeed \S+ \\\n *(--\S.*?) --ranks", text)
+    assert loop is not None
+    monkeypatch.chdir(ROOT)
+    data = write_prepared(tmp_path / "data", [[[1, 2, 3] * 2000]], [[[1, 2, 3] * 2000]], vocab_size=512)
+    for name in loop[1].split():
+        words = [loop[2], "--deepspeed", f"ds_configs/{name}.json", *loop[3].split(), "--data.path", str(data)]
+        assert main(["config", "check", *words]) == 0, capsys.readouterr()

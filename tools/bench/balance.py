@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -26,6 +25,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+
+from llmtrain.base.child import child_environment  # noqa: E402
 
 MODEL = {
     "model_type": "llama",
@@ -89,9 +90,8 @@ def run(home: Path, data: Path, paces: Sequence[tuple[float, float]], stage: int
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    common = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "WORLD_SIZE": str(len(paces)),
-              "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo",
-              "PYTHONPATH": str(ROOT)}  # fmt: skip
+    common = child_environment(OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu", WORLD_SIZE=str(len(paces)),
+                               MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")  # fmt: skip
     middle = options.steps // 2 * options.accumulation
     ranks = []
     with open(home / "log", "w") as log:
@@ -110,7 +110,7 @@ def run(home: Path, data: Path, paces: Sequence[tuple[float, float]], stage: int
 def main(argv: Sequence[str] | None = None) -> int:
     """Run all and print the table."""
     options = arguments(argv)
-    from train_speed import about
+    from machine import about
 
     print(", ".join(f"{key} {value}" for key, value in about().items()), flush=True)
     print(f"{options.steps} steps, micro-batch {options.micro_batch} x accumulation {options.accumulation}; "

@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -56,11 +57,6 @@ class Need:
         return Need(held=self.held, made=self.made * share)
 
 
-def gpu_gib() -> float | None:
-    """All memory of the first GPU; None without one."""
-    return torch.cuda.get_device_properties(0).total_memory / 2**30 if torch.cuda.is_available() else None
-
-
 def fit_together(needs: Collection[Need], total_gib: float | None) -> bool:
     """Return True if contestants may take turns, round by round: all stay on the GPU, and one computes at a time."""
     if total_gib is None or not needs:
@@ -90,6 +86,8 @@ class Task:
     """Optimizer steps that are timed; one more before them is not (it refills the allocator's cache)."""
     rounds: int
     """The first one warms up and is not counted."""
+    warm_steps: int = 0
+    """Steps of the first round after its first one; 0: as of the others."""
 
     @property
     def device(self) -> torch.device:
@@ -97,7 +95,7 @@ class Task:
 
     @property
     def total_steps(self) -> int:
-        return self.rounds * (self.steps_per_round + 1)
+        return (self.rounds - 1) * (self.steps_per_round + 1) + (self.warm_steps or self.steps_per_round) + 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +109,10 @@ class Round:
     """CPU time of the whole process, all threads."""
     peak_bytes: int
     """Since the process began: VmHWM on CPU, torch.cuda.max_memory_allocated on CUDA."""
+    attention: str = ""
+    """The operators that computed it in a step of the warm-up."""
+    compiled: bool = False
+    """Layers went through torch.compile."""
 
 
 class Clock:
@@ -120,6 +122,11 @@ class Clock:
         self._pipe, self._task = pipe, task
         self._losses: list[Tensor] = []
         self._began: tuple[float, float] = (0.0, 0.0)
+        self._steps = getattr(task, "warm_steps", 0) or task.steps_per_round
+        self._watch: Any = None
+        self._seen: str | None = None
+        self.compiled = False
+        """Layers go through torch.compile."""
 
     def ready(self) -> None:
         """Everything is built: say so and wait for the first round."""
@@ -129,16 +136,26 @@ class Clock:
         """After each optimizer step; `loss` stays on the device until the round is over."""
         self._losses.append(loss.detach())
         if len(self._losses) == 1:
+            if self._seen is None:  # the second step of all: the first one compiles
+                self._watch = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+                self._watch.start()
             self._began = self._now()
-        elif len(self._losses) == 1 + self._task.steps_per_round:
+            return
+        if self._watch is not None:
+            self._watch.stop()
+            self._seen, self._watch = _kernels(event.name for event in self._watch.events()), None
+        if len(self._losses) == 1 + self._steps:
             wall_s, cpu_s = self._now()
+            assert self._seen is not None
             done = Round(
                 losses=[float(loss) for loss in self._losses],
                 wall_s=wall_s - self._began[0],
                 cpu_s=cpu_s - self._began[1],
                 peak_bytes=_peak_bytes(),
+                attention=self._seen,
+                compiled=self.compiled,
             )
-            self._losses = []
+            self._losses, self._steps = [], self._task.steps_per_round
             self._wait(done)
 
     def _wait(self, done: Round | None) -> None:
@@ -152,6 +169,15 @@ class Clock:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return time.perf_counter(), time.process_time()
+
+
+_ATTENTION = re.compile(r"::(_scaled_dot_product_\w+|_varlen_attn|within_documents)$")
+
+
+def _kernels(events: Iterable[str]) -> str:
+    """Operators of attention by the names of a profile."""
+    names = set(events)
+    return ", ".join(sorted({found[1] for n in names if (found := _ATTENTION.search(n)) and "backward" not in n}))
 
 
 def _peak_bytes() -> int:
@@ -231,6 +257,7 @@ def timed_run(clock: Clock, path: Path, after: Callable[[Engine], None] | None =
         parts.append(SkippedSteps(setup, tracker, folder.checkpoints))
         parts.append(Logging(setup, session, tracker, speed, parts, evaluation))
         parts.append(evaluation)
+        clock.compiled = any(each._compiled_call_impl is not None for each in session.engine.module.modules())
         clock.ready()
         train_steps(session, loader, parts, start.position, limit=resolved.max_steps)
         tracker.close()

@@ -2,10 +2,12 @@
 
     python tools/bench/experts.py                            # CPU: 16 and 64 experts under ZeRO 1 and 3
     python tools/bench/experts.py --experts 64 --zero 1      # a part of it
+    python tools/bench/experts.py --preset gpu               # 128 experts under ZeRO 1 on one GPU, but plain PyTorch
 
-A small Qwen3-MoE, each token computed by two of its experts. One side is the loop of `llmtrain train` from the YAML on.
-The loop over the experts runs twice: within that very loop, where nothing else differs, and in plain PyTorch as its
-tutorials write it. Each has a process of its own; they take turns round by round as in train_speed.py.
+A small Qwen3-MoE, each token computed by two of its experts; on a GPU four layers of Qwen3-30B-A3B. One side is the
+loop of `llmtrain train` from the YAML on. The loop over the experts runs within that very loop, where nothing else
+differs, and in plain PyTorch as its tutorials write it. Each has a process of its own; they take turns round by round
+as in train_speed.py.
 """
 
 from __future__ import annotations
@@ -14,16 +16,18 @@ import argparse
 import sys
 import tempfile
 import warnings
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 import train_speed  # noqa: E402
-from contestants import Clock, Task, enter, run_llmtrain, run_plain  # noqa: E402
+from contestants import SKIPPED, Clock, Need, Round, Task, enter, run_llmtrain, run_plain  # noqa: E402
+from machine import Card, about, gpu_gib, write  # noqa: E402
 
 LOOP, PLAIN_LOOP = "loop", "loop in plain PyTorch"
 MODEL = {
@@ -40,16 +44,53 @@ MODEL = {
     "norm_topk_prob": True,
     "tie_word_embeddings": True,
 }
+OF_30B = {
+    **MODEL,
+    "vocab_size": 32768,
+    "hidden_size": 2048,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "max_position_embeddings": 4096,
+    "num_experts_per_tok": 8,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """A preset, and what is measured of it unless the command line names it."""
+
+    shape: train_speed.Preset
+    experts: list[int]
+    zero: list[int]
+    sides: tuple[str, ...]
+
+
+PRESETS = {
+    "small": Size(shape=train_speed.Preset(model=MODEL, sequence=256, micro_batch=4, accumulation=1, steps=4),
+                  experts=[16, 64], zero=[1, 3], sides=(train_speed.OURS, LOOP, PLAIN_LOOP)),
+    "gpu": Size(shape=train_speed.Preset(model=OF_30B, sequence=4096, micro_batch=2, accumulation=4, steps=6, needs={
+                    train_speed.OURS: Need(held=38.1, made=12.0), LOOP: Need(held=38.1, made=12.0)}),
+                experts=[128], zero=[1], sides=(train_speed.OURS, LOOP)),
+}  # fmt: skip
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--experts", nargs="+", type=int, default=[16, 64], help="of a layer")
-    parser.add_argument("--zero", nargs="+", type=int, choices=(0, 1, 2, 3), default=[1, 3], help="stages of ZeRO")
-    parser.add_argument("--steps", type=int, default=4, help="timed steps of a round")
+    parser.add_argument("--preset", choices=PRESETS, default="small")
+    parser.add_argument("--experts", nargs="+", type=int, help="of a layer")
+    parser.add_argument("--zero", nargs="+", type=int, choices=(0, 1, 2, 3), help="stages of ZeRO")
+    parser.add_argument("--steps", type=int, help="timed steps of a round")
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds; one more warms up")
-    return parser.parse_args(argv)
+    parser.add_argument("--json", type=Path, help="write the figures to this file, after each round")
+    found = parser.parse_args(argv)
+    size = PRESETS[found.preset]
+    found.experts, found.zero = found.experts or size.experts, found.zero or size.zero
+    found.steps = found.steps or size.shape.steps
+    return found
 
 
 def serve(name: str, pipe: Connection, task: Task) -> None:
@@ -73,40 +114,54 @@ def serve(name: str, pipe: Connection, task: Task) -> None:
     pipe.send("end")
 
 
-def compare(stage: int, experts: int, options: argparse.Namespace) -> dict[str, float]:
-    """CPU-ms a step of each side (ms on a GPU), ratios of times within a round, the largest difference of losses."""
+def compare(
+    stage: int, experts: int, options: argparse.Namespace, keep: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """Figures of each side as train_speed.py has them. `keep` gets those so far, after each round."""
     import torch
 
-    on_gpu = torch.cuda.is_available()
+    on_gpu, size = torch.cuda.is_available(), PRESETS[options.preset]
     words = ["--zero", str(stage), "--rounds", str(options.rounds), "--steps", str(options.steps)]
     with tempfile.TemporaryDirectory(prefix="llmtrain-bench-") as folder:
-        train_speed.PRESETS["experts"] = train_speed.Preset(
-            model={**MODEL, "num_experts": experts}, sequence=256, micro_batch=4, accumulation=1, steps=options.steps
-        )
+        preset = replace(size.shape, model={**size.shape.model, "num_experts": experts})
+        train_speed.PRESETS["experts"] = preset
         task = train_speed.prepare(train_speed.arguments([*words, "--preset", "experts"]), Path(folder))
-        task = replace(task, contestants=(train_speed.OURS, LOOP, PLAIN_LOOP))
-        found = train_speed.figures(task, train_speed.race(task, lambda _: None, serve), on_gpu)
-    times, ratios = found["contestants"], found["speed_of_ours_over"]
-    return {
-        **{name: one["ms_per_step"] for name, one in times.items()},
-        **{f"over {name}": 1 / ratio for name, ratio in ratios.items()},
-        "difference": max(found["largest_loss_difference"].values()),
-    }
+        task = replace(task, contestants=size.sides)
+        left, together = train_speed.arrange(preset, options.preset, task, gpu_gib() if preset.needs else None)
+        if train_speed.OURS not in left:
+            raise SystemExit(SKIPPED)
+        task = replace(task, contestants=left)
+
+        def figures(rounds: dict[str, list[Round]]) -> dict[str, Any]:
+            return {"zero": stage, "experts": experts, **train_speed.figures(task, rounds, on_gpu)}
+
+        return figures(train_speed.race(task, lambda rounds: keep(figures(rounds)), serve, together=together))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run all comparisons and print the table."""
     options = arguments(argv)
-    print(", ".join(f"{key} {value}" for key, value in train_speed.about().items()), flush=True)
-    print("| ZeRO | experts | grouped, CPU-ms a step | loop | loop in plain PyTorch | grouped over loop | "
-          "grouped over loop in plain PyTorch | largest difference of losses |")  # fmt: skip
-    print("|---" * 8 + "|", flush=True)
-    for stage in options.zero:
-        for experts in options.experts:
-            one = compare(stage, experts, options)
-            sides = " | ".join(f"{one[name]:.0f}" for name in (train_speed.OURS, LOOP, PLAIN_LOOP))
-            over = " | ".join(f"{one[f'over {name}']:.2f}" for name in (LOOP, PLAIN_LOOP))
-            print(f"| {stage} | {experts} | {sides} | {over} | {one['difference']:.1e} |", flush=True)
+    machine, sides = about(), PRESETS[options.preset].sides
+    print(", ".join(f"{key} {value}" for key, value in machine.items()), flush=True)
+    ms = "ms" if "memory" in machine else "CPU-ms"  # of a GPU is told how large its memory is
+    titles = [f"{'grouped' if name == train_speed.OURS else name}, {ms} a step" for name in sides]
+    titles += [f"grouped over {name}" for name in sides[1:]]
+    print(f"| ZeRO | experts | {' | '.join(titles)} | largest difference of losses |")
+    print("|---" * (len(titles) + 3) + "|", flush=True)
+    tables: list[dict[str, Any]] = []
+    with Card() as card:
+
+        def keep(found: dict[str, Any]) -> None:
+            write(options.json, {"machine": machine, **card.figures(), "tables": [*tables, found]})
+
+        for stage in options.zero:
+            for experts in options.experts:
+                one = compare(stage, experts, options, keep)
+                tables.append(one)
+                cells = [f"{of['ms_per_step']:.0f}" for of in one["contestants"].values()]
+                cells += [f"{1 / ratio:.2f}" for ratio in one["speed_of_ours_over"].values()]
+                apart = max(one["largest_loss_difference"].values(), default=0.0)
+                print(f"| {stage} | {experts} | {' | '.join(cells)} | {apart:.1e} |", flush=True)
     return 0
 
 

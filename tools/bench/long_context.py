@@ -294,7 +294,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(attempt(Attempt(**json.loads(options.attempt)))))
         return 0
     import torch
-    from contestants import PROCESS_GIB, SKIPPED, gpu_gib
+    from contestants import PROCESS_GIB, SKIPPED
+    from machine import gpu_gib
 
     on_gpu = torch.cuda.is_available()
     with tempfile.TemporaryDirectory(prefix="llmtrain-bench-") as folder:

@@ -22,6 +22,7 @@ those to the longest. At the end plain transformers takes the loss of each conte
 On a GPU they train in bf16, and a second is one of the clock:
 
     python tools/bench/posttraining.py --only sft --preset 1.2b --contestants llmtrain-full,trainer-full,trl-sft
+    python tools/bench/posttraining.py --only lora --preset 8b --batch 2 --contestants llmtrain-lora
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import random
 import re
 import resource
@@ -41,7 +41,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from contestants import Need, Round
@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+
+from llmtrain.base.child import child_environment  # noqa: E402
 
 PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -113,7 +115,7 @@ def train(corpus: Path, size: int, folder: Path) -> Path:
 def seconds(words: list[str]) -> tuple[float, str]:
     """CPU-seconds of a command, and what it printed."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(ROOT)}
+    environment = child_environment(TOKENIZERS_PARALLELISM="false")
     done = subprocess.run(words, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{words[:4]} ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
@@ -245,8 +247,12 @@ def write_workplace(race: Race, options: argparse.Namespace, folder: Path, steps
         "tie_word_embeddings": True,
     }  # fmt: skip
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-    made = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if on_gpu else torch.float32)
+    with torch.device("cuda" if on_gpu else "cpu"):
+        made = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if on_gpu else torch.float32)
     made.save_pretrained(folder / "model")
+    del made
+    if on_gpu:
+        torch.cuda.empty_cache()  # the contestants need the room
     write_tokenizer(folder / "model", KINDS["chatml"])
     config_of_deepspeed = {
         "train_batch_size": options.batch, "train_micro_batch_size_per_gpu": options.batch,
@@ -273,8 +279,7 @@ def run_race(name: str, options: argparse.Namespace, folder: Path) -> None:
 
     import torch
     import yaml
-    from contestants import gpu_gib
-    from train_speed import about
+    from machine import Card, about, gpu_gib, write
     from train_speed import race as take_turns
     from tuners import Tuning, held_out, padding_share, serve_tuning, write_adapter
 
@@ -310,15 +315,16 @@ def run_race(name: str, options: argparse.Namespace, folder: Path) -> None:
     batch = f"{options.batch} sequences of {options.sequence} tokens a step"
     print(f"{name}: {batch}, {shape}, {options.rounds} rounds of {options.steps} steps", flush=True)
 
-    def keep(rounds: dict[str, list[Round]], held: dict[str, float] | None = None) -> None:
-        if options.json:
-            found = figures(task, rounds, on_gpu)
-            for each, loss in (held or {}).items():
-                found[each]["held_out"] = loss
-            head = {"machine": about(), "table": name, "shape": f"{batch}, {shape}"}
-            options.json.write_text(json.dumps({**head, "contestants": found}, indent=2))
+    head = {"machine": about(), "table": name, "shape": f"{batch}, {shape}"}
 
-    rounds = take_turns(task, keep, serve_tuning, together=together)
+    def keep(rounds: dict[str, list[Round]], held: dict[str, float] | None = None) -> None:
+        found = figures(task, rounds, on_gpu)
+        for each, loss in (held or {}).items():
+            found[each]["held_out"] = loss
+        write(options.json, {**head, **card.figures(), "contestants": found})
+
+    with Card() as card:
+        rounds = take_turns(task, keep, serve_tuning, together=together)
     print(race_table(race, task, rounds, on_gpu))
     if race.skewed:
         held = {each: held_out(str(folder), each, pairs=race.pairs) for each in rounds}
@@ -333,8 +339,10 @@ def need_of(options: argparse.Namespace, contestant: str) -> Need:
     from train_speed import PRESETS
 
     preset = PRESETS[options.preset]
-    plain = preset.needs["plain"]
     share = options.batch * options.sequence / (preset.micro_batch * preset.sequence)
+    if contestant in preset.needs:
+        return preset.needs[contestant].of(share)
+    plain = preset.needs["plain"]
     logits = preset.micro_batch * preset.sequence * preset.model["vocab_size"] * 4 / 2**30
     made = preset.needs["llmtrain"].made if contestant.startswith("llmtrain") else plain.made + logits
     held = plain.held / 8 if contestant.endswith("lora") else plain.held  # the base in bf16
@@ -355,11 +363,14 @@ def what_fits(
         asked.batch //= 2
 
 
-def figures(task: Tuning, rounds: dict[str, list[Round]], on_gpu: bool) -> dict[str, dict[str, float]]:
+def figures(task: Tuning, rounds: dict[str, list[Round]], on_gpu: bool) -> dict[str, dict[str, Any]]:
     """Medians over the rounds; the ratio, of ours over it, is taken within a round, losses are compared in every step.
     On a CPU a second is one of the processor, which others on the machine cannot take."""
 
-    from tuners import steps_of
+    from machine import use
+    from tuners import ADAPTER, steps_of
+
+    from llmtrain.config.run import AdapterConfig, ModelConfig
 
     def seconds_of(one: Round) -> float:
         return one.wall_s if on_gpu else one.cpu_s
@@ -382,7 +393,13 @@ def figures(task: Tuning, rounds: dict[str, list[Round]], on_gpu: bool) -> dict[
             "low": ratios[len(ratios) // 4],
             "high": ratios[-1 - len(ratios) // 4],
             "loss_difference": max(abs(x - y) for x, y in both),
+            "attention": rounds[name][-1].attention,
+            "compiled": rounds[name][-1].compiled,
         }
+        if on_gpu and not counted:  # a row has two conversations, each of which sees itself
+            model, adapter = ModelConfig(config=str(Path(task.folder) / "model")), AdapterConfig(**ADAPTER)
+            more = use(found[name]["tokens_per_s"], model, task.sequence // 2, adapter if "lora" in name else None)
+            found[name] |= more
         if counted:
             found[name]["counted_per_s"] = statistics.median(
                 sum(counted[at * a_round + 1 : (at + 1) * a_round]) / seconds_of(one)
@@ -422,7 +439,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=512, help="hidden size of the model that trains (default 512)")
     parser.add_argument("--layers", type=int, default=4, help="its layers (default 4)")
     parser.add_argument(
-        "--preset", choices=["0.5b", "1.2b"], help="a model of train_speed.py, of 4096 tokens a sequence"
+        "--preset", choices=["0.5b", "1.2b", "8b"], help="a model of train_speed.py, of 4096 tokens a sequence"
     )
     parser.add_argument("--contestants", help="of --only: ours first, and whom it is held to, with commas between")
     parser.add_argument("--json", type=Path, help="of --only: write the figures to this file, after each round")
@@ -435,13 +452,17 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         if wrong := [each for each in found.contestants.split(",") if each not in there]:
             parser.error(f"--contestants: --only {found.only} has no {wrong[0]}; there are {', '.join(there)}")
         found.contestants = [there[each] for each in found.contestants.split(",")]
+    if found.preset == "8b" and found.contestants != ["llmtrain lora"]:
+        parser.error(
+            "--preset 8b: no GPU holds what trains all of its weights; --only lora --contestants llmtrain-lora"
+        )
     return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print the tables."""
     options = arguments(argv)
-    from train_speed import about
+    from machine import about
 
     print(", ".join(f"{key} {value}" for key, value in about().items()), flush=True)
     for name in [options.only] if options.only else ["prepare", *RACES]:

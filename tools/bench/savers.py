@@ -57,11 +57,17 @@ class Task:
     """Fields of a Hugging Face config."""
     sequence: int
     micro_batch: int
-    """Sequences of each rank in a step."""
+    """Sequences of each rank in a micro-batch."""
+    accumulation: int
+    """Micro-batches of a step."""
     stage: int
     """ZeRO stage."""
     rounds: int
     parameters: int
+    savers: tuple[str, ...]
+    """Those that take part, of CONTESTANTS."""
+    source: bool
+    """Leave DeepSpeed's checkpoint in FOLDER/source, for the conversions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +96,7 @@ def make_engine(task: Task, stage: int, *, universal: bool = False) -> tuple[Zer
             data=DataConfig(path="(bench)", sequence_length=task.sequence),
             optim=AdamW(lr=1e-4),
             schedule=Constant(),
-            train=TrainConfig(micro_batch=task.micro_batch, accumulation=1, max_minutes=60.0),
+            train=TrainConfig(micro_batch=task.micro_batch, accumulation=task.accumulation, max_minutes=60.0),
             checkpoint=CheckpointConfig(keep=1),
         )
         resolved = resolve(run, ranks.world_size, "the benchmark")
@@ -125,8 +131,8 @@ class Trainer:
         shape = (self._task.micro_batch, self._task.sequence)
         inputs = torch.randint(0, self._task.model["vocab_size"], shape).to(self._ranks.device)
         micro = MicroBatch(inputs=inputs, labels=inputs, sample_indices=list(range(shape[0])))
-        counted = inputs.numel() * self._ranks.world_size
-        self._engine.forward_backward([micro], lambda: counted)
+        counted = inputs.numel() * self._ranks.world_size * self._task.accumulation
+        self._engine.forward_backward([micro] * self._task.accumulation, lambda: counted)
         before_update()
         self._engine.update(1.0)
         self.step_number += 1
@@ -259,23 +265,21 @@ CONTESTANTS: dict[str, Any] = {"llmtrain": Ours, "deepspeed": DeepSpeed, "dcp th
 
 
 def saves(task: Task) -> tuple[dict[str, list[Save]], list[float]]:
-    """Rounds of saves beside training, the contestants by turns; and the seconds of undisturbed steps.
-
-    The last DeepSpeed checkpoint stays in FOLDER/source, for the conversions.
-    """
+    """Rounds of saves beside training, the contestants by turns; and the seconds of undisturbed steps."""
     engine, ranks, resolved = make_engine(task, task.stage)
     trainer = Trainer(task, engine, ranks)
-    results: dict[str, list[Save]] = {name: [] for name in CONTESTANTS}
+    results: dict[str, list[Save]] = {name: [] for name in task.savers}
     plain = [trainer.step() for _ in range(3)][1:]
     folder = Path(task.folder) / "saves"
-    made = {name: kind(task, engine, ranks, resolved, folder / name) for name, kind in CONTESTANTS.items()}
+    made = {name: CONTESTANTS[name](task, engine, ranks, resolved, folder / name) for name in task.savers}
     for _ in range(task.rounds + 1):  # the first one warms up: memory is got, processes are started
         for name, contestant in made.items():
             plain.append(trainer.step())
             results[name].append(_one_save(task, trainer, contestant, plain, folder / name, ranks))
     for contestant in made.values():
         contestant.close()
-    DeepSpeed(task, engine, ranks, resolved, Path(task.folder) / "source").begin(trainer.step_number)
+    if task.source:
+        DeepSpeed(task, engine, ranks, resolved, Path(task.folder) / "source").begin(trainer.step_number)
     engine.close()
     return {name: found[1:] for name, found in results.items()}, plain
 

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import statistics
 import subprocess
@@ -41,6 +40,7 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 from watch import free_port  # noqa: E402
 
+from llmtrain.base.child import child_environment  # noqa: E402
 from tools.lab.lab import Lab, LabHost, why_not  # noqa: E402
 
 MODEL = {
@@ -116,11 +116,11 @@ class Rank:
 
     def __init__(self, host: LabHost | None, home: Path, name: str, words: Sequence[str], **variables: str) -> None:
         self.name, self._times, self._log = name, home / f"{name}.times", home / f"{name}.log"
-        environment = {
-            **os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "WANDB_MODE": "disabled", "RUST_LOG": "warn",
+        environment = child_environment(**{
+            "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "WANDB_MODE": "disabled", "RUST_LOG": "warn",
             "LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29600",
-            "GLOO_SOCKET_IFNAME": "eth0" if host else "lo", "PYTHONPATH": str(ROOT), **variables,
-        }  # fmt: skip
+            "GLOO_SOCKET_IFNAME": "eth0" if host else "lo", **variables,
+        })  # fmt: skip
         pace_s = "0" if host is None else variables["PACE_S"]
         command = [sys.executable, __file__, "--rank", pace_s, str(self._times), "--config", str(home / "recipe.yaml")]
         run: Any = host.popen if host else subprocess.Popen
@@ -310,7 +310,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = arguments(argv)
     if reason := why_not():
         raise SystemExit(reason)
-    from train_speed import about
+    from machine import about
 
     print(", ".join(f"{key} {value}" for key, value in about().items()), flush=True)
     print(f"{options.sites} sites, {options.rate_mbit:g} Mbit/s, {options.rtt_ms:g} ms, {options.steps} steps of "

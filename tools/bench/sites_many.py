@@ -228,7 +228,7 @@ def rounds(count: int, compress: Any, options: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print both tables."""
     options = arguments(argv)
-    from train_speed import about
+    from machine import about
 
     torch.set_num_threads(1)
     print(", ".join(f"{key} {value}" for key, value in about().items()), flush=True)

@@ -153,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         name, folder = options.start
         {"llmtrain": llmtrain, "trainer": trainer, "imports": imports}[name](Path(folder))
         return 1
-    from train_speed import about
+    from machine import about
 
     from tests.helpers.prepared import write_prepared
 

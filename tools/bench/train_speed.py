@@ -17,22 +17,23 @@ import json
 import math
 import multiprocessing as mp
 import os
-import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
-from contestants import CLIP_NORM, FP8, SKIPPED, Need, Round, Task, fit_together, gpu_gib, serve  # noqa: E402
+from contestants import CLIP_NORM, FP8, SKIPPED, Need, Round, Task, fit_together, serve  # noqa: E402
 from long_context import PRESETS as LONG  # noqa: E402
+from machine import Card, about, gpu_gib, use, write  # noqa: E402
+
+from llmtrain.config.deepspeed import let_segments_grow  # noqa: E402
+from llmtrain.config.run import ModelConfig  # noqa: E402
 
 OURS = "llmtrain"
 NAMES = (OURS, "plain", "trainer")
@@ -79,7 +80,7 @@ class Preset:
     recompute: bool = False
     """Layers are computed again in the backward pass: their activations beside the state would not fit."""
     needs: dict[str, Need] = field(default_factory=dict)
-    """GPU memory by contestant; empty: the preset is for the CPU."""
+    """GPU memory by contestant, those of posttraining.py among them; empty: the preset is for the CPU."""
 
 
 PRESETS = {
@@ -89,11 +90,12 @@ PRESETS = {
     "0.5b": Preset(model=QWEN_HALF_B, sequence=4096, micro_batch=4, accumulation=2, steps=10, needs={
         OURS: Need(held=7.4, made=25.6), "plain": Need(held=7.4, made=57.3), "trainer": Need(held=7.4, made=55.9)}),
     "1.2b": Preset(model=LLAMA_1B, sequence=4096, micro_batch=2, accumulation=4, steps=8, needs={
-        OURS: Need(held=18.4, made=18.2), "plain": Need(held=18.4, made=31.7), "trainer": Need(held=18.4, made=29.7)}),
+        OURS: Need(held=18.4, made=18.2), "plain": Need(held=18.4, made=31.7), "trainer": Need(held=18.4, made=29.7),
+        "llmtrain lora": Need(held=2.4, made=13.9)}),
     # The state alone fills 120 of an H200's 139 GiB (tests/unit/models/test_fake_steps.py): gradients are summed in
     # bf16.
     "8b": Preset(model=LONG["8b"], sequence=4096, micro_batch=1, accumulation=4, steps=4, recompute=True, needs={
-        OURS: Need(held=119.7, made=6.8)}),
+        OURS: Need(held=119.7, made=6.8), "llmtrain lora": Need(held=15.3, made=24.1)}),
 }  # fmt: skip
 
 
@@ -108,6 +110,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--accumulation", type=int, help="micro-batches per step (default: the preset's)")
     parser.add_argument("--steps", type=int, help="timed steps of a round (default: the preset's)")
     parser.add_argument("--rounds", type=int, default=9, help="timed rounds (default 9); one more warms up")
+    parser.add_argument("--warm-steps", type=int, default=0, help="steps of the warm-up round (default: as the others)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of each contestant (default 1)")
     parser.add_argument("--eager", action="store_true", help="llmtrain without compiled layers")
     parser.add_argument("--only", nargs="+", choices=(*NAMES, *FP8), default=list(NAMES), help="these contestants; "
@@ -136,6 +139,7 @@ def prepare(options: argparse.Namespace, folder: Path) -> Task:
         threads=options.threads,
         steps_per_round=options.steps or preset.steps,
         rounds=options.rounds + 1,
+        warm_steps=options.warm_steps,
     )
     _write_deepspeed(task, options.zero, preset.recompute)
     windows = task.total_steps * task.micro_batch * task.accumulation + 1
@@ -189,6 +193,7 @@ def race(
     The warm-up round is dropped; `after_round` gets those so far.
     """
     os.environ["OMP_NUM_THREADS"] = str(task.threads)  # read when torch is imported
+    let_segments_grow()
     results: dict[str, list[Round]] = {}
     for names in [task.contestants] if together else [(name,) for name in task.contestants]:
         _turns(task, names, results, after_round, entry)
@@ -280,14 +285,19 @@ def figures(task: Task, results: dict[str, list[Round]], on_gpu: bool) -> dict[s
         return one.wall_s if on_gpu else one.cpu_s
 
     tokens = task.steps_per_round * task.micro_batch * task.accumulation * task.sequence
-    contestants = {
+    contestants: dict[str, Any] = {
         name: {
             "tokens_per_s": statistics.median(tokens / seconds(one) for one in rounds),
             "ms_per_step": statistics.median(1000 * seconds(one) / task.steps_per_round for one in rounds),
             "peak_gib": max(one.peak_bytes for one in rounds) / 2**30,
+            "attention": rounds[-1].attention,
+            "compiled": rounds[-1].compiled,
         }
         for name, rounds in results.items()
     }
+    if on_gpu:
+        for one in contestants.values():
+            one |= use(one["tokens_per_s"], ModelConfig(config=task.model), task.sequence)
     for name in contestants if "plain" in results else ():
         contestants[name]["ms_per_step_over_plain"] = statistics.median(
             1000 * (seconds(one) - seconds(plain)) / task.steps_per_round
@@ -344,21 +354,6 @@ def table(found: dict[str, Any], on_gpu: bool) -> str:
     return "\n".join(lines)
 
 
-def about() -> dict[str, str]:
-    """Versions and hardware."""
-    import torch
-
-    packages = {name: version(name) for name in ("torch", "deepspeed", "transformers", "accelerate")}
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    return {
-        **packages,
-        "python": platform.python_version(),
-        "device": gpu or f"{platform.machine()} CPU",
-        "commit": commit.stdout.strip(),
-    }
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the race and print the table."""
     options = arguments(argv)
@@ -373,19 +368,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         task = replace(task, contestants=left)
         machine = about()
         print(", ".join(f"{key} {value}" for key, value in machine.items()))
+        precision = "bf16, gradients summed in bf16" if task.bf16 else "fp32"
         print(
             f"{options.preset}: {task.micro_batch} x {task.accumulation} sequences of {task.sequence} tokens a step, "
-            f"{'bf16' if task.bf16 else 'fp32'}, ZeRO {options.zero}, {options.rounds} rounds of "
+            f"{precision}, ZeRO {options.zero}, {options.rounds} rounds of "
             f"{task.steps_per_round} timed steps{', without compiled layers' if task.eager else ''}",
             flush=True,
         )
 
-        def keep(rounds: dict[str, list[Round]]) -> None:
-            if options.json:
-                head = {"machine": machine, "task": asdict(replace(task, folder="")), "zero": options.zero}
-                options.json.write_text(json.dumps({**head, **figures(task, rounds, on_gpu)}, indent=2))
+        head = {"machine": machine, "task": asdict(replace(task, folder="")), "zero": options.zero,
+                "gradient_sums": "bf16" if task.bf16 else "fp32"}  # fmt: skip
 
-        found = figures(task, race(task, keep, together=together), on_gpu)
+        with Card() as card:
+
+            def keep(rounds: dict[str, list[Round]]) -> None:
+                write(options.json, {**head, **card.figures(), **figures(task, rounds, on_gpu)})
+
+            found = figures(task, race(task, keep, together=together), on_gpu)
     print(table(found, on_gpu))
     if len(found["contestants"]) < len(task.contestants):
         return 1

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 LR = 1e-4
 BETA = 0.1
 R, ALPHA = 8, 16
+ADAPTER = {"r": R, "alpha": ALPHA}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,13 +178,23 @@ def _held_bytes() -> int:
 
 
 def write_adapter(folder: Path) -> None:
-    """adapter/: what the contestants with LoRA begin with."""
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
+    """adapter/: what the contestants with LoRA begin with. Names and shapes are those of a model without memory."""
+    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+    from safetensors.torch import save_file
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / "model"))
     config = LoraConfig(r=R, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM")
-    get_peft_model(model, config).save_pretrained(str(folder / "adapter"))
+    made = get_peft_model_state_dict(get_peft_model(model, config))
+    values = {name: torch.zeros(each.shape) for name, each in made.items()}
+    torch.manual_seed(0)
+    for name, each in values.items():
+        if "lora_A" in name:
+            nn.init.kaiming_uniform_(each, a=5**0.5)
+    (folder / "adapter").mkdir()
+    save_file(values, folder / "adapter/adapter_model.safetensors", metadata={"format": "pt"})
+    config.save_pretrained(str(folder / "adapter"))
 
 
 def run_ours(clock: Clock, task: Tuning, how: str) -> None:
@@ -205,7 +216,7 @@ def run_ours(clock: Clock, task: Tuning, how: str) -> None:
         "tracking": {"wandb": "disabled"},
     }
     if how == "lora":
-        fields["adapter"] = {"r": R, "alpha": ALPHA, "start": str(folder / "adapter")}
+        fields["adapter"] = {**ADAPTER, "start": str(folder / "adapter")}
     if how == "dpo":
         fields["objective"] = {"name": "dpo", "beta": BETA}
     if task.at_once:  # rows of skewed lengths: as long ones are recommended to be trained

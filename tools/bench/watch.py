@@ -30,8 +30,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-BLOCK = 10
 REPO = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPO))
+
+from llmtrain.base.child import child_environment  # noqa: E402
+
+BLOCK = 10
 RECIPE = """
 deepspeed: {repo}/ds_configs/zero1_fp32.json
 model: {{config: {{model_type: llama, vocab_size: 512, hidden_size: {hidden}, intermediate_size: {wide},
@@ -220,8 +224,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         shape = {"hidden": asked.hidden, "wide": 2 * asked.hidden, "layers": asked.layers}
         steps = BLOCK * asked.blocks + 1
         recipe.write_text(RECIPE.format(repo=REPO, data=data, run=Path(folder) / "run", steps=steps, **shape))
-        env = {**os.environ, "PYTHONPATH": str(REPO), "WORLD_SIZE": "2", "LOCAL_SIZE": "2", "OMP_NUM_THREADS": "1"}
-        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "DS_ACCELERATOR": "cpu"}
+        env = child_environment(WORLD_SIZE="2", LOCAL_SIZE="2", OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu",
+                                MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))  # fmt: skip
         command = [sys.executable, __file__, "rank", str(recipe), str(results), "control" if asked.control else ""]
         ranks = [
             subprocess.Popen(command, env={**env, "RANK": str(n), "LOCAL_RANK": str(n)}, stdout=subprocess.DEVNULL)

@@ -20,10 +20,10 @@ import yaml
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from llmtrain.config.load import parse, resolve
-from llmtrain.config.run import DataConfig, ModelConfig, RunConfig, TrainConfig
+from llmtrain.config.run import AdapterConfig, DataConfig, ModelConfig, RunConfig, TrainConfig
 from llmtrain.models import loss, recompute
 from llmtrain.models.run import build_for_rank
-from llmtrain.models.run.activations import LiveBytes
+from llmtrain.models.run.activations import LiveBytes, count_activations
 from llmtrain.models.skeleton import decoder_layers
 from llmtrain.models.spec import ModelSpec
 from llmtrain.models.structure import projections
@@ -158,12 +158,51 @@ def test_the_benchmark_knows_what_each_contestant_needs(monkeypatch, tmp_path, n
     for peer, dtype, working in (("plain", torch.float32, 0), ("trainer", torch.bfloat16, WORKING)):
         made[peer] = peers_step(preset, dtype) + working
     for contestant, need in preset.needs.items():
+        if contestant == "llmtrain lora":
+            continue
         print(f"{name} {contestant}: {made[contestant] / GIB:.1f} GiB")
         assert abs(need.held - STATE * parameters / GIB) < 0.1
         assert abs(need.made / (made[contestant] / GIB) - 1) < 0.03, contestant
 
 
-def peers_step(preset: Any, dtype: torch.dtype) -> int:
+@pytest.mark.parametrize("name", ["1.2b", "8b"])
+def test_the_benchmark_knows_what_lora_needs(tmp_path, name):
+    """Weights in bf16 between its rounds, and a step without the head's gradient: 8B with 2 rows fits an H100."""
+    bench, tuners = load("train_speed"), load("tuners")
+    preset, file = bench.PRESETS[name], tmp_path / "deepspeed.json"
+    file.write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}))
+    run = RunConfig(
+        deepspeed=str(file),
+        model=ModelConfig(config=preset.model, attention="varlen"),
+        adapter=AdapterConfig(**tuners.ADAPTER),
+        data=DataConfig(path="(none)", sequence_length=preset.sequence, isolate_documents=True),
+        optim=AdamW(lr=1e-4),
+        schedule=Constant(),
+        train=TrainConfig(micro_batch=preset.micro_batch, accumulation=1, max_steps=1),
+    )
+    spec = ModelSpec.of(run.model, run.adapter)
+    counted, need = count_activations(resolve(run, 1, "one process"), spec, None, None), preset.needs["llmtrain lora"]
+    held = (2 * spec.facts.parameters + STATE * spec.facts.trained) / GIB
+    print(f"{name}: {held:.1f} and {counted.most / GIB:.1f} GiB")
+    assert abs(need.held - held) < 0.1 and abs(need.made / (counted.most / GIB) - 1) < 0.03
+    words = ["--only", "lora", "--preset", name, "--batch", "2", "--contestants", "llmtrain-lora"]
+    posttraining = load("posttraining")
+    assert posttraining.what_fits(posttraining.arguments(words), ("llmtrain lora",), 78)[0] == 2
+
+
+def test_the_peer_of_packed_rows_fits_an_h100_at_the_longest_rows():
+    """TRL pads rows of 4,096 tokens, --at-once of them, and makes whole logits: 8 rows of 16,384 fit no GPU."""
+    line = re.search(r"^packing=.* --at-once (\d+)( --recompute)?", (REPO / "tools/gpu_check.sh").read_text(), re.M)
+    assert line is not None and line[2]
+    preset = load("train_speed").PRESETS["1.2b"]
+    made = peers_step(replace(preset, micro_batch=int(line[1])), torch.bfloat16, recompute=True)
+    logits = int(line[1]) * preset.sequence * preset.model["vocab_size"] * 4  # its own figures take a copy in fp32
+    need = preset.needs["trainer"].held + (made + logits + WORKING) / GIB
+    print(f"packing: {need:.1f} GiB")
+    assert need < 0.95 * H100 / GIB
+
+
+def peers_step(preset: Any, dtype: torch.dtype, *, recompute: bool = False) -> int:
     """Bytes that a micro-batch makes in transformers' model with its own loss, as contestants.py has it."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -172,6 +211,8 @@ def peers_step(preset: Any, dtype: torch.dtype) -> int:
         config = AutoConfig.for_model(fields.pop("model_type"), **fields)
         config.use_cache = False
         module: Any = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+        if recompute:
+            module.gradient_checkpointing_enable({"preserve_rng_state": False})  # there is none to be kept
         parameters = list(module.parameters())
         for parameter in parameters:
             parameter.grad = torch.empty_like(parameter)
