@@ -150,7 +150,9 @@ def test_a_stop_that_ends_is_explained_and_the_run_goes_on(small_data, tmp_path)
     def wait_for(kind: str) -> dict[str, Any]:
         deadline = time.monotonic() + 60
         while not (found := [e for e in rows(run, "events.jsonl") if e["kind"] == kind]):
-            assert time.monotonic() < deadline and job.alive(), job.output()[-3000:]
+            if time.monotonic() > deadline or not job.alive():
+                gone(agents_of(run), ENDED_S)  # they say why
+                raise AssertionError(job.output()[-3000:])
             time.sleep(0.1)
         return found[0]
 

@@ -60,7 +60,7 @@ def make_folder() -> Path:
 
 
 def of_rank(folder: Path, rank: int, what: str) -> Path:
-    """A rank's file: `what` is beat, stack, error, record or stderr."""
+    """A rank's file: `what` is beat, stack, ask, error, refusal, record or stderr."""
     return folder / f"rank-{rank:05d}.{what}"
 
 

@@ -28,7 +28,7 @@ _COMPUTES = ("start", "export", "compile")
 """Phases that advance with the processor, whatever the rank's device is."""
 _OWN_PACE = ("model", "resume", "save", "end")
 """Phases of any length: they advance while files move or memory fills; without a device, while the rank computes."""
-_STACK_S, _RECORD_S = 1.0, 2.0
+_STACK_S, _RECORD_S = 0.5, 2.0
 _CRASHES = {
     "Fatal Python error: Segmentation fault": "SIGSEGV",
     "Fatal Python error: Bus error": "SIGBUS",
@@ -55,8 +55,9 @@ class _Seen:
     """One rank, as last observed."""
 
     page: int
-    """Descriptors of its heartbeat and of its stacks: they outlive the names of the files."""
+    """Descriptors of its heartbeat, its stacks and the questions for one: they outlive the names of the files."""
     stack: int
+    ask: int
     beat: Beat
     pidfd: int | None = None
     """Readable when the process ends: its parent leaves only a moment to read the exit status."""
@@ -136,18 +137,27 @@ class HostRanks:
         return reports
 
     def _take_stacks(self) -> None:
-        before = self._written = {rank: os.fstat(seen.stack).st_size for rank, seen in self._seen.items()}
+        self._written = {rank: os.fstat(seen.stack).st_size for rank, seen in self._seen.items()}
         for seen in self._seen.values():
-            if seen.beat.left is None:  # a rank that is leaving has no handler any more
-                Process(seen.beat.pid, seen.beat.started).send(STACK_SIGNAL)
+            os.write(seen.ask, b"?")
+        for rank in self._without_answer():  # Python's lock is held, by a C function perhaps: then no frame changes
+            process = Process(self._seen[rank].beat.pid, self._seen[rank].beat.started)
+            found = processes.stat(process.pid)
+            if self._seen[rank].beat.left is None and found is not None and found.state not in "Tt":
+                process.send(STACK_SIGNAL)
+        self._without_answer()
+
+    def _without_answer(self) -> list[int]:
+        """The ranks that do not show their stack in time."""
         deadline = time.monotonic() + _STACK_S
         sizes: dict[int, int] = {}
-        while time.monotonic() < deadline:
-            time.sleep(0.1)
-            now = {rank: os.fstat(self._seen[rank].stack).st_size for rank in before}
-            if now == sizes and all(now[rank] > before[rank] for rank in before):
-                break
+        while True:
+            now = {rank: os.fstat(self._seen[rank].stack).st_size for rank in self._written}
+            silent = [rank for rank, size in self._written.items() if now[rank] == size]
+            if time.monotonic() > deadline or (now == sizes and not silent):
+                return silent
             sizes = now
+            time.sleep(0.05)
 
     def _ask_for_records(self) -> None:
         wanted = [
@@ -165,7 +175,7 @@ class HostRanks:
         whole = _content(self._seen[report["rank"]].stack)
         text = whole[self._written.get(report["rank"], 0) :]
         if not text and report["state"] == "dead":  # faulthandler wrote the stack of a crash
-            text = whole
+            text = whole[max(0, whole.rfind(b"Fatal Python error: ")) :]  # behind the answers to earlier questions
             crash = _CRASHES.get(text.partition(b"\n")[0].decode(errors="replace"), "")
             report["signal"] = report["signal"] or crash
             report["native"] = bool(crash) and b"\nCurrent thread" not in text
@@ -181,7 +191,9 @@ class HostRanks:
             with contextlib.suppress(OSError):
                 page = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
                 stack = os.open(path.with_suffix(".stack"), os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-                seen = self._seen[beat.rank] = _Seen(page, stack, beat)
+                how = os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
+                ask = os.open(path.with_suffix(".ask"), how, 0o600)
+                seen = self._seen[beat.rank] = _Seen(page, stack, ask, beat)
                 seen.pidfd = os.pidfd_open(beat.pid)
 
     def _facts(self, seen: _Seen, now: float) -> RankFacts:

@@ -7,6 +7,7 @@ failure of the watch ends a run.
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import faulthandler
 import json
@@ -14,6 +15,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -87,7 +89,9 @@ def begin(*, stall_timeout_s: float, start_timeout_s: float, run_dir: str, notes
         faulthandler.enable(_stack_file)
         # faulthandler restores this handler at the latest while Python shuts down, when the agent may still signal.
         signal.signal(STACK_SIGNAL, signal.SIG_IGN)
-        faulthandler.register(STACK_SIGNAL, _stack_file)
+        faulthandler.register(STACK_SIGNAL, _stack_file, all_threads=False)
+        os.mkfifo(of_rank(folder, rank, "ask"), 0o600)
+        asked = os.open(of_rank(folder, rank, "ask"), os.O_RDWR | os.O_CLOEXEC)
         heart.connect(of_rank(folder, rank, "beat"), rank=rank, local_rank=local_rank)
         if local_rank == 0:
             _start_agent(folder, stall_timeout_s, start_timeout_s, os.path.abspath(run_dir), notes)
@@ -99,8 +103,20 @@ def begin(*, stall_timeout_s: float, start_timeout_s: float, run_dir: str, notes
             stderr.keep_end(of_rank(folder, rank, "stderr"), _start)
         except OSError as error:
             log.warn(f"the watch will miss what NCCL prints before it ends a rank: {error.strerror} ({error.filename})")
+    _thread.start_new_thread(_answer, (asked, _stack_file.fileno(), threading.get_ident()))  # forks come before threads
     _folder = folder
     os.environ[MARK] = str(folder)  # marks every process that this rank starts
+
+
+def _answer(asked: int, file: int, thread: int) -> None:
+    """Write the stack of a thread whenever the agent asks, holding Python's lock. faulthandler's signal handler does not
+    hold it, and has ended ranks by SIGSEGV whose threads ran on meanwhile, most of all after SIGSTOP and SIGCONT."""
+    while os.read(asked, 64):
+        lines, frame = ["Stack (most recent call first):"], sys._current_frames().get(thread)
+        while frame is not None:
+            lines.append(f'  File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_name}')
+            frame = frame.f_back
+        os.write(file, "\n".join([*lines, ""]).encode(errors="replace"))
 
 
 def _on_gpu() -> bool:

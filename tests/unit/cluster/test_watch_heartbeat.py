@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -196,6 +198,50 @@ def test_a_rank_is_told_running_stopped_and_dead(tmp_path):
         rank.wait()
 
 
+ANSWERS = """
+import signal, sys, threading, time
+sys.path.insert(0, sys.argv[2])
+from llmtrain.cluster.watch import rank_side
+rank_side.begin(stall_timeout_s=60.0, start_timeout_s=60.0, run_dir=sys.argv[1], notes='none')
+threading.Thread(target=time.sleep, args=(300,), daemon=True).start()
+def steps():
+    print(rank_side._folder, flush=True)
+    if sys.argv[3] == 'holds':
+        sum(range(10**10))  # C code, which holds Python's lock
+    signal.signal(signal.SIGUSR2, signal.SIG_DFL)  # a signal ends this rank
+    time.sleep(300)
+steps()
+"""
+
+
+@pytest.mark.parametrize("how", ["waits", "holds"])
+def test_a_rank_that_is_asked_for_its_stack_shows_its_main_thread(tmp_path, how):
+    """By no signal where that can be: after SIGSTOP and SIGCONT any thread may be the one that handles it, while the
+    main thread runs on, and walking its frames ended the rank by SIGSEGV (one in 300 to 600 times), with the run."""
+    root = str(observe.__file__).split("/llmtrain/")[0]
+    env = {**os.environ, "LOCAL_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}  # local rank 0 would start an agent
+    command = [sys.executable, "-c", ANSWERS, str(tmp_path), root, how]
+    rank = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+    place = Path(rank.stdout.readline().strip())
+    try:
+        time.sleep(0.2)
+        ranks = observe.HostRanks(place, "node-1", 1)
+        ranks.observe(time.monotonic())
+        rank.send_signal(signal.SIGSTOP)
+        ranks.capture()
+        rank.send_signal(signal.SIGCONT)
+        frames = [tuple(frame[1:]) for frame in ranks.capture()[0]["stack"]]
+        assert [function for _, function in frames] == ["steps", "<module>"] and rank.poll() is None, frames
+        rank.send_signal(signal.SIGSEGV)
+        rank.wait()
+        (report,) = ranks.capture()  # who has asked for its exit status has it; what it wrote before is no crash
+        assert (report["state"], report["signal"]) == ("dead", "SIGSEGV")
+    finally:
+        rank.kill()
+        rank.wait()
+        shutil.rmtree(place)
+
+
 SPINS = """
 import sys, time
 sys.path.insert(0, sys.argv[2])
@@ -286,7 +332,7 @@ def test_the_first_connections_have_a_limit(heart, tmp_path):
 def test_memory_that_fills_is_work(heart, tmp_path, monkeypatch):
     """A model is built, or memory is locked for checkpoints, without a beat and without a byte that moves."""
     ranks = observe.HostRanks(tmp_path, "node-1", 1)
-    seen, found = observe._Seen(0, 0, read(tmp_path / "rank-00003.beat")), processes.stat(os.getpid())
+    seen, found = observe._Seen(0, 0, 0, read(tmp_path / "rank-00003.beat")), processes.stat(os.getpid())
     used = iter([observe._Use(own_s=1.0, below_s=0.0, moved=0, resident=n << 20) for n in (100, 110, 200, 90)])
     monkeypatch.setattr(observe, "_used", lambda *_: next(used))
     works = []
