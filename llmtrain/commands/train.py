@@ -16,6 +16,7 @@ from llmtrain.base.files import refuse_if_in_use
 from llmtrain.cluster import messages
 from llmtrain.cluster.watch import rank_side
 from llmtrain.commands import completion
+from llmtrain.config import plugins
 from llmtrain.config.deepspeed import let_segments_grow
 from llmtrain.config.load import load
 from llmtrain.config.pinned import with_base
@@ -100,6 +101,8 @@ def _train(argv: list[str], parts: Sequence[Part] = ()) -> tuple[ResolvedRun, in
 
                 checkpoints_at(resolved.run.resume)
         if parts:
+            for part in parts:
+                plugins.check_methods(type(part), "parts")
             named = {getattr(part, "NAME", type(part).__name__): part for part in parts}
             resolved = replace(resolved, run=replace(resolved.run, parts={**resolved.run.parts, **named}))
         rank_side.begin(

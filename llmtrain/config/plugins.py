@@ -10,6 +10,7 @@ import base64
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import json
 import os
 import sys
@@ -20,11 +21,12 @@ from importlib import metadata
 from importlib.abc import SourceLoader
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 
 from llmtrain.base.choice import Choice, Entry
 from llmtrain.base.errors import ConfigError, TrainingStopped
 from llmtrain.config import schema
+from llmtrain.config.problems import closest
 
 FLAG = "--plugin"
 CHANGED = "--plugin-changed"
@@ -129,7 +131,8 @@ def _import(word: str, spec: ModuleSpec, digest: str) -> Plugin:
         what = f"{_line(error, path)}{type(error).__name__}: {error}"
         raise ConfigError(f"{FLAG} {word}: {what}. {_remedy(error)}") from None
     for cls in _classes(module):
-        _check_class(cls, word)
+        _check_fields(cls, word)
+        check_methods(cls, f"{FLAG} {word}")
     source = spec.loader.source if isinstance(spec.loader, _Source) else None
     return Plugin(given=word, path=path, sha256=digest, module=module, source=source)
 
@@ -209,7 +212,7 @@ def _classes(module: ModuleType) -> list[type]:
             and _within(each, {module.__name__})]  # fmt: skip
 
 
-def _check_class(cls: type, word: str) -> None:
+def _check_fields(cls: type, word: str) -> None:
     """Raises ConfigError where fields would be ignored: they count in a dataclass only."""
     own = [name for name in vars(cls).get("__annotations__", {}) if not name.isupper()]
     if own and "__dataclass_fields__" not in vars(cls):
@@ -219,6 +222,42 @@ def _check_class(cls: type, word: str) -> None:
     if is_dataclass(cls) and (bare := [item.name for item in fields(cls) if item.init and schema.is_required(item)]):
         raise ConfigError(f"{FLAG} {word}: class {cls.__name__}: the field {bare[0]} has no default. Give it one; None "
                           "may mean that the user must set it")  # fmt: skip
+
+
+def check_methods(cls: type, given: str) -> None:
+    """Check that llmtrain calls each public method of a user's class, with arguments that it takes.
+
+    given: the source of the class, for the message. Raises ConfigError, also where a method is missing.
+    """
+    ours = next(base for base in cls.__mro__ if base.__module__.startswith("llmtrain.")
+                and not _within(base, _modules))  # fmt: skip
+    theirs = cls.__mro__[: cls.__mro__.index(ours)]
+    known = {name: each for name, each in inspect.getmembers(ours, inspect.isfunction) if not name.startswith("_")}
+    own = {name: each for base in reversed(theirs) for name, each in vars(base).items()
+           if isinstance(each, FunctionType) and not name.startswith("_")}  # fmt: skip
+    for name, method in own.items():
+        if name not in known:
+            near = closest(name, known)
+            hint = f"Did you mean {near}? {ours.__name__}" if near else f"{ours.__name__}"
+            raise ConfigError(f"{given}: class {cls.__name__}: nothing calls its method {name}. {hint} has "
+                              f"{', '.join(known)}; the name of a method of your own begins with _")  # fmt: skip
+        wanted = list(inspect.signature(known[name]).parameters.values())
+        by_name = {each.name: None for each in wanted if each.kind is each.KEYWORD_ONLY}
+        try:
+            inspect.signature(method).bind(*[None] * (len(wanted) - len(by_name)), **by_name)
+        except TypeError as error:
+            raise ConfigError(f"{given}: class {cls.__name__}: its method {name} is called as {_call(known[name])}: "
+                              f"{error}") from None  # fmt: skip
+    selectable = "NAME" in vars(cls) or (issubclass(cls, Choice) and cls in cls.CHOICES.values())
+    for name, method in known.items() if selectable else ():
+        if getattr(getattr(cls, name), "__isabstractmethod__", False):
+            raise ConfigError(f"{given}: class {cls.__name__} has no method {_call(method)}: {ours.__name__} needs it")
+
+
+def _call(method: FunctionType) -> str:
+    """`name(argument, *, argument)`."""
+    given = [each.replace(annotation=each.empty) for each in inspect.signature(method).parameters.values()]
+    return f"{method.__name__}{inspect.Signature(given[1:])}"
 
 
 def is_of_plugin(entry: object) -> bool:

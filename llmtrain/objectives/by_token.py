@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -34,6 +35,7 @@ class NextToken(Objective, choice="next_token"):
 class ByToken(Objective):
     """A function of each counted token's negative log-likelihood. A new one is a class with `terms`."""
 
+    @abstractmethod
     def terms(self, nll: Tensor) -> Tensor | tuple[Tensor, ...]:
         """The loss of each token, or a tuple of the loss and the figures, in order.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import ClassVar
 
 from llmtrain.base.choice import Entry
@@ -19,6 +20,7 @@ class Metric(Entry, section="metrics"):
     """Measure it on the training batches, too, as the figure `rare`: each micro-batch then goes through the head once
     more."""
 
+    @abstractmethod
     def values(self, nll: Tensor, labels: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """The values whose mean is the figure, [N], each of its token alone; or (values, weights), both [N].
 

@@ -10,6 +10,7 @@ A new loss over pairs is a class here, with `losses` and `equal`; its plain defi
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -128,6 +129,7 @@ class OverPairs(OverAnswers):
         ),
     )
 
+    @abstractmethod
     def losses(self, a: Answers) -> tuple[Tensor, Tensor]:
         """(losses, margins), [P] each: a margin is above 0 where the chosen answer is preferred."""
         raise NotImplementedError

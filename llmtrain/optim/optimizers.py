@@ -87,7 +87,7 @@ class Optimizer(Choice, section="optim"):
         Args:
             groups: torch's, each with `params`, `lr`, `betas` and `weight_decay`; the schedule sets `lr` before a step.
         """
-        raise NotImplementedError
+        raise NotImplementedError("a plugin's optimizer needs a method build(groups)")
 
 
 @dataclass(frozen=True, kw_only=True)

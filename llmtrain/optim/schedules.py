@@ -6,6 +6,7 @@ A new one is a class here: its fields, and `after_warmup`.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Self
 
@@ -45,6 +46,7 @@ class Schedule(Choice, section="schedule"):
             return (step + 1) / (self.warmup_steps + 1)
         return self.after_warmup(step, max_steps)
 
+    @abstractmethod
     def after_warmup(self, step: int, max_steps: int | None) -> float:
         """The factor at a step that is not of the warm-up."""
         raise NotImplementedError

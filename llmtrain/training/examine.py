@@ -6,12 +6,15 @@ The data is checked first: torch and transformers, which take seconds to import,
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import TYPE_CHECKING
 
 from llmtrain.base import units
-from llmtrain.base.errors import ConfigError, DataError
+from llmtrain.base.errors import ConfigError, DataError, ModelError
+from llmtrain.config import plugins
 from llmtrain.config.deepspeed import deep_check, name_cpu
 from llmtrain.config.rules import starts_from_model
 from llmtrain.config.run import ResolvedRun, RunConfig
@@ -22,8 +25,8 @@ from llmtrain.data.stream.choices import ChoiceSet
 from llmtrain.data.stream.columns import REMEDY
 from llmtrain.data.stream.prompts import Prompts
 from llmtrain.data.stream.train_data import EvalSet, TrainData
+from llmtrain.engine.dist.plugin_code import called
 from llmtrain.objectives.by_token import Distill
-from llmtrain.optim.optimizers import Optimizer
 from llmtrain.tracking.metrics import metrics
 
 if TYPE_CHECKING:
@@ -97,10 +100,12 @@ def examine(resolved: ResolvedRun) -> Checked:
         teachers = take_columns(
             columns, lambda each: each.take_teacher(each.teacher_columns(distill, words, resolved.precision))
         )
-    if type(run.optim).build is not Optimizer.build:
+    if plugins.is_of_plugin(run.optim):
         from llmtrain.engine.deepspeed.optimizers import prove_by_element
 
         prove_by_element(run.optim)
+    if plugins.hashes():
+        _try_plugins(resolved)
     if starts_from_model(run):
         check_weights(spec)
     notes = (*notes, *_epochs(resolved, [data, *later]), *_too_large(resolved, spec))
@@ -181,6 +186,28 @@ def _cut(choices: dict[str, ChoiceSet], length: int) -> list[str]:
             for name, each in choices.items() if each.cut]  # fmt: skip
 
 
+def _try_plugins(resolved: ResolvedRun) -> None:
+    """Compute what the run's plugins define once, on a few numbers: the objective, the schedules, the metrics.
+
+    Raises: ModelError, with key, method and line.
+    """
+    import torch
+
+    from llmtrain.engine.losses.named import sample_terms
+    from llmtrain.engine.losses.with_metrics import sums_of
+
+    run, numbers = resolved.run, torch.linspace(0.25, 4.0, 8)
+    with torch.random.fork_rng(devices=[]):
+        if plugins.is_of_plugin(run.objective):
+            sample_terms(run.objective)
+        for name, metric in run.metrics.items():
+            sums_of(name, metric, numbers, torch.arange(8), numbers > 1)
+    for stage in resolved.stages:
+        steps = {stage.first_step, stage.schedule_from + stage.schedule.warmup_steps, (resolved.max_steps or 1) - 1}
+        for step in sorted(steps):
+            rate_of(resolved.stages, step, max_steps=resolved.max_steps)
+
+
 def _refuse_taken_keys(run: RunConfig) -> None:
     """Raise ConfigError where the figures of a plugin would stand in metrics.jsonl in the place of a run's own."""
     for key in metrics():
@@ -188,6 +215,17 @@ def _refuse_taken_keys(run: RunConfig) -> None:
         if name in run.metrics or key.partition("/")[0] in run.parts:
             own = f"metrics.{name}" if name in run.metrics else f"parts.{key.partition('/')[0]}"
             raise ConfigError(f"{own}: its figures would be {key}, which each run has; give the class another name")
+
+
+def rate_of(stages: Stages, step: int, *, max_steps: int | None) -> float:
+    """The factor on the peak learning rates at a step. Raises ModelError: a plugin's class gives none."""
+    schedule = stages.at(step).schedule
+    key = f"schedule.name {schedule.name}"
+    factor = called(schedule, key, "after_warmup", lambda: stages.factor(step, max_steps))
+    if not isinstance(factor, Real) or not 0 <= factor < math.inf:
+        raise ModelError(f"{key}: after_warmup gives {factor!r} at step {step}; wanted is a finite number from 0 on, "
+                         "the factor on optim.lr")  # fmt: skip
+    return float(factor)
 
 
 _MANY_EPOCHS = 1.5

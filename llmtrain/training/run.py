@@ -113,6 +113,8 @@ def _train(setup: Setup, folder: RunDirectory, checkpoints: CheckpointFolder, re
                             tracker=tracker, session=session, loader=loader, began_s=began_s)  # fmt: skip
             saving, evaluation = _fill(parts, launch)
             lines = [*resolved.notes, *setup.engine.module.notes, *start.lines]
+            named = {"parts": setup.run.parts, "metrics": setup.run.metrics, "trackers": setup.run.trackers}
+            lines += [f"{section}: {', '.join(names)}" for section, names in named.items() if names]
             if resolved.max_steps is not None and start.position.step >= resolved.max_steps:
                 lines.append(f"max_steps {resolved.max_steps} is reached, nothing to do: raise it to train on")
             announce(resolved.batch, resolved.mix, folder, setup.spec.facts, ranks.device, lines)

@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from numbers import Real
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,7 +21,7 @@ from torch import Tensor
 from llmtrain.base.errors import ConfigError, DataError, ModelError, UserError
 from llmtrain.config.plugins import is_of_plugin
 from llmtrain.config.run import ResolvedRun, RunConfig
-from llmtrain.config.stages import Stage, Stages
+from llmtrain.config.stages import Stage
 from llmtrain.config.topology import Mix, Place
 from llmtrain.data.stream.columns import REMEDY, weights_hash
 from llmtrain.data.stream.course import Course
@@ -33,7 +32,6 @@ from llmtrain.engine.deepspeed.build import build_engine
 from llmtrain.engine.deepspeed.patches import apply_group_timeout
 from llmtrain.engine.dist.control import AgreedError, from_all, together
 from llmtrain.engine.dist.device import check_device
-from llmtrain.engine.dist.plugin_code import called
 from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.engine.losses.function import LossFunction
 from llmtrain.engine.losses.named import loss_of, sample_terms, with_reference
@@ -53,7 +51,7 @@ from llmtrain.objectives.objective import Objective
 from llmtrain.storage.checksum import checksum
 from llmtrain.storage.region import Region
 from llmtrain.storage.tensorfile import numel
-from llmtrain.training.examine import Checked, in_stages, stage_key
+from llmtrain.training.examine import Checked, in_stages, rate_of, stage_key
 from llmtrain.training.memory import decide_recomputation
 from llmtrain.training.step import Session
 
@@ -167,17 +165,6 @@ class Setup:
             course=self.course,
             step=step,
         )
-
-
-def rate_of(stages: Stages, step: int, *, max_steps: int | None) -> float:
-    """The factor on the peak learning rates at a step. Raises ModelError: a plugin's class gives none."""
-    schedule = stages.at(step).schedule
-    key = f"schedule.name {schedule.name}"
-    factor = called(schedule, key, "after_warmup", lambda: stages.factor(step, max_steps))
-    if not isinstance(factor, Real) or not 0 <= factor < math.inf:
-        raise ModelError(f"{key}: after_warmup gives {factor!r} at step {step}; wanted is a finite number from 0 on, "
-                         "the factor on optim.lr")  # fmt: skip
-    return float(factor)
 
 
 def start_engine(resolved: ResolvedRun, spec: ModelSpec, ranks: Ranks, mesh: Mesh) -> Engine:

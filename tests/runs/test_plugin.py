@@ -30,7 +30,7 @@ import time
 from dataclasses import dataclass
 from typing import ClassVar
 import torch
-from llmtrain import Metric, Optimizer, Part, Request, bounded
+from llmtrain import Metric, Optimizer, Part, Request, Sink, bounded
 
 @dataclass(kw_only=True)
 class Likely(Metric, entry="likely"):
@@ -86,11 +86,23 @@ def rows(folder: Path) -> list[dict[str, float]]:
 def test_the_page_of_plugins_and_its_examples_run(small_data: str, tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(@dataclass.*?)```", PAGE, re.S)
     (page := tmp_path / "page.py").write_text("\n".join([HEAD, *blocks]))
-    words = [*WORDS, "--plugin", str(page), "--optim.name", "momentum", "--metrics.rare", "--metrics.likely"]
+    words = [
+        *WORDS,
+        "--plugin",
+        str(page),
+        "--optim.name",
+        "momentum",
+        "--metrics.rare",
+        "--metrics.likely",
+        "--trackers.csv",
+    ]
     output = train(write_recipe(tmp_path, small_data), *words, "--parts.layer_norms.every", "2",
                    "--parts.sample_table.every", "2",
                    "--train.max_steps", "4", "--train.log_every", "2", "--optim.clip_norm", "0")  # fmt: skip
+    for line in ("parts: layer_norms, sample_table", "metrics: rare, likely", "trackers: notify, csv"):
+        assert f"\n{line}\n" in output, output
     found = [row for row in rows(tmp_path) if "loss" in row]
+    assert (tmp_path / "run/loss.csv").read_text() == "".join(f"{row['step']},{row['loss']}\n" for row in found)
     assert [row["lr"] for row in found][-1] != found[0]["lr"] and "without a documented meaning" not in output
     for row in found:
         layers = [row[f"layer_norms/layer_{layer}"] for layer in (0, 1)]

@@ -64,7 +64,7 @@ class Mine(Part, entry="mine"):
 
     def after_step(self, done):
         if done.position.step == 6:
-            return getattr(self, self.how, lambda done: None)(done)
+            return getattr(self, f"_{self.how}", lambda done: None)(done)
 
     def figures(self, done):
         return {"object": {"x": object()}, "key": {3: 1.0}, "tensor": {"x": torch.ones(1)}}.get(self.how, {})
@@ -75,55 +75,55 @@ class Mine(Part, entry="mine"):
     def state(self):
         return {"text": ["x"], "none": None}.get(self.how, [])
 
-    def forks(self, done):
+    def _forks(self, done):
         if RANK == 1:
             os.fork()
 
-    def seeds(self, done):
+    def _seeds(self, done):
         random.seed(RANK), numpy.random.seed(RANK), torch.manual_seed(5 + RANK)
 
-    def clears(self, done):
+    def _clears(self, done):
         os.environ.clear()
 
-    def no_grad(self, done):
+    def _no_grad(self, done):
         torch.set_grad_enabled(False)
 
-    def dtype(self, done):
+    def _dtype(self, done):
         torch.set_default_dtype(torch.float64)
 
-    def evaluates(self, done):
+    def _evaluates(self, done):
         self.model.eval()
 
-    def ignores(self, done):
+    def _ignores(self, done):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
-    def moves(self, done):
+    def _moves(self, done):
         os.chdir("/")
 
-    def freezes(self, done):
+    def _freezes(self, done):
         if RANK == 1:
             self.one.requires_grad_(False)
 
-    def resizes(self, done):
+    def _resizes(self, done):
         self.one.data = self.one.data[:-1].clone()
 
-    def destroys(self, done):
+    def _destroys(self, done):
         if RANK == 1:
             dist.destroy_process_group()
 
-    def gathers(self, done):
+    def _gathers(self, done):
         if RANK == 1:
             dist.all_reduce(torch.ones(1))
 
     @torch.no_grad()
-    def adds(self, done):
+    def _adds(self, done):
         if RANK == 1:
             self.one.add_(1)
 
-    def rewinds(self, done):
+    def _rewinds(self, done):
         return replace(done.position, step=1) if RANK == 1 else None
 
-    def unlinks(self, done):
+    def _unlinks(self, done):
         if RANK == 0:
             (self.launch.folder.path / "metrics.jsonl").unlink()
             (self.launch.folder.path / "config.yaml").unlink()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -32,6 +33,7 @@ class Source(Entry, section="sources"):
         """
         return [words]
 
+    @abstractmethod
     def records(self, part: str) -> Iterator[str | dict[str, Any]]:
         """Give the records of a part, in their order: texts, or maps of which --field or --format reads what it
         needs."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import os
 import re
 import time
@@ -22,11 +23,12 @@ from llmtrain.config.schema import help_text, json_schema
 from llmtrain.config.strict_yaml import dump
 from llmtrain.optim.schedules import Schedule
 from tests.helpers.config_workplace import write
-from tests.helpers.launching import REPO
+from tests.helpers.launching import REPO, write_recipe
 
 HEAD = """from dataclasses import dataclass
-from llmtrain import Part, Schedule, bounded
+from llmtrain import ByToken, Metric, Optimizer, Part, Schedule, Sink, bounded
 """
+FROZEN = "@dataclass(frozen=True, kw_only=True)\n"
 MINE = f"""{HEAD}
 @dataclass(frozen=True, kw_only=True)
 class Steep(Schedule, choice="steep"):
@@ -122,6 +124,32 @@ def test_without_the_plugin_its_names_are_unknown(here: Path, capsys: pytest.Cap
         ("@dataclass(kw_only=True)\nclass A(Part, entry='a'):\n    every: int", "the field every has no default"),
         ("class A(Schedule, choice='cosine'): pass", "line 3: ValueError: the name 'cosine' of class A is taken by"),
         ("from llmtrain import Prat", "ImportError: cannot import name 'Prat'"),
+        (
+            "class A(Part, entry='a'):\n    def on_step_end(self, done): pass",
+            "class A: nothing calls its method on_step_end. Part has after_step, before_update, ",
+        ),
+        ("class A(Part, entry='a'):\n    def after_steps(self, done): pass", "Did you mean after_step? Part has"),
+        (
+            "class A(Part, entry='a'):\n    def after_step(self): pass",
+            "class A: its method after_step is called as after_step(done): too many positional arguments",
+        ),
+        (
+            "class A(Sink, entry='a'):\n    def log(self, row): pass",
+            "its method log is called as log(row, *, more): got an unexpected keyword argument 'more'",
+        ),
+        (
+            f"{FROZEN}class A(Schedule, choice='a'):\n    def factor(self, step, max_steps): return 1.0",
+            "class A has no method after_warmup(step, max_steps): Schedule needs it",
+        ),
+        (
+            "class A(Metric, entry='a'):\n    def compute(self, nll, labels): return nll",
+            "class A: nothing calls its method compute. Metric has values; the name",
+        ),
+        ("class A(Metric, entry='a'): pass", "class A has no method values(nll, labels): Metric needs it"),
+        (
+            "@dataclass(frozen=True, kw_only=True)\nclass A(ByToken, choice='a'): pass",
+            "class A has no method terms(nll): ByToken needs it",
+        ),
     ],
 )
 def test_a_wrong_plugin_is_named_with_its_line(code: str, told: str, here: Path) -> None:
@@ -129,6 +157,61 @@ def test_a_wrong_plugin_is_named_with_its_line(code: str, told: str, here: Path)
     with pytest.raises(ConfigError) as error:
         parse(["run.yaml", "--plugin", "mine.py"])
     assert str(error.value).startswith("--plugin mine.py: ") and told in str(error.value)
+
+
+FORMULAS = f"""{HEAD}
+@dataclass(frozen=True, kw_only=True)
+class Loss(ByToken, choice="loss"):
+    def terms(self, nll):
+        return nll / self.missing
+
+@dataclass(frozen=True, kw_only=True)
+class Rate(Schedule, choice="rate"):
+    def after_warmup(self, step, max_steps):
+        return 1.0 if step < max_steps - 1 else None
+
+@dataclass(kw_only=True)
+class Value(Metric, entry="value"):
+    def values(self, nll, labels):
+        return nll.mean()
+
+@dataclass(frozen=True, kw_only=True)
+class Steps(Optimizer, choice="steps"):
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--objective.name loss", "objective.name loss: terms: mine.py line 7: AttributeError: "),
+        ("--schedule.name rate", "schedule.name rate: after_warmup gives None at step "),
+        (
+            "--optim.name steps",
+            "optim.name steps: build: NotImplementedError: a plugin's optimizer needs a method build",
+        ),
+        ("--metrics.value", "metrics.value: values gives (); wanted is a tensor of a value for each token"),
+    ],
+)
+def test_a_plugins_formula_is_tried_at_the_check(
+    words: str, told: str, tmp_path: Path, small_data: str, capsys: pytest.CaptureFixture[str], monkeypatch
+) -> None:
+    """Not at the first evaluation, hours later."""
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(FORMULAS)
+    recipe = write_recipe(tmp_path, small_data)
+    assert main(["config", "check", str(recipe), "--plugin", "mine.py", *words.split()]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_the_page_has_the_methods_of_each_base() -> None:
+    page = (REPO / "docs/extend.md").read_text()
+    table = dict(re.findall(r"^\| `([A-Z]\w+)` \| ((?:none; )?`\w+\(.*?) \|$", page, flags=re.M))
+    for name, shown in table.items():
+        known = inspect.getmembers(getattr(llmtrain, name), inspect.isfunction)
+        wanted = {plugins._call(method) for method_name, method in known if not method_name.startswith("_")}
+        assert set(re.findall(r"`(\w+\([^`]*\))`", shown)) == wanted, name
+    assert set(table) == {"ByToken", "Pairs", "Schedule", "Optimizer", "Metric", "Part", "Sink", "Source"}
 
 
 def test_a_changed_file_is_imported_anew(here: Path) -> None:
@@ -210,6 +293,7 @@ def test_a_file_that_no_variable_can_carry_is_refused(here: Path) -> None:
 
 def test_a_figure_of_a_plugins_metric_or_of_the_averages_may_decide(here: Path) -> None:
     rare = "@dataclass(kw_only=True)\nclass Rare(Metric, entry='rare'):\n    below: float = 0.01\n"
+    rare += "    def values(self, nll, labels):\n        return nll\n"
     (here / "rare.py").write_text(f"{HEAD}from llmtrain import Metric\n{rare}")
     words = ["run.yaml", "--plugin", "rare.py", "--metrics.rare", "--ema.decay", "0.9", "--train.eval_every", "4"]
     words += ["--checkpoint.keep_best.metric"]
