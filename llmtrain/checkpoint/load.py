@@ -320,6 +320,12 @@ def _refuse_other_state(live: list[StateTensor], reader: CheckpointReader, ranks
             f"{', '.join(sorted(kinds))}. Use the optimizer that the checkpoint was made with (optim.name), or "
             f"{_PARAMETERS_ALONE}."
         )
+    no_maps = sorted({name for kind, name in unwanted if kind == "momentum_buffer"} & {name for _, name in missing})
+    if no_maps:
+        raise CheckpointError(
+            f"{reader.folder}: Muon stepped {', '.join(no_maps[:3])} there, and steps only matrices of linear maps "
+            f"now, AdamW the rest. To go on without those moments, {_PARAMETERS_ALONE}."
+        )
     if unwanted or missing:
         texts = [f"it holds {_listed(unwanted)}, which this run does not train"] if unwanted else []
         texts += [f"it lacks {_listed(missing)}, which this run trains"] if missing else []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -217,6 +218,27 @@ def passing_buffers(module: nn.Module) -> set[str]:
 def storage_of(tensor: Tensor) -> int:
     """UntypedStorage._cdata: tells storages on the meta device apart, whose data_ptr is 0."""
     return tensor.untyped_storage()._cdata
+
+
+_TURNED = {"Conv1D": "weight", "DbrxExpertGLU": "w2", "InklingRelativeLogits": "proj", "Inkling2RelativeLogits": "proj",
+           "Llama4TextExperts": "gate_up_proj down_proj"}  # fmt: skip
+_NO_MATRIX = re.compile("bias|A_log|^D$|time_mix|scale|rel_pos|embed")
+"""Stacked vectors and tables among the parameters of modules with code of their own."""
+
+
+def matrices(part: nn.Module) -> Iterator[tuple[nn.Parameter, bool]]:
+    """The parameters [.., rows, columns] that are matrices of linear maps, and whether their rows are a map's inputs.
+
+    torch.nn.Linear has a row for each output; GPT-2's Conv1D and some families' experts have one for each input. No
+    matrices are kernels of convolutions, embeddings, and what is stacked: biases of experts, decay rates of states.
+    tests/unit/models/test_matrices.py reads both off the products of every family.
+    """
+    for module in part.modules():
+        turned = _TURNED.get(type(module).__name__, "").split()
+        for name, parameter in module.named_parameters(recurse=False):
+            whole = len(getattr(parameter, "ds_shape", parameter.shape))  # under ZeRO 3 the parameter itself is flat
+            if whole >= 2 and not isinstance(module, nn.Embedding | nn.Conv1d) and not _NO_MATRIX.search(name):
+                yield parameter, name in turned or getattr(module, "is_transposed", False)
 
 
 def varlen_backward(

@@ -6,6 +6,7 @@ Nothing here comes from the engine, the loss, the loader's way of dealing rows o
 from __future__ import annotations
 
 import math
+import re
 import sys
 import types
 from collections.abc import Iterable, Iterator
@@ -359,7 +360,8 @@ class PlainOptimizer:
         self._second = {name: torch.zeros_like(value) for name, value in masters.items()}
         self._kept = torch.bfloat16 if bf16 else torch.float32
         self._steps = 0
-        self._muon: set[str] = set()
+        self._muon: dict[str, bool] = {}
+        """Muon's matrices, and whether their columns are the outputs."""
         self._own = {name: _own(model, name, value, optim) for name, value in masters.items()}
         self._of_plugin: Any = None
         if type(optim).build is not Optimizer.build:
@@ -371,8 +373,8 @@ class PlainOptimizer:
         if isinstance(optim, Muon):  # for the matrices of the decoder layers: of the list that holds most
             lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
             layers = max(lists, key=lambda m: sum(1 for _ in m.parameters()))
-            inside = {id(p) for p in layers.parameters() if p.dim() >= 2}
-            self._muon = {name for name, p in self._named.items() if id(p) in inside}
+            inside = dict(_maps(layers))
+            self._muon = {name: inside[p] for name, p in self._named.items() if p in inside}
 
     @torch.no_grad()
     def step(self, lr_factor: float) -> float:
@@ -442,8 +444,24 @@ class PlainOptimizer:
         lr = self._optim.muon_lr * lr_factor
         momentum.lerp_(grad, 1 - rate)
         update = orthogonalised(grad.lerp(momentum, rate), self._newton_schulz_dtype)
+        outputs, inputs = value.mT.shape[-2:] if self._muon[name] else value.shape[-2:]
         self._decay(name, lr)
-        value.sub_(lr * math.sqrt(max(1.0, value.shape[-2] / value.shape[-1])) * update)
+        value.sub_(lr * math.sqrt(max(1.0, outputs / inputs)) * update)
+
+
+def _maps(layers: nn.Module) -> Iterator[tuple[nn.Parameter, bool]]:
+    """Matrices of linear maps, with whether y = x W (transformers' Conv1D, experts that say so or whose code has it)
+    and not y = x W^T. A convolution, a table, a stack of vectors or of numbers is no map."""
+    from transformers.pytorch_utils import Conv1D
+
+    for path, module in layers.named_modules():
+        kind = type(module).__name__
+        for name, parameter in module.named_parameters(recurse=False):
+            other = re.search(r"conv|embed|bias|A_log|time_mix|scale|\.D$", f"{path}.{name}")
+            if parameter.dim() < 2 or (other and not isinstance(module, nn.Linear | Conv1D)):
+                continue
+            in_code = kind == "Llama4TextExperts" or (kind, name) == ("DbrxExpertGLU", "w2") or "RelativeLogits" in kind
+            yield parameter, isinstance(module, Conv1D) or getattr(module, "is_transposed", False) or in_code
 
 
 def _own(model: nn.Module, name: str, value: Tensor, optim: Optimizer) -> tuple[float, float]:

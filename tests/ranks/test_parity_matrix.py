@@ -95,6 +95,7 @@ TELLING = [replace(form, steps=5) for form in TELLING]  # `test_matrix` has the 
 TELLING_SLOW = [
     # Those of test_cells.py, for more steps.
     Form(zero=1, accumulation=2, optimizer="muon", device_fp16=True, steps=8),
+    Form(zero=2, family="gpt2", optimizer="muon", steps=8),
     Form(zero=2, optimizer="lion", steps=8),
     Form(
         zero=2,

@@ -18,7 +18,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime import compiler as ds_compiler
-from torch import Tensor
+from torch import Tensor, nn
 
 from llmtrain.base.errors import ConfigError
 from llmtrain.base.files import lock_file
@@ -30,6 +30,7 @@ from llmtrain.models import compiler
 from llmtrain.models.language import LanguageModel
 from llmtrain.models.own_settings import OwnSettings
 from llmtrain.models.skeleton import decoder_layers
+from llmtrain.models.transformers_private import matrices
 from llmtrain.optim.optimizers import Muon, Optimizer
 
 # Lion (Chen et al., arXiv 2302.06675): the sign of an interpolated momentum, one moment a parameter.
@@ -174,9 +175,7 @@ def parameter_groups(
     Each group carries `peak_lr`, which the schedule multiplies, and its kinds of `moments`. None has more than
     `largest` elements on this rank, but for a tensor that has more: it is alone.
     """
-    muon_ids = set()
-    if isinstance(optim, Muon):
-        muon_ids = {id(p) for p in decoder_layers(model.hf).parameters() if _dim(p) >= 2}
+    rates = _muon_rates(decoder_layers(model.hf)) if isinstance(optim, Muon) else {}
     groups: list[dict[str, Any]] = []
     filling: dict[tuple[Any, ...], dict[str, Any]] = {}
     elements: Counter[tuple[Any, ...]] = Counter()
@@ -185,7 +184,7 @@ def parameter_groups(
     muon = {**optim.matrices(), MOMENTS: {MOMENTUM: torch.float32}} if isinstance(optim, Muon) else {}
     for held in (held for held in model.local_parameters() if held.trains):
         parameter, (factor, decay) = held.parameter, own[held.name] if own else OwnSettings()
-        is_muon = id(parameter) in muon_ids
+        is_muon = id(parameter) in rates
         parameter.use_muon = is_muon  # type: ignore[attr-defined]  # DeepSpeed's ZeRO reads this tag
         decays = optim.decay == "all" or _dim(parameter) >= 2
         name = "muon" if is_muon else ("decay" if decays else "no_decay")
@@ -194,13 +193,14 @@ def parameter_groups(
             name = parameter.group_name  # type: ignore[attr-defined]
         if decay is None:
             decay = optim.weight_decay if decays else 0.0
-        settings = dict(muon if is_muon else usual, weight_decay=decay)
-        settings |= {key: settings[key] * factor for key in ("lr", "peak_lr")}
+        own_rate = rates.get(id(parameter), 1.0)
+        settings = dict(muon if is_muon else usual, weight_decay=decay / own_rate)  # which the rate multiplies
+        settings |= {key: settings[key] * factor * own_rate for key in ("lr", "peak_lr")}
         if muon:
             settings["use_muon"] = is_muon
         if shared:
             settings["moe"] = True
-        alike = (name, factor, decay)
+        alike = (name, factor, decay, own_rate)
         elements[alike] += parameter.numel()
         if alike not in filling or elements[alike] > largest:
             filling[alike] = {"name": name, "params": [], **settings}
@@ -208,6 +208,19 @@ def parameter_groups(
             elements[alike] = parameter.numel()
         filling[alike]["params"].append(parameter)
     return groups
+
+
+def _muon_rates(layers: nn.Module) -> dict[int, float]:
+    """Muon's matrices, by id, with the factors on their rates that DeepSpeed leaves out.
+
+    It scales an orthogonal update by sqrt(max(1, rows / columns)), where the definition has outputs and inputs. Where
+    the rows are inputs, the right scale is sqrt(outputs / inputs) times as large, above 1 as below.
+    """
+    rates = {}
+    for parameter, turned in matrices(layers):
+        *_, rows, columns = getattr(parameter, "ds_shape", parameter.shape)
+        rates[id(parameter)] = math.sqrt(columns / rows) if turned else 1.0
+    return rates
 
 
 def _dim(parameter: torch.Tensor) -> int:
