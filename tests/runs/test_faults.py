@@ -34,6 +34,26 @@ def test_a_wrong_configuration_ends_every_rank_with_one_message(small_data, tmp_
     assert output.count("error:") == 1 and "world size 2" in output
 
 
+LATE = """
+import os, time
+from llmtrain.cluster.watch import rank_side
+begin = rank_side.begin
+def late(**words):
+    begin(**words)
+    time.sleep(20 if os.environ["RANK"] == "1" else 0)
+rank_side.begin = late
+"""
+
+
+def test_a_mistake_that_one_rank_meets_first_is_no_fault_of_the_others(small_data, tmp_path, warm):
+    """DeepSpeed's launcher ends them, and they were said to have disappeared, by someone outside the job."""
+    (tmp_path / "late.py").write_text(LATE)
+    words = ("--plugin", str(tmp_path / "late.py"), "--model.freeze", '["lm_head.weight"]')
+    code, output = finish(launch(write_recipe(tmp_path, small_data), *words, warm=warm), 60)
+    assert code == 2 and output.count("error:") == 1 and "which are one tied tensor" in output, output
+    assert "ended by a signal" not in output, output
+
+
 def test_wrong_configuration_is_answered_in_three_seconds(small_data, tmp_path):
     """The training command itself, before torch is imported."""
     recipe = write_recipe(tmp_path, small_data)

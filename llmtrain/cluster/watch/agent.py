@@ -406,7 +406,8 @@ class Agent:
     def _act(self, verdict: Verdict) -> None:
         """Explain the fault and end the job."""
         if verdict.trigger == "leave":
-            _say(f"{verdict.text}; the other ranks are ended")
+            if verdict.text:
+                _say(f"{verdict.text}; the other ranks are ended")
             self._end_everywhere(lost=False)
             return
         facts = self._facts(verdict)

@@ -203,6 +203,8 @@ class HostRanks:
         if found is not None and there and found.state in "ZX":
             seen.exit_status = found.exit_status
         ended = found is None or not there or found.state in "ZX"
+        if ended:
+            beat = seen.beat = read(seen.page) or beat  # it may have left since it was read
         if ended and seen.pidfd is not None:
             os.close(seen.pidfd)
             seen.pidfd = None

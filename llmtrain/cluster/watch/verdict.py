@@ -44,6 +44,7 @@ class Verdict:
     """dead_rank | silent_host | stall | pause | leave: the last one is no fault, see `text`."""
     stalled_s: float = 0.0
     text: str = ""
+    """Empty: the rank that has left has said it."""
 
 
 class Judge:
@@ -155,6 +156,12 @@ class Judge:
             return None
         self._first_dead_s = now if self._first_dead_s is None else self._first_dead_s
         waited_s = now - self._first_dead_s
+        wordless = all(not r.error and (not r.signal or is_secondary(r)) for r in dead)
+        if wordless and (refused := [r for r in ranks if r.state == "left" and r.code]):
+            # DeepSpeed's launcher ends the ranks of a host when the first of them has left, and takes their exit status.
+            first = refused[0]
+            voiced = first.rank == min(r.rank for r in ranks if r.host == first.host)  # one voice a host: cli.py
+            return None if live else Verdict("leave", text="" if voiced or not first.refusal else _has_left(first))
         if all(is_secondary(r) for r in dead):
             if all(r.signal for r in dead) and not any(r.error for r in dead):
                 # SIGTERM before training began: somebody stops the job. Its launcher signals the other ranks.
@@ -163,7 +170,7 @@ class Judge:
             lost = any(host.closed and host.waited_for for host in self._hosts.values())
             if waited_s <= (_MORE_NEWS_S if lost else SILENT_S + 1.0):
                 return None  # they died because a peer had gone, whose report is on its way
-        elif live and waited_s <= _MORE_NEWS_S:
+        elif (live or wordless) and waited_s <= _MORE_NEWS_S:
             return None
         return Verdict("dead_rank")
 
@@ -188,9 +195,12 @@ class Judge:
         self._first_left_s = now if self._first_left_s is None else self._first_left_s
         if now - self._first_left_s <= _OTHERS_LEAVE_S:
             return None
-        first = refused[0]
-        why = f": {first.refusal}" if first.refusal else ""
-        return Verdict("leave", text=f"rank {first.rank} on {first.host} has left with exit code {first.code}{why}")
+        return Verdict("leave", text=_has_left(refused[0]))
+
+
+def _has_left(rank: RankFacts) -> str:
+    why = f": {rank.refusal}" if rank.refusal else ""
+    return f"rank {rank.rank} on {rank.host} has left with exit code {rank.code}{why}"
 
 
 def _lives(rank: RankFacts) -> bool:

@@ -198,6 +198,14 @@ def test_a_rank_is_told_running_stopped_and_dead(tmp_path):
         rank.wait()
 
 
+def test_a_rank_that_leaves_between_two_looks_has_left(heart, tmp_path, monkeypatch):
+    """Its page is read, then the agent has to wait for a processor, then the process is gone."""
+    ranks = observe.HostRanks(tmp_path, "node-1", 1)
+    monkeypatch.setattr(observe.processes, "stat", lambda pid: heart.left(2))
+    (report,) = ranks.observe(time.monotonic())
+    assert (report["state"], report["code"]) == ("left", 2)
+
+
 ANSWERS = """
 import signal, sys, threading, time
 sys.path.insert(0, sys.argv[2])

@@ -204,6 +204,30 @@ def test_a_mistake_of_the_users_on_one_host_ends_the_others_without_a_fault():
     assert verdict.trigger == "leave" and "rank 1 on node-2" in verdict.text and after_s >= 30
 
 
+@pytest.mark.parametrize("signal", ["", "SIGTERM"])
+@pytest.mark.parametrize(("refuses", "text"), [(0, ""), (1, "rank 1 on node-1 has left with exit code 2: model.freeze")])
+def test_ranks_that_the_launcher_ends_after_a_refusal_have_not_disappeared(signal, refuses, text):
+    """It takes their exit status; on a loaded machine they had not met the same mistake yet. The first rank of a host
+    says it itself."""
+    cluster = Cluster(hosts=2)
+    cluster.steps = False
+    cluster.ranks[1]["host"] = "node-1"
+    cluster.second()
+    cluster.ranks[1 - refuses].update(state="dead", signal=signal, phase="model")  # seen in one look with the other
+    assert cluster.second() is None
+    cluster.ranks[refuses].update(state="left", code=2, refusal="model.freeze")
+    verdict = cluster.second()
+    assert (verdict.trigger, verdict.text) == ("leave", text)
+
+
+def test_a_killed_rank_is_a_fault_whoever_has_left_before(cluster):
+    cluster.steps = False
+    cluster.ranks[0].update(state="left", code=2)
+    for rank in cluster.ranks[1:]:
+        rank.update(state="dead", signal="SIGKILL")
+    assert cluster.until_verdict(10)[0].trigger == "dead_rank"
+
+
 def test_sigterm_before_training_is_no_fault():
     cluster = Cluster()
     cluster.steps = False
