@@ -12,6 +12,7 @@ import json
 import os
 import re
 import sysconfig
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -245,12 +246,11 @@ def _expand(source: str, form: str, option: str) -> list[SourceFile]:
     if os.path.isdir(source):
         if _is_saved_dataset(source, option):
             return _dataset_files(source)
-        paths = glob.glob(os.path.join(glob.escape(source), "**"), recursive=True)
-        paths, root = _within(source, paths, option), source
+        paths, root = _below(source, option), source
     elif os.path.exists(source):
         paths, root = [source], os.path.dirname(source)
     else:
-        paths = glob.glob(source, recursive=True)
+        paths = _matching(source, option)
         root = _glob_root(source)
         if not paths and source.startswith(PREFIX):
             raise DataError(
@@ -280,16 +280,61 @@ def _with_ids(source: str, paths: list[str], option: str) -> list[str]:
     return found
 
 
-def _within(folder: str, paths: list[str], option: str) -> list[str]:
-    """Keep the files that lie in the folder: a stranger's link out of it would make a secret file training data."""
-    out = sorted(p for p in paths if os.path.isfile(p) and leads_out(Path(folder), Path(p)) is not None)
+def _matching(pattern: str, option: str) -> list[str]:
+    """Paths that a glob matches; below `**` each folder counts once, by `_folders`."""
+    parts = Path(pattern).parts
+    if "**" not in parts:
+        return glob.glob(pattern)
+    head, tail = parts[: (at := parts.index("**"))], parts[at + 1 :] or ("*",)
+    found: dict[str, None] = {}
+    for root in filter(os.path.isdir, glob.glob(os.path.join(*head)) if head else ["."]):
+        out: list[str] = []
+        for folder in _folders(root, out):
+            found |= dict.fromkeys(_matching(os.path.join(glob.escape(folder), *tail), option))
+        _say_out(out, root, option)
+    return list(found)
+
+
+def _below(root: str, option: str) -> list[str]:
+    """Files in a folder and its subfolders, but hidden ones and those behind links out of it: a stranger's link would
+    make a secret file training data."""
+    out: list[str] = []
+    paths = [path for folder in _folders(root, out) for path in glob.glob(os.path.join(glob.escape(folder), "*"))]
+    files = [path for path in paths if os.path.isfile(path)]
+    out += [path for path in files if os.path.islink(path) and leads_out(Path(root), Path(path)) is not None]
+    _say_out(out, root, option)
+    return [path for path in files if path not in set(out)]
+
+
+def _folders(root: str, out: list[str]) -> list[str]:
+    """A folder and its subfolders, but hidden ones, each once however many links lead to it: links may form a circle.
+
+    `out`: takes the links that lead out of it, which are not followed.
+    """
+    found: dict[tuple[int, int], str] = {}
+    waiting = deque([root])
+    while waiting:
+        folder = waiting.popleft()
+        stat = os.stat(folder)
+        if found.setdefault((stat.st_dev, stat.st_ino), folder) != folder:
+            continue
+        for path in sorted(glob.glob(os.path.join(glob.escape(folder), "*", "")), reverse=True):
+            if not os.path.islink(path := path.rstrip("/")):
+                waiting.appendleft(path)
+            elif leads_out(Path(root), Path(path)) is None:
+                waiting.append(path)  # a folder has the name that no link gives it, where it has one
+            else:
+                out.append(path)
+    return list(found.values())
+
+
+def _say_out(out: list[str], root: str, option: str) -> None:
     if out:
-        first = f"{untrusted.shown(out[0])} -> {untrusted.shown(os.path.realpath(out[0]))}"
+        first = f"{untrusted.shown(min(out))} -> {untrusted.shown(os.path.realpath(min(out)))}"
         log.warn(
-            f"{option} {folder}: {counted(len(out), 'file')} behind links out of the folder not read, first {first}; "
-            f"name what they lead to as a {option} of its own if it is meant"
+            f"{option} {root}: {counted(len(out), 'link')} out of the folder not followed, first {first}; name what a "
+            f"link leads to as a {option} of its own if it is meant"
         )
-    return [path for path in paths if path not in set(out)]
 
 
 def _hub_files(found: OnHub, form: str) -> list[SourceFile]:

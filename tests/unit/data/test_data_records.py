@@ -303,7 +303,7 @@ def test_the_rows_of_a_table_as_text_are_records_unless_prose_is_asked_for(tmp_p
 
 
 def test_links_out_of_a_folder_are_not_followed_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A stranger's folder with a link to a secret, or to the folder that it lies in."""
+    """A stranger's folder with links to a secret, to all of the disk, and in circles."""
     (tmp_path / "secret").mkdir()
     (tmp_path / "secret/key.txt").write_text("a secret")
     folder = tmp_path / "given"
@@ -313,10 +313,18 @@ def test_links_out_of_a_folder_are_not_followed_and_said(tmp_path: Path, capsys:
     (folder / "key.txt").symlink_to(tmp_path / "secret/key.txt")
     (folder / "more").symlink_to(tmp_path / "secret")
     assert read(folder) == (["a text"], [])
-    assert f"--source {folder}: 2 files behind links out of the folder not read, first" in (
-        told := capsys.readouterr().err
-    )
+    assert f"--source {folder}: 2 links out of the folder not followed, first" in (told := capsys.readouterr().err)
     assert str(tmp_path / "secret/key.txt") in told
-    (tmp_path / "way").symlink_to(folder)
+    for name, target in {"way": folder, "given/here": folder, "given/there": ".", "given/all": "/"}.items():
+        (tmp_path / name).symlink_to(target)  # 2^40 paths lead to each file, and below / lies all that there is
+    (folder / "b").mkdir()
+    (folder / "b/c.txt").write_text("another")
+    (folder / "b/up").symlink_to(folder)
+    (folder / "0").symlink_to("b")
+    for source in (folder, folder / "**", folder / "**/*.txt", f"{tmp_path}/g*n/**/*.txt"):
+        labels = {file.label.removeprefix("given/") for file in find_files([str(source)])}
+        assert labels == {"a.txt", "b/c.txt"} | ({"key.txt"} if source != folder else set()), "a glob names files"
+    for name in ("b/c.txt", "b/up", "0"):
+        (folder / name).unlink()
     assert read(tmp_path / "way")[0] == ["a text"], "what the user names is followed"
     assert [file.label for file in find_files([str(folder), str(tmp_path / "secret")])] == ["a.txt", "key.txt"]
