@@ -109,8 +109,11 @@ def begin(*, stall_timeout_s: float, start_timeout_s: float, run_dir: str, notes
 
 
 def _answer(asked: int, file: int, thread: int) -> None:
-    """Write the stack of a thread whenever the agent asks, holding Python's lock. faulthandler's signal handler does not
-    hold it, and has ended ranks by SIGSEGV whose threads ran on meanwhile, most of all after SIGSTOP and SIGCONT."""
+    """Write the stack of a thread whenever the agent asks, holding Python's lock.
+
+    faulthandler's signal handler does not hold the lock: it ended ranks by SIGSEGV while their threads ran on, most of
+    all after SIGSTOP and SIGCONT.
+    """
     while os.read(asked, 64):
         lines, frame = ["Stack (most recent call first):"], sys._current_frames().get(thread)
         while frame is not None:

@@ -158,7 +158,7 @@ class Judge:
         waited_s = now - self._first_dead_s
         wordless = all(not r.error and (not r.signal or is_secondary(r)) for r in dead)
         if wordless and (refused := [r for r in ranks if r.state == "left" and r.code]):
-            # DeepSpeed's launcher ends the ranks of a host when the first of them has left, and takes their exit status.
+            # DeepSpeed's launcher ends a host's ranks when the first of them has left, and takes their exit status.
             first = refused[0]
             voiced = first.rank == min(r.rank for r in ranks if r.host == first.host)  # one voice a host: cli.py
             return None if live else Verdict("leave", text="" if voiced or not first.refusal else _has_left(first))

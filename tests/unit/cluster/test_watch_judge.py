@@ -205,7 +205,9 @@ def test_a_mistake_of_the_users_on_one_host_ends_the_others_without_a_fault():
 
 
 @pytest.mark.parametrize("signal", ["", "SIGTERM"])
-@pytest.mark.parametrize(("refuses", "text"), [(0, ""), (1, "rank 1 on node-1 has left with exit code 2: model.freeze")])
+@pytest.mark.parametrize(
+    ("refuses", "text"), [(0, ""), (1, "rank 1 on node-1 has left with exit code 2: model.freeze")]
+)
 def test_ranks_that_the_launcher_ends_after_a_refusal_have_not_disappeared(signal, refuses, text):
     """It takes their exit status; on a loaded machine they had not met the same mistake yet. The first rank of a host
     says it itself."""
