@@ -64,10 +64,10 @@ if [[ $keep ]]; then
   while kill -0 $$ && sleep 5; do copy; done >/dev/null 2>&1 &
   copier=$!
 fi
-limited() { # limited SECONDS COMMAND...: 124 at its end, 4 if the deadline leaves it none
+limited() { # limited SECONDS COMMAND...: 124 where it is cut off, also by the deadline
   local most=$(($(left) - 6))
   ((most > $1)) && most=$1
-  ((most > 5)) || return 4
+  ((most > 5)) || return 124
   timeout --kill-after=5 "$most" "${@:2}" > >(tee -a "$log") 2>&1 &
   job=$!
   wait "$job"
@@ -80,12 +80,13 @@ limited() { # limited SECONDS COMMAND...: 124 at its end, 4 if the deadline leav
 unset PYTHONDONTWRITEBYTECODE
 export PYTHONUNBUFFERED=1 GLOO_SOCKET_IFNAME=lo NCCL_SOCKET_IFNAME=lo TOKENIZERS_PARALLELISM=false
 export TRITON_CACHE_DIR=$cache/triton TORCHINDUCTOR_CACHE_DIR=$cache/inductor TORCH_EXTENSIONS_DIR=$cache/extensions
-export HF_HUB_OFFLINE=1 WANDB_MODE=disabled PYTHONPATH=$PWD:$cache/packages
+export HF_HUB_OFFLINE=1 WANDB_MODE=disabled PYTHONPATH=$PWD:$cache/site-packages
 
-[[ -d .wheels ]] && ! cmp -s <(ls .wheels) "$cache/packages/.wheels" && rm -rf "$cache/packages"
+# Its name tells dill that these modules are installed: those elsewhere it would pickle whole.
+[[ -d .wheels ]] && ! cmp -s <(ls .wheels) "$cache/site-packages/.wheels" && rm -rf "$cache/site-packages"
 install() {
-  "$python" -m pip install -q --no-index --no-deps --no-compile --target "$cache/packages" .wheels/*.whl \
-    >>"$log" 2>&1 && ls .wheels >"$cache/packages/.wheels"
+  "$python" -m pip install -q --no-index --no-deps --no-compile --target "$cache/site-packages" .wheels/*.whl \
+    >>"$log" 2>&1 && ls .wheels >"$cache/site-packages/.wheels"
 }
 # One process imports everything, says what there is, and measures the ceilings: each import of torch takes seconds.
 facts=(tools/bench/facts.py)
@@ -133,7 +134,7 @@ gpu_tests() { # offloading and Muon compile for minutes; the plugins of a machin
 run() {
   case $1 in
     facts) return "$facts_code" ;;
-    tests) gpu_tests ;;
+    tests) gpu_tests || return $(($? > 100 ? 124 : 1)) ;; # pytest has a 3 of its own
     0.5b | 1.2b) limited 300 "${speed[@]}" --preset "$1" --only llmtrain trainer plain --json "$out/$1.json" ;;
     8b) limited 580 "${speed[@]}" --preset 8b --only llmtrain --json "$out/8b.json" ;;
     1.2b-fp8) limited 300 "${speed[@]}" --preset 1.2b --only llmtrain tensorwise --json "$out/1.2b-fp8.json" ;;
@@ -182,7 +183,7 @@ for part in "${parts[@]}"; do
   case $? in
     0) ;;
     3) say "$part: skipped, it does not fit this GPU" ;;
-    4 | 124 | 137) say "$part: cut off"; failed+=("$part") ;;
+    124 | 137) say "$part: cut off"; failed+=("$part") ;;
     *) failed+=("$part") ;;
   esac
   rm -rf "${TMPDIR:?}"/* # of a part that was cut off

@@ -310,7 +310,7 @@ def _check_model(run: RunConfig, places: Places, problems: Problems) -> None:
         problems.add("model.attention", "varlen", "keeps attention within documents",
                      "set data.isolate_documents to true, or model.attention to sdpa",
                      places.get("model.attention"))  # fmt: skip
-    if run.model.recompute.keep is not None and run.model.attention not in ("sdpa", "varlen"):
+    if run.model.recompute.keep is not None and run.model.attention not in ("auto", "sdpa", "varlen"):
         problems.add("model.recompute.keep", "attention", f"model.attention {run.model.attention} is no operator of "
                      "torch's, so its output cannot be told from the rest", "set model.attention to sdpa, or remove it",
                      places.get("model.recompute.keep"))  # fmt: skip
@@ -404,6 +404,8 @@ def check_mask(run: RunConfig, batch: Batch, degrees: Degrees, places: Places, p
                          "set model.attention to sdpa, or use ZeRO or tensor parallelism instead",
                          places.get("model.attention"))  # fmt: skip
         return
+    if run.model.attention == "auto" and shared is None:
+        return  # where it becomes sdpa, the start asks again (training/setup.py with_attention)
     largest = batch.micro_batch * (MOST if run.train.balance == "measured" else 1)
     mask_bytes = largest * batch.sequence_length**2
     if mask_bytes > _MASK_BYTES:

@@ -61,9 +61,10 @@ class ModelConfig:
     vocabulary: int | None = bounded(None, AT_LEAST_1, "leave it out for the folder's own tokens")
     """Tokens that the model is to know, more than the folder of `pretrained` has: new rows of its embedding and its
     head, which have to train, each begin as the mean of the folder's. null = those of the folder."""
-    attention: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3", "varlen"] = "sdpa"
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "varlen"] = "auto"
     """Attention implementation. sdpa picks the fastest kernel of the device; varlen is for data.isolate_documents: it
-    computes within documents only, and needs no mask, whose memory grows with the square of the length."""
+    computes within documents only, and needs no mask, with which a GPU computes every pair of a row's tokens. auto =
+    varlen where documents are isolated on a GPU and the model can, sdpa elsewhere."""
     loss_chunk_tokens: int = bounded(2048, AT_LEAST_1, "2048 suits most models")
     """Tokens whose logits exist at one time in the loss."""
     mlp_tile_tokens: int | None = bounded(None, AT_LEAST_1, "leave it out to compute all tokens at once")

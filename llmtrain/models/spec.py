@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
@@ -54,7 +54,7 @@ class ModelSpec:
     """Configuration, names, shapes and sizes of a run's model. Nobody changes what it holds."""
 
     model: ModelConfig
-    """The run's section; whether layers are compiled may not be decided yet."""
+    """The run's section, its attention chosen; whether layers are compiled may not be decided yet."""
     config: PreTrainedConfig
     """As given. To build with it is to change it: take a copy."""
     skeleton: PreTrainedModel
@@ -76,6 +76,8 @@ class ModelSpec:
                 f"model: the architecture {config.architectures} is of a reward model, which has no likelihoods. Set "
                 "objective.name to reward, or name the folder of a language model."
             )
+        if model.attention == "auto":  # a run's start may choose another: training/setup.py with_attention
+            model = replace(model, attention="sdpa")
         hf = skeleton(config, attention=_unless_flash(model.attention))
         return cls(model=model, config=config, skeleton=hf, adapter=adapter or AdapterConfig())
 

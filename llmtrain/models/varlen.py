@@ -64,6 +64,8 @@ def set_documents(documents: Documents | None) -> None:
     _current = documents
 
 
+kernel = "documents one by one"
+"""Name of what computes this attention in the process; `choose_kernel` sets that of a GPU."""
 _FA3 = "flash_attn_interface"
 """The module of FlashAttention 3's package, as torch looks for it; PyPI has none, it is built from its sources."""
 
@@ -74,7 +76,9 @@ def choose_kernel(device: torch.device) -> str:
 
     Returns a line that says which it is, and why not the faster one.
     """
-    usual = "attention within documents: FlashAttention 2"
+    global kernel
+    kernel = "FlashAttention 2"
+    usual = f"attention within documents: {kernel}"
     if torch.cuda.get_device_capability(device)[0] != 9:
         return usual
     if importlib.util.find_spec(_FA3) is None:
@@ -86,7 +90,8 @@ def choose_kernel(device: torch.device) -> str:
     except Exception as error:  # another build's library, a torch that knows none, whatever the package raises
         said = str(error).partition("\n")[0] or type(error).__name__
         return f"{usual}, as {_FA3} cannot be used: {said}"
-    return "attention within documents: FlashAttention 3"
+    kernel = "FlashAttention 3"
+    return f"attention within documents: {kernel}"
 
 
 def register() -> None:

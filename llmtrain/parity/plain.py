@@ -68,7 +68,7 @@ def orders(model: ModelConfig, batch: Batch) -> list[Order]:
     """All rows at once; in as many pieces as the run has micro-batches, backwards; row by row. In fp8 pieces alone."""
     other, config = model.attention, load_config(model)
     few, rows = batch.accumulation * batch.data_parallel, batch.global_batch
-    if other.startswith("flash"):
+    if other == "auto" or other.startswith("flash"):
         family: Any = _kind(config)._model_mapping[type(config)]
         other = "sdpa" if family._supports_sdpa else "eager"
     if _balance_coefficient(config):  # that loss is not a sum over rows: pieces are micro-batches

@@ -160,13 +160,14 @@ def _spec(fields: dict[str, Any]) -> ModelSpec:
 
 def attention_here(fields: dict[str, Any], attention: str, *, cpu: bool) -> Any:
     """The `model.attention` of the small run: the user's own; on a CPU, which has no flash attention, sdpa or eager.
+    Its start chooses for auto, as a run's does.
 
     Raises ModelError: transformers has none of that name for this family.
     """
     instead = cpu and attention.startswith("flash")
     config = load_config(ModelConfig(config=fields))
     try:
-        construct(config, "sdpa" if instead else attention, torch.float32)
+        construct(config, "sdpa" if instead or attention == "auto" else attention, torch.float32)
     except ModelError:
         if not instead:
             raise

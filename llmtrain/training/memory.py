@@ -69,7 +69,7 @@ def keeps(resolved: ResolvedRun) -> tuple[Keep, ...]:
     model = resolved.run.model
     if model.recompute.keep is not None:
         return (model.recompute.keep,)
-    return ("attention", None) if model.attention in ("sdpa", "varlen") else (None,)
+    return ("attention", None) if model.attention in ("auto", "sdpa", "varlen") else (None,)
 
 
 def fewest_layers(count: Count, layers: int, room: float, kept: tuple[Keep, ...]) -> tuple[RecomputeConfig, str]:

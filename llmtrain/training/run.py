@@ -33,7 +33,8 @@ from llmtrain.engine.dist.device import device_name, use_deterministic_kernels
 from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.engine.dist.rendezvous import describe, introduce, leave_all
 from llmtrain.engine.process_memory import collected_by_hand
-from llmtrain.models.spec import ModelFacts
+from llmtrain.models import varlen
+from llmtrain.models.spec import ModelFacts, ModelSpec
 from llmtrain.optim.optimizers import norm_of
 from llmtrain.tracking.environment import describe_environment, unverified, versions, write_environment
 from llmtrain.tracking.tracker import Status, Tracker
@@ -98,7 +99,7 @@ def _train(setup: Setup, folder: RunDirectory, checkpoints: CheckpointFolder, re
     heart.phase("resume")
     start = resume_or_start(setup, folder, checkpoints)
     setup.prove()
-    environment = write_run_files(folder, setup.run, resolved.deepspeed, ranks, setup.spec.facts)
+    environment = write_run_files(folder, setup.run, resolved.deepspeed, ranks, setup.spec)
     experts = getattr(setup.engine.module, "routing", None) is not None
     describe(setup.run.tracking, resolved.mix, start.trainer.wandb_id, experts)
     tracker, session = _tracker(setup, start, folder, environment), setup.session(start.position.step)
@@ -257,14 +258,16 @@ def _conclude(
 
 
 def write_run_files(
-    folder: RunDirectory, run: RunConfig, exact: dict[str, Any], ranks: Ranks, sizes: ModelFacts
+    folder: RunDirectory, run: RunConfig, exact: dict[str, Any], ranks: Ranks, spec: ModelSpec
 ) -> dict[str, Any]:
     """config.yaml, deepspeed.json (the `exact` dict) and environment.json. Returns that (rank 0; else empty)."""
     environment: dict[str, Any] = {}
     with together(ranks):
         if ranks.rank == 0:
             environment = describe_environment(ranks=[asdict(seat) for seat in ranks.seats], plugins=hashes())
-            environment["parameters"] = sizes.parameters
+            environment["parameters"] = spec.facts.parameters
+            attention = spec.model.attention
+            environment["attention"] = f"varlen, {varlen.kernel}" if attention == "varlen" else attention
             try:
                 (folder.path / "config.yaml").write_text(dump(run))
                 (folder.path / "deepspeed.json").write_text(json.dumps(exact, indent=2) + "\n")

@@ -20,8 +20,11 @@ from torch import Tensor
 
 from llmtrain.base.errors import ConfigError, DataError, ModelError, UserError
 from llmtrain.config.plugins import is_of_plugin
-from llmtrain.config.run import ResolvedRun, RunConfig
+from llmtrain.config.problems import Problems
+from llmtrain.config.rules import check_mask
+from llmtrain.config.run import ModelConfig, ResolvedRun, RunConfig
 from llmtrain.config.stages import Stage
+from llmtrain.config.stages_rules import stage_runs
 from llmtrain.config.topology import Mix, Place
 from llmtrain.data.stream.columns import REMEDY, weights_hash
 from llmtrain.data.stream.course import Course
@@ -44,6 +47,7 @@ from llmtrain.models.fp8 import without_fp8
 from llmtrain.models.own_settings import own_settings
 from llmtrain.models.parallel.mesh import Mesh, mesh_of
 from llmtrain.models.run.build_for_rank import build_model
+from llmtrain.models.run.check import why_not_varlen
 from llmtrain.models.source import ParameterSource
 from llmtrain.models.spec import ModelSpec
 from llmtrain.models.transformers_private import VARLEN
@@ -73,8 +77,10 @@ class Setup:
 
         Raises: UserError, on all ranks alike.
         """
-        self.resolved, self.run, self.spec = checked.resolved, checked.resolved.run, checked.spec
-        self.data, self.sets, self.ranks = checked.data, checked.sets, ranks
+        self.run, self.data, self.sets, self.ranks = checked.resolved.run, checked.data, checked.sets, ranks
+        with together(ranks):
+            self.spec, notes = with_attention(checked.resolved, checked.spec, ranks.device)
+        self.resolved = replace(checked.resolved, notes=(*checked.resolved.notes, *notes))
         self.course = Course(self.resolved.stages, (checked.data, *checked.later))
         """Data and batch by the step."""
         self.choices, self.prompts = checked.choices, checked.prompts
@@ -84,7 +90,8 @@ class Setup:
         at each step, of the modules that train whole beside the adapter."""
         with together(ranks):
             reads_column = self.run.objective.top_k is not None
-            teacher = None if reads_column else teacher_of(self.run, self.resolved.precision, ranks, self.mesh)
+            student, precision = self.spec.model, self.resolved.precision
+            teacher = None if reads_column else teacher_of(self.run, student, precision, ranks, self.mesh)
             self.objective = loss_of(self.run.objective, teacher)
         self.teacher = taught_by(self.run, checked.teachers, ranks)
         """Hash of the teacher's weights; None: the objective has no teacher."""
@@ -167,13 +174,51 @@ class Setup:
         )
 
 
+def with_attention(resolved: ResolvedRun, spec: ModelSpec, device: torch.device) -> tuple[ModelSpec, list[str]]:
+    """Choose an attention in place of model.attention auto. Returns the model with it, and a note on runs that isolate
+    documents: under a mask a GPU computes all pairs of a row's tokens.
+
+    Raises: ConfigError, where a mask is needed and is too large.
+    """
+    run, asked = resolved.run, resolved.run.model.attention
+    if not run.data.isolate_documents or asked not in ("auto", "sdpa"):
+        return spec, []
+    masked, problems = replace(run, model=replace(run.model, attention="sdpa")), Problems()
+    for (each, places, within), stage in zip(
+        stage_runs(masked, resolved.places, problems), resolved.stages, strict=True
+    ):
+        check_mask(each, stage.batch, resolved.degrees, places, within)
+    reason, degrees = "", resolved.degrees
+    if degrees.pipeline * degrees.sequence > 1:
+        reason = "varlen needs whole rows and all layers in each rank"
+    elif device.type != "cuda" and not problems:
+        reason = "varlen is for GPUs"
+    elif device.type == "cuda" and resolved.precision == "fp32":
+        reason = "varlen's kernel computes in bf16 and fp16"
+    if asked == "sdpa":
+        slow = "with data.isolate_documents sdpa computes all pairs of a row's tokens, under a mask"
+        return spec, [] if reason else [f"model.attention sdpa: {slow}; auto takes varlen, which does not, if it can"]
+    chosen = spec
+    if not reason:
+        chosen = ModelSpec.of(replace(run.model, attention="varlen"), run.adapter, scores=spec.scores)
+        reason = why_not_varlen(chosen)
+    if not reason and run.objective.teacher is not None:
+        from llmtrain.models.teacher import teacher_model
+
+        reason = why_not_varlen(ModelSpec.of(teacher_model(run.objective, chosen.model)))
+    if reason:
+        problems.raise_if_any()
+        return spec, [f"model.attention auto: sdpa, as {reason}"]
+    return chosen, ["model.attention auto: varlen, which computes within documents and needs no mask"]
+
+
 def start_engine(resolved: ResolvedRun, spec: ModelSpec, ranks: Ranks, mesh: Mesh) -> Engine:
     """The engine of a run; its parameters have no values yet.
 
     Raises: UserError, on all ranks alike.
     """
     with together(ranks):
-        check_device(resolved.precision, resolved.run.model.attention, resolved.run.model.fp8, resolved.run.deepspeed)
+        check_device(resolved.precision, spec.model.attention, resolved.run.model.fp8, resolved.run.deepspeed)
     with together(ranks):
         compiles = _compiles_layers(spec, resolved.mix, ranks, one_shape=resolved.run.train.balance == "equal")
         chosen, notes = decide_recomputation(resolved, spec, ranks)
@@ -182,7 +227,7 @@ def start_engine(resolved: ResolvedRun, spec: ModelSpec, ranks: Ranks, mesh: Mes
         model.notes += notes
     if compiles:
         model.notes.append("decoder layers go through torch.compile, which takes a while in the first steps")
-    if resolved.run.model.attention == VARLEN and ranks.device.type == "cuda":
+    if spec.model.attention == VARLEN and ranks.device.type == "cuda":
         from llmtrain.models.varlen import choose_kernel
 
         model.notes.append(choose_kernel(ranks.device))
@@ -199,7 +244,7 @@ def start_engine(resolved: ResolvedRun, spec: ModelSpec, ranks: Ranks, mesh: Mes
     return engine
 
 
-def teacher_of(run: RunConfig, precision: str, ranks: Ranks, mesh: Mesh) -> Teacher | None:
+def teacher_of(run: RunConfig, student: ModelConfig, precision: str, ranks: Ranks, mesh: Mesh) -> Teacher | None:
     """The model that a run distils, on the ranks that compute a loss: a pipeline's last stages, or all.
 
     Raises: ModelError, on this rank alone.
@@ -209,7 +254,7 @@ def teacher_of(run: RunConfig, precision: str, ranks: Ranks, mesh: Mesh) -> Teac
         return None
     from llmtrain.models.teacher import load_teacher, teacher_model
 
-    teacher = teacher_model(objective, run.model)
+    teacher = teacher_model(objective, student)
     if mesh.sequence is None:
         return load_teacher(teacher, precision, ranks.device)
     from llmtrain.models.parallel.sequence import SequenceLanguageModel

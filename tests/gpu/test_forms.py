@@ -169,6 +169,12 @@ def test_cudnn_attention_on_hopper_but_not_with_masks(pools, small_data, cuda, d
     assert ("aten::_scaled_dot_product_cudnn_attention" in attention) is not documents, attention
 
 
+def test_isolated_documents_go_without_a_mask_unasked(pools, small_data, cuda):
+    case = Case(data=small_data, stage=1, precision="bf16", isolate_documents=True, attention="auto")
+    attention = {op for op in pools(1).run(ops_of_a_step, case)[0] if "attention" in op or "documents" in op}
+    assert "llmtrain::within_documents" in attention and not any("dot_product" in op for op in attention), attention
+
+
 def ops_of_a_step(case: Case) -> set[str]:
     """Names of the operators of one optimizer step."""
     from torch.profiler import ProfilerActivity, profile

@@ -158,6 +158,7 @@ CASES = [
         "a mask beyond the memory",
         ("data.sequence_length = 1024", "a mask of 8 GiB", "set model.attention to varlen"),
         {
+            "model": {"attention": "sdpa"},
             "data": {"isolate_documents": True, "sequence_length": 1024},
             "train": {"micro_batch": 8192, "global_batch": 16384, "accumulation": 1},
         },
@@ -1015,6 +1016,7 @@ CASES = [
         "a mask for twice the sequences",
         ("data.sequence_length = 1024", "a mask of 8 GiB (8192 sequences"),
         {
+            "model": {"attention": "sdpa"},
             "data": {"isolate_documents": True, "sequence_length": 1024},
             "train": {"micro_batch": 4096, "global_batch": 8192, "accumulation": 1, "balance": "measured"},
         },

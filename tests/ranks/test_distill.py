@@ -107,7 +107,7 @@ def objective_on(case: Case, folder: str, terms: dict[str, float]) -> Any:
     resolved = resolved_run(case, ranks.world_size)
     config = Distill(teacher=folder, **terms)
     run = replace(resolved.run, objective=config)
-    return loss_of(config, teacher_of(run, resolved.precision, ranks, mesh_of(resolved.degrees)))
+    return loss_of(config, teacher_of(run, run.model, resolved.precision, ranks, mesh_of(resolved.degrees)))
 
 
 def distilled(case: Case, folder: str, terms: dict[str, float]) -> tuple[Trace, dict[str, float]]:

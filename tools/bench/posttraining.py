@@ -273,8 +273,8 @@ def write_workplace(race: Race, options: argparse.Namespace, folder: Path, steps
     seconds([sys.executable, "-m", "llmtrain", *words, "--out", str(folder / "data"), "--processes", "1"])
 
 
-def run_race(name: str, options: argparse.Namespace, folder: Path) -> None:
-    """Write the workplace, let the contestants take turns, print the table."""
+def run_race(name: str, options: argparse.Namespace, folder: Path) -> bool:
+    """Write the workplace, let the contestants take turns, print the table. Returns True if each has ended well."""
     import importlib.util
 
     import torch
@@ -331,6 +331,7 @@ def run_race(name: str, options: argparse.Namespace, folder: Path) -> None:
         keep(rounds, held)
         print(f"{padding_share(task, race.group):.3f} of the padded micro-batches are padding; "
               f"held-out loss: {', '.join(f'{each} {loss:.5f}' for each, loss in held.items())}")  # fmt: skip
+    return len(rounds) == len(contestants)
 
 
 def need_of(options: argparse.Namespace, contestant: str) -> Need:
@@ -460,15 +461,19 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print the tables."""
+    """Measure and print the tables; 1 if a contestant was left out."""
     options = arguments(argv)
     from machine import about
 
+    whole = True
     print(", ".join(f"{key} {value}" for key, value in about().items()), flush=True)
     for name in [options.only] if options.only else ["prepare", *RACES]:
         with tempfile.TemporaryDirectory(prefix="llmtrain-bench-") as made:
-            prepare(options, Path(made)) if name == "prepare" else run_race(name, options, Path(made))
-    return 0
+            if name == "prepare":
+                prepare(options, Path(made))
+            else:
+                whole &= run_race(name, options, Path(made))
+    return int(not whole)
 
 
 if __name__ == "__main__":

@@ -199,6 +199,12 @@ def write_adapter(folder: Path) -> None:
 
 def run_ours(clock: Clock, task: Tuning, how: str) -> None:
     """The loop of `llmtrain train`. how: full, lora, dpo."""
+    keep = (lambda engine: _keep_ours(task, engine, f"llmtrain {how}")) if task.at_once else None
+    timed_run(clock, write_yaml(task, how), keep)
+
+
+def write_yaml(task: Tuning, how: str) -> Path:
+    """The run of ours. Its attention is the usual one, which on a GPU stays within documents."""
     folder = Path(task.folder)
     fields: dict[str, Any] = {
         "deepspeed": str(folder / "deepspeed.json"),
@@ -219,11 +225,11 @@ def run_ours(clock: Clock, task: Tuning, how: str) -> None:
         fields["adapter"] = {**ADAPTER, "start": str(folder / "adapter")}
     if how == "dpo":
         fields["objective"] = {"name": "dpo", "beta": BETA}
-    if task.at_once:  # rows of skewed lengths: as long ones are recommended to be trained
+    if task.at_once:  # rows of skewed lengths, on a CPU too
         fields["model"]["attention"] = "varlen"
     path = folder / f"{how}.yaml"
     path.write_text(yaml.safe_dump(fields))
-    timed_run(clock, path, (lambda engine: _keep_ours(task, engine, f"llmtrain {how}")) if task.at_once else None)
+    return path
 
 
 def trained_of(folder: str, name: str) -> Path:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from llmtrain.config.run import RecomputeConfig, ResolvedRun, RunConfig
+from llmtrain.config.run import ModelConfig, RecomputeConfig, ResolvedRun, RunConfig
 from llmtrain.config.topology import Degrees
 from llmtrain.models.distillation import TeacherSays, Terms, TopWords
 from llmtrain.models.head import Head, Loss
@@ -104,7 +104,7 @@ def count_activations(
     tokens = length // mix.degrees.sequence
     adds_in_fp32("cpu", DTYPES[mix.precision])  # which looks at numbers, the first time
     module: Any = build_model(alone, spec, torch.device("meta"), None).train()  # type: ignore[arg-type]
-    teacher = _teacher(run, mix.precision)
+    teacher = _teacher(run, spec.model, mix.precision)
     with without_memory():
         module.to_empty(device="cpu")
         parameters = list(module.parameters())
@@ -123,13 +123,13 @@ def count_activations(
     return Activations(kept=kept, most=live.most)
 
 
-def _teacher(run: RunConfig, precision: str) -> Teacher | None:
+def _teacher(run: RunConfig, student: ModelConfig, precision: str) -> Teacher | None:
     """The model that a run distils, on the meta device."""
     if run.objective.teacher is None or run.objective.top_k is not None:
         return None
     from llmtrain.models.teacher import empty_teacher, teacher_model
 
-    return empty_teacher(ModelSpec.of(teacher_model(run.objective, run.model)), precision, torch.device("meta"))
+    return empty_teacher(ModelSpec.of(teacher_model(run.objective, student)), precision, torch.device("meta"))
 
 
 def _loss(

@@ -33,7 +33,12 @@ from llmtrain.models.skeleton import decoder_layers, layer_configs, load_config
 from llmtrain.models.source import refuse_other_shapes
 from llmtrain.models.spec import ModelSpec
 from llmtrain.models.structure.small_copy import probe_copy
-from llmtrain.models.transformers_private import attention_is, loads_as_causal_model, takes_flash_attention
+from llmtrain.models.transformers_private import (
+    OperatorMode,
+    attention_is,
+    loads_as_causal_model,
+    takes_flash_attention,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -601,6 +606,36 @@ def _check_export(spec: ModelSpec) -> None:
             )
     except ModelError as error:
         raise ModelError(f"{error} Set train.export to false: training and its checkpoints need no folder.") from error
+
+
+class _Attended(OperatorMode):
+    """Calls of models/varlen.py's operator, and the widest head of them."""
+
+    calls = widest = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.overloadpacket.__name__ == "within_documents":
+            self.calls, self.widest = self.calls + 1, max(self.widest, args[0].shape[-1])
+        return function(*args, **(kwargs or {}))
+
+
+_WIDEST_HEAD = 256  # of FlashAttention
+
+
+@_quietly()
+def why_not_varlen(spec: ModelSpec) -> str:
+    """The reason why a model that was made for attention within documents cannot train with it; "": it can."""
+    hf: Any = copy.deepcopy(spec.skeleton)
+    hf.to("meta", torch.bfloat16).train()  # the grouped product of experts is of that alone
+    ids = torch.zeros(1, _REHEARSED_TOKENS, dtype=torch.long, device="meta")
+    try:
+        with torch.no_grad(), documents_in_rows(None), _Attended() as seen:
+            hf(input_ids=ids, use_cache=False)
+    except Exception as error:  # what it does to scores, or heads that differ in size
+        return f"{type(hf).__name__} does not go with varlen ({str(error).partition('. Set ')[0].splitlines()[0]})"
+    if seen.calls < spec.facts.layers:
+        return f"only {seen.calls} of the {spec.facts.layers} layers of {type(hf).__name__} would go through varlen"
+    return f"varlen has heads of at most {_WIDEST_HEAD} features" if seen.widest > _WIDEST_HEAD else ""
 
 
 def _rehearse(hf: PreTrainedModel, key: str, tokens: int) -> None:
