@@ -112,7 +112,7 @@ def checksum_array(values: npt.NDArray[np.float32], start: int = 0) -> int:
 def _on_device(flat: Any, start: int) -> int:
     import torch
 
-    row = torch.from_numpy(_row()).to(flat.device)
+    row = _row_on(flat.device)
     bits = flat.contiguous().view(torch.int32)
     total, done = torch.zeros((), dtype=torch.int64, device=flat.device), 0
     while done < bits.numel():
@@ -134,7 +134,7 @@ def _on_device(flat: Any, start: int) -> int:
 def _strided_on_device(flat: Any, region: Region) -> int:
     import torch
 
-    row = torch.from_numpy(_row()).to(flat.device)
+    row = _row_on(flat.device)
     bits = flat.view(torch.int32)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for block in region.blocks():
@@ -145,6 +145,14 @@ def _strided_on_device(flat: Any, region: Region) -> int:
         factors = torch.from_numpy(_block_factors(numbers)).to(flat.device)
         total += (rows * row[place % _BLOCK] * factors[place // _BLOCK - int(numbers[0])]).sum()
     return int(total.item()) % 2**64
+
+
+@cache
+def _row_on(device: Any) -> Any:
+    """The row, which stays on the device: to copy it for each piece of a model took longer than to hash the piece."""
+    import torch
+
+    return torch.from_numpy(_row()).to(device)
 
 
 @cache
