@@ -46,6 +46,8 @@ _REPLACED = (
     "independent_gradient_partition_epilogue",
     "allreduce_and_copy",
     "_record_gradient_stream",
+    "_get_compact_grad_partition_slice",
+    "_add_to_grad_partition_buffer",
 )
 _AROUND = (
     "step",
@@ -58,7 +60,7 @@ _AROUND = (
 )
 """DeepSpeed's methods that call these, and those whose work they take over."""
 _KNOWN = {
-    "optimizer": "d6bcf9f8311b6d3e8cf792d9323d20f91ca40aae3e7599acf1835517a5039881",
+    "optimizer": "c43335cf9841228b51b8d337ea356780f94466cc9b1737f30dbc8530e6e3c59e",
     "engine": "fd92e39132a68153677825b76c147cc57c0ebc503073e04e3f3313326a4dc141",
 }
 
@@ -87,6 +89,23 @@ class OneNormZero(DeepSpeedZeroOptimizer):
             return []
         found: list[Tensor] = super().get_all_grad_tensors(tensor_list, dtype)
         return found
+
+    def _get_compact_grad_partition_slice(
+        self, group_idx: int, partition_id: int, param_id: int, num_elements: int
+    ) -> Tensor | bool | None:
+        """Where a reduced gradient is added to fp32 sums; False: nowhere, for Muon's, which have none.
+
+        For None DeepSpeed joins the gradient to the one before it in the bucket, whose place it forgets: under Muon
+        most norms and biases of a run with fp32 sums never trained.
+        """
+        found = super()._get_compact_grad_partition_slice(group_idx, partition_id, param_id, num_elements)
+        own = partition_id == dist.get_rank(self.real_dp_process_group[group_idx])
+        return False if found is None and own and self.gradient_accumulation_dtype != self.dtype else found
+
+    @staticmethod
+    def _add_to_grad_partition_buffer(output: Tensor | bool | None, source: Tensor) -> None:
+        if isinstance(output, Tensor):
+            output.add_(source.to(output.dtype))
 
     @functools.cached_property
     def _places(self) -> dict[Any, int]:
