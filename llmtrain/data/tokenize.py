@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -243,18 +244,44 @@ def _write_folder(folder: Path, write: Any) -> None:
     partial.rename(folder)
 
 
-def refuse_code(folder: Path) -> None:
-    """Refuse a tokenizer_config.json by which transformers would load code. Raises DataError."""
+_GROWTH = 1000
+"""Most characters that a tokenizer may make of one; Unicode's normal forms make 18."""
+
+
+def refuse_unsafe(folder: Path) -> None:
+    """Refuse a tokenizer that would have code loaded, or that makes endless text of a short one. Raises DataError."""
     path = folder / "tokenizer_config.json"
     try:
         key = untrusted.names_code(untrusted.loads(path.read_bytes())) if path.is_file() else None
+        path = folder / "tokenizer.json"
+        given = untrusted.loads(path.read_bytes()) if path.is_file() else {}
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: cannot be read as JSON ({error}); save the tokenizer again") from error
     if key:
         raise DataError(
-            f"{path}: it asks for Python code of its own ({key}), which is not run. tokenizer.json needs none: remove "
-            f"{key} from the file"
+            f"{folder / 'tokenizer_config.json'}: it asks for Python code of its own ({key}), which is not run. "
+            f"tokenizer.json needs none: remove {key} from the file"
         )
+    for part in ("normalizer", "decoder"):
+        if (growth := _growth(given.get(part) if isinstance(given, dict) else None)) > _GROWTH:
+            raise DataError(f"{path}: its {part} makes up to {growth:.3g} characters of one, and no text needs more "
+                            f"than {_GROWTH}: take the tokenizer from another source")  # fmt: skip
+
+
+def _growth(step: Any) -> float:
+    """Most characters that a step of a tokenizer.json makes of one, its inner steps included."""
+    if isinstance(step, list):
+        return math.prod(map(_growth, step))
+    if not isinstance(step, dict):
+        return 1.0
+    growth = max(1.0, *(_growth(step.get(inner)) for inner in ("normalizers", "decoders")))
+    growth += len(str(step.get("prepend", "")))
+    if step.get("type") == "Replace":
+        fixed = str((step.get("pattern") or {}).get("String", ""))  # a regular expression may match nothing, anywhere
+        growth = max(
+            1.0, len(str(step.get("content", ""))) / len(fixed) if fixed else 1.0 + len(str(step.get("content")))
+        )
+    return growth
 
 
 def _require(folder: Path) -> Path:
@@ -358,7 +385,7 @@ class Encoder:
         from tokenizers import Tokenizer
 
         path = _require(folder)
-        refuse_code(folder)
+        refuse_unsafe(folder)
         try:
             self._tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception

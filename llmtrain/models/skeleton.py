@@ -27,6 +27,10 @@ _MOST = 10_000  # layers, labels or experts
 _COUNT = re.compile(r"^(?!.*size).*(layer|label|expert)")
 
 
+class TooLargeError(ModelError):
+    """A tensor of the model does not fit this host's memory."""
+
+
 def load_config(model: ModelConfig, *, trust_remote_code: bool = False) -> PreTrainedConfig:
     """The transformers config of `model.pretrained` or `model.config`, with the tokens of `model.vocabulary`.
 
@@ -129,7 +133,7 @@ def construct(
             reason = (
                 str(error).splitlines()[0].partition("Error code")[0].rpartition("DefaultCPUAllocator: ")[2].strip()
             )
-            raise ModelError(
+            raise TooLargeError(
                 f"model: one of its tensors alone needs more memory than this host has ({reason.rstrip('.')}). Correct "
                 f"its sizes; the largest are {_largest(config)}."
             ) from error

@@ -9,7 +9,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,10 @@ from llmtrain.checkpoint.listing import find_checkpoints, read_while_there
 from llmtrain.checkpoint.remote import checkpoints_at
 from llmtrain.cluster.watch.explain.device_faults import device_fault
 from llmtrain.config.run import ModelConfig
-from llmtrain.data.tokenize import refuse_code
+from llmtrain.data.tokenize import refuse_unsafe
 from llmtrain.models.adapter import CONFIG, MAGNITUDE, PREFIX, WEIGHTS, need_peft
 from llmtrain.models.score import gives_scores
-from llmtrain.models.skeleton import load_config
+from llmtrain.models.skeleton import TooLargeError, load_config
 from llmtrain.models.source import SafetensorsSource, refuse_escape, refuse_other_shapes
 from llmtrain.storage.hub.transfer import model_folder
 from llmtrain.storage.object_store import Store, StoreError, is_url
@@ -52,9 +52,18 @@ class Sampling:
 
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of transformers' `generate`."""
-        if self.temperature == 0:
-            return {"do_sample": False}
-        return {"do_sample": True, "temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
+        chosen: dict[str, Any] = {"do_sample": self.temperature > 0, "logits_processor": [_refuse_nan]}
+        if self.temperature > 0:
+            chosen |= {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
+        return chosen
+
+
+def _refuse_nan(ids: Any, scores: Any) -> Any:
+    """Return the scores [batch, vocabulary] of the next token. Raises ModelError: one is not a number."""
+    if scores.isnan().any():
+        raise ModelError("the model gives scores that are no numbers (NaN): its weights are damaged, or training has "
+                         "diverged. `llmtrain checkpoint verify` finds damage. Name another checkpoint.")  # fmt: skip
+    return scores
 
 
 @dataclass(frozen=True)
@@ -194,8 +203,12 @@ def _check_weights(folder: Path, config: Any) -> None:
     plain = not getattr(config, "quantization_config", None)  # else the tensors are others than the model's own
     layout = None
     if plain:
-        with suppress(ModelError):  # a class whose files cannot be followed (docs/families.md) is loaded all the same
+        try:
             layout = layout_of(ModelConfig(pretrained=str(folder), attention="eager"), trust_remote_code=False)
+        except TooLargeError:
+            raise
+        except ModelError:  # a class whose files cannot be followed (docs/families.md) is loaded all the same
+            pass
     with closing(SafetensorsSource(folder, layout, asked_by=str(folder))) as source:
         if layout is not None:
             refuse_other_shapes(source, layout.shapes, surplus_too=True)
@@ -253,7 +266,7 @@ def is_model(folder: Path) -> bool:
 def _tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
-    refuse_code(folder)
+    refuse_unsafe(folder)
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # OSError, ValueError, TypeError: whatever the files of a folder make of it

@@ -27,7 +27,7 @@ from llmtrain.data.chat.conversation import Conversation, RefusedError, conversa
 from llmtrain.data.chat.rendering import BoundsError, Rendered, RenderError, Template, Wanted, first_line
 from llmtrain.data.chat.template_proof import SPLIT, Marked, check_generation, plain
 from llmtrain.data.manifest import SAMPLE
-from llmtrain.data.tokenize import as_ids, refuse_code
+from llmtrain.data.tokenize import as_ids, refuse_unsafe
 
 Count = Literal["assistant", "last", "all"]
 TooLong = Literal["reject", "cut", "split"]
@@ -97,7 +97,7 @@ class ChatEncoder:
         """Raises DataError when transformers cannot load the tokenizer or a stop token is none of its tokens."""
         from transformers import AutoTokenizer
 
-        refuse_code(folder)
+        refuse_unsafe(folder)
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
             self._backend = self._tokenizer.backend_tokenizer

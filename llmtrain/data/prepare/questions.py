@@ -18,7 +18,7 @@ from llmtrain.base.errors import DataError
 from llmtrain.data.chat.conversation import RefusedError
 from llmtrain.data.chat.encoder import ChatOptions, Row
 from llmtrain.data.chat.rendering import first_line
-from llmtrain.data.tokenize import as_ids, refuse_code
+from llmtrain.data.tokenize import as_ids, refuse_unsafe
 
 _QUESTIONS = ("question", "question_stem", "ctx", "query", "goal", "prompt", "context")
 _BEFORE = ("context", "passage", "article", "support")
@@ -134,7 +134,7 @@ class ChoiceEncoder:
         """Raises DataError when transformers cannot load the tokenizer."""
         from transformers import AutoTokenizer
 
-        refuse_code(folder)
+        refuse_unsafe(folder)
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         except Exception as error:  # OSError, ValueError, TypeError: whatever the files of a folder make of it

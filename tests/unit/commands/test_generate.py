@@ -92,6 +92,14 @@ def _adapter(folder: Path, weights: str) -> None:
     (folder / weights).write_bytes(b"\x80\x04cos\nsystem\n")
 
 
+def _with(folder: Path, name: str, **fields: object) -> None:
+    (folder / name).write_text(json.dumps({**json.loads((folder / name).read_text()), **fields}))
+
+
+def _replacing(content: str) -> dict[str, object]:
+    return {"type": "Replace", "pattern": {"String": "a"}, "content": content}
+
+
 DEEP = '{"a":' * 100_000
 STRANGE = {
     "a header that lies": (lambda f: (f / "model.safetensors").write_bytes(b"\xff" * 64), "header claims"),
@@ -106,6 +114,22 @@ STRANGE = {
         "is not a weight index",
     ),
     "a tokenizer.json that is none": (lambda f: (f / "tokenizer.json").write_text("[]"), "no tokenizer that"),
+    "a width of 10^8": (lambda f: _with(f, "config.json", hidden_size=10**8), "more memory than this host has"),
+    "10^12 words": (lambda f: _with(f, "config.json", vocab_size=10**12), "more memory than this host has"),
+    "a normalizer of 50^7 letters": (
+        lambda f: _with(
+            f, "tokenizer.json", normalizer={"type": "Sequence", "normalizers": [_replacing("a" * 50)] * 7}
+        ),
+        "tokenizer.json: its normalizer makes up to 7.81e+11 characters of one",
+    ),
+    "a normalizer that begins a text with 10^6": (
+        lambda f: _with(f, "tokenizer.json", normalizer={"type": "Prepend", "prepend": "x" * 10**6}),
+        "its normalizer makes up to 1e+06 characters of one",
+    ),
+    "a decoder of 10^6 a letter": (
+        lambda f: _with(f, "tokenizer.json", decoder={"type": "Sequence", "decoders": [_replacing("z" * 10**6)]}),
+        "its decoder makes up to 1e+06 characters of one",
+    ),
     "a deep adapter": (
         lambda f: (_adapter(f, "adapter_model.safetensors"), (f / "adapter_config.json").write_text(DEEP)),
         "names no model that the adapter belongs to",
@@ -125,6 +149,15 @@ def test_a_strangers_folder_ends_in_a_sentence(run, capsys, case):
     assert says in told and told.count("error: ") == 1 and "Traceback" not in told, told
     assert main(["chat", str(strange)]) == 2
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("temperature", ["0", "0.8"])
+def test_weights_that_are_no_numbers_end_in_a_sentence(run, capsys, temperature):
+    tensors = load_file(run / "export/model.safetensors")
+    tensors["model.norm.weight"].fill_(float("nan"))
+    save_file(tensors, run / "export/model.safetensors", metadata={"format": "pt"})
+    assert main(["generate", str(run / "export"), "--prompt", "walk", "--temperature", temperature]) == 2
+    assert "error: the model gives scores that are no numbers (NaN)" in capsys.readouterr().err
 
 
 def test_the_newest_state_of_a_run_is_what_continues_the_prompt(run, capsys):
