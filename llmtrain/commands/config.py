@@ -14,6 +14,7 @@ from llmtrain.base.choice import either
 from llmtrain.base.errors import ConfigError
 from llmtrain.commands import completion
 from llmtrain.config import strict_yaml
+from llmtrain.config.join import SHARED
 from llmtrain.config.load import COMMAND_LINE, Parsed, configs_in, parse, plugins_of, run_words
 from llmtrain.config.pinned import with_base
 from llmtrain.config.problems import closest, show, stop
@@ -186,7 +187,7 @@ def summary(resolved: ResolvedRun, facts: ModelFacts | None = None) -> str:
     of = " of as many layers as memory asks for" if layers == "auto" else of
     of += " a stage" if of and mix.degrees.pipeline > 1 else ""
     ways += [f"activation checkpointing{of}{kept}"] if mix.recomputes else []
-    lines += [f"compute: {', '.join(ways)}", f"ranks:   {_ranks(resolved.degrees)}"]
+    lines += [f"compute: {', '.join(ways)}", f"optim:   {_optimizer(resolved)}", f"ranks:   {_ranks(resolved.degrees)}"]
     if facts is not None:
         from llmtrain.training.examine import state_bytes
 
@@ -195,6 +196,17 @@ def summary(resolved: ResolvedRun, facts: ModelFacts | None = None) -> str:
         lines.append(f"model:   {units.count(facts.parameters)} parameters; {held} {whole}, {of_a_rank} a rank")
     lines.append(f"run dir: {train.run_dir}")
     return "\n".join([*lines, *(f"note:    {note}" for note in resolved.notes)])
+
+
+def _optimizer(resolved: ResolvedRun) -> str:
+    """The values that may stand in either file or in none, by their origin."""
+    found: dict[str, list[str]] = {}
+    for key in SHARED:
+        section, name = key.split(".")
+        if section == "optim" and hasattr(resolved.optim, name):
+            origin = resolved.places.get(key, "llmtrain's defaults").partition(", ")[0]
+            found.setdefault(origin, []).append(f"{name} {show(getattr(resolved.optim, name))}")
+    return "; ".join(f"{', '.join(values)} ({origin})" for origin, values in found.items())
 
 
 def _ranks(degrees: Degrees) -> str:

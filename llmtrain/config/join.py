@@ -177,6 +177,9 @@ def _params(optimizer: type[Optimizer]) -> set[str]:
 
 _NO_SECTION = "remove the scheduler section: the YAML's schedule decides anyway"
 _SCHEDULERS = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+_AUTO = {"WarmupLR": ("a constant rate", None), "WarmupDecayLR": ("a line to 0", 0),
+         "WarmupCosineLR": ("half a cosine to 0.0001 of the rate", 1e-4)}  # fmt: skip
+"""What follows the warm-up where every parameter is "auto", and the min_ratio that it has."""
 _SCHEDULER_DEFAULTS: dict[str, dict[str, Any]] = {  # deepspeed/runtime/lr_schedules.py
     "WarmupLR": {"warmup_min_lr": 0, "warmup_num_steps": 1000, "warmup_type": "log"},
     "WarmupDecayLR": {"warmup_min_lr": 0, "warmup_max_lr": 1e-3, "warmup_num_steps": 1000, "warmup_type": "log"},
@@ -208,7 +211,13 @@ def check_scheduler(
         problems.add("scheduler.type", kind, f"llmtrain understands {', '.join(_SCHEDULERS)}", remedy, path)
         return []
     if params and all(value == "auto" and name in _OF_SCHEDULERS for name, value in params.items()):
-        return [f"{path}: scheduler {kind} is all auto; the YAML's schedule ({run.schedule.name}) decides"]
+        note = f"{path}: scheduler {kind} is all auto; the YAML's schedule ({run.schedule.name}) decides"
+        (course, end), name = _AUTO[kind], _SCHEDULERS[kind]
+        if (run.schedule.name, getattr(run.schedule, "min_ratio", None)) != (name, end):
+            same = name if end is None else f"{name}, schedule.min_ratio: {end:g}"
+            note += (f". With it Hugging Face's Trainer trains a warm-up and then {course}, whatever its "
+                     f"lr_scheduler_type is; here that is schedule.name: {same}")  # fmt: skip
+        return [note]
     schedule = run.schedule
     if schedule.name != _SCHEDULERS[kind]:
         place = places.get("schedule.name", "the YAML or its default")

@@ -93,10 +93,10 @@ class OneNormZero(DeepSpeedZeroOptimizer):
     def _get_compact_grad_partition_slice(
         self, group_idx: int, partition_id: int, param_id: int, num_elements: int
     ) -> Tensor | bool | None:
-        """Where a reduced gradient is added to fp32 sums; False: nowhere, for Muon's, which have none.
+        """Where a reduced gradient is added to fp32 sums; False: nowhere, for Muon's matrices, which have none.
 
-        For None DeepSpeed joins the gradient to the one before it in the bucket, whose place it forgets: under Muon
-        most norms and biases of a run with fp32 sums never trained.
+        DeepSpeed has None for them, joins them to the neighbour before them in the bucket, and then forgets its sums:
+        most norms and biases of a run never trained.
         """
         found = super()._get_compact_grad_partition_slice(group_idx, partition_id, param_id, num_elements)
         own = partition_id == dist.get_rank(self.real_dp_process_group[group_idx])

@@ -271,6 +271,37 @@ def test_wsd_decays_over_a_tenth(here: Path) -> None:
     assert loaded(here, {"schedule": {"name": "wsd"}}).run.schedule.decay_steps == 10
 
 
+@pytest.mark.parametrize(
+    ("kind", "schedule", "told"),
+    [
+        ("WarmupLR", {}, "then a constant rate, whatever its lr_scheduler_type is; here that is schedule.name: "
+         "constant"),
+        ("WarmupLR", {"name": "constant"}, ""),
+        ("WarmupDecayLR", {"name": "linear"}, "a line to 0, whatever its lr_scheduler_type is; here that is "
+         "schedule.name: linear, schedule.min_ratio: 0"),
+        ("WarmupDecayLR", {"name": "linear", "min_ratio": 0}, ""),
+        ("WarmupCosineLR", {"name": "linear"}, "schedule.name: cosine, schedule.min_ratio: 0.0001"),
+    ],
+)  # fmt: skip
+def test_what_an_automatic_scheduler_is_elsewhere_is_said(
+    here: Path, capsys: pytest.CaptureFixture[str], kind: str, schedule: dict[str, Any], told: str
+) -> None:
+    write(here, {"schedule": schedule}, {"scheduler": {"type": kind, "params": {"warmup_num_steps": "auto"}}})
+    assert cli.main(["config", "show", "run.yaml", "--world-size", "2"]) == 0
+    output = capsys.readouterr().out
+    assert f"{kind} is all auto" in output and (told or "decides\n") in output
+
+
+def test_the_optimizers_values_are_told_with_their_origins(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A JSON without betas, decay and clipping has others with DeepSpeed alone."""
+    write(here, {"optim": {"name": "adamw", "lr": 1e-3}}, {"optimizer": {"type": "AdamW", "params": {"eps": 1e-6}}})
+    assert cli.main(["config", "show", "run.yaml", "--world-size", "2", "--optim.weight_decay", "0.2"]) == 0
+    told = (
+        "lr 0.001 (run.yaml); betas [0.9, 0.95], clip_norm 1.0 (llmtrain's defaults); weight_decay 0.2 (command line)"
+    )
+    assert f"optim:   {told}; eps 1e-06 (ds.json)\n" in capsys.readouterr().out
+
+
 def test_a_scheduler_section_that_agrees(here: Path) -> None:
     run = {"schedule": {"name": "linear", "warmup_steps": 10, "min_ratio": 0.0}, "optim": {"lr": 1e-3}}
     params = {"total_num_steps": 100, "warmup_num_steps": "auto", "warmup_max_lr": 1e-3, "warmup_type": "linear"}
