@@ -97,7 +97,7 @@ def data_fingerprint(
 
 
 def template_notes(chat: dict[str, Any]) -> list[str]:
-    """List what the preparation put into every prompt beside the conversations: the date, and chat_template_kwargs."""
+    """List what the preparation put into every prompt beside the conversations, and the fields that it left out."""
     notes = []
     if (moment := chat.get("moment")) is not None:
         notes.append(
@@ -105,6 +105,10 @@ def template_notes(chat: dict[str, Any]) -> list[str]:
         )
     if variables := chat.get("chat_template_kwargs"):
         notes.append(f"chat_template_kwargs {json.dumps(variables)}")
+    if unread := chat.get("unread"):
+        names = ", ".join(map(untrusted.shown, unread))
+        rule = "put text that the model is to see into messages or documents, and remove the other fields"
+        notes.append(f"nothing reads {names} of the records: {rule}")
     return notes
 
 

@@ -29,6 +29,11 @@ _LISTS = ("messages", "conversations", "conversation")
 _MEDIA = ("images", "image", "videos", "audios")
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """Keys of an answer's thoughts. transformers gives what stands under one to templates that read another."""
+_READ = frozenset(
+    (*_LISTS, *_MEDIA, "tools", "documents", "chat_template_kwargs", "system", "prompt", "completion", "instruction",
+     "input", "output", "history", "chosen", "rejected", "label")
+)  # fmt: skip
+"""Fields of a record that one of the forms has."""
 RESERVED = frozenset(
     ("messages", "conversation", "conversations", "tools", "documents", "chat_template", "add_generation_prompt",
      "continue_final_message", "return_assistant_tokens_mask", "tokenize", "sanitize_control_tokens", "padding",
@@ -70,7 +75,9 @@ class Conversation:
     turns: list[int]
     """Places of the assistant's messages that may count, ascending: not those of a prompt, nor those of weight 0."""
     variables: dict[str, Any] = field(default_factory=dict)
-    """chat_template_kwargs: what the record says to its template."""
+    """Variables of the template that the record sets: chat_template_kwargs, and documents."""
+    unread: frozenset[str] = frozenset()
+    """Fields that hold text and that no form reads."""
     argument_texts: dict[tuple[int, int], str] = field(default_factory=dict)
     """Arguments that the record has as a text, by the places of the message and of its call."""
 
@@ -99,7 +106,7 @@ def conversation(text: str, field: str) -> Conversation:
     Raises: RefusedError.
     """
     record = _record(text)
-    return _conversation(record, *_raw_messages(record, field))
+    return _conversation(record, field, *_raw_messages(record, field))
 
 
 def preference(text: str, field: str) -> tuple[Conversation, Conversation]:
@@ -115,14 +122,14 @@ def preference(text: str, field: str) -> tuple[Conversation, Conversation]:
     if chosen[0].get("role") == "assistant" == rejected[0].get("role"):
         if not prompt:
             raise RefusedError("chosen and rejected have no prompt: a field prompt, or messages that both begin with")
-        both = [_conversation(record, [*prompt, *answer], len(prompt)) for answer in (chosen, rejected)]
+        both = [_conversation(record, field, [*prompt, *answer], len(prompt)) for answer in (chosen, rejected)]
         return both[0], both[1]
     pairs = list(zip(chosen, rejected, strict=False))
     shared = next((at for at, (a, b) in enumerate(pairs) if a != b), len(pairs))
     if not shared or (prompt and prompt[-1] not in chosen[:shared]):
         whose = "the prompt" if shared else "each other"
         raise RefusedError(f"chosen and rejected do not begin with the messages of {whose}")
-    return _conversation(record, chosen, shared), _conversation(record, rejected, shared)
+    return _conversation(record, field, chosen, shared), _conversation(record, field, rejected, shared)
 
 
 def unpaired(text: str, field: str) -> tuple[Conversation, bool]:
@@ -134,7 +141,7 @@ def unpaired(text: str, field: str) -> tuple[Conversation, bool]:
     if not isinstance(label := record.get("label"), bool):
         raise RefusedError(f"label is {_kind(label)}, not true (desired) or false")
     raw, prompt = _raw_messages(record, field)
-    given = _conversation(record, raw, prompt)
+    given = _conversation(record, field, raw, prompt)
     return (given if prompt else replace(given, turns=given.turns[-1:])), label
 
 
@@ -149,7 +156,7 @@ def prompt_only(text: str, field: str) -> Conversation:
     if not raw:
         names = ", ".join(sorted(map(str, record))[:8]) or "none"
         raise RefusedError(f"no prompt in it: prompt, messages or instruction (its fields: {names})")
-    return _conversation(record, raw, len(raw), asks=True)
+    return _conversation(record, field, raw, len(raw), asks=True)
 
 
 def _record(text: str) -> dict[str, Any]:
@@ -160,7 +167,9 @@ def _record(text: str) -> dict[str, Any]:
     return record
 
 
-def _conversation(record: dict[str, Any], raw: list[Any], prompt: int, *, asks: bool = False) -> Conversation:
+def _conversation(
+    record: dict[str, Any], field: str, raw: list[Any], prompt: int, *, asks: bool = False
+) -> Conversation:
     """Checked conversation of messages with transformers' roles; the first `prompt` ones are not to be learnt.
 
     `asks`: it is a prompt alone, and the answer is what comes next.
@@ -195,9 +204,24 @@ def _conversation(record: dict[str, Any], raw: list[Any], prompt: int, *, asks: 
         messages=messages,
         tools=_tools(record.get("tools")),
         turns=turns,
-        variables=template_variables(record.get("chat_template_kwargs"), "chat_template_kwargs"),
+        variables=template_variables(record.get("chat_template_kwargs"), "chat_template_kwargs") | _documents(record),
+        unread=frozenset(
+            name
+            for name, value in record.items()
+            if name != field and name not in _READ and any(text.strip() for text in strings(value))
+        ),
         argument_texts=_argument_texts(raw),
     )
+
+
+def _documents(record: dict[str, Any]) -> dict[str, Any]:
+    """Return the variable `documents` for the template, if the record has documents."""
+    given = _parsed(record["documents"], "documents") if record.get("documents") else None
+    if not given:
+        return {}
+    if not isinstance(given, list) or not all(isinstance(each, dict) for each in given):
+        raise RefusedError("documents is not a list of objects")
+    return {"documents": given}
 
 
 def template_variables(given: Any, what: str) -> dict[str, Any]:

@@ -125,6 +125,8 @@ class ChatEncoder:
         before = () if self._backend.decode(one + one) == "xx" else ("\n", "\0", "\t")
         self._breaks = [(text, self._ids(text)) for text in before]
         self._check_variables(folder)
+        self.unread: set[str] = set()
+        """Fields with text that no form reads, of the records so far."""
         self.too_long = 0
         """Rows so far that were cut or split."""
         self.vocab_size = max(max(self._backend.get_vocab(with_added_tokens=True).values()) + 1, len(self._tokenizer))
@@ -181,8 +183,9 @@ class ChatEncoder:
 
     def _as_texts(self, given: Conversation) -> Conversation:
         """As the template takes it, with a mark in each control token that it spells. Raises: RefusedError."""
+        self.unread |= given.unread
         if given.variables and (lacking := sorted(given.variables.keys() - self._read(given))):
-            raise RefusedError(f"its template reads no chat_template_kwargs {lacking[0]!r}")
+            raise RefusedError(f"its template reads no {lacking[0]!r}, which the record has for it")
         try:
             given = self._template.fitted(given)
         except RenderError as error:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from llmtrain.data.chat.conversation import THOUGHTS, Conversation, RefusedError, name_of
+from llmtrain.data.chat.conversation import THOUGHTS, Conversation, RefusedError, name_of, strings
 
 SPLIT = "\U000f0002"
 """A private-use character within a control token's text in a message: the two halves are encoded apart, as text."""
@@ -117,6 +117,10 @@ class Marked:
                     name = plain(name_of(tool))
                     what = f"{name!r}" if text == name_of(tool) else f"of {name!r} {plain(text)!r:.60}"
                     raise RefusedError(f"the template leaves out the tools: {what}")
+        for document in self._given.variables.get("documents", ()):
+            for text in (text for value in document.values() for text in strings(value)):
+                if not any(dense(spelt) in before for spelt in _spellings(text)):
+                    raise RefusedError(f"the template leaves out of the documents {plain(text)!r:.60}")
 
     def _check_read(
         self, leaf: _Leaf, number: int, whole: str, render: Callable[[list[Conversation]], list[str]]
@@ -231,12 +235,15 @@ def _pieces(text: str, source: str) -> Iterator[tuple[str, str]]:
 
 
 def _spellings(text: str) -> Iterator[str]:
-    """A text as templates write it: as it is, as JSON (within JSON, too), as Python, escaped for XML."""
+    """A text as templates write it: as it is, as JSON (within JSON, too), as Python, quotes escaped, for XML."""
     yield text
     spelt = json.dumps(text, ensure_ascii=False)[1:-1]
     yield spelt
     yield json.dumps(text)[1:-1]
     yield repr(text)[1:-1]
+    yield repr(f'"{text}')[2:-1]  # within single quotes, whatever quotes it holds
+    yield text.replace("'", r"\'")
+    yield text.replace('"', r"\"")
     yield json.dumps(spelt, ensure_ascii=False)[1:-1]
     yield html.escape(text)
     yield html.escape(text).replace("&#x27;", "&#39;").replace("&quot;", "&#34;")

@@ -468,6 +468,11 @@ def _chat(options: ChatOptions, records: list[dict[str, Any]], moment: str) -> d
         **({"prompts": True} if options.prompts else {}),
         **({"choices": True} if options.choices else {}),
         **({"moment": moment} if any(record.get("dated") for record in records) else {}),
+        **(
+            {"unread": unread}
+            if (unread := sorted({name for each in records for name in each.get("unread", ())}))
+            else {}
+        ),
         **({"chat_template_kwargs": options.variables} if options.variables else {}),
     }
 

@@ -129,6 +129,7 @@ class ChoiceEncoder:
 
     dated = False
     too_long = 0
+    unread: frozenset[str] = frozenset()
 
     def __init__(self, folder: Path, options: ChatOptions) -> None:
         """Raises DataError when transformers cannot load the tokenizer."""

@@ -385,6 +385,7 @@ class TokenEncoder:
 
     dated = False
     too_long = 0
+    unread: frozenset[str] = frozenset()
 
     def __init__(self, folder: Path, field: str, dtype: np.dtype, *, counted: bool) -> None:
         """`field`: of a record, with its ids. `counted`: records say which of them are counted. Raises DataError when

@@ -257,6 +257,7 @@ def process_unit(
             record["chat"] = {split: writers[split].of_chat() for split in SPLITS}
             record["too_long"] = encoder.too_long - too_long
             record["dated"] = encoder.dated
+            record["unread"] = sorted(encoder.unread)
             record["sample"] = written.sample
         if unit.validation:
             replace_file(own / hashes_name(unit.index), bytes(written.hashes))

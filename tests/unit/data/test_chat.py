@@ -315,7 +315,7 @@ def test_what_a_record_tells_its_template_is_told(encoder: Encoder) -> None:
         one = encoder(changed(EFFORT), variables=of_all)
         (row,) = one.rows(record(talk("q", "a"), chat_template_kwargs=said))
         assert text_of(one, row.ids).startswith(f"<|im_start|>system\nReasoning: {wanted}<|im_end|>"), (said, of_all)
-    for said, reason in (({"efort": "high"}, "reads no chat_template_kwargs 'efort'"), ("x", "is a string and no JSON"),
+    for said, reason in (({"efort": "high"}, "reads no 'efort', which the"), ("x", "is a string and no JSON"),
                          ({"messages": []}, "has 'messages', which is no"), ([1], "is list, not an")):  # fmt: skip
         with pytest.raises(RefusedError, match=reason):
             encoder(changed(EFFORT)).rows(record(talk("q", "a"), chat_template_kwargs=said))
@@ -331,6 +331,52 @@ def test_what_only_the_context_says_must_be_written_too(encoder: Encoder) -> Non
     names = CHATML.replace("{{ tools | tojson }}", "{{ tools[0].function.name }}")
     with pytest.raises(RefusedError, match="the template leaves out the tools: of 'look' 'sees far'"):
         encoder(changed(names)).rows(record(talk("q", "a"), tools=tools))
+
+
+RAG = "{% for d in documents or [] %}<doc>{{ d.title }}: {{ d.text }}</doc>{% endfor %}" + CHATML
+
+
+def test_documents_of_a_record_are_read_or_refused(encoder: Encoder) -> None:
+    """They were lost in silence."""
+    documents = [{"title": "Prices", "text": "Bread is 3.10."}, {"title": "Hours", "text": "Open from 7."}]
+    for given in (documents, json.dumps(documents)):
+        (row,) = encoder(changed(RAG)).rows(record(talk("q", "a"), documents=given))
+        text = text_of(encoder(changed(RAG)), row.ids)
+        assert text.startswith("<doc>Prices: Bread is 3.10.</doc><doc>Hours: Open from 7.</doc><|im_start|>user")
+    for template, given, reason in (
+        (CHATML, documents, "its template reads no 'documents', which the record has for it"),
+        (RAG.replace("{{ d.text }}", ""), documents, "leaves out of the documents 'Bread is 3.10.'"),
+        (RAG, "Bread", "documents is a string and no JSON"),
+        (RAG, ["Bread"], "documents is not a list of objects"),
+    ):
+        with pytest.raises(RefusedError, match=reason):
+            encoder(changed(template)).rows(record(talk("q", "a"), documents=given))
+
+
+@pytest.mark.parametrize("text", ["L'Aquila", 'L\'Aquila "bella"', "a\\b's\nc"])
+@pytest.mark.parametrize(
+    "spelt", ['replace("\'", "\\\\\'")', 'tojson | replace("\'", "\\\\\'")', "replace('\"', '\\\\\"')"]
+)
+def test_arguments_whose_quotes_the_template_escapes_are_there(encoder: Encoder, spelt: str, text: str) -> None:
+    """They were refused as left out."""
+    calls = (
+        "{% for c in m.tool_calls or [] %}<call>{% for k, v in c.function.arguments | items %}{{ k }}='{{ v | SPELT }}'"
+    )
+    template = CHATML.replace(
+        "{{ m.content }}", "{{ m.content }}" + calls.replace("SPELT", spelt) + "{% endfor %}{% endfor %}"
+    )
+    call = {"type": "function", "function": {"name": "look", "arguments": {"at": text}}}
+    template = template.replace("<call>", "<call>{{ c.function.name }} ")
+    answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+    (row,) = encoder(changed(template)).rows(record([ASKED, answer]))
+    assert "Aquila" in (found := text_of(encoder(changed(template)), row.ids[row.counted])) or "b" in found
+
+
+def test_fields_that_no_form_has_are_told(encoder: Encoder) -> None:
+    one = encoder("chatml")
+    one.rows(record(talk("q", "a"), context="Bread is 3.10.", source="web", score=3, empty="", label=True))
+    one.rows(record(talk("q", "b"), topic={"name": "bread"}))
+    assert one.unread == {"context", "source", "topic"}
 
 
 def changed(template: str, **more: Any) -> Kind:

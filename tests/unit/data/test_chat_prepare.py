@@ -127,6 +127,15 @@ def test_bytes_are_those_of_the_answers_texts(place: Path) -> None:
     assert counted_bytes(data, data.validation_sequences, lengths) == len(counted.encode()) and data.whole
 
 
+def test_fields_that_nothing_reads_are_told_once(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [json.dumps({"messages": talk, "context": "Bread is 3.10.", "id": 7}) for talk in TALKS]
+    (place / "unread.jsonl").write_text("".join(line + "\n" for line in lines))
+    assert prepare(place, "unread.jsonl", "unread", "--validation-fraction", "0") == 0
+    told = "nothing reads context of the records: put text that the model is to see into messages or documents"
+    assert capsys.readouterr().out.count(told) == 1
+    assert PreparedSet(place / "unread").manifest.chat["unread"] == ["context"]
+
+
 def test_a_bad_record_stops_the_run_and_is_named(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert prepare(place, "talks.jsonl", "bad") == 2
     told = capsys.readouterr().err
