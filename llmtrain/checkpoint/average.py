@@ -12,7 +12,8 @@ from torch import Tensor
 from llmtrain.base import units
 from llmtrain.base.errors import CheckpointError
 from llmtrain.base.log import Progress
-from llmtrain.checkpoint.format import MANIFEST, complete_checkpoints, differences, hash_file, read_trainer, step_folder
+from llmtrain.checkpoint.format import MANIFEST, complete_checkpoints, hash_file, read_trainer, step_folder
+from llmtrain.checkpoint.meaning import other_meaning, other_scale
 from llmtrain.checkpoint.output import build_checkpoint
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.checkpoint.verify import wrong_frozen
@@ -74,13 +75,14 @@ def _refuse_other_models(readers: list[CheckpointReader], trainers: list[dict[st
     """Only checkpoints of one model have a mean. Raises CheckpointError."""
     first = readers[0]
     for reader, trainer in zip(readers[1:], trainers[1:], strict=True):
-        for key in ("vocab_size", "model_config"):
-            changed = differences({key: trainers[0].get(key)}, {key: trainer.get(key)})
-            if changed:
-                raise CheckpointError(
-                    f"{first.folder} and {reader.folder} are of different models: {changed[0]}. "
-                    "Only checkpoints of one model have a mean."
-                )
+        told = trainers[0], trainer
+        changed = other_meaning(*(state.get("model_config") for state in told)) + other_scale(*told)
+        for key in ("vocab_size", "tokenizer"):
+            was, now = (state.get(key) for state in told)
+            changed += [f"{key}: {was} -> {now}"] if None not in (was, now) and was != now else []
+        if changed:
+            raise CheckpointError(f"{first.folder} and {reader.folder} are of different models: {'; '.join(changed)}. "
+                                  "Only checkpoints of one model have a mean.")  # fmt: skip
         theirs, ours = ({name: r.shape(name) for name in r.order()} for r in (reader, first))
         if theirs != ours:
             name = sorted(theirs.items() ^ ours.items())[0][0]

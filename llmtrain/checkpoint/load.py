@@ -28,6 +28,7 @@ from llmtrain.checkpoint.format import (
     read_trainer,
 )
 from llmtrain.checkpoint.host_files import fetch
+from llmtrain.checkpoint.meaning import other_meaning, other_scale
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.checkpoint.retain import set_aside
 from llmtrain.checkpoint.rundir import CheckpointFolder, origin
@@ -40,6 +41,7 @@ from llmtrain.engine.api import Engine, StateTensor
 from llmtrain.engine.dist.control import from_all, together
 from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.engine.weights import Key, check_names, differing_tensors, fill, fill_rounding, prove_masters
+from llmtrain.models.rope import turned
 from llmtrain.optim.optimizers import PARAM
 
 _PARAMETERS_ALONE = (
@@ -92,8 +94,10 @@ def resume(
             fetch(candidate, _needed(engine, candidate, weights_only) if where.split else (), where, ranks)
             reader, trainer = _open(candidate, run.model.folder, where, ranks)
             _refuse_other_adapter(trainer, now, candidate)
-            other_data = run.resume_data == "new" and not own
-            notes = [] if weights_only else refuse_other_run(trainer, now, candidate, other_data=other_data)
+            new_data, new_model = (key == "new" and not own for key in (run.resume_data, run.resume_model))
+            here = now if weights_only else as_of(trainer.get("step") or 0, now)
+            meaning = refuse_other_model(trainer, here, candidate, weights_only=weights_only, meant=new_model)
+            notes = [] if weights_only else refuse_other_run(trainer, here, candidate, other_data=new_data)
             with contextlib.closing(reader):
                 load_checkpoint(engine, reader, trainer, ranks, weights_only=weights_only)
         except DamagedCheckpoint as error:
@@ -110,7 +114,8 @@ def resume(
             frozen=reader.manifest.frozen,
             lines=[
                 *(f"skipped {text}" for text in rejected.values()),
-                *(_taken_weights(candidate, reader) if weights_only else _taken_all(candidate, reader, trainer, now)),
+                *(_taken_weights(candidate, reader) if weights_only else _taken_all(candidate, reader, trainer, here)),
+                *meaning,
                 *notes,
             ],
         )
@@ -125,7 +130,8 @@ def _taken_weights(folder: Path, reader: CheckpointReader) -> list[str]:
 
 
 def _taken_all(folder: Path, reader: CheckpointReader, saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    compared = [key for key in ("run", "deepspeed", "versions", "layout") if saved.get(key) is not None]
+    keys = ("run", "deepspeed", "model_config", "versions", "layout")
+    compared = [key for key in keys if saved.get(key) is not None]
     changed = differences({k: saved[k] for k in compared}, {k: now[k] for k in compared})
     return [
         f"resumed from {folder} at step {reader.manifest.step}",
@@ -374,12 +380,9 @@ def _refuse_other_adapter(saved: dict[str, Any], now: dict[str, Any], folder: Pa
             f"{folder} holds {holds}, and this run {wants}. Export it (llmtrain checkpoint to-hf RUN FOLDER{merge}), "
             "and begin with that: model.pretrained: FOLDER, resume: none."
         )
-    for key in ("r", "alpha", "rslora"):
-        if there.get("r") and here.get("r") and there.get(key) != here[key]:
-            raise CheckpointError(
-                f"{folder}: adapter.{key} is {there.get(key)!r} there and {here[key]!r} in this run. The scale of the "
-                "adapter would change with it, and so the model. Use the same value."
-            )
+    if found := other_scale(saved, now):
+        raise CheckpointError(f"{folder}: {found[0]} in this run. The scale of the adapter would change with it, and "
+                              "so the model. Use the same value.")  # fmt: skip
 
 
 def _other_data(saved: dict[str, Any], now: dict[str, Any]) -> str:
@@ -394,10 +397,47 @@ def _other_data(saved: dict[str, Any], now: dict[str, Any]) -> str:
     return "; ".join(found) or "The prepared data has been made anew or changed since"
 
 
+def as_of(step: int, now: dict[str, Any]) -> dict[str, Any]:
+    """Return the trainer state that this run has after a step, with the data and the model of that stage."""
+    planned = [stage for stage in now.get("plan") or () if stage[0] < max(1, step)]
+    if not planned:
+        return now
+    rope = [(fields, length) for _, _, fields, length in planned]
+    return {**now, "data_fingerprint": planned[-1][1], "model_config": turned(now.get("model_config") or {}, rope)}
+
+
+def refuse_other_model(
+    saved: dict[str, Any], now: dict[str, Any], folder: Path, *, weights_only: bool, meant: bool
+) -> list[str]:
+    """Compare what decides what weights mean: the configurations of model and teacher, and the tokenizer.
+
+    `saved`, `now`: trainer states. `meant`: the run asks for other ones (resume_model: new). Returns that line.
+
+    Raises: CheckpointError.
+    """
+    found = other_meaning(saved.get("model_config"), now.get("model_config"))
+    if weights_only and saved.get("tokenizer") not in (None, now.get("tokenizer")):
+        found.append(f"tokenizer of the data: {saved['tokenizer']} -> {now.get('tokenizer')}")
+    if not weights_only:
+        found += [f"teacher's {text}" for text in other_meaning(saved.get("teacher_config"), now.get("teacher_config"))]
+    if meant and found:
+        return [f"warning: resume_model new: the weights of {folder} compute something else now: {'; '.join(found)}"]
+    if found:
+        raise CheckpointError(
+            f"{folder}: its weights would compute something else in this run: {'; '.join(found)}. Give the run these "
+            "values back (config.json of its model, model.config, the rope of data.stages up to this step), or begin "
+            f"with them: llmtrain checkpoint to-hf {folder} FOLDER, model.pretrained: FOLDER. If the others are meant: "
+            f"--resume {folder} --resume_model new, with a train.run_dir of its own."
+        )
+    return []
+
+
 def refuse_other_run(
     saved: dict[str, Any], now: dict[str, Any], folder: Path, *, other_data: bool = False
 ) -> list[str]:
-    """What cannot travel into this run, by name. Both are trainer states. Returns what the checkpoint does not tell.
+    """Refuse what else cannot travel into this run, by name. Returns what the checkpoint does not tell.
+
+    `saved`, `now`: trainer states; that of this run at the checkpoint's step (`as_of`).
 
     `other_data`: the run goes on with other data, of the same tokenizer.
 
@@ -405,11 +445,6 @@ def refuse_other_run(
         CheckpointError: another optimizer, vocabulary or data.
     """
     step = saved.get("step") or 0
-    planned = [stage for stage in now.get("plan") or () if stage[0] < max(1, step)]
-    fingerprint, rope = planned[-1][1:] if planned else (now.get("data_fingerprint"), {})
-    was = [stage.get("rope") or {} for stage in saved.get("data_stages") or ()]
-    now = {**now, "data_fingerprint": fingerprint, "rope": rope}
-    saved = {**saved, "rope": was[-1] if was else rope}
     if isinstance(held := saved.get("reference"), list):  # until 26 November 2026 one for each set of a mixture
         saved["reference"] = sorted(set(held))
     remedies = {
@@ -422,7 +457,6 @@ def refuse_other_run(
         "began from is wanted: the same model.pretrained, and for a column llmtrain reference RUN.yaml",
         "teacher": "The student would learn from other weights than so far. Use the same objective.teacher, or "
         f"{_PARAMETERS_ALONE}",
-        "rope": "The model would read other positions. Give data.stages with the same rope up to this step",
     }
     if other_data:
         del remedies["data_fingerprint"]

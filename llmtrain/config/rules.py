@@ -329,6 +329,9 @@ def _check_going_on(run: RunConfig, places: Places, problems: Problems) -> None:
         elif run.resume_weights_only:
             problems.add("resume_data", "new", "with resume_weights_only the data begins anew anyway",
                          "remove one of the two", places.get("resume_data"))  # fmt: skip
+    if run.resume_model == "new" and run.resume in ("auto", "none"):
+        problems.add("resume_model", "new", "gives another model the parameters of one checkpoint",
+                     "name it: resume: PATH", places.get("resume_model"))  # fmt: skip
     if run.resume_weights_only and run.resume in ("auto", "none"):
         problems.add("resume_weights_only", True, "begins a new run from the parameters of one checkpoint",
                      "name it: resume: PATH", places.get("resume_weights_only"))  # fmt: skip

@@ -299,6 +299,9 @@ class RunConfig:
     resume_data: Literal["same", "new"] = "same"
     """With a path in `resume`: new goes on with other data from its first sequence, or from where the checkpoint's run
     left it; parameters, moments, step count and schedule stay."""
+    resume_model: Literal["same", "new"] = "same"
+    """With a path in `resume`: new takes its parameters although this run's configuration of the model, or with
+    resume_weights_only the tokenizer, gives them another meaning (RoPE, activation, eps and the like)."""
     model: ModelConfig = field(default_factory=ModelConfig)
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -3,16 +3,36 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
+from itertools import groupby
 from typing import Any
 
 from torch import nn
 
 from llmtrain.base.errors import ModelError
+from llmtrain.config.run import ModelConfig
+from llmtrain.models.skeleton import load_config
 from llmtrain.models.transformers_private import warnings_of_rope
 
 _EXTENDS = ("llama3", "yarn", "longrope")
 """Types of scaling that are told the length before them (transformers, modeling_rope_utils.py)."""
+
+
+def turns(plan: Iterable[tuple[Mapping[str, Any], int]]) -> list[tuple[Mapping[str, Any], int]]:
+    """Return the changes that stages make. A run that goes on repeats all: each begins with the length that an earlier
+    change has left. `plan`: (fields, tokens of a sequence) of each stage."""
+    return [change for change, _ in groupby(stage for stage in plan if stage[0])]
+
+
+def turned(fields: Mapping[str, Any], plan: Iterable[tuple[Mapping[str, Any], int]]) -> Mapping[str, Any]:
+    """Return the fields of a model's config.json after these changes. Raises ModelError: see `set_rope`."""
+    if not (changes := turns(plan)):
+        return fields
+    config: Any = load_config(ModelConfig(config=dict(fields)))
+    for given, length in changes:
+        _change(config.get_text_config(decoder=True), given, length, {})
+    return dict(json.loads(json.dumps(config.to_dict())))
 
 
 def refuse(model: Any, given: Mapping[str, Any], length: int, own: Mapping[str, Any] | None = None) -> str | None:

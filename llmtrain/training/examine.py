@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from llmtrain.base import units
 from llmtrain.base.errors import ConfigError, DataError, ModelError
@@ -47,6 +48,8 @@ class Checked:
     """Hashes of the weights behind the reference's log-probabilities, each once; None: no such column."""
     teachers: list[str] = field(default_factory=list)
     """Hashes of the weights behind the teacher's columns, each once."""
+    teacher_config: dict[str, Any] | None = None
+    """Configuration of the teacher; None: no teacher, or columns that do not tell."""
     sets: dict[str, EvalSet] = field(default_factory=dict)
     """The sets of the section `eval`, by name, with the same columns."""
     choices: dict[str, ChoiceSet] = field(default_factory=dict)
@@ -89,17 +92,21 @@ def examine(resolved: ResolvedRun) -> Checked:
     spec, notes = check_model(resolved)
     for manifest in (manifest for each in (data, *later) for manifest in each.manifests):
         check_vocabulary(manifest, spec.facts.vocab_size)
+    compared = spec.config.to_dict() if run.objective.reference is not None else None
     if run.objective.teacher is not None:
+        from llmtrain.models.skeleton import load_config
         from llmtrain.models.teacher import check_teacher, teacher_model
 
         teacher, shared = teacher_model(run.objective, run.model), resolved.degrees.sequence
         check_teacher(teacher, spec, data.tokenizer_dir, resolved.places, sequence=shared)
+        compared = load_config(teacher).to_dict()
     teachers: list[str] = []
     if isinstance(run.objective, Distill) and run.objective.top_k is not None:
         distill, words = run.objective, spec.facts.vocab_size
         teachers = take_columns(
             columns, lambda each: each.take_teacher(each.teacher_columns(distill, words, resolved.precision))
         )
+    compared = config_of_columns(columns.values(), compared)
     if plugins.is_of_plugin(run.optim):
         from llmtrain.engine.deepspeed.optimizers import prove_by_element
 
@@ -108,12 +115,18 @@ def examine(resolved: ResolvedRun) -> Checked:
         _try_plugins(resolved)
     if starts_from_model(run):
         check_weights(spec)
+        if run.adapter.start is not None:
+            from llmtrain.checkpoint.hf.folder_files import MARK
+            from llmtrain.checkpoint.meaning import refuse_other_base
+
+            refuse_other_base(Path(run.adapter.start) / MARK, spec.config)
     notes = (*notes, *_epochs(resolved, [data, *later]), *_too_large(resolved, spec))
     notes = (*notes, *_measured_whole(run.eval.sets, sets))
     notes = (*notes, *_cut(choices, run.data.sequence_length))
     resolved = replace(resolved, notes=(*resolved.notes, *notes))
-    return Checked(resolved=resolved, spec=spec, data=data, later=tuple(later), references=references,
-                   teachers=teachers, sets=sets, choices=choices, prompts=prompts)  # fmt: skip
+    teacher_config = compared if run.objective.reference is None else None
+    return Checked(resolved=resolved, spec=spec, data=data, later=tuple(later), references=references, sets=sets,
+                   teachers=teachers, teacher_config=teacher_config, choices=choices, prompts=prompts)  # fmt: skip
 
 
 def stage_data(stages: Stages) -> list[TrainData]:
@@ -166,6 +179,22 @@ def take_columns(every: Mapping[str, TrainData], take: Callable[[TrainData], lis
             if not set(own) <= set(weights):
                 raise DataError(f"its column is of other weights than that of the run's first data; {REMEDY}")
     return weights
+
+
+def config_of_columns(every: Iterable[TrainData], config: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return the configuration of the model behind a run's columns.
+
+    `config`: of a model that the run names. Raises DataError, where a column has another configuration.
+    """
+    from llmtrain.checkpoint.meaning import other_meaning
+
+    for data in every:
+        for model in data.column_models:
+            if found := other_meaning(model, config):
+                raise DataError(f"{data.name}: its column is of another configuration of the model: "
+                                f"{'; '.join(found)}. Give config.json these values back, or {REMEDY}")  # fmt: skip
+            config = config or model
+    return config
 
 
 def _check_tokenizer(key: str, manifest: Manifest, data: TrainData) -> None:

@@ -132,11 +132,12 @@ def write_teacher(checked: Checked, ranks: Ranks, asked: RunConfig) -> None:
     setup.write(setup.spec.initial_weights(0, ranks.device))
     weights, objective = teacher_hash(asked, ranks), asked.objective
     assert weights is not None and isinstance(objective, Distill)
+    model = setup.spec.config.to_dict()
     for config, micro_batch in _folders(resolved):
         folder = str(config.path)
         with together(ranks):
             data = TrainData(config, trains=False)
-            [column] = data.teacher_columns(objective, vocabulary, resolved.precision, weights)
+            [column] = data.teacher_columns(objective, vocabulary, resolved.precision, weights, model)
             writer = None
             if ranks.rank == 0:
                 places = units.counted(sum(column.places.values()), "token")
@@ -228,7 +229,8 @@ def write_columns(checked: Checked, ranks: Ranks) -> None:
         columns = {split: column(engine, config, split, dealt, ranks) for split in SPLITS}
         with together(ranks):
             if ranks.rank == 0:
-                write_reference(PreparedSet(folder), setup.began_with, resolved.precision, columns)
+                model = setup.spec.config.to_dict()
+                write_reference(PreparedSet(folder), setup.began_with, resolved.precision, columns, model)
         rows = sum(map(len, columns.values()))
         log.info(f"{folder}: log-probabilities of {units.counted(rows, 'answer')} of {run.model.pretrained}")
     engine.close()

@@ -41,11 +41,12 @@ class TrainerState:
             "vocab_size": setup.spec.facts.vocab_size,
             "epoch_sequences": setup.course.data[-1].sequences_per_epoch,
             "plan": [
-                [stage.first_step, data.fingerprint, stage.rope]
+                [stage.first_step, data.fingerprint, stage.rope, stage.batch.sequence_length]
                 for stage, data in zip(setup.course.stages, setup.course.data, strict=True)
             ],
             "reference": setup.references,
             "teacher": setup.teacher,
+            "teacher_config": setup.teacher_config,
             "separator_id": data.separator_id,
             "tokenizer_dir": str(data.tokenizer_dir.resolve()),  # to-hf may run anywhere
             "tokenizer": data.manifests[0].tokenizer_fingerprint,

@@ -69,6 +69,7 @@ def train(checked: Checked) -> int:
             "json": resolved.deepspeed,
             "bf16_optimizer_states": resolved.mix.bf16_moments,
             "plugin": hashes(),
+            "configuration of the model": checked.spec.config.to_dict(),  # each host reads its own file
         },
     )
     introduce(ranks)

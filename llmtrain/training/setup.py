@@ -95,6 +95,7 @@ class Setup:
             self.objective = loss_of(self.run.objective, teacher)
         self.teacher = taught_by(self.run, checked.teachers, ranks)
         """Hash of the teacher's weights; None: the objective has no teacher."""
+        self.teacher_config = checked.teacher_config
         self.engine = start_engine(self.resolved, self.spec, ranks, self.mesh)
         self.began_with: str | None = None
         """Hash of the initial weights if this launch has initialised them; None: they come from elsewhere."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmtrain.checkpoint.format import FrozenSource
+from llmtrain.checkpoint.meaning import other_meaning
 from llmtrain.data.stream.columns import weights_hash
 from llmtrain.engine.api import StateTensor
 from llmtrain.engine.dist.control import StopRequests
@@ -35,6 +36,7 @@ class Sites(Part):
             "train.seed": run.train.seed,
             "adapter": asdict(run.adapter),
             "frozen parameters (model.pretrained)": weights_hash(frozen.checksums),
+            "configuration of the model": other_meaning({}, setup.spec.config.to_dict()),
             **run.sites.common(),
         }
         self._start_timeout_s, self._requests = run.fault.start_timeout_s, requests

@@ -26,8 +26,8 @@ class StageBorders(Part):
         self._degrees = asdict(setup.resolved.degrees)
         self._several = len(self._course.stages) > 1 or self._course.first_number > 0
         self._step = 0
-        self._turned: tuple[dict[str, Any], int] | None = None
-        """Fields and length that the model's rotary positions are of; None: its own."""
+        self._turned = 0
+        """Changes of the model's rotary positions that it has had."""
 
     def begin(self, position: Position) -> None:
         """Tell the stage of the first step. What is evaluated or saved before it is of the step before."""
@@ -53,13 +53,14 @@ class StageBorders(Part):
         return {"data/stage": self._course.first_number + done.batch.stage} if self._several else {}
 
     def _turn(self, stage: int) -> None:
-        """Give the model the rotary positions of a stage."""
-        rope, length = self._course.stages[stage].rope, self._course.stages[stage].batch.sequence_length
-        if rope and (rope, length) != self._turned:
-            from llmtrain.models.rope import set_rope  # most runs have none
+        """Give the model the rotary positions of a stage, and before those the ones of the stages before it."""
+        if self._course.stages[stage].rope:
+            from llmtrain.models.rope import set_rope, turns  # most runs have none
 
-            set_rope(self._module, rope, length)
-            self._turned = (rope, length)
+            plan = [(each.rope, each.batch.sequence_length) for each in self._course.stages.stages[: stage + 1]]
+            for rope, length in turns(plan)[self._turned :]:
+                set_rope(self._module, rope, length)
+                self._turned += 1
 
     def _tell(self, position: Position) -> None:
         """Write down what is read from here on, for `llmtrain data where`; of several stages tell which one it is."""

@@ -125,7 +125,7 @@ def live_while_packed(case: Case, folder: str) -> dict[str, Any]:
         for each in packed:
             each.weight.data.zero_()
         live.most = 0
-        assert resume_from(engine, run, folder, trainer_state(1) | {"run": asdict(run)}, ranks) is not None
+        assert resume_from(engine, run, folder, trainer, ranks) is not None
         most["resumed"] = live.most - sum(each.nbytes for each in first)
     assert all(torch.equal(each.weight, was) for each, was in zip(packed, first, strict=True))
     plain, kept = ([getattr(each, name) for each in packed] for name in ("plain_bytes", "nbytes"))

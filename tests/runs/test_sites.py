@@ -474,9 +474,10 @@ def test_a_site_is_killed_and_comes_back_late_and_300_steps_end_with_one_good_mo
 
 def test_sites_that_train_different_models_are_told_what_differs(coordinator, small_data, tmp_path):
     a = start(recipe(tmp_path / "A", small_data), coordinator, "--sites.start_sites", "2")
-    b = start(recipe(tmp_path / "B", small_data), coordinator, "--sites.start_sites", "2", "--train.seed", "1")
+    other = ("--train.seed", "1", "--model.config.rms_norm_eps", "0.1")
+    b = start(recipe(tmp_path / "B", small_data), coordinator, "--sites.start_sites", "2", *other)
     assert a.wait(60) == [2] and b.wait(30) == [2], a.output() + b.output()
-    assert "site B trains something else: its train.seed differ" in a.output()
+    assert "site B trains something else: its configuration of the model, train.seed differ" in a.output()
 
 
 def test_a_coordinator_that_is_not_there_is_named(small_data, tmp_path):

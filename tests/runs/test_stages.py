@@ -133,7 +133,7 @@ def test_rotary_positions_change_at_a_border_and_are_exported(small_data, tmp_pa
     assert losses(again) == {4: want[4], 5: want[5]}
     flat = ("--data.stages", "[{from_step: 2, sequence_length: 64}]")
     code, output = forked.finish(path, *words[:-1], str(tmp_path / "flat"), *flat, world_size=1)
-    assert code == 2 and "rope is {'rope_theta': 50.0} there" in output
+    assert code == 2 and "rope_parameters.rope_theta: 50.0 -> 10000.0" in output and "the rope of data.stages" in output
 
 
 def test_the_report_shows_where_a_stage_begins(trained):

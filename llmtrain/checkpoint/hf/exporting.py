@@ -48,6 +48,7 @@ from llmtrain.checkpoint.hf.proofs import (
     read_back,
 )
 from llmtrain.checkpoint.hf.serving import prove_serving
+from llmtrain.checkpoint.meaning import refuse_other_base
 from llmtrain.checkpoint.output import OutputFolder, stream_tensors
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.checkpoint.verify import wrong_frozen
@@ -385,7 +386,12 @@ def _export_adapter(
         copy_beside(folder.partial, trainer, reader.folder, report)
         if check != "none":
             prove_serving(folder.partial, trainer, report)
-        write_mark(folder.partial, reader.folder, trainer)
+        write_mark(folder.partial, reader.folder, trainer, model_config=trainer["model_config"])
+        try:
+            base = {key: trainer["run"].get("model", {}).get(key) for key in ("pretrained", "revision")}
+            refuse_other_base(folder.partial / MARK, load_config(ModelConfig(**base)))
+        except ModelError as error:  # also: the base is not on this host
+            log.warn(str(error).replace(str(folder.partial), str(out)))
         folder.commit()
     if target != out:
         _replace(out, target)
@@ -416,7 +422,7 @@ def _target(checkpoint: Path, out: Path, trainer: Mapping[str, Any], report: Rep
         return out
     ours = out.resolve().parent == checkpoint.resolve().parent.parent  # the run's own export, whoever made it
     try:
-        mark = untrusted.loads((out / MARK).read_bytes())
+        mark = untrusted.loads((out / MARK).read_bytes(), infinite=True)
         marked = mark["run"] == run_id(checkpoint, trainer)
     except (OSError, ValueError, KeyError, TypeError):
         mark, marked = {}, False

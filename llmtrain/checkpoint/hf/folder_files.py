@@ -295,7 +295,7 @@ def copy_into(folder: Path, source: Path, file: Path) -> Path:
     return target
 
 
-def write_mark(folder: Path, checkpoint: Path, trainer: Mapping[str, Any]) -> None:
+def write_mark(folder: Path, checkpoint: Path, trainer: Mapping[str, Any], **more: Any) -> None:
     """Say which checkpoint the folder was made from, and which files it is made of."""
     mark = {
         "run": run_id(checkpoint, trainer),
@@ -303,6 +303,7 @@ def write_mark(folder: Path, checkpoint: Path, trainer: Mapping[str, Any]) -> No
         "step": trainer.get("step"),
         "manifest": hash_file(checkpoint / MANIFEST),
         "files": sorted(str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file() and f.name != JOURNAL),
+        **more,
     }
     (folder / MARK).write_text(json.dumps(mark, indent=2) + "\n")
 

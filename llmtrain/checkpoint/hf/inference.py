@@ -20,6 +20,7 @@ from llmtrain.checkpoint.format import MANIFEST, complete_checkpoints, hash_file
 from llmtrain.checkpoint.hf.exporting import export_hf, layout_of
 from llmtrain.checkpoint.hf.folder_files import MARK
 from llmtrain.checkpoint.listing import find_checkpoints, read_while_there
+from llmtrain.checkpoint.meaning import refuse_other_base
 from llmtrain.checkpoint.remote import checkpoints_at
 from llmtrain.cluster.watch.explain.device_faults import device_fault
 from llmtrain.config.run import ModelConfig
@@ -94,6 +95,8 @@ class Answerer:
         config = load_config(ModelConfig(pretrained=str(base)))  # refuses a folder that would have code loaded
         if gives_scores(config) or _scores_beside(folder):
             raise ModelError(f"{folder}: a reward model gives scores and no text. Name the folder of a language model.")
+        if base != folder:
+            refuse_other_base(folder / MARK, config)
         tokenizer = _tokenizer(folder)
         _check_weights(base, config)
         with _loading(base):
@@ -321,7 +324,7 @@ def _mark(export: Path) -> dict[str, Any] | None:
     if not is_model(export):
         return None
     try:
-        mark = untrusted.loads((export / MARK).read_bytes())
+        mark = untrusted.loads((export / MARK).read_bytes(), infinite=True)
     except (OSError, ValueError):
         return {}
     return mark if isinstance(mark, dict) else {}

@@ -57,7 +57,7 @@ class ExportStore:
         if not there.keys() - {MARK}:  # an upload or a deletion that ended early
             return {}
         try:
-            mark = untrusted.loads(self._store.read(MARK)) if MARK in there else {}
+            mark = untrusted.loads(self._store.read(MARK), infinite=True) if MARK in there else {}
             ours = mark["run"] == self._run
         except (ValueError, KeyError, TypeError):
             mark, ours = {}, False

@@ -17,6 +17,7 @@ from llmtrain.base import units, untrusted
 from llmtrain.base.errors import CheckpointError, ModelError, UserError
 from llmtrain.base.log import Progress
 from llmtrain.checkpoint.format import read_file, step_folder
+from llmtrain.checkpoint.meaning import other_meaning
 from llmtrain.checkpoint.native.pickles import Record, shown
 from llmtrain.checkpoint.native.saved_files import Files, find_tag, open_files
 from llmtrain.checkpoint.native.state import (
@@ -341,8 +342,14 @@ def import_deepspeed(
         CheckpointError, ModelError: whatever is in doubt; then nothing is written.
     """
     chosen = find_tag(folder, tag)
-    config = _config(folder, chosen, model)
+    own = [each for each in (folder, chosen, chosen.parent) if (each / "config.json").is_file()][:1]
+    config = _config(folder, own, model)
     target = Target.of(config)
+    for place in own:  # where Trainer puts one
+        theirs = load_config(ModelConfig(config=str(place))).to_dict()
+        if found := other_meaning(theirs, target.model.config.to_dict()):
+            raise CheckpointError(f"--model {model}: config.json in {place} has other values: {'; '.join(found)}. The "
+                                  "weights would compute something else; leave --model out.")  # fmt: skip
     with _understood(chosen):
         files = open_files(chosen, weights_only=weights_only)
         with Progress(f"checking {chosen}", sum(file.bytes for file in files.all())) as bar:
@@ -388,12 +395,9 @@ def _understood(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _config(folder: Path, chosen: Path, model: Path | None) -> Path:
-    if model is not None:
-        return model
-    for candidate in (folder, chosen, chosen.parent):
-        if (candidate / "config.json").is_file():
-            return candidate
+def _config(folder: Path, own: list[Path], model: Path | None) -> Path:
+    if model is not None or own:
+        return model or own[0]
     raise CheckpointError(
         f"{folder} has no config.json: which model is it? Give its Hugging Face folder or config.json with --model; "
         "every name and shape is checked against that."

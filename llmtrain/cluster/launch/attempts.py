@@ -362,7 +362,8 @@ class Launch:
             return f"{units.counted(len(found), 'host')} left, and --min-hosts is {self._options.min_hosts} ({because})"
         step = max(attempt.newest, self._newest())
         if step and self._run.resume != "auto":
-            self._words = (*self._options.words, "--resume", "auto", "--resume_weights_only", "false")
+            others = ("--resume_weights_only", "false", "--resume_data", "same", "--resume_model", "same")
+            self._words = (*self._options.words, "--resume", "auto", *others)
         chosen, why = self._solvable(found)
         if chosen is None:
             return f"the run cannot go on with {units.counted(len(found), 'host')}: {why}"

@@ -50,6 +50,8 @@ class Reference:
     """fp32, bf16 or fp16."""
     files: dict[str, str]
     """Split -> xxh3_64 of its file."""
+    model: dict[str, Any] | None = None
+    """Configuration of the model, as config.json has it; None: the column is older than this entry."""
 
 
 def numbers(manifest: Manifest, split: Split) -> int:
@@ -62,7 +64,8 @@ def weights_hash(checksums: Mapping[str, int]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(sorted(checksums.items())).encode())
 
 
-def write_reference(folder: PreparedSet, weights: str, precision: str, columns: Mapping[Split, np.ndarray]) -> None:
+def write_reference(folder: PreparedSet, weights: str, precision: str, columns: Mapping[Split, np.ndarray],
+                    model: dict[str, Any] | None = None) -> None:  # fmt: skip
     """`columns`: fp32 [numbers] of each split. Raises DataError when the folder cannot be written."""
     files: dict[str, str] = {}
     try:
@@ -71,7 +74,8 @@ def write_reference(folder: PreparedSet, weights: str, precision: str, columns: 
             data = columns[split].astype("<f4").tobytes()
             replace_file(folder.folder / f"reference-{split}.f32", data)
             files[split] = xxhash.xxh3_64_hexdigest(data)
-        made = Reference(weights=weights, data=folder.manifest.data_fingerprint, precision=precision, files=files)
+        made = Reference(weights=weights, data=folder.manifest.data_fingerprint, precision=precision, files=files,
+                         model=model)  # fmt: skip
         replace_file(folder.folder / _REFERENCE, json.dumps(asdict(made), indent=1).encode() + b"\n")
     except OSError as error:
         raise DataError(f"{folder.folder}: the column cannot be written ({error.strerror}); make room in it") from error
@@ -84,7 +88,7 @@ def read_reference(folder: PreparedSet, precision: str) -> tuple[Reference, dict
     if not path.is_file():
         raise DataError(f"{folder.name}: has no log-probabilities of the reference; {REMEDY}")
     try:
-        found = Reference(**untrusted.loads(path.read_bytes()))
+        found = Reference(**untrusted.loads(path.read_bytes(), infinite=True))
         data = {split: (folder.folder / f"reference-{split}.f32").read_bytes() for split in SPLITS}
         damaged = [split for split in SPLITS if xxhash.xxh3_64_hexdigest(data[split]) != found.files[split]]
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -122,6 +126,8 @@ class TeacherColumn:
     """By split."""
     files: dict[str, str]
     """Name -> xxh3_64."""
+    model: dict[str, Any] | None = None
+    """As of a reference."""
 
     @property
     def stem(self) -> str:
@@ -271,8 +277,8 @@ def read_column(folder: PreparedSet, wanted: TeacherColumn) -> tuple[TeacherColu
         of = "" if wanted.windows is None else f" in sequences of {wanted.windows[0]} tokens"
         raise DataError(f"{folder.name}: has no column of the teacher's likeliest words{of}; {REMEDY}")
     try:
-        found = TeacherColumn(**untrusted.loads(path.read_bytes()))
-        there, here = asdict(found), asdict(wanted)
+        found = TeacherColumn(**untrusted.loads(path.read_bytes(), infinite=True))
+        there, here = asdict(found), {key: value for key, value in asdict(wanted).items() if key != "model"}
         if any(type(there[key]) is not type(here[key]) for key in here):
             raise TypeError("a value in it is of another type")
     except (OSError, ValueError, TypeError) as error:

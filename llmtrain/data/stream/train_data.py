@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
@@ -72,6 +72,8 @@ class TrainData:
         self.manifests: tuple[Manifest, ...] = tuple(member.prepared.manifest for member in self._members)
         self.vocab_size: int = self.manifests[0].vocab_size
         self.separator_id: int = self.manifests[0].separator_id
+        self.column_models: list[dict[str, Any] | None] = []
+        """Configuration of the model behind each column that it has taken; None: the column names none."""
         self.name: str = self._members[0].prepared.name
         """Path or URL of the first set's folder, for messages."""
         self.tokenizer_dir: Path = self._members[0].prepared.tokenizer_dir
@@ -96,15 +98,15 @@ class TrainData:
         hashes = []
         for member in self._members:
             made, columns = read_reference(member.prepared, precision)
+            self.column_models.append(made.model)
             for windows, split in zip((member.train, member.validation), SPLITS, strict=True):
                 assert isinstance(windows, Preferences | Unpaired)
                 windows.reference = columns[split]
             hashes.append(made.weights)
         return hashes
 
-    def teacher_columns(
-        self, objective: Distill, vocabulary: int, precision: str, weights: str = ""
-    ) -> list[TeacherColumn]:
+    def teacher_columns(self, objective: Distill, vocabulary: int, precision: str, weights: str = "",
+                        model: dict[str, Any] | None = None) -> list[TeacherColumn]:  # fmt: skip
         """What the teacher's column of each set is to be; its files are not known. Raises DataError: k is too large."""
         from llmtrain.data.stream.columns import TeacherColumn
 
@@ -123,6 +125,7 @@ class TrainData:
                 precision=precision,
                 places={"train": member.train.place_count, "validation": member.validation.place_count},
                 files={},
+                model=model,
             )
             for member in self._members
         ]
@@ -135,6 +138,7 @@ class TrainData:
         hashes = []
         for member, wanted in zip(self._members, columns, strict=True):
             made, taught = read_column(member.prepared, wanted)
+            self.column_models.append(made.model)
             member.train.taught, member.validation.taught = taught["train"], taught["validation"]
             hashes.append(made.weights)
         return hashes

@@ -252,6 +252,11 @@ def test_to_and_from_deepspeed(tmp_path: Path, say: Say) -> None:
     code, _, err = say(*words[:2], tmp_path / "other", "--tag", "../x")
     assert code == 2 and "../x" in err
     assert say(*words[:2], tmp_path / "weights", *words[3:], "--weights-only")[0] == 0
+    (tmp_path / "universal/config.json").write_text(
+        json.dumps({**LLAMA, "rms_norm_eps": 0.1})
+    )  # Trainer puts one there
+    code, _, err = say(*words[:2], tmp_path / "other", *words[3:])
+    assert code == 2 and "rms_norm_eps: 0.1 -> 1e-06. The weights would compute" in err and "leave --model out" in err
     assert "weights only" in say("ls", tmp_path / "weights")[1]
 
 
