@@ -96,14 +96,19 @@ class Surroundings:
 
 class Guarded(Part):
     """A plugin's part. After its first exception on a rank it is called no more there, and the rank asks all to stop:
-    they train one step further, save, and `raise_failures` ends them alike."""
+    they train one step further, save, and `close_all` ends them alike."""
 
     def __init__(self, name: str, part: Part, ranks: Ranks, surroundings: Surroundings) -> None:
         """`part`: as the run's configuration has it."""
         self.name, self.key, self._ranks = name, f"parts.{name}", ranks
         self._part, self._surroundings = part, surroundings
         self.failure: str | None = None
-        self._step = 0
+        self._step, self._stops, self._closed = 0, False, False
+
+    @property
+    def asks(self) -> str:
+        """The reason for which it asks all ranks to stop; empty: it does not."""
+        return self.failure or (f"{self.key} asked to stop" if self._stops else "")
 
     def open(self, launch: Launch) -> None:
         self._together("open", lambda: self._part.open(launch))
@@ -117,6 +122,7 @@ class Guarded(Part):
 
     def request(self) -> Request:
         asked = self._call("request", lambda: _asked(self._part.request()), Request())
+        self._stops |= asked.stop
         return asked if self.failure is None else Request(stop=True)
 
     def before_update(self) -> None:
@@ -137,9 +143,11 @@ class Guarded(Part):
         return self._call("to_json", lambda: json.loads(json.dumps(self._part.to_json())), None)
 
     def close(self, error: BaseException | None) -> None:
-        self._call("close", lambda: self._part.close(error), None)
-        if self.failure is not None:
-            log.warn(self.failure)
+        if not self._closed:
+            self._closed = True
+            self._call("close", lambda: self._part.close(error), None)
+            if error is not None and self.failure is not None and self.failure not in str(error):
+                log.warn(self.failure)
 
     def _together(self, hook: str, call: Callable[[], T]) -> T | None:
         """Call a hook that comes before the first step. Raises AgreedError."""
@@ -204,16 +212,21 @@ def guarded(parts: dict[str, Part], launch: Launch) -> list[Part]:
     return list(made)
 
 
-def raise_failures(parts: Sequence[Part], ranks: Ranks) -> None:
-    """End all ranks alike where a plugin's part has failed on one of them. All ranks call it.
+def first_failure(parts: Sequence[Part], ranks: Ranks) -> str | None:
+    """The failure of a plugin's part on the first rank that has one. All ranks call it."""
+    mine = next((part.failure for part in parts if isinstance(part, Guarded) and part.failure), None)
+    found = ((rank, failure) for rank, failure in enumerate(from_all(ranks, mine)) if failure)
+    return next((f"rank {rank}: {failure}" if ranks.world_size > 1 else failure for rank, failure in found), None)
 
-    Raises: AgreedError.
+
+def close_all(parts: Sequence[Part], ranks: Ranks) -> None:
+    """Close the parts of plugins after a run has saved, the last first. All ranks call it.
+
+    Raises: AgreedError, where one has failed on a rank, here or before.
     """
-    mine = [part.failure for part in parts if isinstance(part, Guarded)]
-    if not mine:
-        return
-    for rank, failures in enumerate(from_all(ranks, mine)):
-        if failure := next((each for each in failures if each is not None), None):
-            where = f"rank {rank}: " if ranks.world_size > 1 else ""
-            raise AgreedError(f"{where}{failure}. The run has saved; mend the plugin, and the same command continues",
-                              PluginError.exit_code)  # fmt: skip
+    for part in reversed(parts):
+        if isinstance(part, Guarded):
+            part.close(None)
+    if failure := first_failure(parts, ranks):
+        raise AgreedError(f"{failure}. The run has saved; mend the plugin, and the same command continues",
+                          PluginError.exit_code)  # fmt: skip

@@ -7,6 +7,7 @@ import functools
 import json
 import time
 import warnings
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -28,7 +29,7 @@ from llmtrain.config.strict_yaml import dump
 from llmtrain.config.topology import Mix
 from llmtrain.data.stream.loader import check_validation
 from llmtrain.engine.deepspeed.process_group import join_process_group
-from llmtrain.engine.dist.control import AgreedError, StopAsked, StopRequests, together
+from llmtrain.engine.dist.control import AgreedError, StopAsked, StopRequests, from_all, together
 from llmtrain.engine.dist.device import device_name, use_deterministic_kernels
 from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.engine.dist.rendezvous import describe, introduce, leave_all
@@ -126,12 +127,16 @@ def _train(setup: Setup, folder: RunDirectory, checkpoints: CheckpointFolder, re
                     position, ended = train_steps(session, loader, parts, start.position, limit=resolved.max_steps)
             except StopAsked:  # while it waited for the other sites: there is nothing new to save
                 position, ended, began = start.position, False, False
-            reason = None if ended else requests.stop_reason or "another rank, or a part of the run, asked to stop"
-            last_words = _conclude(launch, position, saving, evaluation, reason, began=began)
+            reason, asked = (None, False) if ended else _reason(launch, parts)
+            last_words = _conclude(launch, parts, position, saving, evaluation, reason, began=began)
             if setup.run.parts:
-                from llmtrain.training.plugin_parts import raise_failures
+                from llmtrain.training.plugin_parts import close_all
 
-                raise_failures(parts, ranks)
+                close_all(parts, ranks)
+            if ranks.rank == 0:
+                said = "complete" if ended else "stopped" if asked else "ended"
+                messages.emit("end", status=said, code=0, reason=reason)
+            rank_side.left(0)
         status = "finished" if ended else "stopped"
     except TrainingStopped as error:
         tracker.event("stop", step=session.step_number, complete=False, reason=str(error))
@@ -223,8 +228,26 @@ def _tracker(setup: Setup, start: Start, folder: RunDirectory, environment: dict
     )
 
 
+def _reason(launch: Launch, parts: Sequence[Part]) -> tuple[str, bool]:
+    """Return the reason of the first rank that was asked to stop; True: from outside. All ranks call it."""
+    ranks = launch.setup.ranks
+    asks = next((text for part in parts if (text := getattr(part, "asks", ""))), None)
+    everywhere = from_all(ranks, (launch.requests.stop_reason, asks))
+    outside = any(reason for reason, _ in everywhere)
+    whys = [reason if outside else asks for reason, asks in everywhere]
+    seat, why = next((seat, why) for seat, why in zip(ranks.seats, whys, strict=True) if why)
+    return (why if seat.rank == 0 else f"rank {seat.rank} on {seat.host}: {why}"), outside
+
+
 def _conclude(
-    launch: Launch, position: Position, saving: Saving, evaluation: Evaluation, reason: str | None, *, began: bool
+    launch: Launch,
+    parts: Sequence[Part],
+    position: Position,
+    saving: Saving,
+    evaluation: Evaluation,
+    reason: str | None,
+    *,
+    began: bool,
 ) -> str:
     """The last save, the validation loss and rank 0's export. `reason`: why the run has stopped before its end.
     `began`: False if that was before its first step.
@@ -240,21 +263,24 @@ def _conclude(
         if began:
             saving.last(position, complete=complete, exports=complete and setup.run.train.export)
     validation_loss = evaluation.evaluate(position).get("eval/loss") if complete else None
+    failure = None
+    if setup.run.parts:
+        from llmtrain.training.plugin_parts import first_failure
+
+        failure = first_failure(parts, setup.ranks)
     if setup.ranks.rank == 0:
         from llmtrain.training.finish import (  # an export and a sample take much that training does not need
             finish,
             stopped,
         )
 
-        tracker.event("stop", step=position.step, complete=complete, reason=reason)
+        tracker.event("stop", step=position.step, complete=complete, reason=failure or reason)
         if complete:
             heart.phase("export")
             data = setup.course.done(position.step).data
             last_words = finish(setup.run, folder, data, tracker, validation_loss, setup.ranks.device)
         else:
             last_words = stopped(launch.checkpoints.path if began else None, position.step, reason)
-        messages.emit("end", status="complete" if complete else "stopped", code=0, reason=reason)
-    rank_side.left(0)
     return last_words
 
 

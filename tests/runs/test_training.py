@@ -107,6 +107,7 @@ def test_a_signal_to_one_rank_stops_all_with_exit_0(small_data, tmp_path, number
     wait_for_step(job, run, 2)
     os.kill(job.ranks[1].pid, number)
     assert job.wait(60) == [0, 0], job.output()
+    assert f"stopped (rank 1 on {os.uname().nodename}: {number.name}) at step" in job.output()
     assert complete_checkpoints(run / "checkpoints")[0].name == f"step-{max(losses(run)):08d}"
 
 

@@ -112,7 +112,7 @@ class Attempt:
         if status == "refused":
             return Outcome(kind="refused", code=int(end.get("code") or 2), step=step, text=str(end.get("reason") or ""))
         if self.asked is not None:
-            saved = "saved" if status == "stopped" else "ended before it could save"
+            saved = "saved" if status in ("stopped", "ended") else "ended before it could save"
             interrupted = self.asked == 2
             return Outcome(
                 kind="stopped" if interrupted else "preempted",
@@ -130,6 +130,8 @@ class Attempt:
                 text=str(self.fault.get("text") or "a fault"),
             )
         reason = str(end.get("reason") or "")
+        if status == "ended":
+            return Outcome(kind="stopped", code=0, step=step, text=reason)
         # The job saves although only its launcher died: nobody asked it to leave, unless the launcher got SIGHUP or
         # SIGTERM.
         left = "launcher process" not in reason and code not in (137, 255) and code >= 0
@@ -262,7 +264,7 @@ class Launch:
                 if outcome.kind == "fault" and not (attempt.ranks and attempt.fault):
                     say(f"error: {outcome.text}")  # else the watch has printed it
                 if not decision.restart:
-                    printed = outcome.kind != "fault" and (attempt.end or {}).get("status") in ("refused", "stopped")
+                    printed = outcome.kind != "fault" and attempt.end is not None
                     return self._close(decision.code, "" if printed else decision.text)  # by rank 0
                 problem = self._prepare_restart(attempt, outcome.signature, decision.wait_s)
                 if self._signals:

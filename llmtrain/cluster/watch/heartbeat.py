@@ -191,6 +191,10 @@ class Heartbeat:
         waited_s: float = self._times[_WAITED_S]
         return waited_s
 
+    def idle_s(self) -> float:
+        """Seconds since the last beat."""
+        return time.monotonic() - float(self._times[_BEAT_S])
+
     def on_device(self) -> None:
         """Declare that the rank computes on a device, whose progress `gave` and `device_did` count."""
         self._words[_AT["on_device"]] = 1

@@ -274,10 +274,11 @@ class HostRanks:
             return True  # the rendezvous has its own limit, and names the missing ranks
         if facts.phase == "connect":
             return facts.idle_s < self._connects_s  # NCCL has no limit there
+        computes = seen.computes and not facts.plugin  # a plugin's endless loop ends no earlier than its long wait
         if facts.phase in _COMPUTES:
-            return facts.cpu_busy
+            return seen.works or computes
         if facts.phase in _OWN_PACE:
-            return seen.works or (seen.computes and not facts.on_device)
+            return seen.works or (computes and not facts.on_device)
         return seen.works and seen.beat.timed_steps == 0  # modules are imported, ops are built
 
     def _refusal(self, rank: int) -> str:

@@ -53,6 +53,8 @@ _folder: Path | None = None
 _stack_file: TextIO | None = None
 _has_failed = False
 _launchers: tuple[Process, ...] = ()
+alone_s: float | None = None
+"""fault.stall_timeout_s, in seconds, of a rank that no agent watches."""
 
 
 def launchers() -> tuple[Process, ...]:
@@ -77,8 +79,9 @@ def begin(*, stall_timeout_s: float, start_timeout_s: float, run_dir: str, notes
 
     `notes`: the module with which the agent writes down a fault, a pause or a straggler (notes.py).
     """
-    global _folder, _stack_file, _has_failed
+    global _folder, _stack_file, _has_failed, alone_s
     _has_failed = False
+    alone_s = stall_timeout_s if _folder is None else None
     os.environ.pop(MARK, None)
     if "LOCAL_SIZE" not in os.environ or _folder is not None:
         return
@@ -104,7 +107,7 @@ def begin(*, stall_timeout_s: float, start_timeout_s: float, run_dir: str, notes
         except OSError as error:
             log.warn(f"the watch will miss what NCCL prints before it ends a rank: {error.strerror} ({error.filename})")
     _thread.start_new_thread(_answer, (asked, _stack_file.fileno(), threading.get_ident()))  # forks come before threads
-    _folder = folder
+    _folder, alone_s = folder, None
     os.environ[MARK] = str(folder)  # marks every process that this rank starts
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from llmtrain.base.errors import ModelError
+from llmtrain.cluster.watch import rank_side
 from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.config.plugins import is_of_plugin, place_of
 
@@ -21,13 +23,37 @@ def calling(key: str, method: str) -> Iterator[None]:
     second rank that waits for the others and keeps the launcher from ending."""
     rank = os.getpid()
     try:
-        with heart.calling(key, method):
+        with heart.calling(key, method), _bounded():
             yield
     finally:
         if os.getpid() != rank:
             text = f"warning: {key}: {method}: has forked its rank, and the new process returns from it: it is ended\n"
             os.write(2, text.encode())
             os._exit(1)
+
+
+@contextlib.contextmanager
+def _bounded() -> Iterator[None]:
+    """Where no watch would end a method that does not return, it gets a TimeoutError after `fault.stall_timeout_s`
+    without progress, or as soon as it is in Python."""
+    limit_s = rank_side.alone_s
+    main = threading.current_thread() is threading.main_thread()
+    if limit_s is None or not main or signal.getitimer(signal.ITIMER_REAL)[0]:  # within another method, or a test
+        yield
+        return
+
+    def look(*_: object) -> None:
+        if (left_s := limit_s - heart.idle_s()) <= 0:
+            raise TimeoutError(f"it has not returned for {limit_s:g} s (fault.stall_timeout_s)")
+        signal.setitimer(signal.ITIMER_REAL, left_s, limit_s)
+
+    before = signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, limit_s, limit_s)  # again: the method may catch it
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before or signal.SIG_DFL)
 
 
 def called(owner: object, key: str, method: str, call: Callable[[], T]) -> T:

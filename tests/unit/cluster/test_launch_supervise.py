@@ -31,6 +31,8 @@ def end(status: str, code: int = 0, reason: str | None = None) -> dict[str, Any]
         ([end("stopped", reason="SIGTERM")], 1, None, "preempted", 75),  # the host's launcher was signalled too
         ([end("stopped", reason="preempt file /run/spot")], 0, None, "preempted", 75),
         ([end("stopped", reason="SIGTERM")], 0, 15, "preempted", 75),
+        ([end("ended", reason="parts.mine asked to stop")], 0, None, "stopped", 0),
+        ([end("ended", reason="parts.mine asked to stop")], 0, 15, "preempted", 75),  # launch had, too
         ([end("stopped", reason="SIGTERM")], 0, 2, "stopped", 130),
         ([end("stopped", reason="launcher process 7 is gone")], -9, None, "fault", 75),  # restarted; saved, if not
         ([end("stopped", reason="launcher process 7 is gone")], 0, None, "fault", 75),  # SIGHUP to it

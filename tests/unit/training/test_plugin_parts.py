@@ -25,11 +25,11 @@ from llmtrain import Part
 class Wrong(Part, entry="wrong"):
     what = None
 
-    def act(self):
+    def _act(self):
         return eval(self.what)
 
-    request = before_update = to_json = state = lambda self: self.act()
-    after_step = figures = open = close = begin = lambda self, given: self.act()
+    request = before_update = to_json = state = lambda self: self._act()
+    after_step = figures = open = close = begin = lambda self, given: self._act()
 """
 RAISES = ("1 / 0", "sys.exit(0)", "self.missing", "(_ for _ in ()).throw(KeyboardInterrupt)")
 CALLS: dict[str, Any] = {
