@@ -80,7 +80,7 @@ limited() { # limited SECONDS COMMAND...: 124 where it is cut off, also by the d
 unset PYTHONDONTWRITEBYTECODE
 export PYTHONUNBUFFERED=1 GLOO_SOCKET_IFNAME=lo NCCL_SOCKET_IFNAME=lo TOKENIZERS_PARALLELISM=false
 export TRITON_CACHE_DIR=$cache/triton TORCHINDUCTOR_CACHE_DIR=$cache/inductor TORCH_EXTENSIONS_DIR=$cache/extensions
-export HF_HUB_OFFLINE=1 WANDB_MODE=disabled PYTHONPATH=$PWD:$cache/site-packages
+export LLMTRAIN_CACHE=$cache/llmtrain HF_HUB_OFFLINE=1 WANDB_MODE=disabled PYTHONPATH=$PWD:$cache/site-packages
 
 # Its name tells dill that these modules are installed: those elsewhere it would pickle whole.
 [[ -d .wheels ]] && ! cmp -s <(ls .wheels) "$cache/site-packages/.wheels" && rm -rf "$cache/site-packages"

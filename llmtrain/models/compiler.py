@@ -7,32 +7,58 @@ and training works without.
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import importlib.util
 import os
+import platform
+import shutil
 import sys
+import sysconfig
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from llmtrain.base.files import cache_folder
 from llmtrain.base.log import warn_once
 from llmtrain.config.topology import cores_of_a_rank
 from llmtrain.models.transformers_private import fresh_compilation_cache, set_compile_threads
 
 _REMEDY = "It needs gcc, g++ and Python's header files (Debian: apt-get install build-essential python3-dev)"
 _THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
+_VARIABLES = ("TORCH_COMPILE", "TORCHDYNAMO", "TORCHINDUCTOR", "TRITON_")
 _answers: dict[str, str | None] = {}
 
 
 def trouble(device: torch.device) -> str | None:
     """Why nothing can be compiled for this kind of device; None: it can.
 
-    Tried once in a process, on a small function: takes seconds. Raises nothing; a reason is said once, as a warning.
+    Tried once, on a small function: takes seconds. That it works is kept for other processes in the user's cache
+    folder. Raises nothing; a reason is said once, as a warning.
     """
     if device.type not in _answers:
         _answers[device.type] = None
-        if (reason := _attempt(device.type)) is not None:
+        known = cache_folder() / "compiler" / _circumstances(device)
+        if known.exists():
+            share_cores()
+        elif (reason := _attempt(device.type)) is not None:
             do_without(device, f"{reason}. {_REMEDY}")
+        else:
+            with contextlib.suppress(OSError):  # then the next process tries, too
+                known.parent.mkdir(parents=True, exist_ok=True)
+                known.touch()
     return _answers[device.type]
+
+
+def _circumstances(device: torch.device) -> str:
+    """Hash of what a trial's answer depends on: host, device, versions, compilers, headers, torch's variables."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    files = [shutil.which(os.environ.get(key) or usual) for key, usual in (("CC", "gcc"), ("CXX", "g++"))]
+    files += [sysconfig.get_path("include") + "/Python.h", getattr(importlib.util.find_spec("triton"), "origin", None)]
+    found = [(file, os.stat(file).st_mtime_ns) for file in files if file and os.path.exists(file)]
+    variables = sorted(item for item in os.environ.items() if item[0].startswith(_VARIABLES))
+    text = repr((platform.node(), name, sys.version, torch.__version__, found, variables))
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def do_without(device: torch.device, reason: str) -> None:

@@ -108,3 +108,29 @@ def test_what_is_not_really_compiled_does_not_count(monkeypatch, disabled):
     )
     found = compiler._attempt("cpu")
     assert (found is not None and "TORCHDYNAMO_DISABLE" in found) if disabled else found is None
+
+
+def test_the_trial_is_made_once_for_all_processes_of_a_machine(monkeypatch, tmp_path):
+    """It takes 6 to 8 s on a GPU, in each rank and each start. Another compiler, or a failure, is tried anew."""
+    tried = []
+    cpu = torch.device("cpu")
+
+    def trouble(outcome: str | None = None) -> str | None:
+        monkeypatch.setattr(compiler, "_answers", {})  # a new process
+        monkeypatch.setattr(compiler, "_attempt", lambda kind: tried.append(kind) or outcome)
+        return compiler.trouble(cpu)
+
+    gcc = tmp_path / "gcc"
+    gcc.write_text("")
+    gcc.chmod(0o755)
+    monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("CC", str(gcc))
+    monkeypatch.setattr(compiler, "share_cores", lambda: None)
+    assert "no" in str(trouble("no")) and trouble() is None and trouble("not asked") is None
+    assert len(tried) == 2
+    os.utime(gcc, ns=(1, 1))
+    assert trouble() is None and len(tried) == 3
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    assert trouble() is None and len(tried) == 4
+    monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path / "gcc"))  # which is no folder
+    assert trouble() is None and trouble() is None and len(tried) == 6
