@@ -110,7 +110,7 @@ elif ((code == 3)); then
   say "$python lacks packages and .wheels has them not. Make it with tools/gpu_wheels.sh where there is a network."
   exit 2
 fi
-facts_code=$code
+facts_code=$code facts_s=$SECONDS
 
 speed=("$python" tools/bench/train_speed.py --rounds 2 --steps 6 --warm-steps 2)
 tuning=("$python" tools/bench/posttraining.py --rounds 2)
@@ -187,6 +187,7 @@ for part in "${parts[@]}"; do
     *) failed+=("$part") ;;
   esac
   rm -rf "${TMPDIR:?}"/* # of a part that was cut off
+  [[ $part == facts ]] && from=$((SECONDS - facts_s))
   say "$part: ended after $((SECONDS - from)) s"
 done
 "$python" tools/gpu_table.py "$out" | tee -a "$log"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -34,7 +35,7 @@ env | grep -E "^(TMPDIR|GLOO_SOCKET_IFNAME|NCCL_SOCKET_IFNAME|PYTHON.*)=" >> LOG
 case "$*" in
   *"-m pytest"*) echo "[gw0] [ 50%] PASSED tests/gpu/a.py::b"; exit 1;;
   *"--preset 8b"*) exit 3;;
-  *"--preset 0.5b --sequence 128"*) mkdir -p "$TMPDIR/left"; exec sleep 60;;
+  *"--preset 0.5b --sequence 128"*) mkdir -p "$TMPDIR/left"; exec sleep ${HOST_S:-60};;
 esac
 exit 0
 """
@@ -277,11 +278,26 @@ def test_the_table_shows_what_is_there(tmp_path: Path) -> None:
     assert "| lora-1b | trl lora | 112,346 |  | 291.7 | 61.2 | 2.00 | 2.0e-03 |  |  |" in shown
     assert "| packing | llmtrain full | 30,123 | 61.2 |  |  | 1.50000 |" in shown
     assert "| packing | trl sft | 30,123 | 61.2 | 4.00 | 2.0e-03 | 1.50000 |" in shown
-    assert "| 1 | 128 | llmtrain | 112,346 | 43.2%, 47.5% | 291.7 | 61.2 |  |" in shown
+    assert "| 1 | 128 | llmtrain | 112,346 | 43.2%, 47.5% | 291.7 | 61.2 |  |  |" in shown
     assert shown.endswith("not measured: 1.2b, 8b, 1.2b-fp8, 8b-fp8, host, parity, context-1b, lora-8b, sft-1b, "
                           "packing-dpo")  # fmt: skip
     (tmp_path / "0.5b.json").write_text(json.dumps({**speed, "machine": {"device": "NVIDIA H100 80GB HBM3"}}))
     assert "| 92,000 to 105,000 |" in table(tmp_path)
+
+
+def test_every_part_asks_for_what_its_benchmark_has(tmp_path: Path, machine: dict[str, str]) -> None:
+    """tests/runs/test_gpu_check_parts.py runs them all, for minutes."""
+    done = check(tmp_path, {**machine, "HOST_S": "0"}, str(tmp_path / "out"))
+    asked = [line.split("|")[0] for line in (tmp_path / "log").read_text().splitlines() if "tools/bench" in line]
+    for line in asked:
+        tool, *words = shlex.split(line.replace("dcp thread", "'dcp thread'"))
+        load(Path(tool).stem).arguments(words)
+    every = re.search(r"^all=\(([^)]*)\)", (ROOT / "tools/gpu_check.sh").read_text(), re.MULTILINE)
+    assert every is not None
+    parts = every[1].split()
+    assert re.findall(r"gpu-check: (\S+): ended", done.stdout) == parts and len(asked) == len(parts) - 2
+    files = {re.search(r"--json \S+/([\w.-]+)\.json", line)[1] for line in asked}  # type: ignore[index]
+    assert files == set(parts) - {"tests", "parity"}
 
 
 def test_a_figure_names_its_commit_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -295,7 +295,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     import torch
     from contestants import PROCESS_GIB, SKIPPED
-    from machine import gpu_gib
+    from machine import Card, gpu_gib, use
+
+    from llmtrain.config.run import ModelConfig
 
     on_gpu = torch.cuda.is_available()
     with tempfile.TemporaryDirectory(prefix="llmtrain-bench-") as folder:
@@ -315,7 +317,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             loss_chunk_tokens=options.loss_chunk_tokens or (2048 if on_gpu else 128),
         )
         if options.tokens:
-            results = {"llmtrain": (options.tokens, tried(task, options.limit_s) or {})}
+            with Card() as card:
+                one = tried(task, options.limit_s) or {}
+            if on_gpu and one:
+                model, speed = ModelConfig(config=PRESETS[task.preset]), options.tokens / one["step_s"]
+                one |= {**card.figures(), **use(speed, model, options.tokens)}
+            results = {"llmtrain": (options.tokens, one)}
         else:
             results = {}
             for name in options.contestants:

@@ -11,6 +11,7 @@ import platform
 import statistics
 import subprocess
 import threading
+from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -117,8 +118,12 @@ class Card:
             return self
         assert self._process.stdout is not None
         self._lines = []
-        threading.Thread(target=self._lines.extend, args=(self._process.stdout,), daemon=True).start()
+        threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True).start()
         return self
+
+    def _read(self, samples: Iterable[str]) -> None:
+        for line in samples:
+            self._lines.append(line)
 
     def __exit__(self, *_: object) -> None:
         if self._process is not None:
