@@ -26,8 +26,8 @@ from llmtrain.config.topology import Degrees
 from llmtrain.data.stream.epoch import sequences_of_epoch
 
 if TYPE_CHECKING:  # torch is for those who ask
-    from llmtrain.data.stream.loader import TrainData
     from llmtrain.models.spec import ModelFacts
+    from llmtrain.training.examine import Checked
 
 USAGE = """\
 usage: llmtrain config check RUN.yaml ... [--SECTION.FIELD VALUE ...] [--world-size N] [--data]
@@ -108,7 +108,7 @@ def main(argv: list[str]) -> int:
         checked = examine(with_base(resolved))
         print(summary(checked.resolved, checked.spec.facts))
         if reads_data:
-            print(_read_data(checked.data))
+            print(_read_data(checked))
         print(f"ok: {files} with {resolved.run.deepspeed}")
     return 0
 
@@ -151,9 +151,13 @@ def _give(ranks: list[int]) -> str:
     return f"--world-size {either(list(map(str, ranks)))}"
 
 
-def _read_data(data: TrainData) -> str:
-    """A line on the data, all of it read and compared with its checksums. Raises DataError: it is other data."""
-    files = data.sums()
+def _read_data(checked: Checked) -> str:
+    """A line on the data of all stages, sets and choices, read and compared with its checksums. Raises DataError."""
+    files = [
+        file for data in (checked.data, *checked.later, *checked.sets.values()) for file in data.sums(origins=True)
+    ]
+    files += [file for asked in checked.choices.values() for file in asked.prepared.sums(origins=True)]
+    files = list({file.path: file for file in files}.values())
     for file in files:
         file.compare()
     size = units.size(sum(file.bytes for file in files))

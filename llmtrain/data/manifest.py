@@ -37,6 +37,8 @@ class Shard:
     """xxh3_64 of the file's bytes, in hexadecimal."""
     rows: str = ""
     """xxh3_64 of a conversations shard's second file, with the rows' lengths and the counted bits (shards.py)."""
+    origins: str = ""
+    """xxh3_64 of its file of origins; empty: an earlier version made it."""
     begin: int = 0
     """Bytes before the first token, in a file that is used in place: `file` is a link to it."""
     continues: str = ""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import xxhash
 
 from llmtrain.base.errors import DataError
 from llmtrain.data.manifest import Shard
@@ -44,8 +45,8 @@ def origins_path(shard: Path) -> Path:
 
 def write_origins(
     shard: Path, lengths: np.ndarray, files: Sequence[str], places: np.ndarray, records: np.ndarray
-) -> None:
-    """Write the file beside a shard, under its temporary name first. Raises OSError.
+) -> str:
+    """Write the file beside a shard, under its temporary name first. Returns its xxh3_64. Raises OSError.
 
     Args:
         lengths: tokens of each document, int [documents].
@@ -67,7 +68,9 @@ def write_origins(
         pa.table(columns), partial, row_group_size=_GROUP, compression="zstd", use_dictionary=["file"],
         column_encoding={"end": "DELTA_BINARY_PACKED", "record": "DELTA_BINARY_PACKED"}, write_page_checksum=True,
     )  # fmt: skip
+    digest = xxhash.xxh3_64_hexdigest(partial.read_bytes())
     partial.replace(path)
+    return digest
 
 
 class Origins:

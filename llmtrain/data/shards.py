@@ -331,13 +331,19 @@ class PreparedSet:
         self._cached.get(file, whole)
         return self.bytes_of(file)
 
-    def sums(self) -> list[FileSum]:
-        """Return each file with its checksum from the manifest: the tokenizer, shards, files of rows."""
+    def sums(self, *, origins: bool = False) -> list[FileSum]:
+        """Return each file with its checksum from the manifest: the tokenizer, shards, files of rows.
+
+        origins: those of the documents' origins, too, which no run reads.
+        """
         found = [FileSum(self.tokenizer_dir / "tokenizer.json", self.manifest.tokenizer_fingerprint)]
         for shard in (shard for split in SPLITS for shard in self.manifest.shards[split]):
             path = self.folder / shard.file
             found.append(self.sum_of(shard, path))
             found += [FileSum(rows_path(path), shard.rows)] if shard.rows else []
+            if origins and shard.origins:
+                self.fetch([origins_path(path).name])
+                found.append(FileSum(origins_path(path), shard.origins))
         return found
 
     def sum_of(self, shard: Shard, path: Path) -> FileSum:

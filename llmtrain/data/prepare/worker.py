@@ -183,7 +183,7 @@ class _ShardWriter:
             replace_file(rows_path(self.path), data)
             entry["rows"] = xxhash.xxh3_64_hexdigest(data)
         places, records = np.array(self._origins, dtype=np.int64).T
-        write_origins(self.path, np.array(self._lengths), files, places, records)
+        entry["origins"] = write_origins(self.path, np.array(self._lengths), files, places, records)
         self._partial.replace(self.path)
         return entry
 
@@ -457,7 +457,7 @@ def _as_they_lie(
         entries[split] = None
         if high > low:
             nothing = np.zeros(high - low, np.int64)
-            write_origins(path, np.diff(borders[low : high + 1]), [piece.origin], nothing, borders[low:high])
+            origins = write_origins(path, np.diff(borders[low : high + 1]), [piece.origin], nothing, borders[low:high])
             if not link:
                 with open(path, "wb") as stream:
                     ids[first:last].tofile(stream)
@@ -471,6 +471,7 @@ def _as_they_lie(
                 "tokens": last - first,
                 "documents": high - low,
                 "xxh3": xxhash.xxh3_64_hexdigest(ids[first:last].data),
+                "origins": origins,
                 **place,
             }
     return entries

@@ -88,9 +88,9 @@ class TrainData:
         self.fingerprint: str = self._fingerprint()
         """Hash of the data, the sequence length, the seed and the mixture: what decides every training sequence."""
 
-    def sums(self) -> list[FileSum]:
-        """Return the files of all sets with their checksums from the manifests."""
-        return [file for member in self._members for file in member.prepared.sums()]
+    def sums(self, *, origins: bool = False) -> list[FileSum]:
+        """Return the files of all sets with their checksums from the manifests. origins: see `PreparedSet.sums`."""
+        return [file for member in self._members for file in member.prepared.sums(origins=origins)]
 
     def take_reference(self, precision: str) -> list[str]:
         """From now on windows of preferences have the reference's log-probabilities. Returns the hash of the weights

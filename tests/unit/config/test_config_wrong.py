@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 
 from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.cli import main
 from tests.helpers.config_workplace import write
-from tests.helpers.prepared import edit_manifest
+from tests.helpers.prepared import edit_manifest, write_prepared
 from tests.helpers.wrong_configurations import CASES, Wrong
 from tests.helpers.wrong_models import MODEL_CASES
 
@@ -114,17 +115,24 @@ def test_as_a_process(name: str, tmp_path: Path) -> None:
 
 def test_check_reads_the_data_when_asked(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Sizes alone told nothing of a shard that was changed in place, or of another tokenizer."""
-    write(here)
+    write(here, {"data": {"stages": [{"from_step": 50, "path": "data/y"}]}, "eval": {"sets": {"named": "data/z"}}})
+    for place, folder in enumerate("yz", 1):
+        texts = [[list(range(1 + place, 490))] * 4]
+        write_prepared(here / "data" / folder, texts, texts, vocab_size=512)
+    (here / "data/x/train-00000.origins.parquet").write_bytes(b"origins")
+    origins = {"origins": xxhash.xxh3_64_hexdigest(b"origins")}
+    edit_manifest(here / "data/x", lambda told: told["shards"]["train"][0].update(origins))
     check = ["config", "check", "run.yaml", "--world-size=2"]
     assert main([*check, "--data"]) == 0
-    assert "3 files, " in (said := capsys.readouterr().out) and "as the checksums of their manifests say" in said
-    for name in ("train-00000.bin", "tokenizer/tokenizer.json"):
-        file = here / "data/x" / name
+    assert "10 files, " in (said := capsys.readouterr().out) and "as the checksums of their manifests say" in said
+    first = ("x/train-00000.bin", "x/tokenizer/tokenizer.json", "x/train-00000.origins.parquet")
+    for name in (*first, "y/train-00000.bin", "z/validation-00000.bin"):  # of a stage, and of an evaluation set
+        file = here / "data" / name
         good = file.read_bytes()
         file.write_bytes(good[:-2] + bytes(byte ^ 1 for byte in good[-2:]))
         assert main(check) == 0
         assert main([*check, "--data"]) == 2
-        assert f"{name}: its checksum is not that of data/x/manifest.json" in capsys.readouterr().err
+        assert f"{name}: its checksum is not that of data/{name[0]}/manifest.json" in capsys.readouterr().err
         file.write_bytes(good)
     edit_manifest(here / "data/x", lambda told: [shard.update(xxh3="") for shard in told["shards"]["train"]])
     assert main([*check, "--data"]) == 0, "a folder without checksums goes on working"
