@@ -245,6 +245,10 @@ def unused(run: RunConfig, given: Iterable[str]) -> list[str]:
     return [f"{', '.join(keys)}: no effect: {unread[start]}" for start, keys in found.items() if keys]
 
 
+_PASSWORD = re.compile(r"://[^/\s@]*:[^/\s@]+@")
+"""Of a URL: USER:PASSWORD@."""
+
+
 def _check_each_value(run: RunConfig, flat: dict[str, Any], places: Places, problems: Problems) -> None:
     """Bounds that stand beside the fields, also of fields whose keys are the user's. `flat`: of `flatten`."""
     for key, value in flat.items():
@@ -261,6 +265,10 @@ def _check_each_value(run: RunConfig, flat: dict[str, Any], places: Places, prob
                          places.get(key))  # fmt: skip
         elif isinstance(value, str) and not value.isprintable() and key != "train.sample_prompt":
             problems.add(key, value, "has control characters, which a terminal obeys", "leave them out",
+                         places.get(key))  # fmt: skip
+        elif isinstance(value, str) and key.partition(".")[0] in Entry.SECTIONS and _PASSWORD.search(value):
+            rule = "has a password, which config.yaml and each checkpoint would keep"
+            problems.add(key, redact_text(value), rule, "leave it to an environment variable (MLFLOW_TRACKING_URI)",
                          places.get(key))  # fmt: skip
         if type(value) is int and value > _MOST_COUNTED and not key.endswith(".seed"):
             problems.add(key, value, f"must be at most {_MOST_COUNTED:.0e}", "correct the number", places.get(key))

@@ -8,8 +8,20 @@ from pathlib import Path
 import pytest
 
 from llmtrain.base.errors import ConfigError
+from llmtrain.cli import main
 from llmtrain.config.load import parse
 from llmtrain.config.strict_yaml import dump
+from tests.helpers.config_workplace import write
+
+
+def test_a_password_in_a_trackers_url_is_refused(tmp_path, monkeypatch, capsys):
+    """config.yaml, each trainer.json and their mirror would keep it."""
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, {"trackers": {"mlflow": {"uri": "https://me:a-secret@mlflow.mine/"}}})
+    assert main(["config", "check", "run.yaml", "--world-size", "2"]) == 2
+    told = capsys.readouterr().err
+    assert "trackers.mlflow.uri = https://[redacted]@mlflow.mine/" in told and "MLFLOW_TRACKING_URI" in told
+    assert "a-secret" not in told
 
 
 @pytest.mark.parametrize("missing", [None, "alembic", "tensorboard"])
