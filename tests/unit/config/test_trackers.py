@@ -20,7 +20,7 @@ def test_a_password_in_a_trackers_url_is_refused(tmp_path, monkeypatch, capsys):
     write(tmp_path, {"trackers": {"mlflow": {"uri": "https://me:a-secret@mlflow.mine/"}}})
     assert main(["config", "check", "run.yaml", "--world-size", "2"]) == 2
     told = capsys.readouterr().err
-    assert "trackers.mlflow.uri = https://[redacted]@mlflow.mine/" in told and "MLFLOW_TRACKING_URI" in told
+    assert 'trackers.mlflow.uri = "https://[redacted]@mlflow.mine/"' in told and "MLFLOW_TRACKING_URI" in told
     assert "a-secret" not in told
 
 
