@@ -23,7 +23,8 @@ _OF_A_USER = (
     "WORLD_SIZE", "SLURM_", "TORCHDYNAMO_", "TORCH_COMPILE", "PYTORCH_", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY",
 )  # fmt: skip
 for _name in [name for name in os.environ if name.upper().startswith(_OF_A_USER)]:
-    del os.environ[_name]
+    if _name != "LLMTRAIN_GPU_TESTS_ON_CPU":  # it is asked of the tests
+        del os.environ[_name]
 _HOME = tempfile.mkdtemp(prefix="llmtrain-tests-")
 os.environ.update(NETRC=os.devnull, WANDB_CONFIG_DIR=_HOME, HF_HOME=_HOME, LLMTRAIN_CACHE=_HOME)
 

@@ -15,8 +15,22 @@ from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.engine.deepspeed.engine import ZeroEngine
 from llmtrain.engine.dist.device import use_deterministic_kernels
 from llmtrain.engine.losses.next_token import NEXT_TOKEN
+from llmtrain.engine.weights import _sum_on
+from llmtrain.storage.checksum import checksum, checksum_part
+from llmtrain.storage.region import Region
 from tests.helpers.training import Case, Trace, batches, make_engine, one_step, resolved_run, save_checkpoint
 from tests.ranks.test_resume import END, load_and_go_on, save_in_the_middle
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_gpus_checksum_is_that_of_a_cpu(dtype: torch.dtype) -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    values = (torch.arange(9_000_000) % 9973).to(dtype) * 0.37
+    strided = Region(65_000, 3_000_000, runs=((100, 3_000),), stride=7_000)
+    assert _sum_on(values, device) == checksum(values) == checksum(values.to(device))
+    assert checksum(values.to(device), 65_537) == checksum(values, 65_537)
+    part = values[: strided.numel]
+    assert checksum_part(part.to(device), strided) == checksum_part(part, strided)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -67,6 +67,7 @@ def test_every_part_ends_on_a_bare_machine(tmp_path: Path) -> None:
     said = done.stdout + done.stderr
     assert done.returncode == 0 and "gpu-check: passed" in said, said[-6000:]
     assert re.findall(r"gpu-check: (\S+): ended after", said) == parts
+    assert re.search(r"tests/gpu: [1-9]\d* passed, 0 failed, 0 skipped", said), said[-3000:]
     assert "not measured" not in said and "No such file or directory: 'git'" not in said
     with tarfile.open(tmp_path / "kept/figures.tar") as tar:
         found = {name.removeprefix("./") for name in tar.getnames()}
