@@ -8,6 +8,7 @@ environment and files.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -15,12 +16,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from llmtrain.base import untrusted
+from llmtrain.base import log, untrusted
 from llmtrain.base.errors import CheckpointError
 from llmtrain.base.redact import redact_text
 from llmtrain.checkpoint.format import (
@@ -81,6 +82,18 @@ class Mirrored:
             except (CheckpointError, FileNotFoundError):  # it may be deleted just now
                 return None
         return content if all(sizes.get(name) == entry.bytes for name, entry in files.items()) else None
+
+    def damaged(self, complete: Collection[int]) -> list[int]:
+        """Steps with a manifest, listed or not, that are not among the `complete` ones. A step without a manifest is an
+        upload or a deletion that ended early."""
+        files = {(step, name) for step, name, _ in self._files()}
+        others = sorted({step for step, _ in files}.difference(complete))
+        return [step for step in others if (step, MANIFEST) in files or self._has(_name(step, MANIFEST))]
+
+    def _has(self, name: str) -> bool:
+        with contextlib.suppress(FileNotFoundError):
+            return bool(self.store.stat(name))
+        return False
 
     def run(self, step: int) -> str | None:
         """Id of the run that wrote a checkpoint."""
@@ -184,6 +197,7 @@ def fetch_newest(url: str, checkpoints: Path, run_dir: str, beat: Callable[[], N
     try:
         store = Mirrored(url)
         steps = list(store.complete())
+        damaged = [f"step-{step:08d}" for step in store.damaged(steps)]
         for step in steps:
             partial = step_folder(checkpoints, step).with_suffix(".mirror.tmp")
             shutil.rmtree(partial, ignore_errors=True)
@@ -192,6 +206,10 @@ def fetch_newest(url: str, checkpoints: Path, run_dir: str, beat: Callable[[], N
             whole = not verify(partial)
             written_for = _run_dir(read_trainer(partial)) if whole else None
             if whole and Path(str(written_for or run_dir)).name == Path(run_dir).name:
+                if damaged and damaged[-1] > f"step-{step:08d}":
+                    log.warn(
+                        f"checkpoint.mirror {redact_text(url)}: {damaged[-1]} is damaged there; step {step} is taken"
+                    )
                 return partial.rename(step_folder(checkpoints, step))
             shutil.rmtree(partial)
             if whole:
@@ -205,6 +223,12 @@ def fetch_newest(url: str, checkpoints: Path, run_dir: str, beat: Callable[[], N
         raise CheckpointError(
             f"checkpoint.mirror {redact_text(url)}: it holds checkpoints of the run {written_for}, and this one is "
             f"{run_dir}. Give each run an address of its own; to go on with that one, give train.run_dir its name"
+        )
+    if damaged and not steps:
+        raise CheckpointError(
+            f"checkpoint.mirror {redact_text(url)}: the manifest of {', '.join(damaged)} cannot be read, or lists "
+            "other files than are there, and no other checkpoint is there. Put the checkpoint right or remove it; "
+            "to begin anew: --resume none"
         )
     if steps:
         raise CheckpointError(

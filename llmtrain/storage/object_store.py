@@ -192,10 +192,13 @@ class Store:
         self._sent(lambda: self._tried(lambda: self._files.pipe_file(self._path(name), content)))
 
     def remove(self, names: Sequence[str]) -> None:
-        """Delete files; one that is not there is no fault."""
+        """Delete files, and a folder that they leave empty; one that is not there is no fault."""
         with contextlib.suppress(FileNotFoundError):
             if names:
                 self._tried(lambda: self._files.rm([self._path(name) for name in names]))
+        for folder in {name.rpartition("/")[0] for name in names} if "file" in self._files.protocol else ():
+            with contextlib.suppress(OSError):  # it is not empty; object stores have no folders
+                self._files.rmdir(self._path(folder))
 
     def _path(self, name: str) -> str:
         return f"{self._root.rstrip('/')}/{name}" if name else str(self._root)

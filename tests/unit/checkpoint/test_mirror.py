@@ -15,7 +15,7 @@ from llmtrain.base.errors import CheckpointError
 from llmtrain.checkpoint.mirror import Mirrored, _Mirroring, fetch_newest, refuse_other
 from llmtrain.checkpoint.retain import Best
 from llmtrain.checkpoint.verify import verify
-from llmtrain.storage.object_store import problem_of
+from llmtrain.storage.object_store import Store, problem_of
 from tests.helpers.checkpoints import write_checkpoint
 
 
@@ -141,6 +141,46 @@ def test_a_damaged_one_is_passed_over_and_none_intact_is_said(tmp_path: Path, ur
         fetch_newest(url, tmp_path / "b", "run", lambda: None)
     assert list((tmp_path / "b").iterdir()) == []
     assert fetch_newest(f"{url}/nothing", tmp_path / "c", "run", lambda: None) is None
+
+
+@pytest.mark.parametrize("how", ["cut", "404", "not listed"])
+def test_a_manifest_that_cannot_be_read_is_no_empty_mirror(
+    tmp_path: Path, url: str, how: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run began anew, from step 1, and said nothing."""
+    store = Mirrored(url)
+    mirror, _ = mirroring(tmp_path, store)
+    write_checkpoint(tmp_path, 1, seed=1)
+    mirror.go_on()
+    manifest = "step-00000001/manifest.json"
+    with monkeypatch.context() as patch:
+        if how == "cut":
+            store.store.write(store.store.read(manifest)[:-9], manifest)
+        elif how == "404":
+            get = Store.get
+            missing = lambda self, name, path: get(self, name if name != manifest else "nowhere", path)  # noqa: E731
+            patch.setattr(Store, "get", missing)
+        else:
+            files = Store.files
+            patch.setattr(Store, "files", lambda self: {k: v for k, v in files(self).items() if k != manifest})
+        with pytest.raises(CheckpointError, match=r"the manifest of step-00000001 cannot be read, .*--resume none"):
+            fetch_newest(url, tmp_path / "a", "run", lambda: None)
+    store.store.write(b"{", manifest)
+    write_checkpoint(tmp_path, 2, seed=2)
+    mirror.go_on()
+    store.store.write(b"{", manifest)  # beside a whole one that is newer
+    assert fetch_newest(url, tmp_path / "b", "run", lambda: None) is not None
+    store.store.write(b"{", "step-00000003/manifest.json")
+    assert fetch_newest(url, tmp_path / "c", "run", lambda: None) is not None
+    assert "step-00000003 is damaged there; step 2 is taken" in capsys.readouterr().err
+
+
+def test_a_mirror_on_a_disk_keeps_no_empty_folders(tmp_path: Path) -> None:
+    mirror, _ = mirroring(tmp_path, Mirrored(f"file://{tmp_path}/store"), keep=1)
+    for step in (1, 2, 3):
+        write_checkpoint(tmp_path, step, seed=step)
+        mirror.go_on()
+    assert [path.name for path in (tmp_path / "store").iterdir()] == ["step-00000003"]
 
 
 @pytest.mark.parametrize(
