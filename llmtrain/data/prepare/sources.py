@@ -145,7 +145,7 @@ BOM = b"\xef\xbb\xbf"
 """The byte-order mark that some programs write before UTF-8; it is no part of a text."""
 
 _RECORDS = (".jsonl", ".ndjson", ".json", ".parquet", ".gz", ".zst")
-_IDS = (".npy", ".ds", ".mds", ".idx")
+_IDS = (".npy", ".ds", ".idx")
 _MIN_UNIT_BYTES = 1 << 20
 _MAX_UNIT_BYTES = 256 << 20
 _UNITS_WANTED = 64  # enough that cores finish together and a restart loses little; few enough shards to map

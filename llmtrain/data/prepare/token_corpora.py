@@ -1,4 +1,4 @@
-"""Corpora that are token ids already: the layouts of Megatron, datatrove, OLMo, litdata and MosaicML streaming.
+"""Corpora that are token ids already: the layouts of Megatron, datatrove and OLMo.
 
 A layout is a class with `names` and `read`: where the ids of a file lie, and where its documents end. Ids that lie in
 a file as they are can be used in place; others are copied (prepare/worker.py).
@@ -14,7 +14,6 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -76,15 +75,12 @@ class Layout(ABC):
     names: ClassVar[tuple[str, ...]]
     """Endings of the files with the ids."""
     index: ClassVar[str] = ""
-    """Name of a file's index: an ending in place of the file's own if it begins with a point, or a file of its
-    folder; empty: there is none."""
+    """Ending of a file's index, in place of the file's own; empty: there is none."""
 
     @classmethod
     def index_of(cls, path: str) -> str:
         """The index beside a file, by path or URL as that."""
-        if cls.index.startswith("."):
-            return os.path.splitext(path)[0] + cls.index
-        return os.path.join(os.path.dirname(path), cls.index)
+        return os.path.splitext(path)[0] + cls.index
 
     @classmethod
     def takes(cls, path: str) -> bool:
@@ -232,118 +228,7 @@ class Npy(Layout):
             )
 
 
-class LitData(Layout):
-    """litdata: chunks of one-dimensional items, which index.json lists. Written for its TokensLoader, they are one
-    stream, in which an end token ends a document; else each is a document, with its size before it."""
-
-    title = "litdata"
-    names = (".bin",)
-    index = "index.json"
-    torch_types: ClassVar = {11: "<u1", 12: "<i1", 13: "<i2", 14: "<i2", 15: "<i4", 16: "<i4", 17: "<i8", 18: "<i8",
-                             20: "<u2"}  # fmt: skip
-    numpy_types: ClassVar = ("<i1", "<i2", "<i4", "<i8", "<u1", "<u2", "<u4", "<u8")
-
-    @classmethod
-    def read(cls, path: str) -> TokenFile:
-        listed = untrusted.loads(inputs.read(cls.index_of(path)))
-        config = listed["config"]
-        chunk = next((each for each in listed["chunks"] if each["filename"] == Path(path).name), None)
-        if chunk is None:
-            raise ValueError("index.json does not list it")
-        if config.get("compression") or config.get("encryption"):
-            raise ValueError("its chunks are compressed or encrypted; write them anew without")
-        name, _, code = str(config["data_format"][0]).partition(":")
-        if len(config["data_format"]) != 1 or name not in ("no_header_tensor", "no_header_numpy"):
-            raise ValueError(f"its items are {config['data_format']}, and no bare ids (no_header_tensor)")
-        types: Any = cls.torch_types if name == "no_header_tensor" else dict(enumerate(cls.numpy_types))
-        if int(code) not in types:
-            raise ValueError(f"its items are {name}:{code}, which are no integers")
-        begin, dtype = 4 * (int(chunk["chunk_size"]) + 2), np.dtype(types[int(code)])
-        if chunk["dim"] is not None:
-            ids = _mapped(path, dtype, begin)
-            if len(ids) != chunk["dim"]:
-                raise ValueError(f"it has {len(ids)} ids, and index.json says {chunk['dim']}")
-            return TokenFile(path, ids, None, begin)
-        data = inputs.read(path)
-        offsets = np.frombuffer(data, "<u4", begin // 4)[1:].tolist()
-        if offsets[-1] != len(data):
-            raise ValueError(f"it has {len(data)} bytes, and its items end at {offsets[-1]}")
-        items = [np.frombuffer(data[at + 4 : end], dtype) for at, end in pairwise(offsets)]
-        ids = np.concatenate(items) if items else np.empty(0, dtype)
-        return TokenFile(path, ids, np.cumsum([len(item) for item in items], dtype=np.int64), None)
-
-
-class Mds(Layout):
-    """MosaicML streaming (MDS): shards of samples, which index.json describes. The column `tokens` or `input_ids` (or
-    the only one) is read, each sample as one document; ids without a type (`bytes`) are int64, as LLM Foundry's."""
-
-    title = "MDS"
-    names = (".mds", ".mds.zstd")
-    index = "index.json"
-
-    @classmethod
-    def read(cls, path: str) -> TokenFile:
-        shard = cls._shard(path)
-        names = shard["column_names"]
-        column = next((names.index(name) for name in ("tokens", "input_ids") if name in names), 0)
-        if len(names) > 1 and names[column] not in ("tokens", "input_ids"):
-            raise ValueError(f"its columns are {', '.join(names)}; one named tokens or input_ids is read")
-        data = inputs.read(path)
-        if path.endswith(".zstd"):
-            import zstandard
-
-            try:
-                data = zstandard.ZstdDecompressor().decompress(data, max_output_size=shard["raw_data"]["bytes"])
-            except zstandard.ZstdError as error:
-                raise ValueError(str(error)) from error
-        offsets = np.frombuffer(data, "<u4", shard["samples"] + 1, 4)
-        if offsets[-1] != len(data):
-            raise ValueError(f"it has {len(data)} bytes, and its {shard['samples']} samples end at {offsets[-1]}")
-        samples = [
-            cls._ids(_column(data[begin:end], shard["column_sizes"], column), shard["column_encodings"][column])
-            for begin, end in pairwise(offsets.tolist())
-        ]
-        ids = np.concatenate(samples) if samples else np.empty(0, np.int64)
-        return TokenFile(path, ids, np.cumsum([len(each) for each in samples], dtype=np.int64), None)
-
-    @classmethod
-    def _shard(cls, path: str) -> dict[str, Any]:
-        for shard in untrusted.loads(inputs.read(cls.index_of(path)))["shards"]:
-            packed = shard.get("zip_data") or {}
-            if Path(path).name in (shard["raw_data"]["basename"], packed.get("basename")):
-                if shard["format"] != "mds" or shard["version"] != 2:
-                    raise ValueError(f"it is {shard['format']} of version {shard['version']}; mds of version 2 is read")
-                found: dict[str, Any] = shard
-                return found
-        raise ValueError("index.json does not list it")
-
-    @staticmethod
-    def _ids(data: bytes, encoding: str) -> np.ndarray:
-        """A sample's ids, int64 [tokens]."""
-        name, _, rest = encoding.partition(":")
-        if name == "bytes":
-            return np.frombuffer(data, "<i8")
-        if name != "ndarray":
-            raise ValueError(f"its column is {encoding}; ndarray or bytes is read")
-        dtype, _, shape = rest.partition(":")
-        if not dtype:
-            code, data = data[0], data[1:]
-            dtype = {8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 32: "uint32", 33: "int32", 64: "uint64",
-                     65: "int64"}[code]  # fmt: skip
-        if not shape:
-            data = data[1 + (data[0] >> 2) * (1 << (data[0] & 3)) :]
-        return np.frombuffer(data, np.dtype(dtype).newbyteorder("<")).astype(np.int64)
-
-
-def _column(sample: bytes, sizes: list[int | None], column: int) -> bytes:
-    """One column of an MDS sample: the sizes of those that vary stand first, then the values."""
-    varying = iter(np.frombuffer(sample, "<u4", sum(not size for size in sizes)).tolist())
-    lengths = [size or next(varying) for size in sizes]
-    begin = 4 * sum(not size for size in sizes) + sum(lengths[:column])
-    return sample[begin : begin + lengths[column]]
-
-
-LAYOUTS: tuple[type[Layout], ...] = (Megatron, Datatrove, Npy, LitData, Mds)
+LAYOUTS: tuple[type[Layout], ...] = (Megatron, Datatrove, Npy)
 
 
 def layout_of(path: str) -> type[Layout] | None:
@@ -353,7 +238,7 @@ def layout_of(path: str) -> type[Layout] | None:
 
 def is_index(path: str) -> bool:
     """True for what lies beside the ids and is no corpus of its own."""
-    return path.endswith((".idx", ".ds.index", ".ds.metadata", "index.json"))
+    return path.endswith((".idx", ".ds.index", ".ds.metadata"))
 
 
 def indexes(path: str) -> list[str]:

@@ -104,7 +104,7 @@ def test_token_ids_in_a_store_are_copied_as_they_would_be_used_in_place(
     with workers_here():
         prepared(tmp_path / "texts", f"{folder}/text", more=("--validation-fraction", "0"))
     given = test_token_corpora.documents_of(tmp_path / "texts")
-    layouts = ("megatron", "fairseq", "datatrove", "olmo", "numpy", "litdata", "litdata-items", "mds", "parquet")
+    layouts = ("megatron", "fairseq", "datatrove", "olmo", "numpy", "parquet")
     for name in layouts:
         (folder / name).mkdir()
         test_token_corpora.LAYOUTS[name][0](folder / name, given)

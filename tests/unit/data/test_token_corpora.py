@@ -14,7 +14,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import zstandard
 
 from llmtrain import cli
 from llmtrain.commands import data as data_command
@@ -72,46 +71,6 @@ def datatrove(folder: Path, given: Documents) -> None:
     np.cumsum([len(ids) for ids in given]).astype("<u8").tofile(folder / "a.ds.index")
 
 
-def litdata(folder: Path, given: Documents) -> None:
-    """As for its TokensLoader."""
-    sizes = np.cumsum([0, *(4 * len(ids) for ids in given)]) + 4 * (len(given) + 2)
-    head = np.array([len(given), *sizes], "<u4").tobytes()
-    (folder / "chunk-0-0.bin").write_bytes(head + np.concatenate(given).astype("<i4").tobytes())
-    chunk = {"filename": "chunk-0-0.bin", "chunk_size": len(given), "dim": sum(map(len, given))}
-    config = {"compression": None, "data_format": ["no_header_tensor:15"]}
-    (folder / "index.json").write_text(json.dumps({"chunks": [chunk], "config": config}))
-
-
-def litdata_items(folder: Path, given: Documents) -> None:
-    """As without a loader: the size of each item before it."""
-    litdata(folder, given)
-    data = [struct.pack("<I", 4 * len(ids)) + ids.astype("<i4").tobytes() for ids in given]
-    sizes = np.cumsum([0, *map(len, data)]) + 4 * (len(given) + 2)
-    (folder / "chunk-0-0.bin").write_bytes(np.array([len(given), *sizes], "<u4").tobytes() + b"".join(data))
-    index = json.loads((folder / "index.json").read_text())
-    index["chunks"][0]["dim"] = None
-    (folder / "index.json").write_text(json.dumps(index))
-
-
-def mds(folder: Path, given: Documents) -> None:
-    """Two columns of varying size; compressed."""
-    samples = []
-    for ids in given:
-        shape = b"\x05" + struct.pack("<H", len(ids))  # one dimension of two bytes
-        values = shape + ids.astype("<u2").tobytes()
-        samples.append(struct.pack("<II", 4, len(values)) + b"name" + values)
-    sizes = np.cumsum([0, *map(len, samples)]) + 4 * (len(given) + 2)
-    raw = np.array([len(given), *sizes], "<u4").tobytes() + b"".join(samples)
-    (folder / "shard.00000.mds.zstd").write_bytes(zstandard.compress(raw))
-    shard = {
-        "version": 2, "format": "mds", "samples": len(given), "column_names": ["id", "tokens"],
-        "column_sizes": [None, None], "column_encodings": ["str", "ndarray:uint16"], "compression": "zstd",
-        "raw_data": {"basename": "shard.00000.mds", "bytes": len(raw)},
-        "zip_data": {"basename": "shard.00000.mds.zstd"},
-    }  # fmt: skip
-    (folder / "index.json").write_text(json.dumps({"version": 2, "shards": [shard]}))
-
-
 def columns(folder: Path, given: Documents) -> None:
     table = pa.table({"input_ids": [ids.tolist() for ids in given], "url": ["somewhere"] * len(given)})
     pq.write_table(table, folder / "a.parquet", row_group_size=7)
@@ -129,9 +88,6 @@ LAYOUTS: dict[str, tuple[Callable[[Path, Documents], Any], str | None]] = {
         "uint32",
     ),
     "numpy": (lambda folder, given: np.save(folder / "a.npy", np.concatenate(given).astype("<u2")), "uint16"),
-    "litdata": (litdata, "uint32"),
-    "litdata-items": (litdata_items, None),
-    "mds": (mds, None),
     "parquet": (columns, None),
 }
 """Writers from the formats' descriptions -> the type of the ids, if they can be used in place."""
@@ -163,7 +119,7 @@ def test_the_documents_of_each_layout_are_there_once_and_in_place_where_that_can
     assert data.manifest.documents["validation"] > 0 and sum(data.manifest.documents.values()) == len(given)
     shards = [shard for split in data.manifest.shards.values() for shard in split]
     links = [(tmp_path / "set" / shard.file).is_symlink() for shard in shards]
-    assert len(shards) > 2 or layout in ("mds", "litdata-items")
+    assert len(shards) > 2
     assert all(links) if in_place else not any(links)
     assert data.manifest.dtype == (in_place or "uint16")
 
@@ -266,25 +222,6 @@ def test_damaged_files_are_named_without_a_traceback(
         assert f"{name}/a.bin: cannot be read as Megatron (" in said and "Traceback" not in said
     assert main(["--source", str(tmp_path / "cut.idx"), "--vocab-size", "300", "--out", str(tmp_path / "set")]) == 2
     assert "add --format tokens" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("layout", ["litdata", "litdata-items", "mds", "mds-packed"])
-def test_a_file_that_was_cut_off_is_refused(
-    layout: str, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Its last documents would be shorter, without a word."""
-    (tmp_path / "corpus").mkdir()
-    LAYOUTS[layout.removesuffix("-packed")][0](tmp_path / "corpus", documents_of(texts))
-    (path,) = (path for path in (tmp_path / "corpus").iterdir() if path.name != "index.json")
-    data = path.read_bytes()
-    if layout == "mds":
-        data = zstandard.decompress(data)
-        path.unlink()
-        path = path.with_suffix("")
-    path.write_bytes(data[:-40])
-    assert prepare(tmp_path / "corpus", tmp_path / "set", texts) == 2
-    said = capsys.readouterr().err
-    assert f"{path}: cannot be read as " in said and "Traceback" not in said
 
 
 def test_a_loss_mask_beside_the_ids_is_not_passed_over(
