@@ -220,25 +220,24 @@ def storage_of(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-_TURNED = {"Conv1D": "weight", "DbrxExpertGLU": "w2", "InklingRelativeLogits": "proj", "Inkling2RelativeLogits": "proj",
-           "Llama4TextExperts": "gate_up_proj down_proj"}  # fmt: skip
-_NO_MATRIX = re.compile("bias|A_log|^D$|time_mix|scale|rel_pos|embed")
-"""Stacked vectors and tables among the parameters of modules with code of their own."""
+_TURNED = re.compile(r"(Conv1D|Llama4TextExperts|Inkling2?RelativeLogits)\.|DbrxExpertGLU\.w2")
+_NO_MATRIX = re.compile(r"^Conv1d|^Embedding|bias|A_log|\.D$|time_mix|scale|rel_pos|embed")
 
 
-def matrices(part: nn.Module) -> Iterator[tuple[nn.Parameter, bool]]:
-    """The parameters [.., rows, columns] that are matrices of linear maps, and whether their rows are a map's inputs.
+def matrices(part: nn.Module) -> Iterator[tuple[nn.Parameter, int, int, bool]]:
+    """(matrix [.., rows, columns] of linear maps, its rows and columns, whether its rows are a map's inputs)
 
     torch.nn.Linear has a row for each output; GPT-2's Conv1D and some families' experts have one for each input. No
     matrices are kernels of convolutions, embeddings, and what is stacked: biases of experts, decay rates of states.
-    tests/unit/models/test_matrices.py reads both off the products of every family.
+    tests/unit/models/test_matrices.py reads them off the products of every family.
     """
     for module in part.modules():
-        turned = _TURNED.get(type(module).__name__, "").split()
         for name, parameter in module.named_parameters(recurse=False):
-            whole = len(getattr(parameter, "ds_shape", parameter.shape))  # under ZeRO 3 the parameter itself is flat
-            if whole >= 2 and not isinstance(module, nn.Embedding | nn.Conv1d) and not _NO_MATRIX.search(name):
-                yield parameter, name in turned or getattr(module, "is_transposed", False)
+            of = f"{type(module).__name__}.{name}"
+            shape = getattr(parameter, "ds_shape", parameter.shape)  # under ZeRO 3 the parameter itself is flat
+            if len(shape) >= 2 and not _NO_MATRIX.search(of):
+                turned = _TURNED.match(of) is not None or getattr(module, "is_transposed", False)
+                yield parameter, shape[-2], shape[-1], turned
 
 
 def varlen_backward(

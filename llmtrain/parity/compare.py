@@ -357,7 +357,7 @@ def _wrong_gradients(got: Trace, want: Trace, wrong: list[str]) -> str:
                 f"all gradients are off by one factor ({factor:.4g}): averaged over the wrong number of ranks or "
                 "micro-batches, or scaled twice"
             )
-        return f"all gradients are off by the factor {factor:.4g} after clipping: the clipping is another"
+        return f"all first moments are off by the factor {factor:.4g}: other betas (Lion's swapped?), or other clipping"
     wrong = odd
     if len(wrong) > 0.9 * len(want.gradients):
         return (

@@ -452,16 +452,12 @@ class PlainOptimizer:
 def _maps(layers: nn.Module) -> Iterator[tuple[nn.Parameter, bool]]:
     """Matrices of linear maps, with whether y = x W (transformers' Conv1D, experts that say so or whose code has it)
     and not y = x W^T. A convolution, a table, a stack of vectors or of numbers is no map."""
-    from transformers.pytorch_utils import Conv1D
-
-    for path, module in layers.named_modules():
-        kind = type(module).__name__
+    for module in layers.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            other = re.search(r"conv|embed|bias|A_log|time_mix|scale|\.D$", f"{path}.{name}")
-            if parameter.dim() < 2 or (other and not isinstance(module, nn.Linear | Conv1D)):
-                continue
-            in_code = kind == "Llama4TextExperts" or (kind, name) == ("DbrxExpertGLU", "w2") or "RelativeLogits" in kind
-            yield parameter, isinstance(module, Conv1D) or getattr(module, "is_transposed", False) or in_code
+            of = f"{type(module).__name__}.{name}"
+            if parameter.dim() > 1 and not re.search(r"Conv1d|Embedding|bias|A_log|time_mix|scale|\.D$", of):
+                turned = re.search(r"^Conv1D|Llama4TextExperts|RelativeLogits|DbrxExpertGLU\.w2", of)
+                yield parameter, turned is not None or getattr(module, "is_transposed", False)
 
 
 def _own(model: nn.Module, name: str, value: Tensor, optim: Optimizer) -> tuple[float, float]:
@@ -475,7 +471,7 @@ def _own(model: nn.Module, name: str, value: Tensor, optim: Optimizer) -> tuple[
     lists = [list(m) for m in model.modules() if isinstance(m, nn.ModuleList)]
     layers = max(lists, key=lambda some: sum(len(list(layer.parameters())) for layer in some), default=[])
     inside = [index for index, layer in enumerate(layers) if any(p is every[name] for p in layer.parameters())]
-    below = len(layers) - 1 - inside[0] if inside else 0
+    below = len(layers) - 1 - inside[-1] if inside else 0
     if not inside and any(isinstance(model.get_submodule(n.rpartition(".")[0]), nn.Embedding) for n in tied):
         below = len(layers)
     usual = optim.weight_decay if value.dim() >= 2 or optim.decay == "all" else 0.0

@@ -25,6 +25,7 @@ from llmtrain.objectives.by_token import ByToken, Distill
 from llmtrain.objectives.preferences import Pairs
 from llmtrain.parity.answers import PLAIN
 from llmtrain.parity.compare import CEILINGS, COUNT, KINDS, Difference, Trace, Verdict, compare, hint, tie
+from llmtrain.parity.course import compare_course
 from llmtrain.parity.plain import nudged, orders, train_plainly
 from llmtrain.parity.plain_teacher import with_small_teacher
 from llmtrain.parity.run_folder import compare_folder
@@ -91,6 +92,9 @@ def _worlds(title: str, user: Wanted, worlds: list[int], steps: int, cpu: bool, 
                 for precision in _precisions(user, cpu)
             }
             check_model(plans["fp32"])  # what training refuses before its ranks meet is not compared either
+        lines, same = compare_course(user, worlds)
+        print("\n".join(lines), flush=True)
+        yield SAME if same else PARTS
         for folder, plans in every.items():
             yield _check(folder, user, plans, steps, cpu, worker)
 

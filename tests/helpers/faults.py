@@ -207,6 +207,20 @@ def decayed_norms() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def swapped_betas() -> Iterator[None]:
+    """Lion interpolates by the rate of its momentum, and the other way round."""
+    from llmtrain.engine.deepspeed import optimizers
+
+    build = optimizers._BUILDERS["lion"]
+
+    def swapped(groups: list[dict[str, Any]], precision: str) -> Any:
+        return build[0]([{**group, "betas": group["betas"][::-1]} for group in groups], precision)
+
+    with patch.dict(optimizers._BUILDERS, {"lion": (swapped, None)}):
+        yield
+
+
+@contextlib.contextmanager
 def same_rows() -> Iterator[None]:
     """Every data-parallel rank reads the rows of the first."""
     from llmtrain.training import setup
@@ -553,6 +567,7 @@ FAULTS: dict[str, Fault] = {
     "wrong_rank_count": Fault(wrong_rank_count, {"zero": 1}, "wrong number of ranks"),
     "late_bias_correction": Fault(late_bias_correction, {"zero": 2}, "bias correction"),
     "decayed_norms": Fault(decayed_norms, {"zero": 3}, "weight decay on them"),
+    "swapped_betas": Fault(swapped_betas, {"zero": 2, "optimizer": "lion"}, "other betas (Lion's swapped?)"),
     "same_rows": Fault(same_rows, {"zero": 3}, "other rows"),
     "late_labels": Fault(late_labels, {"zero": 0}, "labels", everywhere=True),
     "late_schedule": Fault(late_schedule, {"zero": 1}, "learning rate", everywhere=True),

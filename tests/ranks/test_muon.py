@@ -117,7 +117,7 @@ def test_vectors_train_beside_muon_with_fp32_sums(pools, small_data):
 def momentum_of_kernels(case: Case, folder: str) -> str:
     """Save with Muon's momentum for each tensor of two and more dimensions, as it once was; the error of a resume."""
     theirs = optimizers.matrices
-    optimizers.matrices = lambda layers: ((p, False) for p in layers.parameters() if p.dim() > 1)
+    optimizers.matrices = lambda layers: ((p, *p.shape[-2:], False) for p in layers.parameters() if p.dim() > 1)
     try:
         _, path = save_in_the_middle(case, folder)
     finally:

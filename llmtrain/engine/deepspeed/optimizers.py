@@ -18,7 +18,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime import compiler as ds_compiler
-from torch import Tensor, nn
+from torch import Tensor
 
 from llmtrain.base.errors import ConfigError
 from llmtrain.base.files import lock_file
@@ -175,7 +175,10 @@ def parameter_groups(
     Each group carries `peak_lr`, which the schedule multiplies, and its kinds of `moments`. None has more than
     `largest` elements on this rank, but for a tensor that has more: it is alone.
     """
-    rates = _muon_rates(decoder_layers(model.hf)) if isinstance(optim, Muon) else {}
+    # DeepSpeed scales Muon's updates by sqrt(max(1, rows / columns)), the definition by outputs and inputs: where rows
+    # are inputs, that is sqrt(outputs / inputs) times as much, whichever of the two are more.
+    found = matrices(decoder_layers(model.hf)) if isinstance(optim, Muon) else ()
+    rates = {id(p): math.sqrt(columns / rows) if turned else 1.0 for p, rows, columns, turned in found}
     groups: list[dict[str, Any]] = []
     filling: dict[tuple[Any, ...], dict[str, Any]] = {}
     elements: Counter[tuple[Any, ...]] = Counter()
@@ -186,7 +189,7 @@ def parameter_groups(
         parameter, (factor, decay) = held.parameter, own[held.name] if own else OwnSettings()
         is_muon = id(parameter) in rates
         parameter.use_muon = is_muon  # type: ignore[attr-defined]  # DeepSpeed's ZeRO reads this tag
-        decays = optim.decay == "all" or _dim(parameter) >= 2
+        decays = optim.decay == "all" or len(getattr(parameter, "ds_shape", parameter.shape)) >= 2  # of the whole
         name = "muon" if is_muon else ("decay" if decays else "no_decay")
         shared = is_moe_param(parameter)
         if shared:  # DeepSpeed finds the ranks that hold the same experts by the name of the group
@@ -208,24 +211,6 @@ def parameter_groups(
             elements[alike] = parameter.numel()
         filling[alike]["params"].append(parameter)
     return groups
-
-
-def _muon_rates(layers: nn.Module) -> dict[int, float]:
-    """Muon's matrices, by id, with the factors on their rates that DeepSpeed leaves out.
-
-    It scales an orthogonal update by sqrt(max(1, rows / columns)), where the definition has outputs and inputs. Where
-    the rows are inputs, the right scale is sqrt(outputs / inputs) times as large, above 1 as below.
-    """
-    rates = {}
-    for parameter, turned in matrices(layers):
-        *_, rows, columns = getattr(parameter, "ds_shape", parameter.shape)
-        rates[id(parameter)] = math.sqrt(columns / rows) if turned else 1.0
-    return rates
-
-
-def _dim(parameter: torch.Tensor) -> int:
-    """Dimensions of the whole tensor; under ZeRO 3 the local one is flat."""
-    return len(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def build_optimizer(

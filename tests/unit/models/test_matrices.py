@@ -56,7 +56,7 @@ def wrong(family: str) -> list[str]:
     layers, found = decoder_layers(hf), []
     if products.summed.keys().isdisjoint(layers.parameters()):  # of a tower for images or sound
         return []
-    ours, theirs = dict(matrices(layers)), dict(plain._maps(layers))
+    ours, theirs = {p: turned for p, _, _, turned in matrices(layers)}, dict(plain._maps(layers))
     for name, parameter in layers.named_parameters():
         summed = products.summed.get(parameter)
         turned = None if summed is None else summed == {parameter.stride(-2)}

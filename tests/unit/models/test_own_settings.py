@@ -13,9 +13,11 @@ from llmtrain.config.run import AdapterConfig, ModelConfig
 from llmtrain.models.own_settings import OwnSettings, own_settings
 from llmtrain.models.spec import ModelSpec
 from llmtrain.optim.optimizers import AdamW, Muon
+from llmtrain.parity.plain import _own
 from llmtrain.parity.small import own_settings_here
 from tests.helpers.config_workplace import write
 from tests.helpers.families import FAMILIES
+from tools.families.configs import tiny
 
 LLAMA = FAMILIES["llama"]  # four layers
 
@@ -93,3 +95,16 @@ def test_a_parity_check_takes_the_patterns_that_its_small_copy_has() -> None:
     optim = AdamW(lr_factor_of={"model.layers.30.*": 2.0, "*norm*": 2.0}, weight_decay_of={"*.29.*": 0.0})
     here = own_settings_here(dict(LLAMA), ModelConfig(config=dict(LLAMA)), AdapterConfig(), optim)
     assert here.lr_factor_of == {"*norm*": 2.0} and here.weight_decay_of == {}
+
+
+def test_a_block_that_layers_share_has_the_rate_of_the_last() -> None:
+    """Zamba 2's is in layers 1, 3 and 5 of 6, under the name of the first; parity's definition says the same."""
+    kinds = ["mamba", "hybrid"] * 3
+    fields = {**tiny("zamba2"), "num_hidden_layers": 6, "layer_types": kinds, "num_mem_blocks": 1}
+    shared = ModelSpec.of(ModelConfig(config={**fields, "layers_block_type": kinds}, attention="eager"))
+    optim = AdamW(layer_decay=0.5)
+    own = own_settings(shared, optim)
+    assert own["model.layers.1.shared_transformer.self_attn.q_proj.weight"].lr_factor == 1.0
+    assert own["model.layers.1.linear.weight"].lr_factor == 0.5**4
+    for name, parameter in shared.skeleton.named_parameters():
+        assert _own(shared.skeleton, name, parameter, optim)[0] == own[name].lr_factor, name
