@@ -32,7 +32,8 @@ from llmtrain.checkpoint.meaning import other_meaning, other_scale
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.checkpoint.retain import set_aside
 from llmtrain.checkpoint.rundir import CheckpointFolder, origin
-from llmtrain.checkpoint.verify import wrong_frozen
+from llmtrain.checkpoint.verify import damaged_parts, wrong_frozen
+from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.config.plugins import CHANGED, FLAG, changed_ok
 from llmtrain.config.problems import show
 from llmtrain.config.run import RunConfig
@@ -92,7 +93,8 @@ def resume(
         try:
             fetch(candidate, (), where, ranks)
             fetch(candidate, _needed(engine, candidate, weights_only) if where.split else (), where, ranks)
-            reader, trainer = _open(candidate, run.model.folder, where, ranks)
+            parts = not weights_only and (run.ema.decay is not None or run.sites.name is not None or bool(run.parts))
+            reader, trainer = _open(candidate, run.model.folder, where, ranks, parts=parts)
             _refuse_other_adapter(trainer, now, candidate)
             new_data, new_model = (key == "new" and not own for key in (run.resume_data, run.resume_model))
             here = now if weights_only else as_of(trainer.get("step") or 0, now)
@@ -183,11 +185,12 @@ def _needed(engine: Engine, folder: Path, weights_only: bool) -> set[str]:
 
 
 def _open(
-    folder: Path, pretrained: Path | None, where: CheckpointFolder, ranks: Ranks
+    folder: Path, pretrained: Path | None, where: CheckpointFolder, ranks: Ranks, *, parts: bool
 ) -> tuple[CheckpointReader, dict[str, Any]]:
     """The reader and trainer.json, after a look at everything but the values: all ranks together, each file once.
 
-    `pretrained`: where frozen parameters are looked for if their folder is gone.
+    `pretrained`: where frozen parameters are looked for if their folder is gone. `parts`: the values of the run's parts
+    (EMA, sites) are compared, too: parts read them when no older checkpoint can be taken any more.
 
     Raises:
         FrozenSourceError: they are not there.
@@ -210,7 +213,8 @@ def _open(
                 trainer = read_trainer(folder)
                 wrong += disagreements(folder, manifest, trainer)
         for name in _share([name for name, entry in manifest.files.items() if entry.pieces], reader, where):
-            wrong += problems(folder, manifest, [name], contents=False) or _header_problems(reader, name)
+            found = problems(folder, manifest, [name], contents=False) or _header_problems(reader, name)
+            wrong += found or (damaged_parts(folder, name, manifest.files[name], heart.beat) if parts else [])
         reader.frozen_types()
     except UnknownFormat:
         raise
@@ -219,9 +223,8 @@ def _open(
     except CheckpointError as error:
         wrong.append(str(error))
     shares = from_all(ranks, (wrong, lost, trainer))
-    found = _joined([texts for texts, *_ in shares])
-    if found:
-        raise DamagedCheckpoint("; ".join(found))
+    if damaged := _joined([texts for texts, *_ in shares]):
+        raise DamagedCheckpoint("; ".join(damaged))
     if source_errors := [error for _, error, _ in shares if error]:
         raise source_errors[0]
     assert reader is not None

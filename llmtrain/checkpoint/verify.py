@@ -13,6 +13,7 @@ from llmtrain.base.errors import CheckpointError
 from llmtrain.base.log import Progress
 from llmtrain.checkpoint.format import (
     MANIFEST,
+    OUTER,
     TRAINER,
     TYPES,
     FileEntry,
@@ -156,6 +157,21 @@ def _wrong_pieces(path: Path, entry: FileEntry, intact: bool) -> str:
     texts = [f"{piece.kind} of {piece.name} [{_where(piece.region)}]" for piece in bad[:_NAMED]]
     more = f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
     return f"{len(bad)} of {len(entry.pieces)} tensors are damaged: {', '.join(texts)}{more}"
+
+
+def damaged_parts(folder: Path, name: str, entry: FileEntry, beat: Callable[[], None]) -> list[str]:
+    """Tensors of the run's parts in a file whose values are not those of the manifest. Raises CheckpointError.
+
+    beat: called before each tensor.
+    """
+    found = []
+    with TensorFile(folder / name, open_file(folder / name)) as file:
+        for key, piece in zip(keys(entry.pieces), entry.pieces, strict=True):
+            if piece.kind.startswith(OUTER):
+                beat()
+                if _checksum(file, key, piece) != piece.checksum:
+                    found.append(f"{name}: {piece.kind} of {piece.name} differs from the manifest")
+    return found
 
 
 def _where(region: Region) -> str:
