@@ -20,6 +20,7 @@ from llmtrain.config import plugins
 from llmtrain.config.deepspeed import name_cpu
 from llmtrain.config.load import command_words, configs_in, load, run_words
 from llmtrain.config.rules import refuse_if_preempted
+from llmtrain.config.run import ResolvedRun
 from llmtrain.data.stream.epoch import sequences_of_epoch
 from llmtrain.training.host_needs import needs
 
@@ -49,14 +50,19 @@ def main(argv: list[str]) -> int:
         resume=resolved.run.resume,
         start_timeout_s=resolved.run.fault.start_timeout_s,
         needs=needs(configs_in(options.words), resolved.run, resolved.mix, resolved.run_dir),
-        resolve=resolves,
+        batches=batches_of(resolved),
+        resolve=batches,
     )
     return Launch(options, mark, run).run()
 
 
-def resolves(words: Sequence[str], ranks: int) -> None:
-    """Raises ConfigError where these words of a run's command line have no answer for so many ranks."""
-    load(list(words), ranks, "the hosts that are left", epoch=sequences_of_epoch)
+def batches(words: Sequence[str], ranks: int) -> list[int]:
+    """Return the sequences per optimizer step of each stage on so many ranks. Raises ConfigError."""
+    return batches_of(load(list(words), ranks, "the hosts that are left", epoch=sequences_of_epoch))
+
+
+def batches_of(resolved: ResolvedRun) -> list[int]:
+    return [stage.batch.global_batch for stage in resolved.stages]
 
 
 def _options(argv: list[str]) -> Options:

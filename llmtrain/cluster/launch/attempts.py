@@ -363,11 +363,12 @@ class Launch:
             because = "; ".join(f"{reason}: {', '.join(names)}" for reason, names in reasons.items() if names)
             return f"{units.counted(len(found), 'host')} left, and --min-hosts is {self._options.min_hosts} ({because})"
         step = max(attempt.newest, self._newest())
+        words = self._options.words
         if step and self._run.resume != "auto":
             others = ("--resume_weights_only", "false", "--resume_data", "same", "--resume_model", "same")
-            self._words = (*self._options.words, "--resume", "auto", *others)
-        chosen, why = self._solvable(found)
-        if chosen is None:
+            words = (*words, "--resume", "auto", *others)
+        chosen, self._words, why = self._solvable(found, words)
+        if not chosen:
             return f"the run cannot go on with {units.counted(len(found), 'host')}: {why}"
         dropped = [host.name for host in self._options.hosts if host not in chosen]
         self._hosts = chosen
@@ -397,17 +398,24 @@ class Launch:
                 return found
             self._sleep(2.0)
 
-    def _solvable(self, found: tuple[Host, ...]) -> tuple[tuple[Host, ...] | None, str]:
-        """As many of the hosts as the configuration is valid for; else the reason."""
-        why = ""
+    def _solvable(
+        self, found: tuple[Host, ...], words: tuple[str, ...]
+    ) -> tuple[tuple[Host, ...], tuple[str, ...], str]:
+        """As many of the hosts as can train the first attempt's batches, and the words for it; else the reason."""
+        why, wanted = "", list(self._run.batches)
+        kept = (*words, "--train.global_batch", str(wanted[0]), "--train.accumulation", "null")
         for count in range(len(found), self._options.min_hosts - 1, -1):
-            try:
-                self._run.resolve(self._words, sum(host.slots for host in found[:count]))
-            except ConfigError as error:
-                why = why or str(error)
-            else:
-                return found[:count], ""
-        return None, why
+            for each in (words, kept):  # where micro_batch alone is given, the accumulation goes up
+                try:
+                    batches = list(self._run.resolve(each, sum(host.slots for host in found[:count])))
+                except ConfigError as error:
+                    why = why or str(error)
+                    continue
+                if batches == wanted:
+                    return found[:count], each, ""
+                if each is kept:
+                    why = why or f"the global batches of its stages would be {batches} in place of {wanted}"
+        return (), words, why
 
     def _sleep(self, seconds: float) -> None:
         until = time.monotonic() + seconds

@@ -61,8 +61,10 @@ class Run:
     """auto: a start continues from the newest checkpoint by itself."""
     start_timeout_s: float
     needs: Needs | None
-    resolve: Callable[[Sequence[str], int], None]
-    """Raises ConfigError if its command line is not valid for so many ranks."""
+    batches: Sequence[int]
+    """Sequences per optimizer step, of each stage of its data: a restart on fewer hosts keeps them."""
+    resolve: Callable[[Sequence[str], int], Sequence[int]]
+    """Return the batches of a command line on so many ranks. Raises ConfigError where these have no answer."""
 
 
 @dataclass(frozen=True, kw_only=True)

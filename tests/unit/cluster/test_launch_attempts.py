@@ -20,8 +20,9 @@ from llmtrain.cluster.launch import attempts, job, launchers
 from llmtrain.cluster.launch.attempts import Attempt, Launch
 from llmtrain.cluster.launch.job import Job
 from llmtrain.cluster.launch.plan import Options, Run
+from llmtrain.commands.launch import batches
 from llmtrain.commands.launch import main as launch
-from llmtrain.commands.launch import resolves
+from llmtrain.config.load import load
 from tests.unit.cluster.test_launch_plan import recipe as recipe  # the fixture
 
 pytestmark = pytest.mark.long
@@ -217,20 +218,57 @@ def test_a_second_ctrl_c_ends_it(run: Any, capfd: pytest.CaptureFixture[str]) ->
     assert "ended before it could save" in capfd.readouterr().err
 
 
-def run_of(recipe: Path) -> Run:
-    return Run(folder=str(recipe.parent), resume="auto", start_timeout_s=1.0, needs=None, resolve=resolves)
+def launch_of(recipe: Path, *words: str, hosts: str, slots: int = 1, least: int = 1) -> Launch:
+    """A launch on hosts of one letter, as its command makes it."""
+    made = tuple(Host(name=name, slots=slots, devices=tuple(range(slots)), line=1) for name in hosts)
+    given = ("--config", str(recipe), *words)
+    options = Options(
+        hosts=made, words=given, launcher="pdsh", max_restarts=9, min_hosts=least, env_file=None, dry_run=False
+    )
+    first = batches(given, slots * len(made))
+    run = Run(folder=str(recipe.parent), resume="auto", start_timeout_s=1.0, needs=None, batches=first, resolve=batches)
+    return Launch(options, "mark", run)
 
 
 def test_hosts_are_left_out_until_the_configuration_has_an_answer(recipe: Path) -> None:
-    hosts = tuple(Host(name=name, slots=1, devices=(0,), line=1) for name in "abcde")
-    words = ("--config", str(recipe), "--train.global_batch", "16")
-    options = Options(
-        hosts=hosts, words=words, launcher="pdsh", max_restarts=1, min_hosts=3, env_file=None, dry_run=False
+    made = launch_of(recipe, "--train.global_batch", "16", hosts="abcdefgh", least=3)
+    hosts, words = made._options.hosts, made._options.words
+    assert made._solvable(hosts[:7], words) == (hosts[:4], words, "")  # micro-batch 2: 1, 2, 4 or 8 ranks
+    chosen, _, why = made._solvable(hosts[:3], words)
+    assert chosen == () and "world size 3" in why
+
+
+@pytest.mark.parametrize("accumulation", ["null", "2"])
+def test_a_restart_on_fewer_hosts_trains_the_same_global_batch(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, accumulation: str
+) -> None:
+    """With the micro-batch alone, or with accumulation, the global batch was that of the ranks that were left."""
+    words = ("--train.global_batch", "null", "--train.micro_batch", "2", "--train.accumulation", accumulation)
+    made = launch_of(recipe, *words, hosts="abcd")
+    first = load(list(made._options.words), 4).batch
+    monkeypatch.setattr(attempts, "_WAIT_SPARE_S", 0.0)
+    monkeypatch.setattr(made._launcher, "answering", lambda hosts: hosts[:3])
+    attempt = Attempt(began_s=0.0, resumes_at=10)
+    assert made._prepare_restart(attempt, "step 13: host_lost", 0.0) is None
+    assert [host.name for host in made._hosts] == ["a", "b"]  # 3 ranks cannot train it
+    second = load(list(made._words), 2).batch
+    assert second.global_batch == first.global_batch and second.micro_batch == first.micro_batch
+    assert second.accumulation == 2 * first.accumulation
+    monkeypatch.setattr(made._launcher, "answering", lambda hosts: hosts)
+    assert made._prepare_restart(attempt, "step 14: host_lost", 0.0) is None
+    assert load(list(made._words), 4).batch == first and len(made._hosts) == 4
+
+
+def test_a_restart_that_would_train_another_batch_is_refused(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The accumulation of a stage, or of the JSON, is no word of the command line."""
+    stage = '[{"from_step": 2, "train": {"micro_batch": 2, "accumulation": 1}}]'
+    made = launch_of(recipe, "--train.global_batch", "16", "--data.stages", stage, hosts="ab")
+    monkeypatch.setattr(attempts, "_WAIT_SPARE_S", 0.0)
+    monkeypatch.setattr(made._launcher, "answering", lambda hosts: hosts[:1])
+    why = made._prepare_restart(Attempt(began_s=0.0, resumes_at=10), "step 13: host_lost", 0.0)
+    assert why == (
+        "the run cannot go on with 1 host: the global batches of its stages would be [16, 2] in place of [16, 4]"
     )
-    made = Launch(options, "mark", run_of(recipe))
-    assert made._solvable(hosts)[0] == hosts[:4]  # 16 sequences, micro-batch 2: 1, 2, 4 or 8 ranks
-    chosen, why = made._solvable(hosts[:3])
-    assert chosen is None and "world size 3" in why
 
 
 def unfit(rank: int) -> Attempt:
@@ -245,12 +283,7 @@ def test_a_host_with_a_broken_gpu_is_not_started_on_again(
     recipe: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The hostfile's name counts, whatever the host calls itself; it stays out at later restarts, too."""
-    hosts = tuple(Host(name=name, slots=2, devices=(0, 1), line=1) for name in "abc")
-    words = ("--config", str(recipe), "--train.global_batch", "24", "--train.micro_batch", "2")
-    options = Options(
-        hosts=hosts, words=words, launcher="pdsh", max_restarts=9, min_hosts=2, env_file=None, dry_run=False
-    )
-    made = Launch(options, "mark", run_of(recipe))
+    made = launch_of(recipe, "--train.global_batch", "24", hosts="abc", slots=2, least=2)
     monkeypatch.setattr(made._launcher, "answering", lambda hosts: hosts)
     assert made._prepare_restart(unfit(3), "step 13: gpu_broken", 0.0) is None
     assert [host.name for host in made._hosts] == ["a", "c"]
