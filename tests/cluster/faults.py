@@ -226,7 +226,7 @@ FAULTS: dict[str, Fault] = {
     "a run folder that is read-only": Fault(
         mounted(1, "mount --bind {run} {run}; mount -o remount,ro,bind {run}"), "node-2", "run dir", "Read-only"
     ),
-    "a stale lock of an op": Fault(_lock, "node-2", "ops", "a dead build left the lock"),
+    "a stale lock of an op": Fault(_lock, "node-2", "ops", "a dead build left the lock", level="yellow"),
     "a port in use": Fault(_port, "node-1", "port", "29500 is not free"),
     "gloo on loopback": Fault(
         profile(1, "export GLOO_SOCKET_IFNAME=lo"), "node-2", "interface", "take lo; the other hosts reach it by eth0"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,6 +20,7 @@ LIMIT_S = 600.0
 _PROGRAM = """
 import fcntl, json, os, sys, time
 ask = json.loads(sys.argv[1])
+os.environ.update(ask["variables"])
 from torch.utils.cpp_extension import _get_build_directory
 folder = os.path.dirname(_get_build_directory("cpu_adam", verbose=False))
 held = os.open(os.path.join(folder, ask["lock"]), os.O_RDWR | os.O_CREAT, 0o600)
@@ -47,7 +49,10 @@ def build(survey: Survey, ssh_port: int | None = None) -> tuple[list[str], list[
     # Hosts with equal needs share one call of on_hosts, which bounds the number of hosts at a time.
     alike: dict[str, list[str]] = {}
     for host, (missing, locks) in wanted.items():
-        text = json.dumps({"ops": missing, "locks": sorted(locks), "stale_s": STALE_S, "lock": BUILD_LOCK})
+        # As the ranks of a launch have it.
+        variables = {name: os.environ[name] for name in ("TORCH_EXTENSIONS_DIR",) if name in os.environ}
+        asked = {"ops": missing, "locks": sorted(locks), "stale_s": STALE_S, "lock": BUILD_LOCK, "variables": variables}
+        text = json.dumps(asked)
         alike.setdefault(text, []).append(host)
     for text, hosts in alike.items():
         built, failed = _build_on(survey, hosts, text, ssh_port)

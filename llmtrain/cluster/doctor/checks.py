@@ -262,9 +262,12 @@ def _ops(host: Host, facts: dict[str, Any], survey: Survey) -> Iterator[Finding]
         return
     for path, age_s in ops["locks"].items():
         if age_s > STALE_S:
-            what = f"a dead build left the lock {path} {duration(age_s)} ago: every run waits for it without end"
+            op = path.split("/")[-2]
+            waits = "this run waits" if op in survey.ops else f"a run that compiles {op} waits"
+            what = f"a dead build left the lock {path} {duration(age_s)} ago: {waits} for it without end"
             fix = survey.on(host.name, f"rm {shlex.quote(path)}") + "     (or llmtrain doctor --build-ops)"
-            yield Finding(host=host.name, check="ops", level="red", what=what, fix=fix)
+            level: Level = "red" if op in survey.ops else "yellow"
+            yield Finding(host=host.name, check="ops", level=level, what=what, fix=fix)
     missing = [name for name in survey.ops if name not in ops["built"]]
     if missing and not (ops["compiler"] and ops["ninja"]):
         tool = "a C++ compiler" if not ops["compiler"] else "ninja"

@@ -324,8 +324,10 @@ def is_held(folder: str) -> bool:
 
 def look_ops(ask: Facts) -> Facts:
     """DeepSpeed's compiled ops: those that are ready, and locks that no process here works behind."""
-    root = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.expanduser(
-        os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "torch_extensions")
+    root = (
+        ask.get("extensions")
+        or os.environ.get("TORCH_EXTENSIONS_DIR")
+        or os.path.expanduser(os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "torch_extensions"))
     )
     built, locks = set(), {}
     for path in [*glob.glob(os.path.join(root, "*", "*.so")), *glob.glob(os.path.join(root, "*", "*", "*.so"))]:

@@ -97,6 +97,7 @@ def look(
         "package": str(PACKAGE),
         "files": [os.path.abspath(file) for file in files],
         "variables": VARIABLES,
+        "extensions": os.environ.get("TORCH_EXTENSIONS_DIR"),  # it goes with a launch to its hosts
         "folders_read": {each.path: each.files for each in folders},
         "folders": {name: os.path.abspath(path) for name, path in written.items()},
         "hosts": names,

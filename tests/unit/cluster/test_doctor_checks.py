@@ -133,6 +133,7 @@ def test_hosts_that_are_alike_raise_no_alarm() -> None:
         ("limits.nproc", 1024, "limits", "red", "processes and threads is 1024"),
         ("ops.built", [], "ops", "yellow", "cpu_adam will be compiled"),
         ("ops.locks", {"/x/cpu_adam/lock": 7200.0}, "ops", "red", "a dead build left the lock /x/cpu_adam/lock 2h00m"),
+        ("ops.locks", {"/x/py311/other/lock": 7200.0}, "ops", "yellow", "a run that compiles other waits for it"),
         ("names.addresses.node-3", None, "name", "red", "does not know the name node-3"),
         ("names.addresses.node-3", "10.0.0.99", "name", "red", "node-3 to 10.0.0.99, but node-3 has 10.0.0.3"),
         ("names.own", "127.0.1.1", "interface", "yellow", "gloo alone would take lo"),

@@ -8,6 +8,7 @@ import re
 import shutil
 import socket
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,14 @@ NO_SSHD = """#!/bin/sh
 echo "$*" >> "$FAKE_FOLDER/asked"
 echo "ssh: connect to host localhost port 22: Connection refused" >&2
 exit 255
+"""
+
+
+OTHER_HOST = """#!/bin/sh
+# A host whose shell sets nothing: the command is the last word.
+[ "$1" = -G ] && exit 0
+for word in "$@"; do :; done
+exec env -i HOME="$HOME" PATH="$PATH" sh -c "$word"
 """
 
 
@@ -48,6 +57,25 @@ def doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 def red(report: dict[str, Any]) -> set[str]:
     """The checks with a red cell, without those in which a busy test machine may be at fault itself."""
     return {f["check"] for f in report["findings"] if f["level"] == "red"} - {"memory", "disk", "shm"}
+
+
+def test_the_ops_of_a_host_are_where_its_ranks_look(
+    doctor: Any, tmp_path: Path, small_data: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TORCH_EXTENSIONS_DIR goes with a launch. A lock in the login shell's own folder was red."""
+    (tmp_path / "ssh").write_text(OTHER_HOST)
+    for folder in ("ours", ".cache/torch_extensions"):
+        lock = tmp_path / folder / "cpu_adam/lock"
+        lock.parent.mkdir(parents=True)
+        lock.touch()
+        os.utime(lock, (time.time() - 3600, time.time() - 3600))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "ours"))
+    offload = ("--deepspeed", str(REPO / "ds_configs/zero3_offload.json"))
+    words = ("--quick", "--config", str(write_recipe(tmp_path, small_data)), "--", *offload)
+    report, _ = doctor("localhost slots=1\nnode-2 slots=1\n", *words)
+    told = [found["what"] for found in report["findings"] if found["check"] == "ops" and "the lock" in found["what"]]
+    locks = {re.findall(r"the lock (\S+)", what)[0] for what in told}
+    assert locks == {str(tmp_path / "ours/cpu_adam/lock")}, report["findings"]
 
 
 @pytest.mark.parametrize("name", ["localhost", "127.0.0.1", socket.gethostname()])
