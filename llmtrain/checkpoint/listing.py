@@ -160,15 +160,15 @@ def _best(checkpoints: Path) -> list[tuple[Best, Path, float]]:
     return [] if wanted is None else [(wanted, *each) for each in best_of(checkpoints, wanted).items()]
 
 
-def best_checkpoint(path: Path) -> Path:
-    """The best checkpoint of a run folder by its checkpoint.keep_best. Raises CheckpointError: there is none."""
+def best_checkpoints(path: Path) -> list[Path]:
+    """The checkpoints of a run folder by its checkpoint.keep_best, best first. Raises CheckpointError: none."""
     found = _best(checkpoints_of(path))
     if not found:
         raise CheckpointError(
             f"{path}: holds no checkpoint with the figure of an evaluation that checkpoint.keep_best names. Give the "
             "folder of a run that has it, or choose by `llmtrain checkpoint ls`."
         )
-    return found[0][1]
+    return [folder for _, folder, _ in found]
 
 
 def _row(folder: Path) -> Row:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmtrain.base import log
 from llmtrain.base.errors import CheckpointError
-from llmtrain.checkpoint.listing import best_checkpoint, find_checkpoints, read_while_there, rows, step_folders, table
+from llmtrain.checkpoint.listing import best_checkpoints, find_checkpoints, read_while_there, rows, step_folders, table
 from llmtrain.commands import completion
 from llmtrain.storage.object_store import is_url
 
@@ -129,12 +129,8 @@ def _to_hf(args: argparse.Namespace) -> int:
             return export_to_store(checkpoint, args.out, partial(export, checkpoint))
         return export(checkpoint, Path(args.out))
 
-    def best(run: Path) -> list[Path]:
-        return [best_checkpoint(run)]
-
-    found, report = read_while_there(
-        lambda: checkpoints_at(args.path, find=best if args.best else find_checkpoints)[0], to_its_place
-    )
+    find = best_checkpoints if args.best else find_checkpoints
+    found, report = read_while_there(lambda: checkpoints_at(args.path, find=find)[0], to_its_place)
     log.put("\n".join(report.lines))
     if args.push is not None:
         message = f"Upload {found.parent.parent.name}, {found.name}"
@@ -145,9 +141,10 @@ def _to_hf(args: argparse.Namespace) -> int:
 
 def _from_hf(args: argparse.Namespace) -> int:
     from llmtrain.checkpoint.hf.from_hf import import_hf
+    from llmtrain.storage.hub.names import folder_here
     from llmtrain.storage.hub.transfer import model_folder
 
-    folder = model_folder(args.folder, asked_by="from-hf")
+    folder = folder_here(args.folder) or model_folder(args.folder, asked_by="from-hf")
     report = import_hf(folder, args.out, check=args.check, trust_remote_code=args.trust_remote_code)
     log.put("\n".join(report.lines))
     return 0

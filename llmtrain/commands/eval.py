@@ -18,7 +18,7 @@ from llmtrain.base import log, untrusted
 from llmtrain.base.errors import ConfigError, UserError
 from llmtrain.base.files import lock_folder
 from llmtrain.checkpoint.format import complete_checkpoints, read_trainer
-from llmtrain.checkpoint.listing import best_checkpoint, find_checkpoints, lines_of
+from llmtrain.checkpoint.listing import best_checkpoints, find_checkpoints, lines_of
 from llmtrain.commands import completion
 from llmtrain.config.run import TrackingConfig
 from llmtrain.tracking.local import JsonLines
@@ -52,7 +52,7 @@ def target_of(path: str, step: int | None, *, best: bool = False) -> Target:
         found = [] if not place.parent.is_dir() or is_model(place) else _named(place)
         return Target(path) if not found else Target(str(found[0]), _run_of(found[0]), found[0])
     if best:
-        chosen = best_checkpoint(place)
+        chosen = best_checkpoints(place)[0]
         return Target(str(chosen), _run_of(chosen, place), chosen)
     found = find_checkpoints(place if step is None else place / f"step-{step}")
     newest = step is None and found[0] in complete_checkpoints(place / "checkpoints")

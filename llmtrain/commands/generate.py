@@ -19,9 +19,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--prompt", default=argparse.SUPPRESS, help="text to continue (default: none, the model begins)"
     )
+    parser.add_argument("--best", action="store_true", help="of a run folder: the best by checkpoint.keep_best")
     completion.offer(parser)
     args = vars(parser.parse_args(argv))
-    path, prompt = args.pop("folder"), args.pop("prompt", "")
-    with usable_folder(path, "generate") as folder:
+    path, prompt, best = args.pop("folder"), args.pop("prompt", ""), args.pop("best")
+    with usable_folder(path, "generate", best=best) as folder:
         generate(folder, prompt, Sampling(**args), stream=True)
     return 0

@@ -19,7 +19,7 @@ from llmtrain.base.errors import CheckpointError, ModelError, UserError
 from llmtrain.checkpoint.format import MANIFEST, complete_checkpoints, hash_file
 from llmtrain.checkpoint.hf.exporting import export_hf, layout_of
 from llmtrain.checkpoint.hf.folder_files import MARK
-from llmtrain.checkpoint.listing import find_checkpoints, read_while_there
+from llmtrain.checkpoint.listing import best_checkpoints, find_checkpoints, read_while_there
 from llmtrain.checkpoint.meaning import refuse_other_base
 from llmtrain.checkpoint.remote import checkpoints_at
 from llmtrain.cluster.watch.explain.device_faults import device_fault
@@ -29,6 +29,7 @@ from llmtrain.models.adapter import CONFIG, MAGNITUDE, PREFIX, WEIGHTS, need_pef
 from llmtrain.models.score import gives_scores
 from llmtrain.models.skeleton import TooLargeError, load_config
 from llmtrain.models.source import SafetensorsSource, refuse_escape, refuse_other_shapes
+from llmtrain.storage.hub.names import folder_here
 from llmtrain.storage.hub.transfer import model_folder
 from llmtrain.storage.object_store import Store, StoreError, is_url
 from llmtrain.storage.tensorfile import TensorFile, TensorFileError
@@ -147,16 +148,19 @@ def load(path: str | os.PathLike[str], *, device: Any = "auto") -> tuple[Any, An
 
 
 @contextmanager
-def usable_folder(path: str, asked_by: str) -> Iterator[Path]:
-    """The Hugging Face folder that `path` means: itself, a model on the Hub, or the newest state of a run.
+def usable_folder(path: str, asked_by: str, *, best: bool = False) -> Iterator[Path]:
+    """The Hugging Face folder that `path` means: itself, a model on the Hub, or the newest state of a run; its best
+    checkpoint if `best`.
 
     A checkpoint without an export is exported for the duration. Raises CheckpointError, ModelError.
     """
     with tempfile.TemporaryDirectory(prefix="llmtrain-") as scratch:
-        if is_url(path) and not _is_model_there(path):
-            yield _hf_folder(checkpoints_at(path)[0], Path(scratch))
+        if is_url(path) and (best or not _is_model_there(path)):
+            yield _hf_folder(
+                checkpoints_at(path, find=best_checkpoints if best else find_checkpoints)[0], Path(scratch)
+            )
         else:
-            yield _hf_folder(model_folder(path, asked_by=asked_by), Path(scratch))
+            yield _hf_folder(folder_here(path) or model_folder(path, asked_by=asked_by), Path(scratch), best=best)
 
 
 def _is_model_there(url: str) -> bool:
@@ -291,20 +295,22 @@ def _ends(base: Path, folder: Path, tokenizer: Any) -> tuple[int, ...]:
     return tuple(dict.fromkeys(number for number in found if type(number) is int))
 
 
-def _hf_folder(path: Path, scratch: Path) -> Path:
-    """The Hugging Face folder to use: `path` itself, or the newest state of a run, exported if need be."""
-    if is_model(path):
+def _hf_folder(path: Path, scratch: Path, *, best: bool = False) -> Path:
+    """The Hugging Face folder to use: `path` itself, or the newest or `best` state of a run, exported if need be."""
+    if is_model(path) and not best:
         return path
     export = path / "export"
     found = complete_checkpoints(path / "checkpoints")
-    exported = _mark(export)
+    exported = None if best else _mark(export)
     # By its manifest, not its step: a run that was started over reaches the same step with other weights.
     if exported is not None and (not found or exported.get("manifest") == hash_file(found[0] / MANIFEST)):
         print(f"model: {export}, of step {untrusted.shown(exported.get('step'), 40)}", file=sys.stderr)
         return export
     older = "" if exported is None else f"; {export} is of step {exported.get('step')}"
 
-    def newest() -> Path:
+    def wanted() -> Path:
+        if best:
+            return best_checkpoints(path)[0]
         try:
             return find_checkpoints(path)[0]
         except CheckpointError as error:
@@ -314,7 +320,7 @@ def _hf_folder(path: Path, scratch: Path) -> Path:
         shutil.rmtree(scratch / "export", ignore_errors=True)  # of one that was deleted meanwhile
         export_hf(checkpoint, scratch / "export", check="none")
 
-    used, _ = read_while_there(newest, exported_from)
+    used, _ = read_while_there(wanted, exported_from)
     print(f"model: {used}{older}", file=sys.stderr)
     return scratch / "export"
 

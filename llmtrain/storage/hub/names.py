@@ -26,7 +26,13 @@ REVISION = re.compile(r"(?!.*(?:\.\.|//))[A-Za-z0-9_][A-Za-z0-9._/-]*")
 
 def is_name(text: str) -> bool:
     """True if this has the form ORG/NAME of a repository and no path on this host has the name: a local path wins."""
-    return bool(_NAME.fullmatch(text)) and "--" not in text and ".." not in text and not os.path.lexists(text)
+    formed = bool(_NAME.fullmatch(text)) and "--" not in text and ".." not in text
+    return formed and not text.startswith("runs/") and not os.path.lexists(text)
+
+
+def folder_here(text: str) -> Path | None:
+    """The path that a command's word must be since a folder on this host has its first part; None: it may be a name."""
+    return Path(text) if Path(text).parent.is_dir() else None
 
 
 def is_remote(text: str) -> bool:

@@ -17,7 +17,7 @@ import pytest
 
 from llmtrain.checkpoint import retain, save
 from llmtrain.checkpoint.format import MANIFEST, TRAINER, complete_checkpoints, read_trainer
-from llmtrain.checkpoint.listing import best_checkpoint, layout_words
+from llmtrain.checkpoint.listing import best_checkpoints, layout_words
 from llmtrain.checkpoint.retain import Best, keep_newest, outdated
 from llmtrain.checkpoint.save import will_lack
 from tests.helpers.checkpoints import SHAPES, at, flip, resign, tensors, write_checkpoint
@@ -248,11 +248,11 @@ def test_the_best_stay_and_are_named(tmp_path: Path, say: Say) -> None:
     assert [line.partition("best: ")[2].split()[:2] for line in out.splitlines()[1:]] == [
         [], [], ["eval/loss", "1.5000"], [], ["eval/loss", "2.0000"],
     ]  # fmt: skip
-    assert best_checkpoint(tmp_path) == at(tmp_path, 300)
+    assert best_checkpoints(tmp_path)[0] == at(tmp_path, 300)
     code, _, _ = say("prune", tmp_path, "--keep", 1)
     assert code == 0 and complete_checkpoints(folder) == [at(tmp_path, step) for step in (500, 300, 100)]
     os.truncate(at(tmp_path, 300) / "rank-00000.safetensors", 10)
-    assert best_checkpoint(tmp_path) == at(tmp_path, 100)
+    assert best_checkpoints(tmp_path)[0] == at(tmp_path, 100)
     code, _, err = say("to-hf", at(tmp_path, 500), tmp_path / "out", "--best")
     assert code == 2 and "checkpoint.keep_best" in err
 

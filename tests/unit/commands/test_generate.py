@@ -178,6 +178,33 @@ def test_a_run_without_an_export_and_one_of_its_checkpoints(run, capsys):
     assert greedy(capsys, run / "step-7", "--prompt", "walk")[0].strip() == "walkAAAAA"
 
 
+def test_the_best_state_of_a_run(run, tokenizer, capsys):
+    about = {"tokenizer_dir": str(tokenizer), "separator_id": 0}
+    about["run"] = {"checkpoint": {"keep_best": {"metric": "eval/loss"}}}
+    for step, word, loss in ((9, "C", 2.0), (10, "D", 3.0)):
+        figures = {"step": step, "figures": {"eval/loss": loss}}
+        checkpoint_of(model_that_says(ord(word) - 32), run, step=step, evaluation=figures, **about)
+    assert greedy(capsys, run, "--prompt", "walk")[0].strip() == "walkDDDDD"
+    for place in (run, run.as_uri()):
+        out, err = greedy(capsys, place, "--best", "--prompt", "walk")
+        assert out.strip() == "walkCCCCC" and "step-00000009" in err
+    assert main(["generate", str(run / "export"), "--best"]) == 2
+    assert "holds no checkpoint with the figure of an evaluation" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [("generate",), ("chat",), ("checkpoint", "from-hf")])
+@pytest.mark.parametrize("path", ["runs/nope", "mine/nope"])
+def test_a_path_that_does_not_exist_asks_no_hub(path, command, tmp_path, capsys, monkeypatch):
+    """The Hub was asked for `runs/nope`, for half a minute where there is no network."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_: pytest.fail("the network was asked"))
+    assert main([*command, path, *(["out"] if "from-hf" in command else [])]) == 2
+    err = capsys.readouterr().err
+    told = "has no config.json" if "from-hf" in command else "no such folder"
+    assert path in err and told in err and "Hub" not in err
+
+
 def test_an_export_names_the_special_tokens_of_its_tokenizer(run, tokenizer, tmp_path):
     """Llama's own defaults, begin 1 and end 2, are `!` and a quotation mark of this vocabulary."""
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
