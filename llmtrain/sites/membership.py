@@ -256,6 +256,7 @@ def _reason(error: BaseException) -> str:
 
 
 _LARGEST = 1 << 62
+_LARGEST_BATCH = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,7 +316,8 @@ def peer_status(member: Member) -> PeerStatus | None:
     try:
         counts = {key: int(said[key]) for key in ("round", "step", "batch", "trained", "weight")}
         step_s = float(said["step_s"])
-        if any(not 0 <= count < _LARGEST for count in (*counts.values(), step_s)) or not counts["batch"]:
+        possible = all(0 <= count < _LARGEST for count in (*counts.values(), step_s))
+        if not possible or not 0 < counts["batch"] <= _LARGEST_BATCH:
             return None
         return PeerStatus(
             id=member.id,

@@ -11,7 +11,17 @@ from typing import Any
 from llmtrain.base import log, units
 from llmtrain.engine.dist.control import StopAsked, from_all, from_rank_0
 from llmtrain.engine.dist.ranks import Ranks
-from llmtrain.sites.membership import Heard, Member, Members, MembersError, PeerStatus, SitesError, name_of, peer_status
+from llmtrain.sites.membership import (
+    SILENT_S,
+    Heard,
+    Member,
+    Members,
+    MembersError,
+    PeerStatus,
+    SitesError,
+    name_of,
+    peer_status,
+)
 
 AGAIN_S = 0.5
 """Seconds between two attempts to meet."""
@@ -97,6 +107,15 @@ class Meetings:
                 if each.run != self._run:
                     self._refuse(each, late=said["round"] > 0)
             told = [each for each in told if each.run == self._run]
+            twins = [each for each in told if each.site == self._name and each.id != self._site]
+            # A launch that was killed is heard of for some seconds.
+            if twins and joins and from_rank_0(self._ranks, lambda: time.monotonic() > began_s + 2 * SILENT_S):
+                text = "a site of that name takes part already. Give each site its own, or end the other launch"
+                error = SitesError(f"sites.name {self._name}: {text}.")
+                error.everywhere = True
+                raise error
+            told = [each for each in told if each not in twins]
+            late = late or (f"another launch of the site {self._name} is there" if twins and joins else "")
             busy = [each.site for each in members if self._in_commit(each)]
             absent = busy if len(told) > 1 and not joins else busy + heard
             unheard = all(each.id != self._site for each in told)  # a stranger has spoken under this site's id
@@ -223,7 +242,7 @@ class Meetings:
         Args:
             said: message of this site.
             deadline_s: time.monotonic() until which the coordinator may wait.
-            always: list living sites even if others have come.
+            always: a site that joins: list living sites even if others have come, and other launches of this one.
             expected: ids; list living sites if one of these is missing.
         """
 
@@ -238,7 +257,7 @@ class Meetings:
             if not (always or len(here) < 2 or not {*expected} <= here):
                 return members, [], wrong, late
             there = {each.site for each in self._members.heard() if each.there and each.id not in here}
-            return members, sorted(there - {self._name}), wrong, late
+            return members, sorted(there if always else there - {self._name}), wrong, late
 
         members, heard, wrong, late = from_rank_0(self._ranks, ask)
         if wrong and not late:

@@ -152,6 +152,7 @@ class Site:
         self._step_s = 0.0
         self._went_on_s = time.monotonic()  # when training went on after the last round, failed or not
         self._ledger: Ledger | None = None
+        self._batches: dict[str, int] = {}  # sequences of a step, by site, when samples were dealt
         self._starts: list[int] = []
 
     def __enter__(self) -> Site:
@@ -416,6 +417,13 @@ class Site:
 
     def _impossible(self, other: PeerStatus) -> str:
         """Return why a peer cannot be as far as it says since this site last agreed with others; empty: it can."""
+        if other.round == self._round:
+            batch = self._batches.get(other.was, other.batch)
+            steps = self._every + self._overlap + self._settings.max_alone_steps
+            tokens = len(self._shard.parts) * steps * batch * self._share.tokens // self._share.batch
+            if other.trained > steps * batch or other.weight > tokens:
+                return (f"it tells of {other.trained} samples and {other.weight} tokens behind its parameters; {steps} "
+                        f"steps of {batch} sequences have fewer")  # fmt: skip
         if other.round <= self._round:
             return ""
         ends, said = len(self._shard.parts), f"it tells of round {other.round}, step {other.step}"
@@ -524,6 +532,7 @@ class Site:
         ]
         self._due, self._ahead = steps[self.id], most - steps[self.id]
         self._ledger = leader.ledger.settled(trained, requests)
+        self._batches = {request.site: request.batch for request in requests}
         self._starts = list(steps_of(self._ledger.dealt[self.id], self._share.batch))[::-1]
         self._round, self._meetings.missed = leader.round + 1, False
         self._was, self._went_on_s = self.id, time.monotonic()

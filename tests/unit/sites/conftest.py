@@ -50,7 +50,7 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Site
             site = Site(
                 engine, SimpleNamespace(rank=0, world_size=1),  # type: ignore[arg-type]
                 settings_of(name, **changes), {"data": common},
-                Share(batch=2, tokens=tokens), lambda kind, **fields: events.append((kind, fields)),
+                Share(batch=tokens // 4, tokens=tokens), lambda kind, **fields: events.append((kind, fields)),
                 members=meeting.member, last_step=last_step,
             )  # fmt: skip
             return stack.enter_context(site), engine, events

@@ -51,7 +51,7 @@ def test_three_sites_average_by_tokens_and_take_disjoint_samples(joined) -> None
     starts = at_once(
         *(two_steps(site, engine, value) for (site, engine, _), value in zip(made, (1, 2, 4), strict=True))
     )
-    assert starts == [[2, 12], [6, 16], [10, 20]]  # second step of the first round, first step of the second
+    assert starts == [[2, 16], [6, 20], [12, 24]]  # second step of the first round, first step of the second
     for _, engine, events in made:
         assert engine.values.tolist() == [(1 * 8 + 2 * 8 + 4 * 16) / 32] * 6 and engine.refreshed == 2
         assert events[-1][1]["used"] == ["a", "b", "c"] and events[-1][1]["received_bytes"] == 48
@@ -270,7 +270,8 @@ def test_a_site_that_trains_something_else_does_not_get_in(joined) -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"round": -1}, {"round": "1e9"}, {"weight": 1 << 80}, {"step_s": float("nan")}, {"batch": 0}, {"addresses": 5},
+    [{"round": -1}, {"round": "1e9"}, {"weight": 1 << 80}, {"step_s": float("nan")}, {"batch": 0}, {"batch": 1 << 60},
+     {"addresses": 5},
      {"common": 1}, {"ledger": {}}, {"ledger": {"next": 0, "free": [1], "dealt": {}}}],
     ids=str,
 )  # fmt: skip
@@ -297,6 +298,40 @@ def test_nonsense_at_a_meeting_is_nobody(joined, wrong) -> None:
 
     at_once(work, noise)
     assert events[-1][1]["used"] == ["a"]
+
+
+def test_a_weight_that_no_steps_have_is_refused_and_named(joined) -> None:
+    """2^60 tokens behind its parameters, and the others' counted for nothing."""
+    meeting = Meeting("a", "b")
+    (a, engine_a, events), (b, engine_b, _) = joined(meeting, "a"), joined(meeting, "b", timeout_s=1.0)
+    begin_all(a, b)
+    b._weights = [1 << 60]
+    at_once(two_steps(a, engine_a, 1), two_steps(b, engine_b, 40))
+    assert engine_a.values.tolist() == [1.0] * 6, "its own alone"
+    [why] = events_of(events, "synchronise")[-1]["failed"].values()
+    assert f"4 samples and {(1 << 60) + 16} tokens behind its parameters; 6 steps of 2 sequences have fewer" in why
+
+
+def test_a_second_site_of_a_name_is_refused(joined, monkeypatch) -> None:
+    monkeypatch.setattr(quorum, "SILENT_S", 0.2)
+    meeting = Lighthouse()
+    a, engine_a, events = joined(meeting, "a")
+    a.begin(0, 0, 60.0)
+    twin, _, _ = joined(meeting, "a")
+    ended = threading.Event()
+
+    def newcomer() -> None:
+        with pytest.raises(SitesError, match=r"sites.name a: a site of that name takes part already"):
+            twin.begin(0, 0, 60.0)
+        meeting.leave(twin.id)
+        ended.set()
+
+    def first() -> None:
+        while not ended.is_set():
+            two_steps(a, engine_a, 1)()
+
+    at_once(first, newcomer)
+    assert events_of(events, "synchronise")[-1]["sites"] == ["a"]
 
 
 def test_starting_alone_where_more_are_asked_for_ends_in_time(joined) -> None:
