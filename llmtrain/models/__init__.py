@@ -2,7 +2,9 @@
 
 import logging
 
-# transformers and peft import torchao wherever it is installed, which remarks in each process that kernels for other
-# products than training's do not load, and torch that it is not written for the newest version.
-for _name in ("torchao", "torch.utils._pytree"):
+# transformers and peft import torchao and bitsandbytes wherever they are installed, which remark in each process that
+# kernels for other products than training's do not load, and torch that torchao is not written for the newest version.
+for _name in ("torchao", "torch.utils._pytree", "bitsandbytes.backends.cpu.ops"):
     logging.getLogger(_name).setLevel(logging.ERROR)
+# An optimizer that DeepSpeed does not know is a plugin's, which is tried before the run begins.
+logging.getLogger("DeepSpeed").addFilter(lambda record: "untested optimizer" not in record.getMessage())

@@ -17,7 +17,7 @@ from llmtrain.tracking.metrics import is_known, loss_unit
 from llmtrain.tracking.queued import Queued
 from llmtrain.tracking.sink import Sink, TrackingConfig
 
-_RATE_WINDOW = 20  # log points over which the time per step is averaged for the ETA
+_RATE_WINDOW = 5  # newest log points, over which the time per step is averaged for the ETA
 
 
 def _number(row: dict[str, Any], key: str) -> float | None:

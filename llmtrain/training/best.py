@@ -38,11 +38,13 @@ class Patience:
     def __init__(self, settings: StopEarly) -> None:
         self._settings = settings
         self._best: float | None = None
+        self._newest: float | None = None
         self._best_step = self._waited = 0
 
     def take(self, step: int, figures: Mapping[str, float]) -> None:
         """Count an evaluation."""
         value = figures.get(str(self._settings.metric), math.nan)
+        self._newest = value if math.isfinite(value) else None
         sign = -1 if self._settings.mode == "max" else 1
         better = self._best is None or sign * (self._best - value) > self._settings.min_delta
         if better and math.isfinite(value):
@@ -55,14 +57,22 @@ class Patience:
         """The sentence with which the run ends; empty: it goes on."""
         if self._waited < self._settings.patience:
             return ""
-        best = "none was finite" if self._best is None else f"the best is {self._best:.4f}, of step {self._best_step}"
-        return (f"{self._settings.metric} has not become better in {self._waited} evaluations ({best}; "
-                "train.stop_early)")  # fmt: skip
+        margin, newest = self._settings.min_delta, "not finite" if self._newest is None else f"{self._newest:.4f}"
+        by = f" by more than min_delta {margin:g}" if margin else ""
+        was = (
+            "none was finite"
+            if self._best is None
+            else f"it is {newest}, and was {self._best:.4f} at step {self._best_step}"
+        )
+        return (
+            f"{self._settings.metric} has not become better{by} in {self._waited} evaluations ({was}; train.stop_early)"
+        )
 
     def to_json(self) -> dict[str, Any]:
         """For a checkpoint."""
-        return {"best": self._best, "best_step": self._best_step, "waited": self._waited}
+        return {"best": self._best, "best_step": self._best_step, "waited": self._waited, "newest": self._newest}
 
     def restore(self, kept: Mapping[str, Any]) -> None:
         """Go on from what `to_json` gave."""
         self._best, self._best_step, self._waited = kept["best"], kept["best_step"], kept["waited"]
+        self._newest = kept.get("newest")

@@ -15,7 +15,7 @@ from llmtrain.checkpoint.save import Outcome, Saver
 from llmtrain.cluster import messages
 from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.engine.api import StateTensor
-from llmtrain.engine.dist.control import StopRequests, at_length
+from llmtrain.engine.dist.control import StopRequests, at_length, from_all
 from llmtrain.training.parts import Done, Part
 from llmtrain.training.resume import Start
 from llmtrain.training.step import Position, Request, is_due
@@ -61,7 +61,7 @@ class Saving(Part):
         self._saver = Saver(setup.engine, folder, self._settings, setup.resolved.mix, self._ranks, start.frozen, more)
         self._saved_step = start.saved_step
         self._max_failed, self._failed_in_a_row = setup.run.fault.max_failed_saves, 0
-        self._began_s = time.monotonic()
+        self._began_s, self._signalled = time.monotonic(), False
         self._mirror: Mirror | None = None
         self._saver.check_shares()  # now: a form that has its shards wrong must not train until its first save
         self._saver.prepare()
@@ -76,7 +76,8 @@ class Saving(Part):
     def request(self) -> Request:
         """Send if this rank was asked to save, and how far its part of the save under way is."""
         ended, failed = self._saver.status()
-        return Request(save=self._requests.take_save() or self._time_is_due(), save_ended=ended, save_failed=failed)
+        self._signalled = self._requests.take_save()
+        return Request(save=self._signalled or self._time_is_due(), save_ended=ended, save_failed=failed)
 
     def _time_is_due(self) -> bool:
         """True if rank 0 finds that `every_minutes` have passed."""
@@ -100,6 +101,9 @@ class Saving(Part):
         self._report(self._saver.advance(done.agreed.save_ended, done.agreed.save_failed))
         if self._mirror is not None:
             self._mirror.listen()
+        if done.agreed.save and any(asked := from_all(self._ranks, self._signalled)):
+            seat = self._ranks.seats[asked.index(True)]
+            log.info(f"step {done.position.step} is saved: rank {seat.rank} on {seat.host} was sent SIGUSR1")
         if self.is_due(done):
             with self._speed.checkpoint_stall(), heart.during("save"):
                 self.save(done.position)

@@ -102,6 +102,7 @@ def test_the_page_of_plugins_and_its_examples_run(small_data: str, tmp_path: Pat
                    "--train.max_steps", "4", "--train.log_every", "2", "--optim.clip_norm", "0")  # fmt: skip
     for line in ("parts: layer_norms, sample_table", "metrics: likely, rare", "trackers: csv, notify"):
         assert f"\n{line}\n" in output, output
+    assert "untested optimizer" not in output  # it was tried
     found = [row for row in rows(tmp_path) if "loss" in row]
     assert (tmp_path / "run/loss.csv").read_text() == "".join(f"{row['step']},{row['loss']}\n" for row in found)
     assert [row["lr"] for row in found][-1] != found[0]["lr"] and "without a documented meaning" not in output

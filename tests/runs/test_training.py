@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -101,14 +102,20 @@ def test_sigterm_to_the_launcher_saves_and_ends_all_ranks(undisturbed, small_dat
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
 def test_a_signal_to_one_rank_stops_all_with_exit_0(small_data, tmp_path, number):
-    """A hang-up of one rank was blamed on the network, with nothing saved."""
+    """A hang-up of one rank was blamed on the network, with nothing saved. What asks to save had no line."""
     recipe, run = write_recipe(tmp_path, small_data), tmp_path / "run"
     job = forked.Launch(recipe, "--train.max_steps", "100000", "--schedule.name", "constant")
     wait_for_step(job, run, 2)
+    os.kill(job.ranks[1].pid, signal.SIGUSR1)
+    deadline, told = time.monotonic() + 20, rf"step (\d+) is saved: rank 1 on {os.uname().nodename} was sent SIGUSR1"
+    while not (asked := re.search(told, job.output())):
+        assert time.monotonic() < deadline, job.output()
+        time.sleep(0.05)
     os.kill(job.ranks[1].pid, number)
     assert job.wait(60) == [0, 0], job.output()
     assert f"stopped (rank 1 on {os.uname().nodename}: {number.name}) at step" in job.output()
     assert complete_checkpoints(run / "checkpoints")[0].name == f"step-{max(losses(run)):08d}"
+    assert int(asked[1]) in [event["step"] for event in rows(run, "events.jsonl") if event["kind"] == "save"]
 
 
 def test_ctrl_c_saves_and_leaves_no_process(small_data, tmp_path, warm):

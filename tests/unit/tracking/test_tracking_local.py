@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.base import log
+from llmtrain.base import log, units
 from llmtrain.base.redact import REDACTED, is_secret, redact, redact_argv, redact_text
 from llmtrain.tracking.environment import VERIFIED, describe_environment, unverified, write_environment
 from llmtrain.tracking.local import JsonLines, read_rows, truncate_after
@@ -182,6 +182,18 @@ def test_plain_lines_where_there_is_no_terminal():
     assert second.split("  ")[4].endswith("s left")
     assert evaluation == "step  20/100  validation loss 3.0000 nats/token  perplexity 20.09"
     assert "\x1b" not in stream.getvalue()
+
+
+def test_the_time_left_is_that_of_recent_steps(monkeypatch):
+    """Each step took a minute at first, a second later: an hour stood on the screen."""
+    now = iter([60.0 * step if step < 10 else 540.0 + step for step in range(1, 16)])
+    monkeypatch.setattr("llmtrain.tracking.tracker.time.monotonic", lambda: next(now))
+    stream = io.StringIO()
+    console = Console(total_steps=75, stream=stream)
+    for step in range(1, 16):
+        console.log({"step": step, **ROW})
+    lines = stream.getvalue().splitlines()
+    assert f"  {units.duration(3960.0)} left  " in lines[8] and f"  {units.duration(60.0)} left  " in lines[-1]
 
 
 def test_the_live_line_is_off_the_screen_before_what_is_said_last(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -75,8 +76,13 @@ def test_patience(settings: dict[str, float], values: list[float], end: int | No
 
 
 def test_the_reason_names_metric_best_and_setting() -> None:
-    patience = Patience(StopEarly(metric=LOSS, patience=1))
-    for step, value in ((10, 2.0), (20, 2.5)):
-        patience.take(step, {LOSS: value})
-    told = "eval/loss has not become better in 1 evaluations (the best is 2.0000, of step 10; train.stop_early)"
-    assert patience.reason == told
+    """With a min_delta "the best is" was a figure that the last evaluation was below."""
+    for margin, last, how in ((0.0, 2.5, ""), (0.5, 1.75, " by more than min_delta 0.5"), (0.0, math.nan, "")):
+        patience = Patience(StopEarly(metric=LOSS, patience=1, min_delta=margin))
+        for step, value in ((10, 2.0), (20, last)):
+            patience.take(step, {LOSS: value})
+        again = Patience(StopEarly(metric=LOSS, patience=1, min_delta=margin))
+        again.restore(json.loads(json.dumps(patience.to_json(), allow_nan=False)))
+        it = f"{last:.4f}" if last == last else "not finite"
+        was = f"it is {it}, and was 2.0000 at step 10; train.stop_early"
+        assert again.reason == f"eval/loss has not become better{how} in 1 evaluations ({was})"
