@@ -50,6 +50,7 @@ def main(argv: list[str] | None = None) -> int:
         try:
             return _main(sys.argv[1:] if argv is None else argv)
         finally:
+            log.reopen()
             sys.stdout.flush()
     except BrokenPipeError:
         if not _reader_is_gone():

@@ -28,11 +28,20 @@ def info(message: str) -> None:
 def put(message: str) -> None:
     """One line on standard output. Where nobody reads it any more, or its disk is full, the work goes on."""
     try:
+        reopen()
         print(shown(message, lines=True), flush=True)
     except BrokenPipeError:  # `| head` has read enough
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # until the process ends
     except OSError:
         return
+
+
+def reopen() -> bool:
+    """Make standard output again where a user's code has closed it; True: it had. Raises OSError."""
+    if not sys.stdout.closed:
+        return False
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115  # until the process ends
+    return True
 
 
 def warn(message: str) -> None:

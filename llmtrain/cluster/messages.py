@@ -22,6 +22,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from llmtrain.base import log
+
 MARK = "llmtrain:: "
 SUPERVISED = "LLMTRAIN_SUPERVISED"
 LAUNCH = "LLMTRAIN_LAUNCH"
@@ -41,11 +43,10 @@ def emit(kind: str, **fields: Any) -> None:
     if not supervised():
         return
     line = f"{MARK}{json.dumps({'kind': kind, **fields}, separators=(',', ':'))}\n"
-    try:
+    with contextlib.suppress(OSError):  # the supervisor is gone
+        log.reopen()
         sys.stdout.flush()
-        os.write(sys.stdout.fileno(), line.encode())
-    except (OSError, ValueError):  # the supervisor is gone, or standard output is no file
-        return
+        os.write(1, line.encode())
 
 
 @contextlib.contextmanager

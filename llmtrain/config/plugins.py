@@ -23,6 +23,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import FunctionType, ModuleType
 
+from llmtrain.base import log
 from llmtrain.base.choice import Choice, Entry
 from llmtrain.base.errors import ConfigError, TrainingStopped
 from llmtrain.config import schema
@@ -130,6 +131,8 @@ def _import(word: str, spec: ModuleSpec, digest: str) -> Plugin:
     except BaseException as error:
         what = f"{_line(error, path)}{type(error).__name__}: {error}"
         raise ConfigError(f"{FLAG} {word}: {what}. {_remedy(error)}") from None
+    if log.reopen():
+        raise ConfigError(f"{FLAG} {word}: its import closes sys.stdout, where the run prints. Remove that")
     for cls in _classes(module):
         _check_fields(cls, word)
         check_methods(cls, f"{FLAG} {word}")

@@ -20,7 +20,7 @@ from tests.helpers import forked
 from tests.helpers.launching import REPO, rows, write_recipe
 
 MINE = """
-import os, signal, time
+import os, signal, sys, time
 from dataclasses import dataclass
 from llmtrain import ByToken, Metric, Part, Request
 
@@ -36,6 +36,8 @@ class Mine(Part, entry="mine"):
 
     def after_step(self, done):
         self._act("after_step")
+        if self.how == "mutes":
+            sys.stdout.close()
         if self.how.startswith("SIG"):
             os.kill(os.getpid(), getattr(signal, self.how))
 
@@ -56,6 +58,12 @@ class Wrong(Metric, entry="wrong"):
         raise RuntimeError("as asked")
 
 @dataclass(frozen=True, kw_only=True)
+class Mute(ByToken, choice="mute"):
+    def terms(self, nll):
+        sys.stdout.close()
+        return (nll,)
+
+@dataclass(frozen=True, kw_only=True)
 class Loss(ByToken, choice="loss"):
     def terms(self, nll):
         return (nll * float("nan"),)
@@ -63,6 +71,7 @@ class Loss(ByToken, choice="loss"):
 PART, STOPPED, HERE = "--parts.mine.how", "was asked to stop by", "--fault.preempt_file"
 CASES: dict[str, tuple[str, list[str], str]] = {
     "complete": ("is complete", [], ""),
+    "mute": ("meets an exception in a plugin's objective", ["--objective.name", "mute"], ""),
     "time": ("is complete", ["--train.max_steps", "null", "--train.max_minutes", "1e-9"], ""),
     "asks": (f"{STOPPED} a plugin's part", [PART, "asks"], "parts.mine asked to stop"),
     "SIGTERM": (f"{STOPPED} SIGTERM", [PART, "SIGTERM"], "SIGTERM"),
@@ -70,9 +79,11 @@ CASES: dict[str, tuple[str, list[str], str]] = {
     "preempted": (f"{STOPPED} SIGTERM", [HERE, "/proc/version"], "preempt file /proc/version is on "),
     "SIGINT": (f"{STOPPED} Ctrl-C", [PART, "SIGINT"], "Ctrl-C"),
     "mistake": ("refuses a mistake", ["--optim.lr", "-1"], ""),
+    "import": ("refuses a mistake", ["--plugin", "mute.py"], ""),
     "metric": ("meets an exception in a plugin's objective", ["--metrics.wrong", "--train.eval", "true"], ""),
     "begin": ("meets an exception in a plugin's part", [PART, "begin"], ""),
     "after_step": ("meets an exception in a plugin's part", [PART, "after_step"], "parts.mine: after_step at step 1: "),
+    "mutes": ("meets an exception in a plugin's part", [PART, "mutes"], "it has closed sys.stdout, where"),
     "to_json": ("meets an exception in a plugin's part", [PART, "to_json"], "parts.mine: to_json at step 3: "),
     "close": ("meets an exception in a plugin's part", [PART, "close"], ""),
     "skipped": ("ends itself", ["--objective.name", "loss", "--fault.max_skipped", "2"], "2 steps in a row"),
@@ -89,6 +100,8 @@ ELSEWHERE = {
 def run_all(folder: Path, data: str, rank: int) -> None:
     """Each case in turn, in the process of a rank; its output between two lines."""
     os.environ |= {"MASTER_PORT": "0", messages.SUPERVISED: "1"}
+    os.chdir(folder)
+    Path("mute.py").write_text("import sys; sys.stdout.close()")
     for name, (_, words, _) in CASES.items():
         (folder / name).mkdir()
         recipe = str(write_recipe(folder / name, data))
@@ -119,7 +132,8 @@ def test_each_way_to_end_has_the_code_of_the_table(small_data: str, tmp_path: Pa
         assert not reason or [each for each in stops if reason in each], (name, stops, told[name])
     assert {row for row in table if not row.startswith(tuple(ELSEWHERE))} <= covered | {"a run that", "---"}
     stays = told["stays"]
-    assert "parts.mine: close at step 3: " in stays and "mine.py line 26: TimeoutError: it has not returned" in stays
+    line = 1 + next(at for at, each in enumerate(MINE.splitlines()) if "time.sleep(600" in each)
+    assert f"parts.mine: close at step 3: {tmp_path}/mine.py line {line}: TimeoutError: it has not returned" in stays
 
 
 def ended(name: str, text: str) -> tuple[str, str]:

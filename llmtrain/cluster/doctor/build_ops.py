@@ -49,9 +49,8 @@ def build(survey: Survey, ssh_port: int | None = None) -> tuple[list[str], list[
     # Hosts with equal needs share one call of on_hosts, which bounds the number of hosts at a time.
     alike: dict[str, list[str]] = {}
     for host, (missing, locks) in wanted.items():
-        # As the ranks of a launch have it.
-        variables = {name: os.environ[name] for name in ("TORCH_EXTENSIONS_DIR",) if name in os.environ}
-        asked = {"ops": missing, "locks": sorted(locks), "stale_s": STALE_S, "lock": BUILD_LOCK, "variables": variables}
+        ranks = {name: value for name, value in os.environ.items() if name == "TORCH_EXTENSIONS_DIR"}  # a launch's, too
+        asked = {"ops": missing, "locks": sorted(locks), "stale_s": STALE_S, "lock": BUILD_LOCK, "variables": ranks}
         text = json.dumps(asked)
         alike.setdefault(text, []).append(host)
     for text, hosts in alike.items():

@@ -67,17 +67,18 @@ class Job:
     def _read(self) -> None:
         """Print the lines for the user, queue the messages for the supervisor."""
         assert self._process.stdout is not None
-        for raw in self._process.stdout:
-            message = messages.parse(raw.decode("utf-8", "replace"))
-            if message is not None:
-                self._messages.put(message)
-                continue
-            with contextlib.suppress(OSError, ValueError):  # the terminal is gone: the job is not
-                if on_terminal():
-                    log.pass_on(raw.decode("utf-8", "replace"))
-                else:
-                    sys.stdout.buffer.write(raw)
-                    sys.stdout.buffer.flush()
+        with self._process.stdout as stream:
+            for raw in stream:
+                message = messages.parse(raw.decode("utf-8", "replace"))
+                if message is not None:
+                    self._messages.put(message)
+                    continue
+                with contextlib.suppress(OSError, ValueError):  # the terminal is gone: the job is not
+                    if on_terminal():
+                        log.pass_on(raw.decode("utf-8", "replace"))
+                    else:
+                        sys.stdout.buffer.write(raw)
+                        sys.stdout.buffer.flush()
 
     def take(self, wait_s: float) -> list[dict[str, Any]]:
         """The messages since the last call; waits for the first one at most `wait_s`."""

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from typing import Any
 from rich.console import Console
 
 from llmtrain.base.errors import ConfigError
+from llmtrain.base.files import lock_folder
 from llmtrain.cluster import messages
 from llmtrain.cluster.doctor.preflight import WITHOUT_TERMINAL, Needs, preflight, print_report
 from llmtrain.cluster.hosts.hostfile import Host, is_here
@@ -101,7 +103,7 @@ class Pdsh(Launcher):
             plan = plan.sending(**{messages.SECRETS: secret})
         with contextlib.ExitStack() as kept:
             try:
-                folder = Path(kept.enter_context(tempfile.TemporaryDirectory(prefix="llmtrain-launch-")))
+                folder = kept.enter_context(_folder())
                 write_files(plan, folder)
                 argv = command(plan, folder, address, port)
                 with Job(argv, environment(plan, folder, os.environ)) as job:
@@ -162,8 +164,8 @@ class Slurm(Launcher):
     def start(self, plan: Plan) -> Iterator[Job]:
         slurm.check_programs()
         port = _facts_here()["port"] if is_here(plan.names[0]) else random.randrange(20000, 30000)
-        with tempfile.TemporaryDirectory(prefix="llmtrain-launch-") as made:
-            ranks = Path(made) / "ranks"
+        with _folder() as made:
+            ranks = made / "ranks"
             ranks.write_text(slurm.hostfile(plan.hosts))
             meeting = {"MASTER_ADDR": address_of_first(plan.hosts), "MASTER_PORT": str(port)}
             env = {**os.environ, **plan.travel.open, **plan.travel.private, **meeting, "SLURM_HOSTFILE": str(ranks)}
@@ -190,6 +192,22 @@ class Slurm(Launcher):
 
     def answering(self, hosts: Sequence[Host]) -> tuple[Host, ...]:
         return slurm.answering(hosts)
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[Path]:
+    """A folder for the files of a start. Removes those of launches that were killed together with their guardian."""
+    for old in Path(tempfile.gettempdir()).glob("llmtrain-launch-*"):
+        with contextlib.suppress(OSError):
+            if time.time() - old.stat().st_mtime > 60:  # a young one may not be locked yet
+                os.close(lock_folder(old))
+                shutil.rmtree(old)
+    with tempfile.TemporaryDirectory(prefix="llmtrain-launch-") as made:
+        held = lock_folder(Path(made))
+        try:
+            yield Path(made)
+        finally:
+            os.close(held)
 
 
 def launcher_of(name: str, mark: str, needs: Needs | None = None) -> Launcher:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
+from llmtrain.base import log
 from llmtrain.base.errors import ModelError
 from llmtrain.cluster.watch import rank_side
 from llmtrain.cluster.watch.heartbeat import heart
@@ -30,6 +31,8 @@ def calling(key: str, method: str) -> Iterator[None]:
             text = f"warning: {key}: {method}: has forked its rank, and the new process returns from it: it is ended\n"
             os.write(2, text.encode())
             os._exit(1)
+    if log.reopen():
+        raise RuntimeError("it has closed sys.stdout, where the run prints")
 
 
 @contextlib.contextmanager

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from llmtrain.base.files import lock_folder
 from llmtrain.cluster.hosts.hostfile import Host
 from llmtrain.cluster.launch import attempts, job, launchers
 from llmtrain.cluster.launch.attempts import Attempt, Launch
@@ -95,6 +99,26 @@ def test_a_fault_is_followed_by_a_restart(run: Any, capfd: pytest.CaptureFixture
     (restart,) = events("restart")
     assert (restart["step"], restart["after"], restart["hosts"]) == (10, "step 14: killed", ["localhost"])
     assert "launch: 1 restart, 3 steps done again" in capfd.readouterr().err
+
+
+def test_a_launch_leaves_nothing_open_and_what_a_killed_one_has_left_goes(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With warnings as errors, as a plugin may have them; other launches' folders stay."""
+    found: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", found.append)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name, age_s in (("dead", 3600), ("lives", 3600), ("young", 0)):
+        (folder := tmp_path / f"llmtrain-launch-{name}").mkdir()
+        os.utime(folder, (time.time() - age_s,) * 2)
+    held = lock_folder(tmp_path / "llmtrain-launch-lives")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert run("place(); tell('end', status='complete', code=0)") == 0
+        gc.collect()
+    os.close(held)
+    assert not found, found
+    assert {path.name.rpartition("-")[2] for path in tmp_path.glob("llmtrain-launch-*")} == {"lives", "young"}
 
 
 def test_the_same_fault_twice_ends_it(run: Any, capfd: pytest.CaptureFixture[str]) -> None:
