@@ -132,8 +132,7 @@ def _taken_weights(folder: Path, reader: CheckpointReader) -> list[str]:
 
 
 def _taken_all(folder: Path, reader: CheckpointReader, saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    keys = ("run", "deepspeed", "model_config", "versions", "layout")
-    compared = [key for key in keys if saved.get(key) is not None]
+    compared = [key for key in ("run", "deepspeed", "model_config", "versions", "layout") if saved.get(key) is not None]
     changed = differences({k: saved[k] for k in compared}, {k: now[k] for k in compared})
     return [
         f"resumed from {folder} at step {reader.manifest.step}",
@@ -409,15 +408,11 @@ def as_of(step: int, now: dict[str, Any]) -> dict[str, Any]:
     return {**now, "data_fingerprint": planned[-1][1], "model_config": turned(now.get("model_config") or {}, rope)}
 
 
-def refuse_other_model(
-    saved: dict[str, Any], now: dict[str, Any], folder: Path, *, weights_only: bool, meant: bool
-) -> list[str]:
-    """Compare what decides what weights mean: the configurations of model and teacher, and the tokenizer.
+def refuse_other_model(saved: dict[str, Any], now: dict[str, Any], folder: Path, *, weights_only: bool,
+                       meant: bool) -> list[str]:  # fmt: skip
+    """Compare what decides what weights mean in two trainer states: configurations of model and teacher, the tokenizer.
 
-    `saved`, `now`: trainer states. `meant`: the run asks for other ones (resume_model: new). Returns that line.
-
-    Raises: CheckpointError.
-    """
+    `meant`: the run wants another meaning (resume_model: new), which a line tells. Raises CheckpointError."""
     found = other_meaning(saved.get("model_config"), now.get("model_config"))
     if weights_only and saved.get("tokenizer") not in (None, now.get("tokenizer")):
         found.append(f"tokenizer of the data: {saved['tokenizer']} -> {now.get('tokenizer')}")

@@ -72,7 +72,7 @@ class Update:
     """Result of an optimizer step. Reading a tensor here waits for the device: do it at log points only."""
 
     skipped: bool
-    """The gradient (or the loss) was not finite: the parameters were left alone."""
+    """The gradient (or the loss) was not finite, or nothing counted: the parameters were left alone."""
     grad_norm: Tensor | float | None
     """Global gradient norm before clipping."""
 

@@ -287,4 +287,4 @@ class Routing:
             self._aux_sum.zero_()
         dist.all_reduce(numbers, group=control)
         tokens_LE = numbers[:-1].long().reshape(self.layers, self.experts)
-        return RoutingFigures(aux_loss=float(numbers[-1]) / max(1, passes), tokens_LE=tokens_LE.tolist())
+        return RoutingFigures(aux_loss=float(numbers[-1]) / (passes or torch.nan), tokens_LE=tokens_LE.tolist())

@@ -47,7 +47,7 @@ _OF_A_RUN: dict[str, Metric] = {
     ),
     "grad_norm": _metric("1", "Global L2 norm of the gradient before clipping; of the update with Muon under ZeRO."),
     "loss_scale": _metric("1", "Dynamic loss scale (fp16 only)."),
-    "skipped_steps": _metric("steps", "Steps skipped so far: non-finite loss or gradient."),
+    "skipped_steps": _metric("steps", "Steps skipped so far: non-finite loss or gradient, or no counted token."),
     "tokens_per_s": _metric("tokens/s", "All ranks together, evaluation and checkpoint time left out."),
     "tokens_per_s_per_device": _metric("tokens/s", "`tokens_per_s` divided by the number of devices."),
     "model_tflops_per_s_causal": _metric(
@@ -174,7 +174,7 @@ def perplexity(loss: float) -> float:
 
 def routing_metrics(aux_loss: float, tokens_LE: list[list[int]]) -> dict[str, float | list[float] | list[int]]:
     """The metrics of a mixture of experts, from the tokens that each expert of each layer got."""
-    per_layer = [round(max(row) * len(row) / max(1, sum(row)), 3) for row in tokens_LE]
+    per_layer = [round(max(row) * len(row) / (sum(row) or math.nan), 3) for row in tokens_LE]
     return {
         "moe/aux_loss": aux_loss,
         "moe/imbalance": max(per_layer),

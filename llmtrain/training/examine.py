@@ -79,6 +79,9 @@ def examine(resolved: ResolvedRun) -> Checked:
         _check_tokenizer(f"eval.choices.{name}", asked.prepared.manifest, data)
     for name, each in sets.items():
         _check_tokenizer(f"eval.sets.{name}", each.manifests[0], data)
+        each.check_counted(run.eval.sequences.get(name, run.train.eval_sequences))
+    for measured in (data, *later) if run.train.eval else ():
+        measured.check_counted(run.train.eval_sequences)
     columns = {stage_key(stage): each for stage, each in in_stages(resolved.stages, (data, *later))}
     columns |= {f"eval.sets.{name}": each for name, each in sets.items()}
     references = None
@@ -124,9 +127,9 @@ def examine(resolved: ResolvedRun) -> Checked:
     notes = (*notes, *_measured_whole(run.eval.sets, sets))
     notes = (*notes, *_cut(choices, run.data.sequence_length))
     resolved = replace(resolved, notes=(*resolved.notes, *notes))
-    teacher_config = compared if run.objective.reference is None else None
     return Checked(resolved=resolved, spec=spec, data=data, later=tuple(later), references=references, sets=sets,
-                   teachers=teachers, teacher_config=teacher_config, choices=choices, prompts=prompts)  # fmt: skip
+                   teachers=teachers, teacher_config=None if run.objective.reference else compared, choices=choices,
+                   prompts=prompts)  # fmt: skip
 
 
 def stage_data(stages: Stages) -> list[TrainData]:
@@ -182,10 +185,8 @@ def take_columns(every: Mapping[str, TrainData], take: Callable[[TrainData], lis
 
 
 def config_of_columns(every: Iterable[TrainData], config: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return the configuration of the model behind a run's columns.
-
-    `config`: of a model that the run names. Raises DataError, where a column has another configuration.
-    """
+    """Return the configuration of the model behind a run's columns. `config`: of a model that the run names. Raises
+    DataError, where a column has another configuration."""
     from llmtrain.checkpoint.meaning import other_meaning
 
     for data in every:

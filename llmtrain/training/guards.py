@@ -101,6 +101,12 @@ class SkippedSteps(Part):
         if not done.update.skipped:
             self._in_a_row = 0
             return
+        step, first = done.position.step, done.batch.first_index
+        every = list(range(first, first + done.batch.sequences))
+        if not done.agreed.weight:
+            self._tracker.event("skip", step=step, what="no counted token", samples=every, loss_scaling=False)
+            log.warn(f"step {step} skipped: no token of the samples {units.some(every)} is counted")
+            return
         bad = [
             index
             for micro, sums in zip(done.batch.micro_batches, done.sums, strict=True)
@@ -110,11 +116,10 @@ class SkippedSteps(Part):
         samples = sorted(index for found in from_all(self._setup.ranks, bad) for index in found)
         # fp16 finds its loss scale by overflowing: with a finite loss that is no fault.
         scaling = self._setup.resolved.precision == "fp16" and not samples
-        objective, step = self._setup.run.objective, done.position.step
+        objective = self._setup.run.objective
         own = f" of the plugin's objective.name {objective.name}" if is_of_plugin(objective) else ""
         what = ("loss" if samples else "gradient") + own
-        first = done.batch.first_index
-        named = samples or list(range(first, first + done.batch.sequences))
+        named = samples or every
         self._tracker.event("skip", step=step, what=f"non-finite {what}", samples=named, loss_scaling=scaling)
         if scaling:
             return
@@ -136,7 +141,7 @@ class AdapterCheck(Part):
 
     def after_step(self, done: Done) -> None:
         """Raises TrainingStopped, on all ranks alike."""
-        if done.position.optimizer_step == 1 and not done.update.skipped and done.agreed.weight > 0:
+        if done.position.optimizer_step == 1 and not done.update.skipped:
             check_adapter(self._setup.engine, self._setup.ranks)
 
 

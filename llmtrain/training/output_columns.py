@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import os
 import sys
 import tempfile
@@ -172,7 +173,7 @@ def _write_teacher(
             for some in _with_progress(batches, at_once, f"{split}:", rows, micro_batch * data_parallel, ranks):
                 collect = Likeliest(column.top_k, column.temperature)
                 figures, counted = engine.evaluate(some, collect)
-                left, tokens = left + figures["loss"] * counted, tokens + counted
+                left, tokens = left + (figures["loss"] * counted if counted else 0.0), tokens + counted
                 mine = [(samples, words.numpy().astype(column.dtype), logs.numpy()) for samples, words, logs in
                         collect.found] if place.tensor == place.sequence == 0 else []  # fmt: skip
                 every = to_rank_0(ranks, mine)
@@ -186,7 +187,7 @@ def _write_teacher(
         if writer is not None:
             writer.discard()
         raise
-    return left / max(1, tokens)
+    return left / (tokens or math.nan)
 
 
 def _with_progress(

@@ -110,7 +110,8 @@ class Evaluation(Part):
             return None
         step, figures = self._last or (None, {})
         early = {} if self._patience is None else {"stop_early": self._patience.to_json()}
-        return {"step": step, "figures": figures, **early}
+        finite = {key: value for key, value in figures.items() if math.isfinite(value)}  # JSON has no others
+        return {"step": step, "figures": finite, **early}
 
     def restore(self, kept: dict[str, Any], folder: Path) -> None:
         """Go on to count evaluations."""
@@ -198,7 +199,7 @@ class Evaluation(Part):
         figures, weight = engine.evaluate(evaluation_batches(self._setup, measured), objective)
         if self._lengths is not None:
             bits, counted = figures["loss"] * weight / math.log(2), self._count_bytes(measured)
-            figures |= {"perplexity": perplexity(figures["loss"]), "bits_per_byte": bits / max(1, counted)}
+            figures |= {"perplexity": perplexity(figures["loss"]), "bits_per_byte": bits / (counted or math.nan)}
         return {f"{measured.prefix}/{name}": value for name, value in quotients(figures).items()}
 
 

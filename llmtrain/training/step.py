@@ -125,8 +125,9 @@ class Session:
         """
         if isinstance(self.objective, LooksAhead):
             self.objective.look(batch.micro_batches, self.engine.evaluate)
+        counted = sum(map(self.objective.weight, batch.micro_batches))
         agreement = self._agree.start(
-            weight=sum(map(self.objective.weight, batch.micro_batches)) if self._leads else 0,
+            weight=counted if self._leads else 0,
             stop=request.stop,
             time_up=request.time_up,
             save=request.save,
@@ -135,10 +136,15 @@ class Session:
         )
         seed_step(self._seed, self.step_number, self._seeded_as)
         lr_factor = self._rate(self.step_number)
-        with self.measured(batch.micro_batches):
-            sums = self.engine.forward_backward(batch.micro_batches, lambda: agreement().weight, self.objective)
-        before_update()
-        update = self.engine.update(lr_factor)
+        if not counted and not agreement().weight:  # nowhere: momentum alone would move the weights
+            before_update()
+            nothing, update = torch.zeros(len(self.objective.figures)), Update(skipped=True, grad_norm=torch.nan)
+            sums = [nothing] * len(batch.micro_batches)
+        else:
+            with self.measured(batch.micro_batches):
+                sums = self.engine.forward_backward(batch.micro_batches, lambda: agreement().weight, self.objective)
+            before_update()
+            update = self.engine.update(lr_factor)
         self.step_number += 1
         return Step(batch=batch, agreed=agreement(), sums=sums, lr_factor=lr_factor, update=update)
 

@@ -346,8 +346,8 @@ def import_deepspeed(
     config = _config(folder, own, model)
     target = Target.of(config)
     for place in own:  # where Trainer puts one
-        theirs = load_config(ModelConfig(config=str(place))).to_dict()
-        if found := other_meaning(theirs, target.model.config.to_dict()):
+        theirs, given = load_config(ModelConfig(config=str(place))).to_dict(), target.model.config.to_dict()
+        if found := other_meaning(theirs, given):
             raise CheckpointError(f"--model {model}: config.json in {place} has other values: {'; '.join(found)}. The "
                                   "weights would compute something else; leave --model out.")  # fmt: skip
     with _understood(chosen):

@@ -393,9 +393,11 @@ def _manifest(
         lowest = min((record.get("lowest_draw", 1.0) for record in records), default=1.0)
         _check_splits(settings, tokens, documents, lowest, sum(len(record["rejected"]) for record in records))
         learns = settings.chat is not None and not settings.chat.prompts and not settings.chat.choices
-        if learns and not any(record["chat"]["train"]["counted"] for record in records):
-            what = f"--source {' '.join(settings.sources)}: no token of it is counted, so there is nothing to learn"
-            raise DataError(f"{what}; give records of which some are")
+        for split in SPLITS if learns else ():
+            if documents[split] and not any(record["chat"][split]["counted"] for record in records):
+                given = settings.sources if split == "train" else settings.validation_sources or settings.sources
+                raise DataError(f"--source {' '.join(given)}: no token of its {split} rows is counted, so there is "
+                                "nothing to learn or to measure; give records of which some are")  # fmt: skip
     except DataError:
         clear(out)
         raise

@@ -266,6 +266,13 @@ class TrainData:
         member, window = self._validation_place(index)
         return self._read(self._members[member].validation, window)
 
+    def check_counted(self, sequences: int) -> None:
+        """Raises DataError: none of the first validation sequences has a token that counts, so none has a loss."""
+        first = range(0 if self.in_store else min(sequences, self.validation_sequences))
+        if first and all((self.validation_sequence(index)[1] == IGNORED).all() for index in first):
+            raise DataError(f"{self.name}: no token of its first {len(first)} validation sequences is counted, so they "
+                            "have no loss; raise train.eval_sequences or eval.sequences, or leave it out")  # fmt: skip
+
     def _validation_place(self, index: int) -> tuple[int, int]:
         """(set, its window) of a validation sequence."""
         member, position = self._mixture.locate(index)

@@ -178,7 +178,7 @@ class ZeroEngine:
         heart.phase("forward")
         with self._attention([micro]):
             sums = self._sums(micro, objective)
-            part = sums[0] / max(1, weight())
+            part = sums[0] / weight()
             if self.module.balance is not None:  # its parts add up over the ranks, and each micro-batch has its own
                 part = part + self.module.balance / engine.gradient_accumulation_steps()
             heart.phase("backward")
@@ -274,13 +274,14 @@ class ZeroEngine:
     def _figures(self, objective: LossFunction, sums: Tensor, weight: int) -> tuple[dict[str, float], int]:
         """What `evaluate` returns, from this rank's sums and weight."""
         *totals, counted = self.means(torch.cat([sums.cpu(), torch.tensor([weight], dtype=torch.float64)]), 1)
-        return dict(zip(objective.figures, (each / max(1, counted) for each in totals), strict=True)), int(counted)
+        means = (each / (counted or torch.nan) for each in totals)
+        return dict(zip(objective.figures, means, strict=True)), int(counted)
 
     def means(self, sums: Tensor, weight: int) -> list[float]:
         """Means over all ranks of their sums, for a global batch of that weight. Waits for the device; a collective."""
         total = sums.double().cpu() * self._own_sums
         dist.all_reduce(total, group=self._ranks.control)
-        return [float(each) / max(1, weight) for each in total]
+        return [float(each) / (weight or torch.nan) for each in total]
 
     def check_head(self, inputs: Tensor) -> None:
         """Compare our loss on `inputs` [1, T], or their score, with the one of transformers' own logits.

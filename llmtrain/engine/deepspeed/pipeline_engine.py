@@ -52,7 +52,7 @@ class PipelineZeroEngine(ZeroEngine):
             engine.reset_activation_shape()
             self._shape = micros[0].inputs.shape
         equal_shares = engine.gradient_accumulation_steps() * engine.dp_world_size
-        module.factor = lambda: equal_shares / max(1, weight())
+        module.factor = lambda: equal_shares / weight()
         module.train()
         heart.phase("forward")
         return self._run(list(micros), engine._train_schedule(), objective)

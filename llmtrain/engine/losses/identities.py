@@ -116,7 +116,8 @@ class Known:
     def _figures(self, loss: LossFunction, micros: Sequence[MicroBatch]) -> dict[str, float]:
         if isinstance(loss, LooksAhead):
             loss.look(list(micros), self.evaluate)
-        return self.evaluate(micros, loss)[0]
+        figures, weight = self.evaluate(micros, loss)
+        return figures if weight else dict.fromkeys(figures, 0.0)  # these sequences count nothing: nothing is apart
 
     def _reference(self) -> Iterator[UserError]:
         """The first loss of dpo is ln 2 and its margin 0, kto's z is 0: each log-probability is the reference's."""

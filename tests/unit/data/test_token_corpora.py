@@ -296,7 +296,7 @@ def test_padding_is_left_out_and_rows_that_teach_nothing_are_refused(
     (tmp_path / "c.jsonl").write_text(json.dumps({"input_ids": [5, 6], "labels": [-100, -100]}))
     capsys.readouterr()
     assert prepare(tmp_path / "c.jsonl", tmp_path / "none", texts, *rest) == 2
-    assert "no token of it is counted" in capsys.readouterr().err
+    assert "no token of its train rows is counted" in capsys.readouterr().err
 
 
 def test_what_is_exported_for_megatron_comes_back_as_it_was(

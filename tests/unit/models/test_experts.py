@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from typing import Any
@@ -155,6 +156,8 @@ def test_a_pipeline_does_not_drop_the_balancing_loss() -> None:
 
 
 def test_metrics_of_routing() -> None:
+    nothing = routing_metrics(math.nan, [[0, 0], [0, 0]])  # since the last row no step had a counted token
+    assert math.isnan(nothing["moe/imbalance"]) and nothing["moe/idle_experts"] == 4
     row = routing_metrics(2.5, [[6, 2, 0, 0], [2, 2, 2, 2]])
     assert row == {
         "moe/aux_loss": 2.5,
