@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import html
 import json
+import re
 import shlex
 import statistics
 import time
@@ -22,7 +23,7 @@ from llmtrain.objectives.objective import Chart, Objective
 from llmtrain.optim.optimizers import Optimizer, norm_of
 from llmtrain.tracking.charts import MARKED_BELOW, Curve, Curves, launches, png, site_facts, smooth, svg, timeline
 from llmtrain.tracking.local import read_rows
-from llmtrain.tracking.metrics import perplexity
+from llmtrain.tracking.metrics import metric_of, perplexity
 
 _EVENTS_SHOWN = 200
 
@@ -263,6 +264,7 @@ _CHARTS = (
     Chart(file="gradient_norm", title="Gradient norm", unit="1", curves=(("grad_norm", "norm"),)),
     Chart(file="update_norm", title=_UPDATE_NORM, unit="1", curves=(("grad_norm", "norm"),)),
 )
+_CHOICES, _NAMED_SHOWN = "Multiple choice, accuracy", 24
 _SMOOTHED = ("loss", "tokens_per_s", "grad_norm")
 _POINTS_SHOWN = 1500
 _MOST = 1e300  # a sum of such values is one, too
@@ -273,7 +275,7 @@ def charts_of(runs: list[Run]) -> list[dict[str, Any]]:
     all_curves = [curves_of(run) for run in runs]
     charts = []
     own = dict.fromkeys(chart for objective in Objective.CHOICES.values() for chart in objective.charts)
-    for number, chart in enumerate((*_CHARTS, *own)):
+    for number, chart in enumerate((*_CHARTS, *own, *_by_name(all_curves))):
         title, unit, metrics = chart.title, chart.unit, _with_sets(chart.curves, all_curves)
         series: list[dict[str, Any]] = []
         for index, (run, curves) in enumerate(zip(runs, all_curves, strict=True)):
@@ -298,6 +300,26 @@ def charts_of(runs: list[Run]) -> list[dict[str, Any]]:
         about = {"id": f"chart{number}", "file": chart.file, "title": title, "unit": unit, "zero": chart.from_zero}
         charts.append({**about, "series": series, "levels": lines, "marks": list(marks), "borders": borders})
     return charts
+
+
+def _by_name(of_runs: Sequence[Curves]) -> list[Chart]:
+    """Draw the accuracy of multiple-choice sets and the figures of plugins, which runs name."""
+    keys = dict.fromkeys(key for run in of_runs for key in run.by_name)
+    found: dict[str, dict[str, str]] = {}
+    for key in keys:
+        (first, _, rest), last = key.partition("/"), key.rpartition("/")[2]
+        if last in ("accuracy", "accuracy_norm") and f"{key.removesuffix('_norm')}_norm" in keys:
+            called = rest.replace("/accuracy_norm", ", normalised").removesuffix("/accuracy")
+            found.setdefault(_CHOICES, {})[key] = called
+        elif metric_of(key) is None and (first == "eval" or not rest):
+            found.setdefault(last, {}).update({last: "training", f"eval/{last}": "validation"})
+        elif metric_of(key) is None:
+            found.setdefault(first, {})[key] = rest
+    return [
+        Chart(file=re.sub(r"\W+", "_", f"named_{title}"), title=title, unit="0 to 1" if title == _CHOICES else "",
+              curves=tuple(curves.items())[:_NAMED_SHOWN])
+        for title, curves in list(found.items())[:_NAMED_SHOWN]
+    ]  # fmt: skip
 
 
 def _with_sets(curves: Sequence[tuple[str, str]], of_runs: Sequence[Curves]) -> list[tuple[str, str]]:

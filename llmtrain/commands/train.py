@@ -48,6 +48,8 @@ class Result:
     """The Hugging Face folder, if the run has written one."""
     metrics: dict[str, Any]
     """The last value of each figure of metrics.jsonl (docs/tracking.md has names and units)."""
+    history: list[dict[str, Any]]
+    """The rows of metrics.jsonl in their order, those of earlier launches too."""
 
 
 def train(
@@ -159,15 +161,14 @@ def _file_of(config: str | os.PathLike[str] | Mapping[str, Any]) -> Iterator[str
 def _result(resolved: ResolvedRun) -> Result:
     from llmtrain.checkpoint.format import complete_checkpoints
     from llmtrain.checkpoint.rundir import RunDirectory
+    from llmtrain.tracking.local import read_rows
 
     folder = RunDirectory(resolved.run_dir, resolved.run.checkpoint.dir)
-    metrics: dict[str, Any] = {}
-    if (rows := folder.path / "metrics.jsonl").is_file():  # of rank 0's host
-        for line in rows.read_text().splitlines():
-            metrics |= json.loads(line)
+    history, _ = read_rows(folder.path / "metrics.jsonl")  # of rank 0's host
     return Result(
         run_dir=folder.path,
         checkpoint=next(iter(complete_checkpoints(folder.checkpoints)), None),
         export=folder.export if folder.export.is_dir() else None,
-        metrics=metrics,
+        metrics={key: value for row in history for key, value in row.items()},
+        history=history,
     )

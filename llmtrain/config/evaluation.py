@@ -8,9 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from llmtrain.config.problems import Places, Problems, closest
-from llmtrain.config.run import KeepBest, Mode, RunConfig, StopEarly
+from llmtrain.config.run import KeepBest, RunConfig, StopEarly
 from llmtrain.objectives.by_token import NextToken
 from llmtrain.objectives.objective import Objective
+from llmtrain.tracking.metrics import mode_of
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 _OF_CHOICES = ("accuracy", "accuracy_norm", "bits_per_byte")
@@ -34,14 +35,6 @@ def figures_of(run: RunConfig) -> list[str]:
     mean = ["eval/mean/loss"] if run.eval.mean else []
     answers = [f"eval/{name}/{figure}" for name in run.eval.choices for figure in _OF_CHOICES]
     return [f"{prefix}/{name}" for prefix in prefixes for name in names] + mean + answers
-
-
-def mode_of(metric: str) -> Mode | None:
-    """The direction in which a figure is better; None: its name does not tell."""
-    last = metric.rpartition("/")[2]
-    if last in ("perplexity", "bits_per_byte", "divergence") or last.endswith("loss"):
-        return "min"
-    return "max" if last.endswith(("accuracy", "accuracy_norm", "margin")) else None
 
 
 def filled(run: RunConfig) -> RunConfig:

@@ -147,7 +147,8 @@ def _figure(chart: dict[str, Any]) -> Figure:
     figure = Figure(figsize=(_WIDTH, height))
     bottom = (0.5 + legend) / height
     axes = figure.add_axes((_LEFT, bottom, _RIGHT - _LEFT, 1 - bottom - 0.35 / height))
-    axes.set_title(f"{chart['title']} [{chart['unit']}]".replace("$", r"\$"))
+    unit = f" [{chart['unit']}]" if chart["unit"] else ""
+    axes.set_title(f"{chart['title']}{unit}".replace("$", r"\$"))
     for series in chart["series"]:
         faint = series.get("faint")
         axes.plot(

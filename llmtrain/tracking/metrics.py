@@ -6,10 +6,12 @@ No torch here: numbers come in as Python floats.
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 from llmtrain.objectives.by_token import NextToken
 from llmtrain.objectives.objective import Objective
@@ -141,14 +143,21 @@ def metrics() -> dict[str, Metric]:
     }
 
 
-def is_known(key: str) -> bool:
-    """True if the key has a documented meaning."""
-    evaluation, _, rest = key.partition("/")
-    _, named, figure = rest.partition("/")
-    known = metrics()
-    of_set = bool(named) and not known.keys().isdisjoint((f"eval/{figure}", f"eval/NAME/{figure}"))
-    of_host = evaluation == "hosts" and f"hosts/HOST/{figure}" in known
-    return key in known or of_host or (evaluation == "eval" and of_set)
+def metric_of(key: str) -> Metric | None:
+    """Find the definition of a key, whatever set, host, task or place in a list it names. None: there is none."""
+    kind, _, rest = key.partition("/")
+    figure, known = rest.partition("/")[2], metrics()
+    named = {"eval": ("eval/NAME/", "eval/"), "hosts": ("hosts/HOST/",)}.get(kind, ()) if figure else ()
+    keys = (key, *(prefix + figure for prefix in named), re.sub(r"/\d+$", "", key), f"{kind}/TASK/METRIC")
+    return next((known[each] for each in keys if each in known), None)
+
+
+def mode_of(metric: str) -> Literal["min", "max"] | None:
+    """Tell the direction in which a figure is better; None: its name tells none."""
+    last = metric.rpartition("/")[2]
+    if last in ("perplexity", "bits_per_byte", "divergence") or last.endswith("loss"):
+        return "min"
+    return "max" if last.endswith(("accuracy", "accuracy_norm", "margin")) else None
 
 
 def markdown() -> str:

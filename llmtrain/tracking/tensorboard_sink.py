@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.tracking.local import to_json
-from llmtrain.tracking.metrics import metrics
+from llmtrain.tracking.metrics import metric_of
 from llmtrain.tracking.sink import Sink, scalars
 
 
@@ -27,7 +27,7 @@ class TensorBoard(Sink, entry="tensorboard"):
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self._writer, self._step, self._known = EventFileWriter(str(run_dir / self.path)), start_step, metrics()
+        self._writer, self._step = EventFileWriter(str(run_dir / self.path)), start_step
         purged = start_step + 1 if start_step else 0  # a run that starts again from nothing repeats its step 0
         began = SessionLog(status=SessionLog.SessionStatus.START)
         self._writer.add_event(Event(wall_time=time.time(), step=purged, session_log=began))
@@ -41,7 +41,7 @@ class TensorBoard(Sink, entry="tensorboard"):
         self._step = row["step"]
         values, plugin = [], SummaryMetadata.PluginData(plugin_name="scalars")
         for key, value in scalars(row).items():
-            known = self._known.get(key)
+            known = metric_of(key)
             words = "" if known is None else f"[{known.unit}] {known.meaning}"
             about = SummaryMetadata(summary_description=words, plugin_data=plugin)
             values.append(Summary.Value(tag=key, simple_value=value, metadata=about))

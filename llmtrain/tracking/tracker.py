@@ -13,7 +13,7 @@ from llmtrain.base import log, units, untrusted
 from llmtrain.base.log import LiveLine
 from llmtrain.base.redact import redact
 from llmtrain.tracking.local import LocalFiles
-from llmtrain.tracking.metrics import is_known, loss_unit
+from llmtrain.tracking.metrics import loss_unit, metric_of
 from llmtrain.tracking.queued import Queued
 from llmtrain.tracking.sink import Sink, TrackingConfig
 
@@ -215,7 +215,7 @@ class Tracker:
         """
         if not self._sinks:
             return
-        if unknown := sorted(key for key in row if not (is_known(key) or self._of_plugin(key))):
+        if unknown := sorted(key for key in row if metric_of(key) is None and not self._of_plugin(key)):
             log.warn_once(f"metrics without a documented meaning: {', '.join(unknown)}")
         row = {**row, "time_unix_s": time.time(), "elapsed_s": time.monotonic() - self._began_s}
         for sink in self._sinks:

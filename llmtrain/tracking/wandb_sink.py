@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import configparser
 import importlib
+import math
 import netrc
 import os
 import queue
@@ -30,7 +31,8 @@ from urllib.parse import urlsplit
 
 from llmtrain.base import log, untrusted
 from llmtrain.base.redact import redact, redact_text
-from llmtrain.tracking.local import rows_after
+from llmtrain.tracking.local import read_rows, rows_after
+from llmtrain.tracking.metrics import metrics, mode_of
 from llmtrain.tracking.sink import Sink, TrackingConfig
 
 _BLOCK = 32768  # LevelDB's log format: chunks never cross a block
@@ -245,6 +247,8 @@ class WandbSink(Sink):
         self._tracking = tracking
         self._run_id = run_id
         self._config: dict[str, Any] = redact(config)
+        self._summary: dict[str, float] = {}
+        """Baselines, and the best value so far of each figure of evaluations."""
         self._rows: queue.Queue[tuple[dict[str, Any], bool] | Path | int] = queue.Queue()
         """Rows, checkpoints, and at last the exit code."""
         self._dropped = 0
@@ -281,10 +285,12 @@ class WandbSink(Sink):
         self._rows.put_nowait((dict(row), more))
 
     def event(self, kind: str, fields: dict[str, Any]) -> None:
-        """Continuations of prompts become a table, a checkpoint an artifact; other events stay in events.jsonl."""
+        """Prompts become a table, a checkpoint an artifact, baselines go to the summary; all else stays local."""
         wanted = kind == "save" and self._tracking.artifacts == "reference"
         if wanted and self._thread is not None and not self._failed:
             self._rows.put_nowait(Path(fields["path"]))
+        if kind == "baselines":
+            self._summary |= {f"baselines/{key}": value for key, value in fields.items()}
         if kind == "samples":
             pairs = list(zip(fields["prompts"], fields["texts"], strict=True))
             self.log({"step": fields["step"], "samples": pairs}, more=True)
@@ -332,16 +338,21 @@ class WandbSink(Sink):
                 run.log(row, step=row["step"], commit=False)
             for path in () if self._late else self._sent_again:
                 mark_uploaded(path)
+            for row in () if self._late else read_rows(self._metrics, self._earlier_bytes)[0]:
+                self._count(row)
             while not isinstance(item := self._rows.get(), int):
                 if isinstance(item, Path):
                     self._refer(run, item)
                     continue
                 row, more = item
+                self._count(row)
                 if self._late:
                     run.log(row)
                 elif row["step"] > self._sent_step:
                     self._send(run, row, more)
             exit_code = item
+            if self._summary:
+                run.summary.update(self._summary)
         except Exception as error:
             self._give_up("stopped taking metrics", error)
         try:
@@ -350,6 +361,14 @@ class WandbSink(Sink):
             self._wandb.teardown()
         except Exception as error:
             self._give_up("could not finish", error)
+
+    def _count(self, row: dict[str, Any]) -> None:
+        """Keep the best of the row's figures of evaluations."""
+        for key, value in row.items():
+            mode = mode_of(key) if key.startswith("eval/") else None
+            if mode is not None and isinstance(value, int | float) and math.isfinite(value):
+                known = self._summary.get(f"best/{key}", value)
+                self._summary[f"best/{key}"] = max(known, value) if mode == "max" else min(known, value)
 
     def _send(self, run: Any, row: dict[str, Any], more: bool) -> None:
         """Log a row; W&B writes a table into its folder for media first."""
@@ -416,7 +435,7 @@ class WandbSink(Sink):
             tags=list(self._tracking.tags),
             group=self._tracking.group,
             job_type=self._tracking.job_type,
-            config=self._config,
+            config=self._config if self._late else {**self._config, "units": {k: m.unit for k, m in metrics().items()}},
             settings=self._settings(),
         )
         run.define_metric("step", hidden=True)

@@ -57,16 +57,12 @@ class Patience:
         """The sentence with which the run ends; empty: it goes on."""
         if self._waited < self._settings.patience:
             return ""
-        margin, newest = self._settings.min_delta, "not finite" if self._newest is None else f"{self._newest:.4f}"
-        by = f" by more than min_delta {margin:g}" if margin else ""
-        was = (
-            "none was finite"
-            if self._best is None
-            else f"it is {newest}, and was {self._best:.4f} at step {self._best_step}"
-        )
-        return (
-            f"{self._settings.metric} has not become better{by} in {self._waited} evaluations ({was}; train.stop_early)"
-        )
+        newest, was = "not finite" if self._newest is None else f"{self._newest:.4f}", "none was finite"
+        if self._best is not None:
+            was = f"it is {newest}, and was {self._best:.4f} at step {self._best_step}"
+        by = f" by more than min_delta {self._settings.min_delta:g}" if self._settings.min_delta else ""
+        how = f"has not become better{by} in {self._waited} evaluations"
+        return f"{self._settings.metric} {how} ({was}; train.stop_early)"
 
     def to_json(self) -> dict[str, Any]:
         """For a checkpoint."""

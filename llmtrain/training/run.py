@@ -217,7 +217,8 @@ def _tracker(setup: Setup, start: Start, folder: RunDirectory, environment: dict
         folder.path,
         tracking=setup.run.tracking,
         run_id=start.trainer.wandb_id,
-        config={"run": asdict(setup.run), "deepspeed": setup.resolved.deepspeed, "environment": environment},
+        config={"run": asdict(setup.run), "deepspeed": setup.resolved.deepspeed, "environment": environment}
+        | {"parameters": setup.spec.facts.parameters},
         total_steps=setup.resolved.max_steps,
         enabled=setup.ranks.rank == 0,
         start_step=start.position.step,

@@ -20,10 +20,10 @@ try:
     total = torch.tensor([float(ranks.rank + 1)])
     dist.all_reduce(total)
     seats = [(seat.rank, seat.host) for seat in ranks.seats]
-    from llmtrain.tracking.metrics import is_known
+    from llmtrain.tracking.metrics import metric_of
     from llmtrain.training.host_load import HostLoad
     load = HostLoad(ranks)
-    all_known = all(is_known(key) for key in load.figures(None))
+    all_known = all(metric_of(key) for key in load.figures(None))
     dist.all_reduce(torch.zeros(1 << 20))  # 4 MiB over the network
     loads = load.figures(None)
     dist.barrier(group=ranks.control)

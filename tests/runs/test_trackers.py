@@ -26,8 +26,8 @@ class Dead(Sink, entry="dead"):
 WORDS = ("--trackers.tensorboard.path", "tensorboard", "--trackers.mlflow.experiment", "mine", "--trackers.dead.why",
          "it is gone", "--tracking.wandb", "offline", "--tracking.group", "sweep", "--tracking.job_type", "pretrain",
          "--tracking.artifacts", "reference",
-         "--train.log_every", "1", "--train.eval_every", "4", "--checkpoint.every_steps", "4", "--schedule.name",
-         "constant")  # fmt: skip
+         "--ema.decay", "0.9", "--train.log_every", "1", "--train.eval_every", "4", "--checkpoint.every_steps", "4",
+         "--schedule.name", "constant")  # fmt: skip
 
 
 @pytest.mark.needs("tensorboard", "mlflow", "sqlalchemy", "alembic")
@@ -52,7 +52,8 @@ def test_tensorboard_and_mlflow_go_on_over_a_resume_that_repeats_steps(small_dat
     found = {key: [(each.step, each.value) for each in reader.Scalars(key)] for key in ("loss", "eval/loss")}
     assert found["loss"] == [(step, pytest.approx(loss, rel=1e-6)) for step, loss in sorted(after.items())]
     assert [step for step, _ in found["eval/loss"]] == [4, 8, 10]
-    assert "[nats/token]" in reader.SummaryMetadata("loss").summary_description
+    for key in ("loss", "eval/ema/loss"):
+        assert "[nats/token]" in reader.SummaryMetadata(key).summary_description
     texts = {tag: reader.Tensors(tag)[-1].tensor_proto.string_val[0].decode() for tag in reader.Tags()["tensors"]}
     assert (
         '"complete": true' in texts["events/stop"] and '"lr": 0.002' in texts["config"] and "ended" in texts["status"]
@@ -61,6 +62,9 @@ def test_tensorboard_and_mlflow_go_on_over_a_resume_that_repeats_steps(small_dat
     for folder, saved in zip(sorted((run / "wandb").glob("offline-run-*")), ((4, 8), (8, 10)), strict=True):
         sent = read_back(folder)
         assert (sent["group"], sent["job_type"], len(sent["artifacts"])) == ("sweep", "pretrain", 2)
+        measured = [row["eval/loss"] for row in rows(run) if row["step"] <= saved[1] and "eval/loss" in row]
+        if saved == (8, 10):  # those of the first launch count, but for what was trained again
+            assert sent["summary"]["best/eval/loss"] == min(measured) and len(measured) == 3
         for names in sent["artifacts"].values():
             (place,) = {ref.rpartition("/")[0] for path, ref in names.items() if path == "manifest.json"}
             assert place.startswith(f"file://{run}/checkpoints/step-") and int(place.rpartition("-")[2]) in saved

@@ -10,6 +10,7 @@ from llmtrain.tracking.metrics import (
     Throughput,
     TokenFlops,
     flops_per_token,
+    metric_of,
     metrics,
     peak_flops,
     perplexity,
@@ -119,6 +120,26 @@ def test_throughput_starts_anew_after_take_and_gives_no_mfu_without_a_peak():
     assert row["tokens_per_s"] == pytest.approx(250)
     assert row["checkpoint_stall_s"] == 0
     assert "mfu_causal" not in row
+
+
+@pytest.mark.parametrize(
+    ("key", "unit"),
+    [
+        ("eval/ema/loss", "nats/token"),
+        ("eval/code/bits_per_byte", "bits/byte"),
+        ("eval/arc/accuracy_norm", "0 to 1"),
+        ("eval/ema/pairs/accuracy", "0 to 1"),
+        ("hosts/node-1/memory_gib", "GiB"),
+        ("moe/tokens_per_expert/3", "tokens"),
+        ("tasks/arc/acc", "as lm-eval"),
+        ("eval/rare", None),
+        ("norms/layer_0", None),
+    ],
+)
+def test_keys_of_sets_choices_hosts_and_lists_have_the_units_of_their_figures(key, unit):
+    """TensorBoard showed them without."""
+    found = metric_of(key)
+    assert (found and found.unit) == unit
 
 
 def test_perplexity_overflows_to_infinity():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import struct
 import zlib
 from pathlib import Path
@@ -196,6 +197,20 @@ def test_multiple_choice_and_later_scores_are_told(tmp_path: Path) -> None:
     facts = dict(facts_of(run := load(tmp_path), curves_of(run)))
     assert facts["Multiple choice of pydoc, last: accuracy, normalised"] == "25.0%, 50.0%"
     assert facts["Task arc/acc, at step 8"] == "0.3000" and not [name for name in facts if "stderr" in name]
+
+
+def test_what_runs_name_has_charts(tmp_path: Path) -> None:
+    """Answers to questions, a plugin's metric in training, evaluation and a named set, and the figures of its part."""
+    figures = {"eval/arc/accuracy": 0.25, "eval/arc/accuracy_norm": 0.5, "eval/arc/bits_per_byte": 2.0, "loss": 3.0,
+               "rare": 0.1, "eval/rare": 0.2, "eval/code/rare": 0.3, "norms/layer_0": 1.0, "norms/layer_1": 2.0,
+               "eval/pairs/accuracy": 0.75, "../../up/x": 1.0}  # fmt: skip
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": step, **figures}) + "\n" for step in (4, 8)))
+    found = charts_of([load(tmp_path)])
+    assert {"named_rare", "named_norms", "named_Multiple_choice_accuracy"} <= {chart["file"] for chart in found}
+    assert all(re.fullmatch(r"\w+", chart["file"]) for chart in found)  # it is a file's name
+    charts = {chart["title"]: [series["name"] for series in chart["series"]] for chart in found}
+    assert charts["Multiple choice, accuracy"] == ["arc", "arc, normalised"]
+    assert charts["rare"] == ["training", "validation", "code"] and charts["norms"] == ["layer_0", "layer_1"]
 
 
 def test_a_step_that_stands_twice_counts_once_and_the_later_row_wins(tmp_path):
