@@ -58,7 +58,8 @@ def test_the_page_runs_and_its_decisions_survive_a_kill(
     launch.kill()
     assert max(evaluations(run)) < END, "it was to be killed before"
     output = train(recipe, *words)
-    assert f"the run is complete at step {END}: eval/wiki/loss has not become better in 5 evaluations" in output
+    how = "has not become better by more than min_delta 0.01 in 5 evaluations (it is "
+    assert f"the run is complete at step {END}: eval/wiki/loss {how}" in output
     assert f"complete at step {END}" in train(other, *words) and "validation loss" in output
     for folder in (run, tmp_path / "undisturbed/run"):
         assert [step_of(each) for each in complete_checkpoints(folder / "checkpoints")] == [END, FIRST]
