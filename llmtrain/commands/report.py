@@ -439,12 +439,9 @@ h1 { font-size: 1.6rem; margin: 0; overflow-wrap: anywhere; }
 h2 { font-size: 1.1rem; margin: 2.5rem 0 .75rem; }
 .sub { color: var(--soft); margin: .25rem 0 1.5rem; }
 figure, .wide { background: var(--card); border: 1px solid var(--edge); border-radius: 8px; margin: 1rem 0 0; }
-figure { padding: .8rem 1rem; position: relative; }
+figure { padding: .8rem 1rem; }
 svg { display: block; width: 100%; height: auto; }
 svg text { font-family: system-ui, sans-serif !important; }
-.cross { position: absolute; top: 0; bottom: 0; border-left: 1px solid var(--soft); pointer-events: none; }
-.tip { position: absolute; pointer-events: none; background: var(--page); border: 1px solid var(--edge);
-  border-radius: 6px; padding: .3rem .6rem; font-size: .8rem; font-variant-numeric: tabular-nums; white-space: pre; }
 table { border-collapse: collapse; width: 100%; font-size: .87rem; }
 th, td { text-align: left; vertical-align: top; padding: .35rem .7rem; border-bottom: 1px solid var(--edge); }
 tr:last-child td { border-bottom: 0; }
@@ -453,29 +450,6 @@ td:first-child { color: var(--soft); min-width: 11rem; }
 .differs td { font-weight: 600; }
 .wide { overflow-x: auto; }
 summary { cursor: pointer; margin-top: 1rem; }
-"""
-
-_JS = """
-const num = v => v !== 0 && (Math.abs(v) >= 1e5 || Math.abs(v) < 1e-3) ? v.toExponential(2) : String(+v.toPrecision(5));
-for (const chart of JSON.parse(document.getElementById('data').textContent)) {
-  const figure = document.getElementById(chart.id), svg = figure.querySelector('svg');
-  const make = name => { const e = document.createElement('div'); e.className = name; e.hidden = true;
-    figure.append(e); return e; };
-  const tip = make('tip'), cross = make('cross'), [x0, x1] = chart.axes.x, [left, right] = chart.axes.box;
-  svg.addEventListener('pointerleave', () => { tip.hidden = cross.hidden = true; });
-  svg.addEventListener('pointermove', event => { const box = svg.getBoundingClientRect();
-    const x = x0 + ((event.clientX - box.left) / box.width - left) / (right - left) * (x1 - x0);
-    const near = s => s.x.reduce((best, v, i) => Math.abs(v - x) < Math.abs(s.x[best] - x) ? i : best, 0);
-    const at = chart.series[0].x[near(chart.series[0])];
-    tip.textContent = `step ${at.toLocaleString('en')}\\n` + chart.series.map(s => [s, near(s)])
-      .map(([s, i]) => `${s.name} ${num(s.y[i])} ${chart.unit}${s.x[i] === at ? '' : ` (step ${s.x[i]})`}`).join('\\n');
-    const start = box.left - figure.getBoundingClientRect().left;
-    cross.style.left = `${start + box.width * (left + (at - x0) / (x1 - x0) * (right - left))}px`;
-    tip.hidden = cross.hidden = false;
-    const pointer = event.clientX - figure.getBoundingClientRect().left;
-    tip.style.left = `${Math.min(pointer + 16, figure.clientWidth - tip.offsetWidth - 8)}px`;
-    tip.style.top = '3rem'; });
-}
 """
 
 
@@ -492,19 +466,15 @@ def _table(head: Sequence[str], rows: Sequence[tuple[str, ...]], *, mark: bool =
 
 def _page(title: str, subtitle: str, tables: Sequence[tuple[str, str]], charts: Sequence[dict[str, Any]]) -> str:
     """The whole page. `tables`: headings and what `table` made; the first stands above the curves, the others below."""
-    figures, plotted = "", []
-    for chart in charts:
-        drawing, axes = svg(chart)
-        figures += f'<figure id="{chart["id"]}">{drawing}</figure>'
-        plotted.append({**chart, "axes": axes})
+    figures = "".join(f'<figure id="{chart["id"]}">{svg(chart)}</figure>' for chart in charts)
     first, *others = [f"<h2>{html.escape(heading)}</h2>{body}" for heading, body in tables]
-    data = json.dumps(plotted, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    data = json.dumps(charts, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{html.escape(title)} · llmtrain report</title><style>{_CSS}</style></head><body><main>"
         f'<h1>{html.escape(title)}</h1><p class="sub">{html.escape(subtitle)}</p>{first}<h2>Curves</h2>{figures}'
-        f'{"".join(others)}<script id="data" type="application/json">{data}</script><script>{_JS}</script>'
+        f'{"".join(others)}<script id="data" type="application/json">{data}</script>'
         "</main></body></html>\n"
     )
 

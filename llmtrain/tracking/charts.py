@@ -106,24 +106,19 @@ def smooth(values: Sequence[float]) -> list[float]:
     return [*head, *means, *line(values[-width:], means[-1], range(1, reach + 1))]
 
 
-def svg(chart: dict[str, Any]) -> tuple[str, dict[str, list[float]]]:
-    """A chart (`report.charts_of`) as an SVG element in the page's colors, and the place of its axes.
-
-    The place is `x`, the steps at the left and the right end, and `box`, the shares of the width at which these are.
-    """
+def svg(chart: dict[str, Any]) -> str:
+    """A chart (`report.charts_of`) as an SVG element in the page's colors."""
     import matplotlib
 
     with matplotlib.rc_context({**_STYLE, "svg.hashsalt": chart["id"]}):
-        figure = _figure(chart)
         buffer = io.StringIO()
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
-        ends = [float(end) for end in figure.axes[0].get_xlim()]
+        _figure(chart).savefig(buffer, format="svg", transparent=True, metadata=nothing)
     text = buffer.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.S)
     for color, variable in _VARIABLES.items():
         text = text.replace(color, variable)
-    return text, {"x": ends, "box": [_LEFT, _RIGHT]}
+    return text
 
 
 def png(chart: dict[str, Any]) -> bytes:

@@ -16,7 +16,7 @@ class Page(html.parser.HTMLParser):
         self.text, self.scripts = "", [""]
         self.feed(path.read_text())
         assert self.open == []
-        self.charts = {chart["title"]: chart for chart in json.loads(self.scripts[-2])}
+        self.charts = {chart["title"]: chart for chart in json.loads(self.scripts[-1])}
 
     def handle_starttag(self, tag, attrs) -> None:
         assert tag != "img" and not any(name in ("src", "href") for name, _ in attrs), "all is in the file"
