@@ -156,7 +156,7 @@ def said(advice: Advice, timeout_s: float) -> list[str]:
         return [f"recommended: no sites: one run over all hosts computes for {plain.computing:.1%} of the time on this "
                 "line, and synchronises every step"]  # fmt: skip
     if best is None:
-        return [f"no sync_every keeps a site computing for {goal} of the time with {forecast.GENTLE[-1]} or gentler: "
+        return [f"no sync_every keeps a site computing for {goal} of the time with {forecast.COMPRESS[-1]} or gentler: "
                 "the line is too slow for this model"]  # fmt: skip
     rule = (
         f"the gentlest compression with which sites compute for {goal} of the time and synchronise at least every "

@@ -29,8 +29,6 @@ class Format:
     """Seconds of one core for an element that is sent, the sender's decoding included (docs/networks.md, "Plan")."""
     decode_s: ClassVar[float]
     """The seconds for an element received from one site."""
-    gentle: ClassVar[bool] = True
-    """`sites plan` may recommend it; False if it loses most of a round's change."""
 
     def __init_subclass__(cls, *, name: str) -> None:
         super().__init_subclass__()
@@ -112,28 +110,6 @@ class Int4(Format, name="int4"):
         steps[:, ::2] = records[:, 4:] & 15
         steps[:, 1::2] = records[:, 4:] >> 4
         return _scale_of(records) * (steps - 8)
-
-
-class Sign(Format, name="sign"):
-    """The sign of each change, and the mean of a block's absolute changes."""
-
-    record = 4 + BLOCK // 8
-    encode_s, decode_s = 8e-9, 6.2e-9
-    gentle = False
-
-    @staticmethod
-    def pack(values: Array) -> Bytes:
-        import numpy as np
-
-        scale = np.abs(values).mean(axis=1, keepdims=True)
-        return np.concatenate([_to_bytes(scale), np.packbits(values < 0, axis=1)], axis=1)
-
-    @staticmethod
-    def unpack(records: Bytes) -> Array:
-        import numpy as np
-
-        scale = _scale_of(records)
-        return np.where(np.unpackbits(records[:, 4:], axis=1).astype(bool), -scale, scale)
 
 
 def _steps(values: Array, most: int) -> tuple[Array, Any]:

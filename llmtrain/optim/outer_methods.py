@@ -143,12 +143,19 @@ class Periodic(SitesConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Momentum(SitesConfig):
-    """A method whose outer step is one of SGD with Nesterov's momentum, in the form of torch.optim.SGD.
+class LocalSgd(Periodic, choice="local_sgd"):
+    """The mean of the sites' parameters."""  # S. Stich, arXiv 1805.09767
 
-    Its gradient is common - mean (DiLoCo: A. Douillard et al., arXiv 2311.08105, algorithm 1):
-        g = common - mean;  momentum <- beta momentum + g;  common <- common - lr (g + beta momentum)
-    """
+
+@dataclass(frozen=True, kw_only=True)
+class DiLoCo(Periodic, choice="diloco"):
+    """A step of SGD with Nesterov's momentum, whose gradient is the last common parameters minus the sites' mean."""
+
+    # In the form of torch.optim.SGD (A. Douillard et al., arXiv 2311.08105, algorithm 1):
+    # g = common - mean;  momentum <- beta momentum + g;  common <- common - lr (g + beta momentum)
+
+    outer_s = 22e-9
+    recommended = True
 
     outer_lr: float = bounded(0.7, POSITIVE, "0.7 is the default")
     """Learning rate of the outer step."""
@@ -170,19 +177,6 @@ class Momentum(SitesConfig):
             momentum[:] = beta * momentum.astype("f8") + gradient
             gradient += beta * momentum.astype("f8")
         common[:] = before - lr * gradient
-
-
-@dataclass(frozen=True, kw_only=True)
-class LocalSgd(Periodic, choice="local_sgd"):
-    """The mean of the sites' parameters."""  # S. Stich, arXiv 1805.09767
-
-
-@dataclass(frozen=True, kw_only=True)
-class DiLoCo(Periodic, Momentum, choice="diloco"):
-    """A step of SGD with Nesterov's momentum, whose gradient is the last common parameters minus the sites' mean."""
-
-    outer_s = 22e-9
-    recommended = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,13 +256,3 @@ class Async(Periodic, choice="async"):
     def waits_s(self, travel_s: float, step_s: float) -> float:
         meetings = 1 / self.meet_every
         return meetings * travel_s + (1 - meetings) * max(0.0, travel_s - self.overlap_steps * step_s)
-
-
-@dataclass(frozen=True, kw_only=True)
-class EveryStep(Momentum, choice="every_step"):
-    """The mean of what one optimizer step has changed, after each."""
-
-    outer_lr: float = bounded(1.0, POSITIVE, "1 is the default")
-    """Learning rate of the outer step; 1 takes the sites' mean."""
-    outer_momentum: float = bounded(0.0, BELOW_1, "0 is the default")
-    """Nesterov momentum of the outer step."""

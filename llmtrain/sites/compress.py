@@ -2,8 +2,7 @@
 
 What a site loses in a round it adds to its next difference (error feedback; F. Seide et al., "1-Bit Stochastic
 Gradient Descent", Interspeech 2014): after any number of rounds the sum of what was decoded differs from the true sum
-by the last round's loss alone. For sign that loss stays bounded because each record takes a fixed share out of the
-squared norm (S. P. Karimireddy et al., arXiv 1901.09847).
+by the last round's loss alone.
 """
 
 from __future__ import annotations

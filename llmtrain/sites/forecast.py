@@ -36,8 +36,7 @@ LONGEST = 100
 """Steps between two synchronisations up to which a gentler compression is preferred."""
 _MOST = 100_000
 COMPRESS = ("none", *FORMATS)
-GENTLE = ("none", *(name for name, each in FORMATS.items() if each.gentle))
-"""Formats that may be recommended, from the one that loses least."""
+"""Formats, from the one that loses least."""
 
 # Seconds of one core for an element, measured on 2.5 GHz x86-64: docs/networks.md, "Plan".
 _KEEP_S = 5.2e-9
@@ -230,10 +229,10 @@ def smallest(job: Job, line: Line, method: SitesConfig, compress: str, goal: flo
 def recommended(job: Job, line: Line, methods: Mapping[str, SitesConfig], goal: float = GOAL) -> Forecast | None:
     """The gentlest compression with which some method reaches the goal within LONGEST steps; of the methods the one
     that synchronises most often. Where none does so within LONGEST steps, int4 with whatever it takes."""
-    for compress in GENTLE:
+    for compress in COMPRESS:
         found = {way: smallest(job, line, each, compress, goal) for way, each in methods.items() if each.recommended}
         steps, way = min((each or math.inf, way) for way, each in found.items())
-        if steps <= LONGEST or (compress == GENTLE[-1] and steps < math.inf):
+        if steps <= LONGEST or (compress == COMPRESS[-1] and steps < math.inf):
             return with_sites(job, line, methods[way].synchronising(int(steps)), compress)
     return None
 

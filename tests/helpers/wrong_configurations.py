@@ -972,7 +972,7 @@ CASES = [
     ),
     Wrong(
         "an outer step of sites that take the mean",
-        ("sites.outer_lr = 0.5", "belongs to sites.method diloco, streaming or every_step", "remove it, or set"),
+        ("sites.outer_lr = 0.5", "belongs to sites.method diloco or streaming", "remove it, or set"),
         {"sites": {"name": "a", "coordinator": "h:1", "method": "local_sgd", "outer_lr": 0.5}},
     ),
     Wrong(

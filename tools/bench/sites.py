@@ -10,7 +10,7 @@ of all sites together; a word like `diloco:sites.sync_every=50` sets further key
 A step takes at least `--pace-s` seconds, its CPU time included, so that sites that share this machine's cores do not
 wait for each other: the share of computing is that time over the time from the first step's end to the last's. Bytes
 are what the switch took from a host in between, headers included. The last two columns are what `llmtrain sites plan`
-predicts for both, given the median step (of `ddp` and `every_step`: `--pace-s`). A row of `ddp` has fewer steps over
+predicts for both, given the median step (of `ddp`: `--pace-s`). A row of `ddp` has fewer steps over
 the network (`--ddp-steps`), in bf16, as its gradients then travel; and the loss of the same steps in one process, in
 fp32 as of all other ways.
 
@@ -280,8 +280,7 @@ def _of_seed(
     method: str, keys: list[str], options: argparse.Namespace, folder: Path, name: str, seed: int
 ) -> tuple[float, float, float, float, float]:
     """A run a site: (bytes and seconds of a step, both as planned, loss)."""
-    equal = [] if method == "every_step" else ["--sites.pace", "equal"]  # as many tokens in each way
-    chosen = ["--sites.method", method, *equal, *keys]
+    chosen = ["--sites.method", method, "--sites.pace", "equal", *keys]  # as many tokens in each way
     with shaped(options, folder) as lab:
         address = f"{lab.hosts[0].address}:{PORT}"
         command = [sys.executable, "-m", "llmtrain", "sites", "coordinator", "--bind", address]
@@ -300,8 +299,7 @@ def _of_seed(
         finally:
             coordinator.kill()
             coordinator.wait()
-    alone_s = options.pace_s if method == "every_step" else usual_s
-    told = planned(homes[0], chosen, options, steps=options.steps, step_s=alone_s)
+    told = planned(homes[0], chosen, options, steps=options.steps, step_s=usual_s)
     return sent, step_s, *told, loss_of(homes[0] / "run")
 
 

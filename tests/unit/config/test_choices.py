@@ -59,7 +59,7 @@ def test_there_are_fields_to_refuse() -> None:
     assert {("optim", "adamw", "muon_lr"), ("optim", "lion", "eps")} <= set(FOREIGN)
     assert {("objective", "next_token", "beta"), ("objective", "simpo", "reference")} <= set(FOREIGN)
     assert {("sites", "diloco", "fragments"), ("sites", "diloco", "meet_every")} <= set(FOREIGN)
-    assert {("sites", "every_step", "sync_every"), ("sites", "async", "outer_lr")} <= set(FOREIGN)
+    assert {("sites", "local_sgd", "outer_lr"), ("sites", "async", "outer_lr")} <= set(FOREIGN)
 
 
 SWITCHED = [each for each in FOREIGN if each in {("optim", "adamw", "muon_lr"), ("sites", "diloco", "fragments")}]
@@ -137,7 +137,7 @@ EARLIER: dict[str, dict[str, Any]] = {
     "sites": {
         "name": None,
         "coordinator": None,
-        "method": "every_step",
+        "method": "diloco",
         "sync_every": 100,
         "pace": "measured",
         "outer_lr": None,

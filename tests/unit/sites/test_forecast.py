@@ -22,7 +22,7 @@ from llmtrain.commands import doctor
 from llmtrain.commands import sites as command
 from llmtrain.commands.sites import main
 from llmtrain.optim.message_formats import FORMATS
-from llmtrain.optim.outer_methods import Async, DiLoCo, EveryStep, LocalSgd, SitesConfig, Streaming
+from llmtrain.optim.outer_methods import Async, DiLoCo, LocalSgd, SitesConfig, Streaming
 from llmtrain.sites import forecast as plan
 from llmtrain.sites.forecast import Job, Line, measured
 from tests.helpers.launching import free_port
@@ -61,7 +61,6 @@ def settings_of(way: str, **given: Any) -> SitesConfig:
 @pytest.mark.parametrize("compress", plan.COMPRESS)
 def test_bytes_are_those_of_the_rounds_that_a_run_has(way: str, compress: str) -> None:
     """Counted round by round, as Site.after_update does them; the last step's is of all fragments."""
-    every = 1 if way == "every_step" else 20
     parts = JOB.fragments if way == "streaming" else (sum(JOB.fragments),)
     form = FORMATS.get(compress)
     size = [4 * part if form is None else -(-part // 256) * form.record for part in parts]
@@ -69,7 +68,7 @@ def test_bytes_are_those_of_the_rounds_that_a_run_has(way: str, compress: str) -
     for step in range(1, 61):
         if step == 60:
             sent += sum(size)
-        elif step % (every // len(parts)) == 0:
+        elif step % (20 // len(parts)) == 0:
             sent, turn = sent + size[turn % len(parts)], turn + 1
     found = plan.with_sites(JOB, LINE, settings_of(way, sync_every=20), compress)
     # The formula takes the mean of the fragments for rounds that do not go round: at most 3 of their sizes are off.
@@ -116,7 +115,7 @@ def test_wall_time_is_the_steps_the_waiting_and_the_last_round() -> None:
     assert found.wait_s == pytest.approx(found.round_s / 60)
 
 
-@pytest.mark.parametrize("way", [way for way in METHODS if way != "every_step"])
+@pytest.mark.parametrize("way", METHODS)
 def test_the_smallest_sync_every_reaches_the_goal_and_the_next_smaller_does_not(way: str) -> None:
     job, line = replace(JOB, steps=None), Line(rate=2e5, rtt_s=0.1)
     method, unit = settings_of(way), 4 if way == "streaming" else 1
@@ -124,11 +123,6 @@ def test_the_smallest_sync_every_reaches_the_goal_and_the_next_smaller_does_not(
     assert steps is not None and steps % unit == 0
     assert plan.with_sites(job, line, method.synchronising(steps), "int8").computing >= plan.GOAL
     assert plan.with_sites(job, line, method.synchronising(steps - unit), "int8").computing < plan.GOAL
-
-
-def test_every_step_synchronises_after_each_or_does_not_reach_the_goal() -> None:
-    assert plan.smallest(JOB, Line(rate=2e5, rtt_s=0.1), EveryStep(), "int8") is None
-    assert plan.smallest(JOB, Line(rate=1e12, rtt_s=1e-7), EveryStep(), "none", goal=0.1) == 1
 
 
 def test_streaming_leaves_each_fragment_more_steps_than_it_travels() -> None:
@@ -143,8 +137,8 @@ def test_the_recommendation_is_the_gentlest_that_synchronises_often_enough() -> 
     for rate in (12.5e6, 3e5, 1.5e5, 1e4):
         best = plan.recommended(JOB, Line(rate=rate, rtt_s=0.05), METHODS)
         assert best is not None and best.computing >= plan.GOAL
-        seen.append(plan.GENTLE.index(best.compress))
-        for gentler in plan.GENTLE[: seen[-1]]:
+        seen.append(plan.COMPRESS.index(best.compress))
+        for gentler in plan.COMPRESS[: seen[-1]]:
             least = [plan.smallest(JOB, Line(rate=rate, rtt_s=0.05), METHODS[way], gentler)
                      for way in ("diloco", "streaming")]  # fmt: skip
             assert min(each or math.inf for each in least) > plan.LONGEST

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from llmtrain.optim.outer_methods import DiLoCo, EveryStep, LocalSgd
+from llmtrain.optim.outer_methods import DiLoCo, LocalSgd
 from llmtrain.sites.outer import LARGEST, outer_step, outsized, squared_distance
 
 
@@ -31,12 +31,12 @@ def test_an_outer_step_of_one_site_alone_changes_no_bit() -> None:
     rng = np.random.default_rng(0)
     anchor = (rng.normal(size=4096) * 10.0 ** rng.integers(-30, 30, 4096)).astype(np.float32)
     values = (rng.normal(size=4096) * 10.0 ** rng.integers(-30, 30, 4096)).astype(np.float32)
-    for method in (LocalSgd(), EveryStep(), DiLoCo(outer_lr=1.0, outer_momentum=0.0)):
+    for method in (LocalSgd(), DiLoCo(outer_lr=1.0, outer_momentum=0.0)):
         after, _ = outer_step(method, anchor, np.zeros_like(anchor), {"a": values}, {"a": 7.0})
         assert after.tobytes() == values.tobytes()
 
 
-def test_averaging_every_step_of_sgd_is_synchronous_sgd() -> None:
+def test_averaging_each_step_of_sgd_is_synchronous_sgd() -> None:
     """Each site a gradient step on its half of the batch: the mean is a step on the mean of the gradients."""
     torch.manual_seed(0)
     inputs, targets = torch.randn(8, 4), torch.randn(8)
@@ -49,7 +49,7 @@ def test_averaging_every_step_of_sgd_is_synchronous_sgd() -> None:
 
     found = {"a": stepped(slice(0, 4)), "b": stepped(slice(4, 8))}
     zero = np.zeros(4, np.float32)
-    mean, _ = outer_step(EveryStep(), start.numpy(), zero, found, {"a": 1, "b": 1})
+    mean, _ = outer_step(LocalSgd(), start.numpy(), zero, found, {"a": 1, "b": 1})
     assert np.abs(mean - stepped(slice(0, 8))).max() < 1e-6
 
 

@@ -347,7 +347,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "diloco": {"sync_every": 4},
     "streaming": {"sync_every": 8, "fragments": 2, "overlap_steps": 1},
     "async": {"sync_every": 2, "meet_every": 2, "overlap_steps": 0},
-    "every_step": {},
 }
 
 
