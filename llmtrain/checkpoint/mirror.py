@@ -88,12 +88,10 @@ class Mirrored:
         upload or a deletion that ended early."""
         files = {(step, name) for step, name, _ in self._files()}
         others = sorted({step for step, _ in files}.difference(complete))
-        return [step for step in others if (step, MANIFEST) in files or self._has(_name(step, MANIFEST))]
-
-    def _has(self, name: str) -> bool:
-        with contextlib.suppress(FileNotFoundError):
-            return bool(self.store.stat(name))
-        return False
+        for step in others:
+            with contextlib.suppress(FileNotFoundError):
+                files |= {(step, MANIFEST)} if self.store.stat(_name(step, MANIFEST)) else set()
+        return [step for step in others if (step, MANIFEST) in files]
 
     def run(self, step: int) -> str | None:
         """Id of the run that wrote a checkpoint."""
