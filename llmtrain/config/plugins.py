@@ -228,10 +228,8 @@ def _check_fields(cls: type, word: str) -> None:
 
 
 def check_methods(cls: type, given: str) -> None:
-    """Check that llmtrain calls each public method of a user's class, with arguments that it takes.
-
-    given: the source of the class, for the message. Raises ConfigError, also where a method is missing.
-    """
+    """Refuse a user's class, from `given`, with a public method that nothing calls or calls otherwise, or without one
+    that it needs. Raises ConfigError."""
     ours = next(base for base in cls.__mro__ if base.__module__.startswith("llmtrain.")
                 and not _within(base, _modules))  # fmt: skip
     theirs = cls.__mro__[: cls.__mro__.index(ours)]

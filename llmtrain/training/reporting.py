@@ -154,6 +154,8 @@ class Evaluation(Part):
             row["eval/mean/loss"] = weighted / sum(mean.values())
         if row:
             self._tracker.log({"step": position.step, **row})
+        if lost := [key for key, value in row.items() if math.isnan(value)]:
+            log.warn(f"step {position.step}: {', '.join(lost)}: not a number (NaN), which is never the best")
         self._last = (position.step, row)
         if self._best is not None or self._patience is not None:
             self._decide(position.step, from_rank_0(self._setup.ranks, lambda: row))  # one decision

@@ -113,6 +113,7 @@ def test_what_cannot_be_measured_is_refused_where_that_is_known(played: Path) ->
 def test_a_figure_of_nothing_is_nan_and_never_the_best(played: Path) -> None:
     """Of data whose rows nobody has looked at before, such as those in an object store."""
     text = said(played, "nan")
+    assert "eval/m/perplexity, eval/m/bits_per_byte: not a number (NaN), which is never the best" in text
     measured = [row for row in rows(played / "nan") if "eval/m/loss" in row]
     assert {row[f"eval/m/{name}"] for row in measured for name in ("loss", "perplexity", "bits_per_byte")} == {"NaN"}
     assert "has not become better in 2 evaluations (none was finite" in text
