@@ -127,10 +127,10 @@ def run(words: list[str] | None = None) -> NoReturn:
 
 
 def _share_the_cores() -> None:
-    """Make OpenMP's threads sleep while they wait, and as many as this rank has cores, unless the user says otherwise.
+    """Start one OpenMP thread per core of this rank, and let waiting threads sleep, unless the user has set either.
 
-    By default they spin: 20 steps of the quickstart beside other work took 25 s of CPU time, and 9 s with threads that
-    sleep. The library reads both variables when torch is loaded.
+    By default waiting threads spin: 20 steps of the quickstart next to other work took 26 s of CPU time, and 8 s with
+    sleeping threads. OpenMP reads both variables when torch is loaded.
     """
     from llmtrain.config.topology import cores_of_a_rank
 

@@ -410,7 +410,7 @@ def as_of(step: int, now: dict[str, Any]) -> dict[str, Any]:
 
 def refuse_other_model(saved: dict[str, Any], now: dict[str, Any], folder: Path, *, weights_only: bool,
                        meant: bool) -> list[str]:  # fmt: skip
-    """Compare what decides what weights mean in two trainer states: configurations of model and teacher, the tokenizer.
+    """Compare the model, teacher and tokenizer of two trainer states, which give the same weights another meaning.
 
     `meant`: the run wants another meaning (resume_model: new), which a line tells. Raises CheckpointError."""
     found = other_meaning(saved.get("model_config"), now.get("model_config"))
@@ -433,10 +433,9 @@ def refuse_other_model(saved: dict[str, Any], now: dict[str, Any], folder: Path,
 def refuse_other_run(
     saved: dict[str, Any], now: dict[str, Any], folder: Path, *, other_data: bool = False
 ) -> list[str]:
-    """Refuse what else cannot travel into this run, by name. Returns what the checkpoint does not tell.
+    """Refuse a checkpoint of another optimizer, vocabulary or data. Returns a note if the checkpoint names no data.
 
-    `saved`, `now`: trainer states; that of this run at the checkpoint's step (`as_of`).
-
+    `saved`, `now`: trainer states; `now` is `as_of` the checkpoint's step.
     `other_data`: the run goes on with other data, of the same tokenizer.
 
     Raises:

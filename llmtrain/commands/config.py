@@ -203,7 +203,7 @@ def summary(resolved: ResolvedRun, facts: ModelFacts | None = None) -> str:
 
 
 def _optimizer(resolved: ResolvedRun) -> str:
-    """The values that may stand in either file or in none, by their origin."""
+    """List the optimizer's values by their origin: the YAML, the JSON, or a default."""
     found: dict[str, list[str]] = {}
     for key in SHARED:
         section, name = key.split(".")

@@ -179,7 +179,7 @@ _NO_SECTION = "remove the scheduler section: the YAML's schedule decides anyway"
 _SCHEDULERS = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 _AUTO = {"WarmupLR": ("a constant rate", None), "WarmupDecayLR": ("a line to 0", 0),
          "WarmupCosineLR": ("half a cosine to 0.0001 of the rate", 1e-4)}  # fmt: skip
-"""What follows the warm-up where every parameter is "auto", and the min_ratio that it has."""
+"""HF Trainer's shape after the warm-up if all parameters are "auto", and our min_ratio for the shape."""
 _SCHEDULER_DEFAULTS: dict[str, dict[str, Any]] = {  # deepspeed/runtime/lr_schedules.py
     "WarmupLR": {"warmup_min_lr": 0, "warmup_num_steps": 1000, "warmup_type": "log"},
     "WarmupDecayLR": {"warmup_min_lr": 0, "warmup_max_lr": 1e-3, "warmup_num_steps": 1000, "warmup_type": "log"},

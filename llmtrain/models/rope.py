@@ -20,8 +20,8 @@ _EXTENDS = ("llama3", "yarn", "longrope")
 
 
 def turns(plan: Iterable[tuple[Mapping[str, Any], int]]) -> list[tuple[Mapping[str, Any], int]]:
-    """Return the changes that stages make. A run that goes on repeats all: each begins with the length that an earlier
-    change has left. `plan`: (fields, tokens of a sequence) of each stage."""
+    """Return the RoPE changes of the stages. A resumed run repeats all, since each change starts from the length after
+    the one before. `plan`: (fields, tokens of a sequence) of each stage."""
     return [change for change, _ in groupby(stage for stage in plan if stage[0])]
 
 

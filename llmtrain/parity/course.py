@@ -1,5 +1,5 @@
-"""The course of a run, as docs/stages.md and docs/training.md have it, against what the objects of a run say of each
-step, from its beginning and after resumes. Nothing is trained."""
+"""Compares data, batch, length, rate and RoPE of each step in a run's own objects with the sentences of docs/stages.md
+and docs/training.md, from the beginning and after resumes. Nothing is trained."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from llmtrain.training.stage_borders import StageBorders
 from llmtrain.training.step import Position
 
 _EACH, _RESUMES = 100_000, 25
-"""Steps that are looked at, of a longer run those about its borders and so many others; resumes that are tried."""
+"""Steps to compare (a longer run: those next to a border, and a sample); resumes to try."""
 _LEFT_OUT = "        not trained here: stages, evaluation, saving and resume, sequences beyond the first 48 of the data"
 _NAMES = ("data of stage", "sequence", "batch", "length", "rate", "rope")
 
@@ -59,7 +59,7 @@ def compare_course(user: Wanted, worlds: Sequence[int]) -> tuple[list[str], bool
 
 
 def _other(got: tuple[Any, ...], right: tuple[Any, ...], step: int, first: int) -> str:
-    """What differs, in words."""
+    """Return the first difference as text, empty if there is none."""
     for name, mine, want in zip(_NAMES, got, right, strict=True):
         if mine != want and not (name == "rate" and math.isclose(mine, want, rel_tol=1e-9, abs_tol=1e-12)):
             since = f", resumed at {first}" if first else ""
@@ -91,8 +91,8 @@ def _plan(run: RunConfig, resolved: ResolvedRun) -> list[Any]:
 
 
 def _by_definition(plan: list[Any], step: int, end: int | None) -> tuple[Any, ...]:
-    """What a step trains, which the steps done before it name. Data that had an earlier stage goes on where that one
-    left it; a schedule ends where the next one begins, or with the run."""
+    """Compute a step from the stages alone. Data from an earlier stage continues where the stage ended; a schedule ends
+    where the next schedule begins, or with the run."""
     parts = [part for part in plan if part.first <= step]
     spans, part = pairwise([*parts, SimpleNamespace(first=step)]), parts[-1]
     read = sum((after.first - each.first) * each.batch for each, after in spans if each.data == part.data)
@@ -110,14 +110,14 @@ class _NotingBorders(StageBorders):
 
 
 def _course(resolved: ResolvedRun) -> Course:
-    """Without data, of which its identity alone counts."""
+    """Return a course whose data sets have an identity and no content."""
     sharing = [resolved.stages.sharing(number)[0] for number in range(len(resolved.stages))]
     sets: Any = {first: SimpleNamespace(number=first, fingerprint=str(first)) for first in sharing}
     return Course(resolved.stages, [sets[first] for first in sharing])
 
 
 def _by_the_run(resolved: ResolvedRun, course: Course, steps: list[int]) -> Iterator[tuple[Any, ...]]:
-    """What the objects of a launch that begins at the first of these steps say of each."""
+    """Yield each step as the objects of a launch from the first step compute it."""
     setup: Any = SimpleNamespace(course=course, engine=SimpleNamespace(module=None), resolved=resolved)
     tracker: Any = SimpleNamespace(event=lambda *_, **__: None)
     borders, before = _NotingBorders(setup, tracker, setup), None

@@ -49,7 +49,7 @@ class Checked:
     teachers: list[str] = field(default_factory=list)
     """Hashes of the weights behind the teacher's columns, each once."""
     teacher_config: dict[str, Any] | None = None
-    """Configuration of the teacher; None: no teacher, or columns that do not tell."""
+    """Configuration of the teacher; None: no teacher, or columns without a configuration."""
     sets: dict[str, EvalSet] = field(default_factory=dict)
     """The sets of the section `eval`, by name, with the same columns."""
     choices: dict[str, ChoiceSet] = field(default_factory=dict)

@@ -37,8 +37,8 @@ def calling(key: str, method: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _bounded() -> Iterator[None]:
-    """Where no watch would end a method that does not return, it gets a TimeoutError after `fault.stall_timeout_s`
-    without progress, or as soon as it is in Python."""
+    """Raise TimeoutError in a plugin's method after `fault.stall_timeout_s` without progress, if no watch runs. C code
+    gets the error when it returns to Python."""
     limit_s = rank_side.alone_s
     main = threading.current_thread() is threading.main_thread()
     if limit_s is None or not main or signal.getitimer(signal.ITIMER_REAL)[0]:  # within another method, or a test
