@@ -157,7 +157,7 @@ class HostRanks:
             if time.monotonic() > deadline or (now == sizes and not silent):
                 return silent
             sizes = now
-            time.sleep(0.05)
+            time.sleep(0.1)
 
     def _ask_for_records(self) -> None:
         wanted = [
