@@ -101,11 +101,11 @@ class Saving(Part):
         self._report(self._saver.advance(done.agreed.save_ended, done.agreed.save_failed))
         if self._mirror is not None:
             self._mirror.listen()
-        if done.agreed.save and any(asked := from_all(self._ranks, self._signalled)):
-            seat = self._ranks.seats[asked.index(True)]
-            log.info(f"step {done.position.step} is saved: rank {seat.rank} on {seat.host} was sent SIGUSR1")
         if self.is_due(done):
             with self._speed.checkpoint_stall(), heart.during("save"):
+                if done.agreed.save and any(asked := from_all(self._ranks, self._signalled)):
+                    seat = self._ranks.seats[asked.index(True)]
+                    log.info(f"step {done.position.step} is saved: rank {seat.rank} on {seat.host} was sent SIGUSR1")
                 self.save(done.position)
         if not done.last and self._failed_in_a_row >= self._max_failed:
             self._end_unsaved(done.position)
