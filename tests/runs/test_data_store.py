@@ -49,7 +49,7 @@ def trained(where: Path, data: str, *more: str, before: Callable[[int], None] | 
 
 def own_cache(folder: Path, rank: int) -> None:
     """Give a rank a user's cache folder of its own."""
-    os.environ["XDG_CACHE_HOME"] = str(folder / f"host-{rank}")
+    os.environ["LLMTRAIN_CACHE"] = str(folder / f"host-{rank}/llmtrain")
 
 
 def test_losses_do_not_depend_on_where_the_data_lies(folder: Path, tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_each_host_has_a_cache_of_its_own(small_data: str, tmp_path: Path, monke
 
     assert trained(tmp_path / "url", url, before=partial(own_cache, tmp_path)) == wanted
     assert all(list((tmp_path / f"host-{rank}").glob("llmtrain/data/*/manifest.json")) for rank in (0, 1))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "host-2"))
+    monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path / "host-2"))
     found = list(Where(url, tmp_path / "url" / "run").at_step(3, None))
     assert found[1:] == list(Where(folder, tmp_path / "folder" / "run").at_step(3, None))[1:] and len(found) > 8
 
