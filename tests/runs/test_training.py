@@ -210,7 +210,7 @@ def test_other_data_optimizer_and_vocabulary_are_refused_by_name(undisturbed, sm
         (("--data.seed", "5"), "data_fingerprint"),
         (("--optim.name", "muon"), "optimizer"),
         (("--model.config.vocab_size", "640"), "vocab_size"),
-        (("--model.config.intermediate_size", "96"), "mlp.gate_proj.weight has shape [64, 32] there"),
+        (("--model.config.intermediate_size", "96"), "intermediate_size: 64 -> 96"),
     ):
         code, output = forked.finish(recipe, *common, *override, world_size=1)
         assert code == 2 and word in output and "Traceback" not in output, output
