@@ -410,7 +410,7 @@ def as_of(step: int, now: dict[str, Any]) -> dict[str, Any]:
 
 def refuse_other_model(saved: dict[str, Any], now: dict[str, Any], folder: Path, *, weights_only: bool,
                        meant: bool) -> list[str]:  # fmt: skip
-    """Compare the model, teacher and tokenizer of two trainer states, which give the same weights another meaning.
+    """Compare what gives the weights of two trainer states a meaning: model, teacher and tokenizer.
 
     `meant`: the run wants another meaning (resume_model: new), which a line tells. Raises CheckpointError."""
     found = other_meaning(saved.get("model_config"), now.get("model_config"))

@@ -65,8 +65,8 @@ def other_scale(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
 
 
 def refuse_other_base(mark: Path, config: Any) -> None:
-    """Refuse an adapter beside a model whose configuration has changed since the training. `mark`: the record that
-    llmtrain writes into a PEFT folder. Raises ModelError."""
+    """Refuse an adapter beside a model whose configuration has changed since the training. `mark`: llmtrain's record in
+    a PEFT folder. Raises ModelError."""
     told = None
     with contextlib.suppress(OSError, ValueError, AttributeError):
         told = untrusted.loads(mark.read_bytes(), infinite=True).get("model_config")

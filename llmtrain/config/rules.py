@@ -246,7 +246,7 @@ def unused(run: RunConfig, given: Iterable[str]) -> list[str]:
 
 
 _PASSWORD = re.compile(r"://[^/\s@]*:[^/\s@]+@")
-"""Of a URL: USER:PASSWORD@."""
+"""Matches USER:PASSWORD@ in a URL."""
 
 
 def _check_each_value(run: RunConfig, flat: dict[str, Any], places: Places, problems: Problems) -> None:

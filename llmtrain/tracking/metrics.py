@@ -153,7 +153,7 @@ def metric_of(key: str) -> Metric | None:
 
 
 def mode_of(metric: str) -> Literal["min", "max"] | None:
-    """Tell the direction in which a figure is better; None: its name tells none."""
+    """Return the direction in which a figure improves; None: unknown by its name."""
     last = metric.rpartition("/")[2]
     if last in ("perplexity", "bits_per_byte", "divergence") or last.endswith("loss"):
         return "min"

@@ -64,7 +64,7 @@ class Run:
     batches: Sequence[int]
     """Sequences per optimizer step, of each stage of its data: a restart on fewer hosts keeps them."""
     resolve: Callable[[Sequence[str], int], Sequence[int]]
-    """Return the batches of a command line on so many ranks. Raises ConfigError where these have no answer."""
+    """Return the batches of a command line on so many ranks. Raises ConfigError: the run is not valid on them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -75,7 +75,7 @@ class Layout(ABC):
     names: ClassVar[tuple[str, ...]]
     """Endings of the files with the ids."""
     index: ClassVar[str] = ""
-    """Ending of a file's index, in place of the file's own; empty: there is none."""
+    """The ending that an index has in place of its file's; empty: the format has no index."""
 
     @classmethod
     def index_of(cls, path: str) -> str:

@@ -93,7 +93,7 @@ class OneNormZero(DeepSpeedZeroOptimizer):
     def _get_compact_grad_partition_slice(
         self, group_idx: int, partition_id: int, param_id: int, num_elements: int
     ) -> Tensor | bool | None:
-        """Where a reduced gradient is added to fp32 sums; False: nowhere, for Muon's matrices, which have none.
+        """Return the fp32 sums for a reduced gradient; False for a matrix of Muon, whose gradient has no sums.
 
         DeepSpeed has None for them, joins them to the neighbour before them in the bucket, and then forgets its sums:
         most norms and biases of a run never trained.
