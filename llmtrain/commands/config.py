@@ -14,7 +14,7 @@ from llmtrain.base.choice import either
 from llmtrain.base.errors import ConfigError
 from llmtrain.commands import completion
 from llmtrain.config import strict_yaml
-from llmtrain.config.join import SHARED
+from llmtrain.config.deepspeed.join import SHARED
 from llmtrain.config.load import COMMAND_LINE, Parsed, configs_in, parse, plugins_of, run_words
 from llmtrain.config.pinned import with_base
 from llmtrain.config.problems import closest, show, stop

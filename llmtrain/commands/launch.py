@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import replace
 
+from llmtrain.base.devices import name_cpu
 from llmtrain.base.errors import ConfigError
 from llmtrain.base.files import refuse_if_in_use
 from llmtrain.cluster.hosts.hostfile import Host, is_alone, on_visible_devices, read_hostfile, select, this_machine
@@ -17,7 +18,6 @@ from llmtrain.cluster.launch.launchers import launcher_of
 from llmtrain.cluster.launch.plan import Options, Run, describe, make_plan
 from llmtrain.commands import completion
 from llmtrain.config import plugins
-from llmtrain.config.deepspeed import name_cpu
 from llmtrain.config.load import command_words, configs_in, load, run_words
 from llmtrain.config.rules import refuse_if_preempted
 from llmtrain.config.run import ResolvedRun

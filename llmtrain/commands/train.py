@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llmtrain.base.devices import let_segments_grow
 from llmtrain.base.files import refuse_if_in_use
 from llmtrain.cluster import messages
 from llmtrain.cluster.watch import rank_side
 from llmtrain.commands import completion
 from llmtrain.config import plugins
-from llmtrain.config.deepspeed import let_segments_grow
 from llmtrain.config.load import load
 from llmtrain.config.pinned import with_base
 from llmtrain.config.rules import has_checkpoints, refuse_if_preempted

@@ -28,9 +28,9 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
 from llmtrain.base import untrusted
 from llmtrain.base.choice import Choice, Entry
-from llmtrain.config import ds_keys, plugins, rules, strict_yaml
-from llmtrain.config.ds_keys import KEYS
-from llmtrain.config.join import SHARED, optimizer_in
+from llmtrain.config import plugins, rules, strict_yaml
+from llmtrain.config.deepspeed.join import SHARED, optimizer_in
+from llmtrain.config.deepspeed.keys import KEYS
 from llmtrain.config.problems import Places, Problems, Within, closest, show, stop
 from llmtrain.config.resolve import resolve
 from llmtrain.config.run import DataConfig, ResolvedRun, RunConfig
@@ -504,7 +504,7 @@ def _read(path: str) -> tuple[dict[str, Any], dict[str, str]]:
     if not isinstance(tree, dict):
         raise stop("--config", show(tree), "a run is a map of sections", "write `deepspeed: ...`, `model: ...`", path)
     known = {key.partition(".")[0] for key in schema()}
-    if tree.keys() & ds_keys.KEYS.keys() and not tree.keys() & known:
+    if tree.keys() & KEYS.keys() and not tree.keys() & known:
         rule = "looks like a DeepSpeed JSON, and not like a run's YAML"
         raise stop("--config", path, rule, f"give the run's YAML first: RUN.yaml --deepspeed {path}")
     return tree, {key: f"{path}, line {line}" for key, line in document.lines.items()}

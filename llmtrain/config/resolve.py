@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from llmtrain.config import ds_json, rules
+from llmtrain.config import rules
 from llmtrain.config.batch import Batch, solve
-from llmtrain.config.deepspeed import DEGREE_KEYS, exact_dict, read_facts
+from llmtrain.config.deepspeed.join import DEGREE_KEYS, SHARED, check_scheduler, exact_dict, join_values, read_facts
+from llmtrain.config.deepspeed.read import checked
 from llmtrain.config.evaluation import filled
-from llmtrain.config.join import SHARED, check_scheduler, join_values
 from llmtrain.config.problems import Places, Problems
 from llmtrain.config.rules import check_adapter_form, check_balance
 from llmtrain.config.run import ResolvedRun, RunConfig, TrainConfig
@@ -39,7 +39,7 @@ def resolve(
     written = tuple(places)
     path = run.deepspeed
     problems = Problems()
-    tree, ignored = ds_json.checked(path)
+    tree, ignored = checked(path)
     run, optim, origin = join_values(run, tree, places, problems)
     places = {**places, **origin}
     rules.check_values(run, places, problems)

@@ -1,7 +1,7 @@
 """The run's YAML as frozen dataclasses. A field's docstring is its help text and carries its unit.
 
 A field whose default is None and whose docstring says "or from the JSON" has one more place where it may
-stand: the DeepSpeed JSON. `config/join.py` joins the two; a `ResolvedRun` has the result, where nothing is None.
+stand: the DeepSpeed JSON. `config/deepspeed/join.py` joins the two; a `ResolvedRun` has the result, without None.
 Nothing here imports torch, and no field can name code (no callables, no class paths).
 """
 

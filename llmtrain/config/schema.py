@@ -19,7 +19,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from llmtrain.base import choice
 from llmtrain.base.choice import Bound, Choice, default_of
-from llmtrain.config import ds_keys, topology
+from llmtrain.config import topology
+from llmtrain.config.deepspeed import keys
 from llmtrain.config.problems import show
 from llmtrain.config.run import RunConfig
 
@@ -240,7 +241,7 @@ def _metrics() -> str:
 
 PAGES: dict[str, Callable[[], str]] = {
     "configuration.md": markdown,
-    "deepspeed.md": ds_keys.markdown,
+    "deepspeed.md": keys.markdown,
     "parallelism.md": topology.markdown,
     "posttraining.md": _combinations,
     "tracking.md": _metrics,

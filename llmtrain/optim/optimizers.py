@@ -27,7 +27,7 @@ class Refusal:
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer(Choice, section="optim"):
-    """The optimizer. Fields that may stand in the JSON are None until `config/join.py` has joined the two."""
+    """The optimizer. Fields that may stand in the JSON are None until `config/deepspeed/join.py` has joined the two."""
 
     title: ClassVar[str] = "optimizer of a plugin"
     """Its name in sentences."""

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.base.errors import ConfigError
-from llmtrain.config import ds_json
-from llmtrain.config.deepspeed import DEGREE_KEYS, read_facts
-from llmtrain.config.join import join_values
+from llmtrain.config.deepspeed.join import DEGREE_KEYS, join_values, read_facts
+from llmtrain.config.deepspeed.read import checked
 from llmtrain.config.problems import Places, Problems
 from llmtrain.config.resolve import resolve
 from llmtrain.config.run import (
@@ -72,7 +71,7 @@ class Wanted:
 def wanted(run: RunConfig, places: Places) -> Wanted:
     """Read the run's JSON and join it. Raises ConfigError."""
     problems = Problems()
-    tree, _ = ds_json.checked(run.deepspeed)
+    tree, _ = checked(run.deepspeed)
     run, optim, _ = join_values(run, tree, places, problems)
     facts = read_facts(tree, run.deepspeed, run, optim, problems)
     problems.raise_if_any()

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmtrain.base import units
+from llmtrain.base.devices import name_cpu
 from llmtrain.base.errors import ConfigError, DataError, ModelError
 from llmtrain.config import plugins
-from llmtrain.config.deepspeed import deep_check, name_cpu
+from llmtrain.config.deepspeed.read import deep_check
 from llmtrain.config.rules import starts_from_model
 from llmtrain.config.run import ResolvedRun, RunConfig
 from llmtrain.config.stages import Stage, Stages

@@ -22,7 +22,7 @@ from llmtrain.cluster import messages
 from llmtrain.cluster.watch import rank_side
 from llmtrain.cluster.watch.heartbeat import count_collectives, heart
 from llmtrain.config.batch import Batch
-from llmtrain.config.deepspeed import FP32_BY_AUTO
+from llmtrain.config.deepspeed.join import FP32_BY_AUTO
 from llmtrain.config.plugins import hashes, place_of
 from llmtrain.config.run import RunConfig
 from llmtrain.config.strict_yaml import dump

@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
-from llmtrain.config.deepspeed import DEGREE_KEYS
-from llmtrain.config.ds_json import lookup
+from llmtrain.config.deepspeed.join import DEGREE_KEYS
+from llmtrain.config.deepspeed.read import lookup
 from tests.helpers.prepared import write_prepared
 
 RUN: dict[str, Any] = {

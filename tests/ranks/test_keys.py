@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM
 from llmtrain.checkpoint.hf.exporting import export_hf
 from llmtrain.checkpoint.load import load_checkpoint
 from llmtrain.checkpoint.reader import CheckpointReader
-from llmtrain.config import ds_keys
-from llmtrain.config.ds_json import lookup
+from llmtrain.config.deepspeed import keys as ds_keys
+from llmtrain.config.deepspeed.read import lookup
 from tests.helpers.config_workplace import merged
 from tests.helpers.families import FAMILIES
 from tests.helpers.processors import on_device
@@ -380,7 +380,9 @@ def compare(pools, data: str, place: Path, cell: Cell) -> tuple[float, ...]:
 def test_every_accepted_key_is_in_a_cell_at_every_stage():
     """Only cells that every run of the tests has count, not the slow ones."""
     proved = frozenset().union(*(CELLS[index].proves for index in FIRST))
-    assert not (missing := sorted(needed() - proved)), f"classify in config/ds_keys.py, or set in a cell: {missing}"
+    assert not (missing := sorted(needed() - proved)), (
+        f"classify it in config/deepspeed/keys.py or set it in a cell: {missing}"
+    )
 
 
 def test_any_two_keys_of_a_stage_meet():

@@ -10,9 +10,8 @@ import pytest
 
 from llmtrain import cli
 from llmtrain.base.errors import ConfigError
-from llmtrain.config import ds_keys
-from llmtrain.config.deepspeed import deep_check
-from llmtrain.config.ds_json import lookup
+from llmtrain.config.deepspeed import keys as ds_keys
+from llmtrain.config.deepspeed.read import deep_check, lookup
 from llmtrain.config.load import load
 from tests.helpers.config_workplace import ranks_at_least, write
 from tests.helpers.wrong_configurations import nested

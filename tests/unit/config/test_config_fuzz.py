@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmtrain.base.errors import ConfigError, UserError
-from llmtrain.config import ds_keys
+from llmtrain.config.deepspeed import keys as ds_keys
 from llmtrain.config.load import load
 from llmtrain.config.schema import schema
 from llmtrain.models import skeleton

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from llmtrain import cli
-from llmtrain.config.ds_keys import KEYS
+from llmtrain.config.deepspeed.keys import KEYS
 from llmtrain.config.load import parse, rows, tables, unknown_key
 from llmtrain.config.problems import Problems, closest
 from llmtrain.config.resolve import resolve

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from llmtrain.config.deepspeed import deep_check
+from llmtrain.config.deepspeed.read import deep_check
 from llmtrain.config.load import parse
 from llmtrain.config.resolve import resolve
 from llmtrain.config.run import ModelConfig, ResolvedRun

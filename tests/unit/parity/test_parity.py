@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from llmtrain.base.errors import UserError
-from llmtrain.config.ds_json import read
+from llmtrain.config.deepspeed.read import read_json
 from llmtrain.config.run import DataConfig, EmaConfig, ProfileConfig, RunConfig, TrainConfig
 from llmtrain.config.topology import Degrees
 from llmtrain.engine.dist.local_ranks import RankError, Ranks
@@ -91,7 +91,7 @@ def test_usual_world_sizes(degrees: Degrees, expected: list[int], monkeypatch: p
 
 @pytest.mark.parametrize("path", sorted((ROOT / "ds_configs").glob("*.json")), ids=lambda path: path.stem)
 def test_the_small_json_differs_in_sizes_and_precision_alone(path: Path) -> None:
-    tree = read(str(path))
+    tree = read_json(str(path))
     before = copy.deepcopy(tree)
     own = small_tree(tree, 1e-4, "fp16" if "fp16" in tree else "bf16", 4)
     full = small_tree(tree, 1e-4, "fp32", 4)

@@ -1,4 +1,7 @@
-"""Read a DeepSpeed JSON and lint it against the tables of `ds_keys`. No DeepSpeed, no torch."""
+"""Read a DeepSpeed JSON and check it against the table of its keys. No DeepSpeed, no torch.
+
+`deep_check` alone imports DeepSpeed, and only when it is called.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from typing import Any
 import hjson
 
 from llmtrain.base.errors import ConfigError
-from llmtrain.config import ds_keys
+from llmtrain.config.deepspeed import keys as table
 from llmtrain.config.problems import Problems, closest, stop
 
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
@@ -27,7 +30,7 @@ _NO_JSON = re.compile(r"""["']?(\w+)["']?\s*:\s*([-+]?(?:NaN|nan|Infinity|inf)|T
 _IN_JSON = {"True": "true", "False": "false", "None": "null"}
 
 
-def read(path: str) -> dict[str, Any]:
+def read_json(path: str) -> dict[str, Any]:
     """The file as a dict; comments (#, //, /* */) are allowed, duplicate keys are not.
 
     Raises: ConfigError if the file is missing, broken, or not one object.
@@ -146,11 +149,11 @@ def _refuse_words(lines: list[str], path: str) -> None:
 
 
 def checked(path: str) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The file, linted: each key under the one name that `ds_keys.KEYS` has for it. Second: notes for the user.
+    """The file, linted: each key under the one name that `keys.KEYS` has for it. Second: notes for the user.
 
     Raises: ConfigError with all that is wrong with it.
     """
-    tree = read(path)
+    tree = read_json(path)
     notes = _take_ignored(tree, path)
     problems = Problems()
     _lint(tree, path, problems)
@@ -161,7 +164,7 @@ def checked(path: str) -> tuple[dict[str, Any], tuple[str, ...]]:
 def _renamed(tree: dict[str, Any]) -> dict[str, Any]:
     """A copy with each key under its first name, and without those that are null: they ask for DeepSpeed's default."""
     tree = _without_nulls(tree)
-    for dotted, name in ds_keys.ALIASES.items():
+    for dotted, name in table.ALIASES.items():
         section, _, alias = dotted.partition(".")
         values = tree.get(section)
         if isinstance(values, dict) and alias in values:
@@ -177,16 +180,16 @@ def _without_nulls(tree: dict[str, Any]) -> dict[str, Any]:
 
 def _take_ignored(tree: dict[str, Any], path: str) -> tuple[str, ...]:
     """Remove what DeepSpeed does not read, and say so."""
-    ignored = [key for key in tree if key in ds_keys.IGNORED or _is_comment(key)]
+    ignored = [key for key in tree if key in table.IGNORED or _is_comment(key)]
     for key in ignored:
         del tree[key]
-    for dotted in ds_keys.REMOVED:
+    for dotted in table.REMOVED:
         section, _, key = dotted.rpartition(".")
         holder = lookup(tree, section) if section else tree
         if (
             isinstance(holder, dict)
             and key in holder
-            and (_is_off(holder[key]) or holder[key] == ds_keys.WAS_OFF.get(dotted))
+            and (_is_off(holder[key]) or holder[key] == table.WAS_OFF.get(dotted))
         ):
             del holder[key]
             ignored.append(dotted)
@@ -211,8 +214,8 @@ def _lint(tree: dict[str, Any], path: str, problems: Problems) -> None:
     stage = lookup(tree, "zero_optimization.stage")
     if type(stage) is int and stage not in (0, 1, 2, 3):
         problems.add("zero_optimization.stage", stage, "ZeRO has the stages 0, 1, 2 and 3", "choose one of them", path)
-    _lint_section(tree, ds_keys.KEYS, "", path, problems)
-    for dotted, name in ds_keys.ALIASES.items():
+    _lint_section(tree, table.KEYS, "", path, problems)
+    for dotted, name in table.ALIASES.items():
         section, _, alias = dotted.partition(".")
         values = tree.get(section)
         if isinstance(values, dict) and alias in values and name in values:
@@ -240,13 +243,13 @@ def _lint(tree: dict[str, Any], path: str, problems: Problems) -> None:
 
 def _stage(tree: dict[str, Any]) -> int:
     stage = lookup(tree, "zero_optimization.stage")
-    return stage if type(stage) is int and stage in ds_keys.STAGES else 0
+    return stage if type(stage) is int and stage in table.STAGES else 0
 
 
 def _refuse(tree: dict[str, Any], path: str, problems: Problems) -> None:
     """Report each value that the table of keys refuses at the file's ZeRO stage."""
     stage = _stage(tree)
-    for dotted, key in ds_keys.leaves():
+    for dotted, key in table.leaves():
         value = lookup(tree, dotted)
         why = None if value is None or dotted in problems else key.why_not(value, stage)
         if why is not None:
@@ -257,7 +260,7 @@ def _refuse(tree: dict[str, Any], path: str, problems: Problems) -> None:
 def _without_effect(tree: dict[str, Any], path: str) -> list[str]:
     """Notes about values that are accepted and that nothing reads."""
     stage, unread = _stage(tree), dict[str, list[str]]()
-    for dotted, key in ds_keys.leaves():
+    for dotted, key in table.leaves():
         value = lookup(tree, dotted)
         if value not in (None, "auto", {}, key.default, *key.same) and not key.is_read(stage):
             unread.setdefault(key.unread or f"nothing reads it at ZeRO {stage}", []).append(dotted)
@@ -281,31 +284,31 @@ def lookup(tree: dict[str, Any], dotted: str) -> Any:
     return value
 
 
-def _lint_section(tree: dict[str, Any], known: ds_keys.Section, prefix: str, path: str, problems: Problems) -> None:
+def _lint_section(tree: dict[str, Any], known: table.Section, prefix: str, path: str, problems: Problems) -> None:
     for key, value in tree.items():
         dotted = f"{prefix}{key}"
-        kind = known.get(ds_keys.ALIASES.get(dotted, key))
+        kind = known.get(table.ALIASES.get(dotted, key))
         if kind is not None:
             _lint_value(dotted, value, kind, path, problems)
-        elif dotted in ds_keys.REMOVED:
-            problems.add(dotted, value, "DeepSpeed 0.19 has removed it", ds_keys.REMOVED[dotted], path)
+        elif dotted in table.REMOVED:
+            problems.add(dotted, value, "DeepSpeed 0.19 has removed it", table.REMOVED[dotted], path)
         else:
-            remedy = ds_keys.UNKNOWN_REMEDIES.get(dotted) or _unknown_remedy(key, known, prefix)
+            remedy = table.UNKNOWN_REMEDIES.get(dotted) or _unknown_remedy(key, known, prefix)
             problems.add(dotted, value, "DeepSpeed knows no such key", remedy, path)
 
 
-def _unknown_remedy(key: str, known: ds_keys.Section, prefix: str) -> str:
+def _unknown_remedy(key: str, known: table.Section, prefix: str) -> str:
     if _is_comment(key):
         return "remove it; comments start with # or //"
     near = closest(key, known)
     if near:
         return f"did you mean {prefix}{near}?"
-    if elsewhere := _home_of(key, ds_keys.KEYS, ""):
+    if elsewhere := _home_of(key, table.KEYS, ""):
         return f"did you mean {elsewhere}?"
     return "remove it"
 
 
-def _home_of(key: str, known: ds_keys.Section, prefix: str) -> str | None:
+def _home_of(key: str, known: table.Section, prefix: str) -> str | None:
     """The dotted path under which a key of this exact name is known."""
     for name, kind in known.items():
         if name == key:
@@ -315,8 +318,8 @@ def _home_of(key: str, known: ds_keys.Section, prefix: str) -> str | None:
     return None
 
 
-def _lint_value(dotted: str, value: Any, known: ds_keys.Key | ds_keys.Section, path: str, problems: Problems) -> None:
-    kind = known.kind if isinstance(known, ds_keys.Key) else "section"
+def _lint_value(dotted: str, value: Any, known: table.Key | table.Section, path: str, problems: Problems) -> None:
+    kind = known.kind if isinstance(known, table.Key) else "section"
     if value is None or kind == "any" or (value == "auto" and kind not in ("dict", "section")):
         return
     if isinstance(known, dict):
@@ -330,7 +333,7 @@ def _lint_value(dotted: str, value: Any, known: ds_keys.Key | ds_keys.Section, p
     # bool is an int in Python, and 5e8 a float: the first is a mistake here, the second is not.
     whole = kind == "int" and isinstance(value, float) and value.is_integer()
     if whole or (isinstance(value, types) and not (isinstance(value, bool) and kind != "bool")):
-        if isinstance(known, ds_keys.Key) and dotted not in problems and (outside := known.outside(value)):
+        if isinstance(known, table.Key) and dotted not in problems and (outside := known.outside(value)):
             problems.add(dotted, value, *outside, path)
         return
     remedy = f"write {words}, or remove it for DeepSpeed's default"
@@ -356,3 +359,41 @@ def _reads_as(text: str, kind: str) -> bool:
 def _name(value: Any) -> str:
     names = {bool: "true/false", int: "a number", float: "a number", str: "a string", list: "a list", dict: "a section"}
     return names.get(type(value), type(value).__name__)
+
+
+def deep_check(exact: dict[str, Any], path: str) -> None:
+    """Build DeepSpeed's own configuration object from the dict: its validators see every section.
+
+    Takes seconds (imports torch and DeepSpeed), needs no device and starts no process group.
+    Raises: ConfigError with DeepSpeed's own words.
+    """
+    import logging
+
+    from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+    from deepspeed.utils import logger
+
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # it would tell that there is no process group yet
+    single = copy.deepcopy(exact)
+    # Without a process group DeepSpeed takes the world for one rank.
+    single["train_batch_size"] = single["train_micro_batch_size_per_gpu"] * single["gradient_accumulation_steps"]
+    try:
+        DeepSpeedConfig(single)
+    except (ValueError, TypeError, AssertionError, KeyError, AttributeError, DeepSpeedConfigError) as error:
+        raise _told_by_deepspeed(error, single, path) from error
+    finally:
+        logger.setLevel(level)
+
+
+def _told_by_deepspeed(error: Exception, tree: dict[str, Any], path: str) -> ConfigError:
+    details = getattr(error, "errors", None)  # pydantic tells which key of the section
+    if callable(details):
+        problems = Problems()
+        for item in details():
+            key = ".".join(str(part) for part in item["loc"]) or "deepspeed"
+            sections = [name for name in tree if lookup(tree, f"{name}.{key}") == item.get("input")]
+            key = f"{sections[0]}.{key}" if len(sections) == 1 and item["loc"] else key
+            problems.add(key, item.get("input"), f"DeepSpeed says: {item['msg']}", "correct this value", path)
+        return problems.error()
+    text = str(error) or type(error).__name__
+    return stop("deepspeed", path, f"DeepSpeed refuses it: {text}", "correct the file as this says", path)
