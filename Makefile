@@ -1,4 +1,4 @@
-# `make train`, `make check`, `make test`. All make .venv first, from constraints.txt.
+# `make train`, `make check`, `make test`, `make test-all`. All make .venv first, from constraints.txt.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -9,7 +9,7 @@ export TOKENIZERS_PARALLELISM := false
 # With it every one of the tests' thousand processes compiles what it imports of this clone.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train tune check test test-cluster test-runs test-ranks test-units test-slow test-oldest test-newest test-peers test-kernels lint install gpu-check clean
+.PHONY: train tune check test test-all test-cluster test-sites test-runs test-ranks test-units test-slow test-oldest test-newest test-peers test-kernels lint install gpu-check clean
 
 # DeepSpeed's setup looks for the CUDA toolkit, which a machine with a driver and torch need not have.
 $(VENV)/.run $(VENV)/.dev: export DS_IGNORE_CUDA_DETECTION := 1
@@ -67,25 +67,35 @@ lint: $(VENV)/.dev
 
 # Before every push; CONTRIBUTING.md says the rest.
 check: lint
-	$(BIN)/python -m pytest tests/unit -m 'not slow and not long'
+	$(BIN)/python -m pytest tests/unit -m '$(IN_TEST) and not long'
 
-# Four streams beside each other: launches wait a lot (for processes to start, for what the watch must see), and ranks for
-# each other; what they leave of the processor is for the tests that compute.
-test: lint
-	tools/lab/install.sh
-	@$(MAKE) --no-print-directory -j 4 test-cluster test-runs test-ranks test-units
+# tests/targets.txt says which target runs a test. Streams side by side: launches wait a lot (for processes to start, for
+# what the watch must see), and ranks for each other; what they leave of the processor is for the tests that compute.
+IN_TEST := not (slow or more or cluster or sites)
+PART := $(IN_TEST)
 
-test-cluster: $(VENV)/.dev
-	$(BIN)/python -m pytest tests/cluster
+test: $(VENV)/.dev
+	@$(MAKE) --no-print-directory -j 3 test-runs test-ranks test-units
+
+test-all: $(VENV)/.dev
+	@$(MAKE) --no-print-directory -j 3 'PART=more and not slow' test-runs test-ranks test-units
+	@$(MAKE) --no-print-directory -j 2 test-cluster test-sites
 
 test-runs: $(VENV)/.dev
-	$(BIN)/python -m pytest tests/runs
+	$(BIN)/python -m pytest tests/runs -m '$(PART)'
 
 test-ranks: $(VENV)/.dev
-	nice -n 10 $(BIN)/python -m pytest tests/ranks
+	nice -n 10 $(BIN)/python -m pytest tests/ranks -m '$(PART)'
 
 test-units: $(VENV)/.dev
-	nice -n 5 $(BIN)/python -m pytest tests/unit
+	nice -n 5 $(BIN)/python -m pytest tests/unit -m '$(PART)'
+
+test-cluster: $(VENV)/.dev
+	tools/lab/install.sh
+	$(BIN)/python -m pytest tests/cluster tests/unit tests/runs -m 'cluster and not slow'
+
+test-sites: $(VENV)/.dev
+	$(BIN)/python -m pytest tests/unit tests/runs -m 'sites and not slow'
 
 test-slow: $(VENV)/.dev
 	$(BIN)/python -m pytest -m slow

@@ -28,6 +28,7 @@ for _name in [name for name in os.environ if name.upper().startswith(_OF_A_USER)
 _HOME = tempfile.mkdtemp(prefix="llmtrain-tests-")
 os.environ.update(NETRC=os.devnull, WANDB_CONFIG_DIR=_HOME, HF_TOKEN_PATH=os.devnull, LLMTRAIN_CACHE=_HOME)
 
+from tests.helpers import targets  # noqa: E402
 from tests.helpers.ranks import RankPool  # noqa: E402  # it reads the environment
 
 # A busy machine takes a second for what a quiet one draws in milliseconds.
@@ -56,6 +57,14 @@ def pytest_unconfigure() -> None:
     shutil.rmtree(_HOME, ignore_errors=True)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Each test has the marker of its make target. Of all tests, none of the table's rows may fit no test."""
+    targets.mark(items)
+    if config.args == [str(Path(__file__).parent)] and (rows := targets.unused(items)):
+        raise pytest.UsageError(f"tests/targets.txt has rows that no test fits: {rows}")
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """No module that a test imports sets what the ranks of every later test inherit: one had sent the lab's to `lo`."""
     now = {name: value for name, value in os.environ.items() if name.startswith(_FOR_RANKS)}
@@ -78,13 +87,14 @@ with op_build_lock():
     from deepspeed.ops.op_builder import CPUAdamBuilder
     CPUAdamBuilder().load(verbose=False)
 """
-_MANY = 300
+_MANY = 100
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _cpu_adam_is_built(request: pytest.FixtureRequest) -> Iterator[None]:
-    """DeepSpeed's CPUAdam takes one to two minutes to compile: in a session of many ranks, while other tests run."""
-    if sum("tests/ranks/" in item.nodeid for item in request.session.items) < _MANY:
+    """DeepSpeed's CPUAdam takes one to two minutes to compile: for `make test-all`, while other tests run."""
+    ours = [item for item in request.session.items if "tests/ranks/" in item.nodeid]
+    if sum(item.get_closest_marker("more") is not None for item in ours) < _MANY:
         yield
         return
     argv = ["nice", "-n", "19", sys.executable, "-c", _BUILD]

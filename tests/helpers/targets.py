@@ -1,0 +1,42 @@
+"""The make target of each test, read from tests/targets.txt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+TABLE = Path(__file__).parents[1] / "targets.txt"
+MARKS = {"test": None, "test-all": "more", "test-cluster": "cluster", "test-sites": "sites"}
+"""Target -> the marker by which the Makefile selects its tests."""
+
+
+def mark(items: Sequence[pytest.Item]) -> None:
+    """Mark each test. A row that fits no test of a file that is collected completely is refused."""
+    rows = _rows()
+    for item in items:
+        fits = [target for name, target in rows if item.nodeid == name or item.nodeid.startswith(_longer(name))]
+        if fits and (marker := MARKS[fits[-1]]) is not None:
+            item.add_marker(marker)
+
+
+def unused(items: Sequence[pytest.Item]) -> list[str]:
+    """Rows that no test fits."""
+    names = [item.nodeid for item in items]
+    return [row for row, _ in _rows() if not any(name == row or name.startswith(_longer(row)) for name in names)]
+
+
+def _longer(name: str) -> tuple[str, ...]:
+    return f"{name}/", f"{name}::", f"{name}["
+
+
+def _rows() -> list[tuple[str, str]]:
+    """(beginning of a name, target)."""
+    found, target = [], ""
+    for line in TABLE.read_text().splitlines():
+        if line.startswith("["):
+            target = line.strip("[]")
+        elif line and not line.startswith("#"):
+            found.append((line, target))
+    return found
