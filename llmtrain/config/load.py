@@ -31,7 +31,7 @@ from llmtrain.base.choice import Choice, Entry
 from llmtrain.config import plugins, rules, strict_yaml
 from llmtrain.config.deepspeed.join import SHARED, optimizer_in
 from llmtrain.config.deepspeed.keys import KEYS
-from llmtrain.config.problems import Places, Problems, Within, closest, show, stop
+from llmtrain.config.problems import Problems, Within, closest, show, stop
 from llmtrain.config.resolve import resolve
 from llmtrain.config.run import DataConfig, ResolvedRun, RunConfig
 from llmtrain.config.schema import choices, default_choice, help_text, schema, sections, subsections, type_name
@@ -178,30 +178,30 @@ _REFUSED: dict[str, str] = {
 _MODEL_TYPE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_\-]*")
 
 
-def _check_model_tree(tree: dict[str, Any], places: Places, problems: Problems) -> None:
+def _check_model_tree(tree: dict[str, Any], problems: Problems) -> None:
     """Report everything in the tree that is not plain data, and a missing or odd model_type."""
-    _check_map(tree, "model.config", places, problems)
+    _check_map(tree, "model.config", problems)
     model_type = tree.get("model_type")
     if not isinstance(model_type, str) or not _MODEL_TYPE.fullmatch(model_type):
         problems.add(
             "model.config.model_type", model_type, "a Hugging Face model type is required, such as llama or qwen3",
             "write `model_type: llama` under model.config",
-            places.get("model.config.model_type", places.get("model.config")),
+            problems.places.get("model.config.model_type", problems.places.get("model.config")),
         )  # fmt: skip
 
 
-def _check_map(tree: dict[str, Any], prefix: str, places: Places, problems: Problems) -> None:
+def _check_map(tree: dict[str, Any], prefix: str, problems: Problems) -> None:
     for key, value in tree.items():
         dotted = f"{prefix}.{key}"
         why = _REFUSED.get(key) or ("names with _ are internal to transformers" if key.startswith("_") else None)
         if why:
-            problems.add(dotted, value, f"not allowed: {why}", "remove it", places.get(dotted))
+            problems.add(dotted, value, f"not allowed: {why}", "remove it")
         elif isinstance(value, dict):
-            _check_map(value, dotted, places, problems)
+            _check_map(value, dotted, problems)
         elif isinstance(value, list):
             for item in value:
                 if isinstance(item, dict):
-                    _check_map(item, dotted, places, problems)
+                    _check_map(item, dotted, problems)
 
 
 COMMAND_LINE = "command line"
@@ -279,30 +279,31 @@ def parse(argv: list[str], *, check_paths: bool = True) -> Parsed:
     for (section, field), default in _REMOVED.items():
         if isinstance(given := tree.get(section), dict) and given.get(field) == default:
             del given[field]
-    problems = Problems()
+    problems = Problems(places)
+    places = problems.places
     for key, text in overrides:
         _override(tree, places, key, text, problems)
-    later = _take_stages(tree, places, problems)
-    notes, all_expanded = rules.expand_paths(tree, places, problems if check_paths else Problems())
-    free = _take_free(tree, places, problems)
-    entries = {section: _take_entries(tree, section, places, problems) for section in ENTRIES}
-    _check_keys(tree, "", places, problems)
+    later = _take_stages(tree, problems)
+    notes, all_expanded = rules.expand_paths(tree, problems if check_paths else Problems(places))
+    free = _take_free(tree, problems)
+    entries = {section: _take_entries(tree, section, problems) for section in ENTRIES}
+    _check_keys(tree, "", problems)
     problems.raise_if_any()
     order = [*configs, COMMAND_LINE]
-    chosen = {section: _choose(tree, section, order, places, problems) for section in choices()}
-    run = _typed(tree, chosen, entries, places, problems)
+    chosen = {section: _choose(tree, section, order, problems) for section in choices()}
+    run = _typed(tree, chosen, entries, problems)
     run = _put_free(run, free)
-    stages, of_stages = _typed_stages(later, order, places, problems, check_paths=check_paths)
+    stages, of_stages = _typed_stages(later, order, problems, check_paths=check_paths)
     run, notes = replace(run, data=replace(run.data, stages=stages)), (*notes, *of_stages)
     if check_paths and isinstance(run.train.sample_prompts, str):
-        run = _read_prompts(run, run.train.sample_prompts, places, problems)
+        run = _read_prompts(run, run.train.sample_prompts, problems)
     if run.train.run_dir is None:
         run = replace(run, train=replace(run.train, run_dir=f"runs/{Path(configs[-1]).stem}"))
     if isinstance(run.model.config, dict):
-        _check_model_tree(run.model.config, places, problems)
-    rules.check_values(run, places, problems)
+        _check_model_tree(run.model.config, problems)
+    rules.check_values(run, problems)
     if check_paths and all_expanded:  # what is not there for that reason needs no second mistake
-        rules.check_on_disk(run, places, problems)
+        rules.check_on_disk(run, problems)
     problems.raise_if_any()
     idle = [f"{section}.{name}" for section in ENTRIES for name in plugins.entries(section)
             if name not in getattr(run, section)]  # fmt: skip
@@ -310,17 +311,17 @@ def parse(argv: list[str], *, check_paths: bool = True) -> Parsed:
     return Parsed(run=run, places=places, notes=(*notes, *unnamed))
 
 
-def _read_prompts(run: RunConfig, path: str, places: dict[str, str], problems: Problems) -> RunConfig:
+def _read_prompts(run: RunConfig, path: str, problems: Problems) -> RunConfig:
     """With the lines of the file in train.sample_prompts."""
     key, lines = "train.sample_prompts", []
     try:
         lines = [line for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
         if not lines:
-            problems.add(key, path, "has no line with text", "write one prompt a line", places.get(key))
+            problems.add(key, path, "has no line with text", "write one prompt a line")
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         problems.add(key, path, f"cannot be read: {reason} (looked from {Path.cwd()})",
-                     'give the path of a file with one prompt a line, or a list: ["..."]', places.get(key))  # fmt: skip
+                     'give the path of a file with one prompt a line, or a list: ["..."]')  # fmt: skip
     return replace(run, train=replace(run.train, sample_prompts=lines))
 
 
@@ -545,7 +546,7 @@ def _override(tree: dict[str, Any], places: dict[str, str], key: str, text: str,
     places[key] = COMMAND_LINE
 
 
-def _take_free(tree: dict[str, Any], places: dict[str, str], problems: Problems) -> dict[str, Any]:
+def _take_free(tree: dict[str, Any], problems: Problems) -> dict[str, Any]:
     """Remove model.config and the maps, whose keys are the user's, from the tree and check their types."""
     taken: dict[str, Any] = {}
     for key in _FREE_KEYS:
@@ -556,17 +557,17 @@ def _take_free(tree: dict[str, Any], places: dict[str, str], problems: Problems)
     config = taken.get("model.config", {})
     if not isinstance(config, (dict, str)):
         problems.add("model.config", config, "must be a map of config.json fields, or a path",
-                     "write `model_type: llama` and the other fields below it", places.get("model.config"))  # fmt: skip
+                     "write `model_type: llama` and the other fields below it")  # fmt: skip
     for key in taken.keys() & _MAPS.keys():
         kind, line, rule = _MAPS[key]
         given = taken[key]
         if not isinstance(given, dict):
-            problems.add(key, given, "must be a map", f"write `{line}` lines below it", places.get(key))
+            problems.add(key, given, "must be a map", f"write `{line}` lines below it")
             continue
         for name, value in given.items():
             if isinstance(value, bool) or not isinstance(value, kind):
                 one = f"{key}.{name}"
-                problems.add(one, value, rule, f"write a line `{line}`", places.get(one))
+                problems.add(one, value, rule, f"write a line `{line}`")
     return taken
 
 
@@ -576,7 +577,7 @@ _OF_STAGE = {"data": ("path", "mixture", "sequence_length"), "train": ("global_b
 _A_LIST = "write a list: [{from_step: 1000, path: FOLDER}, ...]"
 
 
-def _take_stages(tree: dict[str, Any], places: dict[str, str], problems: Problems) -> list[dict[str, Any]]:
+def _take_stages(tree: dict[str, Any], problems: Problems) -> list[dict[str, Any]]:
     """Remove data.stages from the tree. A first stage from step 0 gives its values to the run's own sections.
 
     Returns each other one as the sections of a run, with its `from_step` beside them. `places` of what they hold count
@@ -587,9 +588,9 @@ def _take_stages(tree: dict[str, Any], places: dict[str, str], problems: Problem
     if given is None:
         return []
     if not isinstance(given, list) or not all(isinstance(stage, dict) for stage in given):
-        problems.add(_STAGES, given, "must be a list of maps", _A_LIST, places.get(_STAGES))
+        problems.add(_STAGES, given, "must be a list of maps", _A_LIST)
         return []
-    stages = [_sections_of(number, stage, places, problems) for number, stage in enumerate(given)]
+    stages = [_sections_of(number, stage, problems) for number, stage in enumerate(given)]
     if not stages or stages[0]["from_step"] != 0:
         return stages
     first, *later = stages
@@ -598,13 +599,15 @@ def _take_stages(tree: dict[str, Any], places: dict[str, str], problems: Problem
         for name, value in first[section].items() if isinstance(own, dict) else ():
             key, inner = f"{section}.{name}", _in_stage(0, f"{section}.{name}")
             if own.get(name) not in (None, value):
-                rule = f"from step 0 on the run has {key} = {show(own[name])} ({places.get(key, 'the YAML')})"
-                problems.add(inner, value, rule, "remove one of the two", places.get(inner))
-            own[name], places[key] = value, places.get(inner, places.get(_STAGES, ""))
-    moved = {key: places.pop(key) for key in [key for key in places if key.startswith(f"{_STAGES}[")]}
+                rule = f"from step 0 on the run has {key} = {show(own[name])} ({problems.places.get(key, 'the YAML')})"
+                problems.add(inner, value, rule, "remove one of the two")
+            own[name], problems.places[key] = value, problems.places.get(inner, problems.places.get(_STAGES, ""))
+    moved = {key: problems.places.pop(key) for key in [key for key in problems.places if key.startswith(f"{_STAGES}[")]}
     for number in range(1, len(stages)):
         before, after = f"{_STAGES}[{number}]", f"{_STAGES}[{number - 1}]"
-        places |= {key.replace(before, after, 1): place for key, place in moved.items() if key.startswith(before)}
+        problems.places |= {
+            key.replace(before, after, 1): place for key, place in moved.items() if key.startswith(before)
+        }
     return later
 
 
@@ -613,12 +616,12 @@ def _in_stage(number: int, key: str) -> str:
     return f"{_STAGES}[{number}].{key.removeprefix('data.')}"
 
 
-def _sections_of(number: int, stage: dict[str, Any], places: Places, problems: Problems) -> dict[str, Any]:
+def _sections_of(number: int, stage: dict[str, Any], problems: Problems) -> dict[str, Any]:
     """A stage as the sections of a run. What it cannot hold is a mistake, and left out."""
 
     def refuse(name: str, value: Any, rule: str, remedy: str) -> None:
         key = f"{_STAGES}[{number}].{name}"
-        problems.add(key, value, rule, remedy, places.get(key, places.get(_STAGES)))
+        problems.add(key, value, rule, remedy, problems.places.get(key, problems.places.get(_STAGES)))
 
     first = stage.get("from_step")
     if type(first) is not int:
@@ -640,7 +643,7 @@ def _sections_of(number: int, stage: dict[str, Any], places: Places, problems: P
         elif name == "rope" and number == 0 and first == 0:
             refuse(name, value, "from step 0 on the model's own fields count", "write them in model.config")
         elif name == "rope":
-            _check_map(value, f"{_STAGES}[{number}].rope", places, problems)
+            _check_map(value, f"{_STAGES}[{number}].rope", problems)
             made["rope"] = value
         elif name != "from_step":
             made[name] = {field: each for field, each in value.items() if each is not None}
@@ -651,24 +654,24 @@ def _sections_of(number: int, stage: dict[str, Any], places: Places, problems: P
 
 
 def _typed_stages(
-    stages: list[dict[str, Any]], order: list[str], places: dict[str, str], problems: Problems, *, check_paths: bool
+    stages: list[dict[str, Any]], order: list[str], problems: Problems, *, check_paths: bool
 ) -> tuple[list[StageConfig], tuple[str, ...]]:
     """The stages that `_take_stages` has returned, typed as a run of the same sections, and notes on their paths."""
     found: list[StageConfig] = []
     notes: list[str] = []
     for number, stage in enumerate(stages):
         first, rope, prefix = stage.pop("from_step"), stage.pop("rope"), f"{_STAGES}[{number}]."
-        inner = {key.removeprefix(prefix): place for key, place in places.items() if key.startswith(prefix)}
+        inner = {key.removeprefix(prefix): place for key, place in problems.places.items() if key.startswith(prefix)}
         inner = {key if key.partition(".")[0] in _OF_STAGE else f"data.{key}": place for key, place in inner.items()}
-        within = Within(problems, partial(_in_stage, number))
+        within = Within(problems, partial(_in_stage, number), inner)
         tree: dict[str, Any] = {"deepspeed": "-", **stage}
         own = {section: set(values) for section, values in stage.items()}
-        notes += rules.expand_paths(tree, inner, within if check_paths else Problems())[0]
-        free = _take_free(tree, inner, within)
-        _check_keys(tree, "", inner, within)
+        notes += rules.expand_paths(tree, within if check_paths else Problems(inner))[0]
+        free = _take_free(tree, within)
+        _check_keys(tree, "", within)
         within.raise_if_any()
-        chosen = {section: _choose(tree, section, order, inner, within) for section in choices()}
-        run = _put_free(_typed(tree, chosen, {name: {} for name in ENTRIES}, inner, within), free)
+        chosen = {section: _choose(tree, section, order, within) for section in choices()}
+        run = _put_free(_typed(tree, chosen, {name: {} for name in ENTRIES}, within), free)
         given = {name: getattr(run.data, name) for name in own["data"]}
         schedule = run.schedule if own["schedule"] else None
         batch = StageBatch(**{name: getattr(run.train, name) for name in own["train"]})
@@ -676,21 +679,21 @@ def _typed_stages(
     return found, tuple(notes)
 
 
-def _take_entries(tree: dict[str, Any], section: str, places: dict[str, str], problems: Problems) -> dict[str, Any]:
+def _take_entries(tree: dict[str, Any], section: str, problems: Problems) -> dict[str, Any]:
     """Remove a section of entries from the tree. Returns name -> an object of its class."""
     given, known, built = tree.pop(section, None) or {}, Entry.SECTIONS.get(section, {}), {}
     if not isinstance(given, dict):
-        problems.add(section, given, "is a section", "write `NAME: {FIELD: VALUE}` below it", places.get(section))
+        problems.add(section, given, "is a section", "write `NAME: {FIELD: VALUE}` below it")
         return {}
     for name, values in given.items():
         key = f"{section}.{name}"
         if name not in known:
             near = closest(str(name), known)
             remedy = f"did you mean {section}.{near}?" if near else "give the file that defines it: --plugin FILE.py"
-            problems.add(key, show(values), "no plugin and no part of llmtrain has this name", remedy, places.get(key))
+            problems.add(key, show(values), "no plugin and no part of llmtrain has this name", remedy)
         elif values is not None and not isinstance(values, dict):
-            problems.add(key, values, "is a section", "write its fields below it", places.get(key))
-        elif (entry := _entry(key, known[name], values or {}, places, problems)) is not None:
+            problems.add(key, values, "is a section", "write its fields below it")
+        elif (entry := _entry(key, known[name], values or {}, problems)) is not None:
             built[name] = entry
     return built
 
@@ -701,7 +704,7 @@ def typed_entry(key: str, cls: type, values: Mapping[str, Any]) -> Any:
     Raises: ConfigError.
     """
     problems = Problems()
-    entry = _entry(key, cls, dict(values), {}, problems)
+    entry = _entry(key, cls, dict(values), problems)
     problems.raise_if_any()
     for item in fields(cls):
         bound, value = item.metadata.get("bound"), getattr(entry, item.name)
@@ -711,21 +714,21 @@ def typed_entry(key: str, cls: type, values: Mapping[str, Any]) -> Any:
     return entry
 
 
-def _entry(key: str, cls: type, values: dict[str, Any], places: dict[str, str], problems: Problems) -> Any:
+def _entry(key: str, cls: type, values: dict[str, Any], problems: Problems) -> Any:
     """An object of these values; None where one of them is wrong."""
     parser, wrong = ArgumentParser(exit_on_error=False, default_env=False), False
     parser.add_class_arguments(cls, "entry")
     for name, value in list(values.items()):
         field = f"{key}.{name}"
         if field not in schema():
-            unknown_key(field, value, places.get(field), problems)
+            unknown_key(field, value, problems.places.get(field), problems)
             wrong = True
             continue
         values[name] = value if (number := _whole(field, value)) is None else number
         try:
             parser.parse_object({"entry": {name: values[name]}})
         except (ArgumentError, TypeError, ValueError):
-            problems.add(field, value, *_type_words(field, value), places.get(field))
+            problems.add(field, value, *_type_words(field, value), problems.places.get(field))
             wrong = True
     if wrong:
         return None
@@ -741,7 +744,7 @@ def _put_free(run: RunConfig, free: dict[str, Any]) -> RunConfig:
     return run
 
 
-def _check_keys(tree: dict[str, Any], prefix: str, places: dict[str, str], problems: Problems) -> None:
+def _check_keys(tree: dict[str, Any], prefix: str, problems: Problems) -> None:
     """Every key is a field, every section a map, every value a scalar or a list of scalars."""
     known = schema()
     for name, value in tree.items():
@@ -750,27 +753,26 @@ def _check_keys(tree: dict[str, Any], prefix: str, places: dict[str, str], probl
             if value is None:
                 tree[name] = {}
             elif isinstance(value, dict):
-                _check_keys(value, f"{key}.", places, problems)
+                _check_keys(value, f"{key}.", problems)
             else:
                 example = next(k for k in known if k.startswith(f"{key}.")).rpartition(".")[2]
-                problems.add(key, value, "is a section", f"write its fields below it, such as `{example}: ...`",
-                             places.get(key))  # fmt: skip
+                problems.add(key, value, "is a section", f"write its fields below it, such as `{example}: ...`")
         elif key not in known:
-            unknown_key(key, value, places.get(key), problems)
+            unknown_key(key, value, problems.places.get(key), problems)
         elif value is None and prefix.removesuffix(".") in choices():
             continue  # null is the default
         elif value is None and type(None) not in (known[key], *get_args(known[key])) and key != "deepspeed":
             words = type_name(known[key])  # jsonargparse would let it pass
-            problems.add(key, None, f"must be {words}", "remove the line for the default", places.get(key))
+            problems.add(key, None, f"must be {words}", "remove the line for the default")
         elif value == "~":  # which the types below would take for null
-            problems.add(key, value, "is YAML's other word for null, in quotes", "write null", places.get(key))
+            problems.add(key, value, "is YAML's other word for null, in quotes", "write null")
         elif (number := _whole(key, value)) is not None:
             tree[name] = number
         elif isinstance(value, dict) or (isinstance(value, list) and any(isinstance(v, (dict, list)) for v in value)):
-            problems.add(key, value, *_type_words(key, value), places.get(key))
+            problems.add(key, value, *_type_words(key, value), problems.places.get(key))
     if not prefix and tree.get("deepspeed") is None:
         remedy = "write `deepspeed: PATH` of a DeepSpeed JSON; `llmtrain init DIR` writes some, and when to take which"
-        problems.add("deepspeed", None, "is required", remedy, places.get("deepspeed"))
+        problems.add("deepspeed", None, "is required", remedy)
 
 
 def _whole(key: str, value: Any) -> int | None:
@@ -781,37 +783,37 @@ def _whole(key: str, value: Any) -> int | None:
     return None
 
 
-def _choose(
-    tree: dict[str, Any], section: str, order: list[str], places: dict[str, str], problems: Problems
-) -> type[Choice]:
+def _choose(tree: dict[str, Any], section: str, order: list[str], problems: Problems) -> type[Choice]:
     """The class that the section selects. The selector leaves the tree, and with it what is not of that class: each
     such field is a mistake, unless it is null or in a run's own config.yaml of an earlier version. `order`: the files
     and the command line, of which the later one wins."""
 
     def rank(name: str) -> int:
-        place = places.get(f"{section}.{name}", "")
+        place = problems.places.get(f"{section}.{name}", "")
         return order.index(found) if (found := place.rpartition(", line ")[0] or place) in order else -1
 
     base, fields_here = choices()[section], tree.get(section) or {}
-    dumped = FORMERLY[section] <= {key for key in fields_here if places.get(f"{section}.{key}") != COMMAND_LINE}
+    dumped = FORMERLY[section] <= {
+        key for key in fields_here if problems.places.get(f"{section}.{key}") != COMMAND_LINE
+    }
     for key in [key for key, value in fields_here.items() if value is None]:
         del fields_here[key]  # null is the default
         if key != base.SELECTOR:
-            places.pop(f"{section}.{key}", None)
+            problems.places.pop(f"{section}.{key}", None)
     unnamed = (section == "optim" and optimizer_in(tree["deepspeed"])) or default_choice(section)
     name = fields_here.pop(base.SELECTOR, unnamed)
     known = isinstance(name, str) and name in base.CHOICES
     if not known:
         key = f"{section}.{base.SELECTOR}"
-        problems.add(key, name, *_type_words(key, name), places.get(key))
+        problems.add(key, name, *_type_words(key, name), problems.places.get(key))
         name = unnamed
     chosen: type[Choice] = base.CHOICES[name]
     for field in [field for field in fields_here if field not in chosen.own()]:
         value, key = fields_here.pop(field), f"{section}.{field}"
         value = strict_yaml.plain_scalar(value) if isinstance(value, str) else value
-        if known and not (dumped and value in base.defaults(field) and places.get(key) != COMMAND_LINE):
+        if known and not (dumped and value in base.defaults(field) and problems.places.get(key) != COMMAND_LINE):
             overridden = rank(base.SELECTOR) > rank(field)
-            problems.add(key, value, *base.refusal(field, overridden=overridden), places.get(key))
+            problems.add(key, value, *base.refusal(field, overridden=overridden), problems.places.get(key))
     return chosen
 
 
@@ -829,7 +831,6 @@ def _typed(
     tree: dict[str, Any],
     chosen: dict[str, type[Choice]],
     entries: dict[str, Any],
-    places: dict[str, str],
     problems: Problems,
 ) -> RunConfig:
     """Types by jsonargparse: the whole tree at once, and key by key only to name what is wrong. `entries`: typed."""
@@ -839,7 +840,7 @@ def _typed(
         leaf for leaf in _leaves(tree) if isinstance(leaf[1], str) and max(map(leaf[1].count, "[{")) > _MOST_BRACKETS
     ]
     for key, value in deep:
-        problems.add(key, value[:40], "has too many brackets", _type_words(key, "")[1], places.get(key))
+        problems.add(key, value[:40], "has too many brackets", _type_words(key, "")[1])
     if deep:
         problems.raise_if_any()
     try:
@@ -856,7 +857,7 @@ def _typed(
             try:
                 parser.parse_object(one)
             except (ArgumentError, TypeError, ValueError):
-                problems.add(key, value, *_type_words(key, value), places.get(key))
+                problems.add(key, value, *_type_words(key, value), problems.places.get(key))
         if not problems:
             problems.add("run", None, f"cannot be read: {error}", "`llmtrain train --help` tells every field")
         problems.raise_if_any()

@@ -25,14 +25,17 @@ def show(value: Any) -> str:
 class Problems:
     """Gathers mistakes; `raise_if_any` ends with one ConfigError that tells all of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, places: Places | None = None) -> None:
+        """`places`: of the keys that the user wrote."""
         self._entries: list[str] = []
         self._keys: set[str] = set()
+        self.places: dict[str, str] = dict(places or {})
 
     def add(self, key: str, value: Any, rule: str, remedy: str, place: str | None = None) -> None:
-        """One mistake. `place` is the file (and line) or "command line"."""
+        """Record one mistake. `place`: file and line, if they are not the line of `key`."""
         blank = any(part != part.strip() for part in key.split("."))  # which nobody sees without the quotes
-        self.add_text(key, f"{show(key) if blank else key} = {show(value)}", rule, remedy, place)
+        what = f"{show(key) if blank else key} = {show(value)}"
+        self.add_text(key, what, rule, remedy, place or self.places.get(key))
 
     def add_text(self, key: str, what: str, rule: str, remedy: str, place: str | None = None) -> None:
         """`add` for a mistake whose first line is not one `key = value`, such as two places that differ."""
@@ -62,9 +65,9 @@ class Problems:
 class Within(Problems):
     """The mistakes of a part of a whole, told by the keys that they have in it."""
 
-    def __init__(self, whole: Problems, name: Callable[[str], str]) -> None:
-        """`name`: from a key of the part to that of the whole."""
-        self._entries, self._keys, self._name = whole._entries, whole._keys, name
+    def __init__(self, whole: Problems, name: Callable[[str], str], places: Places) -> None:
+        """`name`: from a key of the part to that of the whole. `places`: of the part's keys."""
+        self._entries, self._keys, self._name, self.places = whole._entries, whole._keys, name, dict(places)
 
     def add_text(self, key: str, what: str, rule: str, remedy: str, place: str | None = None) -> None:
         """Under the key of the whole, with which the text begins."""

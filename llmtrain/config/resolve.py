@@ -35,41 +35,40 @@ def resolve(
     among the run's; `epoch` counts the sequences of an epoch, which a run with train.epochs needs.
     Raises: ConfigError.
     """
-    places = places or {}
-    written = tuple(places)
     path = run.deepspeed
-    problems = Problems()
+    problems = Problems(places)
+    written = tuple(problems.places)
     tree, ignored = checked(path)
-    run, optim, origin = join_values(run, tree, places, problems)
-    places = {**places, **origin}
-    rules.check_values(run, places, problems)
+    run, optim, origin = join_values(run, tree, problems)
+    problems.places |= origin
+    rules.check_values(run, problems)
     facts = read_facts(tree, path, run, optim, problems)
     problems.raise_if_any()
     world = _world(world_size, world_size_source)
     degrees = _spread(facts.mix.degrees, path, world_size, world, problems)
     _check_declared_ranks(tree, path, degrees.data, world, problems)
-    rules.check_shared_heads(run, degrees, path, places, problems)
-    for each, at, within in stage_runs(run, places, problems):
-        rules.check_shared_rows(each, degrees, path, at, within)
-        rules.check_length_in_fp8(each, degrees, at, within)
-    check_adapter_form(run, degrees, facts.mix.zero_stage, path, places, problems)
-    rules.check_frozen(run, facts.tree.get("zero_optimization") or {}, path, places, problems)
-    check_sites(run, places, problems)
+    rules.check_shared_heads(run, degrees, path, problems)
+    for each, within in stage_runs(run, problems):
+        rules.check_shared_rows(each, degrees, path, within)
+        rules.check_length_in_fp8(each, degrees, within)
+    check_adapter_form(run, degrees, facts.mix.zero_stage, path, problems)
+    rules.check_frozen(run, facts.tree.get("zero_optimization") or {}, path, problems)
+    check_sites(run, problems)
     problems.raise_if_any()
 
-    stages = _stages(run, degrees, world, places, problems)
+    stages = _stages(run, degrees, world, problems)
     max_steps = total_steps(run, stages, epoch)
     stages = stages.filled(max_steps)
     batch = stages[0].batch
     run = _fill_in(run, stages)
-    for (each, at, within), stage in zip(stage_runs(run, places, problems), stages, strict=True):
-        rules.check_mask(each, stage.batch, degrees, at, within)
+    for (each, within), stage in zip(stage_runs(run, problems), stages, strict=True):
+        rules.check_mask(each, stage.batch, degrees, within)
     if stages.schedule_end(0, max_steps) == max_steps:
-        rules.check_schedule(run, max_steps, batch.tokens, places, problems)
-    rules.check_steps(run, max_steps, places, problems)
-    check_lengths(run, stages, max_steps, places, problems)
-    balance_notes = check_balance(run, batch, degrees, path, places, problems)
-    of_scheduler = check_scheduler(run, tree, max_steps, places, problems)
+        rules.check_schedule(run, max_steps, batch.tokens, problems)
+    rules.check_steps(run, max_steps, problems)
+    check_lengths(run, stages, max_steps, problems)
+    balance_notes = check_balance(run, batch, degrees, path, problems)
+    of_scheduler = check_scheduler(run, tree, max_steps, problems)
     problems.raise_if_any()
 
     exact, more_notes = exact_dict(facts, path, batch, optim.clip_norm)
@@ -82,20 +81,20 @@ def resolve(
         pipeline_partition=facts.pipeline_partition,
         expert_parallel=dict(facts.tree.get("expert_parallel") or {}),
         max_steps=max_steps,
-        places=dict(places),
+        places=problems.places,
         notes=(*all_notes, *notes_of(run, stages, max_steps), *rules.unused(run, written)),
     )
 
 
-def _stages(run: RunConfig, degrees: Degrees, world: str, places: Places, problems: Problems) -> Stages:
+def _stages(run: RunConfig, degrees: Degrees, world: str, problems: Problems) -> Stages:
     """The stages with their batches: two numbers of one give the third; fewer are completed by the stage before."""
     given, data = _numbers(run.train), data_of(run.data)
     batches: list[Batch] = []
     for number, (each, stage) in enumerate(zip(data, [None, *run.data.stages], strict=True)):
-        where = _batch_places(run, places)
+        where = _batch_places(run, problems.places)
         if stage is not None:
             key, given, last = key_of(number - 1, "train"), _numbers(stage.train), batches[-1]
-            where = f"{key}: {places.get(key, 'the YAML')}"
+            where = f"{key}: {problems.places.get(key, 'the YAML')}"
             if given["global_batch"] is None and given["accumulation"] is None:
                 given["global_batch"] = last.global_batch
             if given["micro_batch"] is None and None in (given["global_batch"], given["accumulation"]):

@@ -38,9 +38,7 @@ MOST = 2
 """Times `train.micro_batch` that a forward pass takes at most: what memory has to hold."""
 
 
-def check_balance(
-    run: RunConfig, batch: Batch, degrees: Degrees, path: str, places: Places, problems: Problems
-) -> tuple[str, ...]:
+def check_balance(run: RunConfig, batch: Batch, degrees: Degrees, path: str, problems: Problems) -> tuple[str, ...]:
     """Refuses train.balance where it cannot be. Returns notes. `path`: of the DeepSpeed JSON."""
     if run.train.balance != MEASURED:
         return ()
@@ -54,59 +52,60 @@ def check_balance(
                      "every layer, so other sequences would not change what a rank computes",
                      "set train.balance to equal, or remove expert_parallel", path)  # fmt: skip
     if run.model.compile_layers:
-        problems.add("model.compile_layers", True, f"{asked}layers are compiled for one shape of a micro-batch, and "
-                     "torch gives up after some others", "set it to false or null, or train.balance to equal",
-                     places.get("model.compile_layers"))  # fmt: skip
+        problems.add(
+            "model.compile_layers",
+            True,
+            f"{asked}layers are compiled for one shape of a micro-batch, and torch gives up after some others",
+            "set it to false or null, or train.balance to equal",
+        )
     if run.train.deterministic:
         problems.add("train.deterministic", True, f"{asked}who sums which sequences depends on the clock, and so do "
-                     "the last digits", "set one of the two otherwise", places.get("train.deterministic"))  # fmt: skip
+                     "the last digits", "set one of the two otherwise")  # fmt: skip
     if batch.data_parallel == 1:
         return ("train.balance measured changes nothing here: all ranks work on the same sequences",)
     if batch.micro_batch == 1:
         problems.add("train.micro_batch", 1, f"{asked}every micro-batch of every rank has a sequence, so a slow rank "
                      "would have none to give away", "set it to 4 or more (train.accumulation lower by as much), or "
-                     "train.balance to equal", places.get("train.micro_batch"))  # fmt: skip
+                     "train.balance to equal")  # fmt: skip
     return ()
 
 
-def check_adapter(run: RunConfig, places: Places, problems: Problems) -> None:
+def check_adapter(run: RunConfig, problems: Problems) -> None:
     """Check `adapter`, model.freeze and model.train_only together: an adapter needs a rank and freezes the model."""
     if run.model.freeze and run.model.train_only:
         problems.add("model.train_only", run.model.train_only, "says the opposite of model.freeze, which is given, too",
-                     "keep one of them", places.get("model.train_only"))  # fmt: skip
+                     "keep one of them")  # fmt: skip
     if run.adapter.r is None:
         if run.adapter != AdapterConfig():
             rule = "other keys of the section are given, and without a rank there is no adapter"
             remedy = "write a rank, 16 is common, or remove the section"
-            problems.add("adapter.r", None, rule, remedy, places.get("adapter"))
+            problems.add("adapter.r", None, rule, remedy, problems.places.get("adapter"))
         return
     for key in ("freeze", "train_only"):
         if patterns := getattr(run.model, key):
             rule = "beside an adapter (adapter.r) all parameters of the model are frozen"
-            problems.add(f"model.{key}", patterns, rule, "remove it", places.get(f"model.{key}"))
+            problems.add(f"model.{key}", patterns, rule, "remove it")
     if run.adapter.quantize is not None:
-        _check_quantize(run, places, problems)
+        _check_quantize(run, problems)
     if not run.adapter.targets:
-        problems.add("adapter.targets", [], "names no module", 'write ["all-linear"]', places.get("adapter.targets"))
+        problems.add("adapter.targets", [], "names no module", 'write ["all-linear"]')
 
 
-def _check_quantize(run: RunConfig, places: Places, problems: Problems) -> None:
+def _check_quantize(run: RunConfig, problems: Problems) -> None:
     """Packed weights are those of whole maps that compute as the run says, and what it compares with has them too."""
-    value, place = run.adapter.quantize, places.get("adapter.quantize")
+    value = run.adapter.quantize
     if run.adapter.dora:
         rule = "the lengths that DoRA begins with are those of the folder's rows (adapter.dora), not of packed ones"
-        problems.add("adapter.quantize", value, rule, "remove one of them", place)
+        problems.add("adapter.quantize", value, rule, "remove one of them")
     if run.model.compile_layers:
         rule = "bitsandbytes' maps are not compiled here (model.compile_layers)"
-        problems.add("adapter.quantize", value, rule, "remove one of them", place)
+        problems.add("adapter.quantize", value, rule, "remove one of them")
     if run.objective.reference == "column":
         rule = "the log-probabilities of `llmtrain reference` are of weights that are not packed"
-        problems.add("adapter.quantize", value, rule, "set objective.reference to online: the packed base", place)
+        problems.add("adapter.quantize", value, rule, "set objective.reference to online: the packed base")
 
 
-def check_adapter_form(
-    run: RunConfig, degrees: Degrees, zero_stage: int, path: str, places: Places, problems: Problems
-) -> None:
+def check_adapter_form(run: RunConfig, degrees: Degrees, zero_stage: int, path: str, problems: Problems) -> None:
     """The forms in which an adapter does not train."""
     if run.adapter.r is None:
         return
@@ -118,48 +117,47 @@ def check_adapter_form(
             if wrong:
                 rule = f"blocks of 4 bits are of whole maps that each rank has, not with {key} = {degree} ({path})"
                 remedy = "remove one of them: sharded over the ranks, weights in bf16 may take as little"
-                place = places.get("adapter.quantize")
-                problems.add("adapter.quantize", run.adapter.quantize, rule, remedy, place)
+                problems.add("adapter.quantize", run.adapter.quantize, rule, remedy)
     asked: dict[str, bool | float] = {"adapter.dora": run.adapter.dora, "adapter.dropout": run.adapter.dropout}
     for key, value in asked.items():
         if value and degrees.tensor > 1:
             rule = f"needs whole maps on each rank, not tensor_parallel.autotp_size = {degrees.tensor} ({path})"
             remedy = "remove one of them: ZeRO 3, sequence parallelism and pipelines keep maps whole"
-            problems.add(key, value, rule, remedy, places.get(key))
+            problems.add(key, value, rule, remedy)
 
 
 _FP8_TOKENS = 16
 """Tokens that the products of fp8 want a multiple of: the gradient of a weight is summed over them."""
 
 
-def check_length_in_fp8(run: RunConfig, degrees: Degrees, places: Places, problems: Problems) -> None:
+def check_length_in_fp8(run: RunConfig, degrees: Degrees, problems: Problems) -> None:
     """Each rank's share of a sequence goes into the products of model.fp8."""
     tokens, least = run.data.sequence_length, _FP8_TOKENS * degrees.sequence
     if run.model.fp8 is not None and tokens % least:
         shared = f" on each of the {degrees.sequence} ranks that share a sequence" * (degrees.sequence > 1)
         rule = f"model.fp8 {run.model.fp8}: its products take multiples of {_FP8_TOKENS} tokens{shared}"
         remedy = f"set it to {-(-tokens // least) * least}, or model.fp8 to null"
-        problems.add("data.sequence_length", tokens, rule, remedy, places.get("data.sequence_length"))
+        problems.add("data.sequence_length", tokens, rule, remedy)
 
 
-def _check_fp8(run: RunConfig, places: Places, problems: Problems) -> None:
+def _check_fp8(run: RunConfig, problems: Problems) -> None:
     """The values that model.fp8 does not go with."""
     if (recipe := run.model.fp8) is None:
         return
-    place, objective, tile = places.get("model.fp8"), run.objective, run.model.mlp_tile_tokens
+    objective, tile = run.objective, run.model.mlp_tile_tokens
     if tile is not None and tile % _FP8_TOKENS:
         rule = f"model.fp8 {recipe}: its products take multiples of {_FP8_TOKENS} tokens"
         remedy = f"set it to {-(-tile // _FP8_TOKENS) * _FP8_TOKENS}, or model.fp8 to null"
-        problems.add("model.mlp_tile_tokens", tile, rule, remedy, places.get("model.mlp_tile_tokens"))
+        problems.add("model.mlp_tile_tokens", tile, rule, remedy)
     if run.adapter.quantize is not None:
         rule = "the maps beside the adapter are packed into 4 bits (adapter.quantize), and multiply in their own way"
-        problems.add("model.fp8", recipe, rule, "remove one of them", place)
+        problems.add("model.fp8", recipe, rule, "remove one of them")
     if run.adapter.dora:
         rule = "DoRA takes the lengths of a map's exact rows (adapter.dora), and the map would compute with others"
-        problems.add("model.fp8", recipe, rule, "remove one of them", place)
+        problems.add("model.fp8", recipe, rule, "remove one of them")
     if objective.data != "texts" or objective.top_k is not None or objective.teacher is not None:
         rule = f"objective.name {objective.name} compares models, and has not been tried in fp8"
-        problems.add("model.fp8", recipe, rule, "set it to null, or objective.name to next_token", place)
+        problems.add("model.fp8", recipe, rule, "set it to null, or objective.name to next_token")
 
 
 _MOST_COUNTED = 10**15
@@ -211,23 +209,23 @@ def _limits(run: RunConfig, key: str) -> Mapping[str, Any]:
     return found if "bound" in found else {}
 
 
-def check_values(run: RunConfig, places: Places, problems: Problems) -> None:
+def check_values(run: RunConfig, problems: Problems) -> None:
     """Ranges, exclusions and requirements that hold for any number of ranks."""
     flat = flatten(run)
-    _check_each_value(run, flat, places, problems)
-    _check_one_of(flat, ("model.pretrained", "model.config"), "the model", places, problems)
-    _check_one_of(flat, ("data.path", "data.mixture"), "the data", places, problems)
-    check_objective(run, places, problems)
-    check_evaluation(run, places, problems)
-    check_stages(run, places, problems)
-    _check_end(run, places, problems)
-    _check_model(run, places, problems)
-    check_adapter(run, places, problems)
-    _check_fp8(run, places, problems)
+    _check_each_value(run, flat, problems)
+    _check_one_of(flat, ("model.pretrained", "model.config"), "the model", problems)
+    _check_one_of(flat, ("data.path", "data.mixture"), "the data", problems)
+    check_objective(run, problems)
+    check_evaluation(run, problems)
+    check_stages(run, problems)
+    _check_end(run, problems)
+    _check_model(run, problems)
+    check_adapter(run, problems)
+    _check_fp8(run, problems)
     if run.ema.decay is None and run.ema != EmaConfig():
         problems.add("ema.every", run.ema.every, "without ema.decay there is no average", "set ema.decay, 0.999 is "
-                     "common, or remove the section", places.get("ema.every"))  # fmt: skip
-    _check_going_on(run, places, problems)
+                     "common, or remove the section")  # fmt: skip
+    _check_going_on(run, problems)
 
 
 def unused(run: RunConfig, given: Iterable[str]) -> list[str]:
@@ -249,49 +247,43 @@ _PASSWORD = re.compile(r"://[^/\s@]*:[^/\s@]+@")
 """Matches USER:PASSWORD@ in a URL."""
 
 
-def _check_each_value(run: RunConfig, flat: dict[str, Any], places: Places, problems: Problems) -> None:
+def _check_each_value(run: RunConfig, flat: dict[str, Any], problems: Problems) -> None:
     """Bounds that stand beside the fields, also of fields whose keys are the user's. `flat`: of `flatten`."""
     for key, value in flat.items():
         numbers = value if isinstance(value, tuple) else (value,)
         if any(isinstance(x, float) and not math.isfinite(x) for x in numbers):
-            problems.add(key, value, "must be a finite number", "correct the number", places.get(key))
+            problems.add(key, value, "must be a finite number", "correct the number")
         elif (limits := _limits(run, key)) and value is not None:
             if not isinstance(value, str) and not limits["bound"].holds(value):
                 must = "both must be" if isinstance(value, tuple) else "must be"
                 rule = f"{must} {limits['bound'].words}"
-                problems.add(key, value, rule, limits["remedy"], places.get(key))
+                problems.add(key, value, rule, limits["remedy"])
         elif isinstance(value, str) and not value.strip() and key != "train.sample_prompt":
-            problems.add(key, value, "is empty", WRITTEN.get(key, "remove the line for the default"),
-                         places.get(key))  # fmt: skip
+            problems.add(key, value, "is empty", WRITTEN.get(key, "remove the line for the default"))  # fmt: skip
         elif isinstance(value, str) and not value.isprintable() and key != "train.sample_prompt":
-            problems.add(key, value, "has control characters, which a terminal obeys", "leave them out",
-                         places.get(key))  # fmt: skip
+            problems.add(key, value, "has control characters, which a terminal obeys", "leave them out")  # fmt: skip
         elif isinstance(value, str) and key.partition(".")[0] in Entry.SECTIONS and _PASSWORD.search(value):
             rule = "has a password, which config.yaml and each checkpoint would keep"
-            problems.add(key, redact_text(value), rule, "leave it to an environment variable (MLFLOW_TRACKING_URI)",
-                         places.get(key))  # fmt: skip
+            problems.add(key, redact_text(value), rule, "leave it to an environment variable (MLFLOW_TRACKING_URI)")
         if type(value) is int and value > _MOST_COUNTED and not key.endswith(".seed"):
-            problems.add(key, value, f"must be at most {_MOST_COUNTED:.0e}", "correct the number", places.get(key))
+            problems.add(key, value, f"must be at most {_MOST_COUNTED:.0e}", "correct the number")
     if run.data.mixture == {}:
-        problems.add("data.mixture", {}, "names no folder", "write `FOLDER: WEIGHT` lines, or use data.path",
-                     places.get("data.mixture"))  # fmt: skip
+        problems.add("data.mixture", {}, "names no folder", "write `FOLDER: WEIGHT` lines, or use data.path")
     for path, weight in (run.data.mixture or {}).items():
         if not (math.isfinite(weight) and weight > 0):
             key = f"data.mixture.{path}"
-            problems.add(key, weight, "a weight must be greater than 0", "remove the folder from the mixture",
-                         places.get(key))  # fmt: skip
+            problems.add(key, weight, "a weight must be greater than 0", "remove the folder from the mixture")
     for pattern, decay in run.optim.weight_decay_of.items():
         if not (math.isfinite(decay) and decay >= 0):
             key = f"optim.weight_decay_of.{pattern}"
-            problems.add(key, decay, "must be 0 or greater", "0 turns it off", places.get(key))
+            problems.add(key, decay, "must be 0 or greater", "0 turns it off")
     for pattern, factor in run.optim.lr_factor_of.items():
         if not (math.isfinite(factor) and factor > 0):
             key = f"optim.lr_factor_of.{pattern}"
-            problems.add(key, factor, "must be greater than 0", "model.freeze keeps parameters as they are",
-                         places.get(key))  # fmt: skip
+            problems.add(key, factor, "must be greater than 0", "model.freeze keeps parameters as they are")
 
 
-def _check_end(run: RunConfig, places: Places, problems: Problems) -> None:
+def _check_end(run: RunConfig, problems: Problems) -> None:
     """Something ends the run, and a schedule that needs its steps has them."""
     lengths = (run.train.max_steps, run.train.max_tokens, run.train.epochs)
     if all(length is None for length in (*lengths, run.train.max_minutes)):
@@ -301,62 +293,62 @@ def _check_end(run: RunConfig, places: Places, problems: Problems) -> None:
         length is None for length in (*lengths, *(stage.schedule for stage in run.data.stages))
     ):
         problems.add("schedule.name", run.schedule.name, "this shape needs the number of steps in advance",
-                     "set train.max_steps, train.max_tokens or train.epochs, or schedule.name: constant",
-                     places.get("schedule.name"))  # fmt: skip
+                     "set train.max_steps, train.max_tokens or train.epochs, or schedule.name: constant")  # fmt: skip
 
 
-def _check_model(run: RunConfig, places: Places, problems: Problems) -> None:
+def _check_model(run: RunConfig, problems: Problems) -> None:
     """The model section, but for fp8."""
     if run.model.vocabulary is not None and run.model.config is not None:
         problems.add("model.vocabulary", run.model.vocabulary, "is for the weights of a folder (model.pretrained)",
-                     "write model.config.vocab_size", places.get("model.vocabulary"))  # fmt: skip
-    check_revision("model.revision", run.model.revision, "model.pretrained", run.model.pretrained, places, problems)
+                     "write model.config.vocab_size")  # fmt: skip
+    check_revision("model.revision", run.model.revision, "model.pretrained", run.model.pretrained, problems)
     if run.data.isolate_documents and run.model.attention.startswith("flash"):
         problems.add("data.isolate_documents", True, f"model.attention {run.model.attention} takes no mask",
-                     "set model.attention to varlen or sdpa", places.get("data.isolate_documents"))  # fmt: skip
+                     "set model.attention to varlen or sdpa")  # fmt: skip
     if run.model.attention == "varlen" and not run.data.isolate_documents:
         problems.add("model.attention", "varlen", "keeps attention within documents",
-                     "set data.isolate_documents to true, or model.attention to sdpa",
-                     places.get("model.attention"))  # fmt: skip
+                     "set data.isolate_documents to true, or model.attention to sdpa")  # fmt: skip
     if run.model.recompute.keep is not None and run.model.attention not in ("auto", "sdpa", "varlen"):
-        problems.add("model.recompute.keep", "attention", f"model.attention {run.model.attention} is no operator of "
-                     "torch's, so its output cannot be told from the rest", "set model.attention to sdpa, or remove it",
-                     places.get("model.recompute.keep"))  # fmt: skip
+        problems.add(
+            "model.recompute.keep",
+            "attention",
+            f"model.attention {run.model.attention} is no operator of "
+            "torch's, so its output cannot be told from the rest",
+            "set model.attention to sdpa, or remove it",
+        )
     if run.model.recompute.layers == "auto" and run.adapter.quantize is not None:
         problems.add("model.recompute.layers", "auto", f"the bytes of adapter.quantize {run.adapter.quantize} cannot "
-                     "be counted without its kernels", "write all or a number of layers",
-                     places.get("model.recompute.layers"))  # fmt: skip
+                     "be counted without its kernels", "write all or a number of layers")  # fmt: skip
 
 
-def _check_going_on(run: RunConfig, places: Places, problems: Problems) -> None:
+def _check_going_on(run: RunConfig, problems: Problems) -> None:
     """Requirements of a run that goes on from another one's checkpoint."""
     if run.resume_data == "new":
         if run.resume in ("auto", "none"):
-            problems.add("resume_data", "new", "goes on from one checkpoint with other data", "name it: resume: PATH",
-                         places.get("resume_data"))  # fmt: skip
+            problems.add("resume_data", "new", "goes on from one checkpoint with other data", "name it: resume: PATH")
         elif run.resume_weights_only:
             problems.add("resume_data", "new", "with resume_weights_only the data begins anew anyway",
-                         "remove one of the two", places.get("resume_data"))  # fmt: skip
+                         "remove one of the two")  # fmt: skip
     if run.resume_model == "new" and run.resume in ("auto", "none"):
         problems.add("resume_model", "new", "gives another model the parameters of one checkpoint",
-                     "name it: resume: PATH", places.get("resume_model"))  # fmt: skip
+                     "name it: resume: PATH")  # fmt: skip
     if run.resume_weights_only and run.resume in ("auto", "none"):
         problems.add("resume_weights_only", True, "begins a new run from the parameters of one checkpoint",
-                     "name it: resume: PATH", places.get("resume_weights_only"))  # fmt: skip
+                     "name it: resume: PATH")  # fmt: skip
 
 
-def _check_one_of(flat: dict[str, Any], keys: tuple[str, str], what: str, places: Places, problems: Problems) -> None:
+def _check_one_of(flat: dict[str, Any], keys: tuple[str, str], what: str, problems: Problems) -> None:
     given = [key for key in keys if flat[key] is not None]
     if len(given) == 1:
         return
     rule = "is given twice" if given else "is missing"
     both = " and ".join(f"{key} = {flat[key]!r}" for key in given) or f"{keys[0]} and {keys[1]} are both null"
-    where = ", ".join(places[key] for key in given if key in places) or None
+    where = ", ".join(problems.places[key] for key in given if key in problems.places) or None
     problems.add_text(keys[0], both, f"{what} {rule}", f"give exactly one of {keys[0]} and {keys[1]}", where)
 
 
-def check_schedule(run: RunConfig, max_steps: int | None, tokens: int, origin: Places, problems: Problems) -> None:
-    """The warm-up and the decay must fit into the run. `tokens`: of a step; `origin`: where each value stands."""
+def check_schedule(run: RunConfig, max_steps: int | None, tokens: int, problems: Problems) -> None:
+    """The warm-up and the decay must fit into the run. `tokens`: of a step."""
     if max_steps is None:
         return
     warmup, decay, train = run.schedule.warmup_steps, run.schedule.decay(), run.train
@@ -364,46 +356,45 @@ def check_schedule(run: RunConfig, max_steps: int | None, tokens: int, origin: P
     key, each = ("train.max_tokens", float(tokens)) if by_tokens else ("train.max_steps", 1.0)
     if train.epochs is not None and not by_tokens and train.max_steps != max_steps:
         key, each = "train.epochs", train.epochs / max_steps
-    length = f"{key} = {getattr(train, key.removeprefix('train.'))}, {origin.get(key, 'the YAML')}"
+    length = f"{key} = {getattr(train, key.removeprefix('train.'))}, {problems.places.get(key, 'the YAML')}"
     if warmup >= max_steps:
         problems.add("schedule.warmup_steps", warmup, f"must be less than the run's {max_steps} steps ({length})",
                      f"set schedule.warmup_steps to {max_steps - 1} or less (0: none), or {key} to more than "
-                     f"{warmup * each:.15g}", origin.get("schedule.warmup_steps"))  # fmt: skip
+                     f"{warmup * each:.15g}")  # fmt: skip
     elif warmup + decay > max_steps:
         problems.add("schedule.decay_steps", decay,
                      f"warm-up {warmup} + decay {decay} exceed the run's {max_steps} steps ({length})",
-                     f"set schedule.decay_steps to {max_steps - warmup} or less, or shorten the warm-up",
-                     origin.get("schedule.decay_steps"))  # fmt: skip
+                     f"set schedule.decay_steps to {max_steps - warmup} or less, or shorten the warm-up")  # fmt: skip
 
 
-def check_steps(run: RunConfig, max_steps: int | None, places: Places, problems: Problems) -> None:
+def check_steps(run: RunConfig, max_steps: int | None, problems: Problems) -> None:
     """Steps at which something is to happen are steps that the run has."""
     if run.ema.decay is not None and max_steps is not None and run.ema.every > max_steps:
         problems.add("ema.every", run.ema.every, f"the run has {max_steps} steps, so the mean would stay as it begins",
-                     f"set it to {max_steps} or less", places.get("ema.every"))  # fmt: skip
-    asked, place = run.profile.steps, places.get("profile.steps")
+                     f"set it to {max_steps} or less")  # fmt: skip
+    asked = run.profile.steps
     if asked is None:
         return
     try:
         _, last = profiled_steps(asked)
     except ValueError:
         problems.add("profile.steps", asked, "must be FIRST:LAST, steps from 1 on, at most 20 of them",
-                     "write it as 20:23", place)  # fmt: skip
+                     "write it as 20:23")  # fmt: skip
         return
     if max_steps is not None and last > max_steps:
-        problems.add("profile.steps", asked, f"the run has {max_steps} steps", f"let it end at {max_steps}", place)
+        problems.add("profile.steps", asked, f"the run has {max_steps} steps", f"let it end at {max_steps}")
 
 
-def check_frozen(run: RunConfig, zero: dict[str, Any], path: str, places: Places, problems: Problems) -> None:
+def check_frozen(run: RunConfig, zero: dict[str, Any], path: str, problems: Problems) -> None:
     """ZeRO 3 keeps second copies of parameters that do not train, and never renews them (ZeRO++)."""
     model, copies = run.model, int(zero.get("zero_hpz_partition_size") or 0)
     if copies > 1 and (patterns := run.adapter.r or model.train_only or model.freeze):
         key = "adapter.r" if run.adapter.r else "model.train_only" if model.train_only else "model.freeze"
         rule = f"zero_optimization.zero_hpz_partition_size = {copies} ({path}) keeps copies of frozen parameters with "
-        problems.add(key, patterns, f"{rule}other values", "remove zero_hpz_partition_size", places.get(key))
+        problems.add(key, patterns, f"{rule}other values", "remove zero_hpz_partition_size")
 
 
-def check_mask(run: RunConfig, batch: Batch, degrees: Degrees, places: Places, problems: Problems) -> None:
+def check_mask(run: RunConfig, batch: Batch, degrees: Degrees, problems: Problems) -> None:
     """Isolated documents: a mask must fit into memory; without one the bounds of the documents reach one stage only."""
     if not run.data.isolate_documents:
         return
@@ -412,8 +403,7 @@ def check_mask(run: RunConfig, batch: Batch, degrees: Degrees, places: Places, p
     if run.model.attention == "varlen":
         if shared:
             problems.add("model.attention", "varlen", f"needs whole rows and all layers in each rank, not {shared}",
-                         "set model.attention to sdpa, or use ZeRO or tensor parallelism instead",
-                         places.get("model.attention"))  # fmt: skip
+                         "set model.attention to sdpa, or use ZeRO or tensor parallelism instead")  # fmt: skip
         return
     if run.model.attention == "auto" and shared is None:
         return  # where it becomes sdpa, the start asks again (training/setup.py with_attention)
@@ -424,20 +414,22 @@ def check_mask(run: RunConfig, batch: Batch, degrees: Degrees, places: Places, p
         problems.add("data.sequence_length", run.data.sequence_length,
                      f"with data.isolate_documents, model.attention {run.model.attention} makes a mask of "
                      f"{size(mask_bytes)} ({largest} sequences x length x length bytes) in each forward pass; at most "
-                     f"{size(_MASK_BYTES)} are allowed", remedy, places.get("data.sequence_length"))  # fmt: skip
+                     f"{size(_MASK_BYTES)} are allowed", remedy)  # fmt: skip
 
 
-def check_shared_rows(run: RunConfig, degrees: Degrees, path: str, places: Places, problems: Problems) -> None:
+def check_shared_rows(run: RunConfig, degrees: Degrees, path: str, problems: Problems) -> None:
     """Ranks that share a row have equally many of its columns, and in attention equally many heads."""
     degree, length = degrees.sequence, run.data.sequence_length
     if degree == 1:
         return
     if below := length % degree:
-        problems.add("data.sequence_length", length,
-                     f"must be a multiple of sequence_parallel_size = {degree} ({path}): the ranks share each sequence",
-                     f"set it to {length - below or degree} or {length - below + degree}, or change the degree",
-                     places.get("data.sequence_length"))  # fmt: skip
-    model = _read_model_config(run, places, Problems()) or {}  # what is wrong with it is told by check_on_disk
+        problems.add(
+            "data.sequence_length",
+            length,
+            f"must be a multiple of sequence_parallel_size = {degree} ({path}): the ranks share each sequence",
+            f"set it to {length - below or degree} or {length - below + degree}, or change the degree",
+        )
+    model = _read_model_config(run, Problems()) or {}  # what is wrong with it is told by check_on_disk
     heads = model.get("num_attention_heads", model.get("n_head"))
     local = heads // degrees.tensor if isinstance(heads, int) and heads % degrees.tensor == 0 else None
     if local and local % degree:
@@ -448,10 +440,10 @@ def check_shared_rows(run: RunConfig, degrees: Degrees, path: str, places: Place
                      f"set it to one of {legal}", path)  # fmt: skip
 
 
-def check_shared_heads(run: RunConfig, degrees: Degrees, path: str, places: Places, problems: Problems) -> None:
+def check_shared_heads(run: RunConfig, degrees: Degrees, path: str, problems: Problems) -> None:
     """Ranks that share each matrix have equally many heads. (models/parallel/tensor.py checks what else they share.)"""
     degree = degrees.tensor
-    model = _read_model_config(run, places, Problems()) or {}  # what is wrong with it is told by check_on_disk
+    model = _read_model_config(run, Problems()) or {}  # what is wrong with it is told by check_on_disk
     given = {key: model.get(key) for key in ("num_attention_heads", "n_head", "num_key_value_heads")}
     heads = {key: count for key, count in given.items() if isinstance(count, int) and count > 0}
     common = math.gcd(*heads.values())
@@ -464,7 +456,7 @@ def check_shared_heads(run: RunConfig, degrees: Degrees, path: str, places: Plac
                      path)  # fmt: skip
 
 
-def expand_paths(tree: dict[str, Any], places: dict[str, str], problems: Problems) -> tuple[tuple[str, ...], bool]:
+def expand_paths(tree: dict[str, Any], problems: Problems) -> tuple[tuple[str, ...], bool]:
     """Expand `~` and `$NAME` in the paths of a run, in place, as a shell does. A name that means nothing here is a
     mistake; a path that is there as it is written stays. Returns a note for each, and False where one is a mistake."""
     notes: list[str] = []
@@ -473,39 +465,39 @@ def expand_paths(tree: dict[str, Any], places: dict[str, str], problems: Problem
         section, _, name = key.rpartition(".")
         holder = tree.get(section) if section else tree
         if isinstance(holder, dict) and isinstance(path := holder.get(name), str):
-            holder[name] = _expanded(key, path, places, problems, notes)
+            holder[name] = _expanded(key, path, problems, notes)
     data = tree.get("data")
     if isinstance(data, dict) and isinstance(mixture := data.get("mixture"), dict):
         data["mixture"] = {}
         for path, weight in mixture.items():
             key = f"data.mixture.{path}"
-            meant = _expanded(key, path, places, problems, notes)
+            meant = _expanded(key, path, problems, notes)
             if meant != path and meant in mixture:
-                problems.add(key, path, f"is {meant}, which is there, too", "keep one of them", places.get(key))
+                problems.add(key, path, f"is {meant}, which is there, too", "keep one of them")
             data["mixture"][meant] = weight
-            places.setdefault(f"data.mixture.{meant}", places.get(key, "the YAML"))
+            problems.places.setdefault(f"data.mixture.{meant}", problems.places.get(key, "the YAML"))
     evaluation = tree.get("eval")
     for key in ("sets", "choices"):
         if isinstance(evaluation, dict) and isinstance(folders := evaluation.get(key), dict):
             for name, path in folders.items():
                 if isinstance(path, str):
-                    folders[name] = _expanded(f"eval.{key}.{name}", path, places, problems, notes)
+                    folders[name] = _expanded(f"eval.{key}.{name}", path, problems, notes)
     return tuple(notes), len(problems) == before
 
 
-def _expanded(key: str, path: str, places: dict[str, str], problems: Problems, notes: list[str]) -> str:
+def _expanded(key: str, path: str, problems: Problems, notes: list[str]) -> str:
     if not re.search(r"^~|\$(\w|\{)", path) or os.path.exists(path):
         return path
     meant = os.path.expandvars(os.path.expanduser(path))
     if unset := re.search(r"^~\w*|\$\w+|\$\{[^}]*\}?", meant):
         problems.add(key, path, f"{unset[0]} means nothing here", "set the variable for every rank (llmtrain launch "
-                     "--env-file does), or write the path out", places.get(key))  # fmt: skip
+                     "--env-file does), or write the path out")  # fmt: skip
         return path
     notes.append(f"{key}: {path} is {meant} here")
     return meant
 
 
-def _check_packages(run: RunConfig, places: Places, problems: Problems) -> None:
+def _check_packages(run: RunConfig, problems: Problems) -> None:
     """Trackers of packages that are not installed here."""
     for name, tracker in run.trackers.items():
         packages = {module.partition(".")[0] for module in tracker.MODULES}
@@ -513,43 +505,42 @@ def _check_packages(run: RunConfig, places: Places, problems: Problems) -> None:
             ours = type(tracker).__module__.startswith("llmtrain.")
             what = f"'llmtrain[{name}]'" if ours else " ".join(missing)
             problems.add(f"trackers.{name}", asdict(tracker), f"needs {', '.join(missing)}, not installed here",
-                         f"pip install {what} on all hosts", places.get(f"trackers.{name}"))  # fmt: skip
+                         f"pip install {what} on all hosts")  # fmt: skip
 
 
-def check_on_disk(run: RunConfig, places: Places, problems: Problems) -> None:
+def check_on_disk(run: RunConfig, problems: Problems) -> None:
     """Packages and paths exist; data folders are prepared; the tokenizer fits into the model's vocabulary."""
-    _check_packages(run, places, problems)
+    _check_packages(run, problems)
     data_vocab: dict[str, int] = {}
     tokenizer = None
-    for stage, at, within in stage_runs(run, places, problems):
+    for stage, within in stage_runs(run, problems):
         for path in stage.data.folders:
             key = "data.path" if stage.data.path else f"data.mixture.{path}"
             if key in within:
                 continue
-            manifest = _read_manifest(key, path, at.get(key), within)
+            manifest = _read_manifest(key, path, within)
             tokenizer = tokenizer or (manifest or {}).get("tokenizer_fingerprint")
             if isinstance(vocab := (manifest or {}).get("vocab_size"), int):
                 data_vocab[path] = vocab
-            _check_length(key, path, manifest or {}, stage, at.get(key), within)
+            _check_length(key, path, manifest or {}, stage, within)
             if manifest is not None:
-                check_data(run, key, path, manifest, at.get(key), within)
+                check_data(run, key, path, manifest, within)
     for key, path in ((f"eval.sets.{name}", path) for name, path in run.eval.sets.items()):
-        if (manifest := _read_manifest(key, path, places.get(key), problems)) is not None:
-            check_data(run, key, path, manifest, places.get(key), problems)
-            check_set(key, path, manifest, run, tokenizer, places.get(key), problems)
+        if (manifest := _read_manifest(key, path, problems)) is not None:
+            check_data(run, key, path, manifest, problems)
+            check_set(key, path, manifest, run, tokenizer, problems)
     for key, path in ((f"eval.choices.{name}", path) for name, path in run.eval.choices.items()):
-        if (manifest := _read_manifest(key, path, places.get(key), problems)) is not None:
-            check_choices(key, path, manifest, run, tokenizer, places.get(key), problems)
-    check_start(run, places, problems)
-    check_teacher_folder(run, places, problems)
-    model = _read_model_config(run, places, problems)
+        if (manifest := _read_manifest(key, path, problems)) is not None:
+            check_choices(key, path, manifest, run, tokenizer, problems)
+    check_start(run, problems)
+    check_teacher_folder(run, problems)
+    model = _read_model_config(run, problems)
     if run.adapter.r is not None and run.model.pretrained is None:
         problems.add("adapter.r", run.adapter.r, "an adapter stands beside weights that stay as they are, and those of "
-                     "model.config are random", "name a folder with weights: model.pretrained",
-                     places.get("adapter.r"))  # fmt: skip
+                     "model.config are random", "name a folder with weights: model.pretrained")  # fmt: skip
     if run.resume not in ("auto", "none") and not has_checkpoints(run):
-        _check_resume(run.resume, places, problems)
-    _check_run_dir(run, places, problems)
+        _check_resume(run.resume, problems)
+    _check_run_dir(run, problems)
     model_vocab = run.model.vocabulary or (model or {}).get("vocab_size")
     room = "model.config.vocab_size" if run.model.config is not None else "model.vocabulary"
     for path, vocab in data_vocab.items():
@@ -559,7 +550,7 @@ def check_on_disk(run: RunConfig, places: Places, problems: Problems) -> None:
                 model_vocab if run.model.config is not None else run.model.pretrained,
                 f"the tokenizer of {path} has {vocab} tokens, the model room for {model_vocab}",
                 f"set {room} to {vocab} or more, or prepare the data with the model's tokenizer",
-                places.get("model.config.vocab_size"),
+                problems.places.get("model.config.vocab_size"),
             )
 
 
@@ -574,9 +565,7 @@ def refuse_if_preempted(run: RunConfig, places: Places) -> None:
         raise stop(key, file, rule, "delete it, or name a file that is yet to appear", places.get(key))
 
 
-def _check_length(
-    key: str, path: str, manifest: dict[str, Any], run: RunConfig, place: str | None, problems: Problems
-) -> None:
+def _check_length(key: str, path: str, manifest: dict[str, Any], run: RunConfig, problems: Problems) -> None:
     """Each split that the run reads fills a sequence: its tokens, and one more for the last label. One row of
     conversations does, whatever its length."""
     length, tokens, chat = run.data.sequence_length, manifest.get("tokens"), manifest.get("chat")
@@ -593,7 +582,7 @@ def _check_length(
         if isinstance(found, int) and found < least and (split == "train" or run.train.eval):
             remedy = f"lower data.sequence_length to {found - 1} or less, or {remedy}" if found > 2 else remedy
             rule = f"its {split} split ({found} tokens) does not fill one sequence of data.sequence_length {length}"
-            problems.add(key, path, rule, remedy, place)
+            problems.add(key, path, rule, remedy)
 
 
 def starts_from_model(run: RunConfig) -> bool:
@@ -611,27 +600,26 @@ def has_checkpoints(run: RunConfig) -> bool:
     return bool(glob(f"{escape(str(run.train.run_dir))}/checkpoints/step-*"))
 
 
-def _check_resume(path: str, places: Places, problems: Problems) -> None:
+def _check_resume(path: str, problems: Problems) -> None:
     """A checkpoint, a run with some, or RUN/step-N: as `llmtrain checkpoint` takes them. What a store has is looked at
     when it is fetched."""
     if is_url(path):
         if found := problem_of(path):
-            problems.add("resume", redact_text(path), *found, places.get("resume"))
+            problems.add("resume", redact_text(path), *found)
         return
     step = re.fullmatch(r"step-([0-9]{1,18})", Path(path).name)
     if step and not os.path.exists(path):
         full = f"step-{int(step[1]):08d}"
         if any(os.path.isdir(Path(path).parent / below / full) for below in ("", "checkpoints")):
             return
-    if not _exists("resume", path, "write auto, none or the path of a checkpoint", places, problems):
+    if not _exists("resume", path, "write auto, none or the path of a checkpoint", problems):
         return
     inside = any(glob(f"{escape(path)}/{below}step-*") for below in ("", "checkpoints/"))
     if not (inside or Path(path).name.startswith("step-") or os.path.exists(f"{path}/manifest.json")):
-        problems.add("resume", path, "holds no checkpoint", "give a run's folder, a checkpoint's folder, or RUN/step-N",
-                     places.get("resume"))  # fmt: skip
+        problems.add("resume", path, "holds no checkpoint", "give a run's folder, a checkpoint's folder, or RUN/step-N")
 
 
-def _check_run_dir(run: RunConfig, places: Places, problems: Problems) -> None:
+def _check_run_dir(run: RunConfig, problems: Problems) -> None:
     """The run's folder is one, or can be made. (Whether it can be written is known on rank 0's host alone.)"""
     sources = [*(run.data.mixture or {}), *([run.data.path] if run.data.path else [])]
     sources += [*run.eval.sets.values(), *run.eval.choices.values()]
@@ -654,13 +642,13 @@ def _check_run_dir(run: RunConfig, places: Places, problems: Problems) -> None:
             kind = "a run" if key == "train.run_dir" else "checkpoints"
             rule = f"is no folder of {kind}: {other}; a run writes, replaces and deletes files in its own"
         if rule:
-            problems.add(key, path, rule, "give the path of a folder, which may be new", places.get(key))
+            problems.add(key, path, rule, "give the path of a folder, which may be new")
     for key, url in (("checkpoint.mirror", run.checkpoint.mirror), ("train.export_to", run.train.export_to)):
         if url is not None and (found := problem_of(url, writes=True)):
-            problems.add(key, redact_text(url), *found, places.get(key))
+            problems.add(key, redact_text(url), *found)
     if run.train.export_to is not None and not run.train.export:
         problems.add("train.export_to", redact_text(run.train.export_to), "is where the export goes, and train.export "
-                     "is off", "remove one of them", places.get("train.export_to"))  # fmt: skip
+                     "is off", "remove one of them")  # fmt: skip
 
 
 _RUN = re.compile(r"checkpoints|events\.jsonl|environment\.json")
@@ -694,17 +682,17 @@ def _within(path: str, folder: str) -> bool:
     return inner == outer or inner.startswith(f"{outer.rstrip('/')}/")
 
 
-def _exists(key: str, path: str, remedy: str, places: Places, problems: Problems) -> bool:
+def _exists(key: str, path: str, remedy: str, problems: Problems) -> bool:
     # os.path, because Path.exists raises for a name that is too long
     if os.path.exists(path):
         return True
-    problems.add(key, path, f"no such file or folder (looked from {Path.cwd()})", remedy, places.get(key))
+    problems.add(key, path, f"no such file or folder (looked from {Path.cwd()})", remedy)
     return False
 
 
-def _read_manifest(key: str, path: str, place: str | None, problems: Problems) -> dict[str, Any] | None:
+def _read_manifest(key: str, path: str, problems: Problems) -> dict[str, Any] | None:
     if is_url(path):
-        return _read_in_store(key, path, place, problems)
+        return _read_in_store(key, path, problems)
     folder = Path(path)
     manifest = folder / "manifest.json"
     if not os.path.exists(path):
@@ -717,12 +705,12 @@ def _read_manifest(key: str, path: str, place: str | None, problems: Problems) -
     elif not manifest.is_file():
         rule, remedy = "not a prepared folder: it has no manifest.json", _to_prepare(path, path)
     else:
-        return _read_json(key, manifest, place, problems)
-    problems.add(key, path, rule, remedy, place)
+        return _read_json(key, manifest, problems)
+    problems.add(key, path, rule, remedy)
     return None
 
 
-def _read_in_store(key: str, url: str, place: str | None, problems: Problems) -> dict[str, Any] | None:
+def _read_in_store(key: str, url: str, problems: Problems) -> dict[str, Any] | None:
     """The manifest of a folder in an object store."""
     found = problem_of(url)
     if found is None:
@@ -740,7 +728,7 @@ def _read_in_store(key: str, url: str, place: str | None, problems: Problems) ->
             )
         except ValueError as error:
             found = f"its manifest.json cannot be read as JSON: {error}", "upload the folder again"
-    problems.add(key, redact_text(url), *found, place)
+    problems.add(key, redact_text(url), *found)
     return None
 
 
@@ -754,21 +742,21 @@ def _to_prepare(path: str, source: str | None) -> str:
     return f"make one: `llmtrain prepare --source {source} --out {out}`, and then write {out} here"
 
 
-def _read_model_config(run: RunConfig, places: Places, problems: Problems) -> dict[str, Any] | None:
+def _read_model_config(run: RunConfig, problems: Problems) -> dict[str, Any] | None:
     if isinstance(run.model.config, dict):
         return run.model.config
     key, path = ("model.config", run.model.config) if run.model.config else ("model.pretrained", run.model.pretrained)
     if not path:
         return None
     if key == "model.pretrained" and is_remote(path):
-        check_url(key, path, run.model.revision, places, problems)
+        check_url(key, path, run.model.revision, problems)
         return None  # what the Hub or a store has is looked at when it has been fetched: `with_base`
     remedy = "give a local Hugging Face folder"
-    if not _exists(key, path, remedy if run.model.config else f"{remedy}, or ORG/NAME on the Hub", places, problems):
+    if not _exists(key, path, remedy if run.model.config else f"{remedy}, or ORG/NAME on the Hub", problems):
         return None
     if run.model.revision is not None:
         problems.add("model.revision", run.model.revision, f"goes with a name on the Hub, and {path} is a folder here",
-                     "remove it, or write ORG/NAME of a repository", places.get("model.revision"))  # fmt: skip
+                     "remove it, or write ORG/NAME of a repository")  # fmt: skip
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     if not file.is_file():
         rule = "the folder has no config.json"
@@ -776,18 +764,18 @@ def _read_model_config(run: RunConfig, places: Places, problems: Problems) -> di
             rule = "is the folder of an adapter, without its model"
             remedy = ("merge the two (llmtrain checkpoint to-hf RUN OUT --merge) and name that folder, or name the "
                       "model here and this folder in adapter.start")  # fmt: skip
-        problems.add(key, path, rule, remedy, places.get(key))
+        problems.add(key, path, rule, remedy)
         return None
-    return _read_json(key, file, places.get(key), problems)
+    return _read_json(key, file, problems)
 
 
-def _read_json(key: str, file: Path, place: str | None, problems: Problems) -> dict[str, Any] | None:
+def _read_json(key: str, file: Path, problems: Problems) -> dict[str, Any] | None:
     try:
         tree = untrusted.loads(file.read_bytes(), infinite=True)
     except (OSError, ValueError) as error:
-        problems.add(key, str(file), f"cannot be read as JSON: {error}", "make or copy the folder again", place)
+        problems.add(key, str(file), f"cannot be read as JSON: {error}", "make or copy the folder again")
         return None
     if not isinstance(tree, dict):
-        problems.add(key, str(file), "must hold one JSON object", "make or copy the folder again", place)
+        problems.add(key, str(file), "must hold one JSON object", "make or copy the folder again")
         return None
     return tree

@@ -5,40 +5,37 @@ from __future__ import annotations
 import ipaddress
 import re
 
-from llmtrain.config.problems import Places, Problems
+from llmtrain.config.problems import Problems
 from llmtrain.config.run import RunConfig
 
 
-def check_sites(run: RunConfig, places: Places, problems: Problems) -> None:
+def check_sites(run: RunConfig, problems: Problems) -> None:
     """A site has a name and a coordinator, and addresses that only other sites reach."""
     sites = run.sites
     if sites.name is None:
         if sites.coordinator is not None:
             problems.add("sites.coordinator", sites.coordinator, "this site has no name",
-                         "set sites.name, or remove it", places.get("sites.coordinator"))  # fmt: skip
+                         "set sites.name, or remove it")  # fmt: skip
         return
     if run.ema.decay is not None:
         problems.add("ema.decay", run.ema.decay, "sites would each have another average (sites.name)", "remove it, or "
-                     "average checkpoints with `llmtrain checkpoint average`", places.get("ema.decay"))  # fmt: skip
+                     "average checkpoints with `llmtrain checkpoint average`")  # fmt: skip
     if not re.fullmatch(r"[A-Za-z0-9_.-]{1,40}", sites.name):
-        problems.add("sites.name", sites.name, "must be 1 to 40 letters, digits, `_`, `.` or `-`", "give another name",
-                     places.get("sites.name"))  # fmt: skip
+        problems.add("sites.name", sites.name, "must be 1 to 40 letters, digits, `_`, `.` or `-`", "give another name")
     if not re.fullmatch(r"[^:/\s]+:[0-9]{1,5}", sites.coordinator or ""):
         problems.add("sites.coordinator", sites.coordinator, "must be HOST:PORT",
-                     "start `llmtrain sites coordinator` and give its address",
-                     places.get("sites.coordinator"))  # fmt: skip
+                     "start `llmtrain sites coordinator` and give its address")  # fmt: skip
     if sites.listen is not None and sites.keys is None and not private(sites.listen):
         problems.add("sites.listen", sites.listen, "must be an IP address of this host, and no public one: what sites "
-                     "send is neither encrypted nor signed", "give a tunnel's address, or set sites.keys",
-                     places.get("sites.listen"))  # fmt: skip
+                     "send is neither encrypted nor signed", "give a tunnel's address, or set sites.keys")  # fmt: skip
     for field, rule, remedy in sites.conflicts():
         key = f"sites.{field}"
-        problems.add(key, getattr(sites, field), rule, remedy, places.get(key))
+        problems.add(key, getattr(sites, field), rule, remedy)
     longest = min(run.fault.stall_timeout_s, 0.75 * run.fault.timeout_s)
     if sites.timeout_s >= longest:
         problems.add("sites.timeout_s", sites.timeout_s, "must be less than fault.stall_timeout_s and 3/4 of "
                      f"fault.timeout_s, here {longest:g}: while a synchronisation waits, a site shows no progress",
-                     "lower it, or raise them", places.get("sites.timeout_s"))  # fmt: skip
+                     "lower it, or raise them")  # fmt: skip
 
 
 _PRIVATE = tuple(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 
 from llmtrain.config.problems import Places, Problems, Within
@@ -17,12 +17,13 @@ def key_of(number: int, name: str = "") -> str:
     return f"data.stages[{number}]" + (f".{name}" if name else "")
 
 
-def stage_runs(run: RunConfig, places: Places, problems: Problems) -> Iterator[tuple[RunConfig, Places, Problems]]:
-    """Each stage as a run of its own with the data that it has, the places of that run's values, and the mistakes of
-    the whole run, where a value that a stage has given is told by the stage's key."""
+def stage_runs(run: RunConfig, problems: Problems) -> Iterator[tuple[RunConfig, Problems]]:
+    """Each stage as a run of its own with the data that it has, and the mistakes of the complete run, which name a
+    value that a stage has given by the stage's key."""
     given: dict[str, int] = {}
+    places: Places = problems.places
     for number, data in enumerate(data_of(run.data)):
-        yield replace(run, data=data), places, Within(problems, partial(_in_whole, dict(given)))
+        yield replace(run, data=data), Within(problems, partial(_in_whole, dict(given)), places)
         if number < len(run.data.stages):
             prefix = f"{key_of(number)}."
             own = {key.removeprefix(prefix): place for key, place in places.items() if key.startswith(prefix)}
@@ -41,68 +42,68 @@ def _in_whole(given: Mapping[str, int], key: str) -> str:
     return key if number is None else key_of(number, inner)
 
 
-def check_stages(run: RunConfig, places: Places, problems: Problems) -> None:
+def check_stages(run: RunConfig, problems: Problems) -> None:
     """Values of the stages, and what they do not go with."""
     before = 0
     for number, stage in enumerate(run.data.stages):
-        place = {item.name: places.get(key_of(number, item.name)) for item in fields(StageConfig)}
         if stage.from_step <= before:
-            problems.add(key_of(number, "from_step"), stage.from_step, "stages begin at step 1 or later, each after "
-                         "the one before it", "order them by from_step", place["from_step"])  # fmt: skip
+            problems.add(
+                key_of(number, "from_step"),
+                stage.from_step,
+                "stages begin at step 1 or later, each after the one before it",
+                "order them by from_step",
+                problems.places.get(key_of(number, "from_step")),
+            )
         before = stage.from_step
         if stage.path is not None and stage.mixture is not None:
             problems.add(key_of(number, "path"), stage.path, "data.path and a mixture are both given",
-                         "give one of them, or none to go on with the data before", place["path"])  # fmt: skip
+                         "give one of them, or none to go on with the data before")  # fmt: skip
         if stage.mixture == {}:
-            problems.add(key_of(number, "mixture"), {}, "names no folder", "write lines `FOLDER: WEIGHT`, or remove it",
-                         place["mixture"])  # fmt: skip
+            problems.add(key_of(number, "mixture"), {}, "names no folder", "write lines `FOLDER: WEIGHT`, or remove it")
         for path, weight in (stage.mixture or {}).items():
             if not (math.isfinite(weight) and weight > 0):
                 problems.add(key_of(number, f"mixture.{path}"), weight, "a weight must be greater than 0",
-                             "remove the folder from the mixture", place["mixture"])  # fmt: skip
+                             "remove the folder from the mixture")  # fmt: skip
         if replace(stage, from_step=0) == StageConfig():
             problems.add(key_of(number), stage.from_step, "changes nothing",
                          "give path, mixture, sequence_length, train or schedule, or remove it",
-                         place["from_step"])  # fmt: skip
+                         problems.places.get(key_of(number, "from_step")))  # fmt: skip
     if run.data.stages:
-        _check_beside(run, places, problems)
+        _check_beside(run, problems)
     if run.resume_data == "new" and run.sites.name is not None:
         problems.add("resume_data", "new", "sites (sites.name) share the order of one data set",
-                     "remove it, or begin new sites from the parameters: resume_weights_only",
-                     places.get("resume_data"))  # fmt: skip
+                     "remove it, or begin new sites from the parameters: resume_weights_only")  # fmt: skip
 
 
-def _check_beside(run: RunConfig, places: Places, problems: Problems) -> None:
+def _check_beside(run: RunConfig, problems: Problems) -> None:
     """Settings that a run with stages cannot have."""
-    place = places.get("data.stages")
     count, resized = len(run.data.stages) + 1, any(map(_resizes, run.data.stages))
     if run.sites.name is not None:
         problems.add("data.stages", count, "sites (sites.name) deal out the sequences of one data set",
-                     "remove one of the two", place)  # fmt: skip
+                     "remove one of the two")  # fmt: skip
     if run.objective.reference == "column":
         for number, stage in enumerate(run.data.stages):
             if stage.rope:
                 problems.add(key_of(number, "rope"), stage.rope, f"objective.name {run.objective.name} reads what its "
                              "reference says with the positions that it began with", "remove it, or ask the reference "
-                             "at each step: objective.reference online, with an adapter",
-                             places.get(key_of(number, "rope")))  # fmt: skip
+                             "at each step: objective.reference online, with an adapter")  # fmt: skip
     if resized and run.train.balance != "equal":
         problems.add("train.balance", run.train.balance, "the ranks' speeds are measured for one batch and length, and "
-                     "data.stages changes them", "set it to equal", places.get("train.balance"))  # fmt: skip
+                     "data.stages changes them", "set it to equal")  # fmt: skip
 
 
 def _resizes(stage: StageConfig) -> bool:
     return stage.sequence_length is not None or stage.train != type(stage.train)()
 
 
-def check_lengths(run: RunConfig, stages: Stages, max_steps: int | None, places: Places, problems: Problems) -> None:
+def check_lengths(run: RunConfig, stages: Stages, max_steps: int | None, problems: Problems) -> None:
     """Warm-up and decay of a schedule fit into its steps, if stages bound it; it has an end if it needs one."""
     for number, stage in enumerate(stages):
         first, end, shape = stage.first_step, stages.schedule_end(stage.first_step, max_steps), stage.schedule
         if stage.schedule_from != first or (first == 0 and end == max_steps):  # `check_schedule` knows the run's own
             continue
         key = key_of(number - 1, "schedule") if number else "schedule"
-        place = places.get(key, places.get(f"{key}.warmup_steps"))
+        place = problems.places.get(key, problems.places.get(f"{key}.warmup_steps"))
         if end is None:
             if shape.needs_length:
                 problems.add(f"{key}.name", shape.name, "this shape needs the number of steps in advance",

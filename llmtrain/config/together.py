@@ -75,8 +75,8 @@ def against(sections: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
         adapter=AdapterConfig(**sections.get("adapter", {})),
         objective=Objective.read(sections.get("objective", {"name": "next_token"})),
     )
-    check_adapter(run, {}, problems)
-    check_objective(run, {}, problems)
+    check_adapter(run, problems)
+    check_objective(run, problems)
     return problems.refused
 
 
@@ -96,7 +96,7 @@ def refusals(adapter: AdapterConfig, form: Mix) -> list[tuple[str, str]]:
     """(rule, remedy) of what the resolver has against it, whatever the objective; empty: it trains."""
     problems = _Kept()
     run = RunConfig(deepspeed="the JSON", adapter=adapter)
-    check_adapter_form(run, form.degrees, form.zero_stage, run.deepspeed, {}, problems)
+    check_adapter_form(run, form.degrees, form.zero_stage, run.deepspeed, problems)
     return [*((rule.reason, rule.remedy) for rule in clashes(form)), *problems.refused]
 
 

@@ -184,11 +184,9 @@ def with_attention(resolved: ResolvedRun, spec: ModelSpec, device: torch.device)
     run, asked = resolved.run, resolved.run.model.attention
     if not run.data.isolate_documents or asked not in ("auto", "sdpa"):
         return spec, []
-    masked, problems = replace(run, model=replace(run.model, attention="sdpa")), Problems()
-    for (each, places, within), stage in zip(
-        stage_runs(masked, resolved.places, problems), resolved.stages, strict=True
-    ):
-        check_mask(each, stage.batch, resolved.degrees, places, within)
+    masked, problems = replace(run, model=replace(run.model, attention="sdpa")), Problems(resolved.places)
+    for (each, within), stage in zip(stage_runs(masked, problems), resolved.stages, strict=True):
+        check_mask(each, stage.batch, resolved.degrees, within)
     reason, degrees = "", resolved.degrees
     if degrees.pipeline * degrees.sequence > 1:
         reason = "varlen needs whole rows and all layers in each rank"

@@ -16,7 +16,7 @@ from llmtrain.base.errors import ConfigError
 from llmtrain.config.batch import Batch
 from llmtrain.config.deepspeed import keys as table
 from llmtrain.config.deepspeed.read import lookup, read_json
-from llmtrain.config.problems import Places, Problems, closest, show
+from llmtrain.config.problems import Problems, closest, show
 from llmtrain.config.run import RunConfig
 from llmtrain.config.topology import Degrees, Mix, clashes
 from llmtrain.optim.optimizers import Optimizer
@@ -58,7 +58,7 @@ def differ(
 
 
 def join_values(
-    run: RunConfig, tree: dict[str, Any], places: Places, problems: Problems
+    run: RunConfig, tree: dict[str, Any], problems: Problems
 ) -> tuple[RunConfig, Optimizer, dict[str, str]]:
     """The run with every shared field filled in from YAML, JSON or default, except the three batch sizes.
 
@@ -79,7 +79,7 @@ def join_values(
             theirs = None
         theirs = _typed(yaml_key, json_key, theirs, path, problems)
         if ours is not None and theirs is not None and ours != theirs:
-            differ(problems, yaml_key, ours, places.get(yaml_key, "the YAML"), json_key, theirs, path)
+            differ(problems, yaml_key, ours, problems.places.get(yaml_key, "the YAML"), json_key, theirs, path)
         if ours is None and theirs is not None:
             origin[yaml_key] = f"{path}, {json_key}"
         value = ours if ours is not None else theirs
@@ -88,7 +88,7 @@ def join_values(
         # The section turns recomputation on, and says nothing of how many layers; with a number in the YAML, that many.
         run = replace(run, model=replace(run.model, recompute=replace(run.model.recompute, layers="all")))
         origin["model.recompute.layers"] = f"{path}, activation_checkpointing"
-    _check_name(run, tree, places, problems)
+    _check_name(run, tree, problems)
     if "optimizer.type" not in problems:  # the parameters of another optimizer are no further mistakes
         _check_optimizer_params(run, tree, problems)
     run = replace(run, optim=replace(run.optim, **values["optim"]), train=replace(run.train, **values["train"]))
@@ -128,7 +128,7 @@ def _named(json_type: Any) -> str | None:
     return types.get(json_type.lower()) if isinstance(json_type, str) else None
 
 
-def _check_name(run: RunConfig, tree: dict[str, Any], places: Places, problems: Problems) -> None:
+def _check_name(run: RunConfig, tree: dict[str, Any], problems: Problems) -> None:
     json_type = lookup(tree, "optimizer.type")
     if not isinstance(json_type, str) or json_type.lower() == "auto":
         return
@@ -141,7 +141,7 @@ def _check_name(run: RunConfig, tree: dict[str, Any], places: Places, problems: 
             "and set optim.name in the YAML", run.deepspeed,
         )  # fmt: skip
     elif run.optim.name != theirs:
-        place = places.get("optim.name", "the YAML or its default")
+        place = problems.places.get("optim.name", "the YAML or its default")
         differ(problems, "optim.name", run.optim.name, place, "optimizer.type", json_type, run.deepspeed)
 
 
@@ -197,9 +197,7 @@ _SCHEDULER_DEFAULTS: dict[str, dict[str, Any]] = {  # deepspeed/runtime/lr_sched
 _OF_SCHEDULERS = {"warmup_max_lr", "total_num_steps"}.union(*_SCHEDULER_DEFAULTS.values())
 
 
-def check_scheduler(
-    run: RunConfig, tree: dict[str, Any], max_steps: int | None, places: Places, problems: Problems
-) -> list[str]:
+def check_scheduler(run: RunConfig, tree: dict[str, Any], max_steps: int | None, problems: Problems) -> list[str]:
     """A `scheduler` section must say what the YAML's `schedule` says. Returns notes.
 
     `run` is joined (optim.lr is known). A section whose parameters are all "auto" agrees with any schedule; once
@@ -223,7 +221,7 @@ def check_scheduler(
         return [note]
     schedule = run.schedule
     if schedule.name != _SCHEDULERS[kind]:
-        place = places.get("schedule.name", "the YAML or its default")
+        place = problems.places.get("schedule.name", "the YAML or its default")
         meant = f"{kind}, which is {_SCHEDULERS[kind]}"
         remedy = f"write schedule.name: {_SCHEDULERS[kind]}, or {_NO_SECTION}"
         differ(problems, "schedule.name", schedule.name, place, "scheduler.type", meant, path, remedy)
@@ -246,11 +244,11 @@ def check_scheduler(
                 json_key, theirs, f"no parameter of {kind}", f"did you mean {near}?" if near else "remove it", path
             )
         elif theirs not in ("auto", ours[name][1]):
-            place = places.get(ours[name][0], "the YAML or its default")
+            place = problems.places.get(ours[name][0], "the YAML or its default")
             differ(problems, ours[name][0], ours[name][1], place, json_key, theirs, path)
     _check_scheduler_defaults(kind, params, ours, path, problems)
     if kind == "WarmupDecayLR" and min_ratio != 0:
-        place = places.get("schedule.min_ratio", "the YAML's default")
+        place = problems.places.get("schedule.min_ratio", "the YAML's default")
         remedy = f"write schedule.min_ratio: 0, or {_NO_SECTION}"
         differ(problems, "schedule.min_ratio", min_ratio, place, f"the end of {kind}", 0, path, remedy)
     return [f"{path}: scheduler {kind} agrees with the YAML's schedule, which decides"]

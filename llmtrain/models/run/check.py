@@ -58,17 +58,17 @@ _DIVISORS = ("eps", "epsilon", "rope_theta", "logits_scaling", "softcapping", "s
 _FAMILY = "model.config.model_type"
 
 
-def check_fields(given: dict[str, Any], places: Places, problems: Problems) -> None:
+def check_fields(given: dict[str, Any], problems: Problems) -> None:
     """Report every key that the family does not know, every value of the wrong type, and impossible sizes.
 
     `given`: `model.config`, with a model_type.
     """
-    family = _family(given["model_type"], places, problems)
+    family = _family(given["model_type"], problems)
     if family is not None:
-        _Section(family, "model.config", places, problems).check(given)
+        _Section(family, "model.config", problems).check(given)
 
 
-def _family(model_type: str, places: Places, problems: Problems) -> Any:
+def _family(model_type: str, problems: Problems) -> Any:
     """The configuration class of a causal language model, or None with a problem added."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
@@ -80,16 +80,16 @@ def _family(model_type: str, places: Places, problems: Problems) -> Any:
     text = f"{model_type}_text"
     near = text if text in CAUSAL else None if known else closest(model_type, CAUSAL)
     remedy = f"did you mean {near}?" if near else "name a decoder, such as llama, qwen3 or gpt2"
-    problems.add(_FAMILY, model_type, rule, remedy, places.get(_FAMILY))
+    problems.add(_FAMILY, model_type, rule, remedy)
     return None
 
 
 class _Section:
     """One configuration: the model's, or one within it."""
 
-    def __init__(self, family: Any, prefix: str, places: Places, problems: Problems) -> None:
+    def __init__(self, family: Any, prefix: str, problems: Problems) -> None:
         self._family, self._prefix = family, prefix
-        self._places, self._problems = places, problems
+        self._problems = problems
         self._fields = {item.name: item for item in dataclasses.fields(family)}
 
     def check(self, given: dict[str, Any]) -> None:
@@ -100,7 +100,7 @@ class _Section:
             elif key in ("rope_parameters", "rope_scaling") and isinstance(value, dict):
                 self._check_rope(value, f"{self._prefix}.{key}")
             elif isinstance(value, dict) and (inner := self._inner(key, value)) is not None:
-                _Section(inner, f"{self._prefix}.{key}", self._places, self._problems).check(value)
+                _Section(inner, f"{self._prefix}.{key}", self._problems).check(value)
             elif key in _TOKENS and (rule := _outside(value, self._vocabulary(given), self._fields.get(key))):
                 self._add(key, value, rule, "write a token of the model's vocabulary, or null for none")
             else:
@@ -208,7 +208,7 @@ class _Section:
         known = {*RopeParameters.__annotations__, "type", *words}
         for key, value in rope.items():
             dotted = f"{prefix}.{key}"
-            place = self._places.get(dotted, self._places.get(prefix))
+            place = self._problems.places.get(dotted, self._problems.places.get(prefix))
             if key not in known:
                 near = closest(key, known)
                 remedy = f"did you mean {near}?" if near else "remove it"
@@ -229,7 +229,9 @@ class _Section:
 
     def _add(self, key: str, value: Any, rule: str, remedy: str) -> None:
         dotted = f"{self._prefix}.{key}"
-        self._problems.add(dotted, value, rule, remedy, self._places.get(dotted, self._places.get(self._prefix)))
+        self._problems.add(
+            dotted, value, rule, remedy, self._problems.places.get(dotted, self._problems.places.get(self._prefix))
+        )
 
 
 def _impossible(name: str, value: Any, default: Any) -> str | None:
@@ -342,17 +344,17 @@ def check_model(resolved: ResolvedRun) -> tuple[ModelSpec, tuple[str, ...]]:
         ModelError: transformers cannot build it.
     """
     run, model, places = resolved.run, resolved.run.model, resolved.places
-    problems = Problems()
+    problems = Problems(places)
     if isinstance(model.config, dict):
-        check_fields(model.config, places, problems)
+        check_fields(model.config, problems)
         problems.raise_if_any()
     key = "model.pretrained" if model.pretrained else "model.config"
-    _load_config(model, key, places, problems)
+    _load_config(model, key, problems)
     spec = ModelSpec.of(model, run.adapter, scores=run.objective.scores)
     hf = spec.skeleton
     if model.attention in _FLASH_PACKAGES:
-        _check_flash(hf, model.attention, places, problems)
-    _check_heads(hf.config.get_text_config(decoder=True), key, places, problems)
+        _check_flash(hf, model.attention, problems)
+    _check_heads(hf.config.get_text_config(decoder=True), key, problems)
     problems.raise_if_any()
     frozen_names(hf, model, places)
     notes: tuple[str, ...] = ()
@@ -370,19 +372,19 @@ def check_model(resolved: ResolvedRun) -> tuple[ModelSpec, tuple[str, ...]]:
     for number, stage in enumerate(resolved.stages):
         if stage.rope and (before is None or before.rope != stage.rope):
             own = run.data.stages[number - 1].rope or {}
-            _check_rope(hf, f"data.stages[{number - 1}].rope", stage, own, places, problems)
+            _check_rope(hf, f"data.stages[{number - 1}].rope", stage, own, problems)
         elif before is None or (stage.data.sequence_length > before.data.sequence_length and not stage.rope):
             later = before is not None
-            notes += _check_length(hf, stage.data.sequence_length, key, places, problems, later=later)
+            notes += _check_length(hf, stage.data.sequence_length, key, problems, later=later)
         before = stage
     problems.raise_if_any()
     if resolved.degrees.pipeline > 1:
         _check_stages(hf, resolved.pipeline_partition, resolved.degrees.pipeline)
-    _check_recomputed(hf, model.recompute.layers, places, problems)
+    _check_recomputed(hf, model.recompute.layers, problems)
     _check_experts(hf, resolved, problems)
     if run.train.balance != "equal" and expert_blocks(hf):
         rule = "the routers of a mixture of experts are balanced over micro-batches that all ranks compute alike"
-        problems.add("train.balance", run.train.balance, rule, "set it to equal", places.get("train.balance"))
+        problems.add("train.balance", run.train.balance, rule, "set it to equal")
         problems.raise_if_any()
     _check_copy(hf, key, model.loss_chunk_tokens)
     _rehearse(copy.deepcopy(hf), key, min(_REHEARSED_TOKENS, run.data.sequence_length))
@@ -391,14 +393,14 @@ def check_model(resolved: ResolvedRun) -> tuple[ModelSpec, tuple[str, ...]]:
     return spec, notes
 
 
-def _check_recomputed(hf: PreTrainedModel, asked: int | str | None, places: Places, problems: Problems) -> None:
+def _check_recomputed(hf: PreTrainedModel, asked: int | str | None, problems: Problems) -> None:
     """The model has as many layers as are to be recomputed."""
     layers, key = len(decoder_layers(hf)), "model.recompute.layers"
     if isinstance(asked, int) and asked > layers:
-        problems.add(key, asked, f"the model has {layers} decoder layers", "write all", places.get(key))
+        problems.add(key, asked, f"the model has {layers} decoder layers", "write all")
     if asked == "auto" and expert_blocks(hf):
         rule = "auto counts bytes before any token is routed, and those of an expert depend on its tokens"
-        problems.add(key, asked, rule, "write all or a number of layers", places.get(key))
+        problems.add(key, asked, rule, "write all or a number of layers")
     problems.raise_if_any()
 
 
@@ -413,7 +415,7 @@ def _check_adapter(hf: PreTrainedModel, adapter: AdapterConfig, places: Places) 
     )
 
 
-def _load_config(model: ModelConfig, key: str, places: Places, problems: Problems) -> None:
+def _load_config(model: ModelConfig, key: str, problems: Problems) -> None:
     """Let the family's own class check the fields against each other, and tell its words without its stack."""
     try:
         load_config(model)
@@ -424,7 +426,7 @@ def _load_config(model: ModelConfig, key: str, places: Places, problems: Problem
         reason = re.sub(r"^\w*(Error|Exception): ", "", reason)
         given = model.pretrained or model.config
         name = given.get("model_type") if isinstance(given, dict) else given
-        problems.add(key, name, f"transformers says: {reason}", "correct what it names", places.get(key))
+        problems.add(key, name, f"transformers says: {reason}", "correct what it names")
         raise problems.error() from error
 
 
@@ -440,7 +442,7 @@ def check_weights(spec: ModelSpec) -> None:
         spec.given_adapter()
 
 
-def _check_heads(text: Any, key: str, places: Places, problems: Problems) -> None:
+def _check_heads(text: Any, key: str, problems: Problems) -> None:
     """A key/value head serves equally many attention heads, in every layer."""
     for config in layer_configs(text):
         heads, kv_heads = (getattr(config, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
@@ -448,22 +450,22 @@ def _check_heads(text: Any, key: str, places: Places, problems: Problems) -> Non
             legal = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
             name = text.attribute_map.get("num_key_value_heads", "num_key_value_heads")
             rule = f"each of them serves equally many of the {heads} attention heads"
-            problems.add(f"{key}.{name}", kv_heads, rule, f"set it to one of {legal}", places.get(key))
+            problems.add(f"{key}.{name}", kv_heads, rule, f"set it to one of {legal}")
             return
 
 
-def _check_flash(hf: PreTrainedModel, attention: str, places: Places, problems: Problems) -> None:
-    package, place = _FLASH_PACKAGES[attention], places.get("model.attention")
+def _check_flash(hf: PreTrainedModel, attention: str, problems: Problems) -> None:
+    package = _FLASH_PACKAGES[attention]
     remedy = "set model.attention to sdpa, which picks the fastest kernel of the device"
     if not takes_flash_attention(hf):
-        problems.add("model.attention", attention, f"{type(hf).__name__} does not take it", remedy, place)
+        problems.add("model.attention", attention, f"{type(hf).__name__} does not take it", remedy)
     elif not any(importlib.util.find_spec(name) for name in (package, "kernels")):
         rule = f"its package {package} is not installed here"
-        problems.add("model.attention", attention, rule, f"install it, or {remedy}", place)
+        problems.add("model.attention", attention, rule, f"install it, or {remedy}")
 
 
 def _check_length(
-    hf: PreTrainedModel, length: int, key: str, places: Places, problems: Problems, *, later: bool = False
+    hf: PreTrainedModel, length: int, key: str, problems: Problems, *, later: bool = False
 ) -> tuple[str, ...]:
     """A sequence may not have more positions than a table of them; beyond what rotary ones were made for: a note.
 
@@ -480,7 +482,6 @@ def _check_length(
         problems.add(
             "data.sequence_length", length, f"the model has a table of {longest} positions ({name})",
             f"set it to {longest} or less" + (f", or raise {name}" if key == "model.config" else ""),
-            places.get("data.sequence_length"),
         )  # fmt: skip
         return ()
     more = f"; set {name} to {length} if that is meant" if key == "model.config" else ""
@@ -491,14 +492,13 @@ def _check_length(
     )
 
 
-def _check_rope(hf: PreTrainedModel, key: str, stage: Stage, own: dict[str, Any], places: Places,
-                problems: Problems) -> None:  # fmt: skip
+def _check_rope(hf: PreTrainedModel, key: str, stage: Stage, own: dict[str, Any], problems: Problems) -> None:
     """The model can have the stage's rotary positions. `own`: the fields that are of no stage before."""
     from llmtrain.models import rope  # most runs have none
 
     if why := rope.refuse(hf, stage.rope, stage.data.sequence_length, own):
         problems.add(key, stage.rope, why, "write fields of rope_parameters that transformers has for this family, or "
-                     "remove them", places.get(key))  # fmt: skip
+                     "remove them")  # fmt: skip
 
 
 def _has_table(hf: PreTrainedModel, longest: int) -> bool:

@@ -461,7 +461,7 @@ def test_one_row_fills_a_sequence_whatever_its_length() -> None:
 
     def told(chat: dict[str, object] | None, validation: int) -> str:
         manifest = {"tokens": {"train": 369, "validation": validation}, "chat": chat}
-        _check_length("data.path", "x", manifest, run, None, problems := Problems())
+        _check_length("data.path", "x", manifest, run, problems := Problems())
         return str(problems.error()) if problems else ""
 
     assert told({"longest": 41}, 41) == "" and "its validation split (0 tokens)" in told({"longest": 41}, 0)

@@ -26,7 +26,7 @@ def test_what_has_no_such_reference_is_refused(name: Any, adapter: dict[str, Any
     problems = Problems()
     objective = Objective.of(name, reference="online")
     run = RunConfig(deepspeed="ds.json", adapter=AdapterConfig(**adapter), objective=objective)
-    check_objective(run, {}, problems)
+    check_objective(run, problems)
     with pytest.raises(ConfigError) as error:
         problems.raise_if_any()
     assert "objective.reference" in str(error.value) and words in str(error.value)
@@ -35,6 +35,6 @@ def test_what_has_no_such_reference_is_refused(name: Any, adapter: dict[str, Any
 def test_it_wants_no_column() -> None:
     run = RunConfig(deepspeed="ds.json", adapter=AdapterConfig(r=4, alpha=8.0),
                     objective=Objective.of("kto", reference="online"))  # fmt: skip
-    check_objective(run, {}, problems := Problems())
+    check_objective(run, problems := Problems())
     problems.raise_if_any()
     assert run.objective.reference == "online" and Objective.of("kto").reference == "column"

@@ -48,7 +48,7 @@ def test_what_a_score_cannot_do_is_refused() -> None:
     problems = Problems()
     run = RunConfig(deepspeed="ds.json", objective=Objective.of("reward"),
                     train=TrainConfig(sample_prompt="yes"))  # fmt: skip
-    check_objective(run, {}, problems)
+    check_objective(run, problems)
     with pytest.raises(ConfigError) as error:
         problems.raise_if_any()
     assert "train.sample_prompt" in str(error.value)
