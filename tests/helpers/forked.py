@@ -86,6 +86,11 @@ class Launch:
     def output(self) -> str:
         return self.log.read_text() if self.log.exists() else ""
 
+    def cpu_s(self) -> float:
+        """CPU-seconds of the ranks that have ended by themselves."""
+        told = self.log.with_suffix(".cpu")
+        return sum(map(float, told.read_text().split())) if told.exists() else 0.0
+
 
 def finish(
     recipe: Path,
@@ -135,4 +140,6 @@ def _rank(
         traceback.print_exc()
         code = 1
     sys.stdout.flush()
+    with Path(log).with_suffix(".cpu").open("a") as file:
+        file.write(f"{time.process_time()}\n")
     os._exit(code)

@@ -78,7 +78,7 @@ TINY = {
 }
 
 
-def write_run(folder: Path, data: str, deepspeed: dict[str, Any], train: dict[str, Any], **sections: Any) -> Path:
+def write_run(folder: Path, data: str, deepspeed: dict[str, Any], train: dict[str, Any], /, **sections: Any) -> Path:
     """A recipe at a constant learning rate whose run folder is folder/run, and its JSON. `sections`: in place of these,
     or more."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -93,7 +93,7 @@ def write_run(folder: Path, data: str, deepspeed: dict[str, Any], train: dict[st
         "tracking": {"wandb": "disabled"},
     }
     path = folder / "recipe.yaml"
-    path.write_text(yaml.safe_dump(tree | sections))
+    path.write_text(yaml.safe_dump(tree | sections, sort_keys=False))
     return path
 
 
