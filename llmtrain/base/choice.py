@@ -14,8 +14,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import Field, dataclass, field, fields
-from typing import Any, ClassVar, Self
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import Annotated, Any, ClassVar, Self
+
+HOST_PATH = "~ and $NAME are expanded"
+HostPath = Annotated[str, HOST_PATH]
+"""The type of a field that holds a path of a host."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +87,23 @@ def bounded(default: Any, bound: Bound | None = None, remedy: str = "", **limits
     return field(default=default, metadata={"bound": bound, "remedy": remedy})
 
 
+def mapped(line: str, bound: Bound | None = None, remedy: str = "", default: Any = MISSING) -> Any:
+    """A dataclass field that is a map whose keys are the user's own.
+
+    Args:
+        line: the form of an entry, such as `FOLDER: WEIGHT`.
+        bound: limits of each value.
+        remedy: an example or a reminder for a value outside them.
+        default: its value where nobody gives one; missing: an empty map.
+    """
+    metadata = {"line": line, "bound": bound, "remedy": remedy}
+    return (
+        field(default=default, metadata=metadata)
+        if default is not MISSING
+        else field(default_factory=dict, metadata=metadata)
+    )
+
+
 def joined(default: Any, json_key: str, bound: Bound, remedy: str) -> Any:
     """A dataclass field that may stand in the DeepSpeed JSON instead, under `json_key`.
 
@@ -125,14 +146,6 @@ class Choice:
         return chosen
 
     @classmethod
-    def read(cls, saved: Mapping[str, Any]) -> Self:
-        """The choice that a checkpoint holds. Versions until November 2026 wrote the fields of all choices: those of
-        others, which did nothing, are left out. None was the default."""
-        chosen = cls.CHOICES[saved[cls.SELECTOR]]
-        given = {key: value for key, value in saved.items() if key in chosen.own() and value is not None}
-        return cls.of(chosen.selected(), **given)
-
-    @classmethod
     def selected(cls) -> str:
         """The name of this choice."""
         return str(getattr(cls, cls.SELECTOR))
@@ -154,22 +167,18 @@ class Choice:
         return [default_of(item) for item in owned]
 
     @classmethod
-    def refusal(cls, name: str, *, overridden: bool = False) -> tuple[str, str]:
-        """(rule, remedy) for a field of other choices: the one sentence for YAML, command line and JSON.
-
-        `overridden`: it stands in the YAML, and the command line has chosen another class.
-        """
-        removal = f"remove it from the YAML, add --{cls.SECTION}.{name} null" if overridden else "remove it"
-        return cls.refusal_of(cls.owners(name), removal)
+    def refusal(cls, name: str) -> tuple[str, str]:
+        """(rule, remedy) for a field of other choices: the one sentence for YAML, command line and JSON."""
+        return cls.refusal_of(cls.owners(name))
 
     @classmethod
-    def refusal_of(cls, owners: list[str], removal: str = "remove it") -> tuple[str, str]:
-        """(rule, remedy) for what only these choices have. `removal`: the ways to be rid of it."""
+    def refusal_of(cls, owners: list[str]) -> tuple[str, str]:
+        """(rule, remedy) for what only these choices have."""
         selector = f"{cls.SECTION}.{cls.SELECTOR}"
         one_of = "one of " if len(owners) > 1 else ""
         return (
             f"belongs to {selector} {either(owners)}",
-            f"{removal}, or set {selector} to {one_of}{', '.join(owners)}",
+            f"remove it, or set {selector} to {one_of}{', '.join(owners)}",
         )
 
 

@@ -36,8 +36,8 @@ from llmtrain.checkpoint.verify import damaged_parts, wrong_frozen
 from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.config.plugins import CHANGED, FLAG, changed_ok
 from llmtrain.config.problems import show
+from llmtrain.config.reader import saved_stages
 from llmtrain.config.run import RunConfig
-from llmtrain.config.stages import saved_stages
 from llmtrain.engine.api import Engine, StateTensor
 from llmtrain.engine.dist.control import from_all, together
 from llmtrain.engine.dist.ranks import Ranks
@@ -162,7 +162,7 @@ def _rate(state: dict[str, Any], step: int) -> float | None:
         if steps is None and stages.at(step).schedule.needs_length:
             return None
         return float(run["optim"]["lr"] * stages.factor(step, steps))
-    except (KeyError, TypeError):  # made by other tools, or by another version
+    except (KeyError, TypeError, ConfigError):  # made by other tools, or by another version
         return None
 
 

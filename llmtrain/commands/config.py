@@ -14,14 +14,13 @@ from llmtrain.base.choice import either
 from llmtrain.base.errors import ConfigError
 from llmtrain.commands import completion
 from llmtrain.config import strict_yaml
-from llmtrain.config.deepspeed.join import SHARED
 from llmtrain.config.load import COMMAND_LINE, Parsed, configs_in, parse, plugins_of, run_words
 from llmtrain.config.pinned import with_base
 from llmtrain.config.problems import closest, show, stop
 from llmtrain.config.resolve import resolve
 from llmtrain.config.rules import flatten, refuse_if_preempted
 from llmtrain.config.run import ResolvedRun
-from llmtrain.config.schema import entries, json_schema
+from llmtrain.config.schema import SHARED, entries, json_schema
 from llmtrain.config.topology import Degrees
 from llmtrain.data.stream.epoch import sequences_of_epoch
 

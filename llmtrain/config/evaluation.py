@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import replace
 from typing import Any
@@ -101,8 +100,6 @@ def check_evaluation(run: RunConfig, problems: Problems) -> None:
             if name not in sets:
                 names = ", ".join(sets) or "none"
                 problems.add(key, value, f"is of no set in eval.sets, which has {names}", "correct the name")
-            elif not (math.isfinite(value) and value > 0):
-                problems.add(key, value, "must be greater than 0", "remove the line")
     _check_metrics(run, problems)
 
 

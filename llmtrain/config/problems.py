@@ -22,14 +22,32 @@ def show(value: Any) -> str:
     return text if len(text) <= 120 else f"{text[:117]}..."
 
 
+COMMAND_LINE = "command line"
+"""The place of a value that a flag gives."""
+
+
 class Problems:
     """Gathers mistakes; `raise_if_any` ends with one ConfigError that tells all of them."""
 
-    def __init__(self, places: Places | None = None) -> None:
-        """`places`: of the keys that the user wrote."""
+    def __init__(self, places: Places | None = None, *, paths: bool = True, saved: bool = False) -> None:
+        """
+        Args:
+            places: of the keys that the user wrote.
+            paths: a path that means nothing on this host is a mistake.
+            saved: the values are of a file that a run has written, whose fields may be gone by now.
+        """
         self._entries: list[str] = []
         self._keys: set[str] = set()
         self.places: dict[str, str] = dict(places or {})
+        self.paths, self.saved = paths, saved
+        self.unexpanded = False
+        """True after a mistake about a path that means nothing on this host."""
+        self.notes: list[str] = []
+        """Notes for the user on values that were adapted."""
+
+    def typed(self, key: str) -> bool:
+        """True for a key that the command line gives."""
+        return self.places.get(key) == COMMAND_LINE
 
     def add(self, key: str, value: Any, rule: str, remedy: str, place: str | None = None) -> None:
         """Record one mistake. `place`: file and line, if they are not the line of `key`."""
@@ -67,7 +85,8 @@ class Within(Problems):
 
     def __init__(self, whole: Problems, name: Callable[[str], str], places: Places) -> None:
         """`name`: from a key of the part to that of the whole. `places`: of the part's keys."""
-        self._entries, self._keys, self._name, self.places = whole._entries, whole._keys, name, dict(places)
+        super().__init__(places)
+        self._entries, self._keys, self._name = whole._entries, whole._keys, name
 
     def add_text(self, key: str, what: str, rule: str, remedy: str, place: str | None = None) -> None:
         """Under the key of the whole, with which the text begins."""

@@ -8,12 +8,13 @@ from typing import Any
 
 from llmtrain.config import rules
 from llmtrain.config.batch import Batch, solve
-from llmtrain.config.deepspeed.join import DEGREE_KEYS, SHARED, check_scheduler, exact_dict, join_values, read_facts
+from llmtrain.config.deepspeed.join import DEGREE_KEYS, check_scheduler, exact_dict, join_values, read_facts
 from llmtrain.config.deepspeed.read import checked
 from llmtrain.config.evaluation import filled
 from llmtrain.config.problems import Places, Problems
 from llmtrain.config.rules import check_adapter_form, check_balance
 from llmtrain.config.run import ResolvedRun, RunConfig, TrainConfig
+from llmtrain.config.schema import SHARED
 from llmtrain.config.sites_rules import check_sites
 from llmtrain.config.stages import DataConfig, StageBatch, Stages, data_of, stages_of
 from llmtrain.config.stages_rules import check_lengths, key_of, notes_of, stage_runs

@@ -6,7 +6,7 @@ import importlib.util
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, fields, is_dataclass
 from glob import escape, glob
 from pathlib import Path
@@ -160,23 +160,8 @@ def _check_fp8(run: RunConfig, problems: Problems) -> None:
         problems.add("model.fp8", recipe, rule, "set it to null, or objective.name to next_token")
 
 
-_MOST_COUNTED = 10**15
-"""Upper limit of a count of steps, tokens or sequences: no run has more, and products of it still fit into 64 bits."""
-
 _MASK_BYTES = 4 * GIB
 """Bytes of an attention mask: it is made in every forward pass; some kernels copy it in the precision of the scores."""
-
-
-_PATHS = (
-    *("deepspeed", "resume", "model.pretrained", "model.config", "adapter.start", "data.path", "objective.teacher"),
-    *("train.run_dir", "train.sample_prompts", "checkpoint.dir", "fault.preempt_file", "sites.keys"),
-)
-WRITTEN = {
-    "deepspeed": "write the path of a DeepSpeed JSON; `llmtrain init DIR` writes some",
-    "data.path": "write the path of a folder that `llmtrain prepare` made",
-    "resume": "write auto, none or the path of a checkpoint",
-}
-"""Remedy for a field whose text is empty or of another type."""
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
@@ -197,23 +182,12 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _limits(run: RunConfig, key: str) -> Mapping[str, Any]:
-    """The bound and the remedy that stand beside a field (`base/choice.py`); empty: it has none."""
-    *sections, name = key.split(".")
-    holder: Any = run
-    for section in sections:
-        section, _, number = section.partition("[")  # `stages[0]`
-        holder = holder[section] if isinstance(holder, dict) else getattr(holder, section)
-        holder = holder[int(number.removesuffix("]"))] if number else holder
-    found = holder.__dataclass_fields__[name].metadata if name in holder.__dataclass_fields__ else {}
-    return found if "bound" in found else {}
-
-
 def check_values(run: RunConfig, problems: Problems) -> None:
     """Ranges, exclusions and requirements that hold for any number of ranks."""
     flat = flatten(run)
-    _check_each_value(run, flat, problems)
     _check_one_of(flat, ("model.pretrained", "model.config"), "the model", problems)
+    if run.data.mixture == {}:
+        problems.add("data.mixture", {}, "names no folder", "write `FOLDER: WEIGHT` lines, or use data.path")
     _check_one_of(flat, ("data.path", "data.mixture"), "the data", problems)
     check_objective(run, problems)
     check_evaluation(run, problems)
@@ -243,46 +217,6 @@ def unused(run: RunConfig, given: Iterable[str]) -> list[str]:
     return [f"{', '.join(keys)}: no effect: {unread[start]}" for start, keys in found.items() if keys]
 
 
-_PASSWORD = re.compile(r"://[^/\s@]*:[^/\s@]+@")
-"""Matches USER:PASSWORD@ in a URL."""
-
-
-def _check_each_value(run: RunConfig, flat: dict[str, Any], problems: Problems) -> None:
-    """Bounds that stand beside the fields, also of fields whose keys are the user's. `flat`: of `flatten`."""
-    for key, value in flat.items():
-        numbers = value if isinstance(value, tuple) else (value,)
-        if any(isinstance(x, float) and not math.isfinite(x) for x in numbers):
-            problems.add(key, value, "must be a finite number", "correct the number")
-        elif (limits := _limits(run, key)) and value is not None:
-            if not isinstance(value, str) and not limits["bound"].holds(value):
-                must = "both must be" if isinstance(value, tuple) else "must be"
-                rule = f"{must} {limits['bound'].words}"
-                problems.add(key, value, rule, limits["remedy"])
-        elif isinstance(value, str) and not value.strip() and key != "train.sample_prompt":
-            problems.add(key, value, "is empty", WRITTEN.get(key, "remove the line for the default"))  # fmt: skip
-        elif isinstance(value, str) and not value.isprintable() and key != "train.sample_prompt":
-            problems.add(key, value, "has control characters, which a terminal obeys", "leave them out")  # fmt: skip
-        elif isinstance(value, str) and key.partition(".")[0] in Entry.SECTIONS and _PASSWORD.search(value):
-            rule = "has a password, which config.yaml and each checkpoint would keep"
-            problems.add(key, redact_text(value), rule, "leave it to an environment variable (MLFLOW_TRACKING_URI)")
-        if type(value) is int and value > _MOST_COUNTED and not key.endswith(".seed"):
-            problems.add(key, value, f"must be at most {_MOST_COUNTED:.0e}", "correct the number")
-    if run.data.mixture == {}:
-        problems.add("data.mixture", {}, "names no folder", "write `FOLDER: WEIGHT` lines, or use data.path")
-    for path, weight in (run.data.mixture or {}).items():
-        if not (math.isfinite(weight) and weight > 0):
-            key = f"data.mixture.{path}"
-            problems.add(key, weight, "a weight must be greater than 0", "remove the folder from the mixture")
-    for pattern, decay in run.optim.weight_decay_of.items():
-        if not (math.isfinite(decay) and decay >= 0):
-            key = f"optim.weight_decay_of.{pattern}"
-            problems.add(key, decay, "must be 0 or greater", "0 turns it off")
-    for pattern, factor in run.optim.lr_factor_of.items():
-        if not (math.isfinite(factor) and factor > 0):
-            key = f"optim.lr_factor_of.{pattern}"
-            problems.add(key, factor, "must be greater than 0", "model.freeze keeps parameters as they are")
-
-
 def _check_end(run: RunConfig, problems: Problems) -> None:
     """Something ends the run, and a schedule that needs its steps has them."""
     lengths = (run.train.max_steps, run.train.max_tokens, run.train.epochs)
@@ -298,6 +232,12 @@ def _check_end(run: RunConfig, problems: Problems) -> None:
 
 def _check_model(run: RunConfig, problems: Problems) -> None:
     """The model section, but for fp8."""
+    if isinstance(run.model.config, dict):
+        model_type, key = run.model.config.get("model_type"), "model.config.model_type"
+        if not isinstance(model_type, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_\-]*", model_type):
+            rule = "a Hugging Face model type is required, such as llama or qwen3"
+            remedy = "write `model_type: llama` under model.config"
+            problems.add(key, model_type, rule, remedy, problems.places.get(key, problems.places.get("model.config")))
     if run.model.vocabulary is not None and run.model.config is not None:
         problems.add("model.vocabulary", run.model.vocabulary, "is for the weights of a folder (model.pretrained)",
                      "write model.config.vocab_size")  # fmt: skip
@@ -454,47 +394,6 @@ def check_shared_heads(run: RunConfig, degrees: Degrees, path: str, problems: Pr
                      f"the ranks share the model's heads, equally many each, and {key} is {count}",
                      f"set it to one of {legal}; other ranks can work data-parallel, with ZeRO 3, or in a pipeline",
                      path)  # fmt: skip
-
-
-def expand_paths(tree: dict[str, Any], problems: Problems) -> tuple[tuple[str, ...], bool]:
-    """Expand `~` and `$NAME` in the paths of a run, in place, as a shell does. A name that means nothing here is a
-    mistake; a path that is there as it is written stays. Returns a note for each, and False where one is a mistake."""
-    notes: list[str] = []
-    before = len(problems)
-    for key in _PATHS:
-        section, _, name = key.rpartition(".")
-        holder = tree.get(section) if section else tree
-        if isinstance(holder, dict) and isinstance(path := holder.get(name), str):
-            holder[name] = _expanded(key, path, problems, notes)
-    data = tree.get("data")
-    if isinstance(data, dict) and isinstance(mixture := data.get("mixture"), dict):
-        data["mixture"] = {}
-        for path, weight in mixture.items():
-            key = f"data.mixture.{path}"
-            meant = _expanded(key, path, problems, notes)
-            if meant != path and meant in mixture:
-                problems.add(key, path, f"is {meant}, which is there, too", "keep one of them")
-            data["mixture"][meant] = weight
-            problems.places.setdefault(f"data.mixture.{meant}", problems.places.get(key, "the YAML"))
-    evaluation = tree.get("eval")
-    for key in ("sets", "choices"):
-        if isinstance(evaluation, dict) and isinstance(folders := evaluation.get(key), dict):
-            for name, path in folders.items():
-                if isinstance(path, str):
-                    folders[name] = _expanded(f"eval.{key}.{name}", path, problems, notes)
-    return tuple(notes), len(problems) == before
-
-
-def _expanded(key: str, path: str, problems: Problems, notes: list[str]) -> str:
-    if not re.search(r"^~|\$(\w|\{)", path) or os.path.exists(path):
-        return path
-    meant = os.path.expandvars(os.path.expanduser(path))
-    if unset := re.search(r"^~\w*|\$\w+|\$\{[^}]*\}?", meant):
-        problems.add(key, path, f"{unset[0]} means nothing here", "set the variable for every rank (llmtrain launch "
-                     "--env-file does), or write the path out")  # fmt: skip
-        return path
-    notes.append(f"{key}: {path} is {meant} here")
-    return meant
 
 
 def _check_packages(run: RunConfig, problems: Problems) -> None:

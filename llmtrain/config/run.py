@@ -19,7 +19,9 @@ from llmtrain.base.choice import (
     SECONDS,
     SEED,
     Bound,
+    HostPath,
     bounded,
+    mapped,
 )
 from llmtrain.config.batch import Batch
 from llmtrain.config.stages import DataConfig as DataConfig
@@ -51,12 +53,12 @@ class RecomputeConfig:
 class ModelConfig:
     """The model, and how it computes. Exactly one of `pretrained` and `config` is given."""
 
-    pretrained: str | None = None
+    pretrained: HostPath | None = None
     """Whose weights training starts from: a local Hugging Face folder (config.json and safetensors), or ORG/NAME of a
     repository on the Hub, or the URL of a folder in an object store, which is fetched. A folder that is here wins."""
     revision: str | None = None
     """With ORG/NAME in `pretrained`: branch, tag or commit; null = main. A run stays with the commit that it found."""
-    config: dict[str, Any] | str | None = None
+    config: dict[str, Any] | HostPath | None = None
     """Random weights: the fields of a Hugging Face config.json, with model_type; or a folder or file that holds one."""
     vocabulary: int | None = bounded(None, AT_LEAST_1, "leave it out for the folder's own tokens")
     """Tokens that the model is to know, more than the folder of `pretrained` has: new rows of its embedding and its
@@ -111,7 +113,7 @@ class AdapterConfig:
     llmtrain[quantize]. ZeRO 0 to 2, without tensor parallelism and pipelines."""
     modules_to_save: list[str] = field(default_factory=list)
     """Patterns of modules that train whole beside the adapter, such as `model.embed_tokens`, `lm_head` or `*norm`."""
-    start: str | None = None
+    start: HostPath | None = None
     """PEFT folder with the adapter to begin with; its rank, scale and targets must be those of this section."""
 
 
@@ -150,7 +152,7 @@ class KeepBest:
 class TrainConfig:
     """Batch, length, evaluation. Two of (global_batch, micro_batch, accumulation) give the third."""
 
-    run_dir: str | None = None
+    run_dir: HostPath | None = None
     """The run's folder. Default: runs/NAME, where NAME is the YAML's file name."""
     seed: int = bounded(0, SEED, "write 0")
     """Seed of the initial weights and of dropout."""
@@ -188,7 +190,7 @@ class TrainConfig:
     """URL of a folder in an object store (as `checkpoint.mirror`, but another one) to which that folder is uploaded."""
     sample_prompt: str | None = None
     """Print a continuation of this prompt at the end of the run."""
-    sample_prompts: list[str] | str = field(default_factory=list)
+    sample_prompts: list[str] | HostPath = field(default_factory=list)
     """Texts that the model continues at each evaluation, always by its likeliest token: a list, or the path of a file
     with one a line. The continuations go to the log, events.jsonl, W&B and the report."""
     sample_tokens: int = bounded(32, AT_LEAST_1, "32 is the default")
@@ -200,14 +202,14 @@ class TrainConfig:
 class EvalConfig:
     """Measurements every train.eval_every steps beside the validation loss of `data`."""
 
-    sets: dict[str, str] = field(default_factory=dict)
+    sets: dict[str, HostPath] = mapped("NAME: FOLDER")
     """NAME: FOLDER for each prepared folder to measure, with the tokenizer of `data`; its validation split, or where it
     has none, all of it. Figures: `eval/NAME/loss` and others."""
-    sequences: dict[str, int] = field(default_factory=dict)
+    sequences: dict[str, int] = mapped("NAME: SEQUENCES", AT_LEAST_1, "remove the line")
     """NAME: sequences of one evaluation of that set (all of them if there are fewer). Without: train.eval_sequences."""
-    mean: dict[str, float] = field(default_factory=dict)
+    mean: dict[str, float] = mapped("NAME: WEIGHT", POSITIVE, "remove the line")
     """NAME: weight for some sets, which need not sum to 1: `eval/mean/loss` is the mean of their losses."""
-    choices: dict[str, str] = field(default_factory=dict)
+    choices: dict[str, HostPath] = mapped("NAME: FOLDER")
     """NAME: FOLDER for each folder of multiple-choice questions (`llmtrain prepare --format choices`), with the
     tokenizer of `data`. Figures: `eval/NAME/accuracy`, `eval/NAME/accuracy_norm`, `eval/NAME/bits_per_byte`."""
 
@@ -238,7 +240,7 @@ class CheckpointConfig:
     ranks); sync: training waits."""
     when_busy: Literal["wait", "skip"] = "wait"
     """When a checkpoint is due and the one before is still being written: wait for it, or skip this one."""
-    dir: str | None = None
+    dir: HostPath | None = None
     """Folder for the checkpoints. Default: checkpoints/ in train.run_dir. It may be on each host's own disk: then each
     host keeps the files of its ranks, and a resume needs the same hosts."""
     mirror: str | None = None
@@ -263,7 +265,7 @@ class FaultConfig:
     one. 0 = never."""
     stall_timeout_s: float = bounded(300.0, SECONDS, "300 is the default")
     """Seconds without progress on any rank before the job is explained and ended. At most 3/4 of timeout_s counts."""
-    preempt_file: str | None = None
+    preempt_file: HostPath | None = None
     """When this file appears on any host, all ranks save and leave."""
     max_failed_saves: int = bounded(3, AT_LEAST_1, "3 is the default")
     """Checkpoints that fail in a row, on a full disk, before the run ends and tries once more to save its state."""
@@ -289,9 +291,9 @@ def profiled_steps(text: str | None) -> tuple[int, int]:
 class RunConfig:
     """One training run."""
 
-    deepspeed: str
+    deepspeed: HostPath
     """The DeepSpeed JSON (`llmtrain init DIR` writes some)."""
-    resume: str = "auto"
+    resume: HostPath = "auto"
     """auto: go on from the newest intact checkpoint of the run folder; none: the folder must be new; or the path or URL
     of a checkpoint, or of another run's folder, of which the newest is taken."""
     resume_weights_only: bool = False

@@ -23,6 +23,20 @@ from llmtrain.config import topology
 from llmtrain.config.deepspeed import keys
 from llmtrain.config.problems import show
 from llmtrain.config.run import RunConfig
+from llmtrain.optim.optimizers import Optimizer
+
+SHARED: dict[str, str] = {
+    "train.global_batch": "train_batch_size",
+    "train.micro_batch": "train_micro_batch_size_per_gpu",
+    "train.accumulation": "gradient_accumulation_steps",
+    **{
+        f"optim.{item.name}": item.metadata["json"]
+        for optimizer in Optimizer.CHOICES.values()
+        for item in fields(optimizer)
+        if "json" in item.metadata
+    },
+}
+"""YAML key -> JSON key of the same value. optim.name and optimizer.type are joined by `_join_name`."""
 
 BEGIN, END = "<!-- generated: begin -->", "<!-- generated: end -->"
 
@@ -40,13 +54,18 @@ class Entry:
     doc: str
     """Its docstring."""
     bound: Bound | None
+    line: str | None = None
+    """The form of an entry of a map whose keys are the user's own."""
     owners: tuple[str, ...] = ()
     """The choices of its section that have it; empty: all."""
 
     @property
     def values(self) -> str:
         """The type and the limits in words."""
-        return type_name(self.kind) + (f", {self.bound.words}" if self.bound else "")
+        kind = type_name(self.kind)
+        if self.line is not None:
+            kind = kind.replace("a map", f"a map of lines `{self.line}`")
+        return kind + (f", {self.bound.words}" if self.bound else "")
 
     @property
     def meaning(self) -> str:
@@ -133,7 +152,8 @@ def entries() -> tuple[Entry, ...]:
 def _entry(cls: type, item: Field[Any], key: str) -> Entry:
     kind, bound = get_type_hints(cls)[item.name], item.metadata.get("bound")
     doc = _with_choices(_doc(cls, item.name), item.metadata.get("named", {}))
-    return Entry(key=key, kind=kind, default=_default(item), doc=doc, bound=bound)
+    return Entry(key=key, kind=kind, default=_default(item), doc=doc, bound=bound,
+                 line=item.metadata.get("line"))  # fmt: skip
 
 
 def _selector(section: str, cls: type[Choice]) -> Entry:
@@ -318,12 +338,9 @@ def _value(entry: Entry) -> dict[str, Any]:
     value_schema: dict[str, Any] = {"description": entry.meaning}
     if entry.default not in ("required", "null"):
         value_schema["default"] = json.loads(entry.default)
-    if entry.key in ("data.mixture", "eval.mean", "optim.lr_factor_of"):
-        limits = {"additionalProperties": {"type": "number", "exclusiveMinimum": 0}}
-    elif entry.key == "optim.weight_decay_of":
-        limits = {"additionalProperties": {"type": "number", "minimum": 0}}
-    elif entry.key in ("eval.sets", "eval.sequences", "eval.choices"):
-        limits = {"additionalProperties": {"type": _TYPES[get_args(entry.kind)[1]]}}
+    if entry.line is not None:
+        kind = next(get_args(each)[1] for each in (entry.kind, *get_args(entry.kind)) if get_origin(each) is dict)
+        limits = {"additionalProperties": {"type": _TYPES[kind], **limits}}
     return {**value_schema, **_kind(entry.kind, limits)}
 
 

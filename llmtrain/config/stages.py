@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 import os
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
-from llmtrain.base.choice import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, SEED, Bound, bounded
+from llmtrain.base.choice import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, SEED, Bound, HostPath, bounded, mapped
 from llmtrain.config.batch import Batch
 from llmtrain.optim.schedules import Schedule
 
@@ -35,11 +35,11 @@ class StageBatch:
 class StageConfig:
     """Changes from a step on. What a stage does not give is as in the stage before it."""
 
-    from_step: int = bounded(0, NOT_NEGATIVE, "count optimizer steps")
+    from_step: int = bounded(MISSING, NOT_NEGATIVE, "count optimizer steps")
     """Optimizer steps done before the stage."""
-    path: str | None = None
+    path: HostPath | None = None
     """Another prepared folder."""
-    mixture: dict[str, float] | None = None
+    mixture: dict[HostPath, float] | None = mapped("FOLDER: WEIGHT", POSITIVE, "remove the folder", None)
     """Other prepared folders with their weights."""
     sequence_length: int | None = bounded(None, Bound(at_least=2), "leave it out for the length of the stage before")
     """Tokens per sequence."""
@@ -49,22 +49,15 @@ class StageConfig:
     rope: dict[str, Any] | None = None
     """Fields of the model's rope_parameters from here on, such as {rope_theta: 1.0e+6}."""
 
-    @classmethod
-    def read(cls, saved: Mapping[str, Any]) -> StageConfig:
-        """The stage that a checkpoint holds."""
-        given = {item.name: saved[item.name] for item in fields(cls) if item.name in saved}
-        schedule, train = given.pop("schedule"), StageBatch(**given.pop("train"))
-        return cls(**given, train=train, schedule=None if schedule is None else Schedule.read(schedule))
-
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Data to train on: folders made by `llmtrain prepare`. Exactly one of `path` and `mixture` is given."""
 
-    path: str | None = None
+    path: HostPath | None = None
     """One prepared folder: a path, or the URL of one in an object store (s3://, gs://, az://, hf:// and all that fsspec
     opens)."""
-    mixture: dict[str, float] | None = None
+    mixture: dict[HostPath, float] | None = mapped("FOLDER: WEIGHT", POSITIVE, "remove the folder", None)
     """Several prepared folders with their weights (shares of the sequences; they need not sum to 1)."""
     sequence_length: int = bounded(1024, Bound(at_least=2), "1024 is the default")
     """Tokens per sequence that the model sees."""
@@ -237,17 +230,3 @@ def stages_of(config: DataConfig, schedule: Schedule, batches: Sequence[Batch]) 
         found.append(Stage(first_step=first, data=data, batch=batch, schedule=shape, schedule_from=since,
                            rope={**(found[-1].rope if found else {}), **(rope or {})}))  # fmt: skip
     return Stages(tuple(found))
-
-
-def saved_stages(run: Mapping[str, Any]) -> Stages:
-    """The stages of a run that a checkpoint holds. Raises KeyError, TypeError: it is of another version."""
-    stages = [StageConfig.read(stage) for stage in run["data"].get("stages") or ()]
-    length = run["data"]["sequence_length"]
-    data = DataConfig(path=run["data"]["path"], mixture=run["data"]["mixture"], sequence_length=length, stages=stages)
-    counts = [run["train"]["global_batch"], *(stage.train.global_batch for stage in stages)]
-    batches = [
-        Batch(global_batch=count, micro_batch=count, accumulation=1, data_parallel=1,
-              sequence_length=each.sequence_length)
-        for count, each in zip(counts, data_of(data), strict=True)
-    ]  # fmt: skip
-    return stages_of(data, Schedule.read(run["schedule"]), batches)

@@ -60,11 +60,7 @@ def check_stages(run: RunConfig, problems: Problems) -> None:
                          "give one of them, or none to go on with the data before")  # fmt: skip
         if stage.mixture == {}:
             problems.add(key_of(number, "mixture"), {}, "names no folder", "write lines `FOLDER: WEIGHT`, or remove it")
-        for path, weight in (stage.mixture or {}).items():
-            if not (math.isfinite(weight) and weight > 0):
-                problems.add(key_of(number, f"mixture.{path}"), weight, "a weight must be greater than 0",
-                             "remove the folder from the mixture")  # fmt: skip
-        if replace(stage, from_step=0) == StageConfig():
+        if stage == StageConfig(from_step=stage.from_step):
             problems.add(key_of(number), stage.from_step, "changes nothing",
                          "give path, mixture, sequence_length, train or schedule, or remove it",
                          problems.places.get(key_of(number, "from_step")))  # fmt: skip

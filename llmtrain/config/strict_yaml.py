@@ -11,13 +11,15 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from llmtrain.base.errors import ConfigError
 from llmtrain.config.problems import stop
-from llmtrain.config.run import RunConfig
+
+if TYPE_CHECKING:
+    from llmtrain.config.run import RunConfig
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _INT = re.compile(r"[-+]?[0-9][0-9_]{0,40}")  # longer ones become floats: int() refuses 4,300 digits

@@ -7,6 +7,7 @@ from typing import Any
 
 from llmtrain.config.objective import check_objective
 from llmtrain.config.problems import Problems
+from llmtrain.config.reader import read_saved
 from llmtrain.config.rules import check_adapter, check_adapter_form
 from llmtrain.config.run import AdapterConfig, ModelConfig, RunConfig
 from llmtrain.config.topology import Degrees, Mix, clashes
@@ -73,7 +74,7 @@ def against(sections: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
         deepspeed="the JSON",
         model=ModelConfig(pretrained="FOLDER", **sections.get("model", {})),
         adapter=AdapterConfig(**sections.get("adapter", {})),
-        objective=Objective.read(sections.get("objective", {"name": "next_token"})),
+        objective=read_saved(Objective, sections.get("objective", {"name": "next_token"})),
     )
     check_adapter(run, problems)
     check_objective(run, problems)

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
-from llmtrain.base.choice import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, SHARE, bounded
+from llmtrain.base.choice import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, SHARE, HostPath, bounded
 from llmtrain.objectives.objective import Figure, Objective, Tensor
 
 
@@ -74,7 +74,7 @@ class Distill(Objective, choice="distill"):
     """Divides both models' logits in the divergence, which is then multiplied with its square."""
     alpha: float = bounded(0.0, SHARE, "0 is the default")
     """Share of the next-token loss; the divergence has the rest."""
-    teacher: str | None = None
+    teacher: HostPath | None = None
     """Folder of the model to learn from, or ORG/NAME on the Hub; with the student's vocabulary and tokenizer. With
     `top_k` it may be left out once the column is written."""
     teacher_revision: str | None = None

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from llmtrain.base.choice import BELOW_1, NOT_NEGATIVE, POSITIVE, Bound, Choice, bounded, joined
+from llmtrain.base.choice import BELOW_1, NOT_NEGATIVE, POSITIVE, Bound, Choice, bounded, joined, mapped
 
 PARAM = "param"
 """Kind of the fp32 master values in an optimizer's state; the other kinds are its names of its moments (`state`)."""
@@ -59,10 +59,10 @@ class Optimizer(Choice, section="optim"):
     """Decoupled weight decay. Or from the JSON."""
     decay: Literal["matrices", "all"] = "matrices"
     """Parameters that decay: matrices, or biases, norms and other vectors as well (one group, as plain AdamW has)."""
-    weight_decay_of: dict[str, float] = field(default_factory=dict)
+    weight_decay_of: dict[str, float] = mapped("PATTERN: WEIGHT DECAY", NOT_NEGATIVE, "0 turns it off")
     """PATTERN: WEIGHT DECAY of the parameters with such Hugging Face names (`*`, `?`, `[...]`), in place of what
     `decay` and `weight_decay` say. Each pattern has to match one that trains."""
-    lr_factor_of: dict[str, float] = field(default_factory=dict)
+    lr_factor_of: dict[str, float] = mapped("PATTERN: FACTOR", POSITIVE, "model.freeze keeps parameters as they are")
     """PATTERN: FACTOR on the learning rate of the parameters with such names. The rate in the log is without it."""
     layer_decay: float = bounded(1.0, Bound(above=0, at_most=1), "0.9 is common, 1 means none")
     """Layer-wise learning rates: decoder layer i of n, counted from 0, has the rate times layer_decay^(n - 1 - i),

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from llmtrain.base.choice import AT_LEAST_1, BELOW_1, NOT_NEGATIVE, POSITIVE, SECONDS, Choice, bounded
+from llmtrain.base.choice import AT_LEAST_1, BELOW_1, NOT_NEGATIVE, POSITIVE, SECONDS, Choice, HostPath, bounded
 from llmtrain.optim.message_formats import FORMATS
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class SitesConfig(Choice, section="sites", selector="method"):
     """Optimizer steps beyond sync_every that this site trains while no synchronisation succeeds."""
     trust: list[str] = field(default_factory=list)
     """Names of sites whose state is taken where it is ahead, though no others tell the same."""
-    keys: str | None = None
+    keys: HostPath | None = None
     """This site's folder of `llmtrain sites keys`: connections are encrypted, and of sites that have one of the run."""
     listen: str | None = None
     """This host's address for the ranks of other sites. Default: that from which the coordinator is reached."""

@@ -17,6 +17,7 @@ from llmtrain.checkpoint.format import NOWHERE, FrozenSource
 from llmtrain.checkpoint.load import Resumed, resume
 from llmtrain.checkpoint.rundir import RunDirectory, find_folder
 from llmtrain.checkpoint.save import Saver
+from llmtrain.config.reader import read_saved
 from llmtrain.config.resolve import resolve
 from llmtrain.config.run import (
     AdapterConfig,
@@ -187,7 +188,7 @@ def resolved_run(case: Case, world_size: int) -> ResolvedRun:
                 freeze=list(case.freeze),
             ),
             adapter=AdapterConfig(**case.adapter),
-            objective=Objective.read(case.objective or {"name": "next_token"}),
+            objective=read_saved(Objective, case.objective or {"name": "next_token"}),
             data=case_data(case),
             optim=Optimizer.of(
                 case.optimizer,

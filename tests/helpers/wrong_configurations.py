@@ -305,7 +305,7 @@ CASES = [
     ),
     Wrong(
         "half a sequence",
-        ("eval.sequences.x = 1.5", "a whole number", "NAME: SEQUENCES"),
+        ("eval.sequences.x = 1.5", "must be a whole number", "NAME: SEQUENCES"),
         {"eval": {"sets": {"x": "data/x"}, "sequences": {"x": 1.5}}},
     ),
     Wrong(
@@ -835,7 +835,7 @@ CASES = [
     ),
     Wrong(
         "negative lr in the JSON",
-        ("optim.lr = -1.0", "ds.json, optimizer.params.lr", "3e-4"),
+        ("optimizer.params.lr = -1.0  (ds.json)", "greater than 0", "3e-4"),
         ds={"optimizer": {"type": "Adam", "params": {"lr": -1}}},
     ),
     Wrong(

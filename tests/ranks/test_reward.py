@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from llmtrain.base.errors import CheckpointError
 from llmtrain.checkpoint.hf.exporting import export_hf
 from llmtrain.checkpoint.reader import CheckpointReader
+from llmtrain.config.reader import read_saved
 from llmtrain.config.run import AdapterConfig, ModelConfig
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.models.spec import ModelSpec
@@ -90,7 +91,7 @@ def plainly(case: Case) -> tuple[Trace, Figures]:
 
 
 def trained(case: Case, folder: str, resumes: bool = False) -> tuple[Trace, Figures]:
-    config = Objective.read(case.objective or {"name": "next_token"})
+    config = read_saved(Objective, case.objective or {"name": "next_token"})
     return trained_answers(case, config, TrainData(case_data(case)), folder, resumes=resumes)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, get_type_hints
 
 from llmtrain.base.choice import default_of, either
 from llmtrain.base.errors import ConfigError
@@ -17,23 +17,12 @@ from llmtrain.config.batch import Batch
 from llmtrain.config.deepspeed import keys as table
 from llmtrain.config.deepspeed.read import lookup, read_json
 from llmtrain.config.problems import Problems, closest, show
+from llmtrain.config.reader import WRONG, read_field
 from llmtrain.config.run import RunConfig
+from llmtrain.config.schema import SHARED
 from llmtrain.config.topology import Degrees, Mix, clashes
 from llmtrain.optim.optimizers import Optimizer
 from llmtrain.optim.schedules import Falling
-
-SHARED: dict[str, str] = {
-    "train.global_batch": "train_batch_size",
-    "train.micro_batch": "train_micro_batch_size_per_gpu",
-    "train.accumulation": "gradient_accumulation_steps",
-    **{
-        f"optim.{item.name}": item.metadata["json"]
-        for optimizer in Optimizer.CHOICES.values()
-        for item in fields(optimizer)
-        if "json" in item.metadata
-    },
-}
-"""YAML key -> JSON key of the same value. optim.name and optimizer.type are joined by `_join_name`."""
 
 _NO_EFFECT = ("torch_adam", "fused")
 
@@ -77,7 +66,11 @@ def join_values(
         theirs = lookup(tree, json_key)
         if theirs == "auto":
             theirs = None
-        theirs = _typed(yaml_key, json_key, theirs, path, problems)
+        if theirs is not None:
+            problems.places[json_key] = path
+            kind = get_type_hints(type(getattr(run, section)))[name]
+            theirs = read_field(item, kind, theirs, json_key, problems)
+            theirs = None if theirs is WRONG else theirs
         if ours is not None and theirs is not None and ours != theirs:
             differ(problems, yaml_key, ours, problems.places.get(yaml_key, "the YAML"), json_key, theirs, path)
         if ours is None and theirs is not None:
@@ -93,26 +86,6 @@ def join_values(
         _check_optimizer_params(run, tree, problems)
     run = replace(run, optim=replace(run.optim, **values["optim"]), train=replace(run.train, **values["train"]))
     return run, run.optim, origin
-
-
-def _typed(yaml_key: str, json_key: str, value: Any, path: str, problems: Problems) -> Any:
-    """A JSON value in the type of its YAML field; sections with free keys have not been linted yet."""
-    if value is None:
-        return None
-    if yaml_key == "optim.betas":
-        if isinstance(value, list) and len(value) == 2 and all(_is_number(v) for v in value):
-            return (float(value[0]), float(value[1]))
-        problems.add(json_key, value, "must be a list of two numbers", "write [0.9, 0.95]", path)
-        return None
-    if not _is_number(value):
-        remedy = "remove the quotes" if isinstance(value, str) else "write a number"
-        problems.add(json_key, value, "must be a number", remedy, path)
-        return None
-    return float(value) if yaml_key.startswith("optim.") else int(value)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def optimizer_in(path: Any) -> str | None:

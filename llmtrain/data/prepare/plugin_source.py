@@ -10,7 +10,8 @@ from typing import Any
 from llmtrain.base.choice import Entry
 from llmtrain.base.errors import DataError
 from llmtrain.config import plugins
-from llmtrain.config.load import typed_entry
+from llmtrain.config.problems import Problems
+from llmtrain.config.reader import read
 
 _UNKNOWN_BYTES = 1 << 20
 """Size of a part that is no file, for the progress and the number of shards."""
@@ -56,7 +57,10 @@ def use(words: Sequence[str], values: Mapping[str, Mapping[str, Any]]) -> None:
     """
     plugins.use(list(words))
     _open.clear()
-    _open.update({name: typed_entry(name, cls, values.get(name, {})) for name, cls in classes().items()})
+    problems = Problems()
+    made = {name: read(cls, values.get(name, {}), name, problems) for name, cls in classes().items()}
+    problems.raise_if_any()
+    _open.update(made)
 
 
 def named_in(source: str) -> str | None:

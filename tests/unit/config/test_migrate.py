@@ -15,10 +15,12 @@ import pytest
 import yaml
 
 from llmtrain import cli
+from llmtrain.config.answers import rows, tables, unknown
 from llmtrain.config.deepspeed.keys import KEYS
-from llmtrain.config.load import parse, rows, tables, unknown_key
+from llmtrain.config.load import parse
 from llmtrain.config.problems import Problems, closest
 from llmtrain.config.resolve import resolve
+from llmtrain.config.run import RunConfig
 from llmtrain.config.schema import schema
 from tests.helpers.launching import REPO
 
@@ -91,7 +93,7 @@ def test_every_option_of_a_file_is_on_the_page_and_in_the_error(stack: str) -> N
 def told(key: str, value: Any = 1) -> str:
     """The error about a key that there is not."""
     problems = Problems()
-    unknown_key(key, value, None, problems)
+    unknown(RunConfig, key, value, problems)
     return str(problems.error())
 
 

@@ -101,7 +101,7 @@ def test_a_wrong_field_of_a_plugin_is_a_mistake_like_any_other(
 
 
 def test_a_part_that_no_yaml_names_is_told(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    told = "parts.count of a plugin takes no part: the run does not name it (--parts.count does)"
+    told = "parts.count of a plugin is not used: the run does not enable it (--parts.count does)"
     assert told in parse(["run.yaml", "--plugin", "mine.py"]).notes
     assert parse(["run.yaml", "--plugin", "mine.py", "--parts.count"]).notes == ()
     assert parse(["run.yaml"]).notes == ()

@@ -13,8 +13,8 @@ import yaml
 from llmtrain.base.errors import ConfigError
 from llmtrain.commands.config import main, summary
 from llmtrain.config.load import load, parse
+from llmtrain.config.reader import saved_stages
 from llmtrain.config.run import ResolvedRun
-from llmtrain.config.stages import saved_stages
 from llmtrain.config.strict_yaml import dump
 from llmtrain.parity.plain import rate_of_step
 from tests.helpers.config_workplace import write
@@ -177,11 +177,11 @@ WRONG: list[tuple[list[dict[str, Any]] | Any, dict[str, Any], tuple[str, ...]]] 
         ("data.stages[0].mixture.data/none = ", "no such folder"),
     ),
     ([{"from_step": 5, "lenght": 4}], {}, ("data.stages[0].lenght", "a stage has no such field")),
-    ([{"path": "data/y"}], {}, ("data.stages[0].from_step", "must be a whole number of optimizer steps")),
+    ([{"path": "data/y"}], {}, ("data.stages[0].from_step = null", "is required", "count optimizer steps")),
     ([{"from_step": 9, "path": "data/y"}, {"from_step": 9, "path": "data/x"}], {}, ("each after the one before it",)),
     ([{"from_step": 5}], {}, ("data.stages[0]", "changes nothing")),
     ([{"from_step": 5, "path": "data/y", "mixture": {"data/x": 1}}], {}, ("are both given",)),
-    ([{"from_step": 5, "mixture": {"data/x": -1}}], {}, ("a weight must be greater than 0",)),
+    ([{"from_step": 5, "mixture": {"data/x": -1}}], {}, ("mixture.data/x = -1.0", "must be greater than 0")),
     ([{"from_step": 5, "sequence_length": 1}], {}, ("data.stages[0].sequence_length", "must be at least 2")),
     ([{"from_step": 5, "train": {"max_steps": 7}}], {}, ("train.max_steps = 7", "stays as it is during a run")),
     ([{"from_step": 5, "train": {"global_batch": 6}}], {}, ("global_batch 6", "data.stages[0].train", "not whole")),

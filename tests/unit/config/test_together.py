@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from llmtrain.base.errors import ConfigError
+from llmtrain.config.reader import read_saved
 from llmtrain.config.resolve import resolve
 from llmtrain.config.run import AdapterConfig, DataConfig, ModelConfig, RunConfig, TrainConfig
 from llmtrain.config.together import ADAPTERS, FORMS, OPTIONS, against, markdown, pair, refusals
@@ -74,7 +75,7 @@ def test_the_resolver_refuses_the_pairs_that_the_table_refuses(one: str, tmp_pat
             deepspeed=str(tmp_path / "ds.json"),
             model=ModelConfig(pretrained=str(tmp_path), **given.get("model", {})),
             adapter=AdapterConfig(**given.get("adapter", {})),
-            objective=Objective.read(given.get("objective", {"name": "next_token"})),
+            objective=read_saved(Objective, given.get("objective", {"name": "next_token"})),
             data=DataConfig(path="data", sequence_length=128),
             train=TrainConfig(global_batch=4, micro_batch=1, max_steps=10),
         )

@@ -1,0 +1,231 @@
+"""What a message says about a key that does not exist, and about a value that is none of its type.
+
+A key, a flag or a value that does not exist is answered by the tables of docs/migrate.md first, which say what the
+names of other stacks are here, then by our own names. A name that is like none is answered by no guess: a wrong one
+costs more than none.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from llmtrain.base import untrusted
+from llmtrain.base.choice import Choice
+from llmtrain.config.deepspeed.keys import KEYS
+from llmtrain.config.problems import COMMAND_LINE, Problems, closest
+from llmtrain.config.schema import SHARED, entries, schema, type_name
+
+_PAGE = Path(__file__).parents[1] / "commands/shipped/docs/migrate.md"
+_OWNERS = {"transformers": "transformers", "trl": "TRL", "peft": "PEFT", "llamafactory": "LLaMA-Factory"}
+_RENAMED = {"model.keep_attention": "model.recompute.keep: attention"}
+"""Fields that have moved -> what stands for them now."""
+_NO_CONFIGURATION = "transformers.cli.chat.Chat"
+
+
+def rows(text: str) -> Iterator[tuple[list[str], str]]:
+    """(their names, our answer) of each line of a table."""
+    for line in re.findall(r"^\| (`.*) \|$", text, re.M):
+        theirs, ours = line.split(" | ")
+        yield re.findall(r"`([\w.]+)`", theirs), ours
+
+
+def tables(page: str) -> Iterator[tuple[list[str], str, str]]:
+    """(the classes whose options they are, such as trl.SFTConfig, an option, our answer), in the page's order."""
+    for classes, text in re.findall(r"<!-- options: (.*?) -->\n(.*?)(?=\n## |\Z)", page, re.S):
+        for theirs, ours in rows(text):
+            for name in theirs:
+                yield classes.split(), name, ours
+
+
+@functools.cache
+def _elsewhere() -> dict[str, tuple[str, str]]:
+    """Name -> (who calls something so, what it is here); of several answers the page's first."""
+    found: dict[str, tuple[str, str]] = {}
+    for classes, name, ours in tables(_PAGE.read_text(encoding="utf-8")):
+        if _NO_CONFIGURATION not in classes:
+            owner = classes[0].partition(".")[0]
+            found.setdefault(name, (_OWNERS.get(owner, owner), ours))
+    return found
+
+
+def unknown_flag(key: str, text: str, problems: Problems) -> None:
+    """Report a flag that is no field."""
+    problems.add(f"--{key}", text, *_answer(key, text, "--"), COMMAND_LINE)
+
+
+def unknown(cls: type[Any], key: str, value: Any, problems: Problems) -> None:
+    """Report a key that is no field of `cls`."""
+    section, _, name = key.rpartition(".")
+    if "[" not in key:
+        rule, remedy = _answer(key, value, "")
+    elif f"{section.partition('].')[2]}.{name}" in schema():
+        rule, remedy = "stays as it is during a run", f"a stage changes {', '.join(_names(cls))}"
+    else:
+        near = closest(name, _names(cls))
+        rule = "a stage has no such field" if key.startswith("data.stages[") else "there is no such field"
+        remedy = f"did you mean {near}?" if near else f"it has {', '.join(_names(cls))}"
+    problems.add(key, value, rule, remedy)
+
+
+def _names(cls: type[Any]) -> list[str]:
+    """The fields of a section; of one with choices those of each."""
+    choices = cls.CHOICES.values() if issubclass(cls, Choice) else ()
+    selector = [cls.SELECTOR] if issubclass(cls, Choice) else []
+    return [*selector, *dict.fromkeys(item.name for each in (cls, *choices) for item in fields(each) if item.init)]
+
+
+def remedy(key: str) -> str:
+    """Return the remedy for a field that is empty or missing."""
+    return _WRITTEN.get(key, "remove the line for the default")
+
+
+_WRITTEN = {
+    "deepspeed": "write `deepspeed: PATH` of a DeepSpeed JSON; `llmtrain init DIR` writes some, and when to take which",
+    "data.path": "write the path of a folder that `llmtrain prepare` made",
+    "resume": "write auto, none or the path of a checkpoint",
+    "data.stages": "write a list: [{from_step: 1000, path: FOLDER}, ...]",
+}
+"""Field -> the remedy for its value of another type."""
+
+
+def of_section(cls: type[Any], key: str, value: Any) -> tuple[str, str]:
+    """Return rule and remedy for a section that is given as one value."""
+    names = _names(cls)
+    missing = re.match(r"(\w+)\s*[:=]?\s*(\S.*)", str(value))
+    if isinstance(value, str) and missing and missing[1] in names:
+        return "is a section", f"write `{missing[1]}: {missing[2]}` below it, with a colon and a blank"
+    return "is a section", f"write its fields below it, such as `{names[0]}: ...`"
+
+
+def _answer(key: str, value: Any, dashes: str) -> tuple[str, str]:
+    """Rule and remedy."""
+    rule = "there is no such field"
+    if key in _RENAMED:
+        return f"{rule} any more", f"write {_RENAMED[key]}"
+    known, (section, _, name) = schema(), key.rpartition(".")
+    sections = {k.partition(".")[0] for k in known if "." in k}
+    if key in sections:
+        return f"{key} is a section", _its_fields(key, value, dashes)
+    elsewhere = _elsewhere()
+    homes = [k for k in known if k.rpartition(".")[2] == name]
+    for asked in (key, name, key.replace("-", "_"), name.replace("-", "_")):
+        if asked in elsewhere and (_lead(elsewhere[asked][1]) or len(homes) != 1):
+            owner, ours = elsewhere[asked]
+            rule += "" if owner == "others" else f"; {owner} has it (migrate.md)"
+            return rule, _here(ours, dashes)
+    if len(homes) == 1:
+        return rule, f"did you mean {dashes}{homes[0]}?"
+    if homes:
+        return rule, f"did you mean one of {', '.join(dashes + home for home in homes)}?"
+    if shared := {theirs: ours for ours, theirs in SHARED.items()}.get(name):
+        return rule, f"did you mean {dashes}{shared}?"
+    if name in KEYS:
+        return rule, "the DeepSpeed JSON decides this: write it there"
+    if near := _like(section, name, [*known, *(sections if not section else ())]):
+        return rule, f"did you mean {dashes}{near}?"
+    if near := closest(name, elsewhere):
+        return rule, _here(elsewhere[near][1], dashes)
+    return rule, "remove it; `llmtrain train --help` lists every field"
+
+
+def _like(section: str, name: str, known: list[str]) -> str | None:
+    """By names without their sections first: `train.` alone would make any field of train look like any other."""
+    beside = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == section}
+    if near := closest(name, beside):
+        return beside[near]
+    everywhere: dict[str, str | None] = {}
+    for each in known:
+        last = each.rpartition(".")[2]
+        everywhere[last] = None if last in everywhere else each  # of one name in two sections neither is meant
+    near = closest(name, everywhere)
+    if near and everywhere[near]:
+        return everywhere[near]
+    return closest(f"{section}.{name}" if section else name, known)
+
+
+def _here(ours: str, dashes: str) -> str:
+    """The page's answer as a remedy."""
+    if lead := _lead(ours):
+        rest = ours.removeprefix(f"`{lead}`").strip(" :,;")
+        return f"did you mean {dashes}{lead}?" + (f" ({rest})" if rest else "")
+    if ours.startswith("JSON "):
+        return f"the DeepSpeed JSON decides this: {ours.removeprefix('JSON ')}"
+    return f"remove it: {ours}" if ours.startswith(("not here", "always")) else f"here: {ours}"
+
+
+def _lead(ours: str) -> str | None:
+    """The field that the page's answer begins with."""
+    lead = re.match(r"`([\w.]+)`", ours)
+    return lead[1] if lead and lead[1] in schema() else None
+
+
+def _its_fields(section: str, value: Any, dashes: str) -> str:
+    """Return the remedy for a section that was given as one value: its fields one by one, with the values of a map."""
+    known = [key for key in schema() if key.startswith(f"{section}.")]
+    given = value if isinstance(value, dict) else _map_of(value)
+    if given and all(f"{section}.{name}" in known for name in given):
+        words = " ".join(f"{dashes}{section}.{name} {_word(each)}" for name, each in given.items())
+        return f"write its fields one by one: {words}"
+    return f"write its fields one by one, such as {dashes}{known[0]}"
+
+
+def _map_of(text: Any) -> dict[str, Any]:
+    try:
+        found = untrusted.loads(str(text).encode())
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _word(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def other_method(value: Any) -> str | None:
+    """Return migrate.md's answer for a training method that llmtrain lacks, such as grpo; None: it has no answer."""
+    known = _elsewhere().get(str(value).lower())
+    return None if known is None or known[0] != "others" else known[1]
+
+
+def of_type(kind: Any, key: str, value: Any) -> tuple[str, str]:
+    """Return rule and remedy for a value that is not of the type `kind`."""
+    words = type_name(kind)
+    kinds = [get_args(each)[0] if get_origin(each) is Annotated else each for each in (kind, *get_args(kind))]
+    literals = [str(a) for k in kinds if get_origin(k) is Literal for a in get_args(k)]
+    rule, text = f"must be {words}", str(value)
+    if key == "objective.name" and (method := other_method(value)):
+        return rule, f"choose one of these; {value} is {method}"
+    if "disabled" in literals and text.lower() in ("false", "off", "no", "none", "null"):
+        return rule, "did you mean disabled?"
+    if near := closest(text, literals):
+        return rule, f"did you mean {near}?"
+    if literals:
+        return rule, f"choose one; `llmtrain train --help` tells what {key} means"
+    if value is None:
+        return rule, "remove the line for the default"
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and str in kinds:
+        return rule, f'put it in quotes: "{value}"'
+    if key == "data.path" and isinstance(value, list):
+        return (
+            rule,
+            f"several folders are a mixture: write `data.mixture: {{{', '.join(f'{one}: 1' for one in value)}}}`",
+        )
+    if line := next((line for field, line in _lines() if key == field or key.startswith(f"{field}.")), None):
+        return rule, f"write `{line}` lines below it" if key in schema() else f"write a line `{line}`"
+    if key in _WRITTEN:
+        return rule, _WRITTEN[key]
+    if number := re.fullmatch(r"(-?\d+),(\d+)", text):
+        return rule, f"write {number[1]}.{number[2]}, with a decimal point"
+    if share := re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text):
+        return rule, f"write {float(share[1]) / 100:g}"
+    return rule, f"write {words}; `llmtrain train --help` tells what {key} means"
+
+
+def _lines() -> Iterator[tuple[str, str]]:
+    """(field, form of a line) of the fields whose keys are the user's."""
+    return ((entry.key, entry.line) for entry in entries() if entry.line)

@@ -1,0 +1,328 @@
+"""`read`: a typed value from plain data, by the type hints of its class.
+
+It reads all that a user, a checkpoint or a plugin gives: the sections of a run, stages, entries of plugins, saved runs.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from llmtrain.base.choice import HOST_PATH, Choice, Entry
+from llmtrain.base.redact import redact_text
+from llmtrain.config import answers
+from llmtrain.config.batch import Batch
+from llmtrain.config.problems import Problems, closest, show
+from llmtrain.config.schema import default_choice
+from llmtrain.config.stages import DataConfig, Stages, data_of, stages_of
+from llmtrain.config.strict_yaml import plain_scalar
+from llmtrain.optim.schedules import Schedule
+
+WRONG: Any = object()
+"""What `read` returns for a value that cannot be read; the mistake is in the problems."""
+
+FORMERLY = {
+    "schedule": {"warmup_steps", "decay_steps", "min_ratio"},
+    "optim": {"lr", "muon_lr", "muon_momentum", "betas", "eps", "weight_decay", "decay", "clip_norm"},
+    "sites": {"sync_every", "pace", "outer_lr", "outer_momentum", "fragments", "overlap_steps", "meet_every"},
+    "objective": {"beta", "smoothing", "gamma", "alpha", "desirable_weight", "undesirable_weight", "reference"},
+}
+"""Section -> the fields that llmtrain wrote into each config.yaml until November 2026, whichever choice was made."""
+
+_CODE = {
+    "auto_map": "it names Python code to import",
+    "class_path": "it names Python code to import",
+    "init_args": "it belongs to a class_path",
+    "custom_pipelines": "it names Python code to import",
+    "trust_remote_code": "no code is loaded from model folders",
+    "quantization_config": "training of quantized models is not supported",
+    "attn_implementation": "attention is chosen with model.attention",
+}
+"""Keys that no map of plain data may have, and why."""
+
+_MOST_COUNTED = 10**15
+"""Upper limit of a count of steps, tokens or sequences: no run has more, and products of it still fit into 64 bits."""
+_PASSWORD = re.compile(r"://[^/\s@]*:[^/\s@]+@")
+"""Matches USER:PASSWORD@ in a URL."""
+_FREE_TEXT = "train.sample_prompt"
+"""The field whose text may be empty or have line breaks."""
+
+
+def read_saved(cls: type[Any], saved: Mapping[str, Any]) -> Any:
+    """Return the object of `cls` that a checkpoint or a former version has written.
+
+    Fields that are gone, and those of choices that were not made, are left out.
+    Raises: ConfigError.
+    """
+    problems = Problems(saved=True)
+    made = read(cls, dict(saved), "", problems)
+    problems.raise_if_any()
+    return made
+
+
+def saved_stages(run: Mapping[str, Any]) -> Stages:
+    """Return the stages of a run that a checkpoint holds.
+
+    Raises: KeyError, TypeError, ConfigError: another version has written it.
+    """
+    data = read_saved(DataConfig, run["data"])
+    counts = [run["train"]["global_batch"], *(stage.train.global_batch for stage in data.stages)]
+    batches = [
+        Batch(global_batch=count, micro_batch=count, accumulation=1, data_parallel=1,
+              sequence_length=each.sequence_length)
+        for count, each in zip(counts, data_of(data), strict=True)
+    ]  # fmt: skip
+    return stages_of(data, read_saved(Schedule, run["schedule"]), batches)
+
+
+def read(kind: Any, value: Any, key: str, problems: Problems) -> Any:
+    """Return the value as the type `kind`, or WRONG.
+
+    Args:
+        kind: a type hint: dataclasses, choices, lists, tuples, maps, literals, numbers, text, and unions of these.
+        value: plain data, as YAML and JSON have it.
+        key: its dotted key, for messages.
+    """
+    kinds = list(members(kind))
+    if value is None and type(None) in kinds:
+        return None
+    for each in kinds:
+        if is_section(each) and (isinstance(value, dict) or len(kinds) == 1):
+            return _section(each, value, key, problems)
+        origin = get_origin(each)
+        if origin is dict and isinstance(value, dict):
+            return _map(get_args(each)[1], get_args(each)[0], value, key, problems)
+        if origin in (list, tuple) and isinstance(value, (list, tuple)):
+            return _list(each, value, key, problems)
+    if value is None and any(get_origin(each) is list and is_section(get_args(each)[0]) for each in kinds):
+        return []
+    made = _scalar(kinds, value)
+    if made is WRONG:
+        problems.add(key, value, *answers.of_type(kind, key, value))
+    elif isinstance(made, str) and any(HOST_PATH in getattr(each, "__metadata__", ()) for each in _annotated(kind)):
+        return host_path(key, made, problems)
+    return made
+
+
+def members(kind: Any) -> Iterator[Any]:
+    """The types of a union, without their annotations; of another type itself."""
+    for each in _annotated(kind):
+        yield get_args(each)[0] if get_origin(each) is Annotated else each
+
+
+def _annotated(kind: Any) -> tuple[Any, ...]:
+    return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+
+
+def is_section(kind: Any) -> bool:
+    """True for a class whose value is a map with its fields."""
+    return isinstance(kind, type) and is_dataclass(kind)
+
+
+_SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+_UNITS = {"k": 10**3, "m": 10**6, "b": 10**9}
+
+
+def _of_text(kinds: list[Any], text: str) -> Any:
+    """The switch or the number that a text means: on, 3e-4, 10M."""
+    if bool in kinds and text.lower() in _SWITCHES:
+        return _SWITCHES[text.lower()]
+    number = plain_scalar(text[:-1]) if int in kinds and text[-1:].lower() in _UNITS else None
+    if isinstance(number, (int, float)) and not isinstance(number, bool):
+        return _scalar(kinds, round(number * _UNITS[text[-1].lower()], 6))
+    meant = plain_scalar(text)
+    return WRONG if meant is None or isinstance(meant, str) else _scalar(kinds, meant)
+
+
+def _scalar(kinds: list[Any], value: Any) -> Any:
+    if Any in kinds:
+        return value
+    literals = [arg for each in kinds if get_origin(each) is Literal for arg in get_args(each)]
+    if isinstance(value, str) and (value in literals or str in kinds):
+        return value
+    if isinstance(value, str):  # in quotes, or of the command line
+        return _of_text(kinds, value)
+    if isinstance(value, bool):
+        return value if bool in kinds else WRONG
+    if int in kinds and isinstance(value, float) and value.is_integer() and abs(value) < 2**63:
+        return int(value)
+    if int in kinds and isinstance(value, int):
+        return value
+    if float in kinds and isinstance(value, (int, float)):
+        return float(value)
+    return WRONG
+
+
+def _list(kind: Any, value: list[Any] | tuple[Any, ...], key: str, problems: Problems) -> Any:
+    origin, args = get_origin(kind), get_args(kind)
+    if is_section(args[0]):
+        made = [read(args[0], one, f"{key}[{at}]", problems) for at, one in enumerate(value)]
+        return WRONG if any(one is WRONG for one in made) else made
+    kinds = args if origin is tuple and args[-1] is not ... else args[:1] * len(value)
+    found = [_scalar(list(members(each)), one) for each, one in zip(kinds, value, strict=False)]
+    if len(kinds) != len(value) or any(one is WRONG for one in found):
+        problems.add(key, value, *answers.of_type(kind, key, value))
+        return WRONG
+    return origin(found)
+
+
+def _map(kind: Any, names: Any, given: dict[str, Any], key: str, problems: Problems) -> Any:
+    """A map whose keys are the user's own."""
+    if kind is Any:
+        _refuse_code(given, key, problems)
+        return given
+    made: dict[str, Any] = {}
+    for name, value in given.items():
+        meant = name
+        if HOST_PATH in getattr(names, "__metadata__", ()):
+            meant = host_path(f"{key}.{name}", name, problems)
+            if meant != name and meant in given:
+                problems.add(f"{key}.{name}", name, f"is {meant}, which is there, too", "keep one of them")
+            problems.places.setdefault(f"{key}.{meant}", problems.places.get(f"{key}.{name}", "the YAML"))
+        made[meant] = read(kind, value, f"{key}.{name}", problems)
+    return WRONG if any(value is WRONG for value in made.values()) else made
+
+
+def _refuse_code(tree: dict[str, Any], prefix: str, problems: Problems) -> None:
+    """Report each key of a map of plain data by which transformers would import code or change the precision."""
+    for name, value in tree.items():
+        why = _CODE.get(name) or ("names with _ are internal to transformers" if name.startswith("_") else None)
+        if why:
+            problems.add(f"{prefix}.{name}", value, f"not allowed: {why}", "remove it")
+            continue
+        for inner in value if isinstance(value, list) else [value]:
+            if isinstance(inner, dict):
+                _refuse_code(inner, f"{prefix}.{name}", problems)
+
+
+def _section(cls: type[Any], given: Any, key: str, problems: Problems) -> Any:
+    if given is None:
+        given = {}
+    if not isinstance(given, dict):
+        problems.add(key, given, *answers.of_section(cls, key, given))
+        return WRONG
+    is_choice = issubclass(cls, Choice)
+    if is_choice and cls not in cls.CHOICES.values():
+        cls, given = _chosen(cls, given, key, problems)
+    hints, made = get_type_hints(cls, include_extras=True), {}
+    known = {item.name: item for item in fields(cls) if item.init}
+    for name, value in given.items():
+        at = f"{key}.{name}" if key else name
+        item = known.get(name)
+        if item is None:
+            if not problems.saved:
+                answers.unknown(cls, at, value, problems)
+                made[name] = WRONG
+        elif name in Entry.SECTIONS and not key:
+            made[name] = _entries(name, value, problems)
+        elif value is None and is_choice:
+            problems.places.pop(at, None)  # null is the default
+        else:
+            made[name] = read_field(item, hints[name], value, at, problems)
+    for name, item in known.items():
+        if name not in made and item.default is MISSING and item.default_factory is MISSING:
+            at = f"{key}.{name}" if key else name
+            problems.add(at, None, "is required", item.metadata.get("remedy") or answers.remedy(at))
+            made[name] = WRONG
+    return WRONG if any(value is WRONG for value in made.values()) else cls(**made)
+
+
+def _entries(section: str, given: Any, problems: Problems) -> Any:
+    """The entries of a section by their names, each an object of its class."""
+    known, made = Entry.SECTIONS[section], {}
+    if not isinstance(given, dict) and given is not None:
+        problems.add(section, given, "is a section", "write `NAME: {FIELD: VALUE}` below it")
+        return WRONG
+    for name, values in (given or {}).items():
+        key = f"{section}.{name}"
+        if name in known:
+            made[name] = _section(known[name], values, key, problems)
+        else:
+            near = closest(str(name), known)
+            remedy = f"did you mean {section}.{near}?" if near else "give the file that defines it: --plugin FILE.py"
+            problems.add(key, show(values), "no plugin and no part of llmtrain has this name", remedy)
+            made[name] = WRONG
+    return WRONG if any(value is WRONG for value in made.values()) else made
+
+
+def _chosen(
+    base: type[Choice], given: dict[str, Any], key: str, problems: Problems
+) -> tuple[type[Any], dict[str, Any]]:
+    """Return the class that the section selects, and the fields that are left for it."""
+    selector = base.SELECTOR
+    at = f"{key}.{selector}".lstrip(".")
+    given, name = {field: value for field, value in given.items() if field != selector}, given.get(selector)
+    known = name is None or (isinstance(name, str) and name in base.CHOICES)
+    if not known:
+        problems.add(at, name, *answers.of_type(Literal[tuple(base.CHOICES)], at, name))
+    cls = base.CHOICES[name if known and name is not None else default_choice(base.SECTION)]
+    dumped = FORMERLY.get(key, {""}) <= {field for field in given if not problems.typed(f"{key}.{field}")}
+    for field in [field for field in given if field not in cls.own() and base.owners(field)]:
+        value, at = given.pop(field), f"{key}.{field}"
+        meant = plain_scalar(value) if isinstance(value, str) else value
+        stale = problems.saved or (dumped and meant in base.defaults(field) and not problems.typed(at))
+        if known and not stale and meant is not None:
+            problems.add(at, meant, *base.refusal(field))
+    return cls, given
+
+
+def read_field(item: Field[Any], kind: Any, value: Any, key: str, problems: Problems) -> Any:
+    """`read` for a field of a dataclass, whose bound counts as well."""
+    made = read(kind, value, key, problems)
+    if made is not WRONG and not problems.saved:
+        _check(item, made, key, problems)
+    return made
+
+
+def _check(item: Field[Any], value: Any, key: str, problems: Problems) -> None:
+    """Report what no value of a field may be: its bound is broken, a number is infinite, a text is empty."""
+    bound, remedy = item.metadata.get("bound"), item.metadata.get("remedy", "correct the number")
+    if isinstance(value, dict):
+        for name, each in value.items():
+            if bound is not None and not (math.isfinite(each) and bound.holds(each)):
+                problems.add(f"{key}.{name}", each, f"must be {bound.words}", remedy)
+        return
+    numbers = value if isinstance(value, tuple) else (value,)
+    if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
+        problems.add(key, value, "must be a finite number", "correct the number")
+    elif isinstance(value, str):
+        _check_text(value, key, problems)
+    elif bound is not None and value is not None and not bound.holds(value):
+        must = "both must be" if isinstance(value, tuple) else "must be"
+        problems.add(key, value, f"{must} {bound.words}", remedy)
+    elif type(value) is int and value > _MOST_COUNTED and not key.endswith(".seed"):
+        problems.add(key, value, f"must be at most {_MOST_COUNTED:.0e}", "correct the number")
+
+
+def _check_text(value: str, key: str, problems: Problems) -> None:
+    if key == _FREE_TEXT:
+        return
+    if value == "~":
+        problems.add(key, value, "is YAML's other word for null, in quotes", "write null")
+    elif not value.strip():
+        problems.add(key, value, "is empty", answers.remedy(key))
+    elif not value.isprintable():
+        problems.add(key, value, "has control characters, which a terminal obeys", "leave them out")
+    elif key.partition(".")[0] in Entry.SECTIONS and _PASSWORD.search(value):
+        problems.add(key, redact_text(value), "has a password, which config.yaml and each checkpoint would keep",
+                     "leave it to an environment variable (MLFLOW_TRACKING_URI)")  # fmt: skip
+
+
+def host_path(key: str, path: str, problems: Problems) -> str:
+    """Expand `~` and `$NAME` in a path as a shell does. A path that exists as it is written stays."""
+    if problems.saved or not re.search(r"^~|\$(\w|\{)", path) or os.path.exists(path):
+        return path
+    meant = os.path.expandvars(os.path.expanduser(path))
+    if unset := re.search(r"^~\w*|\$\w+|\$\{[^}]*\}?", meant):
+        if problems.paths:
+            problems.unexpanded = True
+            problems.add(key, path, f"{unset[0]} means nothing here", "set the variable for every rank (llmtrain "
+                         "launch --env-file does), or write the path out")  # fmt: skip
+        return path
+    problems.notes.append(f"{key}: {path} is {meant} here")
+    return meant
