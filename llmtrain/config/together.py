@@ -7,7 +7,6 @@ from typing import Any
 
 from llmtrain.config.objective import check_objective
 from llmtrain.config.problems import Problems
-from llmtrain.config.reader import read_saved
 from llmtrain.config.rules import check_adapter, check_adapter_form
 from llmtrain.config.run import AdapterConfig, ModelConfig, RunConfig
 from llmtrain.config.topology import Degrees, Mix, clashes
@@ -70,11 +69,12 @@ def pair(one: str, other: str) -> dict[str, dict[str, Any]] | None:
 def against(sections: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
     """(rule, remedy) of what the resolver has against these sections, whatever the form; empty: they go together."""
     problems = _Kept()
+    chosen = dict(sections.get("objective", {"name": "next_token"}))
     run = RunConfig(
         deepspeed="the JSON",
         model=ModelConfig(pretrained="FOLDER", **sections.get("model", {})),
         adapter=AdapterConfig(**sections.get("adapter", {})),
-        objective=read_saved(Objective, sections.get("objective", {"name": "next_token"})),
+        objective=Objective.of(chosen.pop("name"), **chosen),
     )
     check_adapter(run, problems)
     check_objective(run, problems)
