@@ -125,6 +125,20 @@ def covering() -> list[Cell]:
     return cells
 
 
+def each_value(cells: list[Cell]) -> list[int]:
+    """Indices of few cells that never offload and have each other value of each setting."""
+    left = {(name, value) for name, values in FACTORS.items() if name != "offload" for value in values}
+    free = [
+        index for index, cell in enumerate(cells) if cell["offload"] == resumed_as(cells, index)["offload"] == "none"
+    ]
+    chosen = list[int]()
+    while left:
+        chosen.append(max(free, key=lambda index: (len(left & cells[index].items()), -index)))
+        assert left & cells[chosen[-1]].items(), left
+        left -= cells[chosen[-1]].items()
+    return sorted(chosen)
+
+
 _ADAPTERS: dict[str, dict[str, Any]] = {
     "none": {},
     "lora": {"r": 4, "alpha": 8.0},

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from llmtrain.objectives.by_token import Distill
 from tests.helpers.answers import spoil
-from tests.helpers.marks import slow_but
 from tests.helpers.training import (
     LLAMA,
     Case,
@@ -126,28 +125,11 @@ def distilled(case: Case, folder: str, terms: dict[str, float]) -> tuple[Trace, 
     return trace, figures
 
 
-FORMS: list[dict[str, Any]] = [
-    {"stage": 0},
-    {"stage": 1, "accumulation": 2},
-    {"stage": 2, "accumulation": 3},
-    {"stage": 3, "extra": {"activation_checkpointing": {}}},
-    {"stage": 1, "pipeline": 2, "accumulation": 3},
-    {"stage": 3, "sequence": 2},
-    {"stage": 1, "tensor": 2},
-]
-
-
-@pytest.mark.parametrize(
-    "form",
-    slow_but(FORMS, FORMS[5:6]),
-    ids=lambda form: "-".join(f"{k}{v}" for k, v in form.items() if k != "extra"),
-)
-def test_distillation_is_its_definition_under_every_form(pools, small_data, teacher, form):
+def test_distillation_is_its_definition_where_ranks_share_rows(pools, small_data, teacher):
     want = plainly(small_data, teacher)
     assert want.losses[-1] < want.losses[0] - 0.1
-    tolerance = 2e-5 if "tensor" in form else 1e-5
-    for got, figures in pools(2).run(distilled, case_of(small_data, **form), teacher, TERMS):
-        assert_agrees(got, want, loss=tolerance, parameters=5 * tolerance)
+    for got, figures in pools(2).run(distilled, case_of(small_data, stage=3, sequence=2), teacher, TERMS):
+        assert_agrees(got, want, loss=1e-5, parameters=1e-5)
         soft = 0.7 * 4 * figures["distill/divergence"] + 0.3 * figures["distill/next_token_loss"]
         assert figures["loss"] == pytest.approx(soft, rel=1e-5) and 0 < figures["loss"] < want.losses[0]
         assert 0 < figures["distill/teacher_entropy"] < 6.24  # log 512
@@ -209,26 +191,12 @@ def learnt_from_column(writes: Case, learns: Case, folder: str, top_k: int) -> t
     return trace, taught_by(asked, weights, ranks)
 
 
-@pytest.mark.parametrize(
-    ("writes", "learns", "k"),
-    [
-        pytest.param({"stage": 3}, {"stage": 1, "pipeline": 2, "accumulation": 3}, 16, marks=pytest.mark.slow),
-        pytest.param({"stage": 1, "pipeline": 2}, {"stage": 2}, 16, marks=pytest.mark.slow),
-        pytest.param({"stage": 1, "tensor": 2}, {"stage": 1, "tensor": 2}, 16, marks=pytest.mark.slow),
-        ({"stage": 3, "sequence": 2}, {"stage": 1, "sequence": 2}, 16),
-        pytest.param({"stage": 0}, {"stage": 0}, 512, marks=pytest.mark.slow),
-    ],
-)
-def test_a_column_is_written_and_read_under_any_form(pools, small_data, teacher, tmp_path, writes, learns, k):
-    """The loss is the definition's of k + 1 events; with all 512 words it is the online teacher's within 1e-6."""
+def test_a_column_is_written_and_read_under_any_form(pools, small_data, teacher, tmp_path):
+    """The loss is the definition's of k + 1 events."""
     folder = str(shutil.copytree(small_data, tmp_path / "data"))
-    want = plainly(small_data, teacher, k if k < 512 else None)
-    assert k == 512 or abs(want.losses[0] - plainly(small_data, teacher).losses[0]) > 1e-3
-    arguments = (case_of(folder, **writes), case_of(folder, **learns), teacher, k)
-    tolerance = 2e-5 if "tensor" in learns else 1e-5
+    want = plainly(small_data, teacher, 16)
+    assert abs(want.losses[0] - plainly(small_data, teacher).losses[0]) > 1e-3
+    arguments = (case_of(folder, stage=3, sequence=2), case_of(folder, stage=1, sequence=2), teacher, 16)
     for got, weights in pools(2).run(learnt_from_column, *arguments):
-        assert_agrees(got, want, loss=tolerance, parameters=5 * tolerance)
+        assert_agrees(got, want, loss=1e-5, parameters=5e-5)
         assert weights == json.loads((Path(folder) / "teacher-32.json").read_text())["weights"]
-    if k == 512:
-        online = pools(2).run(distilled, case_of(small_data, **learns), teacher, TERMS)[0][0]
-        assert max(abs(a - b) for a, b in zip(got.losses, online.losses, strict=True)) < 1e-6

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from llmtrain.data.stream.loader import MicroBatch
 from llmtrain.models.head import Head
 from tests.helpers.families import summed_loss
-from tests.helpers.marks import slow
 from tests.helpers.processors import fp16, on_device
 from tests.helpers.training import (
     LLAMA,
@@ -40,31 +39,6 @@ LAID_OUT = {"round_robin_gradients": True, "contiguous_gradients": False, "overl
 @functools.cache
 def reference(data: str) -> Trace:
     return plain_pytorch(Case(data=data))
-
-
-@pytest.mark.parametrize(
-    "form",
-    [
-        slow({"stage": 3, "model": {**LLAMA, "tie_word_embeddings": True}}),
-        slow({"stage": 1, "model": {**LLAMA, "tie_word_embeddings": True}}),
-        slow({"stage": 2, "extra": {"activation_checkpointing": {}}}),
-        slow({"stage": 3, "extra": {"activation_checkpointing": {}}}),
-        slow({"stage": 2, "offload": "optimizer"}),
-        slow({"stage": 3, "offload": "all"}),
-        slow({"stage": 1, "accumulation": 3, "extra": {"zero_optimization": {"stage": 1, **LAID_OUT}}}),
-        slow({"stage": 2, "accumulation": 3, "extra": {"zero_optimization": {"stage": 2, **LAID_OUT}}}),
-        slow(
-            {"stage": 3, "accumulation": 3, "extra": {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}}
-        ),
-    ],
-    ids=lambda form: "-".join(str(v) for k, v in form.items() if k != "model") + ("-tied" if "model" in form else ""),
-)
-def test_fp32_forms_agree_with_plain_pytorch(pools, small_data, form):
-    """Doubles of test_cells.py and test_keys.py."""
-    case = Case(data=small_data, **form)
-    want = plain_pytorch(case) if "model" in form else reference(small_data)
-    got = pools(2).run(run_case, case)[0]
-    assert_agrees(got, want, loss=1e-5, parameters=1e-5)
 
 
 class Pairs:
@@ -119,11 +93,10 @@ def test_another_objective_is_one_class(pools, small_data):
     assert max(figures) - min(figures) < 1e-5 and max(figures) < want.losses[0]
 
 
-@pytest.mark.parametrize("stage", [slow(0), slow(1), 2, slow(3)])
-def test_bf16_stays_within_bf16_rounding_of_fp32(pools, small_data, stage):
+def test_bf16_stays_within_bf16_rounding_of_fp32(pools, small_data):
     """bf16 keeps 8 bits: 2^-9 of a loss near 6 is 1.2e-2, averaged over a hundred tokens 1e-3."""
     want = reference(small_data)
-    got = pools(2).run(run_case, Case(data=small_data, stage=stage, precision="bf16"))[0]
+    got = pools(2).run(run_case, Case(data=small_data, stage=2, precision="bf16"))[0]
     assert_agrees(got, want, loss=1.5e-3, norm=1e-2)
 
 
@@ -174,7 +147,7 @@ def against_the_definition(case: Case) -> tuple[float, float, int]:
 
 @pytest.mark.parametrize(
     "form",
-    [slow({"stage": 0}), slow({"stage": 1, "pipeline": 2}), {"stage": 2, "optimizer": "lion"}, {"stage": 3}],
+    [{"stage": 2, "optimizer": "lion"}, {"stage": 3}],
     ids=lambda form: "-".join(str(v) for v in form.values()),
 )
 def test_bf16_moments_are_rounded_after_each_step_and_masters_never(pools, small_data, form):
@@ -197,10 +170,9 @@ def with_loss_scale(case: Case) -> tuple[Trace, list[float]]:
     return trace, scales
 
 
-@pytest.mark.parametrize("stage", [slow(1), 2, slow(3)])
-def test_fp16_with_loss_scaling_agrees(pools, small_data, stage):
+def test_fp16_with_loss_scaling_agrees(pools, small_data):
     want = reference(small_data)
-    case = Case(data=small_data, stage=stage, precision="fp16", extra={})
+    case = Case(data=small_data, stage=2, precision="fp16", extra={})
     got, scales = pools(2).run(with_loss_scale, case)[0]
     assert_agrees(got, want, loss=2e-3, norm=1e-2)
     assert scales[0] >= 1024
@@ -228,7 +200,7 @@ def at_the_floor(case: Case) -> tuple[int, str]:
     return skipped, ""
 
 
-@pytest.mark.parametrize("stage", [1, slow(2), 3])
+@pytest.mark.parametrize("stage", [1, 3])
 def test_fp16_without_a_smaller_loss_scale_stops_with_a_message(pools, small_data, stage):
     scale = {"enabled": True, "initial_scale_power": 3, "hysteresis": 1, "min_loss_scale": 1}
     case = Case(data=small_data, stage=stage, precision="fp16", extra={"fp16": scale})
@@ -236,13 +208,12 @@ def test_fp16_without_a_smaller_loss_scale_stops_with_a_message(pools, small_dat
         assert skipped == 3 and "smallest loss scale" in message and "bf16" in message  # 8, 4, 2, then 1
 
 
-@pytest.mark.parametrize(("world_size", "stage"), [slow(2, 0), slow(2, 1), slow(2, 2), (2, 3), slow(4, 1)])
-def test_muon_is_the_same_under_every_stage_and_on_every_device(pools, small_data, world_size, stage):
+def test_muon_is_the_same_under_every_stage_and_on_every_device(pools, small_data):
     """ZeRO 0 on one rank of a device without fp16 against the others on devices with it: Newton-Schulz is fp32, too."""
     case = Case(data=small_data, optimizer="muon", steps=20)
     want = pools(1).run(on_device, False, run_case, case)[0]
     assert want.losses[-1] < want.losses[0] - 0.2
-    got = pools(world_size).run(on_device, True, run_case, replace(case, stage=stage, accumulation=3))[0]
+    got = pools(2).run(on_device, True, run_case, replace(case, stage=3, accumulation=3))[0]
     assert_agrees(got, want, loss=1e-5, parameters=1e-5)
 
 
@@ -285,7 +256,11 @@ def load_pretrained(case: Case, folder: str, break_name: str | None) -> str:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "stage", "precision"), [(1, 0, "fp32"), slow(2, 1, "bf16"), (2, 3, "bf16"), slow(4, 3, "fp32")]
+    ("world_size", "stage", "precision"),
+    [
+        (1, 0, "fp32"),
+        (2, 3, "bf16"),
+    ],
 )
 def test_pretrained_weights_are_proved(pools, small_data, tmp_path, world_size, stage, precision):
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -313,17 +288,16 @@ def test_pretrained_weights_are_proved(pools, small_data, tmp_path, world_size, 
     assert "lacks 1 of the model's 39 parameters" in error and "model.norm.weight" in error
 
 
-@pytest.mark.parametrize(("world_size", "stage", "precision"), [slow(1, 0, "fp32"), (2, 3, "bf16")])
-def test_pretrained_experts_are_proved(pools, small_data, tmp_path, world_size, stage, precision):
+def test_pretrained_experts_are_proved(pools, small_data, tmp_path):
     """A file for each expert's matrix, one parameter for all of a layer: each rank reads its slices of it."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     fields = {**LLAMA, "num_local_experts": 4, "num_hidden_layers": 2, "model_type": "mixtral"}
     hf = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields))
     hf.save_pretrained(tmp_path, max_shard_size="200KB")
-    case = Case(data=small_data, stage=stage, precision=precision, model=fields)
-    pool = pools(world_size)
-    assert pool.run(load_pretrained, case, str(tmp_path), None) == [""] * world_size
+    case = Case(data=small_data, stage=3, precision="bf16", model=fields)
+    pool = pools(2)
+    assert pool.run(load_pretrained, case, str(tmp_path), None) == [""] * 2
     (error, *_) = pool.run(load_pretrained, case, str(tmp_path), "model.layers.1.mlp.experts.gate_up_proj")
     assert "parameters differ from the file, first model.layers.1.mlp.experts.gate_up_proj" in error
 
@@ -335,10 +309,6 @@ def test_pretrained_experts_are_proved(pools, small_data, tmp_path, world_size, 
         (1, "bf16"),
         (2, "fp32"),
         (3, "bf16"),
-        slow(0, "bf16"),
-        slow(1, "fp32"),
-        slow(2, "bf16"),
-        slow(3, "fp32"),
     ],
 )
 def test_a_nan_on_one_rank_skips_the_step_on_all(pools, small_data, stage, precision):
@@ -458,7 +428,13 @@ def evaluated(case: Case) -> float:
     return figures["loss"]
 
 
-@pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (2, 3), slow(4, 1)])
+@pytest.mark.parametrize(
+    ("world_size", "stage"),
+    [
+        (1, 0),
+        (2, 3),
+    ],
+)
 def test_evaluation_is_weighted_by_tokens_whatever_the_split(pools, small_data, world_size, stage):
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -23,7 +23,6 @@ from llmtrain.models.spec import ModelSpec
 from llmtrain.optim.optimizers import PARAM
 from llmtrain.storage.tensorfile import TensorFile
 from tests.helpers.checkpoints import flip, trainer_state
-from tests.helpers.marks import slow
 from tests.helpers.parity import Form, check
 from tests.helpers.training import (
     LLAMA,
@@ -71,17 +70,8 @@ def whole_run(case: Case) -> tuple[Trace, set[str]]:
 @pytest.mark.parametrize(
     "form",
     [
-        slow({"stage": 0}),
-        slow({"stage": 1}),
-        slow({"stage": 2, "accumulation": 3}),
         {"stage": 3},
-        slow({"stage": 3, "extra": {"activation_checkpointing": {}}}),
-        slow({"stage": 2, "extra": {"activation_checkpointing": {}}, "mlp_tile_tokens": 8}),
-        slow({"stage": 3, "offload": "all"}),
-        slow({"stage": 1, "sequence": 2}),
         {"stage": 1, "pipeline": 2, "accumulation": 2},
-        slow({"stage": 0, "tensor": 2}),
-        slow({"stage": 3, "tensor": 2}),
     ],
     ids=lambda form: "-".join(f"{k}={v}" for k, v in form.items()),
 )
@@ -110,11 +100,8 @@ MIXTRAL = {
 @pytest.mark.parametrize(
     "form",
     [
-        slow({"stage": 0, "expert": 2}),
-        slow({"stage": 2, "expert": 2}),
         {"stage": 3, "expert": 2},
         {"stage": 1, "pipeline": 2, "accumulation": 2},
-        slow({"stage": 2, "tensor": 2}),
     ],
     ids=lambda form: "-".join(f"{k}={v}" for k, v in form.items()),
 )
@@ -128,10 +115,9 @@ def test_experts_and_a_tied_embedding_stay_as_they_are(pools, small_data, form):
     assert same == {name for name in before if any(fnmatchcase(name, pattern) for pattern in freeze)}
 
 
-@pytest.mark.parametrize("stage", [slow(0), slow(1), slow(2), 3])
-def test_bf16_keeps_frozen_values_in_the_forward_precision(pools, small_data, stage):
+def test_bf16_keeps_frozen_values_in_the_forward_precision(pools, small_data):
     want = reference(small_data)
-    got = pools(2).run(run_case, Case(data=small_data, freeze=FREEZE, stage=stage, precision="bf16"))[0]
+    got = pools(2).run(run_case, Case(data=small_data, freeze=FREEZE, stage=3, precision="bf16"))[0]
     assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 1.5e-3
     before = initial()
     for name in frozen_of(before):
@@ -150,16 +136,16 @@ def half(case: Case, folder: str, first: int, last: int) -> tuple[list[float], d
     return trace.losses, parameters
 
 
-@pytest.mark.parametrize(("one", "other"), [slow("fp32", "fp32"), ("fp32", "bf16"), slow("bf16", "bf16")])
-def test_a_checkpoint_goes_from_zero_1_to_zero_3(pools, small_data, tmp_path, one, other):
+def test_a_checkpoint_goes_from_zero_1_to_zero_3(pools, small_data, tmp_path):
     want, before = reference(small_data), initial()
-    losses, _ = pools(2).run(half, Case(data=small_data, freeze=FREEZE, stage=1, precision=one), str(tmp_path), 0, 3)[0]
-    case = Case(data=small_data, freeze=FREEZE, stage=3, precision=other)
+    case = Case(data=small_data, freeze=FREEZE, stage=1, precision="fp32")
+    losses, _ = pools(2).run(half, case, str(tmp_path), 0, 3)[0]
+    case = Case(data=small_data, freeze=FREEZE, stage=3, precision="bf16")
     more, parameters = pools(2).run(half, case, str(tmp_path), 3, 5)[0]
-    tolerated = 2e-6 if one == other == "fp32" else 1.5e-3
+    tolerated = 1.5e-3
     assert max(abs(a - b) for a, b in zip(losses + more, want.losses, strict=True)) < tolerated
     for name in frozen_of(before):
-        value = before[name] if one == other == "fp32" else before[name].bfloat16().float()
+        value = before[name].bfloat16().float()
         assert torch.equal(parameters[name], value)
 
 
@@ -244,12 +230,11 @@ def test_what_a_folder_has_is_in_no_checkpoint_and_comes_back_in_every_form(
         assert where == case.pretrained and same(state, saved), form
 
 
-@pytest.mark.parametrize(
-    "form", [slow({"stage": 2}), {"stage": 1, "pipeline": 2, "accumulation": 2}], ids=["zero2", "pp2"]
-)
-def test_bf16_rounds_what_it_reads_and_fp32_reads_it_whole(pools, small_data, tmp_path, form):
+def test_bf16_rounds_what_it_reads_and_fp32_reads_it_whole(pools, small_data, tmp_path):
     folder = written(tmp_path / "hf", LLAMA)
-    case = Case(data=small_data, pretrained=folder, freeze=FREEZE, precision="bf16", **form)
+    case = Case(
+        data=small_data, pretrained=folder, freeze=FREEZE, precision="bf16", stage=1, pipeline=2, accumulation=2
+    )
     saved = pools(2).run(begun, case, str(tmp_path / "run"))[0]
     _, state = pools(2).run(gone_on, case, str(tmp_path / "run"))[0]
     assert same(state, saved)
@@ -287,9 +272,7 @@ def flip_embedding(file: Path) -> None:
 @pytest.mark.parametrize(
     "form",
     [
-        slow(Form(zero=3, precision="bf16", freeze=("model.embed_tokens.*", "model.layers.0.*"))),  # test_cells.py
         Form(zero=1, tied=True, train_only=("model.layers.[13].*",), accumulation=2),
-        slow(Form(zero=2, optimizer="muon", freeze=("model.layers.*",))),  # test_cells.py
         Form(zero=3, optimizer="muon", train_only=("model.layers.1.*.q_proj.weight", "model.norm.weight")),
         Form(zero=0, precision="bf16", family="ernie4_5_moe", train_only=("model.layers.1.*",)),
     ],

@@ -392,14 +392,6 @@ def test_any_two_keys_of_a_stage_meet():
             assert len(meetings) == 4
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("stage", "name"), [(stage, name) for stage in ds_keys.STAGES for name, f in FACTORS.items() if stage in f.stages]
-)
-def test_each_factor_alone(pools, small_data, tmp_path, stage, name):
-    compare(pools, small_data, tmp_path, Cell(name, stage, FACTORS[name].tree))
-
-
 def cells_of_forms() -> list[Cell]:
     """Half of the keys of a stage, then the other half, in each way of sharing the work beside data parallelism.
 

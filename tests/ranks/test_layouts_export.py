@@ -11,7 +11,7 @@ import torch
 from llmtrain.checkpoint.hf.exporting import export_hf
 from llmtrain.data.stream.loader import MicroBatch
 from llmtrain.models.loss import IGNORE
-from tests.helpers.families import EXPERTS, FAMILIES, tied
+from tests.helpers.families import FAMILIES
 from tests.helpers.training import Case, make_engine, resolved_run, save_checkpoint, train_steps
 
 ROWS, LENGTH = 2, 32
@@ -69,38 +69,17 @@ FORMS = {
     "sp": {"sequence": 2, "stage": 3},
     "ep": {"expert": 2, "stage": 2},
 }
-TELLING = {
+TELLING = [
     ("tp", "gpt2"),
     ("tp z3", "phi3"),
     ("tp z0", "gpt_neox"),
     ("pp", "gemma3"),
     ("sp", "qwen3"),
-}
+    ("ep", "mixtral"),
+    ("z3", "llama"),
+]
 
 
-def marks(form: str, family: str) -> list[pytest.MarkDecorator]:
-    return [] if (form, family) in TELLING else [pytest.mark.slow]
-
-
-@pytest.mark.parametrize(
-    ("form", "family"),
-    [
-        pytest.param(form, family, marks=marks(form, family), id=f"{form}-{family}")
-        for form in FORMS
-        for family in (EXPERTS if form == "ep" else FAMILIES)
-    ],
-)
+@pytest.mark.parametrize(("form", "family"), TELLING)
 def test_an_export_is_the_model_that_was_trained(pools, small_data, tmp_path, form, family):
     compare(pools, case_of(small_data, form, FAMILIES[family]), 2, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", [form for form in FORMS if form != "ep"])
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in EXPERTS])
-def test_tied_and_untied(pools, small_data, tmp_path, form, family):
-    """The other way around than the family has it."""
-    from transformers import AutoConfig
-
-    fields = dict(FAMILIES[family])
-    usual = AutoConfig.for_model(fields.pop("model_type"), **fields).tie_word_embeddings
-    compare(pools, case_of(small_data, form, tied(FAMILIES[family], not usual)), 2, tmp_path)

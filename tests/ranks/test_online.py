@@ -25,7 +25,7 @@ from tests.helpers.answers import (
     prove_first,
     session_figures,
 )
-from tests.helpers.preference import Plain, prepared_preferences, prepared_unpaired
+from tests.helpers.preference import Plain, prepared_preferences
 from tests.helpers.training import (
     Case,
     Trace,
@@ -78,45 +78,16 @@ def trained(case: Case, config: Objective) -> tuple[Trace, Figures]:
     return trace, figures
 
 
-@pytest.mark.parametrize(
-    ("name", "form"),
-    [
-        pytest.param(
-            "dpo",
-            {"stage": 3, "accumulation": 2, "extra": {"activation_checkpointing": {}}},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param("dpo", {"stage": 1, "pipeline": 2, "accumulation": 3}, marks=pytest.mark.slow),
-        pytest.param("kto", {"stage": 1, "pipeline": 2, "accumulation": 3}, marks=pytest.mark.slow),
-        pytest.param("kto", {"stage": 2, "accumulation": 3}, marks=pytest.mark.slow),
-        pytest.param("ipo", {"stage": 0, "precision": "bf16"}, marks=pytest.mark.slow),
-        pytest.param("dpo", {"stage": 1, "tensor": 2}, marks=pytest.mark.slow),
-        pytest.param(
-            "dpo", {"stage": 3, "adapter": SAVED, "extra": {"activation_checkpointing": {}}}, marks=pytest.mark.slow
-        ),
-        ("dpo", {"stage": 1, "adapter": SAVED, "pipeline": 2, "accumulation": 3, "model": TIED}),
-        pytest.param("kto", {"stage": 2, "adapter": SAVED, "precision": "bf16"}, marks=pytest.mark.slow),
-        pytest.param("dpo", {"stage": 1, "adapter": SAVED, "tensor": 2}, marks=pytest.mark.slow),
-        pytest.param("dpo", {"stage": 3, "adapter": SAVED, "offload": "all"}, marks=pytest.mark.slow),
-        pytest.param("dpo", {"stage": 0, "adapter": SAVED}, marks=pytest.mark.slow),
-    ],
-    ids=lambda value: (
-        value
-        if isinstance(value, str)
-        else "-".join(k if isinstance(v, dict) else f"{k}{v}" for k, v in value.items() if k != "extra")
-    ),
-)
-def test_the_base_of_an_adapter_is_the_reference(pools: Any, tmp_path: Any, name: str, form: dict[str, Any]) -> None:
+def test_the_base_of_an_adapter_is_the_reference(pools: Any, tmp_path: Any) -> None:
     """The first ratio is exactly 0; all that follows is that of the column, within 1e-6."""
-    folder = prepared_unpaired(tmp_path) if name == "kto" else prepared_preferences(tmp_path)
-    case = answers_case(folder, **{"adapter": ADAPTER, "lr": 5e-3, **form})
-    column = Objective.of(name)  # type: ignore[arg-type]
+    folder = prepared_preferences(tmp_path)
+    case = answers_case(folder, lr=5e-3, adapter=SAVED, stage=1, pipeline=2, accumulation=3, model=TIED)
+    column = Objective.of("dpo")
     want, _ = pools(2).run(trained, case, column)[0]
     for got, figures in pools(2).run(trained, case, replace(column, reference="online")):
-        zero = "unpaired/kl" if name == "kto" else "pairs/margin"
+        zero = "pairs/margin"
         assert figures[0][zero] == 0.0 and abs(figures[-2][zero]) > 1e-4
-        if name == "dpo":
-            assert math.isclose(figures[0]["loss"], math.log(2), abs_tol=1e-6)
+        assert math.isclose(figures[0]["loss"], math.log(2), abs_tol=1e-6)
         assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 1e-6 * max(want.losses)
         if got.parameters:
             assert largest_difference(got.parameters, want.parameters) < 1e-6
@@ -159,25 +130,14 @@ FEW = 250
 """Tokens of the folder's model: those that begin and end a turn (256 and 257) have new rows."""
 
 
-@pytest.mark.parametrize(
-    ("tied", "form", "then"),
-    [
-        (False, {"stage": 2}, {"stage": 3}),
-        pytest.param(True, {"stage": 3}, {"stage": 1, "pipeline": 2, "accumulation": 3}, marks=pytest.mark.slow),
-        pytest.param(False, {"stage": 1, "tensor": 2}, {"stage": 2}, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_new_tokens_have_their_initial_rows_in_the_reference_and_after_a_resume(
-    pools: Any, tmp_path: Path, tied: bool, form: dict[str, Any], then: dict[str, Any]
-) -> None:
+def test_new_tokens_have_their_initial_rows_in_the_reference_and_after_a_resume(pools: Any, tmp_path: Path) -> None:
     """DPO by its definition: the reference is the grown model before the first step, whoever asks and when."""
     data = prepared_preferences(tmp_path)
-    sizes = {**SMALL, "tie_word_embeddings": tied}
+    sizes = {**SMALL, "tie_word_embeddings": False}
     folder = written(tmp_path / "hf", sizes | {"vocab_size": FEW})
-    saved = {**SAVED, "modules_to_save": ["model.embed_tokens", *([] if tied else ["lm_head"])]}
+    saved = {**SAVED, "modules_to_save": ["model.embed_tokens", "lm_head"]}
     case = answers_case(data, pretrained=folder, vocabulary=TOKENS, adapter=saved, lr=5e-3,
-                        model=sizes | {"vocab_size": TOKENS}, **form)  # fmt: skip
+                        model=sizes | {"vocab_size": TOKENS}, stage=2)  # fmt: skip
     hf = plain_adapted(replace(case, tensor=1))
     hf.load_state_dict(dict(grown(case).named_parameters()), strict=False)
     plain = Plain(hf, data)
@@ -187,7 +147,7 @@ def test_new_tokens_have_their_initial_rows_in_the_reference_and_after_a_resume(
     config, run = Objective.of("dpo", reference="online"), str(tmp_path / "run")
     whole, figures = pools(2).run(halves, case, config, run, 0)[0]
     assert figures[0]["pairs/margin"] == 0.0 and abs(figures[-1]["pairs/margin"]) > 1e-2
-    rest, _ = pools(2).run(halves, replace(case, **{"accumulation": 1, **then}), config, run, HALF)[0]
+    rest, _ = pools(2).run(halves, replace(case, accumulation=1, stage=3), config, run, HALF)[0]
     for got, losses in ((whole, want.losses), (rest, want.losses[HALF:])):
         assert len(got.losses) == len(losses) and STEPS == 4
         assert max(abs(a - b) for a, b in zip(got.losses, losses, strict=True)) < 1e-5

@@ -14,7 +14,6 @@ import pytest
 
 from llmtrain.base.errors import UserError
 from llmtrain.config.together import OPTIONS, against, pair
-from llmtrain.objectives.objective import Objective
 from llmtrain.parity.worlds import report
 from tests.helpers.families import EXPERTS, FAMILIES, FROZEN, VARIANTS
 from tests.helpers.parity import Form, check
@@ -61,7 +60,6 @@ def run(pools: Any, form: Form) -> None:
     assert outcome.verdict.passed, "\n".join(report(form.name, outcome.verdict, outcome.hint))
 
 
-PACKED = '{"r": 4, "alpha": 8.0, "quantize": "nf4"}'
 TELLING = [
     replace(FORMS["pp2"], family="gemma3", tied=True),
     replace(FORMS["sp2"], family="qwen2", isolate_documents=True),
@@ -93,23 +91,6 @@ PAIRS = [form_of(both) for one, other in combinations(OPTIONS, 2)
 `vocabulary` are first values (test_preference.py, test_online.py, test_vocabulary.py), `dropout` test_adapter.py."""
 TELLING = [replace(form, steps=5) for form in TELLING]  # `test_matrix` has the same forms for 20
 TELLING_SLOW = [
-    # Those of test_cells.py, for more steps.
-    Form(zero=1, accumulation=2, optimizer="muon", device_fp16=True, steps=8),
-    Form(zero=2, family="gpt2", optimizer="muon", steps=8),
-    Form(zero=2, optimizer="lion", steps=8),
-    Form(
-        zero=2,
-        precision="bf16",
-        extra=json.dumps({"bf16": {"enabled": True, "bf16_optimizer_states": True}}),
-        steps=8,
-    ),
-    Form(zero=1, accumulation=2, objective="orpo", steps=6),
-    replace(FORMS["tp2"], objective="distill", precision="bf16", steps=8),
-    Form(zero=2, adapter=PACKED, steps=6),
-    Form(zero=1, adapter=PACKED, precision="bf16", steps=6),
-    Form(adapter=PACKED, objective="dpo", reference="online", steps=6),
-    replace(FORMS["sp2"], adapter=PACKED, steps=6),
-    replace(FORMS["ep2"], family="mixtral", adapter=PACKED, steps=6),
     replace(
         FORMS["ep2"],
         family="glm4_moe",
@@ -118,24 +99,9 @@ TELLING_SLOW = [
     ),
     replace(FORMS["pp2-dp2"], family="gpt2", isolate_documents=True),
     replace(FORMS["tp2"], family="stablelm", precision="bf16"),
-    Form(zero=3, accumulation=2, objective="orpo", steps=8),
-    replace(FORMS["pp2"], objective="kto", steps=8),
-    replace(FORMS["sp2-dp2"], objective="kto", steps=8),
-    replace(FORMS["tp2"], sequence=2, ranks=4, objective="dpo", steps=8),
-    replace(FORMS["ep2"], family="mixtral", objective="reward", adapter='{"r": 4, "alpha": 8.0}', steps=8),
-    replace(FORMS["tp2"], objective="ipo", precision="bf16", steps=8),
-    Form(zero=3, objective="distill", adapter='{"r": 4, "alpha": 8.0}', isolate_documents=True, steps=8),
-    replace(FORMS["pp2-dp2"], objective="distill"),
-    replace(FORMS["pp2-dp2"], objective="distill", top_k=7, steps=8),
-    replace(FORMS["tp2"], objective="distill", top_k=7, steps=8),
-    replace(FORMS["tp2-dp2"], objective="reward", accumulation=2, steps=8),
-    replace(FORMS["tp2"], objective="reward", adapter='{"r": 4, "alpha": 8.0}', steps=8),
-    *(Form(zero=zero, objective="distill", top_k=7, accumulation=2, steps=8) for zero in range(4)),
     replace(FORMS["sp2-dp2"], family="gemma2", precision="bf16"),
     *dict.fromkeys(PAIRS),
     replace(FORMS["dp4"], family="opt"),
-    *(replace(FORMS[form], optimizer="lion") for form in ("pp2-dp2", "tp2", "sp2")),
-    replace(FORMS["ep2"], family="mixtral", optimizer="lion"),
 ]
 
 
@@ -194,18 +160,6 @@ WAYS = {f"zero{stage}": Form(zero=stage) for stage in range(4)} | {way: FORMS[wa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("objective", Objective.CHOICES)
-@pytest.mark.parametrize("adapter", ADAPTERS)
-@pytest.mark.parametrize("way", WAYS)
-def test_every_objective_with_every_adapter(pools: Any, way: str, adapter: str, objective: str) -> None:
-    """Of texts, and of answers, for 20 steps in fp32."""
-    form = replace(WAYS[way], objective=objective, **ADAPTERS[adapter])  # type: ignore[arg-type]
-    if adapter == "DoRA" and form.tensor > 1:
-        pytest.skip("DoRA needs whole maps on each rank")
-    run(pools, form)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("odd", ODD)
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "ep2"])
 def test_odd_models_and_batches(pools: Any, form: str, odd: str) -> None:
@@ -217,14 +171,3 @@ def test_odd_models_and_batches(pools: Any, form: str, odd: str) -> None:
 @pytest.mark.parametrize("form", ["pp2", "tp2", "sp2"])
 def test_variants(pools: Any, form: str, variant: str) -> None:
     run(pools, replace(FORMS[form], family=variant))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("extra", ["{}", '{"offload_optimizer": {"device": "cpu"}}'], ids=["", "offload"])
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_stages(pools: Any, stage: int, extra: str, optimizer: str) -> None:
-    if extra != "{}" and (stage == 0 or optimizer == "muon"):
-        pytest.skip("refused by the table of config/topology.py, see its own tests")
-    zero = json.dumps({"zero_optimization": {"stage": stage, **json.loads(extra)}})
-    run(pools, Form(zero=stage, accumulation=2, optimizer=optimizer, extra=zero))

@@ -12,7 +12,6 @@ import torch
 from llmtrain.models.skeleton import decoder_layers
 from llmtrain.training import memory
 from tests.helpers.families import FAMILIES
-from tests.helpers.marks import slow
 from tests.helpers.training import Case, make_engine, run_case, train_steps
 
 ON_HOST = {"activation_checkpointing": {"cpu_checkpointing": True}}
@@ -23,18 +22,9 @@ KEPT = {"layers": "all", "keep": "attention"}
 @pytest.mark.parametrize(
     ("world_size", "form", "recompute"),
     [
-        slow(1, {}, {"layers": 1}),
         (2, {"stage": 3, "accumulation": 2}, {**HALF, "keep": "attention"}),
-        slow(2, {"stage": 3, "accumulation": 2, "precision": "bf16"}, HALF),
-        slow(2, {"stage": 3, "freeze": ("model.embed_tokens.*", "model.layers.0.*")}, {"layers": 3}),
         (2, {"stage": 1, "pipeline": 2, "partition": (3, 1), "accumulation": 3}, HALF),
-        slow(2, {"stage": 1, "pipeline": 2, "accumulation": 3}, KEPT),
-        slow(2, {"stage": 1, "tensor": 2}, {**HALF, "keep": "attention"}),
         (2, {"stage": 3, "sequence": 2, "extra": ON_HOST}, KEPT),
-        slow(2, {"stage": 2, "sequence": 2, "isolate_documents": True}, KEPT),
-        slow(2, {"stage": 2, "attention": "varlen", "isolate_documents": True, "extra": ON_HOST}, KEPT),
-        slow(2, {"stage": 1, "mlp_tile_tokens": 8}, HALF),
-        slow(2, {"stage": 1, "expert": 2, "model": FAMILIES["mixtral"]}, {**HALF, "keep": "attention"}),
         pytest.param(2, {"stage": 2, "adapter": {"r": 4}}, HALF, marks=[pytest.mark.slow, pytest.mark.needs("peft")]),
     ],
     ids=str,
@@ -59,12 +49,11 @@ def by_itself(case: Case, free: list[int]) -> tuple[int, list[str], list[float]]
     return again, engine.module.notes, losses
 
 
-@pytest.mark.parametrize(("free", "again", "said"), [slow(2**34, 0, "none of 4 layers"), (2**20, 4, "not enough")])
-def test_ranks_recompute_what_the_smallest_device_needs(pools, small_data, free: int, again: int, said: str):
+def test_ranks_recompute_what_the_smallest_device_needs(pools, small_data):
     case = Case(data=small_data, stage=3, recompute={"layers": "auto"})
     want = pools(2).run(run_case, replace(case, recompute={}))[0].losses[:2]
-    for got, notes, losses in pools(2).run(by_itself, case, [2**35, free]):
-        assert got == again and any(said in note for note in notes), notes
+    for got, notes, losses in pools(2).run(by_itself, case, [2**35, 2**20]):
+        assert got == 4 and any("not enough" in note for note in notes), notes
         assert losses == want
 
 

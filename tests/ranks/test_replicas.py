@@ -12,7 +12,6 @@ import torch
 from llmtrain.config.topology import Degrees
 from llmtrain.optim.optimizers import PARAM
 from tests.helpers.families import FAMILIES, FROZEN
-from tests.helpers.marks import slow
 from tests.helpers.training import LLAMA, Case, batches, make_engine, make_setup, train_steps
 
 TIED = {**LLAMA, "tie_word_embeddings": True}
@@ -63,14 +62,12 @@ def check(pools: Any, world: int, case: Case, name: str, guilty: int, groups: tu
 @pytest.mark.parametrize(
     ("form", "name"),
     [
-        slow({"stage": 0}, UP),
         ({"stage": 0, "precision": "bf16"}, UP),
         ({"stage": 1, "precision": "bf16"}, UP),
         ({"stage": 2, "precision": "bf16", "accumulation": 2}, UP),
         ({"stage": 3, "precision": "bf16", "extra": SMALL_STAY_GATHERED}, NORM),
         ({"stage": 1, "optimizer": "muon"}, UP),
         ({"stage": 2, "adapter": {"r": 4, "quantize": "nf4"}}, UP),
-        slow({"tensor": 2, "stage": 1}, NORM),
         ({"tensor": 2, "stage": 3, "extra": SMALL_STAY_GATHERED}, NORM),
         ({"sequence": 2, "stage": 1}, UP),
         ({"pipeline": 2, "stage": 1, "model": TIED, "accumulation": 2}, "model.embed_tokens.weight"),

@@ -12,7 +12,6 @@ from safetensors import safe_open
 from llmtrain.checkpoint.load import load_checkpoint
 from llmtrain.checkpoint.reader import CheckpointReader
 from tests.helpers.families import FAMILIES
-from tests.helpers.marks import slow
 from tests.helpers.processors import on_device
 from tests.helpers.training import (
     Case,
@@ -62,33 +61,17 @@ def load_and_go_on(case: Case, path: str) -> Trace:
 @pytest.mark.parametrize(
     ("world_size", "form"),
     [
-        slow(1, {"stage": 0}),
         (2, {"stage": 0, "accumulation": 3}),
-        slow(2, {"stage": 2, "accumulation": 3}),
         (2, {"stage": 3}),
         (2, {"stage": 1, "precision": "bf16"}),
         (2, {"stage": 1, "precision": "bf16", "extra": FP32_SUMS}),
-        slow(2, {"stage": 0, "precision": "bf16"}),
-        slow(2, {"stage": 0, "precision": "bf16", "extra": BF16_MOMENTS}),
         (2, {"stage": 2, "precision": "bf16", "extra": BF16_MOMENTS}),
-        slow(2, {"stage": 3, "precision": "bf16", "extra": BF16_MOMENTS, "optimizer": "lion"}),
-        slow(2, {"stage": 3, "precision": "bf16"}),
-        slow(2, {"stage": 2, "offload": "optimizer"}),
         (2, {"stage": 3, "offload": "all"}),
-        slow(2, {"stage": 0, "optimizer": "muon"}),
         (2, {"stage": 1, "optimizer": "muon", "precision": "bf16"}),
-        slow(2, {"stage": 3, "optimizer": "muon"}),
         (2, {"stage": 1, "optimizer": "lion"}),
-        slow(2, {"stage": 1}),
-        slow(1, {"stage": 3, "accumulation": 3}),
         # DeepSpeed's CPULion is built for it
-        slow(2, {"stage": 3, "optimizer": "lion", "precision": "bf16", "offload": "optimizer"}),
         (2, {"stage": 1, "precision": "bf16", "pipeline": 2}),
-        slow(
-            2, {"stage": 1, "precision": "bf16", "pipeline": 2, "extra": {"data_types": {"grad_accum_dtype": "fp32"}}}
-        ),
         (2, {"stage": 0, "precision": "bf16", "tensor": 2}),
-        slow(4, {"stage": 3, "precision": "bf16", "tensor": 2}),
         (2, {"stage": 3, "precision": "bf16", "sequence": 2}),
         (2, {"stage": 2, "precision": "bf16", "expert": 2, "model": FAMILIES["mixtral"]}),
     ],
@@ -105,12 +88,11 @@ def test_same_layout_goes_on_bit_for_bit(pools, small_data, tmp_path, world_size
         assert torch.equal(got.parameters[name], value), name
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [((2, 1), (1, 3)), slow((1, 3), (2, 2)), slow((2, 0), (4, 1))])
-def test_muon_momentum_travels(pools, small_data, tmp_path, saved, loaded):
+def test_muon_momentum_travels(pools, small_data, tmp_path):
     """In fp32 from devices with fp16 to devices without, too: nothing of the run is in fp16 on either."""
-    case = Case(data=small_data, stage=saved[1], steps=END, optimizer="muon")
-    want, path = pools(saved[0]).run(on_device, True, save_in_the_middle, case, str(tmp_path))[0]
-    got = pools(loaded[0]).run(on_device, False, load_and_go_on, replace(case, stage=loaded[1]), path)[0]
+    case = Case(data=small_data, stage=1, steps=END, optimizer="muon")
+    want, path = pools(2).run(on_device, True, save_in_the_middle, case, str(tmp_path))[0]
+    got = pools(1).run(on_device, False, load_and_go_on, replace(case, stage=3), path)[0]
     assert_agrees(got, want, loss=5e-6, parameters=1e-5)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from llmtrain.training.examine import in_stages, stage_data, stage_key, take_col
 from llmtrain.training.output_columns import of_teacher, write_columns, write_teacher
 from llmtrain.training.setup import Setup
 from tests.helpers.answers import answers_case
-from tests.helpers.marks import slow, slow_but
 from tests.helpers.preference import Plain, kto, prepared_preferences, prepared_unpaired
 from tests.helpers.training import (
     GLOBAL_BATCH,
@@ -33,13 +31,6 @@ from tests.helpers.training import (
 from tests.ranks.test_distill import TERMS, definition, teacher  # noqa: F401  # a fixture
 from tests.ranks.test_stages import SAVED, STEPS, plain_optimizer, plainly, stages, trained
 
-FORMS: list[dict[str, Any]] = [
-    {"stage": 1, "accumulation": 2},
-    {"stage": 3},
-    {"stage": 1, "pipeline": 2, "accumulation": 3},
-    {"stage": 1, "tensor": 2},
-    {"stage": 3, "sequence": 2},
-]
 BORDER = 2
 """Steps before the second stage."""
 TOP_K = 16
@@ -153,7 +144,10 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]
 
 @pytest.mark.parametrize(
     ("name", "form"),
-    [("dpo", FORMS[0]), ("kto", FORMS[1]), *(slow(name, form) for name in ("dpo", "kto") for form in FORMS[2:])],
+    [
+        ("dpo", {"stage": 1, "accumulation": 2}),
+        ("kto", {"stage": 3}),
+    ],
 )
 def test_answers_in_stages_are_those_of_plain_pytorch(pools, pairs, tmp_path, name, form):
     """Each stage reads the log-probabilities of its own answers: the first loss after the border tells."""
@@ -167,15 +161,14 @@ def test_answers_in_stages_are_those_of_plain_pytorch(pools, pairs, tmp_path, na
     compare(got, answered(case, other), rests, saves)
 
 
-@pytest.mark.parametrize("form", slow_but(FORMS, FORMS[1:2]), ids=str)
-def test_a_distillation_in_stages_is_its_definition(pools, teacher, tmp_path, form):  # noqa: F811
+def test_a_distillation_in_stages_is_its_definition(pools, teacher, tmp_path):  # noqa: F811
     """The other data is read in two lengths, each with a column of its own; the student's positions change, too."""
     from transformers import AutoModelForCausalLM
 
     first = prepared_data(tmp_path / "first", 30)
     other = prepared_data(tmp_path / "other", 30, like=first)
     objective = {"name": "distill", "teacher": teacher, "top_k": TOP_K, **TERMS}
-    case = Case(data=first, steps=STEPS, stages=stages(other), objective=objective, **form)
+    case = Case(data=first, steps=STEPS, stages=stages(other), objective=objective, stage=3)
     theirs = AutoModelForCausalLM.from_pretrained(teacher).eval()
 
     def loss_of(inputs: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,6 @@ from llmtrain.training.setup import Setup
 from llmtrain.training.stage_borders import StageBorders
 from llmtrain.training.step import Position
 from tests.helpers.families import FAMILIES
-from tests.helpers.marks import slow
 from tests.helpers.training import (
     GLOBAL_BATCH,
     LENGTH,
@@ -160,9 +159,6 @@ def in_stages(case: Case, folder: Path) -> tuple[Trace, list[int], Trace]:
         {"stage": 1, "tensor": 2},
         {"stage": 3, "sequence": 2},
         {"stage": 2, "expert": 2, "model": FAMILIES["mixtral"]},
-        slow({"stage": 0, "accumulation": 2}),
-        slow({"stage": 2, "offload": "optimizer", "accumulation": 2}),
-        slow({"stage": 3, "offload": "all", "accumulation": 2}),
     ],
     ids=lambda form: "-".join(str(v) for k, v in form.items() if k != "model"),
 )

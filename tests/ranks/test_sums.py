@@ -114,11 +114,8 @@ def test_fp32_sums_are_exact(pools, small_data, ranks, stage, record_property):
     [
         (2, {"stage": 1, "tensor": 2}),
         (2, {"stage": 1, "expert": 2, "model": FAMILIES["mixtral"]}),
-        pytest.param(2, {"stage": 2, "expert": 2, "model": FAMILIES["mixtral"]}, marks=pytest.mark.slow),
-        pytest.param(2, {"stage": 3, "sequence": 2}, marks=pytest.mark.slow),
-        pytest.param(4, {"stage": 1, "pipeline": 2, "tensor": 2}, marks=pytest.mark.slow),
     ],
-    ids=["tp2", "ep2-zero1", "ep2-zero2", "sp2-zero3", "pp2-tp2"],
+    ids=["tp2", "ep2-zero1"],
 )
 def test_fp32_sums_with_every_degree(pools, small_data, ranks, form):
     """As the shipped files mix them, against plain PyTorch in fp32. Tolerances of bf16: tests/ranks/test_forms.py."""

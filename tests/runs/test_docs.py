@@ -48,6 +48,7 @@ def unique_commands() -> list[str]:
 
 LAUNCH = next(block for block in blocks("docs/quickstart.md", "bash") if "llmtrain launch" in block)
 COMMANDS = [block for block in unique_commands() if block not in LAUNCH]
+AT_ONCE = [block for block in COMMANDS if any(block in TEXT[page] for page in ("README.md", "docs/quickstart.md"))]
 
 
 # Outputs on the pages: the command, its page, and a word in the block that shows what it prints.
@@ -162,8 +163,21 @@ def test_the_launch_prints_what_the_page_shows(launched: str) -> None:
     assert "sample: def read_file(path):" in launched
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.splitlines()[0][:60])
-def test_every_command(launched: str, place: Workplace, command: str) -> None:
+def first_line(command: str) -> str:
+    return command.splitlines()[0][:60]
+
+
+@pytest.mark.parametrize("command", AT_ONCE, ids=first_line)
+def test_every_command_of_the_first_pages(launched: str, place: Workplace, command: str) -> None:
+    does_what_the_page_shows(place, command)
+
+
+@pytest.mark.parametrize("command", [block for block in COMMANDS if block not in AT_ONCE], ids=first_line)
+def test_every_command_of_the_other_pages(launched: str, place: Workplace, command: str) -> None:
+    does_what_the_page_shows(place, command)
+
+
+def does_what_the_page_shows(place: Workplace, command: str) -> None:
     output = place.run(command)
     for word, page, sign in SHOWN:
         if word in command:
