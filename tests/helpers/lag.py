@@ -19,6 +19,8 @@ class Lag(LocalFileSystem):
     """What each request ends with."""
     asked: list[str] = []  # noqa: RUF012  (of all instances)
     """Requests for content, by the name of the file."""
+    under_way = most = 0
+    """Requests that wait at present, and the largest number of these."""
     lock = threading.Lock()
 
     @classmethod
@@ -31,7 +33,12 @@ class Lag(LocalFileSystem):
         if name:
             with Lag.lock:
                 Lag.asked.append(name.rpartition("/")[2])
+        with Lag.lock:
+            Lag.under_way += 1
+            Lag.most = max(Lag.most, Lag.under_way)
         time.sleep(Lag.delay_s)
+        with Lag.lock:
+            Lag.under_way -= 1
         if Lag.fault is not None:
             raise Lag.fault
 

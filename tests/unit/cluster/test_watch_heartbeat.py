@@ -66,17 +66,23 @@ def test_processes_forked_before_they_connect_count_for_themselves():
     assert os.waitpid(child, 0)[1] == 0 and heart.waited_s() == 0
 
 
-def test_own_time_is_the_step_without_the_collectives(heart, tmp_path):
+def test_own_time_is_the_step_without_the_collectives(heart, tmp_path, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("llmtrain.cluster.watch.heartbeat.time.monotonic", lambda: now[0])
+
+    def wait(seconds):
+        now[0] += seconds
+
     heart.begin_step()
-    time.sleep(0.05)
+    wait(0.5)
     heart.enter(named("all_reduce"))
-    time.sleep(0.2)
+    wait(2.0)
     heart.leave()
     heart.end_step(1)
     with heart.during("evaluate"):
-        time.sleep(0.1)
+        wait(1.0)
     beat = read(tmp_path / "rank-00003.beat")
-    assert beat.timed_steps == 1 and beat.step == 1 and 0.05 <= beat.own_s < 0.15
+    assert (beat.timed_steps, beat.step, beat.own_s) == (1, 1, 0.5)
 
 
 def test_pages_that_are_none_are_not_read(tmp_path):

@@ -151,13 +151,12 @@ def test_a_step_of_64_sequences_takes_two_round_trips(folder: Path, tmp_path: Pa
     config = DataConfig(path=f"lag://{folder}", cache=str(tmp_path / "cache"), sequence_length=10)
     data, plain = TrainData(config), TrainData(DataConfig(path=str(folder), sequence_length=10))
     Lag.delay_s = 0.1
-    began = time.monotonic()
+    Lag.most = 0
     data.fetch(range(64))
-    elapsed_s = time.monotonic() - began
+    assert Lag.most > 4, "shards were asked for one after the other"
     Lag.delay_s = 10.0
     for index in range(64):
         assert np.array_equal(data.sequence(index)[0], plain.sequence(index)[0])
-    assert elapsed_s < 1.5, elapsed_s  # 0.2 on an idle machine; 12.8 one after the other
 
 
 def test_a_wait_for_the_store_is_told_and_is_no_hang(

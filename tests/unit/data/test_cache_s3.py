@@ -71,10 +71,9 @@ def test_access_that_is_refused_is_told_without_a_secret(
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    began = time.monotonic()
     with pytest.raises(DataError, match=r"s3://bucket/prepared: cannot be read from .*redentials") as error:
         PreparedSet(URL, Cache(str(tmp_path / "cache")))
-    assert SECRET not in str(error.value) and time.monotonic() - began < 5
+    assert SECRET not in str(error.value)
 
 
 def test_a_download_that_is_killed_leaves_whole_files_or_none(store: tuple[Any, Network, Path], tmp_path: Path) -> None:

@@ -303,10 +303,8 @@ def test_something_else_that_listens_there_is_no_measurement() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         at = f"127.0.0.1:{other.getsockname()[1]}"
         threading.Thread(target=lambda: other.accept()[0].sendall(b"SSH-2.0-OpenSSH\r\n"), daemon=True).start()
-        began_s = time.monotonic()
         with pytest.raises(UserError, match=f"--sites {at}: no measurement"):
             doctor.main(["--sites", at])
-        assert time.monotonic() - began_s < 15
 
 
 @pytest.mark.parametrize(
