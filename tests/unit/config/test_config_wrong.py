@@ -22,30 +22,43 @@ from tests.helpers.wrong_models import MODEL_CASES
 pytestmark = pytest.mark.long
 
 
-@pytest.mark.parametrize("case", [*CASES, *MODEL_CASES], ids=lambda c: c.name)
-def test_wrong_config_is_told_by_check_and_by_train_alike(
-    case: Wrong, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+ALL = [*CASES, *MODEL_CASES]
+BY_TRAIN = [case for case in ALL if "--world-size" not in case.argv][::18]
+"""About twenty cases from all parts of the list: `train` reads a configuration by the function that check calls."""
+
+
+@pytest.fixture
+def wrong(request: pytest.FixtureRequest, here: Path, monkeypatch: pytest.MonkeyPatch) -> Wrong:
+    """A case, with its files written."""
     find = importlib.util.find_spec  # which some machines have, with a GPU
     absent = ("flash_attn", "flash_attn_interface", "kernels")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name in absent else find(name, *more))
+    case: Wrong = request.param
     write(here, case.run, case.ds)
     if case.before:
         case.before(here)
-    code = main(["config", "check", "run.yaml", f"--world-size={case.ranks}", *case.argv])
+    return case
+
+
+@pytest.mark.parametrize("wrong", ALL, ids=lambda case: case.name, indirect=True)
+def test_check_names_key_value_and_remedy(wrong: Wrong, capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["config", "check", "run.yaml", f"--world-size={wrong.ranks}", *wrong.argv])
     told = capsys.readouterr()
     assert (code, told.out) == (2, ""), told
     assert told.err.startswith("error: ")
     assert "Traceback" not in told.err
-    for words in case.says:
+    for words in wrong.says:
         assert words in told.err, f"{words!r} is not in:\n{told.err}"
-    if "--world-size" in case.argv:
-        return
-    monkeypatch.setenv("WORLD_SIZE", str(case.ranks))
+
+
+@pytest.mark.parametrize("wrong", BY_TRAIN, ids=lambda case: case.name, indirect=True)
+def test_train_says_the_same(wrong: Wrong, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "check", "run.yaml", f"--world-size={wrong.ranks}", *wrong.argv]) == 2
+    told = capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", str(wrong.ranks))
     monkeypatch.setattr("llmtrain.training.run.train", lambda checked: pytest.fail("train begins what check refuses"))
-    assert main(["train", "--config", "run.yaml", *case.argv]) == 2
-    launched = capsys.readouterr().err.replace("WORLD_SIZE, set by the launcher", "--world-size")
-    assert launched == told.err
+    assert main(["train", "--config", "run.yaml", *wrong.argv]) == 2
+    assert capsys.readouterr().err.replace("WORLD_SIZE, set by the launcher", "--world-size") == told
 
 
 def test_a_run_folder_in_use_is_told_before_anything_slow(
@@ -64,7 +77,7 @@ def test_a_run_folder_in_use_is_told_before_anything_slow(
 
 
 def test_there_are_enough_ways_to_be_wrong() -> None:
-    assert len({case.name for case in [*CASES, *MODEL_CASES]}) == len(CASES) + len(MODEL_CASES) >= 120
+    assert len({case.name for case in ALL}) == len(ALL) >= 120
 
 
 def test_independent_mistakes_are_told_together(

@@ -71,7 +71,7 @@ def test_another_optimizer_is_a_class(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "optimizer.params.amsgrad = false" in str(refused.value)
     assert Optimizer.refusal("eps")[0] in str(refused.value)  # those that have amsgrad, too
     tree["optimizer"] = {"type": "Lamb"}
-    with pytest.raises(ConfigError, match=r"trains with Adam, AdamW, Muon, Lion or SignSGD"):
+    with pytest.raises(ConfigError, match=r"trains with .* or SignSGD"):
         resolved(tmp_path, tree, Sign())
 
 
