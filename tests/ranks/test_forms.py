@@ -1,12 +1,14 @@
-"""Precisions, offload, Muon, recomputation, pretrained weights and skipped steps, on real ranks."""
+"""Precisions, pretrained weights and skipped steps, on real ranks.
+
+Tolerances of bf16, here and where this file is named: it keeps 8 bits, 2^-9 of a loss near 6 is 1.2e-2, averaged over a
+hundred tokens 1e-3.
+"""
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +17,6 @@ import torch.nn.functional as F
 
 from llmtrain.data.stream.loader import MicroBatch
 from llmtrain.models.head import Head
-from tests.helpers.families import summed_loss
 from tests.helpers.processors import fp16, on_device
 from tests.helpers.training import (
     LLAMA,
@@ -31,14 +32,6 @@ from tests.helpers.training import (
     train_steps,
     view_of,
 )
-
-LAID_OUT = {"round_robin_gradients": True, "contiguous_gradients": False, "overlap_comm": True}
-"""Keys that change where ZeRO 1 and 2 keep a parameter, and where they sum its gradients."""
-
-
-@functools.cache
-def reference(data: str) -> Trace:
-    return plain_pytorch(Case(data=data))
 
 
 class Pairs:
@@ -91,13 +84,6 @@ def test_another_objective_is_one_class(pools, small_data):
             assert weight == 6 and after["accuracy"] * 6 == pytest.approx(round(after["accuracy"] * 6))
             figures.append(after["loss"])
     assert max(figures) - min(figures) < 1e-5 and max(figures) < want.losses[0]
-
-
-def test_bf16_stays_within_bf16_rounding_of_fp32(pools, small_data):
-    """bf16 keeps 8 bits: 2^-9 of a loss near 6 is 1.2e-2, averaged over a hundred tokens 1e-3."""
-    want = reference(small_data)
-    got = pools(2).run(run_case, Case(data=small_data, stage=2, precision="bf16"))[0]
-    assert_agrees(got, want, loss=1.5e-3, norm=1e-2)
 
 
 def by_definition(group: dict[str, Any], before: dict[str, Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -170,14 +156,6 @@ def with_loss_scale(case: Case) -> tuple[Trace, list[float]]:
     return trace, scales
 
 
-def test_fp16_with_loss_scaling_agrees(pools, small_data):
-    want = reference(small_data)
-    case = Case(data=small_data, stage=2, precision="fp16", extra={})
-    got, scales = pools(2).run(with_loss_scale, case)[0]
-    assert_agrees(got, want, loss=2e-3, norm=1e-2)
-    assert scales[0] >= 1024
-
-
 @fp16(True)
 def at_the_floor(case: Case) -> tuple[int, str]:
     """Train in fp16 with every loss NaN until the run is told to stop: (steps skipped before, message)."""
@@ -206,15 +184,6 @@ def test_fp16_without_a_smaller_loss_scale_stops_with_a_message(pools, small_dat
     case = Case(data=small_data, stage=stage, precision="fp16", extra={"fp16": scale})
     for skipped, message in pools(2).run(at_the_floor, case):
         assert skipped == 3 and "smallest loss scale" in message and "bf16" in message  # 8, 4, 2, then 1
-
-
-def test_muon_is_the_same_under_every_stage_and_on_every_device(pools, small_data):
-    """ZeRO 0 on one rank of a device without fp16 against the others on devices with it: Newton-Schulz is fp32, too."""
-    case = Case(data=small_data, optimizer="muon", steps=20)
-    want = pools(1).run(on_device, False, run_case, case)[0]
-    assert want.losses[-1] < want.losses[0] - 0.2
-    got = pools(2).run(on_device, True, run_case, replace(case, stage=3, accumulation=3))[0]
-    assert_agrees(got, want, loss=1e-5, parameters=1e-5)
 
 
 def test_a_bf16_run_orthogonalises_in_fp16_where_the_device_has_it(pools, small_data):
@@ -368,50 +337,6 @@ def test_deepspeed_takes_the_only_gpu_that_a_task_sees(pools, small_data, form):
     """It called for number LOCAL_RANK of one: "invalid device ordinal", on every rank but the first of a host."""
     for asked in pools(2).run(devices_asked_for, Case(data=small_data, **form)):
         assert len(asked) >= 2, "the start-up asks DeepSpeed's accelerator by number"
-
-
-def test_exported_folder_gives_the_training_models_logits(pools, small_data, tmp_path):
-    """Saved at ZeRO 3 on 2 ranks, tied: one copy of the embedding, loaded by transformers, fp32 logits equal."""
-    from safetensors import safe_open
-    from transformers import AutoModelForCausalLM
-
-    case = Case(data=small_data, stage=3, model={**LLAMA, "tie_word_embeddings": True}, steps=3)
-    logits, tokens = pools(2).run(train_and_export, case, str(tmp_path))[0]
-    with safe_open(tmp_path / "export" / "model.safetensors", framework="pt") as file:
-        names = list(file.keys())
-    assert "lm_head.weight" not in names and len(names) == 38
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "export").eval()
-    with torch.no_grad():
-        assert torch.allclose(model(input_ids=tokens).logits, logits, atol=1e-5)
-
-
-def train_and_export(case: Case, folder: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits of the trained model on some tokens, and the folder folder/export."""
-    from llmtrain.checkpoint.hf.exporting import export_hf
-    from tests.helpers.training import resolved_run, save_checkpoint
-
-    engine, ranks = make_engine(case)
-    train_steps(case, engine, ranks, 0, case.steps)
-    tokens = torch.arange(20).unsqueeze(0)
-    engine.module.eval()
-    with torch.no_grad():
-        summed_loss(engine.deepspeed, tokens, tokens)
-        logits = engine.module.hf(input_ids=tokens).logits.clone()
-    trainer = {
-        "step": 3,
-        "tokens": 0,
-        "optimizer_step": 3,
-        "loss_scale": {},
-        "separator_id": 0,
-        "tokenizer_dir": "/nonexistent",
-        "model_config": engine.module.hf.config.to_dict(),
-    }
-    resolved = resolved_run(case, ranks.world_size)
-    path = save_checkpoint(engine, Path(folder) / "checkpoints", 3, trainer, resolved, ranks)
-    if ranks.rank == 0:
-        export_hf(path, Path(folder) / "export")
-    engine.close()
-    return logits, tokens
 
 
 def evaluated(case: Case) -> float:

@@ -19,11 +19,11 @@ def reference(data: str, tied: bool) -> Trace:
     return plain_pytorch(Case(data=data, model={**LLAMA, "tie_word_embeddings": tied}, steps=20))
 
 
-FIRST = [(1, 3, 3), (4, 1, 3)]
-"""What test_cells.py lacks: one rank, and four that share no row. The others are there, for 6 steps."""
+FORMS = [(1, 3, 3), (4, 1, 3)]
+"""(Ranks, ZeRO stage, accumulation). test_cells.py lacks one rank, and four that share no row."""
 
 
-@pytest.mark.parametrize("form", FIRST, ids=str)
+@pytest.mark.parametrize("form", FORMS, ids=str)
 def test_loss_and_parameters_agree(pools, small_data, form):
     world_size, stage, accumulation = form
     want = reference(small_data, False)

@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from dataclasses import replace
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -57,8 +58,7 @@ def settings_of(way: str, **given: Any) -> SitesConfig:
     return SitesConfig.of(way, **{key: value for key, value in given.items() if key in SitesConfig.CHOICES[way].own()})
 
 
-@pytest.mark.parametrize("way", METHODS)
-@pytest.mark.parametrize("compress", plan.COMPRESS)
+@pytest.mark.parametrize(("way", "compress"), zip(METHODS, cycle(plan.COMPRESS), strict=False))
 def test_bytes_are_those_of_the_rounds_that_a_run_has(way: str, compress: str) -> None:
     """Counted round by round, as Site.after_update does them; the last step's is of all fragments."""
     parts = JOB.fragments if way == "streaming" else (sum(JOB.fragments),)
