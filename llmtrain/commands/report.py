@@ -468,14 +468,12 @@ def _page(title: str, subtitle: str, tables: Sequence[tuple[str, str]], charts: 
     """The whole page. `tables`: headings and what `table` made; the first stands above the curves, the others below."""
     figures = "".join(f'<figure id="{chart["id"]}">{svg(chart)}</figure>' for chart in charts)
     first, *others = [f"<h2>{html.escape(heading)}</h2>{body}" for heading, body in tables]
-    data = json.dumps(charts, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{html.escape(title)} · llmtrain report</title><style>{_CSS}</style></head><body><main>"
         f'<h1>{html.escape(title)}</h1><p class="sub">{html.escape(subtitle)}</p>{first}<h2>Curves</h2>{figures}'
-        f'{"".join(others)}<script id="data" type="application/json">{data}</script>'
-        "</main></body></html>\n"
+        f"{''.join(others)}</main></body></html>\n"
     )
 
 

@@ -1,4 +1,4 @@
-"""The charts of a report, each drawn once by matplotlib: as SVG for the page, and as PNG.
+"""The charts of a report, drawn by matplotlib: as SVG for the page, and as PNG.
 
 matplotlib loads on the first call, with a backend that needs no display.
 """
@@ -111,9 +111,13 @@ def svg(chart: dict[str, Any]) -> str:
     import matplotlib
 
     with matplotlib.rc_context({**_STYLE, "svg.hashsalt": chart["id"]}):
-        buffer = io.StringIO()
-        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        _figure(chart).savefig(buffer, format="svg", transparent=True, metadata=nothing)
+        return _svg_of(_figure(chart))
+
+
+def _svg_of(figure: Figure) -> str:
+    buffer = io.StringIO()
+    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
     text = buffer.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.S)
     for color, variable in _VARIABLES.items():
@@ -179,8 +183,7 @@ def _figure(chart: dict[str, Any]) -> Figure:
 
 
 COMPUTING, WAITING, AWAY = "computing", "waiting", "away"
-_COLORS = {COMPUTING: "var(--c2)", WAITING: "var(--c1)", AWAY: "var(--edge)"}
-_LINES_WIDTH, _LINES_LEFT, _BAR, _ROW = 860, 110, 18, 30
+_COLORS = {COMPUTING: COLORS[2], AWAY: _EDGE, WAITING: COLORS[1]}
 _SHOWN = 2000
 """Spans of a bar; beyond them the narrowest are left out."""
 
@@ -255,21 +258,37 @@ def timeline(found: Sequence[Seen | None]) -> str | None:
     bars = {name: spans for name, spans in bars.items() if spans}
     if not bars:
         return None
-    begin = min(spans[0][0] for spans in bars.values())
-    end = max(spans[-1][1] for spans in bars.values())
-    height = _ROW * len(bars) + 26
-    parts = [_bar(name, bars[name], number, begin, end) for number, name in enumerate(sorted(bars))]
-    parts.append(_axis(begin, end, height))
-    key = "".join(
-        f'<span class="key"><i style="border-color:{_COLORS[state]};border-top-width:9px"></i>{state}</span>'
-        for state in (COMPUTING, WAITING, AWAY)
-    )
     guests = sorted(set(bars) - {seen.name for seen in known})
     note = f"{', '.join(guests)}: as the others saw them; `llmtrain report` of their folders too shows when they wait."
     caption = f'<p class="sub">{html.escape(note)}</p>' if guests else ""
-    return (
-        f'<figure>{key}<svg viewBox="0 0 {_LINES_WIDTH} {height}" role="img">{"".join(parts)}</svg></figure>{caption}'
-    )
+    return f"<figure>{_bars(bars)}</figure>{caption}"
+
+
+def _bars(bars: dict[str, list[Span]]) -> str:
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter
+
+    begin = min(spans[0][0] for spans in bars.values())
+    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": "sites", "axes.grid": False}):
+        height = 0.8 + 0.3 * len(bars)  # inches
+        figure = Figure(figsize=(_WIDTH, height))
+        axes = figure.add_axes((2 * _LEFT, 0.6 / height, _RIGHT - 2 * _LEFT, 1 - 0.7 / height))
+        for row, name in enumerate(sorted(bars)):
+            shown = sorted(bars[name], key=lambda span: span[0] - span[1])[:_SHOWN]
+            for state, color in _COLORS.items():
+                spans = [(low - begin, high - low) for low, high, each in shown if each == state]
+                # A wait is often narrower than a pixel: a line around it shows that it was there.
+                edge = 0.7 if state == WAITING else 0.0
+                label = "_" if row else state
+                axes.broken_barh(spans, (row - 0.35, 0.7), color=color, linewidth=edge, label=label)
+        names = [name[:24].replace("$", r"\$") for name in sorted(bars)]
+        axes.set_yticks(range(len(names)), names)
+        axes.invert_yaxis()
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: units.duration(max(value, 0.0))))
+        axes.tick_params(length=0)
+        figure.legend(loc="lower left", bbox_to_anchor=(2 * _LEFT - 0.01, 0.0), ncols=3, borderaxespad=0.1)
+        return _svg_of(figure)
 
 
 def site_facts(done: list[dict[str, Any]], failed: list[dict[str, Any]]) -> list[tuple[str, str]]:
@@ -289,28 +308,6 @@ def site_facts(done: list[dict[str, Any]], failed: list[dict[str, Any]]) -> list
         ("Sent to other sites", units.size(round(sent))),
         ("Waiting for other sites, sum", units.duration(stood_s)),
     ]
-
-
-def _bar(name: str, spans: list[Span], row: int, begin: float, end: float) -> str:
-    top, scale = 4 + row * _ROW, (_LINES_WIDTH - _LINES_LEFT - 24) / max(end - begin, 1e-9)
-    shown = sorted(sorted(spans, key=lambda span: span[0] - span[1])[:_SHOWN])
-    label = f'<text x="{_LEFT - 8}" y="{top + 13}" text-anchor="end">{html.escape(name[:16])}</text>'
-    # A wait is often narrower than a pixel: a line of one shows that it was there.
-    return label + "".join(
-        f'<rect x="{_LEFT + (low - begin) * scale:.2f}" y="{top}" '
-        f'width="{max((high - low) * scale, 1.0 if state == WAITING else 0.0):.2f}" height="{_BAR}" '
-        f'fill="{_COLORS[state]}"><title>{html.escape(name)}: {state}, {units.duration(high - low)}</title></rect>'
-        for low, high, state in sorted(shown, key=lambda span: span[2] == WAITING)
-    )
-
-
-def _axis(begin: float, end: float, height: int) -> str:
-    texts = []
-    for number in range(5):
-        x = _LINES_LEFT + (_LINES_WIDTH - _LINES_LEFT - 24) * number / 4
-        at = units.duration((end - begin) * number / 4)
-        texts.append(f'<text x="{x:.0f}" y="{height - 6}" text-anchor="middle">{at}</text>')
-    return "".join(texts)
 
 
 def _joined(spans: list[Span]) -> list[Span]:
