@@ -22,11 +22,13 @@ from llmtrain.checkpoint.listing import best_checkpoints, find_checkpoints, line
 from llmtrain.commands import completion
 from llmtrain.config.run import TrackingConfig
 from llmtrain.tracking.local import JsonLines
+from llmtrain.tracking.queued import Queued
 from llmtrain.tracking.wandb_sink import WandbSink
 
 _REMEDY = "pip install 'llmtrain[eval]'"
 _ANSWERS_S = 10.0
 """Seconds in which a server tells its models."""
+_TO_WANDB_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -215,9 +217,11 @@ def _to_wandb(run: Path, trainer: dict[str, Any], row: dict[str, Any]) -> str:
         os.close(lock_folder(run))
     except OSError:  # two processes cannot write to one run of W&B
         return "; not to W&B, which the run that is under way writes to"
-    sink = WandbSink(run, tracking=tracking, run_id=run_id, config={}, late=True)
-    sink.log(row)
-    sink.close(exit_code=0)
+    tracker = Queued("tracking.wandb", WandbSink(tracking=tracking, late=True), lambda _: "")
+    tracker.call("open", run, run_id, {}, 0)
+    tracker.call("log", row, more=False)
+    tracker.end(0)
+    tracker.join(time.monotonic() + _TO_WANDB_S)
     return ", and to W&B"
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from llmtrain.base.redact import redact
 from llmtrain.tracking.local import JsonLines
-from llmtrain.tracking.wandb_sink import choose_mode, remove_temporary_folders
+from llmtrain.tracking.wandb_sink import QUIET, choose_mode
 
 
 def write_event(run_dir: Path, kind: str, event: dict[str, Any]) -> None:
@@ -30,10 +30,9 @@ def tell_wandb(run_dir: Path, run_id: str, tracking: dict[str, Any], event: dict
     mode, _ = choose_mode(tracking["wandb"])
     if mode == "disabled":
         return
-    os.environ.update(WANDB_DISABLE_CODE="true", WANDB_ERROR_REPORTING="false", WANDB_SILENT="true")
+    os.environ.update(QUIET)
     import wandb
 
-    remove_temporary_folders()
     run = wandb.init(
         id=run_id,
         resume="allow",

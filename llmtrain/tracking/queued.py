@@ -21,11 +21,11 @@ class Queued:
     """Hands every call to a tracker over to its thread, in order. No method waits or raises."""
 
     def __init__(self, name: str, sink: Sink, where: Callable[[BaseException], str]) -> None:
-        """`name`: of the tracker in the run's YAML. `where`: from an exception to the place in the user's code."""
+        """`name`: the tracker's key in the run's YAML. `where`: from an exception to the place in the user's code."""
         self._name, self._sink, self._where = name, sink, where
         self._calls: queue.Queue[Callable[[], Any] | None] = queue.Queue()
-        self._dropped, self._failed = 0, False
-        self._thread = threading.Thread(target=self._work, name=f"tracker-{name}", daemon=True)
+        self._dropped, self._failed, self._abandoned = 0, False, False
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._call(lambda: [importlib.import_module(module) for module in sink.MODULES])
         self._thread.start()
 
@@ -47,11 +47,12 @@ class Queued:
         """Wait until the tracker is done, at most until `deadline_s` of time.monotonic()."""
         self._thread.join(max(0.0, deadline_s - time.monotonic()))
         if self._thread.is_alive():
-            log.warn(f"trackers.{self._name} did not finish in time; metrics.jsonl holds everything")
+            log.warn(f"{self._name} did not finish in time; metrics.jsonl holds everything")
+        if self._thread.is_alive() or self._failed:
+            self._abandoned = True
+            self._call(self._sink.abandon)
         if self._dropped:
-            log.warn(
-                f"trackers.{self._name} was too slow: {self._dropped} calls were dropped; metrics.jsonl has them all"
-            )
+            log.warn(f"{self._name} was too slow: {self._dropped} calls were dropped; metrics.jsonl has them all")
 
     def _work(self) -> None:
         while not self._failed and (call := self._calls.get()) is not None:
@@ -62,7 +63,9 @@ class Queued:
             call()
         except Exception as error:
             self._failed = True
+            if self._abandoned:
+                return
             place = self._where(error)
             reason = redact_text(f"{type(error).__name__}: {error}".splitlines()[0])
-            log.warn(f"trackers.{self._name} is given up ({place}{reason}); training goes on, metrics.jsonl holds "
+            log.warn(f"{self._name} is given up ({place}{reason}); training goes on, metrics.jsonl holds "
                      "everything")  # fmt: skip

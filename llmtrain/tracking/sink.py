@@ -37,7 +37,7 @@ class Sink(Entry, section="trackers"):
 
     One of the YAML's `trackers`, such as a plugin's, is a dataclass with a name (`class Csv(Sink, entry="csv")`): its
     fields stand below `trackers.csv`. Its methods run on a thread of its own, one after another; they may wait and
-    raise. Those of the console, the local files and W&B do neither: training calls them.
+    raise. Those of the console and the local files do neither: training calls them.
     """
 
     MODULES: ClassVar[tuple[str, ...]] = ()
@@ -46,7 +46,7 @@ class Sink(Entry, section="trackers"):
     can deadlock on module locks, which Python resolves by handing out half-initialised modules."""
 
     def open(self, run_dir: Path, run_id: str, config: dict[str, Any], start_step: int) -> None:
-        """Called once at first, on a tracker of `trackers`.
+        """Called once at first, on a tracker with a thread.
 
         Args:
             run_dir: the run's folder.
@@ -67,6 +67,9 @@ class Sink(Entry, section="trackers"):
 
     def close(self, *, exit_code: int) -> None:
         """Write everything out, in at most 20 s. `exit_code`: 1 if the run has failed, else 0."""
+
+    def abandon(self) -> None:
+        """End what would hold up the process. Training calls it after a method that raised or that does not return."""
 
 
 def scalars(row: Mapping[str, Any]) -> dict[str, float]:

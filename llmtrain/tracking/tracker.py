@@ -194,16 +194,17 @@ class Tracker:
         self._queued: list[Queued] = []
         if not enabled:
             return
-        from llmtrain.tracking.wandb_sink import WandbSink  # rank 0 alone has one
-
         run_dir = Path(run_dir)
         files = LocalFiles(run_dir, start_step=start_step)
         self._sinks = [
             Console(total_steps=total_steps, epochs=epochs, norm=norm, show=show),
             files,
-            WandbSink(run_dir, tracking=tracking, run_id=run_id, config=config, start_step=start_step),
         ]
-        self._queued = [Queued(name, sink, where) for name, sink in (trackers or {}).items()]
+        if tracking.wandb != "disabled":
+            from llmtrain.tracking.wandb_sink import WandbSink  # rank 0 alone has one
+
+            self._queued.append(Queued("tracking.wandb", WandbSink(tracking=tracking), where))
+        self._queued += [Queued(f"trackers.{name}", sink, where) for name, sink in (trackers or {}).items()]
         self._hand_over("open", run_dir, run_id, redact(config), start_step)
         if files.dropped_rows:
             self.event("rewind", step=start_step, dropped_rows=files.dropped_rows)
@@ -239,7 +240,7 @@ class Tracker:
         self._hand_over("end_steps")
 
     def close(self, status: Status = "finished") -> None:
-        """Write everything out. Takes at most 20 s, whatever W&B does. A second call does nothing."""
+        """Write everything out. Takes at most 20 s, whatever the trackers do. A second call does nothing."""
         sinks, queued, exit_code = self._sinks, self._queued, 1 if status == "failed" else 0
         self._sinks, self._queued = [], []
         for tracker in queued:

@@ -3,9 +3,30 @@
 from __future__ import annotations
 
 import json
+import struct
+from collections.abc import Iterator
 from pathlib import Path
 
-from llmtrain.tracking.wandb_sink import records
+_BLOCK = 32768
+_HEADER = 7
+"""Bytes at the beginning of the file, and of each chunk."""
+
+
+def records(data: bytes) -> Iterator[bytes]:
+    """The protobuf records of a .wandb file, which has LevelDB's log format, without one that a kill tore."""
+    at, parts = _HEADER, []
+    while at + _HEADER <= len(data):
+        left = _BLOCK - at % _BLOCK
+        _, length, kind = struct.unpack("<IHB", data[at : at + _HEADER])
+        if left < _HEADER or kind == 0:  # the rest of the block is empty
+            at += left
+            continue
+        at += _HEADER + length
+        if at > len(data):
+            return
+        parts = [*(parts if kind in (3, 4) else ()), data[at - length : at]]
+        if kind in (1, 4):
+            yield b"".join(parts)
 
 
 def read_back(folder: Path) -> dict:
@@ -14,7 +35,7 @@ def read_back(folder: Path) -> dict:
 
     found: dict = {"config": {}, "rows": [], "metrics": {}, "summary": {}, "exit": None, "artifacts": {}}
     (path,) = folder.glob("*.wandb")
-    for payload, _ in records(path):
+    for payload in records(path.read_bytes()):
         record = Record.FromString(payload)
         kind = record.WhichOneof("record_type")
         if kind == "run":

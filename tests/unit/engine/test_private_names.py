@@ -17,7 +17,6 @@ ELSEWHERE = {
     "parity/plain.py": {"_model_mapping", "_supports_sdpa"},  # it shares no more code with a run than it must
     "data/chat/rendering.py": {"_compile_jinja_template"},  # the environment of a chat template, whose clock is set
     "engine/progress.py": {"_C", "_distributed_c10d", "_dump_nccl_trace_json"},  # the flight recorder has no other name
-    "tracking/wandb_sink.py": {"_singleton", "_connection", "_cleanup"},  # W&B's exit hook, suppressed with a warning
 }
 """What may be named outside, and why."""
 IN_FUNCTIONS_OF_THEIR_OWN = ("models/transformers_private.py", "models/parallel/deepspeed_private.py")

@@ -12,15 +12,19 @@ import textwrap
 import threading
 import time
 import types
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 
 from llmtrain.base import log
-from llmtrain.tracking import wandb_sink
+from llmtrain.tracking import queued, wandb_sink
 from llmtrain.tracking.environment import new_run_id
+from llmtrain.tracking.local import JsonLines, truncate_after
+from llmtrain.tracking.queued import Queued
 from llmtrain.tracking.sink import TrackingConfig
+from llmtrain.tracking.tracker import Tracker
 from llmtrain.tracking.wandb_sink import WandbSink, choose_mode
 from tests.helpers.wandb_files import read_back
 
@@ -44,7 +48,7 @@ def python(code: str, *argv: str, **environment: str) -> subprocess.CompletedPro
 
 
 TWO_LAUNCHES = """
-    import os, sys, time, psutil
+    import os, sys, psutil
     from llmtrain.tracking.sink import TrackingConfig
     from llmtrain.tracking.tracker import Tracker
     from llmtrain.tracking.environment import describe_environment, write_environment
@@ -64,16 +68,14 @@ TWO_LAUNCHES = """
         me = psutil.Process()
         for process in (me, *me.children(recursive=True)):
             assert os.environ["WANDB_API_KEY"] not in " ".join(process.cmdline())
-        time.sleep(0.6)  # a run shorter than the start of W&B's system monitor leaves the monitor's socket
         tracker.close(status)
         assert not me.children(), me.children()
 """
 
 
 def test_two_launches_are_one_offline_run_that_can_be_read_back_and_holds_no_key(tmp_path):
-    run_dir, temporary = tmp_path / "my-run", tmp_path / "tmp"
-    temporary.mkdir()
-    done = python(TWO_LAUNCHES, str(run_dir), WANDB_API_KEY=CANARY, TMPDIR=str(temporary))
+    run_dir = tmp_path / "my-run"
+    done = python(TWO_LAUNCHES, str(run_dir), WANDB_API_KEY=CANARY)
     assert done.returncode == 0, done.stderr
     first, second = (read_back(folder) for folder in sorted((run_dir / "wandb").glob("offline-run-*")))
     for session in (first, second):
@@ -95,12 +97,9 @@ def test_two_launches_are_one_offline_run_that_can_be_read_back_and_holds_no_key
     files = [path for path in run_dir.rglob("*") if path.is_file()]
     assert len(files) > 5
     assert not [path for path in files if CANARY.encode() in path.read_bytes()]
-    assert list(temporary.iterdir()) == []
 
 
-def test_kill_leaves_the_rows_and_neither_process_nor_temporary_file(tmp_path):
-    temporary = tmp_path / "tmp"
-    temporary.mkdir()
+def test_a_kill_leaves_no_process(tmp_path):
     code = """
         import os, sys, time, psutil
         from pathlib import Path
@@ -113,26 +112,19 @@ def test_kill_leaves_the_rows_and_neither_process_nor_temporary_file(tmp_path):
         while not [path for path in Path(sys.argv[1]).rglob("*.wandb") if read_back(path.parent)["rows"]]:
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        while list(Path(os.environ["TMPDIR"]).glob("wandb-symon-portfile-*")):  # W&B's monitor is just starting
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
         print(*[c.pid for c in psutil.Process().children(recursive=True)], flush=True)
         os.kill(os.getpid(), 9)
     """
-    done = python(code, str(tmp_path / "run"), TMPDIR=str(temporary), HOME=str(tmp_path))
+    done = python(code, str(tmp_path / "run"), HOME=str(tmp_path))
     assert done.returncode == -9
     children = [int(word) for word in done.stdout.split() if word.isdigit()]
     assert children
     deadline = time.monotonic() + 15
     while time.monotonic() < deadline:
-        left = [pid for pid in children if _runs(pid)]
-        if not left and not list(temporary.iterdir()):
+        if not (left := [pid for pid in children if _runs(pid)]):
             break
         time.sleep(0.2)
     assert not left
-    (folder,) = (tmp_path / "run" / "wandb").iterdir()
-    assert [row["step"] for row in read_back(folder)["rows"]] == [1]
-    assert list(temporary.iterdir()) == []
 
 
 def _runs(pid: int) -> bool:
@@ -142,37 +134,32 @@ def _runs(pid: int) -> bool:
         return False
 
 
-def test_a_server_that_never_answers_costs_nothing_and_leaves_nothing(tmp_path):
+def test_a_server_that_never_answers_costs_nothing_and_leaves_no_process(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         code = """
             import sys, time, psutil
             from pathlib import Path
+            from llmtrain.tracking import tracker
             from llmtrain.tracking.sink import TrackingConfig
-            from llmtrain.tracking.wandb_sink import WandbSink
-            sink = WandbSink(Path(sys.argv[1]), tracking=TrackingConfig(), run_id="r1", config={})
+            tracker._CLOSES_S = 0.5
+            run = tracker.Tracker(Path(sys.argv[1]), tracking=TrackingConfig(), run_id="r1", config={},
+                                  total_steps=1, enabled=True)
             while not psutil.Process().children():
                 time.sleep(0.05)
-            sink.log({"step": 1})
+            run.log({"step": 1, "loss": 1.0})
             began = time.monotonic()
-            sink.close(exit_code=0, timeout_s=0.5)
+            run.close()
             assert time.monotonic() - began < 5, time.monotonic() - began
             assert not psutil.Process().children()
         """
-        temporary = tmp_path / "tmp"
-        temporary.mkdir()
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
         began = time.monotonic()
-        done = python(code, str(tmp_path / "run"), WANDB_API_KEY=CANARY, WANDB_BASE_URL=url, TMPDIR=str(temporary))
+        done = python(code, str(tmp_path / "run"), WANDB_API_KEY=CANARY, WANDB_BASE_URL=url)
         assert done.returncode == 0, done.stderr
-        assert "W&B did not finish" in done.stderr
+        assert "tracking.wandb did not finish in time" in done.stderr
         assert "Traceback" not in done.stderr
         assert CANARY not in done.stdout + done.stderr
         assert time.monotonic() - began < 15
-    # wandb-symon, a child of wandb-core, goes a moment after it.
-    deadline = time.monotonic() + 10
-    while list(temporary.iterdir()) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert list(temporary.iterdir()) == []
 
 
 def test_a_dead_wandb_core_is_said_once_and_leaves_no_traceback(tmp_path):
@@ -180,29 +167,30 @@ def test_a_dead_wandb_core_is_said_once_and_leaves_no_traceback(tmp_path):
         import sys, time, psutil
         from pathlib import Path
         from llmtrain.tracking.sink import TrackingConfig
-        from llmtrain.tracking.wandb_sink import WandbSink
-        sink = WandbSink(Path(sys.argv[1]), tracking=TrackingConfig(wandb="offline"), run_id="r1", config={})
+        from llmtrain.tracking.tracker import Tracker
+        tracker = Tracker(sys.argv[1], tracking=TrackingConfig(wandb="offline"), run_id="r1", config={},
+                          total_steps=50, enabled=True)
         while not list(Path(sys.argv[1]).rglob("*.wandb")):
             time.sleep(0.05)
         for child in psutil.Process().children():
             child.kill()
         for step in range(50):
-            sink.log({"step": step})
-        sink.close(exit_code=0, timeout_s=10)
+            tracker.log({"step": step, "loss": 1.0})
+        tracker.close()
     """
-    temporary = tmp_path / "tmp"
-    temporary.mkdir()
-    done = python(code, str(tmp_path / "run"), TMPDIR=str(temporary))
+    done = python(code, str(tmp_path / "run"))
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("warning: W&B") == 1
+    assert done.stderr.count("warning: tracking.wandb is given up") == 1
     assert "Traceback" not in done.stderr
 
 
 class FakeRun:
     url = "https://wandb.test/run"
 
-    def __init__(self, log=None, finish=None) -> None:
+    def __init__(self, log=None, finish=None, folder: Path = Path("offline-run-1"), starting_step: int = 0) -> None:
         self.rows: list[dict] = []
+        self.summary: dict = {}
+        self.dir, self.starting_step = str(folder / "files"), starting_step
         self._log = log
         self._finish = finish
 
@@ -212,7 +200,7 @@ class FakeRun:
     def log(self, row, *, step, commit) -> None:
         if self._log:
             self._log()
-        assert step == row["step"] and commit
+        assert step == row["step"]
         self.rows.append(row)
 
     def finish(self, exit_code=0) -> None:
@@ -244,15 +232,27 @@ def fake_wandb(monkeypatch, *, run: FakeRun | None = None, init=None) -> types.M
     return module
 
 
-def drive(tmp_path: Path, *, wandb: str = "offline", rows: int = 200, timeout_s: float = 1.0) -> tuple[float, float]:
+def tracker_of(folder: Path, *, wandb: str = "offline", start_step: int = 0, **tracking) -> Queued:
+    (folder / "wandb").mkdir(exist_ok=True)
+    tracker = Queued("tracking.wandb", WandbSink(tracking=TrackingConfig(wandb=wandb, **tracking)), lambda _: "")
+    tracker.call("open", folder, "r", {}, start_step)
+    return tracker
+
+
+def end(tracker: Queued, timeout_s: float = 5.0) -> None:
+    tracker.end(0)
+    tracker.join(time.monotonic() + timeout_s)
+
+
+def drive(tmp_path: Path, *, wandb: str = "offline", rows: int = 200, timeout_s: float = 5.0) -> tuple[float, float]:
     """Log rows and close; seconds per log call and seconds of close."""
-    sink = WandbSink(tmp_path, tracking=TrackingConfig(wandb=wandb), run_id="r", config={})
+    tracker = tracker_of(tmp_path, wandb=wandb)
     began = time.perf_counter()
     for step in range(rows):
-        sink.log({"step": step, "loss": 1.0})
+        tracker.call("log", {"step": step, "loss": 1.0}, more=False)
     per_call_s = (time.perf_counter() - began) / rows
     began = time.perf_counter()
-    sink.close(exit_code=0, timeout_s=timeout_s)
+    end(tracker, timeout_s)
     return per_call_s, time.perf_counter() - began
 
 
@@ -267,9 +267,9 @@ def hang(**_) -> None:
 @pytest.mark.parametrize(
     ("where", "how", "said"),
     [
-        ("init", fail, "could not start (RuntimeError: server said no to [redacted])"),
-        ("log", fail, "stopped taking metrics"),
-        ("finish", fail, "could not finish"),
+        ("init", fail, "tracking.wandb is given up (RuntimeError: server said no to [redacted])"),
+        ("log", fail, "is given up"),
+        ("finish", fail, "is given up"),
         ("init", hang, "did not finish"),
         ("log", hang, "did not finish"),
         ("finish", hang, "did not finish"),
@@ -281,7 +281,7 @@ def test_failing_and_hanging_wandb_is_said_once_and_never_waited_for(tmp_path, m
         fake_wandb(monkeypatch, init=how)
     else:
         fake_wandb(monkeypatch, run=FakeRun(**{where: how}))
-    per_call_s, close_s = drive(tmp_path, timeout_s=0.3)
+    per_call_s, close_s = drive(tmp_path, timeout_s=5.0 if how is fail else 0.3)
     assert per_call_s < 1e-3
     assert close_s < 3
     error = capsys.readouterr().err
@@ -296,35 +296,35 @@ def test_an_artifact_that_fails_costs_no_row(tmp_path, monkeypatch, capsys):
     module = fake_wandb(monkeypatch, run=(run := FakeRun()))
     module.Artifact = lambda *_, **__: types.SimpleNamespace(add_reference=lambda *_, **__: None)
     run.log_artifact = fail
-    sink = WandbSink(tmp_path, tracking=TrackingConfig(wandb="offline", artifacts="reference"), run_id="r", config={})
+    tracker = tracker_of(tmp_path, artifacts="reference")
     for step in range(1, 4):
-        sink.log({"step": step, "loss": 1.0})
-        sink.event("save", {"path": str(tmp_path / f"step-{step}")})
-    sink.close(exit_code=0)
+        tracker.call("log", {"step": step, "loss": 1.0}, more=False)
+        tracker.call("event", "save", {"path": str(tmp_path / f"step-{step}")})
+    end(tracker)
     error = capsys.readouterr().err
     assert [row["step"] for row in run.rows] == [1, 2, 3] and "W&B has no artifact of" in error
-    assert CANARY not in error and "stopped taking metrics" not in error
+    assert CANARY not in error and "given up" not in error
 
 
 def test_wandb_that_is_not_installed_is_said_once(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(log, "_warned_of", set())
     monkeypatch.setitem(sys.modules, "wandb", None)
     drive(tmp_path)
-    assert "W&B cannot be imported" in capsys.readouterr().err
+    assert "tracking.wandb is given up (ModuleNotFoundError" in capsys.readouterr().err
 
 
 def test_a_full_queue_drops_rows_and_counts_them(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(wandb_sink, "_QUEUE_ROWS", 10)
+    monkeypatch.setattr(queued, "_WAITING", 10)
     gate = threading.Event()
     run = FakeRun(log=lambda: gate.wait(10))
     fake_wandb(monkeypatch, run=run)
-    sink = WandbSink(tmp_path, tracking=TrackingConfig(wandb="offline"), run_id="r", config={})
+    tracker = tracker_of(tmp_path)
     for step in range(100):
-        sink.log({"step": step})
+        tracker.call("log", {"step": step}, more=False)
     gate.set()
-    sink.close(exit_code=0, timeout_s=5)
-    dropped = int(re.search(r"(\d+) rows are only in", capsys.readouterr().err)[1])
-    assert 89 <= dropped <= 90  # one row may already be in the thread's hands
+    end(tracker)
+    dropped = int(re.search(r"(\d+) calls were dropped", capsys.readouterr().err)[1])
+    assert 89 <= dropped <= 91  # the first calls may already be in the thread's hands
     assert len(run.rows) == 100 - dropped
     assert [row["step"] for row in run.rows] == list(range(len(run.rows)))
 
@@ -347,9 +347,90 @@ def test_online_that_fails_falls_back_to_offline_under_the_same_id(tmp_path, mon
     assert "offline, online failed, ConnectionError: no route" in capsys.readouterr().out
 
 
-def test_disabled_does_not_even_import(tmp_path, monkeypatch):
+def test_disabled_does_not_even_import(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    drive(tmp_path, wandb="disabled")
+    off = TrackingConfig(wandb="disabled")
+    Tracker(tmp_path, tracking=off, run_id="r", config={}, total_steps=1, enabled=True).close()
+    assert "given up" not in capsys.readouterr().err
+
+
+def launch(
+    run: Path, monkeypatch, name: str, steps: range, *, killed: bool = False, server_has: int | None = None
+) -> list[int]:
+    """Steps of the rows that W&B gets from a launch that trains `steps`. `server_has`: its last step; None: offline."""
+    folder = run / "wandb" / name
+    fake = FakeRun(folder=folder, starting_step=0 if server_has is None else server_has + 1)
+    fake_wandb(monkeypatch, run=fake).Table = lambda columns, data: data
+    monkeypatch.setattr(wandb_sink, "choose_mode", lambda asked: (asked, ""))
+    folder.mkdir(parents=True)
+    (folder / "run-r.wandb").write_bytes(b"rows")
+    start = steps[0] - 1
+    truncate_after(run / "metrics.jsonl", start or -1)
+    tracker = tracker_of(run, wandb="offline" if server_has is None else "online", start_step=start)
+    file = JsonLines(run / "metrics.jsonl")
+    for step in steps:
+        file.write({"step": step, "loss": float(step)})
+        tracker.call("log", {"step": step, "loss": float(step)}, more=False)
+    file.close()
+    if killed:
+        tracker._calls.put(None)
+        tracker._thread.join()
+    else:
+        end(tracker)
+    return [row["step"] for row in fake.rows]
+
+
+def left_to_sync(run: Path) -> list[str]:
+    """Names of the folders that `wandb sync` uploads."""
+    files = sorted((run / "wandb").glob("offline-*/*.wandb"))
+    return [file.parent.name for file in files if not file.with_suffix(".wandb.synced").exists()]
+
+
+def test_the_rows_of_a_killed_offline_launch_are_sent_again_and_its_file_is_left_out(tmp_path, monkeypatch):
+    """A kill tears W&B's file, where `wandb sync` stops."""
+    go = partial(launch, tmp_path, monkeypatch)
+    assert go("offline-run-1-r", range(1, 6)) == [1, 2, 3, 4, 5]
+    assert go("offline-run-2-r", range(6, 9), killed=True) == [6, 7, 8]
+    (tmp_path / "wandb/offline-run-2-r/run-r.wandb").write_bytes(b"")
+    (empty := tmp_path / "wandb/offline-run-2b-r").mkdir()
+    (empty / "run-r.wandb").touch()
+    assert go("offline-run-3-r", range(8, 10)) == [6, 7, 8, 9]
+    assert left_to_sync(tmp_path) == ["offline-run-1-r", "offline-run-3-r"]
+    # From an earlier checkpoint: W&B keeps the values of the steps that it has.
+    assert go("offline-run-4-r", range(8, 12)) == [10, 11]
+    # The server has none of these; a launch online sends them all, and leaves nothing to sync.
+    assert go("run-5-r", range(12, 14), server_has=-1) == list(range(1, 14))
+    assert left_to_sync(tmp_path) == []
+    # Killed online, continued offline: what was handed over counts as sent.
+    assert go("run-6-r", range(14, 17), server_has=13, killed=True) == [14, 15, 16]
+    assert go("offline-run-7-r", range(15, 18)) == [17]
+    assert left_to_sync(tmp_path) == ["offline-run-7-r"]
+
+
+def test_what_a_user_has_synced_of_a_killed_launch_is_not_sent_again(tmp_path, monkeypatch):
+    launch(tmp_path, monkeypatch, "offline-run-1-r", range(1, 6), killed=True)
+    (tmp_path / "wandb/offline-run-1-r/run-r.wandb.syncstate").touch()
+    assert launch(tmp_path, monkeypatch, "offline-run-2-r", range(3, 8), killed=True) == [6, 7]
+    for file in (tmp_path / "wandb/offline-run-2-r").iterdir():  # wandb clean
+        file.unlink()
+    assert launch(tmp_path, monkeypatch, "offline-run-3-r", range(6, 9)) == [8]
+
+
+def test_the_file_of_another_run_counts_for_nothing_and_a_lost_one_for_all_earlier_steps(tmp_path, monkeypatch):
+    launch(tmp_path, monkeypatch, "offline-run-1-r", range(1, 6))
+    file = tmp_path / "wandb" / "sent.json"
+    file.write_text(file.read_text().replace('"r"', '"other"'))
+    assert launch(tmp_path, monkeypatch, "offline-run-2-r", range(1, 4)) == [1, 2, 3]
+    file.unlink()
+    assert launch(tmp_path, monkeypatch, "offline-run-3-r", range(4, 6)) == [4, 5]
+
+
+def test_samples_of_a_killed_launch_are_sent_again(tmp_path, monkeypatch):
+    launch(tmp_path, monkeypatch, "offline-run-1-r", range(1, 6), killed=True)
+    (tmp_path / "events.jsonl").write_text('{"kind":"samples","step":2,"prompts":["a"],"texts":["b"]}\n')
+    launch(tmp_path, monkeypatch, "offline-run-2-r", range(4, 6))
+    (row,) = [row for row in sys.modules["wandb"].init().rows if "samples" in row]
+    assert (row["step"], row["loss"], row["samples"]) == (2, 2.0, [["a", "b"]])
 
 
 @pytest.fixture
