@@ -38,7 +38,8 @@ QUIET = {"WANDB_DISABLE_CODE": "true", "WANDB_ERROR_REPORTING": "false", "WANDB_
 
 _CONNECT_TIMEOUT_S = 3.0
 _INIT_TIMEOUT_S = 60.0
-_DEFAULT_URL = "https://api.wandb.ai"
+_FORMER_HOST = "api.wandb.ai"
+"""Host of W&B's own server for logins of versions before 0.31, which still count."""
 
 
 _MODES: dict[str, Mode] = {
@@ -65,8 +66,14 @@ def _saved_settings() -> dict[str, str]:
 
 
 def base_url() -> str:
-    """The W&B server: WANDB_BASE_URL, else W&B's settings files, else the public one."""
-    return os.environ.get("WANDB_BASE_URL") or _saved_settings().get("base_url", _DEFAULT_URL)
+    """The W&B server: WANDB_BASE_URL, else W&B's settings files, else the default of the installed W&B."""
+    return os.environ.get("WANDB_BASE_URL") or _saved_settings().get("base_url") or _default_url()
+
+
+def _default_url() -> str:
+    import wandb
+
+    return str(wandb.Settings.model_fields["base_url"].default)
 
 
 def wandb_setting() -> tuple[Mode, str] | None:
@@ -95,9 +102,10 @@ def has_api_key(url: str) -> bool:
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     names = [os.environ["NETRC"]] if os.environ.get("NETRC") else ["~/.netrc", "~/_netrc"]
+    hosts = {urlsplit(url).hostname} | ({_FORMER_HOST} if url == _default_url() else set())
     for name in names:
         try:
-            if urlsplit(url).hostname in netrc.netrc(os.path.expanduser(name)).hosts:
+            if not hosts.isdisjoint(netrc.netrc(os.path.expanduser(name)).hosts):
                 return True
         except (OSError, netrc.NetrcParseError, UnicodeDecodeError):
             continue

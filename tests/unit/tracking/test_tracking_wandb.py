@@ -14,10 +14,12 @@ import time
 import types
 from functools import partial
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
 
+import wandb
 from llmtrain.base import log
 from llmtrain.tracking import queued, wandb_sink
 from llmtrain.tracking.environment import new_run_id
@@ -212,8 +214,6 @@ def fake_wandb(monkeypatch, *, run: FakeRun | None = None, init=None) -> types.M
     module = types.ModuleType("wandb")
 
     class Settings:
-        model_fields = ("console",)
-
         def __init__(self, **given) -> None:
             self.given = given
 
@@ -225,6 +225,7 @@ def fake_wandb(monkeypatch, *, run: FakeRun | None = None, init=None) -> types.M
 
     module.options = []
     module.Settings = Settings
+    Settings.model_fields = {"console": None, "base_url": types.SimpleNamespace(default="https://wandb.test")}
     module.init = start
     module.teardown = lambda: None
     monkeypatch.setitem(sys.modules, "wandb", module)
@@ -490,7 +491,11 @@ def test_base_url_of_the_settings_file(no_credentials):
     (folder / "settings").write_text("[default]\nbase_url = https://wandb.mine\n")
     assert wandb_sink.base_url() == "https://wandb.mine"
     (folder / "settings").write_text("broken [")
-    assert wandb_sink.base_url() == "https://api.wandb.ai"
+    default = wandb_sink.base_url()
+    assert default == wandb.Settings().base_url != "https://wandb.mine"
+    for host in (urlsplit(default).hostname, "api.wandb.ai"):  # of `wandb login`, now and before
+        (no_credentials / ".netrc").write_text(f"machine {host} login user password secret\n")
+        assert wandb_sink.has_api_key(default) and not wandb_sink.has_api_key("https://wandb.mine")
 
 
 def test_run_ids_differ_and_leave_seeded_generators_alone(monkeypatch):
