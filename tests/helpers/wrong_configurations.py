@@ -898,7 +898,7 @@ CASES = [
             (2, "zero_optimization.zero_quantized_gradients", True, ("have never run here", "remove it")),
             (3, "zero_optimization.zero_quantized_weights", True, ("have never run here", "remove it")),
             (3, "zero_optimization.zero_quantized_nontrainable_weights", True, ("have never run", "remove it")),
-            (1, "zero_optimization.compute_grad_norm", False, ("the norm of each step's gradient", "remove it")),
+            (1, "zero_optimization.compute_grad_norm", False, ("the gradient norm clips the step", "remove it")),
             (1, "zero_optimization.allgather_bucket_size", 1001, ("an even number", "write 1002")),
             (2, "zero_optimization.ignore_unused_parameters", False, ("within a backward pass", "remove it")),
             (2, "prescale_gradients", True, ("at ZeRO 0 and 1 only", "stage = 2", "use ZeRO 0 or 1")),

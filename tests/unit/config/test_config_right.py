@@ -117,7 +117,7 @@ def test_what_nothing_reads_is_noted(here: Path) -> None:
     assert [note for note in notes if "no effect" in note] == [
         "zero_optimization.sub_group_size: no effect: nothing reads it at ZeRO 1",
         "fp16.auto_cast: no effect: the inputs of a language model are whole numbers, which are not cast",
-        "pipeline.pipe_partitioned: no effect: every tensor-parallel rank sends the whole hidden state",
+        "pipeline.pipe_partitioned: no effect: every tensor-parallel rank sends the complete hidden state",
         "aio.queue_depth: no effect: only an offload to NVMe reads it, which is not built yet",
         "timers.throughput.synchronized: no effect: llmtrain measures and logs tokens per second itself",
         "vocabulary_size: no effect: DeepSpeed warns of sizes by it, and no more",
