@@ -421,6 +421,7 @@ CASES = [
         ds={"fp16": {"enabled": True, "loss_scale": -1}, "bf16": {"enabled": False}},
     ),
     Wrong("no such JSON", ('deepspeed = "zz.json"', "no such file", "llmtrain init DIR"), {"deepspeed": "zz.json"}),
+    Wrong("a shipped JSON", ('deepspeed = "zero2"', "no such file", "ds_configs/zero2.json"), {"deepspeed": "zero2"}),
     Wrong("broken JSON", ("not valid JSON", "ds.json, line 1", "missing comma"), ds='{"bf16" {"enabled": true}}'),
     Wrong(
         "a JSON that is cut off",
@@ -466,12 +467,12 @@ CASES = [
     ),
     Wrong(
         "one key under both its names",
-        ("zero_optimization.max_live_parameters = 2", "stage3_max_live_parameters, which stands there too", "keep one"),
+        ("zero_optimization.max_live_parameters = 2", "stage3_max_live_parameters, which the file has", "keep one"),
         ds={"zero_optimization": {"stage3_max_live_parameters": 1, "max_live_parameters": 2}},
     ),
     Wrong(
         "one section under both its names",
-        ("bfloat16 = {", "the old name of bf16, which stands there too", "remove it"),
+        ("bfloat16 = {", "another name of bf16, which the file has as well", "keep one"),
         ds={"bfloat16": {"enabled": False}},
     ),
     Wrong(
@@ -597,10 +598,8 @@ CASES = [
     Wrong(
         "string for a bool", ('bf16.enabled = "true"', "write true, without quotes"), ds={"bf16": {"enabled": "true"}}
     ),
-    Wrong("scalar for a section", ("bf16 = true", "must be a section", "{ ... }"), ds={"bf16": True}),
-    Wrong(
-        "stage 4", ("zero_optimization.stage = 4", "0, 1, 2 and 3", "choose"), ds={"zero_optimization": {"stage": 4}}
-    ),
+    Wrong("scalar for a section", ("bf16 = true", "must be a section", 'write {"enabled": true}'), ds={"bf16": True}),
+    Wrong("stage 4", ("zero_optimization.stage = 4", "from 0 to 3", "correct"), ds={"zero_optimization": {"stage": 4}}),
     Wrong(
         "W&B in the JSON",
         ("wandb.enabled = true", "llmtrain does the tracking", "tracking"),
@@ -899,7 +898,7 @@ CASES = [
             (3, "zero_optimization.zero_quantized_weights", True, ("have never run here", "remove it")),
             (3, "zero_optimization.zero_quantized_nontrainable_weights", True, ("have never run", "remove it")),
             (1, "zero_optimization.compute_grad_norm", False, ("the gradient norm clips the step", "remove it")),
-            (1, "zero_optimization.allgather_bucket_size", 1001, ("an even number", "write 1002")),
+            (1, "zero_optimization.allgather_bucket_size", 1001, ("a multiple of 2", "write 1002")),
             (2, "zero_optimization.ignore_unused_parameters", False, ("within a backward pass", "remove it")),
             (2, "prescale_gradients", True, ("at ZeRO 0 and 1 only", "stage = 2", "use ZeRO 0 or 1")),
             (3, "gradient_predivide_factor", 2, ("at ZeRO 0 and 1 only", "stage = 3", "use ZeRO 0 or 1")),
@@ -909,6 +908,8 @@ CASES = [
             (1, "activation_checkpointing.profile", True, ("torch's checkpoint", "remove it")),
             (1, "activation_checkpointing.synchronize_checkpoint_boundary", True, ("torch's checkpoint",)),
             (1, "compile.offload_activation", True, ("only DeepCompile reads it", "model.compile_layers")),
+            (1, "bf16.loss_scale", 0, ("no such key", "bf16 has the range of fp32, and no loss scale")),
+            (1, "zero_optimization.offload_optimizer.device", "gpu", ("must be cpu or none", 'write "cpu"')),
             (1, "bf16.immediate_grad_update", True, ("BF16_Optimizer", "remove it")),
             (1, "bf16.check_grad_overflow", False, ("not finite would be taken", "remove it")),
             (1, "dataloader_drop_last", True, ("none is short", "remove it")),

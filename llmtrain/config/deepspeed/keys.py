@@ -57,11 +57,20 @@ class Key:
     """Lower bound of a number."""
     most: float = _MOST
     """Upper bound of a number."""
+    multiple_of: int = 0
+    """Divisor of a number; 0: any."""
+    one_of: tuple[str, ...] = ()
+    """Words that a text may be; empty: any."""
 
     def outside(self, value: Any) -> tuple[str, str] | None:
-        """Return rule and remedy for a number outside the key's bounds; None: it is within them, or is no number."""
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number or self.kind not in ("int", "num") or self.least <= value <= self.most:
+        """Return rule and remedy for a value outside the key's bounds; None: it is within them, or has none."""
+        if self.one_of and value not in (*self.one_of, *(refused for refused, _ in self.values)):
+            return f"must be {' or '.join(self.one_of)}", f'write "{self.one_of[0]}"'
+        if self.kind not in ("int", "num"):
+            return None
+        if self.least <= value <= self.most:
+            if rest := self.multiple_of and value % self.multiple_of:
+                return f"must be a multiple of {self.multiple_of}", f"write {int(value - rest + self.multiple_of)}"
             return None
         below = "must be 0 or greater" if self.least == 0 else f"must be at least {self.least}"
         rule = below if self.most == _MOST and not value > _MOST else f"must be from {self.least} to {self.most}"
@@ -121,6 +130,7 @@ def _mix(*keys: str) -> Why:
 
 
 _NVME = Why("offload to NVMe is not built yet", 'use "cpu" or "none"')
+_DEVICES = ("cpu", "none")
 _FOR_NVME = "only an offload to NVMe reads it, which is not built yet"
 _DEEPSPEED_READS_IT_NOT = "DeepSpeed 0.19 does not read it"
 _OWN_CHECKPOINTS = "it is of DeepSpeed's checkpoints, and llmtrain writes its own"
@@ -146,13 +156,13 @@ _ZERO: Section = {
     "reduce_bucket_size": _key(500_000_000, stages=(1, 2, 3), least=1),
     "use_multi_rank_bucket_allreduce": _key(True, stages=(1, 2)),
     "allgather_partitions": _key(True, unread=_DEEPSPEED_READS_IT_NOT),
-    "allgather_bucket_size": _key(500_000_000, stages=(1, 2), least=2),
+    "allgather_bucket_size": _key(500_000_000, stages=(1, 2), least=2, multiple_of=2),  # messages begin at 4 bytes
     "overlap_comm": _key(bool, stages=(1, 2, 3)),
     "compute_grad_norm": _no(True, "the gradient norm clips the step, shows values that are not finite, and is logged"),
     "load_from_fp32_weights": _no(True, "checkpoints hold fp32 masters, and llmtrain continues from those"),
     "elastic_checkpoint": _key(False, unread=_OWN_CHECKPOINTS),
     "offload_param": {
-        "device": _proved("none", values=(("nvme", _NVME),), at=_PARAMETERS_OFFLOADED),
+        "device": _proved("none", one_of=_DEVICES, values=(("nvme", _NVME),), at=_PARAMETERS_OFFLOADED),
         "nvme_path": _key(str, unread=_FOR_NVME),
         "buffer_count": _key(5, unread=_FOR_NVME),
         "buffer_size": _key(100_000_000, unread=_FOR_NVME),
@@ -160,7 +170,7 @@ _ZERO: Section = {
         "pin_memory": _key(True, stages=(3,)),
     },
     "offload_optimizer": {
-        "device": _proved("none", values=(("nvme", _NVME),), at=_OFFLOADED),
+        "device": _proved("none", one_of=_DEVICES, values=(("nvme", _NVME),), at=_OFFLOADED),
         "nvme_path": _key(str, unread=_FOR_NVME),
         "buffer_count": _key(4, unread=_FOR_NVME),
         "pin_memory": _key(True, stages=(1, 2, 3)),
@@ -224,6 +234,15 @@ _BF16: Section = {
         "remove it; bf16_optimizer_states works without it here"),
     "bf16_optimizer_states": _proved(False),
 }  # fmt: skip
+
+DYNAMIC_SCALE = (
+    "initial_scale_power",
+    "loss_scale_window",
+    "hysteresis",
+    "consecutive_hysteresis",
+    "min_loss_scale",
+)
+"""Keys of fp16 that only a loss scale which adapts reads."""
 
 _FP16: Section = {
     "enabled": _proved(False),
@@ -369,7 +388,6 @@ KEYS: Section = {
     "zero_optimization": _ZERO,
     "fp16": _FP16,
     "bf16": _BF16,
-    "bfloat16": _BF16,
     "torch_autocast": {
         "enabled": _no(False, "torch autocast is not built yet", "use the bf16 or fp16 section"),
         **_all({"dtype": str, "lower_precision_safe_modules": list}, unread=_OFF),
@@ -506,19 +524,26 @@ ALIASES: dict[str, str] = {
             "allgather_sequential",
         )
     },
+    "bfloat16": "bf16",
     "tensor_parallel.tensor_parallel": "tp",
     "tensor_parallel.replace_with_kernel_inject": "kernel_inject",
 }
-"""Second names that DeepSpeed's models take too (pydantic's populate_by_name) -> the key of KEYS in that section."""
+"""Second names that DeepSpeed takes too (mostly by pydantic's populate_by_name) -> the key of KEYS in that section."""
 
 IGNORED = frozenset({"monitor_config"})
 """Top-level keys that public files hold and DeepSpeed never reads."""
 
-UNKNOWN_REMEDIES: dict[str, str] = dict.fromkeys(
-    ("compile.enabled", "compile.disable", "compile.backend", "compile.kwargs"),
-    "remove it, and set model.compile_layers: true in the YAML to compile",
-)
-"""Keys of older versions of DeepSpeed for which llmtrain has one of its own -> the remedy."""
+UNKNOWN_REMEDIES: dict[str, str] = {
+    **dict.fromkeys(
+        ("compile.enabled", "compile.disable", "compile.backend", "compile.kwargs"),
+        "remove it, and set model.compile_layers: true in the YAML to compile",
+    ),
+    **{
+        f"bf16.{name}": "remove it: bf16 has the range of fp32, and no loss scale"
+        for name in ("loss_scale", *DYNAMIC_SCALE)
+    },
+}
+"""Keys that DeepSpeed does not have, of its older versions or of another section -> the remedy."""
 
 # Keys whose "auto" DeepSpeed itself understands; every other "auto" is ours to resolve.
 AUTO_MEANS_SOMETHING = frozenset({"data_types.keep_in_fp32_modules"})
