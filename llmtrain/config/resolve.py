@@ -40,10 +40,9 @@ def resolve(
     problems = Problems(places)
     written = tuple(problems.places)
     tree, ignored = checked(path)
-    run, optim, origin = join_values(run, tree, problems)
-    problems.places |= origin
+    run = join_values(run, tree, problems)
     rules.check_values(run, problems)
-    facts = read_facts(tree, path, run, optim, problems)
+    facts = read_facts(run, tree, problems)
     problems.raise_if_any()
     world = _world(world_size, world_size_source)
     degrees = _spread(facts.mix.degrees, path, world_size, world, problems)
@@ -69,10 +68,10 @@ def resolve(
     rules.check_steps(run, max_steps, problems)
     check_lengths(run, stages, max_steps, problems)
     balance_notes = check_balance(run, batch, degrees, path, problems)
-    of_scheduler = check_scheduler(run, tree, max_steps, problems)
+    of_scheduler = check_scheduler(run, tree, problems)
     problems.raise_if_any()
 
-    exact, more_notes = exact_dict(facts, path, batch, optim.clip_norm)
+    exact, more_notes = exact_dict(run, facts, batch)
     all_notes = (*notes, *ignored, *facts.notes, *balance_notes, *of_scheduler, *more_notes)
     return ResolvedRun(
         run=run,

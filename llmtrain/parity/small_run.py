@@ -72,8 +72,8 @@ def wanted(run: RunConfig, places: Places) -> Wanted:
     """Read the run's JSON and join it. Raises ConfigError."""
     problems = Problems(places)
     tree, _ = checked(run.deepspeed)
-    run, optim, _ = join_values(run, tree, problems)
-    facts = read_facts(tree, run.deepspeed, run, optim, problems)
+    run = join_values(run, tree, problems)
+    facts = read_facts(run, tree, problems)
     problems.raise_if_any()
     return Wanted(run=run, tree=tree, degrees=facts.mix.degrees, precision=facts.mix.precision)
 

@@ -136,7 +136,7 @@ SHAPES = [
     Shape("bf16 moments", {**BF16_MOMENTS, **AUTO, "zero_optimization": {"stage": 2}},
           noted="masters are fp32, where DeepSpeed by itself asks for bf16"),
     Shape("bf16 moments without bf16", {**FP16_AUTO, "bf16": {"enabled": False, "bf16_optimizer_states": True}, **AUTO},
-          noted="bf16.bf16_optimizer_states has no effect: bf16 is not enabled"),
+          noted="bf16.bf16_optimizer_states: no effect: bf16.enabled is not true"),
     Shape("bf16 moments as DeepSpeed asks for them", {"bf16": {**BF16_MOMENTS["bf16"], "bf16_master_weights_and_grads":
           True}, **AUTO, "zero_optimization": {"stage": 2}}, ("bf16.bf16_master_weights_and_grads = true",
           "bf16_optimizer_states works without it here")),
@@ -154,10 +154,11 @@ SHAPES = [
           ('error: optimizer.type = "OneBitAdam"', "trains with Adam, AdamW, Muon or Lion")),
     Shape("tutorial, a warm-up in figures", {"train_batch_size": 16, "optimizer": ADAM, "fp16": {"enabled": True},
           "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 1e-4,
-          "warmup_num_steps": 10}}}, ("scheduler.params.warmup_type: not set", "remove the scheduler section"),
+          "warmup_num_steps": 10}}}, ("write schedule.name: constant, optim.lr: 0.0001, schedule.warmup_steps: 10",
+          "remove the section"),
           run={"schedule": {"name": "constant", "warmup_steps": 10}}),
     Shape("tutorial, a cycle of rates", {"train_batch_size": 16, "scheduler": {"type": "OneCycle", "params":
-          {"cycle_first_step_size": 1000}}}, ('scheduler.type = "OneCycle"', "set `schedule` in the YAML")),
+          {"cycle_first_step_size": 1000}}}, ('scheduler = {"type": "OneCycle"', "set `schedule` in the YAML")),
     Shape("Megatron-DeepSpeed, GPT with a pipeline", {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 1,
           "steps_per_print": 10, **BF16, "zero_optimization": {"stage": 1}, "gradient_clipping": 1.0,
           "prescale_gradients": False, "data_types": {"grad_accum_dtype": "fp32"}, "wall_clock_breakdown": False,

@@ -384,7 +384,7 @@ KEYS: Section = {
         "params": _proved(dict),
         "legacy_fusion": _no(False, "llmtrain builds the optimizer, not DeepSpeed's FusedAdam"),
     },
-    "scheduler": {"type": _proved(str), "params": _proved(dict)},
+    "scheduler": {"type": _key(str), "params": _key(dict)},
     "zero_optimization": _ZERO,
     "fp16": _FP16,
     "bf16": _BF16,

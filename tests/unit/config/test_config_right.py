@@ -117,10 +117,10 @@ def test_what_nothing_reads_is_noted(here: Path) -> None:
     assert [note for note in notes if "no effect" in note] == [
         "zero_optimization.sub_group_size: no effect: nothing reads it at ZeRO 1",
         "fp16.auto_cast: no effect: the inputs of a language model are whole numbers, which are not cast",
-        "pipeline.pipe_partitioned: no effect: every tensor-parallel rank sends the complete hidden state",
         "aio.queue_depth: no effect: only an offload to NVMe reads it, which is not built yet",
-        "timers.throughput.synchronized: no effect: llmtrain measures and logs tokens per second itself",
+        "pipeline.pipe_partitioned: no effect: every tensor-parallel rank sends the complete hidden state",
         "vocabulary_size: no effect: DeepSpeed warns of sizes by it, and no more",
+        "timers.throughput.synchronized: no effect: llmtrain measures and logs tokens per second itself",
         "dump_state, comms_logger.enabled: no effect: DeepSpeed prints it at log level info: write "
         '"log_level": "info" as well',
         'comms_logger.enabled: no effect: nothing asks for its summary: write "verbose": true for a line a message',
@@ -300,14 +300,6 @@ def test_the_optimizers_values_are_told_with_their_origins(here: Path, capsys: p
         "lr 0.001 (run.yaml); betas [0.9, 0.95], clip_norm 1.0 (llmtrain's defaults); weight_decay 0.2 (command line)"
     )
     assert f"optim:   {told}; eps 1e-06 (ds.json)\n" in capsys.readouterr().out
-
-
-def test_a_scheduler_section_that_agrees(here: Path) -> None:
-    run = {"schedule": {"name": "linear", "warmup_steps": 10, "min_ratio": 0.0}, "optim": {"lr": 1e-3}}
-    params = {"total_num_steps": 100, "warmup_num_steps": "auto", "warmup_max_lr": 1e-3, "warmup_type": "linear"}
-    resolved = loaded(here, run, {"scheduler": {"type": "WarmupDecayLR", "params": params}})
-    assert "scheduler" not in resolved.deepspeed
-    assert any("agrees" in note for note in resolved.notes)
 
 
 @given(
