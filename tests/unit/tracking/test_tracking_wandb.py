@@ -18,8 +18,8 @@ from urllib.parse import urlsplit
 
 import psutil
 import pytest
-
 import wandb
+
 from llmtrain.base import log
 from llmtrain.tracking import queued, wandb_sink
 from llmtrain.tracking.environment import new_run_id
