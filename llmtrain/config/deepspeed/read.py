@@ -14,6 +14,7 @@ from typing import Any
 import hjson
 
 from llmtrain.base.errors import ConfigError
+from llmtrain.base.lean import without
 from llmtrain.config.deepspeed import keys as table
 from llmtrain.config.problems import Problems, closest, show, stop
 
@@ -292,8 +293,9 @@ def deep_check(exact: dict[str, Any], path: str) -> None:
     """
     import logging
 
-    from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
-    from deepspeed.utils import logger
+    with without("mlflow"):
+        from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+        from deepspeed.utils import logger
 
     level = logger.level
     logger.setLevel(logging.ERROR)  # it would tell that there is no process group yet
