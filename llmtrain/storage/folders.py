@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import shutil
+import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -49,7 +50,12 @@ def fetch(
     if found := problem_of(url):
         raise wrong("; ".join(found))
     place = place_of(url)
-    with _alone(place, wrong):
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        text = f"{place} cannot be made: {error.strerror}. Set LLMTRAIN_CACHE to a folder of yours"
+        raise wrong(text) from error
+    with alone(place):
         folder, note = place / str(revision), place / f"{revision}.json"
         with contextlib.suppress(OSError, ValueError):
             if revision is not None and not _lacking(folder, json.loads(note.read_bytes()), choices):
@@ -79,17 +85,30 @@ def fetch(
 
 
 @contextlib.contextmanager
-def _alone(place: Path, wrong: Callable[[str], UserError]) -> Iterator[None]:
-    try:
-        place.mkdir(parents=True, exist_ok=True)
-        handle = lock_folder(place, wait=True)
-    except OSError as error:
-        text = f"{place} cannot be made: {error.strerror}. Set LLMTRAIN_CACHE to a folder of yours"
-        raise wrong(text) from error
+def alone(lock: Path) -> Iterator[None]:
+    """One process of this host, or of all hosts that share the folder. A folder that cannot be written may still have
+    everything, and some file systems have no locks: then nobody waits."""
+    handle = None
+    with contextlib.suppress(OSError):
+        lock.mkdir(parents=True, exist_ok=True)
+        handle = lock_folder(lock, wait=True)
     try:
         yield
     finally:
-        os.close(handle)
+        if handle is not None:
+            os.close(handle)
+
+
+def announce(name: str, files: Mapping[str, int], place: Path, remedy: str, wrong: Callable[[str], UserError]) -> None:
+    """Say what is fetched. Raises what `wrong` makes where the folder `place` has no room. `files`: bytes by name."""
+    total, free = sum(files.values()), shutil.disk_usage(place).free
+    if free < total + _SPARE:
+        raise wrong(
+            f"{units.size(total)} are to be fetched, and {place} on {socket.gethostname()} has {units.size(free)} "
+            f"free. Make room, or set {remedy}"
+        )
+    line = f"fetching {name}: {units.counted(len(files), 'file')}, {units.size(total)}"
+    print(untrusted.shown(line), file=sys.stderr, flush=True)  # on standard output `generate` has the model's words
 
 
 def _files(store: Store) -> dict[str, Stored]:
@@ -118,13 +137,9 @@ def _complete(
     chosen: Sequence[str],
     wrong: Callable[[str], UserError],
 ) -> None:
-    todo = [name for name in chosen if not (folder / name).is_file()]
-    total = sum(there[name].bytes for name in todo)
-    if total > shutil.disk_usage(folder).free - _SPARE:
-        raise wrong(f"{units.size(total)} are to be fetched into {folder}, which has no room. Set LLMTRAIN_CACHE")
+    todo = {name: there[name].bytes for name in chosen if not (folder / name).is_file()}
     if todo:
-        line = f"fetching {store.url}: {units.counted(len(todo), 'file')}, {units.size(total)}"
-        print(untrusted.shown(line), file=sys.stderr, flush=True)  # on standard output `generate` has the model's words
+        announce(store.url, todo, folder, "LLMTRAIN_CACHE to a folder with room", wrong)
     for name in todo:
         (folder / name).parent.mkdir(exist_ok=True)
         store.get(name, folder / name)

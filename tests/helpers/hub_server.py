@@ -96,6 +96,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return self._write(hub, path, body)
         if m := re.fullmatch(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/revision/(.+))?", path):
             return self._info(hub, f"{m[1]}/{m[2]}", m[3] or "main", "blobs" in query)
+        if m := re.fullmatch(r"/api/(models|datasets)/([^/]+/[^/]+)/tree/(.+)", path):
+            return self._tree(hub, f"{m[1]}/{m[2]}", m[3])
         if m := re.fullmatch(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
             return self._resolve(hub, f"{'datasets' if m[1] else 'models'}/{m[2]}", m[3], m[4])
         if m := re.fullmatch(r"/cdn/(.+)", path):
@@ -131,6 +133,16 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                     entry["lfs"] = {"sha256": _etag(name, data), "size": len(data), "pointerSize": 130}
             siblings.append(entry)
         self._send(200, {"id": key.partition("/")[2], "sha": commit, "siblings": siblings, "private": repo.private})
+
+    def _tree(self, hub: Hub, key: str, revision: str) -> None:
+        if (repo := self._seen(hub, key)) is None or (commit := self._commit(repo, revision)) is None:
+            return
+        entries: list[dict[str, Any]] = []
+        for name, data in repo.commits[commit].items():
+            entries.append({"type": "file", "path": name, "size": len(data), "oid": git_oid(data)})
+            if name.endswith(LARGE):
+                entries[-1]["lfs"] = {"oid": _etag(name, data), "size": len(data), "pointerSize": 130}
+        self._send(200, entries)
 
     def _resolve(self, hub: Hub, key: str, revision: str, name: str) -> Any:
         if (repo := self._seen(hub, key)) is None or (commit := self._commit(repo, revision)) is None:

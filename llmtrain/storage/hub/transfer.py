@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import hashlib
 import json
 import os
 import re
-import shutil
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,28 +24,38 @@ from typing import Any
 
 import psutil
 
-from llmtrain.base import log, units, untrusted
+from llmtrain.base import log, untrusted
 from llmtrain.base.errors import ModelError, UserError
-from llmtrain.base.files import lock_folder, replace_file
+from llmtrain.base.files import replace_file
 from llmtrain.base.redact import redact_text
 from llmtrain.storage import folders
 from llmtrain.storage.hub.names import COMMIT, INDEX, SINGLE, Repository, endpoint, is_remote
 from llmtrain.storage.object_store import is_url
 
-_NETWORK = ("TransportError", "ConnectionError", "TimeoutError")
+_NETWORK = ("TransportError", "ConnectionError", "TimeoutError", "LocalEntryNotFoundError")
 
 
 class Diagnosis(str):
     """A clause that names the rule, and the remedy."""
 
-    unreachable = False
+    unreachable: bool
     """The Hub did not answer; that it has what is asked for may be."""
+
+    def __new__(cls, text: str, *, unreachable: bool = False) -> Diagnosis:
+        message = super().__new__(cls, redact_text(text))
+        message.unreachable = unreachable
+        return message
+
+
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 def explain(error: BaseException | None, repository: Repository, revision: str | None) -> Diagnosis:
     """Diagnosis of an unusable repository. `error`: huggingface_hub's; None: HF_HUB_OFFLINE forbids to ask."""
-    asked = f"revision {revision or 'main'}"
-    where = f"on the Hub ({endpoint()})"
+    from huggingface_hub import get_token
+
+    asked, hub, name = f"revision {revision or 'main'}", f"the Hub ({endpoint()})", repository.name
+    where = f"on {hub}"
     if repository.kind == "model":  # it may be the path of a folder, misspelt
         where = f"no such folder is here (looked from {Path.cwd()}), and as a name {where}"
     if error is None:
@@ -53,94 +63,65 @@ def explain(error: BaseException | None, repository: Repository, revision: str |
             f"{where} it is not in the cache at {asked} ({repository.folder}), while HF_HUB_OFFLINE is set. Correct "
             "the path, fetch it where there is a network, or unset HF_HUB_OFFLINE"
         )
-    chain = _chain(error)
+    chain, status = _chain(error)
     classes = {cls.__name__ for each in chain for cls in type(each).__mro__}
-    full = next((each for each in chain if isinstance(each, OSError) and each.errno in _DISK), None)
-    status = _status(chain)
-    if full is not None:
-        return Diagnosis(
+    token = get_token() is not None
+    who = "the account of this token" if token else "whoever has no token"
+    if full := [each for each in chain if isinstance(each, OSError) and each.errno in _DISK]:
+        text = (
             f"the cache {repository.folder} on {socket.gethostname()} cannot be written: "
-            f"{os.strerror(full.errno or 0)}. Make room or give it back its rights, or set HF_HOME to another folder"
+            f"{os.strerror(full[0].errno or 0)}. Make room or give it back its rights, or set HF_HOME to another folder"
         )
-    if "GatedRepoError" in classes:
-        return Diagnosis(
-            f"the repository is gated: {_who()} has no access to it. Ask for it at {endpoint()}/{_path(repository)}"
-            f"{'' if _token() else ', and set HF_TOKEN to a token of the account that was given it'}"
-        )
-    if "RevisionNotFoundError" in classes:
-        return Diagnosis(f"the repository has no {asked}. Name one of its branches, tags or commits, or none for main")
-    if "RepositoryNotFoundError" in classes:
-        return Diagnosis(
-            f"{where} it does not exist, or is private and {_who()} may not see it. Correct the path or the name"
-            f"{', or set HF_TOKEN to a token that may' if not _token() else ''}"
-        )
-    if status == 401:
-        return Diagnosis(f"the Hub ({endpoint()}) does not take the token that is set. Renew HF_TOKEN, or unset it")
-    if status == 403:
-        return Diagnosis(
-            f"the Hub ({endpoint()}) refuses {_who()}: the token's rights do not go so far. Use another one"
-        )
-    if "EntryNotFoundError" in classes and status == 404:
-        return Diagnosis(f"the Hub ({endpoint()}) has not all files that belong together. Name another revision")
-    if status is not None:
-        return _unreachable(f"the Hub ({endpoint()}) answers with status {status}. Try again later")
-    message = (str(chain[-1]).strip().splitlines() or [type(chain[-1]).__name__])[0].rstrip(".")
-    if classes.isdisjoint(_NETWORK) and not classes & {"LocalEntryNotFoundError"}:
-        return Diagnosis(redact_text(f"{type(error).__name__}: {message}"))
-    return _unreachable(
-        redact_text(
-            f"{where} it cannot be reached from {socket.gethostname()}: {message}. Correct the path, or see to the "
+    elif "GatedRepoError" in classes:
+        path = name if repository.kind == "model" else f"datasets/{name}"
+        text = f"the repository is gated: {who} has no access to it. Ask for it at {endpoint()}/{path}"
+        text += "" if token else ", and set HF_TOKEN to a token of the account that was given it"
+    elif "RevisionNotFoundError" in classes:
+        text = f"the repository has no {asked}. Name one of its branches, tags or commits, or none for main"
+    elif "RepositoryNotFoundError" in classes:
+        text = f"{where} it does not exist, or is private and {who} may not see it. Correct the path or the name"
+        text += "" if token else ", or set HF_TOKEN to a token that may"
+    elif status == 401:
+        text = f"{hub} does not take the token that is set. Renew HF_TOKEN, or unset it"
+    elif status == 403:
+        text = f"{hub} refuses {who}: the token's rights do not go so far. Use another one"
+    elif "EntryNotFoundError" in classes and status == 404:
+        text = f"{hub} has not all files that belong together. Name another revision"
+    elif status is not None:
+        return Diagnosis(f"{hub} answers with status {status}. Try again later", unreachable=True)
+    else:
+        text = (str(chain[-1]).strip().splitlines() or [type(chain[-1]).__name__])[0].rstrip(".")
+        if classes.isdisjoint(_NETWORK):
+            return Diagnosis(f"{type(error).__name__}: {text}")
+        text = (
+            f"{where} it cannot be reached from {socket.gethostname()}: {text}. Correct the path, or see to the "
             "network (HTTPS_PROXY, HF_ENDPOINT); what is in the cache needs none"
         )
-    )
+        return Diagnosis(text, unreachable=True)
+    return Diagnosis(text)
 
 
-_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
-
-
-def _unreachable(text: str) -> Diagnosis:
-    message = Diagnosis(text)
-    message.unreachable = True
-    return message
-
-
-def _chain(error: BaseException) -> list[BaseException]:
+def _chain(error: BaseException) -> tuple[list[BaseException], int | None]:
+    """The error with those that it follows, and the status of the Hub's answer."""
     found = [error]
     while (following := found[-1].__cause__ or found[-1].__context__) is not None and following not in found:
         found.append(following)
-    return found
+    answers = [response for each in found if (response := getattr(each, "response", None)) is not None]
+    return found, answers[0].status_code if answers else None
 
 
-def _path(repository: Repository) -> str:
-    return repository.name if repository.kind == "model" else f"datasets/{repository.name}"
-
-
-def _token() -> bool:
-    from huggingface_hub import get_token
-
-    return get_token() is not None
-
-
-def _who() -> str:
-    return "the account of this token" if _token() else "whoever has no token"
-
-
-def explain_push(error: BaseException, repository: Repository) -> str:
+def explain_push(error: BaseException, name: str) -> str:
     """Diagnosis of a failed upload."""
-    status = _status(_chain(error))
+    status = _chain(error)[1]
     if status == 401:
         return f"the Hub ({endpoint()}) does not take the token that is set. Renew HF_TOKEN."
     if status in (403, 404):
         return (
-            f"the account of the token may not write {repository.name} on the Hub ({endpoint()}). Correct the name, or "
+            f"the account of the token may not write {name} on the Hub ({endpoint()}). Correct the name, or "
             "set HF_TOKEN to a token with write access to it."
         )
-    message = str(explain(error, repository, None)).rstrip(".")
+    message = explain(error, Repository(kind="model", name=name), None).rstrip(".")
     return f"{message.replace('as a name on', 'on')}."
-
-
-def _status(chain: list[BaseException]) -> int | None:
-    return next((each.response.status_code for each in chain if getattr(each, "response", None) is not None), None)  # type: ignore[attr-defined]
 
 
 Choose = Callable[[Sequence[str], Path], Sequence[str]]
@@ -151,7 +132,10 @@ Wrong = Callable[[str], UserError]
 _NOTES = "llmtrain"  # a folder beside huggingface_hub's own, and deleted with them
 _CHUNK = 8 << 20  # bytes
 _WORKERS = 8
-_SPARE = 64 << 20  # bytes that a download leaves free
+
+Files = dict[str, tuple[int | None, str | None]]
+"""Name of a file -> its bytes, and its checksum: SHA-256 (64 digits) of a large one, git's SHA-1 (40) of another. None:
+nobody says."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,37 +146,28 @@ class Snapshot:
     commit: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class _File:
-    """The Hub's record of a file."""
-
-    size: int | None
-    """Bytes."""
-    checksum: str | None
-    """SHA-256 (64 digits) of a large file, git's SHA-1 (40) of another. None: nobody says."""
-
-
-_UNKNOWN = _File(size=None, checksum=None)
-"""A cache that others have filled does not say what it lacks."""
-
-
 def fetch(repository: Repository, revision: str | None, choices: Sequence[Choose], wrong: Wrong) -> Snapshot:
     """What `choices` take of a branch, tag or commit (default: main); nothing is asked of the network if it is here.
 
     Raises: what `wrong` makes; a `choice` may raise, too.
     """
-    with _alone(repository.lock):
-        commit = _commit_here(repository, revision)
-        files = {} if commit is None else _noted(repository, commit)
+    with folders.alone(repository.lock):
+        # Known without a question: it is a commit, or another rank of this launch has asked.
+        commit = revision if revision is not None and COMMIT.fullmatch(revision) else None
+        asked = {"launch": _launch(), "revision": revision}
+        last = _read_note(repository, "launch")
+        if "LOCAL_RANK" in os.environ and {**last, **asked} == last and COMMIT.fullmatch(str(last.get("commit"))):
+            commit = last["commit"]
+        files = {} if commit is None else _files_noted(repository, commit)
         if commit is None or not files:
             commit, files = _ask(repository, commit or revision, wrong)
         folder = repository.snapshot(commit)
         for choose in choices:
-            chosen = {name: files.get(name, _UNKNOWN) for name in choose(sorted(files), folder)}
+            chosen = {name: files.get(name, (None, None)) for name in choose(sorted(files), folder)}
             _complete(repository, commit, chosen, wrong)
-        if revision is None or not COMMIT.fullmatch(revision):
+        if revision != commit:
             _refer(repository, revision or "main", commit)
-        _note(repository, "launch", {"launch": _launch(), "revision": revision, "commit": commit})
+        _note(repository, "launch", {**asked, "commit": commit})
     return Snapshot(folder=folder, commit=commit)
 
 
@@ -210,36 +185,6 @@ def known_files(repository: Repository, commit: str) -> list[str]:
     return sorted(found[1]) if found else []
 
 
-@contextlib.contextmanager
-def _alone(lock: Path) -> Iterator[None]:
-    """One process of this host, or of all hosts that share the cache."""
-    handle = None
-    # A cache that cannot be written may still have everything. On a file system without locks huggingface_hub is safe
-    # without, only slower.
-    with contextlib.suppress(OSError):
-        lock.mkdir(parents=True, exist_ok=True)
-        handle = lock_folder(lock, wait=True)
-    try:
-        yield
-    finally:
-        if handle is not None:
-            os.close(handle)
-
-
-# --- which commit, and which files it has ---------------------------------------------------------
-
-
-def _commit_here(repository: Repository, revision: str | None) -> str | None:
-    """The commit, where it is known without a question: it is one, or another rank of this launch has asked."""
-    if revision is not None and COMMIT.fullmatch(revision):
-        return revision
-    last = _read_note(repository, "launch")
-    commit = last.get("commit")
-    if "LOCAL_RANK" in os.environ and last.get("launch") == _launch() and last.get("revision") == revision:
-        return commit if isinstance(commit, str) and COMMIT.fullmatch(commit) else None
-    return None
-
-
 def _launch() -> str:
     """Key that the ranks of a launch on this host share, and no other process has: their parent."""
     parent = os.getppid()
@@ -248,7 +193,7 @@ def _launch() -> str:
     return f"{socket.gethostname()} {os.getpid()} alone"
 
 
-def _ask(repository: Repository, revision: str | None, wrong: Wrong) -> tuple[str, dict[str, _File]]:
+def _ask(repository: Repository, revision: str | None, wrong: Wrong) -> tuple[str, Files]:
     """Commit and files by the Hub; offline, and where it does not answer, by the cache."""
     from huggingface_hub import HfApi, constants
 
@@ -266,127 +211,108 @@ def _ask(repository: Repository, revision: str | None, wrong: Wrong) -> tuple[st
             log.warn(f"{repository.name}: the Hub does not answer, the cache's commit {found[0]} is taken")
             return found
         raise wrong(message) from error
-    files = {
-        each.rfilename: _File(
-            size=each.lfs.size if each.lfs else each.size,
-            checksum=each.lfs.sha256 if each.lfs else each.blob_id,
-        )
+    if info.sha is None or not COMMIT.fullmatch(info.sha):
+        raise wrong(f"the Hub names no commit ({info.sha!a}). Is HF_ENDPOINT the address of a Hub?")
+    files: Files = {
+        each.rfilename: (each.lfs.size, each.lfs.sha256) if each.lfs else (each.size, each.blob_id)
         for each in getattr(info, "siblings", None) or ()
         if ".." not in each.rfilename.split("/") and not each.rfilename.startswith("/")
     }
-    if info.sha is None or not COMMIT.fullmatch(info.sha):
-        raise wrong(f"the Hub names no commit ({info.sha!a}). Is HF_ENDPOINT the address of a Hub?")
-    noted = {name: [file.size, file.checksum] for name, file in files.items()}
-    _note(repository, info.sha, {**_read_note(repository, info.sha), "files": noted})
+    _note(repository, info.sha, {**_read_note(repository, info.sha), "files": files})
     return info.sha, files
 
 
-def _noted(repository: Repository, commit: str) -> dict[str, _File]:
+def _files_noted(repository: Repository, commit: str) -> Files:
     """The Hub's earlier answer about a commit, from the cache."""
-    files = _read_note(repository, commit).get("files")
-    return {name: _File(size=size, checksum=checksum) for name, (size, checksum) in (files or {}).items()}
+    files = _read_note(repository, commit).get("files") or {}
+    return {name: (size, checksum) for name, (size, checksum) in files.items()}
 
 
-def _in_cache(repository: Repository, revision: str | None) -> tuple[str, dict[str, _File]] | None:
+def _in_cache(repository: Repository, revision: str | None) -> tuple[str, Files] | None:
     """Commit and files that this host's cache has, whoever fetched them: a file's digest is the name of its blob."""
-    commit = revision if revision is not None and COMMIT.fullmatch(revision) else None
-    if commit is None:
+    commit = revision or "main"
+    if not COMMIT.fullmatch(commit):
         with contextlib.suppress(OSError):
-            commit = (repository.folder / "refs" / (revision or "main")).read_text().strip()
-    if commit is None or not COMMIT.fullmatch(commit) or not repository.snapshot(commit).is_dir():
+            commit = (repository.folder / "refs" / commit).read_text().strip()
+    folder = repository.snapshot(commit)
+    if not COMMIT.fullmatch(commit) or not folder.is_dir():
         return None
-    folder, files = repository.snapshot(commit), _noted(repository, commit)
+    files = _files_noted(repository, commit)
     for path in () if files else sorted(folder.rglob("*")):
         if path.is_file():
             digest = os.path.basename(os.readlink(path)) if path.is_symlink() else ""
-            known = len(digest) in (40, 64) and not set(digest) - set("0123456789abcdef")
-            files[str(path.relative_to(folder))] = _File(size=path.stat().st_size, checksum=digest if known else None)
+            known = re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", digest)
+            files[str(path.relative_to(folder))] = path.stat().st_size, digest if known else None
     return commit, files
 
 
-# --- fetching -------------------------------------------------------------------------------------
-
-
-def _complete(repository: Repository, commit: str, chosen: dict[str, _File], wrong: Wrong) -> None:
+def _complete(repository: Repository, commit: str, chosen: Files, wrong: Wrong) -> None:
     """Fetch what is not there and prove what was not proved."""
     folder = repository.snapshot(commit)
-    proved = _read_note(repository, commit).get("proved") or {}
+    note = _read_note(repository, commit)
+    proved = note.get("proved") or {}
     todo = {name: file for name, file in chosen.items() if proved.get(name) != (_stat(folder / name) or 0)}
-    missing = {name: file for name, file in todo.items() if not (folder / name).is_file()}
-    if missing:
-        _download(repository, commit, missing, wrong)
+    if missing := [name for name in todo if not (folder / name).is_file()]:
+        _download(repository, commit, {name: todo[name][0] or 0 for name in missing}, wrong)
     with ThreadPoolExecutor(_WORKERS) as pool:
-        found = list(pool.map(lambda name: _digest(folder / name, todo[name]), todo))
-    for (name, file), digest in zip(todo.items(), found, strict=True):
-        if file.checksum is not None and digest != file.checksum:
-            _drop(folder / name)
+        found = pool.map(lambda name: _digest(folder / name, todo[name][1]), todo)
+    for (name, (_, checksum)), digest in zip(todo.items(), found, strict=True):
+        if digest != checksum:
+            path = folder / name
+            while path.is_symlink():  # snapshot -> blob, or -> the blob of all repositories
+                link = path
+                path = path.parent / os.readlink(path)
+                link.unlink()
+            path.unlink()
             raise wrong(
-                f"{name} of commit {commit} has the checksum {digest}, the Hub says {file.checksum}: the transfer or "
+                f"{name} of commit {commit} has the checksum {digest}, the Hub says {checksum}: the transfer or "
                 f"the disk of {socket.gethostname()} has changed it. It was removed from the cache; start again"
             )
     if todo:
-        note = _read_note(repository, commit)
         now = {name: _stat(folder / name) for name in todo}
-        _note(repository, commit, {**note, "proved": {**(note.get("proved") or {}), **now}})
+        _note(repository, commit, {**note, "proved": {**proved, **now}})
 
 
-def _download(repository: Repository, commit: str, missing: dict[str, _File], wrong: Wrong) -> None:
-    from huggingface_hub import constants, hf_hub_download
+def _download(repository: Repository, commit: str, missing: Mapping[str, int], wrong: Wrong) -> None:
+    """`missing`: names and bytes."""
+    from huggingface_hub import constants, snapshot_download
     from huggingface_hub.utils import disable_progress_bars
 
-    names = ", ".join(sorted(missing)[:3])
     if constants.is_offline_mode():
         raise wrong(
-            f"the cache {repository.folder} lacks {names} of commit {commit}, and HF_HUB_OFFLINE is set. Fetch it "
-            f"where there is a network, or unset HF_HUB_OFFLINE"
+            f"the cache {repository.folder} lacks {', '.join(sorted(missing)[:3])} of commit {commit}, and "
+            "HF_HUB_OFFLINE is set. Fetch it where there is a network, or unset HF_HUB_OFFLINE"
         )
-    total = sum(file.size or 0 for file in missing.values())
     nearest = next(path for path in (repository.folder, *repository.folder.parents) if path.exists())
-    if (free := shutil.disk_usage(nearest).free) < total + _SPARE:
-        raise wrong(
-            f"{units.size(total)} are to be fetched, and {nearest} on {socket.gethostname()} has {units.size(free)} "
-            "free. Make room, or set HF_HOME to a folder on a larger disk"
-        )
+    folders.announce(
+        f"{repository.name}, commit {commit[:12]}", missing, nearest, "HF_HOME to a folder on a larger disk", wrong
+    )
     if not sys.stderr.isatty():
         disable_progress_bars()
-    counted = units.counted(len(missing), "file")
-    line = f"fetching {repository.name}, commit {commit[:12]}: {counted}, {units.size(total)}"
-    print(untrusted.shown(line), file=sys.stderr, flush=True)  # on standard output `generate` has the model's words
-
-    def one(name: str) -> None:
-        hf_hub_download(repository.name, name, repo_type=repository.kind, revision=commit)
-
     try:
-        with ThreadPoolExecutor(_WORKERS) as pool:
-            list(pool.map(one, missing))
+        snapshot_download(
+            repository.name, repo_type=repository.kind, revision=commit, max_workers=_WORKERS,
+            allow_patterns=[glob.escape(name) for name in missing],
+        )  # fmt: skip
     except Exception as error:  # the HTTP library's own classes, those of huggingface_hub, and the disk's
         raise wrong(explain(error, repository, commit)) from error
+    # Where the Hub does not answer, snapshot_download is content with the part of a snapshot that is here.
+    if lost := [name for name in missing if not (repository.snapshot(commit) / name).is_file()]:
+        text = f"the Hub ({endpoint()}) has not sent {', '.join(sorted(lost)[:3])}. Try again later"
+        raise wrong(Diagnosis(text, unreachable=True))
 
 
-def _digest(path: Path, file: _File) -> str | None:
-    """As the Hub counts it: SHA-256 of a large file, of another what git calls its blob."""
-    if file.checksum is None:
+def _digest(path: Path, checksum: str | None) -> str | None:
+    """The digest that the Hub has of a large file (SHA-256), and of another (git's, of its blob). None: it has none."""
+    if checksum is None:
         return None
-    digest = hashlib.sha256() if len(file.checksum) == 64 else hashlib.sha1(usedforsecurity=False)
-    if len(file.checksum) != 64:
+    digest = hashlib.sha256() if len(checksum) == 64 else hashlib.sha1(usedforsecurity=False)
+    if len(checksum) != 64:
         digest.update(b"blob %d\0" % path.stat().st_size)
     with open(path, "rb") as stream:
         while part := stream.read(_CHUNK):
             digest.update(part)
     return digest.hexdigest()
-
-
-def _drop(pointer: Path) -> None:
-    """A file, and every link that leads to it."""
-    path = pointer
-    while path.is_symlink():
-        following = path.parent / os.readlink(path)
-        path.unlink(missing_ok=True)
-        path = following
-    path.unlink(missing_ok=True)
-
-
-# --- notes ----------------------------------------------------------------------------------------
 
 
 def _stat(path: Path) -> list[int] | None:
@@ -441,7 +367,7 @@ def check_push(name: str) -> None:
     try:
         HfApi().whoami()
     except Exception as error:  # the HTTP library's own classes, and those of huggingface_hub
-        raise PushError(f"--push {name}: {explain_push(error, _repository(name))}") from error
+        raise PushError(f"--push {name}: {explain_push(error, name)}") from error
 
 
 def push(folder: Path, name: str, *, public: bool = False, leave_out: tuple[str, ...] = (), message: str) -> str:
@@ -462,13 +388,9 @@ def push(folder: Path, name: str, *, public: bool = False, leave_out: tuple[str,
         )
     except Exception as error:  # the HTTP library's own classes, those of huggingface_hub, RuntimeError of an upload
         raise PushError(
-            f"--push {name}: {explain_push(error, _repository(name))} {folder} is complete; the same command pushes it."
+            f"--push {name}: {explain_push(error, name)} {folder} is complete; the same command pushes it."
         ) from error
     return str(done.commit_url) if done.commit_url else f"{endpoint()}/{name}"
-
-
-def _repository(name: str) -> Repository:
-    return Repository(kind="model", name=name)
 
 
 _SETTINGS = (".json", ".txt", ".model", ".jinja", ".tiktoken")

@@ -111,7 +111,7 @@ def test_what_is_fetched_and_that_a_second_start_asks_nothing_of_a_commit(hub: H
     assert (model.folder / named).read_bytes() == b"{{ tools }}"
     assert load_config(model).hidden_size == 32
     SafetensorsSource(model.folder).close()
-    assert hub.count("GET /api/models/org/tiny") == 1 and not hub.leaked
+    assert hub.asked.count("GET /api/models/org/tiny") == 1 and not hub.leaked
     before = len(hub.asked)
     assert fetched(revision=commit) == model
     assert len(hub.asked) == before
@@ -244,8 +244,16 @@ def test_a_full_disk(hub: Hub, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> N
         def no_space(*_: Any, **__: Any) -> None:
             raise OSError(28, "No space left on device")
 
-        full.setattr("huggingface_hub.hf_hub_download", no_space)
+        full.setattr("huggingface_hub.snapshot_download", no_space)
         assert "cannot be written: No space left on device. Make room" in refused()
+
+
+def test_a_hub_that_stops_to_answer(hub: Hub, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """snapshot_download then returns the folder with the files that are here."""
+    hub.add("models/org/tiny", tiny)
+    base.fetched(run_of())  # the settings
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: "")
+    assert re.search(r"has not sent model-00001-of-\d+\.safetensors, .* Try again later", refused())
 
 
 def test_a_resume_takes_the_commit_with_which_the_run_began(hub: Hub, tiny: Path) -> None:
