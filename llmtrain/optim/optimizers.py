@@ -1,6 +1,6 @@
 """Optimizers as far as they are known without torch: the fields of `optim`, what each goes with, what it keeps.
 
-A new one is a class here, and its builder in engine/deepspeed/optimizers.py; a plugin's has the method `build`.
+A new one is a class here, or in a plugin: its fields, and the torch optimizer that its method `build` makes.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ class Optimizer(Choice, section="optim"):
     host_ops: ClassVar[tuple[str, ...]] = ()
     """DeepSpeed's ops that are built at the start when its state is offloaded; everything else is torch's."""
     refuses: ClassVar[Mapping[Form, Refusal]] = {}
+    counts_steps: ClassVar[bool] = False
+    """Its torch optimizer counts the steps of each tensor in the tensor's state, as "step"."""
     by_sign: ClassVar[bool] = False
     """A step is the sign of a mean of gradients: where that is all rounding, a step is anyone's."""
     norm_of_update: ClassVar[bool] = False
@@ -80,14 +82,19 @@ class Optimizer(Choice, section="optim"):
         return {"lr": self.lr, "peak_lr": self.lr, "betas": self.betas}
 
     def build(self, groups: list[dict[str, Any]]) -> Any:
-        """Return the torch optimizer of a plugin's class.
+        """Return the torch optimizer of these groups.
 
-        It steps each element by itself, and keeps tensors of the parameter's shape that begin at 0, named in `state`.
+        A plugin's steps each element by itself, and keeps tensors of the parameter's shape that begin at 0, named in
+        `state`.
 
         Args:
             groups: torch's, each with `params`, `lr`, `betas` and `weight_decay`; the schedule sets `lr` before a step.
         """
-        raise NotImplementedError("a plugin's optimizer needs a method build(groups)")
+        raise NotImplementedError("an optimizer needs a method build(groups)")
+
+    def build_on_host(self, groups: list[dict[str, Any]]) -> Any:
+        """Return DeepSpeed's optimizer of these groups for state on the host; it builds `host_ops`."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,12 +112,23 @@ class AdamW(Optimizer, choice="adamw"):
     state: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
     moments = 2
     host_ops: ClassVar[tuple[str, ...]] = ("cpu_adam",)
+    counts_steps = True
 
     eps: float = joined(1e-8, "optimizer.params.eps", POSITIVE, "1e-8 is the default")
     """AdamW's epsilon. Or from the JSON."""
 
     def group(self) -> dict[str, Any]:
         return {**super().group(), "eps": self.eps}
+
+    def build(self, groups: list[dict[str, Any]]) -> Any:
+        import torch
+
+        return torch.optim.AdamW(groups, fused=True)
+
+    def build_on_host(self, groups: list[dict[str, Any]]) -> Any:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        return DeepSpeedCPUAdam(groups, adamw_mode=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,6 +181,12 @@ class Muon(AdamW, choice="muon"):
         """The settings of the group of matrices."""
         return {"lr": self.muon_lr, "peak_lr": self.muon_lr, "momentum": self.muon_momentum}
 
+    def build(self, groups: list[dict[str, Any]]) -> Any:
+        import torch
+        from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
+        return MuonWithAuxAdam(groups, adam_optimizer=torch.optim.AdamW, adam_optimizer_kwargs={"fused": True})
+
 
 @dataclass(frozen=True, kw_only=True)
 class Lion(Optimizer, choice="lion"):
@@ -174,7 +198,18 @@ class Lion(Optimizer, choice="lion"):
     state: ClassVar[tuple[str, ...]] = ("exp_avg",)
     moments = 1
     host_ops: ClassVar[tuple[str, ...]] = ("cpu_lion",)
+    counts_steps = True
     by_sign = True
+
+    def build(self, groups: list[dict[str, Any]]) -> Any:
+        from llmtrain.optim import lion
+
+        return lion.Lion(groups)
+
+    def build_on_host(self, groups: list[dict[str, Any]]) -> Any:
+        from deepspeed.ops.lion import DeepSpeedCPULion
+
+        return DeepSpeedCPULion(groups)
 
 
 def norm_of(name: str | None, *, zero: bool) -> Literal["gradient", "update"]:

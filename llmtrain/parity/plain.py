@@ -364,7 +364,7 @@ class PlainOptimizer:
         """Muon's matrices, and whether their columns are the outputs."""
         self._own = {name: _own(model, name, value, optim) for name, value in masters.items()}
         self._of_plugin: Any = None
-        if type(optim).build is not Optimizer.build:
+        if type(optim) not in (AdamW, Lion, Muon):
             self._of_plugin = optim.build([
                 {**optim.group(), "weight_decay": decay, "factor": factor,
                  "params": [masters[name] for name, own in self._own.items() if own == (factor, decay)]}

@@ -209,14 +209,14 @@ def decayed_norms() -> Iterator[None]:
 @contextlib.contextmanager
 def swapped_betas() -> Iterator[None]:
     """Lion interpolates by the rate of its momentum, and the other way round."""
-    from llmtrain.engine.deepspeed import optimizers
+    from llmtrain.optim.optimizers import Lion
 
-    build = optimizers._BUILDERS["lion"]
+    build = Lion.build
 
-    def swapped(groups: list[dict[str, Any]], precision: str) -> Any:
-        return build[0]([{**group, "betas": group["betas"][::-1]} for group in groups], precision)
+    def swapped(self: Lion, groups: list[dict[str, Any]]) -> Any:
+        return build(self, [{**group, "betas": group["betas"][::-1]} for group in groups])
 
-    with patch.dict(optimizers._BUILDERS, {"lion": (swapped, None)}):
+    with patch.object(Lion, "build", swapped):
         yield
 
 

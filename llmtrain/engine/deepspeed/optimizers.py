@@ -23,6 +23,7 @@ from torch import Tensor
 from llmtrain.base.errors import ConfigError
 from llmtrain.base.files import lock_file
 from llmtrain.base.log import warn
+from llmtrain.config.plugins import is_of_plugin
 from llmtrain.config.topology import Mix
 from llmtrain.engine.deepspeed.zero_step import LARGEST_GROUP
 from llmtrain.engine.dist.plugin_code import called
@@ -32,42 +33,6 @@ from llmtrain.models.own_settings import OwnSettings
 from llmtrain.models.skeleton import decoder_layers
 from llmtrain.models.transformers_private import matrices
 from llmtrain.optim.optimizers import Muon, Optimizer
-
-# Lion (Chen et al., arXiv 2302.06675): the sign of an interpolated momentum, one moment a parameter.
-
-
-class Lion(torch.optim.Optimizer):
-    """Algorithm 2 of the paper, with lists of tensors: on a GPU four kernels a group."""
-
-    def __init__(self, groups: list[dict[str, Any]]) -> None:
-        """`groups`: with `lr`, `betas` and `weight_decay` (decoupled) each."""
-        super().__init__(groups, {})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One update of all parameters that have a gradient."""
-        assert closure is None
-        for group in self.param_groups:
-            parameters: list[Tensor] = [p for p in group["params"] if p.grad is not None]
-            if parameters:
-                self._step(group, parameters)
-
-    def _step(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        slow, fast = group["betas"]
-        gradients = [p.grad.to(p.dtype) for p in parameters if p.grad is not None]
-        moments = []
-        for parameter in parameters:
-            state = self.state[parameter]
-            if not state:
-                state["step"] = torch.zeros((), dtype=torch.float32)
-                state["exp_avg"] = torch.zeros_like(parameter)
-            state["step"] += 1
-            moments.append(state["exp_avg"])
-        torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
-        signs = torch._foreach_sign(torch._foreach_lerp(moments, gradients, 1 - slow))
-        torch._foreach_add_(parameters, signs, alpha=-group["lr"])
-        torch._foreach_lerp_(moments, gradients, 1 - fast)
-
 
 MOMENTUM = "momentum_buffer"
 MOMENTS = "moments"
@@ -222,57 +187,19 @@ def build_optimizer(
     cuts = mix.zero_stage in (1, 2) and not mix.offload_optimizer
     dtype = torch.bfloat16 if mix.bf16_moments else torch.float32
     groups = parameter_groups(model, optim, own, LARGEST_GROUP if cuts else math.inf, dtype)
-    if optim.name not in _BUILDERS:
-        return build_plugin(optim, groups)
-    build, on_host = _BUILDERS[optim.name]
-    if mix.offload_optimizer and on_host is not None:
-        from llmtrain.engine.deepspeed.optimizers import op_build_lock  # the only runs that build ops
-
+    if isinstance(optim, Muon):
+        _set_newton_schulz_dtype(mix.precision)
+    if is_of_plugin(optim) or not optim.counts_steps:
+        return build_guarded(optim, groups)
+    if mix.offload_optimizer and optim.host_ops:
         with op_build_lock():
             try:
-                return on_host(groups)
+                return optim.build_on_host(groups)
             except Exception as error:  # no compiler, an unsupported CPU, a broken build: DeepSpeed raises them all
                 op = " and ".join(optim.host_ops)
                 warn(f"DeepSpeed's {op} cannot be built here, torch's code runs on the CPU instead: {error}")
-    optimizer = build(groups, mix.precision)
+    optimizer = optim.build(groups)
     return Bf16Moments(optimizer) if mix.bf16_moments else optimizer
-
-
-def _adamw(groups: list[dict[str, Any]], _: str) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(groups, fused=True)
-
-
-def _adamw_on_host(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-    return DeepSpeedCPUAdam(groups, adamw_mode=True)
-
-
-def _muon(groups: list[dict[str, Any]], precision: str) -> torch.optim.Optimizer:
-    """Muon, with AdamW for the groups that are not its."""
-    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
-
-    _set_newton_schulz_dtype(precision)
-    return MuonWithAuxAdam(groups, adam_optimizer=torch.optim.AdamW, adam_optimizer_kwargs={"fused": True})
-
-
-def _lion(groups: list[dict[str, Any]], _: str) -> torch.optim.Optimizer:
-
-    return Lion(groups)
-
-
-def _lion_on_host(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    from deepspeed.ops.lion import DeepSpeedCPULion
-
-    return DeepSpeedCPULion(groups)
-
-
-_BUILDERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], Callable[..., torch.optim.Optimizer] | None]] = {
-    "adamw": (_adamw, _adamw_on_host),
-    "muon": (_muon, None),
-    "lion": (_lion, _lion_on_host),
-}
-"""By `optim.name`: (groups, precision) -> the optimizer, and groups -> that of DeepSpeed for state on the host."""
 
 
 # A plugin's: a torch optimizer that steps each element by itself, proved before it trains.
@@ -283,8 +210,8 @@ _CLOSE = {"rtol": 1e-5, "atol": 1e-7}
 """fp32 rounding: kernels for lists of tensors may add in another order."""
 
 
-def build_plugin(optim: Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """The torch optimizer that a plugin makes of the engine's groups, with a step counter for each of its tensors.
+def build_guarded(optim: Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """The torch optimizer that a class makes of the engine's groups, with a step counter for each of its tensors.
 
     Raises: ConfigError.
     """
@@ -319,7 +246,7 @@ def prove_by_element(optim: Optimizer) -> None:
         raise ConfigError(f"{key}: it keeps {_listed(kept) or 'nothing'} for each parameter, and its class says state "
                           f"= {optim.state}. Write state = {tuple(kept)}")  # fmt: skip
     flat = [piece.clone().requires_grad_() for piece in begin.flatten().split(_ROWS * _COLUMNS // 2)]
-    parted = build_plugin(optim, [_group(optim, flat)])
+    parted = build_guarded(optim, [_group(optim, flat)])
     for piece in flat:
         moments_of(parted, piece, parted.param_groups[0])
     for gradient in gradients:

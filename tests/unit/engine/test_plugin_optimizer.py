@@ -8,7 +8,7 @@ import pytest
 
 from llmtrain.base.errors import ConfigError, ModelError
 from llmtrain.config import plugins
-from llmtrain.engine.deepspeed.optimizers import build_plugin, prove_by_element
+from llmtrain.engine.deepspeed.optimizers import build_guarded, prove_by_element
 from llmtrain.optim.optimizers import Optimizer
 
 HEAD = """
@@ -92,7 +92,7 @@ def test_one_without_a_counter_gets_one(tmp_path: Path) -> None:
     optim = made(tmp_path, STEP["sign"])
     prove_by_element(optim)
     parameter = torch.zeros(4, requires_grad=True)
-    optimizer = build_plugin(optim, [{**optim.group(), "params": [parameter], "weight_decay": 0.0, MOMENTS: {}}])
+    optimizer = build_guarded(optim, [{**optim.group(), "params": [parameter], "weight_decay": 0.0, MOMENTS: {}}])
     assert moments_of(optimizer, parameter, optimizer.param_groups[0]) == {}
     for _ in range(3):
         parameter.grad = torch.ones(4)
