@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from llmtrain.base import untrusted
-from llmtrain.base.choice import Choice
+from llmtrain.base.choice import Choice, Entry
 from llmtrain.config.deepspeed.keys import KEYS
 from llmtrain.config.problems import COMMAND_LINE, Problems, closest
-from llmtrain.config.schema import SHARED, entries, schema, type_name
+from llmtrain.config.schema import ENTRIES, SHARED, entries, schema, type_name
 
 _PAGE = Path(__file__).parents[1] / "commands/shipped/docs/migrate.md"
 _OWNERS = {"transformers": "transformers", "trl": "TRL", "peft": "PEFT", "llamafactory": "LLaMA-Factory"}
@@ -111,6 +111,18 @@ def _answer(key: str, value: Any, dashes: str) -> tuple[str, str]:
     sections = {k.partition(".")[0] for k in known if "." in k}
     if key in sections:
         return f"{key} is a section", _its_fields(key, value, dashes)
+    if name in sections and isinstance(value, dict):
+        return f"{name} is a section of its own", f"write `{name}:` at the beginning of a line, not below `{section}:`"
+    if key == "plugin":
+        return "names code, which no configuration does", f"give it on the command line: --plugin {value}"
+    if dashes and (near := closest(key, ("plugin", "plugin-changed", "config"))):
+        return "there is no such flag", f"did you mean --{near}?"
+    if (head := section.partition(".")[0]) in ENTRIES:
+        rule = rule if head != section else "no plugin and no part of llmtrain has this name"
+        held = [*known, *(f"{head}.{entry}" for entry in Entry.SECTIONS.get(head, ()))]
+        near = closest(name, [each.removeprefix(f"{section}.") for each in held if each.startswith(f"{section}.")])
+        own = "remove it" if head != section else "give the file that defines it: --plugin FILE.py"
+        return rule, f"did you mean {dashes}{section}.{near}?" if near else own
     elsewhere = _elsewhere()
     homes = [k for k in known if k.rpartition(".")[2] == name]
     for asked in (key, name, key.replace("-", "_"), name.replace("-", "_")):

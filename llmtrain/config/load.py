@@ -15,17 +15,15 @@ from llmtrain.base.choice import Entry
 from llmtrain.config import answers, plugins, rules, strict_yaml
 from llmtrain.config.deepspeed.join import optimizer_in
 from llmtrain.config.deepspeed.keys import KEYS
-from llmtrain.config.problems import COMMAND_LINE, Problems, closest, show, stop
+from llmtrain.config.problems import COMMAND_LINE, Problems, closest, nearest, show, stop
 from llmtrain.config.reader import WRONG, members, read
 from llmtrain.config.resolve import resolve
 from llmtrain.config.run import DataConfig, ResolvedRun, RunConfig
-from llmtrain.config.schema import choices, help_text, schema, sections
+from llmtrain.config.schema import ENTRIES, choices, help_text, schema, sections
 from llmtrain.config.stages import StageConfig
 
 _LAUNCHER_FLAGS = ("--local_rank", "--local-rank")
 _NO_FIELDS = ("config", "plugin", "plugin-changed")
-ENTRIES = ("parts", "trackers", "metrics")
-"""Sections whose entries are classes of plugins, by name."""
 _REMOVED = {("sites", "mean"): "weighted", ("model", "keep_attention"): False}
 """Fields that are gone, and the default that llmtrain wrote of them into each config.yaml: such a file still loads."""
 
@@ -303,7 +301,7 @@ def _merge(below: dict[str, Any], above: dict[str, Any], problems: Problems, pre
         key, under = f"{prefix}{name}", below.get(name)
         if isinstance(under, dict) and isinstance(value, dict):
             _merge(under, value, problems, f"{key}.")
-        elif not (isinstance(under, dict) and value is None and (key in sections() or key in Entry.SECTIONS)):
+        elif not (isinstance(under, dict) and value is None and (key in sections() or key in ENTRIES)):
             below[name] = value
             for inner in [each for each in problems.places if each.startswith(f"{key}.")]:
                 del problems.places[inner]
@@ -314,7 +312,10 @@ def _read(path: str) -> tuple[dict[str, Any], dict[str, str]]:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
         rule = f"no such file (looked from {Path.cwd()})"
-        raise stop("--config", path, rule, "give the path of a run's YAML; `llmtrain init DIR` writes some") from None
+        beside = [str(each) for kind in ("*.yaml", "*.yml") for each in Path(path).parent.glob(kind)]
+        near = nearest(path, beside)
+        remedy = f"did you mean {near}?" if near else "give the path of a run's YAML; `llmtrain init DIR` writes some"
+        raise stop("--config", path, rule, remedy) from None
     except UnicodeDecodeError as error:
         kind = "UTF-16" if error.object[:2] in (b"\xff\xfe", b"\xfe\xff") else "LATIN1"
         rule = (
@@ -329,8 +330,7 @@ def _read(path: str) -> tuple[dict[str, Any], dict[str, str]]:
     tree = {} if document.tree is None else document.tree
     if not isinstance(tree, dict):
         raise stop("--config", show(tree), "a run is a map of sections", "write `deepspeed: ...`, `model: ...`", path)
-    known = {key.partition(".")[0] for key in schema()}
-    if tree.keys() & KEYS.keys() and not tree.keys() & known:
+    if tree and tree.keys() <= KEYS.keys():
         rule = "looks like a DeepSpeed JSON, and not like a run's YAML"
         raise stop("--config", path, rule, f"give the run's YAML first: RUN.yaml --deepspeed {path}")
     return tree, {key: f"{path}, line {line}" for key, line in document.lines.items()}
@@ -370,7 +370,7 @@ def _field_of(key: str) -> tuple[str | None, Any]:
     if key in schema():
         return key, schema()[key]
     for field, kind in schema().items():
-        if key.startswith(f"{field}."):
+        if key.startswith(f"{field}.") and field not in ENTRIES:
             for each in members(kind):
                 if get_origin(each) is dict:
                     return field, get_args(each)[1]

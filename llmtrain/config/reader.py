@@ -18,7 +18,7 @@ from llmtrain.base.redact import redact_text
 from llmtrain.config import answers
 from llmtrain.config.batch import Batch
 from llmtrain.config.problems import Problems, closest, show
-from llmtrain.config.schema import default_choice
+from llmtrain.config.schema import ENTRIES, default_choice
 from llmtrain.config.stages import DataConfig, Stages, data_of, stages_of
 from llmtrain.config.strict_yaml import plain_scalar
 from llmtrain.optim.schedules import Schedule
@@ -218,7 +218,7 @@ def _section(cls: type[Any], given: Any, key: str, problems: Problems) -> Any:
             if not problems.saved:
                 answers.unknown(cls, at, value, problems)
                 made[name] = WRONG
-        elif name in Entry.SECTIONS and not key:
+        elif name in ENTRIES and not key:
             made[name] = _entries(name, value, problems)
         elif value is None and is_choice:
             problems.places.pop(at, None)  # null is the default
@@ -234,7 +234,7 @@ def _section(cls: type[Any], given: Any, key: str, problems: Problems) -> Any:
 
 def _entries(section: str, given: Any, problems: Problems) -> Any:
     """The entries of a section by their names, each an object of its class."""
-    known, made = Entry.SECTIONS[section], {}
+    known, made = Entry.SECTIONS.get(section, {}), {}
     if not isinstance(given, dict) and given is not None:
         problems.add(section, given, "is a section", "write `NAME: {FIELD: VALUE}` below it")
         return WRONG

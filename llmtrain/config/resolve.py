@@ -82,7 +82,12 @@ def resolve(
         expert_parallel=dict(facts.tree.get("expert_parallel") or {}),
         max_steps=max_steps,
         places=problems.places,
-        notes=(*all_notes, *notes_of(run, stages, max_steps), *rules.unused(run, written)),
+        notes=(
+            *all_notes,
+            *notes_of(run, stages, max_steps),
+            *rules.unused(run, written),
+            *_odd_values(run, max_steps),
+        ),
     )
 
 
@@ -105,6 +110,21 @@ def _stages(run: RunConfig, degrees: Degrees, world: str, problems: Problems) ->
         assert batch is not None
         batches.append(batch)
     return stages_of(run.data, run.schedule, batches)
+
+
+def _odd_values(run: RunConfig, max_steps: int | None) -> list[str]:
+    """Notes on values that a run may have and that few runs mean."""
+    train, notes = run.train, []
+    if max_steps is not None and train.eval_every is not None and train.eval_every > max_steps:
+        notes.append(f"train.eval_every {train.eval_every}: the run has {max_steps} steps, so only its end is measured")
+    lengths = {key: getattr(train, key) for key in ("max_steps", "max_tokens", "epochs")}
+    given = [f"train.{key} {value:g}" for key, value in lengths.items() if value is not None]
+    if len(given) > 1:
+        notes.append(f"{' and '.join(given)}: the first to be reached ends the run, at step {max_steps}")
+    if run.optim.weight_decay is not None and run.optim.weight_decay > 1:
+        notes.append(f"optim.weight_decay {run.optim.weight_decay:g}: 0.1 is common; a step multiplies each weight by "
+                     f"1 - {run.optim.weight_decay:g} x its learning rate")  # fmt: skip
+    return notes
 
 
 def _numbers(section: TrainConfig | StageBatch) -> dict[str, int | None]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from llmtrain.base import choice
 from llmtrain.base.choice import Bound, Choice, default_of
@@ -38,6 +38,8 @@ SHARED: dict[str, str] = {
 }
 """YAML key -> JSON key of the same value. optim.name and optimizer.type are joined by `_join_name`."""
 
+ENTRIES = ("parts", "trackers", "metrics")
+"""Sections whose entries are classes by name, those of plugins among them."""
 BEGIN, END = "<!-- generated: begin -->", "<!-- generated: end -->"
 
 
@@ -105,7 +107,7 @@ def default_choice(section: str) -> str:
 
 def entry_sections() -> dict[str, dict[str, type[Any]]]:
     """The sections of a run that hold any number of entries, with the classes of plugins by name."""
-    return {name: known for name, known in choice.Entry.SECTIONS.items() if name in RunConfig.__dataclass_fields__}
+    return {name: known for name, known in choice.Entry.SECTIONS.items() if name in ENTRIES}
 
 
 @functools.cache
@@ -213,6 +215,8 @@ def type_name(kind: Any) -> str:
     if kind in names:
         return names[kind]
     origin, args = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return type_name(args[0])
     if origin is Literal:
         return f"one of {', '.join(map(str, args))}"
     if origin is tuple:

@@ -140,6 +140,17 @@ def _broken(error: yaml.YAMLError, text: str, name: str) -> ConfigError:
     number = min(mark.line + 1 if mark else len(lines), len(lines))
     what = getattr(error, "problem", None) or str(error).splitlines()[0]
     line = lines[number - 1]
+    opened = getattr(error, "context_mark", None)
+    if opened is not None and "quoted scalar" in str(getattr(error, "context", "")):
+        rule = "not valid YAML: the quote that begins here has no end"
+        place = f"{name}, line {opened.line + 1}"
+        return stop("YAML", lines[opened.line].strip(), rule, "close the quote on this line", place)
+    before = max((at for at in range(number - 1) if lines[at].strip()), default=0)
+    bare = re.fullmatch(r"(\s*)([A-Za-z_]\w*)(?: +|:)([^\s:#][^:]*)", lines[before])
+    if bare and "mapping values" in what:
+        rule = "not valid YAML: a key has a colon and a blank behind it"
+        place = f"{name}, line {before + 1}"
+        return stop("YAML", lines[before].strip(), rule, f"write `{bare[2]}: {bare[3]}`", place)
     if "\t" in line[: len(line) - len(line.lstrip())]:
         rule = "not valid YAML: a tab in the indentation"
         return stop("YAML", line.replace("\t", "\\t"), rule, "indent with blanks", f"{name}, line {number}")

@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed.accelerator import get_accelerator
 
 from llmtrain.base import units
 from llmtrain.base.errors import ConfigError
+from llmtrain.base.lean import without
 from llmtrain.config.topology import ranks_of_this_host
+
+with without("mlflow"):
+    from deepspeed.accelerator import get_accelerator
 
 _BUILDS = (
     f"Install a build of torch for it: `pip install --force-reinstall torch=={torch.__version__.partition('+')[0]} "

@@ -1,0 +1,173 @@
+"""The typed reader: what it takes, what it answers, and that saved runs of former versions are read."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from llmtrain.base.choice import POSITIVE, HostPath, bounded, mapped
+from llmtrain.base.errors import ConfigError
+from llmtrain.config.load import load, parse
+from llmtrain.config.problems import Problems
+from llmtrain.config.reader import WRONG, read, read_saved
+from llmtrain.config.run import RunConfig
+from llmtrain.optim.schedules import Constant
+from tests.helpers.config_workplace import write
+
+TOP = "deepspeed: ds.json\n"
+
+
+@pytest.mark.parametrize(
+    ("yaml", "words"),
+    [
+        ("learning_rate: 1e-4\nbf16: true\ngradient_accumulation_steps: 2\noutput_dir: x\n",
+         ("learning_rate = 0.0001", "did you mean optim.lr?", "deepspeed = null", "`llmtrain init DIR`",
+          "did you mean train.accumulation?", "`bf16.enabled`")),
+        (f"{TOP}train:\n  max_steps: 4\n  optim:\n    lr: 1e-3\n",
+         ("line 4", "optim is a section of its own", "write `optim:` at the beginning of a line, not below `train:`")),
+        (f"{TOP}optim:\n  lr 1e-3\n", ("line 2", "write `lr: 1e-3` below it, with a colon and a blank")),
+        (f"{TOP}optim:\n  lr:1e-3\n", ("line 2", "write `lr: 1e-3` below it, with a colon and a blank")),
+        (f"{TOP}optim:\n  lr 1e-3\n  eps: 1e-8\n", ("line 3", "a colon and a blank", "write `lr: 1e-3`")),
+        (f"{TOP}optim:\n  lr:1e-3\n  eps: 1e-8\n", ("line 3", "a colon and a blank", "write `lr: 1e-3`")),
+        (f'{TOP}tracking:\n  name: "my run\noptim:\n  lr: 1e-3\n', ("line 3", "the quote that begins here has no end")),
+        (f"{TOP}tracking:\n  name: 'my run\noptim:\n  lr: 1e-3\n", ("line 3", "the quote that begins here has no end")),
+        (f"{TOP}optim: {{lr: '0,001'}}\n", ("write 0.001, with a decimal point",)),
+        (f"{TOP}schedule: {{min_ratio: 70%}}\n", ("write 0.7",)),
+        (f"{TOP}data: {{path: [a, b]}}\n", ("a mixture", "`data.mixture: {a: 1, b: 1}`")),
+        (f"{TOP}plugin: mine.py\n", ("no configuration", "--plugin mine.py")),
+        (f"{TOP}trackers: {{tensorbord: {{}}}}\n", ("did you mean trackers.tensorboard?",)),
+        (f"{TOP}parts: {{mine: {{}}}}\n", ("no plugin and no part", "--plugin FILE.py")),
+        (f"{TOP}optim:\n  - lr: 1\n", ("is a section", "write its fields below it, such as `name: ...`")),
+    ],
+)  # fmt: skip
+def test_a_beginner_is_answered(yaml: str, words: tuple[str, ...], here: Path) -> None:
+    write(here)
+    (here / "run.yaml").write_text(yaml)
+    with pytest.raises(ConfigError) as error:
+        parse(["run.yaml"])
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["rum.yaml"], ("no such file", "did you mean run.yaml?")),
+        (["run.yaml", "--plugn", "mine.py"], ("--plugn", "did you mean --plugin?")),
+        (["run.yaml", "--parts.mien"], ("--parts.mien", "no plugin and no part of llmtrain")),
+        (["run.yaml", "--trackers.tensorbord"], ("did you mean --trackers.tensorboard?",)),
+        (["run.yaml", "--train.max_tokens", "10q"], ("a whole number",)),
+        (["run.yaml", "--optim.betas", "0.9"], ("optim.betas", "a list of 2 numbers")),
+    ],
+)
+def test_a_wrong_word_of_the_command_line_is_answered(argv: list[str], words: tuple[str, ...], here: Path) -> None:
+    write(here)
+    with pytest.raises(ConfigError) as error:
+        parse(argv)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_units_switches_and_quoted_numbers_are_read(here: Path) -> None:
+    write(here, {"train": {"max_steps": ..., "max_tokens": "10m", "eval": "off"}, "optim": {"lr": "3e-4"}})
+    run = parse(["run.yaml", "--train.eval_every=1.5k", "--schedule.warmup_steps", "1e1"]).run
+    assert (run.train.max_tokens, run.train.eval_every, run.train.eval) == (10_000_000, 1500, False)
+    assert (run.optim.lr, run.schedule.warmup_steps) == (3e-4, 10)
+
+
+def test_values_that_few_runs_mean_are_noted(here: Path) -> None:
+    write(here, {"train": {"max_steps": 4, "max_tokens": 10**6, "eval_every": 1000}, "optim": {"weight_decay": 10}})
+    notes = "\n".join(load(["run.yaml"], 2).notes)
+    assert "train.eval_every 1000: the run has 4 steps" in notes
+    assert "train.max_steps 4 and train.max_tokens 1e+06: the first to be reached ends the run, at step 4" in notes
+    assert "optim.weight_decay 10: 0.1 is common" in notes
+    write(here)
+    assert not [note for note in load(["run.yaml"], 2).notes if "common" in note or "first to be" in note]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Inner:
+    names: list[str] = field(default_factory=list)
+    pair: tuple[float, float] = (0.0, 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Outer:
+    size: int = bounded(1, POSITIVE, "1 is the default")
+    mode: Literal["a", "b"] | None = None
+    either: int | Literal["all"] | None = None
+    shares: dict[str, float] = mapped("NAME: SHARE", POSITIVE, "remove the line")
+    inner: _Inner = field(default_factory=_Inner)
+    several: list[_Inner] = field(default_factory=list)
+    folder: HostPath | None = None
+    rest: dict[str, Any] | None = None
+
+
+def test_each_kind_of_type_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WHERE", "/data")
+    given = {
+        "size": 2.0,
+        "mode": "b",
+        "either": "all",
+        "shares": {"x": 1, "y.z": 0.5},
+        "folder": "$WHERE/a",
+        "inner": {"names": ["n"], "pair": [1, 2]},
+        "several": [{}, {"names": ["m"]}],
+        "rest": {"q": [1]},
+    }
+    inner = _Inner(names=["n"], pair=(1.0, 2.0))
+    assert read(_Outer, given, "", problems := Problems()) == _Outer(
+        size=2, mode="b", either="all", shares={"x": 1.0, "y.z": 0.5}, inner=inner,
+        several=[_Inner(), _Inner(names=["m"])], folder="/data/a", rest={"q": [1]},
+    )  # fmt: skip
+    assert not problems and problems.notes == ["folder: $WHERE/a is /data/a here"]
+
+
+@pytest.mark.parametrize(
+    ("given", "key"),
+    [
+        ({"size": 1.5}, "size"), ({"size": True}, "size"), ({"size": None}, "size"), ({"size": 0}, "size"),
+        ({"mode": "c"}, "mode"), ({"either": "some"}, "either"), ({"either": 1.5}, "either"),
+        ({"shares": [1]}, "shares"), ({"shares": {"x": "much"}}, "shares.x"), ({"shares": {"x": 0}}, "shares.x"),
+        ({"shares": {"x": float("nan")}}, "shares.x"), ({"inner": 3}, "inner"),
+        ({"inner": {"names": "n"}}, "inner.names"),
+        ({"inner": {"names": [{}]}}, "inner.names"), ({"inner": {"pair": [1]}}, "inner.pair"),
+        ({"inner": {"pair": [1, 2, 3]}}, "inner.pair"), ({"several": {}}, "several"),
+        ({"several": [{}, {"name": 1}]}, "several[1].name"), ({"folder": 3}, "folder"), ({"folder": ""}, "folder"),
+        ({"folder": "$NOT_SET_AT_ALL/x"}, "folder"), ({"folder": "a\x1b"}, "folder"),
+        ({"rest": {"auto_map": 1}}, "rest.auto_map"), ({"rest": {"a": [{"_b": 1}]}}, "rest.a._b"),
+        ({"sizes": 3}, "sizes"),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_is_one_mistake_at_its_key(given: dict[str, Any], key: str) -> None:
+    made = read(_Outer, given, "", problems := Problems())
+    assert key in problems and len(problems) == 1
+    assert made is WRONG or isinstance(made, _Outer)
+
+
+def test_a_saved_run_of_another_version_is_read(here: Path) -> None:
+    write(here, {"schedule": {"name": "constant"}, "data": {"stages": [{"from_step": 3, "sequence_length": 64}]}})
+    run = load(["run.yaml"], 2).run
+    saved = json.loads(json.dumps(asdict(run)))
+    assert read_saved(RunConfig, saved) == run
+    saved["schedule"] |= {"min_ratio": 0.3, "decay_steps": None}
+    saved["optim"] |= {"muon_lr": 0.02, "gone": 1}
+    saved["nobody_knows"] = {"x": 1}
+    assert read_saved(RunConfig, saved) == replace(run, schedule=Constant(), optim=run.optim)
+    saved["train"]["max_steps"] = "many"
+    with pytest.raises(ConfigError, match=r"train\.max_steps"):
+        read_saved(RunConfig, saved)
+
+
+def test_reading_costs_little(here: Path) -> None:
+    """0.08 CPU seconds with jsonargparse."""
+    import time
+
+    write(here)
+    parse(["run.yaml"], check_paths=False)
+    begin = time.process_time()
+    for _ in range(10):
+        parse(["run.yaml"], check_paths=False)
+    assert (time.process_time() - begin) / 10 < 0.02
