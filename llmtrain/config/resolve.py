@@ -39,7 +39,7 @@ def resolve(
     path = run.deepspeed
     problems = Problems(places)
     written = tuple(problems.places)
-    tree, ignored = checked(path)
+    tree, ignored = checked(path, problems)
     run = join_values(run, tree, problems)
     rules.check_values(run, problems)
     facts = read_facts(run, tree, problems)

@@ -71,7 +71,7 @@ class Wanted:
 def wanted(run: RunConfig, places: Places) -> Wanted:
     """Read the run's JSON and join it. Raises ConfigError."""
     problems = Problems(places)
-    tree, _ = checked(run.deepspeed)
+    tree, _ = checked(run.deepspeed, problems)
     run = join_values(run, tree, problems)
     facts = read_facts(run, tree, problems)
     problems.raise_if_any()

@@ -421,7 +421,9 @@ CASES = [
         ds={"fp16": {"enabled": True, "loss_scale": -1}, "bf16": {"enabled": False}},
     ),
     Wrong("no such JSON", ('deepspeed = "zz.json"', "no such file", "llmtrain init DIR"), {"deepspeed": "zz.json"}),
-    Wrong("a shipped JSON", ('deepspeed = "zero2"', "no such file", "ds_configs/zero2.json"), {"deepspeed": "zero2"}),
+    Wrong(
+        "a shipped JSON", ('deepspeed = "zero2"', "run.yaml, line ", "ds_configs/zero2.json"), {"deepspeed": "zero2"}
+    ),
     Wrong("broken JSON", ("not valid JSON", "ds.json, line 1", "missing comma"), ds='{"bf16" {"enabled": true}}'),
     Wrong(
         "a JSON that is cut off",
@@ -592,6 +594,7 @@ CASES = [
     Wrong(
         "string for a bool", ('bf16.enabled = "true"', "write true, without quotes"), ds={"bf16": {"enabled": "true"}}
     ),
+    Wrong("auto for a section", ('bf16 = "auto"', 'write {"enabled": "auto"}'), ds={"bf16": "auto"}),
     Wrong("scalar for a section", ("bf16 = true", "must be a section", 'write {"enabled": true}'), ds={"bf16": True}),
     Wrong(
         "sums of an fp32 run",

@@ -42,13 +42,13 @@ def lookup(tree: dict[str, Any], dotted: str) -> Any:
     return value
 
 
-def read_json(path: str) -> dict[str, Any]:
-    """The file as a dict; comments (#, //, /* */) are allowed, duplicate keys are not.
+def read_json(path: str, place: str | None = None) -> dict[str, Any]:
+    """The file as a dict; comments (#, //, /* */) are allowed, duplicate keys are not. `place`: of the path itself.
 
     Raises: ConfigError if the file is missing, broken, or not one object.
     """
 
-    def refused(rule: str, remedy: str, value: str = path, place: str | None = None) -> ConfigError:
+    def refused(rule: str, remedy: str, value: str = path, place: str | None = place) -> ConfigError:
         return stop("deepspeed", value, rule, remedy, place)
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -110,9 +110,11 @@ def _no_file(path: str) -> tuple[str, str]:
         return "every run has a DeepSpeed JSON", remedy
     if path.lstrip().startswith("{"):
         return "is the text of a JSON, and not its path", remedy
-    if name := closest(Path(path).stem, [file.stem for file in _SHIPPED.glob("*.json")]):
-        here = Path("ds_configs", f"{name}.json")
-        remedy = f"write {here if here.exists() else _SHIPPED / here.name}, or the path of another DeepSpeed JSON"
+    meant = re.sub(r"[-_]", "", Path(path).stem.lower())
+    for file in _SHIPPED.glob("*.json"):
+        if meant == file.stem.replace("_", ""):
+            here = Path("ds_configs", file.name)
+            remedy = f"write {here if here.exists() else file}, or the path of another DeepSpeed JSON"
     return f"no such file (looked from {Path.cwd()})", remedy
 
 
@@ -146,12 +148,12 @@ def _refuse_cut(text: str, path: str) -> None:
     )
 
 
-def checked(path: str) -> tuple[dict[str, Any], tuple[str, ...]]:
+def checked(path: str, problems: Problems) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The file, each key under its first name, without those that are null: they ask for DeepSpeed's default.
 
     Second: notes for the user. Raises: ConfigError with all that is wrong with it.
     """
-    given, problems = read_json(path), Problems()
+    given = read_json(path, problems.places.get("deepspeed"))
     stage = lookup(given, "zero_optimization.stage")
     check = _Check(path, problems, stage if type(stage) is int and stage in table.STAGES else 0)
     tree = check.section(given, table.KEYS, "")
@@ -213,7 +215,7 @@ class _Check:
                 taken[name] = self.section(value, entry, f"{dotted}.")
             else:
                 one = "stage" if "stage" in entry else "enabled"
-                fits = one in entry and _is_of(entry[one].kind, value)
+                fits = one in entry and (value == "auto" or _is_of(entry[one].kind, value))
                 inner = f'"{one}": {show(value)}' if fits else "..."
                 self._refuse(dotted, value, "must be a section { ... }", f"write {{{inner}}}, or remove it")
         return taken
