@@ -42,7 +42,10 @@ def offer(parser: argparse.ArgumentParser) -> None:
 
 
 def offer_run(parser: argparse.ArgumentParser | None = None) -> None:
-    """`offer` with a flag for every field of a run added."""
+    """`offer` with a flag for every field of a run added.
+
+    An argparse parser: that of jsonargparse 4.53 ends in an AttributeError when argcomplete 3.7 asks it.
+    """
     if ASKED not in os.environ:
         return
     from typing import Literal, get_args, get_origin

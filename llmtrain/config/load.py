@@ -19,7 +19,7 @@ from llmtrain.config.problems import COMMAND_LINE, Problems, closest, nearest, s
 from llmtrain.config.reader import WRONG, members, read
 from llmtrain.config.resolve import resolve
 from llmtrain.config.run import DataConfig, ResolvedRun, RunConfig
-from llmtrain.config.schema import ENTRIES, choices, help_text, schema, sections
+from llmtrain.config.schema import ENTRIES, choices, run_parser, schema, sections
 from llmtrain.config.stages import StageConfig
 
 _LAUNCHER_FLAGS = ("--local_rank", "--local-rank")
@@ -64,7 +64,7 @@ def parse(argv: list[str], *, check_paths: bool = True) -> Parsed:
     Raises: ConfigError with every mistake found.
     """
     if "-h" in argv or "--help" in argv:
-        print(help_text())
+        run_parser().print_help()
         raise SystemExit(0)
     configs, words = _split(argv)
     problems = Problems(paths=check_paths)
