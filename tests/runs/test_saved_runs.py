@@ -1,0 +1,134 @@
+"""Runs, checkpoints and prepared folders of November 2026 (tests/data/saved-2026-11): each command still reads them.
+
+A run that is resumed from its own config.yaml writes that file and its remaining figures again: a field that is no
+longer read, kept or written is a difference here.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from llmtrain import cli
+from llmtrain.checkpoint.format import step_folder
+from tests.helpers import forked
+from tests.helpers.launching import free_port, rows
+from tests.runs.test_golden import machine
+
+SAVED = Path(__file__).parents[1] / "data" / "saved-2026-11"
+EXPECTED = json.loads((SAVED / "expected.json").read_text())
+ONE_RANK = ("quickstart", "dpo", "plugin", "sites")
+NEEDS = {"lora": "peft", "plugin": "tensorboard", "sites": "torchft"}
+PLUGIN = ("--plugin", "plugin.py")
+RUNS = [pytest.param(run.name, marks=pytest.mark.needs(NEEDS[run.name])) if run.name in NEEDS else run.name
+        for run in sorted((SAVED / "runs").iterdir())]  # fmt: skip
+OF_A_MACHINE = re.compile(r"time|elapsed|per_s|share|stall|memory|seconds|_s$|bytes")
+"""Keys of figures that no two launches have alike."""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy, which is the working folder: the paths of the runs are relative."""
+    shutil.copytree(SAVED, tmp_path / "saved")
+    monkeypatch.chdir(tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+def exported(folder: Path) -> str:
+    """Hash of the names and values of a Hugging Face folder."""
+    import xxhash
+    from safetensors.numpy import load_file
+
+    [path] = folder.glob("*.safetensors")
+    found = load_file(path)
+    return xxhash.xxh3_64_hexdigest(b"".join(name.encode() + found[name].tobytes() for name in sorted(found)))
+
+
+def before(folder: Path, run: str, port: int, rank: int) -> None:
+    """The first rank exports, and coordinates the sites, before it trains."""
+    os.chdir(folder)
+    if rank == 0:
+        words = ["checkpoint", "to-hf", f"runs/{run}", "--dtype", "fp32"]
+        assert cli.main([*words, "export"]) == 0
+        if run == "mixture":
+            assert cli.main([*words, "export-ema", "--ema"]) == 0
+    if run == "sites":
+        from torchft.coordination import LighthouseServer
+
+        globals()["server"] = LighthouseServer(  # lives as long as the rank
+            bind=f"127.0.0.1:{port}", min_replicas=1, join_timeout_ms=300, quorum_tick_ms=20, heartbeat_timeout_ms=3000
+        )
+
+
+def figures(run: Path) -> list[dict[str, Any]]:
+    """Of the steps after the checkpoint; none of sites, which meet as soon as they find each other."""
+    found = [row for row in rows(run) if row["step"] > 3 and run.name != "sites"]
+    return [{key: value for key, value in row.items() if not OF_A_MACHINE.search(key)} for row in found]
+
+
+def configurations(run: Path, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of the run's folder and of a checkpoint."""
+    trainer = json.loads((step_folder(run / "checkpoints", step) / "trainer.json").read_text())
+    return yaml.safe_load((run / "config.yaml").read_text()), trainer["run"]
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_saved_run_goes_on(run: str, here: Path) -> None:
+    """From its config.yaml, without a word about what changed; with the figures that it had; after an export."""
+    folder, saved, port = here / "runs" / run, SAVED / "runs" / run, free_port()
+    words = {"plugin": PLUGIN, "sites": ("--sites.coordinator", f"127.0.0.1:{port}")}.get(run, ())
+    launch = forked.Launch(folder / "config.yaml", *words, world_size=1 if run in ONE_RANK else 2,
+                           before=functools.partial(before, here, run, port), log_folder=here)  # fmt: skip
+    assert not any(launch.wait(240)), launch.output()
+    said = launch.output()
+    assert f"resumed from runs/{run}/checkpoints/step-00000003 at step 3" in said and "rate jumps" not in said
+    changed = re.findall(r"changed since: (?!versions\.)(.*)", said)
+    assert [line.partition(":")[0] for line in changed] == (["run.sites.coordinator"] if run == "sites" else []), said
+    for then, now in zip(configurations(saved, 3), configurations(folder, 5), strict=True):
+        now["sites"]["coordinator"] = then["sites"]["coordinator"]
+        assert now == then
+    assert json.loads((folder / "deepspeed.json").read_text()) == json.loads((saved / "deepspeed.json").read_text())
+    got, want = figures(folder), figures(saved)
+    if machine() == EXPECTED["machine"]:
+        assert got == want
+    assert [row.keys() for row in got] == [row.keys() for row in want]
+    for now, then in zip(got, want, strict=True):
+        numbers = {key: value for key, value in then.items() if isinstance(value, int | float)}
+        assert {key: now[key] for key in numbers} == pytest.approx(numbers, rel=1e-5)
+    assert exported(here / "export") == EXPECTED["exports"][run]
+    if run == "mixture":
+        assert exported(here / "export-ema") == EXPECTED["exports"]["mixture --ema"]
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_saved_run_is_checked_and_listed(run: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (*(PLUGIN if run == "plugin" else ()), "--world-size", "1" if run in ONE_RANK else "2")
+    assert cli.main(["config", "check", f"runs/{run}/config.yaml", *words]) == 0, capsys.readouterr().err
+    assert cli.main(["checkpoint", "ls", f"runs/{run}"]) == 0
+    assert "step-00000003" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", EXPECTED["where"])
+def test_a_prepared_folder_tells_what_a_saved_run_has_read(
+    words: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["data", "where", *words.split()]) == 0
+    assert capsys.readouterr().out.splitlines() == EXPECTED["where"][words]
+
+
+def test_the_rate_of_a_saved_stage_is_compared(here: Path) -> None:
+    """Step 4 was to be the second of a cosine's three; the second stage is now constant, and has other ranks."""
+    tree = yaml.safe_load(Path("runs/stages/config.yaml").read_text())
+    tree["data"]["stages"][0]["schedule"] = {"name": "constant"}
+    Path("runs/stages/config.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
+    code, said = forked.finish(here / "runs/stages/config.yaml", "--deepspeed", "zero1.json",
+                               world_size=1, before=functools.partial(before, here, "stages", 0))  # fmt: skip
+    assert code == 0 and "the learning rate jumps" in said and "0.005 at step 4;" in said, said
