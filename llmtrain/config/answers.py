@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -36,25 +36,36 @@ def rows(text: str) -> Iterator[tuple[list[str], str]]:
 
 def tables(page: str) -> Iterator[tuple[list[str], str, str]]:
     """(the classes whose options they are, such as trl.SFTConfig, an option, our answer), in the page's order."""
-    for classes, text in re.findall(r"<!-- options: (.*?) -->\n(.*?)(?=\n## |\Z)", page, re.S):
+    for classes, text in re.findall(r"<!-- options: (.*?) -->\n(.*?)(?=\n## |\n<!-- |\Z)", page, re.S):
         for theirs, ours in rows(text):
             for name in theirs:
                 yield classes.split(), name, ours
 
 
 @functools.cache
-def _elsewhere() -> dict[str, tuple[str, str]]:
-    """Name -> (who calls something so, what it is here); of several answers the page's first."""
-    found: dict[str, tuple[str, str]] = {}
+def _elsewhere() -> dict[str, list[tuple[str, str]]]:
+    """Name -> (who calls something so, what it is here), in the page's order."""
+    found: dict[str, list[tuple[str, str]]] = {}
     for classes, name, ours in tables(_PAGE.read_text(encoding="utf-8")):
         if _NO_CONFIGURATION not in classes:
             owner = classes[0].partition(".")[0]
-            found.setdefault(name, (_OWNERS.get(owner, owner), ours))
+            found.setdefault(name, []).append((_OWNERS.get(owner, owner), ours))
     return found
+
+
+def _answer_of(name: str, value: Any) -> tuple[str, str]:
+    """The first answer that has the value, such as `sigmoid` of DPO's `loss_type`, then one for all other values."""
+    answers = _elsewhere()[name]
+    word = f"`[{', '.join(map(str, value))}]`" if isinstance(value, list) else f"`{value}`"
+    exact = [each for each in answers if word in each[1]]
+    return (exact or [each for each in answers if "others: not here" in each[1]] or answers)[0]
 
 
 def unknown_flag(key: str, text: str, problems: Problems) -> None:
     """Report a flag that is no field."""
+    if near := closest(key, ("plugin", "config")):
+        problems.add(f"--{key}", text, "there is no such flag", f"did you mean --{near}?", COMMAND_LINE)
+        return
     problems.add(f"--{key}", text, *_answer(key, text, "--"), COMMAND_LINE)
 
 
@@ -99,7 +110,14 @@ def of_section(cls: type[Any], key: str, value: Any) -> tuple[str, str]:
     missing = re.match(r"(\w+)\s*[:=]?\s*(\S.*)", str(value))
     if isinstance(value, str) and missing and missing[1] in names:
         return "is a section", f"write `{missing[1]}: {missing[2]}` below it, with a colon and a blank"
+    if issubclass(cls, Choice) and (choice := _one_of(value, cls.CHOICES)):
+        return "is a section", f"write `{cls.SELECTOR}: {choice}` below it"
     return "is a section", f"write its fields below it, such as `{names[0]}: ...`"
+
+
+def _one_of(value: Any, known: Iterable[str]) -> str | None:
+    """The known word that is a part of a value, such as adamw of transformers' adamw_torch_fused."""
+    return min(set(str(value).split("_")) & set(known), default=None)
 
 
 def _answer(key: str, value: Any, dashes: str) -> tuple[str, str]:
@@ -126,8 +144,8 @@ def _answer(key: str, value: Any, dashes: str) -> tuple[str, str]:
     elsewhere = _elsewhere()
     homes = [k for k in known if k.rpartition(".")[2] == name]
     for asked in (key, name, key.replace("-", "_"), name.replace("-", "_")):
-        if asked in elsewhere and (_lead(elsewhere[asked][1]) or len(homes) != 1):
-            owner, ours = elsewhere[asked]
+        if asked in elsewhere and (_lead(_answer_of(asked, value)[1]) or len(homes) != 1):
+            owner, ours = _answer_of(asked, value)
             rule += "" if owner == "others" else f"; {owner} has it (migrate.md)"
             return rule, _here(ours, dashes)
     if len(homes) == 1:
@@ -141,7 +159,7 @@ def _answer(key: str, value: Any, dashes: str) -> tuple[str, str]:
     if near := _like(section, name, [*known, *(sections if not section else ())]):
         return rule, f"did you mean {dashes}{near}?"
     if near := closest(name, elsewhere):
-        return rule, _here(elsewhere[near][1], dashes)
+        return rule, _here(_answer_of(near, value)[1], dashes)
     return rule, "remove it; `llmtrain train --help` lists every field"
 
 
@@ -179,6 +197,8 @@ def _lead(ours: str) -> str | None:
 def _its_fields(section: str, value: Any, dashes: str) -> str:
     """Return the remedy for a section that was given as one value: its fields one by one, with the values of a map."""
     known = [key for key in schema() if key.startswith(f"{section}.")]
+    if choice := _one_of(value, get_args(schema().get(f"{section}.name"))):
+        return f"write {dashes}{section}.name {choice}"
     given = value if isinstance(value, dict) else _map_of(value)
     if given and all(f"{section}.{name}" in known for name in given):
         words = " ".join(f"{dashes}{section}.{name} {_word(each)}" for name, each in given.items())
@@ -200,8 +220,8 @@ def _word(value: Any) -> str:
 
 def other_method(value: Any) -> str | None:
     """Return migrate.md's answer for a training method that llmtrain lacks, such as grpo; None: it has no answer."""
-    known = _elsewhere().get(str(value).lower())
-    return None if known is None or known[0] != "others" else known[1]
+    known = dict(_elsewhere().get(str(value).lower(), ()))
+    return known.get("others")
 
 
 def of_type(kind: Any, key: str, value: Any) -> tuple[str, str]:
@@ -214,7 +234,8 @@ def of_type(kind: Any, key: str, value: Any) -> tuple[str, str]:
         return rule, f"choose one of these; {value} is {method}"
     if "disabled" in literals and text.lower() in ("false", "off", "no", "none", "null"):
         return rule, "did you mean disabled?"
-    if near := closest(text, literals):
+    # transformers' adamw_torch_fused, paged_lion_32bit, cosine_with_restarts
+    if near := closest(text, literals) or _one_of(text, literals):
         return rule, f"did you mean {near}?"
     if literals:
         return rule, f"choose one; `llmtrain train --help` tells what {key} means"

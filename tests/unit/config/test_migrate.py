@@ -128,6 +128,39 @@ def test_a_name_of_other_stacks_is_answered_from_the_page_and_no_unrelated_word_
         assert closest(asked, ["unlike", known]) == known
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "ours"),
+    [
+        ("loss_type", "nll", "`nll` is `next_token`"),  # SFT's table
+        ("loss_type", "ipo", "`ipo` is `ipo`"),  # DPO's
+        ("loss_type", ["sigmoid", "sft"], "`[sigmoid, sft]` is `rpo`"),
+        ("loss_type", "kto", "`kto` is `kto`"),  # KTO's
+        ("loss_type", "sppo_hard", "others: not here"),
+        ("use_peft", True, "did you mean adapter.r? (it turns the adapter on)"),
+        ("dataset_train_split", "train", "`llmtrain prepare --source`: `hf:ORG/NAME/data/train-*`"),
+        ("hub_strategy", "end", "nothing is pushed while a run trains; `llmtrain checkpoint to-hf --push`"),
+        ("save_safetensors", True, "remove it: always"),
+        ("predict_with_generate", True, "did you mean train.sample_prompts?"),
+        ("plugin", "mine.py", "no key names code; write --plugin FILE.py on the command line"),
+        ("local_rank", 0, "the launcher gives it"),
+    ],
+)
+def test_a_name_of_several_tables_is_answered_by_the_one_with_its_value(key: str, value: Any, ours: str) -> None:
+    assert ours in told(key, value), told(key, value)
+
+
+def test_a_value_of_transformers_is_answered_by_the_part_that_is_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = str(REPO / "launch/recipes/quickstart.yaml")
+    for words, said in {
+        ("--optim.name", "adamw_torch_fused"): "did you mean adamw?",
+        ("--optim", "adamw_torch_fused"): "write --optim.name adamw\n",
+        ("--schedule.name", "cosine_with_restarts"): "did you mean cosine?",
+        ("--plugn", "mine.py"): "did you mean --plugin?",
+    }.items():
+        assert cli.main(["config", "check", recipe, *words]) == 2
+        assert said in capsys.readouterr().err, words
+
+
 def is_json_key(dotted: str) -> bool:
     level: Any = KEYS
     for word in dotted.split("."):
@@ -225,7 +258,7 @@ def options_of(owner: str) -> tuple[set[str], set[str]]:
     return every, every
 
 
-OLD = {"warmup_ratio", "group_by_length"}
+OLD = {"warmup_ratio", "group_by_length", "save_safetensors"}
 """Before transformers 5."""
 MOVED = {"peft_version"}
 """PEFT's own notes in a file, and no option."""
@@ -235,10 +268,9 @@ MOVED = {"peft_version"}
     "owner", [pytest.param(owner, marks=pytest.mark.needs(owner.partition(".")[0])) for owner in TABLES if "." in owner]
 )
 def test_the_tables_have_the_options_of_the_installed_libraries(owner: str) -> None:
-    """None that a class of TRL or PEFT adds lacks, and none is made up. Of transformers' own: the second alone."""
+    """None that a class of transformers, TRL or PEFT adds lacks, and none is made up."""
     own, every = options_of(owner)
     stated = TABLES[owner].keys()
     trainers = {name for other in TABLES if other.endswith("Trainer") for name in TABLES[other]}
     assert stated - every - OLD <= (trainers if owner.endswith("Trainer") else set())
-    if owner != COMMON:
-        assert {option for option in own - MOVED if answer(owner, option) is None} == set()
+    assert {option for option in own - MOVED if answer(owner, option) is None} == set()
