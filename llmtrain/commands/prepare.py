@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -178,6 +179,10 @@ def main(argv: list[str]) -> int:
         plugins.use(early.parse_known_args(argv)[0].plugin)  # they bring options
         parser = _options()
         completion.offer(parser)
+        if argv and not argv[0].startswith("-"):
+            words = " ".join(map(shlex.quote, argv))
+            out = "" if "--out" in argv else " --out FOLDER"
+            raise UserError(f"prepare {argv[0]}: what is read has an option: `llmtrain prepare --source {words}{out}`")
         values = vars(parser.parse_args(argv))
         out, fields = values["out"], {name: dict[str, Any]() for name in plugin_source.classes()}
         for key in [key for key in values if "." in key]:

@@ -341,7 +341,7 @@ def chat_template(folder: Path, file: str | None) -> str:
     if not own:
         raise DataError(
             f"--tokenizer {folder}: it has no chat template, which says how a conversation is written; give the "
-            "tokenizer of a chat model, or --chat-template FILE"
+            "tokenizer of a chat model, or --chat-template FILE, such as launch/templates/turns.jinja"
         )
     return own if isinstance(own, str) else json.dumps(own)
 

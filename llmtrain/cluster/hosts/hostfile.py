@@ -163,6 +163,11 @@ def name_problem(name: str) -> str | None:
     """
     if len(name) > 253:
         return f"host {_shown(name)} has {len(name)} characters: at most 253"
+    if with_port := re.fullmatch(r"([^:@]+):(\d{1,5})", name):
+        return (
+            f"host {_shown(name)}: a port has no place here: write {with_port[1]}, and `Port {with_port[2]}` for this "
+            "host in ~/.ssh/config"
+        )
     if re.fullmatch(r"\[?[0-9a-fA-F:.]*:[0-9a-fA-F:.]*(%.*)?\]?", name):
         return (
             f"host {_shown(name)}: pdsh cannot take an IPv6 address: give it a name in /etc/hosts, and write the name"

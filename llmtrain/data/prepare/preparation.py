@@ -329,7 +329,13 @@ def _too_many(
     """List the rejected records of the units that are done; returns the error that names the first."""
     rejected = _rejected(work, records)
     _write_rejected(out, rejected)
-    shown = "".join(f"\n  {_place(entry)}: {entry['reason']}" for entry in rejected[:5])
+    reasons: dict[str, list[str]] = {}
+    for entry in rejected:
+        reasons.setdefault(entry["reason"], []).append(_place(entry))
+    shown = ""
+    for reason, places in list(reasons.items())[:5]:
+        more = f" and {units.counted(len(places) - 1, 'other record')}" if len(places) > 1 else ""
+        shown += f"\n  {places[0]}{more}: {reason}"
     so_far = f"{units.counted(len(rejected), 'bad record')} so far"
     return DataError(
         f"{so_far}, --max-rejected is {settings.max_rejected}:{shown}\n"

@@ -79,6 +79,8 @@ def test_reads_names_slots_and_lines(tmp_path):
         (b"root@a slots=2", "'root@a'", "`User` for this host in ~/.ssh/config"),
         (b"fe80::1 slots=2", "'fe80::1'", "a name in /etc/hosts"),
         (b"[::1] slots=2", "'[::1]'", "a name in /etc/hosts"),
+        (b"10.0.0.1:2222 slots=2", "'10.0.0.1:2222'", "write 10.0.0.1, and `Port 2222` for this host in ~/.ssh/config"),
+        (b"node-1:22 slots=2", "'node-1:22'", "write node-1, and `Port 22`"),
         (b"10.0.0.256 slots=2", "'10.0.0.256'", "four numbers"),
         (b"10.0.0.07 slots=2", "'10.0.0.07'", "four numbers"),
         (b"1 slots=2", "'1' would be read as an address", "write a name"),

@@ -287,6 +287,14 @@ def test_bad_records_stop_the_run_until_they_are_allowed_or_mended(
     error = capsys.readouterr().err
     assert "2 bad records so far" in error  # met while the tokenizer was trained: all of them are shown
     assert "a.jsonl, line 201: broken JSON" in error and "--max-rejected N" in error
+    (talks := tmp_path / "talks.jsonl").write_text('{"messages": []}\n' * 300)
+    assert main(["--source", str(talks), "--out", str(tmp_path / "talks"), "--vocab-size", "270"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("no field 'text'") == 1 and "talks.jsonl, line 1 and 299 other records: no field" in error
+    assert "add --format chat" in error
+    assert main([str(talks), "--vocab-size", "270"]) == 2
+    words = f"`llmtrain prepare --source {talks} --vocab-size 270 --out FOLDER`"
+    assert f"prepare {talks}: what is read has an option: {words}" in capsys.readouterr().err
     assert json.loads((out / "rejected.jsonl").read_text().splitlines()[0])["line"] == 201
     given = [*argv, "--tokenizer", str(made_tokenizer(tmp_path / "tok", reference))]
     del given[given.index("--vocab-size") : given.index("--vocab-size") + 2]
