@@ -92,10 +92,6 @@ class Optimizer(Choice, section="optim"):
         """
         raise NotImplementedError("an optimizer needs a method build(groups)")
 
-    def build_on_host(self, groups: list[dict[str, Any]]) -> Any:
-        """Return DeepSpeed's optimizer of these groups for state on the host; it builds `host_ops`."""
-        raise NotImplementedError
-
 
 @dataclass(frozen=True, kw_only=True)
 class AdamW(Optimizer, choice="adamw"):
@@ -126,6 +122,7 @@ class AdamW(Optimizer, choice="adamw"):
         return torch.optim.AdamW(groups, fused=True)
 
     def build_on_host(self, groups: list[dict[str, Any]]) -> Any:
+        """Return DeepSpeed's optimizer of these groups for state on the host; it builds `host_ops`."""
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         return DeepSpeedCPUAdam(groups, adamw_mode=True)
@@ -207,6 +204,7 @@ class Lion(Optimizer, choice="lion"):
         return lion.Lion(groups)
 
     def build_on_host(self, groups: list[dict[str, Any]]) -> Any:
+        """Return DeepSpeed's optimizer of these groups for state on the host; it builds `host_ops`."""
         from deepspeed.ops.lion import DeepSpeedCPULion
 
         return DeepSpeedCPULion(groups)

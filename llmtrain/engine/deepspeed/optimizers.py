@@ -32,7 +32,7 @@ from llmtrain.models.language import LanguageModel
 from llmtrain.models.own_settings import OwnSettings
 from llmtrain.models.skeleton import decoder_layers
 from llmtrain.models.transformers_private import matrices
-from llmtrain.optim.optimizers import Muon, Optimizer
+from llmtrain.optim.optimizers import AdamW, Lion, Muon, Optimizer
 
 MOMENTUM = "momentum_buffer"
 MOMENTS = "moments"
@@ -191,7 +191,7 @@ def build_optimizer(
         _set_newton_schulz_dtype(mix.precision)
     if is_of_plugin(optim) or not optim.counts_steps:
         return build_guarded(optim, groups)
-    if mix.offload_optimizer and optim.host_ops:
+    if mix.offload_optimizer and optim.host_ops and isinstance(optim, AdamW | Lion):
         with op_build_lock():
             try:
                 return optim.build_on_host(groups)
