@@ -149,13 +149,11 @@ def _scalar(kinds: list[Any], value: Any) -> Any:
         return _of_text(kinds, value)
     if isinstance(value, bool):
         return value if bool in kinds else WRONG
-    if int in kinds and isinstance(value, float) and value.is_integer() and abs(value) < 2**63:
-        return int(value)
-    if int in kinds and isinstance(value, int):
+    if type(value) in kinds:
         return value
-    if float in kinds and isinstance(value, (int, float)):
-        return float(value)
-    return WRONG
+    if isinstance(value, float) and int in kinds and value.is_integer() and abs(value) < 2**63:
+        return int(value)
+    return float(value) if isinstance(value, int) and float in kinds else WRONG
 
 
 def _list(kind: Any, value: list[Any] | tuple[Any, ...], key: str, problems: Problems) -> Any:

@@ -11,13 +11,14 @@ import inspect
 import math
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 import torch
 from torch import nn
 
 from llmtrain.base.errors import ModelError
 from llmtrain.config.problems import Places, Problems, closest
+from llmtrain.config.reader import WRONG, members, read
 from llmtrain.config.run import AdapterConfig, ModelConfig, ResolvedRun
 from llmtrain.config.schema import type_name
 from llmtrain.config.stages import Stage
@@ -150,14 +151,8 @@ class _Section:
             return
         if field is None:
             return
-        errors: list[Exception] = []
-        for validator in getattr(self._family, "__validators__", {}).get(name, ()):
-            try:
-                validator(value)
-            except (TypeError, ValueError) as error:
-                errors.append(error)
-        if errors:
-            self._wrong_type(key, value, field, next((e for e in errors if isinstance(e, ValueError)), errors[0]))
+        if rule_and_remedy := self._wrong_type(name, value, field):
+            self._add(key, value, *rule_and_remedy)
             return
         if "drop" in name and isinstance(field.default, (int, float)) and not _is_share(value):
             self._add(key, value, "a dropout is a number from 0 to 1", f"{field.default} is the family's default")
@@ -172,24 +167,26 @@ class _Section:
         elif isinstance(value, str):
             self._check_activation(key, value, field)
 
-    def _wrong_type(self, key: str, value: Any, field: Any, error: Exception) -> None:
-        kinds = (field.type, *get_args(field.type))
-        if isinstance(error, ValueError) and (bounds := re.search(r"must be (.*), got", str(error))):
-            self._add(key, value, f"must be {bounds[1]}", f"{field.default} is the family's default")
-            return
-        plain = set(kinds[1:] or kinds) <= {int, float, str, bool, type(None)}
-        words = type_name(field.type) if plain else str(error).strip().splitlines()[0]
-        remedy = f"write {words}" if plain else "correct the value"
-        if isinstance(value, float) and value.is_integer() and int in kinds:
-            remedy = f"write {int(value)}"
-        elif type(value) is int and float in kinds:
-            words, remedy = "a number with a decimal point", f"write {float(value)}"
-        elif isinstance(value, str) and _is_number(value):
-            remedy = f"remove the quotes: {value}"
-        elif isinstance(value, str) and plain and str not in kinds:
-            remedy = f"write {words}, such as the family's default, {field.default!r}"
-        rule = f"must be {words}" if plain else f"{self._family.__name__} of transformers says: {words}"
-        self._add(key, value, rule, remedy)
+    def _wrong_type(self, name: str, value: Any, field: Any) -> tuple[str, str] | None:
+        """Rule and remedy for a value that the field's type hint, or a validator of the class, does not take."""
+        if _is_readable(field.type):
+            made, words = read(field.type, value, name, Problems()), type_name(field.type)
+            if made is WRONG:
+                return f"must be {words}", f"write {words}, such as the family's default, {field.default!r}"
+            if isinstance(value, str) and not isinstance(made, str):
+                return f"must be {words}", f"remove the quotes: {made}"
+            if type(made) is not type(value) and not isinstance(made, (list, tuple)):  # transformers takes no 1 for 1.0
+                point = " with a decimal point" if isinstance(made, float) else ""
+                return f"must be {words}{point}", f"write {made}"
+        for validator in getattr(self._family, "__validators__", {}).get(name, ()):
+            try:
+                validator(value)
+            except (TypeError, ValueError) as error:
+                if bounds := re.search(r"must be (.*), got", str(error)):
+                    return f"must be {bounds[1]}", f"{field.default} is the family's default"
+                said = str(error).strip().splitlines()[0]
+                return f"{self._family.__name__} of transformers says: {said}", "correct the value"
+        return None
 
     def _check_activation(self, key: str, value: str, field: Any) -> None:
         from transformers.activations import ACT2FN
@@ -269,12 +266,13 @@ def _is_share(value: Any) -> bool:
     return isinstance(value, bool) or (isinstance(value, (int, float)) and 0 <= value <= 1)  # some drop, or do not
 
 
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
+_PLAIN = {int, float, str, bool, type(None)}
+
+
+def _is_readable(kind: Any) -> bool:
+    """True for a type hint of numbers, text, words, and lists of these."""
+    kinds = [get_args(each) if get_origin(each) in (list, tuple) else (each,) for each in members(kind)]
+    return all(each in _PLAIN or each is ... or get_origin(each) is Literal for several in kinds for each in several)
 
 
 def _sources(family: Any) -> list[str]:

@@ -23,6 +23,7 @@ from llmtrain.config.load import load, parse
 from llmtrain.config.problems import Problems
 from llmtrain.config.resolve import resolve
 from llmtrain.config.run import ModelConfig, ResolvedRun, RunConfig
+from llmtrain.config.schema import schema
 from llmtrain.config.strict_yaml import dump
 from llmtrain.tracking.sink import TrackingConfig
 from tests.helpers.config_workplace import RUN, ranks_at_least, write
@@ -405,7 +406,12 @@ def test_help_names_every_field(here: Path, capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(SystemExit) as stop:
         parse(["--help"])
     assert stop.value.code == 0
-    assert "--optim.lr  (a number, greater than 0 and at most 1; default: 0.0003)" in capsys.readouterr().out
+    told = " ".join(capsys.readouterr().out.split())
+    assert (
+        "--optim.lr LR Peak learning rate (of AdamW). Or from the JSON. (greater than 0 and at most 1) (type: float"
+        in told
+    )
+    assert all(f"--{key}" in told for key in schema())
 
 
 def test_a_mistake_is_told_before_anything_heavy_is_imported(here: Path) -> None:
