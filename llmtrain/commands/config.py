@@ -15,10 +15,11 @@ from llmtrain.base.errors import ConfigError
 from llmtrain.commands import completion
 from llmtrain.config import strict_yaml
 from llmtrain.config.load import COMMAND_LINE, Parsed, configs_in, parse, plugins_of, run_words
+from llmtrain.config.on_disk import refuse_if_preempted
 from llmtrain.config.pinned import with_base
 from llmtrain.config.problems import closest, show, stop
 from llmtrain.config.resolve import resolve
-from llmtrain.config.rules import flatten, refuse_if_preempted
+from llmtrain.config.rules import flatten
 from llmtrain.config.run import ResolvedRun
 from llmtrain.config.schema import SHARED, entries, json_schema
 from llmtrain.config.topology import Degrees

@@ -19,7 +19,7 @@ from llmtrain.cluster.launch.plan import Options, Run, describe, make_plan
 from llmtrain.commands import completion
 from llmtrain.config import plugins
 from llmtrain.config.load import command_words, configs_in, load, run_words
-from llmtrain.config.rules import refuse_if_preempted
+from llmtrain.config.on_disk import refuse_if_preempted
 from llmtrain.config.run import ResolvedRun
 from llmtrain.data.stream.epoch import sequences_of_epoch
 from llmtrain.training.host_needs import needs

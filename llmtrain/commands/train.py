@@ -19,8 +19,8 @@ from llmtrain.cluster.watch import rank_side
 from llmtrain.commands import completion
 from llmtrain.config import plugins
 from llmtrain.config.load import load
+from llmtrain.config.on_disk import has_checkpoints, refuse_if_preempted
 from llmtrain.config.pinned import with_base
-from llmtrain.config.rules import has_checkpoints, refuse_if_preempted
 from llmtrain.config.run import FaultConfig, ResolvedRun
 from llmtrain.data.stream.epoch import sequences_of_epoch
 from llmtrain.engine.process_memory import none_while_importing

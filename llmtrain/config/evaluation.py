@@ -1,12 +1,13 @@
-"""Rules of the section `eval` beside others, and of the folders that it names."""
+"""The figures of a run's evaluations, and the rules of the section `eval` and of what its figures decide."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
-from llmtrain.config.problems import Problems, closest
+from llmtrain.base.rule import Rule
+from llmtrain.config.problems import closest
 from llmtrain.config.run import KeepBest, RunConfig, StopEarly
 from llmtrain.objectives.by_token import NextToken
 from llmtrain.objectives.objective import Objective
@@ -16,7 +17,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 _OF_CHOICES = ("accuracy", "accuracy_norm", "bits_per_byte")
 
 
-def taken_names() -> set[str]:
+def _taken_names() -> set[str]:
     """Names that no set can have: the figures of the validation set and the mean stand there."""
     figures = [figure.name for objective in Objective.CHOICES.values() for figure in objective.figures]
     own = {"loss", "perplexity", "bits_per_byte", "mean", "ema", "accuracy", "accuracy_norm"}
@@ -46,90 +47,70 @@ def filled(run: RunConfig) -> RunConfig:
     return run
 
 
-def _check_metrics(run: RunConfig, problems: Problems) -> None:
-    """Check that the metrics that keep checkpoints or end the run are figures of its evaluations."""
-    asked: dict[str, KeepBest | StopEarly] = {"checkpoint.keep_best": run.checkpoint.keep_best,
-                                              "train.stop_early": run.train.stop_early}  # fmt: skip
-    for section, chosen in asked.items():
-        key, known = f"{section}.metric", figures_of(run)
-        if chosen.metric is None:
-            if chosen != type(chosen)():
-                problems.add(
-                    key,
-                    None,
-                    "other keys of the section are given, and without a metric it does nothing",
-                    "write one, such as eval/loss, or remove the section",
-                    problems.places.get(section),
-                )
-        elif chosen.metric not in known:
-            near = closest(chosen.metric, known)
-            remedy = f"did you mean {near}?" if near else f"choose one of {', '.join(known) or 'none: there are none'}"
-            problems.add(key, chosen.metric, "is no figure of this run's evaluations", remedy)
-        elif chosen.mode is None and mode_of(chosen.metric) is None:
-            problems.add(f"{section}.mode", None, f"{chosen.metric} does not tell whether less is better",
-                         "write min or max", problems.places.get(key))  # fmt: skip
-        elif run.train.eval_every is None:
-            problems.add(key, chosen.metric, "is measured at the end of the run only", "set train.eval_every")
-    early = run.train.stop_early.metric
-    if early is not None and run.sites.name is not None:
-        problems.add("train.stop_early.metric", early, "would end each site at a step of its own, and the others would "
-                     "wait for it", "remove it")  # fmt: skip
+def _sets(wrong: Callable[[str], bool]) -> Callable[[RunConfig], list[str]]:
+    """A rule for the name of each set and of each folder of choices."""
+    return lambda run: [f"eval.{field}.{name}" for field, names in (("sets", run.eval.sets),
+                        ("choices", run.eval.choices)) for name in names if wrong(name)]  # fmt: skip
 
 
-def check_evaluation(run: RunConfig, problems: Problems) -> None:
-    """Names of sets, the maps that belong to them, and the figures that decide on the run."""
-    sets, choices = run.eval.sets, run.eval.choices
-    named = [(f"eval.sets.{name}", name, folder) for name, folder in sets.items()]
-    for key, name, folder in (*named, *((f"eval.choices.{name}", name, folder) for name, folder in choices.items())):
-        if key.startswith("eval.choices.") and name in sets:
-            problems.add(key, folder, f"eval/{name} is of eval.sets.{name}", "give one of the two another name")
-        if name in taken_names():
-            problems.add(key, folder, f"eval/{name} is the name of other figures", "give the set another name")
-        elif not _NAME.fullmatch(name):
-            problems.add(key, folder, "a name of a set has letters, digits, - and _ alone: eval/NAME/loss is a figure",
-                         "give the set another name")  # fmt: skip
-    if choices and run.objective.scores:
-        rule = (
-            f"a model of objective.name {run.objective.name} gives scores, and choices are measured by their likelihood"
-        )
-        problems.add("eval.choices", choices, rule, "remove eval.choices")
-    of_sets: dict[str, dict[str, Any]] = {"sequences": run.eval.sequences, "mean": run.eval.mean}
-    for field, given in of_sets.items():
-        for name, value in given.items():
-            key = f"eval.{field}.{name}"
-            if name not in sets:
-                names = ", ".join(sets) or "none"
-                problems.add(key, value, f"is of no set in eval.sets, which has {names}", "correct the name")
-    _check_metrics(run, problems)
+def _figure(key: str) -> str:
+    """The first part of the figures of a set."""
+    return f"eval/{key.split('.', 2)[2]}"
 
 
-def check_set(key: str, path: str, manifest: dict[str, Any], run: RunConfig, tokenizer: str | None,
-              problems: Problems) -> None:  # fmt: skip
-    """A set has the tokenizer of the run's data, and fills a sequence. `tokenizer`: fingerprint of that of the data."""
-    _check_tokenizer(key, path, manifest, run, tokenizer, problems)
-    tokens = manifest.get("tokens")
-    length = run.data.sequence_length
-    least = 1 if isinstance(manifest.get("chat"), dict) else length + 1
-    found = [each for each in tokens.values() if isinstance(each, int)] if isinstance(tokens, dict) else []
-    if found and max(found) < least:
-        problems.add(key, path, f"neither of its splits ({' and '.join(map(str, found))} tokens) fills one sequence of "
-                     f"data.sequence_length {length}", "prepare more text, or lower data.sequence_length")  # fmt: skip
+def _deciding(section: str, chosen: Callable[[RunConfig], KeepBest | StopEarly]) -> tuple[Rule, ...]:
+    """The rules of a metric that keeps checkpoints or ends the run: it is a figure of the run's evaluations."""
+    key, every = f"{section}.metric", {"train.eval_every": 10}
+
+    def known(run: RunConfig) -> bool:
+        return chosen(run).metric in figures_of(run)
+
+    def directed(run: RunConfig) -> bool:
+        return chosen(run).mode is not None or mode_of(str(chosen(run).metric)) is not None
+
+    def remedy(run: RunConfig, _: str) -> str:
+        figures = figures_of(run)
+        near = closest(str(chosen(run).metric), figures)
+        return f"did you mean {near}?" if near else f"choose one of {', '.join(figures) or 'none: there are none'}"
+
+    # fmt: off
+    return (
+        Rule((key,), lambda r: chosen(r).metric is None and chosen(r) != type(chosen(r))(),
+             "other keys of the section are given, and without a metric it does nothing",
+             "write one, such as eval/loss, or remove the section", {f"{section}.mode": "min"}),
+        Rule((key,), lambda r: chosen(r).metric is not None and not known(r),
+             "is no figure of this run's evaluations", remedy, {key: "eval/los", **every}),
+        Rule((f"{section}.mode",), lambda r: known(r) and not directed(r),
+             lambda r, _: f"{chosen(r).metric} does not tell whether less is better", "write min or max",
+             {"objective.name": "distill", "objective.top_k": 7, key: "eval/distill/teacher_entropy", **every}),
+        Rule((key,), lambda r: known(r) and directed(r) and r.train.eval_every is None,
+             "is measured at the end of the run only", "set train.eval_every", {key: "eval/loss"}),
+    )
+    # fmt: on
 
 
-def check_choices(key: str, path: str, manifest: dict[str, Any], run: RunConfig, tokenizer: str | None,
-                  problems: Problems) -> None:  # fmt: skip
-    """The folder has multiple-choice questions, with the tokenizer of the run's data."""
-    chat = manifest.get("chat")
-    if not (isinstance(chat, dict) and chat.get("choices")):
-        problems.add(key, path, "holds no multiple-choice questions", "prepare them with --format choices, or name the "
-                     "folder in eval.sets")  # fmt: skip
-    else:
-        _check_tokenizer(key, path, manifest, run, tokenizer, problems)
-
-
-def _check_tokenizer(key: str, path: str, manifest: dict[str, Any], run: RunConfig, tokenizer: str | None,
-                     problems: Problems) -> None:  # fmt: skip
-    if tokenizer is not None and manifest.get("tokenizer_fingerprint") != tokenizer:
-        data = next(iter(run.data.mixture or {}), run.data.path)
-        problems.add(key, path, f"was prepared with another tokenizer than {data}, which the run trains on",
-                     f"prepare it again with --tokenizer {data}/tokenizer")  # fmt: skip
+# fmt: off
+RULES: tuple[Rule, ...] = (
+    Rule(("eval.choices.NAME",), lambda r: [f"eval.choices.{name}" for name in r.eval.choices if name in r.eval.sets],
+         lambda _, key: f"{_figure(key)} is of eval.sets.{key.split('.', 2)[2]}", "give one of the two another name",
+         {"eval.sets.NAME": "data/x", "eval.choices.NAME": "data/x"}, each=True),
+    Rule(("eval.sets.pairs",), _sets(lambda name: name in _taken_names()),
+         lambda _, key: f"{_figure(key)} is the name of other figures", "give the set another name",
+         {"eval.sets.pairs": "data/x"}, each=True),
+    Rule(("eval.sets.a/b",), _sets(lambda name: name not in _taken_names() and not _NAME.fullmatch(name)),
+         "a name of a set has letters, digits, - and _ alone: eval/NAME/loss is a figure", "give the set another name",
+         {"eval.sets.a/b": "data/x"}, each=True),
+    Rule(("eval.choices",), lambda r: r.eval.choices and r.objective.scores,
+         lambda r, _: f"a model of objective.name {r.objective.name} gives scores, and choices are measured by their "
+                      "likelihood",
+         "remove eval.choices", {"objective.name": "reward", "eval.choices.NAME": "data/x"}),
+    *(Rule((f"eval.{field}.NAME",),
+           lambda r, field=field: [f"eval.{field}.{name}" for name in getattr(r.eval, field)  # type: ignore[misc]
+                                   if name not in r.eval.sets],
+           lambda r, _: f"is of no set in eval.sets, which has {', '.join(r.eval.sets) or 'none'}", "correct the name",
+           {f"eval.{field}.NAME": 5}, each=True)
+      for field in ("sequences", "mean")),
+    *_deciding("checkpoint.keep_best", lambda run: run.checkpoint.keep_best),
+    *_deciding("train.stop_early", lambda run: run.train.stop_early),
+)
+# fmt: on

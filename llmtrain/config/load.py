@@ -15,12 +15,14 @@ from llmtrain.base.choice import Entry
 from llmtrain.config import answers, plugins, rules, strict_yaml
 from llmtrain.config.deepspeed.join import optimizer_in
 from llmtrain.config.deepspeed.keys import KEYS
+from llmtrain.config.on_disk import check_on_disk
 from llmtrain.config.problems import COMMAND_LINE, Problems, closest, nearest, show, stop
 from llmtrain.config.reader import WRONG, members, read
 from llmtrain.config.resolve import resolve
 from llmtrain.config.run import DataConfig, ResolvedRun, RunConfig
 from llmtrain.config.schema import ENTRIES, choices, run_parser, schema, sections
 from llmtrain.config.stages import StageConfig
+from llmtrain.config.together import rules_help
 
 _LAUNCHER_FLAGS = ("--local_rank", "--local-rank")
 _NO_FIELDS = ("config", "plugin", "plugin-changed")
@@ -65,6 +67,7 @@ def parse(argv: list[str], *, check_paths: bool = True) -> Parsed:
     """
     if "-h" in argv or "--help" in argv:
         run_parser().print_help()
+        print("\n".join(rules_help()))
         raise SystemExit(0)
     configs, words = _split(argv)
     problems = Problems(paths=check_paths)
@@ -87,8 +90,10 @@ def parse(argv: list[str], *, check_paths: bool = True) -> Parsed:
     if run.train.run_dir is None:
         run = replace(run, train=replace(run.train, run_dir=f"runs/{Path(configs[-1]).stem}"))
     rules.check_values(run, problems)
+    if check_paths:
+        rules.check_start(run, problems)
     if check_paths and not problems.unexpanded:  # what is not there for that reason needs no second mistake
-        rules.check_on_disk(run, problems)
+        check_on_disk(run, problems)
     problems.raise_if_any()
     idle = [f"{section}.{name}" for section in ENTRIES for name in plugins.entries(section)
             if name not in getattr(run, section)]  # fmt: skip

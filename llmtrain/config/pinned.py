@@ -8,8 +8,8 @@ from pathlib import Path
 
 from llmtrain.base.errors import ConfigError, ModelError
 from llmtrain.config import strict_yaml
+from llmtrain.config.on_disk import reads_weights
 from llmtrain.config.problems import Places, stop
-from llmtrain.config.rules import reads_weights
 from llmtrain.config.run import ResolvedRun, RunConfig
 from llmtrain.objectives.by_token import Distill
 from llmtrain.storage.hub.names import COMMIT, endpoint, is_remote

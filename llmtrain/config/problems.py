@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from llmtrain.base.errors import ConfigError
@@ -78,22 +78,6 @@ class Problems:
     def raise_if_any(self) -> None:
         if self._entries:
             raise self.error()
-
-
-class Within(Problems):
-    """The mistakes of a part of a whole, told by the keys that they have in it."""
-
-    def __init__(self, whole: Problems, name: Callable[[str], str], places: Places) -> None:
-        """`name`: from a key of the part to that of the whole. `places`: of the part's keys."""
-        super().__init__(places)
-        self._entries, self._keys, self._name = whole._entries, whole._keys, name
-
-    def add_text(self, key: str, what: str, rule: str, remedy: str, place: str | None = None) -> None:
-        """Under the key of the whole, with which the text begins."""
-        super().add_text(self._name(key), what.replace(key, self._name(key), 1), rule, remedy, place)
-
-    def __contains__(self, key: str) -> bool:
-        return super().__contains__(self._name(key))
 
 
 def stop(key: str, value: Any, rule: str, remedy: str, place: str | None = None) -> ConfigError:

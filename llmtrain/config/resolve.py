@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from llmtrain.config import rules
 from llmtrain.config.batch import Batch, solve
@@ -12,12 +11,10 @@ from llmtrain.config.deepspeed.join import DEGREE_KEYS, check_scheduler, exact_d
 from llmtrain.config.deepspeed.read import checked
 from llmtrain.config.evaluation import filled
 from llmtrain.config.problems import Places, Problems
-from llmtrain.config.rules import check_adapter_form, check_balance
 from llmtrain.config.run import ResolvedRun, RunConfig, TrainConfig
 from llmtrain.config.schema import SHARED
-from llmtrain.config.sites_rules import check_sites
 from llmtrain.config.stages import DataConfig, StageBatch, Stages, data_of, stages_of
-from llmtrain.config.stages_rules import check_lengths, key_of, notes_of, stage_runs
+from llmtrain.config.stages_rules import key_of, notes_of, stage_views
 from llmtrain.config.topology import Degrees
 
 
@@ -41,42 +38,37 @@ def resolve(
     written = tuple(problems.places)
     tree, ignored = checked(path, problems)
     run = join_values(run, tree, problems)
-    rules.check_values(run, problems)
     facts = read_facts(run, tree, problems)
+    trees = (facts.tree, tree)
     problems.raise_if_any()
-    world = _world(world_size, world_size_source)
-    degrees = _spread(facts.mix.degrees, path, world_size, world, problems)
-    _check_declared_ranks(tree, path, degrees.data, world, problems)
-    rules.check_shared_heads(run, degrees, path, problems)
-    for each, within in stage_runs(run, problems):
-        rules.check_shared_rows(each, degrees, path, within)
-        rules.check_length_in_fp8(each, degrees, within)
-    check_adapter_form(run, degrees, facts.mix.zero_stage, path, problems)
-    rules.check_frozen(run, facts.tree.get("zero_optimization") or {}, path, problems)
-    check_sites(run, problems)
+    world = f"world size {world_size} ({world_size_source})"
+    mix = replace(facts.mix, degrees=spread(facts.mix.degrees, path, world_size, world, problems))
+    declared, data_parallel = tree.get("data_parallel_size"), mix.degrees.data
+    if declared not in (None, "auto", data_parallel):
+        problems.add("data_parallel_size", declared, f"the data-parallel degree is {data_parallel}: {world}",
+                     "remove it: the launcher decides it", path)  # fmt: skip
+    case = rules.Case(run=run, mix=mix)
+    rules.refuse(rules.OF_FORMS, case, run, problems, *trees)
+    for each, whole in stage_views(run):
+        rules.refuse(rules.OF_STAGES, replace(case, run=each), each, problems, key_of=whole)
     problems.raise_if_any()
 
-    stages = _stages(run, degrees, world, problems)
-    max_steps = total_steps(run, stages, epoch)
-    stages = stages.filled(max_steps)
-    batch = stages[0].batch
-    run = _fill_in(run, stages)
-    for (each, within), stage in zip(stage_runs(run, problems), stages, strict=True):
-        rules.check_mask(each, stage.batch, degrees, within)
-    if stages.schedule_end(0, max_steps) == max_steps:
-        rules.check_schedule(run, max_steps, batch.tokens, problems)
-    rules.check_steps(run, max_steps, problems)
-    check_lengths(run, stages, max_steps, problems)
-    balance_notes = check_balance(run, batch, degrees, path, problems)
+    run, stages, max_steps = with_stages(run, mix.degrees, world, epoch, problems)
+    for (each, whole), stage in zip(stage_views(run), stages, strict=True):
+        rules.refuse(rules.OF_MASKS, replace(case, run=each, batch=stage.batch), each, problems, key_of=whole)
+    case = rules.Case(run=run, mix=mix, stages=stages, max_steps=max_steps)
+    rules.refuse(rules.OF_STEPS, case, run, problems, *trees)
     of_scheduler = check_scheduler(run, tree, problems)
     problems.raise_if_any()
 
-    exact, more_notes = exact_dict(run, facts, batch)
-    all_notes = (*notes, *ignored, *facts.notes, *balance_notes, *of_scheduler, *more_notes)
+    exact, more_notes = exact_dict(run, facts, stages[0].batch)
+    if run.train.balance == rules.MEASURED and mix.degrees.data == 1:
+        more_notes = ["train.balance measured changes nothing here: all ranks work on the same sequences", *more_notes]
+    all_notes = (*notes, *ignored, *facts.notes, *of_scheduler, *more_notes)
     return ResolvedRun(
         run=run,
         stages=stages,
-        mix=replace(facts.mix, degrees=degrees),
+        mix=mix,
         deepspeed=exact,
         pipeline_partition=facts.pipeline_partition,
         expert_parallel=dict(facts.tree.get("expert_parallel") or {}),
@@ -89,6 +81,16 @@ def resolve(
             *_odd_values(run, max_steps),
         ),
     )
+
+
+def with_stages(
+    run: RunConfig, degrees: Degrees, world: str, epoch: Callable[[DataConfig], int] | None, problems: Problems
+) -> tuple[RunConfig, Stages, int | None]:
+    """The run with the values of its stages filled in, the stages, and the steps of the complete run."""
+    stages = _stages(run, degrees, world, problems)
+    max_steps = total_steps(run, stages, epoch)
+    stages = stages.filled(max_steps)
+    return _fill_in(run, stages), stages, max_steps
 
 
 def _stages(run: RunConfig, degrees: Degrees, world: str, problems: Problems) -> Stages:
@@ -151,7 +153,7 @@ def _solved(batch: Batch) -> StageBatch:
     return StageBatch(global_batch=batch.global_batch, micro_batch=batch.micro_batch, accumulation=batch.accumulation)
 
 
-def _spread(asked: Degrees, path: str, world_size: int, world: str, problems: Problems) -> Degrees:
+def spread(asked: Degrees, path: str, world_size: int, world: str, problems: Problems) -> Degrees:
     """The degrees with the data-parallel one: the ranks that are left."""
     data, rest = divmod(world_size, asked.world_size)
     alike = data * asked.sequence
@@ -168,16 +170,6 @@ def _spread(asked: Degrees, path: str, world_size: int, world: str, problems: Pr
         remedy = f"set expert_parallel.autoep_size to a divisor of {alike}"
     problems.add_text(next(iter(set_keys)), text, rule, remedy, path)
     return asked
-
-
-def _check_declared_ranks(tree: dict[str, Any], path: str, data_parallel: int, world: str, problems: Problems) -> None:
-    if (declared := tree.get("data_parallel_size")) not in (None, "auto", data_parallel):
-        rule = f"the data-parallel degree is {data_parallel}: {world}"
-        problems.add("data_parallel_size", declared, rule, "remove it: the launcher decides it", path)
-
-
-def _world(world_size: int, source: str) -> str:
-    return f"world size {world_size} ({source})"
 
 
 def _batch_places(run: RunConfig, places: Places) -> str:

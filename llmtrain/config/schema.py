@@ -1,8 +1,4 @@
-"""The fields of a run, from its classes and their docstrings: types, help, JSON Schema, and the tables in the docs.
-
-`python -m llmtrain.config.schema docs` rewrites the parts between markers of configuration.md, deepspeed.md,
-parallelism.md, posttraining.md and tracking.md.
-"""
+"""The fields of a run, from its classes and their docstrings: types, help, JSON Schema, and the tables in the docs."""
 
 from __future__ import annotations
 
@@ -13,16 +9,13 @@ import inspect
 import json
 import operator
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
-from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from llmtrain.base import choice
 from llmtrain.base.choice import Bound, Choice, default_of
-from llmtrain.config import topology
-from llmtrain.config.deepspeed import keys
 from llmtrain.config.problems import show
 from llmtrain.config.run import RunConfig
 from llmtrain.optim.optimizers import Optimizer
@@ -45,7 +38,6 @@ SHARED: dict[str, str] = {
 
 ENTRIES = ("parts", "trackers", "metrics")
 """Sections whose entries are classes by name, those of plugins among them."""
-BEGIN, END = "<!-- generated: begin -->", "<!-- generated: end -->"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,40 +259,6 @@ def markdown() -> str:
         meaning = entry.meaning.replace("|", "\\|")
         lines.append(f"| `{name}` | {entry.values} | `{entry.default}` | {meaning} |")
     return "\n".join(lines).strip() + "\n"
-
-
-def _combinations() -> str:
-    from llmtrain.config import together  # for the page alone
-
-    return together.markdown()
-
-
-def _metrics() -> str:
-    from llmtrain.tracking import metrics
-
-    return metrics.markdown()
-
-
-PAGES: dict[str, Callable[[], str]] = {
-    "configuration.md": markdown,
-    "deepspeed.md": keys.markdown,
-    "parallelism.md": topology.markdown,
-    "posttraining.md": _combinations,
-    "tracking.md": _metrics,
-}
-
-
-def write_into(page: Path, generated: str) -> None:
-    """Replace what stands between the markers of the page."""
-    text = page.read_text(encoding="utf-8")
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    page.write_text(f"{before}{BEGIN}\n{generated}{END}{after}", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    for name, generated in PAGES.items():
-        write_into(Path(sys.argv[1]) / name, generated())
 
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"

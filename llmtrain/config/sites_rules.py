@@ -1,41 +1,57 @@
-"""Rules of the sites section."""
+"""Rules of the sites section; those of one method are in its class (optim/outer_methods.py)."""
 
 from __future__ import annotations
 
 import ipaddress
 import re
 
-from llmtrain.config.problems import Problems
+from llmtrain.base.rule import Rule
 from llmtrain.config.run import RunConfig
 
+_SITE = {"sites.name": "a", "sites.coordinator": "h:1"}
 
-def check_sites(run: RunConfig, problems: Problems) -> None:
-    """A site has a name and a coordinator, and addresses that only other sites reach."""
-    sites = run.sites
-    if sites.name is None:
-        if sites.coordinator is not None:
-            problems.add("sites.coordinator", sites.coordinator, "this site has no name",
-                         "set sites.name, or remove it")  # fmt: skip
-        return
-    if run.ema.decay is not None:
-        problems.add("ema.decay", run.ema.decay, "sites would each have another average (sites.name)", "remove it, or "
-                     "average checkpoints with `llmtrain checkpoint average`")  # fmt: skip
-    if not re.fullmatch(r"[A-Za-z0-9_.-]{1,40}", sites.name):
-        problems.add("sites.name", sites.name, "must be 1 to 40 letters, digits, `_`, `.` or `-`", "give another name")
-    if not re.fullmatch(r"[^:/\s]+:[0-9]{1,5}", sites.coordinator or ""):
-        problems.add("sites.coordinator", sites.coordinator, "must be HOST:PORT",
-                     "start `llmtrain sites coordinator` and give its address")  # fmt: skip
-    if sites.listen is not None and sites.keys is None and not private(sites.listen):
-        problems.add("sites.listen", sites.listen, "must be an IP address of this host, and no public one: what sites "
-                     "send is neither encrypted nor signed", "give a tunnel's address, or set sites.keys")  # fmt: skip
-    for field, rule, remedy in sites.conflicts():
-        key = f"sites.{field}"
-        problems.add(key, getattr(sites, field), rule, remedy)
-    longest = min(run.fault.stall_timeout_s, 0.75 * run.fault.timeout_s)
-    if sites.timeout_s >= longest:
-        problems.add("sites.timeout_s", sites.timeout_s, "must be less than fault.stall_timeout_s and 3/4 of "
-                     f"fault.timeout_s, here {longest:g}: while a synchronisation waits, a site shows no progress",
-                     "lower it, or raise them")  # fmt: skip
+
+def _is_site(run: RunConfig) -> bool:
+    return run.sites.name is not None
+
+
+def _longest(run: RunConfig) -> float:
+    """Seconds that a site may show no progress."""
+    return min(run.fault.stall_timeout_s, 0.75 * run.fault.timeout_s)
+
+
+# fmt: off
+RULES: tuple[Rule, ...] = (
+    Rule(("sites.coordinator",), lambda r: not _is_site(r) and r.sites.coordinator is not None,
+         "this site has no name", "set sites.name, or remove it", {"sites.coordinator": "h:1"}),
+    Rule(("ema.decay",), lambda r: _is_site(r) and r.ema.decay is not None,
+         "sites would each have another average (sites.name)",
+         "remove it, or average checkpoints with `llmtrain checkpoint average`", {**_SITE, "ema.decay": 0.9}),
+    Rule(("sites.name",), lambda r: _is_site(r) and not re.fullmatch(r"[A-Za-z0-9_.-]{1,40}", r.sites.name),
+         "must be 1 to 40 letters, digits, `_`, `.` or `-`", "give another name", {**_SITE, "sites.name": "a:b"}),
+    Rule(("sites.coordinator",),
+         lambda r: _is_site(r) and not re.fullmatch(r"[^:/\s]+:[0-9]{1,5}", r.sites.coordinator or ""),
+         "must be HOST:PORT", "start `llmtrain sites coordinator` and give its address", {"sites.name": "a"}),
+    Rule(("sites.listen",),
+         lambda r: _is_site(r) and r.sites.listen is not None and r.sites.keys is None and not private(r.sites.listen),
+         "must be an IP address of this host, and no public one: what sites send is neither encrypted nor signed",
+         "give a tunnel's address, or set sites.keys", {**_SITE, "sites.listen": "8.8.8.8"}),
+    Rule(("sites.timeout_s",), lambda r: _is_site(r) and r.sites.timeout_s >= _longest(r),
+         lambda r, _: f"must be less than fault.stall_timeout_s and 3/4 of fault.timeout_s, here {_longest(r):g}: "
+                      "while a synchronisation waits, a site shows no progress",
+         "lower it, or raise them", {**_SITE, "sites.timeout_s": 300}),
+    Rule(("train.stop_early.metric",), lambda r: _is_site(r) and r.train.stop_early.metric is not None,
+         "would end each site at a step of its own, and the others would wait for it", "remove it",
+         {**_SITE, "train.stop_early.metric": "eval/loss", "train.eval_every": 10}),
+    Rule(("data.stages",), lambda r: _is_site(r) and r.data.stages,
+         "sites (sites.name) deal out the sequences of one data set", "remove one of the two",
+         {**_SITE, "data.stages": [{"from_step": 5, "sequence_length": 64}]}),
+    Rule(("resume_data",), lambda r: _is_site(r) and r.resume_data == "new",
+         "sites (sites.name) share the order of one data set",
+         "remove it, or begin new sites from the parameters: resume_weights_only",
+         {**_SITE, "resume_data": "new", "resume": "runs/other"}),
+)
+# fmt: on
 
 
 _PRIVATE = tuple(

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
+from itertools import pairwise
+from typing import Any
 
-from llmtrain.config.problems import Places, Problems, Within
+from llmtrain.base.rule import Rule
 from llmtrain.config.run import RunConfig
 from llmtrain.config.stages import StageConfig, Stages, data_of
+from llmtrain.optim.schedules import Schedule
+
+KeyOf = Callable[[str], str]
+"""From a key of a stage's view to the key that the user wrote."""
 
 
 def key_of(number: int, name: str = "") -> str:
@@ -17,101 +22,105 @@ def key_of(number: int, name: str = "") -> str:
     return f"data.stages[{number}]" + (f".{name}" if name else "")
 
 
-def stage_runs(run: RunConfig, problems: Problems) -> Iterator[tuple[RunConfig, Problems]]:
-    """Each stage as a run of its own with the data that it has, and the mistakes of the complete run, which name a
-    value that a stage has given by the stage's key."""
+def stage_views(run: RunConfig) -> Iterator[tuple[RunConfig, KeyOf]]:
+    """Each stage as a run of its own with the data that it has."""
     given: dict[str, int] = {}
-    places: Places = problems.places
     for number, data in enumerate(data_of(run.data)):
-        yield replace(run, data=data), Within(problems, partial(_in_whole, dict(given)), places)
+        yield replace(run, data=data), _names(dict(given))
         if number < len(run.data.stages):
-            prefix = f"{key_of(number)}."
-            own = {key.removeprefix(prefix): place for key, place in places.items() if key.startswith(prefix)}
-            places = {**places, **{f"data.{key}": place for key, place in own.items()}}
-            given |= {name: number for name in _OF_DATA if getattr(run.data.stages[number], name) is not None}
+            own = run.data.stages[number]
+            given |= {name: number for name in ("path", "mixture", "sequence_length") if getattr(own, name) is not None}
 
 
-_OF_DATA = ("path", "mixture", "sequence_length")
-"""Fields of a stage that are fields of data, too."""
+def _names(given: dict[str, int]) -> KeyOf:
+    """`given`: field of data -> the stage that gives it."""
+
+    def name(key: str) -> str:
+        section, _, inner = key.partition(".")
+        number = given.get(inner.partition(".")[0]) if section == "data" else None
+        return key if number is None else key_of(number, inner)
+
+    return name
 
 
-def _in_whole(given: Mapping[str, int], key: str) -> str:
-    """The key in the whole run of a key in a stage's view of it. `given`: by field, the stage that it is of."""
-    inner = key.removeprefix("data.") if key.startswith("data.") else ""
-    number = given.get(inner.partition(".")[0])
-    return key if number is None else key_of(number, inner)
-
-
-def check_stages(run: RunConfig, problems: Problems) -> None:
-    """Values of the stages, and what they do not go with."""
-    before = 0
-    for number, stage in enumerate(run.data.stages):
-        if stage.from_step <= before:
-            problems.add(
-                key_of(number, "from_step"),
-                stage.from_step,
-                "stages begin at step 1 or later, each after the one before it",
-                "order them by from_step",
-                problems.places.get(key_of(number, "from_step")),
-            )
-        before = stage.from_step
-        if stage.path is not None and stage.mixture is not None:
-            problems.add(key_of(number, "path"), stage.path, "data.path and a mixture are both given",
-                         "give one of them, or none to go on with the data before")  # fmt: skip
-        if stage.mixture == {}:
-            problems.add(key_of(number, "mixture"), {}, "names no folder", "write lines `FOLDER: WEIGHT`, or remove it")
-        if stage == StageConfig(from_step=stage.from_step):
-            problems.add(key_of(number), stage.from_step, "changes nothing",
-                         "give path, mixture, sequence_length, train or schedule, or remove it",
-                         problems.places.get(key_of(number, "from_step")))  # fmt: skip
-    if run.data.stages:
-        _check_beside(run, problems)
-    if run.resume_data == "new" and run.sites.name is not None:
-        problems.add("resume_data", "new", "sites (sites.name) share the order of one data set",
-                     "remove it, or begin new sites from the parameters: resume_weights_only")  # fmt: skip
-
-
-def _check_beside(run: RunConfig, problems: Problems) -> None:
-    """Settings that a run with stages cannot have."""
-    count, resized = len(run.data.stages) + 1, any(map(_resizes, run.data.stages))
-    if run.sites.name is not None:
-        problems.add("data.stages", count, "sites (sites.name) deal out the sequences of one data set",
-                     "remove one of the two")  # fmt: skip
-    if run.objective.reference == "column":
-        for number, stage in enumerate(run.data.stages):
-            if stage.rope:
-                problems.add(key_of(number, "rope"), stage.rope, f"objective.name {run.objective.name} reads what its "
-                             "reference says with the positions that it began with", "remove it, or ask the reference "
-                             "at each step: objective.reference online, with an adapter")  # fmt: skip
-    if resized and run.train.balance != "equal":
-        problems.add("train.balance", run.train.balance, "the ranks' speeds are measured for one batch and length, and "
-                     "data.stages changes them", "set it to equal")  # fmt: skip
+def _keys(name: str, wrong: Callable[[RunConfig, StageConfig], Any]) -> Callable[[RunConfig], list[str]]:
+    """A rule for each stage: keys of this field of the stages that are wrong."""
+    return lambda run: [key_of(number, name) for number, stage in enumerate(run.data.stages) if wrong(run, stage)]
 
 
 def _resizes(stage: StageConfig) -> bool:
     return stage.sequence_length is not None or stage.train != type(stage.train)()
 
 
-def check_lengths(run: RunConfig, stages: Stages, max_steps: int | None, problems: Problems) -> None:
-    """Warm-up and decay of a schedule fit into its steps, if stages bound it; it has an end if it needs one."""
+def _out_of_order(run: RunConfig) -> list[str]:
+    steps = [0, *(stage.from_step for stage in run.data.stages)]
+    return [key_of(number, "from_step") for number, (before, step) in enumerate(pairwise(steps)) if step <= before]
+
+
+# fmt: off
+RULES: tuple[Rule, ...] = (
+    Rule(("data.stages[1].from_step",), _out_of_order,
+         "stages begin at step 1 or later, each after the one before it", "order them by from_step",
+         {"data.stages": [{"from_step": 9, "sequence_length": 64}, {"from_step": 9, "path": "data/x"}]}, each=True),
+    Rule(("data.stages[0].path",), _keys("path", lambda _, s: s.path is not None and s.mixture is not None),
+         "data.path and a mixture are both given", "give one of them, or none to go on with the data before",
+         {"data.stages": [{"from_step": 5, "path": "data/x", "mixture": {"data/x": 1}}]}, each=True),
+    Rule(("data.stages[0].mixture",), _keys("mixture", lambda _, s: s.mixture == {}),
+         "names no folder", "write lines `FOLDER: WEIGHT`, or remove it",
+         {"data.stages": [{"from_step": 5, "mixture": {}}]}, each=True),
+    Rule(("data.stages[0].from_step",), _keys("from_step", lambda _, s: s == StageConfig(from_step=s.from_step)),
+         "changes nothing", "give path, mixture, sequence_length, train or schedule, or remove it",
+         {"data.stages": [{"from_step": 5}]}, each=True),
+    Rule(("data.stages[0].rope",), _keys("rope", lambda r, s: r.objective.reference == "column" and s.rope),
+         lambda r, _: f"objective.name {r.objective.name} reads what its reference says with the positions that it "
+                      "began with",
+         "remove it, or ask the reference at each step: objective.reference online, with an adapter",
+         {"objective.name": "dpo", "data.stages": [{"from_step": 5, "rope": {"rope_theta": 5.0}}]}, each=True),
+    Rule(("train.balance",), lambda r: r.train.balance != "equal" and any(map(_resizes, r.data.stages)),
+         "the ranks' speeds are measured for one batch and length, and data.stages changes them", "set it to equal",
+         {"train.balance": "measured", "data.stages": [{"from_step": 5, "sequence_length": 64}]}),
+)
+# fmt: on
+
+
+def _schedules(case: Any) -> Iterator[tuple[str, Schedule, int, int | None]]:
+    """(key, shape, first step, end) of each schedule that stages bound."""
+    stages: Stages = case.stages
     for number, stage in enumerate(stages):
-        first, end, shape = stage.first_step, stages.schedule_end(stage.first_step, max_steps), stage.schedule
-        if stage.schedule_from != first or (first == 0 and end == max_steps):  # `check_schedule` knows the run's own
-            continue
-        key = key_of(number - 1, "schedule") if number else "schedule"
-        place = problems.places.get(key, problems.places.get(f"{key}.warmup_steps"))
-        if end is None:
-            if shape.needs_length:
-                problems.add(f"{key}.name", shape.name, "this shape needs the number of steps in advance",
-                             "set train.max_steps, train.max_tokens or train.epochs, or schedule.name: constant",
-                             place)  # fmt: skip
-            continue
-        warmup, decay, length = shape.warmup_steps, shape.decay(), end - first
-        if length > 0 and (warmup >= length or warmup + decay > length):
-            rule = f"warm-up {warmup} + decay {decay} do not fit into the schedule's {length} steps, {first} to {end}"
-            problems.add(
-                f"{key}.warmup_steps", warmup, rule, "shorten them, or let the next schedule begin later", place
-            )
+        first, end = stage.first_step, stages.schedule_end(stage.first_step, case.max_steps)
+        if stage.schedule_from == first and not (first == 0 and end == case.max_steps):
+            yield (key_of(number - 1, "schedule") if number else "schedule"), stage.schedule, first, end
+
+
+def _is_tight(shape: Schedule, steps: int) -> bool:
+    return 0 < steps <= shape.warmup_steps or (steps > 0 and shape.warmup_steps + shape.decay() > steps)
+
+
+def _too_long(case: Any, key: str) -> str:
+    found = {f"{name}.warmup_steps": (shape, first, end) for name, shape, first, end in _schedules(case)}
+    shape, first, end = found[key]
+    return (
+        f"warm-up {shape.warmup_steps} + decay {shape.decay()} do not fit into the schedule's {(end or first) - first} "
+        f"steps, {first} to {end}"
+    )
+
+
+# fmt: off
+SCHEDULES: tuple[Rule, ...] = (
+    Rule(("data.stages[0].schedule.name",),
+         lambda c: [f"{key}.name" for key, shape, _, end in _schedules(c) if end is None and shape.needs_length],
+         "this shape needs the number of steps in advance",
+         "set train.max_steps, train.max_tokens or train.epochs, or schedule.name: constant",
+         {"train.max_steps": None, "train.max_minutes": 5, "schedule.name": "constant",
+          "data.stages": [{"from_step": 5, "schedule": {"name": "linear"}}]}, each=True),
+    Rule(("data.stages[0].schedule.warmup_steps",),
+         lambda c: [f"{key}.warmup_steps" for key, shape, first, end in _schedules(c)
+                    if end is not None and _is_tight(shape, end - first)],
+         _too_long, "shorten them, or let the next schedule begin later",
+         {"data.stages": [{"from_step": 90, "schedule": {"name": "linear", "warmup_steps": 12}}]}, each=True),
+)
+# fmt: on
+"""Schedules that stages bound. The subject of `broken` is a `Case` (config/rules.py)."""
 
 
 def notes_of(run: RunConfig, stages: Stages, max_steps: int | None) -> list[str]:

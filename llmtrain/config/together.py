@@ -1,16 +1,25 @@
-"""Compatibility of objectives and adapters with forms of training, and of a run's model options with each other: the
-resolver checks it, and docs/posttraining.md has it as a table."""
+"""Settings that do not go together, as the documentation and `--help` have them: a table of all rules, and two of
+objectives, adapters and model options with forms and with each other."""
 
 from __future__ import annotations
 
+import copy
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
-from llmtrain.config.objective import check_objective
-from llmtrain.config.problems import Problems
-from llmtrain.config.rules import check_adapter, check_adapter_form
-from llmtrain.config.run import AdapterConfig, ModelConfig, RunConfig
+from llmtrain.base.rule import Rule
+from llmtrain.config import rules, topology
+from llmtrain.config.deepspeed.join import join_values, read_facts
+from llmtrain.config.problems import Problems, show
+from llmtrain.config.reader import read
+from llmtrain.config.resolve import spread, with_stages
+from llmtrain.config.run import AdapterConfig, RunConfig
 from llmtrain.config.topology import Degrees, Mix, clashes
 from llmtrain.objectives.objective import Objective
+from llmtrain.optim.optimizers import Optimizer
+from llmtrain.optim.outer_methods import SitesConfig
 
 FORMS: dict[str, Mix] = {
     **{f"ZeRO {stage}": Mix(zero_stage=stage) for stage in range(4)},
@@ -67,69 +76,154 @@ def pair(one: str, other: str) -> dict[str, dict[str, Any]] | None:
 
 
 def against(sections: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
-    """(rule, remedy) of what the resolver has against these sections, whatever the form; empty: they go together."""
-    problems = _Kept()
-    chosen = dict(sections.get("objective", {"name": "next_token"}))
-    run = RunConfig(
-        deepspeed="the JSON",
-        model=ModelConfig(pretrained="FOLDER", **sections.get("model", {})),
-        adapter=AdapterConfig(**sections.get("adapter", {})),
-        objective=Objective.of(chosen.pop("name"), **chosen),
-    )
-    check_adapter(run, problems)
-    check_objective(run, problems)
-    return problems.refused
-
-
-class _Kept(Problems):
-    """The mistakes one by one, without the value that stood there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.refused: list[tuple[str, str]] = []
-
-    def add_text(self, key: str, what: str, rule: str, remedy: str, place: str | None = None) -> None:
-        super().add_text(key, what, rule, remedy, place)
-        self.refused.append((rule, remedy))
+    """(reason, remedy) of the rules that these sections break, whatever the form; empty: they go together."""
+    model = {"pretrained": "FOLDER", **sections.get("model", {})}
+    return _broken(rules.RULES, _read({**BASE, **sections, "model": model}))
 
 
 def refusals(adapter: AdapterConfig, form: Mix) -> list[tuple[str, str]]:
-    """(rule, remedy) of what the resolver has against it, whatever the objective; empty: it trains."""
-    problems = _Kept()
-    run = RunConfig(deepspeed="the JSON", adapter=adapter)
-    check_adapter_form(run, form.degrees, form.zero_stage, run.deepspeed, problems)
-    return [*((rule.reason, rule.remedy) for rule in clashes(form)), *problems.refused]
+    """(reason, remedy) of the rules that it breaks in a form, whatever the objective; empty: it trains."""
+    case = rules.Case(run=RunConfig(deepspeed="the JSON", adapter=adapter), mix=form)
+    return _broken(clashes(form), form) + _broken(rules.OF_FORMS, case)
+
+
+def _broken(rows: Iterable[Rule], subject: Any) -> list[tuple[str, str]]:
+    return [(reason, remedy) for rule in rows for _, reason, remedy in rule.breaks(subject)]
 
 
 def markdown() -> str:
-    """The table of docs/posttraining.md, and below it why some do not go together."""
-    lines = [f"| | {' | '.join(FORMS)} |", "|---" * (len(FORMS) + 1) + "|"]
-    notes: list[tuple[str, str]] = []
+    """The tables of docs/posttraining.md: objectives and adapters with forms, and options with each other."""
     objectives = ", ".join(f"`{name}`" for name in Objective.CHOICES if name != "next_token")
-    for row, adapter in {objectives: AdapterConfig(), **ADAPTERS}.items():
-        lines.append(f"| {row} | {' | '.join(_cell(refusals(adapter, form), notes) for form in FORMS.values())} |")
-    lines.append("")
-    lines += [f"{number}. {rule}. Remedy: {remedy}." for number, (rule, remedy) in enumerate(notes, 1)]
-    return "\n".join([*lines, "", *_pairs()]) + "\n"
-
-
-def _pairs() -> list[str]:
-    """The table of two options."""
+    rows = {objectives: AdapterConfig(), **ADAPTERS}
     names = list(OPTIONS)
-    lines = [f"| | {' | '.join(names[1:])} |", "|---" * len(names) + "|"]
-    notes: list[tuple[str, str]] = []
-    for row, one in enumerate(names[:-1]):
+
+    def of_pair(one: str, other: str) -> list[tuple[str, str]] | str:
+        if names.index(other) <= names.index(one):
+            return ""
+        both = pair(one, other)
+        return "-" if both is None else against(both)
+
+    forms = _matrix(rows, FORMS, lambda row, form: refusals(rows[row], FORMS[form]))
+    return "\n".join([*forms, "", *_matrix(names[:-1], names[1:], of_pair)]) + "\n"
+
+
+_WAYS = {
+    **{f"ZeRO {stage}": Mix(zero_stage=stage) for stage in range(4)},
+    "pipeline": Mix(degrees=Degrees(pipeline=2)),
+    "tensor": Mix(degrees=Degrees(tensor=2)),
+    "sequence": Mix(degrees=Degrees(sequence=2)),
+    "experts": Mix(degrees=Degrees(expert=2)),
+}
+"""The ways of sharing the work that can be combined in pairs; data parallelism goes with each of them."""
+
+
+def parallelism() -> str:
+    """The table of docs/parallelism.md: ways of sharing the work with each other."""
+
+    def of_two(one: str, other: str) -> list[tuple[str, str]] | str:
+        ways = {key: degree for way in (one, other) for key, degree in vars(_WAYS[way].degrees).items() if degree > 1}
+        mix = Mix(zero_stage=_WAYS[one].zero_stage, degrees=Degrees(**ways))
+        return "" if one == other else _broken(clashes(mix), mix)
+
+    return "\n".join(_matrix(_WAYS, list(_WAYS)[4:], of_two)) + "\n"
+
+
+def _matrix(
+    rows: Iterable[str], columns: Iterable[str], refused: Callable[[str, str], list[tuple[str, str]] | str]
+) -> list[str]:
+    """A table of settings that go together, and below it why some do not. `refused`: of a row and a column, (reason,
+    remedy) of the rules that they break, or the text of the cell."""
+    lines, notes = [f"| | {' | '.join(columns)} |", "|---" * (len(list(columns)) + 1) + "|"], list[tuple[str, str]]()
+    for row in rows:
         cells = []
-        for column, other in enumerate(names[1:], 1):
-            both = pair(one, other) if column > row else None
-            cells.append("" if column <= row else "-" if both is None else _cell(against(both), notes))
-        lines.append(f"| {one} | {' | '.join(cells)} |")
-    return [*lines, "", *(f"{number}. {rule}. Remedy: {remedy}." for number, (rule, remedy) in enumerate(notes, 1))]
+        for column in columns:
+            broken = refused(row, column)
+            if broken and not isinstance(broken, str):
+                notes += [broken[0]] if broken[0] not in notes else []
+                broken = f"no ({notes.index(broken[0]) + 1})"
+            cells.append("yes" if broken == [] else str(broken))
+        lines.append(f"| {row} | {' | '.join(cells)} |")
+    return [*lines, "", *(f"{number}. {why}. Remedy: {remedy}." for number, (why, remedy) in enumerate(notes, 1))]
 
 
-def _cell(against: list[tuple[str, str]], notes: list[tuple[str, str]]) -> str:
-    if not against:
-        return "yes"
-    if against[0] not in notes:
-        notes.append(against[0])
-    return f"no ({notes.index(against[0]) + 1})"
+BASE: dict[str, Any] = {
+    "deepspeed": "ds.json",
+    "model": {"config": {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 512}},
+    "data": {"path": "data/x", "sequence_length": 128},
+    "train": {"global_batch": 8, "micro_batch": 2, "max_steps": 100},
+}
+"""The YAML that the examples of the rules change; it breaks none."""
+BASE_JSON: dict[str, Any] = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 1},
+}
+RANKS = 2
+
+
+def all_rules() -> list[Rule]:
+    """Every rule between settings, those of optimizers and of methods of sites included."""
+    own = [rule for cls in (*Optimizer.CHOICES.values(), *SitesConfig.CHOICES.values()) for rule in cls.rules]
+    return list(dict.fromkeys([*rules.RULES, *rules.OF_STARTS, *topology.RULES, *_OF_CASES, *own]))
+
+
+_OF_CASES = (*rules.OF_FORMS, *rules.OF_STAGES, *rules.OF_MASKS, *rules.OF_STEPS)
+
+
+def example_of(rule: Rule) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The YAML and the DeepSpeed JSON of a run that breaks a rule."""
+    trees = copy.deepcopy(BASE), copy.deepcopy(BASE_JSON)
+    for key, value in rule.example.items():
+        *sections, name = key.split(".")
+        tree = trees[key.partition(".")[0] not in RunConfig.__dataclass_fields__]
+        functools.reduce(lambda held, section: held.setdefault(section, {}), sections, tree)[name] = value
+    return trees
+
+
+def texts(rule: Rule) -> tuple[str, str]:
+    """The reason and the remedy of a rule, with the figures of its example."""
+    if isinstance(rule.reason, str) and isinstance(rule.remedy, str):
+        return rule.reason, rule.remedy
+    ours, theirs = example_of(rule)
+    metrics = ours.pop("metrics", {})
+    run = replace(_read(ours), metrics=metrics)
+    return _broken([rule], _case(run, theirs) if rule in _OF_CASES else run)[0]
+
+
+def _read(tree: dict[str, Any]) -> RunConfig:
+    problems = Problems()
+    run = read(RunConfig, tree, "", problems)
+    problems.raise_if_any()
+    assert isinstance(run, RunConfig)
+    return run
+
+
+def _case(run: RunConfig, tree: dict[str, Any]) -> rules.Case:
+    """A run with a DeepSpeed JSON, as `resolve` would check it."""
+    problems = Problems()
+    run = join_values(run, tree, problems)
+    mix = read_facts(run, tree, problems).mix
+    mix = replace(mix, degrees=spread(mix.degrees, run.deepspeed, RANKS, "", problems))
+    run, stages, max_steps = with_stages(run, mix.degrees, "", None, problems)
+    return rules.Case(run=run, mix=mix, batch=stages[0].batch, stages=stages, max_steps=max_steps)
+
+
+def _settings(rule: Rule) -> list[str]:
+    return [f"{key} = {show(value)}" for key, value in rule.example.items()]
+
+
+def rules_markdown() -> str:
+    """The table of docs/configuration.md: settings that are refused."""
+    lines = ["| refused, for example | why | remedy |", "|---|---|---|"]
+    for rule in all_rules():
+        settings = "<br>".join(f"`{setting}`" for setting in _settings(rule))
+        lines.append(f"| {settings} | {' | '.join(texts(rule))} |")
+    return "\n".join(lines) + "\n"
+
+
+def rules_help() -> list[str]:
+    """The end of `--help`: settings that are refused."""
+    lines = ["", "refused, for example (docs/configuration.md says why):"]
+    return [*lines, *(f"  {', '.join(_settings(rule))}" for rule in all_rules())]

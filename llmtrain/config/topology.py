@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from llmtrain.base.rule import Rule
 from llmtrain.base.threads import usable_cores
-from llmtrain.optim.optimizers import Form, Optimizer
+from llmtrain.optim.optimizers import Optimizer
 
 
 def ranks_of_this_host() -> int:
@@ -136,210 +137,105 @@ class Mix:
         return not any("model.compile_layers" in rule.keys for rule in clashes(replace(self, compile_layers=True)))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rule:
-    """A combination that is refused: `keys` name the values that clash."""
-
-    keys: tuple[str, ...]
-    broken: Callable[[Mix], bool]
-    reason: str
-    remedy: str
-
-
-_ASKED: dict[Form, tuple[tuple[str, ...], Callable[[Mix], bool]]] = {
-    "clipping": (("optim.name", "optim.clip_norm"), lambda m: m.clip_norm > 0),
-    "offload": (("optim.name", "zero_optimization.offload_optimizer.device"), lambda m: m.offload_optimizer),
-    "scattered gradients": (
-        ("optim.name", "zero_optimization.reduce_scatter"),
-        lambda m: m.zero_stage == 3 and m.reduce_scatter,
-    ),
-    "fp32 sums at ZeRO 1": (
-        ("optim.name", "data_types.grad_accum_dtype"),
-        lambda m: m.bf16 and m.zero_stage == 1 and m.fp32_accumulation,
-    ),
-    "bf16 moments": (("bf16.bf16_optimizer_states", "optim.name"), lambda m: m.bf16_moments),
-    "tensor": (("tensor_parallel.autotp_size", "optim.name"), lambda m: m.degrees.tensor > 1),
-    "expert": (("expert_parallel.autoep_size", "optim.name"), lambda m: m.degrees.expert > 1),
-}
-"""Form that an optimizer may refuse -> the keys that ask for it, and whether a run does."""
-
-
-def _refused(optimizer: type[Optimizer], form: Form) -> Rule:
-    keys, asked = _ASKED[form]
-    why = optimizer.refuses[form]
-    return Rule(
-        keys=keys,
-        broken=lambda m: m.optimizer == optimizer.selected() and asked(m),
-        reason=why.reason,
-        remedy=why.remedy,
-    )
-
-
+_ZERO, _OFFLOAD = "zero_optimization.stage", "zero_optimization.offload_optimizer.device"
+_TENSOR, _EXPERT = "tensor_parallel.autotp_size", "expert_parallel.autoep_size"
+_COPIES, _MOMENTS = "zero_optimization.zero_hpz_partition_size", "bf16.bf16_optimizer_states"
+_ON_HOST = "activation_checkpointing.cpu_checkpointing"
 _NOT_COUNTED: dict[str, Callable[[Mix], bool]] = {
     "pipeline.stages": lambda m: m.degrees.pipeline > 1,
-    "tensor_parallel.autotp_size": lambda m: m.degrees.tensor > 1,
-    "expert_parallel.autoep_size": lambda m: m.degrees.expert > 1,
-    "activation_checkpointing.cpu_checkpointing": lambda m: m.layer_inputs_on_host,
+    _TENSOR: lambda m: m.degrees.tensor > 1,
+    _EXPERT: lambda m: m.degrees.expert > 1,
+    _ON_HOST: lambda m: m.layer_inputs_on_host,
 }
 """Key -> whether a run does what models/run/activations.py does not count."""
 
+# fmt: off
 RULES: tuple[Rule, ...] = (
-    Rule(
-        keys=("fp16.enabled", "bf16.enabled"),
-        broken=lambda m: m.fp16 and m.bf16,
-        reason="fp16 and bf16 are two answers to one question",
-        remedy="set one of them to false (bf16 on Ampere and later: it needs no loss scaling)",
-    ),
-    Rule(
-        keys=("zero_optimization.offload_param.device", "zero_optimization.stage"),
-        broken=lambda m: m.offload_param and m.zero_stage != 3,
-        reason="only ZeRO 3 partitions parameters, so only it can offload them",
-        remedy="set zero_optimization.stage to 3, or remove offload_param",
-    ),
-    Rule(
-        keys=("zero_optimization.offload_optimizer.device", "zero_optimization.stage"),
-        broken=lambda m: m.offload_optimizer and m.zero_stage < 1,
-        reason="the optimizer that offloads is ZeRO's",
-        remedy="set zero_optimization.stage to 1, 2 or 3, or remove offload_optimizer",
-    ),
-    Rule(
-        keys=("bf16.bf16_optimizer_states", "zero_optimization.offload_optimizer.device"),
-        broken=lambda m: m.bf16_moments and m.offload_optimizer,
-        reason="DeepSpeed's optimizers for the host have moments in bf16 beside masters in bf16 only",
-        remedy="remove one of them",
-    ),
-    Rule(
-        keys=("bf16.bf16_optimizer_states", "optim.betas"),
-        broken=lambda m: m.bf16_moments and m.beta > 1 - 2**-8,
-        reason="bf16 has 8 bits: what a step takes off a moment would be rounded away, and it would never fall",
-        remedy="use betas of at most 0.996, such as [0.9, 0.95], or remove bf16_optimizer_states",
-    ),
-    Rule(
-        keys=("model.mlp_tile_tokens", "model.compile_layers"),
-        broken=lambda m: m.mlp_tiles and m.compile_layers,
-        reason="the slices of an MLP run through a backward pass of their own, which torch.compile does not see into",
-        remedy="set one of them to null or false",
-    ),
-    Rule(
-        keys=("activation_checkpointing.cpu_checkpointing", "model.compile_layers"),
-        broken=lambda m: m.layer_inputs_on_host and m.compile_layers,
-        reason="the layers' inputs go to the host in hooks that torch.compile cannot trace: nothing would be compiled",
-        remedy="set one of them to false",
-    ),
-    Rule(
-        keys=("model.fp8", "fp16.enabled"),
-        broken=lambda m: m.fp8 and m.fp16,
-        reason="products of rows in fp8 come out in bf16 alone",
-        remedy="use the bf16 section, or set model.fp8 to null",
-    ),
-    Rule(
-        keys=("model.fp8", "tensor_parallel.autotp_size"),
-        broken=lambda m: m.fp8 and m.degrees.tensor > 1,
-        reason="the maps that tensor-parallel ranks share are llmtrain's own, and multiply in the run's precision",
-        remedy="set model.fp8 to null, or use ZeRO 3 in place of tensor_parallel",
-    ),
-    Rule(
-        keys=("model.recompute.keep", "model.recompute.layers"),
-        broken=lambda m: m.keep_attention and not m.recomputes,
-        reason="it says what a recomputed layer keeps, and no layer is recomputed",
-        remedy="set model.recompute.layers to all or a number, or remove model.recompute.keep",
-    ),
-    *(
-        Rule(
-            keys=("model.recompute.layers", key),
-            broken=lambda m, asked=asked: m.recompute_auto and asked(m),  # type: ignore[misc]
-            reason="auto counts the bytes of layers that one rank computes alone and keeps on its device",
-            remedy="set model.recompute.layers to all or a number",
-        )
-        for key, asked in _NOT_COUNTED.items()
-    ),
-    Rule(
-        keys=("zero_optimization.zero_hpz_partition_size", "tensor_parallel.autotp_size"),
-        broken=lambda m: m.hpz and m.zero_stage == 3 and m.degrees.tensor > 1,
-        # Tried on 4 ranks, tensor 2: groups of 2 gave a second forward pass another loss (6.2316, then 6.2069), groups
-        # of 4 an error in its all-gather; without tensor parallelism losses are plain PyTorch's within 1e-6.
-        reason="DeepSpeed makes the groups of its second copies of neighbouring ranks, and those hold other parts of "
-        "each matrix under tensor parallelism: its second forward pass would read wrong weights",
-        remedy="remove one of them",
-    ),
-    Rule(
-        keys=("pipeline.stages", "zero_optimization.stage"),
-        broken=lambda m: m.degrees.pipeline > 1 and m.zero_stage >= 2,
-        reason="a pipeline accumulates whole gradients over its micro-batches; ZeRO 2 and 3 partition them",
-        remedy="use zero_optimization.stage 0 or 1 with a pipeline, or no pipeline",
-    ),
-    Rule(
-        keys=("pipeline.stages", "flops_profiler.enabled", "wall_clock_breakdown"),
-        broken=lambda m: m.degrees.pipeline > 1 and m.profiled,
-        reason="DeepSpeed's pipeline starts the timer of a backward pass twice, and ends in an assertion",
-        remedy="remove them with a pipeline; `llmtrain report` draws what a step spends its time on",
-    ),
-    Rule(
-        keys=("pipeline.stages", "zero_optimization.offload_optimizer.device"),
-        broken=lambda m: m.degrees.pipeline > 1 and m.offload_optimizer and m.own_settings,
-        reason="DeepSpeed's gradient norm of an offloaded optimizer needs equally many groups of parameters on all "
-        "stages, and optim.layer_decay, lr_factor_of and weight_decay_of make other groups on each",
-        remedy="remove offload_optimizer, or those of optim",
-    ),
-    Rule(
-        keys=("sequence_parallel_size", "pipeline.stages"),
-        broken=lambda m: m.degrees.sequence > 1 and m.degrees.pipeline > 1,
-        reason="DeepSpeed's pipeline numbers its ranks by stage, data and tensor only: gradients would be averaged "
-        "over the wrong ranks",
-        remedy="set one of them to 1 or remove it; ZeRO 3 with sequence_parallel_size holds long rows and large models",
-    ),
-    Rule(
-        keys=("expert_parallel.autoep_size", "tensor_parallel.autotp_size"),
-        broken=lambda m: m.degrees.expert > 1 and m.degrees.tensor > 1,
-        reason="DeepSpeed 0.19 shares experts under its own cutting of the matrices only, not under an mpu's "
-        "(runtime/engine.py _configure_expert_parallel)",
-        remedy="set one of them to 1 or remove it; ZeRO 3 partitions what is not an expert",
-    ),
-    Rule(
-        keys=("expert_parallel.autoep_size", "model.compile_layers"),
-        broken=lambda m: m.degrees.expert > 1 and m.compile_layers,
-        reason="tokens travel in numbers that the host reads in the middle of a layer, where torch.compile breaks it",
-        remedy="set model.compile_layers to false",
-    ),
-    *(_refused(optimizer, form) for optimizer in Optimizer.CHOICES.values() for form in optimizer.refuses),
+    Rule(("fp16.enabled", "bf16.enabled"), lambda m: m.fp16 and m.bf16,
+         "fp16 and bf16 are two answers to one question",
+         "set one of them to false (bf16 on Ampere and later: it needs no loss scaling)",
+         {"fp16.enabled": True, "bf16.enabled": True}),
+    Rule(("zero_optimization.offload_param.device", _ZERO), lambda m: m.offload_param and m.zero_stage != 3,
+         "only ZeRO 3 partitions parameters, so only it can offload them",
+         "set zero_optimization.stage to 3, or remove offload_param",
+         {"zero_optimization.offload_param.device": "cpu", _ZERO: 2}),
+    Rule((_OFFLOAD, _ZERO), lambda m: m.offload_optimizer and m.zero_stage < 1,
+         "the optimizer that offloads is ZeRO's",
+         "set zero_optimization.stage to 1, 2 or 3, or remove offload_optimizer",
+         {_OFFLOAD: "cpu", _ZERO: 0}),
+    Rule((_MOMENTS, _OFFLOAD), lambda m: m.bf16_moments and m.offload_optimizer,
+         "DeepSpeed's optimizers for the host have moments in bf16 beside masters in bf16 only",
+         "remove one of them",
+         {_MOMENTS: True, _OFFLOAD: "cpu"}),
+    Rule((_MOMENTS, "optim.betas"), lambda m: m.bf16_moments and m.beta > 1 - 2**-8,
+         "bf16 has 8 bits: what a step takes off a moment would be rounded away, and it would never fall",
+         "use betas of at most 0.996, such as [0.9, 0.95], or remove bf16_optimizer_states",
+         {_MOMENTS: True, "optim.betas": [0.9, 0.999]}),
+    Rule(("model.mlp_tile_tokens", "model.compile_layers"), lambda m: m.mlp_tiles and m.compile_layers,
+         "the slices of an MLP run through a backward pass of their own, which torch.compile does not see into",
+         "set one of them to null or false",
+         {"model.mlp_tile_tokens": 64, "model.compile_layers": True}),
+    Rule((_ON_HOST, "model.compile_layers"), lambda m: m.layer_inputs_on_host and m.compile_layers,
+         "the layers' inputs go to the host in hooks that torch.compile cannot trace: nothing would be compiled",
+         "set one of them to false",
+         {_ON_HOST: True, "model.compile_layers": True}),
+    Rule(("model.fp8", "fp16.enabled"), lambda m: m.fp8 and m.fp16,
+         "products of rows in fp8 come out in bf16 alone",
+         "use the bf16 section, or set model.fp8 to null",
+         {"model.fp8": "rowwise", "fp16.enabled": True, "bf16.enabled": False}),
+    Rule(("model.fp8", _TENSOR), lambda m: m.fp8 and m.degrees.tensor > 1,
+         "the maps that tensor-parallel ranks share are llmtrain's own, and multiply in the run's precision",
+         "set model.fp8 to null, or use ZeRO 3 in place of tensor_parallel",
+         {"model.fp8": "rowwise", _TENSOR: 2}),
+    Rule(("model.recompute.keep", "model.recompute.layers"), lambda m: m.keep_attention and not m.recomputes,
+         "it says what a recomputed layer keeps, and no layer is recomputed",
+         "set model.recompute.layers to all or a number, or remove model.recompute.keep",
+         {"model.recompute.keep": "attention"}),
+    *(Rule(("model.recompute.layers", key), lambda m, asked=asked: m.recompute_auto and asked(m),  # type: ignore[misc]
+           "auto counts the bytes of layers that one rank computes alone and keeps on its device",
+           "set model.recompute.layers to all or a number",
+           {"model.recompute.layers": "auto", key: True if key == _ON_HOST else 2})
+      for key, asked in _NOT_COUNTED.items()),
+    # Tried on 4 ranks, tensor 2: groups of 2 gave a second forward pass another loss (6.2316, then 6.2069), groups
+    # of 4 an error in its all-gather; without tensor parallelism losses are plain PyTorch's within 1e-6.
+    Rule((_COPIES, _TENSOR), lambda m: m.hpz and m.zero_stage == 3 and m.degrees.tensor > 1,
+         "DeepSpeed makes the groups of its second copies of neighbouring ranks, and those hold other parts of each "
+         "matrix under tensor parallelism: its second forward pass would read wrong weights",
+         "remove one of them",
+         {_COPIES: 2, _ZERO: 3, _TENSOR: 2}),
+    Rule(("pipeline.stages", _ZERO), lambda m: m.degrees.pipeline > 1 and m.zero_stage >= 2,
+         "a pipeline accumulates whole gradients over its micro-batches; ZeRO 2 and 3 partition them",
+         "use zero_optimization.stage 0 or 1 with a pipeline, or no pipeline",
+         {"pipeline.stages": 2, _ZERO: 2}),
+    Rule(("pipeline.stages", "flops_profiler.enabled", "wall_clock_breakdown"),
+         lambda m: m.degrees.pipeline > 1 and m.profiled,
+         "DeepSpeed's pipeline starts the timer of a backward pass twice, and ends in an assertion",
+         "remove them with a pipeline; `llmtrain report` draws what a step spends its time on",
+         {"pipeline.stages": 2, "wall_clock_breakdown": True}),
+    Rule(("pipeline.stages", _OFFLOAD), lambda m: m.degrees.pipeline > 1 and m.offload_optimizer and m.own_settings,
+         "DeepSpeed's gradient norm of an offloaded optimizer needs equally many groups of parameters on all stages, "
+         "and optim.layer_decay, lr_factor_of and weight_decay_of make other groups on each",
+         "remove offload_optimizer, or those of optim",
+         {"pipeline.stages": 2, _OFFLOAD: "cpu", "optim.layer_decay": 0.9}),
+    Rule(("sequence_parallel_size", "pipeline.stages"), lambda m: m.degrees.sequence > 1 and m.degrees.pipeline > 1,
+         "DeepSpeed's pipeline numbers its ranks by stage, data and tensor only: gradients would be averaged over the "
+         "wrong ranks",
+         "set one of them to 1 or remove it; ZeRO 3 with sequence_parallel_size holds long rows and large models",
+         {"sequence_parallel_size": 2, "pipeline.stages": 2}),
+    Rule((_EXPERT, _TENSOR), lambda m: m.degrees.expert > 1 and m.degrees.tensor > 1,
+         "DeepSpeed 0.19 shares experts under its own cutting of the matrices only, not under an mpu's "
+         "(runtime/engine.py _configure_expert_parallel)",
+         "set one of them to 1 or remove it; ZeRO 3 partitions what is not an expert",
+         {_EXPERT: 2, _TENSOR: 2}),
+    Rule((_EXPERT, "model.compile_layers"), lambda m: m.degrees.expert > 1 and m.compile_layers,
+         "tokens travel in numbers that the host reads in the middle of a layer, where torch.compile breaks it",
+         "set model.compile_layers to false",
+         {_EXPERT: 2, "model.compile_layers": True}),
 )
+# fmt: on
+"""Rules of all mixes; each optimizer has some of its own (`Optimizer.rules`)."""
 
 
 def clashes(mix: Mix) -> list[Rule]:
     """The rules that this mix breaks, in the order of the table; empty when it is legal."""
-    return [rule for rule in RULES if rule.broken(mix)]
-
-
-WAYS: dict[str, dict[str, int]] = {
-    **{f"ZeRO {stage}": {"zero_stage": stage} for stage in range(4)},
-    "pipeline": {"pipeline": 2},
-    "tensor": {"tensor": 2},
-    "sequence": {"sequence": 2},
-    "experts": {"expert": 2},
-}
-"""The ways of sharing the work that can be combined in pairs; data parallelism goes with each of them."""
-
-
-def clash_of(one: str, other: str) -> Rule | None:
-    """The rule that keeps two ways of `WAYS` apart, or None when they can be combined."""
-    degrees = {**WAYS[one], **WAYS[other]}
-    zero_stage = degrees.pop("zero_stage", 0)
-    return next(iter(clashes(Mix(zero_stage=zero_stage, degrees=Degrees(**degrees)))), None)
-
-
-def markdown() -> str:
-    """The table of docs/parallelism.md: which ways go together, and below it why some do not."""
-    columns = list(WAYS)[4:]
-    lines = [f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-    notes: list[Rule] = []
-    for row in WAYS:
-        cells = []
-        for column in columns:
-            rule = None if row == column else clash_of(row, column)
-            if rule is not None and rule not in notes:
-                notes.append(rule)
-            cells.append("" if row == column else "yes" if rule is None else f"no ({notes.index(rule) + 1})")
-        lines.append(f"| {row} | {' | '.join(cells)} |")
-    lines.append("")
-    lines += [f"{number}. {rule.reason}. Remedy: {rule.remedy}." for number, rule in enumerate(notes, 1)]
-    return "\n".join(lines) + "\n"
+    return [rule for rule in (*RULES, *Optimizer.CHOICES[mix.optimizer].rules) if rule.broken(mix)]

@@ -10,19 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from llmtrain.base.choice import BELOW_1, NOT_NEGATIVE, POSITIVE, Bound, Choice, bounded, joined, mapped
+from llmtrain.base.rule import Rule
 
 PARAM = "param"
 """Kind of the fp32 master values in an optimizer's state; the other kinds are its names of its moments (`state`)."""
-Form = Literal["clipping", "offload", "scattered gradients", "fp32 sums at ZeRO 1", "bf16 moments", "tensor", "expert"]
-"""A way of training that not every optimizer goes with; config/topology.py tells which runs ask for it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Refusal:
-    """The reason why an optimizer cannot train in some form, and the remedy."""
-
-    reason: str
-    remedy: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +32,10 @@ class Optimizer(Choice, section="optim"):
     """Most of them for one parameter."""
     host_ops: ClassVar[tuple[str, ...]] = ()
     """DeepSpeed's ops that are built at the start when its state is offloaded; everything else is torch's."""
-    refuses: ClassVar[Mapping[Form, Refusal]] = {}
+    rules: ClassVar[tuple[Rule, ...]] = ()
+    """Forms in which it cannot train. The subject of `broken` is the run's mix (config/topology.py)."""
+    whole_gradients: ClassVar[bool] = False
+    """ZeRO 3 must not scatter the gradients: zero_optimization.reduce_scatter is false by default."""
     counts_steps: ClassVar[bool] = False
     """Its torch optimizer counts the steps of each tensor in the tensor's state, as "step"."""
     by_sign: ClassVar[bool] = False
@@ -137,36 +131,40 @@ class Muon(AdamW, choice="muon"):
     state: ClassVar[tuple[str, ...]] = (*AdamW.state, "momentum_buffer")
     host_ops: ClassVar[tuple[str, ...]] = ()
     norm_of_update = True
-    refuses: ClassVar[Mapping[Form, Refusal]] = {
-        "clipping": Refusal(
-            reason="Muon's update has a norm of its own, and DeepSpeed's ZeRO would clip that norm, not the gradient's",
-            remedy="set optim.clip_norm to 0 (Muon does not need it), or use adamw",
-        ),
-        "offload": Refusal(
-            reason="Muon orthogonalises whole matrices, which is the device's work",
-            remedy="remove offload_optimizer, or use adamw",
-        ),
-        "scattered gradients": Refusal(
-            reason="Muon needs whole gradients, and ZeRO 3 would scatter them",
-            remedy="set zero_optimization.reduce_scatter to false, or remove it",
-        ),
-        "fp32 sums at ZeRO 1": Refusal(
-            reason="DeepSpeed rounds Muon's gradients to bf16 there all the same (copy_grads_in_partition)",
-            remedy="remove data_types, or use ZeRO 2, or adamw",
-        ),
-        "bf16 moments": Refusal(
-            reason="Muon's momentum is kept by DeepSpeed, in a precision of its own",
-            remedy="remove it, or use adamw or lion",
-        ),
-        "tensor": Refusal(
-            reason="Muon orthogonalises whole matrices, and each tensor-parallel rank has a part of them",
-            remedy="use adamw, or set tensor_parallel.autotp_size to 1",
-        ),
-        "expert": Refusal(
-            reason="Muon's momentum of experts that ranks share is in no form that checkpoints can read",
-            remedy="use adamw, or remove expert_parallel",
-        ),
-    }
+    whole_gradients = True
+    # fmt: off
+    rules = (
+        Rule(("optim.name", "optim.clip_norm"), lambda m: m.clip_norm > 0,
+             "Muon's update has a norm of its own, and DeepSpeed's ZeRO would clip that norm, not the gradient's",
+             "set optim.clip_norm to 0 (Muon does not need it), or use adamw",
+             {"optim.name": "muon", "optim.clip_norm": 1.0}),
+        Rule(("optim.name", "zero_optimization.offload_optimizer.device"), lambda m: m.offload_optimizer,
+             "Muon orthogonalises whole matrices, which is the device's work",
+             "remove offload_optimizer, or use adamw",
+             {"optim.name": "muon", "zero_optimization.offload_optimizer.device": "cpu"}),
+        Rule(("optim.name", "zero_optimization.reduce_scatter"), lambda m: m.zero_stage == 3 and m.reduce_scatter,
+             "Muon needs whole gradients, and ZeRO 3 would scatter them",
+             "set zero_optimization.reduce_scatter to false, or remove it",
+             {"optim.name": "muon", "zero_optimization.stage": 3, "zero_optimization.reduce_scatter": True}),
+        Rule(("optim.name", "data_types.grad_accum_dtype"),
+             lambda m: m.bf16 and m.zero_stage == 1 and m.fp32_accumulation,
+             "DeepSpeed rounds Muon's gradients to bf16 there all the same (copy_grads_in_partition)",
+             "remove data_types, or use ZeRO 2, or adamw",
+             {"optim.name": "muon", "zero_optimization.stage": 1, "data_types.grad_accum_dtype": "fp32"}),
+        Rule(("bf16.bf16_optimizer_states", "optim.name"), lambda m: m.bf16_moments,
+             "Muon's momentum is kept by DeepSpeed, in a precision of its own",
+             "remove it, or use adamw or lion",
+             {"optim.name": "muon", "bf16.bf16_optimizer_states": True}),
+        Rule(("tensor_parallel.autotp_size", "optim.name"), lambda m: m.degrees.tensor > 1,
+             "Muon orthogonalises whole matrices, and each tensor-parallel rank has a part of them",
+             "use adamw, or set tensor_parallel.autotp_size to 1",
+             {"optim.name": "muon", "tensor_parallel.autotp_size": 2}),
+        Rule(("expert_parallel.autoep_size", "optim.name"), lambda m: m.degrees.expert > 1,
+             "Muon's momentum of experts that ranks share is in no form that checkpoints can read",
+             "use adamw, or remove expert_parallel",
+             {"optim.name": "muon", "expert_parallel.autoep_size": 2}),
+    )
+    # fmt: on
 
     muon_lr: float = joined(0.02, "optimizer.params.muon_lr", Bound(above=0, at_most=10), "0.02 is the default")
     """Peak learning rate of the Muon group. Or from the JSON."""

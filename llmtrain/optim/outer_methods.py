@@ -6,11 +6,11 @@ Exchanges of another kind than rounds have a file of their own in sites/, as `as
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from llmtrain.base.choice import AT_LEAST_1, BELOW_1, NOT_NEGATIVE, POSITIVE, SECONDS, Choice, HostPath, bounded
+from llmtrain.base.rule import Rule
 from llmtrain.optim.message_formats import FORMATS
 
 if TYPE_CHECKING:
@@ -20,6 +20,8 @@ else:
 
 Array = Any
 """numpy's."""
+_SITE = {"sites.name": "a", "sites.coordinator": "h:1"}
+_STREAMING = {**_SITE, "sites.method": "streaming"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +38,8 @@ class SitesConfig(Choice, section="sites", selector="method"):
     """Seconds of one core that the outer step takes for an element (docs/networks.md, "Plan")."""
     recommended: ClassVar[bool] = False
     """`sites plan` may recommend it."""
+    rules: ClassVar[tuple[Rule, ...]] = ()
+    """Fields that do not go together. The subject of `broken` is the run."""
 
     method: str = field(init=False)
     """Rule by which the sites' parameters become common ones."""
@@ -58,10 +62,6 @@ class SitesConfig(Choice, section="sites", selector="method"):
     """This site's folder of `llmtrain sites keys`: connections are encrypted, and of sites that have one of the run."""
     listen: str | None = None
     """This host's address for the ranks of other sites. Default: that from which the coordinator is reached."""
-
-    def conflicts(self) -> Iterator[tuple[str, str, str]]:
-        """(field, rule, remedy) of each value that does not go with another one."""
-        return iter(())
 
     def common(self) -> dict[str, Any]:
         """The fields that must be equal on all sites, by their dotted names."""
@@ -190,17 +190,31 @@ class Streaming(DiLoCo, choice="streaming"):
     overlap_steps: int = bounded(5, NOT_NEGATIVE, "5 is the default")
     """Optimizer steps that are trained while parameters are on their way, and kept; 0 waits for them."""
 
-    def conflicts(self) -> Iterator[tuple[str, str, str]]:
-        """Each fragment's round has steps of its own, and ends before the next one's begins."""
-        if self.sync_every % self.fragments:
-            yield "sync_every", f"must be a multiple of sites.fragments, {self.fragments}", "change one of them"
-        most = min(self.round_steps - 1, self.max_alone_steps)
-        if self.overlap_steps > most:
-            rule = (
-                f"must be at most {most}: less than sites.sync_every / sites.fragments, and no more than "
-                "sites.max_alone_steps"
-            )
-            yield "overlap_steps", rule, "lower it, or raise sites.sync_every"
+    rules = (
+        Rule(
+            ("sites.sync_every", "sites.fragments"),
+            lambda run: run.sites.name is not None and run.sites.sync_every % run.sites.fragments,
+            "sites.sync_every must be a multiple of sites.fragments",
+            "change one of them",
+            {**_STREAMING, "sites.sync_every": 10, "sites.overlap_steps": 1},
+        ),
+        Rule(
+            ("sites.overlap_steps", "sites.sync_every", "sites.fragments"),
+            lambda run: run.sites.name is not None and run.sites.overlap_steps > run.sites.most_overlap,
+            lambda run, _: (
+                f"sites.overlap_steps must be at most {run.sites.most_overlap}: less than sites.sync_every / "
+                "sites.fragments, and no more than sites.max_alone_steps"
+            ),
+            "lower it, or raise sites.sync_every",
+            {**_STREAMING, "sites.sync_every": 20},
+        ),
+    )
+    """Each fragment's round has steps of its own, and ends before the next one's begins."""
+
+    @property
+    def most_overlap(self) -> int:
+        """Largest `overlap_steps` that goes with the other fields."""
+        return min(self.round_steps - 1, self.max_alone_steps)
 
     @property
     def parts(self) -> int:
@@ -235,11 +249,18 @@ class Async(Periodic, choice="async"):
     meet_every: int = bounded(10, AT_LEAST_1, "10 is the default")
     """After so many times sync_every steps all sites meet, so that none is staler."""
 
-    def conflicts(self) -> Iterator[tuple[str, str, str]]:
-        """The others' changes arrive before the next exchange."""
-        if self.overlap_steps >= self.sync_every:
-            rule = f"must be at most {self.sync_every - 1}: less than sites.sync_every"
-            yield "overlap_steps", rule, "lower it, or raise sites.sync_every"
+    rules = (
+        Rule(
+            ("sites.overlap_steps", "sites.sync_every"),
+            lambda run: run.sites.name is not None and run.sites.overlap_steps >= run.sites.sync_every,
+            lambda run, _: (
+                f"sites.overlap_steps must be at most {run.sites.sync_every - 1}: less than sites.sync_every"
+            ),
+            "lower it, or raise sites.sync_every",
+            {**_SITE, "sites.method": "async", "sites.sync_every": 5},
+        ),
+    )
+    """The others' changes arrive before the next exchange."""
 
     @property
     def travel_steps(self) -> int:

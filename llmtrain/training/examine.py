@@ -18,7 +18,7 @@ from llmtrain.base.devices import name_cpu
 from llmtrain.base.errors import ConfigError, DataError, ModelError
 from llmtrain.config import plugins
 from llmtrain.config.deepspeed.read import deep_check
-from llmtrain.config.rules import starts_from_model
+from llmtrain.config.on_disk import starts_from_model
 from llmtrain.config.run import ResolvedRun, RunConfig
 from llmtrain.config.stages import Stage, Stages
 from llmtrain.data.cache import Cache

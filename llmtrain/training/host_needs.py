@@ -11,7 +11,7 @@ from llmtrain.base import untrusted
 from llmtrain.base.errors import DataError, ModelError
 from llmtrain.cluster.doctor.checks import Folder
 from llmtrain.cluster.doctor.preflight import Needs
-from llmtrain.config.rules import has_checkpoints, reads_weights
+from llmtrain.config.on_disk import has_checkpoints, reads_weights
 from llmtrain.config.run import ResolvedRun, RunConfig
 from llmtrain.config.stages import data_of
 from llmtrain.config.topology import Mix

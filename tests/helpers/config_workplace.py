@@ -12,21 +12,10 @@ import yaml
 
 from llmtrain.config.deepspeed.join import DEGREE_KEYS
 from llmtrain.config.deepspeed.read import lookup
+from llmtrain.config.together import BASE, BASE_JSON
 from tests.helpers.prepared import write_prepared
 
-RUN: dict[str, Any] = {
-    "deepspeed": "ds.json",
-    "model": {"config": {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 512}},
-    "data": {"path": "data/x", "sequence_length": 128},
-    "train": {"global_batch": 8, "micro_batch": 2, "max_steps": 100},
-}
-DS: dict[str, Any] = {
-    "train_batch_size": "auto",
-    "train_micro_batch_size_per_gpu": "auto",
-    "gradient_accumulation_steps": "auto",
-    "bf16": {"enabled": True},
-    "zero_optimization": {"stage": 1},
-}
+RUN, DS = BASE, BASE_JSON
 
 
 def merged(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:

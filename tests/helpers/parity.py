@@ -17,6 +17,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
+from llmtrain.config.problems import Problems
+from llmtrain.config.rules import check_values
 from llmtrain.config.run import (
     AdapterConfig,
     DataConfig,
@@ -167,6 +169,8 @@ def resolved(form: Form) -> ResolvedRun:
             schedule=Cosine(warmup_steps=100),
             train=TrainConfig(micro_batch=2, accumulation=form.accumulation, max_steps=1000),
         )
+        check_values(run, problems := Problems())
+        problems.raise_if_any()
         user = wanted(run, {})
         small = json.loads(_small(json.dumps(model), run.model.attention, user.run.objective.scores))
         run = small_run(user, small, 1e-3, form.ranks, form.steps, cpu=True)

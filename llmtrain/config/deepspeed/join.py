@@ -10,7 +10,6 @@ import copy
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from operator import attrgetter
 from typing import Any, get_type_hints
 
 from llmtrain.base.choice import default_of, either
@@ -20,6 +19,7 @@ from llmtrain.config.deepspeed import keys as table
 from llmtrain.config.deepspeed.read import lookup, read_json
 from llmtrain.config.problems import Problems, closest, show
 from llmtrain.config.reader import WRONG, read_field
+from llmtrain.config.rules import refuse
 from llmtrain.config.run import RunConfig
 from llmtrain.config.schema import SHARED
 from llmtrain.config.topology import Degrees, Mix, clashes
@@ -214,7 +214,7 @@ def read_facts(run: RunConfig, tree: dict[str, Any], problems: Problems) -> Fact
                 mix, zero = replace(mix, zero_stage=1), {**zero, "stage": 1}
                 notes.append(f"{path}: {what} at ZeRO 0 runs as ZeRO 1, which computes the same: {why}")
                 break
-    if mix.zero_stage == 3 and "scattered gradients" in run.optim.refuses:
+    if mix.zero_stage == 3 and run.optim.whole_gradients:
         zero["reduce_scatter"] = False  # DeepSpeed's default is true
     if mix.bf16_moments:
         notes.append(
@@ -236,13 +236,7 @@ def read_facts(run: RunConfig, tree: dict[str, Any], problems: Problems) -> Fact
                 why = f"experts that ranks share (expert_parallel.autoep_size) need {show(value)}"
                 why += f" with ZeRO {mix.zero_stage}"
                 problems.add(f"zero_optimization.{key}", zero[key], why, "remove the key, or expert_parallel", path)
-    for rule in clashes(mix):
-        if rule.keys[0] not in problems:
-            of_yaml = {key: attrgetter(key)(run) for key in rule.keys if key.startswith(("model.", "optim."))}
-            what = " with ".join(
-                f"{key} = {show(of_yaml[key] if key in of_yaml else lookup(tree, key))}" for key in rule.keys
-            )
-            problems.add_text(rule.keys[0], what, rule.reason, rule.remedy, path)
+    refuse(clashes(mix), mix, run, problems, tree)
     tree.get("bf16", {}).pop("bf16_optimizer_states", None)  # llmtrain's own optimizer has them
     return Facts(tree=tree, mix=mix, pipeline_partition=partition, notes=tuple(notes))
 

@@ -126,7 +126,7 @@ def _all(defaults: Section, **verdict: Any) -> Section:
 def _mix(*keys: str) -> Why:
     """The reason of the table of mixes that names these keys."""
     rule = next(rule for rule in topology.RULES if rule.keys == keys)
-    return Why(rule.reason, rule.remedy)
+    return Why(str(rule.reason), str(rule.remedy))
 
 
 _NVME = Why("offload to NVMe is not built yet", 'use "cpu" or "none"')

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from llmtrain import cli
-from llmtrain.config.schema import BEGIN, END, PAGES, entries, markdown, write_into
+from llmtrain.config.pages import BEGIN, END, PAGES, write_into
+from llmtrain.config.schema import entries, markdown
 from tests.helpers.config_workplace import write
 
 PAGE = Path(__file__).parents[3] / "docs/configuration.md"
@@ -42,7 +43,7 @@ def test_the_page_shows_commands() -> None:
 def test_what_is_generated_is_in_sync(page: str) -> None:
     text = (PAGE.parent / page).read_text(encoding="utf-8")
     told = text.partition(BEGIN)[2].partition(END)[0].strip()
-    assert told == PAGES[page]().strip(), "run: python -m llmtrain.config.schema docs"
+    assert told == PAGES[page]().strip(), "run: python -m llmtrain.config.pages docs"
 
 
 def test_every_field_has_a_line_and_a_meaning() -> None:

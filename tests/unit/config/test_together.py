@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 from llmtrain.base.errors import ConfigError
+from llmtrain.config.problems import Problems
 from llmtrain.config.reader import read_saved
 from llmtrain.config.resolve import resolve
+from llmtrain.config.rules import check_values
 from llmtrain.config.run import AdapterConfig, DataConfig, ModelConfig, RunConfig, TrainConfig
 from llmtrain.config.together import ADAPTERS, FORMS, OPTIONS, against, markdown, pair, refusals
 from llmtrain.config.topology import Mix
 from llmtrain.objectives.objective import Objective
-from tests.ranks import test_adapter, test_preference
 
 ROWS = {**{name: ("next_token", adapter) for name, adapter in ADAPTERS.items()},
         **{name: (name, AdapterConfig()) for name in Objective.CHOICES},
@@ -80,6 +81,8 @@ def test_the_resolver_refuses_the_pairs_that_the_table_refuses(one: str, tmp_pat
             train=TrainConfig(global_batch=4, micro_batch=1, max_steps=10),
         )
         try:
+            check_values(run, problems := Problems())
+            problems.raise_if_any()
             resolve(run, 2)
         except ConfigError as error:
             assert expected and all(rule in str(error) for rule in expected), (one, other, str(error))
@@ -95,31 +98,6 @@ def test_every_option_of_these_sections_stands_in_the_table_of_pairs() -> None:
     assert {"online", "column"} == {
         option.get("objective", {}).get("reference", "column") for option in OPTIONS.values()
     }
-
-
-def columns(form: dict[str, Any]) -> set[str]:
-    """Of a case on ranks: the columns that it is a training of."""
-    found = {way for way, key in (("pipeline", "pipeline"), ("tensor", "tensor"), ("sequence", "sequence"),
-                                  ("experts", "expert")) if form.get(key, 1) > 1}  # fmt: skip
-    found |= {"recomputation"} if "activation_checkpointing" in form.get("extra", {}) else set()
-    found |= (
-        {{"all": "parameter offload", "optimizer": "optimizer offload"}[form["offload"]]}
-        if "offload" in form
-        else set()
-    )
-    return found or {f"ZeRO {form['stage']}"}
-
-
-def test_lora_and_dpo_train_on_ranks_in_each_form_that_says_yes() -> None:
-    adapters = [*test_adapter.FORMS, *test_adapter.DOUBLES]
-    lora = [form for kind, ranks, form in adapters if kind in ("lora", "experts") and ranks > 1]
-    dpo = [*test_preference.FORMS, *test_preference.DOUBLES, *test_preference.OTHER_MODELS]
-    for objective, adapter, forms in (("next_token", AdapterConfig(r=8), lora), ("dpo", AdapterConfig(), dpo)):
-        said = {name for name, form in FORMS.items() if not refusals(adapter, form)}
-        trained = set().union(*map(columns, forms))
-        assert said <= trained, (objective, said - trained)
-        assert not trained - said, (objective, trained - said)
-    assert any("adapter" in form for form in dpo), "the column LoRA"
 
 
 def test_every_objective_stands_in_the_table() -> None:

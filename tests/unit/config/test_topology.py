@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from llmtrain.config.topology import RULES, Degrees, Mix, clashes
+from llmtrain.optim.optimizers import Muon
 
 # (a mix that is refused, the first key that the refusal names, the change that its remedy proposes)
 CASES = [
@@ -74,7 +75,7 @@ def test_a_refused_mix_and_its_remedy(mix: Mix, key: str, change: dict[str, Any]
 
 def test_every_rule_is_fired_by_a_case() -> None:
     fired = {id(rule) for mix, _, _ in CASES for rule in clashes(mix)}
-    assert fired == {id(rule) for rule in RULES}
+    assert fired == {id(rule) for rule in (*RULES, *Muon.rules)}
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -23,8 +23,8 @@ import zstandard
 from llmtrain import cli
 from llmtrain.base.errors import DataError
 from llmtrain.commands.prepare import main
+from llmtrain.config.on_disk import _check_length
 from llmtrain.config.problems import Problems
-from llmtrain.config.rules import _check_length
 from llmtrain.config.run import DataConfig, RunConfig
 from llmtrain.data.manifest import SPLITS
 from llmtrain.data.shards import PreparedSet

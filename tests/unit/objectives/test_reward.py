@@ -9,17 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from llmtrain.base.errors import ConfigError, ModelError
-from llmtrain.config.objective import check_objective
-from llmtrain.config.problems import Problems
-from llmtrain.config.run import DataConfig, ModelConfig, RunConfig, TrainConfig
+from llmtrain.base.errors import ModelError
+from llmtrain.config.run import DataConfig, ModelConfig
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.stream.loader import AnswerBatch, batches_of
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.engine.losses.answers import last_tokens
 from llmtrain.models.source import SafetensorsSource, refuse_other_shapes
 from llmtrain.models.spec import ModelSpec
-from llmtrain.objectives.objective import Objective
 from tests.helpers.preference import prepared_preferences
 from tests.helpers.training import LLAMA
 
@@ -42,16 +39,6 @@ def test_the_score_is_read_at_the_last_token_of_each_row(tmp_path: Path) -> None
         assert bool((following == 0).all())  # a row begins behind it
         read += len(stops)
     assert read == sum(len(data.window_at(index).rows) for index in range(5))  # type: ignore[arg-type]
-
-
-def test_what_a_score_cannot_do_is_refused() -> None:
-    problems = Problems()
-    run = RunConfig(deepspeed="ds.json", objective=Objective.of("reward"),
-                    train=TrainConfig(sample_prompt="yes"))  # fmt: skip
-    check_objective(run, problems)
-    with pytest.raises(ConfigError) as error:
-        problems.raise_if_any()
-    assert "train.sample_prompt" in str(error.value)
 
 
 def saved(folder: Path, **fields: Any) -> str:

@@ -5,24 +5,23 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from llmtrain.base.choice import NOT_NEGATIVE, joined
 from llmtrain.base.errors import ConfigError
-from llmtrain.config import topology
+from llmtrain.base.rule import Rule
 from llmtrain.config.resolve import resolve
 from llmtrain.config.run import DataConfig, ModelConfig, ResolvedRun, RunConfig, TrainConfig
-from llmtrain.optim.optimizers import AdamW, Form, Muon, Optimizer, Refusal, norm_of
+from llmtrain.optim.optimizers import AdamW, Muon, Optimizer, norm_of
 
 
 @pytest.mark.parametrize("entry", Optimizer.CHOICES.values(), ids=lambda entry: entry.selected())
 def test_a_class_names_what_there_is(entry: type[Optimizer]) -> None:
     others = [other for other in Optimizer.CHOICES.values() if other is not entry]
     assert {kind.lower() for kind in entry.json_types}.isdisjoint(kind.lower() for o in others for kind in o.json_types)
-    assert set(entry.refuses) <= set(get_args(Form))
     assert entry.own() >= {"lr", "betas", "weight_decay", "decay", "clip_norm"}
 
 
@@ -56,10 +55,9 @@ def test_another_optimizer_is_a_class(tmp_path: Path, monkeypatch: pytest.Monkey
         title = "Sign"
         json_types = ("SignSGD",)
         fixed: ClassVar = {"use_triton": False}
-        refuses: ClassVar = {"clipping": Refusal(reason="signs have no norm", remedy="set optim.clip_norm to 0")}
+        rules = (Rule(("optim.clip_norm",), lambda m: m.clip_norm, "signs have no norm", "set it to 0", {}),)
         clip_norm: float = joined(0.0, "gradient_clipping", NOT_NEGATIVE, "0")
 
-    monkeypatch.setattr(topology, "RULES", (*topology.RULES, topology._refused(Sign, "clipping")))
     tree: dict[str, Any] = {"optimizer": {"type": "signsgd", "params": {"lr": 1e-4, "use_triton": False}}}
     run = resolved(tmp_path, tree, Sign())
     assert (run.optim.name, run.optim.lr, run.optim.clip_norm) == ("sign", 1e-4, 0.0)

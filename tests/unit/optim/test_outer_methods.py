@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from llmtrain.config.run import RunConfig
 from llmtrain.optim.outer_methods import Async, DiLoCo, LocalSgd, SitesConfig, Streaming
 
 
@@ -22,6 +25,10 @@ def test_rounds_come_as_often_as_each_method_says() -> None:
 
 @pytest.mark.parametrize("method", [Streaming(fragments=2, overlap_steps=3), Async(overlap_steps=3)])
 def test_the_least_period_goes_with_the_overlap_and_a_shorter_one_does_not(method: SitesConfig) -> None:
+    def broken(sync_every: int) -> list[str]:
+        run = RunConfig(deepspeed="", sites=replace(method.synchronising(sync_every), name="a"))
+        return [keys[0] for rule in method.rules for keys, _, _ in rule.breaks(run)]
+
     least = method.least_period
-    assert not list(method.synchronising(least).conflicts())
-    assert [field for field, _, _ in method.synchronising(least - method.parts).conflicts()] == ["overlap_steps"]
+    assert broken(least) == []
+    assert broken(least - method.parts) == ["sites.overlap_steps"]

@@ -1,0 +1,373 @@
+"""Things on disk that a run names: packages, prepared folders, models, checkpoints, and the run's own folder."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from collections.abc import Callable
+from dataclasses import asdict
+from glob import escape, glob
+from pathlib import Path
+from typing import Any
+
+from llmtrain.base import untrusted
+from llmtrain.base.redact import redact_text
+from llmtrain.config.problems import Places, Problems, stop
+from llmtrain.config.run import RunConfig
+from llmtrain.config.stages_rules import stage_views
+from llmtrain.objectives.objective import Objective
+from llmtrain.storage.hub.names import COMMIT, is_remote
+from llmtrain.storage.object_store import Store, StoreError, is_url, problem_of
+
+
+def check_on_disk(run: RunConfig, problems: Problems) -> None:
+    """Packages and paths exist; data folders are prepared; the tokenizer fits into the model's vocabulary."""
+    _check_packages(run, problems)
+    data_vocab: dict[str, int] = {}
+    tokenizer = None
+    for stage, key_of in stage_views(run):
+        for path in stage.data.folders:
+            key = key_of("data.path" if stage.data.path else f"data.mixture.{path}")
+            if key in problems or (manifest := _read_manifest(key, path, problems)) is None:
+                continue
+            tokenizer = tokenizer or manifest.get("tokenizer_fingerprint")
+            if isinstance(vocab := manifest.get("vocab_size"), int):
+                data_vocab[path] = vocab
+            _check_length(key, path, manifest, stage, problems)
+            _check_kind(run, key, path, manifest, problems)
+    for field, folders in (("sets", run.eval.sets), ("choices", run.eval.choices)):
+        for name, path in folders.items():
+            key = f"eval.{field}.{name}"
+            if (manifest := _read_manifest(key, path, problems)) is not None:
+                _check_measured(field, key, path, manifest, run, tokenizer, problems)
+    _check_teacher_folder(run, problems)
+    model = model_config(run, problems)
+    if run.resume not in ("auto", "none") and not has_checkpoints(run):
+        _check_resume(run.resume, problems)
+    _check_run_dir(run, problems)
+    for key, url in (("checkpoint.mirror", run.checkpoint.mirror), ("train.export_to", run.train.export_to)):
+        if url is not None and (found := problem_of(url, writes=True)):
+            problems.add(key, redact_text(url), *found)
+    model_vocab = run.model.vocabulary or (model or {}).get("vocab_size")
+    key, given, room = "model.pretrained", run.model.pretrained, "model.vocabulary"
+    if run.model.config is not None:
+        key = room = "model.config.vocab_size"
+    for path, vocab in data_vocab.items():
+        if isinstance(model_vocab, int) and model_vocab < vocab:
+            problems.add(
+                key,
+                given if key == "model.pretrained" else model_vocab,
+                f"the tokenizer of {path} has {vocab} tokens, the model room for {model_vocab}",
+                f"set {room} to {vocab} or more, or prepare the data with the model's tokenizer",
+            )
+
+
+def _check_packages(run: RunConfig, problems: Problems) -> None:
+    """Trackers of packages that are not installed here."""
+    for name, tracker in run.trackers.items():
+        packages = {module.partition(".")[0] for module in tracker.MODULES}
+        if missing := sorted(package for package in packages if importlib.util.find_spec(package) is None):
+            ours = type(tracker).__module__.startswith("llmtrain.")
+            what = f"'llmtrain[{name}]'" if ours else " ".join(missing)
+            problems.add(f"trackers.{name}", asdict(tracker), f"needs {', '.join(missing)}, not installed here",
+                         f"pip install {what} on all hosts")  # fmt: skip
+
+
+def refuse_if_preempted(run: RunConfig, places: Places) -> None:
+    """Raises ConfigError when the run's preempt file is there before the run.
+
+    Not asked of ranks that a launch starts: there the file may have come since, and they leave as they would later.
+    """
+    if (file := run.fault.preempt_file) and os.path.exists(file):
+        key = "fault.preempt_file"
+        rule = "is there already: the run would save and leave before its first step"
+        raise stop(key, file, rule, "delete it, or name a file that is yet to appear", places.get(key))
+
+
+def _check_length(key: str, path: str, manifest: dict[str, Any], run: RunConfig, problems: Problems) -> None:
+    """Each split that the run reads fills a sequence: its tokens, and one more for the last label. One row of
+    conversations does, whatever its length."""
+    length, tokens, chat = run.data.sequence_length, manifest.get("tokens"), manifest.get("chat")
+    if isinstance(chat, dict) and chat.get("choices"):  # `_check_kind` refuses it
+        return
+    least = 1 if isinstance(chat, dict) else length + 1
+    remedies = {
+        "train": "prepare more text",
+        "validation": "prepare it with a larger --validation-fraction or with --validation-source FILE, or set "
+        "train.eval to off to train without validation",
+    }
+    for split, remedy in remedies.items():
+        found = tokens.get(split) if isinstance(tokens, dict) else None
+        if isinstance(found, int) and found < least and (split == "train" or run.train.eval):
+            remedy = f"lower data.sequence_length to {found - 1} or less, or {remedy}" if found > 2 else remedy
+            rule = f"its {split} split ({found} tokens) does not fill one sequence of data.sequence_length {length}"
+            problems.add(key, path, rule, remedy)
+
+
+def _check_kind(run: RunConfig, key: str, path: str, manifest: dict[str, Any], problems: Problems) -> None:
+    """The data that a folder holds is of the kind that the objective compares. `key`, `path`: where the run names
+    it."""
+    chat = manifest.get("chat")
+    chat = chat if isinstance(chat, dict) else {}
+    holds = next((kind for kind in ("choices", "pairs", "unpaired") if chat.get(kind)), "texts")
+    name, wants = run.objective.name, run.objective.data
+    if holds == wants:
+        return
+    if holds == "choices":
+        rule = "multiple-choice questions, which measure a model and train none"
+        remedy = "name the folder in eval.choices"
+    elif wants == "texts":
+        kind, wrong = ("preferences", "rejected answers") if holds == "pairs" else (
+            "answers that were judged", "undesired ones")  # fmt: skip
+        rule = f"{kind}, and objective.name next_token would learn the {wrong}, too"
+        names = ", ".join(each for each, chosen in Objective.CHOICES.items() if chosen.data == holds)
+        remedy = f"set objective.name to one of {names}"
+    else:
+        kind, form = ("preferences", "preference") if wants == "pairs" else (
+            "answers that were judged alone", "unpaired")  # fmt: skip
+        rule = f"no {kind}, which objective.name {name} compares"
+        remedy = f"prepare them with --format {form}, or remove objective.name"
+    problems.add(key, path, f"holds {rule}", remedy)
+
+
+def _check_measured(field: str, key: str, path: str, manifest: dict[str, Any], run: RunConfig, tokenizer: str | None,
+                    problems: Problems) -> None:  # fmt: skip
+    """A folder of eval.sets fills a sequence, one of eval.choices has questions; both have the tokenizer of the run's
+    data. `tokenizer`: fingerprint of that of the data."""
+    tokens, chat, length = manifest.get("tokens"), manifest.get("chat"), run.data.sequence_length
+    if field == "sets":
+        _check_kind(run, key, path, manifest, problems)
+    elif not (isinstance(chat, dict) and chat.get("choices")):
+        problems.add(key, path, "holds no multiple-choice questions", "prepare them with --format choices, or name the "
+                     "folder in eval.sets")  # fmt: skip
+        return
+    if tokenizer is not None and manifest.get("tokenizer_fingerprint") != tokenizer:
+        data = next(iter(run.data.mixture or {}), run.data.path)
+        problems.add(key, path, f"was prepared with another tokenizer than {data}, which the run trains on",
+                     f"prepare it again with --tokenizer {data}/tokenizer")  # fmt: skip
+    least = 1 if isinstance(chat, dict) else length + 1
+    found = [each for each in tokens.values() if isinstance(each, int)] if isinstance(tokens, dict) else []
+    if field == "sets" and found and max(found) < least:
+        problems.add(key, path, f"neither of its splits ({' and '.join(map(str, found))} tokens) fills one sequence of "
+                     f"data.sequence_length {length}", "prepare more text, or lower data.sequence_length")  # fmt: skip
+
+
+def starts_from_model(run: RunConfig) -> bool:
+    """Return True if the parameters come from the model section, and not from a checkpoint."""
+    return run.resume in ("auto", "none") and not has_checkpoints(run)
+
+
+def reads_weights(run: RunConfig) -> bool:
+    """Return True if the run reads model.pretrained's weights, as a resumed one does for its frozen parameters."""
+    return starts_from_model(run) or bool(run.model.freeze or run.model.train_only) or run.adapter.r is not None
+
+
+def has_checkpoints(run: RunConfig) -> bool:
+    """The run goes on from its own checkpoints; what it began from may be gone by now."""
+    return bool(glob(f"{escape(str(run.train.run_dir))}/checkpoints/step-*"))
+
+
+def _check_resume(path: str, problems: Problems) -> None:
+    """A checkpoint, a run with some, or RUN/step-N: as `llmtrain checkpoint` takes them. What a store has is looked at
+    when it is fetched."""
+    if is_url(path):
+        if found := problem_of(path):
+            problems.add("resume", redact_text(path), *found)
+        return
+    step = re.fullmatch(r"step-([0-9]{1,18})", Path(path).name)
+    if step and not os.path.exists(path):
+        full = f"step-{int(step[1]):08d}"
+        if any(os.path.isdir(Path(path).parent / below / full) for below in ("", "checkpoints")):
+            return
+    if not _exists("resume", path, "write auto, none or the path of a checkpoint", problems):
+        return
+    inside = any(glob(f"{escape(path)}/{below}step-*") for below in ("", "checkpoints/"))
+    if not (inside or Path(path).name.startswith("step-") or os.path.exists(f"{path}/manifest.json")):
+        problems.add("resume", path, "holds no checkpoint", "give a run's folder, a checkpoint's folder, or RUN/step-N")
+
+
+def _check_run_dir(run: RunConfig, problems: Problems) -> None:
+    """The run's folder is one, or can be made. (Whether it can be written is known on rank 0's host alone.)"""
+    sources = [*(run.data.mixture or {}), *([run.data.path] if run.data.path else [])]
+    sources += [*run.eval.sets.values(), *run.eval.choices.values()]
+    for key, path in (("train.run_dir", run.train.run_dir), ("checkpoint.dir", run.checkpoint.dir)):
+        if path is None:
+            continue
+        nearest = next((p for p in (Path(path), *Path(path).parents) if os.path.exists(p)), Path("/"))
+        rule = None
+        if "\0" in path:
+            rule = "has a null character, which no path can have"
+        elif not os.path.isdir(nearest):
+            rule = f"{nearest} is a file, so no folder can be there"
+        elif os.path.realpath(nearest).split("/")[1] in ("proc", "sys"):
+            rule = f"{os.path.realpath(nearest)} belongs to the kernel, and no folder can be made there"
+        elif os.path.realpath(path) == "/":
+            rule = "is the root of the file system, and a run writes files of its own there"
+        elif source := next((s for s in sources if _within(path, s)), None):
+            rule = f"lies in the data folder {source}, which a run only reads"
+        elif other := _of_others(path, _RUN if key == "train.run_dir" else _CHECKPOINTS):
+            kind = "a run" if key == "train.run_dir" else "checkpoints"
+            rule = f"is no folder of {kind}: {other}; a run writes, replaces and deletes files in its own"
+        if rule:
+            problems.add(key, path, rule, "give the path of a folder, which may be new")
+
+
+_RUN = re.compile(r"checkpoints|events\.jsonl|environment\.json")
+"""Files of a run's folder, of which the first is made before all others."""
+_CHECKPOINTS = re.compile(r"step-[0-9].*")
+_REPLACED = ("config.yaml", "deepspeed.json")
+"""Files that a run writes anew at each start."""
+_OF_A_LAUNCH = re.compile(r"\..*|.*\.(log|out|err|sh|ya?ml|json)|logs?|wandb|lost\+found")
+"""Names that may stand in a run's folder before the run: hidden ones, logs and settings of its launch."""
+
+
+def _of_others(path: str, own: re.Pattern[str]) -> str | None:
+    """The sign that a folder belongs to something else; None: it is new, empty, cannot be read, or has something that
+    tells what it is (`own`)."""
+    try:
+        names = sorted(os.listdir(path))
+    except OSError:
+        return None
+    shared = {os.path.realpath(os.path.expanduser("~")): "it is your home", os.path.realpath("/tmp"): "all use it"}
+    if found := shared.get(os.path.realpath(path)):
+        return found
+    if any(map(own.fullmatch, names)):
+        return None
+    other = [name for name in names if name in _REPLACED or not _OF_A_LAUNCH.fullmatch(name)]
+    return f"it holds {other[0]}" + (f" and {len(other) - 1} more" if other[1:] else "") if other else None
+
+
+def _within(path: str, folder: str) -> bool:
+    """Return True if a path is a folder, or lies in it."""
+    inner, outer = os.path.realpath(path), os.path.realpath(folder)
+    return inner == outer or inner.startswith(f"{outer.rstrip('/')}/")
+
+
+def _read_manifest(key: str, path: str, problems: Problems) -> dict[str, Any] | None:
+    """The manifest of a prepared folder here or in an object store."""
+    folder = Path(path)
+    manifest = folder / "manifest.json"
+    if is_url(path):
+        return _read_in_store(key, path, problems)
+    if not os.path.exists(path):
+        rule = "a dataset on the Hub is prepared first" if path.startswith("hf:") else "no such folder"
+        rule, remedy = f"{rule} (looked from {Path.cwd()})", _to_prepare(path, None)
+    elif not os.path.isdir(path):
+        rule, remedy = "is a file, and training reads a folder that was made of it", _to_prepare(path, path)
+    elif not manifest.is_file() and (folder / "unfinished").is_dir():
+        rule, remedy = "its preparation has not ended: it has no manifest.json", "run the same `llmtrain prepare` again"
+    elif not manifest.is_file():
+        rule, remedy = "not a prepared folder: it has no manifest.json", _to_prepare(path, path)
+    else:
+        return _read_json(key, manifest, problems)
+    problems.add(key, path, rule, remedy)
+    return None
+
+
+def _read_in_store(key: str, url: str, problems: Problems) -> dict[str, Any] | None:
+    found = problem_of(url)
+    if found is None:
+        try:
+            data = Store(url).read("manifest.json")
+        except FileNotFoundError:
+            found = "no prepared folder: it has no manifest.json", "correct the URL, or upload the folder again"
+        except StoreError as error:
+            found = (
+                f"cannot be read ({error})",
+                "correct address or access; credentials are those of the store's driver",
+            )
+        else:
+            return _tree(key, redact_text(url), "its manifest.json ", lambda: data, "upload the folder again", problems)
+    problems.add(key, redact_text(url), *found)
+    return None
+
+
+def _to_prepare(path: str, source: str | None) -> str:
+    """The command that makes a data folder: of `source`, which is there and is not written into; None: nothing is."""
+    if source is None and not path.startswith("hf:"):
+        return f"make it with `llmtrain prepare --source FILES --out {path}`, or correct the path"
+    stem = Path(path.removeprefix("hf:")).name.partition(".")[0] or "mine"
+    out = next(each for each in (f"data/{stem}", f"data/{stem}-tokens") if os.path.normpath(path) != each)
+    source = source or path
+    return f"make one: `llmtrain prepare --source {source} --out {out}`, and then write {out} here"
+
+
+def model_config(run: RunConfig, problems: Problems) -> dict[str, Any] | None:
+    """The fields of the model's config.json; None: it is not on this host, or cannot be read."""
+    if isinstance(run.model.config, dict):
+        return run.model.config
+    key, path = ("model.config", run.model.config) if run.model.config else ("model.pretrained", run.model.pretrained)
+    if not path:
+        return None
+    if key == "model.pretrained" and is_remote(path):
+        _check_url(key, path, run.model.revision, problems)
+        return None  # what the Hub or a store has is looked at when it has been fetched: `with_base`
+    remedy = "give a local Hugging Face folder"
+    if not _exists(key, path, remedy if run.model.config else f"{remedy}, or ORG/NAME on the Hub", problems):
+        return None
+    if run.model.revision is not None:
+        problems.add("model.revision", run.model.revision, f"goes with a name on the Hub, and {path} is a folder here",
+                     "remove it, or write ORG/NAME of a repository")  # fmt: skip
+    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+    if not file.is_file():
+        rule = "the folder has no config.json"
+        if (file.parent / "adapter_config.json").is_file():
+            rule = "is the folder of an adapter, without its model"
+            remedy = ("merge the two (llmtrain checkpoint to-hf RUN OUT --merge) and name that folder, or name the "
+                      "model here and this folder in adapter.start")  # fmt: skip
+        problems.add(key, path, rule, remedy)
+        return None
+    return _read_json(key, file, problems)
+
+
+def _exists(key: str, path: str, remedy: str, problems: Problems) -> bool:
+    # os.path, because Path.exists raises for a name that is too long
+    if os.path.exists(path):
+        return True
+    problems.add(key, path, f"no such file or folder (looked from {Path.cwd()})", remedy)
+    return False
+
+
+def _read_json(key: str, file: Path, problems: Problems) -> dict[str, Any] | None:
+    return _tree(key, str(file), "", file.read_bytes, "make or copy the folder again", problems)
+
+
+def _tree(
+    key: str, shown: str, what: str, read: Callable[[], bytes], remedy: str, problems: Problems
+) -> dict[str, Any] | None:
+    """The JSON object that these bytes hold. `shown`: the value in a message. `what`: the beginning of its rule."""
+    try:
+        tree = untrusted.loads(read(), infinite=True)
+    except (OSError, ValueError) as error:
+        problems.add(key, shown, f"{what}cannot be read as JSON: {error}", remedy)
+        return None
+    if not isinstance(tree, dict):
+        problems.add(key, shown, f"{what}must hold one JSON object", remedy)
+        return None
+    return tree
+
+
+def _check_teacher_folder(run: RunConfig, problems: Problems) -> None:
+    """Refuse a folder without the files. A repository of the Hub is examined when it has been fetched."""
+    key, folder, revision = "objective.teacher", run.objective.teacher, run.objective.teacher_revision
+    if folder is None or is_remote(folder):
+        _check_url(key, folder, revision, problems)
+        return
+    if not os.path.isfile(os.path.join(folder, "config.json")):
+        problems.add(key, folder, f"no such folder with a config.json (looked from {os.getcwd()})",
+                     "give a local Hugging Face folder, or ORG/NAME on the Hub")  # fmt: skip
+    elif revision is not None:
+        problems.add(f"{key}_revision", revision, f"goes with a name on the Hub, and {folder} is a folder here",
+                     "remove it, or write ORG/NAME of a repository")  # fmt: skip
+
+
+def _check_url(key: str, given: str | None, revision: str | None, problems: Problems) -> None:
+    """A URL of a model is one, and has no revision but that which a run has noted."""
+    if given is None or not is_url(given):
+        return
+    if found := problem_of(given):
+        problems.add(key, redact_text(given), *found)
+    elif revision is not None and not COMMIT.fullmatch(revision):
+        where = f"{key.rpartition('.')[0]}.{'teacher_' if key.endswith('teacher') else ''}revision"
+        problems.add(where, revision, f"goes with a name on the Hub, and {key} is a URL", "remove it")  # fmt: skip

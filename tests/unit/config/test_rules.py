@@ -1,0 +1,50 @@
+"""Rules between settings: each example is refused with the keys, the reason and the remedy of its row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from llmtrain.base.choice import Entry
+from llmtrain.base.errors import ConfigError
+from llmtrain.base.rule import Rule
+from llmtrain.config.load import load, parse
+from llmtrain.config.resolve import resolve
+from llmtrain.config.rules import OF_STARTS
+from llmtrain.config.together import BASE, RANKS, all_rules, example_of, texts
+from tests.helpers.config_workplace import write
+
+
+@dataclass
+class Metric:
+    """A metric of a plugin."""
+
+
+@pytest.mark.parametrize("rule", all_rules(), ids=lambda rule: " ".join(rule.example))
+def test_an_example_is_refused_with_keys_reason_and_remedy(
+    rule: Rule, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(Entry.SECTIONS, "metrics", {"NAME": Metric})
+    write(here, *example_of(rule))
+    reason, remedy = texts(rule)
+    with pytest.raises(ConfigError) as refused:
+        resolve(parse(["run.yaml"], check_paths=rule in OF_STARTS).run, RANKS)
+    assert reason in str(refused.value) and remedy in str(refused.value)
+    assert all(f"{key} = " in str(refused.value) for key in rule.keys), refused.value
+
+
+def test_the_run_that_examples_change_is_right(here: Path) -> None:
+    write(here)
+    assert load(["run.yaml"], RANKS).run.data.path == BASE["data"]["path"]
+
+
+def test_a_rule_is_applied_once_and_not_to_a_value_that_is_wrong_by_itself(here: Path) -> None:
+    sites = {"name": "a", "coordinator": "h:1", "method": "streaming", "sync_every": 10, "fragments": 0}
+    write(here, {"sites": sites, "model": {"freeze": ["a"], "train_only": ["b"]}})
+    with pytest.raises(ConfigError) as refused:
+        load(["run.yaml"], RANKS)
+    told = str(refused.value)
+    assert "sites.fragments = 0" in told and "multiple of sites.fragments" not in told
+    assert told.count("says the opposite of model.freeze") == 1
