@@ -1,4 +1,4 @@
-"""Small tokenizers for the families of chat models, and an oracle of the masks.
+"""Families of chat models (tests/data/chat), small tokenizers for them, and an oracle of the masks.
 
 The oracle renders with plain jinja2 what a server feeds, and puts after it the answer as a family's `answer` writes it
 by hand; it knows neither llmtrain nor transformers.
@@ -11,7 +11,7 @@ import json
 import random
 import re
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,105 @@ from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from tests.helpers.chat_families import Family, Message, dumps
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Family:
+    """A kind of chat model. `answer`: the text that its template writes of an answer, with the token that stops it."""
+
+    template: str
+    special: list[str]
+    stops: list[str]
+    answer: Callable[[Message], str]
+    tokens: str
+    """Which of TOKENIZERS."""
+    bos: str | None = None
+    added: Sequence[str] = ()
+    """Tokens that are added, but not special."""
+    rstrip: bool = False
+    """The control tokens take the white space after them for theirs."""
+    tools: bool = False
+    bare_calls: bool = False
+    """What is said beside a call is left out."""
+    thoughts: bool = False
+    usable: bool = True
+    """Whether any conversation can be learnt with it."""
+
+
+def dumps(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _function(call: Message) -> Message:
+    return {"name": call["function"]["name"], "arguments": call["function"]["arguments"]}
+
+
+# --- what each writes of an answer, by hand ------------------------------------------------------------
+
+
+def _plain(end: str, before: str = "", strip: str | None = None) -> Callable[[Message], str]:
+    """`strip`: "both" ends, or "newlines" at the beginning."""
+    left = {"both": str.strip, "newlines": lambda text: text.lstrip("\n"), None: str}[strip]
+    return lambda m: before + left(m["content"]) + end
+
+
+def _qwen_calls(m: Message) -> str:
+    calls = [f"<tool_call>\n{dumps(_function(c))}\n</tool_call>" for c in m.get("tool_calls", ())]
+    return "\n".join(([m["content"]] if m["content"] else []) + calls) if calls else m["content"]
+
+
+def _qwen3(m: Message) -> str:
+    said, thought = m["content"], m.get("reasoning_content", "")
+    if not thought and "</think>" in said:
+        thought = said.split("</think>")[0].rstrip("\n").split("<think>")[-1].lstrip("\n")
+        said = said.split("</think>")[-1].lstrip("\n")
+    calls = _qwen_calls({**m, "content": said})
+    calls = calls.lstrip("\n") if said or not m.get("tool_calls") else calls
+    return "<think>\n" + thought.strip("\n") + "\n</think>\n\n" + calls + "<|im_end|>"
+
+
+def _llama3(m: Message) -> str:
+    call = _function(m["tool_calls"][0]) if m.get("tool_calls") else None
+    text = dumps({"name": call["name"], "parameters": call["arguments"]}) if call else m["content"].strip()
+    return text + "<|eot_id|>"
+
+
+def _mistral3(m: Message) -> str:
+    calls = [_function(c) for c in m.get("tool_calls", ())]
+    return (f"[TOOL_CALLS] {dumps(calls)}" if calls else " " + m["content"].strip()) + "</s>"
+
+
+def _glm4(m: Message) -> str:
+    calls = [f"{c['function']['name']}\n{dumps(c['function']['arguments'])}" for c in m.get("tool_calls", ())]
+    return "<|assistant|>".join(calls) + "<|observation|>" if calls else "\n" + m["content"] + "<|user|>"
+
+
+def _granite(m: Message) -> str:
+    calls = [_function(c) for c in m.get("tool_calls", ())]
+    return ("<|tool_call|>" + dumps(calls) if calls else "") + m["content"] + "<|end_of_text|>"
+
+
+def _harmony(m: Message) -> str:
+    thought = m.get("reasoning_content", "")
+    first = f"<|channel|>analysis<|message|>{thought}<|end|><|start|>assistant" if thought else ""
+    return f"{first}<|channel|>final<|message|>{m['content']}<|return|>"
+
+
+_ANSWERS = {"qwen2.5": lambda m: _qwen_calls(m) + "<|im_end|>", "qwen3": _qwen3, "llama3": _llama3,
+            "mistral0.3": _mistral3, "glm4": _glm4, "granite3": _granite, "gpt-oss": _harmony}  # fmt: skip
+
+
+def _family(name: str, answer: str | dict[str, str], **fields: Any) -> Family:
+    written = _ANSWERS[answer] if isinstance(answer, str) else _plain(**answer)
+    return Family(template=(CHAT / f"families/{name}.jinja").read_text(), answer=written, **fields)
+
+
+CHAT = Path(__file__).parents[1] / "data" / "chat"
+FAMILIES = {(row := json.loads(line))["name"]: _family(**row) for line in (CHAT / "families.jsonl").open()}
+"""Written for these tests: of a family's template they have the control tokens' names, what each writes where, and
+what each trims, drops or refuses."""
+
 
 # --- tokenizers -----------------------------------------------------------------------------------
 

@@ -6,26 +6,28 @@ T1-T9 of the field's pains. Each conversation gives rows whose every bit is righ
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from llmtrain.data.chat.conversation import RefusedError
 from llmtrain.data.chat.encoder import ChatEncoder, ChatOptions
 from llmtrain.data.tokenize import stop_tokens
-from tests.helpers.chat_behaviours import (
-    BEHAVIOURS,
-    RECORDS,
-    Behaviour,
-    by_transformers,
-    next_begins,
-    write_behaviour,
+from tests.helpers.chat_oracle import (
+    CHAT,
+    FAMILIES,
+    Family,
+    Message,
+    conversations,
+    rows_are_right,
+    turns,
+    write_family,
 )
-from tests.helpers.chat_families import FAMILIES, Family, Message
-from tests.helpers.chat_oracle import conversations, rows_are_right, turns, write_family
 
 pytestmark = pytest.mark.long
 
@@ -89,9 +91,136 @@ def test_a_thousand_conversations_of_a_family(tmp_path: Path, name: str) -> None
 
 # --- by transformers ------------------------------------------------------------------------------
 
+
+@dataclass(frozen=True)
+class Behaviour:
+    """A template, and the tokens where generation stops; the first is the tokenizer's eos_token."""
+
+    template: str | dict[str, str]
+    stops: list[str]
+    bos: str | None = None
+    ended: dict[str, str] = field(default_factory=dict)
+    """The token by which the next message ends an "answer", or a "call"."""
+
+
+def _behaviour(name: str, named: list[str] | None = None, **fields: Any) -> Behaviour:
+    files = {each: (CHAT / f"behaviours/{name}{each and '.'}{each}.jinja").read_text() for each in named or [""]}
+    return Behaviour(files if named else files[""], **fields)
+
+
+BEHAVIOURS = {(row := json.loads(line))["name"]: _behaviour(**row) for line in (CHAT / "behaviours.jsonl").open()}
+RECORDS = {(row := json.loads(line)).pop("name"): row for line in (CHAT / "records.jsonl").open()}
+_CONTROL = re.compile(
+    r"<\|[^|<>\s]{1,40}\|?>|<[^|<>\s]{1,40}\|>|<｜[^｜<>]{1,40}｜>|</?(?:think|tool_call|tool_response|start_of_turn"
+    r"|end_of_turn|end_of_utterance|seed:\w+)>|\[/?(?:INST|gMASK|SYSTEM_PROMPT)\]|<sop>|</?s>|<[be]os>"
+)
+
+
+def write_behaviour(folder: Path, one: Behaviour) -> Path:
+    """A tokenizer folder in which a byte is a token, as is each control token that the template names."""
+    folder.mkdir(parents=True, exist_ok=True)
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # type: ignore[assignment]
+    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    named = json.dumps(one.template, ensure_ascii=False)
+    found = dict.fromkeys([*one.stops, *([one.bos] if one.bos else []), *_CONTROL.findall(named)])
+    text = [token for token in found if re.fullmatch(r"</?(think|tool_call|tool_response)>", token)]
+    special = [token for token in found if token not in text]
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in text])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    template = one.template
+    if isinstance(template, dict):
+        template = [{"name": name, "template": text} for name, text in template.items()]  # type: ignore[assignment]
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": one.stops[0], "chat_template": template}
+    settings |= {"bos_token": one.bos} if one.bos else {}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+_WORD = re.compile(r"w\d\w+")
+"""Words of the records, of which no template has one, and each record has each once; in any spelling they are there."""
+
+
+def words(value: Any) -> set[str]:
+    return set(_WORD.findall(json.dumps(value)))
+
+
+@dataclass(frozen=True)
+class Told:
+    """The prompt that a server feeds for an answer, and the text that the model must generate."""
+
+    prompt: str
+    answer: str
+
+
+def by_transformers(tokenizer: Any, one: Behaviour, record: dict[str, Any]) -> list[Told] | str:
+    """The answers of a record; or why there are none: fails, prompt (not the answer's beginning), stop, lost."""
+    why = "fails"
+    for parts in (False, True):
+        for texts in (False, True):
+            found = _told(tokenizer, one, record, parts=parts, texts=texts)
+            if not isinstance(found, str):
+                return found
+            why = found if found != "fails" else why
+            if found not in ("fails", "lost"):
+                return found
+    return why
+
+
+def _told(tokenizer: Any, one: Behaviour, record: dict[str, Any], *, parts: bool, texts: bool) -> list[Told] | str:
+    messages = [_as_taken(message, parts, texts) for message in record["messages"]]
+    more = {"tools": record.get("tools"), **record.get("chat_template_kwargs", {})}
+    told = []
+    for at, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        try:
+            header, prompt, whole = (
+                tokenizer.apply_chat_template(messages[:until], tokenize=False, add_generation_prompt=asks, **more)
+                for until, asks in ((at, False), (at, True), (at + 1, False))
+            )
+        except Exception:
+            return "fails"
+        if not whole.startswith(prompt):
+            return "prompt"
+        rest = whole[len(prompt) :]
+        rest += (
+            ""
+            if any(stop in rest for stop in one.stops)
+            else one.ended.get("call" if "tool_calls" in message else "answer", "")
+        )
+        ends = [rest.index(stop) + len(stop) for stop in one.stops if stop in rest]
+        if not ends:
+            return "stop"
+        others = [each for each in messages[:at] if each["role"] != "assistant"]
+        own = {key: value for key, value in message.items() if key != "id"}
+        if not words([others, record.get("tools")]) <= words(prompt) or not words(own) <= words(whole[len(header) :]):
+            return "lost"
+        told.append(Told(prompt, rest[: min(ends)]))
+    return told
+
+
+def _as_taken(message: Message, parts: bool, texts: bool) -> Message:
+    taken = dict(message)
+    if parts:
+        taken["content"] = [{"type": "text", "text": message["content"]}]
+    if "tool_calls" in message:
+        taken["tool_calls"] = []
+        for call in message["tool_calls"]:
+            given = call["function"]["arguments"]
+            value = given if isinstance(given, dict) else json.loads(given)
+            text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+            taken["tool_calls"].append(
+                {**call, "function": {**call["function"], "arguments": text if texts else value}}
+            )
+    return taken
+
+
+GLM = {"answer": "<|user|>", "call": "<|observation|>"}
 OF_FAMILIES = {
-    name: Behaviour(family.template, family.stops, family.bos,
-                    next_begins if name == "glm4" else lambda message: "")
+    name: Behaviour(family.template, family.stops, family.bos, GLM if name == "glm4" else {})
     for name, family in FAMILIES.items()
 }  # fmt: skip
 TRUE = {
@@ -169,12 +298,10 @@ def test_masks_are_those_of_trls_training_templates(tmp_path: Path) -> None:
         if file.stem.endswith("_training") or file.stem[:-1].endswith("_v"):  # nor what only revises another
             continue
         begins = [begin for begin in STOPS if file.stem.startswith(begin)]
-        stops = tuple(STOPS[begins[0]].split())
+        stops = STOPS[begins[0]].split()
         bos = next((token for begin, token in BEGINS.items() if file.stem.startswith(begin)), None)
-        ended = (
-            (lambda m: "<|observation|>" if "tool_calls" in m else "<|user|>") if "glm" in file.stem else lambda m: ""
-        )
-        found = compared(tmp_path / file.stem, Behaviour(file.read_text(), stops, bos, ended))
+        glm = GLM if "glm" in file.stem else {}
+        found = compared(tmp_path / file.stem, Behaviour(file.read_text(), stops, bos, glm))
         training = folder / f"{file.stem}_training.jinja"
         # DiffusionGemma is no causal model; its training variant leaves out the token where generation stops.
         if training.is_file() and "diffusion" not in file.stem:

@@ -14,8 +14,7 @@ import zstandard
 
 from llmtrain.commands.prepare import main
 from tests.helpers.chat import workers_here
-from tests.helpers.chat_families import FAMILIES
-from tests.helpers.chat_oracle import write_family
+from tests.helpers.chat_oracle import FAMILIES, write_family
 
 pytestmark = pytest.mark.long
 
