@@ -64,6 +64,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python tools/figures.py
 
 # Before every push; CONTRIBUTING.md says the rest.
 check: lint
