@@ -87,7 +87,8 @@ class Conversation:
                 attention_mask=torch.ones_like(ids),
                 max_new_tokens=room,
                 eos_token_id=list(loaded.ends) or None,
-                pad_token_id=_padding(loaded),
+                # One sequence needs none; without it transformers warns that it takes an end.
+                pad_token_id=next(iter(loaded.ends), None) if (pad := loaded.tokenizer.pad_token_id) is None else pad,
                 streamer=_streamer(loaded.tokenizer),
                 stopping_criteria=StoppingCriteriaList([lambda ids, _: stopped.reached(ids)]),
                 **self.sampling.arguments(),
@@ -122,11 +123,6 @@ def _stoppable() -> Iterator[_Stopped]:
         yield stopped
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _padding(loaded: Answerer) -> int | None:
-    """One sequence needs none; transformers would tell that it takes an end for it."""
-    return loaded.tokenizer.pad_token_id if loaded.tokenizer.pad_token_id is not None else next(iter(loaded.ends), None)
 
 
 def _streamer(tokenizer: Any) -> Any:

@@ -174,10 +174,10 @@ def facts_of(run: Run, curves: Curves) -> list[tuple[str, str]]:
             facts.append((about, f"{plain:.1%}, {curve.values[-1]:.1%}"))
         elif kind == "tasks" and "_stderr" not in figure:
             facts.append((f"Task {figure}, at step {curve.steps[-1]:,.0f}", f"{curve.values[-1]:.4f}"))
-    facts += [
-        (f"Loss of a {name} model", f"{value:.4f} nats/token{_measured_on(run)}")
-        for name, value in curves.baselines.items()
-    ]
+    for name, value in curves.baselines.items():
+        tokens_seen = _finite(run.of_kind("baselines")[-1].get("validation_tokens"))
+        measured_on = "" if tokens_seen is None else f" (first {tokens_seen:,.0f} validation tokens)"
+        facts.append((f"Loss of a {name} model", f"{value:.4f} nats/token{measured_on}"))
     if speed := curves["tokens_per_s"]:
         facts.append(("Tokens/s, median", f"{statistics.median(speed.values):,.0f}"))
     for kind, label in (("causal", "causal"), ("noncausal", "non-causal")):
@@ -198,12 +198,6 @@ def facts_of(run: Run, curves: Curves) -> list[tuple[str, str]]:
     if skipped := curves["skipped_steps"]:
         facts.append(("Skipped steps", f"{skipped.values[-1]:.0f}"))
     return facts + site_facts(run.of_kind("synchronise"), run.of_kind("synchronise_failed")) + _history(run)
-
-
-def _measured_on(run: Run) -> str:
-    """Note on the baselines: counted on the training tokens, measured on so many of the validation split."""
-    tokens = _finite(run.of_kind("baselines")[-1].get("validation_tokens"))
-    return "" if tokens is None else f" (first {tokens:,.0f} validation tokens)"
 
 
 def _history(run: Run) -> list[tuple[str, str]]:

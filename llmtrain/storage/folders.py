@@ -58,8 +58,11 @@ def fetch(
     with alone(place):
         folder, note = place / str(revision), place / f"{revision}.json"
         with contextlib.suppress(OSError, ValueError):
-            if revision is not None and not _lacking(folder, json.loads(note.read_bytes()), choices):
-                return folder, revision
+            if revision is not None:
+                sizes: dict[str, int] = json.loads(note.read_bytes())
+                chosen = [name for choose in choices for name in choose(sorted(sizes), folder)]
+                if all((folder / name).stat().st_size == sizes[name] for name in chosen):
+                    return folder, revision
         try:
             store = Store(url)
             there = _files(store)
@@ -121,13 +124,6 @@ def _revision(files: Mapping[str, Stored]) -> str:
     """40 hexadecimal digits, as a commit has."""
     lines = [json.dumps([name, stored.bytes, stored.version]) for name, stored in sorted(files.items())]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:40]
-
-
-def _lacking(
-    folder: Path, sizes: Mapping[str, int], choices: Sequence[Callable[[Sequence[str], Path], Sequence[str]]]
-) -> bool:
-    chosen = [name for choose in choices for name in choose(sorted(sizes), folder)]
-    return any((folder / name).stat().st_size != sizes[name] for name in chosen)
 
 
 def _complete(

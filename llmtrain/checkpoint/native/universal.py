@@ -105,7 +105,7 @@ def export_universal(checkpoint: Path, out: Path) -> list[str]:
                     _read_again(folder.partial / path, sums[kind, name])
                     bar.advance(4 * numel(reader.shape(name)))
                 folder.file(f"{tag}/zero/{name}/step.pt", _writer(lambda: count))
-        folder.file(f"{tag}/zero/optimizer_state.pt", _writer(lambda: _optimizer_state(trainer, count)))
+        folder.file(f"{tag}/zero/optimizer_state.pt", _writer(lambda: _optimizer_state(count)))
         model = _model_state(reader, trainer)
         for file in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):  # ZeRO 0-2, and 3
             folder.file(f"{tag}/{file}", _writer(lambda: model))
@@ -147,7 +147,7 @@ def _read_again(path: Path, expected: int) -> None:
         raise CheckpointError(f"{path} was not written as it should be: its values are others when read back.")
 
 
-def _optimizer_state(trainer: dict[str, Any], count: Tensor) -> dict[str, Any]:
+def _optimizer_state(count: Tensor) -> dict[str, Any]:
     """Optimizer state that all ranks share. ZeRO 1 and 2 look at the top, ZeRO 3 one level below."""
     groups: list[dict[str, Any]] = [{} for _ in range(_GROUPS)]
     return {

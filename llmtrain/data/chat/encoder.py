@@ -279,10 +279,6 @@ class ChatEncoder:
     def _failed(self, error: RenderError) -> RefusedError:
         return RefusedError(f"the chat template fails: {error}")
 
-    def _render(self, given: Conversation, until: int) -> str:
-        """Raises RefusedError."""
-        return self._text_of(self._render_all([Wanted(given, until, False)])[0])
-
     def _ids(self, text: str) -> list[int]:
         return self._backend.encode(text, add_special_tokens=False).ids
 
@@ -336,10 +332,10 @@ class ChatEncoder:
             )
         rest = whole[len(prompt) :]
         if not any(token in rest for token in self._stops):
-            rest += self._stop_after(given, turn, whole)
+            rest += self._stop_after(given, turn)
         answer, end = self._answer(rest, turn)
         text = prompt + answer
-        header = functools.cache(lambda: self._render(given, turn))
+        header = functools.cache(lambda: self._text_of(self._render_all([Wanted(given, turn, False)])[0]))
         if second.spans is not None:
             begins = len(header()) if prompt.startswith(header()) else len(prompt)
             check_generation(whole, second.spans, (begins, len(prompt), len(text)), turn)
@@ -388,7 +384,7 @@ class ChatEncoder:
             )
         return rest[:end], token
 
-    def _stop_after(self, given: Conversation, turn: int, whole: str) -> str:
+    def _stop_after(self, given: Conversation, turn: int) -> str:
         """The token by which the template begins the message after an answer, if generation stops there (GLM-4).
 
         A next message may take the answer's thoughts away (GLM-4.5); so one without thoughts is asked, too.

@@ -89,7 +89,8 @@ class Marked:
         for leaf in self._leaves:
             here = leaf.place == self._turn
             if leaf.literal is not None:
-                if not any(spelt in (answer if here else before) for spelt in _literals(leaf.literal[0])):
+                within, value = answer if here else before, leaf.literal[0]
+                if json.dumps(value) not in within and str(value) not in within:
                     self._check_read(leaf, literals, whole, render)
                 literals += 1
             elif not _holds(answer if here else before, leaf):
@@ -247,10 +248,6 @@ def _spellings(text: str) -> Iterator[str]:
     yield json.dumps(spelt, ensure_ascii=False)[1:-1]
     yield html.escape(text)
     yield html.escape(text).replace("&#x27;", "&#39;").replace("&quot;", "&#34;")
-
-
-def _literals(value: _Literal) -> tuple[str, ...]:
-    return json.dumps(value), str(value)
 
 
 def _with_other_literal(value: Any, left: list[int]) -> Any:

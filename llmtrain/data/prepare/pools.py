@@ -45,6 +45,7 @@ _STARTS = 3
 _TRIES = 3
 """Workers lost with a unit after which it counts as what they died of."""
 _REACHED_S = 30.0
+_SRUN = ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--cpu-bind=none", "--mem=0")
 _ENDED_S = 3.0
 _BEAT_S = 5.0
 """A host with nothing to tell says so as often."""
@@ -195,11 +196,12 @@ def places_on(where: str, processes: int | None) -> list[Place]:
     if where == "ray":
         return _on_ray(processes)
     if where == "slurm":
-        named = [(host.name, _srun(host.name)) for host in hosts_of(os.environ)]
+        named = [(host.name, [*_SRUN, "--nodelist", host.name]) for host in hosts_of(os.environ)]
     else:
         hosts = read_hostfile(where)
         _refuse_unreachable(hosts)
-        named = [(host.name, [] if is_here(host.name) else _ssh(host.name)) for host in hosts]
+        ssh = ["ssh", *options(_REACHED_S)]
+        named = [(host.name, [] if is_here(host.name) else [*ssh, "--", host.name]) for host in hosts]
     words = _command(processes)
     return [
         Place(partial(ProcessLink, name, [*before, *(words if before[:1] != ["ssh"] else [shlex.join(words)])]),
@@ -212,14 +214,6 @@ def _command(processes: int | None) -> list[str]:
     """The command for a host, whose shell begins in its own folder."""
     words = [sys.executable, "-P", "-m", _MODULE, os.getcwd(), str(processes or 0)]
     return ["env", f"PYTHONPATH={child_environment()['PYTHONPATH']}", *words]
-
-
-def _ssh(host: str) -> list[str]:
-    return ["ssh", *options(_REACHED_S), "--", host]
-
-
-def _srun(host: str) -> list[str]:
-    return ["srun", "--overlap", "--nodes=1", "--ntasks=1", "--nodelist", host, "--cpu-bind=none", "--mem=0"]
 
 
 def _refuse_unreachable(hosts: Sequence[Host]) -> None:
