@@ -1,4 +1,4 @@
-"""metrics.jsonl and events.jsonl: whole lines, valid JSON, one row per step; the console; redaction; imports."""
+"""metrics.jsonl, events.jsonl: whole lines, valid JSON, one row a step; console; trackers; redaction; imports."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +21,8 @@ from llmtrain.base import log, units
 from llmtrain.base.redact import REDACTED, is_secret, redact, redact_argv, redact_text
 from llmtrain.tracking.environment import VERIFIED, describe_environment, unverified, write_environment
 from llmtrain.tracking.local import JsonLines, read_rows, truncate_after
-from llmtrain.tracking.sink import TrackingConfig
+from llmtrain.tracking.queued import Queued
+from llmtrain.tracking.sink import Sink, TrackingConfig
 from llmtrain.tracking.tracker import Console, Tracker
 
 ROOT = Path(__file__).parents[3]
@@ -341,3 +344,40 @@ def test_the_verified_versions_are_those_of_the_two_constraints_files() -> None:
     floors = dict(re.findall(r'^  "([\w-]+)>=([\d.]+)', (ROOT / "pyproject.toml").read_text(), re.M))
     for package, floor in floors.items():
         assert lowest[package] == floor or lowest[package].startswith(f"{floor}."), (package, floor)
+
+
+class Stubborn(Sink):
+    """Raises in each row, or does not come back from it."""
+
+    def __init__(self, *, raises: bool) -> None:
+        self.raises, self.abandoned, self.free = raises, 0, threading.Event()
+
+    def log(self, row: dict[str, Any], *, more: bool) -> None:
+        if self.raises:
+            raise OSError("nobody answers")
+        self.free.wait(60)
+
+    def abandon(self) -> None:
+        self.abandoned += 1
+        self.free.set()
+        raise OSError("nor does it end")
+
+
+@pytest.mark.parametrize("raises", [True, False])
+def test_a_tracker_that_raises_or_hangs_ends_what_would_hold_up_the_process(
+    raises: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tracker = Queued("trackers.mine", sink := Stubborn(raises=raises), lambda _: "")
+    tracker.call("log", {"step": 1}, more=False)
+    tracker.end(0)
+    tracker.join(time.monotonic() + (30 if raises else 0.2))
+    assert sink.abandoned == 1
+    error = capsys.readouterr().err
+    assert error.count("warning:") == 1 and ("OSError: nobody answers" if raises else "did not finish") in error
+
+
+def test_a_tracker_that_ends_well_is_not_abandoned() -> None:
+    tracker = Queued("trackers.mine", sink := Stubborn(raises=True), lambda _: "")
+    tracker.end(0)
+    tracker.join(time.monotonic() + 30)
+    assert not sink.abandoned
