@@ -44,18 +44,6 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _limits(run: RunConfig, key: str) -> Mapping[str, Any]:
-    """The bound and the remedy that stand beside a field (`base/choice.py`); empty: it has none."""
-    *sections, name = key.split(".")
-    holder: Any = run
-    for section in sections:
-        section, _, number = section.partition("[")  # `stages[0]`
-        holder = holder[section] if isinstance(holder, dict) else getattr(holder, section)
-        holder = holder[int(number.removesuffix("]"))] if number else holder
-    found = holder.__dataclass_fields__[name].metadata if name in holder.__dataclass_fields__ else {}
-    return found if "bound" in found else {}
-
-
 def refuse(
     rules: Iterable[Rule],
     subject: Any,

@@ -259,7 +259,7 @@ MODEL_CASES = [
     Wrong("activation unknown", ('hidden_act = "sillu"', "did you mean silu?"), _model(hidden_act="sillu")),
     Wrong(
         "heads that do not divide the width",
-        ("model.config", "not a multiple of the number of attention heads (7)", "correct what it names"),
+        ("hidden_size = 64 with model.config.num_attention_heads = 7  (run.yaml, line", "change one of them"),
         _model(num_attention_heads=7),
     ),
     Wrong(

@@ -422,9 +422,16 @@ def _load_config(model: ModelConfig, key: str, problems: Problems) -> None:
             raise
         reason = str(error.__cause__).strip().splitlines()[-1].strip()
         reason = re.sub(r"^\w*(Error|Exception): ", "", reason)
-        given = model.pretrained or model.config
-        name = given.get("model_type") if isinstance(given, dict) else given
-        problems.add(key, name, f"transformers says: {reason}", "correct what it names")
+        rule, given = f"transformers says: {reason}", model.pretrained or model.config
+        fields = given if isinstance(given, dict) else {}
+        said = reason.lower()
+        named = [name for name in fields if name.removeprefix("num_").replace("_", " ") in said]
+        if named:
+            values = " with ".join(f"{key}.{name} = {fields[name]}" for name in named)
+            place = problems.places.get(f"{key}.{named[-1]}")
+            problems.add_text(f"{key}.{named[-1]}", values, rule, "change one of them", place)
+        else:
+            problems.add(key, fields.get("model_type", given), rule, "correct what it names")
         raise problems.error() from error
 
 
