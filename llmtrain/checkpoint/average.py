@@ -22,15 +22,9 @@ from llmtrain.storage.tensorfile import numel
 
 
 def average(sources: list[Path], out: Path) -> list[str]:
-    """Write OUT/checkpoints/step-N with the mean of the parameters, summed in fp64; N is the newest source's step.
-
-    The result holds no moments of an optimizer. The sources' checksums are compared as their bytes pass. Returns the
-    report's lines.
-
-    Raises:
-        CheckpointError: fewer than two sources, other tensors, another vocabulary or model, a damaged source, or OUT
-            has checkpoints already.
-    """
+    """Write OUT/checkpoints/step-N, the mean of the parameters in fp64 without moments; N is the newest source's step.
+    Returns the report's lines. Raises CheckpointError: other tensors, another model, a damaged source, or OUT has
+    checkpoints already."""
     if len({path.resolve() for path in sources}) != len(sources) or len(sources) < 2:
         raise CheckpointError("average takes two or more different checkpoints, and then the folder to write.")
     if complete_checkpoints(out / "checkpoints"):
@@ -72,7 +66,6 @@ def average(sources: list[Path], out: Path) -> list[str]:
 
 
 def _refuse_other_models(readers: list[CheckpointReader], trainers: list[dict[str, Any]]) -> None:
-    """Only checkpoints of one model have a mean. Raises CheckpointError."""
     first = readers[0]
     for reader, trainer in zip(readers[1:], trainers[1:], strict=True):
         told = trainers[0], trainer

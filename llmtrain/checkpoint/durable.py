@@ -111,7 +111,7 @@ class DurableFile:
         self._digest.update(piece)
 
     def _wait(self, left: int = 0) -> None:
-        """Until at most so many pieces are under way. Raises OSError for one that failed."""
+        """Wait until at most `left` pieces are under way. Raises OSError for one that failed."""
         while len(self._pending) > left:
             self._pending.popleft().result()
 

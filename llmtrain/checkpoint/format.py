@@ -129,10 +129,8 @@ _RUNS = 4096  # a fused matrix has two or three sections; one with sections for 
 
 
 def uncovered(regions: Sequence[Region], shape: Sequence[int]) -> str | None:
-    """A message about the first gap, overlap or piece beyond the tensor; None when the pieces cover each element once.
-
-    Its cost grows with the number of pieces and of their runs, not with their sizes.
-    """
+    """The first gap, overlap or piece beyond the tensor; None when the pieces cover each element once. The cost does
+    not grow with the pieces' sizes."""
     total = math.prod(shape)
     strides = {region.stride for region in regions if region.runs}
     if not strides:
@@ -518,10 +516,7 @@ def hash_file(path: Path, advance: Callable[[int], None] = lambda count: None) -
 
 
 def problems(folder: Path, manifest: Manifest, names: list[str], *, contents: bool = True) -> list[str]:
-    """Faults of these files of a checkpoint: missing, another size, another checksum.
-
-    Without `contents` they are not read: names and sizes only.
-    """
+    """Faults of these files: missing, another size and, with `contents`, another checksum."""
     found = []
     for name in names:
         path, entry = folder / name, manifest.files[name]

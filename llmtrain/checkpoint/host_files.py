@@ -53,7 +53,6 @@ class _Offer:
 
 
 def _offer(folder: Path) -> _Offer | None:
-    """None: there is none, or its manifest is damaged."""
     try:
         manifest = Manifest.read(folder)
         digest = hash_file(folder / MANIFEST)
@@ -90,10 +89,7 @@ def _versions(offers: Iterable[tuple[int, _Offer | None]]) -> list[_Version]:
 
 
 def whole(mine: list[Path], where: CheckpointFolder, ranks: Ranks) -> tuple[list[Path], dict[Path, str]]:
-    """The checkpoints that the folders hold together, newest first; and what is wrong with the others.
-
-    All ranks call it together; `mine` counts on leaders only.
-    """
+    """The checkpoints that all folders hold together, newest first, and the faults of the others."""
     offers = {_name(path, where): _offer(path) for path in mine} if where.leads else {}
     shares = from_all(ranks, offers)
     good, bad = [], {}
@@ -123,14 +119,9 @@ def _what_lacks(versions: list[_Version]) -> str:
 
 
 def fetch(checkpoint: Path, wanted: Iterable[str], where: CheckpointFolder, ranks: Ranks) -> None:
-    """See to it that this rank's folder has these files of a checkpoint that is whole over all folders.
-
-    All ranks call it together, each with what it wants, and raise alike. Manifest and trainer.json come along.
-
-    Raises:
-        DamagedCheckpoint: a file arrived otherwise than the manifest says.
-        CheckpointError: one could not be written.
-    """
+    """Fetch the wanted files of a checkpoint, manifest and trainer.json into this rank's folder. All ranks call it
+    together. Raises DamagedCheckpoint: a file arrived otherwise than the manifest says; CheckpointError: one could not
+    be written."""
     if not where.split:
         return
     shares = from_all(ranks, (_offer(checkpoint) if where.leads else None, {MANIFEST, TRAINER, *wanted}))
@@ -167,7 +158,6 @@ def fetch(checkpoint: Path, wanted: Iterable[str], where: CheckpointFolder, rank
 
 
 def _clear(into: Path, checkpoint: Path, names: set[str]) -> None:
-    """Nothing that was not settled stays."""
     with contextlib.suppress(OSError):
         if into != checkpoint:
             remove_tree(into)
@@ -182,10 +172,7 @@ def fetch_all(checkpoint: Path, where: CheckpointFolder, ranks: Ranks) -> None:
 
 
 def _pass_on(source: Path, target: Path | None, owner: int, ranks: Ranks) -> CheckpointError | None:
-    """Send one file from its owner to all ranks, of which those with a `target` write it. Returns what went wrong here.
-
-    Whatever goes wrong, every rank takes part to the end.
-    """
+    """Send a file from its owner to all ranks, of which those with a `target` write it; returns the error here."""
     problem: CheckpointError | None = None
     sends = ranks.rank == owner
     with contextlib.ExitStack() as stack:

@@ -60,14 +60,8 @@ class Row:
 
 
 def find_checkpoints(path: Path) -> list[Path]:
-    """The checkpoints that `path` means, newest first.
-
-    A run folder or its checkpoints/ (all that are complete), one checkpoint, or RUN/step-N for the one in
-    RUN/checkpoints.
-
-    Raises:
-        CheckpointError: there is none.
-    """
+    """The complete checkpoints of a run folder or its checkpoints/, newest first; or one checkpoint, also as
+    RUN/step-N. Raises CheckpointError: there is none."""
     _refuse_data(path)
     found = [path] if (path / MANIFEST).exists() else complete_checkpoints(checkpoints_of(path))
     short = _SHORT_STEP.fullmatch(path.name)
@@ -85,11 +79,7 @@ _TRIES = 5
 
 
 def read_while_there(find: Callable[[], Path], read: Callable[[Path], T]) -> tuple[Path, T]:
-    """The checkpoint that `find` gives, and what `read` makes of it; where a live run deletes it meanwhile, of the next
-    that `find` gives.
-
-    Raises: what the two raise; CheckpointError after five that were deleted.
-    """
+    """The found checkpoint and `read`'s result; the next one if a live run deletes it, at most five times."""
     for left in reversed(range(_TRIES)):
         folder = find()
         try:
@@ -129,11 +119,7 @@ def step_folders(path: Path) -> list[Path]:
 
 
 def rows(path: Path) -> list[Row]:
-    """Everything in a run's checkpoints/, newest step first; or the one checkpoint. Tensors are not read.
-
-    Raises:
-        CheckpointError: there is nothing.
-    """
+    """Everything in a run's checkpoints/, newest step first; or the one checkpoint. Raises CheckpointError."""
     folder = checkpoints_of(path)
     _refuse_data(path)
     if not folder.is_dir():
@@ -155,7 +141,6 @@ def best_wanted(checkpoints: Path) -> Best | None:
 
 
 def _best(checkpoints: Path) -> list[tuple[Best, Path, float]]:
-    """The best checkpoints of a run, best first."""
     wanted = best_wanted(checkpoints)
     return [] if wanted is None else [(wanted, *each) for each in best_of(checkpoints, wanted).items()]
 

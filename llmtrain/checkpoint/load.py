@@ -77,16 +77,9 @@ def resume(
     now: dict[str, Any],
     ranks: Ranks,
 ) -> Resumed:
-    """Fill the engine from the newest checkpoint that proves intact.
-
-    `found`: from `agreed_candidates`, not empty. `now`: this run's trainer state, as JSON has it. All ranks call it
-    together; they raise alike.
-
-    Raises:
-        CheckpointError: what `resume` names belongs to another run, or all are damaged.
-        FrozenSourceError: the folder of its frozen parameters is gone or changed.
-        ModelError: the model has other parameters.
-    """
+    """Fill the engine from the newest intact checkpoint of `found` (`agreed_candidates`, not empty). `now`: this run's
+    trainer state, as JSON. All ranks call it together, and raise the same CheckpointError, FrozenSourceError or
+    ModelError."""
     candidates, own, rejected = found
     for candidate in candidates:
         weights_only = run.resume_weights_only and not own
@@ -142,7 +135,7 @@ def _taken_all(folder: Path, reader: CheckpointReader, saved: dict[str, Any], no
 
 
 def _rate_jump(step: int, saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """A run that was made longer, or whose schedule is another, does not go on with the rate that it had."""
+    """Warn where another length or schedule changes the learning rate at the resumed step."""
     planned, last, first = _rate(saved, step), _rate(saved, step - 1), _rate(now, step)
     if not step or planned is None or last is None or first is None or math.isclose(planned, first, rel_tol=0.01):
         return []
@@ -153,7 +146,7 @@ def _rate_jump(step: int, saved: dict[str, Any], now: dict[str, Any]) -> list[st
 
 
 def _rate(state: dict[str, Any], step: int) -> float | None:
-    """The learning rate of optimizer step `step` (0 is the first) of a run by its trainer state; None: not told."""
+    """The learning rate of optimizer step `step` (0 is the first) by a trainer state; None: not recorded."""
     try:
         run, stages = state["run"], saved_stages(state["run"])
         train, epochs = run["train"], run["train"].get("epochs")
@@ -167,7 +160,7 @@ def _rate(state: dict[str, Any], step: int) -> float | None:
 
 
 def _needed(engine: Engine, folder: Path, weights_only: bool) -> set[str]:
-    """The files of a checkpoint that this rank reads. What is wrong with it `_open` and `load_checkpoint` say."""
+    """The files of a checkpoint that this rank reads; none if it is damaged, which `_open` reports."""
     try:
         reader = CheckpointReader(folder)
     except CheckpointError:
@@ -231,7 +224,7 @@ def _open(
 
 
 def _share(names: Iterable[str], reader: CheckpointReader, where: CheckpointFolder) -> list[str]:
-    """This rank's part of those files that its folder should have: the ranks that see it look at each once."""
+    """This rank's part of the files that its folder should have: each is checked once."""
     elsewhere = reader.manifest.elsewhere(reader.folder).keys() if where.split else set()
     here = sorted(set(names) - elsewhere)
     return here[where.members.index(where.rank) :: len(where.members)]
@@ -253,17 +246,9 @@ def _joined(shares: list[list[str]]) -> list[str]:
 def load_checkpoint(
     engine: Engine, reader: CheckpointReader, trainer: dict[str, Any], ranks: Ranks, *, weights_only: bool = False
 ) -> None:
-    """Fill the engine from a checkpoint of any layout and prove that every value arrived.
-
-    Each rank reads the slices that it holds and no more; beside its state it needs a few MiB for chunks of values.
-    `weights_only` takes the parameters and leaves the optimizer as it is.
-
-    Raises:
-        DamagedCheckpoint: what was read is not what the manifest says. On all ranks alike.
-        FrozenSourceError: nor is what was read of its frozen parameters.
-        CheckpointError: it holds no moments, or moments of other tensors.
-        ModelError: it holds other parameters, or other shapes.
-    """
+    """Fill the engine from a checkpoint of any layout and prove that every value arrived; each rank reads its own
+    slices in chunks of a few MiB. `weights_only` leaves the optimizer as it is. Raises DamagedCheckpoint,
+    FrozenSourceError, CheckpointError: other moments; ModelError: other parameters or shapes."""
     live = engine.state()
     check_names(engine, reader)
     if not weights_only:
@@ -292,8 +277,7 @@ def load_checkpoint(
 
 
 def _fill(pieces: list[StateTensor], reader: CheckpointReader) -> dict[Key, int]:
-    """Returns the checksums of the exact values where the engine keeps them rounded (Muon's momentum and frozen
-    parameters in bf16)."""
+    """Returns the exact values' checksums where the engine rounds them (Muon's momentum, frozen bf16 ones)."""
     exact: dict[Key, int] = {}
     for piece in pieces:
         key = (piece.kind, piece.name)
@@ -306,7 +290,6 @@ def _fill(pieces: list[StateTensor], reader: CheckpointReader) -> dict[Key, int]
 
 
 def _refuse_other_state(live: list[StateTensor], reader: CheckpointReader, ranks: Ranks) -> None:
-    """The optimizer must keep exactly the moments that the checkpoint holds, tensor by tensor."""
     if reader.kinds() == {PARAM}:
         raise CheckpointError(
             f"{reader.folder} holds parameters alone, without an optimizer's state. Begin a new run from it: --resume "
@@ -372,8 +355,7 @@ def _mismatch(reader: CheckpointReader, bad: list[Key], ranks: Ranks) -> Checkpo
 
 
 def _refuse_other_adapter(saved: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
-    """With another scale the same matrices are another model, and no shape tells; and the model of an adapter is the
-    folder that its run names, not a checkpoint. Raises CheckpointError."""
+    """Refuse another scale, which no shape shows, or an adapter where the run has none."""
     there, here = ((state.get("run") or {}).get("adapter") or {} for state in (saved, now))
     if bool(there.get("r")) != bool(here.get("r")):
         holds, wants, merge = ("no adapter", "trains one", "") if here.get("r") else (
@@ -388,7 +370,7 @@ def _refuse_other_adapter(saved: dict[str, Any], now: dict[str, Any], folder: Pa
 
 
 def _other_data(saved: dict[str, Any], now: dict[str, Any]) -> str:
-    """Name the fields of `data` that differ from the checkpoint's; else say that the prepared data itself changed."""
+    """Name the changed fields of `data`."""
     there, here = ((state.get("run") or {}).get("data") or {} for state in (saved, now))
     keys = ("path", "mixture", "sequence_length", "seed")
     found = [
@@ -410,9 +392,7 @@ def as_of(step: int, now: dict[str, Any]) -> dict[str, Any]:
 
 def refuse_other_model(saved: dict[str, Any], now: dict[str, Any], folder: Path, *, weights_only: bool,
                        meant: bool) -> list[str]:  # fmt: skip
-    """Compare what gives the weights of two trainer states a meaning: model, teacher and tokenizer.
-
-    `meant`: the run wants another meaning (resume_model: new), which a line tells. Raises CheckpointError."""
+    """Compare model, teacher and tokenizer of two trainer states; `meant` (resume_model: new) only warns."""
     found = other_meaning(saved.get("model_config"), now.get("model_config"))
     if weights_only and saved.get("tokenizer") not in (None, now.get("tokenizer")):
         found.append(f"tokenizer of the data: {saved['tokenizer']} -> {now.get('tokenizer')}")
@@ -433,14 +413,8 @@ def refuse_other_model(saved: dict[str, Any], now: dict[str, Any], folder: Path,
 def refuse_other_run(
     saved: dict[str, Any], now: dict[str, Any], folder: Path, *, other_data: bool = False
 ) -> list[str]:
-    """Refuse a checkpoint of another optimizer, vocabulary or data. Returns a note if the checkpoint names no data.
-
-    `saved`, `now`: trainer states; `now` is `as_of` the checkpoint's step.
-    `other_data`: the run goes on with other data, of the same tokenizer.
-
-    Raises:
-        CheckpointError: another optimizer, vocabulary or data.
-    """
+    """Refuse a checkpoint of another optimizer, vocabulary or data; `now` is `as_of` its step. `other_data`: other data
+    of the same tokenizer is right. Returns a note if the checkpoint names no data. Raises CheckpointError."""
     step = saved.get("step") or 0
     if isinstance(held := saved.get("reference"), list):  # until 26 November 2026 one for each set of a mixture
         saved["reference"] = sorted(set(held))
@@ -471,7 +445,6 @@ def refuse_other_run(
 
 
 def _refuse_other_plugins(saved: dict[str, str], now: dict[str, str], folder: Path) -> None:
-    """Compare names and SHA-256 of plugins. Raises CheckpointError."""
     if saved == now or changed_ok():
         return
     remedy = f"give {CHANGED} ok to go on with it, or go on with the code as it was"
@@ -491,15 +464,8 @@ def _refuse_other_plugins(saved: dict[str, str], now: dict[str, str], folder: Pa
 def compare_checksums(
     folder: Path, mine: Mapping[str, int], expected: Mapping[str, int], ranks: Ranks, what: str = ""
 ) -> None:
-    """Compare what the ranks have read with the manifest of `folder`. All ranks call it together.
-
-    Args:
-        mine: checksum of this rank's own parts, by name.
-        expected: that of the whole, by name.
-        what: stands before a name in the message.
-
-    Raises: AgreedError: the parts of a name do not add up to its whole.
-    """
+    """Compare the sum of all ranks' checksums with those of the manifest of `folder`. All ranks call it together.
+    `what`: begins a name in the message. Raises AgreedError."""
     parts = from_all(ranks, dict(mine))
     with together(ranks):
         for name, value in expected.items():

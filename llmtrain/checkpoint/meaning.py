@@ -29,10 +29,9 @@ _SCALED = re.compile(r'"rope_type": "(?!default")')
 
 
 def other_meaning(there: Mapping[str, Any] | None, here: Mapping[str, Any] | None) -> list[str]:
-    """Return `key: A -> B` for each setting by which weights compute something else under two config.json's fields.
-
-    This transformers reads both: with the defaults of the family's class, in the class's spelling. A field that the
-    class does not know decides nothing where only A or only B has the field."""
+    """Return `key: A -> B` for each field of two config.json that changes the model's function. Both are read by
+    this transformers, with the defaults of the family's class; a field unknown to that class counts only where both
+    have it."""
     if there is None or here is None or (there := _plain(there)) == (here := _plain(here)):
         return []
     with contextlib.suppress(Exception):  # of a newer version, or with code of its own: what both tell is compared
@@ -65,8 +64,7 @@ def other_scale(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
 
 
 def refuse_other_base(mark: Path, config: Any) -> None:
-    """Refuse an adapter beside a model whose configuration has changed since the training. `mark`: llmtrain's record in
-    a PEFT folder. Raises ModelError."""
+    """Refuse an adapter whose model's configuration is not that of `mark`, llmtrain's record. Raises ModelError."""
     told = None
     with contextlib.suppress(OSError, ValueError, AttributeError):
         told = untrusted.loads(mark.read_bytes(), infinite=True).get("model_config")

@@ -84,8 +84,7 @@ class Mirrored:
         return content if all(sizes.get(name) == entry.bytes for name, entry in files.items()) else None
 
     def damaged(self, complete: Collection[int]) -> list[int]:
-        """Steps with a manifest, listed or not, that are not among the `complete` ones. A step without a manifest is an
-        upload or a deletion that ended early."""
+        """Steps with a manifest that are not `complete`; a step without one ended early."""
         files = {(step, name) for step, name, _ in self._files()}
         others = sorted({step for step, _ in files}.difference(complete))
         for step in others:
@@ -114,8 +113,7 @@ class Mirrored:
             self.store.get(_name(step, name), into / name)
 
     def prune(self, keep: int, best: Best | None) -> None:
-        """Delete the checkpoints that are older than the `keep` newest complete ones and none of the best, and what an
-        upload left that ended before them."""
+        """Delete all but the `keep` newest complete checkpoints and the best, and older remains of uploads."""
         found = self.complete()
         stays = set(list(found)[: max(1, keep)])
         if best is not None and len(found) > keep:
@@ -145,16 +143,9 @@ def _name(step: int, name: str) -> str:
 
 
 def refuse_other(url: str, checkpoints: Path, *, continues: bool) -> None:
-    """Refuse a store with checkpoints of another run, or of this one that are newer than those here.
-
-    A store that cannot be read is none of either: the process beside the run tells of it.
-
-    Args:
-        continues: the run goes on from its own checkpoints in the folder.
-
-    Raises:
-        CheckpointError: their steps would be taken for steps of this run, and this run's for older ones of theirs.
-    """
+    """Refuse a store with checkpoints of another run, or newer ones of this run (unless it `continues` from its
+    folder): their steps would be mixed up. A store that cannot be read is reported by the process of the mirror.
+    Raises CheckpointError."""
     here = complete_checkpoints(checkpoints) if continues else []
     try:
         store = Mirrored(url)
@@ -186,11 +177,8 @@ def _run_dir(trainer: Any) -> Any:
 
 
 def fetch_newest(url: str, checkpoints: Path, run_dir: str, beat: Callable[[], None]) -> Path | None:
-    """Fetch the newest whole checkpoint into an empty folder of checkpoints; None: the store has none.
-
-    Its checksums are compared before it counts. Raises CheckpointError: the store cannot be read, none is intact, or it
-    is of a run whose folder has another name than `run_dir`.
-    """
+    """Fetch the newest complete checkpoint, checksums compared, into an empty folder; None: the store has none. Raises
+    CheckpointError: the store cannot be read, no checkpoint is intact, or it is of a run other than `run_dir`."""
     written_for: Any = None
     try:
         store = Mirrored(url)
@@ -255,8 +243,7 @@ class _Mirroring:
         return found[0] if found and step_of(found[0]) != self._done else None
 
     def go_on(self, *, now: bool = False) -> None:
-        """Mirror the newest checkpoint if it is time for it, or now; a fault of the store is told, and tried again
-        later."""
+        """Mirror the newest checkpoint if it is time for it, or `now`; after a fault of the store, try later."""
         folder = self.newest()
         if folder is None or (not now and time.monotonic() < self._not_before):
             return
@@ -294,10 +281,8 @@ class _Mirroring:
 
 
 def main() -> None:
-    """Arguments: the folder of checkpoints, the URL, how many stay there, what the best ones are (JSON, or null).
-
-    It ends when its input ends, at once; or, after the word `finish`, when the newest checkpoint is mirrored.
-    """
+    """Arguments: the folder, the URL, how many checkpoints stay, the best ones (JSON or null). It ends with its input
+    or, after the word `finish`, when the newest checkpoint is mirrored."""
     checkpoints, url, keep, best = sys.argv[1:]
     choice: Any = json.loads(best)
     finish = threading.Event()

@@ -25,15 +25,9 @@ class Pruned:
 
 
 def prune(run: Path, keep: int, dry_run: bool) -> Pruned:
-    """Delete all but the `keep` newest good checkpoints of a run, and what killed processes left there.
-
-    Those that the run's checkpoint.keep_best keeps stay beside them. The newest checkpoint of which every byte verifies
-    stays, whatever `keep` says; while its frozen parameters are gone or changed, so do those that name another folder
-    for theirs. Leftovers stay while a launch or a conversion holds the lock of their folder.
-
-    Raises:
-        CheckpointError: no checkpoint verifies, so nothing may go; or `keep` is below 1.
-    """
+    """Delete all but the `keep` newest good checkpoints, those of checkpoint.keep_best, the newest that verifies, and,
+    while its frozen parameters are gone, those with another source; and leftovers that no process locks. Raises
+    CheckpointError: no checkpoint verifies, or `keep` is below 1."""
     if keep < 1:
         raise CheckpointError(f"--keep {keep}: at least one checkpoint stays. Give 1 or more.")
     checkpoints = checkpoints_of(run)
@@ -70,7 +64,6 @@ def prune(run: Path, keep: int, dry_run: bool) -> Pruned:
 
 
 def _frozen_of(folder: Path) -> FrozenSource | None:
-    """Source of its frozen parameters; None where the checkpoint has no record."""
     try:
         return Manifest.read(folder).frozen
     except CheckpointError:

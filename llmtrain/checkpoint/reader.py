@@ -31,11 +31,7 @@ class _Held:
 
 
 class CheckpointReader:
-    """Reads are safe from several threads. Nothing is cached or mapped: a read costs its own bytes and no more.
-
-    Raises:
-        CheckpointError: no checkpoint, or its files do not hold what its manifest says.
-    """
+    """Reads for several threads, without a cache. Raises CheckpointError: no or damaged checkpoint."""
 
     def __init__(self, folder: Path, manifest: Manifest | None = None, parameters: str = PARAM) -> None:
         """`parameters`: the kind of tensors that stand for the parameters, where the checkpoint has them."""
@@ -93,10 +89,7 @@ class CheckpointReader:
         return self.read_kind_region(kind, name, Region(start, stop - start))
 
     def read_kind_region(self, kind: str, name: str, region: Region) -> Tensor:
-        """The same for a region. Rows of less than 1 KiB are read with the gaps between them.
-
-        Raises: CheckpointError, also where a part of it is nowhere.
-        """
+        """Read a region; gaps of less than 1 KiB are read, too. Raises CheckpointError, also for a missing part."""
         wanted = list(self._held(kind, name, region))
         for held, _ in wanted:
             self._check_piece(held)  # before memory is taken for what it claims
@@ -146,11 +139,7 @@ class CheckpointReader:
             raise CheckpointError(f"{self.folder / file} does not hold what the manifest says: see {odd}.")
 
     def frozen_types(self) -> dict[str, str]:
-        """Frozen parameter -> safetensors' type of it in the folder that it comes from, where all of it has one.
-
-        Raises:
-            FrozenSourceError: by the headers of its files, the folder is not as it was.
-        """
+        """Frozen parameter -> its type in its source, where all of it has one. Raises FrozenSourceError."""
         types: dict[str, str] = {}
         for name in self.manifest.frozen.parts:
             for held in self._where[PARAM, name]:

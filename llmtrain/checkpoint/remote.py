@@ -51,8 +51,8 @@ class Remote:
 
     @contextlib.contextmanager
     def outline(self) -> Iterator[Path]:
-        """A run's folder, for the time being: manifests and trainer.json are those there, all other files are holes of
-        the same sizes and ages. Raises CheckpointError."""
+        """A temporary run folder: manifests and trainer.json are read, other files are holes of equal sizes and ages.
+        Raises CheckpointError."""
         with tempfile.TemporaryDirectory(prefix="llmtrain-") as scratch:
             checkpoints = Path(scratch) / (self._name or "run") / "checkpoints"
             checkpoints.mkdir(parents=True)
@@ -92,10 +92,7 @@ class Remote:
             os.truncate(path, size)
 
     def fetch(self, outlined: Path) -> Path:
-        """A checkpoint of an outline, on this host with all of its files, whose checksums were compared.
-
-        One process of a host fetches, the others wait for it. Raises CheckpointError.
-        """
+        """Fetch a checkpoint of an outline, once for a host; checksums are compared. Raises CheckpointError."""
         place = place_of(self.url)
         checkpoints = place / (self._name or "run") / "checkpoints"
         folder, partial = checkpoints / outlined.name, checkpoints / f"{outlined.name}.tmp"
@@ -141,10 +138,7 @@ class Remote:
 
 
 def checkpoints_at(path: str, count: int = 1, find: Callable[[Path], list[Path]] = find_checkpoints) -> list[Path]:
-    """The first `count` checkpoints that `find` gives of a path or a URL; of a URL they are fetched.
-
-    Raises CheckpointError: there is none, or it cannot be fetched.
-    """
+    """The first `count` checkpoints that `find` gives for a path, or for a URL, fetched. Raises CheckpointError."""
     if not is_url(path):
         return find(Path(path))[:count]
     remote = Remote(path)

@@ -97,10 +97,7 @@ def outdated(
     checkpoints: Path, keep: int, good: Callable[[Path], bool] = looks_good, *, best: Best | None = None
 ) -> list[Path]:
     """The complete checkpoints that are older than the `keep` (at least 1) newest good ones, newest first, without the
-    `best`.
-
-    A checkpoint that is not good does not count among the `keep`: the newest good one never stands in the answer.
-    """
+    `best`. The newest good one is never among them."""
     kept = 0
     found = complete_checkpoints(checkpoints)
     for index, folder in enumerate(found):
@@ -142,8 +139,7 @@ def set_aside(damaged: list[Path]) -> None:
 def keep_newest(
     checkpoints: Path, keep: int, complain: Callable[[str], None] = log.warn, *, best: Best | None = None
 ) -> list[Path]:
-    """Delete all but the `keep` newest good checkpoints, what is newer than them, and the best; returns those that are
-    gone."""
+    """Delete all but the `keep` newest good checkpoints, newer ones and the best; returns the deleted ones."""
     try:
         doomed = outdated(checkpoints, keep, best=best)
     except OSError as error:

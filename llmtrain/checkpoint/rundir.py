@@ -25,10 +25,7 @@ from llmtrain.storage.object_store import is_url
 
 
 class RunDirectory:
-    """Paths of a run and the lock on its folder. Only rank 0 opens it; use as a context manager.
-
-    The lock is flock on the folder itself: the kernel drops it with the process, so no lock file can go stale.
-    """
+    """Paths of a run and the lock on its folder (flock: the kernel drops it with the process). Only rank 0 opens it."""
 
     def __init__(self, path: str | Path, checkpoints: str | Path | None = None) -> None:
         """`checkpoints`: where they lie instead of in this folder, which then has a link to them."""
@@ -96,10 +93,7 @@ class RunDirectory:
 
 
 def claim(folder: Path, key: str, locks: contextlib.ExitStack) -> None:
-    """Make a folder if need be and keep other launches out of it for as long as `locks` is open.
-
-    Raises CheckpointError; `key` is the option that names the folder.
-    """
+    """Make a folder if need be and lock it while `locks` is open; `key` names it. Raises CheckpointError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         try:
@@ -155,11 +149,8 @@ class CheckpointFolder:
 
 @contextlib.contextmanager
 def open_checkpoints(folder: RunDirectory, run: RunConfig, ranks: Ranks) -> Iterator[CheckpointFolder]:
-    """Find out who sees what, and keep other launches out. All ranks call it together, and raise alike.
-
-    Raises:
-        CheckpointError: see `find_folder`; or another launch uses a host's folder.
-    """
+    """Find out which ranks see which folder, and lock each. All ranks call it together, and raise the same
+    CheckpointError."""
     found = find_folder(folder.checkpoints, ranks, own=run.checkpoint.dir is not None)
     with contextlib.ExitStack() as locks:
         with together(ranks):
@@ -170,14 +161,8 @@ def open_checkpoints(folder: RunDirectory, run: RunConfig, ranks: Ranks) -> Iter
 
 
 def find_folder(path: Path, ranks: Ranks, *, own: bool = False) -> CheckpointFolder:
-    """Which ranks see the same folder at `path`; it is made if need be. All ranks call it together, and raise alike.
-
-    Args:
-        own: each host may have one of its own there.
-
-    Raises:
-        CheckpointError: it cannot be written, or not all ranks see the one that rank 0 sees.
-    """
+    """Which ranks see the same folder at `path`; it is made if need be. `own`: each host may have one of its own there.
+    All ranks call it together, and raise the same CheckpointError."""
     hosts = tuple(seat.host for seat in ranks.seats) or ("this host",) * ranks.world_size
     mark = path / from_rank_0(ranks, lambda: f".seen-{secrets.token_hex(8)}")
     error = _leave(mark, 0) if ranks.rank == 0 else None

@@ -95,11 +95,8 @@ def will_lack(checkpoints: Path, bytes_each: int, keep: int) -> str | None:
 
 
 class HostCopy:
-    """An image of a rank's file with its writer. Getting and page-locking 15 GB takes seconds: a thread does it.
-
-    The thread stays until `close`: when the one that started the writer ends, the kernel takes the writer's parent for
-    dead (PR_SET_PDEATHSIG) and kills it.
-    """
+    """An image of a rank's file with its writer. Getting and page-locking 15 GB takes seconds: a thread does it. The
+    thread stays until `close`: the kernel kills the writer when the thread that started it ends (PR_SET_PDEATHSIG)."""
 
     def __init__(self, plan: RankFile, table: dict[str, Any], device: torch.device) -> None:
         """`table`: what the writer must know (`writer.perform`)."""
@@ -269,11 +266,8 @@ class Saver:
             self._ask_for_memory(sum(share[2] for share in shares if share[3] == boot_id()))
 
     def shortage(self, keep: int) -> str | None:
-        """Why a folder of this run will have no room for `keep` checkpoints and the next one. After `prepare`.
-
-        Raises:
-            CheckpointError: on every rank alike: it has no room for a single one, and all training would be lost.
-        """
+        """Why a folder will have no room for `keep` checkpoints and the next one; call `prepare` before. Raises
+        CheckpointError on every rank: no room for a single one, and all training would be lost."""
         none = few = None
         if self._folder.leads:
             with contextlib.suppress(OSError):  # the save will tell
@@ -285,11 +279,8 @@ class Saver:
         return next((few for _, few in reports if few), None)
 
     def begin(self, step: int, trainer: dict[str, Any]) -> None:
-        """Start to save step `step`. Training may go on, but for the optimizer: see `before_update`.
-
-        Raises:
-            CheckpointError: on every rank alike, with nothing written: no space, or the folder cannot be written.
-        """
+        """Start to save step `step`; `before_update` holds the next optimizer update. Raises CheckpointError on every
+        rank: no space, or the folder cannot be written."""
         assert not self.busy
         self._began_s = time.monotonic()
         self.prepare()

@@ -98,11 +98,7 @@ def write_piece(file: DurableFile, piece: StateTensor) -> int:
 
 
 class HostImage:
-    """Shared memory that holds a rank's file; page-locked when the values come from a GPU.
-
-    Raises:
-        OSError: the memory cannot be had.
-    """
+    """Shared memory for a rank's file; page-locked when the values come from a GPU. Raises OSError."""
 
     def __init__(self, plan: RankFile, *, cuda: bool) -> None:
         self.bytes = plan.bytes
@@ -160,10 +156,8 @@ _TORCH_DTYPES = {name: dtype for dtype, name in _DTYPES.items()}
 
 
 class Snapshot:
-    """Copies the optimizer's state into an image: from a GPU on a stream of its own, from host memory in a thread.
-
-    The optimizer must not write before `wait_before_update` has returned.
-    """
+    """Copies the optimizer's state into an image: from a GPU on a stream of its own, from host memory in a thread. The
+    optimizer must not write before `wait_before_update` has returned."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -176,10 +170,7 @@ class Snapshot:
         self.error: BaseException | None = None
 
     def start(self, pieces: Sequence[StateTensor], slots: Sequence[Tensor], then: Any) -> None:
-        """Begin to copy what this rank owns of each piece.
-
-        `then()` is called from another thread when the image is complete, unless `error` is set.
-        """
+        """Begin to copy this rank's part of each piece; another thread calls `then()` at the end, without `error`."""
         if self._thread is not None:
             self._thread.join()  # of a save that failed early: what it meets now is not this save's error
         self.error, self._waiting = None, None
@@ -240,11 +231,7 @@ class WriterDied(Exception):
 
 
 class WriterProcess:
-    """checkpoint/writer.py as a child process that shares an image. `table`: what it must know (`writer.perform`).
-
-    Raises:
-        OSError, WriterDied: it cannot be started.
-    """
+    """checkpoint/writer.py as a child process that shares an image. Raises OSError, WriterDied."""
 
     def __init__(self, image: HostImage, table: dict[str, Any]) -> None:
         ours, theirs = socket.socketpair()

@@ -46,12 +46,9 @@ def verify(
     whole: bool = True,
     filled: Callable[[Path], contextlib.AbstractContextManager[None]] = lambda path: contextlib.nullcontext(),
 ) -> list[str]:
-    """Faults of a checkpoint, one line each; none when it is intact. Reads every byte, on all cores.
-
-    Frozen parameters that it leaves out are none of its bytes: see `verify_frozen`.
-    Not `whole`: files that other hosts have in folders of their own may be missing. `filled`: within it a file has its
-    contents; before, its size.
-    """
+    """Faults of a checkpoint, one line each, by reading every byte on all cores; frozen parameters: see
+    `verify_frozen`. Not `whole`: files that other hosts have in folders of their own may be missing. `filled`: within
+    it a file has its contents; before, its size."""
     try:
         manifest = Manifest.read(folder)
     except CheckpointError as error:
@@ -73,10 +70,7 @@ def verify(
 
 
 def verify_frozen(folder: Path) -> list[str]:
-    """Faults of the frozen parameters that a checkpoint leaves out, in their folder; reads all their bytes.
-
-    Of a manifest that cannot be read `verify` tells.
-    """
+    """Faults of the frozen parameters that a checkpoint leaves out, in their folder; reads all their bytes."""
     try:
         changed = wrong_frozen(Manifest.read(folder).frozen)
     except CheckpointError:
@@ -101,7 +95,7 @@ def wrong_frozen(source: FrozenSource, names: Iterable[str] | None = None) -> Fr
 
 
 def _frozen_sum(source: FrozenSource, files: dict[str, TensorFile], name: str) -> int | None:
-    """The checksum of a frozen parameter in its folder's files; None where they lack some of it."""
+    """The checksum of a frozen parameter in its folder's files; None where some is missing."""
     total = 0
     for file, tensor, region in source.parts[name]:
         entry = files[file].entries.get(tensor)
@@ -123,7 +117,6 @@ def _verify_file(
     advance: Callable[[int], None],
     filled: Callable[[Path], contextlib.AbstractContextManager[None]],
 ) -> str:
-    """The fault of a file; empty when it has none."""
     entry = manifest.files[name]
     found = problems(folder, manifest, [name], contents=False)
     if found:
@@ -160,10 +153,7 @@ def _wrong_pieces(path: Path, entry: FileEntry, intact: bool) -> str:
 
 
 def damaged_parts(folder: Path, name: str, entry: FileEntry, beat: Callable[[], None]) -> list[str]:
-    """Tensors of the run's parts in a file whose values are not those of the manifest. Raises CheckpointError.
-
-    beat: called before each tensor.
-    """
+    """The run's parts in a file that differ from the manifest; `beat` precedes each. Raises CheckpointError."""
     found = []
     with TensorFile(folder / name, open_file(folder / name)) as file:
         for key, piece in zip(keys(entry.pieces), entry.pieces, strict=True):

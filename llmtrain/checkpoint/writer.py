@@ -30,13 +30,8 @@ _BLOCK = 16 << 20  # bytes hashed, summed and written at a time
 
 
 def write_image(image: memoryview, path: Path, pieces: list[tuple[int, str, list[Any]]]) -> dict[str, Any]:
-    """Write the image as a file and sum its pieces on the way.
-
-    Args:
-        pieces: (first byte in the image, dtype, `Piece.to_json`), in the order of the image.
-
-    Returns {"bytes", "xxh3", "checksums": of each piece}. Raises OSError; then no file is left.
-    """
+    """Write the image as a file; `pieces`: (first byte in it, dtype, `Piece.to_json`), in order. Returns {"bytes",
+    "xxh3", "checksums"}. Raises OSError; then no file is left."""
     with DurableFile(path) as file:
         sums = []
         done = 0
@@ -82,16 +77,9 @@ def commit(
     keep: int | None,
     best: dict[str, Any] | None = None,
 ) -> None:
-    """Complete a checkpoint whose files are durable, give it its name, delete what `keep` (unless None) and `best`
-    (fields of a `Best`) do not cover.
-
-    Args:
-        frozen: `FrozenSource.to_json` of parameters that no file holds.
-        pieces: by file: `Piece.to_json` of each, whose checksums do not count.
-        written: by file: what `write_image` returned there.
-
-    Raises OSError.
-    """
+    """Complete a checkpoint whose files are durable, give it its name, and delete older ones by `keep` (unless None)
+    and `best` (fields of a `Best`). `pieces`, `written`: by file, `Piece.to_json` of each and the answer of
+    `write_image`. Raises OSError."""
     files = {
         name: FileEntry(
             bytes=written[name]["bytes"],
@@ -118,12 +106,8 @@ def commit(
 
 
 def perform(message: dict[str, Any], table: dict[str, Any], image: memoryview | None) -> dict[str, Any]:
-    """Do what a message asks for and return the answer: {"error"} when the disk does not play along.
-
-    Args:
-        table: "own": the pieces of this rank's image; a leader's also "pieces" of every file, "tensors" (shapes) and
-            "frozen".
-    """
+    """Do what a message asks and return the answer: {"error"} after a fault of the disk. `table`: "own": the pieces of
+    this rank's image; a leader's also "pieces" of every file, "tensors" (shapes) and "frozen"."""
     message = dict(message)
     what = message.pop("do")
     try:

@@ -111,12 +111,8 @@ class Merge:
         dtype: torch.dtype = torch.float32,
         saved: Collection[str] = (),
     ) -> None:
-        """
-        Args:
-            adapter: None leaves all values as they are.
-            dtype: to which the adapter's values are rounded first.
-            saved: parameters of the model that train beside it, which are rounded likewise.
-        """
+        """`adapter`: None leaves all values as they are. `dtype`: its values, and those of `saved`, parameters that
+        train with it, are rounded to this type first."""
         self._reader, self._adapter, self._dtype = reader, adapter, dtype
         names = reader.order() if adapter is not None else []
         self.names = {name for name in names if name.endswith((A, B, MAGNITUDE))}
@@ -169,15 +165,8 @@ def prove_merge(
     report: Report,
     file: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """The merged weights give the logits that peft's layers give beside the model's own weights, both in fp32.
-
-    Args:
-        hf: the skeleton with peft's layers.
-        file: the tensors of a PEFT folder, to be used as the adapter's values; default: the checkpoint's.
-
-    Raises:
-        ProofError: they do not.
-    """
+    """Compare the merged weights' logits in fp32 with those of `hf`, the skeleton with peft's layers. `file`: tensors
+    of a PEFT folder to use as the adapter's values; default: the checkpoint's. Raises ProofError."""
     there = {name.removeprefix(PREFIX): tensor for name, tensor in (file or {}).items()}
 
     def value(name: str, start: int, stop: int) -> Tensor:
@@ -215,10 +204,7 @@ def _as_peft_loads(folder: Path, layout: FolderLayout) -> nn.Module:
 
 
 def base_fields(model: Mapping[str, Any]) -> dict[str, str | None]:
-    """The fields of adapter_config.json that name the base. `model`: that section of the run.
-
-    A base on the Hub goes by its name and commit, with which peft finds it on any host.
-    """
+    """The fields of adapter_config.json that name the base: a base on the Hub by its name and commit, for any host."""
     base, commit = model.get("pretrained"), model.get("revision")
     if base and is_url(base):  # for `llmtrain generate`; peft wants the folder
         return {"base_model_name_or_path": base, "revision": None}
@@ -238,14 +224,7 @@ def write_peft(
     report: Report,
 ) -> int:
     """Write the adapter's two files as `PeftModel.save_pretrained` does, and prove them. Returns the first's bytes.
-
-    Args:
-        dtype: safetensors' name of the values' type.
-
-    Raises:
-        ProofError: the file does not hold what was written, or peft computes something else from the folder.
-        ConfigError: peft is not installed.
-    """
+    Raises ProofError: the file or peft's logits differ; ConfigError: peft is not installed."""
     from safetensors.torch import load_file, save_file
 
     saved = saved_names(layout.skeleton, adapter)
@@ -378,7 +357,7 @@ def _export_adapter(
     *,
     ema: bool,
 ) -> Report:
-    """A PEFT folder. `places`: (where it will be, where it is written)."""
+    """`places`: (where it will be, where it is written)."""
     out, target = places
     kind = DTYPES[dtype or reader.manifest.layout.get("precision") or "fp32"]
     with OutputFolder(target, {"to-hf": str(reader.folder.resolve()), "adapter": kind, "ema": str(ema)}) as folder:
@@ -414,10 +393,8 @@ def layout_of(model: ModelConfig, *, trust_remote_code: bool) -> FolderLayout:
 
 
 def _target(checkpoint: Path, out: Path, trainer: Mapping[str, Any], report: Report) -> Path:
-    """Where to write: `out`, or beside it when it is an earlier export that is replaced at the end, which is said.
-
-    Raises CheckpointError: `out` is something else, or has files that the export did not write.
-    """
+    """Where to write: `out`, or a folder next to an earlier export that is replaced at the end. Raises CheckpointError:
+    `out` is something else, or has files that the export did not write."""
     if not out.exists():
         return out
     ours = out.resolve().parent == checkpoint.resolve().parent.parent  # the run's own export, whoever made it

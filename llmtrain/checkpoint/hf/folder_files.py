@@ -83,12 +83,8 @@ class WeightFiles:
 
 
 def cut(layout: FolderLayout, dtypes: Mapping[str, str], max_shard_bytes: int) -> WeightFiles:
-    """The files that `save_pretrained` writes for a model whose parameters have these types (name -> "F32", ...).
-
-    Tensors go one after another into a file until the next would pass the limit (rule and names:
-    huggingface_hub, serialization/_base.py); a tensor above the limit has a file of its own. The experts of a layer,
-    views of one parameter, count as one tensor.
-    """
+    """The files that `save_pretrained` writes for parameters of these types (name -> "F32", ...): rule and names of
+    huggingface_hub, serialization/_base.py. The experts of a layer, views of one parameter, count as one tensor."""
     dtype_of = {tensor: dtypes[part.parameter] for tensor, part in layout.tensors.items()}
     members: dict[int, list[str]] = {}
     for tensor in layout.tensors:
@@ -122,10 +118,7 @@ def _in_order(group: list[str], dtype_of: Mapping[str, str]) -> dict[str, str]:
 
 
 def describe(source: SafetensorsSource) -> tuple[dict[str, Any], list[str]]:
-    """A checkpoint's record of the folder that it came from, and the files that cannot come back byte by byte.
-
-    Tensors that the model computes itself, and those that repeat a tied weight, are left out.
-    """
+    """A checkpoint's record of its imported folder, and the files that cannot come back byte by byte."""
     left_out = {*source.placement.derived, *source.placement.twins}
     files: dict[str, TensorFile] = {file.path.name: file for file in source.file_of.values()}
     known, changed = {}, []
@@ -217,11 +210,8 @@ def write_others(
 
 
 def for_older_readers(fields: dict[str, Any]) -> None:
-    """Say the rotary embedding of a config.json in the words of transformers 4, too, its sections included.
-
-    transformers 5 has it in `rope_parameters` alone. transformers 4, and servers and converters written for it, do not
-    know that key and compute with the family's default base (10,000) in silence.
-    """
+    """Add the keys of transformers 4 for rotary embeddings, sections included: it does not know `rope_parameters`, and
+    computes with the family's default base in silence."""
     for section in [value for value in fields.values() if isinstance(value, dict)]:
         for_older_readers(section)
     rope, family = fields.get("rope_parameters"), str(fields.get("model_type"))
@@ -259,10 +249,7 @@ def for_older_readers(fields: dict[str, Any]) -> None:
 
 
 def copy_beside(folder: Path, trainer: Mapping[str, Any], checkpoint: Path, report: Report) -> Path | None:
-    """The tokenizer's files, or those that came with an imported folder. Returns where they are from.
-
-    Raises CheckpointError: the tokenizer is not the run's.
-    """
+    """Copy the tokenizer, or an imported folder's other files; returns their source. Raises CheckpointError."""
     imported = "source" in trainer
     beside = checkpoint.parent.parent / SOURCE if imported else tokenizer_here(trainer)
     if beside is not None and beside.is_dir():
@@ -276,7 +263,6 @@ def copy_beside(folder: Path, trainer: Mapping[str, Any], checkpoint: Path, repo
 
 
 def _refuse_other_tokenizer(folder: Path, trainer: Mapping[str, Any]) -> None:
-    """Other ids would be other words. Raises CheckpointError: it is not the tokenizer that the run was trained with."""
     wanted, manifest = trainer.get("tokenizer"), folder.parent / manifests.NAME
     if wanted is None and manifest.is_file():  # the checkpoint of an older version does not tell
         wanted = manifests.read_manifest(folder.parent).tokenizer_fingerprint
@@ -323,10 +309,7 @@ def _weight_map(index: str | bytes) -> Any:
 
 def beside_weights(folder: Path, *, python: bool) -> list[Path]:
     """The files of a model folder that are no weights: configurations, tokenizer, templates, card; code if asked for.
-
-    Raises:
-        ModelError: one is a link that leaves the folder.
-    """
+    Raises ModelError: one is a link that leaves the folder."""
     found = []
     for file in (*sorted(folder.iterdir()), *tokenize.named_templates(folder)):
         plain = file.suffix in _BESIDE or file.name.startswith(("LICENSE", "NOTICE"))

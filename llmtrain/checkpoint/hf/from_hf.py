@@ -32,16 +32,9 @@ _ASKED_BY = "from-hf"
 
 
 def import_hf(folder: Path, out: Path, *, check: Check = "auto", trust_remote_code: bool = False) -> Report:
-    """Write `out`/checkpoints/step-00000000 with the parameters of a Hugging Face folder in fp32.
-
-    `out` is laid out like a run folder. Beside `checkpoints` it keeps the files that are no weights, so that to-hf
-    gives the folder back byte by byte.
-
-    Raises:
-        CheckpointError: `out` exists, or another process writes it.
-        ModelError: the folder is none, is not of its own configuration, or needs code that is not trusted.
-        ProofError: what was written is not what was read. Nothing is left at `out`.
-    """
+    """Write `out`/checkpoints/step-00000000 with the parameters of a Hugging Face folder in fp32, and the folder's
+    other files, from which to-hf gives the folder back byte by byte. Raises CheckpointError, ModelError; ProofError:
+    nothing is left."""
     if out.exists():
         raise CheckpointError(f"{out} exists already; nothing was written. Give another name or move it away.")
     report = Report(out)
@@ -96,7 +89,6 @@ def _configuration(folder: Path, *, trust_remote_code: bool) -> tuple[ModelConfi
 
 
 def _check_names(source: SafetensorsSource, layout: FolderLayout, report: Report) -> None:
-    """Every parameter of the model class is there with its shape and a type that fp32 holds, and nothing else."""
     model, there = type(layout.skeleton).__name__, set(source.order())
     if lacking := sorted(layout.shapes.keys() - there):
         raise ModelError(
@@ -160,7 +152,6 @@ def _write(
 def _trainer(
     source: SafetensorsSource, layout: FolderLayout, config: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    """trainer.json, and the weight files that to-hf cannot give back byte by byte."""
     files, changed = describe(source)
     kinds = [kind for file in files.values() for kind in file["tensors"].values()]
     most = max(sorted(set(kinds)), key=kinds.count)

@@ -83,15 +83,8 @@ class Answerer:
 
     @classmethod
     def load(cls, folder: Path, device: Any = "auto") -> Answerer:
-        """Load a Hugging Face folder or a PEFT folder.
-
-        Args:
-            device: where the model lies. `auto` spreads it over all accelerators, and to the host what does not fit.
-
-        Raises:
-            ModelError: no usable tokenizer, an adapter whose model is not known, or a reward model.
-            ConfigError: peft, which an adapter needs, is not installed.
-        """
+        """Load a Hugging Face or PEFT folder. `device`: `auto` uses all accelerators, then the host. Raises ModelError:
+        no usable tokenizer, an unknown base model, or a reward model; ConfigError: peft is not installed."""
         base = _base(folder)
         config = load_config(ModelConfig(pretrained=str(base)))  # refuses a folder that would have code loaded
         if gives_scores(config) or _scores_beside(folder):
@@ -149,11 +142,8 @@ def load(path: str | os.PathLike[str], *, device: Any = "auto") -> tuple[Any, An
 
 @contextmanager
 def usable_folder(path: str, asked_by: str, *, best: bool = False) -> Iterator[Path]:
-    """The Hugging Face folder that `path` means: itself, a model on the Hub, or the newest state of a run; its best
-    checkpoint if `best`.
-
-    A checkpoint without an export is exported for the duration. Raises CheckpointError, ModelError.
-    """
+    """The Hugging Face folder that `path` means: itself, a model on the Hub, or the newest or best state of a run,
+    exported for the duration if need be. Raises CheckpointError, ModelError."""
     with tempfile.TemporaryDirectory(prefix="llmtrain-") as scratch:
         if is_url(path) and (best or not _is_model_there(path)):
             yield _hf_folder(
@@ -201,12 +191,8 @@ def _first_line(error: Exception) -> str:
 
 
 def _check_weights(folder: Path, config: Any) -> None:
-    """The folder's weights by the reader that training has: safetensors within it, whole, every tensor of the model.
-
-    transformers would unpickle, follow an index out of the folder, and draw what is lacking at random.
-
-    Raises ModelError.
-    """
+    """Read the weights as training does: transformers would unpickle, follow an index out of the folder, and draw
+    missing tensors at random. Raises ModelError."""
     plain = not getattr(config, "quantization_config", None)  # else the tensors are others than the model's own
     layout = None
     if plain:
@@ -232,10 +218,7 @@ def _model(folder: Path, device: Any) -> Any:
 
 
 def _rows(folder: Path, model: Any) -> int:
-    """How many tokens the embedding or the head has that an adapter's folder holds; 0: it holds none.
-
-    Raises ModelError: its weights are no safetensors, or damaged.
-    """
+    """Rows of the embedding or head in an adapter's folder; 0: it holds none. Raises ModelError."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     names = [f"{PREFIX}{path}.weight" for path, module in model.named_modules() if module in ends]
     try:
@@ -247,8 +230,7 @@ def _rows(folder: Path, model: Any) -> int:
 
 
 def _load_magnitudes(folder: Path, model: Any) -> None:
-    """The lengths of DoRA's rows: transformers 5 looks for them by another name than peft's files have, and leaves them
-    as a new adapter's."""
+    """Load the lengths of DoRA's rows, which transformers 5 looks for by another name than peft's."""
     from safetensors import safe_open
 
     with safe_open(folder / WEIGHTS, framework="pt") as file:
@@ -372,16 +354,8 @@ def _number(kind: Callable[[str], Any], rule: str, right: Callable[[Any], bool])
 
 
 def generate(folder: Path, prompt: str, sampling: Sampling, *, device: Any = "auto", stream: bool = False) -> str:
-    """The prompt and its continuation, without special tokens.
-
-    Args:
-        folder: a Hugging Face folder with a tokenizer.
-        device: where the model lies. `auto` spreads it over all accelerators, and to the host what does not fit.
-        stream: print the text as it is generated.
-
-    Raises:
-        ModelError: the folder has no usable tokenizer, or the prompt fills the model's positions.
-    """
+    """The prompt and its continuation, without special tokens. `stream`: print the text as it comes. Raises ModelError:
+    the folder has no usable tokenizer, or the prompt fills the model's positions."""
     import torch
     from transformers import TextStreamer
 

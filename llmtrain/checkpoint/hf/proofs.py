@@ -72,14 +72,7 @@ class Extent:
 
 
 def read_back(values: Values, layout: FolderLayout, expected: Mapping[str, int], what: str) -> dict[str, Extent]:
-    """Read all parameters again; returns the extent of every tensor that a file has for them.
-
-    Args:
-        expected: checksum by parameter.
-
-    Raises:
-        ProofError: naming the parameters whose values are others.
-    """
+    """Compare all parameters' checksums; returns the extent of every tensor in the files. Raises ProofError."""
     parts = {tensor: part for tensor, part in layout.tensors.items() if part.parameter in expected}
 
     def one(part: Part) -> tuple[int, Extent]:
@@ -110,11 +103,7 @@ def read_back(values: Values, layout: FolderLayout, expected: Mapping[str, int],
 
 
 def check_extents(extents: Mapping[str, Extent], layout: FolderLayout, report: Report) -> None:
-    """No tensor is empty, non-finite, or a matrix of one value that a new model does not have either.
-
-    Raises:
-        ProofError: naming the tensors.
-    """
+    """Refuse an empty or non-finite tensor, and a matrix of one value unless a new model has it, too."""
     parts = layout.tensors
     odd = [f"{name} holds NaN or infinity" for name, extent in extents.items() if not extent.finite]
     odd += [f"{name} is empty" for name in extents if parts[name].numel == 0]
@@ -145,17 +134,9 @@ def prove_logits(
     dtypes: Collection[torch.dtype],
     trust_remote_code: bool,
 ) -> None:
-    """Compare the logits of `folder`, loaded by transformers, with those of a model filled from `values`.
-
-    Both compute in fp32 on 64 random tokens, one after the other, and one decoder layer at a time is in memory in fp32.
-
-    Args:
-        values: (parameter, start, stop) -> elements of the flat parameter, rounded as in the folder.
-        dtypes: of the folder's tensors.
-
-    Raises:
-        ProofError: they differ, or transformers does not take every parameter from the folder.
-    """
+    """Compare the logits of `folder`, loaded by transformers, with those of a model filled from `values`: (parameter,
+    start, stop) -> elements, rounded as in the folder. Both run in fp32, one decoder layer in memory at a time. Raises
+    ProofError."""
     # transformers reads tensors of one type as they are; of several it would round some to the model's.
     kind = auto_class(layout.skeleton.config)
     loads_as = next(iter(dtypes)) if len(dtypes) == 1 else torch.float32
@@ -183,17 +164,8 @@ def compare_logits(
     resident: int,
     rounding: float = _ROUNDING,
 ) -> None:
-    """Compare two ways to compute logits from tokens [1, T], one after the other.
-
-    Args:
-        title: of the report's line.
-        what: whose logits `made` computes.
-        resident: bytes that it needs beside a layer in fp32.
-        rounding: allowed difference as a share of the largest logit.
-
-    Raises:
-        ProofError: they differ.
-    """
+    """Compare two ways to compute logits from tokens [1, T]. `resident`: bytes that `made` needs next to a layer in
+    fp32. `rounding`: allowed difference as a share of the largest logit. Raises ProofError."""
     rest, layers = _parts(layout.skeleton)
     largest = max(map(numel, layout.shapes.values()))
     at_once = 4 * (_elements(rest) + max((_elements(layer.modules()) for layer in layers), default=0))
@@ -267,8 +239,7 @@ def logits_of(hf: nn.Module, values: Callable[[str, int, int], Tensor], tokens: 
 
 
 def _said_of(hf: Any, tokens: Tensor) -> Tensor:
-    """The logits of [1, T] tokens, [1, T, V]; of a model that gives scores those at all places, and the one it reads:
-    [1, T + 1, 1]."""
+    """Logits [1, T, V] of tokens [1, T]; of a reward model its scores and the one it reads: [1, T + 1, 1]."""
     if not gives_scores(hf.config):
         return hf(input_ids=tokens, use_cache=False).logits.float()
     seen: list[Tensor] = []

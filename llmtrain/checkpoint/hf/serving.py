@@ -33,13 +33,8 @@ from llmtrain.storage.object_store import is_url
 
 
 def special_ids(tokenizer: Path | None, separator: int | None) -> dict[str, int | None]:
-    """bos_token_id, eos_token_id and pad_token_id as a tokenizer's folder names them; None for a token it lacks.
-
-    Args:
-        separator: the id that ended each document of the training data, for where the folder tells nothing.
-
-    Returns nothing at all when neither tells anything: the model's own configuration is all there is then.
-    """
+    """bos_token_id, eos_token_id and pad_token_id by the tokenizer's folder, else `separator`, which ended the
+    documents of the training data; empty when neither is known."""
     try:
         if tokenizer is None:
             raise DataError("no tokenizer")
@@ -72,11 +67,8 @@ def configure(config: Any, ids: dict[str, int | None], ends: Sequence[int] = ())
 
 
 def pad_apart(config: Any, report: Report) -> None:
-    """Let a reward model's configuration name no padding token that also ends an answer.
-
-    transformers reads the score at the last token that is not the padding token: where that ends the answer, too, it
-    would read the one before, which no training has seen. Without one it takes rows singly, and refuses to guess.
-    """
+    """Take from a reward model's configuration a padding token that also ends an answer: transformers reads the score
+    before the padding, and would read the position before the end, which no training has seen."""
     text, ends = config.get_text_config(), getattr(config, "eos_token_id", None)
     pad = text.pad_token_id
     if pad is not None and pad in (ends if isinstance(ends, list) else [ends]):
@@ -100,10 +92,7 @@ def sampling_defaults(folder: Path) -> dict[str, Any]:
 
 
 def pad_within(config: Any, ids: dict[str, int | None], report: Report) -> None:
-    """Leave out a padding token that the model has no row for, and say where the model and its tokenizer name two.
-
-    Folders name -1, or the number after their last token. A server that pads with it reads beyond the embedding.
-    """
+    """Leave out a padding token without a row: a server that pads with it reads beyond the embedding."""
     text = config.get_text_config()
     size, trained, named = text.vocab_size, getattr(text, "pad_token_id", None), ids.get("pad_token_id")
     for number in {trained, named}:
@@ -146,8 +135,7 @@ def chat_folders(trainer: Mapping[str, Any]) -> list[Path]:
 
 
 def tokenizer_here(trainer: Mapping[str, Any]) -> Path | None:
-    """The folder of the run's tokenizer: where the run found it, or fetched again from the store of its data; None: the
-    checkpoint names none."""
+    """The folder of the run's tokenizer, fetched from its data's store if need be; None: not recorded."""
     if not (named := trainer.get("tokenizer_dir")):
         return None
     data = trainer.get("run", {}).get("data", {})
@@ -199,11 +187,8 @@ class _Compared:
 
 
 def prove_serving(folder: Path, trainer: Mapping[str, Any], report: Report) -> None:
-    """Compare the sample of each data folder with what transformers makes of it with the files of `folder`.
-
-    Raises:
-        ProofError: other ids, or generation that does not stop at an answer's end.
-    """
+    """Compare each data folder's sample with transformers' ids by the files of `folder`. Raises ProofError: other ids,
+    or generation that does not stop at an answer's end."""
     for data in chat_folders(trainer):
         if not (data / NAME).is_file():
             report.add("serving", f"not compared: {data} keeps no {NAME}; prepared again, it does")

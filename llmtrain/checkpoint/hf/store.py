@@ -39,10 +39,7 @@ class ExportStore:
         return CheckpointError(f"{self._asked_by} {self._url}: {text}.")
 
     def put(self, folder: Path) -> str:
-        """Upload an export, in the place of an earlier one. Returns what is there now, in words.
-
-        Raises CheckpointError: the store cannot be used; nobody takes what is there for an export then.
-        """
+        """Upload an export and replace an earlier one. Returns what is there now, in words. Raises CheckpointError."""
         with told(self.wrong, folder):
             before = self._refuse_others()
             if before:
@@ -70,10 +67,7 @@ class ExportStore:
 
 
 def export_to_store(checkpoint: Path, url: str, export: Callable[[Path], Report]) -> Report:
-    """Have `export` write a folder on this host's disk, and upload it.
-
-    Raises: what `export` raises; CheckpointError: the store cannot be used, or something else lies there.
-    """
+    """Have `export` write a folder on this host's disk, and upload it. Raises CheckpointError."""
     store = ExportStore(url, checkpoint, "to-hf")
     with scratch_for(url, store.wrong) as folder:
         report = export(folder)

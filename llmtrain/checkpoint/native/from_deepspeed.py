@@ -70,14 +70,8 @@ class Target:
 
 
 def hf_names(theirs: Shapes, target: Target, given: dict[str, str], where: Path) -> dict[str, str]:
-    """Their name -> Hugging Face name, of every parameter of the model class; shapes are compared.
-
-    Args:
-        given: what the user says of it (`read_names`); empty: the names themselves are asked.
-
-    Raises:
-        CheckpointError: a key is missing, left over, of another shape, or could be two.
-    """
+    """Their name -> Hugging Face name of every parameter, by `given` (`read_names`) or else by the names themselves;
+    shapes are compared. Raises CheckpointError: one is missing, left over, of another shape, or could be two."""
     found = given
     if given:
         if unknown := [name for name in given if name not in theirs]:
@@ -212,10 +206,7 @@ def _only_way(theirs: Shapes, ours: Shapes, where: Path) -> dict[str, str]:
 
 
 def optimizer_lines(files: Files) -> list[str]:
-    """Lines of a report: the settings of the checkpoint's optimizer, to paste, and what they do not say.
-
-    Where the file has no parameter groups, or groups without the settings of Adam, one line says so.
-    """
+    """Lines of a report: the settings of the checkpoint's optimizer, to paste, or that they are not in its files."""
     groups = _groups(files)
     if not groups or not all(map(_complete, groups)):
         return ["the optimizer's settings are not in it: lr, betas, eps and weight decay are what the run says"]
@@ -239,7 +230,6 @@ def optimizer_lines(files: Files) -> list[str]:
 
 
 def _complete(group: dict[str, Any]) -> bool:
-    """True if a foreign group has Adam's settings, as numbers."""
     betas = group.get("betas")
     numbers = [group.get("lr"), group.get("initial_lr", 0.0), group.get("eps"), group.get("weight_decay")]
     numbers += betas if isinstance(betas, (list, tuple)) and len(betas) == 2 else [None]
@@ -247,7 +237,6 @@ def _complete(group: dict[str, Any]) -> bool:
 
 
 def _groups(files: Files) -> list[dict[str, Any]]:
-    """The parameter groups, from wherever this form keeps them."""
     holders: list[Any] = [files.state.get("optimizer")]
     holders += [file.tree.get("optimizer_state_dict") for stage in files.zero for file in stage[:1]]
     holders += [file.tree for file in files.shared]
@@ -328,19 +317,9 @@ def import_deepspeed(
     weights_only: bool = False,
 ) -> list[str]:
     """Write `out`/checkpoints/step-N from a checkpoint of DeepSpeed's: ZeRO 0-3, PipelineModule, or universal.
-
-    Args:
-        folder: what engine.save_checkpoint was given, or one step's folder in it.
-        model: Hugging Face folder or config.json; default: config.json in `folder`.
-        tag: the step's folder; default: the one that the file `latest` names.
-        names: JSON {their parameter name: Hugging Face name}, where they cannot be told.
-        weights_only: take no optimizer state.
-
-    Returns the lines of a report.
-
-    Raises:
-        CheckpointError, ModelError: whatever is in doubt; then nothing is written.
-    """
+    `folder`: of engine.save_checkpoint, or one step's. `model`: Hugging Face folder or config.json; default: in
+    `folder`. `tag`: default: by the file `latest`. `names`: JSON {their name: Hugging Face name}. Returns a report's
+    lines. Raises CheckpointError, ModelError: in any doubt; then nothing is written."""
     chosen = find_tag(folder, tag)
     own = [each for each in (folder, chosen, chosen.parent) if (each / "config.json").is_file()][:1]
     config = _config(folder, own, model)
@@ -405,7 +384,6 @@ def _config(folder: Path, own: list[Path], model: Path | None) -> Path:
 
 
 def _resolve(files: Files, target: Target, names: Path | None, *, weights_only: bool) -> _Import:
-    """Find every tensor and give it its Hugging Face name."""
     state, kinds = State(), () if weights_only else MOMENTS
     given = read_names(names)
     add_copies(state, files, target.frozen | given.keys())

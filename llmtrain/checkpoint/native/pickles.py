@@ -54,15 +54,9 @@ class TooMuch(ValueError):
 
 
 def names(data: bytes) -> Iterator[tuple[str, str]]:
-    """(instruction, the name that it asks for or an empty text) of each instruction of a pickle; nothing is built.
-
-    Tuples are measured on the way: torch may hash one before the whole can be looked at. Lists and dictionaries
-    count as one value here, for they cannot be hashed; `measure` looks into them once they are built.
-
-    Raises:
-        TooMuch: by MAX_DEPTH, MAX_VALUES, or a million values in one tuple.
-        ValueError, IndexError: it is no pickle.
-    """
+    """(instruction, the name that it asks for or "") of each instruction of a pickle; nothing is built. Tuples are
+    measured here, as torch may hash one while it reads; `measure` does the rest. Raises TooMuch; ValueError,
+    IndexError: it is no pickle."""
     stack: list[_Size | None] = []  # depth and values of each; None is a mark
     memo: dict[Any, _Size | None] = {}
     total = 0
@@ -96,11 +90,7 @@ def _take(stack: list[_Size | None], before: list[Any]) -> list[_Size]:
 
 
 def measure(tree: Any) -> None:
-    """Refuse a tree that is too deep or stands for too many values, or that contains itself. Does not recurse.
-
-    Raises:
-        TooMuch
-    """
+    """Refuse a tree that is too deep, holds too many values, or contains itself. Raises TooMuch."""
     sizes: dict[int, _Size] = {}
     open_: set[int] = set()
     waiting: list[tuple[Any, bool]] = [(tree, False)]
@@ -203,12 +193,8 @@ _UNSEEN = {"STACK_GLOBAL", "INST", "OBJ", "NEWOBJ_EX", "EXT1", "EXT2", "EXT4"}  
 
 
 class PickleFile:
-    """One .pt file. `tree` is what was saved, with tensors that have no values yet; `read` gets those.
-
-    Raises:
-        CheckpointError: no zip archive of stored records, cut short, a pickle that names something else than plain
-            data, a tensor that does not fit its record.
-    """
+    """One .pt file. `tree`: its content, tensors without values; `read` gets those. Raises CheckpointError: no complete
+    zip of stored records, a pickle that names more than plain data, or a tensor that does not fit its record."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -280,11 +266,8 @@ class PickleFile:
             yield file
 
     def _check_directory(self, handle: int) -> None:
-        """The list of records lies where it says, right before its end, without a comment.
-
-        zipfile goes by the end of the file, miniz, with which torch reads, by the offsets: an archive in which the two
-        differ would show us one list and torch another.
-        """
+        """Refuse an archive whose list of records is not right before its end: zipfile goes by the end, torch's miniz
+        by the offsets, and the two would see different lists."""
         end = self.bytes - _END.size
         if end < 0 or os.pread(handle, 4, 0) != b"PK\3\4":  # without it torch would read a bare pickle
             raise zipfile.BadZipFile("it does not begin with a zip record")
@@ -299,11 +282,8 @@ class PickleFile:
             raise zipfile.BadZipFile("its list of records is not at its end")
 
     def _find_records(self, archive: zipfile.ZipFile, handle: int) -> dict[int, int]:
-        """Position of the data -> size, of each record of the archive.
-
-        torch reads an archive with another program (miniz) than we do: it must not find another pickle in it. It takes
-        what does not begin with a zip record for a pickle, and does not tell upper from lower case in names.
-        """
+        """Position of the data -> size, of each record. torch reads with another program (miniz), which ignores case in
+        names and takes anything else for a pickle: it must not find another one."""
         records: dict[int, int] = {}
         listed = archive.infolist()
         folded = {info.filename.casefold() for info in listed}

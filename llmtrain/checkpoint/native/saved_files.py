@@ -63,11 +63,7 @@ class Files:
 
 
 def find_tag(folder: Path, tag: str | None) -> Path:
-    """The folder of one step below the folder that `engine.save_checkpoint` was given (or that folder itself).
-
-    Raises:
-        CheckpointError: no `latest`, or what it names (or `tag`) is no folder right below.
-    """
+    """The folder of one step in `folder`, or `folder` itself. Raises CheckpointError: there is none."""
     if tag is None:
         for name in ("latest", "latest_universal"):
             if (folder / name).is_symlink() or (folder / name).exists():
@@ -107,12 +103,8 @@ def _list(folder: Path) -> list[Path]:
 
 
 def open_files(tag: Path, *, weights_only: bool) -> Files:
-    """Open and load all files of a tag.
-
-    Raises:
-        CheckpointError: a file is missing, left over from another number of ranks, refused, or of another step; or the
-            form is none that is read (tensor-parallel, mixture of experts).
-    """
+    """Load all files of a tag. Raises CheckpointError: one is missing, left over, refused or of another step, or the
+    form is not read (tensor-parallel, mixture of experts)."""
     names = sorted(p.name for p in _list(tag) if p.name.endswith(".pt"))
     odd = [name for name in names if "_expert_" in name or re.match(r"layer_[0-9]+-.*model_[0-9]", name)]
     if odd:

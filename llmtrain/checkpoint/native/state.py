@@ -98,10 +98,7 @@ class State:
 
 
 def add_copies(state: State, files: Files, frozen: Iterable[str] = ()) -> None:
-    """The module's own tensors: from the model file, or from the layer files of a PipelineModule.
-
-    `frozen`: ends of the names of buffers that belong to the model's weights; others are left out.
-    """
+    """Add the module's own tensors. `frozen`: ends of names of buffers that belong to the weights."""
     named: list[tuple[str, PickleFile, Any]] = []
     if files.layers:
         for index, file in sorted(files.layers.items()):
@@ -262,11 +259,7 @@ def _flat_tensors(
 
 
 def adam_moments(state: State, file: PickleFile, entry: Any, count: int, kinds: tuple[str, ...]) -> dict[str, Tensor]:
-    """The moments of one entry of an optimizer's state; its step is noted.
-
-    Raises:
-        CheckpointError: the optimizer is not Adam.
-    """
+    """The moments of one entry of Adam's state; its step is noted. Raises CheckpointError: another optimizer."""
     tensors = {}
     if isinstance(entry, dict):
         tensors = {
@@ -284,7 +277,6 @@ def adam_moments(state: State, file: PickleFile, entry: Any, count: int, kinds: 
 
 
 def _add_frozen(state: State, files: Files) -> None:
-    """Parameters that the optimizer does not know: in full in a model file, or cut over the model files (ZeRO 3)."""
     first = files.models[0].tree
     shapes = first.get("frozen_param_shapes") or {}
     if "fp32_flat_groups" in files.zero[0][0].tree["optimizer_state_dict"]:
@@ -299,11 +291,7 @@ def _add_frozen(state: State, files: Files) -> None:
 
 
 def place_tied(state: State, files: Files) -> None:
-    """Give a tied parameter of a pipeline its copy: it lies in the layer file of its first place in the pipeline.
-
-    Raises:
-        CheckpointError: it could be in two of the files.
-    """
+    """Give a tied parameter its copy, in the layer file of its first place. Raises CheckpointError: two fit."""
     owned = {name for _, name in state.spans}
     for name in [name for name in state.shapes if name.startswith(_TIED)] if files.layers else []:
         homes = _tied_homes(state, name, numel(state.shapes[name]), owned)
@@ -375,14 +363,8 @@ class _Group:
 
 
 def add_unnamed(state: State, files: Files, order: list[str], kinds: tuple[str, ...]) -> None:
-    """Masters (if there are any) and moments of a checkpoint without ZeRO.
-
-    Args:
-        order: the module's parameters in its order, tied ones once.
-
-    Raises:
-        CheckpointError: the state is not Adam's, or could be dealt out to the parameters in more ways than one.
-    """
+    """Masters (if any) and moments of a checkpoint without ZeRO. `order`: the module's parameters in its order, tied
+    ones once. Raises CheckpointError: not Adam's state, or it could be dealt out in more ways than one."""
     waiting = list(order)
     for stage, file in enumerate(files.models if files.layers else files.models[:1]):
         groups = _groups(state, file, kinds)

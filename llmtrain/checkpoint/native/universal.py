@@ -32,10 +32,7 @@ _PARALLEL = {"dp_world_size": 1, "mp_world_size": 1, "checkpoint_parallel_dimens
 
 
 def add_universal(state: State, files: Files, kinds: tuple[str, ...]) -> None:
-    """Masters and moments of a universal checkpoint. Raises CheckpointError.
-
-    Made from ZeRO 3 its tensors are flat and alone in their files, else they stand in a dictionary, in shape.
-    """
+    """Add masters and moments: flat, one a file, if made from ZeRO 3, else a dictionary. Raises CheckpointError."""
     shapes: dict[str, Any] = {}
     for model in files.models:
         for group in model.tree.get("param_shapes") or []:
@@ -63,14 +60,8 @@ def add_universal(state: State, files: Files, kinds: tuple[str, ...]) -> None:
 
 
 def export_universal(checkpoint: Path, out: Path) -> list[str]:
-    """Write `out` so that DeepSpeed 0.19.8 loads it with "checkpoint": {"load_universal": true}, at any ZeRO stage.
-
-    Values are compared with the manifest's checksums on their way. The hyperparameters stay those of the DeepSpeed
-    script that loads it. Returns the lines of a report.
-
-    Raises:
-        CheckpointError: `checkpoint` is damaged, has no Adam moments or a tensor that does not train, or `out` exists.
-    """
+    """Write `out` for DeepSpeed 0.19.8 with "load_universal": true, at any ZeRO stage; checksums are compared. Returns
+    a report's lines. Raises CheckpointError: it is damaged, has no Adam moments or a frozen tensor, or `out` exists."""
     reader, trainer = CheckpointReader(checkpoint), read_trainer(checkpoint)
     kinds = (PARAM, *MOMENTS)
     if {kind for kind in reader.kinds() if not kind.startswith(OUTER)} != set(kinds):
