@@ -82,10 +82,8 @@ def read_xids(lines: Iterable[str]) -> list[Xid]:
 
 
 def read_report(text: str) -> dict[str, dict[str, Any]]:
-    """Parse `nvidia-smi -q`: PCI address -> sections as nested dicts; a section that is "N/A" is that text.
-
-    A key that stands several times in a section (processes) has a list of values: {"Processes": {"Type": ["C", "C"]}}.
-    """
+    """Parse `nvidia-smi -q`: PCI address -> sections as nested dicts; "N/A" stays a text. A repeated key (processes)
+    has a list of values: {"Processes": {"Type": ["C", "C"]}}."""
     gpus: dict[str, dict[str, Any]] = {}
     own: dict[str, Any]
     open_: list[tuple[int, dict[str, Any]]] = []  # the sections that enclose this line, with their indents

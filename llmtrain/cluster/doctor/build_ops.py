@@ -35,8 +35,7 @@ for name in ask["ops"]:
 
 
 def build(survey: Survey, ssh_port: int | None = None) -> tuple[list[str], list[Finding]]:
-    """Build the ops that the run needs and that are missing, on all hosts at once. One line for each host that
-    succeeded."""
+    """Build the missing ops of the run on all hosts. Returns a line for each success, and findings."""
     wanted: dict[str, tuple[list[str], Mapping[str, float]]] = {}
     for host, facts in survey.facts.items():
         ops = facts.get("ops")

@@ -330,7 +330,6 @@ def all_gpus(survey: Survey) -> list[Finding]:
 
 
 def _driver(host: Host, survey: Survey, devices: Mapping[str, Any], packages: Mapping[str, Any]) -> Iterator[Finding]:
-    """Compare torch's build with the driver."""
     torch, cuda, driver = packages.get("torch"), packages.get("cuda"), devices.get("driver")
     if not devices.get("count") or not torch:
         return

@@ -260,8 +260,7 @@ def gloo_choice(facts: Mapping[str, Any]) -> str | None:
 
 
 def nccl_choice(facts: Mapping[str, Any]) -> str | None:
-    """The interface that NCCL takes for its sockets: as NCCL_SOCKET_IFNAME says, else ib*, else any but docker*, lo and
-    virbr*, else these."""
+    """The interface of NCCL's sockets: by NCCL_SOCKET_IFNAME, else ib*, else any but docker*, lo and virbr*."""
     here = [n for n, about in facts.get("interfaces", {}).items() if about["addresses"] and about.get("up")]
     if setting := facts.get("environment", {}).get(NCCL):
         return next(iter(named_interfaces(NCCL, setting, here) or ()), None)

@@ -225,12 +225,8 @@ def _broken(pairs: Sequence[Pair]) -> Iterator[Finding]:
 
 
 def without_doubt(findings: Sequence[Finding], hosts: Collection[str]) -> list[Finding]:
-    """The findings where the all-reduce of these hosts worked: a pair of them that only this measurement could not
-    connect becomes yellow.
-
-    It is no bar to a run, whose ranks connect from one of the two hosts to the other, at ports of their own, and a
-    firewall on one host lets them out.
-    """
+    """The findings with a pair that only the rate measurement could not connect as yellow, where the all-reduce of
+    these hosts worked: ranks connect in one direction, at other ports, through a firewall that lets them out."""
     found = []
     for each in findings:
         pair = each.what.removeprefix(_UNMEASURED).partition(":")[0].split(" and ")
@@ -242,10 +238,8 @@ def without_doubt(findings: Sequence[Finding], hosts: Collection[str]) -> list[F
 
 
 def too_slow(pairs: Sequence[Pair], sent_bytes: float | None, patience_s: float) -> list[Finding]:
-    """The finding about the slowest pair, compared with what a run sends in a step; without a run, with SLOW_LINK.
-
-    Red where the sending alone takes longer than the run waits for progress: it would be ended at its first step.
-    """
+    """The finding about the slowest pair, by what a run sends in a step, else by SLOW_LINK. Red where the sending alone
+    takes longer than the run waits for progress."""
     good = [pair for pair in pairs if pair.error is None and pair.rate > 0]
     if not good:
         return []
@@ -363,15 +357,10 @@ def has_peers(survey: Survey) -> bool:
 
 
 def measure_all_reduce(survey: Survey, module: str, ssh_port: int | None = None) -> dict[str, Any]:
-    """Try the collectives that a run would use: an all-reduce of all ranks, then each pair of a host's GPUs.
-
-    A rank for each GPU that the hostfile names, or one for each host without GPUs. Sizes grow while they are quick. Of
-    more than 64 hosts so many take part. `module`: the program that each host runs, which gets its questions as JSON
-    and prints `mark` and its answer.
-
-    Returns: hosts (those that take part), backend, ranks (a number), steps (bytes and seconds), pairs (names and bytes
-        a second), errors (by host).
-    """
+    """Try the run's collectives, on at most 64 hosts: an all-reduce of all ranks with growing sizes, then each pair
+    of a host's GPUs. `module`: the program for each host; it reads JSON and prints `mark` and its answer. Returns
+    hosts (names), backend, ranks (a number), steps (bytes and seconds), pairs (names and bytes a second), errors (by
+    host)."""
     names = [host.name for host in survey.hosts if host.name in survey.facts]
     names = [names[0], *random.Random(0).sample(names[1:], min(len(names), ALL_PAIRS_TO) - 1)]
     here = _here(survey, names)
@@ -418,7 +407,6 @@ def _backend(survey: Survey, names: Sequence[str]) -> str:
 
 
 def _here(survey: Survey, names: Sequence[str]) -> dict[str, list[tuple[int, int]]]:
-    """The ranks of each host, with their devices."""
     by_name: dict[str, Host] = {host.name: host for host in survey.hosts}
     every = _backend(survey, names) == "nccl"
     found, rank = {}, 0
@@ -498,10 +486,8 @@ def _bytes(count: float) -> str:
 
 
 def with_fabric(report: Report, all_reduce: str, run: Needs | None = None, ssh_port: int | None = None) -> Report:
-    """The report with what was measured between the hosts that answered, in seconds and bit/s, and between GPUs.
-
-    `all_reduce`: module of the program with torch that is started on each host to try the collectives.
-    """
+    """The report with the measurements between its hosts, in seconds and bit/s, and between GPUs. `all_reduce`: module
+    of the program with torch for the collectives."""
     measured, findings = examine(report.survey, ssh_port)
     reduced = measure_all_reduce(report.survey, all_reduce, ssh_port)
     if all_reduce_worked(reduced):

@@ -61,18 +61,8 @@ def preflight(
     ssh_port: int | None = None,
     timeout_s: float = 25.0,
 ) -> Report:
-    """Everything but measurements between the hosts: a few seconds.
-
-    Args:
-        hosts: of read_hostfile, or select.
-        run: what is to be started there.
-        port: of the rendezvous; 0: do not look at it.
-        ssh_port: of every sshd, where it is not 22.
-        timeout_s: for each host.
-
-    Raises:
-        ConfigError: there is no ssh program.
-    """
+    """Check everything but the network between the hosts, in a few seconds. `port`: of the rendezvous, 0: unchecked.
+    `timeout_s`: for each host. Raises ConfigError: there is no ssh program."""
     started = time.monotonic()
     found = survey.look(
         hosts,
@@ -149,7 +139,6 @@ class Report:
 
     @cached_property
     def _levels(self) -> dict[tuple[str, str], str]:
-        """The worst level of each cell."""
         ordered = sorted(self.findings, key=lambda finding: finding.level == "red")
         return {(finding.host, finding.check): finding.level for finding in ordered}
 
@@ -188,10 +177,7 @@ class Report:
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Print the table, a fix for each cell that is not in order, and one line of summary.
-
-    On a narrow terminal the table has only the columns in which something is not in order.
-    """
+    """Print the table, a fix for each faulty cell, and a summary; a narrow terminal gets only the faulty columns."""
     hosts = report.survey.hosts
     checks = [check for check in CHECKS if check in report.checked or any(f.check == check for f in report.findings)]
     fine = [check for check in checks if not any(report.cell(host.name, check) in ("red", "yellow") for host in hosts)]

@@ -130,11 +130,7 @@ def look_config(ask: Facts) -> Facts:
 
 
 def look_folders(ask: Facts) -> Facts:
-    """Facts of each folder that the run reads, by its path: if it exists, the files that are missing, hashes of the
-    others.
-
-    The hashes tell two hosts' folders apart without reading all of them.
-    """
+    """Facts of each folder that the run reads, by path: if it exists, its missing files, samples of the others."""
     found = {}
     for path, names in ask.get("folders_read", {}).items():
         paths = [os.path.join(path, name) for name in names]
@@ -167,8 +163,7 @@ def size_of(path: str) -> int | None:
 
 
 def sample(path: str) -> str:
-    """A hash of a file's content: all of a small one, the beginning, middle and end of a larger one. Empty:
-    unreadable."""
+    """A hash of a small file, or of the beginning, middle and end of a larger one. Empty: unreadable."""
     total = hashlib.sha256()
     try:
         with open(path, "rb") as file:
@@ -293,8 +288,7 @@ def look_nonce(ask: Facts) -> Facts:
 
 
 def users_of(path: str) -> list[int]:
-    """Ids of the processes that have a file open, as far as this user may see: a build has its lock open while it
-    lives."""
+    """Ids of the processes that have a file open, as a build has its lock while it lives."""
     wanted = os.stat(path)
     found = []
     for folder in glob.glob("/proc/[0-9]*/fd"):

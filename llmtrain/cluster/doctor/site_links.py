@@ -76,14 +76,7 @@ class _Asking(tcp_rates.Host):
 
 
 def measure(sites: Sequence[str]) -> list[Measured]:
-    """Measure the line to each site, one after another: some seconds each, half a minute at most.
-
-    Args:
-        sites: HOST:PORT of `llmtrain sites measure --listen`.
-
-    Raises:
-        UserError: nobody answers there.
-    """
+    """Measure the line to each site (HOST:PORT of `llmtrain sites measure --listen`). Raises UserError."""
     found = []
     for site in sites:
         host, colon, port = site.rpartition(":")
@@ -103,10 +96,7 @@ def measure(sites: Sequence[str]) -> list[Measured]:
 
 
 def examine(sites: Sequence[str], out: str | None, as_json: bool) -> int:
-    """`llmtrain doctor --sites`: measure, print, and write the file that `llmtrain sites plan --measured` reads.
-
-    Raises: UserError.
-    """
+    """`llmtrain doctor --sites`: measure, print, and write the file for `llmtrain sites plan --measured`."""
     found = measure(sites)
     text = json.dumps({"lines": [asdict(each) for each in found]}, indent=1)
     if as_json:

@@ -46,8 +46,7 @@ def in_parallel(hosts: Sequence[str], work: Callable[[str], Any], fan_out: int =
 
 
 def program(module: Path, questions: Mapping[str, Any], *before: Path) -> str:
-    """The text of a program for `python -`: files that need only the standard library, and a call of `module`'s
-    main."""
+    """The text of a program for `python -`: stdlib-only files, and a call of `module`'s main."""
     # ssh starts it in the home folder, where a json.py or random.py would be imported in place of the library's.
     head = 'import sys\nif sys.path[:1] == [""]:\n    del sys.path[0]\n'
     future = "from __future__ import annotations\n"
@@ -73,18 +72,9 @@ def look(
     timeout_s: float = 25.0,
     ssh_port: int | None = None,
 ) -> Survey:
-    """Ask the hosts everything that a single host can answer.
-
-    Args:
-        files: whose checksums must agree: the run's YAML and its DeepSpeed JSON.
-        folders: that the run reads on each host.
-        run_dir: the folder of the run, or of its checkpoints; it is not made.
-        own_folders: each host may have one of its own there.
-        port: of the rendezvous; 0: do not ask.
-        ops: DeepSpeed ops that the run needs.
-        timeout_s: for each host.
-        ssh_port: of every sshd, where it is not 22.
-    """
+    """Ask each host, at most `timeout_s` long, everything that it can answer alone. `files`: of equal checksums on all:
+    YAML and DeepSpeed JSON. `folders`: read by the run. `own_folders`: `run_dir` may differ by host. `port`: of the
+    rendezvous, 0: unasked. `ops`: DeepSpeed's, for the run."""
     folder = os.getcwd()
     names = [host.name for host in hosts]
     where = probe.nearest(run_dir or folder)

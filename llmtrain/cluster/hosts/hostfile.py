@@ -156,11 +156,8 @@ def _slots(word: str) -> tuple[int, str | None]:
 
 
 def name_problem(name: str) -> str | None:
-    """The reason why `name` cannot stand for a host in ssh, pdsh and DeepSpeed; None when it can.
-
-    A name of letters, digits, `-`, `_` and dots, or an IPv4 address. pdsh and --include give `:`, `,`, `@`, `[` and `^`
-    meanings of their own, so IPv6 addresses and user@host cannot travel through them.
-    """
+    """Why `name` cannot be a host for ssh, pdsh and DeepSpeed; None when it can. pdsh and --include give `:`, `,`, `@`,
+    `[` and `^` meanings of their own: no IPv6 address and no user@host."""
     if len(name) > 253:
         return f"host {_shown(name)} has {len(name)} characters: at most 253"
     if with_port := re.fullmatch(r"([^:@]+):(\d{1,5})", name):
@@ -194,11 +191,8 @@ def _shown(text: str) -> str:
 
 
 def select(hosts: Sequence[Host], include: str | None, exclude: str | None) -> tuple[Host, ...]:
-    """The hosts and devices that are left, in the order of `hosts`.
-
-    DeepSpeed's grammar: `NAME[:DEVICE[,DEVICE ...]]`, joined by @; without devices all of the host's. `include` takes
-    these and nothing else, `exclude` takes all others. Raises HostfileError with all problems.
-    """
+    """The chosen hosts and devices, by DeepSpeed's grammar: `NAME[:DEVICE[,DEVICE ...]]`, joined by @; without devices
+    all of the host's. Raises HostfileError with all problems."""
     if include and exclude:
         raise HostfileError("--include and --exclude", ["both are given: give one of them"])
     flag, text = ("--include", include) if include else ("--exclude", exclude)
@@ -277,18 +271,13 @@ def this_machine() -> Host:
 
 
 def is_alone(hosts: Sequence[Host]) -> bool:
-    """True if this machine is the only host.
-
-    With others beside it, DeepSpeed's launcher (pdsh) reaches this machine through ssh too.
-    """
+    """True if this machine is the only host; next to others DeepSpeed's launcher reaches it by ssh, too."""
     return len(hosts) == 1 and is_here(hosts[0].name)
 
 
 def on_visible_devices(host: Host, environ: Mapping[str, str]) -> Host:
-    """This machine with the devices that CUDA_VISIBLE_DEVICES leaves it: DeepSpeed's launcher overwrites the variable.
-
-    `host`: as the hostfile has it, with devices from 0 on. Raises ConfigError for what no launcher can keep.
-    """
+    """This machine with the devices of CUDA_VISIBLE_DEVICES, which DeepSpeed's launcher overwrites. Raises ConfigError
+    for values that no launcher can keep."""
     shown = environ.get("CUDA_VISIBLE_DEVICES", "")
     if not shown.strip() or environ.get("DS_ACCELERATOR") == "cpu":
         return host
@@ -304,10 +293,8 @@ def on_visible_devices(host: Host, environ: Mapping[str, str]) -> Host:
 
 
 def refuse_missing_hostfile() -> None:
-    """Refuse a run that `deepspeed --hostfile FILE` has started on this host alone because there is no FILE.
-
-    DeepSpeed only warns of that. The rank finds the command among its ancestors. Raises ConfigError.
-    """
+    """Refuse a run that `deepspeed --hostfile FILE` started on this host alone for want of the FILE: it only warns. The
+    rank finds the command among its ancestors. Raises ConfigError."""
     parent = psutil.Process().parent()
     for _ in range(4):
         try:

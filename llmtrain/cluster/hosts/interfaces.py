@@ -18,20 +18,9 @@ _ELSEWHERE = "192.0.2.1"  # reserved for documentation: the route to it leads ou
 
 
 def choose_interfaces(backend: str) -> str | None:
-    """Set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface by which this host reaches MASTER_ADDR.
-
-    NCCL gets those beside it that are like it, too (`_alike`). Left alone it would also take bridges and tunnels that
-    no other host reaches (it knows but docker's and lo), and hang in its start.
-
-    On rank 0's host that is the one that holds MASTER_ADDR. A value of the user stays. Loopback is chosen only where
-    MASTER_ADDR is a loopback address, or all ranks are on this host.
-
-    Returns:
-        The interface that gloo uses; None if the choice was left to gloo, because none could be found.
-
-    Raises:
-        ConfigError: the user's value names an interface that is not here, or MASTER_ADDR is no known name.
-    """
+    """Set unset GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface towards MASTER_ADDR, NCCL's also to its
+    likes (`_alike`): NCCL would take bridges and tunnels and hang. Loopback only where MASTER_ADDR or all ranks are
+    local. Returns gloo's interface or None. Raises ConfigError: the user's value, or MASTER_ADDR, is unknown."""
     here = _addresses()
     _check(GLOO, here)
     if backend == "nccl":
@@ -49,11 +38,8 @@ def choose_interfaces(backend: str) -> str | None:
 
 
 def _alike(chosen: str, here: Iterable[str]) -> list[str]:
-    """Further interfaces for NCCL's data, over which it spreads it: cards of the same speed, up, with an address.
-
-    None where there is InfiniBand (or RoCE): the data goes there, and sockets carry no more than NCCL's start. None
-    without a known speed, as of a virtual machine's cards: it is unknown which of them lead to the other hosts.
-    """
+    """Further interfaces for NCCL's data: cards of equal speed, up, with an address. None with InfiniBand or RoCE,
+    which carries the data, or without a known speed (a virtual machine's cards may lead elsewhere)."""
     speed = _speed(chosen)
     if speed <= 0 or any(_INFINIBAND.glob("*")):
         return []
@@ -118,7 +104,6 @@ def _says_loopback(master: str) -> bool:
 
 
 def _addresses() -> dict[str, list[str]]:
-    """IP addresses by interface, of those that have one."""
     found = {}
     for name, held in psutil.net_if_addrs().items():
         addresses = [a.address.partition("%")[0] for a in held if a.family in (socket.AF_INET, socket.AF_INET6)]
@@ -128,7 +113,6 @@ def _addresses() -> dict[str, list[str]]:
 
 
 def _check(variable: str, here: dict[str, list[str]]) -> None:
-    """Raises ConfigError when the user's value names nothing that is here."""
     value = os.environ.get(variable)
     if value and named_interfaces(variable, value, here) is None:
         raise ConfigError(
@@ -138,17 +122,9 @@ def _check(variable: str, here: dict[str, list[str]]) -> None:
 
 
 def named_interfaces(variable: str, value: str, here: Collection[str]) -> list[str] | None:
-    """The interfaces that the variable names; None when the backend would end with an error instead.
-
-    gloo makes a device of every name in the list, and each must be there (torch/csrc/distributed/c10d/init.cpp). NCCL
-    takes names for beginnings of names, `=` before the list for whole ones, `^` before that for all others, NAME:PORT
-    for NAME, and needs one that is there (src/misc/socket.cc, ncclFindInterfaces).
-
-    Args:
-        variable: GLOO or NCCL.
-        value: not empty.
-        here: the interfaces that have an address, in the kernel's order.
-    """
+    """The interfaces in `here` (kernel's order) that the variable names; None when the backend would fail. gloo needs
+    every name to exist (torch/csrc/distributed/c10d/init.cpp). NCCL takes prefixes, `=` before complete names, `^`
+    before excluded ones, NAME:PORT as NAME (src/misc/socket.cc, ncclFindInterfaces)."""
     if variable == GLOO:
         words = [word for word in value.split(",") if word]
         return words if words and all(word in here for word in words) else None

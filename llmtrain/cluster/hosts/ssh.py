@@ -220,14 +220,9 @@ def on_hosts(
     port: int | None = None,
     here: bool = False,
 ) -> dict[str, Answer]:
-    """Run `command`, a list of words, on each host; `input` is its standard input. The answers, in the hosts' order.
-
-    No shell expands anything in the words. Each host has `timeout_s` seconds, connecting included, and at most
-    `fan_out` hosts are asked at a time: the whole takes at most ceil(hosts / fan_out) * (timeout_s + 1) seconds. A
-    command that overruns is ended on its host too. On Ctrl-C every ssh is ended before the exception goes on.
-    With `here` the only host is this machine (hostfile.is_alone): the command is run without ssh.
-    Raises ConfigError when there is no ssh program and one is needed.
-    """
+    """Run `command` on each host, or without ssh on this machine (`here`: hostfile.is_alone), with `input` as standard
+    input. No shell expands a word. A host has `timeout_s` seconds and is ended there after it; the total is ceil(hosts
+    / fan_out) * (timeout_s + 1). Raises ConfigError: there is no ssh program."""
     program = "" if here else shutil.which("ssh")
     if program is None:
         raise ConfigError("no program `ssh` on PATH: install it (Debian: apt-get install openssh-client)")
@@ -298,10 +293,7 @@ def options(timeout_s: float, port: int | None = None) -> list[str]:
 
 
 def remote_line(command: Sequence[str], mark: str, timeout_s: float) -> str:
-    """The command line for the host's login shell, of whatever kind: `command` between two marks.
-
-    The host has a time limit of its own: killing ssh here ends nothing there.
-    """
+    """The command line for any login shell: `command` between two marks, with a time limit of the host's own."""
     limit_s = math.ceil(timeout_s) + 1
     words = " ".join(shlex.quote(word) for word in command)
     script = f"echo {mark}; timeout -k 2 {limit_s} {words}; code=$?; echo; echo {mark} $code"

@@ -53,10 +53,7 @@ class Travel:
 
 
 def travelling(environ: Mapping[str, str], extra: Mapping[str, str] | None = None) -> Travel:
-    """Choose the variables that travel: those of `environ` on the allow-list, and all of `extra` (an --env-file).
-
-    `extra` wins. Raises ConfigError naming those that cannot travel.
-    """
+    """Choose the variables that travel: the allow-list's, and all of `extra`, which wins. Raises ConfigError."""
     chosen = {n: v for n, v in environ.items() if n not in _STAY and (n.startswith(PREFIXES) or n in _NAMES)}
     chosen.update(extra or {})
     open_, private, stuck = {}, {}, []
@@ -87,11 +84,9 @@ def _unfit(value: str) -> str | None:
 
 
 def deepspeed_env(variables: Mapping[str, str]) -> str:
-    """A file for DeepSpeed's DS_ENV_FILE from which these very values arrive, when it launches over pdsh.
-
-    To be written by the process that starts DeepSpeed, in the same working directory. DeepSpeed strips a value and
-    puts it between double quotes as it is; pdsh replaces %h, %n and %u; a shell reads it.
-    """
+    """A file for DS_ENV_FILE from which these values arrive unchanged over pdsh: DeepSpeed puts each between double
+    quotes, pdsh replaces %h, %n and %u, and a shell reads it. Written in the working directory of the process that
+    starts DeepSpeed."""
     lines = []
     for name, value in variables.items():
         assert NAME.fullmatch(name) and not _unfit(value), name
@@ -106,11 +101,8 @@ def deepspeed_env(variables: Mapping[str, str]) -> str:
 
 
 def for_pdsh(word: str) -> str:
-    """Quote a script's argument for `deepspeed` over pdsh, so that `word` arrives.
-
-    DeepSpeed puts words that have a blank between double quotes, escaping only those within (multinode_runner.py
-    `parse_user_args`), and passes all others on as they are to pdsh and the host's shell.
-    """
+    """Quote a script's argument for `deepspeed` over pdsh: it escapes only words with a blank (multinode_runner.py
+    `parse_user_args`) and passes others to the host's shell."""
     if " " in word:
         quoted = re.sub(r"([\\$`])", r"\\\1", word)
     else:
@@ -119,8 +111,7 @@ def for_pdsh(word: str) -> str:
 
 
 def path_problem(path: str) -> str | None:
-    """The reason why `path` cannot be the working directory or the Python of a launch over pdsh, which quotes
-    neither."""
+    """Why `path` cannot be the working directory or the Python of a launch over pdsh, which quotes neither."""
     odd = re.search(r"[^\w@+=:,./-]", path)
     if odd is None:
         return None
@@ -139,11 +130,8 @@ _REMOVE = 'rm -f "$HOME/.llmtrain/secrets/$1"'
 
 
 def deliver(hosts: Sequence[str], variables: Mapping[str, str]) -> str:
-    """Write `variables` to a file of mode 0600 in a folder of mode 0700 of the user on each host; its path there.
-
-    They go through ssh's standard input, encrypted, and stand in no command line. The path starts with ~ and is the
-    value for LLMTRAIN_SECRETS. Raises ConfigError naming the hosts that did not take it; then the others have none.
-    """
+    """Write `variables` through ssh's standard input to a file of mode 0600 on each host; its path, from ~, is the
+    value for LLMTRAIN_SECRETS. Raises ConfigError: some hosts did not take it; then no host keeps it."""
     name = secrets.token_hex(16)
     text = "".join(f"{key}={value}\0" for key, value in variables.items())
     size = len(text.encode("utf-8", "surrogateescape"))
@@ -173,12 +161,8 @@ def remove(hosts: Sequence[str], path: str) -> list[str]:
 
 
 def load_secrets() -> list[str]:
-    """Put what `deliver` wrote into this process's environment; returns the names. Does nothing without
-    LLMTRAIN_SECRETS.
-
-    To be called before anything reads the environment. Raises ConfigError when the file is not there, or when others
-    could have read or written it.
-    """
+    """Put what `deliver` wrote into this process's environment, before anything reads it; returns the names. Raises
+    ConfigError: the file of LLMTRAIN_SECRETS is not there, or others could read or write it."""
     shown = os.environ.get(SECRETS)
     if shown is None:
         return []
@@ -324,11 +308,8 @@ def _why_not(name: str, rest: str) -> str:
 
 
 def deepspeed_env_problems(environ: Mapping[str, str] | None = None, folder: str | Path = ".") -> list[str]:
-    """Problems of the files that DeepSpeed itself reads before a launch over pdsh: in ~ and then in `folder`.
-
-    Its reader takes every line for NAME=VALUE (deepspeed/launcher/runner.py `main`) and puts them into the command line
-    of every host, where `ps` shows them and a shell expands them.
-    """
+    """Problems of the files that DeepSpeed itself reads before a launch over pdsh, in ~ and in `folder`: every line
+    goes into each host's command line, where `ps` shows and a shell expands it."""
     environ = os.environ if environ is None else environ
     name = environ.get("DS_ENV_FILE", DEEPSPEED_ENV)
     problems: list[str] = []

@@ -320,10 +320,7 @@ class Launch:
         return code
 
     def _answer_signal(self, plan: Plan, attempt: Attempt, job: Job, count: int) -> bool:
-        """Ask for a save at the first signal, end the job at a Ctrl-C after it. True if it is to be ended by force.
-
-        A repeated SIGTERM changes nothing: Slurm may send several.
-        """
+        """Ask for a save at the first signal; True at a Ctrl-C after it, to end by force. Slurm may repeat SIGTERM."""
         attempt.asked = self._signals[0]
         if count > 1 and self._signals[count - 1] != signal.SIGINT:
             return False
@@ -429,7 +426,6 @@ class Launch:
         return max((int(step) for step in steps if step.isdecimal()), default=0)
 
     def _event(self, kind: str, **fields: Any) -> None:
-        """One line in the run's events.jsonl, if its folder is here."""
         try:
             write_event(self._run_dir, kind, fields)
         except OSError as error:

@@ -62,10 +62,7 @@ def signal_ranks(hosts: Sequence[str], mark: str, ranks: Iterable[dict[str, Any]
 
 
 def end_all(hosts: Sequence[str], mark: str, grace_s: float = 0.0) -> list[str]:
-    """End every process of the launch that is still there after `grace_s`, on `hosts` and here.
-
-    Returns a line for each host that could not be asked, or on which the kernel holds a process.
-    """
+    """End every process of the launch that is left after `grace_s`. Returns a line for each fault."""
     arguments = (mark, str(round(2 * grace_s)))
     _, answers = _everywhere(hosts, _END, arguments, "", _REACH_S + grace_s)
     lines = []

@@ -32,10 +32,7 @@ def say(text: str) -> None:
 
 
 class Job:
-    """A started job. Ctrl-C on the terminal does not reach it: launch decides what follows.
-
-    Use as a context manager: what is left of the process and its session is killed at the end.
-    """
+    """A started job that no Ctrl-C of the terminal reaches; its context kills what is left of the session."""
 
     def __init__(self, argv: Sequence[str], env: Mapping[str, str]) -> None:
         self._messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
@@ -90,10 +87,7 @@ class Job:
         return found
 
     def code(self) -> int | None:
-        """Exit code, once it has ended; negative: the signal that ended it.
-
-        `__exit__` reaps the process and nothing before it: its id, which `kill` uses, cannot become another process's.
-        """
+        """Exit code, once it has ended; negative: the signal. Only `__exit__` reaps, so `kill` hits no other."""
         if self._process.returncode is not None:
             return self._process.returncode
         ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)

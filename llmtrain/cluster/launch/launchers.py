@@ -135,10 +135,7 @@ class Pdsh(Launcher):
         return tuple(host for host in hosts if host.name not in answers or answers[host.name].code == 0)
 
     def _examine(self, plan: Plan, port: int) -> str | None:
-        """The first host's address as the others know it, found by doctor's preflight before the first start.
-
-        Raises ConfigError when doctor would fail.
-        """
+        """The first host's address as the others know it, by doctor's preflight. Raises ConfigError."""
         if self._examined:  # the hosts were in order, and `answering` finds those that have gone since
             return None
         self._examined = True

@@ -129,8 +129,7 @@ def check(plan: Plan) -> None:
 
 
 def command_length(plan: Plan) -> int:
-    """Length in bytes of the command that DeepSpeed's launcher has pdsh run on a host (multinode_runner.py,
-    PDSHRunner)."""
+    """Bytes of the command that DeepSpeed's launcher has pdsh run on a host (multinode_runner.py, PDSHRunner)."""
     world = json.dumps({host.name: list(host.devices) for host in plan.hosts})
     exports = len(os.fsencode(deepspeed_env(plan.travel.open))) + len('export ""; ') * len(plan.travel.open)
     words = [os.getcwd(), sys.executable, "-u -m deepspeed.launcher.launch --node_rank=0", *_STARTS, *TRAIN]
@@ -177,10 +176,7 @@ def environment(plan: Plan, folder: Path | str, environ: Mapping[str, str]) -> d
 
 
 def address_of_first(hosts: Sequence[Host]) -> str:
-    """The address by which the other hosts reach the first one, as far as this host knows.
-
-    Raises ConfigError when its name is not known.
-    """
+    """The address by which the other hosts reach the first one. Raises ConfigError: its name is not known."""
     first = _resolve(hosts[0].name)
     if first.startswith("127.") and len(hosts) > 1:
         # Debian's /etc/hosts gives a host's own name 127.0.1.1: the other hosts see the address that faces them.

@@ -105,12 +105,8 @@ def hosts_of(environ: Mapping[str, str]) -> tuple[Host, ...]:
 
 
 def command(hosts: Sequence[Host], words: Sequence[str], step: str) -> list[str]:
-    """The srun command for a process per rank. srun passes words and environment on as they are: no shell, no ssh.
-
-    `step`: a name by which `ask_to_leave` finds the ranks.
-
-    The ranks' hosts come from SLURM_HOSTFILE (`hostfile`): rank 0 on the first one, whatever order Slurm has.
-    """
+    """The srun command for a process per rank, words and environment unchanged. `step`: a name for `ask_to_leave`. Rank
+    0 is on SLURM_HOSTFILE's first host, whatever order Slurm has."""
     # srun waits until the step before has given back its cores and GPUs. A step that has lost a host never does so
     # (Slurm 22.05, sbatch --no-kill), and the step on the hosts that are left would wait for ever.
     fewer = len(hosts) < int(os.environ.get("SLURM_JOB_NUM_NODES") or 0)
@@ -123,10 +119,8 @@ def command(hosts: Sequence[Host], words: Sequence[str], step: str) -> list[str]
 
 
 def ask_to_leave(step: str) -> str | None:
-    """Send SIGTERM to the ranks of this job's step of that name; returns the reason if that failed, else None.
-
-    Not through srun, which takes SIGTERM for an order to end them with SIGKILL (Slurm's srun_job.c, _srun_signal_mgr).
-    """
+    """Send SIGTERM to the ranks of this job's step, not through srun, which would use SIGKILL (Slurm's srun_job.c,
+    _srun_signal_mgr). Returns the reason of a failure."""
     problem = ""
     for attempt in range(_TRIES):
         if attempt:

@@ -270,8 +270,7 @@ class Agent:
             self.notes.reap()
 
     def _check_folder(self) -> None:
-        """Notice that something outside has removed the folder: open heartbeats stay readable, the rest is made
-        again."""
+        """Warn that something outside has removed the folder, and make it again; open heartbeats stay readable."""
         self.about = self.about or read_json(self.folder / RUN) or {}
         removed = not os.fstat(self.lock).st_nlink
         if (removed or self.ranks.nameless()) and not self.warned_of_removal:
@@ -404,7 +403,6 @@ class Agent:
         return self.line is None or self.line.closed or now - self.root_heard_s > _ROOT_LOST_S
 
     def _act(self, verdict: Verdict) -> None:
-        """Explain the fault and end the job."""
         if verdict.trigger == "leave":
             if verdict.text:
                 _say(f"{verdict.text}; the other ranks are ended")
@@ -472,10 +470,7 @@ class Agent:
         self.notes.write("fault", _event(explanation, facts), self.about)
 
     def _end_everywhere(self, lost: bool) -> None:
-        """End the job on all hosts at once; returns when this host is done and the others have had their time.
-
-        `lost`: a host does not answer.
-        """
+        """End the job on all hosts at once and wait for the others. `lost`: a host does not answer."""
         for line in self.server.lines.values():
             line.send({"do": "end", "lost": lost})
             line.flush()

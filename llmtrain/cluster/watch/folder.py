@@ -34,10 +34,8 @@ _NAME = re.compile(r"llmtrain-watch-\d+-(?P<pid>\d+)-(?P<started>\d+)-.*")
 
 
 def make_folder() -> Path:
-    """Make the folder for this launcher process and port; all ranks of the host get the same one. Raises OSError.
-
-    Its name ends with the mark of the launch, by which `llmtrain launch` finds it (launch/guardian.py).
-    """
+    """Make the folder for this launcher and port, the same for all ranks of a host. Its name ends with the launch's
+    mark, for launch/guardian.py. Raises OSError."""
     parent = processes.stat(os.getppid())
     started, port = parent.started if parent else 0, os.environ.get("MASTER_PORT", "0")
     mark = os.environ.get(messages.LAUNCH, "")
@@ -73,11 +71,8 @@ def own(folder: Path) -> None:
 
 
 def sweep(this: Path) -> None:
-    """Remove the folders of agents that were killed: launcher and ranks are dead, and nobody holds the lock.
-
-    Neither alone is enough: ranks may outlive a killed agent, and containers that share /dev/shm do not see each
-    other's processes.
-    """
+    """Remove the folders of killed agents: launcher and ranks are dead, and nobody holds the lock. Ranks may outlive an
+    agent, and containers that share /dev/shm do not see each other's processes."""
     for folder in this.parent.glob(f"llmtrain-watch-{os.getuid()}-*"):
         with contextlib.suppress(OSError):
             if folder != this and time.time() - folder.stat().st_mtime > _STALE_S and not _is_used(folder):

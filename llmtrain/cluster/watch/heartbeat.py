@@ -153,10 +153,7 @@ class Heartbeat:
         self.phase("data")
 
     def end_step(self, step: int) -> tuple[float, float]:
-        """Stop timing the step; evaluation and saves are outside of it. `step`: optimizer steps done.
-
-        Returns: (seconds of the step, those of them inside collectives).
-        """
+        """Stop timing the step. Returns (its seconds without evaluation and saves, those inside collectives)."""
         waited_s = self._times[_WAITED_S] - self._waited_before_s
         step_s = time.monotonic() - self._step_began_s
         self._times[_OWN_S] += step_s - waited_s
@@ -298,13 +295,9 @@ _FUNCTIONS = (
 
 
 def count_collectives(torch: Any) -> None:
-    """Count torch.distributed's collectives in this heartbeat. Once a process, before DeepSpeed starts: it keeps some
-    of them.
-
-    DeepSpeed's communication ends in torch.distributed's functions (comm/torch.py), so that wrapping these counts both.
-    A stack alone would not distinguish two ranks that wait in the same line at different rounds; the count does. torch
-    is passed in: the watch does not import it.
-    """
+    """Count torch.distributed's collectives, in which DeepSpeed's end, in this heartbeat. Once a process, before
+    DeepSpeed starts. Two ranks that wait in one line at different rounds differ in the count alone. The watch does not
+    import torch."""
     dist = torch.distributed
     if getattr(dist.all_reduce, "counted", False):
         return

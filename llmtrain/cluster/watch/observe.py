@@ -117,11 +117,8 @@ class HostRanks:
         return any(seen.beat.on_device for seen in self._seen.values())
 
     def capture(self, *, record: bool = False) -> list[dict[str, Any]]:
-        """The reports, with the Python stack of every rank that can answer. Takes about a second.
-
-        `record`: with NCCL's flight recorder, too, of ranks on devices, within two seconds. Only for a job that is to
-        be ended: a rank answers in Python, and calls the driver.
-        """
+        """The reports with each rank's Python stack, in about a second. `record`: with NCCL's flight recorder, in two
+        more; only for a job that is to be ended, as a rank calls the driver for it."""
         self._take_stacks()
         if record:
             self._ask_for_records()
@@ -262,12 +259,8 @@ class HostRanks:
         seen.sampled_s, seen.use = now, use
 
     def _active(self, seen: _Seen, facts: RankFacts) -> bool:
-        """True if silence is no stall: the rank does work of unknown length, or waits for others to join.
-
-        A rank that waits for its device keeps its own processor busy (CUDA polls while it synchronizes, and so do
-        NCCL's threads), so that counts for nothing there: its heart beats when the device makes progress
-        (engine/progress.py).
-        """
+        """True if silence is no stall: work of unknown length, or waiting for others to join. A processor that polls
+        for a device does not count: such a rank's heart beats by the device's progress (engine/progress.py)."""
         if facts.state != "running" or facts.inside:
             return False
         if facts.phase == "rendezvous":
@@ -285,7 +278,6 @@ class HostRanks:
         return str((read_json(of_rank(self._folder, rank, "refusal")) or {}).get("reason", ""))
 
     def _error(self, rank: int) -> tuple[str, str, str]:
-        """(exception, file:line, phase) of a rank that failed; empty strings for any other."""
         try:
             raw = json.loads(of_rank(self._folder, rank, "error").read_text())
             return str(raw["error"]), str(raw["at"]), str(raw["phase"])
@@ -335,11 +327,8 @@ _WITHIN_S = 2.5
 
 
 def captured(ranks: HostRanks, stall_s: float, *, ends: bool) -> dict[str, Any]:
-    """This host's facts for an explanation: `stacks`; of a job on GPUs that `ends` also `xids` and `gpu_health`
-    (HostFacts).
-
-    Takes up to 3 s. A job that only pauses is asked for stacks alone: questions to the driver may hold a rank up.
-    """
+    """This host's facts for an explanation, within 3 s: `stacks`; of a job on GPUs that `ends` also `xids` and
+    `gpu_health` (HostFacts), as questions to the driver may hold a rank up."""
     if not ends or not ranks.on_device():
         return {"stacks": ranks.capture()}
     kernel, memory = KernelLog(_LATELY_S + stall_s, _WITHIN_S), Command(MEMORY_REPORT, _WITHIN_S)

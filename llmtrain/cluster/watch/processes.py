@@ -166,10 +166,7 @@ def identify(pid: int) -> Process | None:
 
 
 def end_host(ranks: list[Process], launcher: Process | None, mark: str) -> list[int]:
-    """End all processes of the job on this host; returns the ids of those that stay (in a system call, say).
-
-    DeepSpeed's launcher sees its ranks dead and exits with their code; if it does not, it is killed.
-    """
+    """End all processes of the job on this host; returns the ids of those that stay (in a system call, say)."""
     deadline = time.monotonic() + _WITHIN_S
     began = time.monotonic()
     known: set[Process] = set(ranks)
@@ -207,11 +204,8 @@ def _end_launcher(launcher: Process) -> None:
 
 
 def end_ssh(job: tuple[str, ...], wait_s: float) -> None:
-    """End the ssh connections with which `deepspeed` started the job's launchers on other hosts, if they stay.
-
-    A connection to a host that does not answer would stay for as long as TCP tries, and pdsh and `deepspeed` would wait
-    for it. pdsh then exits with the code of the other hosts. `job`: of `job_of`.
-    """
+    """End `deepspeed`'s ssh connections of the job (`job_of`) after `wait_s`: one to a silent host would stay, and pdsh
+    and `deepspeed` would wait for it."""
     deadline = time.monotonic() + wait_s
     while connections := _connections(job):
         if time.monotonic() > deadline:
@@ -233,10 +227,8 @@ def _connections(job: tuple[str, ...]) -> list[Process]:
 
 
 def job_of(launcher: int) -> tuple[str, ...] | None:
-    """The arguments that every process that starts this job has: its hosts, and a port that no other job has.
-
-    None unless it is DeepSpeed's launcher as `deepspeed` starts it: fewer arguments would hit other jobs, too.
-    """
+    """Arguments that only this job's processes have: its hosts and port. None unless it is DeepSpeed's launcher as
+    `deepspeed` starts it."""
     argv = words(launcher)
     found = [next((word for word in argv if word.startswith(start)), "") for start in _JOB]
     return tuple(found) if _is_launcher(argv) and all(found) else None

@@ -58,10 +58,7 @@ alone_s: float | None = None
 
 
 def launchers() -> tuple[Process, ...]:
-    """DeepSpeed's launcher and the process that started it, as they were when the rank began: either may be gone since.
-
-    Empty without DeepSpeed's launcher.
-    """
+    """DeepSpeed's launcher and its parent, as they were when the rank began; empty without the launcher."""
     return _launchers
 
 
@@ -75,10 +72,7 @@ def _parents() -> tuple[Process, ...]:
 
 
 def begin(*, stall_timeout_s: float, start_timeout_s: float, run_dir: str, notes: str) -> None:
-    """Start the heartbeat; local rank 0 starts the agent of this host. Call it before anything slow.
-
-    `notes`: the module with which the agent writes down a fault, a pause or a straggler (notes.py).
-    """
+    """Start the heartbeat and, on local rank 0, the agent, before anything slow. `notes`: its module for faults."""
     global _folder, _stack_file, _has_failed, alone_s
     _has_failed = False
     alone_s = stall_timeout_s if _folder is None else None
@@ -112,11 +106,8 @@ def begin(*, stall_timeout_s: float, start_timeout_s: float, run_dir: str, notes
 
 
 def _answer(asked: int, file: int, thread: int) -> None:
-    """Write the stack of a thread whenever the agent asks, holding Python's lock.
-
-    faulthandler's signal handler does not hold the lock: it ended ranks by SIGSEGV while their threads ran on, most of
-    all after SIGSTOP and SIGCONT.
-    """
+    """Write the stack of a thread whenever the agent asks, holding Python's lock: faulthandler's signal handler without
+    the lock ended ranks by SIGSEGV."""
     while os.read(asked, 64):
         lines, frame = ["Stack (most recent call first):"], sys._current_frames().get(thread)
         while frame is not None:
@@ -143,11 +134,8 @@ def agent_address() -> dict[str, Any] | None:
 
 
 def met(everyone: list[dict[str, Any]]) -> None:
-    """Give the agent the hosts of the job, and the supervisor the ranks.
-
-    Args:
-        everyone: rank, host, local_rank, device and pid of each rank, and as `agent` its `agent_address`.
-    """
+    """Give the agent the hosts of the job, and the supervisor the ranks: rank, host, local_rank, device, pid and
+    `agent` (`agent_address`) of each."""
     if log.rank() == 0:
         keys = ("rank", "host", "local_rank", "device", "pid")
         messages.emit("place", ranks=[{key: each.get(key) for key in keys} for each in everyone])
@@ -172,10 +160,7 @@ def describe(**about_run: Any) -> None:
 
 
 def tend(flight_recorder: Callable[[], Mapping[str, Any]]) -> None:
-    """Answer the agent's request for NCCL's flight recorder. Call it a few times a second, on a GPU.
-
-    `flight_recorder`: returns its content, as torch's `_dump_nccl_trace_json` gives it.
-    """
+    """Answer the agent's request for NCCL's flight recorder (`_dump_nccl_trace_json`); call it often, on a GPU."""
     stderr.mend()
     if _folder is None or not (_folder / RECORD_WANTED).exists():
         return
@@ -248,7 +233,6 @@ def _words(error: BaseException) -> str:
 
 
 def _start_agent(folder: Path, stall_s: float, start_s: float, run_dir: str, notes: str) -> None:
-    """Start the agent of this host. Raises OSError."""
     settings = {
         "folder": str(folder),
         "launcher": os.getppid(),
@@ -269,8 +253,7 @@ def _start_agent(folder: Path, stall_s: float, start_s: float, run_dir: str, not
 
 
 def _start(words: list[str], standard_input: int) -> None:
-    """Start a process that is no child of this one: killing this rank's process tree leaves it alone. Raises
-    OSError."""
+    """Start a process that is no child of this one: killing this rank's tree leaves it alone. Raises OSError."""
     environment = child_environment()
     sys.stdout.flush()
     child = os.fork()

@@ -20,16 +20,9 @@ during = heart.during
 
 @contextlib.contextmanager
 def watch(folder: str, *, stall_timeout_s: float = 300.0, start_timeout_s: float = 300.0) -> Iterator[None]:
-    """Explain a job that fails or hangs. Wraps everything that a rank does, from before torch is imported.
-
-    Then all its processes on all hosts are ended. Leaving it by an exception, or by sys.exit with another code than 0,
-    is a failure.
-
-    Args:
-        folder: faults are appended to events.jsonl in it, with the stacks of all ranks. It is not made.
-        stall_timeout_s: seconds without a step, a phase or a collective of any rank that are a fault.
-        start_timeout_s: how long the ranks may take to find each other.
-    """
+    """Explain a job that fails or hangs, and end all its processes. Wraps all of a rank's work, from before torch is
+    imported; an exception, or sys.exit with a code but 0, is a failure. `folder`: faults are appended to its
+    events.jsonl. `stall_timeout_s`: without a step, phase or collective. `start_timeout_s`: for the ranks to meet."""
     with rank_side.outcome_reported():
         rank_side.begin(
             stall_timeout_s=stall_timeout_s,
@@ -41,8 +34,7 @@ def watch(folder: str, *, stall_timeout_s: float = 300.0, start_timeout_s: float
 
 
 def count_collectives(torch: Any) -> None:
-    """Count each rank's collectives, so that a report names them. Call it with the module torch before DeepSpeed
-    starts."""
+    """Count each rank's collectives for reports; call it with the module torch before DeepSpeed starts."""
     heartbeat.count_collectives(torch)
     heart.phase("model")
 

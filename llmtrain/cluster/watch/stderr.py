@@ -23,15 +23,9 @@ _own: int | None = None
 
 
 def keep_end(path: Path, start: Callable[[list[str], int], None]) -> None:
-    """Pass standard error of this process and its children through a process that keeps its end.
-
-    Args:
-        path: the file for it; it holds at most the last 64 KiB.
-        start: starts a process that is no child of this one, from a word list and a descriptor for its standard input.
-
-    Raises:
-        OSError: it could not be started; standard error stays as it was.
-    """
+    """Pass standard error through a process that keeps its last 64 KiB in `path`. `start`: starts a process that is no
+    child of this one, from words and a descriptor for its standard input. Raises OSError; standard error then stays as
+    it was."""
     global _own
     reading, writing = os.pipe()
     try:
@@ -50,8 +44,7 @@ def keep_end(path: Path, start: Callable[[list[str], int], None]) -> None:
 
 
 def mend() -> None:
-    """Print directly again if that process is gone: output that nobody reads must not end a rank. Call it now and
-    then."""
+    """Print directly again if that process is gone: output without a reader must not end a rank."""
     global _own
     if _own is None:
         return

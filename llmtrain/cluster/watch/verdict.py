@@ -65,10 +65,7 @@ class Judge:
         return list(self._hosts.values())
 
     def hear(self, name: str, message: dict[str, Any], now: float) -> None:
-        """Take a host's report: `ranks` as RankFacts.to_json with `beats` and `active` beside them, `oom_kills`.
-
-        Raises TypeError, KeyError, ValueError when it is no such report.
-        """
+        """Take a host's report: `ranks` (RankFacts.to_json, `beats`, `active`), `oom_kills`. Raises if it is none."""
         host = self._hosts.setdefault(name, Host(name, now))
         host.heard_s, host.closed = now, False
         host.oom_kills = int(message.get("oom_kills", 0))
@@ -208,14 +205,12 @@ def _lives(rank: RankFacts) -> bool:
 
 
 def _changed(before: str, state: str) -> bool:
-    """True if a change of state is progress; running <-> disk is none: a waiting rank's page faults and stacks do
-    that."""
+    """True if a change of state is progress: running <-> disk is none, as page faults and stacks cause that."""
     return before != state and {before, state} != {"running", "disk"}
 
 
 class Pauses:
-    """Finds when a job has made no progress for so long that its user wants the reason, and when it makes some
-    again."""
+    """Finds the begin and end of a pause that is long enough to be explained to the user."""
 
     SHARE, LEAST_S, MOST_S = 0.2, 5.0, 60.0
 
@@ -244,10 +239,8 @@ class Stragglers:
         self._named: set[int] = set()
 
     def feed(self, own: dict[int, tuple[int, float]], now: float) -> dict[int, tuple[float, float]]:
-        """`own`: by rank, (steps timed, its own seconds in them) since the launch.
-
-        Returns the ranks that are newly found slow in three windows in a row: (its seconds a step, the others' median).
-        """
+        """The ranks newly found slow in three windows in a row: (seconds a step, the others' median). `own`: by rank,
+        (steps timed, own seconds in them) since the launch."""
         if self._began_s is None or self._since.keys() != own.keys():
             self._since, self._began_s = dict(own), now
             return {}

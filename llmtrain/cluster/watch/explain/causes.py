@@ -140,10 +140,7 @@ def _unheard(facts: JobFacts) -> Cause | None:
 
 
 def rank_0_only(facts: JobFacts) -> Cause | None:
-    """Rank 0 enters a collective of a save that the others never reach, or the others wait while it saves alone.
-
-    Before a save the ranks compare their replicas.
-    """
+    """Rank 0 enters a save's collective that the others never reach, or the others wait while it saves alone."""
     those = live(facts)
     zero = next((r for r in those if r.rank == 0), None)
     others = [r for r in those if r.rank != 0]
@@ -195,8 +192,7 @@ def _uneven(facts: JobFacts) -> Cause | None:
 
 
 def _expert(facts: JobFacts) -> Cause | None:
-    """ZeRO 3 gathers an expert's parameters when it is used: an expert with tokens on some ranks only is gathered by
-    those."""
+    """ZeRO 3 gathers an expert's parameters at its use: one with tokens on some ranks only is gathered by those."""
     those = live(facts)
     if (
         not facts.alike
@@ -285,8 +281,7 @@ def _network(facts: JobFacts) -> Cause | None:
 
 
 def _behind(facts: JobFacts) -> Cause | None:
-    """The ranks with the fewest collectives are behind: on a GPU a rank hands them over and goes on, so none is inside
-    one."""
+    """The ranks with the fewest collectives are behind: on a GPU a rank hands them over, so none is inside one."""
     those = live(facts)
     fewest = min((r.collectives for r in those), default=0)
     behind = [r for r in those if r.collectives == fewest]
@@ -516,10 +511,7 @@ def _timed_out(facts: JobFacts) -> Cause | None:
 
 
 def _aborted(facts: JobFacts) -> Cause | None:
-    """gloo ends a rank whose collective does not match the others', from a thread of its own; NCCL would wait.
-
-    It aborts where the message is too long for the buffer, and may crash where it is not.
-    """
+    """gloo aborts or crashes a rank whose collective differs from the others'; NCCL would wait."""
     ended = [r for r in facts.ranks if r.state == "dead" and r.signal in ("SIGABRT", "SIGSEGV")]
     aborted = [r for r in ended if not r.on_device and (r.native or (r.inside and r.signal == "SIGABRT"))]
     if not aborted or any(r.state == "dead" and not is_secondary(r) and r not in aborted for r in facts.ranks):
@@ -639,8 +631,7 @@ def numbered(text: str, count: int) -> str:
 
 
 def explain(facts: JobFacts) -> Explanation:
-    """One paragraph: the ranks that differ, where they are, why, a remedy. There is always one, also for an unknown
-    cause."""
+    """One paragraph: the ranks that differ, their places, the cause, a remedy; also for an unknown cause."""
     facts = as_waiting(facts)
     cause = next(found for row in CAUSES if (found := row(facts)) is not None)
     host = cause.host or (cause.ranks[0].host if len({r.host for r in cause.ranks}) == 1 else "")

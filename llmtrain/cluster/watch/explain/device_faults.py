@@ -178,10 +178,7 @@ def with_reason(message: str) -> str:
 
 
 def telling_line(output: str) -> str:
-    """The first line of a rank's standard error that reports such a fault; empty without one.
-
-    Later ones are its consequences. Only lines that end something count, no warnings.
-    """
+    """The first line of standard error that reports a fault, no warning; later ones are its consequences."""
     for line in output.splitlines():
         if match := _ENDS.match(line):
             said = match["said"].strip()

@@ -184,11 +184,8 @@ _FRAME = re.compile(r'^\s+File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<func
 
 
 def parse_stacks(text: str) -> tuple[Frame, ...]:
-    """The main thread's stack in the newest dump of faulthandler, innermost frame first.
-
-    A signal reaches the main thread when it can; that block says "Current thread". Otherwise the main thread is the
-    last one, because it is the oldest.
-    """
+    """The main thread's stack in faulthandler's newest dump, innermost frame first: the "Current thread" after a
+    signal, else the last one, which is the oldest."""
     blocks: list[tuple[str, list[Frame]]] = []
     for line in text.splitlines():
         if "(most recent call first):" in line:
@@ -202,10 +199,7 @@ def parse_stacks(text: str) -> tuple[Frame, ...]:
 
 
 def excerpt(trace: Mapping[str, Any]) -> list[Recorded]:
-    """Summarize the recorder's JSON (torch's `_dump_nccl_trace_json`): one `Recorded` for each process group in it.
-
-    Point-to-point messages are left out: their numbers differ between the ranks of a group.
-    """
+    """A `Recorded` for each group of `_dump_nccl_trace_json`, without point-to-point: its numbers differ by rank."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for entry in trace.get("entries", ()):
         if not entry["is_p2p"]:
@@ -268,10 +262,7 @@ def live(facts: JobFacts) -> list[RankFacts]:
 
 
 def is_echo(error: str) -> bool:
-    """True if an exception with this text is an echo of another rank's end.
-
-    NCCL passes on the errors of its CUDA calls: those are this rank's own, whatever else the text says.
-    """
+    """True if an exception echoes another rank's end; an error of CUDA within NCCL is this rank's own."""
     return bool(_SECONDARY.search(error)) and device_fault(error) is None
 
 
