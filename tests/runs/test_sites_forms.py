@@ -54,13 +54,14 @@ def test_a_site_of_another_form_beside_a_zero_site(form, ranks, coordinator, sma
     assert codes == ([0, 0], [0] * ranks), a.output() + b.output()
     got = parameters(tmp_path / "A")
     assert far(got, parameters(tmp_path / "B"))[0] == 0
+    count = sum(each.numel() for each in got.values())
+    for name in ("A", "B"):  # first: after a round that a site of a busy machine trained alone, other numbers are right
+        rounds = synchronised(tmp_path / name)
+        assert [event["received_bytes"] for event in rounds] == [0, *[4 * count] * 3], rounds
     setting = {"sites": 2, "batch": 4, "steps": 12, "sync_every": 4, "lr": 3e-3}
     data = DataConfig(path=small_data, sequence_length=32)
     largest, mean = far(got, simulated(model, data, **setting, outer_lr=None))
-    assert largest < 1e-4 and mean < 1e-6, (largest, mean)
-    count = sum(each.numel() for each in got.values())
-    for name in ("A", "B"):
-        assert [event["received_bytes"] for event in synchronised(tmp_path / name)] == [0, *[4 * count] * 3]
+    assert largest < 1e-4 and mean < 1e-6, (largest, mean, rounds)
 
 
 def adapted(folder: Path, data: str, base: Path) -> Path:
