@@ -9,7 +9,7 @@ import re
 import shlex
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 from llmtrain.base import log, units, untrusted
 from llmtrain.base.errors import UserError
 from llmtrain.base.files import replace_file
+from llmtrain.base.trees import leaves
 from llmtrain.commands import completion
 from llmtrain.config import strict_yaml
 from llmtrain.objectives.objective import Chart, Objective
@@ -90,7 +91,8 @@ def _settings(run_dir: Path) -> dict[str, str]:
         tree = strict_yaml.parse((run_dir / "config.yaml").read_text(), "config.yaml").tree
     except (OSError, ValueError, RecursionError):
         tree = None
-    settings = dict(_leaves(tree, "")) if isinstance(tree, dict) else {}
+    found = leaves(tree) if isinstance(tree, dict) else ()
+    settings = {key: value if isinstance(value, str) else json.dumps(value, default=str) for key, value in found}
     given = _json(run_dir / "deepspeed.json")
     zero = given.get("zero_optimization")
     stage = zero.get("stage", 0) if isinstance(zero, dict) else 0
@@ -98,14 +100,6 @@ def _settings(run_dir: Path) -> dict[str, str]:
     if given:
         settings |= {"precision": (on or ["fp32"])[0], "ZeRO stage": str(stage)}
     return settings | {"norm": norm_of(settings.get("optim.name"), zero=bool(stage))}
-
-
-def _leaves(tree: dict[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def _finite(value: Any) -> float | None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmtrain.base.trees import leaves
 from llmtrain.tracking.local import rows_after, to_json
 from llmtrain.tracking.sink import Sink, scalars
 
@@ -55,7 +56,11 @@ class MLflow(Sink, entry="mlflow"):
         self._last: dict[str, int] = {}
         if found:
             self._client.update_run(self._id, status="RUNNING")
-        self._parameters(_flat(config), run.data.params)
+        parameters = {}
+        for key, value in leaves(config):
+            text = value if isinstance(value, str) and value else json.dumps(to_json(value))
+            parameters[_key(key)] = text[:_LONGEST]
+        self._parameters(parameters, run.data.params)
         for row in rows_after(run_dir / "metrics.jsonl", -1, self._last_of("loss")) if found else ():
             if row["step"] <= start_step:
                 self.log(row, more=False)
@@ -101,16 +106,3 @@ class MLflow(Sink, entry="mlflow"):
 def _key(name: str) -> str:
     """The name without what MLflow refuses."""
     return re.sub(r"[^\w./ -]", "_", name)[:250]
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """Dotted key -> value as text, an empty one as null."""
-    found: dict[str, str] = {}
-    for name, value in tree.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, dict) and value:
-            found |= _flat(value, f"{key}.")
-        else:
-            text = value if isinstance(value, str) and value else json.dumps(to_json(value))
-            found[_key(key)] = text[:_LONGEST]
-    return found

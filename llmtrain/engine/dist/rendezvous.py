@@ -29,6 +29,7 @@ import torch.distributed as dist
 from llmtrain.base import log, units
 from llmtrain.base.errors import UserError
 from llmtrain.base.redact import redact
+from llmtrain.base.trees import leaves
 from llmtrain.cluster import messages
 from llmtrain.cluster.hosts.interfaces import GLOO, NCCL, choose_interfaces
 from llmtrain.cluster.watch import rank_side
@@ -110,7 +111,7 @@ def meet(*, device: torch.device, backend: str, settings: Mapping[str, Any], lim
         "device_id": device_id(device),
         "interface": interface,
         "versions": {name: installed[name] for name in _COMPARED},
-        "settings": _flat({**settings, "WORLD_SIZE": world_size}),
+        "settings": dict(leaves({**settings, "WORLD_SIZE": world_size})),
     }
     try:
         seats = _gather(store, about, world_size, limit_s) if rank == 0 else _follow(store, about, limit_s)
@@ -382,14 +383,6 @@ def _by_value(key: str, what: str, everyone: Sequence[Mapping[str, Any]]) -> str
 def _some(names: Sequence[str]) -> str:
     shown = ", ".join(names[:_SHOWN])
     return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
-
-
-def _flat(tree: Any, path: str = "") -> dict[str, Any]:
-    """Leaves by dotted path."""
-    if isinstance(tree, Mapping) and tree:
-        items = [_flat(value, f"{path}.{key}" if path else str(key)) for key, value in tree.items()]
-        return {key: value for item in items for key, value in item.items()}
-    return {path: tree}
 
 
 def _log_interfaces(everyone: Sequence[Mapping[str, Any]]) -> None:
