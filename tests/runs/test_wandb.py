@@ -88,6 +88,7 @@ def test_each_step_of_all_launches_stands_in_wandb_once_and_in_order(small_data,
             command = f"wandb sync {run}/wandb/offline-run-*"
         done = subprocess.run(
             ["bash", "-c", command.replace("sync", "sync --yes")],
+            cwd=tmp_path,  # it writes its log to wandb/
             env=environment(**variables),
             capture_output=True,
             text=True,
