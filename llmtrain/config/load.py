@@ -67,7 +67,7 @@ def parse(argv: list[str], *, check_paths: bool = True) -> Parsed:
     """
     if "-h" in argv or "--help" in argv:
         run_parser().print_help()
-        print("\n".join(rules_help()))
+        print(rules_help())
         raise SystemExit(0)
     configs, words = _split(argv)
     problems = Problems(paths=check_paths)

@@ -11,10 +11,12 @@ from llmtrain.config.deepspeed import keys
 from llmtrain.tracking import metrics
 
 BEGIN, END = "<!-- generated: begin -->", "<!-- generated: end -->"
+_RULES = """### Settings that do not go together
+
+Each example changes a run that is right without it. `llmtrain config check` reports the values and lines of your own.
+"""
 PAGES: dict[str, Callable[[], str]] = {
-    "configuration.md": lambda: (
-        f"{schema.markdown()}\n### Settings that do not go together\n\n{together.rules_markdown()}"
-    ),
+    "configuration.md": lambda: "\n".join([schema.markdown(), _RULES, together.rules_markdown()]),
     "deepspeed.md": keys.markdown,
     "parallelism.md": together.parallelism,
     "posttraining.md": together.markdown,

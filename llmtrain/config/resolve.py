@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from llmtrain.config import rules
 from llmtrain.config.batch import Batch, solve
@@ -86,11 +87,20 @@ def resolve(
 def with_stages(
     run: RunConfig, degrees: Degrees, world: str, epoch: Callable[[DataConfig], int] | None, problems: Problems
 ) -> tuple[RunConfig, Stages, int | None]:
-    """The run with the values of its stages filled in, the stages, and the steps of the complete run."""
-    stages = _stages(run, degrees, world, problems)
-    max_steps = total_steps(run, stages, epoch)
+    """The run with the values of its stages filled in, the stages, and the steps of the complete run.
+
+    Raises: DataError, where epochs are asked for and the data cannot be read.
+    """
+    stages, train = _stages(run, degrees, world, problems), run.train
+    count = None if train.epochs is None or epoch is None else epoch(stages[len(stages) - 1].data)
+    max_steps = stages.length(train.max_steps, train.max_tokens, train.epochs, count)
     stages = stages.filled(max_steps)
-    return _fill_in(run, stages), stages, max_steps
+    own = [
+        replace(given, train=StageBatch(**_numbers(stage.batch)), schedule=given.schedule and stage.schedule)
+        for given, stage in zip(run.data.stages, stages.stages[1:], strict=True)
+    ]
+    train, data = replace(train, **_numbers(stages[0].batch)), replace(run.data, stages=own)
+    return filled(replace(run, schedule=stages[0].schedule, train=train, data=data)), stages, max_steps
 
 
 def _stages(run: RunConfig, degrees: Degrees, world: str, problems: Problems) -> Stages:
@@ -129,28 +139,8 @@ def _odd_values(run: RunConfig, max_steps: int | None) -> list[str]:
     return notes
 
 
-def _numbers(section: TrainConfig | StageBatch) -> dict[str, int | None]:
+def _numbers(section: TrainConfig | StageBatch | Batch) -> dict[str, Any]:
     return {name: getattr(section, name) for name in ("global_batch", "micro_batch", "accumulation")}
-
-
-def total_steps(run: RunConfig, stages: Stages, epoch: Callable[[DataConfig], int] | None) -> int | None:
-    """Optimizer steps of the whole run. Raises DataError, where epochs are asked for and the data cannot be read."""
-    train, last = run.train, stages[len(stages) - 1].data
-    asked = train.epochs is not None and epoch is not None
-    return stages.length(train.max_steps, train.max_tokens, train.epochs, epoch(last) if asked and epoch else None)
-
-
-def _fill_in(run: RunConfig, stages: Stages) -> RunConfig:
-    train = replace(run.train, **vars(_solved(stages[0].batch)))
-    own = [
-        replace(config, train=_solved(stage.batch), schedule=None if config.schedule is None else stage.schedule)
-        for config, stage in zip(run.data.stages, stages.stages[1:], strict=True)
-    ]
-    return filled(replace(run, schedule=stages[0].schedule, train=train, data=replace(run.data, stages=own)))
-
-
-def _solved(batch: Batch) -> StageBatch:
-    return StageBatch(global_batch=batch.global_batch, micro_batch=batch.micro_batch, accumulation=batch.accumulation)
 
 
 def spread(asked: Degrees, path: str, world_size: int, world: str, problems: Problems) -> Degrees:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import textwrap
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -210,20 +211,22 @@ def _case(run: RunConfig, tree: dict[str, Any]) -> rules.Case:
     return rules.Case(run=run, mix=mix, batch=stages[0].batch, stages=stages, max_steps=max_steps)
 
 
-def _settings(rule: Rule) -> list[str]:
-    return [f"{key} = {show(value)}" for key, value in rule.example.items()]
-
-
 def rules_markdown() -> str:
     """The table of docs/configuration.md: settings that are refused."""
-    lines = ["| refused, for example | why | remedy |", "|---|---|---|"]
+    lines = ["| settings, for example | why | remedy |", "|---|---|---|"]
     for rule in all_rules():
-        settings = "<br>".join(f"`{setting}`" for setting in _settings(rule))
+        settings = "<br>".join(f"`{key} = {show(value)}`" for key, value in rule.example.items())
         lines.append(f"| {settings} | {' | '.join(texts(rule))} |")
     return "\n".join(lines) + "\n"
 
 
-def rules_help() -> list[str]:
-    """The end of `--help`: settings that are refused."""
-    lines = ["", "refused, for example (docs/configuration.md says why):"]
-    return [*lines, *(f"  {', '.join(_settings(rule))}" for rule in all_rules())]
+def rules_help() -> str:
+    """The end of `--help`: the settings that others refuse."""
+    others: dict[str, list[str]] = {}
+    for rule in all_rules():
+        others.setdefault(rule.keys[0], []).extend(key for key in rule.example if key != rule.keys[0])
+    lines = [
+        f"{key}: {', '.join(dict.fromkeys(found))}" for key, found in sorted(others.items()) if found and "[" not in key
+    ]
+    wrapped = (textwrap.fill(line, 120, initial_indent="  ", subsequent_indent="      ") for line in lines)
+    return "\n".join(["\nrefused with some values of others (docs/configuration.md has an example of each):", *wrapped])

@@ -139,8 +139,7 @@ class Muon(AdamW, choice="muon"):
              "set optim.clip_norm to 0 (Muon does not need it), or use adamw",
              {"optim.name": "muon", "optim.clip_norm": 1.0}),
         Rule(("optim.name", "zero_optimization.offload_optimizer.device"), lambda m: m.offload_optimizer,
-             "Muon orthogonalises whole matrices, which is the device's work",
-             "remove offload_optimizer, or use adamw",
+             "Muon orthogonalises whole matrices, which is the device's work", "remove offload_optimizer, or use adamw",
              {"optim.name": "muon", "zero_optimization.offload_optimizer.device": "cpu"}),
         Rule(("optim.name", "zero_optimization.reduce_scatter"), lambda m: m.zero_stage == 3 and m.reduce_scatter,
              "Muon needs whole gradients, and ZeRO 3 would scatter them",
@@ -152,8 +151,7 @@ class Muon(AdamW, choice="muon"):
              "remove data_types, or use ZeRO 2, or adamw",
              {"optim.name": "muon", "zero_optimization.stage": 1, "data_types.grad_accum_dtype": "fp32"}),
         Rule(("bf16.bf16_optimizer_states", "optim.name"), lambda m: m.bf16_moments,
-             "Muon's momentum is kept by DeepSpeed, in a precision of its own",
-             "remove it, or use adamw or lion",
+             "Muon's momentum is kept by DeepSpeed, in a precision of its own", "remove it, or use adamw or lion",
              {"optim.name": "muon", "bf16.bf16_optimizer_states": True}),
         Rule(("tensor_parallel.autotp_size", "optim.name"), lambda m: m.degrees.tensor > 1,
              "Muon orthogonalises whole matrices, and each tensor-parallel rank has a part of them",
@@ -161,8 +159,7 @@ class Muon(AdamW, choice="muon"):
              {"optim.name": "muon", "tensor_parallel.autotp_size": 2}),
         Rule(("expert_parallel.autoep_size", "optim.name"), lambda m: m.degrees.expert > 1,
              "Muon's momentum of experts that ranks share is in no form that checkpoints can read",
-             "use adamw, or remove expert_parallel",
-             {"optim.name": "muon", "expert_parallel.autoep_size": 2}),
+             "use adamw, or remove expert_parallel", {"optim.name": "muon", "expert_parallel.autoep_size": 2}),
     )
     # fmt: on
 
