@@ -59,9 +59,10 @@ def pytest_unconfigure() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Each test has the marker of its make target. Of all tests, none of the table's rows may fit no test."""
+    """Each test has the marker of its make target. A row for a folder that is collected must fit a test."""
     targets.mark(items)
-    if config.args == [str(Path(__file__).parent)] and (rows := targets.unused(items)):
+    folders = [Path(arg).resolve() for arg in config.args if Path(arg).is_dir()]
+    if len(folders) == len(config.args) and (rows := targets.unused(items, folders)):
         raise pytest.UsageError(f"tests/targets.txt has rows that no test fits: {rows}")
 
 

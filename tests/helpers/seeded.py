@@ -26,13 +26,14 @@ OBJECTIVES = {"reward": "reward", "distill": "distill"}
 """The other objectives: preference."""
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    metafunc.fixturenames.append("fault")
-    metafunc.parametrize("fault", FAULTS, indirect=True)
+    metafunc.fixturenames.append("seeded_fault")
+    metafunc.parametrize("seeded_fault", FAULTS, indirect=True)
 
 
 @pytest.fixture
-def fault(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def seeded_fault(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Seed the fault into all that the ranks of this test call."""
     name: str = request.param
     if name in RED or not has(request.node, FAULTS[name].form):
@@ -90,7 +91,7 @@ def pytest_runtest_makereport(item: Any, call: pytest.CallInfo[None]) -> Iterato
     report = yield
     if report.when == "call" and report.failed:
         test, _, case = item.nodeid.partition("[")
-        fault = item.callspec.params["fault"]
+        fault = item.callspec.params["seeded_fault"]
         RED[fault] = test + (f"[{case}".replace(f"-{fault}]", "]").replace(f"[{fault}-", "[").replace(f"[{fault}]", ""))
     if report.failed:
         report.outcome = "passed"  # red is what is wanted

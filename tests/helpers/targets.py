@@ -13,7 +13,7 @@ MARKS = {"test": None, "test-all": "more", "test-cluster": "cluster", "test-site
 
 
 def mark(items: Sequence[pytest.Item]) -> None:
-    """Mark each test. A row that fits no test of a file that is collected completely is refused."""
+    """Mark each test by the last row that fits."""
     rows = _rows()
     for item in items:
         fits = [target for name, target in rows if item.nodeid == name or item.nodeid.startswith(_longer(name))]
@@ -21,10 +21,11 @@ def mark(items: Sequence[pytest.Item]) -> None:
             item.add_marker(marker)
 
 
-def unused(items: Sequence[pytest.Item]) -> list[str]:
-    """Rows that no test fits."""
-    names = [item.nodeid for item in items]
-    return [row for row, _ in _rows() if not any(name == row or name.startswith(_longer(row)) for name in names)]
+def unused(items: Sequence[pytest.Item], folders: Sequence[Path]) -> list[str]:
+    """Rows for these folders that no test fits."""
+    root, names = TABLE.parents[1], [item.nodeid for item in items]
+    rows = [row for row, _ in _rows() if any((root / row.partition("::")[0]).is_relative_to(at) for at in folders)]
+    return [row for row in rows if not any(name == row or name.startswith(_longer(row)) for name in names)]
 
 
 def _longer(name: str) -> tuple[str, ...]:

@@ -1,4 +1,7 @@
-"""Adapters on real ranks: plain PyTorch with LoRA and DoRA written from their definitions is the measure."""
+"""Adapters on real ranks: plain PyTorch with LoRA and DoRA written from their definitions is the measure.
+
+More than 20 CPU s: each form trains, and the first one starts the pool of ranks.
+"""
 
 from __future__ import annotations
 
@@ -324,7 +327,6 @@ def test_a_bf16_base_is_merged_in_fp32_and_rounded_once(pools, small_data, tmp_p
         assert value.dtype == torch.bfloat16 and torch.equal(value, exact.bfloat16()), name
 
 
-@pytest.mark.slow
 def test_a_tied_model_is_merged_on_both_sides(pools, small_data, tmp_path):
     """Embedding and head are one matrix: beside an adapter it stays as it is, in the merged folder as well."""
     from safetensors.torch import load_file

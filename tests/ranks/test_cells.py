@@ -3,6 +3,8 @@
 A cell trains, saves, becomes a Hugging Face folder, and goes on in the layout of another cell. Losses, gradient norms,
 all parameters and their average (ema) after each step and the exported tensors are those of plain PyTorch in one
 process: the reference and the tolerances are those of `llmtrain parity`.
+
+More than 20 CPU s: each cell trains on two ranks, is exported and resumed.
 """
 
 from __future__ import annotations

@@ -94,12 +94,6 @@ def test_a_stage_of_a_pipeline_may_have_no_experts(pools, small_data):
     assert_agrees(got, want, loss=1e-5, norm=1e-4, parameters=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("stage", "offload"), [(2, "optimizer"), (3, "all")])
-def test_shared_experts_wait_on_the_host(pools, small_data, stage, offload):
-    check(pools, small_data, 2, "mixtral", expert=2, stage=stage, offload=offload)
-
-
 class ListedExperts(nn.ModuleList):
     """Experts as modules of their own, as in older models and in code that folders carry."""
 

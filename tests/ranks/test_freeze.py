@@ -76,8 +76,7 @@ def whole_run(case: Case) -> tuple[Trace, set[str]]:
     ids=lambda form: "-".join(f"{k}={v}" for k, v in form.items()),
 )
 def test_fp32_forms_agree_with_plain_pytorch_that_freezes_the_same(pools, small_data, form):
-    """Those that are slow have their losses and parameters in test_cells.py; here no byte of a frozen one changes, and
-    no optimizer has it."""
+    """No byte of a frozen parameter changes, and no optimizer has it."""
     want = reference(small_data)
     outcomes = pools(2).run(whole_run, Case(data=small_data, freeze=FREEZE, **form))
     got, _ = outcomes[0]

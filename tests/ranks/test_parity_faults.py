@@ -1,4 +1,7 @@
-"""Faults seeded into the ranks: `parity` has to catch each of them, and to say what it looks like."""
+"""Faults seeded into the ranks: `parity` has to catch each of them, and to say what it looks like.
+
+More than 20 CPU s: each of the faults is a training of its own on ranks that start anew.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """Objectives over pairs against their definitions in plain PyTorch: ZeRO 0 to 3, a pipeline, tensor parallelism.
 
 Both sides are fp32: 1e-5 is a few roundings of a loss near 1 after four steps.
+
+More than 20 CPU s: seven objectives train on two ranks and in plain PyTorch.
 """
 
 from __future__ import annotations

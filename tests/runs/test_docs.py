@@ -1,4 +1,7 @@
-"""README.md and the pages beside it: their commands run, their outputs and errors are real, their links resolve."""
+"""README.md and the pages beside it: their commands run, their outputs and errors are real, their links resolve.
+
+More than 20 CPU s: the pages' commands train and convert for real.
+"""
 
 from __future__ import annotations
 

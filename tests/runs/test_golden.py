@@ -3,6 +3,8 @@
 The table, tests/runs/golden.json, holds them for each kind of processor and version of torch that wrote one:
 `python -m tests.runs.test_golden` adds this machine's, and prints the CPU-seconds of each case. On such a machine the
 figures are equal to the last bit, on others within the case's tolerance.
+
+More than 20 CPU s: each form is a launch of real ranks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""A run with a user's own code: its figures, its trackers, its exceptions, and a resume with it and without."""
+"""A run with a user's own code: its figures, its trackers, its exceptions, and a resume with it and without.
+
+More than 20 CPU s: each fault of a plugin needs a launch of its own.
+"""
 
 from __future__ import annotations
 

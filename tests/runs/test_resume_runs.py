@@ -1,4 +1,7 @@
-"""Resuming from the command line: checkpoints that were damaged, folders that cannot be written, weights alone."""
+"""Resuming from the command line: checkpoints that were damaged, folders that cannot be written, weights alone.
+
+More than 20 CPU s: each checkpoint is resumed by a launch of its own.
+"""
 
 from __future__ import annotations
 

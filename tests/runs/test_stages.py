@@ -143,7 +143,12 @@ def test_the_report_shows_where_a_stage_begins(trained):
 
 
 @pytest.mark.needs("peft")
-@pytest.mark.parametrize("name", ["dpo", pytest.param("kto", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "dpo",
+    ],
+)
 def test_each_stage_of_answers_has_its_own_column(base, tmp_path, warm, name):  # noqa: F811
     """One command writes those of all stages; a wrong one is said with its stage before the first step. Other data with
     another number of sets goes on from a checkpoint as if it had been planned."""

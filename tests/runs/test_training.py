@@ -1,4 +1,7 @@
-"""Training from the command line: faults, signals, resume, and what is left behind."""
+"""Training from the command line: faults, signals, resume, and what is left behind.
+
+More than 20 CPU s: signals and faults each need a launch of their own.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The key tables against the installed DeepSpeed, so that they cannot rot; and what DeepSpeed itself refuses."""
+"""The key tables against the installed DeepSpeed, so that they cannot rot; and what DeepSpeed itself refuses.
+
+More than 20 CPU s: each number of the table is read out of its bounds through the complete reader.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Wrong configurations: each ends with exit code 2 and a message that names key, value and remedy."""
+"""Wrong configurations: each ends with exit code 2 and a message that names key, value and remedy.
+
+More than 20 CPU s: several hundred configurations are each read as `config check` reads them.
+"""
 
 from __future__ import annotations
 
