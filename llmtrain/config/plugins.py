@@ -27,7 +27,7 @@ from llmtrain.base import log
 from llmtrain.base.choice import Choice, Entry
 from llmtrain.base.errors import ConfigError, TrainingStopped
 from llmtrain.config import schema
-from llmtrain.config.problems import closest
+from llmtrain.config.problems import closest, nearest
 
 FLAG = "--plugin"
 CHANGED = "--plugin-changed"
@@ -178,8 +178,13 @@ def _found(word: str) -> ModuleSpec:
         path = Path(word).expanduser().resolve()
         packed = json.loads(os.environ.get(CARRIED, "{}")).get(word)
         if packed is None and not path.is_file():
-            raise ConfigError(f"{FLAG} {word}: no such file (looked from {Path.cwd()}). Give the path of a Python "
-                              "file, the same on all hosts")  # fmt: skip
+            near = nearest(path.name, (each.name for each in path.parent.glob("*.py")))
+            remedy = (
+                f"Did you mean {Path(word).with_name(near)}?"
+                if near
+                else "Give the path of a Python file, the same on all hosts"
+            )
+            raise ConfigError(f"{FLAG} {word}: no such file (looked from {Path.cwd()}). {remedy}")
         if not path.stem.isidentifier():
             raise ConfigError(f"{FLAG} {word}: a file's name becomes a module's name: use letters, digits and _ only")
         if path.suffix != ".py":

@@ -141,7 +141,7 @@ def test_a_name_of_other_stacks_is_answered_from_the_page_and_no_unrelated_word_
         ("hub_strategy", "end", "nothing is pushed while a run trains; `llmtrain checkpoint to-hf --push`"),
         ("save_safetensors", True, "remove it: always"),
         ("predict_with_generate", True, "did you mean train.sample_prompts?"),
-        ("plugin", "mine.py", "no key names code; write --plugin FILE.py on the command line"),
+        ("plugin", "mine.py", "give it on the command line: --plugin mine.py"),
         ("local_rank", 0, "the launcher gives it"),
     ],
 )

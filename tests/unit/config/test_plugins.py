@@ -93,6 +93,8 @@ def test_a_plugins_classes_are_fields_of_the_run(here: Path) -> None:
         ({}, "--plugin --train.max_steps 3", "write --plugin FILE.py"),
         ({}, "--plugin-changed yes", "write --plugin-changed ok"),
         ({}, "--plugin nowhere.py", "no such file (looked from "),
+        ({}, "--plugin mien.py", "Did you mean mine.py?"),
+        ({}, "--plugn mine.py", "did you mean --plugin?"),
         ({}, "--plugin no_such_module", "nor an installed entry point of the group llmtrain.plugins"),
         ({}, "--plugin sys", "nor an installed entry point of the group llmtrain.plugins"),
         ({}, "--plugin ./mine.py", "another plugin is called mine"),
