@@ -382,14 +382,8 @@ def measure_all_reduce(survey: Survey, module: str, ssh_port: int | None = None)
         command = ["/bin/sh", "-c", _IN_FOLDER, "sh", survey.folder, *worker]
         return on_hosts([name], command, timeout_s=_WITHIN_S[backend], port=ssh_port, here=survey.alone)[name]
 
-    found: dict[str, Any] = {
-        "hosts": names,
-        "backend": backend,
-        "ranks": len(labels),
-        "steps": [],
-        "pairs": [],
-        "errors": {},
-    }
+    found: dict[str, Any] = {"hosts": names, "backend": backend, "ranks": len(labels)}
+    found |= {"steps": [], "pairs": [], "errors": {}}
     for name, answer in in_parallel(names, one, fan_out=len(names)).items():
         result, error = _read(answer)
         if error:
@@ -433,11 +427,6 @@ def _read(answer: Answer) -> tuple[dict[str, Any], str]:
     last = [line for line in answer.stderr.splitlines() if line.strip()][-1:]
     trouble = answer.trouble.text if answer.trouble and answer.code is None else None
     return result, result.get("error") or trouble or "".join(last) or "it printed nothing"
-
-
-def all_reduce_worked(found: Mapping[str, Any]) -> bool:
-    """True if all ranks met and added up, over the connections that a run of this backend makes."""
-    return not found["errors"] and bool(found["steps"])
 
 
 def judge_all_reduce(found: Mapping[str, Any]) -> list[Finding]:
@@ -490,12 +479,9 @@ def with_fabric(report: Report, all_reduce: str, run: Needs | None = None, ssh_p
     of the program with torch for the collectives."""
     measured, findings = examine(report.survey, ssh_port)
     reduced = measure_all_reduce(report.survey, all_reduce, ssh_port)
-    if all_reduce_worked(reduced):
+    if reduced["steps"] and not reduced["errors"]:  # over the connections that a run of this backend makes
         findings = without_doubt(findings, reduced["hosts"])
-    findings = [
-        *findings,
-        *too_slow(measured.pairs, *((run.sent_bytes, run.patience_s) if run else (None, 0.0))),
-    ]
+    findings = [*findings, *too_slow(measured.pairs, *((run.sent_bytes, run.patience_s) if run else (None, 0.0)))]
     return replace(
         report,
         findings=in_order([*report.findings, *findings, *judge_all_reduce(reduced)], report.survey.hosts),

@@ -266,22 +266,16 @@ def compressed(names: Sequence[str], shown: int = 8) -> str:
 
 def of_this_host(survey: Survey) -> list[Finding]:
     """Findings on the host that a launch starts from: `.deepspeed_env`, and the program that starts other hosts."""
-    return [*_deepspeeds_own_file(survey), *_launcher(survey)]
-
-
-def _deepspeeds_own_file(survey: Survey) -> list[Finding]:
-    """`.deepspeed_env` here: a launch by hand reads it for other hosts. `llmtrain launch` does not."""
-    parts = (problem.rpartition(": ") for problem in (() if survey.alone else deepspeed_env_problems()))
-    first = survey.hosts[0].name
-    return [Finding(host=first, check="env", level="red", what=what, fix=fix) for what, _, fix in parts]
-
-
-def _launcher(survey: Survey) -> list[Finding]:
-    """Findings on the program by which `llmtrain launch` starts other hosts; in a Slurm job srun may do it."""
-    if survey.alone or shutil.which("pdsh") is not None:
+    if survey.alone:
         return []
-    what, fix = NO_PDSH
-    if in_slurm := "SLURM_JOB_ID" in os.environ:
-        fix = f"{fix}, or start with `llmtrain launch --launcher slurm`"
-    level: Level = "yellow" if in_slurm else "red"
-    return [Finding(host=survey.hosts[0].name, check="ssh", level=level, what=f"here: {what}", fix=fix)]
+    first = survey.hosts[0].name
+    # A launch by hand reads the file for other hosts, `llmtrain launch` does not.
+    parts = (problem.rpartition(": ") for problem in deepspeed_env_problems())
+    found = [Finding(host=first, check="env", level="red", what=what, fix=fix) for what, _, fix in parts]
+    if shutil.which("pdsh") is None:
+        what, fix = NO_PDSH
+        level: Level = "red"
+        if "SLURM_JOB_ID" in os.environ:  # srun may start them
+            level, fix = "yellow", f"{fix}, or start with `llmtrain launch --launcher slurm`"
+        found.append(Finding(host=first, check="ssh", level=level, what=f"here: {what}", fix=fix))
+    return found

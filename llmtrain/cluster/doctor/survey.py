@@ -20,7 +20,7 @@ from llmtrain.cluster import gpus
 from llmtrain.cluster.doctor import probe
 from llmtrain.cluster.doctor.checks import Folder, Survey
 from llmtrain.cluster.hosts.hostfile import Host, is_alone, is_here
-from llmtrain.cluster.hosts.ssh import FAN_OUT, Answer, Trouble, on_hosts
+from llmtrain.cluster.hosts.ssh import FAN_OUT, Answer, on_hosts
 from llmtrain.cluster.hosts.variables import PREFIXES
 
 PACKAGES = ("torch", "deepspeed", "transformers", "numpy", "triton", "safetensors", "tokenizers")
@@ -111,7 +111,12 @@ def look(
     )
     survey = _facts(survey, questions, timeout_s, ssh_port)
     if survey.facts.get(names[0], {}).get("nonce", {}).get("written"):
-        survey = _read_back(survey, nonce, nonce_path, timeout_s, ssh_port)
+        # The hosts that see the first one's file share the folder; then the file is removed.
+        first, *others = [name for name in names if name in survey.facts]
+        answers = on_hosts(others, ("cat", nonce_path), timeout_s=timeout_s, port=ssh_port)
+        on_hosts([first], ("rm", "-f", nonce_path), timeout_s=timeout_s, port=ssh_port)
+        seen = {name: answer.stdout.strip() == nonce for name, answer in answers.items() if answer.code is not None}
+        survey = replace(survey, nonce=seen)
     return survey
 
 
@@ -126,8 +131,13 @@ def _facts(survey: Survey, questions: Mapping[str, Any], timeout_s: float, ssh_p
 
     troubles, facts, failures, skew_s = {}, {}, {}, {}
     for name, (answer, began, ended) in in_parallel(names, one).items():
-        if answer.trouble is not None:
-            troubles[name] = _of_this_machine(answer.trouble) if is_here(name) else answer.trouble
+        if (trouble := answer.trouble) is not None:
+            if is_here(name):
+                why = (
+                    "it is this machine, but beside other hosts DeepSpeed's launcher starts its ranks through ssh, too"
+                )
+                trouble = replace(trouble, text=f"{trouble.text} ({why})")
+            troubles[name] = trouble
         if answer.code is None:
             continue
         found = read_marked(answer.stdout, probe.MARK)
@@ -143,21 +153,7 @@ def _facts(survey: Survey, questions: Mapping[str, Any], timeout_s: float, ssh_p
     return replace(survey, troubles=troubles, facts=facts, failures=failures, skew_s=skew_s)
 
 
-def _of_this_machine(trouble: Trouble) -> Trouble:
-    why = "it is this machine, but beside other hosts DeepSpeed's launcher starts its ranks through ssh, too"
-    return replace(trouble, text=f"{trouble.text} ({why})")
-
-
 def read_marked(text: str, mark: str) -> dict[str, Any] | None:
     """The JSON object in the last line of a program's output that begins with `mark`; None where there is none."""
     lines = [line for line in text.splitlines() if line.startswith(mark)]
     return dict(json.loads(lines[-1].removeprefix(mark))) if lines else None
-
-
-def _read_back(survey: Survey, nonce: str, path: str, timeout_s: float, ssh_port: int | None) -> Survey:
-    """Find the hosts that see the first one's file, then remove it."""
-    first, *others = [host.name for host in survey.hosts if host.name in survey.facts]
-    answers = on_hosts(others, ("cat", path), timeout_s=timeout_s, port=ssh_port)
-    on_hosts([first], ("rm", "-f", path), timeout_s=timeout_s, port=ssh_port)
-    sees = {name: answer.stdout.strip() == nonce for name, answer in answers.items() if answer.code is not None}
-    return replace(survey, nonce=sees)

@@ -14,7 +14,7 @@ import os
 import re
 import socket
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -221,7 +221,10 @@ def _filter(hosts: Sequence[Host], text: str) -> tuple[dict[str, tuple[int, ...]
         name, colon, numbers = part.partition(":")
         host = by_name.get(name)
         if host is None:
-            problems.append(f"host {_shown(name)} is not in the hostfile: {_near(name, by_name)}")
+            near = difflib.get_close_matches(name, list(by_name), n=1)
+            more = f" and {len(by_name) - 8} more" if len(by_name) > 8 else ""
+            has = f"did you mean {near[0]}?" if near else f"it has {', '.join(list(by_name)[:8])}{more}"
+            problems.append(f"host {_shown(name)} is not in the hostfile: {has}")
             continue
         devices = host.devices
         if colon:
@@ -236,14 +239,6 @@ def _filter(hosts: Sequence[Host], text: str) -> tuple[dict[str, tuple[int, ...]
             problems.append(f"host {name} is named twice: name it once, with all the devices that are meant")
         named[name] = (*named.get(name, ()), *devices)
     return named, problems
-
-
-def _near(name: str, by_name: Iterable[str]) -> str:
-    names = list(by_name)
-    near = difflib.get_close_matches(name, names, n=1)
-    if near:
-        return f"did you mean {near[0]}?"
-    return f"it has {', '.join(names[:8])}" + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 def render(hosts: Sequence[Host]) -> str:

@@ -61,7 +61,9 @@ def interface_towards(master: str, here: dict[str, list[str]]) -> str | None:
     if address is None:
         return None
     loopback = ipaddress.ip_address(address).is_loopback
-    if loopback and _several_hosts() and not _says_loopback(master):
+    world = os.environ.get("WORLD_SIZE", "1")
+    several = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or world) < int(world)
+    if loopback and several and not _says_loopback(master):
         # Debian's /etc/hosts gives a host's own name 127.0.1.1; the other hosts know it by another address.
         outside = _own_address(_ELSEWHERE)
         others = [name for name, held in here.items() if not any(ipaddress.ip_address(a).is_loopback for a in held)]
@@ -89,11 +91,6 @@ def _own_address(target: str) -> str | None:
         except OSError:
             return None
         return str(probe.getsockname()[0]).partition("%")[0]
-
-
-def _several_hosts() -> bool:
-    world = os.environ.get("WORLD_SIZE", "1")
-    return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or world) < int(world)
 
 
 def _says_loopback(master: str) -> bool:

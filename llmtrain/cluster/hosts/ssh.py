@@ -128,7 +128,7 @@ def _denied(host: str, stderr: str, port: int | None) -> Trouble:
     keys = _keys(host)
     if not keys and not _agent_has_keys():
         return Trouble("key", f"there is no key here to show to {host} ({message})", f"ssh-keygen -t ed25519 && {copy}")
-    locked = [key for key in keys if _asks_passphrase(key)]
+    locked = [key for key in keys if _quick(["ssh-keygen", "-y", "-P", "", "-f", str(key)]).returncode != 0]
     if locked and len(locked) == len(keys) and not _agent_has_keys():
         why = f"the key {locked[0]} asks for its passphrase, and no agent holds it ({message})"
         return Trouble("prompt", why, f"eval $(ssh-agent) && ssh-add {shlex.quote(str(locked[0]))}")
@@ -140,10 +140,6 @@ def _keys(host: str) -> list[Path]:
     shown = _quick(["ssh", "-G", "--", host]).stdout
     files = [line.partition(" ")[2] for line in shown.splitlines() if line.startswith("identityfile ")]
     return [path for path in (Path(os.path.expanduser(file)) for file in files) if path.is_file()]
-
-
-def _asks_passphrase(key: Path) -> bool:
-    return _quick(["ssh-keygen", "-y", "-P", "", "-f", str(key)]).returncode != 0
 
 
 def _agent_has_keys() -> bool:

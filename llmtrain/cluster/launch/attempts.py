@@ -99,10 +99,6 @@ class Attempt:
         """Step from which another attempt would resume."""
         return self.resumes_at if self.checkpoint is None else self.checkpoint
 
-    def good_until_s(self) -> float:
-        """Time up to which no work is lost."""
-        return max(self.saved_s or 0.0, self.met_s or 0.0, self.began_s)
-
     def outcome(self, code: int) -> Outcome:
         """The outcome. `code`: exit code of DeepSpeed's launcher or srun; negative: the signal that ended it."""
         end = self.end or {}
@@ -137,18 +133,16 @@ class Attempt:
         left = "launcher process" not in reason and code not in (137, 255) and code >= 0
         if status == "stopped" and (left or code in (-signal.SIGHUP, -signal.SIGTERM)):
             return Outcome(kind="preempted", code=PREEMPTED_CODE, step=step, text=reason)
-        return self._unexplained(code, reason, saved=status == "stopped")
-
-    def _unexplained(self, code: int, reason: str, *, saved: bool) -> Outcome:
-        """The outcome of a job that ended without a reason from its watch. `saved`: its ranks have saved and left."""
+        # It ended without a reason from its watch, perhaps after its ranks had saved.
+        has_saved = status == "stopped"
         where = "after the ranks had met" if self.ranks else "before the ranks had met"
         why = reason or _KILLED.get(128 - code if code < 0 else code, "no cause was reported")
         return Outcome(
             kind="fault",
-            code=PREEMPTED_CODE if saved else FAULT_CODE,
+            code=PREEMPTED_CODE if has_saved else FAULT_CODE,
             step=self.newest,
             signature=f"step {self.newest + 1}: code {code} {where}",
-            text=f"the job {'saved and ' if saved else ''}ended with code {code} {where}: {why}",
+            text=f"the job {'saved and ' if has_saved else ''}ended with code {code} {where}: {why}",
         )
 
 
@@ -201,7 +195,7 @@ class Supervisor:
         self.restarts += 1
         self.steps_redone += max(0, outcome.step - attempt.newest)
         if self._good_until_s is None:  # else the attempt had not even met
-            self._good_until_s = attempt.good_until_s()
+            self._good_until_s = max(attempt.saved_s or 0.0, attempt.met_s or 0.0, attempt.began_s)
         self._faults_at_rest = 0 if attempt.newest > self._newest else self._faults_at_rest + 1
         self._newest = max(self._newest, attempt.newest)
         wait_s = min(BACKOFF_S * 2**self._faults_at_rest, MAX_BACKOFF_S)
@@ -268,7 +262,8 @@ class Launch:
                     return self._close(decision.code, "" if printed else decision.text)  # by rank 0
                 problem = self._prepare_restart(attempt, outcome.signature, decision.wait_s)
                 if self._signals:
-                    return self._close(_code_of(self._signals[0]), "asked to stop before the restart")
+                    code = INTERRUPTED_CODE if self._signals[0] == signal.SIGINT else PREEMPTED_CODE
+                    return self._close(code, "asked to stop before the restart")
                 if problem is not None:
                     return self._close(FAULT_CODE, f"not restarted: {problem}")
         finally:
@@ -437,7 +432,3 @@ def _not_started(step: int, why: str) -> Attempt:
     attempt = Attempt(began_s=time.monotonic(), resumes_at=step)
     attempt.fault = {"step": step, "signature": f"not started: {why}", "text": why}
     return attempt
-
-
-def _code_of(number: int) -> int:
-    return INTERRUPTED_CODE if number == signal.SIGINT else PREEMPTED_CODE

@@ -249,7 +249,9 @@ class Agent:
             now = time.monotonic()  # reports that came meanwhile are not older
             self._hear(reports, finished, now)
             if self.job is None:
-                self._meet(now)
+                self.job = read_json(self.folder / JOB)  # written by local rank 0
+                if self.job is not None and not self.is_root:
+                    self.judge, self.met_s = Judge(self.stall_s, now, silent_s=_ROOT_LOST_S), now
             order = None
             if self.is_root:
                 self._listen(now)
@@ -259,11 +261,14 @@ class Agent:
                 self._end_here(lost=bool(order.get("lost")))
                 return
             verdict = self.judge.decide(now)
-            if verdict is not None and self._decides(now):
+            heard = self.line is not None and not self.line.closed and now - self.root_heard_s <= _ROOT_LOST_S
+            if verdict is not None and (self.is_root or self.job is None or not heard):
                 self._act(verdict)
                 return
-            if finished and not self._still_needed(reports, now):
-                return
+            if finished:
+                unexplained = any(report["state"] == "dead" for report in reports) and not self.judge.ended
+                if not unexplained and not (self.is_root and self.judge.waits(now)):
+                    return
             if self.job is None or self.is_root:
                 self._name_stragglers(now)
                 self._report_pauses(now)
@@ -294,11 +299,6 @@ class Agent:
         launcher_gone = self.launcher is None or not self.launcher.alive()
         return self.ranks.gone() and (launcher_gone or self.ranks.complete() or self.warned_of_removal)
 
-    def _still_needed(self, reports: list[dict[str, Any]], now: float) -> bool:
-        """True if a death is still to be explained, or, for the root, ranks of other hosts have not ended."""
-        dead = any(report["state"] == "dead" for report in reports) and not self.judge.ended
-        return dead or (self.is_root and self.judge.waits(now))
-
     def _hear(self, reports: list[dict[str, Any]], finished: bool, now: float) -> None:
         message = {"ranks": reports, "oom_kills": oom_kills() - self.oom_before, "finished": finished}
         self.judge.hear(self.host, message, now)
@@ -310,14 +310,6 @@ class Agent:
                 self.own[int(report["rank"])] = (int(report["timed_steps"]), float(report["own_s"]))
             else:
                 self.own.pop(int(report["rank"]), None)
-
-    def _meet(self, now: float) -> None:
-        """Read the hosts of the job, once local rank 0 has written them."""
-        self.job = read_json(self.folder / JOB)
-        if self.job is None or self.is_root:
-            return
-        self.judge = Judge(self.stall_s, now, silent_s=_ROOT_LOST_S)
-        self.met_s = now
 
     def _listen(self, now: float) -> None:
         """As the root: take in the other hosts' reports, and once a second send them the addresses of peers."""
@@ -395,12 +387,6 @@ class Agent:
             placed = [RankFacts(rank=r, host=root["host"], state="unknown") for r in ranks.get(root["host"], [])]
             self.judge.expect(root["host"], placed, now)
             self.root_heard_s = now
-
-    def _decides(self, now: float) -> bool:
-        """True if this agent acts on its own verdict: it is the root, or the root is not heard."""
-        if self.is_root or self.job is None:
-            return True
-        return self.line is None or self.line.closed or now - self.root_heard_s > _ROOT_LOST_S
 
     def _act(self, verdict: Verdict) -> None:
         if verdict.trigger == "leave":

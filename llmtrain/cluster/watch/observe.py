@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import time
@@ -278,11 +277,8 @@ class HostRanks:
         return str((read_json(of_rank(self._folder, rank, "refusal")) or {}).get("reason", ""))
 
     def _error(self, rank: int) -> tuple[str, str, str]:
-        try:
-            raw = json.loads(of_rank(self._folder, rank, "error").read_text())
-            return str(raw["error"]), str(raw["at"]), str(raw["phase"])
-        except (OSError, ValueError, KeyError):
-            return "", "", ""
+        raw = read_json(of_rank(self._folder, rank, "error")) or {}
+        return str(raw.get("error", "")), str(raw.get("at", "")), str(raw.get("phase", ""))
 
 
 def _used(pid: int, found: Stat) -> _Use:

@@ -182,7 +182,12 @@ def end_host(ranks: list[Process], launcher: Process | None, mark: str) -> list[
             process.send(signal.SIGTERM if waits else signal.SIGKILL)
         time.sleep(0.1)
     if launcher is not None and ours:
-        _end_launcher(launcher)
+        # It sees them dead within a second and exits with their code. After a signal `deepspeed` would exit with 0, as
+        # it looks for codes above 0 (launcher/runner.py main); SIGTERM does so, too, while its Python shuts down.
+        deadline = time.monotonic() + _LAUNCHER_LEAVES_S
+        while launcher.alive() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        launcher.send(signal.SIGKILL)
     return sorted(process.pid for process in known if process.alive())
 
 
@@ -192,15 +197,6 @@ def _family(known: set[Process], mark: str) -> set[Process]:
     marked = {pid for pid in pids() if has_mark(pid, mark)}
     found = (identify(pid) for pid in (below | marked) - {os.getpid()})
     return {process for process in found if process is not None}
-
-
-def _end_launcher(launcher: Process) -> None:
-    # It sees them dead within a second and exits with their code. After a signal `deepspeed` would exit with 0, as it
-    # looks for codes above 0 (launcher/runner.py main); SIGTERM does so, too, while the launcher's Python shuts down.
-    deadline = time.monotonic() + _LAUNCHER_LEAVES_S
-    while launcher.alive() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    launcher.send(signal.SIGKILL)
 
 
 def end_ssh(job: tuple[str, ...], wait_s: float) -> None:

@@ -76,7 +76,8 @@ class Judge:
             if raw["beats"] != self._beats.get(facts.rank) or raw["active"]:
                 self._progress_s = now
             self._beats[facts.rank] = raw["beats"]
-            if before is None or _changed(before.state, facts.state):
+            # running <-> disk is no progress: a waiting rank's page faults and stacks do that
+            if before is None or {before.state, facts.state} not in ({facts.state}, {"running", "disk"}):
                 self._progress_s = now
             if facts.step > self._step:
                 self._step, self._step_s = facts.step, now
@@ -115,7 +116,13 @@ class Judge:
         if leaving or (live and all(r.state == "stopped" for r in live)):
             self._progress_s = now  # all remaining ranks are leaving; or the user has suspended the job
         fault = None if self.ended else self._dead(ranks, live, now) or self._lost(now)
-        return fault or self._left(ranks, live, now) or self._stalled(now)
+        if verdict := fault or self._left(ranks, live, now):
+            return verdict
+        if self._leaving_s is not None and now - self._leaving_s > _ALL_LEAVE_S:
+            text = f"the ranks have said that they end, and are still there {now - self._leaving_s:.0f} s later"
+            return Verdict("leave", text=text)
+        stalled_s = self.stalled_s(now)
+        return Verdict("stall", stalled_s=stalled_s) if stalled_s > self._stall_s else None
 
     @property
     def ended(self) -> bool:
@@ -177,13 +184,6 @@ class Judge:
         lost = [h for h in self._hosts.values() if h.waited_for and now - h.heard_s > self._silent_s]
         return Verdict("silent_host") if lost else None
 
-    def _stalled(self, now: float) -> Verdict | None:
-        if self._leaving_s is not None and now - self._leaving_s > _ALL_LEAVE_S:
-            text = f"the ranks have said that they end, and are still there {now - self._leaving_s:.0f} s later"
-            return Verdict("leave", text=text)
-        stalled_s = self.stalled_s(now)
-        return Verdict("stall", stalled_s=stalled_s) if stalled_s > self._stall_s else None
-
     def _left(self, ranks: list[RankFacts], live: list[RankFacts], now: float) -> Verdict | None:
         refused = [r for r in ranks if r.state == "left" and r.code]
         if not refused or not live:
@@ -202,11 +202,6 @@ def _has_left(rank: RankFacts) -> str:
 
 def _lives(rank: RankFacts) -> bool:
     return rank.state not in ("dead", "left", "unknown")
-
-
-def _changed(before: str, state: str) -> bool:
-    """True if a change of state is progress: running <-> disk is none, as page faults and stacks cause that."""
-    return before != state and {before, state} != {"running", "disk"}
 
 
 class Pauses:

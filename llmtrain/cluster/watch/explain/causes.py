@@ -338,12 +338,8 @@ def _in_file(rank: RankFacts) -> bool:
     )
 
 
-def as_waiting(facts: JobFacts) -> JobFacts:
-    """The facts with each rank inside the collective that its device is in, as it would be without a device."""
-    return replace(facts, ranks=tuple(map(_as_waiting, facts.ranks)))
-
-
 def _as_waiting(rank: RankFacts) -> RankFacts:
+    """The rank inside the collective that its device is in, as it would be without a device."""
     pending = _pending(rank)
     if rank.inside or pending is None:
         return rank
@@ -372,7 +368,8 @@ def never_began(facts: JobFacts) -> Cause | None:
         if not absent:
             continue
         first = absent[0]
-        inside = [r for r in those.values() if (found := _pending(r)) and _key(found) == _key(group)]
+        there = (group.group, group.pending)
+        inside = [r for r in those.values() if (own := _pending(r)) and (own.group, own.pending) == there]
         wait = "device of {} waits" if len(inside) == 1 else "devices of {} wait"
         return Cause(
             name="behind",
@@ -385,10 +382,6 @@ def never_began(facts: JobFacts) -> Cause | None:
             "path through the code.",
         )
     return None
-
-
-def _key(group: Recorded) -> tuple[str, int]:
-    return group.group, group.pending
 
 
 def _begun(rank: RankFacts, group: str) -> int:
@@ -632,7 +625,7 @@ def numbered(text: str, count: int) -> str:
 
 def explain(facts: JobFacts) -> Explanation:
     """One paragraph: the ranks that differ, their places, the cause, a remedy; also for an unknown cause."""
-    facts = as_waiting(facts)
+    facts = replace(facts, ranks=tuple(map(_as_waiting, facts.ranks)))
     cause = next(found for row in CAUSES if (found := row(facts)) is not None)
     host = cause.host or (cause.ranks[0].host if len({r.host for r in cause.ranks}) == 1 else "")
     odd = {r.rank for r in cause.ranks}
