@@ -58,3 +58,8 @@ def some(numbers: Sequence[int]) -> str:
     """'1, 2, 3'; of many the first eight, and how many there are."""
     shown = ", ".join(map(str, numbers[:8]))
     return shown if len(numbers) <= 8 else f"{shown}, ... ({len(numbers)} in all)"
+
+
+def divisors(number: int) -> str:
+    """The degrees with which ranks have equally many of something: `1, 2, 4`."""
+    return ", ".join(str(degree) for degree in range(1, number + 1) if number % degree == 0)

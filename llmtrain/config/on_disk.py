@@ -306,9 +306,7 @@ def model_config(run: RunConfig, problems: Problems) -> dict[str, Any] | None:
     remedy = "give a local Hugging Face folder"
     if not _exists(key, path, remedy if run.model.config else f"{remedy}, or ORG/NAME on the Hub", problems):
         return None
-    if run.model.revision is not None:
-        problems.add("model.revision", run.model.revision, f"goes with a name on the Hub, and {path} is a folder here",
-                     "remove it, or write ORG/NAME of a repository")  # fmt: skip
+    _check_revision("model.revision", run.model.revision, path, problems)
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     if not file.is_file():
         rule = "the folder has no config.json"
@@ -353,12 +351,17 @@ def _check_teacher_folder(run: RunConfig, problems: Problems) -> None:
     key, folder, revision = "objective.teacher", run.objective.teacher, run.objective.teacher_revision
     if folder is None or is_remote(folder):
         _check_url(key, folder, revision, problems)
-        return
-    if not os.path.isfile(os.path.join(folder, "config.json")):
+    elif not os.path.isfile(os.path.join(folder, "config.json")):
         problems.add(key, folder, f"no such folder with a config.json (looked from {os.getcwd()})",
                      "give a local Hugging Face folder, or ORG/NAME on the Hub")  # fmt: skip
-    elif revision is not None:
-        problems.add(f"{key}_revision", revision, f"goes with a name on the Hub, and {folder} is a folder here",
+    else:
+        _check_revision(f"{key}_revision", revision, folder, problems)
+
+
+def _check_revision(key: str, revision: str | None, folder: str, problems: Problems) -> None:
+    """A folder on this host has no revision."""
+    if revision is not None:
+        problems.add(key, revision, f"goes with a name on the Hub, and {folder} is a folder here",
                      "remove it, or write ORG/NAME of a repository")  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from llmtrain.base.choice import Entry
 from llmtrain.base.redact import redact_text
 from llmtrain.base.rule import Rule
-from llmtrain.base.units import GIB, size
+from llmtrain.base.units import GIB, divisors, size
 from llmtrain.config import evaluation, sites_rules, stages_rules
 from llmtrain.config.batch import Batch
 from llmtrain.config.on_disk import model_config
@@ -54,12 +54,10 @@ def refuse(
 ) -> None:
     """Report each rule that a subject breaks, with the values of its keys and where they were written.
 
-    A rule with a key that has been refused already is left out. `trees`: DeepSpeed's JSON, in the order in which keys
+    A rule with a key that was refused before is left out. `trees`: DeepSpeed's JSON, in the order in which keys
     are looked up that no run has. `key_of`: from a key of a stage's view to that of the complete run.
     """
-    for rule in rules:
-        if any(key_of(key) in problems for key in rule.keys):
-            continue
+    for rule in [rule for rule in rules if not any(key_of(key) in problems for key in rule.keys)]:
         for keys, reason, remedy in rule.breaks(subject):
             values = {key_of(key): value_of(key, run, *trees) for key in keys}
             what = " with ".join(f"{key} = {show(value)}" for key, value in values.items())
@@ -69,17 +67,16 @@ def refuse(
 
 def value_of(key: str, run: RunConfig, *trees: Mapping[str, Any]) -> Any:
     """The value at a dotted key of a run, or else of the first JSON that has it."""
-    for root in (run, *trees):
-        held: Any = root
-        rest = key
+    roots: tuple[Any, ...] = (run, *trees)
+    for root in roots:
+        held, rest = root, key
         while rest and held is not None:
-            name, _, rest = rest.partition(".")
-            if isinstance(held, Mapping):
-                whole = f"{name}.{rest}" if rest else name
-                held, rest = (held[whole], "") if whole in held else (held.get(name), rest)
+            if isinstance(held, Mapping) and rest in held:  # a name of the user's own may have dots
+                held, rest = held[rest], ""
                 continue
+            name, _, rest = rest.partition(".")
             name, _, number = name.partition("[")
-            held = getattr(held, name, None)
+            held = held.get(name) if isinstance(held, Mapping) else getattr(held, name, None)
             held = held[int(number[:-1])] if number and held is not None else held
         if held is not None:
             return _plain(held)
@@ -89,8 +86,9 @@ def value_of(key: str, run: RunConfig, *trees: Mapping[str, Any]) -> Any:
 def _plain(value: Any) -> Any:
     if isinstance(value, list):
         return [_plain(each) for each in value]
-    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else (
-        redact_text(value) if isinstance(value, str) else value)  # fmt: skip
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    return redact_text(value) if isinstance(value, str) else value
 
 
 def _place_of(key: str, run: RunConfig, problems: Problems) -> str | None:
@@ -405,10 +403,6 @@ _ZERO, _PIPELINE = "zero_optimization.stage", "pipeline.stages"
 _TENSOR, _SEQUENCE = "tensor_parallel.autotp_size", "sequence_parallel_size"
 
 
-def _divisors(number: int) -> str:
-    return ", ".join(str(degree) for degree in range(1, number + 1) if number % degree == 0)
-
-
 def _up(number: int | None, step: int) -> int:
     """The next multiple of a step."""
     return -(-(number or 0) // step) * step
@@ -433,16 +427,16 @@ OF_STAGES: tuple[Rule, ...] = (
 """Rules of each stage's data in a form."""
 
 OF_FORMS: tuple[Rule, ...] = (
-    Rule((_SEQUENCE,), lambda c: c.local_heads and c.local_heads % c.degrees.sequence,
+    Rule((_SEQUENCE,), lambda c: c.degrees.sequence > 1 and (c.local_heads or 0) % c.degrees.sequence,
          lambda c, _: f"within attention the ranks share the heads, equally many each; "
                       f"{c.local_heads * c.degrees.tensor} heads"
                       + f" on {c.degrees.tensor} tensor-parallel ranks" * (c.degrees.tensor > 1),
-         lambda c, _: f"set it to one of {_divisors(c.local_heads)}",
+         lambda c, _: f"set it to one of {divisors(c.local_heads)}",
          {"model.config.num_attention_heads": 3, "data.sequence_length": 128, _SEQUENCE: 2}),
-    Rule((_TENSOR,), lambda c: math.gcd(*c.heads.values()) % c.degrees.tensor,
+    Rule((_TENSOR,), lambda c: c.degrees.tensor > 1 and math.gcd(*c.heads.values()) % c.degrees.tensor,
          lambda c, _: "the ranks share the model's heads, equally many each, and "
                       + next(f"{key} is {count}" for key, count in c.heads.items() if count % c.degrees.tensor),
-         lambda c, _: f"set it to one of {_divisors(math.gcd(*c.heads.values()))}; other ranks can work data-parallel, "
+         lambda c, _: f"set it to one of {divisors(math.gcd(*c.heads.values()))}; other ranks can work data-parallel, "
                       "with ZeRO 3, or in a pipeline",
          {"model.config.num_attention_heads": 6, "model.config.num_key_value_heads": 3, _TENSOR: 2}),
     *(Rule(("adapter.quantize", key), lambda c, wrong=wrong: _packed(c.run) and wrong(c.mix),  # type: ignore[misc]

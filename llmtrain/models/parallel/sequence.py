@@ -23,6 +23,7 @@ from deepspeed.sequence.layer import register_all_to_all_group
 from torch import Tensor
 
 from llmtrain.base.errors import ModelError
+from llmtrain.base.units import divisors
 from llmtrain.models.language import LanguageModel, documents_in_rows
 from llmtrain.models.neftune import text_lengths
 from llmtrain.models.parallel.deepspeed_private import all_to_all
@@ -232,8 +233,4 @@ def _own_value(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def _heads_text(heads: int, degree: int) -> str:
-    legal = [d for d in range(1, heads + 1) if heads % d == 0]
-    return (
-        f"model: its {heads} attention heads cannot be shared by {degree} ranks; {_KEY} can be "
-        f"{', '.join(map(str, legal))}."
-    )
+    return f"model: its {heads} attention heads cannot be shared by {degree} ranks; {_KEY} can be {divisors(heads)}."

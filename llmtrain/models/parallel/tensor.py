@@ -22,6 +22,7 @@ from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer, set_aut
 from torch import Tensor, nn
 
 from llmtrain.base.errors import ModelError
+from llmtrain.base.units import divisors
 from llmtrain.config.topology import Mix
 from llmtrain.models.adapter import put_around
 from llmtrain.models.parallel.deepspeed_private import overrides
@@ -372,7 +373,7 @@ def check_degree(plan: Projections, degree: int, expert_widths: dict[str, int] |
     common = math.gcd(*numbers.values())
     for what, number in numbers.items():
         if number % degree:
-            legal = ", ".join(str(d) for d in range(2, common + 1) if common % d == 0)
+            legal = divisors(common).removeprefix("1").removeprefix(", ")
             raise ModelError(
                 f"tensor_parallel.autotp_size: {degree} ranks cannot have equally many of the model's {number} {what}. "
                 + (f"Set it to one of {legal}" if legal else "No other degree works either: remove the key")

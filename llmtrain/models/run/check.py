@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from llmtrain.base.errors import ModelError
+from llmtrain.base.units import divisors
 from llmtrain.config.problems import Places, Problems, closest
 from llmtrain.config.reader import WRONG, members, read
 from llmtrain.config.run import AdapterConfig, ModelConfig, ResolvedRun
@@ -452,10 +453,9 @@ def _check_heads(text: Any, key: str, problems: Problems) -> None:
     for config in layer_configs(text):
         heads, kv_heads = (getattr(config, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
         if isinstance(heads, int) and isinstance(kv_heads, int) and kv_heads and heads % kv_heads:
-            legal = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
             name = text.attribute_map.get("num_key_value_heads", "num_key_value_heads")
             rule = f"each of them serves equally many of the {heads} attention heads"
-            problems.add(f"{key}.{name}", kv_heads, rule, f"set it to one of {legal}")
+            problems.add(f"{key}.{name}", kv_heads, rule, f"set it to one of {divisors(heads)}")
             return
 
 
