@@ -15,7 +15,6 @@ from llmtrain.data.stream.train_data import TrainData
 from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.engine.losses.function import LossFunction
 from llmtrain.objectives.objective import Objective
-from llmtrain.optim.schedules import Cosine
 from tests.helpers.training import (
     GLOBAL_BATCH,
     LLAMA,
@@ -24,6 +23,7 @@ from tests.helpers.training import (
     assembled,
     case_data,
     make_engine,
+    plain_training,
     resolved_run,
     save_checkpoint,
 )
@@ -91,25 +91,13 @@ def spoil(engine: ZeroEngine) -> None:
 
 
 def plain_steps(case: Case, hf: Any, loss_of: Callable[[list[int]], torch.Tensor]) -> list[float]:
-    """Losses of all steps by torch's AdamW. `loss_of`: from the rows of the split that a step takes, which alone is
+    """Losses of all steps by PlainTraining. `loss_of`: from the rows of the split that a step takes, which alone is
     asked of us."""
-    trained = [p for p in hf.parameters() if p.requires_grad]
-    matrices, vectors = ([p for p in trained if (p.dim() >= 2) is two] for two in (True, False))
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=case.lr, betas=(0.9, 0.95), eps=1e-8)
-    schedule = Cosine(warmup_steps=min(3, STEPS - 1))
-    data, losses = TrainData(case_data(case)), []
+    training, data = plain_training(case, hf), TrainData(case_data(case))
     for step in range(STEPS):
         windows = [data.window_at(step * GLOBAL_BATCH + at) for at in range(GLOBAL_BATCH)]
-        loss = loss_of([int(row) for window in windows if window.rows is not None for row in window.rows])
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, case.clip)
-        for group in optimizer.param_groups:
-            group["lr"] = case.lr * schedule.factor(step, STEPS)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+        training.step(loss_of([int(row) for window in windows if window.rows is not None for row in window.rows]))
+    return training.losses
 
 
 def trained_answers(

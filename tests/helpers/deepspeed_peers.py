@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import deepspeed
@@ -14,11 +13,10 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
-from llmtrain.config.run import ModelConfig
 from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.models.skeleton import DTYPES
-from llmtrain.models.spec import ModelSpec
-from tests.helpers.training import Case, Trace, batches, resolved_run
+from tests.helpers.plain import mean_cross_entropy
+from tests.helpers.training import Case, Trace, batches, give_first_values, resolved_run
 
 
 class Block(LlamaDecoderLayer):
@@ -34,7 +32,7 @@ class Block(LlamaDecoderLayer):
 
 
 def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=-100)
+    return mean_cross_entropy(logits.float(), labels)
 
 
 def adamw(module: nn.Module, case: Case, *, one_group: bool = False) -> torch.optim.AdamW:
@@ -51,16 +49,6 @@ def set_rate(engine: Any, case: Case, step: int) -> None:
         group["lr"] = case.lr * schedule.factor(step, case.steps)
 
 
-@torch.no_grad()
-def give_weights(named: Iterator[tuple[str, nn.Parameter]], case: Case) -> None:
-    """The run's initial values, by Hugging Face name."""
-    source = ModelSpec.of(ModelConfig(config=dict(case.model), attention=case.attention)).initial_weights(
-        0, torch.device("cpu")
-    )
-    for name, parameter in named:
-        parameter.copy_(source.read(name, 0, parameter.numel()).view_as(parameter))
-
-
 def make_pipeline(case: Case, ranks: Ranks) -> Any:
     """The model of the case as a PipelineModule of two stages, in DeepSpeed's engine."""
     config = LlamaConfig(**{k: v for k, v in case.model.items() if k != "model_type"})
@@ -75,7 +63,11 @@ def make_pipeline(case: Case, ranks: Ranks) -> Any:
         ]
     else:
         ends = [LayerSpec(nn.Embedding, *size), LayerSpec(nn.Linear, *size[::-1], bias=False)]
-    module = PipelineModule([ends[0], *blocks, norm, ends[1]], num_stages=2, loss_fn=mean_loss)
+    module = PipelineModule(
+        [ends[0], *blocks, norm, ends[1]],
+        num_stages=2,
+        loss_fn=lambda logits, labels: mean_cross_entropy(logits.float(), labels),
+    )
     head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
     homes = {"0": "model.embed_tokens.", "tied_modules.embed": "model.embed_tokens."}
     homes |= {str(index + 1): f"model.layers.{index}." for index in range(len(blocks))}
@@ -84,7 +76,7 @@ def make_pipeline(case: Case, ranks: Ranks) -> Any:
     for name, parameter in module.named_parameters():
         place = next(place for place in homes if name.startswith(f"{place}."))
         named.append((homes[place] + name.removeprefix(f"{place}."), parameter))
-    give_weights(iter(named), case)
+    give_first_values(iter(named), case)
     run = dict(resolved_run(case, 1).deepspeed, train_micro_batch_size_per_gpu=12, train_batch_size=12)
     module = module.to(DTYPES[case.precision])
     engine, *_ = deepspeed.initialize(model=module, optimizer=adamw(module, case), config=run)
@@ -107,7 +99,7 @@ def make_plain(case: Case, ranks: Ranks, *, universal: bool = False, one_group: 
     """transformers' model, unwrapped, in DeepSpeed's engine: its parameters have Hugging Face names."""
     config = dict(resolved_run(case, ranks.world_size).deepspeed, checkpoint={"load_universal": universal})
     model = LlamaForCausalLM(LlamaConfig(**{k: v for k, v in case.model.items() if k != "model_type"}))
-    give_weights(model.named_parameters(), case)
+    give_first_values(model.named_parameters(), case)
     model = model.to(dtype=DTYPES[case.precision])  # type: ignore[call-arg]
     engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model, case, one_group=one_group), config=config)
     return engine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 _HINT = (
@@ -86,7 +87,10 @@ def xid(number: int, rest: str = "pid='<unknown>', name=<unknown>, GPU has falle
 
 def report(**changed: str) -> str:
     """nvidia-smi -q of two GPUs, of which `changed` (lines by their beginning) differs on the second."""
-    return _HEAD + _GPU.format(bus="00000000:18:00.0") + _changed(_GPU.format(bus="00000000:2A:00.0"), changed)
+    text = Path(__file__).parents[1].joinpath("data/nvidia_smi.txt").read_text()
+    head, mark, rest = text.partition("GPU {bus}")
+    first, second = ((mark + rest).format(bus=f"00000000:{bus}:00.0") for bus in ("18", "2A"))
+    return head + first + _changed(second, changed)
 
 
 def _changed(text: str, changed: dict[str, str]) -> str:
@@ -95,60 +99,6 @@ def _changed(text: str, changed: dict[str, str]) -> str:
         at = next(n for n, line in enumerate(lines) if line.strip().replace(" ", "_").startswith(key))
         lines[at] = f"{lines[at].partition(' : ')[0]} : {value}"
     return "\n".join(lines) + "\n"
-
-
-_HEAD = """
-==============NVSMI LOG==============
-
-Timestamp                                 : Sat Nov 21 10:00:00 2026
-Driver Version                            : 580.95.05
-CUDA Version                              : 13.0
-
-Attached GPUs                             : 2
-"""
-_GPU = """GPU {bus}
-    Product Name                          : NVIDIA H200
-    MIG Mode
-        Current                           : Disabled
-        Pending                           : Disabled
-    Bus Location                          : {bus}
-    FB Memory Usage
-        Total                             : 143771 MiB
-        Reserved                          : 571 MiB
-        Used                              : 4 MiB
-        Free                              : 143195 MiB
-    ECC Mode
-        Current                           : Enabled
-        Pending                           : Enabled
-    ECC Errors
-        Volatile
-            SRAM Correctable              : 0
-            SRAM Uncorrectable Parity     : 0
-            SRAM Uncorrectable SEC-DED    : 0
-            DRAM Correctable              : 7
-            DRAM Uncorrectable            : 0
-        Aggregate
-            SRAM Correctable              : 0
-            DRAM Correctable              : 12
-            DRAM Uncorrectable            : 3
-            SRAM Threshold Exceeded       : No
-    Retired Pages
-        Single Bit ECC                    : N/A
-        Double Bit ECC                    : N/A
-        Pending Page Blacklist            : N/A
-    Remapped Rows
-        Correctable Error                 : 0
-        Uncorrectable Error               : 3
-        Pending                           : No
-        Remapping Failure Occurred        : No
-        Bank Remap Availability Histogram
-            Max                           : 2560 bank(s)
-            None                          : 0 bank(s)
-    Fabric
-        State                             : Completed
-        Status                            : Success
-    Processes                             : None
-"""
 
 
 def trace(begun: int, done: int, ranks: int = 3) -> dict[str, Any]:

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from llmtrain.config.run import DataConfig, ModelConfig
+from llmtrain.config.run import DataConfig
 from llmtrain.data.stream.loader import TrainData
-from llmtrain.models.spec import ModelSpec
 from llmtrain.sites.sample_ledger import Ledger, Request, steps_of
-from tests.helpers.training import mean_cross_entropy
+from tests.helpers.plain import PlainTraining, mean_cross_entropy
+from tests.helpers.training import Case, plain_model
 
 
 def simulated(
@@ -34,16 +34,16 @@ def simulated(
     """
     common = _first(model_fields)
     models = [copy.deepcopy(common) for _ in range(sites)]
-    optimizers = [_adamw(model, lr) for model in models]
+    trainings = [PlainTraining(model, lr=lr) for model in models]
     outer = None
     if outer_lr is not None:
         outer = torch.optim.SGD(common.parameters(), lr=outer_lr, momentum=outer_momentum, nesterov=outer_momentum > 0)
     read = TrainData(data)
     for first in range(0, steps, sync_every):
-        for index, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+        for index, training in enumerate(trainings):
             begin = (first * sites + index * sync_every) * batch
             for step in range(sync_every):
-                _step(model, optimizer, read, range(begin + step * batch, begin + (step + 1) * batch))
+                _step(training, read, range(begin + step * batch, begin + (step + 1) * batch))
         with torch.no_grad():
             for each, *theirs in zip(common.parameters(), *(model.parameters() for model in models), strict=True):
                 mean = torch.stack([other.double() for other in theirs]).mean(0)
@@ -82,7 +82,7 @@ def streamed(
     """
     common = _first(model_fields)
     models = [copy.deepcopy(common) for _ in range(sites)]
-    optimizers = [_adamw(model, lr) for model in models]
+    trainings = [PlainTraining(model, lr=lr) for model in models]
     shared = {name: parameter.detach().double() for name, parameter in common.named_parameters()}
     momentum = {name: torch.zeros_like(value) for name, value in shared.items()}
     requests = [Request(site=str(site), batch=batch, steps=every, reserve=reserve) for site in range(sites)]
@@ -107,9 +107,9 @@ def streamed(
                 live.data.copy_(shared[name] + (live.detach().double() - own[name]))
 
     for step in range(1, steps + 1):
-        for model, optimizer, mine in zip(models, optimizers, starts, strict=True):
+        for training, mine in zip(trainings, starts, strict=True):
             first = mine.pop(0)
-            _step(model, optimizer, read, range(first, first + batch))
+            _step(training, read, range(first, first + batch))
         since += 1
         if flight is not None and since == every + overlap:
             arrive(flight)
@@ -136,30 +136,12 @@ def loss_of(model_fields: dict[str, Any], data: DataConfig, parameters: dict[str
 
 
 def _first(model_fields: dict[str, Any]) -> torch.nn.Module:
-    """A transformers model with the values that a run of seed 0 begins with."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    fields = dict(model_fields)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields))
-    source = ModelSpec.of(ModelConfig(config=dict(model_fields))).initial_weights(0, torch.device("cpu"))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(source.read(name, 0, parameter.numel()).view_as(parameter))
-    return model
+    """With the values that a run of seed 0 begins with."""
+    return plain_model(Case(data="", model=model_fields))  # type: ignore[no-any-return]
 
 
-def _adamw(model: torch.nn.Module, lr: float) -> torch.optim.AdamW:
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    vectors = [p for p in model.parameters() if p.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-8)
-
-
-def _step(model: Any, optimizer: torch.optim.Optimizer, data: TrainData, samples: range) -> None:
+def _step(training: PlainTraining, data: TrainData, samples: range) -> None:
     windows = [data.window_at(index) for index in samples]
     inputs = torch.stack([torch.from_numpy(window.inputs) for window in windows])
     labels = torch.stack([torch.from_numpy(window.labels) for window in windows])
-    optimizer.zero_grad()
-    mean_cross_entropy(model(input_ids=inputs, use_cache=False).logits, labels).backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
+    training.step(mean_cross_entropy(training.model(input_ids=inputs, use_cache=False).logits, labels))

@@ -47,6 +47,7 @@ from llmtrain.training.examine import Checked, stage_data
 from llmtrain.training.resume import agreed_candidates
 from llmtrain.training.setup import Setup
 from llmtrain.training.step import Session
+from tests.helpers.plain import PlainTraining, mean_cross_entropy
 
 LLAMA = {
     "model_type": "llama",
@@ -372,11 +373,6 @@ def poisoned(case: Case, step: int, rank: int) -> tuple[list[bool], bool, bool]:
     return skipped, finite, unchanged
 
 
-def mean_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Nats per counted token."""
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
-
-
 def plain_pytorch(
     case: Case,
     loss_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = mean_cross_entropy,
@@ -384,32 +380,25 @@ def plain_pytorch(
     keep_before: tuple[int, ...] = (),
     build: Callable[[list[dict[str, Any]], float], torch.optim.Optimizer] | None = None,
 ) -> Trace:
-    """The reference: transformers' model and logits, torch's AdamW, one process, one batch, fp32. `model`: in place of
-    the case's. `keep_before`: steps, for `Trace.kept`. `build`: another optimizer, of groups and lr."""
+    """The case by PlainTraining, with transformers' logits. `model`: in place of the case's. `keep_before`: steps, for
+    `Trace.kept`. `build`: another optimizer, of groups and lr."""
     model = plain_model(case) if model is None else model
-    matrices = [p for p in model.parameters() if p.dim() >= 2 and p.requires_grad]
-    vectors = [p for p in model.parameters() if p.dim() < 2 and p.requires_grad]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = build(groups, case.lr) if build else torch.optim.AdamW(
-        groups, lr=case.lr, betas=(0.9, 0.95), eps=1e-8, fused=False, foreach=False)  # fmt: skip
-    schedule = Cosine(warmup_steps=min(3, case.steps - 1))
-    trace = Trace([], [])
+    training = plain_training(case, model, build)
+    trace = Trace(training.losses, training.norms)
     for step, batch in zip(range(case.steps), batches(case, (0, 1), 1), strict=False):
         (micro,) = batch.micro_batches
         if step in keep_before:
-            trace.kept[step] = {name: p.detach().clone() for name, p in model.named_parameters()}
+            trace.kept[step] = training.parameters()
         output = model(input_ids=micro.inputs, position_ids=micro.positions, use_cache=False)
-        loss = loss_of(output.logits, micro.labels)
-        optimizer.zero_grad()
-        (loss + plain_balance(model.config, output, case.accumulation)).backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)
-        for group in optimizer.param_groups:
-            group["lr"] = case.lr * schedule.factor(step, case.steps)
-        optimizer.step()
-        trace.losses.append(loss.item())
-        trace.norms.append(float(norm))
-    trace.parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
+        training.step(loss_of(output.logits, micro.labels), plain_balance(model.config, output, case.accumulation))
+    trace.parameters = training.parameters()
     return trace
+
+
+def plain_training(case: Case, model: Any, build: Any = None) -> PlainTraining:
+    """With the case's rates."""
+    rate = functools.partial(Cosine(warmup_steps=min(3, case.steps - 1)).factor, max_steps=case.steps)
+    return PlainTraining(model, lr=case.lr, rate=rate, clip=case.clip, build=build)
 
 
 def plain_model(case: Case) -> Any:
@@ -420,15 +409,19 @@ def plain_model(case: Case) -> Any:
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(fields.pop("model_type"), **fields), attn_implementation=case.attention
     )
-    source = ModelSpec.of(ModelConfig(config=dict(case.model), attention=case.attention)).initial_weights(
-        0, torch.device("cpu")
-    )
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(source.read(name, 0, parameter.numel()).view_as(parameter))
+    give_first_values(model.named_parameters(), case)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not any(fnmatchcase(name, pattern) for pattern in case.freeze))
     return model
+
+
+@torch.no_grad()
+def give_first_values(named: Iterator[tuple[str, torch.nn.Parameter]], case: Case) -> None:
+    """Those of the case's run, by Hugging Face name."""
+    spec = ModelSpec.of(ModelConfig(config=dict(case.model), attention=case.attention))  # type: ignore[arg-type]
+    source = spec.initial_weights(0, torch.device("cpu"))
+    for name, parameter in named:
+        parameter.copy_(source.read(name, 0, parameter.numel()).view_as(parameter))
 
 
 def plain_balance(config: Any, output: Any, accumulation: int) -> torch.Tensor | float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ from llmtrain.training.examine import in_stages, stage_data, stage_key, take_col
 from llmtrain.training.output_columns import of_teacher, write_columns, write_teacher
 from llmtrain.training.setup import Setup
 from tests.helpers.answers import answers_case
+from tests.helpers.plain import PlainTraining
 from tests.helpers.preference import Plain, kto, prepared_preferences, prepared_unpaired
 from tests.helpers.training import (
     GLOBAL_BATCH,
@@ -29,7 +31,7 @@ from tests.helpers.training import (
     resolved_run,
 )
 from tests.ranks.test_distill import TERMS, definition, teacher  # noqa: F401  # a fixture
-from tests.ranks.test_stages import SAVED, STEPS, plain_optimizer, plainly, stages, trained
+from tests.ranks.test_stages import SAVED, STEPS, plainly, stages, trained
 
 BORDER = 2
 """Steps before the second stage."""
@@ -95,7 +97,8 @@ def compare(got: Trace, want: Trace, rests: list[Trace], saves: list[int]) -> No
 def answered(case: Case, other: str) -> Trace:
     """dpo or kto in one process: two steps of the first data, then of the other one in a batch of half the size."""
     hf = plain_model(case)
-    optimizer = plain_optimizer(hf, case)
+    training = PlainTraining(hf, lr=case.lr, rate=partial(Cosine(warmup_steps=3).factor, max_steps=case.steps),
+                             clip=case.clip)  # fmt: skip
     plains = [Plain(hf, folder) for folder in (case.data, other)]
     counts = [len(plain.rows) for plain in plains]
     if judged := case.objective["name"] == "kto":
@@ -115,22 +118,13 @@ def answered(case: Case, other: str) -> Trace:
             ratios = plain.answers(others)[0] - torch.tensor([known[row] for row in others])
         return kto(plain.answers(rows)[0], torch.tensor([known[row] for row in rows]), desired[at][rows], ratios)
 
-    schedule = Cosine(warmup_steps=3)
-    sources, trace = stage_data(resolved_run(case, 2).stages), Trace([], [])
+    sources = stage_data(resolved_run(case, 2).stages)
     for step in range(case.steps):
         at = int(step >= BORDER)
         size = GLOBAL_BATCH // (1 + at)
         windows = [sources[at].window_at((step - at * BORDER) * size + row) for row in range(size)]
-        loss = loss_of(at, [int(row) for window in windows for row in window.rows])  # type: ignore[union-attr]
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(hf.parameters(), case.clip)
-        for group in optimizer.param_groups:
-            group["lr"] = case.lr * schedule.factor(step, case.steps)
-        optimizer.step()
-        trace.losses.append(loss.item())
-    trace.parameters = {name: p.detach().clone() for name, p in hf.named_parameters()}
-    return trace
+        training.step(loss_of(at, [int(row) for window in windows for row in window.rows]))  # type: ignore[union-attr]
+    return Trace(training.losses, training.norms, training.parameters())
 
 
 @pytest.fixture(scope="module")

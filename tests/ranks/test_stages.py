@@ -25,6 +25,7 @@ from llmtrain.training.setup import Setup
 from llmtrain.training.stage_borders import StageBorders
 from llmtrain.training.step import Position
 from tests.helpers.families import FAMILIES
+from tests.helpers.plain import PlainTraining, mean_cross_entropy
 from tests.helpers.training import (
     GLOBAL_BATCH,
     LENGTH,
@@ -33,7 +34,6 @@ from tests.helpers.training import (
     assembled,
     largest_difference,
     make_setup,
-    mean_cross_entropy,
     plain_balance,
     plain_model,
     save_checkpoint,
@@ -81,11 +81,10 @@ def by_cross_entropy(_inputs: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def plainly(case: Case, other: str, micros: list[int], loss_of: Loss = by_cross_entropy) -> Trace:
-    """torch's AdamW on the loss of whole global batches. `micros`: micro-batches of each step, of which each has a
+    """PlainTraining on the loss of whole global batches. `micros`: micro-batches of each step, of which each has a
     load-balancing loss of its own. `loss_of`: of inputs, logits and labels."""
     model = plain_model(case)
-    optimizer = plain_optimizer(model, case)
-    trace = Trace([], [])
+    training = PlainTraining(model, lr=case.lr, rate=factor, clip=case.clip)
     for step, samples in enumerate(sequences(case.data, other)):
         if step == 4:
             config = copy.deepcopy(model.config)
@@ -94,22 +93,8 @@ def plainly(case: Case, other: str, micros: list[int], loss_of: Loss = by_cross_
         inputs, labels = (torch.stack(each) for each in zip(*(
             map(torch.from_numpy, source.sequence(index)) for source, index in samples), strict=True))  # fmt: skip
         output = model(input_ids=inputs, use_cache=False)
-        loss = loss_of(inputs, output.logits, labels)
-        optimizer.zero_grad()
-        (loss + plain_balance(model.config, output, micros[step])).backward()
-        trace.norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)))
-        for group in optimizer.param_groups:
-            group["lr"] = case.lr * factor(step)
-        optimizer.step()
-        trace.losses.append(float(loss.detach()))
-    trace.parameters = {name: p.detach() for name, p in model.named_parameters()}
-    return trace
-
-
-def plain_optimizer(model: Any, case: Case) -> torch.optim.Optimizer:
-    groups = [{"params": [p for p in model.parameters() if (p.dim() >= 2) == matrices], "weight_decay": decay}
-              for matrices, decay in ((True, 0.1), (False, 0.0))]  # fmt: skip
-    return torch.optim.AdamW(groups, lr=case.lr, betas=(0.9, 0.95), eps=1e-8, fused=False, foreach=False)
+        training.step(loss_of(inputs, output.logits, labels), plain_balance(model.config, output, micros[step]))
+    return Trace(training.losses, training.norms, training.parameters())
 
 
 def trained(

@@ -21,6 +21,7 @@ from llmtrain.config.run import DataConfig
 from llmtrain.data.stream.train_data import TrainData
 from tests.helpers.chat import KINDS, expected, write_tokenizer
 from tests.helpers.launching import losses
+from tests.helpers.plain import PlainTraining
 from tests.helpers.preference import Plain, preferences
 from tests.helpers.warm import WarmCommands
 
@@ -95,21 +96,11 @@ def plain_losses(folder: Path, talks: list[list[dict[str, str]]], losses_of: Los
 
 
 def plain_steps(hf: Any, loss_of: Callable[[int], torch.Tensor]) -> list[float]:
-    """The losses of a run's steps, by torch's AdamW."""
-    groups = [{"params": [p for p in hf.parameters() if p.dim() >= 2], "weight_decay": 0.1},
-              {"params": [p for p in hf.parameters() if p.dim() < 2], "weight_decay": 0.0}]  # fmt: skip
-    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: RATES[min(step, STEPS - 1)])
-    found = []
+    """The losses of a run's steps."""
+    training = PlainTraining(hf, lr=LR, rate=RATES.__getitem__)
     for step in range(STEPS):
-        loss = loss_of(step)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(hf.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        found.append(loss.item())
-    return found
+        training.step(loss_of(step))
+    return training.losses
 
 
 def blocks(language: str) -> list[str]:

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 import yaml
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -31,6 +30,7 @@ from tests.helpers.families import FROZEN
 from tests.helpers.hf_folders import new_model
 from tests.helpers.hub_server import serving
 from tests.helpers.launching import losses, write_run
+from tests.helpers.plain import PlainTraining, mean_cross_entropy
 
 FORMS: dict[str, dict[str, Any]] = {
     **{f"zero{stage}": {"zero_optimization": {"stage": stage}} for stage in range(4)},
@@ -78,23 +78,14 @@ def plain_losses(folder: Path, data: str) -> list[float]:
     from transformers import AutoModelForCausalLM
 
     hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    trained = [p for p in hf.parameters() if p.requires_grad]
-    groups = [{"params": [p for p in trained if p.dim() >= 2], "weight_decay": DECAY},
-              {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0}]  # fmt: skip
-    optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS)
+    training = PlainTraining(hf, lr=LR, betas=BETAS, decay=DECAY, clip=CLIP)
     given = TrainData(DataConfig(path=data, sequence_length=32))
-    found = []
     with TrainLoader(given, global_batch=8, micro_batch=8, accumulation=1, rank=0, data_parallel=1) as loader:
         for _ in range(STEPS):
             (micro,) = next(loader).micro_batches
             logits = hf(input_ids=micro.inputs, use_cache=False).logits
-            loss = F.cross_entropy(logits.flatten(0, 1), micro.labels.flatten(), ignore_index=-100)
-            optimizer.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(trained, CLIP)
-            optimizer.step()
-            found.append(loss.item())
-    return found
+            training.step(mean_cross_entropy(logits, micro.labels))
+    return training.losses
 
 
 def raw(folder: Path) -> dict[str, bytes]:

@@ -53,7 +53,7 @@ def test_qlora_trains_on_the_rounded_weights_goes_on_and_ends_in_a_peft_folder(s
 def first_loss(model: torch.nn.Module, data: str) -> float:
     from llmtrain.config.run import DataConfig
     from llmtrain.data.stream.loader import TrainData
-    from tests.helpers.training import mean_cross_entropy
+    from tests.helpers.plain import mean_cross_entropy
 
     windows = [TrainData(DataConfig(path=data, sequence_length=32)).window_at(index) for index in range(4)]
     inputs, labels = (torch.stack([torch.from_numpy(getattr(w, key)) for w in windows]) for key in ("inputs", "labels"))

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from llmtrain import cli
 from llmtrain.checkpoint.format import TRAINER, step_folder
@@ -21,6 +20,7 @@ from llmtrain.data.stream.loader import TrainData, TrainLoader
 from llmtrain.data.stream.order import permute
 from tests.helpers import forked
 from tests.helpers.launching import TINY, rows, write_run
+from tests.helpers.plain import PlainTraining, mean_cross_entropy
 
 pytestmark = pytest.mark.needs("peft")
 
@@ -134,9 +134,7 @@ def plain_losses(played: Path) -> dict[int, float]:
     from transformers import AutoModelForCausalLM
 
     hf = AutoModelForCausalLM.from_pretrained(played / "hf", dtype=torch.float32, attn_implementation="eager")
-    groups = [{"params": [p for p in hf.parameters() if p.dim() >= 2], "weight_decay": DECAY},
-              {"params": [p for p in hf.parameters() if p.dim() < 2], "weight_decay": 0.0}]  # fmt: skip
-    optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS)
+    training = PlainTraining(hf, lr=LR, betas=BETAS, decay=DECAY, clip=CLIP)
     data = TrainData(DataConfig(path=str(played / "data"), sequence_length=LENGTH, isolate_documents=True))
     found = {}
     with TrainLoader(data, global_batch=2, micro_batch=2, accumulation=1, rank=0, data_parallel=1) as loader:
@@ -145,12 +143,8 @@ def plain_losses(played: Path) -> dict[int, float]:
             if (micro.labels == -100).all():
                 continue
             logits = hf(input_ids=micro.inputs, use_cache=False).logits  # a row is a document
-            loss = F.cross_entropy(logits.flatten(0, 1), micro.labels.flatten(), ignore_index=-100)
-            optimizer.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(hf.parameters(), CLIP)
-            optimizer.step()
-            found[step] = loss.item()
+            training.step(mean_cross_entropy(logits, micro.labels))
+            found[step] = training.losses[-1]
     return found
 
 

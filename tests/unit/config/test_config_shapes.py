@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,21 @@ import pytest
 
 from llmtrain.cli import main
 from tests.helpers.config_workplace import write
-from tests.helpers.deepspeed_shapes import SHAPES, Shape
+
+
+@dataclass
+class Shape:
+    """A file; the words of its refusal, or none; the words of a note; the ranks; what the YAML says for it."""
+
+    name: str
+    ds: dict[str, Any]
+    refused: list[str] = field(default_factory=list)
+    noted: str = ""
+    ranks: int = 8
+    run: dict[str, Any] = field(default_factory=dict)
+
+
+SHAPES = [Shape(**json.loads(line)) for line in (Path(__file__).parents[2] / "data/deepspeed_shapes.jsonl").open()]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.name)

@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 
 from llmtrain.base.errors import DataError
 from llmtrain.base.units import GIB
@@ -23,10 +25,63 @@ from llmtrain.data.download import _Download
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.storage.object_store import Store, Stored
-from tests.helpers.lag import Lag
 from tests.helpers.prepared import write_prepared
 
 TOKENS = 100
+
+
+class Lag(LocalFileSystem):
+    """`lag:///FOLDER` is a folder of this host whose requests take a while, or fail, as the attributes say."""
+
+    protocol = "lag"
+    delay_s = 0.0
+    fault: Exception | None = None
+    """What each request ends with."""
+    asked: list[str] = []  # noqa: RUF012  (of all instances)
+    """Requests for content, by the name of the file."""
+    under_way = most = 0
+    """Requests that wait at present, and the largest number of these."""
+    lock = threading.Lock()
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        if isinstance(path, list):
+            return [cls._strip_protocol(each) for each in path]
+        return super()._strip_protocol(str(path).removeprefix("lag://"))
+
+    def _trip(self, name: str = "") -> None:
+        if name:
+            with Lag.lock:
+                Lag.asked.append(name.rpartition("/")[2])
+        with Lag.lock:
+            Lag.under_way += 1
+            Lag.most = max(Lag.most, Lag.under_way)
+        time.sleep(Lag.delay_s)
+        with Lag.lock:
+            Lag.under_way -= 1
+        if Lag.fault is not None:
+            raise Lag.fault
+
+    def cat_file(self, path: str, *args: Any, **more: Any) -> Any:
+        self._trip(path)
+        return super().cat_file(path, *args, **more)
+
+    def get_file(self, path: str, *args: Any, **more: Any) -> Any:
+        self._trip(path)
+        return super().get_file(path, *args, **more)
+
+    def info(self, path: str, **more: Any) -> Any:
+        self._trip()
+        return super().info(path, **more)
+
+    @classmethod
+    def reset(cls) -> None:
+        """A store at hand."""
+        cls.delay_s, cls.fault = 0.0, None
+        cls.asked.clear()
+
+
+fsspec.register_implementation("lag", f"{__name__}.Lag", clobber=True)
 
 
 @pytest.fixture
