@@ -103,7 +103,7 @@ def test_the_page_of_plugins_and_its_examples_run(small_data: str, tmp_path: Pat
     output = train(write_recipe(tmp_path, small_data), *words, "--parts.layer_norms.every", "2",
                    "--parts.sample_table.every", "2",
                    "--train.max_steps", "4", "--train.log_every", "2", "--optim.clip_norm", "0")  # fmt: skip
-    for line in ("parts: layer_norms, sample_table", "metrics: likely, rare", "trackers: csv, notify"):
+    for line in ("parts: layer_norms, sample_table", "metrics: rare, likely", "trackers: notify, csv"):
         assert f"\n{line}\n" in output, output
     assert "untested optimizer" not in output  # it was tried
     found = [row for row in rows(tmp_path) if "loss" in row]
