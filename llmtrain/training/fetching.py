@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import subprocess
-import sys
 
 from llmtrain.base import log
-from llmtrain.base.child import child_environment
+from llmtrain.base.child import Child
 from llmtrain.base.errors import DataError
 from llmtrain.tracking.tracker import Tracker
 from llmtrain.training.parts import Done, Part
@@ -25,8 +21,7 @@ class Fetching(Part):
 
     def __init__(self, setup: Setup, tracker: Tracker) -> None:
         self._setup, self._tracker = setup, tracker
-        self._said = b""
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Child | None = None
 
     def begin(self, position: Position) -> None:
         """Start the process, on one rank of each host."""
@@ -34,19 +29,8 @@ class Fetching(Part):
         if not shards or self._setup.ranks.seats[self._setup.ranks.rank].local_rank != 0:
             return
         data = self._setup.run.data
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "llmtrain.data.download"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=child_environment(OMP_NUM_THREADS="1"),
-            start_new_session=True,  # Ctrl-C reaches the ranks, which end it
-        )
-        assert self._process.stdin is not None and self._process.stdout is not None
-        os.set_blocking(self._process.stdout.fileno(), False)
-        asked = {"folder": data.cache, "gib": data.cache_gib, "shards": shards}
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps(asked).encode() + b"\n")
-            self._process.stdin.flush()
+        self._process = Child("llmtrain.data.download")
+        self._process.send(json.dumps({"folder": data.cache, "gib": data.cache_gib, "shards": shards}))
 
     def _shards(self, position: Position) -> list[tuple[str, str]]:
         setup, course = self._setup, self._setup.course
@@ -62,25 +46,16 @@ class Fetching(Part):
         return list(dict.fromkeys(found))
 
     def after_step(self, done: Done) -> None:
-        """Pass on what the process has told. Raises DataError, on this rank: a shard is damaged."""
-        if self._process is None or self._process.stdout is None:
-            return
-        while data := self._process.stdout.read(1 << 16):
-            self._said += data
-        *lines, self._said = self._said.split(b"\n")
-        for line in lines:
-            told = json.loads(line)
-            kind = told.pop("kind")
-            self._tracker.event(kind, **told)
+        """Forward the process's messages to the tracker. Raises DataError, on this rank: a shard is damaged."""
+        for message in [] if self._process is None else self._process.received():
+            kind = message.pop("kind")
+            self._tracker.event(kind, **message)
             if kind == "data_wrong":
-                raise DataError(told["error"])
+                raise DataError(message["error"])
             if kind == "data_store_gone":
-                log.warn(f"shards do not arrive ({told['error']}); what is missing is read at each step")
+                log.warn(f"shards do not arrive ({message['error']}); what is missing is read at each step")
 
     def close(self, error: BaseException | None) -> None:
         """End the process. What has half arrived does not count."""
-        if self._process is None:
-            return
-        self._process.kill()
-        with contextlib.suppress(BrokenPipeError):
-            self._process.communicate()
+        if self._process is not None:
+            self._process.close()

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import subprocess
-import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmtrain.base import log, units
-from llmtrain.base.child import child_environment
+from llmtrain.base.child import Child
 from llmtrain.base.redact import redact_text
 from llmtrain.checkpoint.format import complete_checkpoints
 from llmtrain.checkpoint.mirror import fetch_newest, refuse_other
@@ -65,38 +61,25 @@ class Mirror:
         self._start()
 
     def _start(self) -> None:
-        self._said, self._began_s = b"", time.monotonic()
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "llmtrain.checkpoint.mirror", *self._words],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=child_environment(OMP_NUM_THREADS="1"),
-            start_new_session=True,  # Ctrl-C reaches the ranks, which end it
-        )
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._in, self._out = self._process.stdin, self._process.stdout
-        os.set_blocking(self._out.fileno(), False)
+        self._process, self._began_s = Child("llmtrain.checkpoint.mirror", *self._words), time.monotonic()
 
     def listen(self) -> None:
-        """Pass on what the process has told, and start it again if it has ended. Nothing waits."""
+        """Forward its messages to the tracker, and start it again if it has ended; never waits."""
         self._pass_on()
-        if (code := self._process.poll()) is not None and time.monotonic() - self._began_s > _RESTART_S:
+        if (code := self._process.code) is not None and time.monotonic() - self._began_s > _RESTART_S:
             log.warn(f"checkpoint.mirror {self._url}: its process has ended (code {code}), and is started again")
             self._tracker.event("mirror_restarted", code=code)
-            self.close()
+            self._process.close()
             self._start()
 
     def _pass_on(self) -> None:
-        while data := self._out.read(1 << 16):
-            self._said += data
-        *lines, self._said = self._said.split(b"\n")
-        for line in lines:
-            told = json.loads(line)
-            self._tracker.event(told["kind"], **{key: value for key, value in told.items() if key != "kind"})
-            failing = told["kind"] == "mirror_failed"
+        for message in self._process.received():
+            kind = message.pop("kind")
+            self._tracker.event(kind, **message)
+            failing = kind == "mirror_failed"
             if failing and not self._failing:
                 log.warn(
-                    f"checkpoint.mirror {self._url}: step {told['step']} cannot be mirrored ({told['error']}); "
+                    f"checkpoint.mirror {self._url}: step {message['step']} cannot be mirrored ({message['error']}); "
                     "training goes on, and it is tried again"
                 )
             self._failing = failing
@@ -106,15 +89,13 @@ class Mirror:
         limit_s = _AT_THE_END_S if complete else _WHEN_STOPPED_S
         until = time.monotonic() + limit_s
         self.listen()
-        with contextlib.suppress(BrokenPipeError):
-            self._in.write(b"finish\n")
-            self._in.flush()
-        while self._process.poll() is None and time.monotonic() < until:
+        self._process.send("finish")
+        while self._process.code is None and time.monotonic() < until:
             heart.beat()
             self._pass_on()
             time.sleep(0.05)
         self._pass_on()
-        if self._process.poll() != 0:
+        if self._process.code != 0:
             log.warn(
                 f"checkpoint.mirror {self._url}: the last checkpoint is not mirrored (after at most "
                 f"{units.duration(limit_s)}); it is in {self._folder}, and the run's next launch mirrors it"
@@ -122,8 +103,4 @@ class Mirror:
 
     def close(self) -> None:
         """End the process. What it has half uploaded does not count."""
-        self._process.kill()
-        self._process.wait()
-        with contextlib.suppress(BrokenPipeError):
-            self._in.close()
-        self._out.close()
+        self._process.close()
