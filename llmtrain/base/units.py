@@ -60,6 +60,6 @@ def some(numbers: Sequence[int]) -> str:
     return shown if len(numbers) <= 8 else f"{shown}, ... ({len(numbers)} in all)"
 
 
-def divisors(number: int) -> str:
-    """The degrees with which ranks have equally many of something: `1, 2, 4`."""
-    return ", ".join(str(degree) for degree in range(1, number + 1) if number % degree == 0)
+def divisors(number: int, least: int = 1) -> str:
+    """The degrees with which ranks have equally many of something, from `least` on: '1, 2, 4'."""
+    return ", ".join(str(each) for each in range(least, number + 1) if number % each == 0)

@@ -24,11 +24,13 @@ _POLL_S = 0.25
 
 
 class Event(Protocol):
-    """As torch.cuda.Event: a place in the device's queue."""
+    """As torch.cuda.Event: a place in the device's queue, with the time when the device was there."""
 
     def record(self) -> None: ...
 
     def query(self) -> bool: ...
+
+    def elapsed_time(self, end: Any) -> float: ...
 
 
 class DeviceProgress:

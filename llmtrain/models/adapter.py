@@ -62,7 +62,11 @@ def target_paths(hf: PreTrainedModel, adapter: AdapterConfig, places: Places | N
     linear = [path for path, module in hf.named_modules() if id(module) in inside]
     for pattern in adapter.targets:
         if pattern != ALL and not any(fnmatchcase(path, pattern) for path in linear):
-            _refuse_other_maps(hf, pattern, places or {})
+            for path, what in other_maps(hf).items():
+                if fnmatchcase(path, pattern) or pattern.startswith(f"{path}."):
+                    rule = f"names {path}, {what}: adapters stand beside torch.nn.Linear"
+                    remedy = "name other maps; in adapter.modules_to_save it would train whole"
+                    raise stop("adapter.targets", pattern, rule, remedy, (places or {}).get("adapter.targets"))
             near = nearest(pattern, linear)
             rule = "matches no linear map (torch.nn.Linear) of the decoder layers"
             remedy = f"correct it; one of them is {near or linear[0]}" if linear else "take a family that has some"
@@ -87,15 +91,6 @@ def other_maps(hf: PreTrainedModel) -> dict[str, str]:
         elif any(parameter.dim() == 3 for parameter in module.parameters(recurse=False)) and "expert" in path:
             found[path] = "the experts' weights in one tensor"
     return found
-
-
-def _refuse_other_maps(hf: PreTrainedModel, pattern: str, places: Places) -> None:
-    """Raises ConfigError: the pattern names a map that is none of torch.nn.Linear."""
-    for path, what in other_maps(hf).items():
-        if fnmatchcase(path, pattern) or pattern.startswith(f"{path}."):
-            rule = f"names {path}, {what}: adapters stand beside torch.nn.Linear"
-            remedy = "name other maps; in adapter.modules_to_save it would train whole"
-            raise stop("adapter.targets", pattern, rule, remedy, places.get("adapter.targets"))
 
 
 def saved_paths(hf: PreTrainedModel, adapter: AdapterConfig, places: Places | None = None) -> list[str]:

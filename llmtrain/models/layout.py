@@ -106,11 +106,12 @@ class FolderLayout:
         """
         from transformers.core_model_loading import dot_natural_key
 
-        found = Placement(parts={})
+        found, unread = Placement(parts={}), patterns_not_loaded(self.skeleton)
         named = [(tensor, *self._model_name(tensor)) for tensor in sorted(tensors, key=dot_natural_key)]
         for tensor, name, converted in sorted(named, key=lambda item: item[1] in self._tied):
             if name not in self._known:
-                (found.derived if self._is_derived(tensor) else found.surplus).append(tensor)
+                derived = f".{tensor}".endswith(_DERIVED) or any(re.search(pattern, tensor) for pattern in unread)
+                (found.derived if derived else found.surplus).append(tensor)
             elif name in self._tied and self._tied[name] in found.parts:
                 found.twins[tensor] = self._tied[name]
             else:
@@ -172,7 +173,3 @@ class FolderLayout:
             f"{tensor} becomes a part of the model's {parameter} in a way that cannot be followed: transformers would "
             "write it under another name. Load the folder with transformers and save it again."
         )
-
-    def _is_derived(self, tensor: str) -> bool:
-        patterns = patterns_not_loaded(self.skeleton)
-        return f".{tensor}".endswith(_DERIVED) or any(re.search(pattern, tensor) for pattern in patterns)

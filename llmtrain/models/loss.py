@@ -229,18 +229,14 @@ def _add_gradients(
     low_CV = grad_CV.to(weight.dtype)
     if grad_hidden is not None:
         torch.mm(low_CV, weight, out=grad_hidden)
-    if grad_weight is not None:
-        _add_product(grad_weight, low_CV.t(), hidden_CH)
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, where the total is in fp32 and the factors may be narrower."""
-    if right.dtype == torch.float32:
-        total.addmm_(left, right)
-    elif adds_in_fp32(right.device.type, right.dtype):
-        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    if grad_weight is None:
+        return
+    if hidden_CH.dtype == torch.float32:
+        grad_weight.addmm_(low_CV.t(), hidden_CH)
+    elif adds_in_fp32(hidden_CH.device.type, hidden_CH.dtype):
+        torch.addmm(grad_weight, low_CV.t(), hidden_CH, out_dtype=torch.float32, out=grad_weight)
     else:
-        total += left @ right
+        grad_weight += low_CV.t() @ hidden_CH
 
 
 @functools.cache

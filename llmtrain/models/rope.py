@@ -8,8 +8,6 @@ from collections.abc import Iterable, Mapping
 from itertools import groupby
 from typing import Any
 
-from torch import nn
-
 from llmtrain.base.errors import ModelError
 from llmtrain.config.run import ModelConfig
 from llmtrain.models.skeleton import load_config
@@ -60,7 +58,8 @@ def set_rope(model: Any, given: Mapping[str, Any], length: int, own: Mapping[str
     Raises:
         ModelError: the family has none, or transformers refuses a field.
     """
-    rotary = [module for module in model.modules() if _frequencies(module) and hasattr(module, "config")]
+    rotary = [module for module in model.modules() if hasattr(module, "config")
+              and any(name.endswith("inv_freq") for name, _ in module.named_buffers(recurse=False))]  # fmt: skip
     if not rotary:
         raise ModelError("the model has no rotary positions")
     configs = {id(module.config): module.config for module in rotary}
@@ -81,10 +80,6 @@ def set_rope(model: Any, given: Mapping[str, Any], length: int, own: Mapping[str
             if not bool(values.isfinite().all()):
                 raise ModelError(f"{type(module).__name__} has rotations with them that are no numbers")
             module.register_buffer(name, values.to(before.device, before.dtype), persistent=False)
-
-
-def _frequencies(module: nn.Module) -> list[str]:
-    return [name for name, _ in module.named_buffers(recurse=False) if name.endswith("inv_freq")]
 
 
 def _change(config: Any, given: Mapping[str, Any], length: int, own: Mapping[str, Any]) -> None:

@@ -404,7 +404,11 @@ class ScoredSource:
         self._drawn = RandomSource(layout.skeleton, seed, device)
         self.new = WEIGHT not in base.order()
         """True if the head's values are drawn."""
-        self._surplus = _head_names(layout.skeleton)
+        language = language_model(layout.skeleton)
+        own = {name for name, _ in layout.skeleton.named_parameters()}
+        head = {id(parameter) for parameter in language.get_output_embeddings().parameters()}
+        named = language.named_parameters(remove_duplicate=False)
+        self._surplus = {name for name, parameter in named if id(parameter) in head} - own
 
     def order(self) -> list[str]:
         kept = [name for name in self.base.order() if name not in self._surplus]
@@ -424,12 +428,3 @@ class ScoredSource:
 
     def _of(self, name: str) -> ParameterSource:
         return self._drawn if name == WEIGHT and self.new else self.base
-
-
-def _head_names(hf: PreTrainedModel) -> set[str]:
-    """Names of the head's tensors that the language model of the same decoder has."""
-    language = language_model(hf)
-    own = {name for name, _ in hf.named_parameters()}
-    head = language.get_output_embeddings()
-    inside = {id(parameter) for parameter in head.parameters()}
-    return {name for name, p in language.named_parameters(remove_duplicate=False) if id(p) in inside} - own

@@ -103,7 +103,10 @@ def train_plainly(resolved: ResolvedRun, steps: int, order: Order, device: torch
     adapt_plainly(model, run.adapter, summed=order.halves and run.model.fp8 is None)
     masters = {name: _value(source, name).to(device) for name, p in model.named_parameters() if p.requires_grad}
     model.to(DTYPES[resolved.precision])
-    _keep_buffers(model, config, device)
+    # Rotary frequencies stay in fp32, as transformers keeps them when it loads a model in another precision.
+    exact = dict(_kind(config).from_config(config, dtype=torch.float32).named_buffers())
+    for name, buffer in model.named_buffers():
+        buffer.data = exact[name].to(device)
     frozen = _frozen(model, spec.shapes)
     for name, tensor in frozen.items():  # the family's own in fp32, as transformers keeps a router's bias
         tensor.data = _value(source, name).to(device, DTYPES[resolved.precision] if name in chosen else torch.float32)
@@ -174,13 +177,6 @@ def _frozen(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
     trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
     state = model.state_dict(keep_vars=True)
     return {name: state[name] for name in names if name not in trained}
-
-
-def _keep_buffers(model: nn.Module, config: PreTrainedConfig, device: torch.device) -> None:
-    """Rotary frequencies stay in fp32, as transformers keeps them when it loads a model in another precision."""
-    exact = dict(_kind(config).from_config(config, dtype=torch.float32).named_buffers())
-    for name, buffer in model.named_buffers():
-        buffer.data = exact[name].to(device)
 
 
 def _halve_products(model: nn.Module) -> None:
@@ -387,7 +383,11 @@ class PlainOptimizer:
             grads = {name: grad * (optim.clip_norm / norm) for name, grad in grads.items()}
         self._steps += 1
         if self._of_plugin is not None:
-            self._plugin_update(grads, optim.lr * lr_factor)
+            for name, grad in grads.items():
+                self._masters[name].grad = grad
+            for group in self._of_plugin.param_groups:
+                group["lr"] = optim.lr * lr_factor * group["factor"]
+            self._of_plugin.step()
             return norm
         for name, grad in grads.items():
             own_factor = self._own[name][0] * lr_factor
@@ -406,13 +406,6 @@ class PlainOptimizer:
         if self._of_plugin is not None:
             return {}
         return {name: moment.cpu().clone() for name, moment in self._first.items() if name not in self._muon}
-
-    def _plugin_update(self, grads: dict[str, Tensor], lr: float) -> None:
-        for name, grad in grads.items():
-            self._masters[name].grad = grad
-        for group in self._of_plugin.param_groups:
-            group["lr"] = lr * group["factor"]
-        self._of_plugin.step()
 
     def _decay(self, name: str, lr: float) -> None:
         self._masters[name].mul_(1 - lr * self._own[name][1])

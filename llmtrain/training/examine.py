@@ -19,7 +19,7 @@ from llmtrain.base.errors import ConfigError, DataError, ModelError
 from llmtrain.config import plugins
 from llmtrain.config.deepspeed.read import deep_check
 from llmtrain.config.on_disk import starts_from_model
-from llmtrain.config.run import ResolvedRun, RunConfig
+from llmtrain.config.run import ResolvedRun
 from llmtrain.config.stages import Stage, Stages
 from llmtrain.data.cache import Cache
 from llmtrain.data.manifest import Manifest, check_vocabulary
@@ -70,7 +70,11 @@ def examine(resolved: ResolvedRun) -> Checked:
         DataError: the prepared data cannot be used for this run.
     """
     run = resolved.run
-    _refuse_taken_keys(run)
+    for key in metrics():  # figures of a plugin would take the place of a run's own in metrics.jsonl
+        name, part = key.removeprefix("eval/"), key.partition("/")[0]
+        if name in run.metrics or part in run.parts:
+            own = f"metrics.{name}" if name in run.metrics else f"parts.{part}"
+            raise ConfigError(f"{own}: its figures would be {key}, which each run has; give the class another name")
     data, *later = stage_data(resolved.stages)
     sets = {name: EvalSet(folder, run.data) for name, folder in run.eval.sets.items()}
     length, cache = run.data.sequence_length, Cache(run.data.cache, run.data.cache_gib)
@@ -124,8 +128,9 @@ def examine(resolved: ResolvedRun) -> Checked:
             from llmtrain.checkpoint.meaning import refuse_other_base
 
             refuse_other_base(Path(run.adapter.start) / MARK, spec.config)
-    notes = (*notes, *_epochs(resolved, [data, *later]), *_too_large(resolved, spec))
-    notes = (*notes, *_measured_whole(run.eval.sets, sets))
+    whole = [f"eval.sets.{name}: {run.eval.sets[name]} has no validation split, and all of its sequences count"
+             for name, each in sets.items() if each.whole]  # fmt: skip
+    notes = (*notes, *_epochs(resolved, [data, *later]), *_too_large(resolved, spec), *whole)
     notes = (*notes, *_cut(choices, run.data.sequence_length))
     resolved = replace(resolved, notes=(*resolved.notes, *notes))
     return Checked(resolved=resolved, spec=spec, data=data, later=tuple(later), references=references, sets=sets,
@@ -206,11 +211,6 @@ def _check_tokenizer(key: str, manifest: Manifest, data: TrainData) -> None:
                         f"prepare it again with --tokenizer {data.tokenizer_dir}")  # fmt: skip
 
 
-def _measured_whole(folders: dict[str, str], sets: dict[str, EvalSet]) -> list[str]:
-    return [f"eval.sets.{name}: {folders[name]} has no validation split, and all of its sequences count"
-            for name, each in sets.items() if each.whole]  # fmt: skip
-
-
 def _cut(choices: dict[str, ChoiceSet], length: int) -> list[str]:
     return [f"eval.choices.{name}: {each.cut} of {each.rows} choices with their question have more than "
             f"data.sequence_length {length} tokens; they lose their beginning"
@@ -237,15 +237,6 @@ def _try_plugins(resolved: ResolvedRun) -> None:
         steps = {stage.first_step, stage.schedule_from + stage.schedule.warmup_steps, (resolved.max_steps or 1) - 1}
         for step in sorted(steps):
             rate_of(resolved.stages, step, max_steps=resolved.max_steps)
-
-
-def _refuse_taken_keys(run: RunConfig) -> None:
-    """Raise ConfigError where the figures of a plugin would stand in metrics.jsonl in the place of a run's own."""
-    for key in metrics():
-        name = key.removeprefix("eval/")
-        if name in run.metrics or key.partition("/")[0] in run.parts:
-            own = f"metrics.{name}" if name in run.metrics else f"parts.{key.partition('/')[0]}"
-            raise ConfigError(f"{own}: its figures would be {key}, which each run has; give the class another name")
 
 
 def rate_of(stages: Stages, step: int, *, max_steps: int | None) -> float:

@@ -64,7 +64,10 @@ def ngram_baselines(data: TrainData, *, sequences: int) -> tuple[float, float]:
         raise DataError(
             f"{data.name}: no validation sequence to measure on; prepare it with a larger --validation-fraction"
         )
-    before, after = _validation_pairs(data, total)
+    data.fetch_validation(range(total))
+    pairs = [data.validation_sequence(index) for index in range(total)]
+    before, after = (np.concatenate(some) for some in zip(*pairs, strict=True))
+    before, after = before[after != IGNORED], after[after != IGNORED]
     counts = _count(data, before, after)
     losses = {}
     for k in _ADD_K:
@@ -86,19 +89,13 @@ def _bigram_loss(counts: _Counts, unigram: np.ndarray, discount: float, concentr
     return float(-np.log((seen + backed_off) / (counts.context + concentration)).mean())
 
 
-def _validation_pairs(data: TrainData, total: int) -> tuple[np.ndarray, np.ndarray]:
-    """(token before, token) of every counted position, int64 [N] each."""
-    data.fetch_validation(range(total))
-    pairs = [data.validation_sequence(index) for index in range(total)]
-    before = np.concatenate([inputs for inputs, _ in pairs])
-    after = np.concatenate([labels for _, labels in pairs])
-    counted = after != IGNORED
-    return before[counted], after[counted]
-
-
 def _count(data: TrainData, before: np.ndarray, after: np.ndarray) -> _Counts:
-    vocab_size = data.vocab_size
-    keys = np.concatenate([_train_pairs(data, *block) for block in _train_blocks(data)])
+    vocab_size, streams = data.vocab_size, data.streams("train")
+    limit = min(_MAX_TRAIN_TOKENS, *(int(s.tokens / share) for s, share in zip(streams, data.shares, strict=True)))
+    blocks: list[_Block] = []  # of every set in the mixture's shares
+    for stream, share in zip(streams, data.shares, strict=True):
+        blocks += _spread(stream, max(2, int(limit * share)))
+    keys = np.concatenate([_train_pairs(data, *block) for block in blocks])
     unique, times = np.unique(keys, return_counts=True)
     contexts, tokens = unique // vocab_size, unique % vocab_size
     wanted = before * vocab_size + after
@@ -126,17 +123,8 @@ _Block = tuple[np.ndarray, np.ndarray | None]
 """Tokens, and which of them are counted if not all are."""
 
 
-def _train_blocks(data: TrainData) -> list[_Block]:
-    """Training tokens of every set in the mixture's shares: all there are, or blocks spread evenly over the set."""
-    streams = data.streams("train")
-    limit = min(_MAX_TRAIN_TOKENS, *(int(s.tokens / share) for s, share in zip(streams, data.shares, strict=True)))
-    blocks: list[_Block] = []
-    for stream, share in zip(streams, data.shares, strict=True):
-        blocks += _spread(stream, max(2, int(limit * share)))
-    return blocks
-
-
 def _spread(stream: TokenStream, wanted: int) -> list[_Block]:
+    """All tokens of a stream, or `wanted` in blocks spread evenly over it."""
     if wanted >= stream.tokens:
         return [(stream.read(0, stream.tokens), stream.counted(0, stream.tokens))]
     number = -(-wanted // _BLOCK_TOKENS)

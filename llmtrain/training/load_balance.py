@@ -12,6 +12,7 @@ module that has some, after they have come.
 from __future__ import annotations
 
 import contextlib
+import functools
 import heapq
 import statistics
 import time
@@ -28,6 +29,7 @@ from llmtrain.base import log
 from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.config.rules import MOST
 from llmtrain.data.stream.loader import MicroBatch, TrainLoader
+from llmtrain.engine.progress import Event
 from llmtrain.training.parts import Done, Part
 from llmtrain.training.step import Request, Session
 
@@ -113,16 +115,11 @@ class Balance:
     def restore(self, kept: Any) -> None:
         """Take the shares of a checkpoint's entry; those that fit nothing here are forgotten."""
         given = kept.get("sequences") if isinstance(kept, dict) else None
-        if isinstance(given, list) and self._fits(given):
+        if not isinstance(given, list) or not all(type(each) is int for each in given):
+            return
+        legal = all(self._least <= each <= self._most and each % self._unit == 0 for each in given)
+        if legal and (len(given), sum(given)) == (self._count, self._total):
             self.sequences = tuple(given)
-
-    def _fits(self, given: list[Any]) -> bool:
-        whole = all(isinstance(each, int) and not isinstance(each, bool) for each in given)
-        return (
-            whole
-            and (len(given), sum(given)) == (self._count, self._total)
-            and all(self._least <= each <= self._most and each % self._unit == 0 for each in given)
-        )
 
     def _forget(self) -> None:
         self._settles = SETTLE_STEPS
@@ -207,26 +204,12 @@ class HostPace:
         self._found = 0
 
 
-class Event(Protocol):
-    """As torch.cuda.Event: a place in the device's queue, with the time when the device was there."""
-
-    def record(self) -> None: ...
-
-    def query(self) -> bool: ...
-
-    def elapsed_time(self, end: Any) -> float: ...
-
-
-def _cuda_event() -> Event:
-    return torch.cuda.Event(enable_timing=True)
-
-
 class DevicePace:
     """Measures the first forward pass of a step on a GPU. Nothing waits for the device."""
 
-    def __init__(self, module: nn.Module, *, gathers: bool, new_event: Callable[[], Event] = _cuda_event) -> None:
+    def __init__(self, module: nn.Module, *, gathers: bool, new_event: Callable[[], Event] | None = None) -> None:
         """`gathers`: parameters come when their module begins (ZeRO 3); its hooks are there already."""
-        self._new_event = new_event
+        self._new_event = new_event or functools.partial(torch.cuda.Event, enable_timing=True)
         self._wanted = self._inside = False
         self._open: list[Event] = []
         self._pairs: list[tuple[Event, Event]] = []

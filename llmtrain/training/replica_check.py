@@ -25,7 +25,7 @@ from llmtrain.data.stream.loader import StepBatch
 from llmtrain.engine.api import Engine
 from llmtrain.engine.dist.control import from_all
 from llmtrain.engine.dist.ranks import Ranks, Seat
-from llmtrain.engine.weights import Apart, apart
+from llmtrain.engine.weights import apart
 from llmtrain.training.parts import Done, Part
 from llmtrain.training.step import is_due
 
@@ -271,15 +271,12 @@ class ReplicaCheck(Part):
             if found:
                 self._end(step, found)
         if masters := apart(self._engine, self._ranks):
-            self._end_masters(step, masters)
+            text = f"after step {step}: {masters.message(self._engine, self._ranks)}"
+            if self._agreed_step is not None:
+                text += f" At step {self._agreed_step} they were the same: memory of that host is another cause."
+            self._tell(step, "masters differ", masters.ranks, masters.names, text)
+            raise MastersDiffer(text)
         self._agreed_step = step
-
-    def _end_masters(self, step: int, found: Apart) -> None:
-        text = f"after step {step}: {found.message(self._engine, self._ranks)}"
-        if self._agreed_step is not None:
-            text += f" At step {self._agreed_step} they were the same: memory of that host is another cause."
-        self._tell(step, "masters differ", found.ranks, found.names, text)
-        raise MastersDiffer(text)
 
     def _facts(self, position: Mapping[str, int], batch: StepBatch, lr_factor: float) -> dict[str, Any]:
         """Facts that are the same on all ranks."""

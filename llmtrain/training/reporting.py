@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from llmtrain.base import log
 from llmtrain.checkpoint.retain import Best
 from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.data.stream.choices import ChoiceSet
-from llmtrain.data.stream.loader import MicroBatch, StepBatch, validation_batches
+from llmtrain.data.stream.loader import MicroBatch, validation_batches
 from llmtrain.data.stream.token_bytes import byte_lengths, counted_bytes
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.engine.dist.control import from_rank_0, together
@@ -33,12 +33,12 @@ from llmtrain.tracking.metrics import (
     perplexity,
     routing_metrics,
 )
-from llmtrain.training.best import BestSteps, Patience
 from llmtrain.training.examine import LITTLE_NEW, USEFUL_EPOCHS
 from llmtrain.training.parts import Done, Part
 from llmtrain.training.step import Position, Session, is_due
 
 if TYPE_CHECKING:
+    from llmtrain.config.run import StopEarly
     from llmtrain.tracking.tracker import Tracker
     from llmtrain.training.ema import Ema
     from llmtrain.training.setup import Setup
@@ -205,6 +205,70 @@ class Evaluation(Part):
         return {f"{measured.prefix}/{name}": value for name, value in quotients(figures).items()}
 
 
+class BestSteps:
+    """The best evaluated steps of a run whose checkpoints are there or under way."""
+
+    def __init__(self, best: Best, there: Iterable[tuple[int, float]]) -> None:
+        """`there`: (step, figure) of checkpoints that the run has."""
+        self._best, self._steps = best, dict(best.first(there))
+
+    def __contains__(self, step: int) -> bool:
+        return step in self._steps
+
+    def take(self, step: int, figures: Mapping[str, float]) -> None:
+        """Count an evaluation; one that is not finite is never among the best."""
+        value = figures.get(self._best.metric, math.nan)  # a plugin's, of weights that are all 0, is not there
+        if math.isfinite(value):
+            others = ((each, kept) for each, kept in self._steps.items() if each != step)
+            self._steps = dict(self._best.first([*others, (step, value)]))
+
+    def lost(self, step: int) -> None:
+        """There is no checkpoint of that step: its save has failed."""
+        self._steps.pop(step, None)
+
+
+class Patience:
+    """Counts evaluations that are no better than the best before them: `train.stop_early`."""
+
+    def __init__(self, settings: StopEarly) -> None:
+        self._settings = settings
+        self._best: float | None = None
+        self._newest: float | None = None
+        self._best_step = self._waited = 0
+
+    def take(self, step: int, figures: Mapping[str, float]) -> None:
+        """Count an evaluation."""
+        value = figures.get(str(self._settings.metric), math.nan)
+        self._newest = value if math.isfinite(value) else None
+        sign = -1 if self._settings.mode == "max" else 1
+        better = self._best is None or sign * (self._best - value) > self._settings.min_delta
+        if better and math.isfinite(value):
+            self._best, self._best_step, self._waited = value, step, 0
+        else:
+            self._waited += 1
+
+    @property
+    def reason(self) -> str:
+        """The sentence with which the run ends; empty: it goes on."""
+        if self._waited < self._settings.patience:
+            return ""
+        newest, was = "not finite" if self._newest is None else f"{self._newest:.4f}", "none was finite"
+        if self._best is not None:
+            was = f"it is {newest}, and was {self._best:.4f} at step {self._best_step}"
+        by = f" by more than min_delta {self._settings.min_delta:g}" if self._settings.min_delta else ""
+        how = f"has not become better{by} in {self._waited} evaluations"
+        return f"{self._settings.metric} {how} ({was}; train.stop_early)"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the entry of a checkpoint."""
+        return {"best": self._best, "best_step": self._best_step, "waited": self._waited, "newest": self._newest}
+
+    def restore(self, kept: Mapping[str, Any]) -> None:
+        """Go on from what `to_json` gave."""
+        self._best, self._best_step, self._waited = kept["best"], kept["best_step"], kept["waited"]
+        self._newest = kept.get("newest")
+
+
 @dataclass(frozen=True)
 class Measured:
     """The data of one loss of an evaluation."""
@@ -269,10 +333,14 @@ class Logging(Part):
     def _log(self, done: Done) -> None:
         engine = self._setup.engine
         norm, scale, routing = done.update.grad_norm, engine.loss_scale().get("cur_scale"), engine.routing()
+        read, data = done.batch.first_index + done.batch.sequences, self._setup.course.data[done.batch.stage]
+        epoch = read / data.sequences_per_epoch
+        if self._setup.resolved.max_steps is None and epoch > USEFUL_EPOCHS and self._setup.ranks.rank == 0:
+            log.warn_once(f"the run goes over its data for the {int(epoch) + 1}th time: {LITTLE_NEW}")
         row = {
             "step": done.position.step,
             "tokens": done.position.tokens,
-            "epoch": self._epoch(done.batch),
+            "epoch": round(epoch, 6),
             **self._session.figures(done),
             "lr": self._setup.resolved.optim.lr * done.lr_factor,
             "grad_norm": None if norm is None else float(norm),
@@ -284,13 +352,6 @@ class Logging(Part):
         for part in self._parts:
             row |= part.figures(done)
         self._tracker.log(row, more=self._evaluation.is_due(done))
-
-    def _epoch(self, batch: StepBatch) -> float:
-        """The epochs so far; of a run whose length is not known, a word once they are many."""
-        epoch = (batch.first_index + batch.sequences) / self._setup.course.data[batch.stage].sequences_per_epoch
-        if self._setup.resolved.max_steps is None and epoch > USEFUL_EPOCHS and self._setup.ranks.rank == 0:
-            log.warn_once(f"the run goes over its data for the {int(epoch) + 1}th time: {LITTLE_NEW}")
-        return round(epoch, 6)
 
 
 def flops_of(setup: Setup, stage: int) -> TokenFlops:

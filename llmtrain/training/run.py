@@ -178,7 +178,12 @@ def _fill(parts: list[Part], launch: Launch) -> tuple[Saving, Evaluation]:
         from llmtrain.training.host_load import HostLoad
 
         parts.append(HostLoad(setup.ranks))
-    evaluation = Evaluation(setup, tracker, speed, functools.partial(_best_steps, launch), ema)
+
+    def best_steps(best: Best) -> dict[int, float]:  # not of the checkpoints after the one where the run goes on
+        found = {step_of(path) or 0: figure for path, figure in best_of(launch.checkpoints.path, best).items()}
+        return {step: figure for step, figure in found.items() if step <= start.position.step}
+
+    evaluation = Evaluation(setup, tracker, speed, best_steps, ema)
     for part in (*parts, evaluation):
         if start.folder is not None and (kept := start.kept.get(part.key)):
             part.restore(kept, start.folder)
@@ -195,12 +200,6 @@ def _fill(parts: list[Part], launch: Launch) -> tuple[Saving, Evaluation]:
 
         parts.append(Profile(launch, speed))
     return saving, evaluation
-
-
-def _best_steps(launch: Launch, best: Best) -> dict[int, float]:
-    """Step -> figure of the best checkpoints that the run has, up to where it goes on."""
-    found = {step_of(folder) or 0: figure for folder, figure in best_of(launch.checkpoints.path, best).items()}
-    return {step: figure for step, figure in found.items() if step <= launch.start.position.step}
 
 
 def _close(parts: list[Part], kind: Any, error: BaseException | None, trace: Any) -> None:

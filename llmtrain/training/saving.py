@@ -77,12 +77,9 @@ class Saving(Part):
         """Send if this rank was asked to save, and how far its part of the save under way is."""
         ended, failed = self._saver.status()
         self._signalled = self._requests.take_save()
-        return Request(save=self._signalled or self._time_is_due(), save_ended=ended, save_failed=failed)
-
-    def _time_is_due(self) -> bool:
-        """True if rank 0 finds that `every_minutes` have passed."""
-        minutes = self._settings.every_minutes
-        return minutes is not None and self._ranks.rank == 0 and time.monotonic() - self._began_s > 60 * minutes
+        minutes = self._settings.every_minutes if self._ranks.rank == 0 else None
+        due = minutes is not None and time.monotonic() - self._began_s > 60 * minutes
+        return Request(save=self._signalled or due, save_ended=ended, save_failed=failed)
 
     def is_due(self, done: Done) -> bool:
         """True if all ranks save after the step; after the last one the caller asks for it."""

@@ -302,18 +302,13 @@ def _compiles_layers(spec: ModelSpec, mix: Mix, ranks: Ranks, *, one_shape: bool
             f"model.compile_layers is true, but torch.compile does not work here ({device.type}): {reason}. Set it "
             "to false, or to null: layers are then compiled where that works."
         )
-    return reason is None and (one_shape and _compiles_unasked(spec, mix) if wanted is None else wanted)
-
-
-def _compiles_unasked(spec: ModelSpec, mix: Mix) -> bool:
-    """True if a layer becomes one graph, and layers of one kind the same.
-
-    Row maps of tensor parallelism break it; where experts are watched, each layer has a graph of its own, and torch
-    gives up after 8; and a collective in compiled code is not counted for the watch (cluster/watch/heartbeat.py).
-    """
-    shared = mix.degrees.tensor > 1 or mix.degrees.sequence > 1
-    packed = spec.adapter.quantize is not None  # bitsandbytes' own kernels
-    return mix.may_compile_layers and not shared and not packed and not has_experts(spec.skeleton)
+    if reason is not None or wanted is not None:
+        return reason is None and wanted is True
+    # Unasked where a layer becomes one graph, and layers of one kind the same. Row maps of tensor parallelism break it;
+    # where experts are watched, each layer has a graph of its own, and torch gives up after 8; a collective in compiled
+    # code is not counted for the watch (cluster/watch/heartbeat.py); bitsandbytes has kernels of its own.
+    shared, packed = mix.degrees.tensor > 1 or mix.degrees.sequence > 1, spec.adapter.quantize is not None
+    return one_shape and mix.may_compile_layers and not shared and not packed and not has_experts(spec.skeleton)
 
 
 def _agreed_trouble(ranks: Ranks) -> str | None:

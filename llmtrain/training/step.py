@@ -5,8 +5,8 @@ What happens between steps (logs, evaluation, checkpoints, an outer optimizer) a
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -20,10 +20,6 @@ from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.engine.losses.function import LooksAhead, LossFunction
 from llmtrain.engine.losses.next_token import NEXT_TOKEN
 from llmtrain.engine.losses.with_metrics import quotients
-
-
-def _unmeasured(_: Sequence[MicroBatch]) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +100,7 @@ class Session:
         self._rate, self._seed, self._agree = rate, seed, Agree(ranks)
         self._leads = degrees.place(ranks.rank).leads
         self._seeded_as = ranks.rank // degrees.tensor
-        self.measured: Callable[[Sequence[MicroBatch]], contextlib.AbstractContextManager[None]] = _unmeasured
+        self.measured: Callable[[Sequence[MicroBatch]], AbstractContextManager[None]] = lambda _: nullcontext()
         """A context around the forward and backward passes of these micro-batches."""
 
     def step(

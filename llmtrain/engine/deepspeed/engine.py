@@ -191,8 +191,14 @@ class ZeroEngine:
         for group in self._state.base.param_groups:
             group["lr"] = group["peak_lr"] * lr_factor
         heart.phase("step")
-        if self._must_look:
-            self._refuse_lost_gradients()
+        if self._must_look:  # ZeRO 3 takes a gradient where the parameter's module is called, and drops the rest
+            lost = [name for name, parameter in self.module.named_parameters() if parameter.grad is not None]
+            if lost:
+                raise ModelError(
+                    f"model: ZeRO 3 would drop the gradients of {len(lost)} parameters in silence, first of {lost[0]}: "
+                    "other code than the forward method of its module uses it. Set zero_optimization.stage to 2 or "
+                    "less."
+                )
             self._must_look = False
         try:
             with self._scale_of_the_gradients():
@@ -237,18 +243,6 @@ class ZeroEngine:
         if routing is None:
             return None
         return routing.take(self._ranks.control, counts=self.mesh.place.tensor == 0)
-
-    def _refuse_lost_gradients(self) -> None:
-        """ZeRO 3 takes a gradient where the module of the parameter is called, and drops what else there is of one.
-
-        Raises: ModelError, on all ranks alike.
-        """
-        lost = [name for name, parameter in self.module.named_parameters() if parameter.grad is not None]
-        if lost:
-            raise ModelError(
-                f"model: ZeRO 3 would drop the gradients of {len(lost)} parameters in silence, first of {lost[0]}: "
-                "other code than the forward method of its module uses it. Set zero_optimization.stage to 2 or less."
-            )
 
     @torch.no_grad()
     def evaluate(

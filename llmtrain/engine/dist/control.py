@@ -69,18 +69,14 @@ class StopRequests:
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         if number == signal.SIGUSR1:
             self.save_now = True
-        else:
-            self._acknowledge(number)
-            self._stop("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
-
-    def _acknowledge(self, number: int) -> None:
-        """Print an answer at once, on rank 0 and only once; a supervisor prints its own."""
+            return
+        what = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         if self.stop_reason is None and log.rank() == 0 and not messages.supervised():
             line = "\r\x1b[K" if os.isatty(2) else ""  # takes the place of a live line
-            what = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
             # Not print(): a handler may have interrupted one.
             with contextlib.suppress(OSError):
                 os.write(2, f"{line}{what}: the run finishes this step, saves and leaves\n".encode())
+        self._stop(what)
 
     def _watch(self) -> None:
         """Look once a second for requests that send no signal."""

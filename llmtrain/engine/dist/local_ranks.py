@@ -47,8 +47,10 @@ class Ranks:
         self._world_size = world_size
         self._processes: list[subprocess.Popen[bytes]] = []
         end_with_parent = _end_with_parent()
-        environment = dict(os.environ)
-        environment.update(WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+        environment = {**os.environ, "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         environment.pop("LOCAL_SIZE", None)
         if cpu:
             environment.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
@@ -172,9 +174,3 @@ def _report(path: Path) -> dict:
         return json.loads(path.read_text())
     except ValueError:  # killed while it wrote
         return {"time": float("inf"), "rank": path.stem, "text": path.read_text(), "user": None}
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -100,7 +100,8 @@ def meet(*, device: torch.device, backend: str, settings: Mapping[str, Any], lim
         device=device_name(device),
         pid=os.getpid(),
     )
-    store: dist.Store = _serve(world_size) if _serves(rank) else _connect(seat, limit_s)
+    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun's agent does
+    store: dist.Store = _serve(world_size) if serves else _connect(seat, limit_s)
     if number := _number():  # torch's groups would find what the ones before have left there
         store = dist.PrefixStore(f"training-{number}", store)
     if world_size == 1:
@@ -135,11 +136,6 @@ def _number() -> int:
 
 def _address() -> str:
     return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-
-
-def _serves(rank: int) -> bool:
-    """torchrun's agent serves the store itself."""
-    return rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def _serve(world_size: int) -> dist.TCPStore:

@@ -107,7 +107,8 @@ class Exchange:
         """The attention function `inner` of transformers on this rank's heads of whole rows."""
         query, key, value = qkv
         if query.shape[1] % self.degree:
-            raise ModelError(_heads_text(query.shape[1], self.degree))
+            raise ModelError(f"model: its {query.shape[1]} attention heads cannot be shared by {self.degree} ranks; "
+                             f"{_KEY} can be {divisors(query.shape[1])}.")  # fmt: skip
         # Too few key/value heads are repeated, as far as it takes to give each rank its own.
         copies = self.degree // math.gcd(key.shape[1], self.degree)
         if copies > 1:
@@ -203,7 +204,11 @@ def check_attention(hf: PreTrainedModel) -> None:
                     f"head; ranks that share heads would need their parts of it. Set {_KEY} to 1."
                 )
     with torch.no_grad(), attention_seen(small, compute=_own_value):
-        one, two = (_run_watched(small, tokens) for tokens in (ids, other))
+        try:
+            one, two = (run_decoder(small, tokens) for tokens in (ids, other))
+        except ModelError as error:  # a model may ask more of its attention
+            watched = "It was run with its attention watched, as ranks that share rows do it"
+            raise ModelError(f"{error} {watched}; set {_KEY} to 1.") from error
     # Not to the bit: a token that goes to another expert changes the shapes, and so the rounding, of the products.
     felt = ~torch.isclose(one, two, rtol=1e-3, atol=1e-4).all(-1)[0]
     felt[5] = False
@@ -217,20 +222,6 @@ def check_attention(hf: PreTrainedModel) -> None:
 _KEY = "sequence_parallel_size"
 
 
-def _run_watched(small: PreTrainedModel, ids: Tensor) -> Tensor:
-    """Hidden states of a copy whose attention is watched. Raises ModelError: a model may ask more of its attention."""
-    try:
-        return run_decoder(small, ids)
-    except ModelError as error:
-        raise ModelError(
-            f"{error} It was run with its attention watched, as ranks that share rows do it; set {_KEY} to 1."
-        ) from error
-
-
 def _own_value(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Attention in which a token sees itself only."""
     return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2).contiguous()
-
-
-def _heads_text(heads: int, degree: int) -> str:
-    return f"model: its {heads} attention heads cannot be shared by {degree} ranks; {_KEY} can be {divisors(heads)}."

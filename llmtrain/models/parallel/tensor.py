@@ -314,7 +314,12 @@ def shard_model(
     for path in plan.attentions:
         if path in modules:
             divide_heads(modules[path], plan.local_numbers, degree)
-    _sum_norm_gradients(modules, plan, group)
+    for norm in plan.norms:  # over heads that ranks share: the sum of their gradients, the mean square of all heads
+        if norm.path in modules and norm.kind in ("each_head", "across_heads"):
+            for parameter in modules[norm.path].parameters():
+                parameter.register_hook(lambda grad: _sum_of(grad, group))
+            if norm.kind == "across_heads":
+                _gather_around(modules[norm.path], group)
     for module in experts.values():
         _sum_around(module, group)
     if isinstance(embedding := modules.get(anatomy.embedding), nn.Embedding):
@@ -355,16 +360,6 @@ def share_adapter(plan: Projections, group: Any, path: str, layer: Any) -> None:
         linear.weight.tensor_model_parallel = linear in cuts  # see _replace_parameters
 
 
-def _sum_norm_gradients(modules: dict[str, Any], plan: Projections, group: Any) -> None:
-    """Norms over heads that ranks share: the sum of their gradients, and the mean square of all heads."""
-    for norm in plan.norms:
-        if norm.path in modules and norm.kind in ("each_head", "across_heads"):
-            for parameter in modules[norm.path].parameters():
-                parameter.register_hook(lambda grad: _sum_of(grad, group))
-            if norm.kind == "across_heads":
-                _gather_around(modules[norm.path], group)
-
-
 def check_degree(plan: Projections, degree: int, expert_widths: dict[str, int] | None = None) -> None:
     """Whether `degree` ranks can each have equally much of the model. Raises ModelError naming the degrees that can."""
     numbers = {"query heads (num_attention_heads)": plan.heads, "key/value heads": plan.kv_heads}  # 0: whole
@@ -373,7 +368,7 @@ def check_degree(plan: Projections, degree: int, expert_widths: dict[str, int] |
     common = math.gcd(*numbers.values())
     for what, number in numbers.items():
         if number % degree:
-            legal = divisors(common).removeprefix("1").removeprefix(", ")
+            legal = divisors(common, 2)
             raise ModelError(
                 f"tensor_parallel.autotp_size: {degree} ranks cannot have equally many of the model's {number} {what}. "
                 + (f"Set it to one of {legal}" if legal else "No other degree works either: remove the key")

@@ -25,7 +25,6 @@ from llmtrain.config.schema import type_name
 from llmtrain.config.stages import Stage
 from llmtrain.models.experts import check_stages, expert_blocks
 from llmtrain.models.fp8 import check_maps
-from llmtrain.models.head import Head
 from llmtrain.models.language import LanguageModel, compare_losses, documents_in_rows
 from llmtrain.models.loss import IGNORE
 from llmtrain.models.own_settings import own_settings
@@ -166,7 +165,12 @@ class _Section:
             elif value < min(0, least) and not name.endswith("token_id"):
                 self._add(key, value, "must be 0 or greater", "correct the number")
         elif isinstance(value, str):
-            self._check_activation(key, value, field)
+            from transformers.activations import ACT2FN
+
+            if isinstance(field.default, str) and field.default in ACT2FN and value not in ACT2FN:
+                near = closest(value, ACT2FN)
+                remedy = f"did you mean {near}?" if near else f"{field.default} is the family's default"
+                self._add(key, value, "transformers has no activation function of this name", remedy)
 
     def _wrong_type(self, name: str, value: Any, field: Any) -> tuple[str, str] | None:
         """Rule and remedy for a value that the field's type hint, or a validator of the class, does not take."""
@@ -189,20 +193,13 @@ class _Section:
                 return f"{self._family.__name__} of transformers says: {said}", "correct the value"
         return None
 
-    def _check_activation(self, key: str, value: str, field: Any) -> None:
-        from transformers.activations import ACT2FN
-
-        if isinstance(field.default, str) and field.default in ACT2FN and value not in ACT2FN:
-            near = closest(value, ACT2FN)
-            remedy = f"did you mean {near}?" if near else f"{field.default} is the family's default"
-            self._add(key, value, "transformers has no activation function of this name", remedy)
-
     def _check_rope(self, rope: dict[str, Any], prefix: str) -> None:
         """One dict, or one for each kind of layer."""
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
         numbers = {key for key, kind in RopeParameters.__annotations__.items() if {int, float} & set(get_args(kind))}
-        words = _words_in(self._family)  # kinds of layers, and what the family adds
+        # Every name in quotes of the family's code: kinds of layers, and keys that the family adds.
+        words = {word for text in _sources(self._family) for word in re.findall(r"""["'](\w+)["']""", text)}
         known = {*RopeParameters.__annotations__, "type", *words}
         for key, value in rope.items():
             dotted = f"{prefix}.{key}"
@@ -483,7 +480,11 @@ def _check_length(
     name = f"{key}.{config.attribute_map.get('max_position_embeddings', 'max_position_embeddings')}"
     if length <= longest:
         return ()
-    if _has_table(hf, longest):
+    # Positions are looked up in a table, learned or computed once? OPT's and XGLM's have two rows more.
+    words = hf.get_input_embeddings()
+    tables: list[torch.Tensor] = [m.weight for m in hf.modules() if isinstance(m, nn.Embedding) and m is not words]
+    tables += [buffer for buffer in hf.buffers() if buffer.dim() == 2]
+    if any(longest <= table.shape[0] <= longest + 8 for table in tables):
         problems.add(
             "data.sequence_length", length, f"the model has a table of {longest} positions ({name})",
             f"set it to {longest} or less" + (f", or raise {name}" if key == "model.config" else ""),
@@ -504,16 +505,6 @@ def _check_rope(hf: PreTrainedModel, key: str, stage: Stage, own: dict[str, Any]
     if why := rope.refuse(hf, stage.rope, stage.data.sequence_length, own):
         problems.add(key, stage.rope, why, "write fields of rope_parameters that transformers has for this family, or "
                      "remove them")  # fmt: skip
-
-
-def _has_table(hf: PreTrainedModel, longest: int) -> bool:
-    """True if positions are looked up in a table of about that many rows: learned, or computed once."""
-    words = hf.get_input_embeddings()
-    tables: list[torch.Tensor] = [
-        module.weight for module in hf.modules() if isinstance(module, nn.Embedding) and module is not words
-    ]
-    tables += [buffer for buffer in hf.buffers() if buffer.dim() == 2]
-    return any(longest <= table.shape[0] <= longest + 8 for table in tables)  # OPT and XGLM have two rows more
 
 
 def _check_experts(hf: PreTrainedModel, resolved: ResolvedRun, problems: Problems) -> None:
@@ -560,7 +551,9 @@ def _check_copy(hf: PreTrainedModel, key: str, chunk: int) -> None:
         other[0, -1] += 1
         with torch.no_grad():
             if gives_scores(hf.config):
-                _check_scores(language, ids, other, key)
+                scores, after = (language(each, lambda head, hidden: head.scores(hidden)) for each in (ids, other))
+                _refuse_both_directions(hf, scores[:, :-1], after[:, :-1], key)
+                compare_losses(small, float(scores[0, -1]), float(language.logits(ids)))
                 return
             logits, changed = (language.logits(each)[:, :-1] for each in (ids, other))
             counted = labels.masked_fill(labels == ids[0, 0], IGNORE)
@@ -587,17 +580,6 @@ def _refuse_both_directions(hf: PreTrainedModel, before: torch.Tensor, after: to
             f"{key}: {type(hf).__name__} reads in both directions, so it sees the token that it should predict. "
             "Take a decoder, such as llama or qwen3."
         )
-
-
-def _check_scores(language: LanguageModel, ids: torch.Tensor, other: torch.Tensor, key: str) -> None:
-    """The same of a model that gives scores. `other`: `ids` [1, T] but for the last token. Raises ModelError."""
-
-    def every(head: Head, hidden: torch.Tensor) -> torch.Tensor:
-        return head.scores(hidden)
-
-    ours, changed = (language(each, every) for each in (ids, other))
-    _refuse_both_directions(language.hf, ours[:, :-1], changed[:, :-1], key)
-    compare_losses(language.hf, float(ours[0, -1]), float(language.logits(ids)))
 
 
 def _check_export(spec: ModelSpec) -> None:

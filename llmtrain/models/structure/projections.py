@@ -100,7 +100,9 @@ class LayerGraph:
         handles = []
         for path, module in self._layer.named_modules():
             if any(True for _ in module.parameters(recurse=False)):
-                record = self._passing() if passed and path in passed else self._recording(path, module)
+                record = self._recording(path, module)
+                if passed and path in passed:
+                    record = lambda module, args, kwargs, output: args[0]  # noqa: E731
                 handles.append(module.register_forward_hook(record, with_kwargs=True))
         self.hidden = self._call.hidden.detach().clone().requires_grad_()
         args, kwargs = with_hidden(self._call.args, self._call.kwargs, self.hidden)
@@ -132,9 +134,6 @@ class LayerGraph:
                 f"{self.attention} has the parameter {name}, which is part of no linear map (attention sinks)"
             )
         self.heads, self.attended = [seen.query, seen.key, seen.value], seen.output
-
-    def _passing(self) -> Callable[..., Any]:
-        return lambda module, args, kwargs, output: args[0]
 
     def _recording(self, path: str, module: nn.Module) -> Callable[..., Any]:
         from transformers.pytorch_utils import Conv1D

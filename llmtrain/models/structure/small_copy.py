@@ -140,7 +140,8 @@ def _shrink_heads(size_of: _Sizes, fields: dict[str, Any], kv_heads: int) -> int
     fewer_kv = _divisor(kv, kv_heads)
     fewer = fewer_kv * (heads // kv) if kv > 1 else _divisor(heads, kv_heads)
     given = fields.get("head_dim")
-    factor = _rotary_factor(fields)
+    factors = [rope["partial_rotary_factor"] for rope in _ropes(fields) if rope.get("partial_rotary_factor")]
+    factor = min(factors) if factors else fields.get("partial_rotary_factor") or 1.0
     whole = given or hidden // heads
     sizes = (8, 16, 32) if fewer >= 16 else (16, 32)
     size = next((s for s in sizes if s < whole and int(s * factor) >= 2 and int(s * factor) % 2 == 0), whole)
@@ -269,11 +270,6 @@ def _ropes(fields: dict[str, Any]) -> list[dict[str, Any]]:
     given = fields.get("rope_parameters") or {}
     nested = [value for value in given.values() if isinstance(value, dict)]
     return nested or ([given] if given else [])
-
-
-def _rotary_factor(fields: dict[str, Any]) -> float:
-    factors = [rope["partial_rotary_factor"] for rope in _ropes(fields) if rope.get("partial_rotary_factor")]
-    return min(factors) if factors else fields.get("partial_rotary_factor") or 1.0
 
 
 def _shrink_positions(size_of: _Sizes, fields: dict[str, Any], positions: int, rotary_dim: int) -> None:

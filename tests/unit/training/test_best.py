@@ -9,7 +9,7 @@ import pytest
 
 from llmtrain.checkpoint.retain import Best
 from llmtrain.config.run import StopEarly
-from llmtrain.training.best import BestSteps, Patience
+from llmtrain.training.reporting import BestSteps, Patience
 
 LOSS = "eval/loss"
 
