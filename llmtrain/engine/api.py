@@ -79,9 +79,8 @@ class Update:
 
 class Engine(Protocol):
     """One rank's engine. All ranks call every method together, but for `state`, `copies`, `refresh` and the counters.
-
-    The forward pass reads copies of the parameters (`copies`), the optimizer keeps fp32 masters and moments (`state`).
-    """
+    The forward pass reads copies of the parameters (`copies`), the optimizer keeps fp32 masters and moments
+    (`state`)."""
 
     module: LanguageModel
     device: torch.device
@@ -97,24 +96,13 @@ class Engine(Protocol):
     def forward_backward(
         self, micros: Sequence[MicroBatch], weight: Callable[[], int], objective: LossFunction = NEXT_TOKEN
     ) -> list[Tensor]:
-        """The gradient of the loss over a global batch.
-
-        Args:
-            micros: this rank's micro-batches of it.
-            weight: of the global batch, by the objective; asked for after the first forward pass, so that the ranks'
-                agreement overlaps with it.
-            objective: what is minimised.
-
-        Returns: its sums of each micro-batch, fp32 [figures] on the device.
-        """
+        """The gradient of the loss over a global batch. `weight`: of the global batch, by the objective; asked for
+        after the first forward pass, so that the ranks' agreement overlaps with it. Returns the sums of each
+        micro-batch, fp32 [figures]."""
         ...
 
     def update(self, lr_factor: float) -> Update:
-        """The optimizer step with peak learning rates x `lr_factor`.
-
-        Raises:
-            TrainingStopped: fp16 has no smaller loss scale left; on all ranks alike.
-        """
+        """Take the optimizer step. Raises TrainingStopped, on all ranks: fp16 has no smaller loss scale left."""
         ...
 
     def evaluate(
@@ -155,9 +143,7 @@ class Engine(Protocol):
         self, names: Collection[str], values: Callable[[ForwardCopy], Tensor]
     ) -> AbstractContextManager[None]:
         """In which the forward pass reads other values of these parameters; masters and moments stay as they are.
-
-        `values`: from a copy to what stands in its place, [region.numel]. All ranks call it together.
-        """
+        `values`: from a copy to what stands in its place, [region.numel]. All ranks call it together."""
         ...
 
     def refresh(self) -> None:

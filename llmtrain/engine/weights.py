@@ -32,15 +32,8 @@ _DEVICE_CHUNK = 1 << 22
 
 @torch.no_grad()
 def fill_parameters(engine: Engine, source: ParameterSource) -> dict[Key, int]:
-    """Fill the fp32 masters of this rank from the source. No rank waits for another; `refresh` has to follow.
-
-    Every rank reads only the pieces that it holds. Names and shapes must agree with the model's.
-
-    Returns the checksums of what arrived where the engine keeps it in fewer bits, in memory just before it was packed.
-
-    Raises:
-        ModelError: the source lacks a parameter, has one more, or one of another shape.
-    """
+    """Fill the fp32 masters of this rank from the source, which may lack none and have no more; `refresh` has to
+    follow. Returns the checksums of packed pieces, taken before packing. Raises ModelError."""
     check_names(engine, source)
     here: dict[str, list[StateTensor]] = {}
     for piece in engine.state():
@@ -56,12 +49,9 @@ def fill_parameters(engine: Engine, source: ParameterSource) -> dict[Key, int]:
 
 
 def fill(piece: StateTensor, read: Callable[[Region], Tensor]) -> int | None:
-    """Fill a piece from `read`: the elements of a region of the flat Hugging Face tensor.
-
-    To a GPU through page-locked memory, which torch keeps for the next chunk: the host reads that one meanwhile.
-
-    Returns the checksum of a piece that is packed now: its values are not there any more.
-    """
+    """Fill a piece from `read`: the elements of a region of the flat Hugging Face tensor. To a GPU through page-locked
+    memory, which torch keeps for the next chunk: the host reads that one meanwhile. Returns the checksum of a piece
+    that is packed now: its values are not there any more."""
     heart.beat()
     on_device = piece.device.type == "cuda"
     chunk = _DEVICE_CHUNK if on_device else _CHUNK
@@ -123,12 +113,9 @@ class Apart:
 
 @torch.no_grad()
 def apart(engine: Engine, ranks: Ranks) -> Apart | None:
-    """Compare the masters on this rank with what its forward pass reads; the same answer on all ranks.
-
-    A checkpoint is made of masters: an engine that has them under other names than DeepSpeed trains would save what
-    nobody trained (round_robin_gradients did). A master may differ by its rounding to the copy's precision alone.
-    Costs one pass over this rank's masters and one wait for the device.
-    """
+    """Compare the masters on this rank with the values of its forward pass; the same answer on all ranks. Checkpoints
+    hold masters: an engine with them under wrong names would save values that nobody trained (round_robin_gradients
+    did). A master may differ by its rounding to the copy's precision alone."""
     copies: dict[str, list[ForwardCopy]] = {}
     for copy in engine.copies():
         copies.setdefault(copy.name, []).append(copy)
@@ -175,14 +162,8 @@ def prove_weights(
     engine: Engine, source: ParameterSource, ranks: Ranks, arrived: Mapping[Key, int] | None = None
 ) -> dict[str, int]:
     """Compare checksums of the assembled parameters with those of the source (DeepSpeed #7848: silent random weights).
-
-    `arrived`: what `fill_parameters` returned.
-
-    Returns the checksum of each parameter as the source has it; of random numbers none.
-
-    Raises:
-        ModelError: naming the parameters that differ.
-    """
+    `arrived`: from `fill_parameters`. Returns the source's checksums; of random numbers none. Raises ModelError, with
+    the parameters that differ."""
     if isinstance(source, RandomSource):
         return {}
     check_names(engine, source)
@@ -215,16 +196,10 @@ def differing_tensors(
     rounded: Mapping[Key, int] | None = None,
     arrived: Mapping[Key, int] | None = None,
 ) -> list[Key]:
-    """(kind, name) of what is not in memory as expected, put together over the ranks. The same list on all ranks.
-
-    Also the parameters whose copies that the forward pass reads differ from the masters rounded to their precision.
-
-    Args:
-        expected: checksums of whole tensors; every parameter of the model is among them.
-        rounded: what a view in a lower precision could not hold: this rank's checksum of the exact values in the
-            parts that it owns.
-        arrived: what is packed: this rank's checksum of the whole piece before it was.
-    """
+    """(kind, name) of each tensor in memory that differs from `expected` (checksums of complete tensors), or whose
+    copies in the forward pass differ from the rounded master; the same list on all ranks. `rounded`: checksums of the
+    exact values behind a view in lower precision, of this rank's parts. `arrived`: checksums of pieces before they were
+    packed."""
     shapes, rounded, arrived = engine.shapes(), rounded or {}, arrived or {}
     parts = [_Part(key, (0, 1), 0, value) for key, value in rounded.items()]
     bad = set()
@@ -270,11 +245,9 @@ def _wrong(
     *,
     every: bool = True,
 ) -> set[Key]:
-    """Tensors of which a replica, put together over all ranks, has another checksum than expected.
-
-    The message between the ranks has two numbers for each replica of a tensor that somebody holds a part of.
-    `every`: a replica that lacks elements is wrong; otherwise it does not count.
-    """
+    """Tensors of which a replica, put together over all ranks, has another checksum than expected. The message between
+    the ranks has two numbers for each replica of a tensor that somebody holds a part of. `every`: a replica that lacks
+    elements is wrong; otherwise it does not count."""
     keys = sorted(expected)
     place = {key: index for index, key in enumerate(keys)}
     counts = torch.ones(len(keys), dtype=torch.int64)
@@ -372,9 +345,6 @@ def _summed(sums: dict[Key, int], ranks: Ranks) -> dict[Key, int]:
 
 
 def check_names(engine: Engine, source: ParameterSource) -> None:
-    """The source must hold the model's parameters: the same names and shapes.
-
-    Raises:
-        ModelError: the source lacks a parameter, has one more, or one of another shape.
-    """
+    """The source must hold the model's parameters: the same names and shapes. Raises ModelError: the source lacks a
+    parameter, has one more, or one of another shape."""
     refuse_other_shapes(source, engine.shapes())

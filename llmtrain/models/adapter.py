@@ -53,10 +53,8 @@ def scale(adapter: AdapterConfig) -> float:
 
 
 def target_paths(hf: PreTrainedModel, adapter: AdapterConfig, places: Places | None = None) -> list[str]:
-    """The maps that get an adapter, in the model's order. `places`: where the user wrote what, for messages.
-
-    Raises ConfigError: a pattern matches none.
-    """
+    """The maps that get an adapter, in the model's order. `places`: where the user wrote what, for messages. Raises
+    ConfigError: a pattern matches none."""
     layers = decoder_layers(hf)
     inside = {id(module) for module in layers.modules() if type(module) is nn.Linear}
     linear = [path for path, module in hf.named_modules() if id(module) in inside]
@@ -94,11 +92,9 @@ def other_maps(hf: PreTrainedModel) -> dict[str, str]:
 
 
 def saved_paths(hf: PreTrainedModel, adapter: AdapterConfig, places: Places | None = None) -> list[str]:
-    """The modules that train whole beside the adapter, in the model's order; of modules that share their one tensor
-    the first. A reward model's score is one of them, asked for or not: it is new.
-
-    Raises ConfigError: a pattern matches no module with parameters of its own, a target, or one with modules within.
-    """
+    """The modules that train whole beside the adapter, in the model's order; of modules that share their one tensor the
+    first. A reward model's score is one of them, asked for or not: it is new. Raises ConfigError: a pattern matches no
+    module with parameters of its own, a target, or one with modules within."""
     key, place = "adapter.modules_to_save", (places or {}).get("adapter.modules_to_save")
     own = {path: module for path, module in hf.named_modules() if dict(module.named_parameters(recurse=False))}
     patterns = [*adapter.modules_to_save, *([SCORE] if gives_scores(hf.config) else [])]
@@ -157,14 +153,9 @@ def lora_config(
     saved: Collection[str] = (),
     places: Places | None = None,
 ) -> Any:
-    """peft's LoraConfig of this adapter on these maps: by the last parts of their names where no other module has one
-    of those, as vLLM and others want it. `saved`: modules that train whole.
-
-    Maps whose names peft would turn into the experts' are in it by their weights, as `target_parameters`: the one
-    spelling that it leaves alone. Such a layer has the same tensors and computes the same, but has no dropout.
-
-    Raises ConfigError: peft is not installed, or has no DoRA for such a map.
-    """
+    """peft's LoraConfig of this adapter on these maps: by the last parts of their names where they are unique, as vLLM
+    wants it; where peft would take a name for the experts', by `target_parameters` (without dropout). `saved`: modules
+    that train whole. Raises ConfigError: peft is not installed, or has no DoRA for such a map."""
     need_peft(f"adapter.r = {adapter.r}")
     from peft import LoraConfig
 
@@ -195,10 +186,9 @@ def lora_config(
 
 
 def _taken_for_experts(hf: PreTrainedModel, short: Iterable[str]) -> set[str]:
-    """Last parts of names that peft 0.21 reads as the experts' maps of transformers 4, which are in one tensor
-    now: as a part, within a whole path or a pattern, it adapts that tensor and no map of a dense layer or of the shared
-    experts.
-    """
+    """Last parts of names that peft 0.21 reads as the experts' maps of transformers 4, which are in one tensor now: as
+    a part, within a whole path or a pattern, it adapts that tensor and no map of a dense layer or of the shared
+    experts."""
     from peft import LoraConfig
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
@@ -240,13 +230,9 @@ def put_around(
     *,
     packed: bool = False,
 ) -> list[nn.Module]:
-    """Give maps of `hf` the layers that `like` (see `adapted`) has, with uninitialised values. Returns them.
-
-    Args:
-        hf: the model, or a stage of a pipeline: maps that it has not are left out.
-        share: called with each map's path and new layer, before that has memory: a tensor-parallel rank takes its part.
-        packed: the maps within are on the meta device, and get room for 4 bits an element.
-    """
+    """Give maps of `hf` (or of a pipeline's stage) the layers that `like` has, with uninitialised values. Returns them.
+    `share`: called with each path and new layer, to take a tensor-parallel part. `packed`: the maps get room for 4 bits
+    an element."""
     from peft.tuners.lora import LoraLayer
 
     from llmtrain.models.lora import scaled_first
@@ -302,14 +288,9 @@ def plain_name(name: str) -> str:
 def read_peft(
     adapter: AdapterConfig, shapes: dict[str, tuple[int, ...]], tied: dict[str, str] | None = None
 ) -> dict[str, Tensor]:
-    """The tensors of the folder `adapter.start` by name, flat, in fp32.
-
-    Args:
-        shapes: of the tensors that the run's adapter has, with those of modules that train whole.
-        tied: see `aliases`; peft writes such a tensor by each of its names.
-
-    Raises ConfigError: the folder is none, or its adapter is another.
-    """
+    """The tensors of the folder `adapter.start` by name, flat, in fp32. `shapes`: of the tensors that the run's adapter
+    has, with those of modules that train whole. `tied`: see `aliases`; peft writes such a tensor by each of its names.
+    Raises ConfigError: the folder is none, or its adapter is another."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -355,10 +336,8 @@ def read_peft(
 
 class AdaptedSource:
     """The model's own values, and the first ones of an adapter: A uniform as peft has it (kaiming with a = sqrt(5): up
-    to 1 / sqrt(inputs)), B zero, a magnitude the length of its row of W.
-
-    Each A is drawn from the run's seed and its own name: it depends on no number of ranks and on no stage.
-    """
+    to 1 / sqrt(inputs)), B zero, a magnitude the length of its row of W. Each A is drawn from the run's seed and its
+    own name: it depends on no number of ranks and on no stage."""
 
     def __init__(
         self,

@@ -31,11 +31,9 @@ _answers: dict[str, str | None] = {}
 
 
 def trouble(device: torch.device) -> str | None:
-    """Why nothing can be compiled for this kind of device; None: it can.
-
-    Tried once, on a small function: takes seconds. That it works is kept for other processes in the user's cache
-    folder. Raises nothing; a reason is said once, as a warning.
-    """
+    """Why nothing can be compiled for this kind of device; None: it can. Tried once, on a small function: takes
+    seconds. That it works is kept for other processes in the user's cache folder. Raises nothing; a reason is said
+    once, as a warning."""
     if device.type not in _answers:
         _answers[device.type] = None
         known = cache_folder() / "compiler" / _circumstances(device)
@@ -93,9 +91,8 @@ def _line(error: Exception) -> str:
 
 
 def share_cores() -> None:
-    """Let inductor compile on this rank's share of the cores: by default each rank starts a process for every core,
-    up to 32. The environment variable TORCHINDUCTOR_COMPILE_THREADS stays as it is if the user has set it.
-    """
+    """Let inductor compile on this rank's share of the cores: by default each rank starts a process for every core, up
+    to 32. The environment variable TORCHINDUCTOR_COMPILE_THREADS stays as it is if the user has set it."""
     if _THREADS in os.environ:
         return
     os.environ[_THREADS] = str(min(32, cores_of_a_rank()))  # the package reads it when it is imported
@@ -104,9 +101,8 @@ def share_cores() -> None:
 
 @contextlib.contextmanager
 def uncompiled() -> Iterator[None]:
-    """Run what is compiled as plain PyTorch. For a few tokens: each new shape would be compiled, and torch would
-    take shapes that change for dynamic ones.
-    """
+    """Run what is compiled as plain PyTorch. For a few tokens: each new shape would be compiled, and torch would take
+    shapes that change for dynamic ones."""
     if "torch._dynamo" not in sys.modules:  # nothing is compiled in this process, and the import takes seconds
         yield
         return

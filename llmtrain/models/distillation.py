@@ -32,11 +32,9 @@ NOTHING = -1e4
 
 @dataclass(frozen=True, kw_only=True)
 class TopWords:
-    """A teacher's distribution at the loss's temperature as k + 1 events: its k likeliest words, and any other word.
-
-    A student's is read as the same events, so that D is of k + 1 numbers each: at most the D of whole distributions,
-    and equal to it for k = V, where no other word is left.
-    """
+    """A teacher's distribution at the loss's temperature as k + 1 events: its k likeliest words, and any other word. A
+    student's is read as the same events, so that D is of k + 1 numbers each: at most the D of whole distributions, and
+    equal to it for k = V, where no other word is left."""
 
     words: Tensor
     """int64 [N, k], no word twice in a row of a counted token."""
@@ -85,11 +83,9 @@ def distilled_sums(
     teacher: TeacherSays,
     terms: Terms,
 ) -> Tensor:
-    """Sums over the counted tokens, nats, fp32 [4]: loss, D, next-token loss, the entropy of p.
-
-    A gradient goes through the first alone. Arguments as of `chunked_nll_sum` in loss.py. Of `TopWords`, D and the
-    entropy are those of the k + 1 events.
-    """
+    """Sums over the counted tokens, nats, fp32 [4]: loss, D, next-token loss, the entropy of p. A gradient goes through
+    the first alone. Arguments as of `chunked_nll_sum` in loss.py. Of `TopWords`, D and the entropy are those of the k +
+    1 events."""
     flat_NH = hidden.reshape(-1, hidden.shape[-1])
     about = (few_of(chunk), form, vocabulary, teacher, terms)
     total, others = _Distilled.apply(flat_NH, weight, bias, labels.reshape(-1), about)
@@ -134,10 +130,8 @@ def _of_chunk(
     terms: Terms,
     apart: Callable[[Tensor], _Apart],
 ) -> tuple[Tensor, Tensor | None]:
-    """(the figures of each token [C, 4], the gradient of the student's logits [C, V] in fp32).
-
-    V is this rank's part of the words. `apart`: from log q [C, V].
-    """
+    """(the figures of each token [C, 4], the gradient of the student's logits [C, V] in fp32). V is this rank's part of
+    the words. `apart`: from log q [C, V]."""
     values_CV = form.apply(student_CV.float())
     slope_CV = None if form.softcap is None else 1.0 - (values_CV / form.softcap).square()
 
@@ -195,7 +189,7 @@ def _apart_in_events(
     *,
     wants_gradient: bool,
 ) -> _Apart:
-    """E = k + 1 events, the words of other ranks among them."""
+    """E = k + 1 events, including those whose tokens are on other ranks."""
     first, count = _part(vocabulary, log_q_CV)
     own_Ck = words_Ck - first
     mine_Ck = (own_Ck >= 0) & (own_Ck < count)

@@ -86,11 +86,9 @@ def avoid_grouped_product(hf: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def fit_grouped_product(experts: nn.Module, dtype: torch.dtype) -> bool:
-    """True if torch's grouped product takes these experts' matrices.
-
-    It wants rows of whole 16 bytes (in bf16: widths that 8 divides), and fails in the first forward pass with "strides
-    should be multiple of 16 bytes". A tensor-parallel shard of a width can be such a one where the whole is not.
-    """
+    """True if torch's grouped product takes these experts' matrices. It wants rows of whole 16 bytes (in bf16: widths
+    that 8 divides), and fails in the first forward pass with "strides should be multiple of 16 bytes". A
+    tensor-parallel shard of a width can be such a one where the whole is not."""
     matrices = [p for p in experts.parameters() if len(shape_of(p)) == 3]
     return not any(size * dtype.itemsize % 16 for matrix in matrices for size in shape_of(matrix)[1:])
 
@@ -108,10 +106,8 @@ def experts_per_token(config: PreTrainedConfig) -> int | None:
 
 
 def idle_parameters(hf: nn.Module, config: PreTrainedConfig, among: Collection[Tensor]) -> int:
-    """Elements of expert matrices that a token does not meet: those of the experts that are not chosen for it.
-
-    `among`: of these parameters only.
-    """
+    """Elements of expert matrices that a token does not meet: those of the experts that are not chosen for it. `among`:
+    of these parameters only."""
     chosen = experts_per_token(config)
     if chosen is None:
         return 0
@@ -141,14 +137,9 @@ def check_stages(config: PreTrainedConfig) -> None:
 
 
 def set_leaf_modules(hf: nn.Module, blocks: list[ExpertBlock]) -> None:
-    """Tell ZeRO 3 to gather the parameters of all experts when they begin, not where it uses them.
-
-    Where each expert is a module of its own, ranks whose tokens choose different experts would gather different
-    parameters at the same time, and wait for each other for ever (DeepSpeed #7461). A loop over the experts of one
-    parameter calls its activation once for each that was chosen: ZeRO 3 counts such calls, too, and compares them.
-    There the block is not marked: JetMoE's attention never calls it, only `map` and `reduce` of it, and what is inside
-    would get no gradient.
-    """
+    """Let ZeRO 3 gather the parameters of all experts when they begin: ranks whose tokens choose different experts
+    would wait for each other for ever (DeepSpeed #7461), also for a loop over one parameter, whose activations ZeRO 3
+    counts. JetMoE's attention stays: it calls only `map` and `reduce` of its block, which would get no gradient."""
     from deepspeed.utils import set_z3_leaf_module
 
     for block in blocks:
@@ -271,12 +262,8 @@ class Routing:
         self._passes += 1
 
     def take(self, control: Any, *, counts: bool) -> RoutingFigures:
-        """The figures since the last call; every rank calls it. Waits for the device.
-
-        Args:
-            control: group of all ranks, on the host.
-            counts: whether this rank's numbers count: they are the same on ranks that share their tokens.
-        """
+        """The figures since the last call; every rank calls it. Waits for the device. `control`: group of all ranks, on
+        the host. `counts`: whether this rank's numbers count: they are the same on ranks that share their tokens."""
         passes, self._passes = self._passes, 0
         empty = torch.zeros(self.layers * self.experts + 1, dtype=torch.float64)
         numbers = empty

@@ -28,11 +28,9 @@ _OURS = "lora_"
 
 
 def maps_of(layer: nn.Module) -> tuple[dict[str, nn.Linear], dict[str, str]]:
-    """The linear maps of a decoder layer, by path within it: (those that fp8 is for, the others with the reason).
-
-    A router's scores choose experts, so it stays as it is; and an expert gets any number of tokens, which is an inner
-    side of the product that gives its weight's gradient.
-    """
+    """The linear maps of a decoder layer, by path within it: (those that fp8 is for, the others with the reason). A
+    router's scores choose experts, so it stays as it is; and an expert gets any number of tokens, which is an inner
+    side of the product that gives its weight's gradient."""
     blocks = expert_blocks(layer)
     routed = {m for block in blocks for part in (block.router, *block.experts) for m in part.modules()}
     chosen: dict[str, nn.Linear] = {}
@@ -77,12 +75,8 @@ def line(hf: PreTrainedModel, recipe: str, *, emulated: bool) -> str:
 
 
 def use_fp8(layers: Iterable[nn.Module], recipe: str, *, emulated: bool) -> None:
-    """Let the maps of these decoder layers multiply in fp8. Parameters stay the same objects.
-
-    Args:
-        recipe: rowwise or tensorwise.
-        emulated: round to fp8 and multiply in fp32, as a CPU does.
-    """
+    """Let the maps of these decoder layers multiply in fp8. Parameters stay the same objects. `recipe`: rowwise or
+    tensorwise. `emulated`: round to fp8 and multiply in fp32, as a CPU does."""
     from llmtrain.models.fp8_linear import convert
 
     for layer in layers:

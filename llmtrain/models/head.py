@@ -40,10 +40,7 @@ class Head:
     are its affair, not its caller's."""
 
     def __init__(self, hf: PreTrainedModel, chunk: int) -> None:
-        """`chunk`: tokens whose logits exist at one time.
-
-        Raises: ModelError, where it is no linear layer.
-        """
+        """`chunk`: tokens whose logits exist at one time. Raises ModelError, where it is no linear layer."""
         layer = score_layer(hf) if gives_scores(hf.config) else hf.get_output_embeddings()
         if not isinstance(layer, nn.Linear):
             raise ModelError(f"model: the head of {type(hf).__name__} is no linear layer ({type(layer).__name__}).")
@@ -62,33 +59,21 @@ class Head:
         return sums
 
     def nll_sum(self, hidden: Tensor, labels: Tensor, counted: int | None = None) -> Tensor:
-        """Summed negative log-likelihood of the counted labels (nats, fp32 scalar), for a `Loss`.
-
-        Args:
-            hidden: [b, t, H], what the loss was given, or some of its rows.
-            labels: [b, T] of whole rows, already shifted; IGNORE = not counted.
-            counted: how many of them count, as far as it is known: the head computes no other token.
-
-        Returns: under sequence parallelism the sum over this rank's columns.
-        """
+        """Summed negative log-likelihood (nats) of the counted `labels` [b, T], already shifted, for a `Loss`.
+        `hidden`: [b, t, H], rows that the loss was given. `counted`: number of counted labels, if known: the head skips
+        the others. Under sequence parallelism the sum over this rank's columns."""
         return self._likelihoods(chunked_nll_sum, *self._counted(hidden, labels, counted))
 
     def nll_sums(self, hidden: Tensor, labels: Tensor, counted: int | None, z_loss: float) -> Tensor:
-        """That sum, whose gradient includes a z-loss with this coefficient, and the summed squares of log Z (fp32 [2]).
-
-        Args, returns: as of `nll_sum`.
-        """
+        """As `nll_sum`, with a z-loss of this coefficient in the gradient, and the summed squares of log Z: fp32
+        [2]."""
         compute = functools.partial(chunked_nll_sums, z_loss=z_loss)
         return self._likelihoods(compute, *self._counted(hidden, labels, counted))
 
     def token_nll(self, hidden: Tensor, labels: Tensor, counted: int | None = None) -> Tensor:
-        """The negative log-likelihood of each label (nats, fp32 [b, T]), 0 where it is not counted.
-
-        For an objective that is no sum over tokens; its backward pass computes the logits a second time. Ranks that
-        share the rows get the same: what is made of it goes through `once`.
-
-        Args: as of `nll_sum`.
-        """
+        """The negative log-likelihood of each label, fp32 [b, T], 0 where it is not counted, for an objective that is
+        no sum over tokens; arguments as of `nll_sum`. Ranks that share rows get the same, so its use goes through
+        `once`."""
         labels = self.own(labels)
         rows = self._counted_rows(labels, counted)
         if rows is None:
@@ -97,22 +82,14 @@ class Head:
         return nll.new_zeros(labels.numel()).index_copy(0, rows, nll).view(labels.shape)
 
     def scores(self, hidden: Tensor) -> Tensor:
-        """Scores of texts that end here, by a model with a score head: fp32 [...], for a `Loss`.
-
-        Args:
-            hidden: [..., H], chosen places of what the loss was given.
-        """
+        """Scores of texts that end here, by a model with a score head: fp32 [...], for a `Loss`. `hidden`: [..., H],
+        chosen places of what the loss was given."""
         scores: Tensor = F.linear(hidden.float(), self._layer.weight.float())
         return scores.squeeze(-1)
 
     def scores_at(self, hidden: Tensor, places: Tensor) -> Tensor:
-        """Scores, fp32 [A], at `places` (int64 [A]) of whole rows [B, T], flattened.
-
-        Ranks that share the rows get the same: what is made of it goes through `once`.
-
-        Args:
-            hidden: [B, t, H], what the loss was given.
-        """
+        """Scores, fp32 [A], at `places` (int64 [A]) of whole rows [B, T], flattened. Ranks that share the rows get the
+        same: what is made of it goes through `once`. `hidden`: [B, t, H], what the loss was given."""
         shared = self.shared_rows
         if shared is None:
             return self.scores(hidden.flatten(0, 1)[places])
@@ -138,26 +115,16 @@ class Head:
 
     def distilled_sums(self, hidden: Tensor, labels: Tensor, teacher: TeacherSays, terms: Terms) -> Tensor:
         """Sums over the counted tokens, nats, fp32 [4]: loss, divergence from the teacher, next-token loss, the
-        teacher's entropy. A gradient goes through the first.
-
-        Args:
-            hidden, labels: as of `nll_sum`.
-            teacher: gives the logits of the hidden state's tokens, or their likeliest words.
-            terms: of the loss.
-
-        Returns: under sequence parallelism the sums over this rank's columns.
-        """
+        teacher's entropy; the first has a gradient. Arguments as of `nll_sum`. Under sequence parallelism over this
+        rank's columns."""
         from llmtrain.models.distillation import distilled_sums
 
         distilled = functools.partial(distilled_sums, teacher=teacher, terms=terms)
         return self._likelihoods(distilled, hidden, self.own(labels))
 
     def top_words(self, hidden: Tensor, k: int, temperature: float) -> TopWords:
-        """The k likeliest next words at each of N places, without a gradient; for a `Loss`.
-
-        Args:
-            hidden: [N, H], chosen places of what the loss was given.
-        """
+        """The k likeliest next words at each of N places, without a gradient; for a `Loss`. `hidden`: [N, H], chosen
+        places of what the loss was given."""
         from llmtrain.models.distillation import TopWords, few_of, top_words
 
         layer = self._layer
@@ -182,10 +149,8 @@ class Head:
         return hidden.flatten(0, 1).index_select(0, rows), labels.flatten()[rows]
 
     def _counted_rows(self, labels: Tensor, counted: int | None) -> Tensor | None:
-        """int64 [K]: tokens with all `counted` among them, in their order; None: all tokens.
-
-        The device is not asked how many they are: the host would wait for it. Compiled kernels get whole chunks.
-        """
+        """int64 [K]: tokens with all `counted` among them, in their order; None: all tokens. The device is not asked
+        how many they are: the host would wait for it. Compiled kernels get whole chunks."""
         if counted is None or self.shared_rows is not None:
             return None
         whole = self._chunk if has_one_shape(labels.device) else 1

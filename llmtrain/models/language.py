@@ -59,13 +59,8 @@ class LanguageModel(nn.Module):
         return shapes or {held.name: held.shape for held in self.local_parameters()}
 
     def forward(self, inputs: Tensor, loss: Loss, positions: Tensor | None = None) -> Tensor:
-        """The result of `loss`.
-
-        Args:
-            inputs: [B, T].
-            loss: of the decoder's output.
-            positions: [B, T], beginning anew with each document that a row holds; None: a row is one sequence.
-        """
+        """The result of `loss` of the decoder's output. `inputs`: [B, T]. `positions`: [B, T], beginning at 0 with each
+        document; None: a row is one sequence."""
         if self.wants_logits:
             return loss(self.head, self.logits(inputs))
         return self.head.compute(loss, self.hidden(inputs, positions))
@@ -110,9 +105,7 @@ def compare_losses(hf: PreTrainedModel, ours: float, theirs: float) -> None:
 
 @contextlib.contextmanager
 def documents_in_rows(positions: Tensor | None) -> Iterator[None]:
-    """Tell transformers which tokens of a row belong together: those of a document, or all without `positions`.
-
-    See `patches.documents_are` for what it would do by itself.
-    """
+    """Tell transformers which tokens of a row belong together: those of a document, or all without `positions`. See
+    `patches.documents_are` for what it would do by itself."""
     with documents_are(None if positions is None else (positions == 0).cumsum(-1)):
         yield

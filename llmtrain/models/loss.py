@@ -155,10 +155,8 @@ def _kept(
     most_C1: Tensor, sum_C1: Tensor, chosen_C1: Tensor, labels: _Labels, about: _About
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(the losses [C, 1], and with a z-loss the squares of log Z behind them [C, 2]; what each exponential is
-    multiplied with in the gradient of the logits; what is taken from it at the label).
-
-    `sum`: of the exponentials below `most`; `chosen`: the label's logit less `most`.
-    """
+    multiplied with in the gradient of the logits; what is taken from it at the label). `sum`: of the exponentials below
+    `most`; `chosen`: the label's logit less `most`."""
     log_C1, factor_C1 = sum_C1.log(), labels.counts.float() * about.form.scale
     kept_CK, share_C1 = torch.where(labels.counts != 0, log_C1 - chosen_C1, 0.0), factor_C1 / sum_C1
     if about.z_loss:
@@ -269,11 +267,9 @@ _SCALED_AT_ONCE = 1024
 
 
 def _scale(values: Tensor, factor: Tensor) -> Tensor:
-    """values *= factor, a number in fp32 on the same device: in fp32, rounded once.
-
-    Not values.mul_(factor): a CUDA kernel would take a factor without dimensions in the other tensor's dtype, up to
-    0.4 % off in bf16, and infinite in fp16 beyond 65,504 (torch's ATen/native/cuda/Loops.cuh).
-    """
+    """values *= factor, a number in fp32 on the same device: in fp32, rounded once. Not values.mul_(factor): a CUDA
+    kernel would take a factor without dimensions in the other tensor's dtype, up to 0.4 % off in bf16, and infinite in
+    fp16 beyond 65,504 (torch's ATen/native/cuda/Loops.cuh)."""
     if values.dtype == torch.float32:
         return values.mul_(factor)
     for part in values.split(_SCALED_AT_ONCE):  # no second tensor of that size
@@ -304,10 +300,8 @@ is kept of each token, fp32 [C, K], and the gradient of the logits, None where n
 def in_chunks(
     leaves: tuple[Tensor, Tensor, Tensor | None], chunk: int, wanted: _Wanted, of_chunk: OfChunk
 ) -> tuple[list[Tensor], tuple[Tensor | None, Tensor | None, Tensor | None]]:
-    """(what is kept of each chunk's tokens, gradients of the leaves: hidden [N, H], weight [V, H], bias [V]).
-
-    `chunk`: tokens whose logits exist at one time.
-    """
+    """(what is kept of each chunk's tokens, gradients of the leaves: hidden [N, H], weight [V, H], bias [V]). `chunk`:
+    tokens whose logits exist at one time."""
     hidden, weight, bias = leaves
     kept: list[Tensor] = []
     grad_hidden = torch.empty_like(hidden) if wanted[0] else None
@@ -341,11 +335,8 @@ def _token_losses(
 
 class _ChunkedNLL(torch.autograd.Function):
     """Sums over counted tokens, fp32: [1] of -log p(label), or [2] with the square of log Z where there is a z-loss.
-    Inputs hidden [N, H], weight [V, H], bias [V] or None, labels [N].
-
-    The gradient is the first sum's, and with it that of the coefficient times the second. V is this rank's part of the
-    vocabulary if there is one.
-    """
+    Inputs hidden [N, H], weight [V, H], bias [V] or None, labels [N]. The gradient is the first sum's, and with it that
+    of the coefficient times the second. V is this rank's part of the vocabulary if there is one."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, labels, about):
@@ -364,10 +355,8 @@ class _ChunkedNLL(torch.autograd.Function):
 
 
 class _TokenNLL(torch.autograd.Function):
-    """-log p(label) of each token, fp32 [N]; inputs as for the sum.
-
-    A token's factor is known in the backward pass only, which therefore computes the logits again.
-    """
+    """-log p(label) of each token, fp32 [N]; inputs as for the sum. A token's factor is known in the backward pass
+    only, which therefore computes the logits again."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, labels, about):
@@ -397,14 +386,9 @@ def chunked_nll_sums(
     vocabulary: Vocabulary | None = None,
     z_loss: float,
 ) -> Tensor:
-    """Sums over the counted tokens, fp32 [2]: the negative log-likelihood (nats), and the square of log Z, the
-    logarithm of the sum of the exponentials of the logits as the loss sees them.
-
-    A gradient goes through the first alone: it is that of the first plus `z_loss`, above 0, times the second (PaLM,
-    arXiv 2204.02311, section 5).
-
-    Args: others as of `chunked_nll_sum`.
-    """
+    """Sums over the counted tokens, fp32 [2]: the negative log-likelihood (nats), and log Z squared. The gradient is
+    that of the first plus `z_loss` times the second (PaLM, arXiv 2204.02311, section 5). Arguments as of
+    `chunked_nll_sum`."""
     flat_NH = hidden.reshape(-1, hidden.shape[-1])
     sums: Tensor = _ChunkedNLL.apply(flat_NH, weight, bias, labels.reshape(-1), _About(chunk, form, vocabulary, z_loss))
     return sums
@@ -420,15 +404,9 @@ def chunked_nll_sum(
     form: HeadForm,
     vocabulary: Vocabulary | None = None,
 ) -> Tensor:
-    """Sum of the negative log-likelihood (nats, fp32 scalar) over the counted tokens.
-
-    Args:
-        hidden: [..., H], the decoder's output.
-        weight, bias: [V, H] and [V] of the head.
-        labels: [...], already shifted; IGNORE where a token does not count.
-        chunk: tokens whose logits exist at one time.
-        vocabulary: the shard that V is, where it is sharded; they all get the same sum.
-    """
+    """Sum of the negative log-likelihood (nats, fp32 scalar) over the counted `labels` [...], already shifted.
+    `hidden`: [..., H]. `weight`, `bias`: [V, H] and [V] of the head. `chunk`: tokens whose logits exist at one time.
+    `vocabulary`: the shard that V is; all shards get the same sum."""
     flat_NH = hidden.reshape(-1, hidden.shape[-1])
     sums: Tensor = _ChunkedNLL.apply(flat_NH, weight, bias, labels.reshape(-1), _About(chunk, form, vocabulary))
     return sums[0]
@@ -445,9 +423,7 @@ def token_nll(
     vocabulary: Vocabulary | None = None,
 ) -> Tensor:
     """The negative log-likelihood of each label (nats, fp32, the shape of `labels`), 0 where it does not count.
-
-    Arguments as for the sum. The backward pass computes the logits a second time.
-    """
+    Arguments as for the sum. The backward pass computes the logits a second time."""
     flat_NH = hidden.reshape(-1, hidden.shape[-1])
     found: Tensor = _TokenNLL.apply(flat_NH, weight, bias, labels.reshape(-1), _About(chunk, form, vocabulary))
     return found.view(labels.shape)

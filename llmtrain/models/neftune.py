@@ -9,11 +9,8 @@ from torch import Tensor, nn
 
 class Neftune:
     """Noise of alpha / sqrt(L d) x U(-1, 1) on each element that an embedding gives in training, with L tokens of the
-    text that the token belongs to and d elements of its embedding.
-
-    It is drawn from torch's stream, as dropout is: a function of seed, step, rank and micro-batch, and equal on the
-    ranks that share an embedding.
-    """
+    text that the token belongs to and d elements of its embedding. It is drawn from torch's stream, as dropout is: a
+    function of seed, step, rank and micro-batch, and equal on the ranks that share an embedding."""
 
     def __init__(self, embedding: nn.Module, alpha: float) -> None:
         self._alpha = alpha

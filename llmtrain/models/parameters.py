@@ -101,11 +101,8 @@ def local_parameter(name: str, parameter: Tensor) -> LocalParameter:
 
 
 def freeze(hf: nn.Module) -> None:
-    """Make buffers of the parameters that do not train. Those on the meta device, or partitioned, become NaN.
-
-    Raises:
-        ModelError: the model's files hold a tensor of integers, which no checkpoint here can hold.
-    """
+    """Make buffers of the parameters that do not train. Those on the meta device, or partitioned, become NaN. Raises
+    ModelError: the model's files hold a tensor of integers, which no checkpoint here can hold."""
     made: dict[int, Tensor] = {}
     for module in hf.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
@@ -133,12 +130,7 @@ def freeze(hf: nn.Module) -> None:
 
 def frozen_names(hf: nn.Module, model: ModelConfig, places: Places | None = None) -> frozenset[str]:
     """The parameters that `model.freeze` and `model.train_only` keep from training; a tied one by its first name.
-
-    `places`: where the user wrote what, for messages.
-
-    Raises:
-        ConfigError: a pattern matches no parameter, or one name of a tied parameter only; nothing is left to train.
-    """
+    Raises ConfigError: a pattern matches no parameter or one name of a tied one, or nothing is left to train."""
     key, patterns = ("model.train_only", model.train_only) if model.train_only else ("model.freeze", model.freeze)
     if not patterns:
         return frozenset()

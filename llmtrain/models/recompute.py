@@ -27,14 +27,9 @@ for each shape and mask."""
 
 
 def recompute(layers: Iterable[nn.Module], *, keep_attention: bool, on_host: bool, compiled: bool) -> None:
-    """Let each of these layers run again in the backward pass. Call it before they are compiled.
-
-    Args:
-        keep_attention: all of the layer but its attention (`ATTENTION`).
-        on_host: what is kept, the layer's input and attention's results, waits in host memory.
-        compiled: torch.compile will see the layers. It does not see what is done in a mode of ours; its partition of
-            forward and backward obeys the policy of torch's own.
-    """
+    """Let each of these layers run again in the backward pass; called before compilation. `keep_attention`: except
+    attention (`ATTENTION`). `on_host`: kept tensors wait in host memory. `compiled`: torch.compile sees torch's own
+    policy only."""
     again: Callable[..., Any] = functools.partial(checkpoint, use_reentrant=False)
     if keep_attention:
         policy = functools.partial(create_selective_checkpoint_contexts, _policy)
@@ -127,11 +122,9 @@ class OnHost(tuple[torch.device, torch.Size, list[Tensor]]):
 
 
 def to_host(tensor: Tensor) -> OnHost:
-    """A copy in host memory, in pieces of 64 MiB.
-
-    torch rounds each request for pinned memory up to a power of two (its CachingHostAllocator): the 3.3 GB that a
-    layer of 8B keeps of 400,000 tokens would take 4.3, and 32 layers more than a host of 128 GiB has.
-    """
+    """A copy in host memory, in pieces of 64 MiB. torch rounds each request for pinned memory up to a power of two (its
+    CachingHostAllocator): the 3.3 GB that a layer of 8B keeps of 400,000 tokens would take 4.3, and 32 layers more than
+    a host of 128 GiB has."""
     pieces = []
     for part in tensor.detach().reshape(-1).split(_PIECE_BYTES // tensor.element_size()):
         piece = torch.empty(part.shape, dtype=part.dtype, pin_memory=tensor.is_cuda)

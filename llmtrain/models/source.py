@@ -57,11 +57,9 @@ class ParameterSource(Protocol):
 
 
 class RandomSource:
-    """The model's own initialisation, one block (decoder layer, embedding, ...) at a time.
-
-    Each block has its own seed, made of the run's seed and the block's name: the values depend neither on
-    the number of ranks nor on the ZeRO stage, and only one block exists in full at any time.
-    """
+    """The model's own initialisation, one block (decoder layer, embedding, ...) at a time. Each block has its own seed,
+    made of the run's seed and the block's name: the values depend neither on the number of ranks nor on the ZeRO stage,
+    and only one block exists in full at any time."""
 
     def __init__(self, skeleton: PreTrainedModel, seed: int, device: torch.device) -> None:
         """`skeleton`: the transformers model on the meta device."""
@@ -147,15 +145,9 @@ def _blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Modul
 
 
 class SafetensorsSource:
-    """A Hugging Face folder: model.safetensors, or shards with model.safetensors.index.json. Threads may read.
-
-    With a `layout` it speaks the model's own parameter names, also where the files keep a parameter in parts or under
-    another name; without one, the files' names.
-
-    Raises:
-        ModelError: no safetensors, an index that leaves the folder or disagrees with the shards, a broken or missing
-            shard, a parameter of which a part is missing, a tied one that stands there twice with different values.
-    """
+    """A Hugging Face folder; threads may read. With a `layout` it has the model's parameter names, also where the files
+    keep a parameter in parts; without one, the files' names. Raises ModelError: an index, shard or parameter is
+    missing, broken or contradictory, or a path leaves the folder."""
 
     def __init__(
         self, folder: str | Path, layout: FolderLayout | None = None, *, asked_by: str = "model.pretrained"
@@ -356,10 +348,7 @@ def refuse_other_shapes(
     source: ParameterSource, shapes: dict[str, tuple[int, ...]], *, surplus_too: bool = False
 ) -> None:
     """The source must hold the model's parameters, whose names and shapes are given; with `surplus_too` others as well.
-
-    Raises:
-        ModelError: the source lacks a parameter, has one more, or one of another shape.
-    """
+    Raises ModelError: the source lacks a parameter, has one more, or one of another shape."""
     available = set(source.order())
     missing = sorted(shapes.keys() - available)
     if missing:
@@ -383,21 +372,16 @@ def refuse_other_shapes(
 
 
 def refuse_escape(folder: Path, path: Path) -> Path:
-    """`path`, a file of a model folder, unless it is a link to somewhere else (`leads_out`).
-
-    Raises:
-        ModelError: naming the link and its target.
-    """
+    """`path`, a file of a model folder, unless it is a link to somewhere else (`leads_out`). Raises ModelError: naming
+    the link and its target."""
     if (real := leads_out(folder, path)) is None:
         return path
     raise ModelError(f"{path} is a link to {real}, outside of the folder. Put a copy of the file in its place.")
 
 
 class ScoredSource:
-    """A folder's values without its language model's head; where the folder has no score, a new one.
-
-    A new head is drawn as transformers initialises the class, from the run's seed: it is the same on all ranks.
-    """
+    """A folder's values without its language model's head; where the folder has no score, a new one. A new head is
+    drawn as transformers initialises the class, from the run's seed: it is the same on all ranks."""
 
     def __init__(self, base: SafetensorsSource, layout: FolderLayout, seed: int, device: torch.device) -> None:
         self.base, self.origin = base, base.origin

@@ -70,11 +70,8 @@ def warnings_of_rope() -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Replaces nn.Module.register_parameter: parameters that train go to the meta device at once, one after another.
-
-    Under torch's own `torch.device("meta")` the buffers would go there as well, and their values be lost. What does not
-    train keeps the constructor's values; a tied parameter stays the same object.
-    """
+    """Replaces nn.Module.register_parameter: parameters that train go to the meta device, one after another. Buffers
+    keep their values (under `torch.device("meta")` they would not), and a tied parameter stays the same object."""
     register = nn.Module.register_parameter
 
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -88,11 +85,9 @@ def parameters_on_meta() -> Iterator[None]:
 
 @contextlib.contextmanager
 def documents_are(documents_BT: Tensor | None) -> Iterator[None]:
-    """Replaces transformers' search for documents in a row (masking_utils.find_packed_sequence_indices).
-
-    It looks in every forward pass and waits for the device to know whether there are some: the GPU then idles while the
-    host queues the next kernels.
-    """
+    """Replaces transformers' search for documents in a row (masking_utils.find_packed_sequence_indices). It looks in
+    every forward pass and waits for the device to know whether there are some: the GPU then idles while the host queues
+    the next kernels."""
     from transformers import masking_utils
 
     with _replaced(masking_utils, "find_packed_sequence_indices", lambda position_ids: documents_BT):
@@ -101,10 +96,8 @@ def documents_are(documents_BT: Tensor | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def masks_of_whole_rows(places_BT: Tensor) -> Iterator[None]:
-    """Replaces masking_utils._preprocess_mask_arguments and packed_sequence_compatibility_function.
-
-    transformers then makes masks for rows with these positions, although the model sees some of their columns only.
-    """
+    """Replaces masking_utils._preprocess_mask_arguments and packed_sequence_compatibility_function. transformers then
+    makes masks for rows with these positions, although the model sees some of their columns only."""
     from transformers import masking_utils
 
     arguments = masking_utils._preprocess_mask_arguments
@@ -133,12 +126,8 @@ def _transformers() -> tuple[int, ...]:
 
 
 def stand_before_attention(attend: Callable[..., Any]) -> None:
-    """Replaces AttentionInterface.get_interface, once in a process: every attention of every model goes through
-    `attend(inner, module, query, key, value, ...)`, `inner` being the function that transformers chose.
-
-    All models ask this method, with their own eager function as an argument: to replace functions in the interface
-    would miss that one.
-    """
+    """Replaces AttentionInterface.get_interface, once in a process, which all models ask: every attention goes through
+    `attend(inner, module, query, key, value, ...)`, `inner` being the function that transformers chose."""
     from transformers.modeling_utils import AttentionInterface
 
     plain = AttentionInterface.get_interface
@@ -264,11 +253,9 @@ def without_memory() -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def fresh_compilation_cache() -> Iterator[None]:
-    """torch._inductor.utils.fresh_cache: compiles anew what an earlier process may have left compiled.
-
-    Without torch's worker processes, which would be started here and keep the folder of Triton's kernels that is
-    deleted at the end: compile_threads.
-    """
+    """torch._inductor.utils.fresh_cache: compiles anew what an earlier process may have left compiled. Without torch's
+    worker processes, which would be started here and keep the folder of Triton's kernels that is deleted at the end:
+    compile_threads."""
     from torch._inductor import config
     from torch._inductor.utils import fresh_cache
 

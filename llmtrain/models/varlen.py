@@ -23,10 +23,8 @@ from llmtrain.models.transformers_private import VARLEN, varlen_backward
 
 @dataclass(frozen=True, kw_only=True)
 class Documents:
-    """Bounds of the documents of a micro-batch, its rows concatenated.
-
-    Both tensors have one shape whatever the documents are: compiled layers would have a graph for each other one.
-    """
+    """Bounds of the documents of a micro-batch, its rows concatenated. Both tensors have one shape whatever the
+    documents are: compiled layers would have a graph for each other one."""
 
     bounds: Tensor
     """int32 [tokens + 1] on the device: the first token of each document, then the number of tokens up to the end."""
@@ -56,10 +54,8 @@ _current: Documents | None = None
 
 
 def set_documents(documents: Documents | None) -> None:
-    """For the attention of every layer from now on, recomputation in the backward pass included.
-
-    None: each row is one document.
-    """
+    """Set the documents of every layer's attention from now on, also in recomputation; None: each row is one
+    document."""
     global _current
     _current = documents
 
@@ -72,10 +68,7 @@ _FA3 = "flash_attn_interface"
 
 def choose_kernel(device: torch.device) -> str:
     """Let torch use FlashAttention 3 where the GPU is a Hopper and the package is there; else 2 stays. For the whole
-    process, so sdpa's flash kernel, too.
-
-    Returns a line that says which it is, and why not the faster one.
-    """
+    process, so sdpa's flash kernel, too. Returns a line that says which it is, and why not the faster one."""
     global kernel
     kernel = "FlashAttention 2"
     usual = f"attention within documents: {kernel}"
@@ -113,19 +106,9 @@ def attend(
     sliding_window: int | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within documents, as transformers calls it.
-
-    Args:
-        query, key, value: [B, heads, T, D]; keys and values may have fewer heads, which several share.
-        attention_mask: None: `register` sees to it.
-        sliding_window: a token sees so many tokens, itself included.
-
-    Returns:
-        [B, T, heads, D], and no weights.
-
-    Raises:
-        ModelError: the model's attention does something to the scores that no such kernel computes.
-    """
+    """Causal attention within documents, as transformers calls it: query, key, value [B, heads, T, D], of which several
+    heads may share a key. Returns [B, T, heads, D], and no weights. Raises ModelError: the model changes the scores in
+    a way that no such kernel computes."""
     odd = [name for name in ("softcap", "s_aux") if more.get(name) is not None]
     if odd or dropout or attention_mask is not None or more.get("is_causal") is False:
         raise ModelError(
@@ -147,11 +130,8 @@ def attend(
 def within_documents(
     query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, sizes: Tensor, scale: float | None, window: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention within documents (see `Documents`): [tokens, heads, D] each.
-
-    Returns:
-        the same of the queries, and what the backward pass wants of each head and token.
-    """
+    """Causal attention within documents (see `Documents`): [tokens, heads, D] each. Returns the same of the queries,
+    and what the backward pass wants of each head and token."""
     forward, _ = _kernels(query.device)
     out, sums = forward(query, key, value, *_bounds(bounds, sizes), scale, window)
     return out.contiguous(), sums

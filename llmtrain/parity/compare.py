@@ -104,11 +104,9 @@ class Verdict:
 
 
 def compare(got: Trace, want: list[Trace], *, fp32: bool, split: bool) -> Verdict:
-    """`got` against the plain training in several orders of summation; the first of them is the reference.
-
-    In fp32 a value may differ by a fixed amount, or by SPREADS times the spread of the orders where that is more; in
-    lower precisions by SPREADS times the spread (docs/parity.md says why it is taken as it is here).
-    """
+    """`got` against the plain training in several orders of summation; the first of them is the reference. In fp32 a
+    value may differ by a fixed amount, or by SPREADS times the spread of the orders where that is more; in lower
+    precisions by SPREADS times the spread (docs/parity.md says why it is taken as it is here)."""
     curves = [_curve(got, want, "loss", loss_tolerance(split) if fp32 else 0.0)]
     curves.append(_curve(got, want, "gradient norm", NORM if fp32 else 0.0))
     last = len(want[0].parameters) - 1
@@ -159,12 +157,8 @@ def _curve(got: Trace, want: list[Trace], what: str, least: float) -> list[Diffe
 
 
 def _parameters(got: Trace, want: list[Trace], step: int, *, fp32: bool) -> list[Difference]:
-    """Every parameter after a step, in the model's order.
-
-    fp32: its largest element, and the root mean square over its elements as a share of what it has moved. In lower
-    precisions the largest element is one whose gradient is all rounding, and AdamW moves it by the whole learning
-    rate, as Lion does in every precision: there only the share counts.
-    """
+    """Every parameter after a step. fp32: its largest element, and the root mean square as a share of its movement. In
+    lower precisions only the share: the largest element has a gradient that is all rounding."""
     elements = fp32 and (step == 0 or not want[0].by_sign)
     start, expected = want[0].parameters[0], want[0].parameters[step]
     moved = {name: _root_mean_square(value, start[name]) for name, value in expected.items()}
@@ -194,8 +188,7 @@ def _spread(want: list[Trace], step: int, name: str, measure: Callable[[Tensor, 
 
 
 def _gradients(got: Trace, want: list[Trace]) -> list[Difference]:
-    """The clipped gradient of step 1 of every parameter: the difference over its size, both in the root mean
-    square."""
+    """The clipped gradient of step 1 of every parameter: the difference over its size, both in the root mean square."""
     found = []
     for name, expected in want[0].gradients.items():
         size = float(expected.square().mean().sqrt()) or 1.0
@@ -256,10 +249,8 @@ def tie(
     got: Trace, want: list[Trace], verdict: Verdict, nudged: Callable[[int], list[Trace]], *, split: bool
 ) -> Tie | None:
     """The tie that explains a failed comparison in fp32: plain trainings diverge by rounding as far as the ranks do.
-
     They are more orders of summation, and the tolerance is made of all of them. `nudged`: from a number of steps to
-    COUNT of them. None: the ranks still part by more.
-    """
+    COUNT of them. None: the ranks still part by more."""
     first, steps = verdict.first[0].step, len(got.losses)
     if first == 0:
         return None

@@ -167,7 +167,6 @@ def _value(source: ParameterSource, name: str) -> Tensor:
 
 
 def _trains(name: str, model: ModelConfig) -> bool:
-    """True if a parameter of this name trains in the run."""
     named = any(fnmatchcase(name, pattern) for pattern in model.train_only or model.freeze)
     return named == bool(model.train_only)
 
@@ -275,11 +274,9 @@ def _rows(tokens: Tokens, rows: list[int]) -> list[Tensor]:
 
 
 def rate_of_step(schedule: Schedule, number: int, steps: int) -> float:
-    """Factor on the peak learning rate at optimizer step `number` of `steps` (1 is the first).
-
-    Step k of w of the warm-up has k / (w + 1). The next one has 1, from which half a cosine or a line reaches min_ratio
-    with the last step; with wsd step k of the last d has 1 - (1 - min_ratio) k / d.
-    """
+    """Factor on the peak learning rate at optimizer step `number` of `steps` (1 is the first). Step k of w of the
+    warm-up has k / (w + 1). The next one has 1, from which half a cosine or a line reaches min_ratio with the last
+    step; with wsd step k of the last d has 1 - (1 - min_ratio) k / d."""
     whole = schedule.warmup_steps + 1
     if isinstance(schedule, Wsd):
         assert schedule.decay_steps is not None, "the resolver fills it in"

@@ -35,14 +35,9 @@ def noise(seed: int, name: str, count: int) -> Tensor:
 
 
 class LoudSource(RandomSource):
-    """The model's own initialisation, with matrices 6 times as large and vectors that are not all the same.
-
-    So are tensors that do not train: a router's bias of all zeros would not show that it was lost.
-
-    At a standard deviation of 0.02 and a width of 64, attention is next to uniform and a lost position offset changes
-    the loss by less than rounding; norms that are all 1 and biases that are all 0 hide that they were swapped or
-    left out. A factor of 6 gives matrices of that width a gain near 1, as large models have it.
-    """
+    """The model's own initialisation with matrices 6 times as large, and vectors (also frozen ones) whose elements
+    differ: at a standard deviation of 0.02 and a width of 64, a lost position offset changes the loss by less than
+    rounding, and norms of 1 or biases of 0 hide a swap. 6 gives such matrices a gain near 1, as in large models."""
 
     def __init__(self, spec: ModelSpec, seed: int, device: torch.device) -> None:
         super().__init__(spec.skeleton, seed, device)
@@ -76,10 +71,8 @@ _SMALL = 5_000_000
 
 
 def small_model(model: ModelConfig, degrees: Degrees, *, scores: bool = False) -> tuple[dict[str, Any], float]:
-    """(fields of its config.json, its parameters over those of the user's model). `scores`: it gives a score.
-
-    Raises ModelError.
-    """
+    """(fields of its config.json, its parameters over those of the user's model). `scores`: it gives a score. Raises
+    ModelError."""
     config = with_score(load_config(model)) if scores else load_config(model)
     parameters = _parameters(config)
     sizes = {
@@ -109,10 +102,8 @@ def _parameters(config: PreTrainedConfig) -> int:
 
 
 def patterns_here(fields: dict[str, Any], model: ModelConfig) -> dict[str, Any]:
-    """`model.freeze` and `model.train_only` without the patterns that name layers which the small model lacks.
-
-    Raises ModelError: none is left.
-    """
+    """`model.freeze` and `model.train_only` without the patterns that name layers which the small model lacks. Raises
+    ModelError: none is left."""
     spec = _spec(fields)
     names = [name for name, _ in spec.skeleton.named_parameters(remove_duplicate=False)]
     found = {}
@@ -160,10 +151,8 @@ def _spec(fields: dict[str, Any]) -> ModelSpec:
 
 def attention_here(fields: dict[str, Any], attention: str, *, cpu: bool) -> Any:
     """The `model.attention` of the small run: the user's own; on a CPU, which has no flash attention, sdpa or eager.
-    Its start chooses for auto, as a run's does.
-
-    Raises ModelError: transformers has none of that name for this family.
-    """
+    Its start chooses for auto, as a run's does. Raises ModelError: transformers has none of that name for this
+    family."""
     instead = cpu and attention.startswith("flash")
     config = load_config(ModelConfig(config=fields))
     try:

@@ -15,15 +15,7 @@ from llmtrain.config.deepspeed.join import DEGREE_KEYS, join_values, read_facts
 from llmtrain.config.deepspeed.read import checked
 from llmtrain.config.problems import Places, Problems
 from llmtrain.config.resolve import resolve
-from llmtrain.config.run import (
-    DataConfig,
-    EvalConfig,
-    KeepBest,
-    ProfileConfig,
-    ResolvedRun,
-    RunConfig,
-    StopEarly,
-)
+from llmtrain.config.run import DataConfig, EvalConfig, KeepBest, ProfileConfig, ResolvedRun, RunConfig, StopEarly
 from llmtrain.config.topology import Degrees
 
 LR = 3e-4
@@ -90,12 +82,8 @@ def usual_ranks(degrees: Degrees) -> list[int]:
 def small_run(
     wanted: Wanted, model: dict[str, Any], shrunk_by: float, ranks: int, steps: int, *, cpu: bool
 ) -> RunConfig:
-    """The user's run with a small model, few short sequences and `steps` steps; all else as it is.
-
-    Args:
-        model: fields of the small model's config.json.
-        shrunk_by: its parameters over those of the user's model.
-    """
+    """The user's run with a small model, few short sequences and `steps` steps; all else as it is. `model`: fields of
+    the small model's config.json. `shrunk_by`: its parameters over those of the user's model."""
     run, degrees = wanted.run, wanted.degrees
     data_parallel = max(1, ranks // degrees.world_size)
     micro = run.train.micro_batch or _MICRO_BATCH

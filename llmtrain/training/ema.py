@@ -31,11 +31,8 @@ _CHUNK = 1 << 22
 
 
 class Ema(Part):
-    """After every `ema.every` optimizer steps mean = decay x mean + (1 - decay) x parameter, for each that trains.
-
-    The mean is fp32 and lies beside the master that it averages, in the same pieces: so it is sharded as the optimizer
-    is, and a checkpoint holds it under the parameter's name.
-    """
+    """After every `ema.every` optimizer steps mean = decay x mean + (1 - decay) x parameter. The means are fp32 and
+    sharded as the masters are; checkpoints hold them under the parameter's name."""
 
     key = "ema"
 

@@ -59,16 +59,8 @@ class Checked:
 
 
 def examine(resolved: ResolvedRun) -> Checked:
-    """Check everything that can be known of a run without its device and its other ranks, and add notes to the run.
-
-    `config check` and every rank of `train` call it, so that both refuse the same. `load` imports neither torch nor
-    DeepSpeed, and comes first.
-
-    Raises:
-        ConfigError: DeepSpeed refuses the dict, or the values do not go with the model.
-        ModelError: transformers cannot build the model, or the folder's weights are not whole.
-        DataError: the prepared data cannot be used for this run.
-    """
+    """Check all that can be known of a run without its device and its other ranks, and add notes to the run; `config
+    check` and every rank of `train` call it. Raises ConfigError, ModelError or DataError."""
     run = resolved.run
     for key in metrics():  # figures of a plugin would take the place of a run's own in metrics.jsonl
         name, part = key.removeprefix("eval/"), key.partition("/")[0]
@@ -172,14 +164,8 @@ def naming(key: str) -> Iterator[None]:
 
 
 def take_columns(every: Mapping[str, TrainData], take: Callable[[TrainData], list[str]]) -> list[str]:
-    """Hashes of the weights that the columns of a run's data are of, each once.
-
-    Args:
-        every: the data by key, that of the first stage at the beginning.
-        take: lets data have its columns, and returns the hash of the weights that each is of.
-
-    Raises: DataError, also where the columns are of other weights than the first.
-    """
+    """Hashes of the weights behind the columns of a run's data, each once. `take`: reads the columns of one data set.
+    Raises DataError, also where two columns have different weights."""
     weights: list[str] = []
     for key, data in every.items():
         with naming(key):
@@ -218,10 +204,7 @@ def _cut(choices: dict[str, ChoiceSet], length: int) -> list[str]:
 
 
 def _try_plugins(resolved: ResolvedRun) -> None:
-    """Compute what the run's plugins define once, on a few numbers: the objective, the schedules, the metrics.
-
-    Raises: ModelError, with key, method and line.
-    """
+    """Compute the run's plugins once, on a few numbers. Raises ModelError, with key, method and line."""
     import torch
 
     from llmtrain.engine.losses.named import sample_terms

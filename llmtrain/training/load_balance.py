@@ -46,15 +46,8 @@ LEAST_GAIN = 0.03
 
 
 def share_out(seconds: Sequence[float], total: int, *, least: int, most: int, unit: int) -> tuple[int, ...]:
-    """The shares of `total` sequences with which the slowest group ends first.
-
-    Args:
-        seconds: that a sequence takes, by group.
-        total: sequences of all groups: `least` for each, and a multiple of `unit` more.
-        least: of a group.
-        most: of a group.
-        unit: what shares are counted in.
-    """
+    """The shares of `total` sequences with which the slowest group ends first: from `least` to `most`, in steps of
+    `unit`. `seconds`: of a sequence, by group."""
     shares = [least] * len(seconds)
     ends = [(each * (least + unit), least, group) for group, each in enumerate(seconds) if least + unit <= most]
     heapq.heapify(ends)
@@ -95,14 +88,8 @@ class Balance:
     """The shares of a launch, from the measured speeds of its ranks."""
 
     def __init__(self, groups: Sequence[int], *, global_batch: int, accumulation: int, at_once: bool) -> None:
-        """
-        Args:
-            groups: the data-parallel group of each rank. The ranks of one compute the same sequences.
-            global_batch: sequences of a step.
-            accumulation: micro-batches of a step.
-            at_once: the ranks wait for each other in every micro-batch (ZeRO 2 and 3), not only at a step's end; then
-                all micro-batches of a group are equal.
-        """
+        """`groups`: the data-parallel group of each rank. `at_once`: the ranks wait for each other in every micro-batch
+        (ZeRO 2 and 3); then all micro-batches of a group are equal."""
         self._groups, self._count = tuple(groups), max(groups) + 1
         self._total, self._least = global_batch, accumulation
         self._most = MOST * (global_batch // self._count)
@@ -127,9 +114,7 @@ class Balance:
 
     def measured(self, paces: Sequence[int]) -> Change | None:
         """Once a step: the nanoseconds that each rank has computed for a sequence lately, 0 where it does not know.
-
-        Returns: other shares, if they are worth it; `sequences` has them from now on.
-        """
+        Returns other shares, if they are worth it; `sequences` has them from now on."""
         if not all(paces):
             return None
         if self._settles:
@@ -161,7 +146,7 @@ class Balance:
 
 
 def _slowest(seconds: Sequence[float], sequences: Sequence[int]) -> float:
-    """When the last group ends."""
+    """Seconds until the slowest group finishes."""
     return max(each * count for each, count in zip(seconds, sequences, strict=True))
 
 

@@ -32,10 +32,8 @@ Count = Callable[[int | Literal["all"] | None, Keep], Activations]
 
 
 def decide_recomputation(resolved: ResolvedRun, spec: ModelSpec, ranks: Ranks) -> tuple[ResolvedRun, list[str]]:
-    """The run with a number in place of auto, the same on all ranks, and a note with the bytes that it comes from.
-
-    All ranks call it, before the model is there.
-    """
+    """Put a number in place of auto, the same on all ranks, before the model is there; returns a note with the
+    bytes."""
     if resolved.run.model.recompute.layers != "auto":
         return resolved, []
     chosen, note = layers_for(min(from_all(ranks, free_bytes(ranks.device))), resolved, spec)
@@ -61,11 +59,9 @@ def layers_for(free: int, resolved: ResolvedRun, spec: ModelSpec) -> tuple[Recom
 
 
 def keeps(resolved: ResolvedRun) -> tuple[Keep, ...]:
-    """Choices of what recomputed layers keep, the first one first.
-
-    Attention's results take one tensor of the 24 of the model's width that a layer of Llama 3 8B keeps, and spare its
-    kernel, the one part of a layer that grows with the square of the length: layers keep them if all that fits so.
-    """
+    """Choices of what recomputed layers keep, the first one first. Attention's results take one tensor of the 24 of the
+    model's width that a layer of Llama 3 8B keeps, and spare its kernel, the one part of a layer that grows with the
+    square of the length: layers keep them if all that fits so."""
     model = resolved.run.model
     if model.recompute.keep is not None:
         return (model.recompute.keep,)
@@ -73,12 +69,8 @@ def keeps(resolved: ResolvedRun) -> tuple[Keep, ...]:
 
 
 def fewest_layers(count: Count, layers: int, room: float, kept: tuple[Keep, ...]) -> tuple[RecomputeConfig, str]:
-    """As few of the `layers` as activations of `room` bytes ask for, and the numbers in words.
-
-    Args:
-        count: the bytes with so many layers recomputed, which keep that.
-        kept: what recomputed layers may keep, the first choice first. If activations fit in no way, the last, all.
-    """
+    """As few of the `layers` as activations of `room` bytes ask for, and the numbers in words. `kept`: choices of what
+    recomputed layers keep; if activations fit with none, the last one with all layers."""
     plain = count(None, None)
     if plain.most <= room:
         return RecomputeConfig(), f"none of {layers} layers, whose activations take {units.size(plain.most)}"

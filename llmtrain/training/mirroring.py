@@ -30,8 +30,8 @@ _RESTART_S = 10.0
 
 
 def look(run: RunConfig, folder: CheckpointFolder, ranks: Ranks) -> None:
-    """Where a run goes on by itself and its folder has no checkpoint, fetch the mirror's newest; else refuse a mirror
-    that has another run's. All ranks call it together. Raises: AgreedError."""
+    """Fetch the mirror's newest checkpoint for a run that continues by itself and has none; else refuse a mirror with
+    another run's checkpoints. All ranks call it together. Raises AgreedError."""
     url = run.checkpoint.mirror
     if url is None:
         return

@@ -56,10 +56,8 @@ _WORDS = "words.json"
 
 
 def write(resolved: ResolvedRun) -> None:
-    """Write what the run's objective compares with into its data folders, on the ranks of a launcher.
-
-    `resolved`: for as many ranks as the launcher has started. Raises UserError.
-    """
+    """Write the columns that the run's objective compares with into its data folders. `resolved`: for the launcher's
+    number of ranks. Raises UserError."""
     resolved = with_base(resolved)
     teacher = teacher_model(resolved.run.objective, resolved.run.model) if resolved.run.objective.top_k else None
     given = resolved
@@ -123,11 +121,8 @@ def _folders(resolved: ResolvedRun) -> list[tuple[DataConfig, int]]:
 
 
 def write_teacher(checked: Checked, ranks: Ranks, asked: RunConfig) -> None:
-    """The teacher's column of each of the run's data folders. All ranks call it together. Raises UserError on all of
-    them, and leaves no part of a column.
-
-    `checked`: a run of the teacher. `asked`: the run that will learn from it.
-    """
+    """Write the teacher's column of each data folder of `asked`, the run that will learn from it; all ranks call it
+    together. Raises UserError on all of them, and leaves no part of a column. `checked`: a run of the teacher."""
     setup = Setup(checked, ranks)
     resolved, engine, vocabulary = setup.resolved, setup.engine, setup.spec.facts.vocab_size
     setup.write(setup.spec.initial_weights(0, ranks.device))
@@ -151,14 +146,10 @@ def write_teacher(checked: Checked, ranks: Ranks, asked: RunConfig) -> None:
 
 
 def _write_teacher(
-    engine: Engine,
-    data: TrainData,
-    column: TeacherColumn,
-    writer: ColumnWriter | None,
-    form: tuple[int, Mesh, Ranks],
+    engine: Engine, data: TrainData, column: TeacherColumn, writer: ColumnWriter | None, form: tuple[int, Mesh, Ranks]
 ) -> float:
-    """Of one folder. Returns the mean mass of the words that are not written. `writer`: on rank 0. `form`: micro-batch,
-    mesh and ranks of the engine."""
+    """Write one folder's column. `writer`: on rank 0. `form`: micro-batch, mesh and ranks. Returns the mean mass of the
+    words left out."""
     micro_batch, mesh, ranks = form
     place, data_parallel = mesh.place, mesh.degrees.data
     dealt = (micro_batch, place.data, data_parallel, ranks.device.type == "cuda")
@@ -193,10 +184,8 @@ def _write_teacher(
 def _with_progress(
     batches: Iterator[MicroBatch], at_once: int, what: str, rows: int, rows_together: int, ranks: Ranks
 ) -> Iterator[list[MicroBatch]]:
-    """The micro-batches, so many at a time; rank 0 tells how far the ranks are.
-
-    `rows_together`: of all ranks' micro-batches that are computed at the same time.
-    """
+    """The micro-batches, so many at a time; rank 0 tells how far the ranks are. `rows_together`: of all ranks'
+    micro-batches that are computed at the same time."""
     done = 0
     with log.Progress(what, rows, unit="row") if ranks.rank == 0 else contextlib.nullcontext() as progress:
         while some := list(itertools.islice(batches, at_once)):

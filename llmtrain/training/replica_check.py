@@ -108,14 +108,9 @@ class Replicas:
         """Row of the message by key, of what two ranks or more hold."""
 
     def differences(self, facts: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> list[Difference]:
-        """All differences, the same list on all ranks: facts first, then parameters.
-
-        Costs one pass over the parameters on the device, one wait for it, and one all-reduce on the host.
-
-        Args:
-            facts: what must be the same on all ranks, by name; JSON values.
-            own: what must be the same on those ranks that give the same name.
-        """
+        """All differences, the same list on all ranks: facts first, then parameters. Costs one pass over the
+        parameters, one wait for the device, one all-reduce on the host. `own`: facts of the ranks that give the same
+        name."""
         held = [(_key(name), name, json.dumps(value)) for name, value in (*facts.items(), *(own or {}).items())]
         hashes = [_number(shown) for _, _, shown in held]
         copies = list(self._engine.copies())
@@ -254,17 +249,8 @@ class ReplicaCheck(Part):
                 self.check(asdict(done.position), done.batch, done.lr_factor)
 
     def check(self, position: Mapping[str, int], batch: StepBatch, lr_factor: float) -> None:
-        """Compare the ranks after a step, and the masters with what the forward pass reads.
-
-        Args:
-            position: the run's counters after it.
-            batch: what this rank trained on.
-            lr_factor: on its peak learning rates.
-
-        Raises:
-            ReplicasDiffer: ranks differ. On all ranks, with the same words.
-            MastersDiffer: masters do. Likewise.
-        """
+        """Compare the ranks after a step, and the masters with the values of the forward pass. Raises ReplicasDiffer or
+        MastersDiffer, on all ranks."""
         step = position["step"]
         if self._compares_ranks:
             found = self._replicas.differences(self._facts(position, batch, lr_factor), self._facts_of_row(batch))

@@ -25,14 +25,7 @@ from llmtrain.engine.losses.function import LooksAhead
 from llmtrain.engine.losses.next_token import NextTokenLoss
 from llmtrain.engine.losses.online import LogProbs
 from llmtrain.engine.losses.with_metrics import quotients, with_metrics
-from llmtrain.tracking.metrics import (
-    Throughput,
-    TokenFlops,
-    flops_per_token,
-    peak_flops,
-    perplexity,
-    routing_metrics,
-)
+from llmtrain.tracking.metrics import Throughput, TokenFlops, flops_per_token, peak_flops, perplexity, routing_metrics
 from llmtrain.training.examine import LITTLE_NEW, USEFUL_EPOCHS
 from llmtrain.training.parts import Done, Part
 from llmtrain.training.step import Position, Session, is_due
@@ -60,10 +53,7 @@ class Evaluation(Part):
         ema: Ema | None = None,
     ) -> None:
         """`there`: the best checkpoints that the run has, and their figures. `ema`: its means are measured on the
-        validation sequences, too.
-
-        Raises DataError, on all ranks: no tokenizer tells the bytes of its tokens.
-        """
+        validation sequences, too. Raises DataError, on all ranks: no tokenizer tells the bytes of its tokens."""
         self._setup, self._tracker, self._speed, self._ema = setup, tracker, speed, ema
         run = setup.run
         self._stages = [
@@ -185,7 +175,6 @@ class Evaluation(Part):
                      f"{json.dumps(text, ensure_ascii=False)}")  # fmt: skip
 
     def _count_bytes(self, measured: Measured) -> int:
-        """Bytes of the counted tokens of a set."""
         assert self._lengths is not None
         key = id(measured.data)
         if key not in self._bytes:

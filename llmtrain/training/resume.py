@@ -94,9 +94,7 @@ class Start:
 
 def resume_or_start(setup: Setup, folder: RunDirectory, checkpoints: CheckpointFolder) -> Start:
     """Give the parameters their values: from a checkpoint, or from the model section. All ranks call it together.
-
-    Raises: AgreedError.
-    """
+    Raises AgreedError."""
     run, spec, ranks = setup.run, setup.spec, setup.ranks
     source = None
     if run.objective.reference == "online":  # the reference reads its first values again, after a resume as well
@@ -159,10 +157,8 @@ def _frozen_lines(source: FrozenSource) -> list[str]:
 def agreed_candidates(
     run: RunConfig, folder: RunDirectory, where: CheckpointFolder, ranks: Ranks
 ) -> tuple[list[Path], bool, dict[Path, str]]:
-    """(`candidates`, own, what is not whole and why): the same on every rank, from what the leaders find.
-
-    On a shared file system each rank looking for itself could see another newest one.
-    """
+    """(`candidates`, own, what is not whole and why): the same on every rank, from what the leaders find. On a shared
+    file system each rank looking for itself could see another newest one."""
     found: tuple[list[str], bool, str | None] = ([], False, None)
     if where.leads:
         try:
@@ -185,14 +181,8 @@ def agreed_candidates(
 
 
 def candidates(run: RunConfig, folder: RunDirectory) -> tuple[list[Path], bool]:
-    """Checkpoints to try, newest first, and whether they are this run's own.
-
-    A launch that ended after its first checkpoint is continued by the same command line, whatever `resume` says of
-    the beginning: with a path, the run folder's own checkpoints win if they began from that path.
-
-    Raises:
-        CheckpointError: the run folder holds what does not go together with `resume`.
-    """
+    """Checkpoints to try, newest first, and whether they are this run's own. With a path in `resume`, the run folder's
+    own checkpoints win if they began from that path. Raises CheckpointError: they do not go together."""
     own = complete_checkpoints(folder.checkpoints)
     if run.resume == "none":
         folder.refuse_old_checkpoints()

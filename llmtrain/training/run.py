@@ -147,10 +147,8 @@ def _train(setup: Setup, folder: RunDirectory, checkpoints: CheckpointFolder, re
 
 
 def _fill(parts: list[Part], launch: Launch) -> tuple[Saving, Evaluation]:
-    """Make the parts of the run, in the order in which the loop calls them.
-
-    Returns: those that the end of a run uses. Raises: AgreedError.
-    """
+    """Make the parts of the run, in the order in which the loop calls them. Returns those that the end of a run uses.
+    Raises: AgreedError."""
     setup, start, tracker = launch.setup, launch.start, launch.tracker
     run, speed = setup.run, throughput_of(setup, start.position.step)
     parts.append(Limits(launch.requests, run.train.max_minutes, launch.began_s, setup.ranks))
@@ -249,11 +247,8 @@ def _conclude(
     *,
     began: bool,
 ) -> str:
-    """The last save, the validation loss and rank 0's export. `reason`: why the run has stopped before its end.
-    `began`: False if that was before its first step.
-
-    Returns: rank 0's last words.
-    """
+    """Save for the last time, evaluate, export. `reason`: why the run stopped early. `began`: False before its first
+    step. Returns rank 0's last words."""
     setup, folder, tracker = launch.setup, launch.folder, launch.tracker
     complete, last_words = reason is None, ""
     tracker.end_progress()

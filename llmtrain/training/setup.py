@@ -66,17 +66,12 @@ _PROVED_TOKENS = 32
 
 
 class Setup:
-    """A checked run on its ranks: first an engine whose parameters have no values, then what it trains with.
-
-    All ranks call every method together. The order is: `Setup(...)`, `refer_to`, values (`write`, `start_from` or a
-    checkpoint), `prove`, `session`.
-    """
+    """A checked run on its ranks: first an engine whose parameters have no values, then what it trains with. All ranks
+    call every method together. The order is: `Setup(...)`, `refer_to`, values (`write`, `start_from` or a checkpoint),
+    `prove`, `session`."""
 
     def __init__(self, checked: Checked, ranks: Ranks) -> None:
-        """Make the mesh, the teacher, the objective and the engine.
-
-        Raises: UserError, on all ranks alike.
-        """
+        """Raises UserError, on all ranks."""
         self.run, self.data, self.sets, self.ranks = checked.resolved.run, checked.data, checked.sets, ranks
         with together(ranks):
             self.spec, notes = with_attention(checked.resolved, checked.spec, ranks.device)
@@ -103,9 +98,7 @@ class Setup:
 
     def refer_to(self, source: ParameterSource) -> None:
         """Let an objective with an online reference compare with these values, which it reads again at each step.
-
-        Raises: AgreedError.
-        """
+        Raises AgreedError."""
         if self.run.objective.reference != "online":
             return
         self._base = base_of(self.engine, self.spec, source)
@@ -121,10 +114,8 @@ class Setup:
         return write_weights(self.engine, source, self.ranks)
 
     def start_from(self, source: ParameterSource) -> dict[str, int]:
-        """Begin the run with these values. Returns what `write_weights` does.
-
-        Raises: AgreedError, also when the column of the reference was computed from other weights.
-        """
+        """Begin the run with these values. Returns the result of `write_weights`. Raises AgreedError, also when the
+        reference's column was computed from other weights."""
         checksums = self.write(source)
         self.began_with = weights_hash(reference_checksums(self.spec, checksums))
         if self.run.objective.reference == "column" and set(self.references or []) != {self.began_with}:
@@ -177,10 +168,8 @@ class Setup:
 
 def with_attention(resolved: ResolvedRun, spec: ModelSpec, device: torch.device) -> tuple[ModelSpec, list[str]]:
     """Choose an attention in place of model.attention auto. Returns the model with it, and a note on runs that isolate
-    documents: under a mask a GPU computes all pairs of a row's tokens.
-
-    Raises: ConfigError, where a mask is needed and is too large.
-    """
+    documents: under a mask a GPU computes all pairs of a row's tokens. Raises ConfigError, where a mask is needed and
+    is too large."""
     run, asked = resolved.run, resolved.run.model.attention
     if not run.data.isolate_documents or asked not in ("auto", "sdpa"):
         return spec, []
@@ -212,10 +201,7 @@ def with_attention(resolved: ResolvedRun, spec: ModelSpec, device: torch.device)
 
 
 def start_engine(resolved: ResolvedRun, spec: ModelSpec, ranks: Ranks, mesh: Mesh) -> Engine:
-    """The engine of a run; its parameters have no values yet.
-
-    Raises: UserError, on all ranks alike.
-    """
+    """The engine of a run; its parameters have no values yet. Raises UserError, on all ranks alike."""
     with together(ranks):
         check_device(resolved.precision, spec.model.attention, resolved.run.model.fp8, resolved.run.deepspeed)
     with together(ranks):
@@ -244,10 +230,8 @@ def start_engine(resolved: ResolvedRun, spec: ModelSpec, ranks: Ranks, mesh: Mes
 
 
 def teacher_of(run: RunConfig, student: ModelConfig, precision: str, ranks: Ranks, mesh: Mesh) -> Teacher | None:
-    """The model that a run distils, on the ranks that compute a loss: a pipeline's last stages, or all.
-
-    Raises: ModelError, on this rank alone.
-    """
+    """The model that a run distils, on the ranks that compute a loss: a pipeline's last stages, or all. Raises
+    ModelError, on this rank alone."""
     objective = run.objective
     if objective.teacher is None or mesh.place.pipeline != mesh.degrees.pipeline - 1:
         return None
@@ -262,7 +246,7 @@ def teacher_of(run: RunConfig, student: ModelConfig, precision: str, ranks: Rank
 
 
 def teacher_hash(run: RunConfig, ranks: Ranks) -> str | None:
-    """Of the teacher's weights. All ranks call it: each reads a part. Raises AgreedError."""
+    """Return the hash of the teacher's weights. All ranks call it: each reads a part. Raises AgreedError."""
     if run.objective.teacher is None:
         return None
     from llmtrain.models.teacher import teacher_checksums, teacher_model
@@ -273,10 +257,8 @@ def teacher_hash(run: RunConfig, ranks: Ranks) -> str | None:
 
 
 def taught_by(run: RunConfig, columns: list[str], ranks: Ranks) -> str | None:
-    """Of the weights that a run learns from. `columns`: of which the data's columns are. All ranks call it.
-
-    Raises: AgreedError, where they are others.
-    """
+    """Return the hash of the teacher. `columns`: hashes recorded in the data. All ranks call it. Raises AgreedError,
+    where they differ."""
     named = teacher_hash(run, ranks)
     made = {*columns, *([named] if named is not None else [])}
     if len(made) > 1:
@@ -287,12 +269,8 @@ def taught_by(run: RunConfig, columns: list[str], ranks: Ranks) -> str | None:
 
 
 def _compiles_layers(spec: ModelSpec, mix: Mix, ranks: Ranks, *, one_shape: bool) -> bool:
-    """The answer to model.compile_layers, the same on all ranks; all of them must call it.
-
-    `one_shape`: all micro-batches of the run have one, for which layers are compiled.
-
-    Raises: ConfigError, when it is true and some rank cannot compile.
-    """
+    """The answer to model.compile_layers, the same on all ranks. `one_shape`: all micro-batches of the run have one
+    shape. Raises ConfigError, when it is true and some rank cannot compile."""
     wanted, device = spec.model.compile_layers, ranks.device
     if not wanted and device.type != "cuda":  # on CUDA there is the loss to compile, and Muon
         return False
@@ -312,10 +290,8 @@ def _compiles_layers(spec: ModelSpec, mix: Mix, ranks: Ranks, *, one_shape: bool
 
 
 def _agreed_trouble(ranks: Ranks) -> str | None:
-    """The reason why torch.compile is not used; one rank that cannot is enough.
-
-    Compiled code rounds otherwise: what ranks hold alike would part where only some of them have it.
-    """
+    """The reason why torch.compile is not used; one rank that cannot is enough. Compiled code rounds otherwise: what
+    ranks hold alike would part where only some of them have it."""
     reasons = from_all(ranks, compiler.trouble(ranks.device))
     for rank, reason in enumerate(reasons):
         if reason is not None:
@@ -327,11 +303,7 @@ def _agreed_trouble(ranks: Ranks) -> str | None:
 
 def write_weights(engine: Engine, source: ParameterSource, ranks: Ranks) -> dict[str, int]:
     """Give the engine's parameters their first values, and prove that they arrived where the forward pass reads them.
-
-    Raises AgreedError on all ranks.
-
-    Returns what `prove_weights` does.
-    """
+    Raises AgreedError on all ranks. Returns what `prove_weights` does."""
     with together(ranks):
         arrived = fill_parameters(engine, source)
     with together(ranks):
@@ -341,8 +313,8 @@ def write_weights(engine: Engine, source: ParameterSource, ranks: Ranks) -> dict
 
 
 def reference_checksums(spec: ModelSpec, checksums: dict[str, int]) -> dict[str, int]:
-    """Checksums of the first values that decide what the model computes: beside an adapter that begins anew,
-    whose B is 0, the model's own. `llmtrain reference` serves every rank, seed and set of targets then."""
+    """Checksums of the first values that decide the model's results: with a new adapter (B = 0), those of the base
+    model, so that one column of `llmtrain reference` serves every seed and set of targets."""
     if spec.adapter.start is not None:
         return checksums
     return {name: value for name, value in checksums.items() if name not in spec.adapter_shapes}
@@ -359,8 +331,8 @@ def source_checksums(source: ParameterSource, names: Collection[str], ranks: Ran
 
 
 def base_of(engine: Engine, spec: ModelSpec, source: ParameterSource) -> Callable[[], AbstractContextManager[None]]:
-    """A context in which the engine's model is the one that its adapter began beside: without the adapter, and with the
-    first values of the modules that train whole. `source`: has those. All ranks enter it together."""
+    """A context in which the model computes as it did when its adapter was new. `source`: has the first values of the
+    modules that train whole. All ranks enter it together."""
     kept: dict[tuple[str, Region, bool], Tensor] = {}
 
     def first(copy: ForwardCopy) -> Tensor:
@@ -381,11 +353,8 @@ def base_of(engine: Engine, spec: ModelSpec, source: ParameterSource) -> Callabl
 
 
 def prove_loss(engine: Engine, row: Tensor, ranks: Ranks, *, isolate_documents: bool) -> None:
-    """Prove on the first tokens of `row` [T], which all ranks give alike, that our loss is the one of the model's own
-    logits and, if documents are to be isolated, that they are. With the values of a start or of a resume.
-
-    Raises: AgreedError, on all ranks.
-    """
+    """Prove on the first tokens of `row` [T] that our loss is the one of the model's own logits and, if asked, that
+    documents are isolated. Raises AgreedError, on all ranks."""
     few = row[:_PROVED_TOKENS].unsqueeze(0)
     # A stage that fails leaves the others waiting for its activations: they cannot hear of it, so it ends as a fault.
     failures = contextlib.nullcontext() if engine.stages else _failures_in_transformers()
@@ -434,17 +403,9 @@ def prove_start(
     *,
     own_teacher: bool,
 ) -> None:
-    """Prove with the first values, on a few sequences of the data, what is known without training: see
-    engine/losses/identities.py. For a run that begins anew; all ranks call it together.
-
-    Args:
-        objective: as the run minimises it.
-        reference: from an objective to one with the run's reference.
-        of: the data, and the first stage of the run that has it.
-        own_teacher: the run's teacher has the weights that training starts from.
-
-    Raises: AgreedError, on all ranks.
-    """
+    """Prove with the first values, on a few sequences, the figures that are known without training
+    (engine/losses/identities.py). `reference`: adds the run's reference to an objective. `of`: the data, and the first
+    stage that has it. `own_teacher`: the teacher has the weights that training starts from. Raises AgreedError."""
     from llmtrain.engine.losses.identities import Known, twice  # most runs have none of these objectives
 
     run, (stage, data) = resolved.run, of
@@ -465,9 +426,7 @@ def prove_start(
 @contextlib.contextmanager
 def _failures_in_transformers() -> Iterator[None]:
     """What transformers' own code raises in a first forward pass is said to the user, who chose the model's fields.
-
-    Raises: ModelError.
-    """
+    Raises ModelError."""
     try:
         yield
     except (UserError, torch.OutOfMemoryError):  # memory runs out on one rank, and the others would wait for it

@@ -109,16 +109,8 @@ class Session:
         request: Request = Request(),  # frozen
         before_update: Callable[[], None] = lambda: None,
     ) -> Step:
-        """Train on this rank's part of a global batch.
-
-        Args:
-            batch: the part.
-            request: what this rank sends to the others with this step.
-            before_update: called when the gradients are there and the optimizer has not written yet.
-
-        Raises:
-            TrainingStopped: fp16 has no smaller loss scale left; on all ranks alike.
-        """
+        """Train on this rank's part of a global batch; calls `before_update` before the optimizer writes. Raises
+        TrainingStopped, on all ranks: fp16 has no smaller loss scale left."""
         if isinstance(self.objective, LooksAhead):
             self.objective.look(batch.micro_batches, self.engine.evaluate)
         counted = sum(map(self.objective.weight, batch.micro_batches))
@@ -156,9 +148,7 @@ def is_due(every: int | None, steps: range) -> bool:
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
-    """Dropout of a step is a pure function of (seed, step, rank): resume needs no saved generator state.
-
-    The ranks of a tensor-parallel group give the same `rank`: what they all compute, they drop alike (Span of
-    models/parallel/tensor.py lets them differ where each has its own heads or features).
-    """
+    """Dropout of a step is a pure function of (seed, step, rank): resume needs no saved generator state. The ranks of a
+    tensor-parallel group give the same `rank`: what they all compute, they drop alike (Span of
+    models/parallel/tensor.py lets them differ where each has its own heads or features)."""
     torch.manual_seed(((seed * 1_000_003 + step) * 65_537 + rank) % 2**64)  # torch takes no more bits

@@ -43,14 +43,8 @@ def build_engine(
     ranks: Ranks,
     mesh: Mesh,
 ) -> ZeroEngine:
-    """The engine for a model whose parameters have not been given values yet.
-
-    Args:
-        own: what single parameters have beside the settings of `optim`, by Hugging Face name.
-        exact: DeepSpeed's dict.
-
-    Raises: ConfigError, for a DeepSpeed or torch that lacks what a run depends on.
-    """
+    """The engine for a model without values. `own`: settings of single parameters, by Hugging Face name. `exact`:
+    DeepSpeed's dict. Raises ConfigError: DeepSpeed or torch lacks a feature that a run depends on."""
     patches.check()
     if mix.mlp_tiles and get_accelerator().device_name() == "cpu":
         return_freed_memory()
@@ -98,14 +92,9 @@ _MOST_WHOLE = 1_000_000_000
 
 
 def _room(model: nn.Module, mix: Mix) -> dict[str, int]:
-    """Keys of zero_optimization that count elements, for this model: DeepSpeed's defaults where they suit it.
-
-    A bucket of gradients holds no more than there are: the default's 2 GB in fp32 would be there for an adapter, too.
-    Under ZeRO 3 the next module that is gathered as a whole (a compiled layer, all experts of a layer) is on its way
-    while this one computes: the defaults have room for a matrix or two. Adapters stay whole on each rank up to
-    `_MOST_WHOLE`: shared, each of their tensors was a gather in every forward, recomputed and backward pass, 3,400 tiny
-    ones a micro-batch of 70B, where DeepSpeed's threshold of 100,000 elements lets no lora_A of a wide model stay.
-    """
+    """Keys of zero_optimization that count elements: no larger bucket than there are gradients; under ZeRO 3 room for
+    two modules that are gathered as a whole. Adapters stay whole on each rank up to `_MOST_WHOLE`: shared, each tensor
+    was a gather in every pass, 3,400 tiny ones a micro-batch of 70B."""
     fields = DeepSpeedZeroConfig.model_fields
     trained = sum(prod(shape_of(p)) for p in model.parameters() if p.requires_grad)
     room = {"reduce_bucket_size": max(1, min(trained, int(fields["reduce_bucket_size"].default)))}
@@ -153,11 +142,9 @@ def _guard_step(optimizer: torch.optim.Optimizer, clip_norm: float, mesh: Mesh) 
 
 
 def _mark_gradients(model: nn.Module) -> None:
-    """Let DeepSpeed's bf16 and fp16 optimizers without ZeRO count the shards of all tensor-parallel ranks.
-
-    Their norm (unfused_optimizer.py:214, get_weight_norm) looks for a mark on gradients that only parameters have:
-    it was half of the true one with two ranks, and so was the clipped step.
-    """
+    """Let DeepSpeed's bf16 and fp16 optimizers without ZeRO count the shards of all tensor-parallel ranks. Their norm
+    (unfused_optimizer.py:214, get_weight_norm) looks for a mark on gradients that only parameters have: it was half of
+    the true one with two ranks, and so was the clipped step."""
 
     def mark(parameter: torch.Tensor) -> None:
         if parameter.grad is not None:

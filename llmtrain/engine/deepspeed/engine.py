@@ -48,13 +48,8 @@ _WINDOWED = ("sliding", "chunked", "compressed", "window")
 
 
 def gets_mask(config: PreTrainedConfig, length: int, *, documents: bool) -> bool:
-    """True if transformers gives torch's attention a mask tensor, in any layer; without one it is just causal.
-
-    Args:
-        config: the model's transformers configuration.
-        length: tokens of a row.
-        documents: attention stays within the documents of a row.
-    """
+    """True if transformers gives torch's attention a mask tensor for rows of `length` tokens, in any layer;
+    `documents`: attention stays within the documents of a row. Without a mask it is just causal."""
     return documents or any(_layer_gets_mask(layer, length) for layer in layer_configs(config.get_text_config()))
 
 
@@ -168,11 +163,8 @@ class ZeroEngine:
             engine.micro_steps = 0  # whose remainder tells DeepSpeed the last micro-batch of a step
 
     def micro_step(self, micro: MicroBatch, weight: Callable[[], int], objective: LossFunction) -> Tensor:
-        """Forward and backward pass of one micro-batch; its sums.
-
-        DeepSpeed divides by the accumulation steps and averages over the ranks with other tokens, as if all held
-        equally many; the factor undoes both.
-        """
+        """Forward and backward pass of one micro-batch; its sums. DeepSpeed divides by the accumulation steps and
+        averages over the ranks with other tokens, as if all held equally many; the factor undoes both."""
         engine = self.deepspeed
         equal_shares = engine.gradient_accumulation_steps() * engine.seq_dp_world_size
         heart.phase("forward")
@@ -216,11 +208,9 @@ class ZeroEngine:
 
     @contextlib.contextmanager
     def _scale_of_the_gradients(self) -> Iterator[None]:
-        """In which a dynamic loss scale does not grow (fp16): it grows at the end.
-
-        DeepSpeed 0.19.8 lets it grow before it divides the gradients by it (zero/stage_1_and_2.py and stage3.py, step):
-        the step after `loss_scale_window` good ones was taken with half of its gradient, and ZeRO 3 told half its norm.
-        """
+        """In which a dynamic loss scale does not grow (fp16): it grows at the end. DeepSpeed 0.19.8 lets it grow before
+        it divides the gradients by it (zero/stage_1_and_2.py and stage3.py, step): the step after `loss_scale_window`
+        good ones was taken with half of its gradient, and ZeRO 3 told half its norm."""
         scaler = self._scaler()
         if scaler is None:
             yield
@@ -278,13 +268,8 @@ class ZeroEngine:
         return [float(each) / (weight or torch.nan) for each in total]
 
     def check_head(self, inputs: Tensor) -> None:
-        """Compare our loss on `inputs` [1, T], or their score, with the one of transformers' own logits.
-
-        A head that scales or caps its logits in a way that we do not know would train on a wrong loss in silence.
-
-        Raises:
-            ModelError: they differ by more than rounding.
-        """
+        """Compare our loss (or score) on `inputs` [1, T] with the one of transformers' own logits: a head that scales
+        or caps them in an unknown way would train on a wrong loss in silence. Raises ModelError."""
         inputs = self._shareable(inputs)
         micro = MicroBatch(inputs=inputs, labels=inputs.roll(-1, dims=1), sample_indices=[])
         scores = gives_scores(self.module.config)
@@ -301,11 +286,8 @@ class ZeroEngine:
         self.module.wants_logits = wanted
 
     def check_isolation(self, inputs: Tensor) -> None:
-        """Prove on `inputs` [1, T], as two documents in a row, that nothing of the first reaches the second.
-
-        Raises:
-            ModelError: the model attends across documents in spite of data.isolate_documents.
-        """
+        """Prove on `inputs` [1, T], as two documents in a row, that nothing of the first reaches the second. Raises
+        ModelError: the model attends across documents in spite of data.isolate_documents."""
         inputs = self._shareable(inputs)
         half = inputs.shape[1] // 2
         positions = torch.arange(inputs.shape[1]).remainder(half).unsqueeze(0)
@@ -338,7 +320,6 @@ class ZeroEngine:
         return inputs[:, : inputs.shape[1] // self.mesh.degrees.sequence * self.mesh.degrees.sequence]
 
     def _sums(self, micro: MicroBatch, objective: LossFunction) -> Tensor:
-        """The forward pass of a micro-batch."""
         there = self._on_device(micro)
         sums: Tensor = self.deepspeed(there.inputs, functools.partial(objective.sums, micro=there), there.positions)
         return sums

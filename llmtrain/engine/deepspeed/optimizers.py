@@ -41,10 +41,8 @@ _CHUNK = 1 << 24  # elements that have fp32 moments at once: 128 MiB with AdamW
 
 
 def moments_of(optimizer: Any, flat: Tensor, settings: dict[str, Any]) -> dict[str, Tensor]:
-    """The moments of a tensor that `optimizer` steps, by kind, each as long as the tensor.
-
-    What the optimizer would create at its first step is created now, with the step counter at 0.
-    """
+    """The moments of a tensor that `optimizer` steps, by kind, each as long as the tensor. What the optimizer would
+    create at its first step is created now, with the step counter at 0."""
     state = optimizer.state[flat]
     kinds: dict[str, torch.dtype] = settings[MOMENTS]
     if not settings.get("use_muon") and "step" not in state:
@@ -58,11 +56,9 @@ def moments_of(optimizer: Any, flat: Tensor, settings: dict[str, Any]) -> dict[s
 
 
 class Bf16Moments(torch.optim.Optimizer):
-    """An optimizer that works element by element, with moments in bf16 between its steps and in fp32 within one.
-
-    So DeepSeek-V3 was trained (arXiv 2412.19437, 3.3.3), whose masters are fp32, too. DeepSpeed has bf16 moments
-    beside bf16 masters only, which lose every update of less than 2^-9 of a weight.
-    """
+    """An optimizer that works element by element, with moments in bf16 between its steps and in fp32 within one. So
+    DeepSeek-V3 was trained (arXiv 2412.19437, 3.3.3), whose masters are fp32, too. DeepSpeed has bf16 moments beside
+    bf16 masters only, which lose every update of less than 2^-9 of a weight."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         """`inner`: AdamW or Lion over groups that name their moments (`MOMENTS`); its own state is not used."""
@@ -98,13 +94,10 @@ class Bf16Moments(torch.optim.Optimizer):
 
 @contextlib.contextmanager
 def op_build_lock() -> Iterator[None]:
-    """Hold the right to build ops in torch's folder of extensions, on this host and on others that share the folder.
-
-    torch guards a build with a file that a killed process leaves behind; every later run then waits for ever, in
-    silence. Our lock ends with its process: whoever has it knows that nobody else of ours builds. It is on a file, not
-    on the folder, so that a home that many hosts share has one build. A torch lock file that is still there is that of
-    a program which does not know our lock (another DeepSpeed script), which has it open, or stale.
-    """
+    """Hold the right to build ops in torch's folder of extensions, on all hosts that share it. torch guards a build
+    with a file that a killed process leaves behind; every later run then waits for ever, in silence. Our lock ends with
+    its process. A torch lock file found under it is stale, or of a program that has it open and does not know our
+    lock."""
     from torch.utils.cpp_extension import _get_build_directory
 
     from llmtrain.cluster.doctor.probe import BUILD_LOCK, users_of  # a rank that builds nothing needs no doctor
@@ -212,9 +205,7 @@ _CLOSE = {"rtol": 1e-5, "atol": 1e-7}
 
 def build_guarded(optim: Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """The torch optimizer that a class makes of the engine's groups, with a step counter for each of its tensors.
-
-    Raises: ConfigError.
-    """
+    Raises ConfigError."""
     optimizer = _built(optim, groups)
     optimizer.defaults.setdefault("fused", None)  # `moments_of`: the counter is on the host
     optimizer.state.clear()  # of tensors that the engine will have replaced
@@ -224,10 +215,8 @@ def build_guarded(optim: Optimizer, groups: list[dict[str, Any]]) -> torch.optim
 
 def prove_by_element(optim: Optimizer) -> None:
     """Prove that the optimizer steps each element by itself, with one element of each moment for one of a tensor, all
-    zeros at first: then partitions of flat tensors train like whole ones, and checkpoints hold its moments.
-
-    Raises: ConfigError, with the reason.
-    """
+    zeros at first: then partitions of flat tensors train like whole ones, and checkpoints hold its moments. Raises
+    ConfigError, with the reason."""
     key = f"optim.name {optim.name}"
     numbers = torch.Generator().manual_seed(0)
     begin = torch.randn(_ROWS, _COLUMNS, generator=numbers)
@@ -322,10 +311,8 @@ def import_muon(*, compiled: bool) -> None:
 
 def _set_newton_schulz_dtype(precision: str) -> None:
     """Muon's Newton-Schulz iteration in fp32 for a run in fp32; else in what DeepSpeed takes, fp16 where there is any.
-
     DeepSpeed takes fp16 for an fp32 run, too, on GPUs and on processors with AVX512-FP16. That changes the update of a
-    matrix by up to 2 % (measured): an fp32 run would depend on the processor, and by rounding to fp16 on its layout.
-    """
+    matrix by up to 2 % (measured): an fp32 run would depend on the processor, and by rounding to fp16 on its layout."""
     from deepspeed.runtime.zero.muon import original_muon
 
     theirs = inspect.unwrap(original_muon.ns_compute_dtype)  # an earlier engine of this process may have been fp32

@@ -44,9 +44,7 @@ PRIVATE = (
         "every process group gets the run's timeout: DeepSpeed makes its subgroups without one",
     ),
     Private(
-        "torch.utils.cpp_extension",
-        ("_get_build_directory",),
-        "a lock that a killed build of an op has left is found",
+        "torch.utils.cpp_extension", ("_get_build_directory",), "a lock that a killed build of an op has left is found"
     ),
     Private(
         "deepspeed.runtime.compiler",
@@ -131,11 +129,8 @@ PRIVATE = (
 
 
 def check() -> None:
-    """Look for all of them in what is loaded and in the sources of the installed packages: about 5 ms.
-
-    Raises:
-        ConfigError: one is gone.
-    """
+    """Look for all of them in what is loaded and in the sources of the installed packages: about 5 ms. Raises
+    ConfigError: one is gone."""
     for private in PRIVATE:
         text, loaded = _source(private.module), sys.modules.get(private.module)
         gone = [name for name in private.names if not hasattr(loaded, name) and not _names(text, name)]
@@ -166,10 +161,8 @@ def _source(module: str) -> str:
 
 
 def apply_group_timeout(timeout_s: float) -> None:
-    """Give the run's timeout to every process group.
-
-    DeepSpeed makes its subgroups without one (comm/torch.py new_group), so a hung rank would go
-    unnoticed for torch's default of 10 (NCCL) or 30 (gloo) minutes whatever the user asked for.
-    """
+    """Give the run's timeout to every process group. DeepSpeed makes its subgroups without one (comm/torch.py
+    new_group), so a hung rank would go unnoticed for torch's default of 10 (NCCL) or 30 (gloo) minutes whatever the
+    user asked for."""
     for group in list(dist.distributed_c10d._world.pg_map):
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)

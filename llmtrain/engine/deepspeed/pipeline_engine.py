@@ -112,11 +112,9 @@ class PipelineZeroEngine(ZeroEngine):
 
 
 def _reduce_tied(engine: PipelineEngine) -> None:
-    """Sum the gradient of a tied weight over the two stages that hold it.
-
-    DeepSpeed's own (pipe/engine.py _exec_reduce_tied_grads) looks at `weight.grad` alone. Where ZeRO accumulates in
-    another precision (data_types.grad_accum_dtype), that is None: the two copies would part in silence.
-    """
+    """Sum the gradient of a tied weight over the two stages that hold it. DeepSpeed's own (pipe/engine.py
+    _exec_reduce_tied_grads) looks at `weight.grad` alone. Where ZeRO accumulates in another precision
+    (data_types.grad_accum_dtype), that is None: the two copies would part in silence."""
     for weight, group in engine.module.get_tied_weights_and_groups():
         if weight.requires_grad:
             dist.all_reduce(engine.optimizer.get_param_gradient_attribute(weight), group=group)
@@ -124,11 +122,7 @@ def _reduce_tied(engine: PipelineEngine) -> None:
 
 def _check_groups(engine: PipelineEngine, ranks: Ranks) -> None:
     """With an offloaded optimizer DeepSpeed sums gradient norms over the stages group by group: with fewer groups on
-    one of them, all would wait.
-
-    Raises:
-        AgreedError: on every rank.
-    """
+    one of them, all would wait. Raises AgreedError: on every rank."""
     if not engine.optimizer.cpu_offload:
         return  # one sum over all groups: engine/deepspeed/zero_step.py
     counts = from_all(ranks, len(base_optimizer(engine).param_groups))

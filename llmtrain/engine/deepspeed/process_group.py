@@ -26,17 +26,8 @@ def join_process_group(
     timeout_s: float, *, start_timeout_s: float = 300.0, settings: Mapping[str, Any] | None = None
 ) -> Ranks:
     """Start torch.distributed for the launcher's RANK, WORLD_SIZE, LOCAL_RANK; alone (one rank) without a launcher.
-
-    Args:
-        timeout_s: how long a collective may wait for a rank.
-        start_timeout_s: how long the ranks wait for each other here.
-        settings: what must be the same on all ranks.
-
-    Raises:
-        RendezvousError: the ranks do not come together, or they differ; on every rank that came.
-        ConfigError: an environment variable names a network interface that this host does not have; there is no
-            device for this rank, or torch cannot use it.
-    """
+    `timeout_s`: of a collective. `settings`: must be equal on all ranks. Raises RendezvousError: ranks are missing or
+    differ. Raises ConfigError: no device, or no such network interface."""
     for key, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1")):
         os.environ.setdefault(key, value)
     os.environ.setdefault("MASTER_PORT", "0" if os.environ["WORLD_SIZE"] == "1" else "29500")

@@ -146,10 +146,8 @@ class State(ABC):
 
     @contextmanager
     def reading_instead(self, names: Collection[str], values: Callable[[ForwardCopy], Tensor]) -> Iterator[None]:
-        """In which the forward pass reads other values of these parameters.
-
-        Not put back after an error: gathering is a collective, and the others may be elsewhere.
-        """
+        """In which the forward pass reads other values of these parameters. Not put back after an error: gathering is a
+        collective, and the others may be elsewhere."""
         self.part()
         here = [copy for copy in self.copies() if copy.name in names]
         trained = [copy.values.clone() for copy in here]
@@ -171,11 +169,7 @@ class State(ABC):
     def copy(self, held: LocalParameter) -> ForwardCopy:
         """A parameter as the forward pass reads it, whole."""
         return ForwardCopy(
-            name=held.name,
-            region=held.region,
-            values=held.values(),
-            replica=self.replica(held),
-            partition=False,
+            name=held.name, region=held.region, values=held.values(), replica=self.replica(held), partition=False
         )
 
 
@@ -225,11 +219,9 @@ class Zero12State(State):
                 yield Home(held, flat, offset, start, numel, held.copy)
 
     def _partition(self, index: int) -> Iterator[tuple[Tensor, int, int, int]]:
-        """(parameter, offset in this rank's partition, first element, elements) of what lies in it, of a group.
-
-        Read off the flat buffer's own table. The addresses that parameters carry (`_hp_mapping`) are made from the
-        group's first order: with round_robin_gradients, which lays parameters out in another, they are wrong.
-        """
+        """(parameter, offset in this rank's partition, first element, elements) of what lies in it, of a group. Read
+        off the flat buffer's own table. The addresses that parameters carry (`_hp_mapping`) are made from the group's
+        first order: with round_robin_gradients, which lays parameters out in another, they are wrong."""
         optimizer = self.optimizer
         size = int(optimizer.partition_size[index])
         begin = size * dist.get_rank(optimizer.real_dp_process_group[index])

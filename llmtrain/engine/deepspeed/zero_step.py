@@ -94,10 +94,8 @@ class OneNormZero(DeepSpeedZeroOptimizer):
         self, group_idx: int, partition_id: int, param_id: int, num_elements: int
     ) -> Tensor | bool | None:
         """Return the fp32 sums for a reduced gradient; False for a matrix of Muon, whose gradient has no sums.
-
         DeepSpeed has None for them, joins them to the neighbour before them in the bucket, and then forgets its sums:
-        most norms and biases of a run never trained.
-        """
+        most norms and biases of a run never trained."""
         found = super()._get_compact_grad_partition_slice(group_idx, partition_id, param_id, num_elements)
         own = partition_id == dist.get_rank(self.real_dp_process_group[group_idx])
         return False if found is None and own and self.gradient_accumulation_dtype != self.dtype else found
@@ -157,10 +155,8 @@ class OneNormZero(DeepSpeedZeroOptimizer):
         return not self.compute_grad_norm and not math.isfinite(self.scaled_global_norm())
 
     def scaled_global_norm(self, norm_type: int = 2) -> float:
-        """L2 norm of the whole gradient times the loss scale; infinite if a gradient of any rank is not finite.
-
-        Every rank calls it. Waits for the device, once.
-        """
+        """L2 norm of the whole gradient times the loss scale; infinite if a gradient of any rank is not finite. Every
+        rank calls it. Waits for the device, once."""
         assert norm_type == 2, norm_type
         norms: list[Tensor] = []
         for index in range(len(self.bit16_groups)):
@@ -209,9 +205,7 @@ class OneNormZero(DeepSpeedZeroOptimizer):
 
 def shorten_step(engine: DeepSpeedEngine) -> None:
     """Give a new engine of ZeRO 1 or 2 the step of this module; others, and an offloaded optimizer, keep DeepSpeed's.
-
-    Raises: ConfigError, for a DeepSpeed whose step is not known here.
-    """
+    Raises ConfigError, for a DeepSpeed whose step is not known here."""
     if type(engine.optimizer) is DeepSpeedZeroOptimizer and not engine.optimizer.cpu_offload:
         _check("optimizer", DeepSpeedZeroOptimizer, (*_REPLACED, *_AROUND))
         engine.optimizer.__class__ = OneNormZero
@@ -219,15 +213,9 @@ def shorten_step(engine: DeepSpeedEngine) -> None:
 
 @contextlib.contextmanager
 def choosing_optimizers() -> Iterator[None]:
-    """Engines that are built in here run ZeRO 1 in bf16 with fp32 gradients in the class of ZeRO 1 and 2, and take
-    shared experts that do not train for weights like others.
-
-    DeepSpeed takes its BF16_Optimizer for this one mix, whose step goes tensor by tensor, and which keeps 2 bytes of a
-    parameter more: all fp32 gradients, on every rank, beside all bf16 ones. ZeRO 1 and 2 refuse a model with shared
-    experts whose optimizer has none of them, as that of an adapter; ZeRO 3 does not.
-
-    Raises: ConfigError, for a DeepSpeed whose choice is not known here.
-    """
+    """Engines that are built in here run ZeRO 1 in bf16 with fp32 gradients in the class of ZeRO 1 and 2 (DeepSpeed's
+    BF16_Optimizer keeps 2 bytes of a parameter more and steps tensor by tensor), and take shared experts that do not
+    train (refused by ZeRO 1 and 2 of 0.19.8). Raises ConfigError, for an unknown DeepSpeed."""
     _check("engine", DeepSpeedEngine, ("_do_optimizer_sanity_check",))
     theirs = DeepSpeedEngine._do_optimizer_sanity_check
 

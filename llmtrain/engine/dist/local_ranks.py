@@ -39,9 +39,7 @@ class Ranks:
         timeout_s: float | None = None,
     ) -> None:
         """`shows`: rank 0 prints as the command itself; the output of the others is kept for `wait`'s messages.
-
-        `timeout_s`: for all ranks to end, None for ever.
-        """
+        `timeout_s`: for all ranks to end, None for ever."""
         self._timeout_s = math.inf if timeout_s is None else timeout_s
         self._folder = folder
         self._world_size = world_size
@@ -82,12 +80,7 @@ class Ranks:
         self.close()
 
     def wait(self) -> None:
-        """Wait until all have ended well.
-
-        Raises:
-            UserError: what a rank met is the user's to mend.
-            RankError: with the first traceback.
-        """
+        """Wait until all have ended well. Raises UserError, or RankError with the first traceback."""
         deadline = time.monotonic() + self._timeout_s
         while any(code is None for code in self._codes()):
             if any(self._codes()):

@@ -60,15 +60,8 @@ def _bounded() -> Iterator[None]:
 
 
 def called(owner: object, key: str, method: str, call: Callable[[], T]) -> T:
-    """Return `call()`; if it does not return, the watch names key and method.
-
-    Args:
-        owner: the object whose method it is. The exceptions of one that no plugin has brought are left alone.
-        key: of the run that selects it, such as "metrics.rare".
-        method: its name.
-
-    Raises: ModelError for any exception of a plugin's, SystemExit included, with key, method and line.
-    """
+    """Return `call()`, the `method` of a plugin's `owner`, selected by `key`; if it hangs, the watch names both. Raises
+    ModelError for any exception of a plugin's, with key, method and line."""
     if not is_of_plugin(owner):
         return call()
     try:

@@ -74,22 +74,9 @@ class Meeting:
 
 
 def meet(*, device: torch.device, backend: str, settings: Mapping[str, Any], limit_s: float) -> Meeting:
-    """Wait for all ranks of the launch and make sure that they run the same thing.
-
-    Takes RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from the environment, and sets the interface that
-    each backend uses where the user has not.
-
-    Args:
-        device: of this rank.
-        backend: that of the device's collectives, "nccl" or "gloo".
-        settings: what must be the same on all ranks; any nesting of dicts and lists.
-        limit_s: how long rank 0 waits for the others, and they for it.
-
-    Raises:
-        RendezvousError: ranks are missing or differ, the port is in use, rank 0 cannot be reached. On all ranks that
-            have come.
-        ConfigError: a variable names an interface that is not here.
-    """
+    """Wait up to `limit_s` for all ranks of the launch and make sure that they run the same `settings`; set each
+    backend's interface where the user has not. Raises RendezvousError, on all ranks that have come: ranks are missing
+    or differ, the port is in use, rank 0 cannot be reached. Raises ConfigError: no such interface."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     _meetings[_address()] = _number() + 1 if _address() in _meetings else 0
     interface = choose_interfaces(backend) if world_size > 1 else None
@@ -288,10 +275,8 @@ def _key(what: str, rank: int | None = None) -> str:
 
 @functools.cache
 def _launch() -> str:
-    """Identity of this launch: another one may come to the same port.
-
-    The mark of `llmtrain launch`; on a single host DeepSpeed's launcher, the parent of all ranks. Else empty.
-    """
+    """Identity of this launch: another one may come to the same port. The mark of `llmtrain launch`; on a single host
+    DeepSpeed's launcher, the parent of all ranks. Else empty."""
     found = os.environ.get(messages.LAUNCH, "")
     if not found and os.environ.get("CROSS_SIZE") == "1" and _launched_hosts():
         parent = psutil.Process(os.getppid())
@@ -434,10 +419,8 @@ def _not_connected(who: str, backend: str, message: str) -> RendezvousError:
 
 def leave_all(error: BaseException | None) -> None:
     """Leave the process groups without waiting for ranks that may be gone. `error`: with which the run ends, or None.
-
     NCCL waits: for every collective that was handed over, and for its peers, who may wait for this rank. So a rank that
-    fails alone leaves that to the end of its process.
-    """
+    fails alone leaves that to the end of its process."""
     alone = error is not None and not getattr(error, "everywhere", False)
     if dist.is_initialized() and not (alone and dist.get_backend() == "nccl"):
         # DeepSpeed keeps the groups that it has made, too: a second run in this process would meet the first one's.

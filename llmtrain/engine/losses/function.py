@@ -13,11 +13,9 @@ from llmtrain.models.loss import IGNORE
 
 
 class LossFunction(Protocol):
-    """Maps a micro-batch to a summed loss, and says what the sum over a global batch is divided by.
-
-    The loss of a step is the sum over all micro-batches of all ranks, divided by their summed weight: it does not
-    depend on how the batch is spread.
-    """
+    """Maps a micro-batch to a summed loss, and says what the sum over a global batch is divided by. The loss of a step
+    is the sum over all micro-batches of all ranks, divided by their summed weight: it does not depend on how the batch
+    is spread."""
 
     figures: tuple[str, ...]
     """Names of what is summed, divided by the same weight and reported: "loss" first, whose gradient is taken."""
@@ -27,16 +25,9 @@ class LossFunction(Protocol):
         ...
 
     def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
-        """The figures of a micro-batch, in order: fp32 [figures], on the device. Ranks that share rows add them up.
-
-        In a pipeline the last stage calls it, under ZeRO 3 it runs inside of the head's forward: all that it may know
-        of the model are `head` and `hidden`.
-
-        Args:
-            head: gives likelihoods.
-            hidden: [B, T, H], the decoder's output; this rank's columns of it under sequence parallelism.
-            micro: whole rows on the device. A field of a subclass of MicroBatch arrives here as well.
-        """
+        """The figures of a micro-batch of complete rows: fp32 [figures]; ranks that share rows add them up. In a
+        pipeline the last stage calls it, under ZeRO 3 it runs inside the head's forward. `hidden`: [B, T, H], the
+        decoder's output; under sequence parallelism this rank's columns."""
         ...
 
 

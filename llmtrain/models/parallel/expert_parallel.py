@@ -49,17 +49,10 @@ _HERE_ONLY = ("comm_backend", "async_split_plan", "combine_impl", "row_weighting
 
 
 def prepare_experts(
-    hf: PreTrainedModel,
-    blocks: list[ExpertBlock],
-    mix: Mix,
-    section: dict[str, Any],
-    device: torch.device,
-    mesh: Mesh,
+    hf: PreTrainedModel, blocks: list[ExpertBlock], mix: Mix, section: dict[str, Any], device: torch.device, mesh: Mesh
 ) -> Routing:
-    """Make a mixture of experts, whose blocks these are, ready for training.
-
-    `section`: the JSON's `expert_parallel`. Raises: ModelError, when the run asks of the experts what they cannot do.
-    """
+    """Make a mixture of experts, whose blocks these are, ready for training. `section`: the JSON's `expert_parallel`.
+    Raises: ModelError, when the run asks of the experts what they cannot do."""
     check_gradients(blocks, mix)
     if mix.degrees.expert > 1:
         shard_experts(hf, find_experts(hf, mix, section), mix, section, device)
@@ -107,12 +100,8 @@ def sharded_blocks(hf: nn.Module) -> list[ExpertBlock]:
 
 
 def find_experts(hf: PreTrainedModel, mix: Mix, section: dict[str, Any]) -> tuple[AutoEP, list[Any]]:
-    """DeepSpeed's AutoEP for a transformers model, with what it found of its blocks of experts.
-
-    Raises:
-        ModelError: AutoEP does not know this family, its blocks compute another function, or the experts cannot be
-            dealt out evenly.
-    """
+    """DeepSpeed's AutoEP for a transformers model, with what it found of its blocks of experts. Raises ModelError:
+    AutoEP does not know this family, its blocks compute another function, or the experts cannot be dealt out evenly."""
     from deepspeed.module_inject.auto_ep import AutoEP
     from deepspeed.module_inject.auto_ep_config import (
         parse_autoep_config,
@@ -144,16 +133,8 @@ def find_experts(hf: PreTrainedModel, mix: Mix, section: dict[str, Any]) -> tupl
 def shard_experts(
     hf: PreTrainedModel, found: tuple[AutoEP, list[Any]], mix: Mix, section: dict[str, Any], device: torch.device
 ) -> None:
-    """Replace the blocks of experts of a transformers model by ones that hold this rank's experts only.
-
-    Args:
-        hf: without ZeRO 3, its parameters are on the meta device and become uninitialised ones of the run's precision;
-            with ZeRO 3 they are partitioned.
-        found: by `find_experts`, before a pipeline has taken layers out of it.
-        section: the JSON's `expert_parallel`.
-
-    Raises: ModelError, as `find_experts`.
-    """
+    """Replace the blocks of experts by ones that hold this rank's experts only. `found`: by `find_experts`, before a
+    pipeline takes layers out. `section`: the JSON's `expert_parallel`. Raises ModelError."""
     degree, zero3 = mix.degrees.expert, mix.zero_stage == 3
     rank = rank_among_experts(degree, mix.degrees.pipeline)
     if device.type != "cuda" or mix.precision != "bf16":
@@ -183,10 +164,8 @@ def shard_experts(
 
 
 def _prove_blocks(hf: PreTrainedModel, section: dict[str, Any], degree: int) -> None:
-    """Hold AutoEP's blocks against transformers' own before any of the model is replaced.
-
-    Raises: ModelError; ValueError, where AutoEP says what it cannot do of a small copy.
-    """
+    """Hold AutoEP's blocks against transformers' own before any of the model is replaced. Raises ModelError;
+    ValueError, where AutoEP says what it cannot do of a small copy."""
     preset = section.get("preset_model")
     try:
         apart = apart_from_transformers(hf, section)
@@ -211,13 +190,9 @@ def _prove_blocks(hf: PreTrainedModel, section: dict[str, Any], degree: int) -> 
 
 
 def apart_from_transformers(hf: PreTrainedModel, section: dict[str, Any]) -> float:
-    """How far the logits of a small copy of the model move when AutoEP replaces its blocks of experts, over their
-    standard deviation (of a single logit, over its size); the larger one of this and the same of the embedding's
-    gradient. On the CPU, in fp32.
-
-    `section`: the JSON's `expert_parallel`. Raises: ValueError, where AutoEP cannot; whatever a forward pass raises;
-    ModelError: there is no small copy.
-    """
+    """How far the logits, or the embedding's gradient, of a small copy move when AutoEP replaces its blocks of experts,
+    over their standard deviation; on the CPU, in fp32. Raises ValueError, where AutoEP cannot; any error of a forward
+    pass; ModelError: there is no small copy."""
     from deepspeed.module_inject.auto_ep import AutoEP
     from deepspeed.module_inject.auto_ep_config import parse_autoep_config
 

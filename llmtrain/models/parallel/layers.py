@@ -106,12 +106,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def set_up_layers(
-    hf: PreTrainedModel,
-    layers: Sequence[nn.Module],
-    model: ModelConfig,
-    mix: Mix,
-) -> None:
+def set_up_layers(hf: PreTrainedModel, layers: Sequence[nn.Module], model: ModelConfig, mix: Mix) -> None:
     """Let the decoder `layers` of `hf` that are here compute as the model section of the run says."""
     if model.mlp_tile_tokens is not None:  # it takes the model apart: 1,000 lines that other runs do not load
         from llmtrain.models.parallel.layers import tile_mlps
@@ -135,12 +130,8 @@ def set_up_layers(
 
 
 def _ask_for_a_gradient(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Let the hidden state that enters a trained layer have a gradient, behind frozen embeddings, too.
-
-    All trained layers are then one graph: with an adapter the first one was another. And ZeRO 3 lets a layer's weights
-    go when the gradients of its inputs are there; where no input has one, torch says so before the layer's backward
-    pass instead of after it.
-    """
+    """Let the hidden state that enters a trained layer have a gradient, also behind frozen embeddings: all trained
+    layers are then one graph, and ZeRO 3 lets a layer's weights go after its backward pass instead of before."""
     if torch.is_grad_enabled() and any(p.requires_grad for p in layer.parameters()):
         given = (*args, *kwargs.values())
         hidden = next(t for t in given if isinstance(t, Tensor) and t.is_floating_point())

@@ -33,16 +33,10 @@ def make_groups(groups: list[list[int]], rank: int) -> Any:
 
 
 def host_group(ranks: Sequence[int] | None, limit_s: float) -> Any:
-    """A gloo group of these ranks of the world, or of all (None): for what computes on the host. Every rank calls it.
-
-    Beside NCCL torch lets the ranks outside of a group split the world's communicator, whatever the group's backend is
-    (distributed_c10d.py _new_process_group_helper): a collective of all ranks, in which they wait for ever, as members
-    of a gloo group never enter it. So the world looks unbound meanwhile. (`use_local_synchronization`, with which the
-    others enter nothing either, hangs where ranks have made different numbers of groups: it is part of the name.)
-
-    Args:
-        limit_s: how long its collectives wait for a rank.
-    """
+    """A gloo group of these ranks of the world, or of all (None); every rank calls it. With NCCL torch splits the
+    world's communicator for ranks outside of a group (distributed_c10d.py _new_process_group_helper), which a gloo
+    group's members never enter: so the world looks unbound meanwhile. (`use_local_synchronization` hangs where ranks
+    have made different numbers of groups.)"""
     limit = timedelta(seconds=limit_s)
     if ranks is None:
         return dist.new_group(backend="gloo", timeout=limit)
@@ -61,16 +55,11 @@ def mesh_of(degrees: Degrees) -> Mesh:
 
 
 class Mesh:
-    """This rank's groups. The `get_` methods are what DeepSpeed asks of an mpu (its utils/groups.py, utils/bwc.py).
-
-    DeepSpeed's "model parallel" ranks are those whose parameters differ while their sequences are the same: the
-    tensor-parallel ones here. (A pipeline brings DeepSpeed's own grid, over the same numbering of ranks.)
-
-    There is no get_sequence_parallel_world_size on purpose: DeepSpeed 0.19.8 would let ZeRO 0 to 2 average gradients
-    over the data-parallel ranks only (as it says), but ZeRO 3 over the sequence-parallel ones, too, or not, bucket by
-    bucket (zero/stage3.py __avg_scatter_grads against __avg_scatter_contiguous_grads): they come out S times too small.
-    Without it, every stage averages over all ranks of the group that has data and sequence in its name.
-    """
+    """This rank's groups. The `get_` methods are what DeepSpeed asks of an mpu (its utils/groups.py, utils/bwc.py); its
+    "model parallel" ranks are the tensor-parallel ones here. There is no get_sequence_parallel_world_size on purpose:
+    with it, ZeRO of 0.19.8 averages gradients over different groups by stage and bucket (zero/stage3.py
+    __avg_scatter_grads against __avg_scatter_contiguous_grads), S times too small. Without it, every stage averages
+    over all ranks that have data and sequence."""
 
     def __init__(self, degrees: Degrees) -> None:
         self.site = site()

@@ -35,11 +35,9 @@ if TYPE_CHECKING:
 
 
 class SequenceLanguageModel(LanguageModel):
-    """A language model whose rows are shared by the ranks of a group.
-
-    Every rank of the group gets the same whole rows and takes its columns of them itself: it then knows each row's
-    length and documents, which the masks need, without asking the others.
-    """
+    """A language model whose rows are shared by the ranks of a group. Every rank of the group gets the same whole rows
+    and takes its columns of them itself: it then knows each row's length and documents, which the masks need, without
+    asking the others."""
 
     def __init__(self, hf: PreTrainedModel, chunk: int, group: Any) -> None:
         super().__init__(hf, chunk)
@@ -159,9 +157,7 @@ def _attend(
 
 def _see_the_last_position(rotary: Any, exchange: Exchange) -> None:
     """Let rotary embeddings know how long a row is: beyond a length, some kinds (longrope, dynamic) turn otherwise.
-
-    They take the length from the largest position that they are given, so each rank gives the row's last one, too.
-    """
+    They take the length from the largest position that they are given, so each rank gives the row's last one, too."""
     own = rotary.forward
 
     def forward(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -177,11 +173,8 @@ def _see_the_last_position(rotary: Any, exchange: Exchange) -> None:
 
 
 def check_attention(hf: PreTrainedModel) -> None:
-    """Prove that tokens of the model look at each other through transformers' attention functions only.
-
-    A small copy runs with attention that gives every token its own value: no token may then feel another.
-    Raises ModelError.
-    """
+    """Prove that tokens of the model look at each other through transformers' attention functions only. A small copy
+    runs with attention that gives every token its own value: no token may then feel another. Raises ModelError."""
     name = type(hf).__name__
     if "position_ids" not in inspect.signature(hf.base_model.forward).parameters:
         raise ModelError(f"model: {name} takes no positions, so its rows cannot be shared; set {_KEY} to 1.")

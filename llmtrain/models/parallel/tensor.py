@@ -181,11 +181,9 @@ class _Gathered(torch.autograd.Function):
 
 
 def _own_stream(device: torch.device, rank: int) -> tuple[torch.Generator, Any]:
-    """Let the default generator go on with numbers of this rank's own. Returns what `_common_stream` needs.
-
-    The numbers follow from the generator's state alone, which is the same on all ranks: a layer that is computed
-    again in the backward pass, from a restored state, draws the same.
-    """
+    """Let the default generator go on with numbers of this rank's own. Returns what `_common_stream` needs. The numbers
+    follow from the generator's state alone, which is the same on all ranks: a layer that is computed again in the
+    backward pass, from a restored state, draws the same."""
     if device.type == "cuda":
         generator = torch.cuda.default_generators[device.index or 0]
         seed, offset = generator.initial_seed(), generator.get_offset()  # known to the host: nothing waits
@@ -216,10 +214,8 @@ def sharded_model(
     spec: ModelSpec, mix: Mix, exact: dict[str, Any], device: torch.device, mesh: Mesh
 ) -> tuple[PreTrainedModel, str]:
     """The transformers model with this rank's shards, uninitialised; under ZeRO 3 with its partitions of them. And a
-    note if some attention is whole on every rank, else "".
-
-    `exact`: DeepSpeed's dict. Raises: ModelError, when the model cannot be taken apart, or not for so many ranks.
-    """
+    note if some attention is whole on every rank, else "". `exact`: DeepSpeed's dict. Raises: ModelError, when the
+    model cannot be taken apart, or not for so many ranks."""
     hf = spec.own_skeleton()
     like = language_model(hf) if spec.scores else hf  # its logits prove the parts of the decoder
     anatomy = anatomy_of(like)
@@ -250,10 +246,7 @@ def _partition(exact: dict[str, Any], mesh: Mesh) -> Callable[[nn.Parameter], No
             holder = nn.Module()
             holder.register_parameter("first", parameter)
             deepspeed.zero.Init(
-                module=holder,
-                data_parallel_group=mesh.data_and_sequence,
-                config_dict_or_path=exact,
-                mpu=mesh,
+                module=holder, data_parallel_group=mesh.data_and_sequence, config_dict_or_path=exact, mpu=mesh
             )
             convert = parameter.convert_to_zero_parameters  # type: ignore[attr-defined]
         else:
@@ -272,16 +265,9 @@ def shard_model(
     *,
     settle: Callable[[nn.Parameter], None] = _leave,
 ) -> None:
-    """Leave this rank's shards in `hf`, and let its modules work on them together with the group's other ranks.
-
-    Args:
-        hf: the model, or a part of it with the same paths. Its parameters are on the meta device; they become
-            uninitialised ones of `dtype` on `device`.
-        anatomy, plan: of the whole model.
-        settle: called with each new parameter (ZeRO 3 takes the rank's partition of it right there).
-
-    Raises: ModelError, when the model cannot be sharded over so many ranks.
-    """
+    """Leave this rank's shards in `hf`, on the meta device before, and let its modules work with the group's other
+    ranks. `anatomy`, `plan`: of the complete model. `settle`: called with each new parameter (ZeRO 3 partitions it).
+    Raises ModelError, when the model cannot be sharded over so many ranks."""
     set_autotp_mode(training=True)
     rank, degree = dist.get_rank(group), dist.get_world_size(group)
     modules: dict[str, Any] = dict(hf.named_modules())
@@ -329,14 +315,9 @@ def shard_model(
 
 
 def share_adapter(plan: Projections, group: Any, path: str, layer: Any) -> None:
-    """Leave a rank its part of a map's adapter: whole A and some outputs of B where it has some outputs of the map
-    ("column"), some inputs of A and whole B where it has some inputs of the map ("row").
-
-    Between the two there are r features of each token. In a row their parts are summed there; in a column that is where
-    the gradient is, so that A, and what it reads, get the whole of it. `layer`: peft's, on the meta device.
-
-    Raises: ModelError.
-    """
+    """Leave a rank its part of a map's adapter (peft's `layer`, on the meta device): some outputs of B for a "column",
+    some inputs of A for a "row". In a row the parts of the r features between are summed, in a column their gradient.
+    Raises ModelError."""
     rank, degree = dist.get_rank(group), dist.get_world_size(group)
     entry = next((entry for entry in plan.maps if entry.path == path), None)
     if path in plan.entries or (entry is not None and entry.inside):
@@ -575,10 +556,8 @@ def _counts(total: int, degree: int) -> list[int]:
 
 
 def shard_embedding(embedding: nn.Embedding, vocabulary: VocabularyShard) -> None:
-    """Let an embedding whose weight is a shard look up all words: every rank adds its own, the others add zeros.
-
-    The module's own forward stays in between: some scale what they look up (Gemma 3).
-    """
+    """Let an embedding whose weight is a shard look up all words: every rank adds its own, the others add zeros. The
+    module's own forward stays in between: some scale what they look up (Gemma 3)."""
     own = embedding.forward
     padding = embedding.padding_idx
     if padding is not None:

@@ -101,11 +101,8 @@ class Anatomy:
 
 
 def anatomy_of(hf: PreTrainedModel) -> Anatomy:
-    """The parts of a causal language model, proved on a small copy. The model itself may be on the meta device.
-
-    Raises:
-        ModelError: it cannot be taken apart, with the reason.
-    """
+    """The parts of a causal language model, proved on a small copy. The model itself may be on the meta device. Raises
+    ModelError: it cannot be taken apart, with the reason."""
     _refuse_other_kinds(hf)
     small = probe_copy(hf)
     check_same_structure(hf, small)
@@ -248,8 +245,7 @@ class _Found:
 
     def sort_parts(self, head: str) -> tuple[list[str], list[str]]:
         """Paths before and after the layers. What is beside them has no parameters, and every rank with a layer needs
-        it: rotary embeddings.
-        """
+        it: rotary embeddings."""
         first, last = self._layers[0].begin, self._layers[-1].end
         before: list[str] = []
         after: list[str] = []

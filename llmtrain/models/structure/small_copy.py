@@ -46,19 +46,9 @@ def shrunk_config(
     vocabulary: int = 512,
     positions: int = 64,
 ) -> PreTrainedConfig:
-    """A config of the same family and structure with about these sizes; nothing becomes larger than it is.
-
-    Args:
-        config: of a text decoder.
-        layers: of each kind of layer (sliding, full, dense, experts) at least one is kept, so there may be more.
-        kv_heads: at least so many, where the model has them; always a divisor of the model's own number.
-        experts: likewise.
-        vocabulary: tokens; more by the model's vocabulary modulo 64, so that what divides one (up to 64) divides both.
-        positions: longest sequence.
-
-    Raises:
-        ModelError: transformers refuses the small config.
-    """
+    """A config of the same family and structure with about these sizes; no size grows. At least one of each kind of
+    layer stays; `kv_heads` and `experts` divide the model's numbers; the vocabulary keeps its remainder modulo 64.
+    Raises ModelError: transformers refuses the small config."""
     fields = copy.deepcopy(config.to_dict())
     size_of = _Sizes(config, fields)
     rotary_dim = _shrink_heads(size_of, fields, kv_heads)
@@ -416,9 +406,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 def probe_copy(hf: PreTrainedModel) -> PreTrainedModel:
     """A small real copy on the CPU in fp32, with random parameters and no dropout, whose class is the model's own.
-
-    Raises ModelError.
-    """
+    Raises ModelError."""
     config = without_dropout(shrunk_config(hf.config))
     if getattr(config, "output_router_logits", False):  # it asks for the loss of routers that parts of a model lack
         config.output_router_logits = False
@@ -464,11 +452,8 @@ def attention_seen(
     small: PreTrainedModel, *, cut: bool = False, compute: Callable[..., Tensor] | None = None
 ) -> Iterator[list[Attended]]:
     """Let the model's attention go through a function that records its calls; models with code of their own do not.
-
-    Args:
-        cut: the graph ends there, and begins again with what attention gives.
-        compute: what attention gives, [B, T, heads, size] from query, key and value; default: attention.
-    """
+    `cut`: the graph ends there, and begins again with what attention gives. `compute`: what attention gives, [B, T,
+    heads, size] from query, key and value; default: attention."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
