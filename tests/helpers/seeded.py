@@ -28,11 +28,10 @@ OBJECTIVES = {"reward": "reward", "distill": "distill"}
 
 @pytest.hookimpl(trylast=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    metafunc.fixturenames.append("seeded_fault")
     metafunc.parametrize("seeded_fault", FAULTS, indirect=True)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def seeded_fault(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Seed the fault into all that the ranks of this test call."""
     name: str = request.param
@@ -62,7 +61,7 @@ def has(item: Any, form: dict[str, Any]) -> bool:
         return "index" in item.callspec.params and _cell_has(_cell(item), asked, objective, form)
     words = [WORDS[key] for key in asked]
     if objective != "next_token":
-        words.append(OBJECTIVES.get(objective, "preference"))
+        words.append("online" if form.get("reference") == "online" else OBJECTIVES.get(objective, "preference"))
     return any(word in item.path.name for word in words or ["parity.py", "forms", "resume"])
 
 

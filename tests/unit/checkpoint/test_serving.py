@@ -1,4 +1,7 @@
-"""The proof of an export that a server makes the training rows' tokens and stops where answers ended."""
+"""The proof of an export that a server makes the training rows' tokens and stops where answers ended.
+
+More than 20 CPU s: each export is compared with rows that are prepared for it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`llmtrain prepare` as a user sees it: same bytes for any number of processes, kills, refusals, tokenizers."""
+"""`llmtrain prepare` as a user sees it: same bytes for any number of processes, kills, refusals, tokenizers.
+
+More than 20 CPU s: the command is run with its worker processes, and killed.
+"""
 
 from __future__ import annotations
 

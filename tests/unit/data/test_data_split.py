@@ -1,4 +1,7 @@
-"""Training and validation: documents cut for it, texts named for it, and what is said when there is none."""
+"""Training and validation: documents cut for it, texts named for it, and what is said when there is none.
+
+More than 20 CPU s: each way to split is a run of the command with its workers.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The loss of a head in chunks: both ways to compute it against the definition, their bytes, the rounding."""
+"""The loss of a head in chunks: both ways to compute it against the definition, their bytes, the rounding.
+
+More than 20 CPU s: one test compiles the loss.
+"""
 
 from __future__ import annotations
 
