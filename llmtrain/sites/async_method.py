@@ -53,16 +53,9 @@ class Newest:
         tell: Callable[..., None],
         settings: Async,
     ) -> None:
-        """
-        Args:
-            ranks: of the site.
-            shard: parameters that this rank owns.
-            exchange: uses a process group of its own if `overlap_steps` is not 0.
-            server: publishes this rank's changes.
-            form: format of changes; there is no error feedback between meetings.
-            tell: takes the kind of an event and its fields.
-            settings: an exchange every `sync_every` steps; fetches run during `overlap_steps`, at most `timeout_s`.
-        """
+        """`ranks`: of the site. `shard`: parameters that this rank owns. `exchange`: with a process group of its own if
+        `overlap_steps` is not 0. `server`: publishes this rank's changes. `form`: format of changes, without error
+        feedback. `tell`: takes an event's kind and fields."""
         self._ranks, self._shard, self._exchange, self._server = ranks, shard, exchange, server
         self._form, self._tell = form, tell
         self._every, self._overlap, self._limit_s = settings.sync_every, settings.overlap_steps, settings.timeout_s
@@ -70,14 +63,9 @@ class Newest:
         self.begin(shard.read(), 0, [])
 
     def begin(self, common: Array, round_: int, others: Sequence[PeerStatus], line: Array | None = None) -> None:
-        """Start from a meeting of all sites, or from a checkpoint.
-
-        Args:
-            common: the common parameters, [size].
-            round_: number of synchronisations behind them.
-            others: the other sites.
-            line: this site's own line from a checkpoint; the live parameters are the ground of what follows.
-        """
+        """Start from a meeting of all sites, or from a checkpoint. `common`: the common parameters, [size]. `round_`:
+        synchronisations so far. `line`: this site's own line from a checkpoint; the live parameters are the ground of
+        what follows."""
         self._common, self._round, self._others = common, round_, others
         self._line = common if line is None else line
         self._ground = common if line is None else self._shard.read()
@@ -110,13 +98,8 @@ class Newest:
             self._asked = None
 
     def after_step(self, step: int, steps: int, tokens: int) -> None:
-        """Start a fetch, or publish and take, if it is due.
-
-        Args:
-            step: optimizer step of the run, for events.
-            steps: optimizer steps of this site since the meeting.
-            tokens: tokens behind them.
-        """
+        """Start a fetch, or publish and take, if it is due. `step`: of the run, for events. `steps`, `tokens`: of this
+        site since the meeting."""
         if (steps + self._overlap) % self._every == 0 and self._asked is None and self._others:
             known = {site: line.clock.version for site, line in self._known.items()}
             sources, round_, change = self._others, self._round, self.line(self._shard.read()) - self._common

@@ -46,7 +46,6 @@ class Feedback:
     """Error feedback of one rank: adds what earlier messages lost to the next difference."""
 
     def __init__(self, form: type[Format], size: int) -> None:
-        """`size`: elements of a difference."""
         self.form = form
         self.residual: Array = np.zeros(size, np.float32)
         """Sum of the losses that no later message has made up for, fp32 [size]."""
@@ -54,9 +53,7 @@ class Feedback:
 
     def encode(self, difference: Array, part: slice) -> tuple[Bytes, Array]:
         """Return (records of all `size` elements, with difference + residual in `part`; what the part decodes to).
-
-        `part` must begin with a block.
-        """
+        `part` begins with a block."""
         assert part.start % BLOCK == 0
         wanted = difference + self.residual[part]
         written = encode(self.form, wanted)

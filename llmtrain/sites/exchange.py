@@ -104,13 +104,8 @@ class Exchange:
         keys: Keys | None,
         most_steps: int,
     ) -> None:
-        """
-        Args:
-            site: id of this site.
-            run: checksum of the settings that the sites share.
-            form: format of changes; None: sites send fp32 parameters.
-            most_steps: limit of the steps of a site between two synchronisations; larger reports are capped.
-        """
+        """`site`: its id. `run`: checksum of the settings that the sites share. `form`: format of changes; None: fp32
+        parameters. `most_steps`: limit of a site's steps between two synchronisations; larger reports are capped."""
         self.ranks = self._ranks = ranks
         self._shard, self._site, self._run, self._form = shard, site, run, form
         self._healer = ""
@@ -129,17 +124,10 @@ class Exchange:
         part: slice,
         deadline_s: float,
     ) -> Fetched:
-        """Fetch what a round needs.
-
-        Args:
-            sources: sites whose parameters count, this one included if its own do.
-            healers: sites that have the common state; empty if this site has it.
-            own: this rank's parameters, or its changes as others decode them.
-            common: this site's common parameters, [size]; a fetched common state replaces them.
-            leader: the site whose state counts: what healers send must match its report.
-            part: slice of the array that the round synchronises.
-            deadline_s: time.monotonic() by which everything must have come.
-        """
+        """Fetch what a round needs, until `deadline_s` (time.monotonic()). `sources`: sites whose parameters count,
+        this one too if its own do. `healers`: sites that have the common state; empty if this site has it. `own`: this
+        rank's parameters, or its changes as others decode them. `common`: [size]; a fetched common state replaces them.
+        `leader`: its report must match what healers send. `part`: slice that the round synchronises."""
         found: dict[str, Array] = {}
         failed: dict[str, str] = {}
         round_ = leader.round
@@ -179,18 +167,9 @@ class Exchange:
         round_: int,
         deadline_s: float,
     ) -> tuple[Fetched, dict[str, Clock]]:
-        """Fetch the other sites' newest changes since all met, without waiting for anybody.
-
-        Args:
-            sources: the other sites.
-            known: site -> version that this site has.
-            own: this site's changes, the reference for outliers.
-            steps: optimizer steps behind `own`.
-            round_: round since which changes count.
-            deadline_s: time.monotonic() by which everything must have come.
-
-        Returns: (newer changes that have come, site -> clock).
-        """
+        """Fetch the other sites' newest changes since all met, until `deadline_s`, without waiting for anybody.
+        `known`: site -> version that this site has. `own`: this site's changes after `steps`, the reference for
+        outliers. `round_`: since which changes count. Returns (newer changes that have come, site -> clock)."""
         told = from_rank_0(self._ranks, lambda: {each.id: self._clock(each, round_, deadline_s) for each in sources})
         clocks = {site: each for site, each in told.items() if isinstance(each, Clock)}
         found, failed = {self._site: own}, {site: each for site, each in told.items() if isinstance(each, str)}

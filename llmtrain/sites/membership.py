@@ -123,10 +123,8 @@ class Members(Protocol):
     id: str
 
     def meet(self, said: Mapping[str, Any], limit_s: float) -> list[Member]:
-        """Wait for the other sites; return all participants, this one included, sorted by id.
-
-        Every participant gets the same list. Raises MembersError.
-        """
+        """Wait for the other sites; return all participants, sorted by id, equal for each of them. Raises
+        MembersError."""
         ...
 
     def heard(self) -> list[Heard]:

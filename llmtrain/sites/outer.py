@@ -18,19 +18,10 @@ _CHUNK = 1 << 18
 def outer_step(
     method: SitesConfig, common: Array, momentum: Array, found: Mapping[str, Array], weights: Mapping[str, float]
 ) -> tuple[Array, Array]:
-    """Return the outer update, which is bit-equal on every site.
-
-    numpy's operators round after each operation, on every processor alike; sums run in the order of the names.
-
-    Args:
-        method: makes the step from mean = sum of weight x values / sum of weights.
-        common: the common parameters, fp32 [n].
-        momentum: the outer momentum, fp32 [n]; unchanged if the method has none.
-        found: site -> its parameters, fp32 [n]; if empty, nothing changes.
-        weights: site -> tokens behind its parameters.
-
-    Returns: (common, momentum), new arrays: another site may still be reading the old ones.
-    """
+    """Return (common, momentum) after the outer update, as new arrays, bit-equal on every site: numpy rounds after each
+    operation on every processor, and sums run in the order of the names. `method`: makes the step from the mean by
+    `weights` (tokens). `momentum`: unchanged without one. `found`: site -> its parameters; if empty, nothing changes.
+    All arrays: fp32 [n]."""
     common, momentum = common.copy(), momentum.copy()
     total = sum(weights[site] for site in sorted(found))
     if not total:
@@ -61,16 +52,10 @@ their summed change is 500 times one step's if all steps agree in direction, 22 
 
 
 def outsized(squares: Mapping[str, float], steps: Mapping[str, float], own: str) -> dict[str, str]:
-    """Return site -> reason for each update that is too large to count.
-
-    The reference is the lower median of the sites' changes per step, or this site's own if that is larger: of two sites
-    each trusts itself, and of three or more a single one cannot make the others look too large.
-
-    Args:
-        squares: site -> squared L2 norm of its change since the last synchronisation, summed over its ranks.
-        steps: site -> optimizer steps behind that change.
-        own: id of this site; it may be missing in `squares`.
-    """
+    """Return site -> reason for each update that is too large to count: against the lower median of the changes per
+    step, or against this site's own if that is larger. Of two sites each trusts itself, of more a single one cannot
+    make others look too large. `squares`: site -> squared L2 norm of its change over its ranks. `steps`: optimizer
+    steps in it. `own`: may be missing in `squares`."""
     changes = {site: math.sqrt(square) / max(steps[site], 1.0) for site, square in squares.items()}
     if not changes:
         return {}

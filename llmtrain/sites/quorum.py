@@ -43,11 +43,8 @@ class MeetAgain(Exception):
 
 
 class Meetings:
-    """Meetings of a site with its peers at the coordinator. All ranks of the site call every method together.
-
-    A site is alone only if the coordinator has heard of no other living one: sites that come at different times
-    would otherwise train side by side for ever.
-    """
+    """Meetings of a site with its peers at the coordinator; all its ranks call every method together. A site is alone
+    only if the coordinator has heard of no other living one: else sites would train next to each other for ever."""
 
     def __init__(
         self,
@@ -58,14 +55,8 @@ class Meetings:
         common: Mapping[str, Any],
         longest_s: float = _LONGEST_S,
     ) -> None:
-        """
-        Args:
-            members: the membership on rank 0, None on other ranks.
-            site: id of this site.
-            run: checksum of `common`.
-            common: settings that all sites must share.
-            longest_s: limit of one request to the coordinator: the other ranks wait for it in a collective.
-        """
+        """`members`: the membership on rank 0, None on others. `site`: its id. `run`: checksum of `common`, settings
+        that all sites share. `longest_s`: limit of one request: the other ranks wait for it in a collective."""
         self._longest_s = min(longest_s, _LONGEST_S)
         self._ranks, self._members, self._site, self._run, self._common = ranks, members, site, run, common
         self.before: list[str] = []
@@ -81,19 +72,10 @@ class Meetings:
     def meet(
         self, said: Mapping[str, Any], deadline_s: float, least: int, *, joins: bool = False, patience_s: float = 0.0
     ) -> list[PeerStatus]:
-        """Return the status of all sites of this run that come to synchronise, this one included.
-
-        Raises RoundFailed, StopAsked.
-
-        Args:
-            said: the fields of this site's status.
-            deadline_s: time.monotonic() until which peers are waited for.
-            least: number of sites that must be there.
-            joins: this site trains nothing yet. It waits as long as any peer is alive: their next meeting may be a
-                whole round away.
-            patience_s: seconds beyond the deadline if the last synchronisation has failed. Of two sites that meet at
-                different times one must wait for as long as the other trains, or they never meet.
-        """
+        """Return the status of all sites of this run that come to synchronise, this one included. `said`: this site's
+        status. `deadline_s`: time.monotonic(). `least`: sites that must be there. `joins`: this site trains nothing
+        yet, and waits as long as any peer lives. `patience_s`: beyond the deadline after a failed synchronisation: one
+        of two sites must wait while the other trains. Raises RoundFailed, StopAsked."""
         said = {"phase": "meet", "run": self._run, "common": self._common, "together": len(self.before), **said}
         began_s, self._waits_for = time.monotonic(), []
         while True:
@@ -136,21 +118,10 @@ class Meetings:
     def commit(
         self, round_: int, told: Collection[str], have: list[str] | None, deadline_s: float
     ) -> tuple[list[str], list[str]]:
-        """Return (sites that make this outer step, sites whose parameters all of them have).
-
-        Half of the sites that have met, or fewer, make it only if the others are gone: a slow site would otherwise make
-        another step from the same votes.
-
-        Args:
-            round_: number of the round.
-            told: ids of the sites that have met.
-            have: ids of the sites whose parameters this one has; None if it cannot make the step.
-            deadline_s: time.monotonic() by which all must have voted.
-
-        Raises:
-            RoundFailed: the peers have not voted in time.
-            MeetAgain: the peers have given this round up.
-        """
+        """Return (sites that make this outer step, sites whose parameters all of them have). Half of the sites that
+        have met, or fewer, make it only if the others are gone: a slow site would else make another step. `told`: ids
+        that have met. `have`: ids whose parameters this one has; None: it cannot make the step. Raises RoundFailed: no
+        votes until `deadline_s`; MeetAgain: the peers have given this round up."""
         said = {"phase": "commit", "run": self._run, "round": round_, "have": have}
         while True:
             members, heard, late = self._ask(said, deadline_s, expected=told)
@@ -209,7 +180,6 @@ class Meetings:
             )
 
     def _nobody(self, told: list[PeerStatus], least: int, absent: list[str], late: str) -> str:
-        """Return the reason why the sites have not met."""
         if absent:
             are = "is" if len(absent) == 1 else "are"
             return f"this site is alone: {', '.join(absent)} {are} there and {are} not at this meeting"
@@ -235,16 +205,9 @@ class Meetings:
     def _ask(
         self, said: Mapping[str, Any], deadline_s: float, *, always: bool = False, expected: Collection[str] = ()
     ) -> tuple[list[Member], list[str], str]:
-        """Return (participants, names of other living sites, reason if nobody came), on all ranks.
-
-        A wait longer than a collective may last is split. Raises RoundFailed: the coordinator does not answer.
-
-        Args:
-            said: message of this site.
-            deadline_s: time.monotonic() until which the coordinator may wait.
-            always: a site that joins: list living sites even if others have come, and other launches of this one.
-            expected: ids; list living sites if one of these is missing.
-        """
+        """Return (participants, names of other living sites, reason if nobody came), on all ranks; a wait longer than a
+        collective may last is split. `always`: list living sites even if others have come. `expected`: list them if one
+        of these ids is missing. Raises RoundFailed: the coordinator does not answer."""
 
         def ask() -> tuple[list[Member], list[str], str, bool]:
             assert self._members is not None
@@ -267,12 +230,9 @@ class Meetings:
 
 
 def agreed(votes: Mapping[str, set[str]]) -> tuple[list[str], list[str]]:
-    """Return (sites that make an outer step, sites whose parameters all of them have), from what each has received.
-
-    As many sites as possible both go on and count, so a site is left out only if it stands in the way of more: one that
-    received nothing over a line that carries only its votes would otherwise decide that only its own parameters count.
-    More than half must go on, so that two parts of the sites never make two different steps.
-    """
+    """Return (sites that make an outer step, sites whose parameters all of them have), from what each has received. As
+    many sites as possible both go on and count, so one is left out only if it stands in the way of more; more than half
+    must go on, so that two parts never make two steps."""
     ordered = sorted(votes, key=lambda site: (len(votes[site]), site))
     most: tuple[list[str], list[str]] = ([], [])
     for left_out in range((len(votes) + 1) // 2):
@@ -292,20 +252,10 @@ def leader_of(
     trusted: Collection[str],
     impossible: Callable[[PeerStatus], str],
 ) -> tuple[PeerStatus | None, dict[str, str]]:
-    """Return (the site whose state counts or None if undecidable, id -> reason why a state does not count).
-
-    A training site accepts a state ahead of its own from more than half of the sites that it knows, or from one that it
-    trusts. A joining site accepts the state that more than half of the training sites report; if all only start, the
-    furthest one, as their checkpoints may differ in age. Sites behind copy the state from the others.
-
-    Args:
-        told: status of each participant, this site included.
-        own: id of this site.
-        joins: this site has not synchronised since its launch.
-        known: names of the sites in its last synchronisation with others.
-        trusted: names in `sites.trust`.
-        impossible: returns the reason why a reported position is impossible, or an empty string.
-    """
+    """Return (the site whose state counts or None, id -> reason why a state does not count). A training site accepts a
+    state ahead of its own from more than half of the sites that it knew (`known`), or from one in `trusted`. A joining
+    one accepts what more than half of the training sites report; if all only start, the furthest one. `impossible`:
+    returns why a reported position is impossible, or ""."""
     mine = next(each for each in told if each.id == own)
     refused = {each.id: why for each in told if each is not mine and (why := impossible(each))}
     others = [each for each in told if each is not mine and each.id not in refused]

@@ -38,13 +38,9 @@ class Ledger:
     """Site -> its spans, in training order."""
 
     def settled(self, trained: Mapping[str, int], requests: Sequence[Request]) -> Ledger:
-        """Return the ledger after a synchronisation: delivered samples leave it, the rest is dealt anew.
-
-        Args:
-            trained: site -> samples of its block that are in the model now. The block of a site that is missing here is
-                handed on whole.
-            requests: of the participants, in the same order on all sites.
-        """
+        """Return the ledger after a synchronisation: delivered samples leave it, the rest is dealt again. `trained`:
+        site -> samples of its block in the model; a missing site's block is passed on complete. `requests`: in the same
+        order on all sites."""
         back = list(self.free)
         for site, spans in self.dealt.items():
             back += _without(spans, trained.get(site, 0))
@@ -119,7 +115,6 @@ def _without(spans: Sequence[Span], count: int) -> list[Span]:
 
 
 def _merged(spans: Sequence[Span]) -> list[Span]:
-    """Return the spans sorted, adjacent ones joined."""
     return _joined(sorted(spans))
 
 

@@ -118,12 +118,8 @@ class Replicas:
         assert told + own == _count(held), f"{_count(held)} elements are held, {told + own} have an owner"
 
     def share(self, own: Array, into: Array) -> None:
-        """Fill `into` with the owners' values, by one broadcast per owner. All ranks call it together.
-
-        Args:
-            own: this rank's array of what it owns.
-            into: array of all that it holds, [held], with its own elements already in place.
-        """
+        """Fill `into`, [held], where this rank's own elements are in place, with the owners' values, by one broadcast
+        per owner. `own`: this rank's array of what it owns. All ranks call it together."""
         me = dist.get_rank(self._group) if self._group is not None else 0
         for place, size, takes in self._from:
             if not size:
@@ -135,14 +131,8 @@ class Replicas:
 
 
 def fragment_of(shapes: Mapping[str, tuple[int, ...]], fragments: int) -> dict[str, int]:
-    """Return name -> fragment, equal on all sites.
-
-    Layer i is in fragment i modulo their number; each other parameter, the largest first, in the smallest fragment.
-
-    Args:
-        shapes: of all parameters, by Hugging Face name.
-        fragments: at least 1.
-    """
+    """Return name -> fragment, equal on all sites: layer i is in fragment i modulo their number; each other parameter,
+    the largest first, in the smallest fragment."""
     found: dict[str, int] = {}
     sizes = [0] * fragments
     for name in sorted(shapes):
@@ -160,13 +150,9 @@ class Shard:
     """The parameters that a rank owns, concatenated in a flat fp32 array."""
 
     def __init__(self, engine: Engine, frozen: Collection[str], fragments: int = 1, ranks: Ranks | None = None) -> None:
-        """
-        Args:
-            engine: of this rank.
-            frozen: names of parameters that do not train; they are equal everywhere and never sent.
-            fragments: number of parts that synchronise in turn; each begins with a block of its own.
-            ranks: of the site, which call it together; None: this rank owns all that it holds.
-        """
+        """`frozen`: parameters that do not train and are never sent. `fragments`: parts that synchronise in turn; each
+        begins with a block of its own. `ranks`: of the site, which call it together; None: this rank owns all that it
+        holds."""
         self._engine = engine
         pieces = [piece for piece in engine.state() if piece.kind == PARAM and piece.name not in frozen]
         self._pieces: list[tuple[int, int, StateTensor]] = []
@@ -193,8 +179,7 @@ class Shard:
         assert self._replicas or all(piece.own_region.numel == piece.region.numel for piece in pieces), "replicas"
 
     def regions(self, part: slice | None = None) -> list[tuple[int, str, Region]]:
-        """Return (first element in the array, Hugging Face name, elements of the tensor) of each owned piece, in all
-        parts or in one."""
+        """Return (first element in the array, Hugging Face name, region of the tensor) of each owned piece."""
         return [(at, p.name, p.own_region) for at, _, p in self._of(part) if p.own_region.numel]
 
     def read(self, part: slice | None = None) -> Array:
@@ -208,8 +193,7 @@ class Shard:
 
     @torch.no_grad()
     def write(self, values: Array, part: slice | None = None) -> None:
-        """Write `values`, [size] or those of `part`, to the model, on all ranks that hold them. All ranks call it
-        together."""
+        """Write `values`, [size] or those of `part`, to the model. All ranks call it together."""
         held = self._shared(values, part)
         for _, at, piece in self._of(part):
             with piece.open() as live:
@@ -256,10 +240,7 @@ LINE = OUTER + "line"
 
 
 def pieces(shard: Shard, kind: str, array: Callable[[], Array]) -> list[StateTensor]:
-    """Return an array [size] as checkpoint tensors, fp32, each element once. `array`: called at each save.
-
-    Any number of ranks and any ZeRO stage reads them back. Runs without sites ignore them.
-    """
+    """Return an array [size] as fp32 checkpoint tensors for any layout. `array`: called at each save."""
     return [
         StateTensor(
             name=name,
@@ -276,11 +257,8 @@ def pieces(shard: Shard, kind: str, array: Callable[[], Array]) -> list[StateTen
 
 
 def read_back(shard: Shard, folder: Path, kinds: Collection[str], ranks: Ranks) -> dict[str, Array]:
-    """Return kind -> array [size] of those kinds that a checkpoint has. All ranks call it together.
-
-    Raises:
-        AgreedError: it has them for other parameters, or a checksum differs from its manifest.
-    """
+    """Return kind -> array [size] of those kinds that a checkpoint has. All ranks call it together. Raises AgreedError:
+    other parameters or checksums."""
     found: dict[str, Array] = {}
     expected: dict[str, int] = {}
     with together(ranks), contextlib.closing(CheckpointReader(folder)) as reader:
@@ -295,11 +273,8 @@ def read_back(shard: Shard, folder: Path, kinds: Collection[str], ranks: Ranks) 
 
 
 def standing(kept: Mapping[str, Any], folder: Path) -> tuple[Ledger, str, int, int, list[int]]:
-    """Return (ledger, id, round, sequences since it, tokens since that of each fragment) from trainer.json.
-
-    Raises:
-        CheckpointError: they are malformed.
-    """
+    """Return (ledger, id, round, sequences since it, tokens since that of each fragment) from trainer.json. Raises
+    CheckpointError."""
     try:
         round_, trained = natural(kept["round"]), natural(kept["trained"])
         weights = [natural(weight) for weight in kept["weights"]]

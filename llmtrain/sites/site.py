@@ -104,21 +104,10 @@ class Site:
         last_step: int | None = None,
         members: Callable[[str, str, float], Members] = TorchftMembers,
     ) -> None:
-        """
-        Args:
-            engine: with initialised parameters.
-            ranks: of this site.
-            settings: with a name for this site.
-            common: settings that must be equal on all sites, JSON values.
-            share: size of this site's optimizer step.
-            tell: takes the kind of an event and its fields.
-            frozen: names of parameters that do not train.
-            last_step: the step that completes the run; None: unknown.
-            members: makes the membership from the coordinator's address, this site's id and seconds to connect.
-
-        Raises:
-            AgreedError: the coordinator does not answer, torchft is missing, the address is a public one.
-        """
+        """`common`: settings that must be equal on all sites, JSON values. `share`: size of this site's optimizer step.
+        `tell`: takes an event's kind and fields. `frozen`: parameters that do not train. `last_step`: completes the
+        run; None: unknown. `members`: makes the membership from address, id and seconds to connect. Raises AgreedError:
+        the coordinator does not answer, torchft is missing, the address is a public one."""
         self._ranks, self._settings, self._share, self._tell = ranks, settings, share, tell
         common = json.loads(json.dumps({**common, **shapes(engine)}))
         run = xxhash.xxh3_64_hexdigest(json.dumps(common, sort_keys=True).encode())
@@ -172,20 +161,10 @@ class Site:
     def begin(
         self, step: int, sample_index: int, limit_s: float, stop_asked: Callable[[], bool] = lambda: False
     ) -> tuple[int, int]:
-        """Join the other sites; take the common parameters and the step from them if they are further.
-
-        Args:
-            step: optimizer steps done.
-            sample_index: the next sample.
-            limit_s: seconds to wait for `start_sites` sites, and for their next synchronisation.
-            stop_asked: True if this rank was asked to stop meanwhile.
-
-        Returns: (step, sample_index) to continue with.
-
-        Raises:
-            StopAsked: a rank was.
-            SitesError: no site to begin with, or they train something else. On all ranks.
-        """
+        """Join the other sites; take the common parameters and the step from them if they are further. `sample_index`:
+        the next sample. `limit_s`: seconds to wait for `start_sites` sites and their next synchronisation. Returns
+        (step, sample_index) to continue with. Raises StopAsked; SitesError: no site to begin with, or they train
+        something else. On all ranks."""
         self._ledger, self._step = self._ledger or Ledger(next=sample_index), step
         self._meetings.stop_asked = stop_asked
         deadline_s = time.monotonic() + limit_s
@@ -241,11 +220,7 @@ class Site:
         }  # fmt: skip
 
     def restore(self, folder: Path, kept: Mapping[str, Any]) -> None:
-        """Restore a checkpoint, before `begin`. `kept`: from `to_json`.
-
-        Raises:
-            AgreedError: the checkpoint is damaged.
-        """
+        """Restore a checkpoint, before `begin`. `kept`: from `to_json`. Raises AgreedError: it is damaged."""
         found = read_back(self._shard, folder, (COMMON, MOMENTUM, RESIDUAL, LINE), self._ranks)
         with together(self._ranks):
             self._ledger, self._was, self._round, self._trained, weights = standing(kept, folder)
@@ -259,17 +234,9 @@ class Site:
             self._newest.begin(self._anchor, self._round, [], found.get(LINE, self._shard.read()))
 
     def after_update(self, step: int, *, complete: bool) -> tuple[int, int]:
-        """Count an optimizer step, and synchronise if it is due.
-
-        Args:
-            step: optimizer steps done.
-            complete: it was the last.
-
-        Returns: (optimizer steps done, as many as the fastest site's; first sample of the next step).
-
-        Raises:
-            TrainingStopped: too many steps without the other sites. On all ranks.
-        """
+        """Count an optimizer step, and synchronise if it is due; `complete`: it was the last. Returns (optimizer steps
+        done, as many as the fastest site's; first sample of the next step). Raises TrainingStopped: too many steps
+        without the other sites."""
         self._clock.end()
         self._step = step
         self._steps += 1
@@ -350,7 +317,7 @@ class Site:
         return 2 * (time.monotonic() - self._went_on_s)
 
     def _synchronise(self, deadline_s: float, least: int = 1, *, joins: bool = False) -> PeerStatus:
-        """Run one round; return the status of the leading site. Raises RoundFailed, SitesError at the start."""
+        """Run one round; return the leading site's status. Raises RoundFailed, SitesError at the start."""
         patience_s = self._patience_s()
         sent = self._publish()
         done = self._travel(sent, deadline_s, least, joins=joins, patience_s=patience_s)
@@ -575,19 +542,9 @@ class Site:
 def connect(
     settings: SitesConfig, rank: int, run: str, site: str, pieces: Pieces, members: Callable[[str, str, float], Members]
 ) -> tuple[Keys | None, Server, Members | None]:
-    """Return (this site's keys if it has some, the server of this rank's elements, the membership on rank 0).
-
-    Args:
-        settings: the run's.
-        rank: this rank.
-        run: checksum of the settings that the sites share.
-        site: id of this site.
-        pieces: elements that the rank owns.
-        members: makes the membership from the coordinator's address, the id and seconds to connect.
-
-    Raises:
-        SitesError: the coordinator does not answer, torchft is missing, the address is a public one.
-    """
+    """Return (this site's keys if it has some, the server of this rank's elements, the membership on rank 0). `run`:
+    checksum of the settings that the sites share. `site`: its id. `pieces`: elements of this rank. `members`: as in
+    `Site`. Raises SitesError."""
     assert settings.coordinator is not None
     keys = Keys(Path(settings.keys), "sites.keys") if settings.keys is not None else None
     host = settings.listen or own_address(settings.coordinator, encrypted=keys is not None)
@@ -624,12 +581,8 @@ _METRICS = {
 
 
 def telling(event: Callable[..., None], row: Callable[..., None]) -> Callable[..., None]:
-    """Return a function that writes an event of the sites, by kind and fields, and its numbers as metrics.
-
-    Args:
-        event: writes the event.
-        row: writes metrics by key; `more`: another row of the step follows.
-    """
+    """Return a function that writes an event of the sites by `event`, and its numbers by `row` as metrics (`more`:
+    another row of the step follows)."""
 
     def tell(kind: str, **fields: Any) -> None:
         event(kind, **fields)

@@ -47,13 +47,8 @@ class StepClock:
 
 
 def steps_each(step_s: Mapping[str, float], most: int, least: int) -> dict[str, int]:
-    """Return the steps of each site: `most` of the fastest, and as many of each other as fit into the same time.
-
-    Args:
-        step_s: site -> seconds of a step; 0 if it has trained none yet: it gets as many as the fastest.
-        most: steps of the fastest.
-        least: steps of each site.
-    """
+    """Return the steps of each site: `most` of the fastest, and as many of each other, at least `least`, as fit into
+    the same time. `step_s`: site -> seconds of a step; 0: none trained yet, it gets as many as the fastest."""
     fastest = min((each for each in step_s.values() if each), default=0.0)
     found = {}
     for site, each in step_s.items():

@@ -129,12 +129,8 @@ def _name(connection: ssl.SSLSocket) -> str | None:
 
 
 def make_keys(out: Path, sites: Sequence[str], days: int) -> list[Path]:
-    """Write a folder for the coordinator and for each site, or for more sites of an authority that is there.
-
-    The keys are readable by their owner alone; each folder appears whole. Returns the new folders.
-
-    Raises: UserError: openssl is missing or fails, a name is none, a folder is there already.
-    """
+    """Write a folder for the coordinator and for each site, or for more sites of an authority; only the owner can read
+    the keys. Returns the new folders. Raises UserError: openssl fails, a name is none, a folder exists."""
     if shutil.which("openssl") is None:
         raise UserError("llmtrain sites keys runs openssl, which is not there. Install it (apt-get install openssl).")
     wrong = [name for name in sites if not _NAME.fullmatch(name) or name in (COORDINATOR, "authority")]
@@ -210,18 +206,9 @@ class Listener:
         handle: Callable[[socket.socket, str, Callable[[], None]], None],
         handshake_s: float = _HANDSHAKE_S,
     ) -> None:
-        """
-        Args:
-            address: host and port to listen on; port 0 is any free one.
-            places: connections at a time.
-            secure: makes a new connection a secured one.
-            handle: takes the secured connection, the peer's host, and a function to call once the peer has proved that
-                it belongs here: until then its place may go to others.
-            handshake_s: limit of `secure`.
-
-        Raises:
-            OSError: no such address.
-        """
+        """`address`: host and port; port 0: any free one. `places`: connections at a time. `secure`: secures a new
+        connection, in `handshake_s`. `handle`: takes the connection, the peer's host, and a function to call once the
+        peer has proved that it belongs here: until then its place may go to others. Raises OSError."""
         self._secure, self._handle, self._handshake_s = secure, handle, handshake_s
         self._slots = threading.BoundedSemaphore(places)
         self._silent: dict[int, tuple[socket.socket, str]] = {}
@@ -260,10 +247,8 @@ class Listener:
             threading.Thread(target=self._serve, args=(connection, host), name="sites-serve", daemon=True).start()
 
     def _freed(self) -> bool:
-        """Close the oldest silent connection of the host that has most of them; True if that made room.
-
-        Strangers held all places with connections that said nothing, and members were turned away.
-        """
+        """Close the oldest silent connection of the host with most of them, as strangers could hold all places; True if
+        one was closed."""
         with self._lock:
             count = Counter(host for _, host in self._silent.values())
             most = max(count, key=lambda host: count[host], default=None)
@@ -320,7 +305,7 @@ class Forwarder(Listener):
 
 
 def _relay(one: socket.socket, other: socket.socket) -> None:
-    """Copy data in both directions until one side ends; in one thread, as a TLS connection must not be used by two."""
+    """Copy data in both directions until one side ends; in one thread, as two cannot use a TLS connection."""
     ends = {each.fileno(): each for each in (one, other)}
     came = select.poll()  # not select.select, which knows 1,024 files
     for each in ends.values():

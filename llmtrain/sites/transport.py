@@ -61,15 +61,9 @@ class Server:
     def __init__(
         self, host: str, *, run: str, member: str, pieces: Pieces, limit_s: float, keys: Keys | None = None
     ) -> None:
-        """
-        Args:
-            host: address to listen on; the port is any free one.
-            run: checksum of the settings that a run's sites share; requests with another are refused.
-            member: this site's id, so that a later process at this address is not mistaken for it.
-            pieces: contents of the arrays.
-            limit_s: longest duration of a connection.
-            keys: of this site; connections are encrypted, and only members are answered.
-        """
+        """`host`: to listen on, at any free port. `run`: checksum of the settings that sites share; other requests are
+        refused. `member`: this site's id, so that a later process at this address is not mistaken for it. `pieces`:
+        contents of the arrays. `limit_s`: longest connection. `keys`: only members are answered, encrypted."""
         self._run, self._member, self._limit_s = run, member, limit_s
         self._index = [[at, name, *_packed(region)] for at, name, region in pieces]
         self._arrays: dict[str, tuple[int, Array]] = {}
