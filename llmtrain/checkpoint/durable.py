@@ -54,7 +54,8 @@ class DurableFile:
         data = data.cast("B")
         done, lent = 0, False
         while done < data.nbytes:
-            if self._filled == 0 and data.nbytes - done >= _PAGE and _aligned(data[done:]):
+            direct = self._filled == 0 and data.nbytes - done >= _PAGE
+            if direct and np.frombuffer(data[done:], dtype=np.uint8).ctypes.data % _PAGE == 0:  # aligned
                 count = min(_PIECE, (data.nbytes - done) // _PAGE * _PAGE)
                 self._submit(data[done : done + count])
                 lent = True  # the disk reads the caller's memory
@@ -63,7 +64,9 @@ class DurableFile:
                 self._buffers[0][self._filled : self._filled + count] = data[done : done + count]
                 self._filled += count
                 if self._filled == _PIECE:
-                    self._flush()
+                    self._submit(memoryview(self._buffers[0]))
+                    self._buffers.append(self._buffers.pop(0))
+                    self._filled = 0
             done += count
         self.bytes += data.nbytes
         if lent and not stays:
@@ -100,11 +103,6 @@ class DurableFile:
         handle, self._handle = self._handle, -1
         os.close(handle)
 
-    def _flush(self) -> None:
-        self._submit(memoryview(self._buffers[0])[: self._filled])
-        self._buffers.append(self._buffers.pop(0))
-        self._filled = 0
-
     def _submit(self, piece: memoryview) -> None:
         self._wait(_UNDER_WAY - 1)
         self._pending.append(self._disk.submit(self._put, piece))
@@ -127,10 +125,6 @@ class DurableFile:
                 self._direct = False
                 fcntl.fcntl(self._handle, fcntl.F_SETFL, fcntl.fcntl(self._handle, fcntl.F_GETFL) & ~os.O_DIRECT)
         self._written += piece.nbytes
-
-
-def _aligned(data: memoryview) -> bool:
-    return np.frombuffer(data, dtype=np.uint8).ctypes.data % _PAGE == 0
 
 
 def write_durably(path: Path, text: str) -> tuple[int, str]:

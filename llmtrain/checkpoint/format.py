@@ -319,11 +319,7 @@ class Manifest:
             "layout": self.layout,
             "tensors": self.tensors,
             "files": {
-                name: {
-                    "bytes": entry.bytes,
-                    "xxh3": entry.xxh3,
-                    "pieces": [piece.to_json() for piece in entry.pieces],
-                }
+                name: {"bytes": entry.bytes, "xxh3": entry.xxh3, "pieces": [piece.to_json() for piece in entry.pieces]}
                 for name, entry in self.files.items()
             },
             **({"frozen": self.frozen.to_json()} if self.frozen.parts else {}),

@@ -90,7 +90,9 @@ def _versions(offers: Iterable[tuple[int, _Offer | None]]) -> list[_Version]:
 
 def whole(mine: list[Path], where: CheckpointFolder, ranks: Ranks) -> tuple[list[Path], dict[Path, str]]:
     """The checkpoints that all folders hold together, newest first, and the faults of the others."""
-    offers = {_name(path, where): _offer(path) for path in mine} if where.leads else {}
+    # By a name that is the same on all hosts.
+    named = {path.name if path.parent == where.path else str(path): path for path in mine}
+    offers = {name: _offer(path) for name, path in named.items()} if where.leads else {}
     shares = from_all(ranks, offers)
     good, bad = [], {}
     for name in sorted({name for share in shares for name in share}, key=lambda n: -(step_of(Path(n)) or 0)):
@@ -101,11 +103,6 @@ def whole(mine: list[Path], where: CheckpointFolder, ranks: Ranks) -> tuple[list
         else:
             bad[path] = f"{path.name}: {_what_lacks(versions)}"
     return good, bad
-
-
-def _name(path: Path, where: CheckpointFolder) -> str:
-    """A name that is the same on all hosts."""
-    return path.name if path.parent == where.path else str(path)
 
 
 def _what_lacks(versions: list[_Version]) -> str:
@@ -151,18 +148,14 @@ def fetch(checkpoint: Path, wanted: Iterable[str], where: CheckpointFolder, rank
         problem = _pass_on(checkpoint / name, target, owner, ranks) or problem
     if takes:
         problem = problem or _settle(into, checkpoint, takes)
-        _clear(into, checkpoint, takes)
+        with contextlib.suppress(OSError):  # nothing that was not settled stays
+            if into != checkpoint:
+                remove_tree(into)
+            for name in takes:
+                (checkpoint / f"{name}.part").unlink(missing_ok=True)
     found = [each for each in from_all(ranks, problem) if each is not None]
     if found:
         raise next((each for each in found if isinstance(each, DamagedCheckpoint)), found[0])
-
-
-def _clear(into: Path, checkpoint: Path, names: set[str]) -> None:
-    with contextlib.suppress(OSError):
-        if into != checkpoint:
-            remove_tree(into)
-        for name in names:
-            (checkpoint / f"{name}.part").unlink(missing_ok=True)
 
 
 def fetch_all(checkpoint: Path, where: CheckpointFolder, ranks: Ranks) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -204,7 +204,9 @@ def _open(
             if not wrong:
                 trainer = read_trainer(folder)
                 wrong += disagreements(folder, manifest, trainer)
-        for name in _share([name for name, entry in manifest.files.items() if entry.pieces], reader, where):
+        elsewhere = manifest.elsewhere(folder).keys() if where.split else set()
+        here = sorted({name for name, entry in manifest.files.items() if entry.pieces} - elsewhere)
+        for name in here[where.members.index(where.rank) :: len(where.members)]:  # the ranks that see a file share them
             found = problems(folder, manifest, [name], contents=False) or _header_problems(reader, name)
             wrong += found or (damaged_parts(folder, name, manifest.files[name], heart.beat) if parts else [])
         reader.frozen_types()
@@ -221,13 +223,6 @@ def _open(
         raise source_errors[0]
     assert reader is not None
     return reader, shares[0][2]
-
-
-def _share(names: Iterable[str], reader: CheckpointReader, where: CheckpointFolder) -> list[str]:
-    """This rank's part of the files that its folder should have: each is checked once."""
-    elsewhere = reader.manifest.elsewhere(reader.folder).keys() if where.split else set()
-    here = sorted(set(names) - elsewhere)
-    return here[where.members.index(where.rank) :: len(where.members)]
 
 
 def _header_problems(reader: CheckpointReader, file: str) -> list[str]:

@@ -54,7 +54,10 @@ class CheckpointReader:
             parts.sort(key=lambda held: held.region.first)
         self._strided = {key for key, parts in self._where.items() if not all(p.region.contiguous for p in parts)}
         self._files: dict[str, TensorFile] = {}
-        _allow_open_files(len(self.manifest.files))
+        # A checkpoint of a thousand ranks has more files than a process may hold open by default.
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if len(self.manifest.files) > soft // 2 and soft < hard:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         self._lock = threading.Lock()
 
     def checksums(self) -> dict[tuple[str, str], int]:
@@ -171,10 +174,3 @@ class CheckpointReader:
                 except TensorFileError as error:
                     raise self._error(file, str(error)) from error
             return self._files[file]
-
-
-def _allow_open_files(count: int) -> None:
-    """A checkpoint of a thousand ranks has more files than a process may hold open by default."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if count > soft // 2 and soft < hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

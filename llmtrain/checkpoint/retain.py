@@ -14,14 +14,7 @@ from llmtrain.base import log
 from llmtrain.base.errors import CheckpointError
 from llmtrain.base.files import lock_folder
 from llmtrain.checkpoint.durable import remove_tree
-from llmtrain.checkpoint.format import (
-    Manifest,
-    complete_checkpoints,
-    problems,
-    read_trainer,
-    stale_folders,
-    step_of,
-)
+from llmtrain.checkpoint.format import Manifest, complete_checkpoints, problems, read_trainer, stale_folders, step_of
 
 if TYPE_CHECKING:
     from llmtrain.config.run import KeepBest

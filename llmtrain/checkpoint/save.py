@@ -263,7 +263,11 @@ class Saver:
             self._table["pieces"] = {share[0]: share[1] for share in shares}
             self._table["tensors"] = {name: list(shape) for name, shape in self._engine.shapes().items()}
         if self.asynchronous:
-            self._ask_for_memory(sum(share[2] for share in shares if share[3] == boot_id()))
+            error, free = None, memory_available()
+            if (wanted := sum(share[2] for share in shares if share[3] == boot_id())) > 0.9 * free:  # on this host
+                error = f"a copy takes {units.size(wanted)} of host memory, {units.size(free)} are available"
+            if not self._fall_back(from_all(self._ranks, error)):
+                self._copy = HostCopy(self._plan, self._table, self._ranks.device)
 
     def shortage(self, keep: int) -> str | None:
         """Why a folder will have no room for `keep` checkpoints and the next one; call `prepare` before. Raises
@@ -284,7 +288,8 @@ class Saver:
         assert not self.busy
         self._began_s = time.monotonic()
         self.prepare()
-        self._await_memory()
+        if self._copy is not None and not self._has_copy:  # wait until every rank has one, or all save without
+            self._has_copy = not self._fall_back(from_all(self._ranks, self._copy.problem()))
         self._step, self._final = step, step_folder(self._folder.path, step)
         # The name is this save's own: what a dead launch's straggler still writes goes elsewhere.
         name = f"{self._final.name}.{secrets.token_hex(4)}.tmp"
@@ -380,19 +385,6 @@ class Saver:
 
     def _file(self, rank: int) -> str:
         return f"rank-{rank:05d}.safetensors"
-
-    def _ask_for_memory(self, bytes_of_this_host: int) -> None:
-        assert self._plan is not None
-        error, free = None, memory_available()
-        if bytes_of_this_host > 0.9 * free:
-            error = f"a copy takes {units.size(bytes_of_this_host)} of host memory, {units.size(free)} are available"
-        if not self._fall_back(from_all(self._ranks, error)):
-            self._copy = HostCopy(self._plan, self._table, self._ranks.device)
-
-    def _await_memory(self) -> None:
-        """Wait until every rank has its copy's memory, or all save without."""
-        if self._copy is not None and not self._has_copy:
-            self._has_copy = not self._fall_back(from_all(self._ranks, self._copy.problem()))
 
     def _fall_back(self, errors: list[str | None]) -> bool:
         """True if any rank has an error: saves then go without a copy."""
@@ -500,16 +492,12 @@ class Saver:
         """Send a message to the writer, on the folder's leader only."""
         if not self._folder.leads:
             return
-        if self.asynchronous:
-            self._answer = self._ask(message)
-        else:
+        if not self.asynchronous:
             self._answer = self._guarded(lambda: perform(message, self._table, None))
-
-    def _ask(self, message: dict[str, Any]) -> dict[str, Any] | None:
-        """Give the writer something to do; an answer only if it cannot be asked."""
+            return
         assert self._copy is not None
+        self._answer = None
         try:
             self._copy.writer().ask(message)
         except (OSError, WriterDied) as error:
-            return self._lost(error)
-        return None
+            self._answer = self._lost(error)

@@ -105,16 +105,11 @@ def cut(layout: FolderLayout, dtypes: Mapping[str, str], max_shard_bytes: int) -
     groups += [current] if current else []
     total = len(groups)
     names = [SINGLE] if total == 1 else [f"model-{i:05d}-of-{total:05d}.safetensors" for i in range(1, total + 1)]
-    shards = {
-        name: Shard(tensors=_in_order(group, dtype_of), metadata={"format": "pt"}, align=8)
-        for name, group in zip(names, groups, strict=True)
-    }
+    shards = {}
+    for name, group in zip(names, groups, strict=True):
+        in_order = sorted(group, key=lambda tensor: (_ORDER.index(dtype_of[tensor]), tensor))  # of safetensors
+        shards[name] = Shard(tensors={t: dtype_of[t] for t in in_order}, metadata={"format": "pt"}, align=8)
     return WeightFiles(shards=shards, parts=layout.tensors)
-
-
-def _in_order(group: list[str], dtype_of: Mapping[str, str]) -> dict[str, str]:
-    """The order of the safetensors library."""
-    return {tensor: dtype_of[tensor] for tensor in sorted(group, key=lambda name: (_ORDER.index(dtype_of[name]), name))}
 
 
 def describe(source: SafetensorsSource) -> tuple[dict[str, Any], list[str]]:

@@ -87,7 +87,8 @@ class Answerer:
         no usable tokenizer, an unknown base model, or a reward model; ConfigError: peft is not installed."""
         base = _base(folder)
         config = load_config(ModelConfig(pretrained=str(base)))  # refuses a folder that would have code loaded
-        if gives_scores(config) or _scores_beside(folder):
+        peft = untrusted.loads((folder / CONFIG).read_bytes()) if (folder / CONFIG).is_file() else {}
+        if gives_scores(config) or peft.get("task_type") == "SEQ_CLS":
             raise ModelError(f"{folder}: a reward model gives scores and no text. Name the folder of a language model.")
         if base != folder:
             refuse_other_base(folder / MARK, config)
@@ -239,12 +240,6 @@ def _load_magnitudes(folder: Path, model: Any) -> None:
             if path.endswith(MAGNITUDE):
                 length = model.get_submodule(f"{path}.default").weight
                 length.data.copy_(file.get_tensor(name).view_as(length))
-
-
-def _scores_beside(folder: Path) -> bool:
-    """True if it is a PEFT folder of a reward model."""
-    file = folder / CONFIG
-    return file.is_file() and untrusted.loads(file.read_bytes()).get("task_type") == "SEQ_CLS"
 
 
 def is_model(folder: Path) -> bool:

@@ -120,6 +120,11 @@ def add_copies(state: State, files: Files, frozen: Iterable[str] = ()) -> None:
 
 def add_zero(state: State, files: Files, kinds: tuple[str, ...]) -> None:
     """Masters and moments from ZeRO's optimizer files, any stage. Raises CheckpointError."""
+    config = files.state.get("ds_config")
+    zero = config.get("zero_optimization") if isinstance(config, dict) else None
+    zero = zero if isinstance(zero, dict) else {}
+    # With these settings DeepSpeed lays parameters out in another order than its own map of the parts says.
+    in_turn = zero.get("round_robin_gradients") is True and not zero.get("parameter_alignment")
     for stage, ranks in enumerate(files.zero):
         groups = _shape_groups(files.models[stage]) or [_shapes_of_copies(state, ranks)]
         for group in groups:
@@ -130,7 +135,7 @@ def add_zero(state: State, files: Files, kinds: tuple[str, ...]) -> None:
                 raise CheckpointError(f"{file.path} holds no optimizer_state_dict.")
             if "fp32_flat_groups" in saved:
                 parts = _zero_3_parts(file, saved, groups, rank, len(ranks))
-            elif _dealt_in_turn(files):
+            elif in_turn:
                 parts = _in_order_of_shapes(file, saved, groups, rank)
             else:
                 parts = _zero_12_parts(state, file, saved, stage)
@@ -196,14 +201,6 @@ def _zero_12_parts(state: State, file: PickleFile, saved: dict[str, Any], stage:
                 raise CheckpointError(f"{file.path}: param_slice_mappings says nothing that makes sense of {name}.")
             home = state.twins if stage and name.startswith(_TIED) else state.spans
             yield group, offset, name, sum(span.numel for span in home.get((PARAM, name), [])), count
-
-
-def _dealt_in_turn(files: Files) -> bool:
-    """True where DeepSpeed's own map of the parts is wrong: by round_robin_gradients it lays parameters out in another
-    order than it tells there, unless they are aligned."""
-    config = files.state.get("ds_config")
-    zero = config.get("zero_optimization") if isinstance(config, dict) else None
-    return isinstance(zero, dict) and zero.get("round_robin_gradients") is True and not zero.get("parameter_alignment")
 
 
 def _in_order_of_shapes(
