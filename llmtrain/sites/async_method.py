@@ -11,18 +11,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from llmtrain.base import log
+from llmtrain.base.threads import in_thread
 from llmtrain.engine.dist.control import from_all
 from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.optim.message_formats import Format
 from llmtrain.optim.outer_methods import Async
 from llmtrain.sites.compress import encode
-from llmtrain.sites.exchange import CLOCK, NEWEST, Background, Clock, Exchange, Fetched
-from llmtrain.sites.membership import PeerStatus, name_of
+from llmtrain.sites.exchange import CLOCK, NEWEST, Clock, Exchange, Fetched
+from llmtrain.sites.membership import PeerStatus, join, name_of
 from llmtrain.sites.shard import Array, Shard
 from llmtrain.sites.transport import Array as Served
 from llmtrain.sites.transport import Server
@@ -59,7 +62,7 @@ class Newest:
         self._ranks, self._shard, self._exchange, self._server = ranks, shard, exchange, server
         self._form, self._tell = form, tell
         self._every, self._overlap, self._limit_s = settings.sync_every, settings.overlap_steps, settings.timeout_s
-        self._asked: Background[tuple[Fetched, dict[str, Clock]]] | None = None
+        self._asked: Future[tuple[Fetched, dict[str, Clock]]] | None = None
         self.begin(shard.read(), 0, [])
 
     def begin(self, common: Array, round_: int, others: Sequence[PeerStatus], line: Array | None = None) -> None:
@@ -94,7 +97,7 @@ class Newest:
     def settle(self) -> None:
         """Wait for a running fetch: its collectives must not mix with a meeting's."""
         if self._asked is not None:
-            self._asked.result()
+            join(self._asked)
             self._asked = None
 
     def after_step(self, step: int, steps: int, tokens: int) -> None:
@@ -104,7 +107,8 @@ class Newest:
             known = {site: line.clock.version for site, line in self._known.items()}
             sources, round_, change = self._others, self._round, self.line(self._shard.read()) - self._common
             deadline_s = time.monotonic() + self._limit_s
-            self._asked = Background(lambda: self._exchange.newest(sources, known, change, steps, round_, deadline_s))
+            newest = partial(self._exchange.newest, sources, known, change, steps, round_, deadline_s)
+            self._asked = in_thread(newest, "sites-newest")
         if steps % self._every == 0:
             self._send_and_take(step, steps, tokens)
 
@@ -112,7 +116,7 @@ class Newest:
         began_s = time.monotonic()
         asked, got = self._asked, None
         if asked is not None and (self._overlap == 0 or all(from_all(self._ranks, asked.done()))):
-            got, clocks = asked.result()
+            got, clocks = join(asked)
             self._asked = None
             self._known |= {
                 site: Line(clock=clocks[site], change=change) for site, change in got.found.items() if site in clocks

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.engine.dist.control import from_all, from_rank_0
 from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.optim.message_formats import BLOCK, Format
@@ -23,8 +20,6 @@ from llmtrain.sites.outer import outsized, squared_distance
 from llmtrain.sites.shard import Array, Shard
 from llmtrain.sites.tls import Keys
 from llmtrain.sites.transport import Peer, Rectangle, WireError
-
-T = TypeVar("T")
 
 CHANGES = "changes"
 """Kind of array: compressed changes of parameters since the last synchronisation."""
@@ -60,35 +55,6 @@ class Fetched:
     """(common parameters, outer momentum), if requested and received by all ranks."""
     received_bytes: int
     """Sum over all ranks."""
-
-
-class Background(Generic[T]):
-    """Runs a call in a thread of its own."""
-
-    def __init__(self, call: Callable[[], T]) -> None:
-        self._result: T
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(call,), name="sites-round", daemon=True)
-        self._thread.start()
-
-    def done(self) -> bool:
-        """True if `result` returns at once."""
-        return not self._thread.is_alive()
-
-    def result(self) -> T:
-        """Wait for the call; return or raise what it did."""
-        while self._thread.is_alive():
-            self._thread.join(0.5)
-            heart.beat()
-        if self._error is not None:
-            raise self._error
-        return self._result
-
-    def _run(self, call: Callable[[], T]) -> None:
-        try:
-            self._result = call()
-        except BaseException as error:
-            self._error = error
 
 
 class Exchange:
@@ -270,8 +236,11 @@ class Exchange:
             values[at : at + region.numel] = np.nan  # an element sent twice must not hide one that is missing
         received = 0
         for peer, theirs in zip(peers, pairs, strict=True):
-            if self._form and kind.startswith((CHANGES, NEWEST)):
-                received += _changes(peer, self._form, kind, theirs, round_, values, deadline_s)
+            if self._form and kind.startswith((CHANGES, NEWEST)):  # fills `theirs` from the blocks that hold them
+                blocks = Blocks(theirs)
+                records = np.empty(blocks.count * self._form.record, np.uint8)
+                received += peer.fetch(kind, round_, blocks.wanted(self._form.record), records, deadline_s)
+                blocks.spread(decode(self._form, records), values)
             else:
                 received += peer.fetch(kind, round_, theirs, values, deadline_s)
         if not np.isfinite(values).all():
@@ -286,17 +255,6 @@ class Exchange:
 def checksum_of(ranks: Sequence[Sequence[int]]) -> str:
     """Return the checksum of the common parameters and the outer momentum from the sums of the ranks' parts."""
     return "-".join(f"{sum(parts) % 2**64:016x}" for parts in zip(*ranks, strict=True))
-
-
-def _changes(
-    peer: Peer, form: type[Format], kind: str, pairs: Pairs, round_: int, into: Array, deadline_s: float
-) -> int:
-    """Fill the elements `pairs` of `into` from the blocks that hold them; return the received bytes."""
-    blocks = Blocks(pairs)
-    records = np.empty(blocks.count * form.record, np.uint8)
-    received = peer.fetch(kind, round_, blocks.wanted(form.record), records, deadline_s)
-    blocks.spread(decode(form, records), into)
-    return received
 
 
 Pairs = Sequence[tuple[Rectangle, Rectangle]]

@@ -15,15 +15,19 @@ import socket
 import threading
 import urllib.request
 from collections.abc import Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from llmtrain.base.errors import UserError
+from llmtrain.base.threads import in_thread
 from llmtrain.base.untrusted import shown
 from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.config.sites_rules import private
 from llmtrain.sites.sample_ledger import Ledger
+
+T = TypeVar("T")
 
 SILENT_S = 5.0
 """The lighthouse's heartbeat_timeout_ms: a site that is silent for longer is left out."""
@@ -136,6 +140,13 @@ class Members(Protocol):
         ...
 
 
+def join(call: Future[T]) -> T:
+    """Wait for a call `in_thread`; return or raise what it did. The heart beats meanwhile: the rank does not hang."""
+    while not wait([call], 0.5).done:
+        heart.beat()
+    return call.result()
+
+
 class TorchftMembers:
     """Membership by a lighthouse of torchft 0.2, which `llmtrain sites coordinator` starts."""
 
@@ -160,31 +171,24 @@ class TorchftMembers:
 
     def meet(self, said: Mapping[str, Any], limit_s: float) -> list[Member]:
         """See `Members`."""
-        box: dict[str, Any] = {}
         self._live()
         self._last = {**self._last, **said}
 
-        def ask() -> None:
-            try:
-                box["quorum"] = self._client.quorum(
-                    self.id, timedelta(seconds=max(limit_s, 0.001)), step=self._last.get("step", 0), data=dict(said),
-                    store_address=self._last.get("run", ""), world_size=self._last.get("together", 0),
-                )  # fmt: skip
-            except Exception as error:
-                box["error"] = error
+        def ask() -> Any:
+            return self._client.quorum(
+                self.id, timedelta(seconds=max(limit_s, 0.001)), step=self._last.get("step", 0), data=dict(said),
+                store_address=self._last.get("run", ""), world_size=self._last.get("together", 0),
+            )  # fmt: skip
 
-        asking = threading.Thread(target=ask, name="sites-quorum", daemon=True)
-        asking.start()
-        while asking.is_alive():  # beat meanwhile: the rank waits, it does not hang
-            asking.join(0.5)
-            heart.beat()
-        if isinstance(error := box.get("error"), TimeoutError):
+        try:
+            quorum = join(in_thread(ask, "sites-quorum"))
+        except TimeoutError as error:
             late = MembersError(f"the other sites have not come within {limit_s:.1f} s")
             late.late = True
             raise late from error
-        if error is not None:
+        except Exception as error:
             raise MembersError(f"coordinator {self._coordinator}: {_reason(error)}") from error
-        members = [Member(id=each.replica_id, said=each.data or {}) for each in box["quorum"].participants]
+        members = [Member(id=each.replica_id, said=each.data or {}) for each in quorum.participants]
         return sorted((each for each in members if is_site(each.id)), key=lambda member: member.id)
 
     def heard(self) -> list[Heard]:

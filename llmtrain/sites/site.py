@@ -15,6 +15,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ import xxhash
 
 from llmtrain.base import log
 from llmtrain.base.errors import TrainingStopped
+from llmtrain.base.threads import in_thread
 from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.engine.api import Engine, StateTensor
 from llmtrain.engine.dist.control import from_all, from_rank_0, together
@@ -33,8 +35,8 @@ from llmtrain.optim.message_formats import FORMATS
 from llmtrain.optim.outer_methods import Async, SitesConfig
 from llmtrain.sites.async_method import Newest
 from llmtrain.sites.compress import Bytes, Feedback
-from llmtrain.sites.exchange import Background, Exchange, Fetched, checksum_of
-from llmtrain.sites.membership import Heard, Members, PeerStatus, SitesError, TorchftMembers, name_of, own_address
+from llmtrain.sites.exchange import Exchange, Fetched, checksum_of
+from llmtrain.sites.membership import Heard, Members, PeerStatus, SitesError, TorchftMembers, join, name_of, own_address
 from llmtrain.sites.outer import outer_step, squared_distance
 from llmtrain.sites.quorum import AGAIN_S, MeetAgain, Meetings, RoundFailed, leader_of
 from llmtrain.sites.sample_ledger import Ledger, Request, steps_of
@@ -135,7 +137,7 @@ class Site:
         self._ahead = 0  # steps that the fastest site will be ahead by then
         self._trained = 0  # sequences since the last synchronisation
         self._weights = [0] * settings.parts  # tokens since the last synchronisation of each fragment
-        self._flight: tuple[Sent, Background[Round]] | None = None
+        self._flight: tuple[Sent, Future[Round]] | None = None
         self._stands_s = 0.0  # time.monotonic() at which training stopped for the round
         self._agreed: tuple[int, int, float] | None = None  # (round, step, time.monotonic()) of the last one
         self._step_s = 0.0
@@ -151,7 +153,7 @@ class Site:
         if kind is None:  # running collectives must not outlive their group
             with contextlib.suppress(RoundFailed):
                 if self._flight is not None:
-                    self._flight[1].result()
+                    join(self._flight[1])
                 if self._newest is not None:
                     self._newest.settle()
         self._server.close()
@@ -244,7 +246,9 @@ class Site:
         self._weights = [weight + self._share.tokens for weight in self._weights]
         ends = len(self._shard.parts)  # rounds after the last step: one for each fragment
         if self._flight is not None and self._steps >= self._flight[0].steps + self._flight[0].overlap:
-            self._land(*self._flight)
+            (sent, travelling), self._flight = self._flight, None
+            self._stands_s = time.monotonic() - sent.published_s
+            self._try(lambda: self._apply(join(travelling), sent))
         if not complete and self._flight is None and self._steps >= self._due:
             self._set_off()
             ends -= 1  # the fastest site's first, if this was its last step
@@ -305,12 +309,8 @@ class Site:
             return
         sent, deadline_s = self._publish(overlap), self._deadline()
         patience_s = self._patience_s()
-        self._flight = sent, Background(lambda: self._travel(sent, deadline_s, patience_s=patience_s))
-
-    def _land(self, sent: Sent, travelling: Background[Round]) -> None:
-        self._flight = None
-        self._stands_s = time.monotonic() - sent.published_s
-        self._try(lambda: self._apply(travelling.result(), sent))
+        travel = functools.partial(self._travel, sent, deadline_s, patience_s=patience_s)
+        self._flight = sent, in_thread(travel, "sites-round")
 
     def _patience_s(self) -> float:
         """Return the seconds to wait for a peer: twice as long as this site has trained since the last round."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from llmtrain.sites import async_method
+from llmtrain.base.threads import in_thread
 from llmtrain.sites import site as site_module
-from llmtrain.sites.exchange import Background
+from llmtrain.sites.membership import join
 from llmtrain.sites.quorum import RoundFailed
 from llmtrain.sites.shard import LINE
 from tests.helpers.sites_in_threads import (
@@ -32,9 +33,9 @@ def test_what_a_call_in_the_background_raises_its_caller_meets() -> None:
     def fails() -> None:
         raise RoundFailed("nobody came")
 
-    assert Background(lambda: 5).result() == 5
+    assert join(in_thread(lambda: 5, "answers")) == 5
     with pytest.raises(RoundFailed, match="nobody came"):
-        Background(fails).result()
+        join(in_thread(fails, "fails"))
 
 
 @pytest.mark.parametrize("compress", ["none", "int8"])
@@ -297,12 +298,12 @@ def test_while_the_others_changes_are_on_their_way_training_goes_on(joined, monk
     (a, engine_a, events), (b, engine_b, _) = (joined(meeting, name, **setting) for name in "ab")
     begin_all(a, b)
     train(b, engine_b, 3, 2)
-    ready = async_method.Background.done
-    monkeypatch.setattr(async_method.Background, "done", lambda self: False)
+    ready = Future.done
+    monkeypatch.setattr(Future, "done", lambda self: False)
     train(a, engine_a, 1, 2)
     assert engine_a.values.tolist() == [2.0] * 6 and exchanges(events)[-1]["known"] == {}
     a._newest._asked.result()
-    monkeypatch.setattr(async_method.Background, "done", ready)
+    monkeypatch.setattr(Future, "done", ready)
     train(a, engine_a, 1, 2)
     assert exchanges(events)[-1]["known"] == {"b": 1}
     assert engine_a.values.tolist() == pytest.approx([(4 * 4 + 6 * 2) / 6] * 6)
