@@ -197,6 +197,6 @@ def test_the_section_of_the_json(tmp_path, monkeypatch, section, precision, stag
     parsed = parse(["--config", "run.yaml"])
     resolved = resolve(parsed.run, 4, places=parsed.places)
     assert (resolved.degrees.expert, resolved.degrees.data, resolved.zero_stage) == (degree, 4, runs_at)
-    assert resolved.expert_parallel == section
+    assert resolved.expert_parallel == {**section, "autoep_size": degree}
     assert "expert_parallel" not in resolved.deepspeed
     assert any("gradient norm" in note for note in resolved.notes) == (stage != runs_at)
