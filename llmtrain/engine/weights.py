@@ -312,7 +312,10 @@ def _differing_copies(
         sums = dict.fromkeys(wanted, 0)
         for piece in live:
             sums[piece.kind, piece.name] += _rounded_sum(piece, dtype)
-        wanted = _summed(sums, ranks)
+        keys = sorted(sums)  # the same on all ranks
+        total = torch.tensor([as_int64(sums[key]) for key in keys], dtype=torch.int64)
+        dist.all_reduce(total, group=ranks.control)  # int64 addition wraps, as the checksum needs
+        wanted = {key: int(value) % 2**64 for key, value in zip(keys, total.tolist(), strict=True)}
     in_place = set(map(_address, live))  # ZeRO 0 in fp32 computes with the masters themselves
     partitions: list[_Part] = []
     shards: list[_Part] = []
@@ -334,14 +337,6 @@ def _differing_copies(
         bad |= _wrong(partitions, {key: wanted[key] for key in wanted if key in here}, shapes, ranks)
     # Only the shards that are there are looked at: ZeRO 3 keeps some parameters gathered, ZeRO 0 has no copies.
     return bad | _wrong(shards, wanted, shapes, ranks, every=False)
-
-
-def _summed(sums: dict[Key, int], ranks: Ranks) -> dict[Key, int]:
-    """The checksums of all ranks' parts, added up. The keys are the same on all ranks."""
-    keys = sorted(sums)
-    total = torch.tensor([as_int64(sums[key]) for key in keys], dtype=torch.int64)
-    dist.all_reduce(total, group=ranks.control)  # int64 addition wraps, as the checksum needs
-    return {key: int(value) % 2**64 for key, value in zip(keys, total.tolist(), strict=True)}
 
 
 def check_names(engine: Engine, source: ParameterSource) -> None:

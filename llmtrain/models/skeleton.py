@@ -131,9 +131,11 @@ def construct(
             reason = (
                 str(error).splitlines()[0].partition("Error code")[0].rpartition("DefaultCPUAllocator: ")[2].strip()
             )
+            sizes = [(v, k) for k, v in config.get_text_config(decoder=True).to_dict().items() if type(v) is int]
+            largest = ", ".join(f"{name} = {size}" for size, name in sorted(sizes, reverse=True)[:3])
             raise TooLargeError(
                 f"model: one of its tensors alone needs more memory than this host has ({reason.rstrip('.')}). Correct "
-                f"its sizes; the largest are {_largest(config)}."
+                f"its sizes; the largest are {largest}."
             ) from error
         text = config.get_text_config(decoder=True)
         if "adding_idx must be within" in str(error):
@@ -147,12 +149,6 @@ def construct(
         ) from error
     freeze(hf)
     return hf
-
-
-def _largest(config: PreTrainedConfig) -> str:
-    """The three largest whole numbers of a configuration, as `name = value`."""
-    sizes = [(v, k) for k, v in config.get_text_config(decoder=True).to_dict().items() if type(v) is int]
-    return ", ".join(f"{name} = {size}" for size, name in sorted(sizes, reverse=True)[:3])
 
 
 def skeleton(config: PreTrainedConfig, *, attention: str = "eager", trust_remote_code: bool = False) -> PreTrainedModel:

@@ -14,7 +14,6 @@ from llmtrain.base import log, units
 from llmtrain.base.errors import DataError, TrainingStopped
 from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.config.plugins import is_of_plugin
-from llmtrain.data.shards import FileSum
 from llmtrain.engine.api import Engine
 from llmtrain.engine.dist.control import StopRequests, from_all
 from llmtrain.engine.dist.ranks import Ranks
@@ -167,7 +166,9 @@ class DataCheck(Part):
 
     def begin(self, position: Position) -> None:
         """Start the threads. Raises DataChanged, on all ranks."""
-        everyone = from_all(self._ranks, _identity(self._files))  # copies on two hosts have other numbers and times
+        stats = [os.stat(file.path) for file in self._files if file.path.is_file()]
+        own = hashlib.sha256(repr([(stat.st_ino, stat.st_ctime_ns) for stat in stats]).encode()).hexdigest()
+        everyone = from_all(self._ranks, own)  # copies on two hosts have other numbers and times
         group = [rank for rank, identity in enumerate(everyone) if identity == everyone[self._ranks.rank]]
         self._mine = self._files[group.index(self._ranks.rank) :: len(group)]
         self._thread.start()
@@ -210,9 +211,3 @@ class DataCheck(Part):
             self._error = str(error)
         except Exception as error:
             self._error = f"the data could not be compared with its checksums: {error!r}"
-
-
-def _identity(files: list[FileSum]) -> str:
-    """Hash of the files' inode numbers and change times: equal on hosts that share the files, different for copies."""
-    stats = [os.stat(file.path) for file in files if file.path.is_file()]
-    return hashlib.sha256(repr([(stat.st_ino, stat.st_ctime_ns) for stat in stats]).encode()).hexdigest()

@@ -253,8 +253,14 @@ class ReplicaCheck(Part):
         MastersDiffer, on all ranks."""
         step = position["step"]
         if self._compares_ranks:
-            found = self._replicas.differences(self._facts(position, batch, lr_factor), self._facts_of_row(batch))
-            if found:
+            # The ranks of a data-parallel group work on the same sequences.
+            row, micros = self._degrees.place(self._ranks.rank).data, batch.micro_batches
+            tokens = torch.stack([tensor_hash(each) for micro in micros for each in (micro.inputs, micro.labels)])
+            own = {
+                f"samples of data-parallel group {row}": [index for micro in micros for index in micro.sample_indices],
+                f"tokens of data-parallel group {row}": int(tensor_hash(tokens)),
+            }
+            if found := self._replicas.differences(self._facts(position, batch, lr_factor), own):
                 self._end(step, found)
         if masters := apart(self._engine, self._ranks):
             text = f"after step {step}: {masters.message(self._engine, self._ranks)}"
@@ -278,16 +284,6 @@ class ReplicaCheck(Part):
             "steps of the optimizer": self._engine.optimizer_step(),
             "loss scale": self._engine.loss_scale(),
             **self._constant,
-        }
-
-    def _facts_of_row(self, batch: StepBatch) -> dict[str, Any]:
-        """Facts that are the same on the ranks that work on the same sequences."""
-        row = self._degrees.place(self._ranks.rank).data
-        micros = batch.micro_batches
-        tokens = torch.stack([tensor_hash(each) for micro in micros for each in (micro.inputs, micro.labels)])
-        return {
-            f"samples of data-parallel group {row}": [index for micro in micros for index in micro.sample_indices],
-            f"tokens of data-parallel group {row}": int(tensor_hash(tokens)),
         }
 
     def _end(self, step: int, found: list[Difference]) -> None:

@@ -31,7 +31,12 @@ def continuations(setup: Setup, prompts: Prompts) -> list[str]:
         objective = NextWord(len(rows))
 
         def read(index: int, rows: list[list[int]] = rows) -> Window:
-            return _window(rows[index], length, setup)
+            ids = rows[index]  # of which the last counts; what comes after it changes nothing before it
+            inputs = np.full(length, setup.data.separator_id, dtype=np.int64)
+            inputs[: len(ids)] = ids
+            labels = np.full(length, IGNORED, dtype=np.int64)
+            labels[len(ids) - 1] = 0
+            return Window(inputs, labels, np.arange(length) if setup.run.data.isolate_documents else None)
 
         dealt = (batch.micro_batch, setup.mesh.place.data, batch.data_parallel, setup.ranks.device.type == "cuda")
         with compiler.uncompiled():
@@ -42,12 +47,3 @@ def continuations(setup: Setup, prompts: Prompts) -> list[str]:
         if not going:
             break
     return [prompts.text(row, each) for row, each in enumerate(new)]
-
-
-def _window(ids: list[int], length: int, setup: Setup) -> Window:
-    """A row whose last token counts; what comes after it changes nothing before it."""
-    inputs = np.full(length, setup.data.separator_id, dtype=np.int64)
-    inputs[: len(ids)] = ids
-    labels = np.full(length, IGNORED, dtype=np.int64)
-    labels[len(ids) - 1] = 0
-    return Window(inputs, labels, np.arange(length) if setup.run.data.isolate_documents else None)

@@ -133,7 +133,9 @@ def check() -> None:
     ConfigError: one is gone."""
     for private in PRIVATE:
         text, loaded = _source(private.module), sys.modules.get(private.module)
-        gone = [name for name in private.names if not hasattr(loaded, name) and not _names(text, name)]
+        missing = [name for name in private.names if not hasattr(loaded, name)]
+        # As a word. The pattern begins with the name itself: so re looks for that alone.
+        gone = [name for name in missing if not re.search(rf"{name}(?<!\w{name})\b", text)]
         if gone:
             package = private.module.partition(".")[0]
             raise ConfigError(
@@ -141,11 +143,6 @@ def check() -> None:
                 f"depends ({private.why}). llmtrain knows deepspeed {VERIFIED}: install deepspeed=={VERIFIED}, and a "
                 "torch that README.md names."
             )
-
-
-def _names(text: str, name: str) -> bool:
-    """True if it stands there as a word. The pattern begins with the name itself: so re looks for that alone."""
-    return re.search(rf"{name}(?<!\w{name})\b", text) is not None
 
 
 def _source(module: str) -> str:

@@ -142,9 +142,10 @@ def _serve(world_size: int) -> dist.TCPStore:
                 "launches on one host need ports of their own: give `deepspeed --master_port` another one, or end what "
                 "uses it."
             ) from error
+        trouble = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise RendezvousError(
             f"rank 0 runs on {socket.gethostname()}, but MASTER_ADDR, where the other ranks look for it, is {host} and "
-            f"does not lead back here ({_first_line(error)}). Give `deepspeed --master_addr` an address of this host."
+            f"does not lead back here ({trouble}). Give `deepspeed --master_addr` an address of this host."
         ) from error
 
 
@@ -286,10 +287,6 @@ def _launch() -> str:
 
 def _me(seat: Seat) -> str:
     return f"rank {seat.rank} on {seat.host}"
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def _launched_hosts() -> dict[int, str]:

@@ -92,7 +92,8 @@ class _Section:
         self._fields = {item.name: item for item in dataclasses.fields(family)}
 
     def check(self, given: dict[str, Any]) -> None:
-        known = self._known()
+        known = {*self._fields, *self._family.attribute_map, *_ANYWHERE, *_read_by(self._family)}
+        known |= _EARLIER if "rope_parameters" in self._fields else set()
         for key, value in given.items():
             if key not in known:
                 self._unknown(key, value, known)
@@ -111,10 +112,6 @@ class _Section:
         default = self._fields[name].default if name in self._fields else None
         found = given.get("vocab_size", given.get(name, default))
         return found if type(found) is int else None
-
-    def _known(self) -> set[str]:
-        known = {*self._fields, *self._family.attribute_map, *_ANYWHERE, *_read_by(self._family)}
-        return known | _EARLIER if "rope_parameters" in self._fields else known
 
     def _unknown(self, key: str, value: Any, known: set[str]) -> None:
         from transformers import GenerationConfig
@@ -152,7 +149,8 @@ class _Section:
         if rule_and_remedy := self._wrong_type(name, value, field):
             self._add(key, value, *rule_and_remedy)
             return
-        if "drop" in name and isinstance(field.default, (int, float)) and not _is_share(value):
+        share = isinstance(value, bool) or (isinstance(value, (int, float)) and 0 <= value <= 1)  # some drop, or do not
+        if "drop" in name and isinstance(field.default, (int, float)) and not share:
             self._add(key, value, "a dropout is a number from 0 to 1", f"{field.default} is the family's default")
             return
         common = {self._family.attribute_map.get(count, count) for count in _COUNTS}
@@ -258,10 +256,6 @@ def _outside(value: Any, vocabulary: int | None, field: Any) -> str | None:
     return f"token {wrong[0]} is not in the vocabulary, which has the tokens 0 to {vocabulary - 1}" if wrong else None
 
 
-def _is_share(value: Any) -> bool:
-    return isinstance(value, bool) or (isinstance(value, (int, float)) and 0 <= value <= 1)  # some drop, or do not
-
-
 _PLAIN = {int, float, str, bool, type(None)}
 
 
@@ -299,11 +293,6 @@ def _read_by(family: Any) -> set[str]:
         found |= set(re.findall(rf"\b(?:config{within})\.(\w+)", text))
         found |= set(re.findall(r"""(?:get|has)attr\(\s*(?:self\.)?\w*config,\s*["'](\w+)""", text))
     return found
-
-
-def _words_in(family: Any) -> set[str]:
-    """Every name in quotes of the family's code: keys of its dictionaries and kinds of its layers."""
-    return {word for text in _sources(family) for word in re.findall(r"""["'](\w+)["']""", text)}
 
 
 _FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}

@@ -56,7 +56,7 @@ class AbsentAfter(nn.Module):
 
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 _TOKENS = (2, 12)
 """Batch and length of the probe."""
@@ -134,16 +134,13 @@ def _refuse_other_kinds(hf: PreTrainedModel) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"model: {name} has an encoder and a decoder; only decoders are taken apart.")
     if config.get_text_config() is not config:
+        inner = ", ".join(sorted(getattr(config, "sub_configs", {}))) or "several configurations"
         raise ModelError(
-            f"model: {name} wraps a text model together with others ({config.model_type}: {_inner(config)}); "
+            f"model: {name} wraps a text model together with others ({config.model_type}: {inner}); "
             "only text models are taken apart. Train its text model by itself."
         )
     if getattr(config, "layerdrop", 0.0):
         raise ModelError(f"model: layerdrop {config.layerdrop} skips layers at random, each rank others; set it to 0.")
-
-
-def _inner(config: PreTrainedConfig) -> str:
-    return ", ".join(sorted(getattr(config, "sub_configs", {}))) or "several configurations"
 
 
 def _layer_list(hf: nn.Module) -> str:
