@@ -16,6 +16,7 @@ ELSEWHERE = {
     "checkpoint/native/pickles.py": {"_storage_classes", "_checkpoint_offset"},  # torch's own way to read a .pt file
     "parity/plain.py": {"_model_mapping", "_supports_sdpa"},  # it shares no more code with a run than it must
     "data/chat/rendering.py": {"_compile_jinja_template"},  # the environment of a chat template, whose clock is set
+    "optim/lion.py": {"_foreach_mul_", "_foreach_sign", "_foreach_add_", "_foreach_lerp", "_foreach_lerp_"},
     "engine/progress.py": {"_C", "_distributed_c10d", "_dump_nccl_trace_json"},  # the flight recorder has no other name
 }
 """What may be named outside, and why."""
