@@ -142,8 +142,8 @@ class Engine(Protocol):
     def reading_instead(
         self, names: Collection[str], values: Callable[[ForwardCopy], Tensor]
     ) -> AbstractContextManager[None]:
-        """In which the forward pass reads other values of these parameters; masters and moments stay as they are.
-        `values`: from a copy to what stands in its place, [region.numel]. All ranks call it together."""
+        """A context in which the forward pass reads other values of these parameters; masters and moments do not
+        change. `values`: from a copy to its values, [region.numel]. All ranks call it together."""
         ...
 
     def refresh(self) -> None:

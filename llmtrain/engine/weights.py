@@ -49,9 +49,8 @@ def fill_parameters(engine: Engine, source: ParameterSource) -> dict[Key, int]:
 
 
 def fill(piece: StateTensor, read: Callable[[Region], Tensor]) -> int | None:
-    """Fill a piece from `read`: the elements of a region of the flat Hugging Face tensor. To a GPU through page-locked
-    memory, which torch keeps for the next chunk: the host reads that one meanwhile. Returns the checksum of a piece
-    that is packed now: its values are not there any more."""
+    """Fill a piece from `read`, which gives a region of the flat Hugging Face tensor; to a GPU through page-locked
+    memory, while the host reads the next chunk. Returns the checksum of a piece that is packed."""
     heart.beat()
     on_device = piece.device.type == "cuda"
     chunk = _DEVICE_CHUNK if on_device else _CHUNK
@@ -245,9 +244,8 @@ def _wrong(
     *,
     every: bool = True,
 ) -> set[Key]:
-    """Tensors of which a replica, put together over all ranks, has another checksum than expected. The message between
-    the ranks has two numbers for each replica of a tensor that somebody holds a part of. `every`: a replica that lacks
-    elements is wrong; otherwise it does not count."""
+    """Tensors of which a replica, put together over all ranks, has another checksum than expected. `every`: a replica
+    that lacks elements is wrong."""
     keys = sorted(expected)
     place = {key: index for index, key in enumerate(keys)}
     counts = torch.ones(len(keys), dtype=torch.int64)

@@ -92,9 +92,9 @@ def other_maps(hf: PreTrainedModel) -> dict[str, str]:
 
 
 def saved_paths(hf: PreTrainedModel, adapter: AdapterConfig, places: Places | None = None) -> list[str]:
-    """The modules that train whole beside the adapter, in the model's order; of modules that share their one tensor the
-    first. A reward model's score is one of them, asked for or not: it is new. Raises ConfigError: a pattern matches no
-    module with parameters of its own, a target, or one with modules within."""
+    """The modules that train whole with the adapter, in the model's order: a reward model's score always, of modules
+    that share a tensor the first. Raises ConfigError: a pattern matches no module with own parameters, a target, or a
+    module of modules."""
     key, place = "adapter.modules_to_save", (places or {}).get("adapter.modules_to_save")
     own = {path: module for path, module in hf.named_modules() if dict(module.named_parameters(recurse=False))}
     patterns = [*adapter.modules_to_save, *([SCORE] if gives_scores(hf.config) else [])]
@@ -186,9 +186,8 @@ def lora_config(
 
 
 def _taken_for_experts(hf: PreTrainedModel, short: Iterable[str]) -> set[str]:
-    """Last parts of names that peft 0.21 reads as the experts' maps of transformers 4, which are in one tensor now: as
-    a part, within a whole path or a pattern, it adapts that tensor and no map of a dense layer or of the shared
-    experts."""
+    """Last parts of names that peft 0.21 reads as the experts' maps of transformers 4, now in one tensor: it would
+    adapt that tensor, and no map of a dense layer or of the shared experts."""
     from peft import LoraConfig
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
@@ -288,9 +287,8 @@ def plain_name(name: str) -> str:
 def read_peft(
     adapter: AdapterConfig, shapes: dict[str, tuple[int, ...]], tied: dict[str, str] | None = None
 ) -> dict[str, Tensor]:
-    """The tensors of the folder `adapter.start` by name, flat, in fp32. `shapes`: of the tensors that the run's adapter
-    has, with those of modules that train whole. `tied`: see `aliases`; peft writes such a tensor by each of its names.
-    Raises ConfigError: the folder is none, or its adapter is another."""
+    """The tensors of the folder `adapter.start` by name, flat, in fp32. `shapes`: of the run's adapter and of modules
+    that train whole. `tied`: see `aliases`. Raises ConfigError: there is no adapter, or another one."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -335,9 +333,8 @@ def read_peft(
 
 
 class AdaptedSource:
-    """The model's own values, and the first ones of an adapter: A uniform as peft has it (kaiming with a = sqrt(5): up
-    to 1 / sqrt(inputs)), B zero, a magnitude the length of its row of W. Each A is drawn from the run's seed and its
-    own name: it depends on no number of ranks and on no stage."""
+    """The model's own values, and the first ones of an adapter: A uniform as in peft (up to 1 / sqrt(inputs)), drawn
+    from the run's seed and its own name, B zero, a magnitude the length of its row of W."""
 
     def __init__(
         self,

@@ -31,9 +31,8 @@ _answers: dict[str, str | None] = {}
 
 
 def trouble(device: torch.device) -> str | None:
-    """Why nothing can be compiled for this kind of device; None: it can. Tried once, on a small function: takes
-    seconds. That it works is kept for other processes in the user's cache folder. Raises nothing; a reason is said
-    once, as a warning."""
+    """Why nothing can be compiled for this kind of device; None: it can. Tried once, on a small function; success is
+    kept in the user's cache folder, a failure is a warning."""
     if device.type not in _answers:
         _answers[device.type] = None
         known = cache_folder() / "compiler" / _circumstances(device)

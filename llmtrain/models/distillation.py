@@ -32,9 +32,8 @@ NOTHING = -1e4
 
 @dataclass(frozen=True, kw_only=True)
 class TopWords:
-    """A teacher's distribution at the loss's temperature as k + 1 events: its k likeliest words, and any other word. A
-    student's is read as the same events, so that D is of k + 1 numbers each: at most the D of whole distributions, and
-    equal to it for k = V, where no other word is left."""
+    """A teacher's distribution at the loss's temperature as k + 1 events: its k likeliest words, and any other word.
+    The student's is read as the same events: D is at most the D of complete distributions, and equal for k = V."""
 
     words: Tensor
     """int64 [N, k], no word twice in a row of a counted token."""

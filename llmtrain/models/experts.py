@@ -86,9 +86,8 @@ def avoid_grouped_product(hf: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def fit_grouped_product(experts: nn.Module, dtype: torch.dtype) -> bool:
-    """True if torch's grouped product takes these experts' matrices. It wants rows of whole 16 bytes (in bf16: widths
-    that 8 divides), and fails in the first forward pass with "strides should be multiple of 16 bytes". A
-    tensor-parallel shard of a width can be such a one where the whole is not."""
+    """True if torch's grouped product takes these experts' matrices: rows of a multiple of 16 bytes, which a
+    tensor-parallel shard may not have ("strides should be multiple of 16 bytes" in the first forward pass)."""
     matrices = [p for p in experts.parameters() if len(shape_of(p)) == 3]
     return not any(size * dtype.itemsize % 16 for matrix in matrices for size in shape_of(matrix)[1:])
 

@@ -28,9 +28,8 @@ _OURS = "lora_"
 
 
 def maps_of(layer: nn.Module) -> tuple[dict[str, nn.Linear], dict[str, str]]:
-    """The linear maps of a decoder layer, by path within it: (those that fp8 is for, the others with the reason). A
-    router's scores choose experts, so it stays as it is; and an expert gets any number of tokens, which is an inner
-    side of the product that gives its weight's gradient."""
+    """The linear maps of a decoder layer by path: (those for fp8, the others with the reason). Routers choose experts,
+    and experts get any number of tokens, an inner side of a product: both stay as they are."""
     blocks = expert_blocks(layer)
     routed = {m for block in blocks for part in (block.router, *block.experts) for m in part.modules()}
     chosen: dict[str, nn.Linear] = {}

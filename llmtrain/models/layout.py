@@ -93,9 +93,9 @@ class FolderLayout:
         """Tensor -> (group, elements of the group): `save_pretrained` puts tensors that share memory into one file."""
 
     def place(self, tensors: Iterable[str]) -> Placement:
-        """Which tensors of a folder hold which parameters. Names may be those that transformers writes, those of the
-        model itself, older ones that transformers still renames, and any of these without the decoder's prefix. Raises
-        ModelError: two tensors are the same part, or one is converted in a way that is not supported."""
+        """Which tensors of a folder hold which parameters; names may be transformers' new or old ones, or the model's
+        own, with the decoder's prefix or without. Raises ModelError: two tensors are the same part, or a conversion is
+        not supported."""
         from transformers.core_model_loading import dot_natural_key
 
         found, unread = Placement(parts={}), patterns_not_loaded(self.skeleton)

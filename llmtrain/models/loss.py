@@ -267,9 +267,9 @@ _SCALED_AT_ONCE = 1024
 
 
 def _scale(values: Tensor, factor: Tensor) -> Tensor:
-    """values *= factor, a number in fp32 on the same device: in fp32, rounded once. Not values.mul_(factor): a CUDA
-    kernel would take a factor without dimensions in the other tensor's dtype, up to 0.4 % off in bf16, and infinite in
-    fp16 beyond 65,504 (torch's ATen/native/cuda/Loops.cuh)."""
+    """values *= factor, an fp32 number on the device, rounded once. Not values.mul_(factor): CUDA would take the factor
+    in the other tensor's dtype, up to 0.4 % off in bf16, infinite in fp16 beyond 65,504 (torch's
+    ATen/native/cuda/Loops.cuh)."""
     if values.dtype == torch.float32:
         return values.mul_(factor)
     for part in values.split(_SCALED_AT_ONCE):  # no second tensor of that size
@@ -334,9 +334,9 @@ def _token_losses(
 
 
 class _ChunkedNLL(torch.autograd.Function):
-    """Sums over counted tokens, fp32: [1] of -log p(label), or [2] with the square of log Z where there is a z-loss.
-    Inputs hidden [N, H], weight [V, H], bias [V] or None, labels [N]. The gradient is the first sum's, and with it that
-    of the coefficient times the second. V is this rank's part of the vocabulary if there is one."""
+    """Sums over counted tokens, fp32: [1] of -log p(label), or with a z-loss [2] with log Z squared, whose gradient is
+    in the first sum's. Inputs hidden [N, H], weight [V, H], bias [V] or None, labels [N]; V: this rank's part of the
+    vocabulary."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, labels, about):

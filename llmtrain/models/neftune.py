@@ -8,9 +8,8 @@ from torch import Tensor, nn
 
 
 class Neftune:
-    """Noise of alpha / sqrt(L d) x U(-1, 1) on each element that an embedding gives in training, with L tokens of the
-    text that the token belongs to and d elements of its embedding. It is drawn from torch's stream, as dropout is: a
-    function of seed, step, rank and micro-batch, and equal on the ranks that share an embedding."""
+    """Noise of alpha / sqrt(L d) x U(-1, 1) on each of the d elements of an embedding in training, L being the tokens
+    of its text. It is drawn from torch's stream, as dropout is, and equal on the ranks that share an embedding."""
 
     def __init__(self, embedding: nn.Module, alpha: float) -> None:
         self._alpha = alpha
@@ -32,8 +31,7 @@ def drawn(embedded: Tensor) -> Tensor:
 
 
 def text_lengths(inputs_BT: Tensor, positions_BT: Tensor | None) -> Tensor:
-    """Tokens of each token's text, int64 [B, T]: of its document, where `positions` begin anew with each; of its row
-    otherwise. Packed or alone, a document is trained with the same noise."""
+    """Tokens of each token's text, int64 [B, T]: of its document, where `positions` are given, else of its row."""
     length = inputs_BT.shape[1]
     if positions_BT is None:
         return torch.full((1, 1), length, device=inputs_BT.device).expand_as(inputs_BT)

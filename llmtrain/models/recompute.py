@@ -122,9 +122,8 @@ class OnHost(tuple[torch.device, torch.Size, list[Tensor]]):
 
 
 def to_host(tensor: Tensor) -> OnHost:
-    """A copy in host memory, in pieces of 64 MiB. torch rounds each request for pinned memory up to a power of two (its
-    CachingHostAllocator): the 3.3 GB that a layer of 8B keeps of 400,000 tokens would take 4.3, and 32 layers more than
-    a host of 128 GiB has."""
+    """A copy in host memory, in pieces of 64 MiB: torch rounds each request for pinned memory up to a power of two, 4.3
+    GB for the 3.3 GB that a layer of 8B keeps of 400,000 tokens."""
     pieces = []
     for part in tensor.detach().reshape(-1).split(_PIECE_BYTES // tensor.element_size()):
         piece = torch.empty(part.shape, dtype=part.dtype, pin_memory=tensor.is_cuda)

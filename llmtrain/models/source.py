@@ -57,9 +57,8 @@ class ParameterSource(Protocol):
 
 
 class RandomSource:
-    """The model's own initialisation, one block (decoder layer, embedding, ...) at a time. Each block has its own seed,
-    made of the run's seed and the block's name: the values depend neither on the number of ranks nor on the ZeRO stage,
-    and only one block exists in full at any time."""
+    """The model's own initialisation, one block (decoder layer, embedding, ...) at a time, each with a seed made of the
+    run's seed and the block's name: the values depend neither on the number of ranks nor on the ZeRO stage."""
 
     def __init__(self, skeleton: PreTrainedModel, seed: int, device: torch.device) -> None:
         """`skeleton`: the transformers model on the meta device."""

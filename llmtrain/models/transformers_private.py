@@ -85,9 +85,8 @@ def parameters_on_meta() -> Iterator[None]:
 
 @contextlib.contextmanager
 def documents_are(documents_BT: Tensor | None) -> Iterator[None]:
-    """Replaces transformers' search for documents in a row (masking_utils.find_packed_sequence_indices). It looks in
-    every forward pass and waits for the device to know whether there are some: the GPU then idles while the host queues
-    the next kernels."""
+    """Replaces transformers' search for documents in a row (masking_utils.find_packed_sequence_indices), which makes
+    the host wait for the device in every forward pass."""
     from transformers import masking_utils
 
     with _replaced(masking_utils, "find_packed_sequence_indices", lambda position_ids: documents_BT):
@@ -253,9 +252,8 @@ def without_memory() -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def fresh_compilation_cache() -> Iterator[None]:
-    """torch._inductor.utils.fresh_cache: compiles anew what an earlier process may have left compiled. Without torch's
-    worker processes, which would be started here and keep the folder of Triton's kernels that is deleted at the end:
-    compile_threads."""
+    """torch._inductor.utils.fresh_cache: compiles again, without torch's worker processes (compile_threads), which
+    would keep the folder of Triton's kernels that is deleted at the end."""
     from torch._inductor import config
     from torch._inductor.utils import fresh_cache
 

@@ -22,9 +22,8 @@ _MOST = 4
 
 
 class Answers(TrainData):
-    """Windows of two or four rows: pairs, or answers judged alone, with log-probabilities of no model for the
-    reference's: lower than a model without training gives, so that kto's z is not 0. Window k is a function of k
-    alone."""
+    """Windows of two or four rows: pairs, or single answers. The reference's log-probabilities are drawn, lower than an
+    untrained model's, so that kto's z is not 0. Window k is a function of k alone."""
 
     def __init__(self, config: RunConfig, vocab_size: int) -> None:  # the base class opens folders
         assert vocab_size >= 8, vocab_size

@@ -248,9 +248,8 @@ class Tie:
 def tie(
     got: Trace, want: list[Trace], verdict: Verdict, nudged: Callable[[int], list[Trace]], *, split: bool
 ) -> Tie | None:
-    """The tie that explains a failed comparison in fp32: plain trainings diverge by rounding as far as the ranks do.
-    They are more orders of summation, and the tolerance is made of all of them. `nudged`: from a number of steps to
-    COUNT of them. None: the ranks still part by more."""
+    """Return the tie that explains a failed comparison in fp32: more orders of summation (`nudged`) diverge as far as
+    the ranks. None: the ranks diverge further."""
     first, steps = verdict.first[0].step, len(got.losses)
     if first == 0:
         return None

@@ -150,9 +150,8 @@ def _spec(fields: dict[str, Any]) -> ModelSpec:
 
 
 def attention_here(fields: dict[str, Any], attention: str, *, cpu: bool) -> Any:
-    """The `model.attention` of the small run: the user's own; on a CPU, which has no flash attention, sdpa or eager.
-    Its start chooses for auto, as a run's does. Raises ModelError: transformers has none of that name for this
-    family."""
+    """The `model.attention` of the small run: the user's own; on a CPU, sdpa or eager for flash attention. Raises
+    ModelError: transformers has none of that name for this family."""
     instead = cpu and attention.startswith("flash")
     config = load_config(ModelConfig(config=fields))
     try:

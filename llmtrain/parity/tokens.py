@@ -13,9 +13,8 @@ _COPY_FROM = 5  # so many tokens back: what attention can learn
 
 
 class Tokens(TrainData):
-    """Sequences for the loader without a prepared folder: sequence k is a function of k alone. A token follows from the
-    one before it, or repeats one a few places back, or is random: so the embedding, the layers and attention all have
-    something to learn in a few steps, and a fault in any of them shows."""
+    """Sequences for the loader without a prepared folder: sequence k is a function of k alone. Tokens follow the one
+    before, repeat an earlier one or are random, so that embedding, layers and attention all learn in a few steps."""
 
     def __init__(self, config: DataConfig, vocab_size: int, top_k: int | None = None) -> None:
         """The base class opens folders. `top_k`: with a column of so many words in place of each label, of no teacher's

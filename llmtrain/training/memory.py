@@ -59,9 +59,9 @@ def layers_for(free: int, resolved: ResolvedRun, spec: ModelSpec) -> tuple[Recom
 
 
 def keeps(resolved: ResolvedRun) -> tuple[Keep, ...]:
-    """Choices of what recomputed layers keep, the first one first. Attention's results take one tensor of the 24 of the
-    model's width that a layer of Llama 3 8B keeps, and spare its kernel, the one part of a layer that grows with the
-    square of the length: layers keep them if all that fits so."""
+    """Choices of the results that recomputed layers keep, the first one first: attention's, if they all fit. They take
+    one of the 24 tensors of a layer of Llama 3 8B, and spare the one kernel that grows with the square of the
+    length."""
     model = resolved.run.model
     if model.recompute.keep is not None:
         return (model.recompute.keep,)

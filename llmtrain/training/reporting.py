@@ -38,9 +38,8 @@ if TYPE_CHECKING:
 
 
 class Evaluation(Part):
-    """The loss on validation sequences and on the sets of the section `eval`, and the answers to its multiple-choice
-    questions, every `train.eval_every` steps; the run's end asks for the last one. The figures decide which checkpoints
-    are the best, and whether the run ends early."""
+    """Measures the validation sequences, the sets of the section `eval` and its multiple-choice questions every
+    `train.eval_every` steps. The figures choose the best checkpoints, and may end the run early."""
 
     key = "evaluation"
 

@@ -45,9 +45,8 @@ class Saving(Part):
         parts: Sequence[Part],
         evaluation: Evaluation,
     ) -> None:
-        """`start`: from which the run goes on. `parts`: those of the run that checkpoints hold tensors and entries of;
-        they are complete. `evaluation`: asks for a checkpoint of its best steps. Raises AgreedError: the ranks' pieces
-        do not cover each tensor once."""
+        """`parts`: all parts with tensors and entries in checkpoints. `evaluation`: asks for a checkpoint of its best
+        steps. Raises AgreedError: the ranks' pieces do not cover each tensor once."""
         self._setup, self._settings, self._ranks = setup, setup.run.checkpoint, setup.ranks
         self._folder, self._tracker, self._speed, self._requests = folder, tracker, speed, requests
         self._start, self._parts, self._evaluation = start, parts, evaluation

@@ -167,9 +167,8 @@ class Setup:
 
 
 def with_attention(resolved: ResolvedRun, spec: ModelSpec, device: torch.device) -> tuple[ModelSpec, list[str]]:
-    """Choose an attention in place of model.attention auto. Returns the model with it, and a note on runs that isolate
-    documents: under a mask a GPU computes all pairs of a row's tokens. Raises ConfigError, where a mask is needed and
-    is too large."""
+    """Choose an attention for model.attention auto. Returns the model with it, and a note on isolated documents, for
+    which a GPU computes a mask of all pairs of tokens. Raises ConfigError: a mask is too large."""
     run, asked = resolved.run, resolved.run.model.attention
     if not run.data.isolate_documents or asked not in ("auto", "sdpa"):
         return spec, []
@@ -230,8 +229,8 @@ def start_engine(resolved: ResolvedRun, spec: ModelSpec, ranks: Ranks, mesh: Mes
 
 
 def teacher_of(run: RunConfig, student: ModelConfig, precision: str, ranks: Ranks, mesh: Mesh) -> Teacher | None:
-    """The model that a run distils, on the ranks that compute a loss: a pipeline's last stages, or all. Raises
-    ModelError, on this rank alone."""
+    """The run's teacher, on the ranks that compute a loss: a pipeline's last stages, or all. Raises ModelError, on this
+    rank alone."""
     objective = run.objective
     if objective.teacher is None or mesh.place.pipeline != mesh.degrees.pipeline - 1:
         return None

@@ -148,7 +148,6 @@ def is_due(every: int | None, steps: range) -> bool:
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
-    """Dropout of a step is a pure function of (seed, step, rank): resume needs no saved generator state. The ranks of a
-    tensor-parallel group give the same `rank`: what they all compute, they drop alike (Span of
-    models/parallel/tensor.py lets them differ where each has its own heads or features)."""
+    """Make the dropout of a step a pure function of (seed, step, rank), so resume needs no generator's state. The ranks
+    of a tensor-parallel group give the same `rank`; Span lets them differ where each has its own heads or features."""
     torch.manual_seed(((seed * 1_000_003 + step) * 65_537 + rank) % 2**64)  # torch takes no more bits

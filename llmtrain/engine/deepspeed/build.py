@@ -142,9 +142,9 @@ def _guard_step(optimizer: torch.optim.Optimizer, clip_norm: float, mesh: Mesh) 
 
 
 def _mark_gradients(model: nn.Module) -> None:
-    """Let DeepSpeed's bf16 and fp16 optimizers without ZeRO count the shards of all tensor-parallel ranks. Their norm
-    (unfused_optimizer.py:214, get_weight_norm) looks for a mark on gradients that only parameters have: it was half of
-    the true one with two ranks, and so was the clipped step."""
+    """Let DeepSpeed's bf16 and fp16 optimizers without ZeRO count the shards of all tensor-parallel ranks:
+    get_weight_norm (unfused_optimizer.py:214) looks for a mark that only parameters have, and halved the norm of two
+    ranks."""
 
     def mark(parameter: torch.Tensor) -> None:
         if parameter.grad is not None:

@@ -208,9 +208,9 @@ class ZeroEngine:
 
     @contextlib.contextmanager
     def _scale_of_the_gradients(self) -> Iterator[None]:
-        """In which a dynamic loss scale does not grow (fp16): it grows at the end. DeepSpeed 0.19.8 lets it grow before
-        it divides the gradients by it (zero/stage_1_and_2.py and stage3.py, step): the step after `loss_scale_window`
-        good ones was taken with half of its gradient, and ZeRO 3 told half its norm."""
+        """A context after which a dynamic loss scale grows (fp16). DeepSpeed 0.19.8 raises it before it divides the
+        gradients (zero/stage_1_and_2.py and stage3.py, step): a step after `loss_scale_window` good ones had half of
+        its gradient."""
         scaler = self._scaler()
         if scaler is None:
             yield
@@ -308,7 +308,7 @@ class ZeroEngine:
             )
 
     def _attention(self, micros: list[MicroBatch]) -> AbstractContextManager[None]:
-        """In which these are computed, forward and backward: without cuDNN where attention gets a mask tensor."""
+        """A context for the forward and backward pass: without cuDNN where attention gets a mask tensor."""
         masked = self._ranks.device.type == "cuda" and any(
             gets_mask(self.module.config, micro.inputs.shape[1], documents=micro.positions is not None)
             for micro in micros

@@ -56,9 +56,8 @@ def moments_of(optimizer: Any, flat: Tensor, settings: dict[str, Any]) -> dict[s
 
 
 class Bf16Moments(torch.optim.Optimizer):
-    """An optimizer that works element by element, with moments in bf16 between its steps and in fp32 within one. So
-    DeepSeek-V3 was trained (arXiv 2412.19437, 3.3.3), whose masters are fp32, too. DeepSpeed has bf16 moments beside
-    bf16 masters only, which lose every update of less than 2^-9 of a weight."""
+    """An optimizer that works element by element, with moments in bf16 between its steps, as DeepSeek-V3 was trained
+    (arXiv 2412.19437, 3.3.3). DeepSpeed has them with bf16 masters only, which lose updates below 2^-9 of a weight."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         """`inner`: AdamW or Lion over groups that name their moments (`MOMENTS`); its own state is not used."""
@@ -214,9 +213,8 @@ def build_guarded(optim: Optimizer, groups: list[dict[str, Any]]) -> torch.optim
 
 
 def prove_by_element(optim: Optimizer) -> None:
-    """Prove that the optimizer steps each element by itself, with one element of each moment for one of a tensor, all
-    zeros at first: then partitions of flat tensors train like whole ones, and checkpoints hold its moments. Raises
-    ConfigError, with the reason."""
+    """Prove that the optimizer steps each element by itself, with moments that begin at zero: then partitions train
+    like complete tensors, and checkpoints hold its moments. Raises ConfigError, with the reason."""
     key = f"optim.name {optim.name}"
     numbers = torch.Generator().manual_seed(0)
     begin = torch.randn(_ROWS, _COLUMNS, generator=numbers)
@@ -310,9 +308,8 @@ def import_muon(*, compiled: bool) -> None:
 
 
 def _set_newton_schulz_dtype(precision: str) -> None:
-    """Muon's Newton-Schulz iteration in fp32 for a run in fp32; else in what DeepSpeed takes, fp16 where there is any.
-    DeepSpeed takes fp16 for an fp32 run, too, on GPUs and on processors with AVX512-FP16. That changes the update of a
-    matrix by up to 2 % (measured): an fp32 run would depend on the processor, and by rounding to fp16 on its layout."""
+    """Run Muon's Newton-Schulz iteration in fp32 for a run in fp32. DeepSpeed takes fp16 on GPUs and processors with
+    AVX512-FP16, which changes the update of a matrix by up to 2 % (measured), and with the layout."""
     from deepspeed.runtime.zero.muon import original_muon
 
     theirs = inspect.unwrap(original_muon.ns_compute_dtype)  # an earlier engine of this process may have been fp32

@@ -158,8 +158,7 @@ def _source(module: str) -> str:
 
 
 def apply_group_timeout(timeout_s: float) -> None:
-    """Give the run's timeout to every process group. DeepSpeed makes its subgroups without one (comm/torch.py
-    new_group), so a hung rank would go unnoticed for torch's default of 10 (NCCL) or 30 (gloo) minutes whatever the
-    user asked for."""
+    """Give the run's timeout to every process group: DeepSpeed's subgroups (comm/torch.py new_group) have torch's
+    default of 10 (NCCL) or 30 (gloo) minutes."""
     for group in list(dist.distributed_c10d._world.pg_map):
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)

@@ -112,9 +112,8 @@ class PipelineZeroEngine(ZeroEngine):
 
 
 def _reduce_tied(engine: PipelineEngine) -> None:
-    """Sum the gradient of a tied weight over the two stages that hold it. DeepSpeed's own (pipe/engine.py
-    _exec_reduce_tied_grads) looks at `weight.grad` alone. Where ZeRO accumulates in another precision
-    (data_types.grad_accum_dtype), that is None: the two copies would part in silence."""
+    """Sum the gradient of a tied weight over its two stages. DeepSpeed's _exec_reduce_tied_grads looks at `weight.grad`
+    alone, which is None where ZeRO accumulates in another precision (data_types.grad_accum_dtype)."""
     for weight, group in engine.module.get_tied_weights_and_groups():
         if weight.requires_grad:
             dist.all_reduce(engine.optimizer.get_param_gradient_attribute(weight), group=group)

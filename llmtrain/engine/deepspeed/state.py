@@ -219,9 +219,8 @@ class Zero12State(State):
                 yield Home(held, flat, offset, start, numel, held.copy)
 
     def _partition(self, index: int) -> Iterator[tuple[Tensor, int, int, int]]:
-        """(parameter, offset in this rank's partition, first element, elements) of what lies in it, of a group. Read
-        off the flat buffer's own table. The addresses that parameters carry (`_hp_mapping`) are made from the group's
-        first order: with round_robin_gradients, which lays parameters out in another, they are wrong."""
+        """(parameter, offset in this rank's partition, first element, elements) of a group, read from the flat buffer's
+        own table: the addresses in `_hp_mapping` are wrong with round_robin_gradients."""
         optimizer = self.optimizer
         size = int(optimizer.partition_size[index])
         begin = size * dist.get_rank(optimizer.real_dp_process_group[index])

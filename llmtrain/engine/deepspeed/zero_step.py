@@ -213,9 +213,9 @@ def shorten_step(engine: DeepSpeedEngine) -> None:
 
 @contextlib.contextmanager
 def choosing_optimizers() -> Iterator[None]:
-    """Engines that are built in here run ZeRO 1 in bf16 with fp32 gradients in the class of ZeRO 1 and 2 (DeepSpeed's
-    BF16_Optimizer keeps 2 bytes of a parameter more and steps tensor by tensor), and take shared experts that do not
-    train (refused by ZeRO 1 and 2 of 0.19.8). Raises ConfigError, for an unknown DeepSpeed."""
+    """A context in which engines run ZeRO 1 in bf16 with fp32 gradients in the class of ZeRO 1 and 2 (DeepSpeed's
+    BF16_Optimizer takes 2 more bytes a parameter), and take shared experts that do not train. Raises ConfigError, for
+    an unknown DeepSpeed."""
     _check("engine", DeepSpeedEngine, ("_do_optimizer_sanity_check",))
     theirs = DeepSpeedEngine._do_optimizer_sanity_check
 

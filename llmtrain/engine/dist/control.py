@@ -34,9 +34,8 @@ T = TypeVar("T")
 
 
 class StopRequests:
-    """SIGTERM, SIGINT and SIGHUP ask to stop, SIGUSR1 asks to save now. A vanished launcher asks to stop as well, and
-    so does `preempt_file` when it appears on this host. Use as a context manager: the handlers that were there before
-    are put back."""
+    """A context in which SIGTERM, SIGINT, SIGHUP, a vanished launcher or the file `preempt_file` ask to stop, and
+    SIGUSR1 asks to save; at its end the earlier handlers are put back."""
 
     def __init__(self, preempt_file: str | None = None) -> None:
         self._preempt_file = preempt_file
@@ -135,9 +134,8 @@ class Agree:
         save_status: tuple[bool, bool],
         pace: int | None = None,
     ) -> Callable[[], Agreement]:
-        """Send this rank's part; the returned function waits for the sum (and may be called again). `save_status`:
-        (this rank's part of the save under way has ended, it has failed). `pace`: this rank's speed for the others;
-        None on all of them: none is sent."""
+        """Send this rank's part; the returned function waits for the sum. `save_status`: (this rank's part of the save
+        has ended, has failed). `pace`: this rank's speed; None on all ranks: none is sent."""
         paces = [] if pace is None else [pace if rank == self._rank else 0 for rank in range(self._count)]
         message = torch.tensor([weight, stop, time_up, save, *save_status, *paces], dtype=torch.int64)
         work = dist.all_reduce(message, group=self._group, async_op=True)
@@ -178,8 +176,8 @@ _IN_TOUCH_S = 1.0
 
 
 def at_length(ranks: Ranks, call: Callable[[], T]) -> T:
-    """Return what a call of any length gives on this rank. All ranks must call it; they keep in touch meanwhile, so
-    that none waits in a collective for longer than that may take. Raises what the call raises, once all have ended."""
+    """Return the result of a long call on this rank. All ranks must call it, and keep in touch meanwhile, so that none
+    waits in a collective for too long. Raises the call's error, once all have ended."""
     future = in_thread(call, "at length")
     while not all(from_all(ranks, bool(wait([future], _IN_TOUCH_S).done))):
         pass

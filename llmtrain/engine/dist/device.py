@@ -50,9 +50,8 @@ def own_device() -> torch.device:
 
 
 def device_index(local_rank: int, ranks: int, visible: int, kind: str = "cuda") -> int:
-    """The index of a rank's device among `visible` ones, as one of `ranks` on its host. Raises ConfigError. A scheduler
-    may show each task its own device only (srun --gpus-per-task=1, Kubernetes): then it is that one. The rendezvous
-    finds two ranks that share a device."""
+    """The index of a rank's device among `visible` ones, as one of `ranks` on its host: the only one, where a scheduler
+    shows each task its own (srun --gpus-per-task=1, Kubernetes). Raises ConfigError."""
     if local_rank < visible:
         return local_rank
     if visible == 1:
@@ -112,9 +111,8 @@ def use_deterministic_kernels() -> None:
 
 
 def check_device(precision: str, attention: str, fp8: str | None, json_path: str) -> None:
-    """Refuse a precision that this machine's device lacks, and an attention or fp8 that lacks the precision.
-    `precision`: fp32, bf16 or fp16; `attention`, `fp8`: of the section model; `json_path`: the run's DeepSpeed JSON,
-    for the message. Raises ConfigError."""
+    """Refuse a precision that this device lacks, and an `attention` or `fp8` (of the section model) that lacks the
+    precision. `json_path`: the run's DeepSpeed JSON. Raises ConfigError."""
     accelerator = get_accelerator()
     name = accelerator.device_name()
     supported = {"fp32": True, "bf16": _has_bf16(), "fp16": accelerator.is_fp16_supported()}

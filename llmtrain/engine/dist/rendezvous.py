@@ -415,9 +415,8 @@ def _not_connected(who: str, backend: str, message: str) -> RendezvousError:
 
 
 def leave_all(error: BaseException | None) -> None:
-    """Leave the process groups without waiting for ranks that may be gone. `error`: with which the run ends, or None.
-    NCCL waits: for every collective that was handed over, and for its peers, who may wait for this rank. So a rank that
-    fails alone leaves that to the end of its process."""
+    """Leave the process groups without waiting for ranks that may be gone. NCCL waits for its collectives and peers:
+    after an `error` of one rank alone that is left to the end of the process."""
     alone = error is not None and not getattr(error, "everywhere", False)
     if dist.is_initialized() and not (alone and dist.get_backend() == "nccl"):
         # DeepSpeed keeps the groups that it has made, too: a second run in this process would meet the first one's.

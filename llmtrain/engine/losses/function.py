@@ -13,9 +13,8 @@ from llmtrain.models.loss import IGNORE
 
 
 class LossFunction(Protocol):
-    """Maps a micro-batch to a summed loss, and says what the sum over a global batch is divided by. The loss of a step
-    is the sum over all micro-batches of all ranks, divided by their summed weight: it does not depend on how the batch
-    is spread."""
+    """Maps a micro-batch to a summed loss and its weight: the loss of a step is the sum over all micro-batches of all
+    ranks, divided by their summed weight."""
 
     figures: tuple[str, ...]
     """Names of what is summed, divided by the same weight and reported: "loss" first, whose gradient is taken."""

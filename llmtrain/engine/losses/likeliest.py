@@ -35,9 +35,8 @@ class Likeliest(PerToken):
 
 
 class NextWord:
-    """The likeliest next token of each row: with it an engine of any form continues texts, one token a forward pass.
-    The figures are the ids in place of the one label of each row that counts: an engine adds figures up over all ranks,
-    so that each of them gets all ids."""
+    """The likeliest next token of each row, by which an engine of any form continues texts. The figures are the ids: an
+    engine adds figures up over all ranks, so each rank gets all ids."""
 
     def __init__(self, rows: int) -> None:
         """`rows`: of all micro-batches of all ranks; their sample indices number them."""

@@ -36,7 +36,6 @@ class WithMetrics:
             self.look = loss.look
 
     def weight(self, micro: MicroBatch) -> int:
-        """That of the loss."""
         return self._loss.weight(micro)
 
     def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
@@ -53,9 +52,9 @@ class WithMetrics:
 
 
 def sums_of(name: str, metric: Metric, nll: Tensor, labels: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """(sum of values x weights, sum of weights) over the tokens that count, fp32. The others stay among the metric's
-    arguments, with a likelihood and a label of no meaning: to take them out, the host would have to know how many they
-    are, and wait for the device. Raises ModelError where a plugin's class gives others."""
+    """(sum of values x weights, sum of weights) over the tokens that count, fp32. Other tokens stay among the
+    arguments, so that the host need not wait for their number. Raises ModelError: a plugin's class gives other
+    results."""
     key, nll, labels = f"metrics.{name}", nll.where(counts, 1.0), labels.where(counts, 0)
     given: Any = called(metric, key, "values", lambda: metric.values(nll, labels))
     values, weights = given if isinstance(given, tuple) and len(given) == 2 else (given, torch.ones_like(nll))

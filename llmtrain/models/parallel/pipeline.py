@@ -140,9 +140,8 @@ if TYPE_CHECKING:
 
 
 class Entrance(AbsentLayer):
-    """The last absent layer before a stage's own: here the received hidden state enters. What the model makes of its
-    input embeddings (a scale, positions, a projection) was added on the first stage; whatever comes out of the absent
-    parts here is put aside."""
+    """The last absent layer before a stage's own: here the received hidden state enters, and the output of the absent
+    parts is dropped, since the first stage has scaled and projected its embeddings."""
 
     received: Tensor | None = None
 

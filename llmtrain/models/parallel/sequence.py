@@ -35,9 +35,8 @@ if TYPE_CHECKING:
 
 
 class SequenceLanguageModel(LanguageModel):
-    """A language model whose rows are shared by the ranks of a group. Every rank of the group gets the same whole rows
-    and takes its columns of them itself: it then knows each row's length and documents, which the masks need, without
-    asking the others."""
+    """A language model whose rows are shared by the ranks of a group: each gets the same complete rows, and so knows
+    their length and documents for the masks, and takes its columns."""
 
     def __init__(self, hf: PreTrainedModel, chunk: int, group: Any) -> None:
         super().__init__(hf, chunk)

@@ -181,9 +181,8 @@ class _Gathered(torch.autograd.Function):
 
 
 def _own_stream(device: torch.device, rank: int) -> tuple[torch.Generator, Any]:
-    """Let the default generator go on with numbers of this rank's own. Returns what `_common_stream` needs. The numbers
-    follow from the generator's state alone, which is the same on all ranks: a layer that is computed again in the
-    backward pass, from a restored state, draws the same."""
+    """Let the default generator continue with numbers of this rank's own, which follow from its state alone, so that
+    recomputation draws the same. Returns the arguments of `_common_stream`."""
     if device.type == "cuda":
         generator = torch.cuda.default_generators[device.index or 0]
         seed, offset = generator.initial_seed(), generator.get_offset()  # known to the host: nothing waits
@@ -213,9 +212,9 @@ def _mixed(seed: int, offset: int, rank: int) -> int:
 def sharded_model(
     spec: ModelSpec, mix: Mix, exact: dict[str, Any], device: torch.device, mesh: Mesh
 ) -> tuple[PreTrainedModel, str]:
-    """The transformers model with this rank's shards, uninitialised; under ZeRO 3 with its partitions of them. And a
-    note if some attention is whole on every rank, else "". `exact`: DeepSpeed's dict. Raises: ModelError, when the
-    model cannot be taken apart, or not for so many ranks."""
+    """The transformers model with this rank's uninitialised shards (under ZeRO 3 partitions), and a note if some
+    attention is whole on every rank, else "". `exact`: DeepSpeed's dict. Raises ModelError: it cannot be sharded over
+    so many ranks."""
     hf = spec.own_skeleton()
     like = language_model(hf) if spec.scores else hf  # its logits prove the parts of the decoder
     anatomy = anatomy_of(like)

@@ -84,9 +84,8 @@ class Activations:
 def count_activations(
     resolved: ResolvedRun, spec: ModelSpec, layers: int | Literal["all"] | None, keep: Literal["attention"] | None
 ) -> Activations:
-    """Count them for this rank's share of the run's largest micro-batch, with so many layers recomputed. The model is
-    counted as one rank alone has it: without pipeline, tensor and expert parallelism, copies on the host and packed
-    weights, with which the configuration refuses `auto`."""
+    """Count them for this rank's share of the run's largest micro-batch, with so many layers recomputed; without
+    pipeline, tensor and expert parallelism, copies on the host and packed weights, which refuse `auto`."""
     run, mix = resolved.run, resolved.mix
     again = RecomputeConfig(layers=layers, keep=keep)
     model = replace(run.model, recompute=again, compile_layers=False, fp8=None)

@@ -123,9 +123,8 @@ def _divided(spec: ModelSpec, key: str, degree: int) -> Iterator[None]:
 def _own_part(
     spec: ModelSpec, mix: Mix, exact: dict[str, Any], device: torch.device, mesh: Mesh
 ) -> tuple[PreTrainedModel, str]:
-    """This rank's model without a pipeline, and a note for the user, or "". It has the rank's shards of every
-    parameter, or all of them whole, or under ZeRO 3 born partitioned. Shared experts and maps to be packed may be on
-    the meta device."""
+    """This rank's model without a pipeline, and a note for the user, or "". It has the rank's shards, or under ZeRO 3
+    partitions, of every parameter; shared experts and maps to be packed may be on the meta device."""
     if mix.degrees.tensor > 1:
         from llmtrain.models.parallel.tensor import sharded_model
 

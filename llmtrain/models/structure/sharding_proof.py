@@ -94,9 +94,8 @@ def _shard(tensor: Tensor, dim: int, sections: tuple[int, ...] | None, rank: int
 def rehearse(
     layer: nn.Module, call: Call, maps: list[Map], norms: list[InnerNorm], attention: str, *, heads: int, kv_heads: int
 ) -> tuple[str, ...]:
-    """Names of the attention module's attributes that have to be divided by the number of ranks, the fewest that do.
-    `attention`: its path; empty where it stays whole. Raises ModelError: whatever is divided, the ranks together do not
-    give what the layer gives."""
+    """The fewest names of the attention module's attributes that must be divided by the number of ranks. `attention`:
+    its path; empty where it stays whole. Raises ModelError: no division gives the layer's output."""
     degree = next((d for d in range(2, kv_heads + 1) if kv_heads % d == 0), 1) if attention else 2
     module = layer.get_submodule(attention)
     size = getattr(module, "head_dim", None) or 0
