@@ -156,8 +156,10 @@ _TORCH_DTYPES = {name: dtype for dtype, name in _DTYPES.items()}
 
 
 class Snapshot:
-    """Copies the optimizer's state into an image: from a GPU on a stream of its own, from host memory in a thread. The
-    optimizer must not write before `wait_before_update` has returned."""
+    """Copies the optimizer's state into an image: from a GPU on a stream of its own, from host memory in a thread.
+
+    The optimizer must not write before `wait_before_update` has returned.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -106,8 +106,12 @@ def commit(
 
 
 def perform(message: dict[str, Any], table: dict[str, Any], image: memoryview | None) -> dict[str, Any]:
-    """Do what a message asks and return the answer: {"error"} after a fault of the disk. `table`: "own": the pieces of
-    this rank's image; a leader's also "pieces" of every file, "tensors" (shapes) and "frozen"."""
+    """Do what a message asks for and return the answer: {"error"} when the disk does not play along.
+
+    Args:
+        table: "own": the pieces of this rank's image; a leader's also "pieces" of every file, "tensors" (shapes) and
+            "frozen".
+    """
     message = dict(message)
     what = message.pop("do")
     try:

@@ -79,8 +79,9 @@ class Update:
 
 class Engine(Protocol):
     """One rank's engine. All ranks call every method together, but for `state`, `copies`, `refresh` and the counters.
-    The forward pass reads copies of the parameters (`copies`), the optimizer keeps fp32 masters and moments
-    (`state`)."""
+
+    The forward pass reads copies of the parameters (`copies`), the optimizer keeps fp32 masters and moments (`state`).
+    """
 
     module: LanguageModel
     device: torch.device

@@ -62,8 +62,10 @@ _progress: DeviceProgress | None = None
 
 
 def begin(device: torch.device, tend: Callable[[Any], None]) -> None:
-    """Tell of this rank's device from now on, once a process. Nothing happens without CUDA. `tend`: called with
-    `flight_recorder` a few times a second (cluster/watch/rank_side.py)."""
+    """Tell of this rank's device from now on, once a process. Nothing happens without CUDA.
+
+    `tend`: called with `flight_recorder` a few times a second (cluster/watch/rank_side.py).
+    """
     global _progress
     if device.type != "cuda" or _progress is not None:
         return

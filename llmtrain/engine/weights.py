@@ -338,6 +338,9 @@ def _differing_copies(
 
 
 def check_names(engine: Engine, source: ParameterSource) -> None:
-    """The source must hold the model's parameters: the same names and shapes. Raises ModelError: the source lacks a
-    parameter, has one more, or one of another shape."""
+    """The source must hold the model's parameters: the same names and shapes.
+
+    Raises:
+        ModelError: the source lacks a parameter, has one more, or one of another shape.
+    """
     refuse_other_shapes(source, engine.shapes())

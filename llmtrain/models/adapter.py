@@ -53,8 +53,10 @@ def scale(adapter: AdapterConfig) -> float:
 
 
 def target_paths(hf: PreTrainedModel, adapter: AdapterConfig, places: Places | None = None) -> list[str]:
-    """The maps that get an adapter, in the model's order. `places`: where the user wrote what, for messages. Raises
-    ConfigError: a pattern matches none."""
+    """The maps that get an adapter, in the model's order. `places`: where the user wrote what, for messages.
+
+    Raises ConfigError: a pattern matches none.
+    """
     layers = decoder_layers(hf)
     inside = {id(module) for module in layers.modules() if type(module) is nn.Linear}
     linear = [path for path, module in hf.named_modules() if id(module) in inside]

@@ -90,8 +90,9 @@ def _line(error: Exception) -> str:
 
 
 def share_cores() -> None:
-    """Let inductor compile on this rank's share of the cores: by default each rank starts a process for every core, up
-    to 32. The environment variable TORCHINDUCTOR_COMPILE_THREADS stays as it is if the user has set it."""
+    """Let inductor compile on this rank's share of the cores: by default each rank starts a process for every core,
+    up to 32. The environment variable TORCHINDUCTOR_COMPILE_THREADS stays as it is if the user has set it.
+    """
     if _THREADS in os.environ:
         return
     os.environ[_THREADS] = str(min(32, cores_of_a_rank()))  # the package reads it when it is imported
@@ -100,8 +101,9 @@ def share_cores() -> None:
 
 @contextlib.contextmanager
 def uncompiled() -> Iterator[None]:
-    """Run what is compiled as plain PyTorch. For a few tokens: each new shape would be compiled, and torch would take
-    shapes that change for dynamic ones."""
+    """Run what is compiled as plain PyTorch. For a few tokens: each new shape would be compiled, and torch would
+    take shapes that change for dynamic ones.
+    """
     if "torch._dynamo" not in sys.modules:  # nothing is compiled in this process, and the import takes seconds
         yield
         return

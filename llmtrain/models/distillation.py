@@ -82,9 +82,11 @@ def distilled_sums(
     teacher: TeacherSays,
     terms: Terms,
 ) -> Tensor:
-    """Sums over the counted tokens, nats, fp32 [4]: loss, D, next-token loss, the entropy of p. A gradient goes through
-    the first alone. Arguments as of `chunked_nll_sum` in loss.py. Of `TopWords`, D and the entropy are those of the k +
-    1 events."""
+    """Sums over the counted tokens, nats, fp32 [4]: loss, D, next-token loss, the entropy of p.
+
+    A gradient goes through the first alone. Arguments as of `chunked_nll_sum` in loss.py. Of `TopWords`, D and the
+    entropy are those of the k + 1 events.
+    """
     flat_NH = hidden.reshape(-1, hidden.shape[-1])
     about = (few_of(chunk), form, vocabulary, teacher, terms)
     total, others = _Distilled.apply(flat_NH, weight, bias, labels.reshape(-1), about)
@@ -129,8 +131,10 @@ def _of_chunk(
     terms: Terms,
     apart: Callable[[Tensor], _Apart],
 ) -> tuple[Tensor, Tensor | None]:
-    """(the figures of each token [C, 4], the gradient of the student's logits [C, V] in fp32). V is this rank's part of
-    the words. `apart`: from log q [C, V]."""
+    """(the figures of each token [C, 4], the gradient of the student's logits [C, V] in fp32).
+
+    V is this rank's part of the words. `apart`: from log q [C, V].
+    """
     values_CV = form.apply(student_CV.float())
     slope_CV = None if form.softcap is None else 1.0 - (values_CV / form.softcap).square()
 

@@ -105,8 +105,10 @@ def experts_per_token(config: PreTrainedConfig) -> int | None:
 
 
 def idle_parameters(hf: nn.Module, config: PreTrainedConfig, among: Collection[Tensor]) -> int:
-    """Elements of expert matrices that a token does not meet: those of the experts that are not chosen for it. `among`:
-    of these parameters only."""
+    """Elements of expert matrices that a token does not meet: those of the experts that are not chosen for it.
+
+    `among`: of these parameters only.
+    """
     chosen = experts_per_token(config)
     if chosen is None:
         return 0
@@ -261,8 +263,12 @@ class Routing:
         self._passes += 1
 
     def take(self, control: Any, *, counts: bool) -> RoutingFigures:
-        """The figures since the last call; every rank calls it. Waits for the device. `control`: group of all ranks, on
-        the host. `counts`: whether this rank's numbers count: they are the same on ranks that share their tokens."""
+        """The figures since the last call; every rank calls it. Waits for the device.
+
+        Args:
+            control: group of all ranks, on the host.
+            counts: whether this rank's numbers count: they are the same on ranks that share their tokens.
+        """
         passes, self._passes = self._passes, 0
         empty = torch.zeros(self.layers * self.experts + 1, dtype=torch.float64)
         numbers = empty

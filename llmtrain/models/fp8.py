@@ -74,8 +74,12 @@ def line(hf: PreTrainedModel, recipe: str, *, emulated: bool) -> str:
 
 
 def use_fp8(layers: Iterable[nn.Module], recipe: str, *, emulated: bool) -> None:
-    """Let the maps of these decoder layers multiply in fp8. Parameters stay the same objects. `recipe`: rowwise or
-    tensorwise. `emulated`: round to fp8 and multiply in fp32, as a CPU does."""
+    """Let the maps of these decoder layers multiply in fp8. Parameters stay the same objects.
+
+    Args:
+        recipe: rowwise or tensorwise.
+        emulated: round to fp8 and multiply in fp32, as a CPU does.
+    """
     from llmtrain.models.fp8_linear import convert
 
     for layer in layers:

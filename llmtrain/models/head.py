@@ -40,7 +40,10 @@ class Head:
     are its affair, not its caller's."""
 
     def __init__(self, hf: PreTrainedModel, chunk: int) -> None:
-        """`chunk`: tokens whose logits exist at one time. Raises ModelError, where it is no linear layer."""
+        """`chunk`: tokens whose logits exist at one time.
+
+        Raises: ModelError, where it is no linear layer.
+        """
         layer = score_layer(hf) if gives_scores(hf.config) else hf.get_output_embeddings()
         if not isinstance(layer, nn.Linear):
             raise ModelError(f"model: the head of {type(hf).__name__} is no linear layer ({type(layer).__name__}).")
@@ -82,14 +85,22 @@ class Head:
         return nll.new_zeros(labels.numel()).index_copy(0, rows, nll).view(labels.shape)
 
     def scores(self, hidden: Tensor) -> Tensor:
-        """Scores of texts that end here, by a model with a score head: fp32 [...], for a `Loss`. `hidden`: [..., H],
-        chosen places of what the loss was given."""
+        """Scores of texts that end here, by a model with a score head: fp32 [...], for a `Loss`.
+
+        Args:
+            hidden: [..., H], chosen places of what the loss was given.
+        """
         scores: Tensor = F.linear(hidden.float(), self._layer.weight.float())
         return scores.squeeze(-1)
 
     def scores_at(self, hidden: Tensor, places: Tensor) -> Tensor:
-        """Scores, fp32 [A], at `places` (int64 [A]) of whole rows [B, T], flattened. Ranks that share the rows get the
-        same: what is made of it goes through `once`. `hidden`: [B, t, H], what the loss was given."""
+        """Scores, fp32 [A], at `places` (int64 [A]) of whole rows [B, T], flattened.
+
+        Ranks that share the rows get the same: what is made of it goes through `once`.
+
+        Args:
+            hidden: [B, t, H], what the loss was given.
+        """
         shared = self.shared_rows
         if shared is None:
             return self.scores(hidden.flatten(0, 1)[places])
@@ -123,8 +134,11 @@ class Head:
         return self._likelihoods(distilled, hidden, self.own(labels))
 
     def top_words(self, hidden: Tensor, k: int, temperature: float) -> TopWords:
-        """The k likeliest next words at each of N places, without a gradient; for a `Loss`. `hidden`: [N, H], chosen
-        places of what the loss was given."""
+        """The k likeliest next words at each of N places, without a gradient; for a `Loss`.
+
+        Args:
+            hidden: [N, H], chosen places of what the loss was given.
+        """
         from llmtrain.models.distillation import TopWords, few_of, top_words
 
         layer = self._layer
@@ -149,8 +163,10 @@ class Head:
         return hidden.flatten(0, 1).index_select(0, rows), labels.flatten()[rows]
 
     def _counted_rows(self, labels: Tensor, counted: int | None) -> Tensor | None:
-        """int64 [K]: tokens with all `counted` among them, in their order; None: all tokens. The device is not asked
-        how many they are: the host would wait for it. Compiled kernels get whole chunks."""
+        """int64 [K]: tokens with all `counted` among them, in their order; None: all tokens.
+
+        The device is not asked how many they are: the host would wait for it. Compiled kernels get whole chunks.
+        """
         if counted is None or self.shared_rows is not None:
             return None
         whole = self._chunk if has_one_shape(labels.device) else 1

@@ -105,7 +105,9 @@ def compare_losses(hf: PreTrainedModel, ours: float, theirs: float) -> None:
 
 @contextlib.contextmanager
 def documents_in_rows(positions: Tensor | None) -> Iterator[None]:
-    """Tell transformers which tokens of a row belong together: those of a document, or all without `positions`. See
-    `patches.documents_are` for what it would do by itself."""
+    """Tell transformers which tokens of a row belong together: those of a document, or all without `positions`.
+
+    See `patches.documents_are` for what it would do by itself.
+    """
     with documents_are(None if positions is None else (positions == 0).cumsum(-1)):
         yield

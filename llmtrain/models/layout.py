@@ -64,8 +64,11 @@ class _FollowViews(TorchFunctionMode):
 
 
 class FolderLayout:
-    """The tensors that transformers writes for a model, and the other way around. Raises ModelError: transformers
-    converts a parameter in a way that is no cut into consecutive parts."""
+    """The tensors that transformers writes for a model, and the other way around.
+
+    Raises:
+        ModelError: transformers converts a parameter in a way that is no cut into consecutive parts.
+    """
 
     def __init__(self, skeleton: PreTrainedModel) -> None:
         """`skeleton`: the transformers model with its parameters on the meta device."""

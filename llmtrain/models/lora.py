@@ -9,8 +9,9 @@ from torch import Tensor
 
 
 class ScaledFirst(Linear):
-    """Wx + B (s A x) in place of peft's Wx + s (B A x), s = alpha / r: the product with s, and its gradient's, are of r
-    features of a token and not of all outputs. Where s is a power of two, both round alike."""
+    """Wx + B (s A x) in place of peft's Wx + s (B A x), s = alpha / r: the product with s, and its gradient's, are of
+    r features of a token and not of all outputs. Where s is a power of two, both round alike.
+    """
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """x: [..., in]. Returns [..., out]."""

@@ -155,8 +155,10 @@ def _kept(
     most_C1: Tensor, sum_C1: Tensor, chosen_C1: Tensor, labels: _Labels, about: _About
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(the losses [C, 1], and with a z-loss the squares of log Z behind them [C, 2]; what each exponential is
-    multiplied with in the gradient of the logits; what is taken from it at the label). `sum`: of the exponentials below
-    `most`; `chosen`: the label's logit less `most`."""
+    multiplied with in the gradient of the logits; what is taken from it at the label).
+
+    `sum`: of the exponentials below `most`; `chosen`: the label's logit less `most`.
+    """
     log_C1, factor_C1 = sum_C1.log(), labels.counts.float() * about.form.scale
     kept_CK, share_C1 = torch.where(labels.counts != 0, log_C1 - chosen_C1, 0.0), factor_C1 / sum_C1
     if about.z_loss:
@@ -300,8 +302,10 @@ is kept of each token, fp32 [C, K], and the gradient of the logits, None where n
 def in_chunks(
     leaves: tuple[Tensor, Tensor, Tensor | None], chunk: int, wanted: _Wanted, of_chunk: OfChunk
 ) -> tuple[list[Tensor], tuple[Tensor | None, Tensor | None, Tensor | None]]:
-    """(what is kept of each chunk's tokens, gradients of the leaves: hidden [N, H], weight [V, H], bias [V]). `chunk`:
-    tokens whose logits exist at one time."""
+    """(what is kept of each chunk's tokens, gradients of the leaves: hidden [N, H], weight [V, H], bias [V]).
+
+    `chunk`: tokens whose logits exist at one time.
+    """
     hidden, weight, bias = leaves
     kept: list[Tensor] = []
     grad_hidden = torch.empty_like(hidden) if wanted[0] else None
@@ -355,8 +359,10 @@ class _ChunkedNLL(torch.autograd.Function):
 
 
 class _TokenNLL(torch.autograd.Function):
-    """-log p(label) of each token, fp32 [N]; inputs as for the sum. A token's factor is known in the backward pass
-    only, which therefore computes the logits again."""
+    """-log p(label) of each token, fp32 [N]; inputs as for the sum.
+
+    A token's factor is known in the backward pass only, which therefore computes the logits again.
+    """
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, labels, about):
@@ -423,7 +429,9 @@ def token_nll(
     vocabulary: Vocabulary | None = None,
 ) -> Tensor:
     """The negative log-likelihood of each label (nats, fp32, the shape of `labels`), 0 where it does not count.
-    Arguments as for the sum. The backward pass computes the logits a second time."""
+
+    Arguments as for the sum. The backward pass computes the logits a second time.
+    """
     flat_NH = hidden.reshape(-1, hidden.shape[-1])
     found: Tensor = _TokenNLL.apply(flat_NH, weight, bias, labels.reshape(-1), _About(chunk, form, vocabulary))
     return found.view(labels.shape)

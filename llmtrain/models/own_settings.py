@@ -25,8 +25,11 @@ class OwnSettings(NamedTuple):
 
 
 def own_settings(spec: ModelSpec, optim: Optimizer, places: Places | None = None) -> dict[str, OwnSettings]:
-    """Those of each parameter that trains, by its Hugging Face name; of a tied one by its first. Raises ConfigError: a
-    pattern matches nothing that trains, or two of a map give one parameter two values."""
+    """Those of each parameter that trains, by its Hugging Face name; of a tied one by its first.
+
+    Raises:
+        ConfigError: a pattern matches nothing that trains, or two of a map give one parameter two values.
+    """
     names = trained_names(spec)
     factors, decays = (
         _by_pattern(f"optim.{field}", getattr(optim, field), names, places or {})

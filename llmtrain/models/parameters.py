@@ -101,8 +101,11 @@ def local_parameter(name: str, parameter: Tensor) -> LocalParameter:
 
 
 def freeze(hf: nn.Module) -> None:
-    """Make buffers of the parameters that do not train. Those on the meta device, or partitioned, become NaN. Raises
-    ModelError: the model's files hold a tensor of integers, which no checkpoint here can hold."""
+    """Make buffers of the parameters that do not train. Those on the meta device, or partitioned, become NaN.
+
+    Raises:
+        ModelError: the model's files hold a tensor of integers, which no checkpoint here can hold.
+    """
     made: dict[int, Tensor] = {}
     for module in hf.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):

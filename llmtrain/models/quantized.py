@@ -70,8 +70,10 @@ class PackedLinear(nn.Module):
 
     @contextlib.contextmanager
     def write(self) -> Iterator[Tensor]:
-        """A context that gives memory for the flat weight, and packs what is in it at the end. Raises ConfigError:
-        bitsandbytes cannot do it on this device."""
+        """A context that gives memory for the flat weight, and packs what is in it at the end.
+
+        Raises ConfigError: bitsandbytes cannot do it on this device.
+        """
         device, size = self.weight.device, self._shape.numel()
         values = torch.zeros(len(self._scales) * _BLOCK, dtype=self._dtype, device=device)
         yield values[:size]

@@ -34,8 +34,10 @@ def turned(fields: Mapping[str, Any], plan: Iterable[tuple[Mapping[str, Any], in
 
 
 def refuse(model: Any, given: Mapping[str, Any], length: int, own: Mapping[str, Any] | None = None) -> str | None:
-    """The reason why a model cannot have these fields; None: it can. The model stays as it is. `own`: those of the
-    fields that may not be without effect, as they are of no stage before; None: all."""
+    """The reason why a model cannot have these fields; None: it can. The model stays as it is.
+
+    `own`: those of the fields that may not be without effect, as they are of no stage before; None: all.
+    """
     try:
         set_rope(copy.deepcopy(model), given, length, given if own is None else own)
     except ModelError as error:

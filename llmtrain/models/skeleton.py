@@ -32,8 +32,10 @@ class TooLargeError(ModelError):
 
 
 def load_config(model: ModelConfig, *, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """The transformers config of `model.pretrained` or `model.config`, with the tokens of `model.vocabulary`. Code that
-    a folder carries runs with `trust_remote_code` only; no key of a run sets it."""
+    """The transformers config of `model.pretrained` or `model.config`, with the tokens of `model.vocabulary`.
+
+    Code that a folder carries runs with `trust_remote_code` only; no key of a run sets it.
+    """
     config = _given_config(model, trust_remote_code=trust_remote_code)
     try:
         config.get_text_config()
@@ -152,8 +154,10 @@ def construct(
 
 
 def skeleton(config: PreTrainedConfig, *, attention: str = "eager", trust_remote_code: bool = False) -> PreTrainedModel:
-    """The transformers model with its parameters on the meta device (names and shapes) and real fp32 buffers. `config`
-    stays as it is."""
+    """The transformers model with its parameters on the meta device (names and shapes) and real fp32 buffers.
+
+    `config` stays as it is.
+    """
     with transformers_private.parameters_on_meta():
         return construct(copy.deepcopy(config), attention, torch.float32, trust_remote_code=trust_remote_code)
 
@@ -191,8 +195,10 @@ def decoder_layers(hf: nn.Module) -> nn.ModuleList:
 
 
 def layer_configs(text: Any) -> list[Any]:
-    """The configuration of each layer where they differ (`per_layer_config`), else the only one. Of what differs from
-    layer to layer, transformers lets nobody ask the whole."""
+    """The configuration of each layer where they differ (`per_layer_config`), else the only one.
+
+    Of what differs from layer to layer, transformers lets nobody ask the whole.
+    """
     return list(text.per_layer_config) if text.is_heterogeneous else [text]
 
 

@@ -347,7 +347,10 @@ def refuse_other_shapes(
     source: ParameterSource, shapes: dict[str, tuple[int, ...]], *, surplus_too: bool = False
 ) -> None:
     """The source must hold the model's parameters, whose names and shapes are given; with `surplus_too` others as well.
-    Raises ModelError: the source lacks a parameter, has one more, or one of another shape."""
+
+    Raises:
+        ModelError: the source lacks a parameter, has one more, or one of another shape.
+    """
     available = set(source.order())
     missing = sorted(shapes.keys() - available)
     if missing:
@@ -371,16 +374,21 @@ def refuse_other_shapes(
 
 
 def refuse_escape(folder: Path, path: Path) -> Path:
-    """`path`, a file of a model folder, unless it is a link to somewhere else (`leads_out`). Raises ModelError: naming
-    the link and its target."""
+    """`path`, a file of a model folder, unless it is a link to somewhere else (`leads_out`).
+
+    Raises:
+        ModelError: naming the link and its target.
+    """
     if (real := leads_out(folder, path)) is None:
         return path
     raise ModelError(f"{path} is a link to {real}, outside of the folder. Put a copy of the file in its place.")
 
 
 class ScoredSource:
-    """A folder's values without its language model's head; where the folder has no score, a new one. A new head is
-    drawn as transformers initialises the class, from the run's seed: it is the same on all ranks."""
+    """A folder's values without its language model's head; where the folder has no score, a new one.
+
+    A new head is drawn as transformers initialises the class, from the run's seed: it is the same on all ranks.
+    """
 
     def __init__(self, base: SafetensorsSource, layout: FolderLayout, seed: int, device: torch.device) -> None:
         self.base, self.origin = base, base.origin

@@ -64,8 +64,10 @@ class ModelSpec:
 
     @classmethod
     def of(cls, model: ModelConfig, adapter: AdapterConfig | None = None, *, scores: bool = False) -> ModelSpec:
-        """`scores`: it gives a score for a text, as objective.name reward wants it. Raises ModelError: transformers
-        cannot build the model, or not with `model.attention`; it gives scores unasked."""
+        """`scores`: it gives a score for a text, as objective.name reward wants it.
+
+        Raises ModelError: transformers cannot build the model, or not with `model.attention`; it gives scores unasked.
+        """
         config = load_config(model)
         if scores:
             config = with_score(config)
@@ -108,7 +110,9 @@ class ModelSpec:
     @cached_property
     def frozen(self) -> frozenset[str]:
         """The parameters that the run does not train: beside an adapter the model's, but for modules that train whole.
-        Raises ConfigError: see `frozen_names` and `saved_paths`."""
+
+        Raises ConfigError: see `frozen_names` and `saved_paths`.
+        """
         if self.adapter.r is not None:
             return frozenset(name for name, _ in self.skeleton.named_parameters()) - self.saved
         return frozen_names(self.skeleton, self.model)
@@ -166,8 +170,12 @@ class ModelSpec:
         )
 
     def initial_weights(self, seed: int, device: torch.device) -> ParameterSource:
-        """Where the weights of a new run come from. Raises ModelError: the folder's files are not whole. Raises
-        ConfigError: the adapter to begin with is another."""
+        """Where the weights of a new run come from.
+
+        Raises:
+            ModelError: the folder's files are not whole.
+            ConfigError: the adapter to begin with is another.
+        """
         source: ParameterSource
         if self.model.folder is not None:
             source = self.folder_source(self.model.folder, seed, device)
@@ -183,8 +191,10 @@ class ModelSpec:
     def folder_source(
         self, folder: Path, seed: int = 0, device: torch.device | None = None
     ) -> SafetensorsSource | ScoredSource:
-        """The weights of a folder of this model. `seed`, `device`: of a score that it lacks. Raises ModelError: its
-        files are not whole."""
+        """The weights of a folder of this model. `seed`, `device`: of a score that it lacks.
+
+        Raises ModelError: its files are not whole.
+        """
         kind: type[SafetensorsSource] = SafetensorsSource
         if self.model.vocabulary is not None:
             from llmtrain.models.vocabulary import GrownSource

@@ -49,8 +49,10 @@ class Teacher:
 
     @torch.no_grad()
     def logits(self, inputs: Tensor, positions: Tensor | None) -> TeacherLogits:
-        """Gives the logits of this rank's columns [B, t] of the tokens [B, T], which count as B x t. `positions`: [B,
-        T], beginning anew with each document that a row holds; None: a row is one sequence."""
+        """Gives the logits of this rank's columns [B, t] of the tokens [B, T], which count as B x t.
+
+        `positions`: [B, T], beginning anew with each document that a row holds; None: a row is one sequence.
+        """
         hidden_NH = self._language.hidden(inputs, positions).flatten(0, 1)
         head = self._language.head
 
@@ -74,8 +76,10 @@ def load_teacher(
     device: torch.device,
     language: Callable[[PreTrainedModel, int], LanguageModel] = LanguageModel,
 ) -> Teacher:
-    """A teacher with its weights in the run's precision. Raises ModelError: the folder is not whole. `language`: from a
-    model and the tokens of a chunk; another one where ranks share each row."""
+    """A teacher with its weights in the run's precision. Raises ModelError: the folder is not whole.
+
+    `language`: from a model and the tokens of a chunk; another one where ranks share each row.
+    """
     spec = ModelSpec.of(model)
     source = _source(spec)
     refuse_other_shapes(source, tensor_shapes(spec.skeleton))
@@ -121,8 +125,10 @@ def teacher_checksums(model: ModelConfig, index: int, of: int) -> dict[str, int]
 def check_teacher(
     model: ModelConfig, student: ModelSpec, tokenizer_dir: Path, places: Places, *, sequence: int = 1
 ) -> None:
-    """The teacher is whole, and gives logits of the words that the data and the student mean. `tokenizer_dir`: of the
-    data; `sequence`: ranks that share each row. Raises ConfigError or ModelError."""
+    """The teacher is whole, and gives logits of the words that the data and the student mean.
+
+    `tokenizer_dir`: of the data; `sequence`: ranks that share each row. Raises ConfigError or ModelError.
+    """
     spec, place, folder = ModelSpec.of(model), places.get(KEY), str(model.pretrained)
     own, theirs = student.facts.vocab_size, spec.facts.vocab_size
     if own != theirs:

@@ -95,8 +95,10 @@ def documents_are(documents_BT: Tensor | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def masks_of_whole_rows(places_BT: Tensor) -> Iterator[None]:
-    """Replaces masking_utils._preprocess_mask_arguments and packed_sequence_compatibility_function. transformers then
-    makes masks for rows with these positions, although the model sees some of their columns only."""
+    """Replaces masking_utils._preprocess_mask_arguments and packed_sequence_compatibility_function.
+
+    transformers then makes masks for rows with these positions, although the model sees some of their columns only.
+    """
     from transformers import masking_utils
 
     arguments = masking_utils._preprocess_mask_arguments

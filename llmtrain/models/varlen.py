@@ -23,8 +23,10 @@ from llmtrain.models.transformers_private import VARLEN, varlen_backward
 
 @dataclass(frozen=True, kw_only=True)
 class Documents:
-    """Bounds of the documents of a micro-batch, its rows concatenated. Both tensors have one shape whatever the
-    documents are: compiled layers would have a graph for each other one."""
+    """Bounds of the documents of a micro-batch, its rows concatenated.
+
+    Both tensors have one shape whatever the documents are: compiled layers would have a graph for each other one.
+    """
 
     bounds: Tensor
     """int32 [tokens + 1] on the device: the first token of each document, then the number of tokens up to the end."""
@@ -54,8 +56,10 @@ _current: Documents | None = None
 
 
 def set_documents(documents: Documents | None) -> None:
-    """Set the documents of every layer's attention from now on, also in recomputation; None: each row is one
-    document."""
+    """For the attention of every layer from now on, recomputation in the backward pass included.
+
+    None: each row is one document.
+    """
     global _current
     _current = documents
 
@@ -68,7 +72,10 @@ _FA3 = "flash_attn_interface"
 
 def choose_kernel(device: torch.device) -> str:
     """Let torch use FlashAttention 3 where the GPU is a Hopper and the package is there; else 2 stays. For the whole
-    process, so sdpa's flash kernel, too. Returns a line that says which it is, and why not the faster one."""
+    process, so sdpa's flash kernel, too.
+
+    Returns a line that says which it is, and why not the faster one.
+    """
     global kernel
     kernel = "FlashAttention 2"
     usual = f"attention within documents: {kernel}"
@@ -130,8 +137,11 @@ def attend(
 def within_documents(
     query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, sizes: Tensor, scale: float | None, window: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention within documents (see `Documents`): [tokens, heads, D] each. Returns the same of the queries,
-    and what the backward pass wants of each head and token."""
+    """Causal attention within documents (see `Documents`): [tokens, heads, D] each.
+
+    Returns:
+        the same of the queries, and what the backward pass wants of each head and token.
+    """
     forward, _ = _kernels(query.device)
     out, sums = forward(query, key, value, *_bounds(bounds, sizes), scale, window)
     return out.contiguous(), sums

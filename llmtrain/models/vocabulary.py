@@ -35,8 +35,14 @@ def grown_names(hf: PreTrainedModel) -> set[str]:
 def check_growth(
     hf: PreTrainedModel, model: ModelConfig, frozen: Collection[str], key: str, places: Places | None = None
 ) -> None:
-    """`model.vocabulary` has the folder's tokens and more, and what grows trains. `key`: by which parameters would be
-    named that are to train. `places`: where the user wrote what, for messages. Raises ConfigError."""
+    """`model.vocabulary` has the folder's tokens and more, and what grows trains.
+
+    Args:
+        key: by which parameters would be named that are to train.
+        places: where the user wrote what, for messages.
+
+    Raises: ConfigError.
+    """
     if model.vocabulary is None:
         return
     place = (places or {}).get("model.vocabulary")

@@ -81,8 +81,10 @@ PLAIN = ("dpo", "robust", "ipo", "dpo_norm", "rpo", "simpo", "orpo", "kto", "rew
 def plain_loss(
     model: Any, config: Objective, answers: Answers, windows: list[int], z: float, base: Any = None
 ) -> Tensor:
-    """Summed over the pairs, or answers, of some windows. Each row goes through the model alone. `base`: the model that
-    training started from, where it is the reference."""
+    """Summed over the pairs, or answers, of some windows. Each row goes through the model alone.
+
+    `base`: the model that training started from, where it is the reference.
+    """
     o = vars(config)
     if config.name == "reward":
         rows = [torch.from_numpy(ids) for window in windows for ids, _, _, _ in answers.rows(window)]

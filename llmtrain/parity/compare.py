@@ -104,9 +104,11 @@ class Verdict:
 
 
 def compare(got: Trace, want: list[Trace], *, fp32: bool, split: bool) -> Verdict:
-    """`got` against the plain training in several orders of summation; the first of them is the reference. In fp32 a
-    value may differ by a fixed amount, or by SPREADS times the spread of the orders where that is more; in lower
-    precisions by SPREADS times the spread (docs/parity.md says why it is taken as it is here)."""
+    """`got` against the plain training in several orders of summation; the first of them is the reference.
+
+    In fp32 a value may differ by a fixed amount, or by SPREADS times the spread of the orders where that is more; in
+    lower precisions by SPREADS times the spread (docs/parity.md says why it is taken as it is here).
+    """
     curves = [_curve(got, want, "loss", loss_tolerance(split) if fp32 else 0.0)]
     curves.append(_curve(got, want, "gradient norm", NORM if fp32 else 0.0))
     last = len(want[0].parameters) - 1
@@ -188,7 +190,8 @@ def _spread(want: list[Trace], step: int, name: str, measure: Callable[[Tensor, 
 
 
 def _gradients(got: Trace, want: list[Trace]) -> list[Difference]:
-    """The clipped gradient of step 1 of every parameter: the difference over its size, both in the root mean square."""
+    """The clipped gradient of step 1 of every parameter: the difference over its size, both in the root mean
+    square."""
     found = []
     for name, expected in want[0].gradients.items():
         size = float(expected.square().mean().sqrt()) or 1.0

@@ -274,9 +274,11 @@ def _rows(tokens: Tokens, rows: list[int]) -> list[Tensor]:
 
 
 def rate_of_step(schedule: Schedule, number: int, steps: int) -> float:
-    """Factor on the peak learning rate at optimizer step `number` of `steps` (1 is the first). Step k of w of the
-    warm-up has k / (w + 1). The next one has 1, from which half a cosine or a line reaches min_ratio with the last
-    step; with wsd step k of the last d has 1 - (1 - min_ratio) k / d."""
+    """Factor on the peak learning rate at optimizer step `number` of `steps` (1 is the first).
+
+    Step k of w of the warm-up has k / (w + 1). The next one has 1, from which half a cosine or a line reaches min_ratio
+    with the last step; with wsd step k of the last d has 1 - (1 - min_ratio) k / d.
+    """
     whole = schedule.warmup_steps + 1
     if isinstance(schedule, Wsd):
         assert schedule.decay_steps is not None, "the resolver fills it in"

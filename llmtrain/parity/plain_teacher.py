@@ -41,8 +41,10 @@ def with_small_teacher(run: RunConfig, student: dict[str, Any], where: Path) -> 
 
 
 def small_teacher(folder: str, student: dict[str, Any], where: Path) -> str:
-    """A small copy of the teacher in `folder`, with random weights, as a Hugging Face folder in `where`. `student`:
-    fields of the small student's config.json. Raises ConfigError or ModelError."""
+    """A small copy of the teacher in `folder`, with random weights, as a Hugging Face folder in `where`.
+
+    `student`: fields of the small student's config.json. Raises ConfigError or ModelError.
+    """
     from transformers import AutoModelForCausalLM
 
     if not (Path(folder) / "config.json").is_file():

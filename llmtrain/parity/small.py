@@ -71,8 +71,10 @@ _SMALL = 5_000_000
 
 
 def small_model(model: ModelConfig, degrees: Degrees, *, scores: bool = False) -> tuple[dict[str, Any], float]:
-    """(fields of its config.json, its parameters over those of the user's model). `scores`: it gives a score. Raises
-    ModelError."""
+    """(fields of its config.json, its parameters over those of the user's model). `scores`: it gives a score.
+
+    Raises ModelError.
+    """
     config = with_score(load_config(model)) if scores else load_config(model)
     parameters = _parameters(config)
     sizes = {
@@ -102,8 +104,10 @@ def _parameters(config: PreTrainedConfig) -> int:
 
 
 def patterns_here(fields: dict[str, Any], model: ModelConfig) -> dict[str, Any]:
-    """`model.freeze` and `model.train_only` without the patterns that name layers which the small model lacks. Raises
-    ModelError: none is left."""
+    """`model.freeze` and `model.train_only` without the patterns that name layers which the small model lacks.
+
+    Raises ModelError: none is left.
+    """
     spec = _spec(fields)
     names = [name for name, _ in spec.skeleton.named_parameters(remove_duplicate=False)]
     found = {}

@@ -82,8 +82,12 @@ def usual_ranks(degrees: Degrees) -> list[int]:
 def small_run(
     wanted: Wanted, model: dict[str, Any], shrunk_by: float, ranks: int, steps: int, *, cpu: bool
 ) -> RunConfig:
-    """The user's run with a small model, few short sequences and `steps` steps; all else as it is. `model`: fields of
-    the small model's config.json. `shrunk_by`: its parameters over those of the user's model."""
+    """The user's run with a small model, few short sequences and `steps` steps; all else as it is.
+
+    Args:
+        model: fields of the small model's config.json.
+        shrunk_by: its parameters over those of the user's model.
+    """
     run, degrees = wanted.run, wanted.degrees
     data_parallel = max(1, ranks // degrees.world_size)
     micro = run.train.micro_batch or _MICRO_BATCH

@@ -99,7 +99,9 @@ def _values(engine: Engine, ranks: Ranks, ema: Ema | None) -> dict[str, torch.Te
 @torch.no_grad()
 def whole_tensors(engine: Engine, ranks: Ranks, kind: str = PARAM) -> dict[str, torch.Tensor]:
     """The fp32 masters (or a moment) put together from the pieces that the ranks own, on rank 0; empty on the others.
-    What no rank owns is NaN, and so differs from everything."""
+
+    What no rank owns is NaN, and so differs from everything.
+    """
     sent = []
     for piece in engine.state():
         if piece.kind == kind:

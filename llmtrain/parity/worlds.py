@@ -47,7 +47,9 @@ _LAST_LINES = {
 
 def compare_worlds(title: str, user: Wanted, worlds: list[int], steps: int, *, cpu: bool, worker: str) -> int:
     """Compare on each number of ranks, and print what is found. Returns SAME, PARTS or NO_ANSWER; raises UserError.
-    `title`: the user's YAML. `worker`: the module that each rank runs."""
+
+    `title`: the user's YAML. `worker`: the module that each rank runs.
+    """
     codes = []
     with ending_on_sigterm():
         try:
@@ -145,9 +147,11 @@ def _check(folder: Path, user: Wanted, plans: dict[str, ResolvedRun], steps: int
 
 
 def comparisons(precisions: list[str], steps: int, *, fp8: bool) -> list[tuple[str, bool, int]]:
-    """(precision, whether it is the sharp comparison, its steps) of each that is made. In fp8 a number between two
-    neighbours goes to the one or the other by its last digit, and they are 1/8 apart: two orders of summation agree as
-    in fp32 for a step or two, and part by as much as half precisions from there on."""
+    """(precision, whether it is the sharp comparison, its steps) of each that is made.
+
+    In fp8 a number between two neighbours goes to the one or the other by its last digit, and they are 1/8 apart: two
+    orders of summation agree as in fp32 for a step or two, and part by as much as half precisions from there on.
+    """
     if not fp8:
         return [(name, name == "fp32", steps) for name in precisions]
     return [*((name, True, 1) for name in precisions if name == "fp32"), (precisions[-1], False, steps)]

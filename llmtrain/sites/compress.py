@@ -53,7 +53,9 @@ class Feedback:
 
     def encode(self, difference: Array, part: slice) -> tuple[Bytes, Array]:
         """Return (records of all `size` elements, with difference + residual in `part`; what the part decodes to).
-        `part` begins with a block."""
+
+        `part` must begin with a block.
+        """
         assert part.start % BLOCK == 0
         wanted = difference + self.residual[part]
         written = encode(self.form, wanted)

@@ -69,8 +69,10 @@ class Line:
         return answers * ROUND_TRIPS * self.rtt_s + self.transfer_s(payload)
 
     def transfer_s(self, payload: float) -> float:
-        """Return the seconds from the first byte's arrival to the last one's, on an idle connection: its window doubles
-        with each round trip until it fills the line or reaches its limit."""
+        """Return the seconds from the first byte's arrival to the last one's, on a connection that was idle before.
+
+        Its window doubles with each round trip until it fills the line or reaches its limit.
+        """
         size = payload * HEADERS
         rate = min(self.rate, self.window / self.rtt_s) if self.rtt_s else self.rate
         full = rate * self.rtt_s
@@ -205,7 +207,9 @@ def with_sites(job: Job, line: Line, method: SitesConfig, compress: str) -> Fore
 
 def smallest(job: Job, line: Line, method: SitesConfig, compress: str, goal: float = GOAL) -> int | None:
     """The smallest sites.sync_every with which a site computes for `goal` of the time; None: more than 100,000 steps.
-    Of a run without end: the last synchronisation, which a short run feels, is left out."""
+
+    Of a run without end: the last synchronisation, which a short run feels, is left out.
+    """
     endless, parts = replace(job, steps=None), method.parts
 
     def reaches(units: int) -> bool:  # of what the method can do

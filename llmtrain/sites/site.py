@@ -222,7 +222,11 @@ class Site:
         }  # fmt: skip
 
     def restore(self, folder: Path, kept: Mapping[str, Any]) -> None:
-        """Restore a checkpoint, before `begin`. `kept`: from `to_json`. Raises AgreedError: it is damaged."""
+        """Restore a checkpoint, before `begin`. `kept`: from `to_json`.
+
+        Raises:
+            AgreedError: the checkpoint is damaged.
+        """
         found = read_back(self._shard, folder, (COMMON, MOMENTUM, RESIDUAL, LINE), self._ranks)
         with together(self._ranks):
             self._ledger, self._was, self._round, self._trained, weights = standing(kept, folder)

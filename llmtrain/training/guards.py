@@ -28,8 +28,10 @@ if TYPE_CHECKING:
 
 
 def unmoved(engine: Engine, ranks: Ranks, ending: str) -> tuple[list[str], int]:
-    """(parameters that no gradient has reached yet, of how many), of those whose names end so. Every moment begins as
-    zero, and stays zero until there is a gradient. All ranks call it together, after a step."""
+    """(parameters that no gradient has reached yet, of how many), of those whose names end so.
+
+    Every moment begins as zero, and stays zero until there is a gradient. All ranks call it together, after a step.
+    """
     reached = set()
     for piece in engine.state():
         if piece.kind != PARAM and piece.name.endswith(ending) and piece.name not in reached:
@@ -149,8 +151,10 @@ class DataChanged(TrainingStopped):
 
 
 class DataCheck(Part):
-    """Compares the data's files with their checksums beside a run's first steps, on a thread of each rank. Ranks that
-    see the same files share them. A difference ends the run before its first save."""
+    """Compares the data's files with their checksums beside a run's first steps, on a thread of each rank.
+
+    Ranks that see the same files share them. A difference ends the run before its first save.
+    """
 
     def __init__(self, setup: Setup, saving: Saving, *, resumes: bool) -> None:
         """`saving`: decides when a checkpoint follows. `resumes`: the run goes on from a checkpoint, so that data of a

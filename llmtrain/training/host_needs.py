@@ -71,8 +71,9 @@ def _read_by(run: RunConfig) -> Iterator[Folder]:
 
 
 def _of_data(run: RunConfig, folder: Path, lengths: set[int]) -> tuple[str, ...]:
-    """The files of a prepared folder that the run opens; of one with a broken manifest that alone. `lengths`: of the
-    sequences in which the run reads it."""
+    """The files of a prepared folder that the run opens; of one with a broken manifest that alone.
+
+    `lengths`: of the sequences in which the run reads it."""
     try:
         manifest = read_manifest(folder)
     except DataError:

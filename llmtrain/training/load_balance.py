@@ -114,7 +114,9 @@ class Balance:
 
     def measured(self, paces: Sequence[int]) -> Change | None:
         """Once a step: the nanoseconds that each rank has computed for a sequence lately, 0 where it does not know.
-        Returns other shares, if they are worth it; `sequences` has them from now on."""
+
+        Returns: other shares, if they are worth it; `sequences` has them from now on.
+        """
         if not all(paces):
             return None
         if self._settles:

@@ -121,8 +121,11 @@ def _folders(resolved: ResolvedRun) -> list[tuple[DataConfig, int]]:
 
 
 def write_teacher(checked: Checked, ranks: Ranks, asked: RunConfig) -> None:
-    """Write the teacher's column of each data folder of `asked`, the run that will learn from it; all ranks call it
-    together. Raises UserError on all of them, and leaves no part of a column. `checked`: a run of the teacher."""
+    """The teacher's column of each of the run's data folders. All ranks call it together. Raises UserError on all of
+    them, and leaves no part of a column.
+
+    `checked`: a run of the teacher. `asked`: the run that will learn from it.
+    """
     setup = Setup(checked, ranks)
     resolved, engine, vocabulary = setup.resolved, setup.engine, setup.spec.facts.vocab_size
     setup.write(setup.spec.initial_weights(0, ranks.device))
@@ -184,8 +187,10 @@ def _write_teacher(
 def _with_progress(
     batches: Iterator[MicroBatch], at_once: int, what: str, rows: int, rows_together: int, ranks: Ranks
 ) -> Iterator[list[MicroBatch]]:
-    """The micro-batches, so many at a time; rank 0 tells how far the ranks are. `rows_together`: of all ranks'
-    micro-batches that are computed at the same time."""
+    """The micro-batches, so many at a time; rank 0 tells how far the ranks are.
+
+    `rows_together`: of all ranks' micro-batches that are computed at the same time.
+    """
     done = 0
     with log.Progress(what, rows, unit="row") if ranks.rank == 0 else contextlib.nullcontext() as progress:
         while some := list(itertools.islice(batches, at_once)):

@@ -61,8 +61,10 @@ class Done(Step):
 
 class Part(Entry, section="parts"):
     """Takes part in a run beside the step. All ranks call every method together; each default does nothing.
+
     `training/run.py` has the list of a run's parts. Its order is the order in which the loop calls them. A plugin's
-    part is a dataclass with a name (`class Count(Part, entry="count")`): its fields stand below `parts.count`."""
+    part is a dataclass with a name (`class Count(Part, entry="count")`): its fields stand below `parts.count`.
+    """
 
     key = ""
     """Name of its entry in a checkpoint's trainer.json; empty: it has none."""

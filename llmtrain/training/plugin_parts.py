@@ -220,8 +220,10 @@ def first_failure(parts: Sequence[Part], ranks: Ranks) -> str | None:
 
 
 def close_all(parts: Sequence[Part], ranks: Ranks) -> None:
-    """Close the parts of plugins after a run has saved, the last first. All ranks call it. Raises AgreedError, where
-    one has failed on a rank, here or before."""
+    """Close the parts of plugins after a run has saved, the last first. All ranks call it.
+
+    Raises: AgreedError, where one has failed on a rank, here or before.
+    """
     for part in reversed(parts):
         if isinstance(part, Guarded):
             part.close(None)

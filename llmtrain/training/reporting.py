@@ -52,7 +52,10 @@ class Evaluation(Part):
         ema: Ema | None = None,
     ) -> None:
         """`there`: the best checkpoints that the run has, and their figures. `ema`: its means are measured on the
-        validation sequences, too. Raises DataError, on all ranks: no tokenizer tells the bytes of its tokens."""
+        validation sequences, too.
+
+        Raises DataError, on all ranks: no tokenizer tells the bytes of its tokens.
+        """
         self._setup, self._tracker, self._speed, self._ema = setup, tracker, speed, ema
         run = setup.run
         self._stages = [

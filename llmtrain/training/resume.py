@@ -94,7 +94,9 @@ class Start:
 
 def resume_or_start(setup: Setup, folder: RunDirectory, checkpoints: CheckpointFolder) -> Start:
     """Give the parameters their values: from a checkpoint, or from the model section. All ranks call it together.
-    Raises AgreedError."""
+
+    Raises: AgreedError.
+    """
     run, spec, ranks = setup.run, setup.spec, setup.ranks
     source = None
     if run.objective.reference == "online":  # the reference reads its first values again, after a resume as well
@@ -157,8 +159,10 @@ def _frozen_lines(source: FrozenSource) -> list[str]:
 def agreed_candidates(
     run: RunConfig, folder: RunDirectory, where: CheckpointFolder, ranks: Ranks
 ) -> tuple[list[Path], bool, dict[Path, str]]:
-    """(`candidates`, own, what is not whole and why): the same on every rank, from what the leaders find. On a shared
-    file system each rank looking for itself could see another newest one."""
+    """(`candidates`, own, what is not whole and why): the same on every rank, from what the leaders find.
+
+    On a shared file system each rank looking for itself could see another newest one.
+    """
     found: tuple[list[str], bool, str | None] = ([], False, None)
     if where.leads:
         try:

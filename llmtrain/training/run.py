@@ -147,8 +147,10 @@ def _train(setup: Setup, folder: RunDirectory, checkpoints: CheckpointFolder, re
 
 
 def _fill(parts: list[Part], launch: Launch) -> tuple[Saving, Evaluation]:
-    """Make the parts of the run, in the order in which the loop calls them. Returns those that the end of a run uses.
-    Raises: AgreedError."""
+    """Make the parts of the run, in the order in which the loop calls them.
+
+    Returns: those that the end of a run uses. Raises: AgreedError.
+    """
     setup, start, tracker = launch.setup, launch.start, launch.tracker
     run, speed = setup.run, throughput_of(setup, start.position.step)
     parts.append(Limits(launch.requests, run.train.max_minutes, launch.began_s, setup.ranks))

@@ -88,8 +88,10 @@ class Saving(Part):
         self._saver.before_update()
 
     def after_step(self, done: Done) -> None:
-        """Go on with the save under way, if all ranks have come so far, and begin one if it is due. Raises
-        TrainingStopped or CheckpointError, after too many saves that failed in a row."""
+        """Go on with the save under way, if all ranks have come so far, and begin one if it is due.
+
+        Raises: TrainingStopped or CheckpointError, after too many saves that failed in a row.
+        """
         self._report(self._saver.advance(done.agreed.save_ended, done.agreed.save_failed))
         if self._mirror is not None:
             self._mirror.listen()
@@ -148,7 +150,9 @@ class Saving(Part):
 
     def _end_unsaved(self, position: Position) -> NoReturn:
         """End a run that cannot save: write its state once more, with what retention would then delete deleted before.
-        Raises TrainingStopped where that succeeds, else CheckpointError."""
+
+        Raises TrainingStopped where that succeeds, else CheckpointError.
+        """
         failed = f"{self._failed_in_a_row} checkpoints in a row failed; fault.max_failed_saves is {self._max_failed}"
         if self._folder.leads:
             for gone in keep_newest(self._folder.path, max(1, self._settings.keep - 1), best=self._best):
@@ -162,7 +166,10 @@ class Saving(Part):
 
     def last(self, position: Position, *, complete: bool, exports: bool) -> None:
         """The checkpoint at the end of a launch; if rank 0 `exports` it, its folder gets all files. `complete`: the run
-        has all of its steps. Raises CheckpointError when it cannot be written."""
+        has all of its steps.
+
+        Raises CheckpointError when it cannot be written.
+        """
         self._save_last(position)
         if self._settings.mirror is not None:
             mirror = self._mirror

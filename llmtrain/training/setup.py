@@ -66,9 +66,11 @@ _PROVED_TOKENS = 32
 
 
 class Setup:
-    """A checked run on its ranks: first an engine whose parameters have no values, then what it trains with. All ranks
-    call every method together. The order is: `Setup(...)`, `refer_to`, values (`write`, `start_from` or a checkpoint),
-    `prove`, `session`."""
+    """A checked run on its ranks: first an engine whose parameters have no values, then what it trains with.
+
+    All ranks call every method together. The order is: `Setup(...)`, `refer_to`, values (`write`, `start_from` or a
+    checkpoint), `prove`, `session`.
+    """
 
     def __init__(self, checked: Checked, ranks: Ranks) -> None:
         """Raises UserError, on all ranks."""
@@ -98,7 +100,9 @@ class Setup:
 
     def refer_to(self, source: ParameterSource) -> None:
         """Let an objective with an online reference compare with these values, which it reads again at each step.
-        Raises AgreedError."""
+
+        Raises: AgreedError.
+        """
         if self.run.objective.reference != "online":
             return
         self._base = base_of(self.engine, self.spec, source)
@@ -114,8 +118,10 @@ class Setup:
         return write_weights(self.engine, source, self.ranks)
 
     def start_from(self, source: ParameterSource) -> dict[str, int]:
-        """Begin the run with these values. Returns the result of `write_weights`. Raises AgreedError, also when the
-        reference's column was computed from other weights."""
+        """Begin the run with these values. Returns what `write_weights` does.
+
+        Raises: AgreedError, also when the column of the reference was computed from other weights.
+        """
         checksums = self.write(source)
         self.began_with = weights_hash(reference_checksums(self.spec, checksums))
         if self.run.objective.reference == "column" and set(self.references or []) != {self.began_with}:
@@ -200,7 +206,10 @@ def with_attention(resolved: ResolvedRun, spec: ModelSpec, device: torch.device)
 
 
 def start_engine(resolved: ResolvedRun, spec: ModelSpec, ranks: Ranks, mesh: Mesh) -> Engine:
-    """The engine of a run; its parameters have no values yet. Raises UserError, on all ranks alike."""
+    """The engine of a run; its parameters have no values yet.
+
+    Raises: UserError, on all ranks alike.
+    """
     with together(ranks):
         check_device(resolved.precision, spec.model.attention, resolved.run.model.fp8, resolved.run.deepspeed)
     with together(ranks):
@@ -289,8 +298,10 @@ def _compiles_layers(spec: ModelSpec, mix: Mix, ranks: Ranks, *, one_shape: bool
 
 
 def _agreed_trouble(ranks: Ranks) -> str | None:
-    """The reason why torch.compile is not used; one rank that cannot is enough. Compiled code rounds otherwise: what
-    ranks hold alike would part where only some of them have it."""
+    """The reason why torch.compile is not used; one rank that cannot is enough.
+
+    Compiled code rounds otherwise: what ranks hold alike would part where only some of them have it.
+    """
     reasons = from_all(ranks, compiler.trouble(ranks.device))
     for rank, reason in enumerate(reasons):
         if reason is not None:
@@ -302,7 +313,11 @@ def _agreed_trouble(ranks: Ranks) -> str | None:
 
 def write_weights(engine: Engine, source: ParameterSource, ranks: Ranks) -> dict[str, int]:
     """Give the engine's parameters their first values, and prove that they arrived where the forward pass reads them.
-    Raises AgreedError on all ranks. Returns what `prove_weights` does."""
+
+    Raises AgreedError on all ranks.
+
+    Returns what `prove_weights` does.
+    """
     with together(ranks):
         arrived = fill_parameters(engine, source)
     with together(ranks):
@@ -425,7 +440,9 @@ def prove_start(
 @contextlib.contextmanager
 def _failures_in_transformers() -> Iterator[None]:
     """What transformers' own code raises in a first forward pass is said to the user, who chose the model's fields.
-    Raises ModelError."""
+
+    Raises: ModelError.
+    """
     try:
         yield
     except (UserError, torch.OutOfMemoryError):  # memory runs out on one rank, and the others would wait for it

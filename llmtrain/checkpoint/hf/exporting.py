@@ -393,8 +393,10 @@ def layout_of(model: ModelConfig, *, trust_remote_code: bool) -> FolderLayout:
 
 
 def _target(checkpoint: Path, out: Path, trainer: Mapping[str, Any], report: Report) -> Path:
-    """Where to write: `out`, or a folder next to an earlier export that is replaced at the end. Raises CheckpointError:
-    `out` is something else, or has files that the export did not write."""
+    """Where to write: `out`, or beside it when it is an earlier export that is replaced at the end, which is said.
+
+    Raises CheckpointError: `out` is something else, or has files that the export did not write.
+    """
     if not out.exists():
         return out
     ours = out.resolve().parent == checkpoint.resolve().parent.parent  # the run's own export, whoever made it

@@ -304,7 +304,10 @@ def _weight_map(index: str | bytes) -> Any:
 
 def beside_weights(folder: Path, *, python: bool) -> list[Path]:
     """The files of a model folder that are no weights: configurations, tokenizer, templates, card; code if asked for.
-    Raises ModelError: one is a link that leaves the folder."""
+
+    Raises:
+        ModelError: one is a link that leaves the folder.
+    """
     found = []
     for file in (*sorted(folder.iterdir()), *tokenize.named_templates(folder)):
         plain = file.suffix in _BESIDE or file.name.startswith(("LICENSE", "NOTICE"))

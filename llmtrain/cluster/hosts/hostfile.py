@@ -288,8 +288,10 @@ def on_visible_devices(host: Host, environ: Mapping[str, str]) -> Host:
 
 
 def refuse_missing_hostfile() -> None:
-    """Refuse a run that `deepspeed --hostfile FILE` started on this host alone for want of the FILE: it only warns. The
-    rank finds the command among its ancestors. Raises ConfigError."""
+    """Refuse a run that `deepspeed --hostfile FILE` has started on this host alone because there is no FILE.
+
+    DeepSpeed only warns of that. The rank finds the command among its ancestors. Raises ConfigError.
+    """
     parent = psutil.Process().parent()
     for _ in range(4):
         try:

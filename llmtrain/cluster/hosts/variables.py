@@ -111,7 +111,8 @@ def for_pdsh(word: str) -> str:
 
 
 def path_problem(path: str) -> str | None:
-    """Why `path` cannot be the working directory or the Python of a launch over pdsh, which quotes neither."""
+    """The reason why `path` cannot be the working directory or the Python of a launch over pdsh, which quotes
+    neither."""
     odd = re.search(r"[^\w@+=:,./-]", path)
     if odd is None:
         return None

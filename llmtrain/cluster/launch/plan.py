@@ -129,7 +129,8 @@ def check(plan: Plan) -> None:
 
 
 def command_length(plan: Plan) -> int:
-    """Bytes of the command that DeepSpeed's launcher has pdsh run on a host (multinode_runner.py, PDSHRunner)."""
+    """Length in bytes of the command that DeepSpeed's launcher has pdsh run on a host (multinode_runner.py,
+    PDSHRunner)."""
     world = json.dumps({host.name: list(host.devices) for host in plan.hosts})
     exports = len(os.fsencode(deepspeed_env(plan.travel.open))) + len('export ""; ') * len(plan.travel.open)
     words = [os.getcwd(), sys.executable, "-u -m deepspeed.launcher.launch --node_rank=0", *_STARTS, *TRAIN]

@@ -275,7 +275,8 @@ class Agent:
             self.notes.reap()
 
     def _check_folder(self) -> None:
-        """Warn that something outside has removed the folder, and make it again; open heartbeats stay readable."""
+        """Notice that something outside has removed the folder: open heartbeats stay readable, the rest is made
+        again."""
         self.about = self.about or read_json(self.folder / RUN) or {}
         removed = not os.fstat(self.lock).st_nlink
         if (removed or self.ranks.nameless()) and not self.warned_of_removal:

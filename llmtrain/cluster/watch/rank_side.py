@@ -253,7 +253,8 @@ def _start_agent(folder: Path, stall_s: float, start_s: float, run_dir: str, not
 
 
 def _start(words: list[str], standard_input: int) -> None:
-    """Start a process that is no child of this one: killing this rank's tree leaves it alone. Raises OSError."""
+    """Start a process that is no child of this one: killing this rank's process tree leaves it alone. Raises
+    OSError."""
     environment = child_environment()
     sys.stdout.flush()
     child = os.fork()

@@ -163,8 +163,11 @@ class ZeroEngine:
             engine.micro_steps = 0  # whose remainder tells DeepSpeed the last micro-batch of a step
 
     def micro_step(self, micro: MicroBatch, weight: Callable[[], int], objective: LossFunction) -> Tensor:
-        """Forward and backward pass of one micro-batch; its sums. DeepSpeed divides by the accumulation steps and
-        averages over the ranks with other tokens, as if all held equally many; the factor undoes both."""
+        """Forward and backward pass of one micro-batch; its sums.
+
+        DeepSpeed divides by the accumulation steps and averages over the ranks with other tokens, as if all held
+        equally many; the factor undoes both.
+        """
         engine = self.deepspeed
         equal_shares = engine.gradient_accumulation_steps() * engine.seq_dp_world_size
         heart.phase("forward")
@@ -286,8 +289,11 @@ class ZeroEngine:
         self.module.wants_logits = wanted
 
     def check_isolation(self, inputs: Tensor) -> None:
-        """Prove on `inputs` [1, T], as two documents in a row, that nothing of the first reaches the second. Raises
-        ModelError: the model attends across documents in spite of data.isolate_documents."""
+        """Prove on `inputs` [1, T], as two documents in a row, that nothing of the first reaches the second.
+
+        Raises:
+            ModelError: the model attends across documents in spite of data.isolate_documents.
+        """
         inputs = self._shareable(inputs)
         half = inputs.shape[1] // 2
         positions = torch.arange(inputs.shape[1]).remainder(half).unsqueeze(0)

@@ -41,8 +41,10 @@ _CHUNK = 1 << 24  # elements that have fp32 moments at once: 128 MiB with AdamW
 
 
 def moments_of(optimizer: Any, flat: Tensor, settings: dict[str, Any]) -> dict[str, Tensor]:
-    """The moments of a tensor that `optimizer` steps, by kind, each as long as the tensor. What the optimizer would
-    create at its first step is created now, with the step counter at 0."""
+    """The moments of a tensor that `optimizer` steps, by kind, each as long as the tensor.
+
+    What the optimizer would create at its first step is created now, with the step counter at 0.
+    """
     state = optimizer.state[flat]
     kinds: dict[str, torch.dtype] = settings[MOMENTS]
     if not settings.get("use_muon") and "step" not in state:
@@ -204,7 +206,9 @@ _CLOSE = {"rtol": 1e-5, "atol": 1e-7}
 
 def build_guarded(optim: Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """The torch optimizer that a class makes of the engine's groups, with a step counter for each of its tensors.
-    Raises ConfigError."""
+
+    Raises: ConfigError.
+    """
     optimizer = _built(optim, groups)
     optimizer.defaults.setdefault("fused", None)  # `moments_of`: the counter is on the host
     optimizer.state.clear()  # of tensors that the engine will have replaced

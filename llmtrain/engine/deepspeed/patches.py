@@ -129,8 +129,11 @@ PRIVATE = (
 
 
 def check() -> None:
-    """Look for all of them in what is loaded and in the sources of the installed packages: about 5 ms. Raises
-    ConfigError: one is gone."""
+    """Look for all of them in what is loaded and in the sources of the installed packages: about 5 ms.
+
+    Raises:
+        ConfigError: one is gone.
+    """
     for private in PRIVATE:
         text, loaded = _source(private.module), sys.modules.get(private.module)
         missing = [name for name in private.names if not hasattr(loaded, name)]

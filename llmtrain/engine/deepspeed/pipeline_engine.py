@@ -121,7 +121,11 @@ def _reduce_tied(engine: PipelineEngine) -> None:
 
 def _check_groups(engine: PipelineEngine, ranks: Ranks) -> None:
     """With an offloaded optimizer DeepSpeed sums gradient norms over the stages group by group: with fewer groups on
-    one of them, all would wait. Raises AgreedError: on every rank."""
+    one of them, all would wait.
+
+    Raises:
+        AgreedError: on every rank.
+    """
     if not engine.optimizer.cpu_offload:
         return  # one sum over all groups: engine/deepspeed/zero_step.py
     counts = from_all(ranks, len(base_optimizer(engine).param_groups))

@@ -146,8 +146,10 @@ class State(ABC):
 
     @contextmanager
     def reading_instead(self, names: Collection[str], values: Callable[[ForwardCopy], Tensor]) -> Iterator[None]:
-        """In which the forward pass reads other values of these parameters. Not put back after an error: gathering is a
-        collective, and the others may be elsewhere."""
+        """In which the forward pass reads other values of these parameters.
+
+        Not put back after an error: gathering is a collective, and the others may be elsewhere.
+        """
         self.part()
         here = [copy for copy in self.copies() if copy.name in names]
         trained = [copy.values.clone() for copy in here]

@@ -94,8 +94,10 @@ class OneNormZero(DeepSpeedZeroOptimizer):
         self, group_idx: int, partition_id: int, param_id: int, num_elements: int
     ) -> Tensor | bool | None:
         """Return the fp32 sums for a reduced gradient; False for a matrix of Muon, whose gradient has no sums.
+
         DeepSpeed has None for them, joins them to the neighbour before them in the bucket, and then forgets its sums:
-        most norms and biases of a run never trained."""
+        most norms and biases of a run never trained.
+        """
         found = super()._get_compact_grad_partition_slice(group_idx, partition_id, param_id, num_elements)
         own = partition_id == dist.get_rank(self.real_dp_process_group[group_idx])
         return False if found is None and own and self.gradient_accumulation_dtype != self.dtype else found
@@ -155,8 +157,10 @@ class OneNormZero(DeepSpeedZeroOptimizer):
         return not self.compute_grad_norm and not math.isfinite(self.scaled_global_norm())
 
     def scaled_global_norm(self, norm_type: int = 2) -> float:
-        """L2 norm of the whole gradient times the loss scale; infinite if a gradient of any rank is not finite. Every
-        rank calls it. Waits for the device, once."""
+        """L2 norm of the whole gradient times the loss scale; infinite if a gradient of any rank is not finite.
+
+        Every rank calls it. Waits for the device, once.
+        """
         assert norm_type == 2, norm_type
         norms: list[Tensor] = []
         for index in range(len(self.bit16_groups)):
@@ -205,7 +209,9 @@ class OneNormZero(DeepSpeedZeroOptimizer):
 
 def shorten_step(engine: DeepSpeedEngine) -> None:
     """Give a new engine of ZeRO 1 or 2 the step of this module; others, and an offloaded optimizer, keep DeepSpeed's.
-    Raises ConfigError, for a DeepSpeed whose step is not known here."""
+
+    Raises: ConfigError, for a DeepSpeed whose step is not known here.
+    """
     if type(engine.optimizer) is DeepSpeedZeroOptimizer and not engine.optimizer.cpu_offload:
         _check("optimizer", DeepSpeedZeroOptimizer, (*_REPLACED, *_AROUND))
         engine.optimizer.__class__ = OneNormZero

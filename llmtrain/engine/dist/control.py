@@ -204,7 +204,10 @@ class AgreedError(UserError):
 @contextlib.contextmanager
 def together(ranks: Ranks) -> Iterator[None]:
     """End all ranks with a UserError that one of them meets in here; alone it would leave the others in a collective.
-    Raises AgreedError: on every rank."""
+
+    Raises:
+        AgreedError: on every rank.
+    """
     mine: tuple[str, int] | None = None
     try:
         yield

@@ -104,8 +104,10 @@ def device_id(device: torch.device) -> str:
 
 
 def use_deterministic_kernels() -> None:
-    """Use only kernels that add in a fixed order. CUBLAS_WORKSPACE_CONFIG must be set before cuBLAS starts. An
-    operation that has no such kernel raises torch's RuntimeError, which names it."""
+    """Use only kernels that add in a fixed order. CUBLAS_WORKSPACE_CONFIG must be set before cuBLAS starts.
+
+    An operation that has no such kernel raises torch's RuntimeError, which names it.
+    """
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it would write each new tensor once more
 

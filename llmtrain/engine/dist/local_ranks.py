@@ -39,7 +39,9 @@ class Ranks:
         timeout_s: float | None = None,
     ) -> None:
         """`shows`: rank 0 prints as the command itself; the output of the others is kept for `wait`'s messages.
-        `timeout_s`: for all ranks to end, None for ever."""
+
+        `timeout_s`: for all ranks to end, None for ever.
+        """
         self._timeout_s = math.inf if timeout_s is None else timeout_s
         self._folder = folder
         self._world_size = world_size

@@ -24,8 +24,10 @@ class Seat:
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """This process among the ranks of its site: those that one engine spans, numbered from 0. No collective of a step,
-    a save or a check may reach beyond them: each names its group, and numbers ranks within it."""
+    """This process among the ranks of its site: those that one engine spans, numbered from 0.
+
+    No collective of a step, a save or a check may reach beyond them: each names its group, and numbers ranks within it.
+    """
 
     rank: int
     world_size: int

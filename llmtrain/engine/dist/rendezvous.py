@@ -276,8 +276,10 @@ def _key(what: str, rank: int | None = None) -> str:
 
 @functools.cache
 def _launch() -> str:
-    """Identity of this launch: another one may come to the same port. The mark of `llmtrain launch`; on a single host
-    DeepSpeed's launcher, the parent of all ranks. Else empty."""
+    """Identity of this launch: another one may come to the same port.
+
+    The mark of `llmtrain launch`; on a single host DeepSpeed's launcher, the parent of all ranks. Else empty.
+    """
     found = os.environ.get(messages.LAUNCH, "")
     if not found and os.environ.get("CROSS_SIZE") == "1" and _launched_hosts():
         parent = psutil.Process(os.getppid())

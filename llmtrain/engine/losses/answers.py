@@ -34,7 +34,9 @@ def counted_tokens(micro: AnswerBatch) -> Tensor:
 
 def answers_of(head: Head, hidden: Tensor, micro: AnswerBatch) -> tuple[Tensor, Tensor]:
     """(log-probability, counted tokens) of each answer of a micro-batch, fp32 [A]; on all ranks that share its rows.
-    hidden: [B, t, H], what the loss was given."""
+
+    hidden: [B, t, H], what the loss was given.
+    """
     nll, answers = head.token_nll(hidden, micro.labels, micro.counted).flatten(), micro.answers.flatten()
     # The last one is of tokens that belong to no answer. Summed in fp64: a GPU adds in any order, and one answer's
     # log-probability, rounded once, is the same in training as it was in the reference.

@@ -32,8 +32,10 @@ if TYPE_CHECKING:
 
 
 def loss_of(objective: Objective, teacher: Teacher | None = None) -> LossFunction:
-    """The loss function of an objective, but for a reference that is computed at each step. `teacher`: for
-    distillation, on the ranks that compute a loss."""
+    """The loss function of an objective, but for a reference that is computed at each step.
+
+    `teacher`: for distillation, on the ranks that compute a loss.
+    """
     if isinstance(objective, Distill):
         return DistillLoss(objective, teacher)
     if isinstance(objective, OverAnswers):
@@ -49,7 +51,9 @@ def with_reference(
     loss: LossFunction, objective: Objective, base: Callable[[], AbstractContextManager[None]]
 ) -> LossFunction:
     """The loss function as a run minimises it: with a reference that is computed at each step, where it wants that.
-    `base`: a context in which the model computes as it did when training started."""
+
+    `base`: a context in which the model computes as it did when training started.
+    """
     return OnlineReference(loss, base) if objective.reference == "online" else loss
 
 

@@ -128,7 +128,9 @@ class TravellingTokens(AutoEPMoELayer):
 
 
 def replace_block(surgeon: Any, spec: Any, degree: int, rank: int) -> None:
-    """AutoEP._replace_moe_layer_without_retarget: put this rank's experts into the place of a block. Not its public
-    replace_moe_layers: that also turns transformers' recorders of router logits to the new modules, and fails with
-    transformers 5.23 (auto_ep_presets/base.py 326: _CanRecordRegistry.get takes no default)."""
+    """AutoEP._replace_moe_layer_without_retarget: put this rank's experts into the place of a block.
+
+    Not its public replace_moe_layers: that also turns transformers' recorders of router logits to the new modules, and
+    fails with transformers 5.23 (auto_ep_presets/base.py 326: _CanRecordRegistry.get takes no default).
+    """
     surgeon._replace_moe_layer_without_retarget(spec, degree, rank)

@@ -51,8 +51,10 @@ _HERE_ONLY = ("comm_backend", "async_split_plan", "combine_impl", "row_weighting
 def prepare_experts(
     hf: PreTrainedModel, blocks: list[ExpertBlock], mix: Mix, section: dict[str, Any], device: torch.device, mesh: Mesh
 ) -> Routing:
-    """Make a mixture of experts, whose blocks these are, ready for training. `section`: the JSON's `expert_parallel`.
-    Raises: ModelError, when the run asks of the experts what they cannot do."""
+    """Make a mixture of experts, whose blocks these are, ready for training.
+
+    `section`: the JSON's `expert_parallel`. Raises: ModelError, when the run asks of the experts what they cannot do.
+    """
     check_gradients(blocks, mix)
     if mix.degrees.expert > 1:
         shard_experts(hf, find_experts(hf, mix, section), mix, section, device)
@@ -100,8 +102,12 @@ def sharded_blocks(hf: nn.Module) -> list[ExpertBlock]:
 
 
 def find_experts(hf: PreTrainedModel, mix: Mix, section: dict[str, Any]) -> tuple[AutoEP, list[Any]]:
-    """DeepSpeed's AutoEP for a transformers model, with what it found of its blocks of experts. Raises ModelError:
-    AutoEP does not know this family, its blocks compute another function, or the experts cannot be dealt out evenly."""
+    """DeepSpeed's AutoEP for a transformers model, with what it found of its blocks of experts.
+
+    Raises:
+        ModelError: AutoEP does not know this family, its blocks compute another function, or the experts cannot be
+            dealt out evenly.
+    """
     from deepspeed.module_inject.auto_ep import AutoEP
     from deepspeed.module_inject.auto_ep_config import (
         parse_autoep_config,
@@ -164,8 +170,10 @@ def shard_experts(
 
 
 def _prove_blocks(hf: PreTrainedModel, section: dict[str, Any], degree: int) -> None:
-    """Hold AutoEP's blocks against transformers' own before any of the model is replaced. Raises ModelError;
-    ValueError, where AutoEP says what it cannot do of a small copy."""
+    """Hold AutoEP's blocks against transformers' own before any of the model is replaced.
+
+    Raises: ModelError; ValueError, where AutoEP says what it cannot do of a small copy.
+    """
     preset = section.get("preset_model")
     try:
         apart = apart_from_transformers(hf, section)

@@ -54,8 +54,10 @@ class Weights:
 
 
 def bubble_share(stages: int, micro_batches: int) -> float:
-    """Share of a step's time in which a stage waits, when all stages take equally long: (S - 1) / (M + S - 1). The
-    schedule is 1F1B (Narayanan et al., arXiv 1806.03377): a step takes as long as M + S - 1 micro-batches."""
+    """Share of a step's time in which a stage waits, when all stages take equally long: (S - 1) / (M + S - 1).
+
+    The schedule is 1F1B (Narayanan et al., arXiv 1806.03377): a step takes as long as M + S - 1 micro-batches.
+    """
     return (stages - 1) / (micro_batches + stages - 1)
 
 
@@ -212,8 +214,10 @@ def build_stage(
     *,
     shard: Callable[[PreTrainedModel], None] | None = None,
 ) -> Stage:
-    """Turn the model's skeleton into a stage; what is left of it gets uninitialised memory on the device. `shard` gives
-    memory to a rank's shards instead, where ranks share matrices or experts."""
+    """Turn the model's skeleton into a stage; what is left of it gets uninitialised memory on the device.
+
+    `shard` gives memory to a rank's shards instead, where ranks share matrices or experts.
+    """
     entrance = _cut(hf, anatomy, part, dtype)
     if shard is not None:
         shard(hf)
@@ -331,8 +335,11 @@ class PipelineLanguageModel(PipelineModule):
 
 
 def build_pipeline(resolved: ResolvedRun, spec: ModelSpec, device: torch.device, mesh: Mesh) -> PipelineLanguageModel:
-    """This rank's stage with uninitialised parameters; those of other stages never get memory. Raises ModelError:
-    transformers cannot build the model, or it cannot be cut into these stages."""
+    """This rank's stage with uninitialised parameters; those of other stages never get memory.
+
+    Raises:
+        ModelError: transformers cannot build the model, or it cannot be cut into these stages.
+    """
     model, degrees = resolved.run.model, resolved.degrees
     hf = spec.own_skeleton()
     like = language_model(hf) if spec.scores else hf  # its logits prove the parts of the decoder

@@ -156,7 +156,9 @@ def _attend(
 
 def _see_the_last_position(rotary: Any, exchange: Exchange) -> None:
     """Let rotary embeddings know how long a row is: beyond a length, some kinds (longrope, dynamic) turn otherwise.
-    They take the length from the largest position that they are given, so each rank gives the row's last one, too."""
+
+    They take the length from the largest position that they are given, so each rank gives the row's last one, too.
+    """
     own = rotary.forward
 
     def forward(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -172,8 +174,11 @@ def _see_the_last_position(rotary: Any, exchange: Exchange) -> None:
 
 
 def check_attention(hf: PreTrainedModel) -> None:
-    """Prove that tokens of the model look at each other through transformers' attention functions only. A small copy
-    runs with attention that gives every token its own value: no token may then feel another. Raises ModelError."""
+    """Prove that tokens of the model look at each other through transformers' attention functions only.
+
+    A small copy runs with attention that gives every token its own value: no token may then feel another.
+    Raises ModelError.
+    """
     name = type(hf).__name__
     if "position_ids" not in inspect.signature(hf.base_model.forward).parameters:
         raise ModelError(f"model: {name} takes no positions, so its rows cannot be shared; set {_KEY} to 1.")

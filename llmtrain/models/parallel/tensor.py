@@ -555,8 +555,10 @@ def _counts(total: int, degree: int) -> list[int]:
 
 
 def shard_embedding(embedding: nn.Embedding, vocabulary: VocabularyShard) -> None:
-    """Let an embedding whose weight is a shard look up all words: every rank adds its own, the others add zeros. The
-    module's own forward stays in between: some scale what they look up (Gemma 3)."""
+    """Let an embedding whose weight is a shard look up all words: every rank adds its own, the others add zeros.
+
+    The module's own forward stays in between: some scale what they look up (Gemma 3).
+    """
     own = embedding.forward
     padding = embedding.padding_idx
     if padding is not None:

@@ -60,8 +60,10 @@ _FAMILY = "model.config.model_type"
 
 
 def check_fields(given: dict[str, Any], problems: Problems) -> None:
-    """Report every key that the family does not know, every value of the wrong type, and impossible sizes. `given`:
-    `model.config`, with a model_type."""
+    """Report every key that the family does not know, every value of the wrong type, and impossible sizes.
+
+    `given`: `model.config`, with a model_type.
+    """
     family = _family(given["model_type"], problems)
     if family is not None:
         _Section(family, "model.config", problems).check(given)
@@ -320,9 +322,12 @@ def _quietly() -> Iterator[None]:
 
 @_quietly()
 def check_model(resolved: ResolvedRun) -> tuple[ModelSpec, tuple[str, ...]]:
-    """Build the run's model on the meta device and let tokens through. Returns it, and notes for the user. Raises
-    ConfigError: a field of `model.config`, or a value of the run that does not go with the model. Raises ModelError:
-    transformers cannot build it."""
+    """Build the run's model on the meta device and let tokens through. Returns it, and notes for the user.
+
+    Raises:
+        ConfigError: a field of `model.config`, or a value of the run that does not go with the model.
+        ModelError: transformers cannot build it.
+    """
     run, model, places = resolved.run, resolved.run.model, resolved.places
     problems = Problems(places)
     if isinstance(model.config, dict):
@@ -419,7 +424,9 @@ def _load_config(model: ModelConfig, key: str, problems: Problems) -> None:
 
 def check_weights(spec: ModelSpec) -> None:
     """The folder that the run starts from holds every tensor of the model, in its shape, and so does its adapter's.
-    Raises ModelError or ConfigError."""
+
+    Raises ModelError or ConfigError.
+    """
     if spec.model.folder is not None:
         with contextlib.closing(spec.folder_source(spec.model.folder)) as source:
             refuse_other_shapes(source, tensor_shapes(spec.skeleton))
@@ -452,7 +459,9 @@ def _check_length(
     hf: PreTrainedModel, length: int, key: str, problems: Problems, *, later: bool = False
 ) -> tuple[str, ...]:
     """A sequence may not have more positions than a table of them; beyond what rotary ones were made for: a note.
-    `later`: the length of a stage after the first."""
+
+    `later`: the length of a stage after the first.
+    """
     config = hf.config.get_text_config(decoder=True)
     longest = getattr(config, "max_position_embeddings", None)
     if not isinstance(longest, int):
@@ -517,7 +526,9 @@ def _check_stages(hf: PreTrainedModel, asked: str | tuple[int, ...], stages: int
 
 def _check_copy(hf: PreTrainedModel, key: str, chunk: int) -> None:
     """What a small copy of the model shows: it does not see the tokens that it should predict, and our loss is its own.
-    Raises ModelError. Where no small copy of the model works, nothing is known."""
+
+    Raises ModelError. Where no small copy of the model works, nothing is known.
+    """
     try:
         small = probe_copy(hf)
     except ModelError:

@@ -101,8 +101,11 @@ class Anatomy:
 
 
 def anatomy_of(hf: PreTrainedModel) -> Anatomy:
-    """The parts of a causal language model, proved on a small copy. The model itself may be on the meta device. Raises
-    ModelError: it cannot be taken apart, with the reason."""
+    """The parts of a causal language model, proved on a small copy. The model itself may be on the meta device.
+
+    Raises:
+        ModelError: it cannot be taken apart, with the reason.
+    """
     _refuse_other_kinds(hf)
     small = probe_copy(hf)
     check_same_structure(hf, small)

@@ -362,8 +362,11 @@ class _OfLayer:
 
 
 def projections(hf: PreTrainedModel, anatomy: Anatomy) -> Projections:
-    """Of a model (it may be on the meta device), found and rehearsed on a small copy. Raises ModelError: no layer has
-    anything that can be sharded, with the reason."""
+    """Of a model (it may be on the meta device), found and rehearsed on a small copy.
+
+    Raises:
+        ModelError: no layer has anything that can be sharded, with the reason.
+    """
     small = probe_copy(hf)
     config = small.config
     heads = config.num_attention_heads
@@ -537,7 +540,11 @@ if TYPE_CHECKING:
 
 
 def dense_mlps(hf: PreTrainedModel) -> list[nn.Module]:
-    """Every dense MLP of the decoder; the model may be on the meta device. Raises ModelError: there are none."""
+    """Every dense MLP of the decoder; the model may be on the meta device.
+
+    Raises:
+        ModelError: there are none.
+    """
     small = probe_copy(hf)
     paths = _layer_paths(small)
     with torch.no_grad(), Watch(small, paths) as watch:
@@ -563,8 +570,10 @@ def _layer_paths(hf: nn.Module) -> list[str]:
 
 
 def mlps_of(layer: nn.Module, call: Call) -> list[str]:
-    """Paths within a layer of a small copy, which `call` ran. An MLP maps [B, T, H] to [B, T, H] token by token,
-    through at least two matrices, and holds no experts."""
+    """Paths within a layer of a small copy, which `call` ran.
+
+    An MLP maps [B, T, H] to [B, T, H] token by token, through at least two matrices, and holds no experts.
+    """
     experts = {block.module for block in expert_blocks(layer)}
     with torch.no_grad(), Watch(layer, [path for path, _ in layer.named_modules() if path]) as watch:
         layer(*call.args, **call.kwargs)

@@ -406,7 +406,9 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 def probe_copy(hf: PreTrainedModel) -> PreTrainedModel:
     """A small real copy on the CPU in fp32, with random parameters and no dropout, whose class is the model's own.
-    Raises ModelError."""
+
+    Raises ModelError.
+    """
     config = without_dropout(shrunk_config(hf.config))
     if getattr(config, "output_router_logits", False):  # it asks for the loss of routers that parts of a model lack
         config.output_router_logits = False
@@ -452,8 +454,11 @@ def attention_seen(
     small: PreTrainedModel, *, cut: bool = False, compute: Callable[..., Tensor] | None = None
 ) -> Iterator[list[Attended]]:
     """Let the model's attention go through a function that records its calls; models with code of their own do not.
-    `cut`: the graph ends there, and begins again with what attention gives. `compute`: what attention gives, [B, T,
-    heads, size] from query, key and value; default: attention."""
+
+    Args:
+        cut: the graph ends there, and begins again with what attention gives.
+        compute: what attention gives, [B, T, heads, size] from query, key and value; default: attention.
+    """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

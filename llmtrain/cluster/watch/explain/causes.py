@@ -192,7 +192,8 @@ def _uneven(facts: JobFacts) -> Cause | None:
 
 
 def _expert(facts: JobFacts) -> Cause | None:
-    """ZeRO 3 gathers an expert's parameters at its use: one with tokens on some ranks only is gathered by those."""
+    """ZeRO 3 gathers an expert's parameters when it is used: an expert with tokens on some ranks only is gathered by
+    those."""
     those = live(facts)
     if (
         not facts.alike
