@@ -229,4 +229,6 @@ def rules_help() -> str:
         f"{key}: {', '.join(dict.fromkeys(found))}" for key, found in sorted(others.items()) if found and "[" not in key
     ]
     wrapped = (textwrap.fill(line, 120, initial_indent="  ", subsequent_indent="      ") for line in lines)
-    return "\n".join(["\nrefused with some values of others (docs/configuration.md has an example of each):", *wrapped])
+    return "\n".join(
+        ["\nrefused with some values of others (the page on configuration has an example of each):", *wrapped]
+    )

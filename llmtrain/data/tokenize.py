@@ -341,7 +341,8 @@ def chat_template(folder: Path, file: str | None) -> str:
     if not own:
         raise DataError(
             f"--tokenizer {folder}: it has no chat template, which says how a conversation is written; give the "
-            "tokenizer of a chat model, or --chat-template FILE, such as launch/templates/turns.jinja"
+            "tokenizer of a chat model, or --chat-template FILE, such as DIR/launch/templates/turns.jinja, which "
+            "`llmtrain init DIR` writes"
         )
     return own if isinstance(own, str) else json.dumps(own)
 

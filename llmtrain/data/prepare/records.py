@@ -263,7 +263,7 @@ def _form_of(names: Iterable[str]) -> str:
     if form == "chat":
         return (
             "they are no plain text: add --format chat, and with --vocab-size --chat-template "
-            "launch/templates/turns.jinja (`llmtrain init DIR` writes it)"
+            "DIR/launch/templates/turns.jinja, which `llmtrain init DIR` writes"
         )
     return f"they are no plain text: add --format {form}" if form else "see --field"
 

@@ -85,7 +85,7 @@ def test_a_cut_jsonl_gives_each_line_once_and_its_true_number(tmp_path: Path, un
         (b'["text"]', "a JSON list, not an object"),
         (b'{"body": "a", "id": 3}', "no field 'text' (its fields: body, id); see --field"),
         (b'{"messages": []}', "they are no plain text: add --format chat"),
-        (b'{"messages": []}', "--chat-template launch/templates/turns.jinja"),
+        (b'{"messages": []}', "--chat-template DIR/launch/templates/turns.jinja, which `llmtrain init DIR` writes"),
         (b'{"instruction": "a", "output": "b"}', "add --format chat"),
         (b'{"prompt": "a", "chosen": "b", "rejected": "c"}', "add --format preference"),
         (b'{"prompt": "a", "completion": "b", "label": true}', "add --format unpaired"),
