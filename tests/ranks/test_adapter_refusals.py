@@ -57,15 +57,14 @@ def test_an_adapter_to_begin_with_that_is_another_is_refused_by_name(tmp_path, c
     [
         ({"stage": 1, "tensor": 2}, {"r": 4, "dora": True}, "adapter.dora = true(.|\n)*autotp_size = 2"),
         ({"stage": 1, "tensor": 2}, {"r": 4, "dropout": 0.1}, "adapter.dropout = 0.1(.|\n)*autotp_size = 2"),
-        ({"freeze": ("*norm*",)}, {"r": 4}, "all parameters of the model are frozen"),
-        ({}, {"r": 0}, "at least 1"),
-        ({}, {"alpha": 8.0}, "adapter.r = null(.|\n)*without a rank there is no adapter"),
-        ({}, {"r": 4, "targets": []}, "names no module"),
         ({"stage": 3}, {"r": 4, "quantize": "nf4"}, r'adapter.quantize = "nf4"(.|\n)*zero_optimization.stage = 3'),
-        ({"stage": 1, "tensor": 2}, {"r": 4, "quantize": "nf4"}, "whole maps(.|\n)*tensor_parallel.autotp_size = 2"),
-        ({"stage": 1, "pipeline": 2}, {"r": 4, "quantize": "nf4"}, "whole maps(.|\n)*pipeline.stages = 2"),
-        ({}, {"r": 4, "dora": True, "quantize": "nf4"}, "adapter.dora(.|\n)*remove one of them"),
-        ({"extra": {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}}, {"r": 4}, "keeps copies"),
+        ({"stage": 1, "tensor": 2}, {"r": 4, "quantize": "nf4"}, "tensor_parallel.autotp_size = 2(.|\n)*whole maps"),
+        ({"stage": 1, "pipeline": 2}, {"r": 4, "quantize": "nf4"}, "pipeline.stages = 2(.|\n)*whole maps"),
+        (
+            {"extra": {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}},
+            {"r": 4},
+            "keeps second copies of frozen parameters",
+        ),
     ],
 )
 def test_what_no_adapter_can_do_is_refused_by_name(small_data, form, adapter, says):
