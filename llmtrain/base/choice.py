@@ -97,11 +97,9 @@ def mapped(line: str, bound: Bound | None = None, remedy: str = "", default: Any
         default: its value where nobody gives one; missing: an empty map.
     """
     metadata = {"line": line, "bound": bound, "remedy": remedy}
-    return (
-        field(default=default, metadata=metadata)
-        if default is not MISSING
-        else field(default_factory=dict, metadata=metadata)
-    )
+    if default is MISSING:
+        return field(default_factory=dict, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 def joined(default: Any, json_key: str, bound: Bound, remedy: str) -> Any:

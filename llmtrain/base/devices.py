@@ -19,19 +19,19 @@ _ACCELERATORS = (
 
 
 def name_cpu() -> None:
-    """Tell DeepSpeed that there is only the CPU, where no accelerator can be: it would guess that, with a warning.
+    """Name the CPU as DeepSpeed's accelerator on a host without accelerators; DeepSpeed guesses it with a warning.
 
-    Its launcher would also show the ranks all GPUs again where an empty CUDA_VISIBLE_DEVICES hides them.
+    With an empty CUDA_VISIBLE_DEVICES DeepSpeed's launcher would show all GPUs to the ranks again.
     """
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "" or not any(glob.glob(node) for node in _ACCELERATORS):
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
 def let_segments_grow() -> None:
-    """Let torch's allocator on NVIDIA GPUs extend its segments instead of mapping new ones beside half-empty ones.
+    """Let torch's allocator on NVIDIA GPUs extend its segments; a user's own setting stays.
 
-    Evaluation, training and rows of other lengths ask for other sizes, and what one leaves between two blocks is no
-    use to the next. Read when torch is imported. A user's own choice stays.
+    Training, evaluation and rows of other lengths allocate other sizes, and would leave gaps between fixed segments.
+    torch reads the variable when it is imported.
     """
     if glob.glob("/dev/nvidia[0-9]*") and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")

@@ -17,14 +17,13 @@ class Rule:
     keys: tuple[str, ...]
     """Dotted keys of a run or of its DeepSpeed JSON whose values the message shows."""
     broken: Callable[[Any], Any]
-    """Whether a subject breaks the rule."""
+    """True (or a list of keys, with `each`) for a subject that breaks the rule."""
     reason: Text
     remedy: Text
     example: Mapping[str, Any]
-    """Dotted key -> value of the settings that break the rule in a run that is else right."""
+    """Dotted key -> value: settings that break the rule in an otherwise valid run."""
     each: bool = False
-    """`broken` returns the keys that break the rule: each in the place of the first of `keys`, or several in the place
-    of all."""
+    """`broken` returns a list of mistakes: a key that replaces the first of `keys`, or a tuple that replaces `keys`."""
 
     def breaks(self, subject: Any) -> Iterator[tuple[tuple[str, ...], str, str]]:
         """(keys, reason, remedy) of each mistake."""

@@ -116,9 +116,10 @@ def _what_lacks(versions: list[_Version]) -> str:
 
 
 def fetch(checkpoint: Path, wanted: Iterable[str], where: CheckpointFolder, ranks: Ranks) -> None:
-    """Fetch the wanted files of a checkpoint, manifest and trainer.json into this rank's folder. All ranks call it
-    together. Raises DamagedCheckpoint: a file arrived otherwise than the manifest says; CheckpointError: one could not
-    be written."""
+    """Fetch the wanted files of a checkpoint, manifest and trainer.json into this rank's folder, on all ranks together.
+
+    Raises DamagedCheckpoint: a fetched file differs from the manifest; CheckpointError: a file could not be written.
+    """
     if not where.split:
         return
     shares = from_all(ranks, (_offer(checkpoint) if where.leads else None, {MANIFEST, TRAINER, *wanted}))

@@ -459,8 +459,10 @@ def _refuse_other_plugins(saved: dict[str, str], now: dict[str, str], folder: Pa
 def compare_checksums(
     folder: Path, mine: Mapping[str, int], expected: Mapping[str, int], ranks: Ranks, what: str = ""
 ) -> None:
-    """Compare the sum of all ranks' checksums with those of the manifest of `folder`. All ranks call it together.
-    `what`: begins a name in the message. Raises AgreedError."""
+    """Compare the sums of all ranks' checksums with the manifest of `folder`, on all ranks together.
+
+    `what`: first word of a name in the message. Raises AgreedError.
+    """
     parts = from_all(ranks, dict(mine))
     with together(ranks):
         for name, value in expected.items():

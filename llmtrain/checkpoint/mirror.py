@@ -177,8 +177,10 @@ def _run_dir(trainer: Any) -> Any:
 
 
 def fetch_newest(url: str, checkpoints: Path, run_dir: str, beat: Callable[[], None]) -> Path | None:
-    """Fetch the newest complete checkpoint, checksums compared, into an empty folder; None: the store has none. Raises
-    CheckpointError: the store cannot be read, no checkpoint is intact, or it is of a run other than `run_dir`."""
+    """Fetch the newest complete checkpoint into an empty folder and compare its checksums; None: the store has none.
+
+    Raises CheckpointError: the store cannot be read, no checkpoint is intact, or another run than `run_dir` wrote it.
+    """
     written_for: Any = None
     try:
         store = Mirrored(url)

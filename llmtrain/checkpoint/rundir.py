@@ -161,8 +161,10 @@ def open_checkpoints(folder: RunDirectory, run: RunConfig, ranks: Ranks) -> Iter
 
 
 def find_folder(path: Path, ranks: Ranks, *, own: bool = False) -> CheckpointFolder:
-    """Which ranks see the same folder at `path`; it is made if need be. `own`: each host may have one of its own there.
-    All ranks call it together, and raise the same CheckpointError."""
+    """Make the folder at `path` if it is missing, and find the ranks that share it, on all ranks together.
+
+    `own`: each host may have its own folder there. Raises CheckpointError, with one text on all ranks.
+    """
     hosts = tuple(seat.host for seat in ranks.seats) or ("this host",) * ranks.world_size
     mark = path / from_rank_0(ranks, lambda: f".seen-{secrets.token_hex(8)}")
     error = _leave(mark, 0) if ranks.rank == 0 else None

@@ -46,9 +46,11 @@ def verify(
     whole: bool = True,
     filled: Callable[[Path], contextlib.AbstractContextManager[None]] = lambda path: contextlib.nullcontext(),
 ) -> list[str]:
-    """Faults of a checkpoint, one line each, by reading every byte on all cores; frozen parameters: see
-    `verify_frozen`. Not `whole`: files that other hosts have in folders of their own may be missing. `filled`: within
-    it a file has its contents; before, its size."""
+    """Read every byte of a checkpoint on all cores and return its faults, one line each.
+
+    `verify_frozen` checks the frozen parameters. Not `whole`: files in the folders of other hosts may be missing.
+    `filled`: context in which a file has its contents, and not only its size.
+    """
     try:
         manifest = Manifest.read(folder)
     except CheckpointError as error:

@@ -1,4 +1,4 @@
-"""What a message says about a key that does not exist, and about a value that is none of its type.
+"""Rule and remedy for a key that does not exist, and for a value of the wrong type.
 
 A key, a flag or a value that does not exist is answered by the tables of docs/migrate.md first, which say what the
 names of other stacks are here, then by our own names. A name that is like none is answered by no guess: a wrong one
@@ -63,9 +63,6 @@ def _answer_of(name: str, value: Any) -> tuple[str, str]:
 
 def unknown_flag(key: str, text: str, problems: Problems) -> None:
     """Report a flag that is no field."""
-    if near := closest(key, ("plugin", "config")):
-        problems.add(f"--{key}", text, "there is no such flag", f"did you mean --{near}?", COMMAND_LINE)
-        return
     problems.add(f"--{key}", text, *_answer(key, text, "--"), COMMAND_LINE)
 
 
@@ -244,10 +241,8 @@ def of_type(kind: Any, key: str, value: Any) -> tuple[str, str]:
     if isinstance(value, (int, float)) and not isinstance(value, bool) and str in kinds:
         return rule, f'put it in quotes: "{value}"'
     if key == "data.path" and isinstance(value, list):
-        return (
-            rule,
-            f"several folders are a mixture: write `data.mixture: {{{', '.join(f'{one}: 1' for one in value)}}}`",
-        )
+        weights = ", ".join(f"{one}: 1" for one in value)
+        return rule, f"several folders are a mixture: write `data.mixture: {{{weights}}}`"
     if line := next((line for field, line in _lines() if key == field or key.startswith(f"{field}.")), None):
         return rule, f"write `{line}` lines below it" if key in schema() else f"write a line `{line}`"
     if key in _WRITTEN:

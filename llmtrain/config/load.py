@@ -20,7 +20,7 @@ from llmtrain.config.problems import COMMAND_LINE, Problems, closest, nearest, s
 from llmtrain.config.reader import WRONG, members, read
 from llmtrain.config.resolve import resolve
 from llmtrain.config.run import DataConfig, ResolvedRun, RunConfig
-from llmtrain.config.schema import ENTRIES, choices, run_parser, schema, sections
+from llmtrain.config.schema import ENTRIES, choices, run_parser, schema, sections, subsections
 from llmtrain.config.stages import StageConfig
 from llmtrain.config.together import rules_help
 
@@ -37,7 +37,7 @@ class Parsed:
     run: RunConfig
     places: dict[str, str]
     notes: tuple[str, ...] = ()
-    """Paths that were written with `~` or `$NAME`, and what they are here."""
+    """Notes for the user: expanded paths, dropped fields, parts of plugins that the run does not use."""
 
 
 def load(
@@ -282,31 +282,34 @@ def _lay(below: dict[str, Any], above: dict[str, Any], places: dict[str, str], p
     the layer chooses another class for a section, what only the class below it has is dropped with a note.
     """
     for section, base in choices().items():
-        old, new = below.get(section), above.get(section)
-        name = new.get(base.SELECTOR) if isinstance(new, dict) else None
-        if (
-            not isinstance(old, dict)
-            or not isinstance(new, dict)
-            or not isinstance(name, str)
-            or name not in base.CHOICES
-        ):
+        old, new = (layer.get(section) for layer in (below, above))
+        chosen = new.get(base.SELECTOR) if isinstance(new, dict) else None
+        if not (isinstance(old, dict) and isinstance(chosen, str) and chosen in base.CHOICES):
             continue
-        for field in [field for field in old if base.owners(field) and field not in base.CHOICES[name].own()]:
+        for field in [field for field in old if base.owners(field) and field not in base.CHOICES[chosen].own()]:
             key, value = f"{section}.{field}", old.pop(field)
             place = problems.places.pop(key, "the YAML")
-            if value is not None and field not in new:
-                problems.notes.append(f"{key} = {show(value)} ({place}) is dropped: {section}.{base.SELECTOR} {name} "
+            if value is not None and field not in (new or {}):
+                problems.notes.append(f"{key} = {show(value)} ({place}) is dropped: {section}.{base.SELECTOR} {chosen} "
                                       "has no such field")  # fmt: skip
-    _merge(below, above, problems)
+    _merge(below, above, places, problems)
     problems.places |= places
 
 
-def _merge(below: dict[str, Any], above: dict[str, Any], problems: Problems, prefix: str = "") -> None:
+def _merge(
+    below: dict[str, Any], above: dict[str, Any], places: dict[str, str], problems: Problems, prefix: str = ""
+) -> None:
+    held, typed = {*sections(), *subsections(), *ENTRIES}, COMMAND_LINE in places.values()
     for name, value in above.items():
         key, under = f"{prefix}{name}", below.get(name)
         if isinstance(under, dict) and isinstance(value, dict):
-            _merge(under, value, problems, f"{key}.")
-        elif not (isinstance(under, dict) and value is None and (key in sections() or key in ENTRIES)):
+            _merge(under, value, places, problems, f"{key}.")
+        elif isinstance(value, dict) and under is not None and (typed or key in held):
+            places.pop(key, None)  # what is below stays, and the reader says that it is no map
+            if key == "model.config" and isinstance(under, str):
+                problems.add(key, under, "is a path, and a flag gives one of its fields",
+                             "write all fields below model.config in a YAML")  # fmt: skip
+        elif not (isinstance(under, dict) and value is None and key in held):
             below[name] = value
             for inner in [each for each in problems.places if each.startswith(f"{key}.")]:
                 del problems.places[inner]
@@ -335,7 +338,7 @@ def _read(path: str) -> tuple[dict[str, Any], dict[str, str]]:
     tree = {} if document.tree is None else document.tree
     if not isinstance(tree, dict):
         raise stop("--config", show(tree), "a run is a map of sections", "write `deepspeed: ...`, `model: ...`", path)
-    if tree and tree.keys() <= KEYS.keys():
+    if tree and (tree.keys() <= KEYS.keys() or (path.endswith(".json") and tree.keys() & KEYS.keys())):
         rule = "looks like a DeepSpeed JSON, and not like a run's YAML"
         raise stop("--config", path, rule, f"give the run's YAML first: RUN.yaml --deepspeed {path}")
     return tree, {key: f"{path}, line {line}" for key, line in document.lines.items()}
@@ -365,7 +368,7 @@ def _typed_words(words: list[tuple[str, str]], problems: Problems) -> tuple[dict
                              "give one of the two", COMMAND_LINE)  # fmt: skip
                 break
         else:
-            node[last] = _value_of(kind, text, null=key.partition(".")[0] in choices())
+            node[last] = _value_of(key, kind, text)
             places[key] = COMMAND_LINE
     return layer, places
 
@@ -384,12 +387,14 @@ def _field_of(key: str) -> tuple[str | None, Any]:
     return None, None
 
 
-def _value_of(kind: Any, text: str, *, null: bool) -> Any:
-    """A word of the command line as YAML would have it for this type. `null`: null is the default."""
+def _value_of(key: str, kind: Any, text: str) -> Any:
+    """A word of the command line as YAML would have it for this type."""
     kinds = list(members(kind))
-    if text.lower() == "null" and (null or type(None) in kinds):
+    if text.lower() == "null" and (
+        type(None) in kinds or key.partition(".")[0] in choices()
+    ):  # the default of a choice
         return None
     nested = any(get_origin(each) in (list, tuple, dict) for each in kinds)
     if Any in kinds or (nested and (text[:1] in ("[", "{") or str not in kinds)):
-        return strict_yaml.parse(text, COMMAND_LINE).tree
+        return strict_yaml.parse(text, f"{COMMAND_LINE}, --{key}").tree
     return text

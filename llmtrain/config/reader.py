@@ -227,7 +227,13 @@ def _section(cls: type[Any], given: Any, key: str, problems: Problems) -> Any:
             at = f"{key}.{name}" if key else name
             problems.add(at, None, "is required", item.metadata.get("remedy") or answers.remedy(at))
             made[name] = WRONG
-    return WRONG if any(value is WRONG for value in made.values()) else cls(**made)
+    if any(value is WRONG for value in made.values()):
+        return WRONG
+    try:
+        return cls(**made)
+    except (TypeError, ValueError) as error:  # of a plugin's __post_init__
+        problems.add(key, given, f"class {cls.__name__} refuses it: {error}", "correct its fields")
+        return WRONG
 
 
 def _entries(section: str, given: Any, problems: Problems) -> Any:

@@ -34,7 +34,7 @@ SHARED: dict[str, str] = {
         if "json" in item.metadata
     },
 }
-"""YAML key -> JSON key of the same value. optim.name and optimizer.type are joined by `_join_name`."""
+"""YAML key -> JSON key of the same value. optim.name and optimizer.type are compared by config/deepspeed/join.py."""
 
 ENTRIES = ("parts", "trackers", "metrics")
 """Sections whose entries are classes by name, those of plugins among them."""
@@ -238,11 +238,12 @@ def run_parser() -> ArgumentParser:
         same_key.setdefault(entry.key, []).append(entry)
     for key, found in same_key.items():
         section = key.rpartition(".")[0]
-        group = groups.setdefault(section, parser.add_argument_group(section or "run"))
+        if section not in groups:
+            groups[section] = parser.add_argument_group(section or "run")
         words = [entry.meaning + (f" ({entry.bound.words})" if entry.bound else "") for entry in found]
         kind = functools.reduce(operator.or_, (entry.kind for entry in found))
         default = argparse.SUPPRESS if found[0].default == "required" else json.loads(found[0].default)
-        group.add_argument(f"--{key}", type=kind, default=default, help=" ".join(words).replace("%", "%%"))
+        groups[section].add_argument(f"--{key}", type=kind, default=default, help=" ".join(words).replace("%", "%%"))
     return parser
 
 

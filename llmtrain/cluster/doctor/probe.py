@@ -163,7 +163,7 @@ def size_of(path: str) -> int | None:
 
 
 def sample(path: str) -> str:
-    """A hash of a small file, or of the beginning, middle and end of a larger one. Empty: unreadable."""
+    """Hash a small file, or the first, middle and last block of a larger one; "" for an unreadable file."""
     total = hashlib.sha256()
     try:
         with open(path, "rb") as file:

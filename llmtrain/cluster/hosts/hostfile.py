@@ -156,8 +156,10 @@ def _slots(word: str) -> tuple[int, str | None]:
 
 
 def name_problem(name: str) -> str | None:
-    """Why `name` cannot be a host for ssh, pdsh and DeepSpeed; None when it can. pdsh and --include give `:`, `,`, `@`,
-    `[` and `^` meanings of their own: no IPv6 address and no user@host."""
+    """Return the reason why ssh, pdsh and DeepSpeed cannot take the host `name`, or None.
+
+    pdsh and --include give `:`, `,`, `@`, `[` and `^` other meanings: a name is no IPv6 address and no user@host.
+    """
     if len(name) > 253:
         return f"host {_shown(name)} has {len(name)} characters: at most 253"
     if with_port := re.fullmatch(r"([^:@]+):(\d{1,5})", name):

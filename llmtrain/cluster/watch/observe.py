@@ -258,8 +258,10 @@ class HostRanks:
         seen.sampled_s, seen.use = now, use
 
     def _active(self, seen: _Seen, facts: RankFacts) -> bool:
-        """True if silence is no stall: work of unknown length, or waiting for others to join. A processor that polls
-        for a device does not count: such a rank's heart beats by the device's progress (engine/progress.py)."""
+        """True for a silent rank that works for an unknown time or waits for others to join.
+
+        A processor that polls for a device does not count: the device's progress is its heartbeat (engine/progress.py).
+        """
         if facts.state != "running" or facts.inside:
             return False
         if facts.phase == "rendezvous":

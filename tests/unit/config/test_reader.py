@@ -171,3 +171,39 @@ def test_reading_costs_little(here: Path) -> None:
     for _ in range(10):
         parse(["run.yaml"], check_paths=False)
     assert (time.process_time() - begin) / 10 < 0.02
+
+
+def test_a_flag_over_a_section_that_is_no_map_hides_no_mistake(here: Path) -> None:
+    write(here, {"optim": 5})
+    with pytest.raises(ConfigError, match=r"optim = 5  \(run.yaml, line \d+\)\n *rule: *is a section"):
+        parse(["run.yaml", "--optim.lr", "1e-3"])
+    write(here, {"model": {"config": "folder"}})
+    with pytest.raises(ConfigError, match=r'model.config = "folder"  \(run.yaml.*\n *rule: *is a path, and a flag'):
+        parse(["run.yaml", "--model.config.vocab_size", "5"])
+    (here / "above.yaml").write_text("optim: {lr: 1e-3}\n")
+    write(here, {"optim": 5})
+    with pytest.raises(ConfigError, match=r"optim = 5  \(run.yaml"):
+        parse(["run.yaml", "above.yaml"])
+    (here / "above.yaml").write_text("model: {config: {model_type: gpt2}}\n")  # a path below may be replaced
+    write(here, {"model": {"config": "folder"}})
+    assert parse(["run.yaml", "above.yaml"]).run.model.config == {"model_type": "gpt2"}
+
+
+def test_a_broken_word_of_a_map_is_named_by_its_flag(here: Path) -> None:
+    write(here)
+    with pytest.raises(ConfigError, match=r"command line, --model.config.layer_types, line 1"):
+        parse(["run.yaml", "--model.config.layer_types", "[a"])
+
+
+def test_a_class_that_refuses_its_values_makes_no_traceback() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Picky:
+        size: int = 1
+
+        def __post_init__(self) -> None:
+            if self.size == 3:
+                raise ValueError("3 is odd")
+
+    assert read(Picky, {"size": 3}, "parts.picky", problems := Problems()) is WRONG
+    assert "class Picky refuses it: 3 is odd" in str(problems.error())
+    assert read(Picky, {"size": 2}, "parts.picky", Problems()) == Picky(size=2)
