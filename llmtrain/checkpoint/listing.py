@@ -79,7 +79,11 @@ _TRIES = 5
 
 
 def read_while_there(find: Callable[[], Path], read: Callable[[Path], T]) -> tuple[Path, T]:
-    """The found checkpoint and `read`'s result; the next one if a live run deletes it, at most five times."""
+    """The checkpoint that `find` gives, and what `read` makes of it; where a live run deletes it meanwhile, of the next
+    that `find` gives.
+
+    Raises: what the two raise; CheckpointError after five that were deleted.
+    """
     for left in reversed(range(_TRIES)):
         folder = find()
         try:

@@ -138,9 +138,15 @@ def stream_tensors(
     align: int = 8,
     advance: Callable[[int], None] = lambda count: None,
 ) -> dict[str, Any]:
-    """Write a safetensors file {name: (dtype, shape)} in this order, a few chunks of 4 M elements in memory. `read`:
-    (name, start, stop) -> flat elements in that dtype, from several threads. Returns {"bytes", "xxh3"}. Raises
-    OSError."""
+    """Write a safetensors file {name: (dtype, shape)} in this order; a few chunks of 4 M elements are in memory.
+
+    Args:
+        read: (name, start, stop) -> the flat elements in the tensor's dtype; called from several threads.
+        align: the data starts at a multiple of so many bytes.
+        advance: told the bytes written.
+
+    Returns {"bytes", "xxh3"} of the durable file. Raises OSError.
+    """
     with DurableFile(path) as file:
         file.write(memoryview(header_bytes(tensors, metadata or {}, align)))
         for name, chunk in _read_ahead(tensors, read):
@@ -192,9 +198,20 @@ def build_checkpoint(
     advance: Callable[[int], None] = lambda count: None,
     read_again: bool = True,
 ) -> Path:
-    """Write the checkpoint folder `out` with complete fp32 tensors. `moments`: kind -> names. `read`: (kind, name,
-    start, stop) -> flat fp32 elements, from several threads. `plan`: identifies the conversion for a restart.
-    `read_again`: read every byte back. Raises CheckpointError: as OutputFolder, or the bytes differ."""
+    """Write the checkpoint folder `out` (step-00000500, for one) with whole fp32 tensors.
+
+    Args:
+        shapes: by Hugging Face name.
+        moments: optimizer moments: kind -> the names that have it. Empty for weights alone.
+        read: (kind, name, start, stop) -> the flat fp32 elements; called from several threads.
+        trainer: what goes into trainer.json.
+        plan: identifies the conversion, so that a restart knows whether it continues the same one.
+        advance: told the bytes written.
+        read_again: read every byte back before it gets its name. For a caller that does not do so itself.
+
+    Raises:
+        CheckpointError: as OutputFolder does, or what was written is not what was read.
+    """
     keys = {f"{kind}/{name}": (kind, name) for kind, names in {PARAM: set(shapes), **moments}.items() for name in names}
     groups = _files(keys, shapes)
 

@@ -77,9 +77,16 @@ def commit(
     keep: int | None,
     best: dict[str, Any] | None = None,
 ) -> None:
-    """Complete a checkpoint whose files are durable, give it its name, and delete older ones by `keep` (unless None)
-    and `best` (fields of a `Best`). `pieces`, `written`: by file, `Piece.to_json` of each and the answer of
-    `write_image`. Raises OSError."""
+    """Complete a checkpoint whose files are durable, give it its name, delete what `keep` (unless None) and `best`
+    (fields of a `Best`) do not cover.
+
+    Args:
+        frozen: `FrozenSource.to_json` of parameters that no file holds.
+        pieces: by file: `Piece.to_json` of each, whose checksums do not count.
+        written: by file: what `write_image` returned there.
+
+    Raises OSError.
+    """
     files = {
         name: FileEntry(
             bytes=written[name]["bytes"],

@@ -97,13 +97,24 @@ class Engine(Protocol):
     def forward_backward(
         self, micros: Sequence[MicroBatch], weight: Callable[[], int], objective: LossFunction = NEXT_TOKEN
     ) -> list[Tensor]:
-        """The gradient of the loss over a global batch. `weight`: of the global batch, by the objective; asked for
-        after the first forward pass, so that the ranks' agreement overlaps with it. Returns the sums of each
-        micro-batch, fp32 [figures]."""
+        """The gradient of the loss over a global batch.
+
+        Args:
+            micros: this rank's micro-batches of it.
+            weight: of the global batch, by the objective; asked for after the first forward pass, so that the ranks'
+                agreement overlaps with it.
+            objective: what is minimised.
+
+        Returns: its sums of each micro-batch, fp32 [figures] on the device.
+        """
         ...
 
     def update(self, lr_factor: float) -> Update:
-        """Take the optimizer step. Raises TrainingStopped, on all ranks: fp16 has no smaller loss scale left."""
+        """The optimizer step with peak learning rates x `lr_factor`.
+
+        Raises:
+            TrainingStopped: fp16 has no smaller loss scale left; on all ranks alike.
+        """
         ...
 
     def evaluate(

@@ -74,9 +74,13 @@ class Head:
         return self._likelihoods(compute, *self._counted(hidden, labels, counted))
 
     def token_nll(self, hidden: Tensor, labels: Tensor, counted: int | None = None) -> Tensor:
-        """The negative log-likelihood of each label, fp32 [b, T], 0 where it is not counted, for an objective that is
-        no sum over tokens; arguments as of `nll_sum`. Ranks that share rows get the same, so its use goes through
-        `once`."""
+        """The negative log-likelihood of each label (nats, fp32 [b, T]), 0 where it is not counted.
+
+        For an objective that is no sum over tokens; its backward pass computes the logits a second time. Ranks that
+        share the rows get the same: what is made of it goes through `once`.
+
+        Args: as of `nll_sum`.
+        """
         labels = self.own(labels)
         rows = self._counted_rows(labels, counted)
         if rows is None:

@@ -392,9 +392,14 @@ def chunked_nll_sums(
     vocabulary: Vocabulary | None = None,
     z_loss: float,
 ) -> Tensor:
-    """Sums over the counted tokens, fp32 [2]: the negative log-likelihood (nats), and log Z squared. The gradient is
-    that of the first plus `z_loss` times the second (PaLM, arXiv 2204.02311, section 5). Arguments as of
-    `chunked_nll_sum`."""
+    """Sums over the counted tokens, fp32 [2]: the negative log-likelihood (nats), and the square of log Z, the
+    logarithm of the sum of the exponentials of the logits as the loss sees them.
+
+    A gradient goes through the first alone: it is that of the first plus `z_loss`, above 0, times the second (PaLM,
+    arXiv 2204.02311, section 5).
+
+    Args: others as of `chunked_nll_sum`.
+    """
     flat_NH = hidden.reshape(-1, hidden.shape[-1])
     sums: Tensor = _ChunkedNLL.apply(flat_NH, weight, bias, labels.reshape(-1), _About(chunk, form, vocabulary, z_loss))
     return sums

@@ -46,9 +46,18 @@ def refuse(model: Any, given: Mapping[str, Any], length: int, own: Mapping[str, 
 
 
 def set_rope(model: Any, given: Mapping[str, Any], length: int, own: Mapping[str, Any] | None = None) -> None:
-    """Lay `given` over `rope_parameters` of the config of a model or a part, and make its rotary embeddings again.
-    `length`: tokens of a sequence; `max_position_embeddings` becomes at least that. `own`: fields that transformers
-    must know for this rope_type. Raises ModelError."""
+    """Lay fields over `rope_parameters` of the model's config, and make its rotary embeddings anew.
+
+    Args:
+        model: a transformers model, or one with parts of it.
+        given: such as {"rope_theta": 1e6} or {"rope_type": "yarn", "factor": 4}; of a family with positions of several
+            kinds of layers by kind.
+        length: tokens of a sequence from now on; the config's `max_position_embeddings` becomes at least that.
+        own: fields that transformers must know for this rope_type, and whose values it must not doubt.
+
+    Raises:
+        ModelError: the family has none, or transformers refuses a field.
+    """
     rotary = [module for module in model.modules() if hasattr(module, "config")
               and any(name.endswith("inv_freq") for name, _ in module.named_buffers(recurse=False))]  # fmt: skip
     if not rotary:

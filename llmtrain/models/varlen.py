@@ -113,9 +113,19 @@ def attend(
     sliding_window: int | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within documents, as transformers calls it: query, key, value [B, heads, T, D], of which several
-    heads may share a key. Returns [B, T, heads, D], and no weights. Raises ModelError: the model changes the scores in
-    a way that no such kernel computes."""
+    """Causal attention within documents, as transformers calls it.
+
+    Args:
+        query, key, value: [B, heads, T, D]; keys and values may have fewer heads, which several share.
+        attention_mask: None: `register` sees to it.
+        sliding_window: a token sees so many tokens, itself included.
+
+    Returns:
+        [B, T, heads, D], and no weights.
+
+    Raises:
+        ModelError: the model's attention does something to the scores that no such kernel computes.
+    """
     odd = [name for name in ("softcap", "s_aux") if more.get(name) is not None]
     if odd or dropout or attention_mask is not None or more.get("is_causal") is False:
         raise ModelError(

@@ -59,8 +59,16 @@ class Checked:
 
 
 def examine(resolved: ResolvedRun) -> Checked:
-    """Check all that can be known of a run without its device and its other ranks, and add notes to the run; `config
-    check` and every rank of `train` call it. Raises ConfigError, ModelError or DataError."""
+    """Check everything that can be known of a run without its device and its other ranks, and add notes to the run.
+
+    `config check` and every rank of `train` call it, so that both refuse the same. `load` imports neither torch nor
+    DeepSpeed, and comes first.
+
+    Raises:
+        ConfigError: DeepSpeed refuses the dict, or the values do not go with the model.
+        ModelError: transformers cannot build the model, or the folder's weights are not whole.
+        DataError: the prepared data cannot be used for this run.
+    """
     run = resolved.run
     for key in metrics():  # figures of a plugin would take the place of a run's own in metrics.jsonl
         name, part = key.removeprefix("eval/"), key.partition("/")[0]

@@ -51,10 +51,14 @@ class _Counts:
 
 
 def ngram_baselines(data: TrainData, *, sequences: int) -> tuple[float, float]:
-    """(unigram, bigram) loss in nats per counted token of the first `sequences` validation sequences. Unigram: add-k.
-    Bigram: absolute discounting with a Dirichlet prior, both backing off to that unigram (the hierarchical Pitman-Yor
-    model of Y. W. Teh, ACL 2006, with one table per type). The constants are chosen on the validation tokens, which
-    flatters them only. Raises DataError when there is no validation sequence."""
+    """(unigram, bigram) loss in nats per counted token of the first `sequences` validation sequences. A model that has
+    learnt anything beats both; the smoothing constants are chosen on the validation tokens, which flatters them only.
+
+    The positions are those that `validation_batches` counts. Unigram: add-k. Bigram: absolute discounting with a
+    Dirichlet prior, both backing off to that unigram (the hierarchical Pitman-Yor model of Y. W. Teh, ACL 2006,
+    with one table per type); a discount of 0 makes it plain Dirichlet smoothing. A mixture's training tokens are
+    taken in its shares, at most 16 Mi in all. Raises DataError when there is no validation sequence.
+    """
     total = min(sequences, data.validation_sequences)
     if total == 0:
         raise DataError(

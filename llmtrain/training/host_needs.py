@@ -105,9 +105,14 @@ _WIDE = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 def sent_bytes(resolved: ResolvedRun) -> float | None:
-    """About the bytes that a rank of a ring sends in an optimizer step of a data-parallel run, as a mean over the
-    ranks; None: not known without its model. A gather, scatter or reduction to one rank passes (P - 1) / P of its
-    bytes, a sum on all ranks twice that (tests/ranks/test_link.py counts them)."""
+    """About what a rank of a ring sends in an optimizer step of a data-parallel run, in the mean over the ranks; None:
+    not known without its model.
+
+    What is gathered, scattered or reduced to one rank passes (P - 1) / P of itself, what is added up on all ranks twice
+    that: gradients once a step at ZeRO 0 and 1, of each micro-batch at ZeRO 2 and 3; the parameters are gathered once a
+    step at ZeRO 1 and 2, for each micro-batch at ZeRO 3, and again in the backward pass but for the last ones of the
+    model. tests/ranks/test_link.py counts them.
+    """
     run, degrees, stage = resolved.run, resolved.degrees, resolved.zero_stage
     parameters, micro_batches = _parameters(run), resolved.batch.accumulation
     if parameters is None or degrees.data != degrees.world_size or degrees.expert > 1:

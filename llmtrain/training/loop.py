@@ -17,8 +17,17 @@ from llmtrain.training.step import Position, Request, Session
 def train_steps(
     session: Session, loader: TrainLoader, parts: Sequence[Part], position: Position, *, limit: int | None
 ) -> tuple[Position, bool]:
-    """Train until the run has `limit` optimizer steps, its time is up, or someone asks to stop; closes the loader.
-    Returns (the position, False if it was asked to stop)."""
+    """Train until the run is complete, its time is up, or someone asks to stop.
+
+    Args:
+        session: takes the steps.
+        loader: gives their batches. Closed at the end.
+        parts: called in this order.
+        position: where the run stands.
+        limit: optimizer steps of the whole run; None: only time or a signal ends it.
+
+    Returns: (where the run stands, False if it was asked to stop).
+    """
 
     def complete() -> bool:
         return (limit is not None and position.step >= limit) or any(part.ended for part in parts)

@@ -76,8 +76,8 @@ _REFUSED: dict[Pair, str] = {
 REFUSED = {_in_order(pair): words for pair, words in _REFUSED.items()}
 """Two settings that the configuration refuses whatever the others are -> words of the reason."""
 ELSEWHERE: dict[Pair, str] = {
-    (("offload", "optimizer"), ("optimizer", "lion")): "test_resume.py (slow): CPULion takes a compiler's minute",
-    (("offload", "all"), ("optimizer", "lion")): "test_resume.py (slow)",
+    (("offload", "optimizer"), ("optimizer", "lion")): "test_resume.py: CPULion takes a compiler's minute",
+    (("offload", "all"), ("optimizer", "lion")): "test_resume.py",
     (("pipeline", 2), ("tensor", 2)): "test_parity_matrix.py: four ranks",
     (("pipeline", 2), ("experts", "shared")): "test_experts.py: four ranks",
     (("tensor", 2), ("sequence", 2)): "test_sequence.py: four ranks",

@@ -32,9 +32,16 @@ _ASKED_BY = "from-hf"
 
 
 def import_hf(folder: Path, out: Path, *, check: Check = "auto", trust_remote_code: bool = False) -> Report:
-    """Write `out`/checkpoints/step-00000000 with the parameters of a Hugging Face folder in fp32, and the folder's
-    other files, from which to-hf gives the folder back byte by byte. Raises CheckpointError, ModelError; ProofError:
-    nothing is left."""
+    """Write `out`/checkpoints/step-00000000 with the parameters of a Hugging Face folder in fp32.
+
+    `out` is laid out like a run folder. Beside `checkpoints` it keeps the files that are no weights, so that to-hf
+    gives the folder back byte by byte.
+
+    Raises:
+        CheckpointError: `out` exists, or another process writes it.
+        ModelError: the folder is none, is not of its own configuration, or needs code that is not trusted.
+        ProofError: what was written is not what was read. Nothing is left at `out`.
+    """
     if out.exists():
         raise CheckpointError(f"{out} exists already; nothing was written. Give another name or move it away.")
     report = Report(out)

@@ -103,7 +103,11 @@ def read_back(values: Values, layout: FolderLayout, expected: Mapping[str, int],
 
 
 def check_extents(extents: Mapping[str, Extent], layout: FolderLayout, report: Report) -> None:
-    """Refuse an empty or non-finite tensor, and a matrix of one value unless a new model has it, too."""
+    """No tensor is empty, non-finite, or a matrix of one value that a new model does not have either.
+
+    Raises:
+        ProofError: naming the tensors.
+    """
     parts = layout.tensors
     odd = [f"{name} holds NaN or infinity" for name, extent in extents.items() if not extent.finite]
     odd += [f"{name} is empty" for name in extents if parts[name].numel == 0]

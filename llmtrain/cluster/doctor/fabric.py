@@ -357,10 +357,15 @@ def has_peers(survey: Survey) -> bool:
 
 
 def measure_all_reduce(survey: Survey, module: str, ssh_port: int | None = None) -> dict[str, Any]:
-    """Try the run's collectives, on at most 64 hosts: an all-reduce of all ranks with growing sizes, then each pair
-    of a host's GPUs. `module`: the program for each host; it reads JSON and prints `mark` and its answer. Returns
-    hosts (names), backend, ranks (a number), steps (bytes and seconds), pairs (names and bytes a second), errors (by
-    host)."""
+    """Try the collectives that a run would use: an all-reduce of all ranks, then each pair of a host's GPUs.
+
+    A rank for each GPU that the hostfile names, or one for each host without GPUs. Sizes grow while they are quick. Of
+    more than 64 hosts so many take part. `module`: the program that each host runs, which gets its questions as JSON
+    and prints `mark` and its answer.
+
+    Returns: hosts (those that take part), backend, ranks (a number), steps (bytes and seconds), pairs (names and bytes
+        a second), errors (by host).
+    """
     names = [host.name for host in survey.hosts if host.name in survey.facts]
     names = [names[0], *random.Random(0).sample(names[1:], min(len(names), ALL_PAIRS_TO) - 1)]
     here = _here(survey, names)

@@ -61,8 +61,18 @@ def preflight(
     ssh_port: int | None = None,
     timeout_s: float = 25.0,
 ) -> Report:
-    """Check everything but the network between the hosts, in a few seconds. `port`: of the rendezvous, 0: unchecked.
-    `timeout_s`: for each host. Raises ConfigError: there is no ssh program."""
+    """Everything but measurements between the hosts: a few seconds.
+
+    Args:
+        hosts: of read_hostfile, or select.
+        run: what is to be started there.
+        port: of the rendezvous; 0: do not look at it.
+        ssh_port: of every sshd, where it is not 22.
+        timeout_s: for each host.
+
+    Raises:
+        ConfigError: there is no ssh program.
+    """
     started = time.monotonic()
     found = survey.look(
         hosts,

@@ -96,7 +96,10 @@ def measure(sites: Sequence[str]) -> list[Measured]:
 
 
 def examine(sites: Sequence[str], out: str | None, as_json: bool) -> int:
-    """`llmtrain doctor --sites`: measure, print, and write the file for `llmtrain sites plan --measured`."""
+    """`llmtrain doctor --sites`: measure, print, and write the file that `llmtrain sites plan --measured` reads.
+
+    Raises: UserError.
+    """
     found = measure(sites)
     text = json.dumps({"lines": [asdict(each) for each in found]}, indent=1)
     if as_json:

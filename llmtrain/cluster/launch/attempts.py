@@ -315,7 +315,10 @@ class Launch:
         return code
 
     def _answer_signal(self, plan: Plan, attempt: Attempt, job: Job, count: int) -> bool:
-        """Ask for a save at the first signal; True at a Ctrl-C after it, to end by force. Slurm may repeat SIGTERM."""
+        """Ask for a save at the first signal, end the job at a Ctrl-C after it. True if it is to be ended by force.
+
+        A repeated SIGTERM changes nothing: Slurm may send several.
+        """
         attempt.asked = self._signals[0]
         if count > 1 and self._signals[count - 1] != signal.SIGINT:
             return False

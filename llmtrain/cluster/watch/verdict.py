@@ -65,7 +65,10 @@ class Judge:
         return list(self._hosts.values())
 
     def hear(self, name: str, message: dict[str, Any], now: float) -> None:
-        """Take a host's report: `ranks` (RankFacts.to_json, `beats`, `active`), `oom_kills`. Raises if it is none."""
+        """Take a host's report: `ranks` as RankFacts.to_json with `beats` and `active` beside them, `oom_kills`.
+
+        Raises TypeError, KeyError, ValueError when it is no such report.
+        """
         host = self._hosts.setdefault(name, Host(name, now))
         host.heard_s, host.closed = now, False
         host.oom_kills = int(message.get("oom_kills", 0))

@@ -92,9 +92,14 @@ _MOST_WHOLE = 1_000_000_000
 
 
 def _room(model: nn.Module, mix: Mix) -> dict[str, int]:
-    """Keys of zero_optimization that count elements: no larger bucket than there are gradients; under ZeRO 3 room for
-    two modules that are gathered as a whole. Adapters stay whole on each rank up to `_MOST_WHOLE`: shared, each tensor
-    was a gather in every pass, 3,400 tiny ones a micro-batch of 70B."""
+    """Keys of zero_optimization that count elements, for this model: DeepSpeed's defaults where they suit it.
+
+    A bucket of gradients holds no more than there are: the default's 2 GB in fp32 would be there for an adapter, too.
+    Under ZeRO 3 the next module that is gathered as a whole (a compiled layer, all experts of a layer) is on its way
+    while this one computes: the defaults have room for a matrix or two. Adapters stay whole on each rank up to
+    `_MOST_WHOLE`: shared, each of their tensors was a gather in every forward, recomputed and backward pass, 3,400 tiny
+    ones a micro-batch of 70B, where DeepSpeed's threshold of 100,000 elements lets no lora_A of a wide model stay.
+    """
     fields = DeepSpeedZeroConfig.model_fields
     trained = sum(prod(shape_of(p)) for p in model.parameters() if p.requires_grad)
     room = {"reduce_bucket_size": max(1, min(trained, int(fields["reduce_bucket_size"].default)))}

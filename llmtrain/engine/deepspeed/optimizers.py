@@ -220,6 +220,9 @@ def prove_by_element(optim: Optimizer) -> None:
     """Prove that the optimizer steps each element by itself, with moments that begin at zero: then partitions train
     like complete tensors, and checkpoints hold its moments. Raises ConfigError, with the reason."""
     key = f"optim.name {optim.name}"
+    if optim.whole_gradients:
+        raise ConfigError(f"{key}: it inherits from an optimizer that steps matrices as a whole, and ZeRO partitions "
+                          "what it trains. Derive the class from Optimizer, AdamW or Lion")  # fmt: skip
     numbers = torch.Generator().manual_seed(0)
     begin = torch.randn(_ROWS, _COLUMNS, generator=numbers)
     gradients = [torch.randn(_ROWS, _COLUMNS, generator=numbers) for _ in range(_STEPS)]

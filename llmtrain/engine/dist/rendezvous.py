@@ -74,9 +74,22 @@ class Meeting:
 
 
 def meet(*, device: torch.device, backend: str, settings: Mapping[str, Any], limit_s: float) -> Meeting:
-    """Wait up to `limit_s` for all ranks of the launch and make sure that they run the same `settings`; set each
-    backend's interface where the user has not. Raises RendezvousError, on all ranks that have come: ranks are missing
-    or differ, the port is in use, rank 0 cannot be reached. Raises ConfigError: no such interface."""
+    """Wait for all ranks of the launch and make sure that they run the same thing.
+
+    Takes RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from the environment, and sets the interface that
+    each backend uses where the user has not.
+
+    Args:
+        device: of this rank.
+        backend: that of the device's collectives, "nccl" or "gloo".
+        settings: what must be the same on all ranks; any nesting of dicts and lists.
+        limit_s: how long rank 0 waits for the others, and they for it.
+
+    Raises:
+        RendezvousError: ranks are missing or differ, the port is in use, rank 0 cannot be reached. On all ranks that
+            have come.
+        ConfigError: a variable names an interface that is not here.
+    """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     _meetings[_address()] = _number() + 1 if _address() in _meetings else 0
     interface = choose_interfaces(backend) if world_size > 1 else None

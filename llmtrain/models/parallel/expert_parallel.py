@@ -198,9 +198,13 @@ def _prove_blocks(hf: PreTrainedModel, section: dict[str, Any], degree: int) -> 
 
 
 def apart_from_transformers(hf: PreTrainedModel, section: dict[str, Any]) -> float:
-    """How far the logits, or the embedding's gradient, of a small copy move when AutoEP replaces its blocks of experts,
-    over their standard deviation; on the CPU, in fp32. Raises ValueError, where AutoEP cannot; any error of a forward
-    pass; ModelError: there is no small copy."""
+    """How far the logits of a small copy of the model move when AutoEP replaces its blocks of experts, over their
+    standard deviation (of a single logit, over its size); the larger one of this and the same of the embedding's
+    gradient. On the CPU, in fp32.
+
+    `section`: the JSON's `expert_parallel`. Raises: ValueError, where AutoEP cannot; whatever a forward pass raises;
+    ModelError: there is no small copy.
+    """
     from deepspeed.module_inject.auto_ep import AutoEP
     from deepspeed.module_inject.auto_ep_config import parse_autoep_config
 

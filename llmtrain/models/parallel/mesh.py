@@ -33,10 +33,16 @@ def make_groups(groups: list[list[int]], rank: int) -> Any:
 
 
 def host_group(ranks: Sequence[int] | None, limit_s: float) -> Any:
-    """A gloo group of these ranks of the world, or of all (None); every rank calls it. With NCCL torch splits the
-    world's communicator for ranks outside of a group (distributed_c10d.py _new_process_group_helper), which a gloo
-    group's members never enter: so the world looks unbound meanwhile. (`use_local_synchronization` hangs where ranks
-    have made different numbers of groups.)"""
+    """A gloo group of these ranks of the world, or of all (None): for what computes on the host. Every rank calls it.
+
+    Beside NCCL torch lets the ranks outside of a group split the world's communicator, whatever the group's backend is
+    (distributed_c10d.py _new_process_group_helper): a collective of all ranks, in which they wait for ever, as members
+    of a gloo group never enter it. So the world looks unbound meanwhile. (`use_local_synchronization`, with which the
+    others enter nothing either, hangs where ranks have made different numbers of groups: it is part of the name.)
+
+    Args:
+        limit_s: how long its collectives wait for a rank.
+    """
     limit = timedelta(seconds=limit_s)
     if ranks is None:
         return dist.new_group(backend="gloo", timeout=limit)

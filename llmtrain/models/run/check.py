@@ -18,7 +18,7 @@ from torch import nn
 
 from llmtrain.base.errors import ModelError
 from llmtrain.base.units import divisors
-from llmtrain.config.problems import Places, Problems, closest
+from llmtrain.config.problems import Places, Problems, closest, show
 from llmtrain.config.reader import WRONG, members, read
 from llmtrain.config.run import AdapterConfig, ModelConfig, ResolvedRun
 from llmtrain.config.schema import type_name
@@ -175,12 +175,13 @@ class _Section:
         if _is_readable(field.type):
             made, words = read(field.type, value, name, Problems()), type_name(field.type)
             if made is WRONG:
-                return f"must be {words}", f"write {words}, such as the family's default, {field.default!r}"
+                usual = "" if field.default is None else f", such as the family's default, {show(field.default)}"
+                return f"must be {words}", f"write {words}{usual}"
             if isinstance(value, str) and not isinstance(made, str):
-                return f"must be {words}", f"remove the quotes: {made}"
+                return f"must be {words}", f"remove the quotes: {show(made)}"
             if type(made) is not type(value) and not isinstance(made, (list, tuple)):  # transformers takes no 1 for 1.0
                 point = " with a decimal point" if isinstance(made, float) else ""
-                return f"must be {words}{point}", f"write {made}"
+                return f"must be {words}{point}", f"write {show(made)}"
         for validator in getattr(self._family, "__validators__", {}).get(name, ()):
             try:
                 validator(value)
@@ -441,7 +442,8 @@ def _check_heads(text: Any, key: str, problems: Problems) -> None:
         if isinstance(heads, int) and isinstance(kv_heads, int) and kv_heads and heads % kv_heads:
             name = text.attribute_map.get("num_key_value_heads", "num_key_value_heads")
             rule = f"each of them serves equally many of the {heads} attention heads"
-            problems.add(f"{key}.{name}", kv_heads, rule, f"set it to one of {divisors(heads)}")
+            place = problems.places.get(f"{key}.{name}", problems.places.get(key))
+            problems.add(f"{key}.{name}", kv_heads, rule, f"set it to one of {divisors(heads)}", place)
             return
 
 

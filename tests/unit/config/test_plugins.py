@@ -186,6 +186,12 @@ class Value(Metric, entry="value"):
 @dataclass(frozen=True, kw_only=True)
 class Steps(Optimizer, choice="steps"):
     pass
+
+from llmtrain.optim.optimizers import Muon
+
+@dataclass(frozen=True, kw_only=True)
+class Whole(Muon, choice="whole"):
+    pass
 """
 
 
@@ -198,6 +204,7 @@ class Steps(Optimizer, choice="steps"):
             "--optim.name steps",
             "optim.name steps: build: NotImplementedError: an optimizer needs a method build(groups)",
         ),
+        ("--optim.name whole", "optim.name whole: it inherits from an optimizer that steps matrices as a whole"),
         ("--metrics.value", "metrics.value: values gives (); wanted is a tensor of a value for each token"),
     ],
 )

@@ -126,7 +126,7 @@ def test_the_smallest_sync_every_reaches_the_goal_and_the_next_smaller_does_not(
 
 
 def test_streaming_leaves_each_fragment_more_steps_than_it_travels() -> None:
-    """As Streaming.conflicts wants it: overlap_steps 5 is at most sync_every / fragments - 1."""
+    """As a row of Streaming.rules wants it: overlap_steps 5 is at most sync_every / fragments - 1."""
     assert plan.smallest(JOB, Line(rate=1e9, rtt_s=1e-4), Streaming(), "int4") == 24
 
 
