@@ -22,6 +22,12 @@ def show(value: Any) -> str:
     return text if len(text) <= 120 else f"{text[:117]}..."
 
 
+def assigned(key: str, value: Any) -> str:
+    """`key = value`; a key with an outer blank is in quotes, since nobody sees the blank without them."""
+    blank = any(part != part.strip() for part in key.split("."))
+    return f"{show(key) if blank else key} = {show(value)}"
+
+
 COMMAND_LINE = "command line"
 """The place of a value that a flag gives."""
 
@@ -51,15 +57,18 @@ class Problems:
 
     def add(self, key: str, value: Any, rule: str, remedy: str, place: str | None = None) -> None:
         """Record one mistake. `place`: file and line, if they are not the line of `key`."""
-        blank = any(part != part.strip() for part in key.split("."))  # which nobody sees without the quotes
-        what = f"{show(key) if blank else key} = {show(value)}"
-        self.add_text(key, what, rule, remedy, place or self.places.get(key))
+        self.add_text(key, assigned(key, value), rule, remedy, place or self.places.get(key))
 
     def add_text(self, key: str, what: str, rule: str, remedy: str, place: str | None = None) -> None:
         """`add` for a mistake whose first line is not one `key = value`, such as two places that differ."""
         where = f"  ({place})" if place else ""
         self._keys.add(key)
         self._entries.append(f"{what}{where}\n    rule:   {rule}\n    remedy: {remedy}")
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """Keys of the mistakes so far."""
+        return frozenset(self._keys)
 
     def __contains__(self, key: str) -> bool:
         """True if a mistake about this key is already known: later rules then stay silent about it."""

@@ -11,7 +11,7 @@ from llmtrain.config.batch import Batch, solve
 from llmtrain.config.deepspeed.join import DEGREE_KEYS, check_scheduler, exact_dict, join_values, read_facts
 from llmtrain.config.deepspeed.read import checked
 from llmtrain.config.evaluation import filled
-from llmtrain.config.problems import Places, Problems
+from llmtrain.config.problems import Places, Problems, show
 from llmtrain.config.run import ResolvedRun, RunConfig, TrainConfig
 from llmtrain.config.schema import SHARED
 from llmtrain.config.stages import DataConfig, StageBatch, Stages, data_of, stages_of
@@ -127,10 +127,10 @@ def _stages(run: RunConfig, degrees: Degrees, world: str, problems: Problems) ->
 def _odd_values(run: RunConfig, max_steps: int | None) -> list[str]:
     """Notes on values that a run may have and that few runs mean."""
     train, notes = run.train, []
-    if max_steps is not None and train.eval_every is not None and train.eval_every > max_steps:
+    if max_steps is not None and (train.eval_every or 0) > max_steps and rules.measures(run):
         notes.append(f"train.eval_every {train.eval_every}: the run has {max_steps} steps, so only its end is measured")
     lengths = {key: getattr(train, key) for key in ("max_steps", "max_tokens", "epochs")}
-    given = [f"train.{key} {value:g}" for key, value in lengths.items() if value is not None]
+    given = [f"train.{key} {show(value)}" for key, value in lengths.items() if value is not None]
     if len(given) > 1:
         notes.append(f"{' and '.join(given)}: the first to be reached ends the run, at step {max_steps}")
     if run.optim.weight_decay is not None and run.optim.weight_decay > 1:

@@ -18,7 +18,7 @@ from llmtrain.base.units import GIB, divisors, size
 from llmtrain.config import evaluation, sites_rules, stages_rules
 from llmtrain.config.batch import Batch
 from llmtrain.config.on_disk import model_config
-from llmtrain.config.problems import Problems, show
+from llmtrain.config.problems import Problems, assigned
 from llmtrain.config.run import AdapterConfig, EmaConfig, RunConfig, profiled_steps
 from llmtrain.config.stages import Stages
 from llmtrain.config.topology import Degrees, Mix
@@ -54,13 +54,18 @@ def refuse(
 ) -> None:
     """Report each rule that a subject breaks, with the values of its keys and where they were written.
 
-    A rule with a key that was refused before is left out. `trees`: DeepSpeed's JSON, in the order in which keys
+    A rule about a key that was refused before is left out. `trees`: DeepSpeed's JSON, in the order in which keys
     are looked up that no run has. `key_of`: from a key of a stage's view to that of the complete run.
     """
-    for rule in [rule for rule in rules if not any(key_of(key) in problems for key in rule.keys)]:
+    wrong = problems.keys
+    for rule in rules:
+        if not rule.each and any(key_of(key) in wrong for key in rule.keys):  # its condition may divide by the value
+            continue
         for keys, reason, remedy in rule.breaks(subject):
+            if any(key_of(key) in wrong for key in keys):
+                continue
             values = {key_of(key): value_of(key, run, *trees) for key in keys}
-            what = " with ".join(f"{key} = {show(value)}" for key, value in values.items())
+            what = " with ".join(assigned(key, value) for key, value in values.items())
             places = dict.fromkeys(filter(None, (_place_of(key, run, problems) for key in values)))
             problems.add_text(next(iter(values)), what, reason, remedy, "; ".join(places))
 
@@ -111,13 +116,17 @@ def check_start(run: RunConfig, problems: Problems) -> None:
     refuse(OF_STARTS, run, run, problems)
 
 
+def measures(run: RunConfig) -> bool:
+    """True for a run that measures something every train.eval_every steps."""
+    return bool(run.train.eval or run.eval.sets or run.eval.choices or run.train.sample_prompts)
+
+
 def unused(run: RunConfig, given: Iterable[str]) -> list[str]:
     """Notes on the keys that are given, and that the run does not read for what others say."""
-    train, evaluation = run.train, run.eval
-    measures = train.eval or evaluation.sets or evaluation.choices or train.sample_prompts
+    train = run.train
     unread = {
         "sites.": not run.sites.name and "without sites.name the run trains alone",
-        "train.eval_every": not measures and "train.eval is off, and nothing else is measured",
+        "train.eval_every": not measures(run) and "train.eval is off, and nothing else is measured",
         "train.sample_tokens": not train.sample_prompts and "there are no train.sample_prompts",
         "checkpoint.when_busy": run.checkpoint.mode == "sync" and "no save is late in checkpoint.mode sync",
         "tracking.artifacts": run.tracking.wandb == "disabled" and "tracking.wandb is disabled",

@@ -15,6 +15,7 @@ from llmtrain.config.deepspeed.join import DEGREE_KEYS, join_values, read_facts
 from llmtrain.config.deepspeed.read import checked
 from llmtrain.config.problems import Places, Problems
 from llmtrain.config.resolve import resolve
+from llmtrain.config.rules import check_values
 from llmtrain.config.run import DataConfig, EvalConfig, KeepBest, ProfileConfig, ResolvedRun, RunConfig, StopEarly
 from llmtrain.config.topology import Degrees
 
@@ -99,7 +100,7 @@ def small_run(
     small = replace(small, loss_chunk_tokens=min(40, small.loss_chunk_tokens))
     small = replace(small, neftune_noise_alpha=0.0)  # as dropout
     if small.mlp_tile_tokens is not None:
-        small = replace(small, mlp_tile_tokens=min(8, small.mlp_tile_tokens))
+        small = replace(small, mlp_tile_tokens=min(16 if small.fp8 else 8, small.mlp_tile_tokens))
     if small.recompute.layers not in ("all", None):  # a layer of each stage is, and others are not
         small = replace(small, recompute=replace(small.recompute, layers=1))
     if cpu:  # where the compiler takes a minute
@@ -150,8 +151,11 @@ def resolve_in(
     tree = small_tree(wanted.tree, shrunk_by, precision, layers)
     path = folder / f"{precision}.json"
     path.write_text(json.dumps(tree))
+    small, problems = replace(run, deepspeed=str(path)), Problems()
     try:
-        resolved = resolve(replace(run, deepspeed=str(path)), ranks, "--ranks")
+        check_values(small, problems)  # the small values were not in the run that was parsed
+        problems.raise_if_any()
+        resolved = resolve(small, ranks, "--ranks")
     except ConfigError as error:
         raise ConfigError(str(error).replace(str(path), run.deepspeed)) from None
     return resolved

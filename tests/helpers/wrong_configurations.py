@@ -579,6 +579,21 @@ CASES = [
         )
     ),
     Wrong(
+        "a profiler of a pipeline",
+        ("flops_profiler.enabled = true", "pipeline.stages = 2", "remove them with a pipeline"),
+        ds={"pipeline": {"stages": 2}, "flops_profiler": {"enabled": True}},
+    ),
+    Wrong(
+        "one beta in the JSON",
+        ("optimizer.params.betas = [0.9]  (ds.json)", "must be a list of 2 numbers", "[0.9, 0.95]"),
+        ds={"optimizer": {"type": "Adam", "params": {"betas": [0.9]}}},
+    ),
+    Wrong(
+        "a rate in quotes in the JSON",
+        ('optimizer.params.lr = "1e-4"  (ds.json)', "must be a number", "remove the quotes"),
+        ds={"optimizer": {"type": "Adam", "params": {"lr": "1e-4"}}},
+    ),
+    Wrong(
         "pipeline and ZeRO 2",
         ("pipeline.stages = 2", "zero_optimization.stage = 2", "stage 0 or 1"),
         ds={"pipeline": {"stages": 2}, "zero_optimization": {"stage": 2}},

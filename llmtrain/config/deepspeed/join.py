@@ -18,10 +18,10 @@ from llmtrain.config.batch import Batch
 from llmtrain.config.deepspeed import keys as table
 from llmtrain.config.deepspeed.read import lookup, read_json
 from llmtrain.config.problems import Problems, closest, show
-from llmtrain.config.reader import WRONG, read_field
+from llmtrain.config.reader import WRONG, read, read_field
 from llmtrain.config.rules import refuse
 from llmtrain.config.run import RunConfig
-from llmtrain.config.schema import SHARED
+from llmtrain.config.schema import SHARED, type_name
 from llmtrain.config.topology import Degrees, Mix, clashes
 from llmtrain.optim.optimizers import Optimizer
 
@@ -51,7 +51,13 @@ def join_values(run: RunConfig, tree: dict[str, Any], problems: Problems) -> Run
             theirs = None
         if theirs is not None:
             problems.places[json_key] = path
-            theirs = read_field(item, get_type_hints(type(section))[name], theirs, json_key, problems)
+            kind = get_type_hints(type(section))[name]
+            if isinstance(theirs, str) or read(kind, theirs, json_key, Problems()) is WRONG:
+                remedy = "remove the quotes" if isinstance(theirs, str) else item.metadata["remedy"]
+                problems.add(json_key, theirs, f"must be {type_name(kind)}", remedy)
+                theirs = WRONG
+            else:
+                theirs = read_field(item, kind, theirs, json_key, problems)
         ours = getattr(section, name)
         if ours is None and theirs is not None:
             problems.places[yaml_key] = f"{path}, {json_key}"
@@ -214,8 +220,6 @@ def read_facts(run: RunConfig, tree: dict[str, Any], problems: Problems) -> Fact
                 mix, zero = replace(mix, zero_stage=1), {**zero, "stage": 1}
                 notes.append(f"{path}: {what} at ZeRO 0 runs as ZeRO 1, which computes the same: {why}")
                 break
-    if mix.zero_stage == 3 and run.optim.whole_gradients:
-        zero["reduce_scatter"] = False  # DeepSpeed's default is true
     if mix.bf16_moments:
         notes.append(
             f"{path}: bf16.bf16_optimizer_states: moments are kept in bf16, and those of a checkpoint rounded to it; "
@@ -237,6 +241,8 @@ def read_facts(run: RunConfig, tree: dict[str, Any], problems: Problems) -> Fact
                 why += f" with ZeRO {mix.zero_stage}"
                 problems.add(f"zero_optimization.{key}", zero[key], why, "remove the key, or expert_parallel", path)
     refuse(clashes(mix), mix, run, problems, tree)
+    if mix.zero_stage == 3 and run.optim.whole_gradients:
+        tree["zero_optimization"]["reduce_scatter"] = False  # DeepSpeed's default is true
     tree.get("bf16", {}).pop("bf16_optimizer_states", None)  # llmtrain's own optimizer has them
     return Facts(tree=tree, mix=mix, pipeline_partition=partition, notes=tuple(notes))
 

@@ -81,8 +81,11 @@ def test_values_that_few_runs_mean_are_noted(here: Path) -> None:
     write(here, {"train": {"max_steps": 4, "max_tokens": 10**6, "eval_every": 1000}, "optim": {"weight_decay": 10}})
     notes = "\n".join(load(["run.yaml"], 2).notes)
     assert "train.eval_every 1000: the run has 4 steps" in notes
-    assert "train.max_steps 4 and train.max_tokens 1e+06: the first to be reached ends the run, at step 4" in notes
+    assert "train.max_steps 4 and train.max_tokens 1000000: the first to be reached ends the run, at step 4" in notes
     assert "optim.weight_decay 10: 0.1 is common" in notes
+    write(here, {"train": {"eval": False, "eval_every": 1000}})
+    notes = "\n".join(load(["run.yaml"], 2).notes)
+    assert "train.eval is off" in notes and "only its end is measured" not in notes
     write(here)
     assert not [note for note in load(["run.yaml"], 2).notes if "common" in note or "first to be" in note]
 

@@ -11,6 +11,7 @@ from llmtrain.base.choice import Entry
 from llmtrain.base.errors import ConfigError
 from llmtrain.base.rule import Rule
 from llmtrain.config.load import load, parse
+from llmtrain.config.problems import show
 from llmtrain.config.resolve import resolve
 from llmtrain.config.rules import OF_STARTS
 from llmtrain.config.together import BASE, RANKS, all_rules, example_of, texts
@@ -32,7 +33,10 @@ def test_an_example_is_refused_with_keys_reason_and_remedy(
     with pytest.raises(ConfigError) as refused:
         resolve(parse(["run.yaml"], check_paths=rule in OF_STARTS).run, RANKS)
     assert reason in str(refused.value) and remedy in str(refused.value)
+    given = {key: value for key, value in rule.example.items()
+             if key in rule.keys and not isinstance(value, (dict, list))}  # fmt: skip
     assert all(f"{key} = " in str(refused.value) for key in rule.keys), refused.value
+    assert all(f"{key} = {show(value)}" in str(refused.value) for key, value in given.items()), refused.value
 
 
 def test_the_run_that_examples_change_is_right(here: Path) -> None:
@@ -48,3 +52,18 @@ def test_a_rule_is_applied_once_and_not_to_a_value_that_is_wrong_by_itself(here:
     told = str(refused.value)
     assert "sites.fragments = 0" in told and "multiple of sites.fragments" not in told
     assert told.count("says the opposite of model.freeze") == 1
+
+
+def test_a_mistake_about_one_stage_silences_no_rule_of_another(here: Path) -> None:
+    stages = [{"from_step": -1, "path": "data/x"}, {"from_step": 9}, {"from_step": 8, "path": "data/x"}]
+    write(here, {"data": {"stages": stages}})
+    with pytest.raises(ConfigError) as refused:
+        load(["run.yaml"], RANKS)
+    told = str(refused.value)
+    assert told.count("data.stages[0].from_step = -1") == 1 and "data.stages[2].from_step = 8" in told
+
+
+def test_a_blank_of_a_name_is_seen(here: Path) -> None:
+    write(here, {"eval": {"sets": {"x ": "data/x"}}})
+    with pytest.raises(ConfigError, match=r'"eval.sets.x " = "data/x"'):
+        load(["run.yaml"], RANKS)

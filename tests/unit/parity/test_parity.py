@@ -21,16 +21,16 @@ import psutil
 import pytest
 import torch
 
-from llmtrain.base.errors import UserError
+from llmtrain.base.errors import ConfigError, UserError
 from llmtrain.config.deepspeed.read import read_json
-from llmtrain.config.run import DataConfig, EmaConfig, ProfileConfig, RunConfig, TrainConfig
+from llmtrain.config.run import DataConfig, EmaConfig, ModelConfig, ProfileConfig, RunConfig, TrainConfig
 from llmtrain.config.topology import Degrees
 from llmtrain.engine.dist.local_ranks import RankError, Ranks
 from llmtrain.optim.optimizers import AdamW
 from llmtrain.optim.schedules import Wsd
 from llmtrain.parity.compare import KINDS, Trace, compare, hint
 from llmtrain.parity.plain import PlainOptimizer, _rows, newton_schulz_dtype, orthogonalised, train_plainly
-from llmtrain.parity.small_run import Wanted, small_run, small_tree, usual_ranks
+from llmtrain.parity.small_run import Wanted, resolve_in, small_run, small_tree, usual_ranks
 from llmtrain.parity.tokens import Tokens
 from tests.helpers.parity import Form, references, resolved
 from tests.helpers.processors import fp16
@@ -47,6 +47,23 @@ def user(train: TrainConfig, degrees: Degrees | None = None, **sections: Any) ->
 
 def small(wanted: Wanted, ranks: int = 2) -> RunConfig:
     return small_run(wanted, {"model_type": "llama"}, 1e-3, ranks, 20, cpu=True)
+
+
+def test_a_small_tile_suits_the_products_of_fp8() -> None:
+    tiled = ModelConfig(config={"model_type": "llama"}, mlp_tile_tokens=64)
+    assert small(user(TrainConfig(), model=tiled)).model.mlp_tile_tokens == 8
+    assert small(user(TrainConfig(), model=replace(tiled, fp8="rowwise"))).model.mlp_tile_tokens == 16
+
+
+def test_a_small_run_is_checked_by_the_rules_of_a_run(tmp_path: Path) -> None:
+    """Its values are not those of the run that was parsed."""
+    wanted = user(TrainConfig(micro_batch=2, global_batch=8, max_steps=20))
+    config = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
+    run = small_run(wanted, config, 1e-3, 2, 20, cpu=True)
+    assert resolve_in(tmp_path, wanted, run, 1e-3, 2, "fp32").max_steps == 20
+    broken = replace(run, model=replace(run.model, attention="varlen"))
+    with pytest.raises(ConfigError, match=r"model.attention = .varlen.(.|\n)*keeps attention within documents"):
+        resolve_in(tmp_path, wanted, broken, 1e-3, 2, "fp32")
 
 
 def test_the_small_run_keeps_what_the_user_chose_and_shrinks_what_is_long() -> None:
