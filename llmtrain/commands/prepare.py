@@ -181,7 +181,7 @@ def main(argv: list[str]) -> int:
         completion.offer(parser)
         if argv and not argv[0].startswith("-"):
             words = " ".join(map(shlex.quote, argv))
-            out = "" if "--out" in argv else " --out FOLDER"
+            out = "" if any(word.split("=")[0] == "--out" for word in argv) else " --out FOLDER"
             raise UserError(f"prepare {argv[0]}: what is read has an option: `llmtrain prepare --source {words}{out}`")
         values = vars(parser.parse_args(argv))
         out, fields = values["out"], {name: dict[str, Any]() for name in plugin_source.classes()}

@@ -50,7 +50,10 @@ class Queued:
             log.warn(f"{self._name} did not finish in time; metrics.jsonl holds everything")
         if self._thread.is_alive() or self._failed:
             self._abandoned = True
-            self._call(self._sink.abandon)
+            try:
+                self._sink.abandon()
+            except Exception as error:
+                log.warn(f"{self._name} cannot be ended ({self._reason(error)}); it may hold up the end of the process")
         if self._dropped:
             log.warn(f"{self._name} was too slow: {self._dropped} calls were dropped; metrics.jsonl has them all")
 
@@ -65,7 +68,8 @@ class Queued:
             self._failed = True
             if self._abandoned:
                 return
-            place = self._where(error)
-            reason = redact_text(f"{type(error).__name__}: {error}".splitlines()[0])
-            log.warn(f"{self._name} is given up ({place}{reason}); training goes on, metrics.jsonl holds "
+            log.warn(f"{self._name} is given up ({self._reason(error)}); training goes on, metrics.jsonl holds "
                      "everything")  # fmt: skip
+
+    def _reason(self, error: Exception) -> str:
+        return self._where(error) + redact_text(f"{type(error).__name__}: {error}".splitlines()[0])

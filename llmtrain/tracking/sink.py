@@ -69,7 +69,8 @@ class Sink(Entry, section="trackers"):
         """Write everything out, in at most 20 s. `exit_code`: 1 if the run has failed, else 0."""
 
     def abandon(self) -> None:
-        """End what would hold up the process. Training calls it after a method that raised or that does not return."""
+        """End what would hold up the process. Training calls it after a method that raised or that does not return, on
+        its own thread, and sets no limit of time: it must not wait for the tracker."""
 
 
 def scalars(row: Mapping[str, Any]) -> dict[str, float]:

@@ -17,6 +17,7 @@ import math
 import netrc
 import os
 import socket
+import sys
 import urllib.request
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -38,6 +39,8 @@ QUIET = {"WANDB_DISABLE_CODE": "true", "WANDB_ERROR_REPORTING": "false", "WANDB_
 
 _CONNECT_TIMEOUT_S = 3.0
 _INIT_TIMEOUT_S = 60.0
+_HEADER_BYTES = 7
+"""Size of a `.wandb` file that has no record yet: W&B writes this header first."""
 _FORMER_HOST = "api.wandb.ai"
 """Host of W&B's own server for logins of versions before 0.31, which still count."""
 
@@ -189,9 +192,12 @@ class WandbSink(Sink):
         self._run_dir, self._folder = run_dir, run_dir / "wandb"
         self._sent = self._read_sent(run_id, start_step or -1)
         for file in self._folder.glob(f"offline-run-*-{run_id}/run-{run_id}.wandb"):
-            # A kill within `wandb.init`: `wandb sync` would stop here.
-            if not file.stat().st_size and file.parent.name != self._sent.open:
+            # A kill within `wandb.init`, or of the process that notes a fault: `wandb sync` would stop here.
+            if file.stat().st_size <= _HEADER_BYTES and file.parent.name != self._sent.open:
                 file.with_suffix(".wandb.synced").touch()
+        if not self.late:  # a launch after a kill within `wandb.init` finds the last step that was sent
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._save_sent()
         if mode == "online":
             try:
                 self._run = self._init("online", config)
@@ -204,8 +210,13 @@ class WandbSink(Sink):
         if mode == "offline":
             self._run = self._init("offline", config)
             log.info(f"W&B: offline, {why}. To upload later: wandb sync {self._folder}/offline-run-*")
-        if not self.late:
-            self._catch_up(mode == "online", start_step)
+        sent, online = self._sent, mode == "online"
+        again = not online and sent.open is not None and self._take_back(sent.open)
+        if again:
+            sent.offline = [name for name in sent.offline if name != sent.open]
+            sent.step = sent.before
+        if again or not self.late:
+            self._catch_up(online, sys.maxsize if self.late else start_step)
 
     def _read_sent(self, run_id: str, step: int) -> _Sent:
         """`step`: that of a run whose file is gone. `wandb clean` deletes folders that were uploaded, so W&B has it."""
@@ -216,32 +227,38 @@ class WandbSink(Sink):
         return sent if sent is not None and sent.run_id == run_id else _Sent(run_id=run_id, step=step, before=step)
 
     def _save_sent(self) -> None:
-        temporary = self._folder / "sent.json.tmp"
-        temporary.write_text(json.dumps(asdict(self._sent)))
-        os.replace(temporary, self._folder / "sent.json")  # no fsync: a killed process loses nothing
+        file = self._folder / "sent.json"
+        temporary = file.with_suffix(".json.tmp")
+        try:
+            temporary.write_text(json.dumps(asdict(self._sent)))
+            os.replace(temporary, file)  # no fsync: a killed process loses nothing
+        except OSError as error:
+            log.warn_once(f"{file} cannot be written ({error.strerror}): after a kill, W&B may get a row twice")
 
     def _catch_up(self, online: bool, start_step: int) -> None:
         """Send the rows up to `start_step` that W&B lacks."""
         sent = self._sent
         if online:
             sent.step = getattr(self._run, "starting_step", 0) - 1
-        elif sent.open is not None and self._take_back(sent.open):
-            sent.offline.remove(sent.open)
-            sent.step = sent.before
         sent.before, sent.open = sent.step, None
         if not online:
             sent.open = Path(self._run.dir).parent.name
             sent.offline.append(sent.open)
+        rows = [
+            row for row in rows_after(self._run_dir / "metrics.jsonl", -1, sent.before) if row["step"] <= start_step
+        ]
+        sent.step = max([sent.before, *(row["step"] for row in rows)])
         self._save_sent()
         samples = {
             event["step"]: {"samples": list(zip(event["prompts"], event["texts"], strict=True))}
             for event in read_rows(self._run_dir / "events.jsonl")[0]
             if event.get("kind") == "samples"
         }
-        for row in rows_after(self._run_dir / "metrics.jsonl", -1, sent.before):
-            if row["step"] <= start_step:
-                # Left open: this launch may log the last of these steps once more, its evaluation.
-                self.log({**row, **samples.get(row["step"], {})}, more=True)
+        for row in rows:
+            # Left open: this launch may log the last of these steps once more, its evaluation.
+            self._send({**row, **samples.get(row["step"], {})}, more=True)
+        if self.late:  # ends the last of these steps; the scores take the next one
+            self._run.log({}, step=sent.step + 1, commit=False)
         for row in read_rows(self._run_dir / "metrics.jsonl")[0]:
             self._count(row)
         if online:
@@ -268,14 +285,17 @@ class WandbSink(Sink):
         if self.late:
             self._run.log(row)
         elif row["step"] > self._sent.before:
-            if "samples" in row:
-                import wandb
-
-                pairs = [list(pair) for pair in row["samples"]]
-                row = {**row, "samples": wandb.Table(columns=["prompt", "continuation"], data=pairs)}
-            self._run.log(row, step=row["step"], commit=not more)
-            self._sent.step = max(self._sent.step, row["step"])
+            self._send(row, more=more)
             self._save_sent()
+
+    def _send(self, row: dict[str, Any], *, more: bool) -> None:
+        if "samples" in row:
+            import wandb
+
+            pairs = [list(pair) for pair in row["samples"]]
+            row = {**row, "samples": wandb.Table(columns=["prompt", "continuation"], data=pairs)}
+        self._run.log(row, step=row["step"], commit=not more)
+        self._sent.step = max(self._sent.step, row["step"])
 
     def event(self, kind: str, fields: dict[str, Any]) -> None:
         """Prompts become a table, a checkpoint an artifact, baselines go to the summary; all else stays local."""
@@ -296,7 +316,7 @@ class WandbSink(Sink):
         if self._summary:
             self._run.summary.update(self._summary)
         self._run.finish(exit_code=exit_code)
-        if not self.late:
+        if self._sent.open == Path(self._run.dir).parent.name:
             self._sent.open = None
             self._save_sent()
         # Ends wandb-core and takes away W&B's exit hook, which could hold up the interpreter's end.
@@ -350,6 +370,8 @@ class WandbSink(Sink):
             # W&B's own metadata file holds the raw command line; our redacted environment is in the config.
             "x_disable_meta": True,
             "x_save_requirements": False,
+            # wandb-core does not write out what it holds when it is killed: 15 s of rows by default.
+            "x_transaction_log_flush_interval": 1.0,
         }
         # Settings with x_ come and go between W&B versions; one that is gone must not cost the dashboard.
         known = wandb.Settings.model_fields

@@ -6,6 +6,8 @@ import json
 import os
 import re
 import subprocess
+import sys
+import textwrap
 import time
 from functools import partial
 from pathlib import Path
@@ -105,6 +107,34 @@ def test_each_step_of_all_launches_stands_in_wandb_once_and_in_order(small_data,
     assert any("eval/loss" in row for row in history)
     for key in ("loss", "eval/loss"):
         assert [row.get(key) for row in history] == [local[step].get(key) for step in sorted(local)]
+
+
+LAUNCH = """
+    import os, sys
+    from pathlib import Path
+    from llmtrain.tracking import wandb_sink
+    from llmtrain.tracking.local import JsonLines
+    from llmtrain.tracking.sink import TrackingConfig
+
+    run, step = Path(sys.argv[1]), int(sys.argv[2])
+    sink = wandb_sink.WandbSink(tracking=TrackingConfig(wandb="offline"))
+    if step == 1:  # `wandb.init` has returned
+        sink._catch_up = lambda *_: (JsonLines(run / "metrics.jsonl").write({"step": 1}), os.kill(os.getpid(), 9))
+    sink.open(run, "r", {}, step - 1)
+    assert sink._run.settings.x_transaction_log_flush_interval == 1  # seconds; of 15 a kill would take the rows
+    sink.log({"step": step}, more=False)
+    sink.close(exit_code=0)
+"""
+
+
+def test_a_kill_while_wandb_starts_costs_no_row(tmp_path):
+    with serving() as (server, variables):
+        sync = ["bash", "-c", "wandb sync --yes wandb/offline-run-*"]
+        python = [sys.executable, "-c", textwrap.dedent(LAUNCH), str(tmp_path)]
+        for command, code in (([*python, "1"], -9), ([*python, "2"], 0), (sync, 0)):
+            done = subprocess.run(command, cwd=tmp_path, env=environment(**variables), capture_output=True, text=True)
+            assert done.returncode == code, done.stderr
+    assert [row["_step"] for row in server.rows()] == [row["step"] for row in server.rows()] == [1, 2]
 
 
 def test_an_offline_file_holds_the_configuration(small_data, tmp_path):

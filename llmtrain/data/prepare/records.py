@@ -201,8 +201,8 @@ def _read_text(piece: Piece, field: str | None, max_bytes: int) -> Iterator[Docu
     if len(data) > max_bytes:
         yield Rejection(piece.label, "line", 1, _huge(f"over {size(max_bytes)}", max_bytes))
         return
-    if reason := _no_text(data):
-        yield Rejection(piece.label, "line", 1, reason)
+    if data.startswith(_PDF):  # it may have ASCII alone
+        yield Rejection(piece.label, "line", 1, _not_utf8(data, 0))
         return
     try:
         text = data.removeprefix(BOM).decode()
@@ -268,8 +268,9 @@ def _form_of(names: Iterable[str]) -> str:
     return f"they are no plain text: add --format {form}" if form else "see --field"
 
 
+_PDF = b"%PDF-"
 _BEGINNINGS = (
-    (b"%PDF-", "a PDF: convert it to text first, such as by `pdftotext -enc UTF-8 FILE.pdf`"),
+    (_PDF, "a PDF: convert it to text first, such as by `pdftotext -enc UTF-8 FILE.pdf`"),
     (b"\x89PNG\r\n", "a PNG picture, which has no text: leave it out"),
     (b"\xff\xd8\xff", "a JPEG picture, which has no text: leave it out"),
     (b"GIF8", "a GIF picture, which has no text: leave it out"),
@@ -278,13 +279,9 @@ _BEGINNINGS = (
 """First bytes of a file -> a reason to reject it."""
 
 
-def _no_text(data: bytes) -> str | None:
-    return next((f"it is {reason}" for first, reason in _BEGINNINGS if data.startswith(first)), None)
-
-
 def _not_utf8(data: bytes, at: int) -> str:
-    if reason := _no_text(data):
-        return reason
+    if reason := next((reason for first, reason in _BEGINNINGS if data.startswith(first)), None):
+        return f"it is {reason}"
     kind = "UTF-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "LATIN1"
     return f"invalid UTF-8: byte 0x{data[at]:02x}; write it anew, such as `iconv -f {kind} -t UTF-8 FILE > NEW`"
 

@@ -275,7 +275,7 @@ def _complete(repository: Repository, commit: str, chosen: Files, wrong: Wrong) 
 
 def _download(repository: Repository, commit: str, missing: Mapping[str, int], wrong: Wrong) -> None:
     """`missing`: names and bytes."""
-    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub import constants, hf_hub_download, snapshot_download
     from huggingface_hub.utils import disable_progress_bars
 
     if constants.is_offline_mode():
@@ -294,12 +294,12 @@ def _download(repository: Repository, commit: str, missing: Mapping[str, int], w
             repository.name, repo_type=repository.kind, revision=commit, max_workers=_WORKERS,
             allow_patterns=[glob.escape(name) for name in missing],
         )  # fmt: skip
+        # Where the Hub refuses or is away, snapshot_download may be content with the part of a snapshot that is here.
+        for name in missing:
+            if not (repository.snapshot(commit) / name).is_file():
+                hf_hub_download(repository.name, name, repo_type=repository.kind, revision=commit)
     except Exception as error:  # the HTTP library's own classes, those of huggingface_hub, and the disk's
         raise wrong(explain(error, repository, commit)) from error
-    # Where the Hub does not answer, snapshot_download is content with the part of a snapshot that is here.
-    if lost := [name for name in missing if not (repository.snapshot(commit) / name).is_file()]:
-        text = f"the Hub ({endpoint()}) has not sent {', '.join(sorted(lost)[:3])}. Try again later"
-        raise wrong(Diagnosis(text, unreachable=True))
 
 
 def _digest(path: Path, checksum: str | None) -> str | None:

@@ -132,7 +132,8 @@ def test_truncated_and_corrupt_streams(tmp_path: Path, suffix: str) -> None:
         (b"%PDF-1.7\n%\xe2\xe3", "line 1: it is a PDF"),
         (b"\x89PNG\r\n\x1a\n", "line 1: it is a PNG picture, which has no text: leave it out"),
         (b"\xff\xd8\xff\xe0", "line 1: it is a JPEG picture"),
-        (b"PK\x03\x04\x14", "line 1: it is a ZIP archive, as those of Word and EPUB are"),
+        (b"GIF89a\xff", "line 1: it is a GIF picture"),
+        (b"PK\x03\x04\xff", "line 1: it is a ZIP archive, as those of Word and EPUB are"),
         (b"", "line 1: empty document"),
         (b" \n\t\n", "line 1: empty document"),
         (b"x" * (LIMIT + 1), "line 1: huge document"),
@@ -140,9 +141,9 @@ def test_truncated_and_corrupt_streams(tmp_path: Path, suffix: str) -> None:
 )
 def test_bad_text_files(tmp_path: Path, data: bytes, place: str) -> None:
     (tmp_path / "a.py").write_bytes(data)
-    (tmp_path / "b.txt").write_text("fine")
+    (tmp_path / "b.txt").write_text("GIF89a is fine")
     texts, rejected = read(tmp_path)
-    assert texts == ["fine"] and len(rejected) == 1 and rejected[0].startswith(f"a.py, {place}")
+    assert texts == ["GIF89a is fine"] and len(rejected) == 1 and rejected[0].startswith(f"a.py, {place}")
 
 
 def test_text_compressed(tmp_path: Path) -> None:

@@ -248,12 +248,22 @@ def test_a_full_disk(hub: Hub, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert "cannot be written: No space left on device. Make room" in refused()
 
 
-def test_a_hub_that_stops_to_answer(hub: Hub, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """snapshot_download then returns the folder with the files that are here."""
-    hub.add("models/org/tiny", tiny)
-    base.fetched(run_of())  # the settings
+@pytest.mark.parametrize(
+    ("trouble", "said", "passing"),
+    [("down", "answers with status 500", True), ("private", "or is private and whoever has no token", False)],
+)
+def test_a_hub_that_refuses_after_the_settings(
+    trouble: str, said: str, passing: bool, hub: Hub, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """snapshot_download may then return the folder with the files that are here."""
+    commit = hub.add("models/org/tiny", tiny)
+    base.fetched(run_of())
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: "")
-    assert re.search(r"has not sent model-00001-of-\d+\.safetensors, .* Try again later", refused())
+    monkeypatch.setattr("time.sleep", lambda _: None)  # huggingface_hub asks five times
+    hub.down, hub.repos["models/org/tiny"].private = trouble == "down", trouble == "private"
+    with pytest.raises(ModelError, match=said) as caught:
+        fetched(revision=commit)
+    assert caught.value.passing == passing
 
 
 def test_a_resume_takes_the_commit_with_which_the_run_began(hub: Hub, tiny: Path) -> None:

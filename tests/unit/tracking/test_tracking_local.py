@@ -373,7 +373,8 @@ def test_a_tracker_that_raises_or_hangs_ends_what_would_hold_up_the_process(
     tracker.join(time.monotonic() + (30 if raises else 0.2))
     assert sink.abandoned == 1
     error = capsys.readouterr().err
-    assert error.count("warning:") == 1 and ("OSError: nobody answers" if raises else "did not finish") in error
+    assert error.count("warning:") == 2 and ("OSError: nobody answers" if raises else "did not finish") in error
+    assert "trackers.mine cannot be ended (OSError: nor does it end)" in error
 
 
 def test_a_tracker_that_ends_well_is_not_abandoned() -> None:

@@ -199,11 +199,12 @@ class FakeRun:
     def define_metric(self, *names, **options) -> None:
         pass
 
-    def log(self, row, *, step, commit) -> None:
+    def log(self, row, *, step=None, commit=True) -> None:
         if self._log:
             self._log()
-        assert step == row["step"]
-        self.rows.append(row)
+        if row:
+            assert step in (row["step"], None)
+            self.rows.append(row)
 
     def finish(self, exit_code=0) -> None:
         if self._finish:
@@ -233,9 +234,9 @@ def fake_wandb(monkeypatch, *, run: FakeRun | None = None, init=None) -> types.M
     return module
 
 
-def tracker_of(folder: Path, *, wandb: str = "offline", start_step: int = 0, **tracking) -> Queued:
-    (folder / "wandb").mkdir(exist_ok=True)
-    tracker = Queued("tracking.wandb", WandbSink(tracking=TrackingConfig(wandb=wandb, **tracking)), lambda _: "")
+def tracker_of(folder: Path, *, wandb: str = "offline", start_step: int = 0, late: bool = False, **tracking) -> Queued:
+    sink = WandbSink(tracking=TrackingConfig(wandb=wandb, **tracking), late=late)
+    tracker = Queued("tracking.wandb", sink, lambda _: "")
     tracker.call("open", folder, "r", {}, start_step)
     return tracker
 
@@ -364,7 +365,7 @@ def launch(
     fake_wandb(monkeypatch, run=fake).Table = lambda columns, data: data
     monkeypatch.setattr(wandb_sink, "choose_mode", lambda asked: (asked, ""))
     folder.mkdir(parents=True)
-    (folder / "run-r.wandb").write_bytes(b"rows")
+    (folder / "run-r.wandb").write_bytes(b"rows of W&B")
     start = steps[0] - 1
     truncate_after(run / "metrics.jsonl", start or -1)
     tracker = tracker_of(run, wandb="offline" if server_has is None else "online", start_step=start)
@@ -394,7 +395,7 @@ def test_the_rows_of_a_killed_offline_launch_are_sent_again_and_its_file_is_left
     assert go("offline-run-2-r", range(6, 9), killed=True) == [6, 7, 8]
     (tmp_path / "wandb/offline-run-2-r/run-r.wandb").write_bytes(b"")
     (empty := tmp_path / "wandb/offline-run-2b-r").mkdir()
-    (empty / "run-r.wandb").touch()
+    (empty / "run-r.wandb").write_bytes(b"\0" * 7)  # W&B's header
     assert go("offline-run-3-r", range(8, 10)) == [6, 7, 8, 9]
     assert left_to_sync(tmp_path) == ["offline-run-1-r", "offline-run-3-r"]
     # From an earlier checkpoint: W&B keeps the values of the steps that it has.
@@ -406,6 +407,32 @@ def test_the_rows_of_a_killed_offline_launch_are_sent_again_and_its_file_is_left
     assert go("run-6-r", range(14, 17), server_has=13, killed=True) == [14, 15, 16]
     assert go("offline-run-7-r", range(15, 18)) == [17]
     assert left_to_sync(tmp_path) == ["offline-run-7-r"]
+
+
+def test_scores_after_a_killed_offline_launch_come_with_its_rows(tmp_path, monkeypatch):
+    """`wandb sync` would stop at the file of the killed launch, and upload no scores."""
+    launch(tmp_path, monkeypatch, "offline-run-1-r", range(1, 6), killed=True)
+    fake_wandb(monkeypatch, run=(run := FakeRun(folder=tmp_path / "wandb/offline-run-2-r")))
+    tracker = tracker_of(tmp_path, late=True)
+    tracker.call("log", {"step": 3, "tasks/a": 0.5}, more=False)
+    end(tracker)
+    assert [row["step"] for row in run.rows] == [1, 2, 3, 4, 5, 3] and left_to_sync(tmp_path) == []
+    assert launch(tmp_path, monkeypatch, "offline-run-3-r", range(4, 8)) == [6, 7]
+
+
+def test_one_save_covers_all_rows_of_earlier_launches(tmp_path, monkeypatch):
+    saves, rows = [], range(1, 41)
+    launch(tmp_path, monkeypatch, "offline-run-1-r", rows, killed=True)
+    monkeypatch.setattr(WandbSink, "_save_sent", lambda sink: saves.append(sink._sent.step))
+    assert launch(tmp_path, monkeypatch, "offline-run-2-r", range(41, 42)) == [*rows, 41]
+    assert saves == [40, 40, 41, 41]  # before `wandb.init`, before the rows, after the new row, at the end
+
+
+def test_a_file_of_steps_that_cannot_be_written_costs_no_row(tmp_path, monkeypatch, capsys):
+    (tmp_path / "wandb/sent.json.tmp").mkdir(parents=True)
+    assert launch(tmp_path, monkeypatch, "offline-run-1-r", range(1, 6)) == [1, 2, 3, 4, 5]
+    error = capsys.readouterr().err
+    assert error.count("warning:") == 1 and "sent.json cannot be written (Is a directory)" in error
 
 
 def test_what_a_user_has_synced_of_a_killed_launch_is_not_sent_again(tmp_path, monkeypatch):
