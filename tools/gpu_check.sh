@@ -5,7 +5,7 @@
 #
 # A part begins only with its least time left of N seconds, and is ended at them. It leaves OUT/PART.json (tests: the log)
 # after every round. --keep: FOLDER/figures.tar has all of that, renewed every 5 s, so what is cut off loses little.
-# Compiled kernels and installed wheels stay in OUT/cache for the next call. At the end the tables for docs/benchmarks.md
+# Compiled kernels and installed wheels stay in OUT/cache for the next call. At the end the tables for docs/developers/benchmarks.md
 # are printed (tools/gpu_table.py OUT prints them again).
 # Runs in .venv where that has CUDA; else with python3, and what that lacks from .wheels/ (tools/gpu_wheels.sh).
 # What does not fit the GPU's memory is skipped (8b below 130 GiB), and peers that do not fit beside each other are

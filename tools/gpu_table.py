@@ -1,4 +1,4 @@
-"""The figures that tools/gpu_check.sh has left in a folder, as the tables of docs/benchmarks.md.
+"""The figures that tools/gpu_check.sh has left in a folder, as the tables of docs/developers/benchmarks.md.
 
 python tools/gpu_table.py runs/gpu-check
 """
@@ -29,7 +29,7 @@ GOALS = {
     },
     "H200": {"0.5b": "110,000", "1.2b": "58,000", "8b": "8,000 to 9,000"},
 }
-"""By device and part: tokens/s of ours, counted from what a step computes and moves (docs/benchmarks.md)."""
+"""By device and part: tokens/s of ours, counted from what a step computes and moves (docs/developers/benchmarks.md)."""
 RATIOS = {("1.2b", "trainer"): "1.25 to 1.35", ("1.2b", "plain"): "1.3", ("0.5b", "trainer"): "1.5"}
 """Of ours over a peer."""
 

@@ -21,7 +21,7 @@ launch/recipes/   a YAML for each run: copy one and change it
 ds_configs/       DeepSpeed JSON; its README.md says which to take
 launch/           train.py (for `deepspeed` by hand), examples of hostfile and environment; Slurm, Kubernetes, SkyPilot
 examples/         objectives, callbacks, trackers of your own (docs/extend.md)
-docs/             the pages: quickstart.md comes first, configuration.md has every key, posttraining.md chat data
+docs/             the pages: README.md lists them, quickstart.md comes first, configuration.md has every key
 to begin:         cd {folder}
                   llmtrain prepare --source stdlib --vocab-size 1024 --out data/stdlib
                   llmtrain launch -- launch/recipes/quickstart.yaml"""

@@ -19,7 +19,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "configuration.md": lambda: "\n".join([schema.markdown(), _RULES, together.rules_markdown()]),
     "deepspeed.md": keys.markdown,
     "parallelism.md": together.parallelism,
-    "posttraining.md": together.markdown,
+    "adapters.md": together.markdown,
     "tracking.md": metrics.markdown,
 }
 

@@ -93,7 +93,7 @@ def _broken(rows: Iterable[Rule], subject: Any) -> list[tuple[str, str]]:
 
 
 def markdown() -> str:
-    """The tables of docs/posttraining.md: objectives and adapters with forms, and options with each other."""
+    """The tables of docs/adapters.md: objectives and adapters with forms, and options with each other."""
     objectives = ", ".join(f"`{name}`" for name in Objective.CHOICES if name != "next_token")
     rows = {objectives: AdapterConfig(), **ADAPTERS}
     names = list(OPTIONS)

@@ -107,7 +107,7 @@ def compare(got: Trace, want: list[Trace], *, fp32: bool, split: bool) -> Verdic
     """`got` against the plain training in several orders of summation; the first of them is the reference.
 
     In fp32 a value may differ by a fixed amount, or by SPREADS times the spread of the orders where that is more; in
-    lower precisions by SPREADS times the spread (docs/parity.md says why it is taken as it is here).
+    lower precisions by SPREADS times the spread (docs/developers/parity.md says why it is taken as it is here).
     """
     curves = [_curve(got, want, "loss", loss_tolerance(split) if fp32 else 0.0)]
     curves.append(_curve(got, want, "gradient norm", NORM if fp32 else 0.0))

@@ -1,4 +1,4 @@
-"""The CPU time of each test with all processes that the test starts, and the table of files in docs/proofs.md.
+"""The CPU time of each test with its child processes, and the table of files in docs/developers/proofs.md.
 
     python -m pytest -p tests.helpers.costs ...        # appends a line per test to runs/costs.jsonl
     python -m tests.helpers.costs                      # prints the table of runs/costs.jsonl

@@ -1,4 +1,4 @@
-"""Does a test of `make test` notice each fault of tests/helpers/faults.py? The table of docs/proofs.md.
+"""Does a test of `make test` notice each fault of tests/helpers/faults.py? The table of docs/developers/proofs.md.
 
     python -m pytest -p tests.helpers.seeded tests/ranks/test_cells.py tests/ranks/test_*.py -m 'not (slow or more)'
 

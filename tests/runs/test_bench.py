@@ -102,7 +102,7 @@ def test_every_preset_builds_and_has_the_size_of_its_name() -> None:
 def commands() -> dict[str, str]:
     """Each command of a benchmark on our pages -> the line that it stands in. Inline code may go over a line's end."""
     found = {}
-    for page in [REPO / "README.md", *(REPO / "docs").glob("*.md")]:
+    for page in [REPO / "README.md", *(REPO / "docs").rglob("*.md")]:
         text = re.sub(r"`[^`\n]+\n[^`\n]+`", lambda code: code[0].replace("\n", " "), page.read_text())
         for line in text.splitlines():
             for python, name, words in COMMAND.findall(line):

@@ -28,7 +28,7 @@ from tests.helpers.warm import WarmCommands
 pytestmark = pytest.mark.needs("peft")
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "posttraining.md"
+PAGES = [(ROOT / page).read_text() for page in ("docs/chat.md", "docs/objectives.md", "docs/adapters.md")]
 RATES = [1.0, 0.55, 0.1]
 """Half a cosine from 1 to 0.1, over 3 steps."""
 KIND = KINDS["qwen3"]
@@ -104,17 +104,17 @@ def plain_steps(hf: Any, loss_of: Callable[[int], torch.Tensor]) -> list[float]:
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", PAGE.read_text(), flags=re.M | re.S)
+    return [block for page in PAGES for block in re.findall(rf"^```{language}\n(.*?)^```", page, flags=re.M | re.S)]
 
 
 def test_the_commands_of_the_page_train_on_the_answers(tmp_path: Path, warm: WarmCommands) -> None:
-    """Every command of docs/posttraining.md as it stands there. Packed; 1e-5, as all comparisons in fp32."""
+    """Every command of the three pages as it is there. Packed; 1e-5, as all comparisons in fp32."""
     talks = conversations()
     write_model(tmp_path / "model")
     (tmp_path / "talks.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
     (tmp_path / "ds_configs").symlink_to(ROOT / "ds_configs")
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in preferences(150)))
-    for name, text in zip(("sft", "dpo", "reward", "lora", "distill"), blocks("yaml"), strict=True):
+    for name, text in zip(("sft", "dpo", "reward", "distill", "lora"), blocks("yaml"), strict=True):
         (tmp_path / f"{name}.yaml").write_text(text)
     printed, env = "", warm.environment(PYTHONPATH=str(ROOT), WANDB_MODE="disabled")
     for command in blocks("bash"):

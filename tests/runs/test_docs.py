@@ -24,8 +24,8 @@ from tests.helpers.warm import WarmCommands
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", *(f"docs/{name}.md" for name in (
-    "quickstart", "proofs", "training", "stages", "checkpoints", "conversions", "tracking", "architecture",
-    "style"))]  # fmt: skip
+    "README", "quickstart", "training", "stages", "checkpoints", "conversions", "tracking", "developers/proofs",
+    "developers/architecture", "developers/style"))]  # fmt: skip
 TEXT = {page: (ROOT / page).read_text() for page in PAGES}
 
 NOT_RUN = {
@@ -273,7 +273,7 @@ def test_every_error_on_the_pages_is_real(shown_errors: set[str], monkeypatch: p
 
 def test_every_page_with_commands_is_run_by_a_test() -> None:
     """Commands stand in blocks, and a test reads the blocks of the page; test_bench.py reads whole pages."""
-    files = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("*/README.md"), *ROOT.glob("tools/*/README.md")]
+    files = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("*/README.md"), *ROOT.glob("tools/*/README.md")]
     tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("*.py") if path != Path(__file__))
     for file in files:
         page, text = str(file.relative_to(ROOT)), file.read_text()
@@ -292,7 +292,7 @@ def slugs(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "page", sorted(str(p.relative_to(ROOT)) for p in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"),
+    "page", sorted(str(p.relative_to(ROOT)) for p in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"),
                                                       *ROOT.glob("ds_configs/*.md")])
 )  # fmt: skip
 def test_links_resolve(page: str) -> None:
@@ -325,12 +325,15 @@ def test_the_readme() -> None:
     assert (ROOT / picture).stat().st_size < 100_000
     for recipe in (ROOT / "launch/recipes").glob("*.yaml"):
         assert f"launch/recipes/{recipe.name}" in readme, "list the recipe"
-    for page in (ROOT / "docs").glob("*.md"):
-        assert f"docs/{page.name}" in readme, "link the page"
+
+
+def test_the_index_lists_every_page() -> None:
+    for page in (ROOT / "docs").rglob("*.md"):
+        assert page.name == "README.md" or f"({page.relative_to(ROOT / 'docs')})" in TEXT["docs/README.md"], page
 
 
 def test_the_tests_that_proofs_names_exist() -> None:
-    named = re.findall(r"\]\(\.\./(tests/[\w/]+\.py)\) `(test_\w+)`", TEXT["docs/proofs.md"])
+    named = re.findall(r"\]\(\.\./\.\./(tests/[\w/]+\.py)\) `(test_\w+)`", TEXT["docs/developers/proofs.md"])
     assert len(named) >= 24
     assert [pair for pair in named if f"def {pair[1]}(" not in (ROOT / pair[0]).read_text()] == []
 
@@ -353,10 +356,10 @@ def test_the_file_tree_is_the_real_one() -> None:
 def test_the_architecture_page_shows_the_layers_of_the_import_test() -> None:
     from tests.unit.test_imports import LAYERS
 
-    shown = TEXT["docs/architecture.md"].partition("    base ")[2].partition("\n\n")[0]
+    shown = TEXT["docs/developers/architecture.md"].partition("    base ")[2].partition("\n\n")[0]
     lines = [set(line.partition("#")[0].split()) for line in ("base " + shown).splitlines()]
     assert lines == [set(layer) for layer in LAYERS if layer != ("__main__",)]
-    assert len(TEXT["docs/architecture.md"].splitlines()) <= 100, "two screens"
+    assert len(TEXT["docs/developers/architecture.md"].splitlines()) <= 100, "two screens"
 
 
 def test_the_examples_are_what_deepspeed_reads(tmp_path: Path) -> None:

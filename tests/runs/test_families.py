@@ -32,8 +32,8 @@ def test_a_family_passes_both_commands_or_is_refused_by_both(tmp_path: Path) -> 
 
 
 def test_the_page_says_what_the_results_say() -> None:
-    rows = {(row["family"], row["form"], row["command"]): row for row in read(REPO / "docs/families.jsonl")}
-    assert (REPO / "docs/families.md").read_text() == text_of(rows)
+    rows = {(row["family"], row["form"], row["command"]): row for row in read(REPO / "docs/developers/families.jsonl")}
+    assert (REPO / "docs/developers/families.md").read_text() == text_of(rows)
 
 
 @pytest.mark.slow

@@ -75,6 +75,7 @@ def test_the_wheel_holds_all_modules_the_shipped_files_the_licence_and_the_readm
             "launch/*.yaml",
             "ds_configs/*",
             "docs/*.md",
+            "docs/developers/*.md",
             "examples/*.py",
         )
         for path in REPO.glob(pattern)

@@ -137,7 +137,7 @@ def wait_for(what: Callable[[], bool]) -> None:
 
 def test_the_first_command_of_the_page_takes_its_parts_in_order(tmp_path: Path, machine: dict[str, str]) -> None:
     """As it is typed, in a folder without git; a person has 15 minutes, and each part its place in them."""
-    page = (ROOT / "docs/benchmarks.md").read_text()
+    page = (ROOT / "docs/developers/benchmarks.md").read_text()
     commands = re.findall(r"^    (unset PYTHONDONTWRITEBYTECODE; tools/gpu_check.sh .*)$", page, re.MULTILINE)
     assert len(commands) == 2
     (tmp_path / "clone/tools").unlink()

@@ -67,7 +67,7 @@ LAYER_FORWARD, LAYER_BACKWARD = 44.0, 78.0
 of the hidden state: each fused kernel's arguments and results once, in bf16."""
 LOSS, HEAD, CHUNK = 6.0, 8.0, 2048
 """Bytes a logit that the loss's two kernels read and write; bytes of each weight of the head for each chunk of so many
-tokens, whose gradient is added to the sum (docs/benchmarks.md, bytes of the loss)."""
+tokens, whose gradient is added to the sum (docs/developers/benchmarks.md, bytes of the loss)."""
 
 
 @dataclass(frozen=True, kw_only=True)

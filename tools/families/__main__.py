@@ -27,7 +27,7 @@ from tools.families.configs import families, has_experts, tiny
 from tools.families.table import read, write_page
 
 REPO = Path(__file__).resolve().parents[2]
-RESULTS, PAGE = REPO / "docs/families.jsonl", REPO / "docs/families.md"
+RESULTS, PAGE = REPO / "docs/developers/families.jsonl", REPO / "docs/developers/families.md"
 COMMANDS = ("train", "parity")
 PARITY_STEPS = 5
 _OFFERED = re.compile(r"Set expert_parallel\.preset_model to (\w+)")
@@ -57,7 +57,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--again", action="store_true", help="cells that have a result, too; the last one counts")
     parser.add_argument("--limit-s", type=float, default=240.0, help="seconds for a command")
     parser.add_argument("--keep-logs", type=Path, help="a folder for the output of what did not pass")
-    parser.add_argument("--table", action="store_true", help="write docs/families.md from the results, run nothing")
+    parser.add_argument(
+        "--table", action="store_true", help="write docs/developers/families.md from the results, run nothing"
+    )
     return parser.parse_args()
 
 
@@ -75,7 +77,7 @@ def _preload() -> None:
 def _prepare(folder: Path) -> str:
     """Data of 512 words, from this project's pages."""
     (folder / "text").mkdir()
-    for page in (REPO / "docs").glob("*.md"):
+    for page in (REPO / "docs").rglob("*.md"):
         shutil.copy(page, folder / "text")
     command = [
         sys.executable,

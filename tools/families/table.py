@@ -1,4 +1,4 @@
-"""docs/families.md from the results of a job."""
+"""docs/developers/families.md from the results of a job."""
 
 from __future__ import annotations
 

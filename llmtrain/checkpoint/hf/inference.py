@@ -201,7 +201,9 @@ def _check_weights(folder: Path, config: Any) -> None:
             layout = layout_of(ModelConfig(pretrained=str(folder), attention="eager"), trust_remote_code=False)
         except TooLargeError:
             raise
-        except ModelError:  # a class whose files cannot be followed (docs/families.md) is loaded all the same
+        except (
+            ModelError
+        ):  # a class whose files cannot be followed (docs/developers/families.md) is loaded all the same
             pass
     with closing(SafetensorsSource(folder, layout, asked_by=str(folder))) as source:
         if layout is not None:

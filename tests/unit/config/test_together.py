@@ -1,4 +1,4 @@
-"""What goes with what: the table of docs/posttraining.md, the resolver and the tests on ranks tell the same."""
+"""What goes with what: the table of docs/adapters.md, the resolver and the tests on ranks tell the same."""
 
 from __future__ import annotations
 

@@ -74,6 +74,6 @@ def test_matrices_are_what_multiplies_and_their_sides_are_known(family: str) -> 
 
 @pytest.mark.slow  # those above have all forms that there are
 def test_the_matrices_of_every_family() -> None:
-    rows = read(REPO / "docs/families.jsonl")
+    rows = read(REPO / "docs/developers/families.jsonl")
     trained = {row["family"] for row in rows if row["outcome"] == "passes"} - set(_ODD)
     assert [line for family in sorted(trained) for line in wrong(family)] == []

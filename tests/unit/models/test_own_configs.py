@@ -24,7 +24,7 @@ INFINITE = ("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h")
 
 def test_every_family_reads_its_own_export_and_what_transformers_saves(tmp_path: Path) -> None:
     infinite = []
-    for family in sorted({row["family"] for row in read(REPO / "docs/families.jsonl")}):
+    for family in sorted({row["family"] for row in read(REPO / "docs/developers/families.jsonl")}):
         try:
             config = load_config(ModelConfig(config=tiny(family)))
         except ModelError as error:

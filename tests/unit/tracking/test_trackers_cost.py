@@ -93,8 +93,8 @@ def test_a_row_to_five_trackers_is_handed_over_at_once(
 
 @pytest.mark.slow
 def test_the_step_time_with_five_trackers_is_within_a_percent(tmp_path: Path) -> None:
-    """60 pairs of blocks, beside none against none in the same way; docs/benchmarks.md has the figures. A call that
-    waited for the tracker that sleeps would take 30 s: the longest ones are what other jobs took of the processor."""
+    """60 pairs of blocks, beside none against none in the same way (docs/developers/benchmarks.md). A call
+    that waited for the tracker that sleeps would take 30 s: other jobs on the processor take the longest times."""
     words: dict[str, Any] = {"blocks": 60, "steps": 10, "size": 768, "times": 1}
     noise, *_ = share(tmp_path / "noise", **words, five=False)
     ratio, step_s, computed, waited = share(tmp_path / "five", **words)
