@@ -39,7 +39,8 @@ def figures(commit: str | None) -> dict[str, int]:
     )
     nodes = [node for text in package.values() for node in ast.walk(ast.parse(text))]
     functions = [node for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
-    documented = (ast.get_docstring(node) for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef)))
+    owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    documented = (ast.get_docstring(node) for node in nodes if isinstance(node, owners))
     helpers = {name: text for name, text in tests.items() if name.startswith("tests/helpers/")}
     return {
         "package lines": lines(package),

@@ -31,10 +31,6 @@ class Block(LlamaDecoderLayer):
         return super().forward(hidden_BTH, position_embeddings=self.rotary(hidden_BTH, positions))
 
 
-def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    return mean_cross_entropy(logits.float(), labels)
-
-
 def adamw(module: nn.Module, case: Case, *, one_group: bool = False) -> torch.optim.AdamW:
     """As our engine has it; `one_group`: vectors decay, too."""
     groups: list[dict[str, Any]] = [{"params": [p for p in module.parameters() if p.dim() >= 2 or one_group]}]

@@ -191,7 +191,7 @@ def learnt_from_column(writes: Case, learns: Case, folder: str, top_k: int) -> t
     return trace, taught_by(asked, weights, ranks)
 
 
-def test_a_column_is_written_and_read_under_any_form(pools, small_data, teacher, tmp_path):
+def test_a_column_that_zero_3_writes_is_read_under_zero_1(pools, small_data, teacher, tmp_path):
     """The loss is the definition's of k + 1 events."""
     folder = str(shutil.copytree(small_data, tmp_path / "data"))
     want = plainly(small_data, teacher, 16)

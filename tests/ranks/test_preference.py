@@ -166,7 +166,7 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> str:
     return prepared_unpaired(tmp_path_factory.mktemp("judged"))
 
 
-def test_kto_is_its_definition_under_every_form(pools, judged):
+def test_kto_in_a_pipeline_is_its_definition(pools, judged):
     """z is of the global batch: three micro-batches a rank and one give the same."""
     want = plainly(case_of(judged, lr=2e-3), "kto")
     config = Objective.of("kto", beta=0.1, desirable_weight=1.0, undesirable_weight=0.25)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.helpers.families import FAMILIES, VARIANTS, tied
+from tests.helpers.ranks import RankFailed
 from tests.helpers.training import LLAMA, Case, Trace, assert_agrees, make_engine, plain_pytorch, run_case
 
 ON_HOST = {"activation_checkpointing": {"cpu_checkpointing": True}}
@@ -123,6 +124,14 @@ def test_evaluation_is_the_one_of_one_process(pools, small_data):
     for world_size, stage in ((2, 3), (4, 1)):
         for got, counted in pools(world_size).run(evaluated, Case(data=small_data, sequence=2, stage=stage)):
             assert abs(got - want) < 2e-6 and counted == tokens
+
+
+@pytest.mark.parametrize("sequence", [1, 2])
+def test_a_model_that_attends_across_documents_is_refused(pools, small_data, sequence):
+    """transformers' OPT makes its mask without positions."""
+    case = Case(data=small_data, sequence=sequence, stage=3, model=FAMILIES["opt"], isolate_documents=True)
+    with pytest.raises(RankFailed, match="makes its attention mask without positions"):
+        pools(2).run(make_engine, case)
 
 
 def checked_at_the_start(case: Case, fault: str) -> str:

@@ -53,7 +53,7 @@ def check(got: Trace, want: Trace) -> None:
     assert min(want.norms) > 0.1  # it does train
 
 
-def test_every_zero_stage(pools, small_data):
+def test_micro_batches_of_unequal_length_and_clipping(pools, small_data):
     """Grouped-query attention, three micro-batches of unequal length, clipping that bites at every step."""
     case = case_of(small_data, stage=0, accumulation=3, clip=0.05)
     check(pools(2).run(run_case, case)[0], reference(small_data, "llama", False, 0.05))

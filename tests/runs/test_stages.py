@@ -16,7 +16,7 @@ from llmtrain.checkpoint.format import complete_checkpoints, step_folder
 from tests.helpers import forked
 from tests.helpers.forked import Launch
 from tests.helpers.launching import losses, rows, write_recipe
-from tests.helpers.preference import prepared_preferences, prepared_unpaired
+from tests.helpers.preference import prepared_preferences
 from tests.runs.test_first_step import base, late_by_one, recipe, refused, write_column  # noqa: F401  # base: a fixture
 
 CONSTANT = ("--schedule.name", "constant")
@@ -143,24 +143,17 @@ def test_the_report_shows_where_a_stage_begins(trained):
 
 
 @pytest.mark.needs("peft")
-@pytest.mark.parametrize(
-    "name",
-    [
-        "dpo",
-    ],
-)
-def test_each_stage_of_answers_has_its_own_column(base, tmp_path, warm, name):  # noqa: F811
+def test_each_stage_of_answers_has_its_own_column(base, tmp_path, warm):  # noqa: F811
     """One command writes those of all stages; a wrong one is said with its stage before the first step. Other data with
     another number of sets goes on from a checkpoint as if it had been planned."""
-    prepared = prepared_preferences if name == "dpo" else prepared_unpaired
     counts = {"first": 60, "second": 50, "third": 40}
     for folder in counts:
         (tmp_path / folder).mkdir()
-    first, second, third = (prepared(tmp_path / folder, count) for folder, count in counts.items())
+    first, second, third = (prepared_preferences(tmp_path / folder, count) for folder, count in counts.items())
     mixture = {second: 0.7, third: 0.3}
 
     def recipe_of(run: str, **data: Any) -> Path:
-        path = recipe(tmp_path / run, base, first, {"name": name})
+        path = recipe(tmp_path / run, base, first, {"name": "dpo"})
         tree = yaml.safe_load(path.read_text())
         tree["data"] = {"sequence_length": 192, "isolate_documents": True, **data}
         tree["train"] |= {"max_steps": 4, "global_batch": 4}
@@ -177,12 +170,11 @@ def test_each_stage_of_answers_has_its_own_column(base, tmp_path, warm, name):  
     column.write_text(told.replace(json.loads(told)["weights"], "0" * 32))
     refused(planned, "data.stages, from step 2: its column is of other weights than that of the run's first data")
     column.write_text(told)
-    if name == "dpo":
-        right = {path: path.read_bytes() for path in Path(second).glob("reference*")}
-        late_by_one(second)
-        refused(planned, "data.stages, from step 2: objective.name dpo: before the first step the model is its own")
-        for path, content in right.items():
-            path.write_bytes(content)
+    right = {path: path.read_bytes() for path in Path(second).glob("reference*")}
+    late_by_one(second)
+    refused(planned, "data.stages, from step 2: objective.name dpo: before the first step the model is its own")
+    for path, content in right.items():
+        path.write_bytes(content)
     forked.train(planned, world_size=1)
     want = losses(tmp_path / "planned/run")
     assert len(want) == 4

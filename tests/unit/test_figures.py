@@ -16,7 +16,7 @@ def test_the_figures_of_a_tree_and_of_its_last_commit(
     monkeypatch.setattr(figures, "REPO", tmp_path)
     monkeypatch.setattr("sys.argv", ["figures.py"])
     written = {
-        "llmtrain/a.py": 'def f() -> int:\n    """Two words."""\n    return 1\n',
+        "llmtrain/a.py": '"""One."""\n\nasync def f() -> int:\n    """Two words."""\n',
         "llmtrain/config/b.py": "x = 1\n",
         "tests/helpers/h.py": "y = 1\ny = 2\n",
         "tests/unit/test_a.py": "z = 1\n",
@@ -36,8 +36,8 @@ def test_the_figures_of_a_tree_and_of_its_last_commit(
         for line in capsys.readouterr().out.splitlines()
     }
     assert told == {
-        "package lines": "6 (+2 since HEAD)", "package files": "3 (+1 since HEAD)", "config/ lines": "1",
-        "functions": "2 (+1 since HEAD)", "words of docstrings": "2", "test lines": "1", "test helper lines": "2",
+        "package lines": "7 (+2 since HEAD)", "package files": "3 (+1 since HEAD)", "config/ lines": "1",
+        "functions": "2 (+1 since HEAD)", "words of docstrings": "3", "test lines": "1", "test helper lines": "2",
         "words of docs": "2 (-1 since HEAD)",
     }  # fmt: skip
     (tmp_path / ".git").rename(tmp_path / "gone")

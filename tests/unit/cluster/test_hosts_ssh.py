@@ -135,6 +135,7 @@ def test_ssh_never_asks_and_the_host_comes_after_the_options(fake_ssh):
     one("a")
     (line,) = (fake_ssh / "asked").read_text().splitlines()
     assert "-o BatchMode=yes" in line and "-o ConnectTimeout=10" in line and " -- a exec /bin/sh" in line
+    assert "-o ServerAliveInterval=5" in line and "-o ServerAliveCountMax=2" in line, "a cut link would not be noticed"
 
 
 def test_every_byte_arrives_as_an_argument_and_on_standard_input():

@@ -201,7 +201,7 @@ def test_the_bound_holds_and_sets_in_use_stay(folder: Path, tmp_path: Path, monk
     assert make_room(root, 0, 0) and [path.name for path in root.iterdir() if path.is_dir()] == ["thesis"]
 
 
-def test_a_step_of_64_sequences_takes_two_round_trips(folder: Path, tmp_path: Path) -> None:
+def test_the_shards_of_a_step_are_asked_for_at_once(folder: Path, tmp_path: Path) -> None:
     """64 sequences over all shards, none of which is here: none of them waits for another one."""
     config = DataConfig(path=f"lag://{folder}", cache=str(tmp_path / "cache"), sequence_length=10)
     data, plain = TrainData(config), TrainData(DataConfig(path=str(folder), sequence_length=10))

@@ -153,7 +153,7 @@ def test_the_state_is_what_was_taken_not_what_was_read_ahead(data: TrainData) ->
         assert loader.next_index == 4
 
 
-def test_closing_ends_the_thread_at_once(data: TrainData) -> None:
+def test_closing_ends_the_thread(data: TrainData) -> None:
     loader = loader_of(data)
     next(loader)
     loader.close()

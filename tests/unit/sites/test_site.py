@@ -479,8 +479,11 @@ def test_a_site_alone_beside_one_that_is_there_waits_says_so_and_makes_no_outer_
     a, engine, events = joined(meeting, "a")
     a.begin(0, 0, 60.0)
     gives_up_after(a, 0.3)
-    a._members.heard = lambda: [Heard(id="b:1", silent_s=0.5, met=True), Heard(id="c:1", silent_s=60.0, met=True)]
+    asked = []
+    others = [Heard(id="b:1", silent_s=0.5, met=True), Heard(id="c:1", silent_s=60.0, met=True)]
+    a._members.heard = lambda: asked.append(1) or others
     two_steps(a, engine, 1)()
+    assert len(asked) > 1, "it did not wait for b"
     assert events[-1][0] == "synchronise_failed"
     assert events[-1][1]["reason"] == "this site is alone: b is there and is not at this meeting"
     assert "site a is alone: b is there, and not at this meeting yet; it waits" in capsys.readouterr().err
