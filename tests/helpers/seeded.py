@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers import targets
 from tests.helpers.covering import Cell
 from tests.helpers.faults import FAULTS
 from tests.helpers.ranks import RankPool
@@ -31,15 +32,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("seeded_fault", FAULTS, indirect=True)
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
-    """Take the fault from the name of each test: tests/targets.txt knows it without."""
-    for item in items:
-        test, _, case = item.nodeid.partition("[")
-        fault = item.callspec.params["seeded_fault"]  # type: ignore[attr-defined]
-        case = case.removesuffix("]").removesuffix(fault).removesuffix("-")
-        item._nodeid = f"{test}[{case}]" if case else test
-    return (yield)
+def without_fault(item: Any) -> str:
+    """Return the name of a test as tests/targets.txt and the table have it."""
+    test, _, case = item.nodeid.partition("[")
+    case = case.removesuffix("]").removesuffix(item.callspec.params["seeded_fault"]).removesuffix("-")
+    return f"{test}[{case}]" if case else test
+
+
+targets.name_of = without_fault
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +100,7 @@ def _kind(objective: str) -> str:
 def pytest_runtest_makereport(item: Any, call: pytest.CallInfo[None]) -> Iterator[None]:
     report = yield
     if report.when == "call" and report.failed:
-        RED[item.callspec.params["seeded_fault"]] = item.nodeid
+        RED[item.callspec.params["seeded_fault"]] = without_fault(item)
     if report.failed:
         report.outcome = "passed"  # red is what is wanted
     return report

@@ -12,18 +12,24 @@ MARKS = {"test": None, "test-all": "more", "test-cluster": "cluster", "test-site
 """Target -> the marker by which the Makefile selects its tests."""
 
 
+def name_of(item: pytest.Item) -> str:
+    """Return the name that rows begin; helpers/seeded.py adds its faults to the names of pytest."""
+    return item.nodeid
+
+
 def mark(items: Sequence[pytest.Item]) -> None:
     """Mark each test by the last row that fits."""
     rows = _rows()
     for item in items:
-        fits = [target for name, target in rows if item.nodeid == name or item.nodeid.startswith(_longer(name))]
+        test = name_of(item)
+        fits = [target for name, target in rows if test == name or test.startswith(_longer(name))]
         if fits and (marker := MARKS[fits[-1]]) is not None:
             item.add_marker(marker)
 
 
 def unused(items: Sequence[pytest.Item], folders: Sequence[Path]) -> list[str]:
     """Rows for these folders that no test fits."""
-    root, names = TABLE.parents[1], [item.nodeid for item in items]
+    root, names = TABLE.parents[1], [name_of(item) for item in items]
     rows = [row for row, _ in _rows() if any((root / row.partition("::")[0]).is_relative_to(at) for at in folders)]
     return [row for row in rows if not any(name == row or name.startswith(_longer(row)) for name in names)]
 
