@@ -13,7 +13,7 @@ from llmtrain.tracking import metrics
 BEGIN, END = "<!-- generated: begin -->", "<!-- generated: end -->"
 _RULES = """### Settings that do not go together
 
-Each example changes a run that is right without it. `llmtrain config check` reports the values and lines of your own.
+Each example is refused in a run that is right without it. The message names the lines of your values and the remedy.
 """
 PAGES: dict[str, Callable[[], str]] = {
     "configuration.md": lambda: "\n".join([schema.markdown(), _RULES, together.rules_markdown()]),

@@ -258,7 +258,8 @@ def markdown() -> str:
             lines += ["", f"### `{head}`" if head else "### top level", ""]
             lines += ["| field | type | default | meaning |", "|---|---|---|---|"]
         meaning = entry.meaning.replace("|", "\\|")
-        lines.append(f"| `{name}` | {entry.values} | `{entry.default}` | {meaning} |")
+        values = entry.values.replace("a whole number", "integer").replace("a number", "number").removeprefix("one of ")
+        lines.append(f"| `{name}` | {values} | `{entry.default}` | {meaning} |")
     return "\n".join(lines).strip() + "\n"
 
 

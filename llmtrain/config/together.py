@@ -213,10 +213,10 @@ def _case(run: RunConfig, tree: dict[str, Any]) -> rules.Case:
 
 def rules_markdown() -> str:
     """The table of docs/configuration.md: settings that are refused."""
-    lines = ["| settings, for example | why | remedy |", "|---|---|---|"]
+    lines = ["| refused, for example | because |", "|---|---|"]
     for rule in all_rules():
-        settings = "<br>".join(f"`{key} = {show(value)}`" for key, value in rule.example.items())
-        lines.append(f"| {settings} | {' | '.join(texts(rule))} |")
+        settings = ", ".join(f"`{key}: {show(value)}`" for key, value in rule.example.items())
+        lines.append(f"| {settings} | {texts(rule)[0]} |")
     return "\n".join(lines) + "\n"
 
 

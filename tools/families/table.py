@@ -16,15 +16,14 @@ _TITLES = {"zero3": "ZeRO 3", "pp2": "PP 2", "tp2": "TP 2", "sp2": "SP 2", "ep2"
 _INTRO = """\
 # Model families
 
-Each causal language model that transformers registers, as a tiny model with random weights on two CPU ranks, through
-the real commands: ten steps of `llmtrain train` with a save, validation and export, and `llmtrain parity` over five
-steps. `python -m tools.families` runs it (two hours, or in pieces) and writes [families.jsonl](families.jsonl),
-which holds each outcome with its date, versions and reason; `python -m tools.families --table` makes this page of it.
+Each causal language model that transformers registers, as a tiny model with random weights on two CPU ranks: ten steps
+of `llmtrain train` with a save, an evaluation and an export, and five steps of `llmtrain parity`.
+`python -m tools.families` runs them (two hours, or in pieces) and writes [families.jsonl](families.jsonl), with the
+date, the versions and the reason of each outcome; `python -m tools.families --table` makes this page.
 """
 _LEGEND = """\
-yes: ten steps, and parity passes; with a name: with that `expert_parallel.preset_model`, which the refusal without one
-offers. A number: refused with the reason below (a message and exit code 2), or no tiny model
-of the family could be made. not run: no result yet. -: a model without experts. What is printed **so** is a fault.
+yes: both commands pass; with a name: with that `expert_parallel.preset_model`. A number: refused for the reason below.
+not run: no result yet. -: a model without experts. An outcome in **bold** is a fault.
 """
 
 
@@ -42,15 +41,15 @@ def write_page(results: Path, page: Path) -> None:
 def text_of(rows: Rows) -> str:
     """The whole page."""
     reasons: dict[str, int] = {}
-    lines = []
+    alike: dict[str, list[str]] = {}
     for family in families():
         mine = {key: row for key, row in rows.items() if key[0] == family}
-        cells = [_cell(mine, family, form, reasons) for form in _TITLES]
-        lines.append(f"| {family} | {' | '.join(cells)} |")
+        alike.setdefault(" | ".join(_cell(mine, family, form, reasons) for form in _TITLES), []).append(family)
+    lines = [f"| {', '.join(names)} | {cells} |" for cells, names in alike.items()]
     dates = sorted({row["date"] for row in rows.values()})
     versions = sorted({" ".join(f"{n} {v}" for n, v in row["versions"].items()) for row in rows.values()})
     ran = f"Run on {', '.join(dates)} with {'; '.join(versions)}. {_counts(rows)}"
-    head = ["| family | " + " | ".join(_TITLES.values()) + " |", "|---" * (len(_TITLES) + 1) + "|"]
+    head = ["| families | " + " | ".join(_TITLES.values()) + " |", "|---" * (len(_TITLES) + 1) + "|"]
     told = [f"{number}. {reason}" for reason, number in reasons.items()]
     return "\n".join([_INTRO, ran, "", _LEGEND, *head, *lines, "", "## Reasons", "", *told, ""])
 
@@ -109,6 +108,10 @@ def _general(row: dict[str, Any]) -> str:
         r"(?<=loss of MODEL computed in chunks is )\d+\.\d+, from its own logits \d+\.\d+", "N, from its own M", text
     )
     text = re.sub(r"(size|layers?[ .])\d+", r"\1N", text)
+    text = re.sub(r"^(pipeline|tensor_parallel)\.\S+ \d+: .*stands in the way: ", "ranks cannot divide MODEL: ", text)
+    text = re.sub(r"(?<=: )MODEL cannot be taken apart: ", "", text)
+    text = re.sub(r" (To go on, r|R)emove the section: .*", "", text)
+    text = re.sub(r".*(wraps a|is a) MODEL model together with others.*", "it wraps a text model with others.", text)
     if row["outcome"] == "FAIL":
         text = re.sub(r" FAIL$", "", text)
     return text[:420].replace("|", "/").replace("<", "&lt;") or row["outcome"]

@@ -571,24 +571,40 @@ WAS_OFF: dict[str, Any] = {"zero_optimization.mics_shard_size": -1}
 
 
 def markdown() -> str:
-    """The table of docs/deepspeed.md: every key at every ZeRO stage, and below it why some are refused."""
-    lines = ["| key | DeepSpeed's default | ZeRO 0 | 1 | 2 | 3 |", "|---|---|---|---|---|---|"]
-    notes: list[Why] = []
-
-    def number(why: Why) -> str:
-        if why not in notes:
-            notes.append(why)
-        return f"({notes.index(why) + 1})"
-
+    """The lists of docs/deepspeed.md: for each section the keys that are proved, without effect and refused."""
+    by_section: dict[str, list[tuple[str, Key]]] = {}
     for dotted, key in leaves():
-        cells = []
-        for stage in STAGES:
-            why = key.refused or key.at.get(stage)
-            cells.append(f"refused {number(why)}" if why else key.effect)
-        single = [f"`{json.dumps(value)}` refused {number(why)}" for value, why in key.values]
-        name = ", ".join([f"`{dotted}`", *single])
-        default = "" if key.default is None else f"`{json.dumps(key.default)}`"
-        lines.append(f"| {name} | {default} | {' | '.join(cells)} |")
-    lines.append("")
-    lines += [f"{number}. {why.rule}. Remedy: {why.remedy}." for number, why in enumerate(notes, 1)]
-    return "\n".join(lines) + "\n"
+        section, _, name = dotted.partition(".")
+        by_section.setdefault(section if name else "", []).append((name or dotted, key))
+    lines: list[str] = []
+    for section, keys in by_section.items():
+        lines += [f"### `{section}`" if section else "### Keys at the top", ""]
+        for effect in ("proved", "no effect"):
+            if names := [_at(name, _taken(key)) for name, key in keys if key.effect == effect and _taken(key)]:
+                lines += [f"{effect.capitalize()}: {', '.join(names)}.", ""]
+        refused: dict[Why, list[str]] = {}
+        for name, key in keys:
+            for value, why in key.values:
+                refused.setdefault(why, []).append(f"`{name}: {json.dumps(value)}`")
+            for why in dict.fromkeys(_reasons(key).values()):
+                at = tuple(stage for stage, reason in _reasons(key).items() if reason == why)
+                refused.setdefault(why, []).append(_at(name, at))
+        if refused:
+            lines += ["| refused | because | instead |", "|---|---|---|"]
+            lines += [f"| {', '.join(names)} | {why.rule} | {why.remedy} |" for why, names in refused.items()]
+            lines.append("")
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def _reasons(key: Key) -> dict[int, Why]:
+    """ZeRO stage -> reason of a refusal there."""
+    return dict.fromkeys(STAGES, key.refused) if key.refused else dict(key.at)
+
+
+def _taken(key: Key) -> tuple[int, ...]:
+    """The ZeRO stages at which a value other than the default is accepted."""
+    return tuple(stage for stage in STAGES if stage not in _reasons(key))
+
+
+def _at(name: str, stages: tuple[int, ...]) -> str:
+    return f"`{name}`" if stages == STAGES else f"`{name}` (ZeRO {', '.join(map(str, stages))})"
