@@ -58,3 +58,9 @@ class Child:
         with contextlib.suppress(BrokenPipeError):
             self._in.close()
         self._out.close()
+
+
+def read_marked(text: str, mark: str) -> dict[str, Any] | None:
+    """The JSON object in the last line of a program's output that begins with `mark`; None where there is none."""
+    lines = [line for line in text.splitlines() if line.startswith(mark)]
+    return dict(json.loads(lines[-1].removeprefix(mark))) if lines else None

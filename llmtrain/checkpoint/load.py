@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from llmtrain.base.errors import CheckpointError, ConfigError
+from llmtrain.base.rank.heartbeat import heart
 from llmtrain.checkpoint.format import (
     OUTER,
     TRAINER,
@@ -33,7 +34,6 @@ from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.checkpoint.retain import set_aside
 from llmtrain.checkpoint.rundir import CheckpointFolder, origin
 from llmtrain.checkpoint.verify import damaged_parts, wrong_frozen
-from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.config.plugins import CHANGED, FLAG, changed_ok
 from llmtrain.config.problems import show
 from llmtrain.config.reader import saved_stages

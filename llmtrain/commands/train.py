@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmtrain.base.devices import let_segments_grow
 from llmtrain.base.files import refuse_if_in_use
-from llmtrain.cluster import messages
-from llmtrain.cluster.watch import rank_side
+from llmtrain.base.rank import messages, watch
 from llmtrain.commands import completion
 from llmtrain.config import plugins
 from llmtrain.config.load import load
@@ -83,13 +82,13 @@ def train(
 def _train(argv: list[str], parts: Sequence[Part] = ()) -> tuple[ResolvedRun, int]:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     source = "WORLD_SIZE, set by the launcher" if "WORLD_SIZE" in os.environ else "started without a launcher"
-    with rank_side.outcome_reported():
+    with watch.outcome_reported():
         if messages.SECRETS in os.environ:
-            from llmtrain.cluster.hosts.variables import load_secrets
+            from llmtrain.base.rank.launcher import load_secrets
 
             load_secrets()
         if "LOCAL_RANK" in os.environ and messages.SUPERVISED not in os.environ:  # `llmtrain launch` has read it
-            from llmtrain.cluster.hosts.hostfile import refuse_missing_hostfile
+            from llmtrain.base.rank.launcher import refuse_missing_hostfile
 
             refuse_missing_hostfile()
         resolved = load(argv, world_size, source, epoch=sequences_of_epoch)
@@ -107,10 +106,11 @@ def _train(argv: list[str], parts: Sequence[Part] = ()) -> tuple[ResolvedRun, in
                 plugins.check_methods(type(part), "parts")
             named = {getattr(part, "NAME", type(part).__name__): part for part in parts}
             resolved = replace(resolved, run=replace(resolved.run, parts={**resolved.run.parts, **named}))
-        rank_side.begin(
+        watch.begin(
             stall_timeout_s=stall_timeout_s(resolved.run.fault),
             start_timeout_s=resolved.run.fault.start_timeout_s,
             run_dir=resolved.run_dir,
+            agent="llmtrain.cluster.watch.agent",
             notes="llmtrain.tracking.fault_note",
         )
         let_segments_grow()

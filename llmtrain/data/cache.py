@@ -30,8 +30,8 @@ import xxhash
 from llmtrain.base import untrusted
 from llmtrain.base.errors import DataError
 from llmtrain.base.files import cache_folder, lock_file, lock_folder, replace_file
+from llmtrain.base.rank.heartbeat import heart
 from llmtrain.base.redact import redact_text
-from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.data.manifest import NAME, SAMPLE, Manifest, parse_manifest
 from llmtrain.storage.object_store import Store, StoreError, problem_of
 

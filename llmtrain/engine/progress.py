@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
-from llmtrain.cluster.watch.heartbeat import Heartbeat, heart
+from llmtrain.base.rank.heartbeat import Heartbeat, heart
 
 _POLL_S = 0.25
 
@@ -64,7 +64,7 @@ _progress: DeviceProgress | None = None
 def begin(device: torch.device, tend: Callable[[Any], None]) -> None:
     """Tell of this rank's device from now on, once a process. Nothing happens without CUDA.
 
-    `tend`: called with `flight_recorder` a few times a second (cluster/watch/rank_side.py).
+    `tend`: called with `flight_recorder` a few times a second (base/rank/watch.py).
     """
     global _progress
     if device.type != "cuda" or _progress is not None:

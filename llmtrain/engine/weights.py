@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llmtrain.base.errors import ModelError
-from llmtrain.cluster.watch.heartbeat import heart
+from llmtrain.base.rank.heartbeat import heart
 from llmtrain.engine.api import Engine, ForwardCopy, StateTensor
 from llmtrain.engine.dist.control import from_all
 from llmtrain.engine.dist.ranks import Ranks

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from llmtrain.base.errors import ConfigError
-from llmtrain.cluster.watch.heartbeat import heart
+from llmtrain.base.rank.heartbeat import heart
 from llmtrain.config.problems import Places, stop
 from llmtrain.config.run import ModelConfig
 from llmtrain.models.distillation import TeacherLogits

@@ -21,9 +21,9 @@ from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
 from llmtrain.base.errors import UserError
+from llmtrain.base.rank.heartbeat import heart
 from llmtrain.base.threads import in_thread
 from llmtrain.base.untrusted import shown
-from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.config.sites_rules import private
 from llmtrain.sites.sample_ledger import Ledger
 

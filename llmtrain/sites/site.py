@@ -25,8 +25,8 @@ import xxhash
 
 from llmtrain.base import log
 from llmtrain.base.errors import TrainingStopped
+from llmtrain.base.rank.heartbeat import heart
 from llmtrain.base.threads import in_thread
-from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.engine.api import Engine, StateTensor
 from llmtrain.engine.dist.control import from_all, from_rank_0, together
 from llmtrain.engine.dist.ranks import Ranks

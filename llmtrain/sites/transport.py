@@ -26,8 +26,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from llmtrain.base.rank.heartbeat import heart
 from llmtrain.base.untrusted import shown
-from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.sites.tls import Keys, Listener, as_it_is, words
 from llmtrain.storage.region import Region, shared
 

@@ -13,14 +13,14 @@ import torch
 
 from llmtrain.base import log, units
 from llmtrain.base.errors import CheckpointError, DataError
+from llmtrain.base.rank.device_faults import OUT_OF_MEMORY, device_fault
+from llmtrain.base.rank.heartbeat import heart
 from llmtrain.base.redact import redact_text
 from llmtrain.base.threads import in_thread
 from llmtrain.checkpoint.format import complete_checkpoints, step_folder
 from llmtrain.checkpoint.hf.exporting import export_hf
 from llmtrain.checkpoint.hf.inference import Sampling, generate
 from llmtrain.checkpoint.rundir import RunDirectory
-from llmtrain.cluster.watch.explain.device_faults import OUT_OF_MEMORY, device_fault
-from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.config.run import RunConfig
 from llmtrain.data.shards import TokenStream
 from llmtrain.data.stream.train_data import TrainData

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmtrain.base import log, units
 from llmtrain.base.errors import DataError, TrainingStopped
-from llmtrain.cluster.watch.heartbeat import heart
+from llmtrain.base.rank.heartbeat import heart
 from llmtrain.config.plugins import is_of_plugin
 from llmtrain.engine.api import Engine
 from llmtrain.engine.dist.control import StopRequests, from_all

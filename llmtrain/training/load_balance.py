@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from llmtrain.base import log
-from llmtrain.cluster.watch.heartbeat import heart
+from llmtrain.base.rank.heartbeat import heart
 from llmtrain.config.rules import MOST
 from llmtrain.data.stream.loader import MicroBatch, TrainLoader
 from llmtrain.engine.progress import Event

@@ -8,7 +8,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import replace
 
-from llmtrain.cluster.watch.heartbeat import heart
+from llmtrain.base.rank.heartbeat import heart
 from llmtrain.data.stream.loader import TrainLoader
 from llmtrain.training.parts import Done, Part
 from llmtrain.training.step import Position, Request, Session

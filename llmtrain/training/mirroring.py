@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 from llmtrain.base import log, units
 from llmtrain.base.child import Child
+from llmtrain.base.rank.heartbeat import heart
 from llmtrain.base.redact import redact_text
 from llmtrain.checkpoint.format import complete_checkpoints
 from llmtrain.checkpoint.mirror import fetch_newest, refuse_other
 from llmtrain.checkpoint.retain import Best
-from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.engine.dist.control import at_length, together
 
 if TYPE_CHECKING:

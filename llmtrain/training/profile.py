@@ -15,7 +15,7 @@ import torch
 
 from llmtrain.base import log, units
 from llmtrain.base.files import replace_file
-from llmtrain.cluster.watch.heartbeat import heart
+from llmtrain.base.rank.heartbeat import heart
 from llmtrain.config.run import profiled_steps
 from llmtrain.engine.dist.control import from_all
 from llmtrain.optim.optimizers import PARAM

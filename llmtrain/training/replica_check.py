@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llmtrain.base.errors import TrainingStopped
-from llmtrain.cluster.watch.heartbeat import heart
+from llmtrain.base.rank.heartbeat import heart
 from llmtrain.config.plugins import hashes
 from llmtrain.data.stream.loader import StepBatch
 from llmtrain.engine.api import Engine

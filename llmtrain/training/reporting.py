@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from llmtrain.base import log
+from llmtrain.base.rank.heartbeat import heart
 from llmtrain.checkpoint.retain import Best
-from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.data.stream.choices import ChoiceSet
 from llmtrain.data.stream.loader import MicroBatch, validation_batches
 from llmtrain.data.stream.token_bytes import byte_lengths, counted_bytes

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from llmtrain.base import units
 from llmtrain.base.errors import CheckpointError
+from llmtrain.base.rank.heartbeat import heart
 from llmtrain.checkpoint.format import FrozenSource, complete_checkpoints, frozen_source, read_trainer
 from llmtrain.checkpoint.rundir import CheckpointFolder, RunDirectory, origin
-from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.config.plugins import hashes
 from llmtrain.config.run import RunConfig
 from llmtrain.data.stream.course import RECORD

@@ -15,12 +15,11 @@ import torch
 
 from llmtrain.base import log, units
 from llmtrain.base.errors import CheckpointError, TrainingStopped
+from llmtrain.base.rank import messages, watch
+from llmtrain.base.rank.heartbeat import count_collectives, heart
 from llmtrain.checkpoint.format import step_of
 from llmtrain.checkpoint.retain import Best, best_of
 from llmtrain.checkpoint.rundir import CheckpointFolder, RunDirectory, open_checkpoints
-from llmtrain.cluster import messages
-from llmtrain.cluster.watch import rank_side
-from llmtrain.cluster.watch.heartbeat import count_collectives, heart
 from llmtrain.config.batch import Batch
 from llmtrain.config.deepspeed.join import FP32_BY_AUTO
 from llmtrain.config.plugins import hashes, place_of
@@ -90,7 +89,7 @@ def train(checked: Checked) -> int:
                         check_validation(data)  # now, not after days of training
             _train(Setup(checked, ranks), folder, checkpoints, requests)
         except Exception as error:
-            rank_side.failed(error)  # before anything is closed: what is left of the job may hold that up
+            watch.failed(error)  # before anything is closed: what is left of the job may hold that up
             raise
     return 0
 
@@ -136,7 +135,7 @@ def _train(setup: Setup, folder: RunDirectory, checkpoints: CheckpointFolder, re
             if ranks.rank == 0:
                 said = "complete" if ended else "stopped" if asked else "ended"
                 messages.emit("end", status=said, code=0, reason=reason)
-            rank_side.left(0)
+            watch.left(0)
         status = "finished" if ended else "stopped"
     except TrainingStopped as error:
         tracker.event("stop", step=session.step_number, complete=False, reason=str(error))
@@ -205,7 +204,7 @@ def _fill(parts: list[Part], launch: Launch) -> tuple[Saving, Evaluation]:
 def _close(parts: list[Part], kind: Any, error: BaseException | None, trace: Any) -> None:
     """Close the parts, the last first, each of them whatever the others raise."""
     if isinstance(error, Exception) and not isinstance(error, TrainingStopped):
-        rank_side.failed(error)  # now: closing W&B may take 20 s, and the other hosts' ranks wait for this one
+        watch.failed(error)  # now: closing W&B may take 20 s, and the other hosts' ranks wait for this one
     with contextlib.ExitStack() as stack:
         for part in parts:
             stack.callback(part.close, error)

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from llmtrain.base import log
 from llmtrain.base.errors import CheckpointError, TrainingStopped
+from llmtrain.base.rank import messages
+from llmtrain.base.rank.heartbeat import heart
 from llmtrain.checkpoint.format import step_folder
 from llmtrain.checkpoint.retain import Best, keep_newest
 from llmtrain.checkpoint.rundir import CheckpointFolder
 from llmtrain.checkpoint.save import Outcome, Saver
-from llmtrain.cluster import messages
-from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.engine.api import StateTensor
 from llmtrain.engine.dist.control import StopRequests, at_length, from_all
 from llmtrain.training.parts import Done, Part

@@ -292,7 +292,7 @@ def _compiles_layers(spec: ModelSpec, mix: Mix, ranks: Ranks, *, one_shape: bool
         return reason is None and wanted is True
     # Unasked where a layer becomes one graph, and layers of one kind the same. Row maps of tensor parallelism break it;
     # where experts are watched, each layer has a graph of its own, and torch gives up after 8; a collective in compiled
-    # code is not counted for the watch (cluster/watch/heartbeat.py); bitsandbytes has kernels of its own.
+    # code is not counted for the watch (base/rank/heartbeat.py); bitsandbytes has kernels of its own.
     shared, packed = mix.degrees.tensor > 1 or mix.degrees.sequence > 1, spec.adapter.quantize is not None
     return one_shape and mix.may_compile_layers and not shared and not packed and not has_experts(spec.skeleton)
 

@@ -13,7 +13,7 @@ SECRET = "canary-5b2e90d1"
 LAUNCH = """
 import json, os, subprocess, sys
 from pathlib import Path
-from llmtrain.cluster import messages
+from llmtrain.base.rank import messages
 from llmtrain.cluster.hosts.variables import deepspeed_env, deliver, for_pdsh, remove, travelling
 given = json.load(sys.stdin)
 folder = Path(given["folder"])
@@ -32,7 +32,7 @@ print(json.dumps({"private": list(travel.private), "left": remove(given["hosts"]
 RANK = f"""#!{sys.executable}
 import json, os, psutil, sys
 from pathlib import Path
-from llmtrain.cluster.hosts.variables import load_secrets
+from llmtrain.base.rank.launcher import load_secrets
 load_secrets()
 argv = [p.info["cmdline"] for p in psutil.process_iter(["cmdline"])]
 told = {{"environ": dict(os.environ), "argv": sys.argv[1:], "processes": argv}}

@@ -189,7 +189,7 @@ if sys.argv[1:] == ["remove"]:
     print(remove(hosts, path))
 """
 LOAD = (
-    "import os; from llmtrain.cluster.hosts.variables import load_secrets; load_secrets(); "
+    "import os; from llmtrain.base.rank.launcher import load_secrets; load_secrets(); "
     "print(os.environ['WANDB_API_KEY'])"
 )
 

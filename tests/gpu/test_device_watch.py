@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from llmtrain.cluster.watch.explain.facts import excerpt
-from llmtrain.cluster.watch.heartbeat import Heartbeat, read
+from llmtrain.base.rank.heartbeat import Heartbeat, read
+from llmtrain.base.rank.stacks import excerpt
 from llmtrain.engine import progress
 from llmtrain.engine.progress import DeviceProgress
 from tests.helpers.training import joined

@@ -101,7 +101,7 @@ def loops_for_ever(rank: int) -> None:
         from llmtrain.training.step import Session
 
         def step(*_: Any, **__: Any) -> None:
-            from llmtrain.cluster.watch.heartbeat import heart
+            from llmtrain.base.rank.heartbeat import heart
 
             heart.phase("forward")
             while True:
@@ -114,7 +114,7 @@ def spins_in_evaluate(rank: int) -> None:
     """Once training is over: a rank whose device does not end a collective spins there, and never beats."""
     watched(rank)
     if rank == 1:
-        from llmtrain.cluster.watch.heartbeat import heart
+        from llmtrain.base.rank.heartbeat import heart
         from llmtrain.training import reporting
 
         plain = reporting.evaluation_batches
@@ -129,8 +129,8 @@ def spins_in_evaluate(rank: int) -> None:
 
 def _as_on_gpus(act: Callable[[], None]) -> None:
     """The ranks compute on devices, as far as the watch knows, and `act` is called when they have met."""
-    from llmtrain.cluster.watch import rank_side as watch
-    from llmtrain.cluster.watch.heartbeat import heart
+    from llmtrain.base.rank import watch
+    from llmtrain.base.rank.heartbeat import heart
     from llmtrain.training import run
 
     plain = run.introduce
@@ -146,8 +146,8 @@ def _as_on_gpus(act: Callable[[], None]) -> None:
 def never_begins_a_collective(rank: int) -> None:
     """In its first step a rank spins, as in a wait for a device, while the other's device is in a collective."""
     watched(rank)
-    from llmtrain.cluster.watch import rank_side as watch
-    from llmtrain.cluster.watch.heartbeat import heart
+    from llmtrain.base.rank import watch
+    from llmtrain.base.rank.heartbeat import heart
 
     def tend() -> None:
         while True:

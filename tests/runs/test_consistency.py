@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from llmtrain.cluster import messages
+from llmtrain.base.rank import messages
 from tests.helpers import forked
 from tests.helpers.launching import rows, write_recipe
 

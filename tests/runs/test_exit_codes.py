@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from llmtrain import cli
-from llmtrain.cluster import messages
+from llmtrain.base.rank import messages
 from llmtrain.cluster.launch.attempts import Attempt
 from tests.helpers import forked
 from tests.helpers.launching import REPO, rows, write_recipe

@@ -36,12 +36,12 @@ def test_a_wrong_configuration_ends_every_rank_with_one_message(small_data, tmp_
 
 LATE = """
 import os, time
-from llmtrain.cluster.watch import rank_side
-begin = rank_side.begin
+from llmtrain.base.rank import watch
+begin = watch.begin
 def late(**words):
     begin(**words)
     time.sleep(20 if os.environ["RANK"] == "1" else 0)
-rank_side.begin = late
+watch.begin = late
 """
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import pytest
 
-from llmtrain.cluster import messages
+from llmtrain.base.rank import messages
 from tests.helpers import stalls
 from tests.helpers.forked import Launch
 from tests.helpers.gpu_texts import ILLEGAL, watchdog_ended

@@ -59,15 +59,16 @@ THE_SITE = "models/parallel/mesh.py"  # the one place that names torch's world
 LAZY_DISPATCH = ("__init__", "cli", "__main__")
 # Names of the Python door, and of a group of entry points.
 NO_MODULES = {*(f"llmtrain.{name}" for name in llmtrain.__all__), "llmtrain.plugins"}
-# Which other parts of cluster a part of it may import; `messages` and `gpus` are contracts between them.
+# Which other parts of cluster a part of it may import.
 WITHIN_CLUSTER: dict[str, set[str]] = {
-    "messages": set(),
     "gpus": set(),
-    "hosts": {"messages"},
+    "hosts": set(),
     "doctor": {"hosts", "gpus"},
-    "watch": {"messages", "gpus"},
-    "launch": {"hosts", "doctor", "watch", "messages"},
+    "watch": {"gpus"},
+    "launch": {"hosts", "doctor", "watch"},
 }
+RANK = "commands/train.py"
+STARTED_BY_A_RANK = "cluster/watch/agent.py"
 MODULE = re.compile(r"\bllmtrain(?:\.\w+)+")
 SOURCE = re.compile(r"(?:\w+/)+\w+\.py\b")
 
@@ -182,6 +183,18 @@ def test_no_two_folders_of_a_part_import_each_other() -> None:
     assert not {pair for pair in pairs if pair[::-1] in pairs and pair < pair[::-1]}
 
 
+def test_a_rank_needs_nothing_of_cluster() -> None:
+    """`llmtrain train` and all that it may import use base/rank; the watch's agent is a process beside it."""
+    reached, todo = set(), [PACKAGE / RANK]
+    while todo:
+        file = todo.pop()
+        if file not in reached:
+            reached.add(file)
+            todo += graph()[file] - {PACKAGE / STARTED_BY_A_RANK}
+    assert PACKAGE / "training/run.py" in reached and PACKAGE / "base/rank/heartbeat.py" in reached
+    assert not [str(file.relative_to(PACKAGE)) for file in reached if part_of(file) == "cluster"]
+
+
 def test_light_parts_import_nothing_heavy() -> None:
     wrong, light = [], [file for file in FILES if str(file.relative_to(PACKAGE)).startswith(LIGHT)]
     light.remove(PACKAGE / "optim/lion.py")  # imported by a `build` of optim/optimizers.py
@@ -223,7 +236,7 @@ def test_deepspeed_initialize_is_called_in_one_file() -> None:
 
 def test_collectives_name_their_group_and_count_ranks_within_it() -> None:
     """A site's ranks are not all there are: outside of engine/dist, which makes the first, nothing reaches beyond."""
-    from llmtrain.cluster.watch.heartbeat import _FUNCTIONS
+    from llmtrain.base.rank.heartbeat import _FUNCTIONS
 
     makers = {"new_group", "split_group"}
     reaching = {*_FUNCTIONS, "get_rank", "get_world_size", "get_backend"} - makers
@@ -284,7 +297,7 @@ def test_modules_and_files_that_strings_name_are_there() -> None:
 
 
 def test_the_walker_sees_lazy_and_plain_imports_and_strings() -> None:
-    assert "llmtrain.cluster.watch.agent" in {module for module, _ in imported(PACKAGE / "cluster/watch/rank_side.py")}
+    assert "llmtrain.cluster.watch.agent" in {module for module, _ in imported(PACKAGE / "commands/train.py")}
     assert "llmtrain.base.errors.UserError" in {module for module, _ in imported(PACKAGE / "cli.py")}
     lazy = {module for module, _ in imported(PACKAGE / "config/deepspeed/read.py")}
     assert "deepspeed.runtime.config.DeepSpeedConfig" in lazy

@@ -58,8 +58,8 @@ def told(folder: Path) -> None:
 
 def llmtrain(folder: Path) -> None:
     """The quickstart as its command runs it."""
+    from llmtrain.base.rank.heartbeat import heart
     from llmtrain.cli import main
-    from llmtrain.cluster.watch.heartbeat import heart
 
     heart.end_step = lambda step: told(folder)  # type: ignore
     run = ("--data.path", str(folder / "data"), "--train.run_dir", str(folder / "run"), "--tracking.wandb", "disabled")

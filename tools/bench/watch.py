@@ -49,9 +49,9 @@ tracking: {{wandb: disabled}}
 
 def rank(recipe: str, results: str, control: str) -> None:
     """One rank: llmtrain's own training, with the watch switched off in every other block of steps."""
+    from llmtrain.base.rank.folder import AGENT
+    from llmtrain.base.rank.heartbeat import _COLLECTIVES, Heartbeat, heart
     from llmtrain.cli import main
-    from llmtrain.cluster.watch.folder import AGENT
-    from llmtrain.cluster.watch.heartbeat import _COLLECTIVES, Heartbeat, heart
 
     blocks: list[list[float]] = [[]]  # seconds of steps; in every second block, from the first on, with the watch
     seen = {"steps": 0, "on": True, "began": 0.0}
@@ -113,7 +113,7 @@ def cost_of_a_call() -> float:
     """Microseconds that a collective takes longer because it is counted."""
     import torch
 
-    from llmtrain.cluster.watch.heartbeat import _counted
+    from llmtrain.base.rank.heartbeat import _counted
 
     def plain() -> None:
         pass

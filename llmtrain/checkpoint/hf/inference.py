@@ -16,13 +16,13 @@ from typing import Any
 
 from llmtrain.base import log, untrusted
 from llmtrain.base.errors import CheckpointError, ModelError, UserError
+from llmtrain.base.rank.device_faults import device_fault
 from llmtrain.checkpoint.format import MANIFEST, complete_checkpoints, hash_file
 from llmtrain.checkpoint.hf.exporting import export_hf, layout_of
 from llmtrain.checkpoint.hf.folder_files import MARK
 from llmtrain.checkpoint.listing import best_checkpoints, find_checkpoints, read_while_there
 from llmtrain.checkpoint.meaning import refuse_other_base
 from llmtrain.checkpoint.remote import checkpoints_at
-from llmtrain.cluster.watch.explain.device_faults import device_fault
 from llmtrain.config.run import ModelConfig
 from llmtrain.data.tokenize import refuse_unsafe
 from llmtrain.models.adapter import CONFIG, MAGNITUDE, PREFIX, WEIGHTS, need_peft

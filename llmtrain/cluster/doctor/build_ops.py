@@ -8,9 +8,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from llmtrain.base.rank.op_builds import BUILD_LOCK
 from llmtrain.cluster.doctor.checks import STALE_S, Finding, Survey
 from llmtrain.cluster.doctor.preflight import Needs, Report, in_order, preflight
-from llmtrain.cluster.doctor.probe import BUILD_LOCK
 from llmtrain.cluster.hosts.ssh import on_hosts
 
 LIMIT_S = 600.0

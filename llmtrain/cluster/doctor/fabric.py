@@ -15,11 +15,12 @@ from statistics import median
 from typing import Any
 
 from llmtrain.base import units
+from llmtrain.base.child import read_marked
 from llmtrain.cluster.doctor import tcp_rates
 from llmtrain.cluster.doctor.checks import Finding, Level, Survey
 from llmtrain.cluster.doctor.differences import held, right_interfaces
 from llmtrain.cluster.doctor.preflight import Needs, Report, in_order
-from llmtrain.cluster.doctor.survey import ask_python, in_parallel, program, read_marked
+from llmtrain.cluster.doctor.survey import ask_python, in_parallel, program
 from llmtrain.cluster.hosts.hostfile import Host
 from llmtrain.cluster.hosts.ssh import FAN_OUT, Answer, on_hosts
 

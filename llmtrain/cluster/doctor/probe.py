@@ -1,7 +1,7 @@
 """The facts of a host as one JSON object. Piped into a host's Python over ssh: nothing need be installed there.
 
-Standard library only, and Python 3.8 on. `program` of survey.py puts cluster/gpus.py before it, whose `look_gpus` is
-one of the questions, and appends the call of `main`.
+Standard library only, and Python 3.8 on. `program` of survey.py puts the module that it imports
+before it, and cluster/gpus.py, whose `look_gpus` is one of the questions, and appends the call of `main`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ import threading
 import time
 from typing import Any
 
+from llmtrain.base.rank.op_builds import is_held, users_of
+
 MARK = "llmtrain-facts "
-BUILD_LOCK = "llmtrain-build.lock"
-"""The lock, in torch's folder of extensions, of a build of ops by llmtrain (engine/deepspeed/optimizers.py)."""
 INFINIBAND = "/sys/class/infiniband"
 LIMIT_S = 12.0
 """Limit of all questions together: one that a dead file server holds up is left out and reported."""
@@ -285,35 +285,6 @@ def look_nonce(ask: Facts) -> Facts:
     except OSError as error:
         return {"error": error.strerror}
     return {"written": True}
-
-
-def users_of(path: str) -> list[int]:
-    """Ids of the processes that have a file open, as a build has its lock while it lives."""
-    wanted = os.stat(path)
-    found = []
-    for folder in glob.glob("/proc/[0-9]*/fd"):
-        with contextlib.suppress(OSError):
-            for each in os.scandir(folder):
-                with contextlib.suppress(OSError):
-                    status = os.stat(each.path)
-                    if (status.st_dev, status.st_ino) == (wanted.st_dev, wanted.st_ino):
-                        found.append(int(folder.split("/")[2]))
-    return found
-
-
-def is_held(folder: str) -> bool:
-    """True if llmtrain builds an op in it: also in a container, or on a host, whose processes are not seen."""
-    try:
-        handle = os.open(os.path.join(folder, BUILD_LOCK), os.O_RDWR)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(handle)
-    return False
 
 
 def look_ops(ask: Facts) -> Facts:

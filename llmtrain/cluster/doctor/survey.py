@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import sys
 import time
@@ -16,6 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from llmtrain.base.child import read_marked
+from llmtrain.base.rank import op_builds
 from llmtrain.cluster import gpus
 from llmtrain.cluster.doctor import probe
 from llmtrain.cluster.doctor.checks import Folder, Survey
@@ -46,11 +49,13 @@ def in_parallel(hosts: Sequence[str], work: Callable[[str], Any], fan_out: int =
 
 
 def program(module: Path, questions: Mapping[str, Any], *before: Path) -> str:
-    """The text of a program for `python -`: stdlib-only files, and a call of `module`'s main."""
+    """The text of a program for `python -`: stdlib-only files, and a call of `module`'s main. `before`: files that it
+    imports or calls."""
     # ssh starts it in the home folder, where a json.py or random.py would be imported in place of the library's.
     head = 'import sys\nif sys.path[:1] == [""]:\n    del sys.path[0]\n'
     future = "from __future__ import annotations\n"
-    text = head + "\n".join(each.read_text().replace(future, "", 1) for each in (*before, module))
+    plain = (each.read_text().replace(future, "", 1) for each in (*before, module))
+    text = head + "\n".join(re.sub(r"^from llmtrain\..*\n", "", each, flags=re.MULTILINE) for each in plain)
     return f"from __future__ import annotations\n{text}\nmain(json.loads({json.dumps(questions)!r}))\n"
 
 
@@ -124,7 +129,7 @@ def _facts(survey: Survey, questions: Mapping[str, Any], timeout_s: float, ssh_p
     names = [host.name for host in survey.hosts]
 
     def one(name: str) -> tuple[Answer, float, float]:
-        text = program(Path(probe.__file__), {**questions, "host": name}, Path(gpus.__file__))
+        text = program(Path(probe.__file__), {**questions, "host": name}, Path(gpus.__file__), Path(op_builds.__file__))
         began = time.time()
         answer = ask_python(name, text, timeout_s=timeout_s, port=ssh_port, here=survey.alone)
         return answer, began, time.time()
@@ -151,9 +156,3 @@ def _facts(survey: Survey, questions: Mapping[str, Any], timeout_s: float, ssh_p
             last = [line for line in answer.stderr.splitlines() if line.strip()][-1:]
             failures[name] = f"{survey.python} ended with code {answer.code}: {''.join(last)[:200]}"
     return replace(survey, troubles=troubles, facts=facts, failures=failures, skew_s=skew_s)
-
-
-def read_marked(text: str, mark: str) -> dict[str, Any] | None:
-    """The JSON object in the last line of a program's output that begins with `mark`; None where there is none."""
-    lines = [line for line in text.splitlines() if line.startswith(mark)]
-    return dict(json.loads(lines[-1].removeprefix(mark))) if lines else None

@@ -289,31 +289,6 @@ def on_visible_devices(host: Host, environ: Mapping[str, str]) -> Host:
     return replace(host, slots=len(devices), devices=tuple(devices))
 
 
-def refuse_missing_hostfile() -> None:
-    """Refuse a run that `deepspeed --hostfile FILE` has started on this host alone because there is no FILE.
-
-    DeepSpeed only warns of that. The rank finds the command among its ancestors. Raises ConfigError.
-    """
-    parent = psutil.Process().parent()
-    for _ in range(4):
-        try:
-            if parent is None:
-                return
-            words, folder, parent = parent.cmdline(), parent.cwd(), parent.parent()
-        except (psutil.Error, OSError):  # of another user, or gone
-            return
-        if not any(os.path.basename(word) in ("deepspeed", "ds", "deepspeed.launcher.runner") for word in words[:4]):
-            continue
-        flags = [at for at, word in enumerate(words) if word.partition("=")[0] in ("--hostfile", "-H")]
-        for at in flags[:1]:
-            path = words[at].partition("=")[2] or (words[at + 1] if at + 1 < len(words) else "")
-            if path and not os.path.exists(os.path.join(folder, path)):
-                raise ConfigError(
-                    f"--hostfile {path}: no such file (looked from {folder}), so deepspeed has started this host "
-                    "alone. Correct the path, or leave --hostfile out to train on this host"
-                )
-
-
 def is_here(name: str) -> bool:
     """True if `name`, of a hostfile, is this machine: its host name, or one whose addresses are all its own."""
     if name.lower().removesuffix(".") in ("localhost", socket.gethostname().lower()):

@@ -14,16 +14,15 @@ import os
 import re
 import secrets
 import shlex
-import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from llmtrain.base import units
 from llmtrain.base.errors import ConfigError
+from llmtrain.base.rank.messages import SECRETS
 from llmtrain.base.redact import is_secret, redact_text
 from llmtrain.cluster.hosts.ssh import on_hosts
-from llmtrain.cluster.messages import SECRETS
 
 # Variables that decide how a rank computes, logs and communicates. DeepSpeed itself passes on MLFLOW, PYTHON, MV2, UCX
 # and NCCL (on CUDA), unescaped: here they are all taken, and the file of `deepspeed_env` comes after those.
@@ -159,33 +158,6 @@ def remove(hosts: Sequence[str], path: str) -> list[str]:
     assert re.fullmatch("[0-9a-f]{32}", name), path
     answers = on_hosts(hosts, ("/bin/sh", "-c", _REMOVE, "sh", name), timeout_s=15.0)
     return [answer.host for answer in answers.values() if answer.code != 0]
-
-
-def load_secrets() -> list[str]:
-    """Put what `deliver` wrote into this process's environment, before anything reads it; returns the names. Raises
-    ConfigError: the file of LLMTRAIN_SECRETS is not there, or others could read or write it."""
-    shown = os.environ.get(SECRETS)
-    if shown is None:
-        return []
-    try:
-        handle = os.open(os.path.expanduser(shown), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError as error:
-        raise ConfigError(
-            f"{SECRETS}={shown}: cannot be read on host {os.uname().nodename} ({error.strerror}). "
-            "`llmtrain launch` writes it and removes it at its end: start the run with it again, or unset the variable"
-        ) from None
-    try:
-        status = os.fstat(handle)
-        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
-            rule = f"must be a plain file of this user with mode 0600, not {stat.filemode(status.st_mode)}"
-            raise ConfigError(f"{SECRETS}={shown}: {rule} of user {status.st_uid}: remove it and launch again")
-        with open(handle, "rb", closefd=False) as file:
-            pairs = [item.partition(b"=") for item in file.read().split(b"\0") if item]
-    finally:
-        os.close(handle)
-    for name, _, value in pairs:
-        os.environb[name] = value
-    return [os.fsdecode(name) for name, _, _ in pairs]
 
 
 MAX_BYTES = 1 << 20

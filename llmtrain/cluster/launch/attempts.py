@@ -12,12 +12,12 @@ from typing import Any, Literal
 
 from llmtrain.base import log, units
 from llmtrain.base.errors import ConfigError
+from llmtrain.base.rank.processes import Process, identify
 from llmtrain.cluster.hosts.hostfile import Host
 from llmtrain.cluster.launch.job import Job, say
 from llmtrain.cluster.launch.launchers import launcher_of
 from llmtrain.cluster.launch.plan import Options, Plan, Run, host_of_rank, make_plan, place_lines
 from llmtrain.cluster.watch.notes import write_event
-from llmtrain.cluster.watch.processes import Process, identify
 
 FAULT_CODE = 1
 """Exit code of a launch that ended by a fault without a restart."""

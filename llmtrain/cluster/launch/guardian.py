@@ -19,7 +19,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from llmtrain.cluster import messages
+from llmtrain.base.rank import messages
 from llmtrain.cluster.hosts.hostfile import is_here
 from llmtrain.cluster.hosts.ssh import Answer, on_hosts
 from llmtrain.cluster.hosts.variables import remove

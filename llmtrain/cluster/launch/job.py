@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llmtrain.base import log, untrusted
-from llmtrain.cluster import messages
+from llmtrain.base.rank import messages
 
 TRAIN = ("llmtrain", "train")
 """Arguments of `python -m` for a rank, before --config; the same for a clone and for an installed wheel."""

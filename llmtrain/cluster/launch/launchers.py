@@ -23,7 +23,7 @@ from rich.console import Console
 
 from llmtrain.base.errors import ConfigError
 from llmtrain.base.files import lock_folder
-from llmtrain.cluster import messages
+from llmtrain.base.rank import messages
 from llmtrain.cluster.doctor.preflight import WITHOUT_TERMINAL, Needs, preflight, print_report
 from llmtrain.cluster.hosts.hostfile import Host, is_here
 from llmtrain.cluster.hosts.ssh import on_hosts

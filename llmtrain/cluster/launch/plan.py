@@ -17,8 +17,8 @@ from typing import Any
 
 from llmtrain.base import units
 from llmtrain.base.errors import ConfigError
+from llmtrain.base.rank import messages
 from llmtrain.base.redact import redact_argv
-from llmtrain.cluster import messages
 from llmtrain.cluster.doctor.preflight import Needs
 from llmtrain.cluster.hosts.hostfile import Host, include_of, is_alone, render
 from llmtrain.cluster.hosts.ssh import NO_PDSH

@@ -1,4 +1,5 @@
-"""The agent: a small process on each host that watches its ranks. `rank_side.begin` starts it; it ends after them.
+"""The agent: a small process on each host that watches its ranks. `begin` (base/rank/watch.py) starts it; it ends after
+them.
 
 The agent on rank 0's host is the root: the others report to it once a second, and it decides. Until the ranks have met,
 and when the root is lost, each decides for its own host. No torch here: it starts in a tenth of a second.
@@ -24,13 +25,14 @@ from typing import Any
 
 from llmtrain.base import untrusted
 from llmtrain.base.files import lock_folder
-from llmtrain.cluster import messages
+from llmtrain.base.rank import messages
+from llmtrain.base.rank.folder import AGENT, JOB, RUN, own, read_json, sweep, write_json
+from llmtrain.base.rank.processes import Process, identify, oom_kills
+from llmtrain.cluster.watch.ending import close_output, end_host, end_ssh, job_of
 from llmtrain.cluster.watch.explain.causes import explain
 from llmtrain.cluster.watch.explain.facts import Explanation, HostFacts, JobFacts, RankFacts
-from llmtrain.cluster.watch.folder import AGENT, JOB, RUN, own, read_json, sweep, write_json
 from llmtrain.cluster.watch.notes import Notes
 from llmtrain.cluster.watch.observe import HostRanks, captured, with_gpus
-from llmtrain.cluster.watch.processes import Process, close_output, end_host, end_ssh, identify, job_of, oom_kills
 from llmtrain.cluster.watch.verdict import SILENT_S, Judge, Pauses, Stragglers, Verdict
 
 _LONGEST = 4 << 20
@@ -223,7 +225,7 @@ class Agent:
         self.root_heard_s = self.reported_s = self.called_s = 0.0
         self.oom_before = oom_kills()
         self.about: dict[str, Any] = {}
-        """Facts about the run (`rank_side.describe`); empty until they are known."""
+        """Facts about the run (`base.rank.watch.describe`); empty until they are known."""
         self.warned_of_removal = False
         self._settle()
 

@@ -28,7 +28,7 @@ class Notes:
         self._open: list[tuple[subprocess.Popen[bytes], float]] = []
 
     def write(self, kind: str, event: dict[str, Any], run: dict[str, Any] | None = None) -> None:
-        """Start to write an event to events.jsonl; with `run` (watch.folder.RUN) W&B gets it, too."""
+        """Start to write an event to events.jsonl; with `run` (base.rank.folder.RUN) W&B gets it, too."""
         if not os.path.isdir(self._run_dir):
             return
         content = {"run_dir": self._run_dir, "kind": kind, "event": event, "run": run or {}}

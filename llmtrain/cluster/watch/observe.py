@@ -10,13 +10,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from llmtrain.base.rank import processes
+from llmtrain.base.rank.device_faults import telling_line
+from llmtrain.base.rank.folder import RECORD_WANTED, STACK_SIGNAL, of_rank, read_json
+from llmtrain.base.rank.heartbeat import Beat, read
+from llmtrain.base.rank.processes import Process, Stat
+from llmtrain.base.rank.stacks import parse_stacks
 from llmtrain.cluster.gpus import MEMORY_REPORT, Command, KernelLog, memory_fault, read_report
-from llmtrain.cluster.watch import processes
-from llmtrain.cluster.watch.explain.device_faults import telling_line
-from llmtrain.cluster.watch.explain.facts import HostFacts, RankFacts, parse_stacks
-from llmtrain.cluster.watch.folder import RECORD_WANTED, STACK_SIGNAL, of_rank, read_json
-from llmtrain.cluster.watch.heartbeat import Beat, read
-from llmtrain.cluster.watch.processes import Process, Stat
+from llmtrain.cluster.watch.explain.facts import HostFacts, RankFacts
 
 _SAMPLE_S = 2.0
 _BUSY_SHARE, _BUSY_BYTES = 0.1, 256 << 10

@@ -11,8 +11,9 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
-from llmtrain.cluster.watch import heartbeat, rank_side
-from llmtrain.cluster.watch.heartbeat import heart
+from llmtrain.base.rank import heartbeat
+from llmtrain.base.rank import watch as rank_side
+from llmtrain.base.rank.heartbeat import heart
 
 during = heart.during
 """`with during("save")`: a phase between steps, one of heartbeat.PHASES such as save or evaluate."""
@@ -28,6 +29,7 @@ def watch(folder: str, *, stall_timeout_s: float = 300.0, start_timeout_s: float
             stall_timeout_s=stall_timeout_s,
             start_timeout_s=start_timeout_s,
             run_dir=folder,
+            agent="llmtrain.cluster.watch.agent",
             notes="llmtrain.cluster.watch.notes",
         )
         yield

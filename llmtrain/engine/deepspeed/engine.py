@@ -16,7 +16,7 @@ from deepspeed.utils import groups
 from torch import Tensor
 
 from llmtrain.base.errors import ModelError, TrainingStopped
-from llmtrain.cluster.watch.heartbeat import heart
+from llmtrain.base.rank.heartbeat import heart
 from llmtrain.data.stream.loader import MicroBatch
 from llmtrain.engine import progress
 from llmtrain.engine.api import ForwardCopy, StateTensor, Update

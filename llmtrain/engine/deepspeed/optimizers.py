@@ -101,7 +101,7 @@ def op_build_lock() -> Iterator[None]:
     lock."""
     from torch.utils.cpp_extension import _get_build_directory
 
-    from llmtrain.cluster.doctor.probe import BUILD_LOCK, users_of  # a rank that builds nothing needs no doctor
+    from llmtrain.base.rank.op_builds import BUILD_LOCK, users_of
 
     folder = Path(_get_build_directory("cpu_adam", verbose=False))
     handle = lock_file(folder.parent / BUILD_LOCK)

@@ -13,7 +13,7 @@ from deepspeed.runtime.pipe.schedule import OptimizerStep, ReduceTiedGrads
 from torch import Tensor
 
 from llmtrain.base.errors import ModelError
-from llmtrain.cluster.watch.heartbeat import heart
+from llmtrain.base.rank.heartbeat import heart
 from llmtrain.data.stream.loader import MicroBatch
 from llmtrain.engine import progress
 from llmtrain.engine.deepspeed.engine import ZeroEngine

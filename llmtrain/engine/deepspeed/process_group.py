@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from llmtrain.cluster.watch import rank_side
+from llmtrain.base.rank import watch
 from llmtrain.config.topology import cores_of_a_rank
 from llmtrain.engine import progress
 from llmtrain.engine.deepspeed.patches import apply_group_timeout
@@ -39,7 +39,7 @@ def join_process_group(
         # DeepSpeed's shared-memory all-reduce leaves 69 MB a rank in /dev/shm for ever; gloo carries it instead.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         keep_freed_memory()
-    progress.begin(device, rank_side.tend)
+    progress.begin(device, watch.tend)
     backend = accelerator.communication_backend_name()
     meeting = meet(device=device, backend=backend, settings=settings or {}, limit_s=start_timeout_s)
     # NCCL makes a group's connections at its first use, and asks the store for them: a slow rank counts as elsewhere.

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from llmtrain.base.child import read_marked
 from llmtrain.base.errors import UserError
-from llmtrain.cluster.doctor.survey import read_marked
-from llmtrain.cluster.hosts.interfaces import choose_interfaces
-from llmtrain.cluster.watch.explain.device_faults import with_reason
+from llmtrain.base.rank.device_faults import with_reason
+from llmtrain.base.rank.interfaces import choose_interfaces
 
 _SMALL = (4 << 10, 256 << 10, 4 << 20, 32 << 20)
 SIZES_BYTES: dict[str, tuple[int, ...]] = {"gloo": _SMALL, "nccl": (*_SMALL, 256 << 20, 1 << 30)}

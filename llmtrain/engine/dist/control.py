@@ -24,10 +24,9 @@ import torch.distributed as dist
 
 from llmtrain.base import log
 from llmtrain.base.errors import UserError
+from llmtrain.base.rank import messages, watch
+from llmtrain.base.rank.heartbeat import heart
 from llmtrain.base.threads import in_thread
-from llmtrain.cluster import messages
-from llmtrain.cluster.watch import rank_side
-from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.engine.dist.ranks import Ranks
 
 T = TypeVar("T")
@@ -77,7 +76,7 @@ class StopRequests:
 
     def _watch(self) -> None:
         """Look once a second for requests that send no signal."""
-        launchers = rank_side.launchers()  # `deepspeed` killed with SIGKILL leaves its ranks running
+        launchers = watch.launchers()  # `deepspeed` killed with SIGKILL leaves its ranks running
         # One rank of a host looks: on a shared file system all of them would ask the same server.
         file = self._preempt_file if os.environ.get("LOCAL_RANK", "0") == "0" else None
         while (file or launchers) and self.stop_reason is None:

@@ -11,8 +11,8 @@ from typing import TypeVar
 
 from llmtrain.base import log
 from llmtrain.base.errors import ModelError
-from llmtrain.cluster.watch import rank_side
-from llmtrain.cluster.watch.heartbeat import heart
+from llmtrain.base.rank import watch
+from llmtrain.base.rank.heartbeat import heart
 from llmtrain.config.plugins import is_of_plugin, place_of
 
 T = TypeVar("T")
@@ -39,7 +39,7 @@ def calling(key: str, method: str) -> Iterator[None]:
 def _bounded() -> Iterator[None]:
     """Raise TimeoutError in a plugin's method after `fault.stall_timeout_s` without progress, if no watch runs. C code
     gets the error when it returns to Python."""
-    limit_s = rank_side.alone_s
+    limit_s = watch.alone_s
     main = threading.current_thread() is threading.main_thread()
     if limit_s is None or not main or signal.getitimer(signal.ITIMER_REAL)[0]:  # within another method, or a test
         yield

@@ -28,13 +28,12 @@ import torch.distributed as dist
 
 from llmtrain.base import log, units
 from llmtrain.base.errors import UserError
+from llmtrain.base.rank import messages, watch
+from llmtrain.base.rank.device_faults import device_fault, with_reason
+from llmtrain.base.rank.heartbeat import heart
+from llmtrain.base.rank.interfaces import GLOO, NCCL, choose_interfaces
 from llmtrain.base.redact import redact
 from llmtrain.base.trees import leaves
-from llmtrain.cluster import messages
-from llmtrain.cluster.hosts.interfaces import GLOO, NCCL, choose_interfaces
-from llmtrain.cluster.watch import rank_side
-from llmtrain.cluster.watch.explain.device_faults import device_fault, with_reason
-from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.config.topology import Mix
 from llmtrain.engine.dist.control import from_all
 from llmtrain.engine.dist.device import device_id, device_name
@@ -442,13 +441,13 @@ def leave_all(error: BaseException | None) -> None:
 
 def introduce(ranks: Ranks) -> None:
     """Give the agents of all hosts the ranks of the run. All ranks call it together."""
-    agents = from_all(ranks, rank_side.agent_address())
-    rank_side.met([{**asdict(seat), "agent": agent} for seat, agent in zip(ranks.seats, agents, strict=True)])
+    agents = from_all(ranks, watch.agent_address())
+    watch.met([{**asdict(seat), "agent": agent} for seat, agent in zip(ranks.seats, agents, strict=True)])
 
 
 def describe(tracking: TrackingConfig, mix: Mix, run_id: str, experts: bool) -> None:
     """Give the agent the facts about the run for fault reports. `run_id`: of W&B."""
-    rank_side.describe(
+    watch.describe(
         run_id=run_id,
         tracking={"wandb": tracking.wandb, "project": tracking.project, "entity": tracking.entity},
         experts=experts,

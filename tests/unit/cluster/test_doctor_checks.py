@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from llmtrain.base.child import read_marked
+from llmtrain.base.rank import op_builds
 from llmtrain.cluster.doctor import checks, differences, fabric, preflight, probe, survey
 from llmtrain.cluster.doctor.checks import CHECKS, Finding, Folder, Survey
 from llmtrain.cluster.doctor.fabric import ALL_PAIRS_TO, SAMPLE, Pair, better, groups, judge, rounds, without_doubt
@@ -354,11 +356,12 @@ def test_the_probe_answers_from_a_bare_python(tmp_path: Path) -> None:
     }  # fmt: skip
     (tmp_path / "json.py").write_text("raise SystemExit('a file of the folder was imported')")
     env = {"PATH": "/usr/bin:/bin", "WANDB_API_KEY": "hunter2hunter2", "WANDB_MODE": "x"}
+    text = survey.program(Path(probe.__file__), questions, Path(op_builds.__file__))
     done = subprocess.run(
-        [sys.executable, "-S", "-"], input=survey.program(Path(probe.__file__), questions), cwd=tmp_path, env=env,
+        [sys.executable, "-S", "-"], input=text, cwd=tmp_path, env=env,
         text=True, capture_output=True, timeout=60,
     )  # fmt: skip
-    found = survey.read_marked(done.stdout, probe.MARK)
+    found = read_marked(done.stdout, probe.MARK)
     assert found is not None, done.stderr
     assert found["errors"] == {}
     assert found["folders"]["/nope"]["there"] is False

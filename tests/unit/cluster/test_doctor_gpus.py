@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from llmtrain.base.child import read_marked
+from llmtrain.base.rank import op_builds
 from llmtrain.cluster import gpus
 from llmtrain.cluster.doctor import checks, fabric, probe, survey
 from llmtrain.cluster.doctor.checks import Finding, Survey
@@ -143,13 +145,13 @@ def ask(tmp_path: Path, **environment: str) -> dict[str, Any]:
         "folders": {}, "hosts": ["localhost"], "first": "localhost", "host": "localhost", "port": 0,
         "nonce": "x", "nonce_path": "/nope", "nonce_writer": None,
     }  # fmt: skip
-    text = survey.program(Path(probe.__file__), questions, Path(gpus.__file__))
+    text = survey.program(Path(probe.__file__), questions, Path(gpus.__file__), Path(op_builds.__file__))
     text = text.replace('INFINIBAND = "/sys/class/infiniband"', f'INFINIBAND = "{tmp_path}/infiniband"')
     done = subprocess.run(
         [sys.executable, "-S", "-"], input=text, cwd=tmp_path, env={"PATH": "/usr/bin:/bin", **environment},
         text=True, capture_output=True, timeout=60,
     )  # fmt: skip
-    facts = survey.read_marked(done.stdout, probe.MARK)
+    facts = read_marked(done.stdout, probe.MARK)
     assert facts is not None and facts["errors"] == {}, done.stderr
     return facts
 

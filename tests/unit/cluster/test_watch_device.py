@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 
+from llmtrain.base.rank.device_faults import device_fault, is_echo, telling_line, timed_out, with_reason
+from llmtrain.base.rank.stacks import Recorded, excerpt
 from llmtrain.cluster import gpus
 from llmtrain.cluster.watch import observe
 from llmtrain.cluster.watch.explain.causes import explain
-from llmtrain.cluster.watch.explain.device_faults import device_fault, telling_line, timed_out, with_reason
-from llmtrain.cluster.watch.explain.facts import HostFacts, Recorded, excerpt, is_echo
+from llmtrain.cluster.watch.explain.facts import HostFacts
 from tests.helpers import gpu_texts as texts
 from tests.unit.cluster.test_watch_explain import CLOSED, job, waiting
 
@@ -265,8 +266,8 @@ KEEPS = """
 import os, subprocess, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-from llmtrain.cluster.watch import stderr, rank_side
-stderr.keep_end(Path(sys.argv[1]), rank_side._start)
+from llmtrain.base.rank import stderr, watch
+stderr.keep_end(Path(sys.argv[1]), watch._start)
 os.write(2, b"x" * 100_000 + b"\\n")
 subprocess.run(["sh", "-c", "echo of a child >&2"])
 sys.stdin.readline()
@@ -298,7 +299,7 @@ def test_a_rank_outlives_the_process_that_keeps_the_end(tmp_path: Path) -> None:
     deadline = time.monotonic() + 20
     keepers: list[int] = []
     while not keepers and time.monotonic() < deadline:
-        found = subprocess.run(["pgrep", "-f", f"watch.stderr {tmp_path / 'end'}"], capture_output=True, text=True)
+        found = subprocess.run(["pgrep", "-f", f"rank.stderr {tmp_path / 'end'}"], capture_output=True, text=True)
         keepers = [int(word) for word in found.stdout.split()] if (tmp_path / "end").exists() else []
     time.sleep(0.3)
     os.kill(keepers[0], signal.SIGKILL)

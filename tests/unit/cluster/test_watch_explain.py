@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import pytest
 
+from llmtrain.base.rank.stacks import Frame, parse_stacks
 from llmtrain.cluster.watch.explain.causes import explain
-from llmtrain.cluster.watch.explain.facts import Frame, HostFacts, JobFacts, RankFacts, parse_stacks
+from llmtrain.cluster.watch.explain.facts import HostFacts, JobFacts, RankFacts
 
 IN_BACKWARD = (
     Frame("/x/.venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", 3252, "all_reduce"),
-    Frame("/x/llmtrain/cluster/watch/heartbeat.py", 77, "counted"),
+    Frame("/x/llmtrain/base/rank/heartbeat.py", 77, "counted"),
     Frame("/x/.venv/lib/python3.11/site-packages/deepspeed/runtime/zero/stage_1_and_2.py", 2384, "allreduce_bucket"),
     Frame("/x/llmtrain/engine/step.py", 97, "forward_backward"),
     Frame("/x/llmtrain/training/loop.py", 180, "loop"),

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 from llmtrain.base.files import lock_folder
-from llmtrain.cluster.watch import folder, observe, processes, rank_side
+from llmtrain.base.rank import folder, processes, watch
+from llmtrain.base.rank.heartbeat import PHASES, Heartbeat, named, read
+from llmtrain.cluster.watch import ending, observe
 from llmtrain.cluster.watch.agent import Server, answers, call, wait
 from llmtrain.cluster.watch.explain.facts import RankFacts
-from llmtrain.cluster.watch.heartbeat import PHASES, Heartbeat, named, read
 
 
 @pytest.fixture
@@ -68,7 +69,7 @@ def test_processes_forked_before_they_connect_count_for_themselves():
 
 def test_own_time_is_the_step_without_the_collectives(heart, tmp_path, monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("llmtrain.cluster.watch.heartbeat.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("llmtrain.base.rank.heartbeat.time.monotonic", lambda: now[0])
 
     def wait(seconds):
         now[0] += seconds
@@ -112,12 +113,12 @@ def test_only_the_very_process_is_ended(sleeper):
     me = processes.identify(sleeper.pid)
     processes.Process(me.pid, me.started + 1).send(signal.SIGKILL)  # the id was given to another one
     assert me.alive()
-    assert processes.end_host([processes.Process(me.pid, me.started + 1)], None, "/another") == []
+    assert ending.end_host([processes.Process(me.pid, me.started + 1)], None, "/another") == []
     assert me.alive()
 
 
 def test_an_orphan_is_found_by_its_mark(sleeper):
-    assert processes.end_host([], None, "/marked") == []
+    assert ending.end_host([], None, "/marked") == []
     assert not processes.identify(sleeper.pid) or not processes.identify(sleeper.pid).alive()
 
 
@@ -135,8 +136,8 @@ def test_only_the_jobs_own_connections_are_hung_up(monkeypatch):
         while not all(job[0] in processes.words(each.pid) for each in (launcher, *ssh)):
             time.sleep(0.01)
         monkeypatch.setenv("LLMTRAIN_LAUNCH", "aaaa")
-        assert processes.job_of(vague.pid) is None and processes.job_of(launcher.pid) == job
-        processes.end_ssh(job, 0.0)
+        assert ending.job_of(vague.pid) is None and ending.job_of(launcher.pid) == job
+        ending.end_ssh(job, 0.0)
         assert ssh[0].wait(10) == -signal.SIGTERM and ssh[1].poll() is None
     finally:
         for each in (launcher, vague, *ssh):
@@ -165,7 +166,7 @@ def test_what_a_rank_has_started_ends_with_it(tmp_path):
     code = "import subprocess, time; p = subprocess.Popen(['sleep', '300']); print(p.pid, flush=True); time.sleep(300)"
     rank = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     child = processes.identify(int(rank.stdout.readline()))
-    assert processes.end_host([processes.identify(rank.pid)], None, "/nothing") == []
+    assert ending.end_host([processes.identify(rank.pid)], None, "/nothing") == []
     assert not child.alive() and rank.wait(10) == -signal.SIGKILL
 
 
@@ -173,7 +174,7 @@ def test_a_rank_is_told_running_stopped_and_dead(tmp_path):
     code = (
         "import sys, time; sys.path.insert(0, sys.argv[2])\n"
         "from pathlib import Path\n"
-        "from llmtrain.cluster.watch.heartbeat import heart\n"
+        "from llmtrain.base.rank.heartbeat import heart\n"
         "heart.connect(Path(sys.argv[1]) / 'rank-00000.beat', rank=0, local_rank=0)\n"
         "heart.phase('backward')\nprint('there', flush=True)\ntime.sleep(300)"
     )
@@ -215,11 +216,12 @@ def test_a_rank_that_leaves_between_two_looks_has_left(heart, tmp_path, monkeypa
 ANSWERS = """
 import signal, sys, threading, time
 sys.path.insert(0, sys.argv[2])
-from llmtrain.cluster.watch import rank_side
-rank_side.begin(stall_timeout_s=60.0, start_timeout_s=60.0, run_dir=sys.argv[1], notes='none')
+from llmtrain.base.rank import watch
+agent = 'llmtrain.cluster.watch.agent'
+watch.begin(stall_timeout_s=60.0, start_timeout_s=60.0, run_dir=sys.argv[1], agent=agent, notes='none')
 threading.Thread(target=time.sleep, args=(300,), daemon=True).start()
 def steps():
-    print(rank_side._folder, flush=True)
+    print(watch._folder, flush=True)
     if sys.argv[3] == 'holds':
         sum(range(10**10))  # C code, which holds Python's lock
     signal.signal(signal.SIGUSR2, signal.SIG_DFL)  # a signal ends this rank
@@ -260,7 +262,7 @@ SPINS = """
 import sys, time
 sys.path.insert(0, sys.argv[2])
 from pathlib import Path
-from llmtrain.cluster.watch.heartbeat import heart
+from llmtrain.base.rank.heartbeat import heart
 heart.connect(Path(sys.argv[1]) / 'rank-00000.beat', rank=0, local_rank=0)
 heart.on_device()
 heart.phase('evaluate')
@@ -407,13 +409,13 @@ def test_a_line_that_is_no_json_ends_the_connection():
 )
 def test_only_what_is_said_of_a_lost_peer_is_left_to_the_watch(tmp_path, monkeypatch, error, is_shown):
     """It explains who has gone; any other traceback is the explanation."""
-    monkeypatch.setattr(rank_side, "_folder", tmp_path)
-    monkeypatch.setattr(rank_side, "_has_failed", False)
-    monkeypatch.setattr(rank_side.heart, "is_leaving", lambda: False)
+    monkeypatch.setattr(watch, "_folder", tmp_path)
+    monkeypatch.setattr(watch, "_has_failed", False)
+    monkeypatch.setattr(watch.heart, "is_leaving", lambda: False)
     monkeypatch.delenv("LLMTRAIN_VERBOSE", raising=False)
 
     def end() -> type[BaseException]:
-        with pytest.raises((SystemExit, type(error))) as ended, rank_side.outcome_reported():
+        with pytest.raises((SystemExit, type(error))) as ended, watch.outcome_reported():
             raise error
         return ended.type
 
@@ -424,10 +426,10 @@ def test_only_what_is_said_of_a_lost_peer_is_left_to_the_watch(tmp_path, monkeyp
 
 
 def test_the_reason_that_nccl_gives_is_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(rank_side, "_folder", tmp_path)
-    monkeypatch.setattr(rank_side, "_has_failed", False)
-    monkeypatch.setattr(rank_side.heart, "is_leaving", lambda: False)
+    monkeypatch.setattr(watch, "_folder", tmp_path)
+    monkeypatch.setattr(watch, "_has_failed", False)
+    monkeypatch.setattr(watch.heart, "is_leaving", lambda: False)
     text = "NCCL error in: NCCLUtils.cpp:94, invalid usage\nncclInvalidUsage: ...\nLast error:\nDuplicate GPU detected"
-    assert not rank_side.failed(RuntimeError(text))
+    assert not watch.failed(RuntimeError(text))
     kept = (tmp_path / "rank-00000.error").read_text()
     assert "invalid usage Duplicate GPU detected" in kept

@@ -16,8 +16,8 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 
 from llmtrain.base.errors import DataError
+from llmtrain.base.rank.heartbeat import heart
 from llmtrain.base.units import GIB
-from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.config.run import DataConfig
 from llmtrain.data import cache as caches
 from llmtrain.data.cache import Cache, make_room

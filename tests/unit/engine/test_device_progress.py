@@ -12,9 +12,10 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from llmtrain.base.rank import folder, watch
+from llmtrain.base.rank.heartbeat import Heartbeat, read
 from llmtrain.checkpoint import snapshot
-from llmtrain.cluster.watch import folder, observe, rank_side
-from llmtrain.cluster.watch.heartbeat import Heartbeat, read
+from llmtrain.cluster.watch import observe
 from llmtrain.data.stream.loader import MicroBatch
 from llmtrain.engine import progress
 from llmtrain.engine.deepspeed.engine import ZeroEngine
@@ -107,7 +108,7 @@ def test_every_micro_batch_and_every_update_leaves_a_mark(monkeypatch: pytest.Mo
 
 
 def test_the_watch_gets_the_flight_recorder_when_it_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_side, "_folder", tmp_path)
+    monkeypatch.setattr(watch, "_folder", tmp_path)
     monkeypatch.setenv("RANK", "3")
     asked: list[int] = []
 
@@ -115,11 +116,11 @@ def test_the_watch_gets_the_flight_recorder_when_it_asks(tmp_path: Path, monkeyp
         asked.append(1)
         return trace(begun=121, done=119)
 
-    rank_side.tend(recorder)
+    watch.tend(recorder)
     assert not asked, "asking the driver may take long: only a job that ends is asked"
     (tmp_path / folder.RECORD_WANTED).touch()
-    rank_side.tend(recorder)
-    rank_side.tend(recorder)
+    watch.tend(recorder)
+    watch.tend(recorder)
     assert len(asked) == 1
     kept = json.loads((tmp_path / "rank-00003.record").read_text())["groups"]
     assert kept == [{"group": "0", "ranks": [0, 1, 2], "begun": 121, "pending": 120, "name": "all_reduce"}]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from llmtrain.base.rank.op_builds import BUILD_LOCK
 from llmtrain.cluster.doctor import probe
 
 HOLD = "import os, sys, time; os.open(sys.argv[1], os.O_CREAT | os.O_EXCL); print('held', flush=True); time.sleep(300)"
@@ -51,7 +52,7 @@ def test_doctor_calls_a_build_dead_when_it_is(build):
     builder.kill()
     builder.wait()
     assert list(probe.look_ops({})["locks"]) == [str(lock)]
-    held = os.open(lock.parents[1] / probe.BUILD_LOCK, os.O_RDWR | os.O_CREAT)
+    held = os.open(lock.parents[1] / BUILD_LOCK, os.O_RDWR | os.O_CREAT)
     fcntl.flock(held, fcntl.LOCK_EX)  # as a run does that builds; in another container its processes are not seen
     assert probe.look_ops({})["locks"] == {}
     os.close(held)

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from torch import nn
 
+from llmtrain.base.rank.heartbeat import heart
+from llmtrain.base.rank.stacks import Frame
 from llmtrain.cluster.watch.explain.causes import explain
-from llmtrain.cluster.watch.explain.facts import Frame, JobFacts, RankFacts
-from llmtrain.cluster.watch.heartbeat import heart
+from llmtrain.cluster.watch.explain.facts import JobFacts, RankFacts
 from llmtrain.config import plugins
 from llmtrain.training import plugin_parts
 from llmtrain.training.plugin_parts import Guarded, Surroundings

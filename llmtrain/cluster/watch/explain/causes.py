@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from llmtrain.base import units
+from llmtrain.base.rank.device_faults import FAULTS, DeviceFault, device_fault, timed_out
+from llmtrain.base.rank.stacks import Recorded, place
 from llmtrain.cluster.gpus import Xid, read_xids
-from llmtrain.cluster.watch.explain.device_faults import FAULTS, DeviceFault, device_fault, timed_out
 from llmtrain.cluster.watch.explain.facts import (
     AGAIN,
     OTHER_WAY,
@@ -22,14 +23,12 @@ from llmtrain.cluster.watch.explain.facts import (
     HostFacts,
     JobFacts,
     RankFacts,
-    Recorded,
     call,
     first_words,
     is_secondary,
     live,
     minority,
     names,
-    place,
     rank_list,
     stands,
     where,

@@ -25,11 +25,9 @@ from typing import Any, TextIO
 from llmtrain.base import log
 from llmtrain.base.child import child_environment
 from llmtrain.base.errors import UserError
-from llmtrain.cluster import messages
-from llmtrain.cluster.watch import stderr
-from llmtrain.cluster.watch.explain.device_faults import with_reason
-from llmtrain.cluster.watch.explain.facts import Frame, excerpt, is_echo, own_line, place
-from llmtrain.cluster.watch.folder import (
+from llmtrain.base.rank import messages, stderr
+from llmtrain.base.rank.device_faults import is_echo, with_reason
+from llmtrain.base.rank.folder import (
     AGENT,
     JOB,
     RECORD_WANTED,
@@ -42,8 +40,9 @@ from llmtrain.cluster.watch.folder import (
     write_json,
     write_refusal,
 )
-from llmtrain.cluster.watch.heartbeat import heart
-from llmtrain.cluster.watch.processes import MARK, Process, identify, stat
+from llmtrain.base.rank.heartbeat import heart
+from llmtrain.base.rank.processes import MARK, Process, identify, stat
+from llmtrain.base.rank.stacks import Frame, excerpt, own_line, place
 
 _AGENT_STARTS_S = 20.0
 _CONNECT_GRACE_S = 30.0
@@ -71,8 +70,9 @@ def _parents() -> tuple[Process, ...]:
     return tuple(process for process in parents if process is not None and process.pid > 1)
 
 
-def begin(*, stall_timeout_s: float, start_timeout_s: float, run_dir: str, notes: str) -> None:
-    """Start the heartbeat and, on local rank 0, the agent, before anything slow. `notes`: its module for faults."""
+def begin(*, stall_timeout_s: float, start_timeout_s: float, run_dir: str, agent: str, notes: str) -> None:
+    """Start the heartbeat and, on local rank 0, the agent, before anything slow. `agent`, `notes`: its module, and the
+    one that writes faults down."""
     global _folder, _stack_file, _has_failed, alone_s
     _has_failed = False
     alone_s = stall_timeout_s if _folder is None else None
@@ -91,7 +91,7 @@ def begin(*, stall_timeout_s: float, start_timeout_s: float, run_dir: str, notes
         asked = os.open(of_rank(folder, rank, "ask"), os.O_RDWR | os.O_CLOEXEC)
         heart.connect(of_rank(folder, rank, "beat"), rank=rank, local_rank=local_rank)
         if local_rank == 0:
-            _start_agent(folder, stall_timeout_s, start_timeout_s, os.path.abspath(run_dir), notes)
+            _start_agent(agent, folder, stall_timeout_s, start_timeout_s, os.path.abspath(run_dir), notes)
     except OSError as error:
         log.warn(f"the run is not watched: {error.strerror} ({error.filename})")
         return
@@ -232,7 +232,7 @@ def _words(error: BaseException) -> str:
     return f"{type(error).__name__}: {with_reason(str(error))}".removesuffix(": ")[:500]
 
 
-def _start_agent(folder: Path, stall_s: float, start_s: float, run_dir: str, notes: str) -> None:
+def _start_agent(agent: str, folder: Path, stall_s: float, start_s: float, run_dir: str, notes: str) -> None:
     settings = {
         "folder": str(folder),
         "launcher": os.getppid(),
@@ -244,7 +244,7 @@ def _start_agent(folder: Path, stall_s: float, start_s: float, run_dir: str, not
         "notes": notes,
         "host": socket.gethostname(),
     }
-    words = [sys.executable, "-m", "llmtrain.cluster.watch.agent", json.dumps(settings)]
+    words = [sys.executable, "-m", agent, json.dumps(settings)]
     nothing = os.open(os.devnull, os.O_RDONLY)
     try:
         _start(words, nothing)

@@ -16,10 +16,9 @@ from typing import Any
 
 from llmtrain.base import log, units
 from llmtrain.base.files import lock_folder, replace_file
-from llmtrain.cluster import messages
-from llmtrain.cluster.watch import processes
-from llmtrain.cluster.watch.heartbeat import read
-from llmtrain.cluster.watch.processes import Process
+from llmtrain.base.rank import messages, processes
+from llmtrain.base.rank.heartbeat import read
+from llmtrain.base.rank.processes import Process
 
 AGENT, JOB, RUN = "agent.json", "job.json", "run.json"
 """Files: the agent's address; the hosts of the job; facts about the run."""

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from llmtrain.base.errors import ConfigError
+from llmtrain.base.rank import interfaces
+from llmtrain.base.rank.interfaces import GLOO, NCCL
 from llmtrain.cluster.doctor import differences
-from llmtrain.cluster.hosts import interfaces
-from llmtrain.cluster.hosts.interfaces import GLOO, NCCL
 from tests.unit.cluster.test_doctor_checks import NAMES, healthy
 
 LO = {"lo": "127.0.0.1"}

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from llmtrain.cluster.watch import processes
+from llmtrain.base.rank import processes
 
 PHASES = (
     *("start", "rendezvous", "connect", "model", "resume", "data", "forward", "backward", "step", "compile"),
@@ -282,7 +282,7 @@ def read(page: Path | int) -> Beat | None:
 
 
 heart = Heartbeat()
-"""This process's heartbeat; `rank_side.begin` connects it."""
+"""This process's heartbeat; `watch.begin` connects it."""
 
 
 _FUNCTIONS = (

@@ -7,9 +7,8 @@ import time
 import pytest
 
 from llmtrain.base.errors import ConfigError, UserError
-from llmtrain.cluster import messages
+from llmtrain.base.rank import messages, watch
 from llmtrain.cluster.launch.attempts import Attempt
-from llmtrain.cluster.watch import rank_side
 from llmtrain.engine.dist.control import AgreedError
 from llmtrain.engine.dist.rendezvous import RanksDiffer, RendezvousError
 
@@ -58,11 +57,11 @@ def test_only_what_the_hosts_did_may_be_tried_again(
     error: type[UserError], status: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(messages.SUPERVISED, "1")
-    with pytest.raises(error), rank_side.outcome_reported():
+    with pytest.raises(error), watch.outcome_reported():
         raise error("ranks 4 to 7 had not connected")
     told = messages.parse(capfd.readouterr().out)
     assert told is not None and (told["status"], told["code"]) == (status, 2)
-    with pytest.raises(AgreedError), rank_side.outcome_reported():  # as the loop ends on all ranks alike
+    with pytest.raises(AgreedError), watch.outcome_reported():  # as the loop ends on all ranks alike
         raise AgreedError("the same on all", 3) from error("the same on all")
     told = messages.parse(capfd.readouterr().out)
     assert told is not None and (told["status"], told["code"]) == (status, 3)

@@ -185,3 +185,15 @@ def telling_line(output: str) -> str:
             if timed_out(said) or device_fault(said):
                 return said[:500]
     return ""
+
+
+_SECONDARY = re.compile(
+    r"Connection (closed|reset)|Broken pipe|Connection refused|remote peer|[Tt]imed? ?out|NCCL|remote process exited|"
+    r"Application timeout|Socket Timeout|recvValue failed|failed to recv|EOFError|DistNetworkError|DistBackendError"
+)
+"""Errors of a rank whose peer has gone: the peer is the cause."""
+
+
+def is_echo(error: str) -> bool:
+    """True if an exception echoes another rank's end; an error of CUDA within NCCL is this rank's own."""
+    return bool(_SECONDARY.search(error)) and device_fault(error) is None

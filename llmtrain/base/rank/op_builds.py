@@ -1,0 +1,43 @@
+"""The lock of a build of DeepSpeed's ops, and who holds a file.
+
+Also piped into a host's Python by doctor, before probe.py. So: standard library only, Python 3.8 on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import glob
+import os
+
+BUILD_LOCK = "llmtrain-build.lock"
+"""The lock, in torch's folder of extensions, of a build of ops by llmtrain (engine/deepspeed/optimizers.py)."""
+
+
+def users_of(path: str) -> list[int]:
+    """Ids of the processes that have a file open, as a build has its lock while it lives."""
+    wanted = os.stat(path)
+    found = []
+    for folder in glob.glob("/proc/[0-9]*/fd"):
+        with contextlib.suppress(OSError):
+            for each in os.scandir(folder):
+                with contextlib.suppress(OSError):
+                    status = os.stat(each.path)
+                    if (status.st_dev, status.st_ino) == (wanted.st_dev, wanted.st_ino):
+                        found.append(int(folder.split("/")[2]))
+    return found
+
+
+def is_held(folder: str) -> bool:
+    """True if llmtrain builds an op in it: also in a container, or on a host, whose processes are not seen."""
+    try:
+        handle = os.open(os.path.join(folder, BUILD_LOCK), os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(handle)
+    return False

@@ -1,0 +1,109 @@
+"""Where a rank is: frames of its Python stack, and NCCL's flight recorder."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A frame of a rank's Python stack."""
+
+    file: str
+    line: int
+    function: str
+
+
+_FRAME = re.compile(r'^\s+File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<function>.*)$')
+
+
+def parse_stacks(text: str) -> tuple[Frame, ...]:
+    """The main thread's stack in faulthandler's newest dump, innermost frame first: the "Current thread" after a
+    signal, else the last one, which is the oldest."""
+    blocks: list[tuple[str, list[Frame]]] = []
+    for line in text.splitlines():
+        if "(most recent call first):" in line:
+            blocks.append((line, []))
+        elif blocks and (match := _FRAME.match(line)):
+            blocks[-1][1].append(Frame(match["file"], int(match["line"]), match["function"]))
+    if not blocks:
+        return ()
+    current = [frames for head, frames in blocks if head.startswith("Current thread") and frames]
+    return tuple(current[-1] if current else blocks[-1][1])
+
+
+_WRAPS = "llmtrain/base/rank/heartbeat.py"
+"""The file whose wrapper is around every collective."""
+
+
+def place(frame: Frame) -> str:
+    return f"{short(frame.file)}:{frame.line} ({frame.function})"
+
+
+def short(file: str) -> str:
+    """The path from the package's folder on; for other files the last two parts."""
+    for package in ("llmtrain/", "deepspeed/", "torch/", "transformers/"):
+        _, mark, tail = file.rpartition(f"/{package}")
+        if mark:
+            return package + tail
+    return "/".join(file.split("/")[-2:])
+
+
+def own_line(stack: Sequence[Frame]) -> Frame | None:
+    """The innermost line that is not a library's: one that the user can read."""
+    ours = [f for f in stack if "/llmtrain/" in f.file or not re.search(r"/lib(64)?/python[\d.]+/", f.file)]
+    around = [f for f in ours if not f.file.endswith(_WRAPS)]
+    return next(iter(around or ours or stack), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorded:
+    """NCCL's flight recorder on one rank, for one process group."""
+
+    group: str
+    """Its name, the same on all its ranks."""
+    ranks: tuple[int, ...]
+    """Global ranks of its members."""
+    begun: int
+    """Number of the newest collective that this rank has handed to its device; 0: none is recorded."""
+    pending: int = 0
+    """Number of the oldest collective that has not ended on the device; 0: all have."""
+    name: str = ""
+    """Name of the pending collective."""
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any]) -> Recorded:
+        """Parse what `vars` gave. Raises TypeError, KeyError, ValueError."""
+        numbers = {key: int(raw[key]) for key in ("begun", "pending")}
+        return cls(group=str(raw["group"]), ranks=tuple(map(int, raw["ranks"])), name=str(raw["name"]), **numbers)
+
+
+def excerpt(trace: Mapping[str, Any]) -> list[Recorded]:
+    """A `Recorded` for each group of `_dump_nccl_trace_json`, without point-to-point: its numbers differ by rank."""
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for entry in trace.get("entries", ()):
+        if not entry["is_p2p"]:
+            groups.setdefault(str(entry["process_group"][0]), []).append(entry)
+    found = []
+    for group, entries in groups.items():
+        about = trace["pg_config"].get(group, {})
+        open_ = [entry for entry in entries if entry["state"] != "completed"]
+        oldest = min(open_, key=_number) if open_ else None
+        found.append(
+            Recorded(
+                group=group,
+                ranks=tuple(ast.literal_eval(about.get("ranks") or "[]")),
+                begun=max(map(_number, entries)),
+                pending=0 if oldest is None else _number(oldest),
+                name="" if oldest is None else str(oldest["profiling_name"]).removeprefix("nccl:"),
+            )
+        )
+    return found
+
+
+def _number(entry: Mapping[str, Any]) -> int:
+    return int(entry["collective_seq_id"])
