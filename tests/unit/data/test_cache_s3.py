@@ -52,14 +52,6 @@ def test_a_network_that_cuts_changes_nothing(store: tuple[Any, Network, Path], t
     assert (prepared.folder / "train-00002.bin").read_bytes() == (folder / "train-00002.bin").read_bytes()
 
 
-def test_an_object_that_changes_is_named(store: tuple[Any, Network, Path], tmp_path: Path) -> None:
-    client, _, folder = store
-    stream = PreparedSet(URL, Cache(str(tmp_path / "cache"))).split("train")
-    client.upload_file(str(folder / "train-00001.bin"), "bucket", "prepared/train-00000.bin")
-    with pytest.raises(DataError, match=r"s3://bucket/prepared/train-00000\.bin: was changed"):
-        stream.read(0, 10)
-
-
 def test_access_that_is_refused_is_told_without_a_secret(
     store: tuple[Any, Network, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,19 +79,6 @@ def test_every_token_and_every_bit_is_what_a_hand_writes(encoder: Encoder, name:
         assert as_lists(one.rows(record(messages))) == expected(one.folder, kind, messages), messages
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_ids_are_those_of_the_tokenizers_own_template(encoder: Encoder, name: str) -> None:
-    one = encoder(name)
-    messages = talk("What is 2 + 2?", "4", "And more?", "5")
-    last = one.rows(record(messages))[-1].ids.tolist()
-    theirs = one._tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
-    assert theirs[: len(last)] == last and text_of(one, theirs[len(last) :]).strip() == ""
-    prompt = one._tokenizer.apply_chat_template(
-        messages[:3], tokenize=True, return_dict=False, add_generation_prompt=True
-    )
-    assert last[: len(prompt)] == prompt  # what a server feeds
-
-
 def test_what_is_counted_is_an_option(encoder: Encoder) -> None:
     messages = talk("one", "two", "three", "four")
     counted = {}
@@ -225,6 +212,7 @@ def calls_spelt(template: str) -> Kind:
 SPELT = "{% for k, v in c.function.arguments | items %}{{ k }}={{ v | string }};{% endfor %}"
 ESCAPED = "{% for k, v in c.function.arguments | items %}{{ k }}={{ v | string | escape }};{% endfor %}"
 TEXTS = "{{ '' + c.function.arguments }}"
+QUOTED = "{% for k, v in c.function.arguments | items %}{{ k }}='{{ v | HOW }}';{% endfor %}"
 DROPS = "{% for k, v in c.function.arguments | items %}{{ k }}={{ 'x' if v is boolean else v }};{% endfor %}"
 
 
@@ -238,6 +226,9 @@ DROPS = "{% for k, v in c.function.arguments | items %}{{ k }}={{ 'x' if v is bo
         (TEXTS, {"on": "é"}, 'look({"on": "é"})'),
         ("{{ c.function.arguments }}", {"on": "é"}, 'look({"on": "é"})'),  # not as Python writes an object
         ("{{ c.function.arguments | tojson }}", '{"on": "é"}', 'look({"on": "é"})'),  # nor a text within a text
+        (QUOTED.replace("HOW", r"""replace("'", "\\'")"""), {"at": "L'Aquila"}, r"look(at='L\'Aquila';)"),
+        (QUOTED.replace("HOW", r"""replace('"', '\\"')"""), {"at": 'a "b"'}, r"""look(at='a \"b\"';)"""),
+        (QUOTED.replace("HOW", r"""tojson | replace("'", "\\'")"""), {"at": "L'A\n"}, r"""look(at='"L\'A\n"';)"""),
     ],
 )
 def test_arguments_in_any_spelling_are_taken(encoder: Encoder, template: str, arguments: Any, written: str) -> None:
@@ -353,25 +344,6 @@ def test_documents_of_a_record_are_read_or_refused(encoder: Encoder) -> None:
             encoder(changed(template)).rows(record(talk("q", "a"), documents=given))
 
 
-@pytest.mark.parametrize("text", ["L'Aquila", 'L\'Aquila "bella"', "a\\b's\nc"])
-@pytest.mark.parametrize(
-    "spelt", ['replace("\'", "\\\\\'")', 'tojson | replace("\'", "\\\\\'")', "replace('\"', '\\\\\"')"]
-)
-def test_arguments_whose_quotes_the_template_escapes_are_there(encoder: Encoder, spelt: str, text: str) -> None:
-    """They were refused as left out."""
-    calls = (
-        "{% for c in m.tool_calls or [] %}<call>{% for k, v in c.function.arguments | items %}{{ k }}='{{ v | SPELT }}'"
-    )
-    template = CHATML.replace(
-        "{{ m.content }}", "{{ m.content }}" + calls.replace("SPELT", spelt) + "{% endfor %}{% endfor %}"
-    )
-    call = {"type": "function", "function": {"name": "look", "arguments": {"at": text}}}
-    template = template.replace("<call>", "<call>{{ c.function.name }} ")
-    answer = {"role": "assistant", "content": "", "tool_calls": [call]}
-    (row,) = encoder(changed(template)).rows(record([ASKED, answer]))
-    assert "Aquila" in (found := text_of(encoder(changed(template)), row.ids[row.counted])) or "b" in found
-
-
 def test_fields_that_no_form_has_are_told(encoder: Encoder) -> None:
     one = encoder("chatml")
     one.rows(record(talk("q", "a"), context="Bread is 3.10.", source="web", score=3, empty="", label=True))
@@ -390,6 +362,7 @@ NEWS = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", 
 WRONG: dict[str, tuple[Kind | str, Any, str]] = {
     "no role": ("chatml", [{"content": "x"}], "message 0 has no role"),
     "unknown role": ("chatml", [{"role": "bot", "content": "x"}], "has the role 'bot'; known are"),
+    "role of another type": ("chatml", [{"role": ["user"], "content": "x"}], r"message 0 has the role \['user'\]"),
     "two system messages": ("chatml", [*talk(system="a"), *talk(system="b"), *TALK], "a second system message"),
     "late system message": ("chatml", [*TALK, *talk(system="b"), *TALK], "a system message after others"),
     "empty answer": ("chatml", talk("q", "  "), r"message 1 \(assistant\) is empty"),
@@ -409,6 +382,13 @@ WRONG: dict[str, tuple[Kind | str, Any, str]] = {
                           "arguments of f is a string and no JSON"),
     "arguments a list": ("chatml", [*talk("q"), {**CALL, "tool_calls": [{"name": "f", "arguments": "[1]"}]}],
                          "arguments of f are list, not an object"),
+    "half a pair in arguments": ("chatml", [ASKED, called('{"x": "\\ud800"}')], "arguments of look is a string and no"),
+    "an argument twice": ("chatml", [ASKED, called('{"x": 1, "x": 2}')], "the key 'x' twice"),
+    "arguments by another name": ("chatml", [ASKED, {**CALL, "tool_calls": [{"name": "f", "parameters": {"x": 1}}]}],
+                                  "name them arguments"),
+    "call of the older form": ("chatml", [ASKED, {**TALK[1], "function_call": {"name": "f"}}], "written as tool_calls"),
+    "a part without text": ("chatml", [{"role": "user", "content": [{"type": "text", "text": None}]}, TALK[1]],
+                            "without one"),
     "a user's call": ("chatml", [{**CALL, "role": "user"}], "only an assistant calls tools"),
     "an image": ("chatml", [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}, TALK[1]],
                  "message 0 holds 'image_url' content; only text is learnt"),
@@ -455,6 +435,11 @@ def test_other_records_are_refused(encoder: Encoder) -> None:
         (record(TALK, tools="[{"), "tools is a string and no JSON"),
         (record(TALK, tools=[{}]), "a tool in tools has no name"),
         (record(TALK, tools=["f"]), "tools is not a list of objects"),
+        (record(TALK, tools=[{"name": 3}]), "a tool in tools has no name"),
+        (record(TALK, system=3), "system is int, not a string"),
+        (record(TALK, images=["a.png"]), "it has images; only text is learnt"),
+        ('{"instruction": "q", "input": [1], "output": "a"}', "input is list, not a string"),
+        (record(TALK, n=float("inf")), r"broken JSON \(Infinity is no number"),
     ):
         with pytest.raises(RefusedError, match=reason):
             encoder("chatml").rows(text)

@@ -28,12 +28,10 @@ from llmtrain.config.problems import Problems
 from llmtrain.config.run import DataConfig, RunConfig
 from llmtrain.data.manifest import SPLITS
 from llmtrain.data.shards import PreparedSet
-from llmtrain.data.stream.loader import TrainLoader
 from llmtrain.data.stream.token_bytes import byte_lengths, counted_bytes
 from llmtrain.data.stream.train_data import EvalSet, TrainData
 from llmtrain.data.stream.windows import best_fit
 from llmtrain.data.tokenize import Encoder
-from llmtrain.training.finish import ngram_baselines
 from tests.helpers.chat import KINDS, expected, workers_here, write_tokenizer
 
 pytestmark = pytest.mark.long
@@ -136,12 +134,6 @@ def test_fields_that_nothing_reads_are_told_once(place: Path, capsys: pytest.Cap
     assert PreparedSet(place / "unread").manifest.chat["unread"] == ["context"]
 
 
-def test_a_bad_record_stops_the_run_and_is_named(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert prepare(place, "talks.jsonl", "bad") == 2
-    told = capsys.readouterr().err
-    assert "talks.jsonl, line 7: message 0 has no role" in told and "talks.jsonl, line 11: broken JSON" in told
-
-
 def test_where_nothing_is_left_the_reasons_are(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     deep = '{"messages": ' + "[" * 990 + "]" * 990 + "}"
     (place / "none.jsonl").write_text(f"{BAD[7]}\n{deep}\n")
@@ -195,28 +187,6 @@ def test_an_epoch_holds_every_row_whole_and_once(place: Path, prepared: Path) ->
         labels = [token if bit else -100 for token, bit in zip(ids[1:], counted[1:], strict=True)]
         wanted[json.dumps([ids, [*labels, -100]])] += 1
     assert found == wanted
-
-
-def test_the_ranks_share_the_same_windows_and_resume_is_a_seek(prepared: Path) -> None:
-    data = TrainData(config(prepared))
-    whole = {index: [part.tolist() for part in data.window_at(index)[:3]] for index in range(8)}  # type: ignore[union-attr]
-    for ranks, micro, accumulation in ((1, 4, 1), (2, 1, 2), (4, 1, 1)):
-        for start in (0, 4):
-            found = {}
-            for rank in range(ranks):
-                with TrainLoader(data, global_batch=4, micro_batch=micro, accumulation=accumulation, rank=rank,
-                                 data_parallel=ranks, start_index=start) as loader:  # fmt: skip
-                    for part in next(loader).micro_batches:
-                        assert part.positions is not None
-                        for row, index in enumerate(part.sample_indices):
-                            found[index] = [t[row].tolist() for t in (part.inputs, part.labels, part.positions)]
-            assert found == {index: whole[index] for index in range(start, start + 4)}
-
-
-def test_the_baselines_count_what_the_loss_counts(prepared: Path) -> None:
-    data = TrainData(config(prepared))
-    unigram, bigram = ngram_baselines(data, sequences=50)
-    assert 0 < bigram < unigram < 5
 
 
 def test_training_refuses_what_would_leak_or_be_cut(prepared: Path) -> None:

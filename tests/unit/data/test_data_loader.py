@@ -93,16 +93,6 @@ def test_positions_begin_anew_after_each_separator(folder: Path) -> None:
     assert sum(int((micro.positions == 0).sum()) for micro in micros) > 8  # some rows hold several documents
 
 
-def test_reads_cross_shards(folder: Path) -> None:
-    stream = stream_of(random_shards(0, 4, 30))
-    reader = PreparedSet(folder).split("train")
-    assert reader.tokens == len(stream)
-    assert reader.read(0, len(stream)).tolist() == stream
-    for start, length in ((0, 1), (len(stream) - 1, 1), (3, len(stream) - 5), (len(stream) // 2, 700)):
-        length = min(length, len(stream) - start)
-        assert reader.read(start, length).tolist() == stream[start : start + length]
-
-
 @pytest.mark.parametrize("layout", [(1, 1, 12), (2, 3, 2), (3, 1, 4), (4, 3, 1), (1, 4, 3), (6, 2, 1)])
 def test_the_union_over_the_ranks_is_the_global_batch(data: TrainData, layout: tuple[int, int, int]) -> None:
     ranks, accumulation, micro = layout
@@ -341,10 +331,3 @@ def test_a_loader_goes_on_elsewhere(data: TrainData) -> None:
 
 def test_baselines_equal_a_naive_count(data: TrainData) -> None:
     assert ngram_baselines(data, sequences=6) == pytest.approx(naive_bigram(data, 6), rel=1e-12)
-
-
-def test_the_bigram_baseline_learns_what_bigrams_tell(tmp_path: Path) -> None:
-    shards = [[[1 + (start + i) % 40 for i in range(200)] for start in range(20)]]  # each token tells the next
-    folder = write_prepared(tmp_path / "set", shards, shards)
-    unigram, bigram = ngram_baselines(TrainData(DataConfig(path=str(folder), sequence_length=T)), sequences=50)
-    assert unigram == pytest.approx(math.log(40), abs=0.1) and bigram < 0.1

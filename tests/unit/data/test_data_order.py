@@ -5,16 +5,10 @@ from __future__ import annotations
 from fractions import Fraction
 from itertools import pairwise
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmtrain.data.stream.order import Mixture, permute
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 5, 16, 17, 97, 1000, 4099])
-def test_an_epoch_visits_every_sequence_once(n: int) -> None:
-    assert sorted(permute(n, 7, 3, 0, i) for i in range(n)) == list(range(n))
 
 
 def test_order_changes_with_seed_epoch_and_member_and_only_with_them() -> None:
@@ -60,6 +54,7 @@ def test_mixture_is_exact_at_any_distance(weights: list[int], start: int) -> Non
             counts,
         )
         j, i = mixture.locate(k)
+        assert mixture.sequence(j, i) == k
         assert i == counts[j]  # the next of its set: none is skipped, none comes twice
         counts[j] += 1
         assert counts == mixture.counts(k + 1)

@@ -398,16 +398,6 @@ def test_a_given_tokenizer_is_used_without_its_truncation_and_padding(reference:
     assert Encoder(folder).decode(tokens[:-1]) == (tmp_path / "a.txt").read_text()
 
 
-def test_more_than_65536_tokens_take_uint32(reference: Path, tmp_path: Path) -> None:
-    folder = made_tokenizer(tmp_path / "tok", reference, added=65_536 - 300 + 1)
-    (tmp_path / "a.txt").write_text("words and words")
-    argv = ["--source", str(tmp_path / "a.txt"), "--out", str(tmp_path / "set"), "--tokenizer", str(folder)]
-    assert main([*argv, "--validation-fraction", "0"]) == 0
-    manifest = PreparedSet(tmp_path / "set").manifest
-    assert manifest.dtype == "uint32" and manifest.vocab_size == 65_537
-    assert dtype_for(65_536).itemsize == 2
-
-
 def test_unusable_tokenizers_are_refused(reference: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no tokenizer\.json"):
         Encoder(tmp_path)
@@ -420,7 +410,8 @@ def test_unusable_tokenizers_are_refused(reference: Path, tmp_path: Path) -> Non
         Encoder(tmp_path)
 
 
-def test_an_id_out_of_range_is_refused() -> None:
+def test_ids_take_as_many_bytes_as_the_vocabulary_asks_for_and_others_are_refused() -> None:
+    assert [dtype_for(size).itemsize for size in (65_536, 65_537)] == [2, 4]
     assert as_ids([0, 299], 300).tolist() == [0, 299]
     for ids in ([5, 300], [-1, 5], [70_000]):
         with pytest.raises(DataError, match=r"outside its own vocabulary \[0, 300\)"):

@@ -21,12 +21,14 @@ LIMIT = 1000
 UNIT = 1 << 20
 
 
-def read(source: Path | str, unit_bytes: int = UNIT, form: str = "auto") -> tuple[list[str], list[str]]:
+def read(
+    source: Path | str, unit_bytes: int = UNIT, form: str = "auto", field: str | None = "text"
+) -> tuple[list[str], list[str]]:
     """(texts, rejections as text) of everything in `source`."""
     texts, rejected = [], []
     for unit in plan_units(find_files([str(source)], form), unit_bytes):
         for piece in unit.pieces:
-            for item in read_piece(piece, "text", LIMIT):
+            for item in read_piece(piece, field, LIMIT):
                 if isinstance(item, Document):
                     assert item.data == item.text.encode()
                     texts.append(item.text)
@@ -103,6 +105,12 @@ def test_bad_lines(tmp_path: Path, line: bytes, reason: str) -> None:
     texts, rejected = read(path)
     assert texts == ["one", "two"]  # the others are not lost
     assert len(rejected) == 1 and rejected[0].startswith("a.jsonl, line 3: ") and reason in rejected[0]
+
+
+def test_a_record_that_is_taken_as_it_is_has_each_key_once(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a", "text": "b"}\n')
+    assert "broken JSON (the key 'text' twice in an object)" in read(tmp_path / "a.jsonl", field=None)[1][0]
+    assert read(tmp_path / "a.jsonl") == (["b"], [])
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])

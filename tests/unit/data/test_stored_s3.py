@@ -17,7 +17,7 @@ import zstandard
 
 from llmtrain.commands.prepare import main
 from tests.helpers.chat import workers_here
-from tests.helpers.s3 import SECRET, Network, contents, s3, upload
+from tests.helpers.s3 import SECRET, Network, contents, s3
 from tests.unit.data.test_stored_sources import lines, tree
 
 pytestmark = [pytest.mark.slow, pytest.mark.needs("moto", "s3fs")]
@@ -42,17 +42,6 @@ def files(folder: Path) -> dict[str, bytes]:
 
 def shards(found: dict[str, bytes]) -> dict[str, bytes]:
     return {name: data for name, data in found.items() if name.endswith(".bin")}
-
-
-def test_all_kinds_of_files_from_a_bucket_and_into_it(tree: Path, bucket: tuple[Any, Network], tmp_path: Path) -> None:
-    client, _ = bucket
-    upload(client, tree, "corpus")
-    with workers_here():
-        assert main(words(str(tree), tmp_path / "here")) == 0
-        assert main(words("s3://bucket/corpus", tmp_path / "stored")) == 0
-        assert main(words("s3://bucket/corpus", "s3://bucket/set")) == 0
-    assert shards(files(tmp_path / "stored")) == shards(files(tmp_path / "here"))
-    assert contents(client, "set/") == files(tmp_path / "stored")
 
 
 def start(argv: list[str], **values: str) -> subprocess.Popen[str]:
