@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from llmtrain import cli
 from llmtrain.base.errors import CheckpointError
 from llmtrain.checkpoint import output
 from llmtrain.checkpoint.durable import DurableFile
@@ -123,39 +118,6 @@ def test_a_conversion_continues_where_it_was_interrupted(
     assert say("verify", at(tmp_path / "mean", 200))[0] == 0
 
 
-def test_ctrl_c_is_one_line(tmp_path: Path) -> None:
-    """A real process with real signals; the tool in the clone is the same door."""
-    large = torch.ones(8192, 2048)
-    for step in (1, 2):
-        shape = {UP: tuple(large.shape)}
-        write_checkpoint(tmp_path / "run", step, seed=0, shapes=shape, values={("param", UP): large}, ranks=1)
-    tool = Path(cli.__file__).parents[1] / "tools/convert_checkpoint.py"
-    command = [sys.executable, tool, "average", "run/step-1", "run/step-2", "mean"]
-    partial = tmp_path / "mean/checkpoints/step-00000002.tmp/rank-00000.safetensors"
-    for _ in range(10):  # on a busy machine it may be through before the signal is sent
-        process = subprocess.Popen(
-            command,
-            cwd=tmp_path,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # what runs in the background ignores it
-        )
-        deadline = time.monotonic() + 60
-        while not partial.exists() and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.001)
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
-        if process.returncode:
-            break
-        shutil.rmtree(tmp_path / "mean")
-    assert (process.returncode, err) == (130, "interrupted\n")
-    assert not at(tmp_path / "mean", 2).exists()
-    again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert again.returncode == 0, again.stderr
-    assert Manifest.read(at(tmp_path / "mean", 2)).step == 2
-
-
 # conversions: that the command line reaches them with its options; what they do is tested beside them
 
 
@@ -201,16 +163,6 @@ def test_a_checkpoint_that_the_run_deletes_meanwhile_gives_way_to_the_next(
     assert (code, read) == (0, ["step-00000001", "step-00000002"]), err
     made = load_file(tmp_path / "hf/model.safetensors")
     assert torch.equal(made[UP], tensors(2, WHOLE_LLAMA)["param", UP])
-
-
-def test_the_mean_goes_to_hugging_face(tmp_path: Path, say: Say) -> None:
-    for step in (1, 2):
-        write_checkpoint(tmp_path / "run", step, seed=step, shapes=WHOLE_LLAMA)
-    assert say("average", tmp_path / "run/step-1", tmp_path / "run/step-2", tmp_path / "mean")[0] == 0
-    assert say("to-hf", tmp_path / "mean", tmp_path / "hf")[0] == 0
-    made = load_file(tmp_path / "hf/model.safetensors")
-    each = [tensors(seed, WHOLE_LLAMA)["param", UP].double() for seed in (1, 2)]
-    assert torch.equal(made[UP], (sum(each) / 2).float())
 
 
 def test_pieces_of_tensor_parallel_ranks_are_like_slices(tmp_path: Path, say: Say) -> None:
@@ -316,6 +268,7 @@ def test_what_a_checkpoint_leaves_out_is_read_from_its_folder(outside: Path, tmp
     assert json.loads((tmp_path / "export" / "config.json").read_text())["dtype"] == "float32"
     assert all(written[n].dtype == v.dtype and torch.equal(written[n], v) for n, v in given.items())
     assert say("average", at(outside, 1), at(outside, 2), tmp_path / "mean")[0] == 0
+    assert say("to-hf", tmp_path / "mean", tmp_path / "mean-export")[0] == 0
     mean = CheckpointReader(at(tmp_path / "mean", 2))
     assert not mean.manifest.frozen.parts
     assert all(torch.equal(mean.read(name, 0, v.numel()), v.float().reshape(-1)) for name, v in given.items())

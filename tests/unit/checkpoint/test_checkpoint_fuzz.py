@@ -194,7 +194,6 @@ def mutations(few: int, all_: int) -> pytest.MarkDecorator:
 
 EACH = mutations(25, 125)
 """Of each of the eight kinds."""
-EXPORTS = mutations(10, 40)
 KINDS = ["tensors", "header", "manifest", "trainer", "folder"]
 """Of damage to a checkpoint."""
 LONGEST_S = 5.0
@@ -386,30 +385,7 @@ def test_malice(count: int, copies: Callable[[], Path], originals: Path, bounded
     assert refused > count // 2
 
 
-@EXPORTS
-def test_exports(count: int, originals: Path, tmp_path: Path, bounded: Callable[[], None]) -> None:
-    """What leaves a mutated checkpoint as a Hugging Face folder has the values of the intact one, or nothing leaves."""
-    first = write_checkpoint(tmp_path / "intact", 100, 1, shapes=WHOLE_LLAMA, strided=True)
-    other = write_checkpoint(tmp_path / "other", 100, 2, shapes=WHOLE_LLAMA)
-    export_hf(first, tmp_path / "want", "fp32", check="none")
-    want = (tmp_path / "want/model.safetensors").read_bytes()
-    refused = 0
-    for number in range(count):
-        folder = tmp_path / f"trial {number}/checkpoints/step-00000100"
-        shutil.copytree(first, folder)
-        rng = random.Random(f"export {number}")
-        _damage(rng, KINDS[number % len(KINDS)], folder, other)
-        bounded()
-        log: list[str] = []
-        out = folder.parent.parent / "export"
-        attempt(log, lambda folder=folder, out=out: export_hf(folder, out, "fp32", check="none"))
-        refused += bool(log)
-        assert out.exists() != bool(log), number
-        assert log or (out / "model.safetensors").read_bytes() == want, number
-    assert count // 4 < refused < count
-
-
-@EXPORTS
+@mutations(10, 40)
 def test_exports_of_a_signed_state(count: int, tmp_path: Path, bounded: Callable[[], None]) -> None:
     """The model's configuration in trainer.json may say anything, and say it with a signature."""
     folder = write_checkpoint(tmp_path / "run", 100, 1, shapes=WHOLE_LLAMA)

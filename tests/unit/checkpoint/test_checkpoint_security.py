@@ -18,14 +18,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from llmtrain import cli
 from llmtrain.base.errors import CheckpointError, UserError
 from llmtrain.checkpoint.format import MANIFEST, TRAINER, Manifest, read_trainer
 from llmtrain.checkpoint.reader import CheckpointReader
-from llmtrain.storage.tensorfile import TensorFile, TensorFileError
-from tests.helpers.checkpoints import LLAMA, SHAPES, resign, sign, tensors, write_checkpoint
+from tests.helpers.checkpoints import SHAPES, resign, sign, write_checkpoint
 
 RANK = "rank-00001.safetensors"
 Say = Callable[..., tuple[int, str]]
@@ -147,12 +145,6 @@ def test_something_that_is_no_file(run: Path, tmp_path: Path, say: Say, file: st
     assert "damaged" in say("ls", run)[1]
 
 
-def test_a_pipe_as_a_weight_file(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "model.safetensors")
-    with pytest.raises(TensorFileError, match="is no regular file"):
-        TensorFile(tmp_path / "model.safetensors")
-
-
 @pytest.mark.parametrize("claimed", [4, 2**43])
 def test_a_claim_that_the_file_does_not_keep(tmp_path: Path, say: Say, claimed: int) -> None:
     """A signed manifest with fewer elements than the header has, or with 32 TiB: refused before memory is taken."""
@@ -263,37 +255,6 @@ def test_a_pickle_is_never_loaded(run: Path, tmp_path: Path, say: Say) -> None:
     resign(folder_of(run))
     assert say("verify", run)[0] == 1 and "damaged" in say("ls", run)[1]
     assert not canary.exists()
-
-
-def test_a_foreign_folder_with_a_pickle(tmp_path: Path, say: Say) -> None:
-    canary, hf, ds = tmp_path / "canary", tmp_path / "hf", tmp_path / "ds"
-    (ds / "global_step1").mkdir(parents=True)
-    hf.mkdir()
-    for folder in (hf, ds):
-        (folder / "config.json").write_text(json.dumps(LLAMA))
-    torch.save({"w": Gadget(canary)}, hf / "pytorch_model.bin")
-    (ds / "latest").write_text("global_step1")
-    torch.save({"module": Gadget(canary)}, ds / "global_step1/mp_rank_00_model_states.pt")
-    for command, folder in (("from-hf", hf), ("from-deepspeed", ds)):
-        code, text = say(command, folder, tmp_path / "out")
-        assert code in (1, 2) and text.startswith("error: "), text
-    (ds / "latest").write_text("../ds/global_step1")
-    assert say("from-deepspeed", ds, tmp_path / "out")[0] == 2
-    assert not canary.exists() and not (tmp_path / "out").exists()
-
-
-def test_code_that_a_folder_carries(tmp_path: Path, say: Say) -> None:
-    canary, hf = tmp_path / "canary", tmp_path / "hf"
-    hf.mkdir()
-    config = {**LLAMA, "model_type": "mine", "auto_map": {"AutoConfig": "mine.C", "AutoModelForCausalLM": "mine.M"}}
-    (hf / "config.json").write_text(json.dumps(config))
-    (hf / "mine.py").write_text(f"open({str(canary)!r}, 'w')")
-    save_file({name: tensors(1)["param", name] for name in SHAPES}, hf / "model.safetensors")
-    code, text = say("from-hf", hf, tmp_path / "out")
-    assert code == 2 and "auto_map" in text and "--trust-remote-code" in text
-    run = write_checkpoint(tmp_path / "run", 5, seed=1, model_config=config).parent.parent
-    assert say("to-hf", run, tmp_path / "out")[0] == 2
-    assert not canary.exists() and not (tmp_path / "out").exists()
 
 
 def test_names_that_a_terminal_obeys(run: Path, say: Say) -> None:

@@ -54,20 +54,6 @@ def test_there_and_back_is_the_same_folder(tmp_path, family, tied):
     assert len(set(index["weight_map"].values())) > 3
 
 
-def test_another_precision_and_shard_size_than_the_sources(tmp_path):
-    """bf16 in one file -> fp16 in several, as `save_pretrained` writes that; the tokenizer and the rest stay."""
-    model = new_model("mixtral", dtype=torch.bfloat16)
-    folder = model_folder(tmp_path / "hf", model)
-    import_hf(folder, tmp_path / "run", check="none")
-    export_hf(tmp_path / "run" / STEP, tmp_path / "fp16", "fp16", max_shard_bytes=30_000)
-    want = model_folder(tmp_path / "want", model.to(torch.float16), "30KB")
-    got = contents(tmp_path / "fp16")
-    told = json.loads(got.pop("config.json"))
-    assert told.pop("rope_theta") == told["rope_parameters"]["rope_theta"], "for transformers 4"
-    assert told == json.loads((want / "config.json").read_text())
-    assert got == {name: data for name, data in contents(want).items() if name != "config.json"}
-
-
 def test_mixed_types_in_another_cut_keep_their_types(tmp_path):
     """Norms in fp32 beside bf16 matrices: as the source, in one file instead of many."""
     model = new_model("llama", dtype=torch.bfloat16)

@@ -14,7 +14,7 @@ import pytest
 from llmtrain.base.errors import CheckpointError
 from llmtrain.checkpoint.mirror import Mirrored, fetch_newest
 from tests.helpers.checkpoints import write_checkpoint
-from tests.unit.checkpoint.test_mirror import contents, mirroring
+from tests.unit.checkpoint.test_mirror import mirroring
 
 pytestmark = [pytest.mark.slow, pytest.mark.needs("moto", "s3fs")]
 
@@ -36,17 +36,6 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     s3fs.S3FileSystem.clear_instance_cache()  # of another server's address
     yield "s3://bucket/runs/one"
     server.stop()
-
-
-def test_what_is_mirrored_comes_back(bucket: str, tmp_path: Path) -> None:
-    mirror, told = mirroring(tmp_path, Mirrored(bucket), keep=1)
-    for step in (1, 2):
-        folder = write_checkpoint(tmp_path, step, seed=step)
-        mirror.go_on()
-    assert [kind for kind, _ in told] == ["mirrored", "mirrored"], told
-    assert list(Mirrored(bucket).complete()) == [2]
-    fetched = fetch_newest(bucket, tmp_path / "elsewhere", "run", lambda: None)
-    assert fetched is not None and contents(fetched) == contents(folder)
 
 
 def test_a_bucket_that_is_not_there_is_told_without_a_secret(

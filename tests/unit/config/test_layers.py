@@ -57,7 +57,8 @@ def test_show_tells_where_each_value_came_from(here: Path, capsys: pytest.Captur
     (here / "more.yaml").write_text("\noptim:\n  lr: 1e-3\nmodel: {config: {hidden_size: 128}}\n")
     words = ["run.yaml", "more.yaml", "--train.log_every=3", "--model.config.vocab_size", "640"]
     assert cli.main(["config", "show", *words, "--world-size", "2"]) == 0
-    shown = capsys.readouterr().out.partition("\n# ds.json")[0]
+    shown, _, exact = capsys.readouterr().out.partition("\n# ds.json")
+    assert '"train_batch_size": 8' in exact
     came = {line.split(":")[0].strip(): line.rpartition("  # ")[2] for line in shown.splitlines() if "  # " in line}
     wanted = {
         "deepspeed": "run.yaml:1", "lr": "more.yaml:3", "hidden_size": "more.yaml:4", "log_every": "--train.log_every",

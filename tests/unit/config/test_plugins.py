@@ -115,12 +115,6 @@ def test_a_part_that_no_yaml_names_is_told(here: Path, capsys: pytest.CaptureFix
     assert parse(["run.yaml"]).notes == ()
 
 
-def test_without_the_plugin_its_names_are_unknown(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(here, {"parts": {"count": {"every": 3}}})
-    assert main(["config", "check", "run.yaml", "--world-size=2"]) == 2
-    assert "give the file that defines it: --plugin FILE.py" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("code", "told"),
     [

@@ -55,7 +55,7 @@ def test_a_beginner_is_answered(yaml: str, words: tuple[str, ...], here: Path) -
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["rum.yaml"], ("no such file", "did you mean run.yaml?")),
+        (["rum.yaml"], ('--config = "rum.yaml"', "no such file", "(looked from /", "did you mean run.yaml?")),
         (["run.yaml", "--plugn", "mine.py"], ("--plugn", "did you mean --plugin?")),
         (["run.yaml", "--parts.mien"], ("--parts.mien", "no plugin and no part of llmtrain")),
         (["run.yaml", "--trackers.tensorbord"], ("did you mean --trackers.tensorboard?",)),

@@ -308,13 +308,6 @@ def test_an_artifact_that_fails_costs_no_row(tmp_path, monkeypatch, capsys):
     assert CANARY not in error and "given up" not in error
 
 
-def test_wandb_that_is_not_installed_is_said_once(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(log, "_warned_of", set())
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    drive(tmp_path)
-    assert "tracking.wandb is given up (ModuleNotFoundError" in capsys.readouterr().err
-
-
 def test_a_full_queue_drops_rows_and_counts_them(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(queued, "_WAITING", 10)
     gate = threading.Event()
