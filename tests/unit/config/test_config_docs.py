@@ -1,4 +1,4 @@
-"""docs/configuration.md says what the program says: files, commands, outputs and the field reference."""
+"""docs/configuration.md and deepspeed.md say what the program says: files, commands, outputs, generated tables."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from tests.helpers.config_workplace import write
 
 PAGE = Path(__file__).parents[3] / "docs/configuration.md"
 TEXT = PAGE.read_text(encoding="utf-8")
-FILES = re.findall(r"```(?:yaml|json) (\S+)\n(.*?)```", TEXT, re.DOTALL)
-COMMANDS = re.findall(r"```console\n\$ llmtrain ([^\n]+)\n(.*?)```", TEXT, re.DOTALL)
+EXAMPLES = TEXT + PAGE.with_name("deepspeed.md").read_text(encoding="utf-8")
+FILES = re.findall(r"```(?:yaml|json) (\S+)\n(.*?)```", EXAMPLES, re.DOTALL)
+COMMANDS = re.findall(r"```console\n\$ llmtrain ([^\n]+)\n(.*?)```", EXAMPLES, re.DOTALL)
 
 
 @pytest.mark.parametrize(("command", "output"), COMMANDS, ids=[command for command, _ in COMMANDS])
-def test_every_command_on_the_page(
+def test_every_command_on_the_pages(
     command: str, output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(tmp_path)
@@ -34,8 +35,8 @@ def test_every_command_on_the_page(
     assert code == (2 if output.startswith("error: ") else 0)
 
 
-def test_the_page_shows_commands() -> None:
-    assert len(COMMANDS) >= 5
+def test_the_pages_show_commands() -> None:
+    assert len(COMMANDS) >= 6
     assert {name for name, _ in FILES} >= {"run.yaml", "ds.json"}
 
 
