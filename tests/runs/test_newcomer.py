@@ -1,10 +1,11 @@
-"""The first ten minutes of somebody who has the README and one text file, word for word from its section."""
+"""The first ten minutes of somebody who has the README, the quickstart and one text file, word for word."""
 
 from __future__ import annotations
 
 import json
 import re
 import shlex
+import shutil
 import signal
 from pathlib import Path
 
@@ -13,17 +14,18 @@ from transformers import AutoTokenizer
 
 from llmtrain.checkpoint.format import complete_checkpoints
 from llmtrain.cli import main
+from tests.helpers.hf_folders import model_folder, new_model
 from tests.helpers.launching import finish, kill_tree, rows, wait_for_step
 from tests.helpers.pages import Page
 from tests.helpers.play import write_play
 from tests.helpers.warm import WarmCommands
-from tests.runs.test_docs import ROOT, Workplace, blocks, small_quickstart
+from tests.runs.test_docs import ROOT, Workplace, blocks, form, small_quickstart
 
 
 def section(title: str) -> list[str]:
-    """The commands of a section of README.md."""
-    text = (ROOT / "README.md").read_text().partition(f"## {title}\n")[2].partition("\n## ")[0]
-    found = [block for block in blocks("README.md", "bash") if block in text]
+    """The commands of a section of docs/quickstart.md."""
+    text = (ROOT / "docs/quickstart.md").read_text().partition(f"## {title}\n")[2].partition("\n## ")[0]
+    found = [block for block in blocks("docs/quickstart.md", "bash") if block in text]
     return [line for block in found for line in block.splitlines()] + re.findall(r"`(llmtrain generate [^`]*)`", text)
 
 
@@ -76,3 +78,36 @@ def test_the_newcomers_path(place: Workplace) -> None:
     assert f"\n{prompt}" in output and "of step 240" in output, output
     assert main(["report", str(run)]) == 0
     assert "training, smoothed" in Page(run / "report/index.html").text  # of at least ten points
+
+
+def test_the_readmes_first_screen(place: Workplace, small_data: str) -> None:
+    """Its YAML with a tiny Qwen3 and short sequences; without hosts, the ranks are on this machine."""
+    model = model_folder(place.path / "qwen", new_model("qwen3", vocab_size=512))
+    for file in (Path(small_data) / "tokenizer").iterdir():
+        shutil.copy(file, model)
+    (recipe,) = blocks("README.md", "yaml")
+    recipe = recipe.replace("Qwen/Qwen3-8B", "qwen").replace("sequence_length: 4096", "sequence_length: 32")
+    (place.path / "mine.yaml").write_text(recipe)
+    commands = next(block for block in blocks("README.md", "bash") if "--hostfile hosts" in block)
+    printed = place.run(commands.replace("Qwen/Qwen3-8B", "qwen").replace("--hostfile hosts ", "--max-restarts 0 "))
+    assert "bf16, ZeRO 3, 2 ranks" in printed, printed
+    assert (place.path / "runs/mine/export/model.safetensors").is_file()
+
+    refusal = next(block for block in blocks("README.md", "text") if "error:" in block)
+    command, *lines = refusal.splitlines()
+    code, printed = finish(place.start(command.removeprefix("$ ")))
+    assert (code, printed.splitlines()) == (2, lines)
+
+
+def test_the_readmes_loss_passes_parity(place: Workplace) -> None:
+    (place.path / "mine.py").write_text(blocks("README.md", "python")[0])
+    (shown,) = (block for block in blocks("README.md", "text") if "llmtrain parity" in block)
+    command, *lines = shown.splitlines()
+    printed = place.run(command.removeprefix("$ "))
+    kinds = {kind(line) for line in printed.splitlines()}
+    assert {kind(line) for line in lines if line != "..."} <= kinds, printed
+
+
+def kind(line: str) -> str:
+    """A line of parity's output without its figures, step and tensor, which depend on the model."""
+    return form(line).partition(" (step")[0]

@@ -1,4 +1,4 @@
-"""One text file without validation data. With it, by the README alone: test_newcomer.py."""
+"""One text file without validation data. With it, by the quickstart alone: test_newcomer.py."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def go_to(folder: Path, rank: int) -> None:
 
 
 def commands() -> list[list[str]]:
-    """The first block of the README's section "Your own text", word by word, without the program's name."""
-    section = (ROOT / "README.md").read_text().partition("## Your own text")[2].partition("\n## ")[0]
+    """The first block of the quickstart's section "Your own text", word by word, without the program's name."""
+    section = (ROOT / "docs/quickstart.md").read_text().partition("## Your own text")[2].partition("\n## ")[0]
     block = re.search(r"^```bash\n(.*?)^```", section, flags=re.M | re.S)
     assert block is not None
     lines = [shlex.split(line, comments=True) for line in block[1].replace("\\\n", " ").splitlines()]
@@ -43,7 +43,7 @@ def option(words: list[str], name: str) -> str:
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder like a clone, with one text file where the README has "my_text"."""
+    """A folder like a clone, with one text file where the quickstart has "my_text"."""
     folder = tmp_path_factory.mktemp("clone")
     for name in ("launch", "ds_configs"):
         (folder / name).symlink_to(ROOT / name)
