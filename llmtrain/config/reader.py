@@ -15,12 +15,11 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from llmtrain.base.choice import HOST_PATH, Choice, Entry
 from llmtrain.base.redact import redact_text
-from llmtrain.config import answers
+from llmtrain.config import answers, strict_yaml
 from llmtrain.config.batch import Batch
 from llmtrain.config.problems import Problems, closest, show
 from llmtrain.config.schema import ENTRIES, default_choice
 from llmtrain.config.stages import DataConfig, Stages, data_of, stages_of
-from llmtrain.config.strict_yaml import plain_scalar
 from llmtrain.optim.schedules import Schedule
 
 WRONG: Any = object()
@@ -91,6 +90,9 @@ def read(kind: Any, value: Any, key: str, problems: Problems) -> Any:
     kinds = list(members(kind))
     if value is None and type(None) in kinds:
         return None
+    is_path = any(HOST_PATH in getattr(each, "__metadata__", ()) for each in _annotated(kind))
+    if is_path and isinstance(value, str) and re.fullmatch(r"\[.*\]", value) and not os.path.exists(value):
+        value = strict_yaml.parse(value, key).tree  # a list, as the YAML would have it without quotes
     for each in kinds:
         if is_section(each) and (isinstance(value, dict) or len(kinds) == 1):
             return _section(each, value, key, problems)
@@ -104,7 +106,7 @@ def read(kind: Any, value: Any, key: str, problems: Problems) -> Any:
     made = _scalar(kinds, value)
     if made is WRONG:
         problems.add(key, value, *answers.of_type(kind, key, value))
-    elif isinstance(made, str) and any(HOST_PATH in getattr(each, "__metadata__", ()) for each in _annotated(kind)):
+    elif isinstance(made, str) and is_path:
         return host_path(key, made, problems)
     return made
 
@@ -132,10 +134,10 @@ def _of_text(kinds: list[Any], text: str) -> Any:
     """The switch or the number that a text means: on, 3e-4, 10M."""
     if bool in kinds and text.lower() in _SWITCHES:
         return _SWITCHES[text.lower()]
-    number = plain_scalar(text[:-1]) if int in kinds and text[-1:].lower() in _UNITS else None
+    number = strict_yaml.plain_scalar(text[:-1]) if int in kinds and text[-1:].lower() in _UNITS else None
     if isinstance(number, (int, float)) and not isinstance(number, bool):
         return _scalar(kinds, round(number * _UNITS[text[-1].lower()], 6))
-    meant = plain_scalar(text)
+    meant = strict_yaml.plain_scalar(text)
     return WRONG if meant is None or isinstance(meant, str) else _scalar(kinds, meant)
 
 
@@ -268,7 +270,7 @@ def _chosen(
     dumped = FORMERLY.get(key, {""}) <= {field for field in given if not problems.typed(f"{key}.{field}")}
     for field in [field for field in given if field not in cls.own() and base.owners(field)]:
         value, at = given.pop(field), f"{key}.{field}"
-        meant = plain_scalar(value) if isinstance(value, str) else value
+        meant = strict_yaml.plain_scalar(value) if isinstance(value, str) else value
         stale = problems.saved or (dumped and meant in base.defaults(field) and not problems.typed(at))
         if known and not stale and meant is not None:
             problems.add(at, meant, *base.refusal(field))

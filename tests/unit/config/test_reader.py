@@ -61,6 +61,7 @@ def test_a_beginner_is_answered(yaml: str, words: tuple[str, ...], here: Path) -
         (["run.yaml", "--trackers.tensorbord"], ("did you mean --trackers.tensorboard?",)),
         (["run.yaml", "--train.max_tokens", "10q"], ("a whole number",)),
         (["run.yaml", "--optim.betas", "0.9"], ("optim.betas", "a list of 2 numbers")),
+        (["run.yaml", "--data.path", "[a, b]"], ("command line", "a mixture", "`data.mixture: {a: 1, b: 1}`")),
     ],
 )
 def test_a_wrong_word_of_the_command_line_is_answered(argv: list[str], words: tuple[str, ...], here: Path) -> None:
