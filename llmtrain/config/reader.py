@@ -16,10 +16,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from llmtrain.base.choice import HOST_PATH, Choice, Entry
 from llmtrain.base.redact import redact_text
 from llmtrain.config import answers, strict_yaml
-from llmtrain.config.batch import Batch
 from llmtrain.config.problems import Problems, closest, show
 from llmtrain.config.schema import ENTRIES, default_choice
-from llmtrain.config.stages import DataConfig, Stages, data_of, stages_of
+from llmtrain.config.stages import Batch, DataConfig, Stages, data_of, stages_of
 from llmtrain.optim.schedules import Schedule
 
 WRONG: Any = object()

@@ -7,14 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from llmtrain.config import rules
-from llmtrain.config.batch import Batch, solve
 from llmtrain.config.deepspeed.join import DEGREE_KEYS, check_scheduler, exact_dict, join_values, read_facts
 from llmtrain.config.deepspeed.read import checked
 from llmtrain.config.evaluation import filled
 from llmtrain.config.problems import Places, Problems, show
 from llmtrain.config.run import ResolvedRun, RunConfig, TrainConfig
 from llmtrain.config.schema import SHARED
-from llmtrain.config.stages import DataConfig, StageBatch, Stages, data_of, stages_of
+from llmtrain.config.stages import Batch, DataConfig, StageBatch, Stages, data_of, stages_of
 from llmtrain.config.stages_rules import key_of, notes_of, stage_views
 from llmtrain.config.topology import Degrees
 
@@ -122,6 +121,62 @@ def _stages(run: RunConfig, degrees: Degrees, world: str, problems: Problems) ->
         assert batch is not None
         batches.append(batch)
     return stages_of(run.data, run.schedule, batches)
+
+
+def solve(
+    *,
+    global_batch: int | None,
+    micro_batch: int | None,
+    accumulation: int | None,
+    data_parallel: int,
+    sequence_length: int,
+    world: str,
+    place: str,
+    problems: Problems,
+) -> Batch | None:
+    """Return the batch with the missing numbers filled in; None, with a problem added: no whole numbers solve it.
+
+    Two numbers give the third. With fewer, a missing accumulation is 1; then global_batch gives micro_batch, and
+    without global_batch a missing micro_batch is 1.
+
+    Args:
+        world: the world size and its origin, for messages.
+        place: where the numbers were written.
+    """
+    if global_batch is None or micro_batch is None:
+        accumulation = accumulation or 1
+    given = ("?" if number is None else number for number in (global_batch, micro_batch, accumulation))
+    equation = "global_batch {} = micro_batch {} x accumulation {} x data-parallel {}".format(*given, data_parallel)
+
+    def refuse(outcome: str, rule: str, remedy: str) -> None:
+        rule, remedy = f"global_batch {rule}; {world}", f"a global_batch of {remedy}"
+        problems.add_text("train.global_batch", f"{equation} -> {outcome}", rule, remedy, place)
+
+    if global_batch is None:
+        micro_batch, accumulation = micro_batch or 1, accumulation or 1
+        global_batch = micro_batch * accumulation * data_parallel
+    elif micro_batch is None or accumulation is None:
+        unknown, other = ("micro_batch", "accumulation") if micro_batch is None else ("accumulation", "micro_batch")
+        step = (micro_batch or accumulation or 1) * data_parallel
+        solved, rest = divmod(global_batch, step)
+        if rest:
+            near = f"{solved * step} or {(solved + 1) * step}" if solved else str(step)
+            refuse(
+                f"{unknown} {global_batch / step:g}: not whole",
+                f"must be a multiple of {step}",
+                f"{near}, or another {other}",
+            )
+            return None
+        micro_batch, accumulation = micro_batch or solved, accumulation or solved
+    elif global_batch != (product := micro_batch * accumulation * data_parallel):
+        refuse(
+            f"{product}: not equal",
+            "= micro_batch x accumulation x data-parallel ranks",
+            f"{product}, or leave one of the three out",
+        )
+        return None
+    return Batch(global_batch=global_batch, micro_batch=micro_batch, accumulation=accumulation,
+                 data_parallel=data_parallel, sequence_length=sequence_length)  # fmt: skip
 
 
 def _odd_values(run: RunConfig, max_steps: int | None) -> list[str]:

@@ -16,11 +16,10 @@ from llmtrain.base.redact import redact_text
 from llmtrain.base.rule import Rule
 from llmtrain.base.units import GIB, divisors, size
 from llmtrain.config import evaluation, sites_rules, stages_rules
-from llmtrain.config.batch import Batch
 from llmtrain.config.on_disk import model_config
 from llmtrain.config.problems import Problems, assigned
 from llmtrain.config.run import AdapterConfig, EmaConfig, RunConfig, profiled_steps
-from llmtrain.config.stages import Stages
+from llmtrain.config.stages import Batch, Stages
 from llmtrain.config.topology import Degrees, Mix
 from llmtrain.objectives.by_token import Distill
 from llmtrain.storage.hub.names import REVISION

@@ -23,9 +23,8 @@ from llmtrain.base.choice import (
     bounded,
     mapped,
 )
-from llmtrain.config.batch import Batch
+from llmtrain.config.stages import Batch, Stages
 from llmtrain.config.stages import DataConfig as DataConfig
-from llmtrain.config.stages import Stages
 from llmtrain.config.topology import Degrees, Mix
 from llmtrain.objectives.by_token import NextToken
 from llmtrain.objectives.objective import Objective

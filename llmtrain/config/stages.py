@@ -15,7 +15,6 @@ from fractions import Fraction
 from typing import Any
 
 from llmtrain.base.choice import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, SEED, Bound, HostPath, bounded, mapped
-from llmtrain.config.batch import Batch
 from llmtrain.optim.schedules import Schedule
 
 
@@ -82,6 +81,33 @@ class DataConfig:
     def folders(self) -> dict[str, float]:
         """The prepared folders of the first stage with their weights."""
         return {self.path: 1.0} if self.path is not None else dict(self.mixture or {})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Numbers of sequences with global_batch = micro_batch x accumulation x data-parallel ranks, and their length."""
+
+    global_batch: int
+    """Sequences per optimizer step over all ranks."""
+    micro_batch: int
+    """Sequences per forward pass of one rank."""
+    accumulation: int
+    """Micro-batches per optimizer step."""
+    data_parallel: int
+    """Groups of ranks that see different data."""
+    sequence_length: int
+    """Tokens."""
+
+    @property
+    def tokens(self) -> int:
+        """Per optimizer step over all ranks."""
+        return self.global_batch * self.sequence_length
+
+    def equation(self) -> str:
+        return (
+            f"global_batch {self.global_batch} = micro_batch {self.micro_batch}"
+            f" x accumulation {self.accumulation} x data-parallel {self.data_parallel}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

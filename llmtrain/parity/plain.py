@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llmtrain.config.batch import Batch
 from llmtrain.config.run import ModelConfig, ResolvedRun
+from llmtrain.config.stages import Batch
 from llmtrain.models.skeleton import DTYPES, load_config
 from llmtrain.models.source import ParameterSource
 from llmtrain.models.spec import ModelSpec

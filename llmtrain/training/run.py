@@ -20,10 +20,10 @@ from llmtrain.base.rank.heartbeat import count_collectives, heart
 from llmtrain.checkpoint.format import step_of
 from llmtrain.checkpoint.retain import Best, best_of
 from llmtrain.checkpoint.rundir import CheckpointFolder, RunDirectory, open_checkpoints
-from llmtrain.config.batch import Batch
 from llmtrain.config.deepspeed.join import FP32_BY_AUTO
 from llmtrain.config.plugins import hashes, place_of
 from llmtrain.config.run import RunConfig
+from llmtrain.config.stages import Batch
 from llmtrain.config.strict_yaml import dump
 from llmtrain.config.topology import Mix
 from llmtrain.data.stream.loader import check_validation

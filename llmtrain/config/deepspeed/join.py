@@ -14,7 +14,6 @@ from typing import Any, get_type_hints
 
 from llmtrain.base.choice import default_of, either
 from llmtrain.base.errors import ConfigError
-from llmtrain.config.batch import Batch
 from llmtrain.config.deepspeed import keys as table
 from llmtrain.config.deepspeed.read import lookup, read_json
 from llmtrain.config.problems import Problems, closest, show
@@ -22,6 +21,7 @@ from llmtrain.config.reader import WRONG, read, read_field
 from llmtrain.config.rules import refuse
 from llmtrain.config.run import RunConfig
 from llmtrain.config.schema import SHARED, type_name
+from llmtrain.config.stages import Batch
 from llmtrain.config.topology import Degrees, Mix, clashes
 from llmtrain.optim.optimizers import Optimizer
 

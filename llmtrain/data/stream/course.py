@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llmtrain.config.batch import Batch
-from llmtrain.config.stages import DataConfig, Stage, Stages
+from llmtrain.config.stages import Batch, DataConfig, Stage, Stages
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.optim.schedules import Constant
 

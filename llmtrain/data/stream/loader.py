@@ -19,7 +19,7 @@ import torch
 from llmtrain.base import log, units
 from llmtrain.base.errors import DataError
 from llmtrain.base.rank.heartbeat import heart
-from llmtrain.config.batch import Batch
+from llmtrain.config.stages import Batch
 from llmtrain.data.cache import waiting
 from llmtrain.data.manifest import check_vocabulary
 from llmtrain.data.stream.course import Course

@@ -18,10 +18,9 @@ from llmtrain import cli
 from llmtrain.base.units import count, size
 from llmtrain.commands.config import summary
 from llmtrain.config import strict_yaml
-from llmtrain.config.batch import solve
 from llmtrain.config.load import load, parse
 from llmtrain.config.problems import Problems
-from llmtrain.config.resolve import resolve
+from llmtrain.config.resolve import resolve, solve
 from llmtrain.config.run import ModelConfig, ResolvedRun, RunConfig
 from llmtrain.config.schema import schema
 from llmtrain.config.strict_yaml import dump

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from llmtrain.config.batch import Batch
-from llmtrain.config.stages import DataConfig, StageBatch, StageConfig, stages_of
+from llmtrain.config.stages import Batch, DataConfig, StageBatch, StageConfig, stages_of
 from llmtrain.data.stream.course import Course
 from llmtrain.optim.schedules import Constant
 

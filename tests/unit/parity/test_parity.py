@@ -193,7 +193,7 @@ def test_the_reference_takes_nothing_from_a_run_but_its_settings_and_its_first_w
         for name in node.names
     }
     assert taken <= {
-        "llmtrain.config.batch.Batch",
+        "llmtrain.config.stages.Batch",
         "llmtrain.config.run.ModelConfig",
         "llmtrain.config.run.ResolvedRun",
         "llmtrain.models.skeleton.DTYPES",
