@@ -19,7 +19,7 @@ from llmtrain.config.on_disk import refuse_if_preempted
 from llmtrain.config.pinned import with_base
 from llmtrain.config.problems import closest, show, stop
 from llmtrain.config.resolve import resolve
-from llmtrain.config.rules import flatten
+from llmtrain.config.rules import value_of
 from llmtrain.config.run import ResolvedRun
 from llmtrain.config.schema import SHARED, entries, json_schema
 from llmtrain.config.topology import Degrees
@@ -117,7 +117,7 @@ def _with_origins(resolved: ResolvedRun) -> str:
     """The resolved run as YAML; behind each value, as a comment, the place where it was written, or that it is a
     default, or computed from others."""
     text = strict_yaml.dump(resolved.run)
-    lines, keys, values = text.splitlines(), strict_yaml.parse(text, "").lines, flatten(resolved.run)
+    lines, keys = text.splitlines(), strict_yaml.parse(text, "").lines
     defaults: dict[str, set[str]] = {}
     for entry in entries():
         defaults.setdefault(entry.key, set()).add(entry.default)
@@ -132,7 +132,8 @@ def _with_origins(resolved: ResolvedRun) -> str:
         if place := resolved.places.get(named):
             origin = f"--{named}" if place == COMMAND_LINE else place.replace(", line ", ":")
         else:
-            origin = "default" if show(values.get(key)) in defaults.get(named, ("null",)) else "computed"
+            value = show(value_of(key, resolved.run))
+            origin = "default" if value in defaults.get(named, ("null",)) else "computed"
         lines[number - 1] = f"{lines[number - 1]:<{width}}  # {origin}"
     return "\n".join([*lines, ""])
 

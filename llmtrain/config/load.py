@@ -91,7 +91,7 @@ def parse(argv: list[str], *, check_paths: bool = True) -> Parsed:
         run = replace(run, train=replace(run.train, run_dir=f"runs/{Path(configs[-1]).stem}"))
     rules.check_values(run, problems)
     if check_paths:
-        rules.check_start(run, problems)
+        rules.refuse(rules.OF_STARTS, run, run, problems)
     if check_paths and not problems.unexpanded:  # what is not there for that reason needs no second mistake
         check_on_disk(run, problems)
     problems.raise_if_any()

@@ -14,8 +14,7 @@ from typing import Any
 from llmtrain.base import untrusted
 from llmtrain.base.redact import redact_text
 from llmtrain.config.problems import Places, Problems, stop
-from llmtrain.config.run import RunConfig
-from llmtrain.config.stages_rules import stage_views
+from llmtrain.config.run import RunConfig, stage_views
 from llmtrain.objectives.objective import Objective
 from llmtrain.storage.hub.names import COMMIT, is_remote
 from llmtrain.storage.object_store import Store, StoreError, is_url, problem_of

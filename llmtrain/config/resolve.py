@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from llmtrain.config import rules
 from llmtrain.config.deepspeed.join import DEGREE_KEYS, check_scheduler, exact_dict, join_values, read_facts
 from llmtrain.config.deepspeed.read import checked
-from llmtrain.config.evaluation import filled
 from llmtrain.config.problems import Places, Problems, show
-from llmtrain.config.run import ResolvedRun, RunConfig, TrainConfig
+from llmtrain.config.run import ResolvedRun, RunConfig, TrainConfig, stage_views
 from llmtrain.config.schema import SHARED
 from llmtrain.config.stages import Batch, DataConfig, StageBatch, Stages, data_of, stages_of
-from llmtrain.config.stages_rules import key_of, notes_of, stage_views
 from llmtrain.config.topology import Degrees
+from llmtrain.tracking.metrics import mode_of
 
 
 def resolve(
@@ -54,8 +54,7 @@ def resolve(
     problems.raise_if_any()
 
     run, stages, max_steps = with_stages(run, mix.degrees, world, epoch, problems)
-    for (each, whole), stage in zip(stage_views(run), stages, strict=True):
-        rules.refuse(rules.OF_MASKS, replace(case, run=each, batch=stage.batch), each, problems, key_of=whole)
+    rules.check_masks(run, mix, stages, problems)
     case = rules.Case(run=run, mix=mix, stages=stages, max_steps=max_steps)
     rules.refuse(rules.OF_STEPS, case, run, problems, *trees)
     of_scheduler = check_scheduler(run, tree, problems)
@@ -76,8 +75,8 @@ def resolve(
         places=problems.places,
         notes=(
             *all_notes,
-            *notes_of(run, stages, max_steps),
-            *rules.unused(run, written),
+            *_notes_of_stages(run, stages, max_steps),
+            *_unread(run, written),
             *_odd_values(run, max_steps),
         ),
     )
@@ -99,7 +98,7 @@ def with_stages(
         for given, stage in zip(run.data.stages, stages.stages[1:], strict=True)
     ]
     train, data = replace(train, **_numbers(stages[0].batch)), replace(run.data, stages=own)
-    return filled(replace(run, schedule=stages[0].schedule, train=train, data=data)), stages, max_steps
+    return _with_modes(replace(run, schedule=stages[0].schedule, train=train, data=data)), stages, max_steps
 
 
 def _stages(run: RunConfig, degrees: Degrees, world: str, problems: Problems) -> Stages:
@@ -109,7 +108,7 @@ def _stages(run: RunConfig, degrees: Degrees, world: str, problems: Problems) ->
     for number, (each, stage) in enumerate(zip(data, [None, *run.data.stages], strict=True)):
         where = _batch_places(run, problems.places)
         if stage is not None:
-            key, given, last = key_of(number - 1, "train"), _numbers(stage.train), batches[-1]
+            key, given, last = f"data.stages[{number - 1}].train", _numbers(stage.train), batches[-1]
             where = f"{key}: {problems.places.get(key, 'the YAML')}"
             if given["global_batch"] is None and given["accumulation"] is None:
                 given["global_batch"] = last.global_batch
@@ -179,10 +178,66 @@ def solve(
                  data_parallel=data_parallel, sequence_length=sequence_length)  # fmt: skip
 
 
+def _with_modes(run: RunConfig) -> RunConfig:
+    """The run with the directions of its metrics filled in."""
+    best, early = run.checkpoint.keep_best, run.train.stop_early
+    if best.metric is not None and best.mode is None:
+        run = replace(run, checkpoint=replace(run.checkpoint, keep_best=replace(best, mode=mode_of(best.metric))))
+    if early.metric is not None and early.mode is None:
+        run = replace(run, train=replace(run.train, stop_early=replace(early, mode=mode_of(early.metric))))
+    return run
+
+
+def _notes_of_stages(run: RunConfig, stages: Stages, max_steps: int | None) -> list[str]:
+    """Stages that the run does not reach, learning rates that jump, and decisions on figures of other data."""
+    notes = []
+    same = stages.sharing(0)
+    others = [stage.first_step for number, stage in enumerate(stages) if number not in same]
+    other = next((step for step in others if max_steps is None or step < max_steps), None)
+    deciding = {
+        "checkpoint.keep_best": run.checkpoint.keep_best.metric,
+        "train.stop_early": run.train.stop_early.metric,
+    }
+    for key, metric in deciding.items():
+        stays = metric is None or metric.split("/")[1] in {*run.eval.sets, *run.eval.choices, "mean"}
+        if other is not None and not stays:
+            notes.append(f"{key}: {metric} is of other data from step {other} on, and compared with that before; name "
+                         "a figure of eval.sets, which stay as they are")  # fmt: skip
+    for number, stage in enumerate(stages):
+        first = stage.first_step
+        if max_steps is not None and first >= max_steps:
+            notes.append(f"stage {number}, from step {first}, is not reached: the run ends at step {max_steps}")
+        elif first and stage.schedule_from == first:
+            last, rate = stages.factor(first - 1, max_steps), stages.factor(first, max_steps)
+            if not math.isclose(last, rate, rel_tol=0.01):
+                notes.append(f"the learning rate changes from {last:.3g} to {rate:.3g} of optim.lr at step {first}, "
+                             f"where stage {number} begins")  # fmt: skip
+    return notes
+
+
+def _measures(run: RunConfig) -> bool:
+    """True for a run that measures something every train.eval_every steps."""
+    return bool(run.train.eval or run.eval.sets or run.eval.choices or run.train.sample_prompts)
+
+
+def _unread(run: RunConfig, given: Iterable[str]) -> list[str]:
+    """Return notes on given keys that the run does not read because of other settings."""
+    train = run.train
+    unread = {
+        "sites.": not run.sites.name and "without sites.name the run trains alone",
+        "train.eval_every": not _measures(run) and "train.eval is off, and nothing else is measured",
+        "train.sample_tokens": not train.sample_prompts and "there are no train.sample_prompts",
+        "checkpoint.when_busy": run.checkpoint.mode == "sync" and "no save is late in checkpoint.mode sync",
+        "tracking.artifacts": run.tracking.wandb == "disabled" and "tracking.wandb is disabled",
+    }
+    found = {start: sorted(key for key in given if key.startswith(start)) for start, why in unread.items() if why}
+    return [f"{', '.join(keys)}: no effect: {unread[start]}" for start, keys in found.items() if keys]
+
+
 def _odd_values(run: RunConfig, max_steps: int | None) -> list[str]:
     """Notes on values that a run may have and that few runs mean."""
     train, notes = run.train, []
-    if max_steps is not None and (train.eval_every or 0) > max_steps and rules.measures(run):
+    if max_steps is not None and (train.eval_every or 0) > max_steps and _measures(run):
         notes.append(f"train.eval_every {train.eval_every}: the run has {max_steps} steps, so only its end is measured")
     lengths = {key: getattr(train, key) for key in ("max_steps", "max_tokens", "epochs")}
     given = [f"train.{key} {show(value)}" for key, value in lengths.items() if value is not None]

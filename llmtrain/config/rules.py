@@ -7,40 +7,25 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, is_dataclass
+from itertools import pairwise
 from typing import Any
 
-from llmtrain.base.choice import Entry
 from llmtrain.base.redact import redact_text
 from llmtrain.base.rule import Rule
 from llmtrain.base.units import GIB, divisors, size
-from llmtrain.config import evaluation, sites_rules, stages_rules
+from llmtrain.config import sites_rules
 from llmtrain.config.on_disk import model_config
-from llmtrain.config.problems import Problems, assigned
-from llmtrain.config.run import AdapterConfig, EmaConfig, RunConfig, profiled_steps
-from llmtrain.config.stages import Batch, Stages
+from llmtrain.config.problems import Problems, assigned, closest
+from llmtrain.config.run import AdapterConfig, EmaConfig, KeepBest, RunConfig, StopEarly, profiled_steps, stage_views
+from llmtrain.config.stages import Batch, StageBatch, StageConfig, Stages
 from llmtrain.config.topology import Degrees, Mix
-from llmtrain.objectives.by_token import Distill
+from llmtrain.objectives.by_token import Distill, NextToken
+from llmtrain.objectives.objective import Objective
+from llmtrain.optim.schedules import Schedule
 from llmtrain.storage.hub.names import REVISION
-
-
-def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> value for every leaf field of nested dataclasses."""
-    flat: dict[str, Any] = {}
-    for item in fields(config):
-        value = getattr(config, item.name)
-        if is_dataclass(value):
-            flat |= flatten(value, f"{prefix}{item.name}.")
-        elif isinstance(value, list) and value and all(map(is_dataclass, value)):
-            for number, each in enumerate(value):
-                flat |= flatten(each, f"{prefix}{item.name}[{number}].")
-        elif item.name in Entry.SECTIONS:
-            for name, entry in value.items():
-                flat |= flatten(entry, f"{item.name}.{name}.")
-        else:
-            flat[f"{prefix}{item.name}"] = value
-    return flat
+from llmtrain.tracking.metrics import mode_of
 
 
 def refuse(
@@ -109,29 +94,10 @@ def check_values(run: RunConfig, problems: Problems) -> None:
     refuse((*RULES, *run.sites.rules), run, run, problems)
 
 
-def check_start(run: RunConfig, problems: Problems) -> None:
-    """Refuse a start from random weights where trained ones are meant. A parity check, whose weights are made up, does
-    not ask it."""
-    refuse(OF_STARTS, run, run, problems)
-
-
-def measures(run: RunConfig) -> bool:
-    """True for a run that measures something every train.eval_every steps."""
-    return bool(run.train.eval or run.eval.sets or run.eval.choices or run.train.sample_prompts)
-
-
-def unused(run: RunConfig, given: Iterable[str]) -> list[str]:
-    """Notes on the keys that are given, and that the run does not read for what others say."""
-    train = run.train
-    unread = {
-        "sites.": not run.sites.name and "without sites.name the run trains alone",
-        "train.eval_every": not measures(run) and "train.eval is off, and nothing else is measured",
-        "train.sample_tokens": not train.sample_prompts and "there are no train.sample_prompts",
-        "checkpoint.when_busy": run.checkpoint.mode == "sync" and "no save is late in checkpoint.mode sync",
-        "tracking.artifacts": run.tracking.wandb == "disabled" and "tracking.wandb is disabled",
-    }
-    found = {start: sorted(key for key in given if key.startswith(start)) for start, why in unread.items() if why}
-    return [f"{', '.join(keys)}: no effect: {unread[start]}" for start, keys in found.items() if keys]
+def check_masks(run: RunConfig, mix: Mix, stages: Stages, problems: Problems) -> None:
+    """Check the rules of isolated documents for each stage."""
+    for (view, written), stage in zip(stage_views(run), stages, strict=True):
+        refuse(OF_MASKS, Case(run=view, mix=mix, batch=stage.batch), view, problems, key_of=written)
 
 
 def _one_of(one: str, other: str, what: str, example: Mapping[str, Any]) -> tuple[Rule, ...]:
@@ -188,6 +154,138 @@ def _last_profiled(run: RunConfig) -> int | None:
 def _compares(run: RunConfig) -> str:
     """The beginning of a reason of an objective with a reference."""
     return f"objective.name {run.objective.name} compares with the model that training starts from"
+
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+_OF_CHOICES = ("accuracy", "accuracy_norm", "bits_per_byte")
+
+
+def _taken_names() -> set[str]:
+    """Names that no set can have: the figures of the validation set and the mean stand there."""
+    figures = [figure.name for objective in Objective.CHOICES.values() for figure in objective.figures]
+    own = {"loss", "perplexity", "bits_per_byte", "mean", "ema", "accuracy", "accuracy_norm"}
+    return {*own, *(figure.partition("/")[0] for figure in figures)}
+
+
+def figures_of(run: RunConfig) -> list[str]:
+    """Keys of the figures that each evaluation of the run gives."""
+    names = ["loss", *(figure.name for figure in run.objective.reported)]
+    if isinstance(run.objective, NextToken):
+        names += ["perplexity", "bits_per_byte"]
+    names += run.metrics
+    prefixes = [*(["eval"] if run.train.eval else []), *(f"eval/{name}" for name in run.eval.sets)]
+    prefixes += ["eval/ema"] if run.train.eval and run.ema.decay is not None else []
+    mean = ["eval/mean/loss"] if run.eval.mean else []
+    answers = [f"eval/{name}/{figure}" for name in run.eval.choices for figure in _OF_CHOICES]
+    return [f"{prefix}/{name}" for prefix in prefixes for name in names] + mean + answers
+
+
+def _sets(wrong: Callable[[str], bool]) -> Callable[[RunConfig], list[str]]:
+    """A rule for the name of each set and of each folder of choices."""
+    return lambda run: [f"eval.{field}.{name}" for field, names in (("sets", run.eval.sets),
+                        ("choices", run.eval.choices)) for name in names if wrong(name)]  # fmt: skip
+
+
+def _figure(key: str) -> str:
+    """The first part of the figures of a set."""
+    return f"eval/{key.split('.', 2)[2]}"
+
+
+def _deciding(section: str, chosen: Callable[[RunConfig], KeepBest | StopEarly]) -> tuple[Rule, ...]:
+    """The rules of a metric that keeps checkpoints or ends the run: it is a figure of the run's evaluations."""
+    key, every = f"{section}.metric", {"train.eval_every": 10}
+
+    def known(run: RunConfig) -> bool:
+        return chosen(run).metric in figures_of(run)
+
+    def directed(run: RunConfig) -> bool:
+        return chosen(run).mode is not None or mode_of(str(chosen(run).metric)) is not None
+
+    def remedy(run: RunConfig, _: str) -> str:
+        figures = figures_of(run)
+        near = closest(str(chosen(run).metric), figures)
+        return f"did you mean {near}?" if near else f"choose one of {', '.join(figures) or 'none: there are none'}"
+
+    # fmt: off
+    return (
+        Rule((key,), lambda r: chosen(r).metric is None and chosen(r) != type(chosen(r))(),
+             "other keys of the section are given, and without a metric it does nothing",
+             "write one, such as eval/loss, or remove the section", {f"{section}.mode": "min"}),
+        Rule((key,), lambda r: chosen(r).metric is not None and not known(r),
+             "is no figure of this run's evaluations", remedy, {key: "eval/los", **every}),
+        Rule((f"{section}.mode",), lambda r: known(r) and not directed(r),
+             lambda r, _: f"{chosen(r).metric} does not tell whether less is better", "write min or max",
+             {"objective.name": "distill", "objective.top_k": 7, key: "eval/distill/teacher_entropy", **every}),
+        Rule((key,), lambda r: known(r) and directed(r) and r.train.eval_every is None,
+             "is measured at the end of the run only", "set train.eval_every", {key: "eval/loss"}),
+    )
+    # fmt: on
+
+
+# fmt: off
+_OF_EVALUATION: tuple[Rule, ...] = (
+    Rule(("eval.choices.NAME",), lambda r: [f"eval.choices.{name}" for name in r.eval.choices if name in r.eval.sets],
+         lambda _, key: f"{_figure(key)} is of eval.sets.{key.split('.', 2)[2]}", "give one of the two another name",
+         {"eval.sets.NAME": "data/x", "eval.choices.NAME": "data/x"}, each=True),
+    Rule(("eval.sets.pairs",), _sets(lambda name: name in _taken_names()),
+         lambda _, key: f"{_figure(key)} is the name of other figures", "give the set another name",
+         {"eval.sets.pairs": "data/x"}, each=True),
+    Rule(("eval.sets.a/b",), _sets(lambda name: name not in _taken_names() and not _NAME.fullmatch(name)),
+         "a name of a set has letters, digits, - and _ alone: eval/NAME/loss is a figure", "give the set another name",
+         {"eval.sets.a/b": "data/x"}, each=True),
+    Rule(("eval.choices",), lambda r: r.eval.choices and r.objective.scores,
+         lambda r, _: f"a model of objective.name {r.objective.name} gives scores, and choices are measured by their "
+                      "likelihood",
+         "remove eval.choices", {"objective.name": "reward", "eval.choices.NAME": "data/x"}),
+    *(Rule((f"eval.{field}.NAME",),
+           lambda r, field=field: [f"eval.{field}.{name}" for name in getattr(r.eval, field)  # type: ignore[misc]
+                                   if name not in r.eval.sets],
+           lambda r, _: f"is of no set in eval.sets, which has {', '.join(r.eval.sets) or 'none'}", "correct the name",
+           {f"eval.{field}.NAME": 5}, each=True)
+      for field in ("sequences", "mean")),
+    *_deciding("checkpoint.keep_best", lambda run: run.checkpoint.keep_best),
+    *_deciding("train.stop_early", lambda run: run.train.stop_early),
+)
+# fmt: on
+"""Rules of the section `eval`, and of the figures that decide on checkpoints and on the end of the run."""
+
+
+def _in_stages(name: str, wrong: Callable[[RunConfig, StageConfig], Any]) -> Callable[[RunConfig], list[str]]:
+    """Return the condition of a rule about a field of single stages."""
+    return lambda r: [f"data.stages[{n}].{name}" for n, stage in enumerate(r.data.stages) if wrong(r, stage)]
+
+
+def _out_of_order(run: RunConfig) -> list[str]:
+    steps = [0, *(stage.from_step for stage in run.data.stages)]
+    return [f"data.stages[{n}].from_step" for n, (before, step) in enumerate(pairwise(steps)) if step <= before]
+
+
+# fmt: off
+_OF_DATA_STAGES: tuple[Rule, ...] = (
+    Rule(("data.stages[1].from_step",), _out_of_order,
+         "stages begin at step 1 or later, each after the one before it", "order them by from_step",
+         {"data.stages": [{"from_step": 9, "sequence_length": 64}, {"from_step": 9, "path": "data/x"}]}, each=True),
+    Rule(("data.stages[0].path",), _in_stages("path", lambda _, s: s.path is not None and s.mixture is not None),
+         "data.path and a mixture are both given", "give one of them, or none to go on with the data before",
+         {"data.stages": [{"from_step": 5, "path": "data/x", "mixture": {"data/x": 1}}]}, each=True),
+    Rule(("data.stages[0].mixture",), _in_stages("mixture", lambda _, s: s.mixture == {}),
+         "names no folder", "write lines `FOLDER: WEIGHT`, or remove it",
+         {"data.stages": [{"from_step": 5, "mixture": {}}]}, each=True),
+    Rule(("data.stages[0].from_step",), _in_stages("from_step", lambda _, s: s == StageConfig(from_step=s.from_step)),
+         "changes nothing", "give path, mixture, sequence_length, train or schedule, or remove it",
+         {"data.stages": [{"from_step": 5}]}, each=True),
+    Rule(("data.stages[0].rope",), _in_stages("rope", lambda r, s: r.objective.reference == "column" and s.rope),
+         lambda r, _: f"objective.name {r.objective.name} reads what its reference says with the positions that it "
+                      "began with",
+         "remove it, or ask the reference at each step: objective.reference online, with an adapter",
+         {"objective.name": "dpo", "data.stages": [{"from_step": 5, "rope": {"rope_theta": 5.0}}]}, each=True),
+    Rule(("train.balance",), lambda r: r.train.balance != "equal" and any(
+             stage.sequence_length is not None or stage.train != StageBatch() for stage in r.data.stages),
+         "the ranks' speeds are measured for one batch and length, and data.stages changes them", "set it to equal",
+         {"train.balance": "measured", "data.stages": [{"from_step": 5, "sequence_length": 64}]}),
+)
+# fmt: on
+"""Rules of data.stages."""
 
 
 _FP8_TOKENS = 16
@@ -317,7 +415,7 @@ RULES: tuple[Rule, ...] = (
     Rule(("resume_weights_only",), lambda r: r.resume_weights_only and _starts_here(r),
          "begins a new run from the parameters of one checkpoint", "name it: resume: PATH",
          {"resume_weights_only": True}),
-    *evaluation.RULES, *stages_rules.RULES, *sites_rules.RULES,
+    *_OF_EVALUATION, *_OF_DATA_STAGES, *sites_rules.RULES,
 )
 """Rules between the fields of a run; a method of sites has some of its own (`SitesConfig.rules`)."""
 
@@ -330,7 +428,7 @@ OF_STARTS: tuple[Rule, ...] = (
          "name a folder with weights: model.pretrained", _LORA),
 )
 # fmt: on
-"""Rules of the weights that a run starts from."""
+"""Rules of the weights that a run starts from. A parity check, which makes weights up, does not ask them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -486,8 +584,47 @@ OF_MASKS: tuple[Rule, ...] = (
 )
 """Rules of isolated documents in each stage: a mask fits into memory; without one, the bounds of the documents reach
 one pipeline stage only."""
+# fmt: on
+
+
+def _schedules(case: Any) -> Iterator[tuple[str, Schedule, int, int | None]]:
+    """(key, shape, first step, end) of each schedule that stages bound."""
+    stages: Stages = case.stages
+    for number, stage in enumerate(stages):
+        first, end = stage.first_step, stages.schedule_end(stage.first_step, case.max_steps)
+        if stage.schedule_from == first and not (first == 0 and end == case.max_steps):
+            yield f"data.stages[{number - 1}].schedule" if number else "schedule", stage.schedule, first, end
+
+
+def _too_long(case: Any, key: str) -> str:
+    found = {f"{name}.warmup_steps": (shape, first, end) for name, shape, first, end in _schedules(case)}
+    shape, first, end = found[key]
+    return (
+        f"warm-up {shape.warmup_steps} + decay {shape.decay()} do not fit into the schedule's {(end or first) - first} "
+        f"steps, {first} to {end}"
+    )
+
+
+# fmt: off
+_OF_SCHEDULES: tuple[Rule, ...] = (
+    Rule(("data.stages[0].schedule.name",),
+         lambda c: [f"{key}.name" for key, shape, _, end in _schedules(c) if end is None and shape.needs_length],
+         "this shape needs the number of steps in advance",
+         "set train.max_steps, train.max_tokens or train.epochs, or schedule.name: constant",
+         {"train.max_steps": None, "train.max_minutes": 5, "schedule.name": "constant",
+          "data.stages": [{"from_step": 5, "schedule": {"name": "linear"}}]}, each=True),
+    Rule(("data.stages[0].schedule.warmup_steps",),
+         lambda c: [f"{key}.warmup_steps" for key, shape, first, end in _schedules(c)
+                    if end is not None and first < end < first + shape.warmup_steps + max(1, shape.decay())],
+         _too_long, "shorten them, or let the next schedule begin later",
+         {"data.stages": [{"from_step": 90, "schedule": {"name": "linear", "warmup_steps": 12}}]}, each=True),
+)
+# fmt: on
+"""Rules of schedules that stages bound."""
+
 
 _BALANCED = {"train.balance": "measured"}
+# fmt: off
 OF_STEPS: tuple[Rule, ...] = (
     Rule(("schedule.warmup_steps", "train.max_steps"),
          lambda c: [("schedule.warmup_steps", c.limit[0])]
@@ -504,7 +641,7 @@ OF_STEPS: tuple[Rule, ...] = (
          lambda c, _: f"set schedule.decay_steps to {c.max_steps - c.run.schedule.warmup_steps} or less, or shorten "
                       "the warm-up",
          {"schedule.name": "wsd", "schedule.warmup_steps": 90, "schedule.decay_steps": 20}, each=True),
-    *stages_rules.SCHEDULES,
+    *_OF_SCHEDULES,
     Rule(("ema.every",),
          lambda c: c.run.ema.decay is not None and c.max_steps is not None and c.run.ema.every > c.max_steps,
          lambda c, _: f"the run has {c.max_steps} steps, so the mean would stay as it begins",

@@ -7,7 +7,9 @@ Nothing here imports torch, and no field can name code (no callables, no class p
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +25,7 @@ from llmtrain.base.choice import (
     bounded,
     mapped,
 )
-from llmtrain.config.stages import Batch, Stages
+from llmtrain.config.stages import Batch, Stages, data_of
 from llmtrain.config.stages import DataConfig as DataConfig
 from llmtrain.config.topology import Degrees, Mix
 from llmtrain.objectives.by_token import NextToken
@@ -323,6 +325,23 @@ class RunConfig:
     """Trackers beside W&B and the local files, in the same form: tensorboard, mlflow, and those of plugins."""
     metrics: dict[str, Any] = field(default_factory=dict)
     """Figures of plugins beside the loss, in the same form."""
+
+
+def stage_views(run: RunConfig) -> Iterator[tuple[RunConfig, Callable[[str], str]]]:
+    """Yield each stage as a run with its data, and the function from a key of that run to the user's key."""
+    given: dict[str, int] = {}  # field of data -> the last stage that changed it
+    for number, data in enumerate(data_of(run.data)):
+        yield replace(run, data=data), partial(_written, given)
+        if number < len(run.data.stages):
+            own = run.data.stages[number]
+            changed = [name for name in ("path", "mixture", "sequence_length") if getattr(own, name) is not None]
+            given = given | dict.fromkeys(changed, number)
+
+
+def _written(given: dict[str, int], key: str) -> str:
+    section, _, name = key.partition(".")
+    stage = given.get(name.partition(".")[0]) if section == "data" else None
+    return key if stage is None else f"data.stages[{stage}].{name}"
 
 
 @dataclass(frozen=True, kw_only=True)

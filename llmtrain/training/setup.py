@@ -21,10 +21,9 @@ from torch import Tensor
 from llmtrain.base.errors import ConfigError, DataError, ModelError, UserError
 from llmtrain.config.plugins import is_of_plugin
 from llmtrain.config.problems import Problems
-from llmtrain.config.rules import OF_MASKS, Case, refuse
+from llmtrain.config.rules import check_masks
 from llmtrain.config.run import ModelConfig, ResolvedRun, RunConfig
 from llmtrain.config.stages import Stage
-from llmtrain.config.stages_rules import stage_views
 from llmtrain.config.topology import Mix, Place
 from llmtrain.data.stream.columns import REMEDY, weights_hash
 from llmtrain.data.stream.course import Course
@@ -179,8 +178,7 @@ def with_attention(resolved: ResolvedRun, spec: ModelSpec, device: torch.device)
     if not run.data.isolate_documents or asked not in ("auto", "sdpa"):
         return spec, []
     masked, problems = replace(run, model=replace(run.model, attention="sdpa")), Problems(resolved.places)
-    for (each, key_of), stage in zip(stage_views(masked), resolved.stages, strict=True):
-        refuse(OF_MASKS, Case(run=each, mix=resolved.mix, batch=stage.batch), each, problems, key_of=key_of)
+    check_masks(masked, resolved.mix, resolved.stages, problems)
     reason, degrees = "", resolved.degrees
     if degrees.pipeline * degrees.sequence > 1:
         reason = "varlen needs whole rows and all layers in each rank"
