@@ -22,7 +22,6 @@ from llmtrain.config.resolve import resolve
 from llmtrain.config.run import DataConfig, ResolvedRun, RunConfig
 from llmtrain.config.schema import ENTRIES, choices, run_parser, schema, sections, subsections
 from llmtrain.config.stages import StageConfig
-from llmtrain.config.together import rules_help
 
 _LAUNCHER_FLAGS = ("--local_rank", "--local-rank")
 _NO_FIELDS = ("config", "plugin", "plugin-changed")
@@ -66,6 +65,8 @@ def parse(argv: list[str], *, check_paths: bool = True) -> Parsed:
     Raises: ConfigError with every mistake found.
     """
     if "-h" in argv or "--help" in argv:
+        from llmtrain.config.pages import rules_help  # nothing else of a run reads the pages
+
         run_parser().print_help()
         print(rules_help())
         raise SystemExit(0)

@@ -1,14 +1,236 @@
-"""`python -m llmtrain.config.pages docs` writes the generated tables into the pages of the documentation."""
+"""The generated tables of the documentation, and the end of `--help`: all rules, and settings with each other.
+
+`python -m llmtrain.config.pages docs` writes the tables into their pages.
+"""
 
 from __future__ import annotations
 
+import copy
+import functools
 import sys
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from llmtrain.config import schema, together
+from llmtrain.base.rule import Rule
+from llmtrain.config import rules, schema, topology
 from llmtrain.config.deepspeed import keys
+from llmtrain.config.deepspeed.join import join_values, read_facts
+from llmtrain.config.problems import Problems, show
+from llmtrain.config.reader import read
+from llmtrain.config.resolve import spread, with_stages
+from llmtrain.config.run import AdapterConfig, RunConfig
+from llmtrain.config.topology import Degrees, Mix, clashes
+from llmtrain.objectives.objective import Objective
+from llmtrain.optim.optimizers import Optimizer
+from llmtrain.optim.outer_methods import SitesConfig
 from llmtrain.tracking import metrics
+
+FORMS: dict[str, Mix] = {
+    **{f"ZeRO {stage}": Mix(zero_stage=stage) for stage in range(4)},
+    "optimizer offload": Mix(zero_stage=2, offload_optimizer=True),
+    "parameter offload": Mix(zero_stage=3, offload_optimizer=True, offload_param=True),
+    "recomputation": Mix(zero_stage=3, recomputes=True),
+    "pipeline": Mix(zero_stage=1, degrees=Degrees(pipeline=2)),
+    "tensor": Mix(zero_stage=1, degrees=Degrees(tensor=2)),
+    "sequence": Mix(zero_stage=2, degrees=Degrees(sequence=2)),
+    "experts": Mix(zero_stage=2, degrees=Degrees(expert=2, data=2)),
+}
+"""The columns: forms, each at one of the ZeRO stages that it goes with."""
+ADAPTERS: dict[str, AdapterConfig] = {
+    "LoRA, rsLoRA": AdapterConfig(r=8),
+    "DoRA": AdapterConfig(r=8, dora=True),
+    "`adapter.dropout`": AdapterConfig(r=8, dropout=0.1),
+    "`adapter.quantize`": AdapterConfig(r=8, quantize="nf4"),
+}
+
+_LORA = {"adapter": {"r": 4}}
+OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
+    "`adapter.r`": _LORA,
+    "`rslora`": {"adapter": {"r": 4, "rslora": True}},
+    "`dora`": {"adapter": {"r": 4, "dora": True}},
+    "`dropout`": {"adapter": {"r": 4, "dropout": 0.1}},
+    "`quantize`": {"adapter": {"r": 4, "quantize": "nf4"}},
+    "`start`": {"adapter": {"r": 4, "start": "FOLDER"}},
+    "`modules_to_save`": {"adapter": {"r": 4, "modules_to_save": ["model.embed_tokens", "[!m]*"]}},
+    "a column": {"objective": {"name": "dpo", "reference": "column"}},
+    "`online`": {**_LORA, "objective": {"name": "dpo", "reference": "online"}},
+    "`teacher`": {"objective": {"name": "distill", "teacher": "FOLDER"}},
+    "`top_k`": {"objective": {"name": "distill", "top_k": 7}},
+    "`reward`": {"objective": {"name": "reward"}},
+    "`freeze`": {"model": {"freeze": ["*.mlp.*"]}},
+    "`train_only`": {"model": {"train_only": ["model.embed_tokens.weight", "[!m]*"]}},
+    "`vocabulary`": {"model": {"vocabulary": 600}},
+}
+"""Each option of adapters, references, freezing and growth, as a section of the YAML would have it."""
+
+
+def pair(one: str, other: str) -> dict[str, dict[str, Any]] | None:
+    """The sections of a run with both of OPTIONS; None: a run has one of the two. New rows of a vocabulary train beside
+    an adapter where the modules that hold them do."""
+    merged: dict[str, dict[str, Any]] = {}
+    for option in (one, other):
+        for section, fields in OPTIONS[option].items():
+            held = merged.setdefault(section, {})
+            if any(held.get(key, value) != value for key, value in fields.items()):
+                return None
+            held.update(fields)
+    if "adapter" in merged and "vocabulary" in merged.get("model", {}):
+        merged["adapter"] |= OPTIONS["`modules_to_save`"]["adapter"]
+    return merged
+
+
+def against(sections: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
+    """(reason, remedy) of the rules that these sections break, whatever the form; empty: they go together."""
+    model = {"pretrained": "FOLDER", **sections.get("model", {})}
+    return _broken(rules.RULES, _read({**BASE, **sections, "model": model}))
+
+
+def refusals(adapter: AdapterConfig, form: Mix) -> list[tuple[str, str]]:
+    """(reason, remedy) of the rules that it breaks in a form, whatever the objective; empty: it trains."""
+    case = rules.Case(run=RunConfig(deepspeed="the JSON", adapter=adapter), mix=form)
+    return _broken(clashes(form), form) + _broken(rules.OF_FORMS, case)
+
+
+def _broken(rows: Iterable[Rule], subject: Any) -> list[tuple[str, str]]:
+    return [(reason, remedy) for rule in rows for _, reason, remedy in rule.breaks(subject)]
+
+
+def markdown() -> str:
+    """The tables of docs/adapters.md: objectives and adapters with forms, and options with each other."""
+    objectives = ", ".join(f"`{name}`" for name in Objective.CHOICES if name != "next_token")
+    rows = {objectives: AdapterConfig(), **ADAPTERS}
+    names = list(OPTIONS)
+
+    def of_pair(one: str, other: str) -> list[tuple[str, str]] | str:
+        if names.index(other) <= names.index(one):
+            return ""
+        both = pair(one, other)
+        return "-" if both is None else against(both)
+
+    forms = _matrix(rows, FORMS, lambda row, form: refusals(rows[row], FORMS[form]))
+    return "\n".join([*forms, "", *_matrix(names[:-1], names[1:], of_pair)]) + "\n"
+
+
+def parallelism() -> str:
+    """The table of docs/parallelism.md: ways of sharing the work with each other. Data parallelism goes with all."""
+    shared = [name for name, form in FORMS.items() if form.degrees != Degrees()]
+    stages = [name for name in FORMS if name.startswith("ZeRO")]
+
+    def of_two(one: str, other: str) -> list[tuple[str, str]] | str:
+        ways = {key: degree for way in (one, other) for key, degree in vars(FORMS[way].degrees).items() if degree > 1}
+        mix = Mix(zero_stage=FORMS[one].zero_stage if one in stages else 0, degrees=Degrees(**ways))
+        return "" if one == other else _broken(clashes(mix), mix)
+
+    return "\n".join(_matrix([*stages, *shared], shared, of_two)) + "\n"
+
+
+def _matrix(
+    rows: Iterable[str], columns: Iterable[str], refused: Callable[[str, str], list[tuple[str, str]] | str]
+) -> list[str]:
+    """A table of settings that go together, and below it why some do not. `refused`: of a row and a column, (reason,
+    remedy) of the rules that they break, or the text of the cell."""
+    lines, notes = [f"| | {' | '.join(columns)} |", "|---" * (len(list(columns)) + 1) + "|"], list[tuple[str, str]]()
+    for row in rows:
+        cells = []
+        for column in columns:
+            broken = refused(row, column)
+            if broken and not isinstance(broken, str):
+                notes += [broken[0]] if broken[0] not in notes else []
+                broken = f"no ({notes.index(broken[0]) + 1})"
+            cells.append("yes" if broken == [] else str(broken))
+        lines.append(f"| {row} | {' | '.join(cells)} |")
+    return [*lines, "", *(f"{number}. {why}. Remedy: {remedy}." for number, (why, remedy) in enumerate(notes, 1))]
+
+
+BASE: dict[str, Any] = {
+    "deepspeed": "ds.json",
+    "model": {"config": {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 512}},
+    "data": {"path": "data/x", "sequence_length": 128},
+    "train": {"global_batch": 8, "micro_batch": 2, "max_steps": 100},
+}
+"""The YAML that the examples of the rules change; it breaks none."""
+BASE_JSON: dict[str, Any] = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 1},
+}
+RANKS = 2
+
+
+def all_rules() -> list[Rule]:
+    """Every rule between settings, those of optimizers and of methods of sites included."""
+    own = [rule for cls in (*Optimizer.CHOICES.values(), *SitesConfig.CHOICES.values()) for rule in cls.rules]
+    return list(dict.fromkeys([*rules.RULES, *rules.OF_STARTS, *topology.RULES, *_OF_CASES, *own]))
+
+
+_OF_CASES = (*rules.OF_FORMS, *rules.OF_STAGES, *rules.OF_MASKS, *rules.OF_STEPS)
+
+
+def example_of(rule: Rule) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The YAML and the DeepSpeed JSON of a run that breaks a rule."""
+    trees = copy.deepcopy(BASE), copy.deepcopy(BASE_JSON)
+    for key, value in rule.example.items():
+        *sections, name = key.split(".")
+        tree = trees[key.partition(".")[0] not in RunConfig.__dataclass_fields__]
+        functools.reduce(lambda held, section: held.setdefault(section, {}), sections, tree)[name] = value
+    return trees
+
+
+def texts(rule: Rule) -> tuple[str, str]:
+    """The reason and the remedy of a rule, with the figures of its example."""
+    if isinstance(rule.reason, str) and isinstance(rule.remedy, str):
+        return rule.reason, rule.remedy
+    ours, theirs = example_of(rule)
+    metrics = ours.pop("metrics", {})
+    run = replace(_read(ours), metrics=metrics)
+    return _broken([rule], _case(run, theirs) if rule in _OF_CASES else run)[0]
+
+
+def _read(tree: dict[str, Any]) -> RunConfig:
+    problems = Problems()
+    run = read(RunConfig, tree, "", problems)
+    problems.raise_if_any()
+    assert isinstance(run, RunConfig)
+    return run
+
+
+def _case(run: RunConfig, tree: dict[str, Any]) -> rules.Case:
+    """A run with a DeepSpeed JSON, as `resolve` would check it."""
+    problems = Problems()
+    run = join_values(run, tree, problems)
+    mix = read_facts(run, tree, problems).mix
+    mix = replace(mix, degrees=spread(mix.degrees, run.deepspeed, RANKS, "", problems))
+    run, stages, max_steps = with_stages(run, mix.degrees, "", None, problems)
+    return rules.Case(run=run, mix=mix, batch=stages[0].batch, stages=stages, max_steps=max_steps)
+
+
+def rules_markdown() -> str:
+    """The table of docs/configuration.md: settings that are refused."""
+    lines = ["| refused, for example | because |", "|---|---|"]
+    for rule in all_rules():
+        settings = ", ".join(f"`{key}: {show(value)}`" for key, value in rule.example.items())
+        lines.append(f"| {settings} | {texts(rule)[0]} |")
+    return "\n".join(lines) + "\n"
+
+
+def rules_help() -> str:
+    """The end of `--help`: the settings that others refuse."""
+    others: dict[str, list[str]] = {}
+    for rule in all_rules():
+        others.setdefault(rule.keys[0], []).extend(key for key in rule.example if key != rule.keys[0])
+    lines = [
+        f"{key}: {', '.join(dict.fromkeys(found))}" for key, found in sorted(others.items()) if found and "[" not in key
+    ]
+    wrapped = (textwrap.fill(line, 120, initial_indent="  ", subsequent_indent="      ") for line in lines)
+    return "\n".join(
+        ["\nrefused with some values of others (the page on configuration has an example of each):", *wrapped]
+    )
+
 
 BEGIN, END = "<!-- generated: begin -->", "<!-- generated: end -->"
 _RULES = """### Settings that do not go together
@@ -16,10 +238,10 @@ _RULES = """### Settings that do not go together
 Each example is refused in a run that is right without it. The message names the lines of your values and the remedy.
 """
 PAGES: dict[str, Callable[[], str]] = {
-    "configuration.md": lambda: "\n".join([schema.markdown(), _RULES, together.rules_markdown()]),
+    "configuration.md": lambda: "\n".join([schema.markdown(), _RULES, rules_markdown()]),
     "deepspeed.md": keys.markdown,
-    "parallelism.md": together.parallelism,
-    "adapters.md": together.markdown,
+    "parallelism.md": parallelism,
+    "adapters.md": markdown,
     "tracking.md": metrics.markdown,
 }
 

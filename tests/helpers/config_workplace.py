@@ -12,7 +12,7 @@ import yaml
 
 from llmtrain.config.deepspeed.join import DEGREE_KEYS
 from llmtrain.config.deepspeed.read import lookup
-from llmtrain.config.together import BASE, BASE_JSON
+from llmtrain.config.pages import BASE, BASE_JSON
 from tests.helpers.prepared import write_prepared
 
 RUN, DS = BASE, BASE_JSON

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from llmtrain.base.errors import UserError
-from llmtrain.config.together import OPTIONS, against, pair
+from llmtrain.config.pages import OPTIONS, against, pair
 from llmtrain.parity.worlds import report
 from tests.helpers.families import EXPERTS, FAMILIES, FROZEN, VARIANTS
 from tests.helpers.parity import Form, check

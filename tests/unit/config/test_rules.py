@@ -11,10 +11,10 @@ from llmtrain.base.choice import Entry
 from llmtrain.base.errors import ConfigError
 from llmtrain.base.rule import Rule
 from llmtrain.config.load import load, parse
+from llmtrain.config.pages import BASE, RANKS, all_rules, example_of, texts
 from llmtrain.config.problems import show
 from llmtrain.config.resolve import resolve
 from llmtrain.config.rules import OF_STARTS
-from llmtrain.config.together import BASE, RANKS, all_rules, example_of, texts
 from tests.helpers.config_workplace import write
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from llmtrain.config.pages import BASE
 from llmtrain.config.problems import Problems
 from llmtrain.config.reader import read
 from llmtrain.config.rules import check_values
 from llmtrain.config.run import RunConfig
-from llmtrain.config.together import BASE
 from llmtrain.objectives.objective import Objective
 
 pytestmark = pytest.mark.needs("peft")

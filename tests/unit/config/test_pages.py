@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from llmtrain.base.errors import ConfigError
+from llmtrain.config.pages import ADAPTERS, FORMS, OPTIONS, against, markdown, pair, refusals
 from llmtrain.config.problems import Problems
 from llmtrain.config.reader import read_saved
 from llmtrain.config.resolve import resolve
 from llmtrain.config.rules import check_values
 from llmtrain.config.run import AdapterConfig, DataConfig, ModelConfig, RunConfig, TrainConfig
-from llmtrain.config.together import ADAPTERS, FORMS, OPTIONS, against, markdown, pair, refusals
 from llmtrain.config.topology import Mix
 from llmtrain.objectives.objective import Objective
 
