@@ -172,11 +172,6 @@ MODEL_CASES = [
         _model(num_hiden_layers=2),
     ),
     Wrong(
-        "typo in the model on the command line",
-        ("model.config.hiden_size = 32", "command line", "did you mean hidden_size?"),
-        argv=["--model.config.hiden_size", "32"],
-    ),
-    Wrong(
         "typo in rotary positions",
         ("model.config.rope_parameters.rope_thetta = 10000", "did you mean rope_theta?"),
         _model(rope_parameters={"rope_type": "default", "rope_thetta": 1e4}),

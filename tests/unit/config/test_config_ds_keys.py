@@ -6,6 +6,8 @@ More than 20 CPU s: each number of the table is read out of its bounds through t
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,9 @@ import pytest
 from llmtrain import cli
 from llmtrain.base.errors import ConfigError
 from llmtrain.config.deepspeed import keys as ds_keys
-from llmtrain.config.deepspeed.read import deep_check, lookup
+from llmtrain.config.deepspeed.read import _is_of, checked, deep_check, lookup
 from llmtrain.config.load import load
+from llmtrain.config.problems import Problems, show
 from tests.helpers.config_workplace import ranks_at_least, write
 from tests.helpers.wrong_configurations import nested
 
@@ -173,6 +176,32 @@ def test_a_number_out_of_bounds_is_refused(
         assert cli.main(["config", "show", "run.yaml", "--world-size=2"]) == 2, wrong
         told = capsys.readouterr().err
         assert told.startswith("error: ") and f"{dotted} = " in told and "remedy: " in told
+
+
+_OTHERS = (True, False, 3, 0.5, "x", ["x"], {"x": 1})
+"""A value of each kind."""
+
+
+def _refusals() -> Iterator[tuple[str, int, Any]]:
+    """(key, ZeRO stage, value) for each reason of the table."""
+    for dotted, key in ds_keys.leaves():
+        known = set()
+        for stage, value in product(ds_keys.STAGES, (*(single for single, _ in key.values), *_OTHERS)):
+            fits = _is_of(key.kind, value) and not key.outside(value)
+            if fits and (why := key.why_not(value, stage)) not in {None, *known}:
+                known.add(why)
+                yield dotted, stage, value
+
+
+@pytest.mark.parametrize(("dotted", "stage", "value"), list(_refusals()))
+def test_what_the_table_refuses_is_refused_with_its_reason(dotted: str, stage: int, value: Any, tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(nested(dotted, value, {"zero_optimization": {"stage": stage}})))
+    with pytest.raises(ConfigError) as refused:
+        checked(str(path), Problems())
+    why = dict(ds_keys.leaves())[dotted].why_not(value, stage)
+    assert why is not None
+    assert all(text in str(refused.value) for text in (f"{dotted} = {show(value)}", why.rule, why.remedy))
 
 
 def _sections() -> dict[str, dict[str, Any]]:

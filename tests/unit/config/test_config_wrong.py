@@ -23,7 +23,7 @@ pytestmark = pytest.mark.long
 
 
 ALL = [*CASES, *MODEL_CASES]
-BY_TRAIN = [case for case in ALL if "--world-size" not in case.argv][::18]
+BY_TRAIN = [case for case in ALL if "--world-size" not in case.argv][::12]
 """About twenty cases from all parts of the list: `train` reads a configuration by the function that check calls."""
 
 

@@ -113,6 +113,8 @@ def test_a_name_of_other_stacks_is_answered_from_the_page_and_no_unrelated_word_
         "max_train_steps": "train.max_steps?",
         "optimm": "did you mean optim?",
         "training": "did you mean train?",
+        "tp": "tensor_parallel.autotp_size",
+        "seed": "did you mean train.seed?",
     }.items():
         assert ours in told(key), told(key)
     for word in ("foo", "gpu", "evaluate_at", "mixin", "tagging", "seeed_x", "profiling"):
