@@ -15,7 +15,7 @@ from llmtrain.sites import site as site_module
 from llmtrain.sites.site import Site
 from llmtrain.sites.step_rate import Share
 from llmtrain.sites.transport import Server
-from tests.helpers.sites_in_threads import PIECES, Meeting, Numbers, settings_of
+from tests.helpers.sites_in_threads import PIECES, Meeting, Numbers, begin_all, settings_of
 
 
 @pytest.fixture
@@ -56,3 +56,19 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Site
             return stack.enter_context(site), engine, events
 
         yield join
+
+
+Begun = tuple[Meeting, list[tuple[Site, Numbers, list]]]
+
+
+@pytest.fixture
+def begun(joined: Callable[..., tuple[Site, Numbers, list]]) -> Callable[..., Begun]:
+    """Makes sites of one letter that have begun together, and their coordinator."""
+
+    def begin(names: str, **changes: Any) -> Begun:
+        meeting = Meeting(*names)
+        made = [joined(meeting, name, **changes) for name in names]
+        begin_all(*(site for site, _, _ in made))
+        return meeting, made
+
+    return begin

@@ -11,7 +11,7 @@ from llmtrain.sites.compress import Feedback, decode, encode
 from llmtrain.sites.exchange import Blocks
 from llmtrain.sites.transport import Peer, Server
 from llmtrain.storage.region import Region, shard
-from tests.helpers.sites_in_threads import Meeting, at_once, begin_all, soon
+from tests.helpers.sites_in_threads import at_once, soon
 
 ALL = ("bf16", "int8", "int4")
 RECORD = {"bf16": 512, "int8": 260, "int4": 132}
@@ -129,14 +129,12 @@ def test_a_rank_gets_the_blocks_of_its_elements_however_the_other_site_cuts_the_
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_compressed_sites_agree_to_the_last_bit_and_make_up_for_what_they_lose(joined, name) -> None:
+def test_compressed_sites_agree_to_the_last_bit_and_make_up_for_what_they_lose(begun, name) -> None:
     """Three sites whose parameters grow by unequal steps; after 40 rounds the mean is that of fp32.
 
     Tensors of 6 elements: a block, in which the largest loss is bounded as above, for growth of 1 a round.
     """
-    meeting = Meeting("a", "b", "c")
-    made = [joined(meeting, each, compress=name) for each in "abc"]
-    begin_all(*(site for site, _, _ in made))
+    _, made = begun("abc", compress=name)
     shape = torch.tensor([1.0, -0.5, 0.3, 0.01, -0.002, 0.7])
 
     def step(site, engine, growth):

@@ -17,6 +17,7 @@ from llmtrain.sites import site as site_module
 from llmtrain.sites.membership import join
 from llmtrain.sites.quorum import RoundFailed
 from llmtrain.sites.shard import LINE
+from llmtrain.sites.transport import Server
 from tests.helpers.sites_in_threads import (
     Meeting,
     at_once,
@@ -147,11 +148,9 @@ def test_a_run_that_stops_while_a_round_is_on_its_way_goes_on_before_it(joined, 
     assert other.values.tolist() != [2.0] * 6 and other.values.tolist()[3:] == [2.0] * 3  # w has made its outer step
 
 
-def test_the_last_step_waits_for_a_lost_site_once(joined) -> None:
+def test_the_last_step_waits_for_a_lost_site_once(begun) -> None:
     """Not for each fragment."""
-    meeting = Meeting("a", "b")
-    (a, engine, events), (b, _, _) = (joined(meeting, name, **STREAMS) for name in "ab")
-    begin_all(a, b)
+    _, ((a, engine, events), _) = begun("ab", **STREAMS)
     gives_up_after(a, 0.5)
     engine.values += 1
     a.after_update(1, complete=True)
@@ -190,16 +189,14 @@ def test_one_site_alone_trains_as_without_sites_to_the_last_bit(joined, overlap)
     assert [fields["step"] for kind, fields in events if kind == "synchronise"] == [0, 6, 12, 13]
 
 
-def test_two_sites_take_the_newest_of_each_other_and_meet(joined) -> None:
+def test_two_sites_take_the_newest_of_each_other_and_meet(begun) -> None:
     """a grows by 1 a step and b by 3, of as many tokens a step; b begins when a has done two.
 
     a sends 2 and has nothing of b. b sends 6, takes a's 2: each has 2 steps behind it, (6 + 2) / 2 = 4. a goes on from
     2 to 4, and takes b's 6, of half as many steps: (4 x 4 + 2 x 6) / 6. b goes on from 4 to 10: its own line is 12, and
     a's is 4: 8. Then both do two steps and meet: the lines are 6 and 18, the mean 12.
     """
-    meeting = Meeting("a", "b")
-    (a, engine_a, events), (b, engine_b, _) = (joined(meeting, name, **ASYNC) for name in "ab")
-    begin_all(a, b)
+    _, ((a, engine_a, events), (b, engine_b, _)) = begun("ab", **ASYNC)
     train(a, engine_a, 1, 2)
     assert engine_a.values.tolist() == [2.0] * 6
     train(b, engine_b, 3, 2)
@@ -216,11 +213,9 @@ def test_two_sites_take_the_newest_of_each_other_and_meet(joined) -> None:
     assert engine_a.values.tolist() == [14.0] * 6 and exchanges(events)[-1]["known"] == {}
 
 
-def test_what_was_learned_on_stale_ground_weighs_less(joined) -> None:
+def test_what_was_learned_on_stale_ground_weighs_less(begun) -> None:
     """While a trains twice, b sends five times, three times more than usual: a's change of 2 counts half."""
-    meeting = Meeting("a", "b")
-    (a, engine_a, events), (b, engine_b, _) = (joined(meeting, name, **{**ASYNC, "meet_every": 9}) for name in "ab")
-    begin_all(a, b)
+    _, ((a, engine_a, events), (b, engine_b, _)) = begun("ab", **{**ASYNC, "meet_every": 9})
     train(b, engine_b, 0, 10)
     train(a, engine_a, 1, 2)
     assert exchanges(events)[-1]["late_updates"] == 3 and exchanges(events)[-1]["known"] == {"b": 5}
@@ -229,10 +224,8 @@ def test_what_was_learned_on_stale_ground_weighs_less(joined) -> None:
 
 
 @pytest.mark.parametrize("compress", ["bf16", "int8", "int4"])
-def test_compressed_changes_come_and_the_meeting_makes_up_for_them(joined, compress) -> None:
-    meeting = Meeting("a", "b")
-    (a, engine_a, _), (b, engine_b, _) = (joined(meeting, name, compress=compress, **ASYNC) for name in "ab")
-    begin_all(a, b)
+def test_compressed_changes_come_and_the_meeting_makes_up_for_them(begun, compress) -> None:
+    _, ((a, engine_a, _), (b, engine_b, _)) = begun("ab", compress=compress, **ASYNC)
     slope = torch.tensor([1.0, 0.9, 0.7, 0.5, 0.3, 0.1])
     train(a, engine_a, slope, 2)
     train(b, engine_b, 3 * slope, 2)
@@ -245,35 +238,26 @@ def test_compressed_changes_come_and_the_meeting_makes_up_for_them(joined, compr
     assert np.abs(engine_a.values.numpy() + (owed[0] + owed[1]) / 2 - 12 * slope.numpy()).max() < 1e-4
 
 
-def clock_of_nonsense(server: Any) -> None:
-    publish = server.publish
-    server.publish = lambda round_, arrays: publish(
-        round_, {**arrays, "clock": np.array([-1, 2, 3])} if "clock" in arrays else arrays
-    )
+def sends(kinds: str, instead: Callable[[np.ndarray], np.ndarray]) -> Callable[[Server], None]:
+    """Makes a server publish something else instead of the arrays whose kind begins so."""
 
+    def changed(server: Server) -> None:
+        publish = server.publish
+        server.publish = lambda round_, arrays: publish(  # type: ignore[method-assign]
+            round_, {kind: instead(each) if kind.startswith(kinds) else each for kind, each in arrays.items()}
+        )
 
-def too_large(server: Any) -> None:
-    publish = server.publish
-    server.publish = lambda round_, arrays: publish(
-        round_, {kind: each * np.float32(1e9) if kind.startswith("newest") else each for kind, each in arrays.items()}
-    )
-
-
-def not_finite(server: Any) -> None:
-    publish = server.publish
-    server.publish = lambda round_, arrays: publish(
-        round_, {kind: each * np.float32("nan") if kind.startswith("newest") else each for kind, each in arrays.items()}
-    )
+    return changed
 
 
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (lambda server: server.close(), "refused|Errno"),
+        (Server.close, "refused|Errno"),
         (sends_nothing, "not sent all of it"),
-        (clock_of_nonsense, "clock makes no sense"),
-        (too_large, "the limit is 100"),
-        (not_finite, "not finite"),
+        (sends("clock", lambda _: np.array([-1, 2, 3])), "clock makes no sense"),
+        (sends("newest", lambda each: each * np.float32(1e9)), "the limit is 100"),
+        (sends("newest", lambda each: each * np.float32("nan")), "not finite"),
     ],
 )
 def test_a_site_that_sends_nothing_or_nonsense_holds_nobody_up(joined, wrong, said, capsys) -> None:
@@ -291,12 +275,10 @@ def test_a_site_that_sends_nothing_or_nonsense_holds_nobody_up(joined, wrong, sa
     assert re.search(f"nothing new from site b.*{said}", told.out + told.err), told
 
 
-def test_while_the_others_changes_are_on_their_way_training_goes_on(joined, monkeypatch) -> None:
+def test_while_the_others_changes_are_on_their_way_training_goes_on(begun, monkeypatch) -> None:
     """Asked a step before the exchange, not there when it comes: a goes on with what it has, and takes them later."""
     setting = {**ASYNC, "overlap_steps": 1, "meet_every": 9}
-    meeting = Meeting("a", "b")
-    (a, engine_a, events), (b, engine_b, _) = (joined(meeting, name, **setting) for name in "ab")
-    begin_all(a, b)
+    _, ((a, engine_a, events), (b, engine_b, _)) = begun("ab", **setting)
     train(b, engine_b, 3, 2)
     ready = Future.done
     monkeypatch.setattr(Future, "done", lambda self: False)
@@ -309,11 +291,9 @@ def test_while_the_others_changes_are_on_their_way_training_goes_on(joined, monk
     assert engine_a.values.tolist() == pytest.approx([(4 * 4 + 6 * 2) / 6] * 6)
 
 
-def test_a_site_goes_on_from_a_checkpoint_with_its_own_line(joined, monkeypatch) -> None:
+def test_a_site_goes_on_from_a_checkpoint_with_its_own_line(joined, begun, monkeypatch) -> None:
     """What it took from the others is theirs to bring: with the next meeting it counts once."""
-    meeting = Meeting("a", "b")
-    (a, engine_a, _), (b, engine_b, _) = (joined(meeting, name, **ASYNC) for name in "ab")
-    begin_all(a, b)
+    meeting, ((a, engine_a, _), (b, engine_b, _)) = begun("ab", **ASYNC)
     train(a, engine_a, 1, 2)
     train(b, engine_b, 3, 3)  # line 9, of which 6 are sent; parameters (6 + 2) / 2 + 3
     arrays, told = saved(b)

@@ -36,23 +36,6 @@ def test_an_outer_step_of_one_site_alone_changes_no_bit() -> None:
         assert after.tobytes() == values.tobytes()
 
 
-def test_averaging_each_step_of_sgd_is_synchronous_sgd() -> None:
-    """Each site a gradient step on its half of the batch: the mean is a step on the mean of the gradients."""
-    torch.manual_seed(0)
-    inputs, targets = torch.randn(8, 4), torch.randn(8)
-    start = torch.randn(4)
-
-    def stepped(rows: slice) -> np.ndarray:
-        weights = start.clone().requires_grad_()
-        ((inputs[rows] @ weights - targets[rows]) ** 2).mean().backward()
-        return (weights.detach() - 0.1 * weights.grad).numpy()  # type: ignore[operator]
-
-    found = {"a": stepped(slice(0, 4)), "b": stepped(slice(4, 8))}
-    zero = np.zeros(4, np.float32)
-    mean, _ = outer_step(LocalSgd(), start.numpy(), zero, found, {"a": 1, "b": 1})
-    assert np.abs(mean - stepped(slice(0, 8))).max() < 1e-6
-
-
 def test_of_two_sites_each_trusts_itself() -> None:
     squares, steps = {"a": 1.0, "b": 1e18}, {"a": 4.0, "b": 4.0}
     assert list(outsized(squares, steps, "a")) == ["b"]
