@@ -22,7 +22,7 @@ from llmtrain.base.rank import op_builds
 from llmtrain.cluster.doctor import checks, differences, fabric, preflight, probe, survey
 from llmtrain.cluster.doctor.checks import CHECKS, Finding, Folder, Survey
 from llmtrain.cluster.doctor.fabric import ALL_PAIRS_TO, SAMPLE, Pair, better, groups, judge, rounds, without_doubt
-from llmtrain.cluster.doctor.preflight import WITHOUT_TERMINAL, Report, compressed, explained, print_report
+from llmtrain.cluster.doctor.preflight import WITHOUT_TERMINAL, Report, print_report
 from llmtrain.cluster.hosts.hostfile import Host, read_hostfile
 from llmtrain.cluster.hosts.ssh import Answer, Trouble
 from llmtrain.cluster.launch import launchers
@@ -327,18 +327,6 @@ def test_a_narrow_terminal_shows_what_is_not_in_order() -> None:
     text = console.export_text()
     assert re.search(r"^ node-2 +FAIL *$", text, re.M) and re.search(r"^ node-1 +ok *$", text, re.M), text
     assert "no fault found in: name, ssh, python" in text
-
-
-def test_names_are_compressed() -> None:
-    assert compressed(["a-01", "a-02", "a-03", "a-07", "b"]) == "a-[01-03,07], b (5)"
-    assert compressed(["10.0.0.1", "10.0.0.2"]) == "10.0.0.[1-2]"
-    assert compressed(["gpu"]) == "gpu"
-
-
-def test_the_same_of_several_hosts_is_said_once() -> None:
-    one = {"check": "shm", "level": "red", "what": "too small on {}", "fix": "ssh {} mount"}
-    lines = explained([Finding(**{k: v.format(h) for k, v in one.items()}, host=h) for h in ("n1", "n2")])
-    assert [line.plain for line in lines] == ["red    shm: n[1-2]: too small on HOST", "       fix: ssh HOST mount"]
 
 
 def test_the_probe_answers_from_a_bare_python(tmp_path: Path) -> None:

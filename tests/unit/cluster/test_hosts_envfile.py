@@ -49,18 +49,12 @@ B=''
     [
         ("FOO", "no NAME=VALUE"),
         ("1A=b", "'1A' cannot be a name"),
-        ("A =b", "'A ' cannot be a name"),
-        ("$(touch canary)=b", "cannot be a name"),
         ("A=b c", "A: ' ' needs quotes: write A='...'"),
         ("A=$(touch canary)", "A: '$' needs quotes"),
-        ("A=`touch canary`", "A: '`' needs quotes"),
         ('A="$(touch canary)"', "a shell would expand $ and `, and nothing does here"),
-        ('A="x`touch canary`"', "a shell would expand $ and `"),
         ("A='x", "the quote ' is not closed"),
         ('A="x\\"', 'the quote " is not closed'),
         ("A='x'y", "text after the closing quote"),
-        ("A=~/x", "'~' needs quotes"),
-        ("A=b;touch canary", "';' needs quotes"),
         ("A=é", "needs quotes"),
         ("RANK=1", "RANK is set by the launcher"),
         ("CUDA_VISIBLE_DEVICES=0", "set by the launcher, from the hostfile"),
@@ -116,13 +110,6 @@ def sourced(path: Path) -> dict[str, str]:
     run = ["sh", "-c", f'set -a; . "$1"; exec {shutil.which("env")} -0', "sh", str(path)]
     shown = subprocess.run(run, env={}, capture_output=True, check=True).stdout.decode()
     return {n: v for n, _, v in (item.partition("=") for item in shown.split("\0")) if n.startswith("V")}
-
-
-def test_a_shell_reads_the_same(tmp_path):
-    rng = random.Random(SEED)
-    for _ in range(60):
-        path = env_file(tmp_path, random_env_file(rng))
-        assert read_env_file(path) == sourced(path), path.read_text()
 
 
 def test_a_thousand_mutated_env_files(tmp_path, monkeypatch):

@@ -1,7 +1,7 @@
 """Many hosts at once through ssh: what arrives, what each trouble is called, and the bounds.
 
 An executable called ssh stands in for it: it runs the line that the host's shell would get, or says what OpenSSH 9.2
-said when it met that trouble (tests/cluster/test_ssh.py makes them for real).
+said when it met that trouble (tests/cluster/test_ssh.py and faults.py make them for real).
 """
 
 from __future__ import annotations

@@ -121,11 +121,6 @@ def test_a_launch_leaves_nothing_open_and_what_a_killed_one_has_left_goes(
     assert {path.name.rpartition("-")[2] for path in tmp_path.glob("llmtrain-launch-*")} == {"lives", "young"}
 
 
-def test_the_same_fault_twice_ends_it(run: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    assert run("place(); fault(13)") == 1
-    assert starts() == 2 and "step 14: killed" in capfd.readouterr().err
-
-
 def test_max_restarts(run: Any) -> None:
     assert run("place(); fault(count)", "--max-restarts", "2") == 1
     assert starts() == 3
@@ -142,22 +137,6 @@ def test_a_difference_between_ranks_is_followed_by_a_restart_until_it_comes_agai
     Path("starts").unlink()
     assert run(f"place(); {differ}") == 1
     assert starts() == 2
-
-
-@pytest.mark.parametrize("code", [2, 3])
-def test_what_the_run_refuses_is_not_tried_again(run: Any, code: int) -> None:
-    assert run(f"tell('end', status='refused', code={code}, reason='no'); sys.exit({code})") == code
-    assert starts() == 1
-
-
-def test_a_job_that_ends_without_a_word_is_a_fault(run: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    assert run("sys.exit(7)") == 1
-    assert starts() == 2 and "code 7 before the ranks had met" in capfd.readouterr().err
-
-
-def test_a_preempted_run_is_not_started_again(run: Any) -> None:
-    assert run("place(); tell('end', status='stopped', code=0, reason='preempt file x')") == 75
-    assert starts() == 1
 
 
 def test_ranks_that_outlive_their_launcher_have_time_to_save(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

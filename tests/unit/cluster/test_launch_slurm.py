@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llmtrain.base.errors import ConfigError
-from llmtrain.cluster.launch.slurm import MAX_HOSTS, become_rank, expand, hostfile, hosts_of, tasks_per_node
+from llmtrain.cluster.launch.slurm import become_rank, expand, hostfile, hosts_of, tasks_per_node
 
 
 @pytest.mark.parametrize(
@@ -36,10 +36,6 @@ def test_a_nodelist_is_expanded(text: str, names: list[str]) -> None:
 def test_what_slurm_would_not_write_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="SLURM_JOB_NODELIST"):
         expand(text)
-
-
-def test_the_largest_list() -> None:
-    assert len(expand(f"n[1-{MAX_HOSTS}]")) == MAX_HOSTS
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from llmtrain.base.rank.stacks import Recorded, excerpt
 from llmtrain.cluster import gpus
 from llmtrain.cluster.watch import observe
 from llmtrain.cluster.watch.explain.causes import explain
-from llmtrain.cluster.watch.explain.facts import HostFacts
+from llmtrain.cluster.watch.explain.facts import HostFacts, RankFacts
 from tests.helpers import gpu_texts as texts
 from tests.unit.cluster.test_watch_explain import CLOSED, job, waiting
 
@@ -156,7 +156,7 @@ def test_the_flight_recorder_is_read() -> None:
     assert excerpt({"version": "2.10", "pg_config": {}}) == []
 
 
-def on_nccl(rank: int, begun: int, done: int, **other: Any) -> Any:
+def on_nccl(rank: int, begun: int, done: int, **other: Any) -> RankFacts:
     """A rank whose host has handed its collectives over: its heartbeat shows it in none."""
     about = {"inside": False, "cpu_busy": True, "on_device": True, "recorded": tuple(excerpt(texts.trace(begun, done)))}
     return waiting(rank, **{**about, **other})
@@ -171,40 +171,27 @@ def test_the_rank_that_never_began_a_collective_is_named_with_it() -> None:
     assert "The others: ranks 0, 2 wait in all_reduce of group 0 #120, in backward" in found.text
 
 
-def test_a_rank_that_waits_for_data_says_so_rather() -> None:
-    late = on_nccl(1, begun=119, done=119, phase="data")
-    found = explain(job(on_nccl(0, begun=120, done=119), late, on_nccl(2, begun=120, done=119)))
-    assert (found.cause, found.ranks) == ("slow_data", [1]), found.text
+WITHOUT_RECORDER = [on_nccl(rank, begun=0, done=0, recorded=()) for rank in range(3)]
+CONNECTS = {"phase": "connect", "inside": False, "cpu_busy": True, "on_device": True, "step": 0}
+STALLS = [
+    ("slow_data", [1], [on_nccl(0, 120, 119), on_nccl(1, 119, 119, phase="data"), on_nccl(2, 120, 119)], "in data"),
+    ("communication", [], [on_nccl(rank, 120, 119) for rank in range(3)],
+     "All ranks wait in the same collective (all_reduce of group 0 #120)"),
+    ("communication", [], WITHOUT_RECORDER, "wait for their devices for 31 s"),
+    ("device_waits", [0], [replace(WITHOUT_RECORDER[0], given=41, done=40)],
+     "it waits there for its device; it has done 40 of 41 micro-batches, or computes in an endless loop"),
+    ("not_connected", [0, 1], [waiting(rank, **CONNECTS) for rank in (0, 1)], "NCCL has no timeout of its own"),
+]  # fmt: skip
 
 
-def test_a_collective_that_all_have_begun_is_the_networks() -> None:
-    found = explain(job(*(on_nccl(rank, begun=120, done=119) for rank in range(3))))
-    assert (found.cause, found.ranks) == ("communication", []), found.text
-    assert "All ranks wait in the same collective (all_reduce of group 0 #120)" in found.text
-
-
-def test_equal_counts_without_the_recorder_are_the_networks_or_a_devices() -> None:
-    ranks = [on_nccl(rank, begun=0, done=0, recorded=()) for rank in range(3)]
+@pytest.mark.parametrize(("cause", "odd", "ranks", "words"), STALLS)
+def test_a_stall_on_devices_has_its_cause(cause: str, odd: list[int], ranks: list[RankFacts], words: str) -> None:
     found = explain(job(*ranks))
-    assert (found.cause, found.ranks) == ("communication", []) and "wait for their devices for 31 s" in found.text
-    stages = explain(job(*ranks, alike=False))
-    assert stages.cause == "communication" and "the same collectives" not in stages.text
+    assert (found.cause, found.ranks) == (cause, odd) and words in found.text, found.text
 
 
-def test_a_single_rank_waits_for_its_device() -> None:
-    alone = on_nccl(0, begun=0, done=0, recorded=(), given=41)
-    found = explain(job(replace(alone, done=40)))
-    assert (found.cause, found.ranks) == ("device_waits", [0]), found.text
-    assert (
-        "it waits there for its device; it has done 40 of 41 micro-batches, or computes in an endless loop"
-        in found.text
-    )
-
-
-def test_ranks_that_never_get_connected_are_told() -> None:
-    ranks = [waiting(rank, phase="connect", inside=False, cpu_busy=True, on_device=True, step=0) for rank in (0, 1)]
-    found = explain(job(*ranks))
-    assert (found.cause, found.ranks) == ("not_connected", [0, 1]) and "NCCL has no timeout of its own" in found.text
+def test_stages_that_wait_for_their_devices_need_no_equal_counts() -> None:
+    assert "the same collectives" not in explain(job(*WITHOUT_RECORDER, alike=False)).text
 
 
 @pytest.fixture
