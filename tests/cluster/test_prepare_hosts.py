@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import random
 import subprocess
 import sys
 import time
@@ -74,41 +73,6 @@ def running(host: LabHost, module: str) -> list[psutil.Process]:
             if module in " ".join(each.cmdline()):
                 found.append(each)
     return found
-
-
-def kills(lab: Lab, out: Path, process: subprocess.Popen[str], rng: random.Random) -> list[str]:
-    """A host and the workers of another, each killed at some moment; what was killed. The first host, where the command
-    runs, stays."""
-    lost, other = rng.sample(lab.hosts[1:], 2)
-    surviving = rng.choice([lab.hosts[0], other])
-    done: list[str] = []
-    for what in rng.sample(["host", "host's workers", "worker"], 3)[:2]:
-        at = rng.randrange(50)
-        while process.poll() is None and len(list((out / "unfinished").glob("unit-*.json"))) < at:
-            time.sleep(0.01)
-        time.sleep(rng.uniform(0.0, 0.2))
-        module = "data.prepare.worker" if what == "worker" else "data.prepare.pools"
-        host = lost if what == "host" else surviving if what == "worker" else other
-        found = running(host, module)
-        if what == "host":
-            host.kill()
-        elif found:
-            rng.choice(found).kill()
-        done.append(f"{what} on {host.name} after {at} of 60 shards")
-    return done
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(10))
-def test_kills_at_any_moment_cost_no_byte(lab3: Lab, corpus: Path, tmp_path: Path, seed: int) -> None:
-    """Two of a host, the workers of a host, and one worker."""
-    rng, out = random.Random(seed), tmp_path / "set"
-    process = prepare(lab3, corpus, out, "--on", str(lab3.hostfile()))
-    done = kills(lab3, out, process, rng)
-    said = process.communicate(timeout=300)[0]
-    print(done, said)
-    assert process.returncode == 0 and "Traceback" not in said, (done, said)
-    assert contents(out) == contents(corpus / "alone"), done
 
 
 def test_a_host_that_does_not_see_the_folder_and_one_that_is_not_there_are_named(

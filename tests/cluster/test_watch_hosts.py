@@ -104,13 +104,6 @@ def job(lab3: Lab, small_data: str, tmp_path: Path, warm: WarmCommands) -> Job:
     return job
 
 
-def power_off_processes(host: LabHost) -> None:
-    """SIGKILL for all of the job on a host: ranks, launcher, watch."""
-    for process in host.processes():
-        with contextlib.suppress(psutil.Error):
-            process.kill()
-
-
 def test_a_link_that_is_cut_names_the_host_and_leaves_nothing_on_either_side(job):
     event, said_s, gone_s = job.fault(job.lab.hosts[2].cut)
     assert (event["cause"], event["host"], event["ranks"]) == ("host_lost", "node-3", [2]), event["text"]
@@ -120,35 +113,11 @@ def test_a_link_that_is_cut_names_the_host_and_leaves_nothing_on_either_side(job
 
 
 @pytest.mark.slow
-def test_a_killed_rank(job):
-    event, said_s, gone_s = job.fault(lambda: ranks(job.lab.hosts[2])[0].kill())
-    assert (event["cause"], event["host"], event["ranks"]) == ("killed", "node-3", [2]), event["text"]
-    assert said_s < SAID_S * busy() and gone_s < GONE_S * busy() and job.process.wait(10) != 0
-
-
-@pytest.mark.slow
-def test_all_processes_of_a_host_are_killed(job):
-    event, said_s, gone_s = job.fault(lambda: power_off_processes(job.lab.hosts[1]))
-    assert (event["cause"], event["host"], event["ranks"]) == ("host_lost", "node-2", [1]), event["text"]
-    assert said_s < SAID_S * busy() and gone_s < GONE_S * busy() and job.process.wait(10) != 0
-
-
-@pytest.mark.slow
 def test_the_link_of_the_first_host_is_cut(job):
     """The root of the watch is there, where the launcher runs: it sees all the others go silent."""
     event, said_s, gone_s = job.fault(job.lab.hosts[0].cut)
     assert (event["cause"], event["host"]) in (("cut_off", "node-1"), ("host_lost", "node-1")), event["text"]
     assert said_s < SAID_S * busy() and gone_s < GONE_S * busy()
-
-
-@pytest.mark.slow
-def test_a_stopped_rank_on_another_host(lab3, small_data, tmp_path, warm):
-    job = Job(lab3, tmp_path, small_data, warm, "--fault.stall_timeout_s", "10")
-    job.wait_for_step(6)
-    event, _, gone_s = job.fault(lambda: os.kill(ranks(job.lab.hosts[1])[0].pid, signal.SIGSTOP))
-    assert (event["cause"], event["host"], event["ranks"]) == ("stopped", "node-2", [1]), event["text"]
-    assert "ranks 0, 2 wait in" in event["text"] or event["text"].count("waits in") == 2
-    assert gone_s < GONE_S * busy()
 
 
 @pytest.mark.slow
