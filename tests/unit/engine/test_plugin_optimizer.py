@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from llmtrain.base.errors import ConfigError, ModelError
 from llmtrain.config import plugins
-from llmtrain.engine.deepspeed.optimizers import build_guarded, prove_by_element
+from llmtrain.engine.deepspeed.optimizers import MOMENTS, build_guarded, moments_of, prove_by_element
 from llmtrain.optim.optimizers import Optimizer
 
 HEAD = """
@@ -85,10 +86,6 @@ def test_an_optimizer_that_is_not_by_element_is_refused(step, state, build, told
 
 
 def test_one_without_a_counter_gets_one(tmp_path: Path) -> None:
-    import torch
-
-    from llmtrain.engine.deepspeed.optimizers import MOMENTS, moments_of
-
     optim = made(tmp_path, STEP["sign"])
     prove_by_element(optim)
     parameter = torch.zeros(4, requires_grad=True)

@@ -123,13 +123,6 @@ def test_two_stages_give_the_models_logits(name: str, tie: bool) -> None:
         assert torch.equal(second(input_ids=ids, use_cache=False).logits, logits)
 
 
-@pytest.mark.parametrize(("name", "with_experts"), [("mixtral", [0, 1, 2, 3]), ("qwen3_moe", [0, 2, 3])])
-def test_experts(name: str, with_experts: list[int]) -> None:
-    anatomy = anatomy_of(meta(FAMILIES[name]))
-    assert [i for i, layer in enumerate(anatomy.layers) if layer.experts] == with_experts
-    assert anatomy.layers[2].experts == "model.layers.2.mlp.experts"
-
-
 def test_a_model_with_other_names() -> None:
     hf = renamed(tie_word_embeddings=True)
     anatomy = anatomy_of(hf)

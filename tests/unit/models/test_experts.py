@@ -169,14 +169,6 @@ def test_metrics_of_routing() -> None:
     assert row.keys() <= metrics().keys()
 
 
-def test_the_even_router_costs_as_many_as_the_experts_of_a_token() -> None:
-    """What docs/tracking.md says of moe/aux_loss, from transformers' own function."""
-    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
-
-    logits = torch.eye(4).repeat(8, 1) + torch.eye(4).roll(1, 1).repeat(8, 1)  # each expert is chosen equally often
-    assert load_balancing_loss_func((logits,), 4, 2).item() == pytest.approx(2.0)
-
-
 @pytest.mark.parametrize(
     ("section", "precision", "stage", "degree", "runs_at"),
     [

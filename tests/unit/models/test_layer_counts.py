@@ -44,12 +44,6 @@ def test_no_way_has_a_lighter_heaviest_stage_or_among_those_more_equal_ones(seed
     assert badness(balanced(weights, stages)) == pytest.approx(best)
 
 
-def test_embedding_and_head_weigh():
-    assert balanced(Weights(before=0.0, layers=(1.0,) * 8, after=0.0), 4) == (2, 2, 2, 2)
-    assert balanced(Weights(before=2.0, layers=(1.0,) * 8, after=2.0), 4) == (1, 3, 3, 1)
-    assert balanced(Weights(before=0.0, layers=(1.0, 1.0, 1.0, 3.0), after=0.0), 2) == (3, 1)
-
-
 @pytest.mark.parametrize(
     ("layers", "stages", "want"), [(8, 4, (2, 2, 2, 2)), (4, 3, (1, 2, 1)), (7, 4, (2, 2, 2, 1)), (3, 2, (2, 1))]
 )

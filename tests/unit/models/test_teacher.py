@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmtrain.base.errors import ConfigError, ModelError
 from llmtrain.config.run import ModelConfig
@@ -39,8 +40,6 @@ def student(**fields: Any) -> ModelSpec:
 
 def test_logits_are_those_of_transformers(teacher: Path) -> None:
     """Also of two documents in a row, where the second begins anew; in the precision that is asked for."""
-    from transformers import AutoModelForCausalLM
-
     hf = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32, attn_implementation="eager")
     ours = load_teacher(of(teacher), "fp32", torch.device("cpu"))
     ids = torch.randint(0, 300, (2, 10), generator=torch.Generator().manual_seed(0))
@@ -61,10 +60,6 @@ def test_checksums_do_not_depend_on_how_ranks_share_them(teacher: Path) -> None:
     whole = teacher_checksums(of(teacher), 0, 1)
     shared = [teacher_checksums(of(teacher), rank, 3) for rank in range(3)]
     assert len(whole) == sum(map(len, shared)) and whole == {k: v for each in shared for k, v in each.items()}
-
-
-def test_a_teacher_of_the_same_words_is_taken(teacher: Path) -> None:
-    check_teacher(of(teacher), student(), teacher, {})
 
 
 def test_other_words_are_refused(teacher: Path, tmp_path: Path) -> None:
@@ -89,8 +84,6 @@ def test_a_folder_that_is_not_whole_is_refused(teacher: Path) -> None:
 
 def test_ranks_that_share_rows_share_the_teachers_heads(teacher: Path) -> None:
     """Of a teacher without heads nothing is asked where nobody shares a row."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     check_teacher(of(teacher), student(), teacher, {}, sequence=2)
     with pytest.raises(ConfigError, match=r"(?s)attention heads cannot be shared by sequence_parallel_size = 3 ranks"):
         check_teacher(of(teacher), student(), teacher, {}, sequence=3)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +15,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, masking
 from llmtrain.models import transformers_private
 from llmtrain.models.parallel import deepspeed_private
 
-MODELS = Path(transformers_private.__file__).parent
 SMALL = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
 PLACES = torch.arange(4).unsqueeze(0)
 
@@ -90,18 +87,3 @@ def test_what_is_replaced_comes_back() -> None:
         assert nn.Linear(2, 2).weight.is_meta
         raise ZeroDivisionError
     assert (masking_utils.find_packed_sequence_indices, nn.Module.register_parameter) == before
-
-
-@pytest.mark.parametrize("file", sorted(MODELS.rglob("*.py")), ids=lambda file: str(file.relative_to(MODELS)))
-def test_no_other_file_uses_what_is_private_elsewhere(file: Path) -> None:
-    if file.name in ("transformers_private.py", "deepspeed_private.py"):
-        return
-    found = []
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
-            if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
-                found.append(f"line {node.lineno}: {ast.unparse(node)}")
-        elif isinstance(node, ast.ImportFrom):
-            names = [*str(node.module).split("."), *(alias.name for alias in node.names)]
-            found += [f"line {node.lineno}: {name}" for name in names if name.startswith("_") and name != "__future__"]
-    assert not found, "\n".join(found)
