@@ -14,6 +14,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from llmtrain.config.run import DataConfig
 from llmtrain.data.stream.choices import ChoiceSet
@@ -35,7 +36,6 @@ LONGEST = 48
 def test_an_answers_log_probability_is_that_of_lm_eval(tmp_path: Path) -> None:
     """Each alone there, packed here. fp32: a few roundings of sums of up to 160."""
     from lm_eval.models.huggingface import HFLM
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     fields = {**LLAMA, "num_hidden_layers": 2, "max_position_embeddings": 256}
     torch.manual_seed(1)
@@ -68,7 +68,6 @@ def test_multiple_choice_is_scored_as_lm_eval_does_it(tmp_path: Path, begins: bo
     a token, as Llama's does. fp32: a few roundings of sums of up to 200 nats."""
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     asked = questions()
     texts = [f"{record['question']} {choice}" for record in asked for choice in record["choices"]]

@@ -327,12 +327,27 @@ def test_the_likelihood_of_each_token_and_its_gradient(
         assert ours.grad is not None and theirs.grad is not None and torch.allclose(ours.grad, theirs.grad, atol=1e-5)
 
 
-# --- the configuration
+# --- the configuration of every objective
+
+DISTILL = ["--objective.name", "distill"]
 
 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
+        (DISTILL, "objective.teacher = null"),
+        ([*DISTILL, "--objective.teacher", "nowhere"], 'objective.teacher = "nowhere"'),
+        ([*DISTILL, "--objective.teacher", "data/x"], "no such folder with a config.json"),
+        (["--objective.teacher", "data/x"], "belongs to objective.name distill"),
+        ([*DISTILL, "--objective.beta", "1.5"], "must be from 0 to 1\n"),
+        ([*DISTILL, "--objective.alpha", "-0.5"], "must be from 0 to 1\n"),
+        ([*DISTILL, "--objective.temperature", "0"], "objective.temperature = 0.0"),
+        (["--objective.name", "dpo", "--objective.beta", "0"], "must be greater than 0"),
+        (["--objective.name", "rpo", "--objective.alpha", "-1"], "must be 0 or greater"),
+        (["--objective.temperature", "2"], "set objective.name to distill"),
+        (["--objective.top_k", "8"], "belongs to objective.name distill"),
+        ([*DISTILL, "--objective.top_k", "0"], "must be at least 1"),
+        ([*DISTILL, "--objective.teacher_revision", "main"], "goes with objective.teacher: ORG/NAME"),
         (
             ["--objective.beta", "0.2"],
             "objective.beta = 0.2  (command line)\n    rule:   belongs to objective.name distill, dpo,",

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from llmtrain.base.errors import ModelError
 from llmtrain.config.run import DataConfig, ModelConfig
@@ -42,8 +43,6 @@ def test_the_score_is_read_at_the_last_token_of_each_row(tmp_path: Path) -> None
 
 
 def saved(folder: Path, **fields: Any) -> str:
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
-
     torch.manual_seed(5)
     given = {key: value for key, value in {**MODEL, **fields}.items() if key != "model_type"}
     kind = AutoModelForSequenceClassification if "num_labels" in fields else AutoModelForCausalLM

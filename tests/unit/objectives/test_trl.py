@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from llmtrain.config.run import DataConfig
 from llmtrain.data.manifest import SPLITS
@@ -41,8 +42,6 @@ DIFFERENCE = 1e-5
 @pytest.fixture(scope="module")
 def models() -> tuple[Any, Any]:
     """(policy, reference)"""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     fields = {**LLAMA, "num_hidden_layers": 2, "max_position_embeddings": 256}
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     made = []
@@ -104,7 +103,6 @@ RECORDS: dict[str, dict[str, Any]] = {
 def trainer(kind: str, models: tuple[Any, ...], folder: str, **options: Any) -> Any:
     """TRL's own, with a model and, if there is a second one, its reference."""
     from datasets import Dataset
-    from transformers import AutoTokenizer
 
     arguments = getattr(trl, f"{kind}Config")(
         output_dir=str(Path(folder) / kind), report_to=[], use_cpu=True, bf16=False, fp16=False,
@@ -164,8 +162,6 @@ def test_the_loss_of_conversations_is_that_of_trl(tmp_path: Path, models: Any) -
 
 @pytest.mark.parametrize("centering", [0.0, 0.1])
 def test_a_reward_models_loss_is_that_of_trl(tmp_path: Path, centering: float) -> None:
-    from transformers import AutoConfig, AutoModelForSequenceClassification
-
     fields = {**LLAMA, "num_hidden_layers": 2, "max_position_embeddings": 256}
     config = AutoConfig.for_model(fields.pop("model_type"), num_labels=1, **fields)
     torch.manual_seed(1)

@@ -14,7 +14,7 @@ from llmtrain.base.errors import ConfigError
 from llmtrain.config.run import RunConfig
 from llmtrain.config.topology import Degrees
 from llmtrain.parity import plain, worlds
-from llmtrain.parity.compare import COUNT, Trace
+from llmtrain.parity.compare import COUNT, Difference, Trace, Verdict
 from llmtrain.parity.small_run import Wanted
 from tests.helpers.parity import Form, resolved
 
@@ -105,8 +105,6 @@ def test_one_scale_of_other_tokens_than_the_references_is_refused() -> None:
 
 
 def test_a_blunt_comparison_says_so() -> None:
-    from llmtrain.parity.compare import Difference, Verdict
-
     moved = Verdict(worst={"movement": Difference(kind="movement", step=5, got=0.2, tolerated=0.44)})
     assert "44%" in worlds.bluntness("bf16", moved, sharp=False)[0] and not worlds.bluntness("fp32", moved, sharp=True)
 
