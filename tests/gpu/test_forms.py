@@ -11,9 +11,14 @@ import functools
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from llmtrain.engine.deepspeed.state import base_optimizer
-from llmtrain.models import compiler
+from llmtrain.models import compiler, varlen
+from llmtrain.models.head import Head
+from llmtrain.models.loss import HeadForm, chunked_nll_sum
 from tests.helpers.compiled import graphs_of
 from tests.helpers.training import LLAMA, Case, Trace, make_engine, plain_pytorch, run_case, train_steps
 
@@ -177,8 +182,6 @@ def test_isolated_documents_go_without_a_mask_unasked(pools, small_data, cuda):
 
 def ops_of_a_step(case: Case) -> set[str]:
     """Names of the operators of one optimizer step."""
-    from torch.profiler import ProfilerActivity, profile
-
     engine, ranks = make_engine(case)
     train_steps(case, engine, ranks, 0, 2)
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
@@ -188,8 +191,6 @@ def ops_of_a_step(case: Case) -> set[str]:
 
 
 def test_varlen_attention_computes_what_a_mask_would(cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from llmtrain.models import varlen
-
     torch.manual_seed(0)
     device = torch.device("cuda")
     query, key, value = (torch.randn(300, heads, 64, device=device, dtype=torch.bfloat16) for heads in (4, 2, 2))
@@ -212,11 +213,6 @@ def test_varlen_attention_computes_what_a_mask_would(cuda: None, monkeypatch: py
 @pytest.mark.parametrize("known", [False, True], ids=["all tokens", "those that count"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_chunked_loss_is_the_one_of_transformers(dtype: torch.dtype, known: bool) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.loss.loss_utils import ForCausalLMLoss
-
-    from llmtrain.models.head import Head
-
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
     hidden = torch.randn(2, 50, 64, device=device, dtype=dtype, requires_grad=True)
@@ -243,8 +239,6 @@ def test_chunked_loss_is_the_one_of_transformers(dtype: torch.dtype, known: bool
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_gradients_are_scaled_in_fp32(dtype: torch.dtype) -> None:
     """A factor that the dtype cannot hold; it carries the loss scale."""
-    from llmtrain.models.loss import HeadForm, chunked_nll_sum
-
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
     hidden = torch.randn(50, 64, device=device).to(dtype).requires_grad_()

@@ -272,9 +272,7 @@ def test_the_table_shows_what_is_there(tmp_path: Path) -> None:
     assert "| 0.5b (2 rounds) | trainer | 70,000 |  | 291.7 | 61.2 | 1.61 | 1.5 |  |" in shown
     assert "| 1755 MHz, 650 W |" in shown
     assert "| llmtrain | 0.020 | 0.031 | 12.000 |" in shown and "196,608 tokens: did not fit" in shown
-    assert "| lora-1b | llmtrain lora | 112,346 |  | 291.7 | 61.2 |  |  |  |  |" in shown
     assert "| lora-1b | trl lora | 112,346 |  | 291.7 | 61.2 | 2.00 | 2.0e-03 |  |  |" in shown
-    assert "| packing | llmtrain full | 30,123 | 61.2 |  |  | 1.50000 |" in shown
     assert "| packing | trl sft | 30,123 | 61.2 | 4.00 | 2.0e-03 | 1.50000 |" in shown
     assert "| 1 | 128 | llmtrain | 112,346 | 43.2%, 47.5% | 291.7 | 61.2 |  |  |" in shown
     assert shown.endswith("not measured: 1.2b, 8b, 1.2b-fp8, 8b-fp8, host, parity, context-1b, lora-8b, sft-1b, "

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from llmtrain.checkpoint.hf.exporting import export_hf
 from llmtrain.cli import main
@@ -40,8 +41,6 @@ def chat(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 @pytest.fixture
 def prompts(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """The ids of every prompt that a model is given."""
-    from transformers import LlamaForCausalLM
-
     given: list[list[int]] = []
     generate = LlamaForCausalLM.generate
 
@@ -102,8 +101,6 @@ def test_with_its_adapter_and_without(talker, tmp_path, chat):
 
 
 def test_of_a_run_its_newest_state_answers(talker, tmp_path, chat):
-    from transformers import AutoModelForCausalLM
-
     beside = {"tokenizer_dir": str(talker), "separator_id": 0}
     other = write_talker(tmp_path / "other", {**HI, "h": END})
     for step, folder in ((7, talker), (8, other)):
