@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from llmtrain import Part
-from llmtrain.data.stream.prompts import Prompts
+from llmtrain.data.stream.train_data import Prompts
 from llmtrain.training.samples import continuations
 
 

@@ -124,7 +124,7 @@ def _to_hf(args: argparse.Namespace) -> int:
 
     def to_its_place(checkpoint: Path) -> Report:
         if is_url(args.out):
-            from llmtrain.checkpoint.hf.store import export_to_store
+            from llmtrain.checkpoint.hf.exporting import export_to_store
 
             return export_to_store(checkpoint, args.out, partial(export, checkpoint))
         return export(checkpoint, Path(args.out))

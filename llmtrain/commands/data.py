@@ -23,8 +23,8 @@ from llmtrain.data.manifest import SPLITS, Split, template_notes
 from llmtrain.data.prepare.token_corpora import Megatron
 from llmtrain.data.shards import PreparedSet, TokenStream
 from llmtrain.data.tokenize import Encoder
+from llmtrain.storage.folders import scratch_for, told, upload
 from llmtrain.storage.object_store import Store, is_url, problem_of
-from llmtrain.storage.upload import scratch_for, told, upload
 
 _STYLES = {(True, False): "bold green", (True, True): "bold magenta", (False, False): "dim", (False, True): "cyan"}
 """Terminal style of each (counted, special token)."""

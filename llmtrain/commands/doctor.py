@@ -11,7 +11,6 @@ from dataclasses import replace
 from rich.console import Console
 
 from llmtrain.cluster.doctor import fabric, site_links
-from llmtrain.cluster.doctor.build_ops import with_ops
 from llmtrain.cluster.doctor.preflight import (
     MASTER_PORT,
     WITHOUT_TERMINAL,
@@ -19,6 +18,7 @@ from llmtrain.cluster.doctor.preflight import (
     of_this_host,
     preflight,
     print_report,
+    with_ops,
 )
 from llmtrain.cluster.hosts.hostfile import read_hostfile, select
 from llmtrain.commands import completion

@@ -22,7 +22,7 @@ from llmtrain.checkpoint.listing import best_checkpoints, find_checkpoints, line
 from llmtrain.commands import completion
 from llmtrain.config.run import TrackingConfig
 from llmtrain.tracking.local import JsonLines
-from llmtrain.tracking.queued import Queued
+from llmtrain.tracking.tracker import Queued
 from llmtrain.tracking.wandb_sink import WandbSink
 
 _REMEDY = "pip install 'llmtrain[eval]'"

@@ -22,9 +22,8 @@ from llmtrain.config.pinned import fetched
 from llmtrain.config.problems import stop
 from llmtrain.data.stream.epoch import sequences_of_epoch
 from llmtrain.sites import forecast
-from llmtrain.sites.coordinator import private_address, started
 from llmtrain.sites.forecast import Advice, Forecast, Line
-from llmtrain.sites.membership import heard_at
+from llmtrain.sites.membership import heard_at, private_address, start_coordinator
 from llmtrain.sites.tls import Keys, differs, make_keys, to_coordinator
 
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ def _coordinator(args: argparse.Namespace) -> int:
     ended = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())
-    server = started(args.bind, args.wait_s, Keys(Path(args.keys), "--keys") if args.keys else None)
+    server = start_coordinator(args.bind, args.wait_s, Keys(Path(args.keys), "--keys") if args.keys else None)
     log.info(f"the coordinator listens on {args.bind}; sites give it as --sites.coordinator HOST:PORT")
     ended.wait()
     server.shutdown()

@@ -23,9 +23,9 @@ from llmtrain.engine.dist.control import from_all
 from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.optim.message_formats import Format
 from llmtrain.optim.outer_methods import Async
-from llmtrain.sites.compress import encode
 from llmtrain.sites.exchange import CLOCK, NEWEST, Clock, Exchange, Fetched
 from llmtrain.sites.membership import PeerStatus, join, name_of
+from llmtrain.sites.outer import encode
 from llmtrain.sites.shard import Array, Shard
 from llmtrain.sites.transport import Array as Served
 from llmtrain.sites.transport import Server

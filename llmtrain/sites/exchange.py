@@ -14,9 +14,8 @@ import numpy.typing as npt
 from llmtrain.engine.dist.control import from_all, from_rank_0
 from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.optim.message_formats import BLOCK, Format
-from llmtrain.sites.compress import decode
 from llmtrain.sites.membership import PeerStatus
-from llmtrain.sites.outer import outsized, squared_distance
+from llmtrain.sites.outer import decode, outsized, squared_distance
 from llmtrain.sites.shard import Array, Shard
 from llmtrain.sites.tls import Keys
 from llmtrain.sites.transport import Peer, Rectangle, WireError

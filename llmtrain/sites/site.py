@@ -34,14 +34,12 @@ from llmtrain.engine.dist.rendezvous import another_group
 from llmtrain.optim.message_formats import FORMATS
 from llmtrain.optim.outer_methods import Async, SitesConfig
 from llmtrain.sites.async_method import Newest
-from llmtrain.sites.compress import Bytes, Feedback
 from llmtrain.sites.exchange import Exchange, Fetched, checksum_of
 from llmtrain.sites.membership import Heard, Members, PeerStatus, SitesError, TorchftMembers, join, name_of, own_address
-from llmtrain.sites.outer import outer_step, squared_distance
+from llmtrain.sites.outer import Bytes, Feedback, outer_step, squared_distance
 from llmtrain.sites.quorum import AGAIN_S, MeetAgain, Meetings, RoundFailed, leader_of
-from llmtrain.sites.sample_ledger import Ledger, Request, steps_of
+from llmtrain.sites.sample_ledger import SLOWEST, Ledger, Request, Share, StepClock, steps_each, steps_of
 from llmtrain.sites.shard import COMMON, LINE, MOMENTUM, RESIDUAL, Array, Shard, pieces, read_back, shapes, standing
-from llmtrain.sites.step_rate import SLOWEST, Share, StepClock, steps_each
 from llmtrain.sites.tls import Keys, differs, to_coordinator
 from llmtrain.sites.transport import Pieces, Server
 

@@ -25,8 +25,7 @@ from llmtrain.data.cache import Cache
 from llmtrain.data.manifest import Manifest, check_vocabulary
 from llmtrain.data.stream.choices import ChoiceSet
 from llmtrain.data.stream.columns import REMEDY
-from llmtrain.data.stream.prompts import Prompts
-from llmtrain.data.stream.train_data import EvalSet, TrainData
+from llmtrain.data.stream.train_data import EvalSet, Prompts, TrainData
 from llmtrain.engine.dist.plugin_code import called
 from llmtrain.objectives.by_token import Distill
 from llmtrain.tracking.metrics import metrics

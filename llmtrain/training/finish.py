@@ -174,7 +174,7 @@ def finish(
 
 def _upload(url: str, checkpoint: Path, folder: RunDirectory, tracker: Tracker) -> None:
     """The export is on this host's disk: a store that fails costs the run nothing."""
-    from llmtrain.checkpoint.hf.store import ExportStore  # most runs have none
+    from llmtrain.checkpoint.hf.exporting import ExportStore  # most runs have none
 
     done = in_thread(lambda: ExportStore(url, checkpoint, "train.export_to").put(folder.export), "upload")
     until = time.monotonic() + _UPLOAD_S

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from llmtrain.data.stream.loader import batches_of
-from llmtrain.data.stream.prompts import Prompts
+from llmtrain.data.stream.train_data import Prompts
 from llmtrain.data.stream.windows import IGNORED, Window
 from llmtrain.engine.losses.likeliest import NextWord
 from llmtrain.models import compiler

@@ -11,8 +11,8 @@ from llmtrain.checkpoint.meaning import other_meaning
 from llmtrain.data.stream.columns import weights_hash
 from llmtrain.engine.api import StateTensor
 from llmtrain.engine.dist.control import StopRequests
+from llmtrain.sites.sample_ledger import Share
 from llmtrain.sites.site import Site, telling
-from llmtrain.sites.step_rate import Share
 from llmtrain.training.parts import Done, Part
 from llmtrain.training.step import Position
 

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 
 from llmtrain.config.run import DataConfig, EvalConfig, ModelConfig
 from llmtrain.config.stages import Stages
-from llmtrain.data.stream.prompts import Prompts
-from llmtrain.data.stream.train_data import EvalSet, TrainData
+from llmtrain.data.stream.train_data import EvalSet, Prompts, TrainData
 from llmtrain.data.stream.windows import IGNORED
 from llmtrain.models.spec import ModelSpec
 from llmtrain.training.step import Position

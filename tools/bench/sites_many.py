@@ -41,8 +41,11 @@ from llmtrain.engine.api import StateTensor  # noqa: E402
 from llmtrain.optim.outer_methods import DiLoCo  # noqa: E402
 from llmtrain.sites import exchange, forecast, quorum, site  # noqa: E402
 from llmtrain.sites.membership import Member, TorchftMembers  # noqa: E402
-from llmtrain.sites.sample_ledger import Ledger, Request  # noqa: E402
-from llmtrain.sites.step_rate import Share  # noqa: E402
+from llmtrain.sites.sample_ledger import (  # noqa: E402
+    Ledger,
+    Request,
+    Share,
+)
 from llmtrain.storage.region import Region  # noqa: E402
 
 TENSORS = 8

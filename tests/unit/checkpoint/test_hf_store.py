@@ -11,9 +11,8 @@ import pytest
 from safetensors.torch import load_file
 
 from llmtrain.base.errors import CheckpointError
-from llmtrain.checkpoint.hf.exporting import export_hf
+from llmtrain.checkpoint.hf.exporting import ExportStore, export_hf
 from llmtrain.checkpoint.hf.folder_files import MARK
-from llmtrain.checkpoint.hf.store import ExportStore
 from llmtrain.storage import object_store
 from llmtrain.storage.object_store import Store
 from tests.helpers.checkpoints import WHOLE_LLAMA, write_checkpoint

@@ -11,8 +11,7 @@ from tokenizers import Tokenizer
 from llmtrain.base.errors import DataError
 from llmtrain.config.load import parse
 from llmtrain.config.run import DataConfig, RunConfig, TrainConfig
-from llmtrain.data.stream.prompts import Prompts
-from llmtrain.data.stream.train_data import TrainData
+from llmtrain.data.stream.train_data import Prompts, TrainData
 from llmtrain.data.tokenize import train_bpe
 from tests.helpers import config_workplace
 from tests.helpers.prepared import write_prepared

@@ -12,8 +12,8 @@ import pytest
 
 from llmtrain.sites import async_method, exchange, quorum
 from llmtrain.sites import site as site_module
+from llmtrain.sites.sample_ledger import Share
 from llmtrain.sites.site import Site
-from llmtrain.sites.step_rate import Share
 from llmtrain.sites.transport import Server
 from tests.helpers.sites_in_threads import PIECES, Meeting, Numbers, begin_all, settings_of
 

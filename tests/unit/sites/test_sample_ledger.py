@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmtrain.sites.sample_ledger import Ledger, Request, steps_of
-from llmtrain.sites.step_rate import SLOWEST, steps_each
+from llmtrain.sites.sample_ledger import SLOWEST, Ledger, Request, steps_each, steps_of
 from llmtrain.training.step import is_due
 from tests.helpers.sites_in_threads import Meeting, at_once
 

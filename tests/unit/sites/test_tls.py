@@ -16,7 +16,7 @@ import pytest
 from llmtrain.base.errors import UserError
 from llmtrain.commands import sites as command
 from llmtrain.optim.outer_methods import DiLoCo
-from llmtrain.sites import coordinator, transport
+from llmtrain.sites import membership, transport
 from llmtrain.sites.membership import SitesError, TorchftMembers
 from llmtrain.sites.site import connect
 from llmtrain.sites.tls import Forwarder, Keys, as_it_is, make_keys, to_coordinator
@@ -183,8 +183,8 @@ def test_the_coordinators_line_passes_both_directions_and_members_alone(made: Pa
 def coordinators(made: Path) -> Iterator[dict[str, str]]:
     """HOST:PORT of two as the command starts them, one of them with keys."""
     addresses = {name: f"127.0.0.1:{free_port()}" for name in ("keys", "plain")}
-    servers = [coordinator.started(addresses["keys"], 1.0, keys_of(made, "coordinator")),
-               coordinator.started(addresses["plain"], 1.0, None)]  # fmt: skip
+    servers = [membership.start_coordinator(addresses["keys"], 1.0, keys_of(made, "coordinator")),
+               membership.start_coordinator(addresses["plain"], 1.0, None)]  # fmt: skip
     yield addresses
     for each in servers:
         each.shutdown()

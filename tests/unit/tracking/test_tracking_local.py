@@ -19,9 +19,8 @@ from llmtrain.base import log, units
 from llmtrain.base.redact import REDACTED, is_secret, redact, redact_argv, redact_text
 from llmtrain.tracking.environment import VERIFIED, describe_environment, unverified, write_environment
 from llmtrain.tracking.local import JsonLines, read_rows, truncate_after
-from llmtrain.tracking.queued import Queued
 from llmtrain.tracking.sink import Sink, TrackingConfig
-from llmtrain.tracking.tracker import Console, Tracker
+from llmtrain.tracking.tracker import Console, Queued, Tracker
 
 ROOT = Path(__file__).parents[3]
 NO_WANDB = TrackingConfig(wandb="disabled")

@@ -21,12 +21,12 @@ import pytest
 import wandb
 
 from llmtrain.base import log
-from llmtrain.tracking import queued, wandb_sink
+from llmtrain.tracking import tracker as trackers
+from llmtrain.tracking import wandb_sink
 from llmtrain.tracking.environment import new_run_id
 from llmtrain.tracking.local import JsonLines, truncate_after
-from llmtrain.tracking.queued import Queued
 from llmtrain.tracking.sink import TrackingConfig
-from llmtrain.tracking.tracker import Tracker
+from llmtrain.tracking.tracker import Queued, Tracker
 from llmtrain.tracking.wandb_sink import WandbSink, choose_mode
 from tests.helpers.wandb_files import read_back
 
@@ -309,7 +309,7 @@ def test_an_artifact_that_fails_costs_no_row(tmp_path, monkeypatch, capsys):
 
 
 def test_a_full_queue_drops_rows_and_counts_them(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(queued, "_WAITING", 10)
+    monkeypatch.setattr(trackers, "_MOST_WAITING", 10)
     gate = threading.Event()
     run = FakeRun(log=lambda: gate.wait(10))
     fake_wandb(monkeypatch, run=run)
