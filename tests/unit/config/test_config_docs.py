@@ -1,4 +1,4 @@
-"""docs/configuration.md and deepspeed.md say what the program says: files, commands, outputs, generated tables."""
+"""docs/configuration.md and docs/deepspeed.md say what the program says: files, commands, outputs, generated tables."""
 
 from __future__ import annotations
 
