@@ -65,6 +65,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python tools/figures.py
+	$(BIN)/python tools/prose.py
 
 # Before every push; CONTRIBUTING.md says the rest.
 check: lint
