@@ -26,7 +26,7 @@ class Format:
     record: ClassVar[int]
     """Bytes of a block."""
     encode_s: ClassVar[float]
-    """Seconds of one core for an element that is sent, the sender's decoding included (docs/networks.md, "Plan")."""
+    """Seconds of one core for an element that is sent, the sender's decoding included."""
     decode_s: ClassVar[float]
     """The seconds for an element received from one site."""
 

@@ -35,7 +35,7 @@ class SitesConfig(Choice, section="sites", selector="method"):
     overlaps: ClassVar[bool] = False
     """Training goes on while a message travels."""
     outer_s: ClassVar[float] = 8e-9
-    """Seconds of one core that the outer step takes for an element (docs/networks.md, "Plan")."""
+    """Seconds of one core that the outer step takes for an element."""
     recommended: ClassVar[bool] = False
     """`sites plan` may recommend it."""
     rules: ClassVar[tuple[Rule, ...]] = ()

@@ -139,7 +139,8 @@ def metrics() -> dict[str, Metric]:
             f"eval/{name}": _metric(figure.unit, f"`{name}` of the validation data.")
             for name, figure in figures.items()
         },
-        OF_SET: _metric("as `eval/FIGURE`", "The same of the set NAME of `eval.sets`, such as `eval/code/loss`."),
+        "eval/FIGURE": _metric("as `FIGURE`", "Each figure of the objective for the validation data."),
+        OF_SET: _metric("as `eval/FIGURE`", "Each figure for the set NAME of `eval.sets`, such as `eval/code/loss`."),
     }
 
 
@@ -161,8 +162,9 @@ def mode_of(metric: str) -> Literal["min", "max"] | None:
 
 
 def markdown() -> str:
-    """The table of docs/tracking.md."""
-    rows = (f"| `{key}` | {metric.unit} | {metric.meaning} |" for key, metric in metrics().items())
+    """The table of docs/tracking.md; the objectives' figures of the validation data share one row."""
+    shown = {key: metric for key, metric in metrics().items() if not metric.meaning.startswith("`")}
+    rows = (f"| `{key}` | {metric.unit} | {metric.meaning} |" for key, metric in shown.items())
     return "\n".join(["| key | unit | meaning |", "|---|---|---|", *rows]) + "\n"
 
 
