@@ -68,7 +68,7 @@ class Cell:
         tree = merged(self.tree, {"zero_optimization": {"stage": self.stage}})
         return frozenset(
             (dotted, self.stage)
-            for dotted, key in ds_keys.leaves()
+            for dotted, key in ds_keys.LEAVES.items()
             if (value := lookup(tree, dotted)) is not None and (value != key.default or dotted == STAGE)
         )
 
@@ -209,8 +209,8 @@ def idle(stage: int) -> Tree:
     """A value for each accepted key that nothing reads at a stage."""
     trees = [factor.tree for factor in FACTORS.values()]
     tree: Tree = {}
-    for dotted, key in ds_keys.leaves():
-        if key.state(stage) == "refused" or key.is_read(stage) or dotted in OLD:
+    for dotted, key in ds_keys.LEAVES.items():
+        if stage in key.at or key.is_read(stage) or dotted in OLD:
             continue
         values = [value for value in (lookup(known, dotted) for known in trees) if value not in (None, key.default)]
         *sections, last = dotted.split(".")
@@ -277,7 +277,7 @@ CELLS = all_cells()
 def needed() -> set[tuple[str, int]]:
     """Every key at every stage where it is not refused."""
     return {
-        (dotted, stage) for dotted, key in ds_keys.leaves() for stage in ds_keys.STAGES if key.state(stage) != "refused"
+        (dotted, stage) for dotted, key in ds_keys.LEAVES.items() for stage in ds_keys.STAGES if stage not in key.at
     }
 
 

@@ -299,7 +299,7 @@ def _drop_auto(section: dict[str, Any], prefix: str) -> list[str]:
         dotted = f"{prefix}{key}"
         if isinstance(value, dict):
             dropped += _drop_auto(value, f"{dotted}.")
-        elif value == "auto" and dotted not in table.AUTO_MEANS_SOMETHING:
+        elif value == "auto":
             del section[key]
             dropped.append(dotted)
     shared = ("optimizer.", "scheduler.", "train_", "gradient_accumulation", "gradient_clipping")
@@ -398,7 +398,7 @@ _SWITCHES = {
 
 def _switched_off(tree: dict[str, Any], path: str) -> list[str]:
     """Notes about keys of a section that is off, or of a way of computing that is not asked for."""
-    known, stage = dict(table.leaves()), lookup(tree, "zero_optimization.stage") or 0
+    known, stage = table.LEAVES, lookup(tree, "zero_optimization.stage") or 0
     idle: dict[str, tuple[str, ...]] = {}  # reason -> keys and sections
     for part, switch in _SWITCHES.items():
         value = lookup(tree, switch)

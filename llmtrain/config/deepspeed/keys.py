@@ -8,10 +8,11 @@ against the installed DeepSpeed, `tests/ranks/test_keys.py` trains with each key
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from llmtrain.base.trees import leaves
 from llmtrain.config import topology
 
 STAGES = (0, 1, 2, 3)
@@ -43,10 +44,8 @@ class Key:
     """Effect of an accepted value on the numbers of a run."""
     same: tuple[Any, ...] = ()
     """Other values that are accepted where the key is refused: they ask for llmtrain's own behaviour."""
-    refused: Why | None = None
-    """Reason why every value but the default and `same` is refused, at every stage; None: `at` decides by stage."""
     at: Mapping[int, Why] = field(default_factory=dict)
-    """ZeRO stage -> why every other value is refused there."""
+    """ZeRO stage -> the reason why every value but the default and `same` is refused there."""
     values: tuple[tuple[Any, Why], ...] = ()
     """Single values that are refused."""
     stages: tuple[int, ...] = STAGES
@@ -84,11 +83,7 @@ class Key:
                 return why
         if any(_equal(value, fine) for fine in (None, "auto", self.default, *self.same)):
             return None
-        return self.refused or self.at.get(stage)
-
-    def state(self, stage: int) -> str:
-        """Return the table's verdict on a value other than the default: proved, no effect, or refused."""
-        return "refused" if self.refused or stage in self.at else self.effect
+        return self.at.get(stage)
 
     def is_read(self, stage: int) -> bool:
         """Return True if something reads the key at this ZeRO stage."""
@@ -104,6 +99,10 @@ Section = dict[str, Any]
 _KINDS = {bool: "bool", int: "int", float: "num", str: "str", list: "list", dict: "dict", object: "any"}
 
 
+def _everywhere(why: Why) -> dict[int, Why]:
+    return dict.fromkeys(STAGES, why)
+
+
 def _key(default: Any, **more: Any) -> Key:
     """A key with DeepSpeed's default, which has the key's type; or with the type alone, where DeepSpeed has none."""
     return Key(_KINDS[default], **more) if isinstance(default, type) else Key(_KINDS[type(default)], default, **more)
@@ -115,7 +114,7 @@ def _proved(default: Any, **more: Any) -> Key:
 
 def _no(default: Any, rule: str, remedy: str = "remove it", **more: Any) -> Key:
     """A key that is refused, but for its default, at every stage."""
-    return _key(default, refused=Why(rule, remedy), **more)
+    return _key(default, at=_everywhere(Why(rule, remedy)), **more)
 
 
 def _all(defaults: Section, **verdict: Any) -> Section:
@@ -151,69 +150,55 @@ _QUANTIZED = Why(
 
 _ZERO: Section = {
     "stage": _proved(0, most=3),
-    "contiguous_gradients": _key(True, stages=(1, 2, 3)),
-    "reduce_scatter": _key(True, stages=(1, 2, 3)),
+    **_all({"contiguous_gradients": True, "reduce_scatter": True, "overlap_comm": bool}, stages=(1, 2, 3)),
     "reduce_bucket_size": _key(500_000_000, stages=(1, 2, 3), least=1),
-    "use_multi_rank_bucket_allreduce": _key(True, stages=(1, 2)),
-    "allgather_partitions": _key(True, unread=_DEEPSPEED_READS_IT_NOT),
+    **_all({"use_multi_rank_bucket_allreduce": True, "round_robin_gradients": False, "parameter_alignment": False},
+           stages=(1, 2)),
     "allgather_bucket_size": _key(500_000_000, stages=(1, 2), least=2, multiple_of=2),  # messages begin at 4 bytes
-    "overlap_comm": _key(bool, stages=(1, 2, 3)),
-    "compute_grad_norm": _no(True, "the gradient norm clips the step, shows values that are not finite, and is logged"),
-    "load_from_fp32_weights": _no(True, "checkpoints hold fp32 masters, and llmtrain continues from those"),
-    "elastic_checkpoint": _key(False, unread=_OWN_CHECKPOINTS),
+    **_all({
+        "sub_group_size": 1_000_000_000, "stage3_prefetch_bucket_size": 50_000_000,
+        "stage3_param_persistence_threshold": 100_000, "stage3_model_persistence_threshold": 2**63 - 1,
+        "stage3_max_live_parameters": 1_000_000_000, "stage3_max_reuse_distance": 1_000_000_000,
+        "stage3_use_all_reduce_for_fetch_params": False, "stage3_allgather_sequential": False,
+        "memory_efficient_linear": True, "override_module_apply": True, "log_trace_cache_warnings": False,
+        "enable_sanity_checks": False,
+    }, stages=(3,)),
+    "zero_hpz_partition_size": _key(1, same=(0,), stages=(3,), at=dict.fromkeys((0, 1, 2), Why(
+        "only ZeRO 3 reads it: it would change nothing", "set zero_optimization.stage to 3, or remove it"))),
     "offload_param": {
         "device": _proved("none", one_of=_DEVICES, values=(("nvme", _NVME),), at=_PARAMETERS_OFFLOADED),
-        "nvme_path": _key(str, unread=_FOR_NVME),
-        "buffer_count": _key(5, unread=_FOR_NVME),
-        "buffer_size": _key(100_000_000, unread=_FOR_NVME),
-        "max_in_cpu": _key(1_000_000_000, unread=_FOR_NVME),
         "pin_memory": _key(True, stages=(3,)),
+        **_all({"nvme_path": str, "buffer_count": 5, "buffer_size": 100_000_000, "max_in_cpu": 1_000_000_000},
+               unread=_FOR_NVME),
     },
     "offload_optimizer": {
         "device": _proved("none", one_of=_DEVICES, values=(("nvme", _NVME),), at=_OFFLOADED),
-        "nvme_path": _key(str, unread=_FOR_NVME),
-        "buffer_count": _key(4, unread=_FOR_NVME),
         "pin_memory": _key(True, stages=(1, 2, 3)),
-        "pipeline_read": _key(False, unread=_FOR_NVME),
-        "pipeline_write": _key(False, unread=_FOR_NVME),
-        "fast_init": _key(False, unread=_FOR_NVME),
         "ratio": _key(1.0, most=1, stages=(3,), at=dict.fromkeys((0, 1, 2), Why(
             "only ZeRO 3 offloads a part of the optimizer", "set zero_optimization.stage to 3, or remove ratio"))),
         "super_offload": _no(False, "SuperOffload brings its own optimizer and is not built yet",
                              "remove super_offload; plain CPU offload works"),
         "cpuadam_cores_perc": _key(0.8, most=1, unread="only SuperOffload reads it, which is not built yet"),
+        **_all({"nvme_path": str, "buffer_count": 4, "pipeline_read": False, "pipeline_write": False,
+                "fast_init": False}, unread=_FOR_NVME),
     },
-    "zenflow": _no(dict, "ZenFlow brings its own optimizer and is not built yet", "remove the section"),
-    "sub_group_size": _key(1_000_000_000, stages=(3,)),
     "cpu_offload_param": _proved(bool, same=(False,), at=_PARAMETERS_OFFLOADED),
     "cpu_offload_use_pin_memory": _key(bool, unread=f"{_DEEPSPEED_READS_IT_NOT}: pin_memory says it"),
     "cpu_offload": _proved(bool, same=(False,), at=_OFFLOADED),
-    "stage3_prefetch_bucket_size": _key(50_000_000, stages=(3,)),
-    "stage3_param_persistence_threshold": _key(100_000, stages=(3,)),
-    "stage3_model_persistence_threshold": _key(2**63 - 1, stages=(3,)),
-    "stage3_max_live_parameters": _key(1_000_000_000, stages=(3,)),
-    "stage3_max_reuse_distance": _key(1_000_000_000, stages=(3,)),
-    "stage3_gather_16bit_weights_on_model_save": _key(False, unread=_OWN_CHECKPOINTS),
-    "stage3_module_granularity_threshold": _no(0, _LEAVES),
-    "stage3_use_all_reduce_for_fetch_params": _key(False, stages=(3,)),
-    "stage3_allgather_sequential": _key(False, stages=(3,)),
-    "stage3_gather_fp16_weights_on_model_save": _key(False, unread=_OWN_CHECKPOINTS),
+    "allgather_partitions": _key(True, unread=_DEEPSPEED_READS_IT_NOT),
+    **_all({"elastic_checkpoint": False, "stage3_gather_16bit_weights_on_model_save": False,
+            "stage3_gather_fp16_weights_on_model_save": False, "pipeline_loading_checkpoint": False},
+           unread=_OWN_CHECKPOINTS),
+    "compute_grad_norm": _no(True, "the gradient norm clips the step, shows values that are not finite, and is logged"),
+    "load_from_fp32_weights": _no(True, "checkpoints hold fp32 masters, and llmtrain continues from those"),
+    "zenflow": _no(dict, "ZenFlow brings its own optimizer and is not built yet", "remove the section"),
     "ignore_unused_parameters": _no(True, "DeepSpeed would end the run within a backward pass in which a parameter has "
                                     "no gradient, as an expert without tokens"),
     "legacy_stage1": _no(False, "the old ZeRO 1 has other internals"),
-    "round_robin_gradients": _key(False, stages=(1, 2)),
-    "parameter_alignment": _key(False, stages=(1, 2)),
-    "zero_hpz_partition_size": _key(1, same=(0,), stages=(3,), at=dict.fromkeys((0, 1, 2), Why(
-        "only ZeRO 3 reads it: it would change nothing", "set zero_optimization.stage to 3, or remove it"))),
-    "zero_quantized_weights": _no(False, *_QUANTIZED),
-    "zero_quantized_nontrainable_weights": _no(False, *_QUANTIZED),
-    "zero_quantized_gradients": _no(False, *_QUANTIZED),
-    "memory_efficient_linear": _key(True, stages=(3,)),
-    "pipeline_loading_checkpoint": _key(False, unread=_OWN_CHECKPOINTS),
-    "override_module_apply": _key(True, stages=(3,)),
-    "log_trace_cache_warnings": _key(False, stages=(3,)),
-    "enable_sanity_checks": _key(False, stages=(3,)),
+    **_all({"zero_quantized_weights": False, "zero_quantized_nontrainable_weights": False,
+            "zero_quantized_gradients": False}, at=_everywhere(_QUANTIZED)),
     "save_muon_momentum_buffer_in_memory": _no(False, "without offload to NVMe, Muon's momentum is in memory anyway"),
+    "stage3_module_granularity_threshold": _no(0, _LEAVES),
     "leaf_module": {
         "classes": _no([
             "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
@@ -294,18 +279,14 @@ _CUTS = Why(
 )
 
 _TENSOR_PARALLEL: Section = {
-    "dtype": _no(object, *_CUTS),
     "autotp_size": _proved(0),
-    "tp_overlap_comm": _no(False, *_CUTS),
     "vocab_parallel_lm_head": _no(bool, *_CUTS, same=(False,)),
-    "vocab_parallel_ce_backend": _no("torch", *_CUTS),
-    "tp": _all({"tp_size": 1, "tp_grain_size": 1, "mpu": object, "tp_group": object}, refused=_CUTS),
-    "injection_policy_tuple": _no(list, *_CUTS),
-    "partition_config": _no(dict, *_CUTS),
-    "preset_model": _no(str, *_CUTS),
-    "keep_module_on_host": _no(False, *_CUTS),
-    "kernel_inject": _no(False, *_CUTS),
-}
+    "tp": _all({"tp_size": 1, "tp_grain_size": 1, "mpu": object, "tp_group": object}, at=_everywhere(_CUTS)),
+    **_all({
+        "dtype": object, "tp_overlap_comm": False, "vocab_parallel_ce_backend": "torch", "injection_policy_tuple": list,
+        "partition_config": dict, "preset_model": str, "keep_module_on_host": False, "kernel_inject": False,
+    }, at=_everywhere(_CUTS)),
+}  # fmt: skip
 
 _ROUTED = Why(
     "the model's own configuration routes tokens to experts; another routing would train another function in silence",
@@ -332,32 +313,18 @@ _EXPERT_PARALLEL: Section = {
     "disable_triton_grouped_mm": _key(False),
     "combine_impl": _key("auto", values=(("fused_weighted_sum", _ON_CUDA),)),
     "row_weighting_impl": _no("auto", *_ON_CUDA, same=("eager",)),
-    "gate_up_impl": _no("separate", *_ON_CUDA),
-    "comm_backend": _no("comm", *_ON_CUDA),
-    "comm_num_sm": _no(12, *_ON_CUDA),
-    "comm_qp_margin": _no(4, *_ON_CUDA),
-    "comm_max_tokens_per_rank": _no(0, *_ON_CUDA),
+    **_all({"gate_up_impl": "separate", "comm_backend": "comm", "comm_num_sm": 12, "comm_qp_margin": 4,
+            "comm_max_tokens_per_rank": 0}, at=_everywhere(_ON_CUDA)),
     "load_balance_coeff": _no(float, "the model's own router_aux_loss_coef balances its experts"),
-    "route_norm": _no(bool, *_ROUTED),
-    "route_scale": _no(1.0, *_ROUTED),
-    "score_apply": _no("auto", *_ROUTED),
-    "score_func": _no("auto", *_ROUTED),
-    "num_expert_groups": _no(int, *_ROUTED),
-    "num_limited_groups": _no(int, *_ROUTED),
-    "top_k": Key("any", "auto", refused=_ROUTED),
-    "routed_scaling_factor": Key("any", "auto", refused=_ROUTED),
-    "moe_layer_pattern": _no(str, *_NAMED),
-    "expert_pattern": _no(str, *_NAMED),
-    "router_pattern": _no(str, *_NAMED),
-    "expert_w1": _no(str, *_NAMED),
-    "expert_w2": _no(str, *_NAMED),
-    "expert_w3": _no(str, *_NAMED),
-    "num_experts_attr": _no(str, *_NAMED),
-    "top_k_attr": _no(str, *_NAMED),
-    "has_shared_experts": _no(bool, *_NAMED),
-    "shared_experts_pattern": _no(str, *_NAMED),
-    "shared_experts_gate_pattern": _no(str, *_NAMED),
-    "expert_activation": _no(str, *_NAMED),
+    **_all({"route_norm": bool, "route_scale": 1.0, "score_apply": "auto", "score_func": "auto",
+            "num_expert_groups": int, "num_limited_groups": int}, at=_everywhere(_ROUTED)),
+    "top_k": Key("any", "auto", at=_everywhere(_ROUTED)),
+    "routed_scaling_factor": Key("any", "auto", at=_everywhere(_ROUTED)),
+    **_all({
+        "moe_layer_pattern": str, "expert_pattern": str, "router_pattern": str, "expert_w1": str, "expert_w2": str,
+        "expert_w3": str, "num_experts_attr": str, "top_k_attr": str, "has_shared_experts": bool,
+        "shared_experts_pattern": str, "shared_experts_gate_pattern": str, "expert_activation": str,
+    }, at=_everywhere(_NAMED)),
 }  # fmt: skip
 
 _DEEPCOMPILE = Why(
@@ -414,7 +381,7 @@ KEYS: Section = {
             "sync_before_reduce": False, "sync_after_reduce": False, "sync_before_allgather": False,
             "sync_after_allgather": False, "keep_int_input_tensors": True, "keep_all_input_tensors": False,
             "passes": list,
-        }, refused=_DEEPCOMPILE),
+        }, at=_everywhere(_DEEPCOMPILE)),
     },
     "aio": {
         **_all({"block_size": 1048576, "queue_depth": 8, "intra_op_parallelism": 1, "single_submit": False,
@@ -456,7 +423,7 @@ KEYS: Section = {
     },
     "weight_quantization": _all(
         {"enabled": False, "num_bits": 8, "q_type": "symmetric", "q_groups": 1, "quantized_initialization": {},
-         "post_init_quant": {}}, refused=Why("it is made for inference", "remove the section")),
+         "post_init_quant": {}}, at=_everywhere(Why("it is made for inference", "remove the section"))),
     "autotuning": {
         "enabled": _no(False, "DeepSpeed's autotuner starts runs of its own", "remove the section"),
         **_all({
@@ -500,34 +467,16 @@ KEYS: Section = {
 }  # fmt: skip
 
 
-def leaves(section: Section | None = None, prefix: str = "") -> Iterator[tuple[str, Key]]:
-    """(dotted name, key) of every key of a section; of all of them."""
-    for name, entry in (KEYS if section is None else section).items():
-        if isinstance(entry, Key):
-            yield f"{prefix}{name}", entry
-        else:
-            yield from leaves(entry, f"{prefix}{name}.")
-
+LEAVES: dict[str, Key] = dict(leaves(KEYS))
+"""Every key by its dotted name."""
 
 ALIASES: dict[str, str] = {
-    **{
-        f"zero_optimization.{name}": f"stage3_{name}"
-        for name in (
-            "prefetch_bucket_size",
-            "param_persistence_threshold",
-            "model_persistence_threshold",
-            "max_live_parameters",
-            "max_reuse_distance",
-            "gather_16bit_weights_on_model_save",
-            "module_granularity_threshold",
-            "use_all_reduce_for_fetch_params",
-            "allgather_sequential",
-        )
-    },
+    **{f"zero_optimization.{name.removeprefix('stage3_')}": name for name in _ZERO
+       if name.startswith("stage3_") and name != "stage3_gather_fp16_weights_on_model_save"},
     "bfloat16": "bf16",
     "tensor_parallel.tensor_parallel": "tp",
     "tensor_parallel.replace_with_kernel_inject": "kernel_inject",
-}
+}  # fmt: skip
 """Second names that DeepSpeed takes too (mostly by pydantic's populate_by_name) -> the key of KEYS in that section."""
 
 IGNORED = frozenset({"monitor_config"})
@@ -544,9 +493,6 @@ UNKNOWN_REMEDIES: dict[str, str] = {
     },
 }
 """Keys that DeepSpeed does not have, of its older versions or of another section -> the remedy."""
-
-# Keys whose "auto" DeepSpeed itself understands; every other "auto" is ours to resolve.
-AUTO_MEANS_SOMETHING = frozenset({"data_types.keep_in_fp32_modules"})
 
 REMOVED: dict[str, str] = {
     "nebula": "remove it: llmtrain writes its own crash-safe checkpoints",
@@ -573,7 +519,7 @@ WAS_OFF: dict[str, Any] = {"zero_optimization.mics_shard_size": -1}
 def markdown() -> str:
     """The lists of docs/deepspeed.md: for each section the keys that are proved, without effect and refused."""
     by_section: dict[str, list[tuple[str, Key]]] = {}
-    for dotted, key in leaves():
+    for dotted, key in LEAVES.items():
         section, _, name = dotted.partition(".")
         by_section.setdefault(section if name else "", []).append((name or dotted, key))
     lines: list[str] = []
@@ -586,8 +532,8 @@ def markdown() -> str:
         for name, key in keys:
             for value, why in key.values:
                 refused.setdefault(why, []).append(f"`{name}: {json.dumps(value)}`")
-            for why in dict.fromkeys(_reasons(key).values()):
-                at = tuple(stage for stage, reason in _reasons(key).items() if reason == why)
+            for why in dict.fromkeys(key.at.values()):
+                at = tuple(stage for stage, reason in key.at.items() if reason == why)
                 refused.setdefault(why, []).append(_at(name, at))
         if refused:
             lines += ["| refused | because | instead |", "|---|---|---|"]
@@ -596,14 +542,9 @@ def markdown() -> str:
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
-def _reasons(key: Key) -> dict[int, Why]:
-    """ZeRO stage -> reason of a refusal there."""
-    return dict.fromkeys(STAGES, key.refused) if key.refused else dict(key.at)
-
-
 def _taken(key: Key) -> tuple[int, ...]:
     """The ZeRO stages at which a value other than the default is accepted."""
-    return tuple(stage for stage in STAGES if stage not in _reasons(key))
+    return tuple(stage for stage in STAGES if stage not in key.at)
 
 
 def _at(name: str, stages: tuple[int, ...]) -> str:

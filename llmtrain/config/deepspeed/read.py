@@ -235,7 +235,8 @@ class _Check:
         elif outside := key.outside(value):
             self._refuse(dotted, value, *outside)
         elif why := key.why_not(value, self._stage):
-            at = "" if key.refused or self._stage not in key.at else f" (zero_optimization.stage = {self._stage})"
+            by_stage = self._stage in key.at and len(key.at) < len(table.STAGES)
+            at = f" (zero_optimization.stage = {self._stage})" if by_stage else ""
             self._refuse(dotted, value, f"{why.rule}{at}", why.remedy)
         elif value not in ({}, key.default, *key.same) and not key.is_read(self._stage):
             self.unread.setdefault(key.unread or f"nothing reads it at ZeRO {self._stage}", []).append(dotted)
@@ -280,7 +281,7 @@ def _remedy_of_unknown(key: str, known: table.Section, prefix: str) -> str:
         return "remove it; comments start with # or //"
     if near := closest(key, known):
         return f"did you mean {prefix}{near}?"
-    for dotted, _ in table.leaves():
+    for dotted in table.LEAVES:
         parts = dotted.split(".")
         if key in parts:
             return f"did you mean {'.'.join(parts[: parts.index(key) + 1])}?"
