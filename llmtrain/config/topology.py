@@ -110,7 +110,10 @@ class Mix:
     own_settings: bool = False
     """Single parameters have a learning rate or weight decay of their own."""
     clip_norm: float = 0.0
-    reduce_scatter: bool = False
+    reduce_scatter: bool | None = None
+    """As the JSON says; None = DeepSpeed's default, true."""
+    contiguous_gradients: bool | None = None
+    """As the JSON says; None = DeepSpeed's default, true."""
     fp32_accumulation: bool = False
     bf16_moments: bool = False
     profiled: bool = False
@@ -220,6 +223,17 @@ RULES: tuple[Rule, ...] = (
     Rule((_EXPERT, "model.compile_layers"), lambda m: m.degrees.expert > 1 and m.compile_layers,
          "tokens travel in numbers that the host reads in the middle of a layer, where torch.compile breaks it",
          "set model.compile_layers to false", {_EXPERT: 2, "model.compile_layers": True}),
+    # DeepSpeed asserts against these while it builds the optimizer, but for one: ZeRO 1 without contiguous gradients
+    # sums an expert's gradient with those of other experts.
+    *(Rule((f"zero_optimization.{name}", _EXPERT, _ZERO),
+           lambda m, name=name: m.degrees.expert > 1  # type: ignore[misc]
+                                and m.zero_stage in (1, 2) and getattr(m, name) is False,
+           "ZeRO 1 and 2 sum the gradients of experts that ranks share in contiguous buffers, by reduce-scatter",
+           "remove the key, or expert_parallel", {f"zero_optimization.{name}": False, _EXPERT: 2, _ZERO: 1})
+      for name in ("reduce_scatter", "contiguous_gradients")),
+    Rule((_COPIES, _EXPERT, _ZERO), lambda m: m.degrees.expert > 1 and m.zero_stage == 3 and m.hpz,
+         "DeepSpeed's ZeRO 3 has no second copies of experts that ranks share", "remove the key, or expert_parallel",
+         {_COPIES: 2, _EXPERT: 2, _ZERO: 3}),
 )
 # fmt: on
 """Rules of all mixes; each optimizer has some of its own (`Optimizer.rules`)."""

@@ -228,18 +228,6 @@ def read_facts(run: RunConfig, tree: dict[str, Any], problems: Problems) -> Fact
     if zero:
         tree["zero_optimization"] = zero
     notes += _switched_off(tree, path)
-    if mix.degrees.expert > 1:
-        # DeepSpeed's optimizers assert against others while they are built; ZeRO 1 without contiguous gradients it
-        # takes, and sums an expert's gradient with those of other experts.
-        for key, value, stages in (
-            ("reduce_scatter", True, (1, 2)),
-            ("contiguous_gradients", True, (1, 2)),
-            ("zero_hpz_partition_size", 1, (3,)),
-        ):
-            if mix.zero_stage in stages and zero.get(key) not in (None, value):
-                why = f"experts that ranks share (expert_parallel.autoep_size) need {show(value)}"
-                why += f" with ZeRO {mix.zero_stage}"
-                problems.add(f"zero_optimization.{key}", zero[key], why, "remove the key, or expert_parallel", path)
     refuse(clashes(mix), mix, run, problems, tree)
     if mix.zero_stage == 3 and run.optim.whole_gradients:
         tree["zero_optimization"]["reduce_scatter"] = False  # DeepSpeed's default is true
@@ -342,7 +330,8 @@ def _mix(run: RunConfig, tree: dict[str, Any], degrees: Degrees) -> Mix:
         optimizer=optim.name,
         own_settings=optim.has_own_settings,
         clip_norm=optim.clip_norm,
-        reduce_scatter=bool(zero.get("reduce_scatter")),
+        reduce_scatter=zero.get("reduce_scatter"),
+        contiguous_gradients=zero.get("contiguous_gradients"),
         fp32_accumulation=lookup(tree, "data_types.grad_accum_dtype") == "fp32",
         bf16_moments=bf16 and bool(lookup(tree, "bf16.bf16_optimizer_states")),
         profiled=bool(lookup(tree, "flops_profiler.enabled") or tree.get("wall_clock_breakdown")),

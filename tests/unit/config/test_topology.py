@@ -61,6 +61,15 @@ CASES = [
         "zero_optimization.zero_hpz_partition_size",
         {"hpz": False},
     ),
+    *(
+        (Mix(zero_stage=2, degrees=Degrees(expert=2), **{name: False}), f"zero_optimization.{name}", {name: None})
+        for name in ("reduce_scatter", "contiguous_gradients")
+    ),
+    (
+        Mix(hpz=True, zero_stage=3, degrees=Degrees(expert=2)),
+        "zero_optimization.zero_hpz_partition_size",
+        {"hpz": False},
+    ),
 ]
 
 
