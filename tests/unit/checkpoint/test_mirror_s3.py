@@ -14,6 +14,7 @@ import pytest
 from llmtrain.base.errors import CheckpointError
 from llmtrain.checkpoint.mirror import Mirrored, fetch_newest
 from tests.helpers.checkpoints import write_checkpoint
+from tests.helpers.s3 import s3
 from tests.unit.checkpoint.test_mirror import mirroring
 
 pytestmark = [pytest.mark.slow, pytest.mark.needs("moto", "s3fs")]
@@ -21,36 +22,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.needs("moto", "s3fs")]
 
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    import boto3
-    import s3fs
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(port=0)
-    server.start()
-    _, port = server.get_host_and_port()
-    for name, value in {"AWS_ACCESS_KEY_ID": "an-id", "AWS_SECRET_ACCESS_KEY": "a-secret-of-forty-letters",
-                        "AWS_DEFAULT_REGION": "us-east-1", "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
-                        "AWS_MAX_ATTEMPTS": "1"}.items():  # fmt: skip
-        monkeypatch.setenv(name, value)
-    boto3.client("s3").create_bucket(Bucket="bucket")
-    s3fs.S3FileSystem.clear_instance_cache()  # of another server's address
-    yield "s3://bucket/runs/one"
-    server.stop()
-
-
-def test_a_bucket_that_is_not_there_is_told_without_a_secret(
-    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_checkpoint(tmp_path, 1, seed=1)
-    mirror, told = mirroring(tmp_path, Mirrored("s3://another/run"))
-    mirror.go_on()
-    assert [kind for kind, _ in told] == ["mirror_failed"]
-    assert "a-secret" not in str(told)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # nobody listens
-    Mirrored(bucket).store._files.clear_instance_cache()
-    with pytest.raises(CheckpointError, match=r"checkpoint\.mirror s3://bucket/runs/one: cannot be read") as error:
-        fetch_newest(bucket, tmp_path / "a", "run", lambda: None)
-    assert "a-secret" not in str(error.value)
+    with s3(monkeypatch):
+        yield "s3://bucket/runs/one"
 
 
 def test_rights_that_are_missing_are_told_without_a_secret(

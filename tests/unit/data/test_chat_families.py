@@ -76,17 +76,11 @@ def judged(folder: Path, name: str, count: int, seed: int) -> tuple[int, int]:
     return right, refused
 
 
+@pytest.mark.parametrize("count", [12, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_bit_is_right_or_the_reason_true(tmp_path: Path, name: str) -> None:
-    right, refused = judged(tmp_path, name, 12, seed=1)
+def test_every_bit_is_right_or_the_reason_true(tmp_path: Path, name: str, count: int) -> None:
+    right, refused = judged(tmp_path, name, count, seed=1)
     assert right > refused if FAMILIES[name].usable else not right
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_thousand_conversations_of_a_family(tmp_path: Path, name: str) -> None:
-    right, _ = judged(tmp_path, name, 1000, seed=0)
-    assert right > 650 if FAMILIES[name].usable else not right
 
 
 # --- by transformers ------------------------------------------------------------------------------

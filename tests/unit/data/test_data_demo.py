@@ -198,23 +198,13 @@ def prepare(source: str, out: Path, tokenizer: Path, *more: str) -> int:
     return main([*given, "--max-tokens", "128", *more])
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("every", [20, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("source", OF_TURNS)
-def test_prepared(source: str, tmp_path: Path, tokenizer: Path) -> None:
-    """All of it, by the command: what is held out is validation, and nothing is rejected."""
-    assert prepare(source, tmp_path / "out", tokenizer) == 0
-    is_prepared(source, tmp_path / "out", 1)
-
-
-@pytest.mark.parametrize("source", OF_TURNS)
-def test_prepared_in_part(source: str, tmp_path: Path, tokenizer: Path) -> None:
-    """Every twentieth lesson."""
-    with patch.object(made, "lessons", lambda *of: lessons(*of)[::20]), workers_here():
-        assert prepare(source, tmp_path / "out", tokenizer) == 0
-    is_prepared(source, tmp_path / "out", 20)
-
-
-def is_prepared(source: str, out: Path, every: int) -> None:
+def test_prepared(source: str, every: int, tmp_path: Path, tokenizer: Path) -> None:
+    """What is held out is validation, and nothing is rejected."""
+    out = tmp_path / "out"
+    with patch.object(made, "lessons", lambda *of: lessons(*of)[::every]), workers_here():
+        assert prepare(source, out, tokenizer) == 0
     data = PreparedSet(out)
     rows = 2 if source == "stdlib-preference" else 1
     read = Encoder(out / "tokenizer")

@@ -7,7 +7,6 @@ import shutil
 import socket
 import subprocess
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 from llmtrain.checkpoint.mirror import Mirrored, fetch_newest
 from llmtrain.storage.object_store import Store, StoreError
 from tests.helpers.checkpoints import write_checkpoint
+from tests.helpers.s3 import s3
 from tests.unit.checkpoint.test_mirror import contents, mirroring
 
 pytestmark = pytest.mark.slow
@@ -31,21 +31,8 @@ def _need(*names: str) -> None:
 
 def _s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     _need("moto", "s3fs")
-    boto3, server = importlib.import_module("boto3"), importlib.import_module("moto.server").ThreadedMotoServer(port=0)
-    server.start()
-    _, port = server.get_host_and_port()
-    settings = {
-        "AWS_ACCESS_KEY_ID": "an-id",
-        "AWS_SECRET_ACCESS_KEY": "a-secret-of-forty-letters",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
-    }
-    for name, value in settings.items():
-        monkeypatch.setenv(name, value)
-    boto3.client("s3").create_bucket(Bucket="bucket")
-    yield
-    urllib.request.urlopen(f"http://127.0.0.1:{port}/moto-api/reset", data=b"").close()  # all servers share one state
-    server.stop()
+    with s3(monkeypatch):
+        yield
 
 
 def _gs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
