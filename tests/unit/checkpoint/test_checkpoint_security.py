@@ -256,7 +256,6 @@ def test_names_that_a_terminal_obeys(run: Path, say: Say) -> None:
 
 
 def test_a_name_that_is_a_path_stays_a_name(tmp_path: Path, say: Say) -> None:
-    """No command makes a file by the name of a tensor without looking at it."""
     shapes = {**SHAPES, "../../../canary": (4,), "/tmp/canary": (4,)}
     run = write_checkpoint(tmp_path / "deep/er/run", 5, seed=1, shapes=shapes).parent.parent
     other = write_checkpoint(tmp_path / "deep/er/other", 5, seed=2, shapes=shapes).parent.parent
@@ -283,7 +282,6 @@ def somebody_else() -> Iterator[None]:
 
 
 def test_permissions(say: Say) -> None:
-    """A file or a folder that may not be read is named, with the system's reason."""
     with tempfile.TemporaryDirectory() as place:
         Path(place).chmod(0o755)
         run = write_checkpoint(Path(place) / "run", 5, seed=1).parent.parent

@@ -49,7 +49,6 @@ def test_ls_shows_all_that_lies_there(run: Path, say: Say) -> None:
 
 @pytest.mark.parametrize("command", ["ls", "verify", "to-hf"])
 def test_a_data_folder_is_told_from_a_checkpoint(tmp_path: Path, say: Say, command: str) -> None:
-    """It has a manifest.json, too: `ls` called it damaged, and the others told of a KeyError."""
     write_prepared(tmp_path / "data", [[[1, 2, 3]]], [[[1, 2]]], vocab_size=8)
     code, _, err = say(command, tmp_path / "data", *([tmp_path / "out"] if command == "to-hf" else []))
     assert code == 2 and "is prepared data, and no checkpoint" in err and "`llmtrain data show`" in err

@@ -55,7 +55,6 @@ def test_there_and_back_is_the_same_folder(tmp_path, family, tied):
 
 
 def test_mixed_types_in_another_cut_keep_their_types(tmp_path):
-    """Norms in fp32 beside bf16 matrices: as the source, in one file instead of many."""
     model = new_model("llama", dtype=torch.bfloat16)
     for name, parameter in model.named_parameters():
         if "norm" in name:

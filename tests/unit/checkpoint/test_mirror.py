@@ -147,7 +147,6 @@ def test_a_damaged_one_is_passed_over_and_none_intact_is_said(tmp_path: Path, ur
 def test_a_manifest_that_cannot_be_read_is_no_empty_mirror(
     tmp_path: Path, url: str, how: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The run began anew, from step 1, and said nothing."""
     store = Mirrored(url)
     mirror, _ = mirroring(tmp_path, store)
     write_checkpoint(tmp_path, 1, seed=1)
@@ -183,18 +182,10 @@ def test_a_mirror_on_a_disk_keeps_no_empty_folders(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "store").iterdir()] == ["step-00000003"]
 
 
-@pytest.mark.parametrize(
-    ("url", "rule"),
-    [
-        ("bucket/run", "is no URL of a store"),
-        ("s4://bucket/run", "is no URL of a store"),
-        ("s3://", "is no URL of a store"),
-        ("memory://user:secret@bucket/run", "has a user or a password in it"),
-    ],
-)
-def test_what_cannot_be_a_mirror_is_told_before_anything_begins(url: str, rule: str) -> None:
-    found = problem_of(url)
-    assert found is not None and found[0] == rule
+def test_what_cannot_be_a_mirror_is_told_before_anything_begins() -> None:
+    for wrong in ("bucket/run", "s4://bucket/run", "s3://"):
+        assert (problem_of(wrong) or [""])[0] == "is no URL of a store", wrong
+    assert (problem_of("memory://user:secret@bucket/run") or [""])[0] == "has a user or a password in it"
     assert problem_of("hf://org/name/run", writes=True) is not None
     assert problem_of("hf://org/name/run") is None is problem_of("hf://buckets/org/name/run", writes=True)
     assert problem_of("memory://bucket/run") is None

@@ -29,7 +29,6 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def test_rights_that_are_missing_are_told_without_a_secret(
     bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A secret that is wrong, a key that nobody has, one that may read alone."""
     import boto3
 
     bucket += "-with-rights"  # moto's servers share one state

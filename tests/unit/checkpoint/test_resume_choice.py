@@ -94,7 +94,6 @@ def test_checkpoints_of_a_run_are_not_left_behind_by_an_option(tmp_path):
 
 
 def test_the_folder_of_a_run_means_the_newest_that_is_in_it(tmp_path: Path) -> None:
-    """As for other commands: it passed `config check`, and was refused when all ranks had met."""
     for step in (3, 7):
         write_checkpoint(tmp_path / "source", step, step)
     where, both = tmp_path / "run", [f"source/checkpoints/step-{step:08d}" for step in (7, 3)]

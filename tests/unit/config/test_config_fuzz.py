@@ -51,7 +51,6 @@ def _with(base: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
     value=st.sampled_from(WEIRD),
 )
 def test_no_value_makes_a_traceback(where: tuple[str, str], value: Any, weird_folder: Path) -> None:
-    """Whatever stands at whatever key: it is accepted, or it is a ConfigError."""
     file, key = where
     write(
         weird_folder,
@@ -99,7 +98,6 @@ def weird_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @settings(max_examples=60, deadline=None)
 @given(text=st.text(alphabet="abc:{}[]#&*!|>-'\"\n ,.1\t", max_size=40))
 def test_no_text_makes_a_traceback(text: str, weird_folder: Path) -> None:
-    """The same for a whole file of either kind."""
     for run, ds in ((text, None), (None, text)):
         write(weird_folder, run, ds)
         with contextlib.suppress(ConfigError):

@@ -157,7 +157,6 @@ def test_what_nothing_reads_is_noted(here: Path) -> None:
     ],
 )
 def test_keys_of_what_is_off_are_noted(here: Path, ds: dict[str, Any], note: str | None) -> None:
-    """And only once."""
     notes = [note.removeprefix("ds.json: ") for note in loaded(here, None, ds).notes if "no effect" in note]
     assert len(notes) == (note is not None) and all(told.startswith(str(note)) for told in notes), notes
 
@@ -449,7 +448,6 @@ def _families() -> list[str]:
 
 @pytest.mark.slow
 def test_every_family_knows_the_fields_that_it_writes_itself() -> None:
-    """All causal families of transformers: what to_dict gives is taken back."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     from llmtrain.models.run.check import check_fields
@@ -470,7 +468,6 @@ def test_every_family_knows_the_fields_that_it_writes_itself() -> None:
 
 
 def test_check_tells_the_degrees_and_what_a_rank_will_hold(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It named no parallel degree, and said ok to 178 billion parameters on one rank."""
     write(here, None, {"pipeline": {"stages": 2}, "zero_optimization": {"stage": 1}})
     assert cli.main(["config", "check", "run.yaml", "--world-size", "4"]) == 0
     told = capsys.readouterr().out

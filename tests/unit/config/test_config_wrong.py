@@ -83,7 +83,6 @@ def test_there_are_enough_ways_to_be_wrong() -> None:
 def test_check_without_a_world_size_tells_which_to_give(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It took 1 for granted: its batch was that of no launch, and 2 tensor-parallel ranks were refused without more."""
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     write(here)
     assert main(["config", "show", "run.yaml"]) == 0
@@ -99,7 +98,6 @@ def test_check_without_a_world_size_tells_which_to_give(
 
 
 def test_check_reads_the_data_when_asked(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Sizes alone told nothing of a shard that was changed in place, or of another tokenizer."""
     write(here, {"data": {"stages": [{"from_step": 50, "path": "data/y"}]}, "eval": {"sets": {"named": "data/z"}}})
     for place, folder in enumerate("yz", 1):
         texts = [[list(range(1 + place, 490))] * 4]

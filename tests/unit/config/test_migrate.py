@@ -226,7 +226,6 @@ def test_every_line_of_a_table_answers() -> None:
 
 
 def test_the_yaml_of_the_page_is_the_script_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It resolves, and says what the script's arguments say."""
     monkeypatch.chdir(REPO)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     script, text = (re.search(rf"```{kind}\n(.*?)```", PAGE, re.S)[1] for kind in ("python", "yaml"))  # type: ignore[index]

@@ -205,7 +205,6 @@ class Whole(Muon, choice="whole"):
 def test_a_plugins_formula_is_tried_at_the_check(
     words: str, told: str, tmp_path: Path, small_data: str, capsys: pytest.CaptureFixture[str], monkeypatch
 ) -> None:
-    """Not at the first evaluation, hours later."""
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(FORMULAS)
     recipe = write_recipe(tmp_path, small_data)

@@ -166,7 +166,6 @@ def test_a_saved_run_of_another_version_is_read(here: Path) -> None:
 
 
 def test_reading_costs_little(here: Path) -> None:
-    """0.08 CPU seconds with jsonargparse."""
     import time
 
     write(here)

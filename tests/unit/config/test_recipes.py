@@ -67,7 +67,6 @@ def test_twice_the_ranks_keep_the_global_batch(path: Path) -> None:
 @pytest.mark.parametrize("name", BY_MAKE)
 @pytest.mark.parametrize("ranks", range(1, 9))
 def test_the_recipes_of_make_fit_any_machine(name: str, ranks: int) -> None:
-    """Three GPUs or seven, too."""
     resolved = resolved_for(ROOT / f"launch/recipes/{name}.yaml", ranks)
     assert resolved.run.train.global_batch == 8 * ranks
 

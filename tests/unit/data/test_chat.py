@@ -232,7 +232,6 @@ DROPS = "{% for k, v in c.function.arguments | items %}{{ k }}={{ 'x' if v is bo
     ],
 )
 def test_arguments_in_any_spelling_are_taken(encoder: Encoder, template: str, arguments: Any, written: str) -> None:
-    """They were refused as left out where a template writes True for true, or joins texts."""
     one = encoder(calls_spelt(template))
     (row,) = one.rows(record([ASKED, called(arguments)]))
     assert f"<tool_call>{written}</tool_call>" in text_of(one, row.ids[row.counted])
@@ -282,7 +281,6 @@ def test_thoughts_within_content_may_begin_in_the_prompt(encoder: Encoder) -> No
 
 @pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
 def test_thoughts_are_written_or_refused_whatever_their_key(encoder: Encoder, key: str) -> None:
-    """Under `thinking` and `reasoning` a template without any left them out in silence."""
     messages = [ASKED, {"role": "assistant", "content": "42", key: "six sevens"}]
     with pytest.raises(RefusedError, match="message 1: the template leaves out its thoughts: 'six sevens'"):
         encoder("chatml").rows(record(messages))
@@ -328,7 +326,6 @@ RAG = "{% for d in documents or [] %}<doc>{{ d.title }}: {{ d.text }}</doc>{% en
 
 
 def test_documents_of_a_record_are_read_or_refused(encoder: Encoder) -> None:
-    """They were lost in silence."""
     documents = [{"title": "Prices", "text": "Bread is 3.10."}, {"title": "Hours", "text": "Open from 7."}]
     for given in (documents, json.dumps(documents)):
         (row,) = encoder(changed(RAG)).rows(record(talk("q", "a"), documents=given))

@@ -277,7 +277,6 @@ def question(text: str, answer: str) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("form", ["chat", "preference", "unpaired"])
 def test_what_is_trained_decides_the_side_and_not_the_id(tmp_path: Path, form: str) -> None:
-    """One conversation under two ids was in train and in validation: 22 of 51 validation rows, 44 of 70 of pairs."""
     model = write_tokenizer(tmp_path / "model", KINDS["chatml"])
     records: list[dict[str, object]] = []
     for number in range(400):
@@ -355,7 +354,6 @@ def test_an_option_tells_the_template_of_all_records(tmp_path: Path, capsys: pyt
 
 
 def test_named_templates_in_their_folder_come_along(tmp_path: Path) -> None:
-    """As save_pretrained writes them: tools were refused, as if no template took them."""
     model = write_tokenizer(tmp_path / "model", KINDS["generation"])  # this one writes no tools
     (model / "additional_chat_templates").mkdir()
     (model / "additional_chat_templates" / "tool_use.jinja").write_text(KINDS["chatml"].template)

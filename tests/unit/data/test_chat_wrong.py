@@ -40,7 +40,6 @@ RIGHT = {
 
 @pytest.mark.parametrize("form", OF_OTHER_FORMATS)
 def test_a_wrong_record_of_another_format_is_named(tmp_path: Path, form: str) -> None:
-    """By file and line; the right ones between them stay."""
     write_family(tmp_path / "model", FAMILIES["qwen3"])
     lines = [f"{line}\n{json.dumps(RIGHT[form])}\n" for line, _ in OF_OTHER_FORMATS[form].values()]
     (tmp_path / "lines.jsonl").write_text("".join(lines))

@@ -74,7 +74,6 @@ def test_the_record_tells_what_was_trained() -> None:
 
 
 def test_a_run_may_change_what_lies_ahead() -> None:
-    """From step 7 on with another plan of the future: data that was read goes on, new data begins."""
     new = SimpleNamespace(fingerprint="new")
     config = DataConfig(path="a", sequence_length=8, stages=[StageConfig(from_step=8, path="new"),
                                                              StageConfig(from_step=10, path="b")])  # fmt: skip

@@ -55,7 +55,6 @@ def test_the_same_in_another_process() -> None:
 
 
 def test_every_sum_call_and_name_is_right() -> None:
-    """By Python itself, from the texts of the records."""
     seen: Counter[str] = Counter()
     for split in SPLITS:
         for record in map(json.loads, lines("stdlib-chat", split)):
@@ -201,7 +200,6 @@ def prepare(source: str, out: Path, tokenizer: Path, *more: str) -> int:
 @pytest.mark.parametrize("every", [20, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("source", OF_TURNS)
 def test_prepared(source: str, every: int, tmp_path: Path, tokenizer: Path) -> None:
-    """What is held out is validation, and nothing is rejected."""
     out = tmp_path / "out"
     with patch.object(made, "lessons", lambda *of: lessons(*of)[::every]), workers_here():
         assert prepare(source, out, tokenizer) == 0

@@ -234,7 +234,6 @@ def test_a_complete_folder_is_left_alone(corpus: Path, reference: Path, capsys: 
 
 
 def test_show_prints_the_documents_of_texts(corpus: Path, reference: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It was refused: "this shows conversations"."""
     texts = [json.loads(line)["text"] for line in corpus.read_text().splitlines()]
     data = PreparedSet(reference)
     capsys.readouterr()
@@ -278,7 +277,7 @@ def test_a_shard_that_too_many_bad_records_cut_off_is_done_again(reference: Path
     assert sum(PreparedSet(tmp_path / "set").manifest.documents.values()) == 500
 
 
-def test_bad_records_stop_the_run_until_they_are_allowed_or_mended(
+def test_bad_records_stop_the_run_until_they_are_allowed(
     reference: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = tmp_path / "a.jsonl"
@@ -312,14 +311,6 @@ def test_bad_records_stop_the_run_until_they_are_allowed_or_mended(
     listed = [json.loads(line) for line in (out / "rejected.jsonl").read_text().splitlines()]
     assert [(entry["file"], entry["line"]) for entry in listed] == [("a.jsonl", 201), ("a.jsonl", 402)]
     assert PreparedSet(out).manifest.rejected == 2
-    # An unfinished folder whose source was mended starts over by itself.
-    mended = tmp_path / "mended"
-    argv[3] = str(mended)
-    assert main(argv) == 2
-    source.write_text("\n".join(good))
-    assert main(argv) == 0
-    assert "starting over" in capsys.readouterr().out
-    assert not (mended / "rejected.jsonl").exists() and sum(PreparedSet(mended).manifest.documents.values()) == 400
 
 
 @pytest.mark.parametrize(

@@ -264,7 +264,6 @@ def test_the_standard_library_is_library_code_without_tests() -> None:
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
 @pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
 def test_a_json_list_is_read_as_records(tmp_path: Path, name: str, mark: bytes) -> None:
-    """As LLaMA-Factory's own files are; a plain .json file was taken for prose, a list with --format chat refused."""
     path = tmp_path / name
     many = [{"text": text, "more": [{"x": number}]} for number, text in enumerate(GOOD * 100)]  # 2 MB and more
     for indent in (None, 1):

@@ -148,16 +148,8 @@ def test_a_bad_record_is_named_and_the_others_are_kept_on_demand(
     source = tmp_path / "q.jsonl"
     good = {"question": "the fox", "choices": ["jumps", "rain"], "answer": 0}
     source.write_text(json.dumps(good) + "\n" + json.dumps({**good, "answer": "Z"}) + "\n")
-    given = [
-        "--source",
-        str(source),
-        "--tokenizer",
-        str(tokenizer),
-        "--out",
-        str(tmp_path / "o"),
-        "--format",
-        "choices",
-    ]
+    given = ["--source", str(source), "--tokenizer", str(tokenizer), "--out", str(tmp_path / "o")]
+    given += ["--format", "choices"]
     assert prepare(given) == 2
     assert "q.jsonl, line 2: answer 'Z' names no choice; write a number from 0 to 1" in capsys.readouterr().err
     assert prepare([*given, "--max-rejected", "1"]) == 0

@@ -80,7 +80,6 @@ def test_a_template_that_leaves_a_question_out_is_seen(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By the commands: what it holds, how it looks, and that no run learns from it."""
     model, source, out = write_tokenizer(tmp_path / "model", KINDS["chatml"]), tmp_path / "p.jsonl", tmp_path / "out"
     source.write_text("".join(json.dumps({"prompt": f"what is {at}"}) + "\n" for at in range(40)))
     words = ["--source", str(source), "--out", str(out), "--tokenizer", str(model), "--format", "prompt"]

@@ -177,7 +177,6 @@ def test_troubles_are_told_apart(hub: Hub, tiny: Path, monkeypatch: pytest.Monke
 
 
 def test_no_network_and_offline(hub: Hub, tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """What the cache has is used, and said where it was asked for by a branch; what it lacks is named."""
     from huggingface_hub import constants
 
     hub.add("models/org/tiny", tiny)
@@ -281,7 +280,6 @@ def test_a_resume_takes_the_commit_with_which_the_run_began(hub: Hub, tiny: Path
 
 
 def test_a_teacher_is_a_name_too(hub: Hub, tiny: Path) -> None:
-    """Its weights are fetched, and a run goes on with the commit that it began with."""
     first = hub.add("models/org/teacher", tiny)
     run = replace(run_of(str(tiny)), objective=Objective.of("distill", teacher="org/teacher"))
     found, (note,) = base.fetched(run)

@@ -48,13 +48,10 @@ def test_llama_8b_at_8192_matches_both_published_conventions():
         ("NVIDIA H100 80GB HBM3", 989),
         ("NVIDIA H100 PCIe", 756),
         ("NVIDIA H100 NVL", 835),
-        ("NVIDIA GH200 480GB", 989),
         ("NVIDIA A100-SXM4-80GB", 312),
         ("NVIDIA L40S", 362),
         ("NVIDIA L4", 121),
-        ("NVIDIA B200", 2250),
         ("NVIDIA GB200", 2500),
-        ("NVIDIA GeForce RTX 4090", 165.2),
         ("AMD Instinct MI300X", 1307.4),
     ],
 )
@@ -137,7 +134,6 @@ def test_throughput_starts_anew_after_take_and_gives_no_mfu_without_a_peak():
     ],
 )
 def test_keys_of_sets_choices_hosts_and_lists_have_the_units_of_their_figures(key, unit):
-    """TensorBoard showed them without."""
     found = metric_of(key)
     assert (found and found.unit) == unit
 

@@ -209,7 +209,6 @@ def test_multiple_choice_and_later_scores_are_told(tmp_path: Path) -> None:
 
 
 def test_what_runs_name_has_charts(tmp_path: Path) -> None:
-    """Answers to questions, a plugin's metric in training, evaluation and a named set, and the figures of its part."""
     figures = {"eval/arc/accuracy": 0.25, "eval/arc/accuracy_norm": 0.5, "eval/arc/bits_per_byte": 2.0, "loss": 3.0,
                "rare": 0.1, "eval/rare": 0.2, "eval/code/rare": 0.3, "norms/layer_0": 1.0, "norms/layer_1": 2.0,
                "eval/pairs/accuracy": 0.75, "../../up/x": 1.0}  # fmt: skip
