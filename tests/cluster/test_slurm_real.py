@@ -151,16 +151,6 @@ def assert_same_bytes(folder: Path) -> None:
         assert one.is_dir() or one.read_bytes() == other.read_bytes(), name
 
 
-def test_a_preparation_on_the_nodes_of_a_job(lab3: Lab, tmp_path: Path) -> None:
-    words = corpus_words(tmp_path, 3000)
-    command = f"exec llmtrain prepare {' '.join(words)} --out {tmp_path / 'set'} --on slurm"
-    job = Batch(Slurm(lab3), tmp_path / "recipe.yaml", command=command)
-    job.wait_for(r"^tokenizing|, 0 rejected, ")
-    assert job.ended() == "COMPLETED", job.text
-    assert_same_bytes(tmp_path)
-    job.assert_nothing_left()
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_a_preparation_loses_a_node_and_the_workers_of_another(lab3: Lab, tmp_path: Path, seed: int) -> None:
     """In an allocation that outlives its nodes, in either order and at any moment."""

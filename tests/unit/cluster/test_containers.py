@@ -105,19 +105,11 @@ def test_the_commands_of_the_image_without_docker(tmp_path: Path) -> None:
             command = command.replace("/opt/llmtrain", f"{tmp_path}/opt/llmtrain").replace("/work", f"{tmp_path}/work")
             done = subprocess.run(["sh", "-ec", command], cwd=here, env=env, capture_output=True, text=True)
             assert done.returncode == 0, (command, done.stdout[-2000:], done.stderr[-2000:])
-    small = [
-        "--train.max_steps",
-        "2",
-        "--schedule.warmup_steps",
-        "1",
-        "--train.eval_sequences",
-        "8",
-        "--train.export",
-        "false",
-    ]
+    small = "--train.max_steps 2 --schedule.warmup_steps 1 --train.eval_sequences 8 --train.export false"
+    train = f"llmtrain train --config launch/recipes/quickstart.yaml {small}"
     prepare = "llmtrain prepare --source README.md --vocab-size 1024 --out data/stdlib"
     (tmp_path / "work/README.md").write_bytes((REPO / "README.md").read_bytes() * 8)
     env |= {"DS_ACCELERATOR": "cpu", "WANDB_MODE": "disabled"}
-    for words in (prepare.split(), ["llmtrain", "train", "--config", "launch/recipes/quickstart.yaml", *small]):
-        done = subprocess.run(words, cwd=tmp_path / "work", env=env, capture_output=True, text=True)
+    for words in (prepare, train):
+        done = subprocess.run(words.split(), cwd=tmp_path / "work", env=env, capture_output=True, text=True)
         assert done.returncode == 0, (words, done.stdout[-2000:], done.stderr[-2000:])

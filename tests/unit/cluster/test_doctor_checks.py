@@ -19,6 +19,7 @@ from rich.console import Console
 
 from llmtrain.base.child import read_marked
 from llmtrain.base.rank import op_builds
+from llmtrain.cluster import gpus
 from llmtrain.cluster.doctor import checks, differences, fabric, preflight, probe, survey
 from llmtrain.cluster.doctor.checks import CHECKS, Finding, Folder, Survey
 from llmtrain.cluster.doctor.fabric import ALL_PAIRS_TO, SAMPLE, Pair, better, groups, judge, rounds, without_doubt
@@ -329,29 +330,37 @@ def test_a_narrow_terminal_shows_what_is_not_in_order() -> None:
     assert "no fault found in: name, ssh, python" in text
 
 
+def probed(folder: Path, environment: dict[str, str], **asked: Any) -> tuple[dict[str, Any], str]:
+    """(the probe's facts, all that it prints), as on a host: through standard input, without our packages."""
+    questions = {
+        "packages": [], "folder": str(folder), "package": str(folder), "files": [], "variables": [], "folders": {},
+        "hosts": ["localhost"], "first": "localhost", "host": "localhost", "port": 0, "nonce": "x",
+        "nonce_path": "/nope", "nonce_writer": None, **asked,
+    }  # fmt: skip
+    text = survey.program(Path(probe.__file__), questions, Path(gpus.__file__), Path(op_builds.__file__))
+    text = text.replace('INFINIBAND = "/sys/class/infiniband"', f'INFINIBAND = "{folder}/infiniband"')
+    done = subprocess.run(
+        [sys.executable, "-S", "-"], input=text, cwd=folder, env={"PATH": "/usr/bin:/bin", **environment},
+        text=True, capture_output=True, timeout=60,
+    )  # fmt: skip
+    facts = read_marked(done.stdout, probe.MARK)
+    assert facts is not None and facts["errors"] == {}, done.stderr
+    return facts, done.stdout
+
+
 def test_the_probe_answers_from_a_bare_python(tmp_path: Path) -> None:
-    """Through standard input, as on a host: no package of ours is imported; a secret's value stays there."""
+    """No package of ours is imported; a secret's value stays there."""
     names = [f"{index:03d}.bin" for index in range(200)]
     (tmp_path / "data").mkdir()
     for name in names[:-1]:
         (tmp_path / "data" / name).write_bytes(bytes(5 << 20) if name == "000.bin" else name.encode())
-    questions = {
-        "packages": ["rich", "no-such-package"], "folder": str(tmp_path), "package": str(tmp_path), "files": ["/nope"],
-        "folders_read": {str(tmp_path / "data"): names, "/nope": []},
-        "variables": ["WANDB_"], "folders": {"the run": str(tmp_path / "not/yet")},
-        "hosts": ["localhost", "no.invalid"], "first": "localhost", "host": "localhost", "port": 0,
-        "nonce": "x", "nonce_path": "/nope", "nonce_writer": None,
-    }  # fmt: skip
+    folders = {"folders_read": {str(tmp_path / "data"): names, "/nope": []}}
     (tmp_path / "json.py").write_text("raise SystemExit('a file of the folder was imported')")
-    env = {"PATH": "/usr/bin:/bin", "WANDB_API_KEY": "hunter2hunter2", "WANDB_MODE": "x"}
-    text = survey.program(Path(probe.__file__), questions, Path(op_builds.__file__))
-    done = subprocess.run(
-        [sys.executable, "-S", "-"], input=text, cwd=tmp_path, env=env,
-        text=True, capture_output=True, timeout=60,
+    found, printed = probed(
+        tmp_path, {"WANDB_API_KEY": "hunter2hunter2", "WANDB_MODE": "x"}, packages=["rich", "no-such-package"],
+        files=["/nope"], variables=["WANDB_"], folders={"the run": str(tmp_path / "not/yet")},
+        hosts=["localhost", "no.invalid"], **folders,
     )  # fmt: skip
-    found = read_marked(done.stdout, probe.MARK)
-    assert found is not None, done.stderr
-    assert found["errors"] == {}
     assert found["folders"]["/nope"]["there"] is False
     data = found["folders"][str(tmp_path / "data")]
     assert (data["there"], data["lacks"], data["missing"], len(data["marks"])) == (True, 1, ["199.bin"], 64)
@@ -359,10 +368,10 @@ def test_the_probe_answers_from_a_bare_python(tmp_path: Path) -> None:
         file.seek(-1, os.SEEK_END)
         file.write(b"1")
     (tmp_path / "data" / "150.bin").write_bytes(b"150.bi")  # another size
-    again = probe.look_folders(questions)[str(tmp_path / "data")]
+    again = probe.look_folders(folders)[str(tmp_path / "data")]
     assert [at for at, mark in enumerate(again["marks"]) if mark != data["marks"][at]] == [0, 150 * 64 // 200]
     assert found["environment"]["WANDB_MODE"] == "x" and found["environment"]["WANDB_API_KEY"].startswith("secret ")
-    assert "hunter2" not in done.stdout
+    assert "hunter2" not in printed
     assert found["config"] == {"/nope": "cannot be read (No such file or directory)"}
     assert found["names"]["addresses"]["localhost"] == "127.0.0.1" and found["names"]["addresses"]["no.invalid"] is None
     assert "127.0.0.1" in found["interfaces"]["lo"]["addresses"]

@@ -10,16 +10,14 @@ from typing import Any
 
 import pytest
 
-from llmtrain.base.child import read_marked
-from llmtrain.base.rank import op_builds
 from llmtrain.cluster import gpus
-from llmtrain.cluster.doctor import checks, fabric, probe, survey
+from llmtrain.cluster.doctor import checks, fabric
 from llmtrain.cluster.doctor.checks import Finding, Survey
 from llmtrain.cluster.hosts.hostfile import Host
 from llmtrain.engine.dist import all_reduce
 from tests.helpers import gpu_texts as texts
 from tests.helpers.launching import free_port
-from tests.unit.cluster.test_doctor_checks import healthy
+from tests.unit.cluster.test_doctor_checks import healthy, probed
 
 LINKS = "GPU 0: NVIDIA H200 (UUID: GPU-1)\n\t Link 0: 26.562 GB/s\n\t Link 1: 26.562 GB/s\n"
 LINKS += "GPU 1: NVIDIA H200 (UUID: GPU-2)\n\t Link 0: 26.562 GB/s\n\t Link 1: {}\n"
@@ -138,24 +136,6 @@ def test_infiniband_ports(ports: dict[str, Any], level: str, says: str) -> None:
     assert all(says in f.what for f in findings)
 
 
-def ask(tmp_path: Path, **environment: str) -> dict[str, Any]:
-    """The probe's facts, as on a host: through standard input, without our packages."""
-    questions = {
-        "packages": [], "folder": str(tmp_path), "package": str(tmp_path), "files": [], "variables": [],
-        "folders": {}, "hosts": ["localhost"], "first": "localhost", "host": "localhost", "port": 0,
-        "nonce": "x", "nonce_path": "/nope", "nonce_writer": None,
-    }  # fmt: skip
-    text = survey.program(Path(probe.__file__), questions, Path(gpus.__file__), Path(op_builds.__file__))
-    text = text.replace('INFINIBAND = "/sys/class/infiniband"', f'INFINIBAND = "{tmp_path}/infiniband"')
-    done = subprocess.run(
-        [sys.executable, "-S", "-"], input=text, cwd=tmp_path, env={"PATH": "/usr/bin:/bin", **environment},
-        text=True, capture_output=True, timeout=60,
-    )  # fmt: skip
-    facts = read_marked(done.stdout, probe.MARK)
-    assert facts is not None and facts["errors"] == {}, done.stderr
-    return facts
-
-
 def test_the_probe_asks_nvidia_smi_and_sysfs(tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/nvidia-smi").write_text(
@@ -169,7 +149,7 @@ def test_the_probe_asks_nvidia_smi_and_sysfs(tmp_path: Path) -> None:
     for name, text in {"state": "4: ACTIVE", "phys_state": "5: LinkUp", "rate": "400 Gb/sec (4X NDR)"}.items():
         (folder / name).write_text(text + "\n")
     (folder / "link_layer").write_text("InfiniBand\n")
-    facts = ask(tmp_path, PATH=f"{tmp_path}/bin:/usr/bin:/bin")
+    facts, _ = probed(tmp_path, {"PATH": f"{tmp_path}/bin:/usr/bin:/bin"})
     assert [each["bus"] for each in facts["gpus"]["report"]] == ["00000000:18:00.0", "00000000:2A:00.0"]
     assert [gpus.memory_fault(each) != "" for each in facts["gpus"]["report"]] == [False, True]
     assert facts["gpus"]["links"] == [[2, 2], [1, 2]]
@@ -177,7 +157,7 @@ def test_the_probe_asks_nvidia_smi_and_sysfs(tmp_path: Path) -> None:
 
 
 def test_a_machine_without_gpus_is_asked_nothing_more(tmp_path: Path) -> None:
-    facts = ask(tmp_path)
+    facts, _ = probed(tmp_path, {})
     assert facts["gpus"] == {} and facts["infiniband"] == {}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import re
 import shutil
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -94,30 +96,30 @@ def test_what_cannot_travel_is_refused_by_name():
     assert "PYTHON_API_KEY: it holds a secret" in text and SECRET not in text
 
 
-def launched(folder: Path, variables: dict[str, str], words: list[str]) -> tuple[dict[str, str], list[str]]:
-    """What a rank's process gets through DeepSpeed's own PDSHRunner, the real pdsh and a host's shell."""
-    from deepspeed.launcher import runner
+def pdsh_runner(script: str, words: list[str], variables: dict[str, str], world_info: str, **other: Any) -> Any:
+    """DeepSpeed's own, as its runner.main makes it."""
     from deepspeed.launcher.multinode_runner import PDSHRunner
 
+    usual = {"launcher_args": "", "master_addr": "a", "master_port": 1, "ssh_port": None, "venv_script": None,
+             "no_python": False, "module": False, "no_local_rank": False, "save_pid": False,
+             "enable_each_rank_log": None}  # fmt: skip
+    given = [for_pdsh(word) for word in words]
+    pdsh = PDSHRunner(argparse.Namespace(user_args=given, user_script=script, **{**usual, **other}), world_info)
+    for line in io.StringIO(deepspeed_env(variables)):
+        pdsh.add_export(*line.split("=", maxsplit=1))
+    return pdsh
+
+
+def launched(folder: Path, variables: dict[str, str], words: list[str]) -> tuple[dict[str, str], list[str]]:
+    """What a rank's process gets through DeepSpeed's own PDSHRunner, the real pdsh and a host's shell."""
     show = folder / "show.sh"
     show.write_text(
         f'#!/bin/bash\n{shutil.which("env")} -0 > "$FAKE_FOLDER/env"\nprintf "%s\\0" "$@" > "$FAKE_FOLDER/argv"\n'
     )
     show.chmod(0o755)
-    (folder / "variables").write_text(deepspeed_env(variables))
-    given = [for_pdsh(word) for word in words]
-    args = argparse.Namespace(
-        user_args=given, user_script="--", launcher_args="", master_addr="a", master_port=1, ssh_port=None,
-        venv_script=None,
-        no_python=False, module=False, no_local_rank=False, save_pid=False, enable_each_rank_log=None,
-    )  # fmt: skip
-    pdsh = PDSHRunner(args, "e30=")
-    with open(folder / "variables") as file:
-        for line in file.readlines():  # as runner.main does
-            pdsh.add_export(*line.split("=", maxsplit=1))
-    command, _, environ = pdsh.get_cmd(dict(os.environ), {"a": [0]})
+    command, _, environ = pdsh_runner("--", words, variables, "e30=").get_cmd(dict(os.environ), {"a": [0]})
     at = command.index(sys.executable)
-    assert command[at + 1 : at + 4] == ["-u", "-m", "deepspeed.launcher.launch"] and runner.PDSHRunner is PDSHRunner
+    assert command[at + 1 : at + 4] == ["-u", "-m", "deepspeed.launcher.launch"]
     command[at : command.index("--") + 1] = [str(show)]
     subprocess.run(command, env=environ, check=True, timeout=20)
     pairs = (

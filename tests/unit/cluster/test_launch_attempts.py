@@ -233,14 +233,6 @@ def launch_of(recipe: Path, *words: str, hosts: str, slots: int = 1, least: int 
     return Launch(options, "mark", run)
 
 
-def test_hosts_are_left_out_until_the_configuration_has_an_answer(recipe: Path) -> None:
-    made = launch_of(recipe, "--train.global_batch", "16", hosts="abcdefgh", least=3)
-    hosts, words = made._options.hosts, made._options.words
-    assert made._solvable(hosts[:7], words) == (hosts[:4], words, "")  # micro-batch 2: 1, 2, 4 or 8 ranks
-    chosen, _, why = made._solvable(hosts[:3], words)
-    assert chosen == () and "world size 3" in why
-
-
 @pytest.mark.parametrize("accumulation", ["null", "2"])
 def test_a_restart_on_fewer_hosts_trains_the_same_global_batch(
     recipe: Path, monkeypatch: pytest.MonkeyPatch, accumulation: str
