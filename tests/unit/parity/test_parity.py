@@ -198,47 +198,28 @@ def test_the_plain_optimizer_is_torchs_adamw(decay: float) -> None:
 def test_the_reference_takes_nothing_from_a_run_but_its_settings_and_its_first_weights() -> None:
     """A fault in what both sides call passes in silence."""
     tree = ast.parse((ROOT / "llmtrain/parity/plain.py").read_text())
-    taken = {
-        f"{node.module}.{name.name}"
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("llmtrain")
-        for name in node.names
+    allowed = {
+        "config.run": "ModelConfig ResolvedRun",
+        "config.stages": "Batch",
+        "models.skeleton": "DTYPES load_config",
+        "models.source": "ParameterSource",
+        "models.spec": "ModelSpec",
+        "objectives.by_token": "ByToken NextToken",
+        "objectives.objective": "Objective",
+        "optim.optimizers": "AdamW Lion Muon Optimizer",
+        "optim.schedules": "Constant Cosine Falling Schedule Wsd",
+        "parity.answers": "Answers PLAIN divergence plain_loss",
+        "parity.compare": "AVERAGE Trace",
+        "parity.plain_adapter": "adapt_plainly base_of frozen_beside loud_source pack_plainly",
+        "parity.plain_fp8": "compute_in_fp8",
+        "parity.plain_teacher": "PlainTeacher",
+        "parity.tokens": "Tokens",
     }
-    assert taken <= {
-        "llmtrain.config.stages.Batch",
-        "llmtrain.config.run.ModelConfig",
-        "llmtrain.config.run.ResolvedRun",
-        "llmtrain.models.skeleton.DTYPES",
-        "llmtrain.models.skeleton.load_config",
-        "llmtrain.models.source.ParameterSource",
-        "llmtrain.models.spec.ModelSpec",
-        "llmtrain.objectives.by_token.ByToken",
-        "llmtrain.objectives.by_token.NextToken",
-        "llmtrain.objectives.objective.Objective",
-        "llmtrain.optim.optimizers.AdamW",
-        "llmtrain.optim.optimizers.Lion",
-        "llmtrain.optim.optimizers.Muon",
-        "llmtrain.optim.optimizers.Optimizer",
-        "llmtrain.optim.schedules.Constant",
-        "llmtrain.optim.schedules.Cosine",
-        "llmtrain.optim.schedules.Falling",
-        "llmtrain.optim.schedules.Schedule",
-        "llmtrain.optim.schedules.Wsd",
-        "llmtrain.parity.compare.AVERAGE",
-        "llmtrain.parity.plain_adapter.adapt_plainly",
-        "llmtrain.parity.plain_adapter.base_of",
-        "llmtrain.parity.plain_adapter.frozen_beside",
-        "llmtrain.parity.plain_adapter.loud_source",
-        "llmtrain.parity.plain_adapter.pack_plainly",
-        "llmtrain.parity.answers.Answers",
-        "llmtrain.parity.answers.PLAIN",
-        "llmtrain.parity.answers.divergence",
-        "llmtrain.parity.answers.plain_loss",
-        "llmtrain.parity.plain_fp8.compute_in_fp8",
-        "llmtrain.parity.plain_teacher.PlainTeacher",
-        "llmtrain.parity.tokens.Tokens",
-        "llmtrain.parity.compare.Trace",
-    }
+    taken: dict[str, set[str]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("llmtrain"):
+            taken.setdefault(str(node.module).removeprefix("llmtrain."), set()).update(each.name for each in node.names)
+    assert not {module: names for module, names in taken.items() if names - {*allowed.get(module, "").split()}}
     assert not any(isinstance(node, ast.Import) and "llmtrain" in ast.unparse(node) for node in ast.walk(tree))
 
 
@@ -364,34 +345,21 @@ def _from_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
 
 
-def test_the_first_traceback_is_told_and_no_rank_is_left(tmp_path: Path) -> None:
-    how = [[1, False, "an answer to rank 1"], [None, False, "the cause"], "waits"]
-    with start(tmp_path, *how) as ranks, pytest.raises(RankError, match="rank 1 of 3:\nthe cause"):
-        ranks.wait()
-    assert not alive(tmp_path)
-
-
-def test_a_users_mistake_stays_one(tmp_path: Path) -> None:
-    with (
-        start(tmp_path, [None, True, "model.config: wrong"], "waits") as ranks,
-        pytest.raises(UserError, match="wrong"),
-    ):
-        ranks.wait()
-    assert not alive(tmp_path)
-
-
-def test_a_killed_rank_is_named_with_its_last_words(tmp_path: Path) -> None:
-    words = r"(?s)rank 1.*SIGKILL.*last words"
-    with start(tmp_path, "waits", "killed") as ranks, pytest.raises(RankError, match=words):
-        ranks.wait()
-    assert not alive(tmp_path)
-
-
-def test_ranks_that_do_not_end_are_ended(tmp_path: Path) -> None:
-    with (
-        start(tmp_path, "ends", "waits", timeout_s=0.5) as ranks,
-        pytest.raises(RankError, match=r"ranks \[1\] did not end"),
-    ):
+@pytest.mark.parametrize(
+    ("how", "error", "words", "timeout_s"),
+    [
+        ([[1, False, "an answer to rank 1"], [None, False, "the cause"], "waits"], RankError,
+         "rank 1 of 3:\nthe cause", None),
+        ([[None, True, "model.config: wrong"], "waits"], UserError, "wrong", None),
+        (["waits", "killed"], RankError, r"(?s)rank 1.*SIGKILL.*last words", None),
+        (["ends", "waits"], RankError, r"ranks \[1\] did not end", 0.5),
+    ],
+    ids=["first traceback", "mistake", "killed", "late"],
+)  # fmt: skip
+def test_what_one_rank_meets_is_told_and_no_rank_is_left(
+    tmp_path: Path, how: list[Any], error: type[Exception], words: str, timeout_s: float | None
+) -> None:
+    with start(tmp_path, *how, timeout_s=timeout_s) as ranks, pytest.raises(error, match=words):
         ranks.wait()
     assert not alive(tmp_path)
 
