@@ -314,16 +314,6 @@ def test_a_figure_names_its_commit_without_git(tmp_path: Path, monkeypatch: pyte
     assert machine.about()["commit"] == "abc1234 and changes"
 
 
-def test_what_a_benchmark_starts_finds_packages_that_are_on_pythonpath_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "carried.py").write_text("")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    load("posttraining").seconds([sys.executable, "-c", "import carried, llmtrain"])
-    for path in (ROOT / "tools/bench").glob("*.py"):
-        assert '"PYTHONPATH"' not in path.read_text(), f"{path.name}: child_environment() has it"
-
-
 def test_the_part_parity_compares_runs_that_are_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,7 +22,6 @@ from tests.helpers import config_workplace
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.hf_folders import model_folder, new_model
 from tests.helpers.prepared import random_shards, write_prepared
-from tests.unit.checkpoint.test_pickles import archive, doubled, doubled_lists, in_dict, nested
 
 DEEP = "[" * 100_000 + "]" * 100_000
 LONG = "1" + "0" * 10_000
@@ -154,19 +153,6 @@ def test_what_others_write_is_read():
     assert loads("[" * MAX_DEPTH + "]" * MAX_DEPTH) is not None
     with pytest.raises(ValueError, match="nested deeper"):
         loads("[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1))
-
-
-def test_a_few_hundred_bytes_that_stand_for_endless_values(tmp_path, capsys):
-    """A checkpoint of DeepSpeed's, from elsewhere: to print or to compare such a value would not end."""
-    model = model_folder(tmp_path / "model", new_model("llama"))
-    step = tmp_path / "theirs" / "global_step1"
-    step.mkdir(parents=True)
-    (tmp_path / "theirs" / "latest").write_text("global_step1")
-    for bomb in (in_dict(nested(200_000), key=False), doubled_lists(40), in_dict(doubled(40), key=True)):
-        archive(step / "mp_rank_00_model_states.pt", bomb)
-        words = ["checkpoint", "from-deepspeed", tmp_path / "theirs", tmp_path / "out", "--model", model]
-        assert "its pickle stands for values" in refused(capsys, *words)
-        assert not (tmp_path / "out").exists()
 
 
 def test_strange_settings_of_an_optimizer_are_no_traceback():

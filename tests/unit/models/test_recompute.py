@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmtrain.config.run import ModelConfig, RecomputeConfig
 from llmtrain.config.topology import Mix
@@ -19,26 +17,15 @@ from llmtrain.models.language import LanguageModel
 from llmtrain.models.parallel.layers import set_up_layers
 from llmtrain.models.skeleton import decoder_layers
 from tests.helpers.marks import slow
+from tests.unit.models.test_experts import Launches
 from tests.unit.models.test_tiled import loss_and_gradients, model_of
 
 TOKENS = torch.randint(0, 512, (2, 22), generator=torch.Generator().manual_seed(0))
 
 
-class Counted(TorchDispatchMode):
-    """The operators that ran, by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ran: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.ran[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def counted(model: LanguageModel) -> tuple[float, dict[str, torch.Tensor], int, int]:
     """(loss, gradients, attention's forward kernels, matrix products)."""
-    with Counted() as mode:
+    with Launches() as mode:
         loss, gradients = loss_and_gradients(model, TOKENS)
     attention = ("scaled_dot_product", "within_documents")
     kernels = [name for name in mode.ran if any(part in name for part in attention) and "backward" not in name]
