@@ -13,3 +13,13 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield from leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+def lookup(tree: Mapping[str, Any], dotted: str) -> Any:
+    """Return the value at a dotted key; None: a section or the key is missing."""
+    value: Any = tree
+    for part in dotted.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return None
+        value = value[part]
+    return value

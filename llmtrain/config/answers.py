@@ -7,6 +7,7 @@ costs more than none.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 from collections.abc import Iterable, Iterator
@@ -196,23 +197,15 @@ def _its_fields(section: str, value: Any, dashes: str) -> str:
     known = [key for key in schema() if key.startswith(f"{section}.")]
     if choice := _one_of(value, get_args(schema().get(f"{section}.name"))):
         return f"write {dashes}{section}.name {choice}"
-    given = value if isinstance(value, dict) else _map_of(value)
-    if given and all(f"{section}.{name}" in known for name in given):
-        words = " ".join(f"{dashes}{section}.{name} {_word(each)}" for name, each in given.items())
+    given = value
+    if not isinstance(given, dict):
+        with contextlib.suppress(ValueError):
+            given = untrusted.loads(str(value).encode())
+    if isinstance(given, dict) and given and all(f"{section}.{name}" in known for name in given):
+        texts = {name: str(each).lower() if isinstance(each, bool) else each for name, each in given.items()}
+        words = " ".join(f"{dashes}{section}.{name} {text}" for name, text in texts.items())
         return f"write its fields one by one: {words}"
     return f"write its fields one by one, such as {dashes}{known[0]}"
-
-
-def _map_of(text: Any) -> dict[str, Any]:
-    try:
-        found = untrusted.loads(str(text).encode())
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _word(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def other_method(value: Any) -> str | None:

@@ -16,7 +16,7 @@ from llmtrain.config import answers, plugins, rules, strict_yaml
 from llmtrain.config.deepspeed.join import optimizer_in
 from llmtrain.config.deepspeed.keys import KEYS
 from llmtrain.config.on_disk import check_on_disk
-from llmtrain.config.problems import COMMAND_LINE, Problems, closest, nearest, show, stop
+from llmtrain.config.problems import COMMAND_LINE, Problems, closest, nearest, read_text, show, stop
 from llmtrain.config.reader import WRONG, members, read
 from llmtrain.config.resolve import resolve
 from llmtrain.config.run import DataConfig, ResolvedRun, RunConfig
@@ -230,7 +230,7 @@ def _pairs(argv: list[str]) -> Iterator[tuple[str, str, list[str]]]:
     A flag without a value is true, if its field is true or false. The launcher's --local_rank is dropped.
     """
     plugins_of(argv)
-    words = deque(argv)
+    words, own = deque(argv), {*_LAUNCHER_FLAGS, *(f"--{name}" for name in _NO_FIELDS)}
     while words:
         word = words.popleft()
         if word == "--":  # what stands behind it are words of the run, and those before it are, too
@@ -244,7 +244,9 @@ def _pairs(argv: list[str]) -> Iterator[tuple[str, str, list[str]]]:
                 raise stop("command line", word, "is not a flag", "write --SECTION.FIELD VALUE", COMMAND_LINE)
             yield "config", word, [word]
             continue
-        flag, given = _known_spelling(flag), [word]
+        if (known := flag[2:].replace("-", "_")) in schema():  # other tools write --resume-weights-only
+            flag = f"--{known}"
+        given = [word]
         if not has_value and _is_entry(flag[2:]):
             value = "true"
         elif not has_value:
@@ -252,8 +254,8 @@ def _pairs(argv: list[str]) -> Iterator[tuple[str, str, list[str]]]:
             if following is not None and not following.startswith("--"):
                 value = words.popleft()
                 given.append(value)
-            elif schema().get(flag[2:]) is bool or not _is_flag(flag):
-                value = "true"  # of a flag that there is not, too: that is the mistake then
+            elif schema().get(flag[2:]) is bool or not (flag in own or _field_of(flag[2:])[0]):
+                value = "true"  # also of an unknown flag, which is the mistake
             else:
                 raise stop(flag, following, "needs a value", f"write {flag} VALUE", COMMAND_LINE)
         if flag not in _LAUNCHER_FLAGS:
@@ -264,16 +266,6 @@ def _is_entry(key: str) -> bool:
     """True for `parts.count`, the name of a plugin's class: as a flag it takes the class with its defaults."""
     section, _, name = key.partition(".")
     return section in ENTRIES and name in Entry.SECTIONS.get(section, {})
-
-
-def _is_flag(flag: str) -> bool:
-    return flag[2:] in _NO_FIELDS or _field_of(flag[2:])[0] is not None or flag in _LAUNCHER_FLAGS
-
-
-def _known_spelling(flag: str) -> str:
-    """Other tools write --resume-weights-only: dashes in field names stand for underscores."""
-    key = flag[2:].replace("-", "_")
-    return f"--{key}" if key in schema() else flag
 
 
 def _lay(below: dict[str, Any], above: dict[str, Any], places: dict[str, str], problems: Problems) -> None:
@@ -317,24 +309,13 @@ def _merge(
 
 
 def _read(path: str) -> tuple[dict[str, Any], dict[str, str]]:
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        rule = f"no such file (looked from {Path.cwd()})"
+    def no_file() -> tuple[str, str]:
         beside = [str(each) for kind in ("*.yaml", "*.yml") for each in Path(path).parent.glob(kind)]
         near = nearest(path, beside)
         remedy = f"did you mean {near}?" if near else "give the path of a run's YAML; `llmtrain init DIR` writes some"
-        raise stop("--config", path, rule, remedy) from None
-    except UnicodeDecodeError as error:
-        kind = "UTF-16" if error.object[:2] in (b"\xff\xfe", b"\xfe\xff") else "LATIN1"
-        rule = (
-            f"is not UTF-8: byte 0x{error.object[error.start]:02x} in line {error.object.count(10, 0, error.start) + 1}"
-        )
-        remedy = f"save it as UTF-8, such as by `iconv -f {kind} -t UTF-8 {path}`"
-        raise stop("--config", path, rule, remedy) from None
-    except (OSError, ValueError) as error:  # ValueError: a null byte in the path
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise stop("--config", path, f"cannot be read: {reason}", "give the path of a run's YAML") from None
+        return f"no such file (looked from {Path.cwd()})", remedy
+
+    text = read_text("--config", path, "a run's YAML", no_file)
     document = strict_yaml.parse(text, path)
     tree = {} if document.tree is None else document.tree
     if not isinstance(tree, dict):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-from collections.abc import Callable
 from dataclasses import asdict
 from glob import escape, glob
 from pathlib import Path
@@ -243,6 +242,9 @@ def _within(path: str, folder: str) -> bool:
     return inner == outer or inner.startswith(f"{outer.rstrip('/')}/")
 
 
+_AGAIN = "make or copy the folder again"
+
+
 def _read_manifest(key: str, path: str, problems: Problems) -> dict[str, Any] | None:
     """The manifest of a prepared folder here or in an object store."""
     folder = Path(path)
@@ -259,26 +261,23 @@ def _read_manifest(key: str, path: str, problems: Problems) -> dict[str, Any] | 
     elif not manifest.is_file():
         rule, remedy = "not a prepared folder: it has no manifest.json", _to_prepare(path, path)
     else:
-        return _read_json(key, manifest, problems)
+        return _json_object(key, str(manifest), manifest, _AGAIN, problems)
     problems.add(key, path, rule, remedy)
     return None
 
 
 def _read_in_store(key: str, url: str, problems: Problems) -> dict[str, Any] | None:
-    found = problem_of(url)
+    shown, found = redact_text(url), problem_of(url)
     if found is None:
         try:
             data = Store(url).read("manifest.json")
+            return _json_object(key, shown, data, "upload the folder again", problems, "its manifest.json ")
         except FileNotFoundError:
             found = "no prepared folder: it has no manifest.json", "correct the URL, or upload the folder again"
         except StoreError as error:
-            found = (
-                f"cannot be read ({error})",
-                "correct address or access; credentials are those of the store's driver",
-            )
-        else:
-            return _tree(key, redact_text(url), "its manifest.json ", lambda: data, "upload the folder again", problems)
-    problems.add(key, redact_text(url), *found)
+            remedy = "correct address or access; credentials are those of the store's driver"
+            found = f"cannot be read ({error})", remedy
+    problems.add(key, shown, *found)
     return None
 
 
@@ -315,7 +314,7 @@ def model_config(run: RunConfig, problems: Problems) -> dict[str, Any] | None:
                       "model here and this folder in adapter.start")  # fmt: skip
         problems.add(key, path, rule, remedy)
         return None
-    return _read_json(key, file, problems)
+    return _json_object(key, str(file), file, _AGAIN, problems)
 
 
 def _exists(key: str, path: str, remedy: str, problems: Problems) -> bool:
@@ -326,16 +325,12 @@ def _exists(key: str, path: str, remedy: str, problems: Problems) -> bool:
     return False
 
 
-def _read_json(key: str, file: Path, problems: Problems) -> dict[str, Any] | None:
-    return _tree(key, str(file), "", file.read_bytes, "make or copy the folder again", problems)
-
-
-def _tree(
-    key: str, shown: str, what: str, read: Callable[[], bytes], remedy: str, problems: Problems
+def _json_object(
+    key: str, shown: str, file: Path | bytes, remedy: str, problems: Problems, what: str = ""
 ) -> dict[str, Any] | None:
-    """The JSON object that these bytes hold. `shown`: the value in a message. `what`: the beginning of its rule."""
+    """Return the JSON object of a file. `shown`: the value in a message. `what`: the beginning of its rule."""
     try:
-        tree = untrusted.loads(read(), infinite=True)
+        tree = untrusted.loads(file if isinstance(file, bytes) else file.read_bytes(), infinite=True)
     except (OSError, ValueError) as error:
         problems.add(key, shown, f"{what}cannot be read as JSON: {error}", remedy)
         return None

@@ -129,13 +129,18 @@ def _import(word: str, spec: ModuleSpec, digest: str) -> Plugin:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
+        remedy = "Correct the file; `python FILE.py` shows the whole traceback"
+        if isinstance(error, ModuleNotFoundError):
+            package = str(error.name).partition(".")[0]
+            remedy = f"Install it on all hosts (pip install {package}), or correct the import"
         what = f"{_line(error, path)}{type(error).__name__}: {error}"
-        raise ConfigError(f"{FLAG} {word}: {what}. {_remedy(error)}") from None
+        raise ConfigError(f"{FLAG} {word}: {what}. {remedy}") from None
     if log.reopen():
         raise ConfigError(f"{FLAG} {word}: its import closes sys.stdout, where the run prints. Remove that")
-    for cls in _classes(module):
-        _check_fields(cls, word)
-        check_methods(cls, f"{FLAG} {word}")
+    for cls in vars(module).values():
+        if isinstance(cls, type) and issubclass(cls, (Choice, Entry)) and _within(cls, {module.__name__}):
+            _check_fields(cls, word)
+            check_methods(cls, f"{FLAG} {word}")
     source = spec.loader.source if isinstance(spec.loader, _Source) else None
     return Plugin(given=word, path=path, sha256=digest, module=module, source=source)
 
@@ -215,11 +220,6 @@ def _digest(spec: ModuleSpec) -> str:
     return digest.hexdigest()
 
 
-def _classes(module: ModuleType) -> list[type]:
-    return [each for each in vars(module).values() if isinstance(each, type) and issubclass(each, (Choice, Entry))
-            and _within(each, {module.__name__})]  # fmt: skip
-
-
 def _check_fields(cls: type, word: str) -> None:
     """Raises ConfigError where fields would be ignored: they count in a dataclass only."""
     own = [name for name in vars(cls).get("__annotations__", {}) if not name.isupper()]
@@ -295,9 +295,3 @@ def _line(error: BaseException, path: Path) -> str:
         return f"line {error.lineno}: "
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     return f"line {lines[-1]}: " if lines else ""
-
-
-def _remedy(error: BaseException) -> str:
-    if isinstance(error, ModuleNotFoundError):
-        return f"Install it on all hosts (pip install {str(error.name).partition('.')[0]}), or correct the import"
-    return "Correct the file; `python FILE.py` shows the whole traceback"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from llmtrain.base.errors import ConfigError
@@ -94,6 +95,28 @@ def stop(key: str, value: Any, rule: str, remedy: str, place: str | None = None)
     problems = Problems()
     problems.add(key, value, rule, remedy, place)
     return problems.error()
+
+
+def read_text(key: str, path: str, kind: str, no_file: Callable[[], tuple[str, str]], place: str | None = None) -> str:
+    """Return the text of a file that `key` names. `kind`: of the file. `no_file`: rule and remedy where it is missing.
+
+    Raises: ConfigError.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        rule, remedy = no_file()
+    except IsADirectoryError:
+        rule, remedy = "is a folder", f"give the path of {kind} in it"
+    except UnicodeDecodeError as error:
+        code = "UTF-16" if error.object[:2] in (b"\xff\xfe", b"\xfe\xff") else "LATIN1"
+        line = error.object.count(10, 0, error.start) + 1
+        rule = f"is not UTF-8: byte 0x{error.object[error.start]:02x} in line {line}"
+        remedy = f"save it as UTF-8, such as by `iconv -f {code} -t UTF-8 {path}`"
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the path
+        reason = error.strerror if isinstance(error, OSError) else error
+        rule, remedy = f"cannot be read: {reason}", f"give the path of {kind}"
+    raise stop(key, path, rule, remedy, place) from None
 
 
 _FILLERS = {"of", "n", "num", "number", "size", "count", "value", "the"}

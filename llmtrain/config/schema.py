@@ -151,7 +151,10 @@ def entries() -> tuple[Entry, ...]:
 def _entry(cls: type, item: Field[Any], key: str) -> Entry:
     kind, bound = get_type_hints(cls)[item.name], item.metadata.get("bound")
     doc = _with_choices(_doc(cls, item.name), item.metadata.get("named", {}))
-    return Entry(key=key, kind=kind, default=_default(item), doc=doc, bound=bound,
+    default = "required"
+    if not is_required(item):
+        default = show(default_of(item) if item.default_factory is MISSING else item.default_factory())
+    return Entry(key=key, kind=kind, default=default, doc=doc, bound=bound,
                  line=item.metadata.get("line"))  # fmt: skip
 
 
@@ -198,12 +201,6 @@ def _doc(cls: type, field: str) -> str:
 def is_required(item: Field[Any]) -> bool:
     """True if the field has no default."""
     return item.default is MISSING and item.default_factory is MISSING
-
-
-def _default(item: Field[Any]) -> str:
-    if is_required(item):
-        return "required"
-    return show(default_of(item) if item.default_factory is MISSING else item.default_factory())
 
 
 def type_name(kind: Any) -> str:

@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
+from llmtrain.base.trees import lookup
 from llmtrain.config.deepspeed.join import DEGREE_KEYS
-from llmtrain.config.deepspeed.read import lookup
 from llmtrain.config.pages import BASE, BASE_JSON
 from tests.helpers.prepared import write_prepared
 

@@ -19,11 +19,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from llmtrain.base.trees import lookup
 from llmtrain.checkpoint.hf.exporting import export_hf
 from llmtrain.checkpoint.load import load_checkpoint
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.config.deepspeed import keys as ds_keys
-from llmtrain.config.deepspeed.read import lookup
 from tests.helpers.config_workplace import merged
 from tests.helpers.families import FAMILIES
 from tests.helpers.processors import on_device

@@ -14,8 +14,9 @@ from typing import Any, get_type_hints
 
 from llmtrain.base.choice import default_of, either
 from llmtrain.base.errors import ConfigError
+from llmtrain.base.trees import lookup
 from llmtrain.config.deepspeed import keys as table
-from llmtrain.config.deepspeed.read import lookup, read_json
+from llmtrain.config.deepspeed.read import read_json
 from llmtrain.config.problems import Problems, closest, show
 from llmtrain.config.reader import WRONG, read, read_field
 from llmtrain.config.rules import refuse

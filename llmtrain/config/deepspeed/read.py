@@ -15,8 +15,9 @@ import hjson
 
 from llmtrain.base.errors import ConfigError
 from llmtrain.base.lean import without
+from llmtrain.base.trees import lookup
 from llmtrain.config.deepspeed import keys as table
-from llmtrain.config.problems import Problems, closest, show, stop
+from llmtrain.config.problems import Problems, closest, read_text, show, stop
 
 _SHIPPED = Path(__file__).parents[2] / "commands/shipped/ds_configs"
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
@@ -30,16 +31,6 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
 }
 _NO_JSON = re.compile(r"""["']?(\w+)["']?\s*:\s*([-+]?(?:NaN|nan|Infinity|inf)|True|False|None)\b""")
 _IN_JSON = {"True": "true", "False": "false", "None": "null"}
-
-
-def lookup(tree: dict[str, Any], dotted: str) -> Any:
-    """The value at a dotted key, or None where a section or the key is missing."""
-    value: Any = tree
-    for part in dotted.split("."):
-        if not isinstance(value, dict) or part not in value:
-            return None
-        value = value[part]
-    return value
 
 
 def read_json(path: str, place: str | None = None) -> dict[str, Any]:
@@ -60,18 +51,7 @@ def read_json(path: str, place: str | None = None) -> dict[str, Any]:
             seen[key] = value
         return seen
 
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise refused(*_no_file(path)) from None
-    except IsADirectoryError:
-        raise refused("is a folder", "give the path of a DeepSpeed JSON in it") from None
-    except UnicodeDecodeError as error:
-        kind = "UTF-16" if error.object[:2] in (b"\xff\xfe", b"\xfe\xff") else "LATIN1"
-        rule = f"is not UTF-8: byte 0x{error.object[error.start]:02x} at {error.start}"
-        raise refused(rule, f"save it as UTF-8, such as by `iconv -f {kind} -t UTF-8 {path}`") from None
-    except (OSError, ValueError) as error:  # ValueError: a null byte in the path
-        raise refused(f"cannot be read: {error}", "give the path of a DeepSpeed JSON") from None
+    text = read_text("deepspeed", path, "a DeepSpeed JSON", lambda: _no_file(path), place)
     try:
         tree = hjson.loads(text, object_pairs_hook=unique) if text.strip() else None
     except hjson.HjsonDecodeError as error:

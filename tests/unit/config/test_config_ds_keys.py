@@ -15,8 +15,9 @@ import pytest
 
 from llmtrain import cli
 from llmtrain.base.errors import ConfigError
+from llmtrain.base.trees import lookup
 from llmtrain.config.deepspeed import keys as ds_keys
-from llmtrain.config.deepspeed.read import _is_of, checked, deep_check, lookup
+from llmtrain.config.deepspeed.read import _is_of, checked, deep_check
 from llmtrain.config.load import load
 from llmtrain.config.problems import Problems, show
 from tests.helpers.config_workplace import ranks_at_least, write
@@ -185,7 +186,7 @@ _OTHERS = (True, False, 3, 0.5, "x", ["x"], {"x": 1})
 
 def _refusals() -> Iterator[tuple[str, int, Any]]:
     """(key, ZeRO stage, value) for each reason of the table."""
-    for dotted, key in ds_keys.leaves():
+    for dotted, key in ds_keys.LEAVES.items():
         known = set()
         for stage, value in product(ds_keys.STAGES, (*(single for single, _ in key.values), *_OTHERS)):
             fits = _is_of(key.kind, value) and not key.outside(value)
@@ -200,7 +201,7 @@ def test_what_the_table_refuses_is_refused_with_its_reason(dotted: str, stage: i
     path.write_text(json.dumps(nested(dotted, value, {"zero_optimization": {"stage": stage}})))
     with pytest.raises(ConfigError) as refused:
         checked(str(path), Problems())
-    why = dict(ds_keys.leaves())[dotted].why_not(value, stage)
+    why = ds_keys.LEAVES[dotted].why_not(value, stage)
     assert why is not None
     assert all(text in str(refused.value) for text in (f"{dotted} = {show(value)}", why.rule, why.remedy))
 
