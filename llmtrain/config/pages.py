@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import sys
 import textwrap
 from collections.abc import Callable, Iterable
@@ -99,19 +100,23 @@ def _broken(rows: Iterable[Rule], subject: Any) -> list[tuple[str, str]]:
 
 
 def markdown() -> str:
-    """The tables of docs/adapters.md: objectives and adapters with forms, and options with each other."""
+    """The tables of docs/adapters.md: objectives and adapters with forms, and options that refuse each other."""
     objectives = ", ".join(f"`{name}`" for name in Objective.CHOICES if name != "next_token")
     rows = {objectives: AdapterConfig(), **ADAPTERS}
-    names = list(OPTIONS)
-
-    def of_pair(one: str, other: str) -> list[tuple[str, str]] | str:
-        if names.index(other) <= names.index(one):
-            return ""
-        both = pair(one, other)
-        return "-" if both is None else against(both)
-
     forms = _matrix(rows, FORMS, lambda row, form: refusals(rows[row], FORMS[form]))
-    return "\n".join([*forms, "", *_matrix(names[:-1], names[1:], of_pair)]) + "\n"
+    refused: dict[tuple[str, tuple[str, str]], list[str]] = {}
+    for one, other in itertools.combinations(OPTIONS, 2):
+        for why in against(pair(one, other) or {}):
+            refused.setdefault((other, why), []).append(one)
+    lines = [
+        f"Any two of {', '.join(OPTIONS)} go together, but for:",
+        "",
+        "| refused | because | instead |",
+        "|---|---|---|",
+    ]
+    lines += [f"| {option} with {', '.join(others)} | {why} | {remedy} |"
+              for (option, (why, remedy)), others in refused.items()]  # fmt: skip
+    return "\n".join([*forms, "", *lines]) + "\n"
 
 
 def parallelism() -> str:

@@ -87,7 +87,7 @@ def form_of(sections: dict[str, dict[str, Any]]) -> Form:
 
 PAIRS = [form_of(both) for one, other in combinations(OPTIONS, 2)
          if (both := pair(one, other)) is not None and not against(both)]  # fmt: skip
-"""Each yes of the second table of docs/adapters.md. What parity leaves out has proofs of its own: `start` and
+"""Each pair of options that go together by docs/adapters.md. What parity leaves out has proofs of its own: `start` and
 `vocabulary` are first values (test_preference.py, test_online.py, test_vocabulary.py), `dropout` test_adapter.py."""
 TELLING = [replace(form, steps=5) for form in TELLING]  # `test_matrix` has the same forms for 20
 TELLING_SLOW = [
