@@ -20,24 +20,24 @@ import yaml
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from llmtrain.config.load import parse, resolve
-from llmtrain.config.run import AdapterConfig, DataConfig, ModelConfig, RunConfig, TrainConfig
+from llmtrain.config.run import AdapterConfig, ModelConfig
 from llmtrain.models import loss, recompute
 from llmtrain.models.run import build_for_rank
 from llmtrain.models.run.activations import LiveBytes, count_activations
 from llmtrain.models.skeleton import decoder_layers
 from llmtrain.models.spec import ModelSpec
 from llmtrain.models.structure import projections
-from llmtrain.optim.optimizers import AdamW
-from llmtrain.optim.schedules import Constant
 from llmtrain.training.memory import layers_for
 from tests.helpers.families import summed_loss
 from tests.helpers.launching import REPO
 from tests.runs.test_bench import load
+from tests.unit.training.test_attention_auto import run_of
 
 pytestmark = pytest.mark.long
 
 GIB = 2**30
 H200, H100 = 139 * GIB, 78 * GIB
+ZERO_1 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
 STATE = 16
 """Bytes a parameter between steps, gradients summed in bf16: weight 2, master 4, moments 8, gradient 2."""
 WORKING = 3_000_000_000
@@ -73,7 +73,8 @@ class LiveOnDevice(LiveBytes):
 
 def step_counted(
     monkeypatch: pytest.MonkeyPatch,
-    deepspeed: Path,
+    folder: Path,
+    json_keys: dict[str, Any],
     model: ModelConfig,
     tokens: int,
     micro_batch: int = 1,
@@ -81,15 +82,7 @@ def step_counted(
     passes: int = 2,
 ) -> tuple[int, LiveOnDevice]:
     """(parameters, what forward and backward of a micro-batch made beside parameters and gradients)."""
-    run = RunConfig(
-        deepspeed=str(deepspeed),
-        model=model,
-        data=DataConfig(path="(none)", sequence_length=tokens),
-        optim=AdamW(lr=1e-4),
-        schedule=Constant(),
-        train=TrainConfig(micro_batch=micro_batch, accumulation=1, max_steps=1),
-    )
-    resolved = resolve(run, 1, "one process")
+    resolved = run_of(folder, json_keys, model, isolate=False, length=tokens, micro_batch=micro_batch)
     find = projections.dense_mlps
 
     def find_really(*args: Any) -> Any:  # it looks at the numbers of a small copy
@@ -127,11 +120,11 @@ def test_the_benchmark_knows_what_each_contestant_needs(monkeypatch, tmp_path, n
     without compiled layers, which need less."""
     bench = load("train_speed")
     preset = bench.PRESETS[name]
-    file = tmp_path / "deepspeed.json"
-    recompute = {"activation_checkpointing": {}} if preset.recompute else {}
-    file.write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}, **recompute}))
+    keys = {**ZERO_1, **({"activation_checkpointing": {}} if preset.recompute else {})}
     model, passes = ModelConfig(config=preset.model), 1 + preset.recompute
-    parameters, ours = step_counted(monkeypatch, file, model, preset.sequence, preset.micro_batch, passes=passes)
+    parameters, ours = step_counted(
+        monkeypatch, tmp_path, keys, model, preset.sequence, preset.micro_batch, passes=passes
+    )
     made = {"llmtrain": ours.most + WORKING}
     for peer, dtype, working in (("plain", torch.float32, 0), ("trainer", torch.bfloat16, WORKING)):
         if peer in preset.needs:
@@ -148,19 +141,11 @@ def test_the_benchmark_knows_what_each_contestant_needs(monkeypatch, tmp_path, n
 def test_the_benchmark_knows_what_lora_needs(tmp_path, name):
     """Weights in bf16 between its rounds, and a step without the head's gradient: 8B with 2 rows fits an H100."""
     bench, tuners = load("train_speed"), load("tuners")
-    preset, file = bench.PRESETS[name], tmp_path / "deepspeed.json"
-    file.write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}))
-    run = RunConfig(
-        deepspeed=str(file),
-        model=ModelConfig(config=preset.model, attention="varlen"),
-        adapter=AdapterConfig(**tuners.ADAPTER),
-        data=DataConfig(path="(none)", sequence_length=preset.sequence, isolate_documents=True),
-        optim=AdamW(lr=1e-4),
-        schedule=Constant(),
-        train=TrainConfig(micro_batch=preset.micro_batch, accumulation=1, max_steps=1),
-    )
-    spec = ModelSpec.of(run.model, run.adapter)
-    counted, need = count_activations(resolve(run, 1, "one process"), spec, None, None), preset.needs["llmtrain lora"]
+    preset, adapter = bench.PRESETS[name], AdapterConfig(**tuners.ADAPTER)
+    model = ModelConfig(config=preset.model, attention="varlen")
+    resolved = run_of(tmp_path, ZERO_1, model, length=preset.sequence, micro_batch=preset.micro_batch, adapter=adapter)
+    spec = ModelSpec.of(model, adapter)
+    counted, need = count_activations(resolved, spec, None, None), preset.needs["llmtrain lora"]
     held = (2 * spec.facts.parameters + STATE * spec.facts.trained) / GIB
     print(f"{name}: {held:.1f} and {counted.most / GIB:.1f} GiB")
     assert abs(need.held - held) < 0.1 and abs(need.made / (counted.most / GIB) - 1) < 0.03
@@ -216,11 +201,10 @@ def test_the_long_rows_of_8b_fit_one_gpu(monkeypatch, tmp_path, record_property)
     tree = json.loads(file.read_text())
     assert "data_types" not in tree
     tree["zero_optimization"] = {"stage": 1}  # 3 gathers what this rank has anyway, 2 GB of it at a time (WORKING)
-    file.write_text(json.dumps(tree))
     parameters = ModelSpec.of(ModelConfig(config=bench.PRESETS["8b"])).facts.parameters
     config = {**bench.PRESETS["8b"], "max_position_embeddings": tokens, "num_hidden_layers": 1}
     model = ModelConfig(config=config, mlp_tile_tokens=4096, loss_chunk_tokens=2048)
-    _, made = step_counted(monkeypatch, file, model, tokens)
+    _, made = step_counted(monkeypatch, tmp_path, tree, model, tokens)
     need = STATE * parameters + WORKING + made.most
     record_property("GiB", (made.most / GIB, need / GIB))
     print(f"8b, {tokens:,} tokens: activations {made.most / GIB:.2f} GiB, together {need / GIB:.1f} GiB")
@@ -247,12 +231,10 @@ def test_a_recipe_uses_the_memory_of_its_gpus(monkeypatch, tmp_path, name):
     """
     tree = yaml.safe_load((REPO / f"launch/recipes/{name}.yaml").read_text())
     shape, state, gathered = RECIPES[name]
-    file = tmp_path / "deepspeed.json"
-    recompute = {"activation_checkpointing": {}} if gathered else {}
-    file.write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}, **recompute}))
+    keys = {**ZERO_1, **({"activation_checkpointing": {}} if gathered else {})}
     model, tokens = ModelConfig(config=shape or tree["model"]["config"]), tree["data"]["sequence_length"]
     rows, passes = tree["train"]["micro_batch"], 2 if gathered else 1
-    parameters, made = step_counted(monkeypatch, file, model, tokens, rows, passes=passes)
+    parameters, made = step_counted(monkeypatch, tmp_path, keys, model, tokens, rows, passes=passes)
     layer = parameters / (shape or tree["model"]["config"])["num_hidden_layers"]
     need = state * parameters + gathered * 2 * layer + WORKING + made.most
     print(f"{name}: {rows} x {tokens}: {need / GIB:.1f} GiB")

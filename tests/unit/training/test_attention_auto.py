@@ -26,20 +26,27 @@ GPU, CPU = torch.device("cuda"), torch.device("cpu")
 BF16 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
 
 
-def resolved(
-    folder: Path, model: dict[str, Any], json_keys: dict[str, Any] = BF16, *, isolate: bool = True, ranks: int = 1,
-    length: int = 64, micro_batch: int = 2, attention: Any = "auto", **more: Any,
+def run_of(
+    folder: Path, json_keys: dict[str, Any], model: ModelConfig, *, isolate: bool = True, ranks: int = 1,
+    length: int = 64, micro_batch: int = 2, accumulation: int = 1, **sections: Any,
 ) -> ResolvedRun:  # fmt: skip
+    """A resolved run without data."""
     (folder / "ds.json").write_text(json.dumps(json_keys))
     run = RunConfig(
         deepspeed=str(folder / "ds.json"),
-        model=ModelConfig(config=model, attention=attention),
+        model=model,
         data=DataConfig(path="(none)", sequence_length=length, isolate_documents=isolate),
         optim=AdamW(lr=1e-4),
-        train=TrainConfig(micro_batch=micro_batch, accumulation=more.pop("accumulation", 1), max_steps=10),
-        **more,
+        train=TrainConfig(micro_batch=micro_batch, accumulation=accumulation, max_steps=10),
+        **sections,
     )
     return resolve(run, ranks, "a test")
+
+
+def resolved(
+    folder: Path, model: dict[str, Any], json_keys: dict[str, Any] = BF16, attention: Any = "auto", **more: Any
+) -> ResolvedRun:
+    return run_of(folder, json_keys, ModelConfig(config=model, attention=attention), **more)
 
 
 def chosen(run: ResolvedRun, device: torch.device) -> tuple[str, str]:
@@ -66,6 +73,8 @@ WIDE = {**LLAMA, "head_dim": 512}
         ({"model": DROPOUT}, GPU, "sdpa", "GPT2LMHeadModel does not go with varlen (model.attention varlen: GPT2At"),
         ({"model": WIDE}, GPU, "sdpa", "auto: sdpa, as varlen has heads of at most 256 features"),
         ({"model": FAMILIES["qwen3_moe"]}, GPU, "varlen", "auto: varlen"),
+        ({"model": LLAMA, "attention": "sdpa"}, GPU, "sdpa", "computes all pairs of a row's tokens"),
+        ({"model": LLAMA, "attention": "sdpa"}, CPU, "sdpa", ""),
         # A mask of 4 GiB and more would be refused: the CPU has a slow way without one.
         ({"model": LLAMA, "length": 65536, "micro_batch": 2}, CPU, "varlen", "auto: varlen"),
     ],
@@ -79,12 +88,6 @@ def test_a_mask_that_is_too_large_is_refused_where_there_has_to_be_one(tmp_path)
     run = resolved(tmp_path, LLAMA, {}, length=65536)
     with pytest.raises(ConfigError, match=r"model\.attention sdpa makes a mask of 8 GiB"):
         chosen(run, GPU)
-
-
-@pytest.mark.parametrize(("device", "noted"), [(GPU, True), (CPU, False)])
-def test_who_names_sdpa_and_isolates_documents_on_a_gpu_is_told(tmp_path, device, noted):
-    found = chosen(resolved(tmp_path, LLAMA, attention="sdpa"), device)
-    assert found[0] == "sdpa" and ("computes all pairs of a row's tokens" in found[1]) is noted
 
 
 @pytest.mark.parametrize(("family", "attention"), [("llama", "varlen"), ("gpt2", "sdpa")])

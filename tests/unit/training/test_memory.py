@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 from llmtrain.config.load import resolve
-from llmtrain.config.run import AdapterConfig, DataConfig, ModelConfig, ResolvedRun, RunConfig, TrainConfig
+from llmtrain.config.run import AdapterConfig, ModelConfig, ResolvedRun
 from llmtrain.config.stages import StageConfig
 from llmtrain.data.stream.loader import AnswerBatch, MicroBatch, TaughtBatch
 from llmtrain.engine.losses.named import loss_of
@@ -22,13 +21,13 @@ from llmtrain.models.run.activations import Activations, LiveBytes, count_activa
 from llmtrain.models.spec import ModelSpec
 from llmtrain.models.teacher import load_teacher, teacher_model
 from llmtrain.objectives.objective import Objective
-from llmtrain.optim.optimizers import AdamW
 from llmtrain.training.memory import fewest_layers, held_bytes
 from tests.helpers.families import FAMILIES, summed_loss
 from tests.helpers.hf_folders import new_model
 from tests.helpers.marks import slow
 from tests.unit.models.test_recompute import recomputing
 from tests.unit.models.test_tiled import model_of
+from tests.unit.training.test_attention_auto import run_of
 
 LENGTH, LAYERS = 64, 4
 
@@ -40,18 +39,10 @@ def resolved(
     objective: Objective | None = None,
     **model: Any,
 ) -> ResolvedRun:
-    file = folder / "ds.json"
-    file.write_text(json.dumps(json_keys))
-    run = RunConfig(
-        deepspeed=str(file),
-        model=ModelConfig(config=FAMILIES["llama"], **model),
-        data=DataConfig(path="(none)", sequence_length=LENGTH, isolate_documents=model.get("attention") == "varlen"),
-        adapter=adapter or AdapterConfig(),
-        objective=objective or Objective.of("next_token"),
-        optim=AdamW(lr=1e-4),
-        train=TrainConfig(micro_batch=2, accumulation=1, max_steps=10),
-    )
-    return resolve(run, 1, "one process")
+    sections = {"adapter": adapter or AdapterConfig(), "objective": objective or Objective.of("next_token")}
+    isolate = model.get("attention") == "varlen"
+    given = ModelConfig(config=FAMILIES["llama"], **model)
+    return run_of(folder, json_keys, given, isolate=isolate, length=LENGTH, **sections)
 
 
 def measured(layers: int, *, keep: bool) -> Activations:
