@@ -1,4 +1,4 @@
-"""Cables of the lab: delay, rate, loss, half-duplex, cut and heal, counters.
+"""Cables of the lab: delay, rate, loss, cut and heal, counters. Half-duplex: faults.py.
 
 A busy machine can only lower a throughput, so a floor is asked of the best of a few tries, and a ceiling of every try.
 """
@@ -84,22 +84,6 @@ def test_rate_and_what_the_switch_takes_for_it(lab3: Lab) -> None:
         assert 1.03 < counted / stream["bytes"] < 1.06
     cpu_share = (after.user + after.system - before.user - before.system) / stream["seconds"]
     assert cpu_share < 0.25  # 0.04 on an idle core; a busy one counts double
-
-
-def test_half_duplex_halves_what_goes_both_ways(lab3: Lab) -> None:
-    first, second, _ = lab3.hosts
-    serve(first, second)
-
-    def both() -> float:
-        streams = [begin(first, "send", second.name, PORT, "2"), begin(second, "send", first.name, PORT, "2")]
-        told = [end(stream) for stream in streams]  # one begins after the other: a rate is of the time that both took
-        seconds = max(each["began"] + each["seconds"] for each in told) - min(each["began"] for each in told)
-        return sum(each["bytes"] for each in told) * 8 / seconds / 1e6
-
-    first.shape(rate_mbit=20)
-    best(both, 26, 42)
-    first.shape(rate_mbit=20, half_duplex=True)
-    best(both, 12, 21)
 
 
 def test_loss_is_a_share_of_datagrams(lab3: Lab) -> None:

@@ -185,31 +185,24 @@ def test_most_sites_go_on(votes, going, used) -> None:
     assert agreed({site: set(have) for site, have in votes.items()}) == (list(going), list(used))
 
 
-def test_parameters_that_are_not_finite_are_left_out_and_mended(begun) -> None:
-    _, made = begun("abc")
-    values = (1, 2, float("nan"))
-    take_two_steps(made, values)
-    assert [engine.values.tolist() for _, engine, _ in made] == [[1.5] * 6] * 3
-    assert "not finite" in str(made[0][2][-1][1]["failed"])
-
-
-@pytest.mark.parametrize("compress", ["none", "int8"])
-def test_an_update_that_is_too_large_is_left_out_named_and_mended(begun, compress) -> None:
-    for names, values in (("abc", (1, 2, 1e9)), ("ab", (1, 1e9))):
-        _, made = begun(names, compress=compress)
-        take_two_steps(made, values)
-        want = 1.5 if len(names) == 3 else 1.0
-        assert all(engine.values.tolist() == pytest.approx([want] * 6, rel=1e-2) for _, engine, _ in made)
-        _, told = made[0][2][-1]
-        assert told["used"] == list(names[:-1]) and "the limit is 100" in str(told["failed"]), told
-
-
-def test_a_site_is_not_believed_more_steps_than_it_can_have_trained(begun) -> None:
-    """Else an update of any size would be small for each of them."""
-    _, made = begun("abc")
-    made[2][0]._trained = 1 << 40
-    take_two_steps(made, (1, 2, 1e9))
-    assert [engine.values.tolist() for _, engine, _ in made] == [[1.5] * 6] * 3
+@pytest.mark.parametrize(
+    ("names", "compress", "last", "claims", "says"),
+    [
+        ("abc", "none", float("nan"), None, "not finite"),
+        ("abc", "none", 1e9, None, "the limit is 100"),
+        ("ab", "int8", 1e9, None, "the limit is 100"),
+        ("abc", "none", 1e9, 1 << 40, "steps of 2 sequences have fewer"),  # small for each of so many samples
+    ],
+)
+def test_an_update_that_cannot_be_is_left_out_named_and_mended(begun, names, compress, last, claims, says) -> None:
+    _, made = begun(names, compress=compress)
+    if claims is not None:
+        made[-1][0]._trained = claims
+    take_two_steps(made, (*range(1, len(names)), last))
+    want = 1.5 if names == "abc" else 1.0
+    assert all(engine.values.tolist() == pytest.approx([want] * 6, rel=1e-2) for _, engine, _ in made)
+    _, told = made[0][2][-1]
+    assert told["used"] == list(names[:-1]) and says in str(told["failed"]), told
 
 
 def test_a_late_site_takes_parameters_momentum_and_step_from_the_others(joined, begun) -> None:
