@@ -62,12 +62,6 @@ def test_counts_that_cannot_be(counts, words):
     assert given((3, 1), 4, 2) == (3, 1)
 
 
-def test_more_stages_than_layers():
-    for refuse in (lambda: uniform(3, 4), lambda: given((1, 1, 1, 1), 3, 4)):
-        with pytest.raises(ModelError, match="at most 3 stages"):
-            refuse()
-
-
 def test_the_bubble():
     assert bubble_share(1, 8) == 0
     assert bubble_share(4, 1) == 0.75
