@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from llmtrain.base.errors import CheckpointError
-from llmtrain.checkpoint.hf import exporting, inference
+from llmtrain.checkpoint.hf import exporting
 from llmtrain.checkpoint.hf.exporting import export_hf
 from llmtrain.checkpoint.hf.folder_files import copy_beside
 from llmtrain.checkpoint.hf.proofs import ProofError, Report
@@ -262,26 +262,3 @@ def test_every_set_of_a_mixture_is_compared(tmp_path: Path, prepare: Any) -> Non
     trainer["run"]["data"]["mixture"] = {str(first): 1, str(third): 1}
     with pytest.raises(ProofError, match=r"b2-data.*other ids"):
         prove_serving(tmp_path / "a", trainer, report)
-
-
-def test_a_checkpoint_that_its_run_deletes_meanwhile_gives_way_to_a_newer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """`generate` of a live run was a traceback: the checkpoint that it had chosen went while torch was imported."""
-    for step in (1, 2):
-        (folder := tmp_path / f"run/checkpoints/step-{step:08d}").mkdir(parents=True)
-        (folder / "manifest.json").write_text("{}")
-    gone = []
-
-    def export(checkpoint: Path, out: Path, **_: Any) -> None:
-        out.mkdir()
-        if not gone:
-            gone.append(checkpoint)
-            shutil.rmtree(checkpoint)
-        (checkpoint / "manifest.json").read_bytes()
-        (out / "config.json").write_text("{}")
-
-    monkeypatch.setattr(inference, "export_hf", export)
-    with inference.usable_folder(str(tmp_path / "run"), "generate") as folder:
-        assert (folder / "config.json").exists() and gone[0].name == "step-00000002"
-    assert "step-00000001\n" in capsys.readouterr().err

@@ -20,6 +20,7 @@ from llmtrain.data.shards import PreparedSet
 from llmtrain.data.tokenize import Encoder
 from tests.helpers.play import BYTES, write_play
 from tests.helpers.prepared import edit_manifest
+from tests.unit.data.test_data_prepare import contents
 
 pytestmark = pytest.mark.long
 
@@ -52,10 +53,6 @@ def documents(folder: Path, split: str) -> list[str]:
     return [encoder.decode(piece[:-1].tolist()) for piece in np.split(tokens, ends)[:-1]]
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
-
-
 def test_one_text_file_is_cut_where_a_paragraph_ends_and_no_text_is_on_both_sides(
     play: Path, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -77,37 +74,6 @@ def test_one_text_file_is_cut_where_a_paragraph_ends_and_no_text_is_on_both_side
     more = PreparedSet(tmp_path / "more").manifest
     assert more.tokens["validation"] / sum(more.tokens.values()) == pytest.approx(0.3, rel=0.01)
     assert more.data_fingerprint != manifest.data_fingerprint and more.source_fingerprint == manifest.source_fingerprint
-
-
-def test_a_kill_between_the_shards_of_cut_documents_changes_nothing(play: Path, tmp_path: Path) -> None:
-    """What a kill leaves: some units with their records, and a shard of another without."""
-    text = play.read_text()
-    chapters = []
-    for number in range(6):
-        chapters.append(tmp_path / f"chapter-{number}.txt")
-        chapters[-1].write_text(text[number * 60_000 : (number + 1) * 60_000])
-    options = ("--shard-bytes", "50000")
-    assert prepare(chapters, tmp_path / "whole", *options) == 0
-    manifest = PreparedSet(tmp_path / "whole").manifest
-    assert manifest.cut == 6 and manifest.documents == {"train": 6, "validation": 6}
-    assert sorted(
-        map(
-            "".join,
-            zip(documents(tmp_path / "whole", "train"), documents(tmp_path / "whole", "validation"), strict=True),
-        )
-    ) == sorted(path.read_text() for path in chapters)
-    killed = tmp_path / "killed"
-    assert prepare(chapters, killed, *options, "--max-rejected", "1") == 0  # that setting does not change the result
-    manifest_file = json.loads((killed / "manifest.json").read_text())
-    (killed / "unfinished").mkdir()
-    plan = {"settings": manifest_file["settings"], "stat": manifest_file["source"]["stat"]}
-    (killed / "unfinished/plan.json").write_text(json.dumps(plan))
-    (killed / "manifest.json").unlink()
-    for name in ("train-00002.bin", "validation-00004.bin"):
-        (killed / name).unlink()
-    (killed / "train-00003.bin").write_bytes(b"half")
-    assert prepare(chapters, killed, *options) == 0
-    assert contents(killed) == contents(tmp_path / "whole")
 
 
 def test_short_documents_stay_whole_and_long_ones_are_cut(play: Path, tmp_path: Path) -> None:

@@ -18,10 +18,10 @@ import zstandard
 from llmtrain.commands.prepare import main
 from tests.helpers.chat import workers_here
 from tests.helpers.s3 import SECRET, Network, contents, s3
-from tests.unit.data.test_stored_sources import lines, tree
+from tests.unit.data.test_data_prepare import contents as files_of
+from tests.unit.data.test_stored_sources import lines
 
 pytestmark = [pytest.mark.slow, pytest.mark.needs("moto", "s3fs")]
-__all__ = ["tree"]
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -34,10 +34,6 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Network]]:
 def words(source: str, out: Path | str, *more: str) -> list[str]:
     given = ["--vocab-size", "300", "--shard-bytes", "60000", "--processes", "2", *more]
     return ["--source", source, "--out", str(out), *given]
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def shards(found: dict[str, bytes]) -> dict[str, bytes]:
@@ -74,7 +70,7 @@ def test_a_preparation_goes_on_after_a_kill_on_another_machine_over_a_bad_networ
     said = second.communicate(timeout=300)[0]
     assert second.returncode == 0 and "shards are already done" in said and network.cuts == 0, said
     there = contents(client, "set/")
-    assert shards(there) == shards(files(tmp_path / "here")) and "manifest.json" in there
+    assert shards(there) == shards(files_of(tmp_path / "here")) and "manifest.json" in there
     assert not [name for name in there if name.startswith("unfinished")] and not list((tmp_path / "two").iterdir())
 
 
