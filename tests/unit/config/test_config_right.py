@@ -113,20 +113,12 @@ def test_what_nothing_reads_is_noted(here: Path) -> None:
         "dump_state": True,
         "comms_logger": {"enabled": True},
     }
-    notes = [note.removeprefix("ds.json: ") for note in loaded(here, None, ds).notes]
-    assert [note for note in notes if "no effect" in note] == [
-        "zero_optimization.sub_group_size: no effect: nothing reads it at ZeRO 1",
-        "fp16.auto_cast: no effect: the inputs of a language model are whole numbers, which are not cast",
-        "aio.queue_depth: no effect: only an offload to NVMe reads it, which is not built yet",
-        "pipeline.pipe_partitioned: no effect: every tensor-parallel rank sends the complete hidden state",
-        "vocabulary_size: no effect: DeepSpeed warns of sizes by it, and no more",
-        "timers.throughput.synchronized: no effect: llmtrain measures and logs tokens per second itself",
-        "dump_state, comms_logger.enabled: no effect: DeepSpeed prints it at log level info: write "
-        '"log_level": "info" as well',
-        'comms_logger.enabled: no effect: nothing asks for its summary: write "verbose": true for a line a message',
-        "pipeline.partition: no effect: pipeline.stages is not above 1",
-        "expert_parallel.preset_model: no effect: expert_parallel.autoep_size is not above 1",
-    ]
+    notes = [note.partition(": no effect: ")[0] for note in loaded(here, None, ds).notes if "no effect" in note]
+    assert [keys.removeprefix("ds.json: ") for keys in notes] == [
+        "zero_optimization.sub_group_size", "fp16.auto_cast", "aio.queue_depth", "pipeline.pipe_partitioned",
+        "vocabulary_size", "timers.throughput.synchronized", "dump_state, comms_logger.enabled", "comms_logger.enabled",
+        "pipeline.partition", "expert_parallel.preset_model",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

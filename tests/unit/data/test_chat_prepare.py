@@ -221,6 +221,9 @@ def test_damage_is_found(place: Path, prepared: Path, tmp_path: Path) -> None:
         (("--too-long", "cut"), "say with --max-tokens N"),
         (("--max-tokens", "1"), "--max-tokens 1: must be at least 2; a row has a token to read and one to predict"),
         (("--format", "jsonl", "--count", "all"), "--count: is for conversations; add --format chat"),
+        (("--format", "choices", "--max-tokens", "10"), "--max-tokens: is for conversations"),
+        (("--format", "choices", "--validation-fraction", "0.1"), "--validation-fraction: all questions"),
+        (("--format", "choices", "--validation-source", "x"), "--validation-source: all questions"),
     ],
 )
 def test_options_that_cannot_be(

@@ -323,6 +323,7 @@ def test_bad_records_stop_the_run_until_they_are_allowed(
         (["--max-rejected", "-1"], "at least 0"),
         (["--processes", "0"], "at least 1"),
         (["--source", "no/such/file"], "no such file or folder"),
+        (["--format", "choices"], "--format choices needs --tokenizer FOLDER"),
     ],
 )
 def test_mistakes_are_messages(tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], says: str) -> None:

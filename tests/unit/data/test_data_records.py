@@ -111,6 +111,8 @@ def test_a_record_that_is_taken_as_it_is_has_each_key_once(tmp_path: Path) -> No
     (tmp_path / "a.jsonl").write_text('{"text": "a", "text": "b"}\n')
     assert "broken JSON (the key 'text' twice in an object)" in read(tmp_path / "a.jsonl", field=None)[1][0]
     assert read(tmp_path / "a.jsonl") == (["b"], [])
+    pq.write_table(pa.table({"text": [b"a"], "more": [None]}), tmp_path / "a.parquet")
+    assert read(tmp_path / "a.parquet", field=None)[0] == ['{"text": {"bytes": "b\'a\'"}}']  # bytes are no text
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])

@@ -159,23 +159,6 @@ def test_a_bad_record_is_named_and_the_others_are_kept_on_demand(
     assert "row 0 of validation (question 0, the answer)" in shown and "counted |  rain" in shown
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        (["--vocab-size", "300"], "--format choices needs --tokenizer FOLDER"),
-        (["--validation-fraction", "0.1"], "--validation-fraction: all questions"),
-        (["--validation-source", "x"], "--validation-source: all questions"),
-        (["--max-tokens", "10"], "--max-tokens: is for conversations"),
-    ],
-)
-def test_options_of_other_formats_are_refused(
-    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str], options: list[str], text: str
-) -> None:
-    given = ["--source", str(tmp_path), "--out", str(tmp_path / "o"), "--format", "choices", *options]
-    assert prepare([*given, *([] if "--vocab-size" in options else ["--tokenizer", str(tokenizer)])]) == 2
-    assert text in capsys.readouterr().err
-
-
 def test_questions_are_no_training_data_and_texts_are_no_questions(tmp_path: Path, tokenizer: Path) -> None:
     folder = prepared_choices(tmp_path, tokenizer, questions(3))
     with pytest.raises(DataError, match=r"measure a model and train none; name it in eval\.choices"):

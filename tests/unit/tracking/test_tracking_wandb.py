@@ -456,19 +456,9 @@ def test_samples_of_a_killed_launch_are_sent_again(tmp_path, monkeypatch):
 
 @pytest.fixture
 def no_credentials(tmp_path, monkeypatch):
-    for name in (
-        "WANDB_API_KEY",
-        "WANDB_IDENTITY_TOKEN_FILE",
-        "WANDB_MODE",
-        "WANDB_DISABLED",
-        "WANDB_DIR",
-        "WANDB_BASE_URL",
-        "NETRC",
-        "WANDB_CONFIG_DIR",
-    ):
-        monkeypatch.delenv(name, raising=False)
-    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
-        monkeypatch.delenv(name, raising=False)
+    for name in list(os.environ):
+        if name.startswith(("WANDB", "NETRC")) or name.lower().endswith("_proxy"):
+            monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
     return tmp_path
 
