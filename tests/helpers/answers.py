@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from llmtrain.data.stream.loader import TrainLoader
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.engine.dist.ranks import Ranks
-from llmtrain.engine.losses.function import LossFunction
 from llmtrain.objectives.objective import Objective
 from tests.helpers.training import (
     GLOBAL_BATCH,
@@ -26,6 +24,7 @@ from tests.helpers.training import (
     plain_training,
     resolved_run,
     save_checkpoint,
+    train_steps,
 )
 
 if TYPE_CHECKING:
@@ -39,32 +38,6 @@ Figures = list[dict[str, float]]
 def answers_case(data: str, **form: Any) -> Case:
     """A case whose sequences hold several answers."""
     return Case(data=data, length=LENGTH, isolate_documents=True, steps=STEPS, **{"model": SMALL, **form})
-
-
-def session_figures(
-    case: Case,
-    engine: ZeroEngine,
-    ranks: Ranks,
-    objective: LossFunction,
-    data: TrainData,
-    *,
-    first: int = 0,
-    before: Callable[[int], object] = lambda step: None,
-) -> Figures:
-    """Of each step from `first` on, as a run takes it. `before`: called with a step's number before it is taken."""
-    from llmtrain.training.step import Session
-
-    resolved = resolved_run(case, ranks.world_size)
-    batch, figures = resolved.batch, []
-    rate = functools.partial(resolved.run.schedule.factor, max_steps=STEPS)
-    session = Session(engine, ranks, resolved.degrees, rate, seed=0, step=first, objective=objective)
-    with TrainLoader(data, global_batch=batch.global_batch, micro_batch=batch.micro_batch,
-                     accumulation=batch.accumulation, rank=engine.mesh.place.data,
-                     data_parallel=batch.data_parallel, start_index=first * GLOBAL_BATCH) as loader:  # fmt: skip
-        for step in range(first, STEPS):
-            before(step)
-            figures.append(session.figures(session.step(next(loader))))
-    return figures
 
 
 def prove_first(
@@ -124,12 +97,8 @@ def trained_answers(
 
     if not folder:
         prove_first(case, engine, ranks, config, data)
-    figures = session_figures(case, engine, ranks, loss_of(config), data, first=2 if resumes else 0, before=save)
-    trace = as_in_a_trace(figures, assembled(engine, ranks))
+    first = 2 if resumes else 0
+    trace = train_steps(case, engine, ranks, first, STEPS, objective=loss_of(config), data=data, before=save)
+    trace.parameters = assembled(engine, ranks)
     engine.close()
-    return trace, figures
-
-
-def as_in_a_trace(figures: Figures, parameters: dict[str, torch.Tensor]) -> Trace:
-    """A run's losses and its parameters at the end."""
-    return Trace([each["loss"] for each in figures], [], parameters)
+    return trace, trace.figures

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,8 +50,7 @@ QWEN3 = (
 )
 
 
-@contextlib.contextmanager
-def workers_here() -> Iterator[None]:
+def workers_here() -> contextlib.AbstractContextManager[object]:
     """`llmtrain prepare` without processes for its workers, which import transformers for two seconds each; templates
     are rendered in theirs."""
 
@@ -60,8 +59,7 @@ def workers_here() -> Iterator[None]:
         for unit in todo:
             keep(unit, process_unit(unit, settings, encoder, lambda size: None))
 
-    with patch.object(preparation.pools, "run_units", run_units):
-        yield
+    return patch.object(preparation.pools, "run_units", run_units)
 
 
 class C(str):

@@ -6,10 +6,13 @@ the ranks are watched.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +38,23 @@ def _at_step(owner: Any, name: str, instead: Callable[..., Any]) -> None:
     setattr(owner, name, method)
 
 
-def raises(rank: int) -> None:
-    watched(rank)
-    if rank == 1:
-        from llmtrain.training.step import Session
+def _in_step(instead: Callable[..., Any]) -> Callable[[int], None]:
+    """A fault that rank 1 meets in place of its sixth training step: `instead(plain, self, batch, ...)`."""
 
-        def step(*_: Any, **__: Any) -> None:
-            raise ValueError("token 600 of a vocabulary of 512")
+    @functools.wraps(instead)
+    def before(rank: int) -> None:
+        watched(rank)
+        if rank == 1:
+            from llmtrain.training.step import Session
 
-        _at_step(Session, "step", step)
+            _at_step(Session, "step", instead)
+
+    return before
+
+
+@_in_step
+def raises(*_: Any, **__: Any) -> None:
+    raise ValueError("token 600 of a vocabulary of 512")
 
 
 def fails_in_transformers(rank: int) -> None:
@@ -63,14 +74,9 @@ def fails_in_transformers(rank: int) -> None:
         PipelineZeroEngine.check_head = check_head  # type: ignore[method-assign]
 
 
-def crashes(rank: int) -> None:
-    watched(rank)
-    if rank == 1:
-        import ctypes
-
-        from llmtrain.training.step import Session
-
-        _at_step(Session, "step", lambda *_, **__: ctypes.string_at(0))
+@_in_step
+def crashes(*_: Any, **__: Any) -> None:
+    ctypes.string_at(0)
 
 
 def file_server_is_silent(rank: int, fifo: Path) -> None:
@@ -82,32 +88,18 @@ def file_server_is_silent(rank: int, fifo: Path) -> None:
         _at_step(TrainLoader, "__next__", lambda *_, **__: fifo.read_bytes())
 
 
-def one_micro_batch_less(rank: int) -> None:
-    watched(rank)
-    if rank == 1:
-        from dataclasses import replace
-
-        from llmtrain.training.step import Session
-
-        def step(plain: Any, self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-            return plain(self, replace(batch, micro_batches=batch.micro_batches[:-1]), *args, **kwargs)
-
-        _at_step(Session, "step", step)
+@_in_step
+def one_micro_batch_less(plain: Any, self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    return plain(self, replace(batch, micro_batches=batch.micro_batches[:-1]), *args, **kwargs)
 
 
-def loops_for_ever(rank: int) -> None:
-    watched(rank)
-    if rank == 1:
-        from llmtrain.training.step import Session
+@_in_step
+def loops_for_ever(*_: Any, **__: Any) -> None:
+    from llmtrain.base.rank.heartbeat import heart
 
-        def step(*_: Any, **__: Any) -> None:
-            from llmtrain.base.rank.heartbeat import heart
-
-            heart.phase("forward")
-            while True:
-                pass
-
-        _at_step(Session, "step", step)
+    heart.phase("forward")
+    while True:
+        pass
 
 
 def spins_in_evaluate(rank: int) -> None:
@@ -199,8 +191,6 @@ def fails_before_training(rank: int) -> None:
 def waits_for_a_lock(rank: int) -> None:
     watched(rank)
     if rank == 1:
-        import threading
-
         from llmtrain.models.language import LanguageModel
 
         lock = threading.Lock()
@@ -211,8 +201,6 @@ def waits_for_a_lock(rank: int) -> None:
 def rank_0_saves_alone(rank: int) -> None:
     watched(rank)
     if rank == 0:
-        from dataclasses import replace
-
         from llmtrain.training.parts import Done
         from llmtrain.training.saving import Saving
 
@@ -222,20 +210,14 @@ def rank_0_saves_alone(rank: int) -> None:
         _at_step(Saving, "after_step", after_step)
 
 
-def another_collective(rank: int) -> None:
+@_in_step
+def another_collective(plain: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """One rank takes another way through the code."""
-    watched(rank)
-    if rank == 1:
-        import torch
-        import torch.distributed as dist
+    import torch
+    import torch.distributed as dist
 
-        from llmtrain.training.step import Session
-
-        def step(plain: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-            dist.broadcast(torch.zeros(4), src=0)
-            return plain(self, *args, **kwargs)
-
-        _at_step(Session, "step", step)
+    dist.broadcast(torch.zeros(4), src=0)
+    return plain(self, *args, **kwargs)
 
 
 def unhurried(rank: int) -> None:

@@ -30,7 +30,7 @@ from llmtrain.config.run import (
 )
 from llmtrain.config.stages import StageConfig
 from llmtrain.config.topology import Degrees
-from llmtrain.data.stream.loader import StepBatch, TrainData, TrainLoader
+from llmtrain.data.stream.loader import AnswerBatch, StepBatch, TrainData, TrainLoader
 from llmtrain.engine.api import StateTensor, Update
 from llmtrain.engine.deepspeed.engine import ZeroEngine
 from llmtrain.engine.deepspeed.process_group import join_process_group
@@ -238,7 +238,7 @@ def batches(
         start_index=start * GLOBAL_BATCH,
     ) as loader:
         for batch in loader:
-            yield uneven(batch)
+            yield batch if isinstance(batch.micro_batches[0], AnswerBatch) else uneven(batch)
 
 
 @functools.cache
@@ -281,6 +281,8 @@ class Trace:
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
     kept: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
     """Step -> parameters before it, for the steps that the caller named (plain PyTorch only)."""
+    figures: list[dict[str, float]] = field(default_factory=list)
+    """All that a step of the engine says of itself."""
 
 
 def one_step(
@@ -301,8 +303,10 @@ def train_steps(
     before_update: Callable[[], None] = lambda: None,
     objective: LossFunction = NEXT_TOKEN,
     data: TrainData | None = None,
+    before: Callable[[int], object] = lambda step: None,
 ) -> Trace:
-    """Steps [first, last) with the engine. `data`: in place of the case's."""
+    """Steps [first, last) with the engine. `data`: in place of the case's. `before`: called with a step's number before
+    the step."""
     trace = Trace([], [])
     resolved = resolved_run(case, ranks.world_size)
     place = resolved.degrees.place(ranks.rank)
@@ -310,11 +314,13 @@ def train_steps(
     rate = functools.partial(resolved.run.schedule.factor, max_steps=resolved.max_steps)
     seed = resolved.run.train.seed
     session = Session(engine, ranks, resolved.degrees, rate, seed=seed, objective=objective, step=first)
-    for _ in range(first, last):
+    for step in range(first, last):
+        before(step)
         done = session.step(next(source), before_update=before_update)
         assert not done.update.skipped
         norm = done.update.grad_norm
-        trace.losses.append(session.figures(done)["loss"])
+        trace.figures.append(session.figures(done))
+        trace.losses.append(trace.figures[-1]["loss"])
         trace.norms.append(float("nan") if norm is None else float(norm))
     source.close()  # type: ignore[attr-defined]
     return trace

@@ -20,10 +20,8 @@ from tests.helpers.answers import (
     STEPS,
     Figures,
     answers_case,
-    as_in_a_trace,
     plain_steps,
     prove_first,
-    session_figures,
 )
 from tests.helpers.preference import Plain, prepared_preferences
 from tests.helpers.training import (
@@ -34,6 +32,7 @@ from tests.helpers.training import (
     largest_difference,
     make_engine,
     resolved_run,
+    train_steps,
 )
 from tests.ranks.test_adapter import written
 from tests.ranks.test_vocabulary import grown
@@ -68,14 +67,14 @@ def trained(case: Case, config: Objective) -> tuple[Trace, Figures]:
     base = base_of(engine, spec, spec.initial_weights(0, ranks.device))
     objective = with_reference(loss_of(config), config, base)
     prove_first(case, engine, ranks, config, data, base)
-    figures = session_figures(case, engine, ranks, objective, data)
+    trace = train_steps(case, engine, ranks, 0, STEPS, objective=objective, data=data)
     last = list(validation_batches(data, sequences=3, micro_batch=2, rank=rank, data_parallel=batch.data_parallel))
     if isinstance(objective, LooksAhead):
         objective.look(last, engine.evaluate)
-    figures.append(engine.evaluate(last, objective)[0])
-    trace = as_in_a_trace(figures, assembled(engine, ranks))
+    trace.figures.append(engine.evaluate(last, objective)[0])
+    trace.parameters = assembled(engine, ranks)
     engine.close()
-    return trace, figures
+    return trace, trace.figures
 
 
 def test_the_base_of_an_adapter_is_the_reference(pools: Any, tmp_path: Any) -> None:
@@ -119,10 +118,10 @@ def halves(case: Case, config: Objective, folder: str, first: int) -> tuple[Trac
         if step == HALF and not first:
             save_checkpoint(engine, Path(folder) / "checkpoints", HALF, trainer, resolved, ranks, left_out)
 
-    figures = session_figures(case, engine, ranks, objective, data, first=first, before=save)
-    trace = as_in_a_trace(figures, assembled(engine, ranks))
+    trace = train_steps(case, engine, ranks, first, STEPS, objective=objective, data=data, before=save)
+    trace.parameters = assembled(engine, ranks)
     engine.close()
-    return trace, figures
+    return trace, trace.figures
 
 
 HALF, TOKENS = 2, 264
