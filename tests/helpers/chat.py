@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -141,7 +141,6 @@ KINDS = {
 
 def write_tokenizer(folder: Path, kind: Kind, merges: tuple[tuple[str, str], ...] = ()) -> Path:
     """A tokenizer folder of the kind, with generation_config.json as a model's folder has it."""
-    folder.mkdir(parents=True, exist_ok=True)
     tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(a + b for a, b in merges)]
     vocab = {token: number for number, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=list(merges)))
@@ -149,15 +148,16 @@ def write_tokenizer(folder: Path, kind: Kind, merges: tuple[tuple[str, str], ...
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in kind.special])
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in kind.added])
+    return save_tokenizer(folder, tokenizer, kind.template, [kind.eos, kind.stop], kind.bos)
+
+
+def save_tokenizer(folder: Path, tokenizer: Tokenizer, template: str, stops: Sequence[str], bos: str | None) -> Path:
+    """The folder of a model's tokenizer. `stops`: where its generation_config.json ends an answer, first its eos."""
+    folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    settings: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": kind.eos,
-        "chat_template": kind.template,
-        **({"bos_token": kind.bos} if kind.bos else {}),
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    ends = [tokenizer.token_to_id(kind.eos), tokenizer.token_to_id(kind.stop)]
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": stops[0], "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | ({"bos_token": bos} if bos else {})))
+    ends = [tokenizer.token_to_id(token) for token in stops]
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     return folder
 

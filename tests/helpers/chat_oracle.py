@@ -20,6 +20,8 @@ from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from tests.helpers.chat import save_tokenizer
+
 Message = dict[str, Any]
 
 
@@ -203,8 +205,6 @@ def _base(kind: str) -> str:
 
 
 def write_family(folder: Path, family: Family) -> Path:
-    """The folder of a model's tokenizer, with what its generation_config.json says of where generation stops."""
-    folder.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer.from_str(_base(family.tokens))
     tokenizer.add_special_tokens([
         AddedToken(token, special=True, normalized=False, rstrip=family.rstrip and token not in ("<s>",))
@@ -217,17 +217,7 @@ def write_family(folder: Path, family: Family) -> Path:
             single=f"{family.bos} $A", pair=f"{family.bos} $A {family.bos} $B", special_tokens=[(family.bos, number)]
         )
         tokenizer.post_processor = begins  # type: ignore[assignment]
-    tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": family.stops[0],
-        "chat_template": family.template,
-        **({"bos_token": family.bos} if family.bos else {}),
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    ends = [tokenizer.token_to_id(token) for token in family.stops]
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
-    return folder
+    return save_tokenizer(folder, tokenizer, family.template, family.stops, family.bos)
 
 
 # --- the oracle -----------------------------------------------------------------------------------
