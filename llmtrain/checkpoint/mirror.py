@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -112,10 +112,10 @@ class Mirrored:
             beat()
             self.store.get(_name(step, name), into / name)
 
-    def prune(self, keep: int, best: Best | None) -> None:
-        """Delete all but the `keep` newest complete checkpoints and the best, and older remains of uploads."""
-        found = self.complete()
-        stays = set(list(found)[: max(1, keep)])
+    def prune(self, found: Sequence[int], keep: int, best: Best | None) -> None:
+        """Delete all but the `keep` newest checkpoints and the best, and older remains of uploads. `found`: the steps
+        of the complete ones, newest first."""
+        stays = set(found[: max(1, keep)])
         if best is not None and len(found) > keep:
             trainers = {step: untrusted.loads(self.store.read(_name(step, TRAINER)), infinite=True) for step in found}
             figures = [(step, figure) for step in found if (figure := best.figure(trainers[step])) is not None]
@@ -264,7 +264,8 @@ class _Mirroring:
             if there.get(step) != manifest:  # else as after another launch, or a deletion that failed
                 shutil.copytree(folder, links, copy_function=os.link)
                 size = self._store.put(links, step)
-            self._store.prune(self._keep, self._best)
+            older = [other for other in there if other != step and other not in given_up]
+            self._store.prune([step, *older], self._keep, self._best)
         except Exception as error:  # each driver has its own
             if folder.exists():  # else retention was faster than the links
                 self._failed(step, error)

@@ -10,25 +10,20 @@ import contextlib
 import os
 import re
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from llmtrain.base import units, untrusted
 from llmtrain.base.errors import CheckpointError
-from llmtrain.base.files import lock_folder
 from llmtrain.base.redact import redact_text
 from llmtrain.checkpoint.format import MANIFEST, TRAINER, Manifest, step_of
 from llmtrain.checkpoint.listing import find_checkpoints
 from llmtrain.checkpoint.mirror import Mirrored
 from llmtrain.checkpoint.verify import verify
-from llmtrain.storage.folders import place_of
+from llmtrain.storage.folders import alone, announce, place_of
 from llmtrain.storage.object_store import Store, StoreError, is_url, problem_of
 
 _STEP = re.compile(r"step-([0-9]{1,18})")
-_SPARE = 64 << 20
-"""Bytes that a download leaves free."""
 
 
 class Remote:
@@ -36,12 +31,13 @@ class Remote:
 
     def __init__(self, url: str) -> None:
         """Raises CheckpointError: the store cannot be used."""
+        self._given = redact_text(url)
         if found := problem_of(url):
-            raise self._wrong(url, "; ".join(found))
+            raise self._wrong("; ".join(found))
         base, _, last = url.rstrip("/").rpartition("/")
         step = _STEP.fullmatch(last)
         run = base if step else url.rstrip("/")
-        self._given, self._step = redact_text(url), int(step[1]) if step else None
+        self._step = int(step[1]) if step else None
         with self._told():
             beside = {name.partition("/")[0] for name in Store(run).files() if name.partition("/")[2]}
             inside = "checkpoints" in beside and not any(map(_STEP.fullmatch, beside))
@@ -99,30 +95,24 @@ class Remote:
         manifest = Manifest.read(outlined)
         try:
             checkpoints.mkdir(parents=True, exist_ok=True)
-            lock = lock_folder(place, wait=True)
-            try:
+            with alone(place):
                 wanted = (outlined / MANIFEST).read_bytes()
                 if (folder / MANIFEST).is_file() and (folder / MANIFEST).read_bytes() == wanted:
                     return folder
                 for old in (folder, partial):
                     shutil.rmtree(old, ignore_errors=True)
-                total = sum(entry.bytes for entry in manifest.files.values())
-                if total > shutil.disk_usage(place).free - _SPARE:
-                    text = f"{units.size(total)} are to be fetched into {place}, which has no room. Set LLMTRAIN_CACHE"
-                    raise self._wrong(self._given, text)
-                line = f"fetching {self.url}/{outlined.name}: {units.size(total)}"
-                print(untrusted.shown(line), file=sys.stderr, flush=True)
+                sizes = {name: entry.bytes for name, entry in manifest.files.items()}
+                remedy = "LLMTRAIN_CACHE to a folder with room"
+                announce(f"{self.url}/{outlined.name}", sizes, place, remedy, self._wrong)
                 with self._told():
                     self.mirrored.get(manifest.step, partial, lambda: None)
                 if wrong := verify(partial):
                     shutil.rmtree(partial)
-                    raise self._wrong(self._given, f"{outlined.name} is damaged there: {wrong[0]}. Take another one")
+                    raise self._wrong(f"{outlined.name} is damaged there: {wrong[0]}. Take another one")
                 return partial.rename(folder)
-            finally:
-                os.close(lock)
         except OSError as error:
             text = f"{place} cannot be written: {error.strerror}. Set LLMTRAIN_CACHE to a folder with room"
-            raise self._wrong(self._given, text) from error
+            raise self._wrong(text) from error
 
     @contextlib.contextmanager
     def _told(self) -> Iterator[None]:
@@ -130,11 +120,10 @@ class Remote:
             yield
         except (StoreError, FileNotFoundError) as error:
             text = f"cannot be read ({error}). Correct the address or the access to it"
-            raise self._wrong(self._given, text) from error
+            raise self._wrong(text) from error
 
-    @staticmethod
-    def _wrong(url: str, text: str) -> CheckpointError:
-        return CheckpointError(f"{redact_text(url)}: {text}.")
+    def _wrong(self, text: str) -> CheckpointError:
+        return CheckpointError(f"{self._given}: {text}.")
 
 
 def checkpoints_at(path: str, count: int = 1, find: Callable[[Path], list[Path]] = find_checkpoints) -> list[Path]:

@@ -7,7 +7,7 @@ Nothing is printed unless LLMTRAIN_SUPERVISED is 1, so a user who starts a job b
     place       ranks: list of {rank, host, local_rank, device, pid}; once, when the ranks have met
     progress    text ("": ended), share (0 to 1, or None): in place of lines on standard output, where TERMINAL is 1
     checkpoint  step: of a checkpoint that is complete
-    fault       what, host, ranks, step, cause, signature, text: see `Explanation` in `watch.explain.facts`
+    fault       what, host, ranks, step, cause, signature, text: see `Explanation` in `watch.facts`
     end         status: complete | stopped (from outside) | ended (by a part of the run) | refused | failed (the hosts'
                 fault, not the user's), code: of the process, reason: or None
 """

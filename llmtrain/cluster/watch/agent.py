@@ -28,9 +28,9 @@ from llmtrain.base.files import lock_folder
 from llmtrain.base.rank import messages
 from llmtrain.base.rank.folder import AGENT, JOB, RUN, own, read_json, sweep, write_json
 from llmtrain.base.rank.processes import Process, identify, oom_kills
+from llmtrain.cluster.watch.causes import explain
 from llmtrain.cluster.watch.ending import close_output, end_host, end_ssh, job_of
-from llmtrain.cluster.watch.explain.causes import explain
-from llmtrain.cluster.watch.explain.facts import Explanation, HostFacts, JobFacts, RankFacts
+from llmtrain.cluster.watch.facts import Explanation, HostFacts, JobFacts, RankFacts
 from llmtrain.cluster.watch.notes import Notes
 from llmtrain.cluster.watch.observe import HostRanks, captured, with_gpus
 from llmtrain.cluster.watch.verdict import SILENT_S, Judge, Pauses, Stragglers, Verdict

@@ -14,7 +14,7 @@ import pytest
 
 from llmtrain.cluster.watch import agent
 from llmtrain.cluster.watch.agent import Agent
-from llmtrain.cluster.watch.explain.facts import RankFacts
+from llmtrain.cluster.watch.facts import RankFacts
 from llmtrain.cluster.watch.notes import Notes
 from llmtrain.cluster.watch.verdict import Verdict
 

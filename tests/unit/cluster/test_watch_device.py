@@ -17,8 +17,8 @@ from llmtrain.base.rank.device_faults import device_fault, is_echo, telling_line
 from llmtrain.base.rank.stacks import Recorded, excerpt
 from llmtrain.cluster import gpus
 from llmtrain.cluster.watch import observe
-from llmtrain.cluster.watch.explain.causes import explain
-from llmtrain.cluster.watch.explain.facts import HostFacts, RankFacts
+from llmtrain.cluster.watch.causes import explain
+from llmtrain.cluster.watch.facts import HostFacts, RankFacts
 from tests.helpers import gpu_texts as texts
 from tests.unit.cluster.test_watch_explain import CLOSED, job, waiting
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from llmtrain.base.rank.stacks import Frame, parse_stacks
-from llmtrain.cluster.watch.explain.causes import explain
-from llmtrain.cluster.watch.explain.facts import HostFacts, JobFacts, RankFacts
+from llmtrain.cluster.watch.causes import explain
+from llmtrain.cluster.watch.facts import HostFacts, JobFacts, RankFacts
 
 IN_BACKWARD = (
     Frame("/x/.venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", 3252, "all_reduce"),

@@ -17,7 +17,7 @@ from llmtrain.base.rank import folder, processes, watch
 from llmtrain.base.rank.heartbeat import PHASES, Heartbeat, named, read
 from llmtrain.cluster.watch import ending, observe
 from llmtrain.cluster.watch.agent import Server, answers, call, wait
-from llmtrain.cluster.watch.explain.facts import RankFacts
+from llmtrain.cluster.watch.facts import RankFacts
 
 
 @pytest.fixture

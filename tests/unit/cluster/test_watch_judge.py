@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from llmtrain.cluster.watch.explain.facts import RankFacts
+from llmtrain.cluster.watch.facts import RankFacts
 from llmtrain.cluster.watch.verdict import Judge, Pauses, Stragglers
 
 

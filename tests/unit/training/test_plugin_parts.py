@@ -12,8 +12,8 @@ from torch import nn
 
 from llmtrain.base.rank.heartbeat import heart
 from llmtrain.base.rank.stacks import Frame
-from llmtrain.cluster.watch.explain.causes import explain
-from llmtrain.cluster.watch.explain.facts import JobFacts, RankFacts
+from llmtrain.cluster.watch.causes import explain
+from llmtrain.cluster.watch.facts import JobFacts, RankFacts
 from llmtrain.config import plugins
 from llmtrain.training import plugin_parts
 from llmtrain.training.plugin_parts import Guarded, Surroundings

@@ -15,7 +15,7 @@ from llmtrain.base import units
 from llmtrain.base.rank.device_faults import FAULTS, DeviceFault, device_fault, timed_out
 from llmtrain.base.rank.stacks import Recorded, place
 from llmtrain.cluster.gpus import Xid, read_xids
-from llmtrain.cluster.watch.explain.facts import (
+from llmtrain.cluster.watch.facts import (
     AGAIN,
     OTHER_WAY,
     Cause,
