@@ -111,7 +111,6 @@ def _train(argv: list[str], parts: Sequence[Part] = ()) -> tuple[ResolvedRun, in
             start_timeout_s=resolved.run.fault.start_timeout_s,
             run_dir=resolved.run_dir,
             agent="llmtrain.cluster.watch.agent",
-            notes="llmtrain.tracking.fault_note",
         )
         let_segments_grow()
         if resolved.run.train.deterministic:  # without it cuBLAS may add in any order, and torch refuses its products

@@ -1,6 +1,6 @@
 """Writes down a fault that ended a run, a pause or a straggler: events.jsonl first, then W&B. A process of its own.
 
-Started by the watch of a host (cluster/watch/notes.py), which gives it a few seconds and then ends it: the ranks, and
+Started by the watch of a host (cluster/watch/agent.py), which gives it a few seconds and then ends it: the ranks, and
 the W&B process that belongs to them, may hang or be dead. Reads one JSON object from standard input.
 """
 
@@ -15,7 +15,6 @@ from typing import Any
 
 from llmtrain.base.redact import redact
 from llmtrain.tracking.local import JsonLines
-from llmtrain.tracking.wandb_sink import QUIET, choose_mode
 
 
 def write_event(run_dir: Path, kind: str, event: dict[str, Any]) -> None:
@@ -27,6 +26,8 @@ def write_event(run_dir: Path, kind: str, event: dict[str, Any]) -> None:
 
 def tell_wandb(run_dir: Path, run_id: str, tracking: dict[str, Any], event: dict[str, Any]) -> None:
     """Mark the run as failed, with the paragraph in its summary under `fault`. May raise anything, and may hang."""
+    from llmtrain.tracking.wandb_sink import QUIET, choose_mode
+
     mode, _ = choose_mode(tracking["wandb"])
     if mode == "disabled":
         return

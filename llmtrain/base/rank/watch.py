@@ -70,9 +70,8 @@ def _parents() -> tuple[Process, ...]:
     return tuple(process for process in parents if process is not None and process.pid > 1)
 
 
-def begin(*, stall_timeout_s: float, start_timeout_s: float, run_dir: str, agent: str, notes: str) -> None:
-    """Start the heartbeat and, on local rank 0, the agent, before anything slow. `agent`, `notes`: its module, and the
-    one that writes faults down."""
+def begin(*, stall_timeout_s: float, start_timeout_s: float, run_dir: str, agent: str) -> None:
+    """Start the heartbeat and, on local rank 0, the agent, before anything slow. `agent`: its module."""
     global _folder, _stack_file, _has_failed, alone_s
     _has_failed = False
     alone_s = stall_timeout_s if _folder is None else None
@@ -91,7 +90,7 @@ def begin(*, stall_timeout_s: float, start_timeout_s: float, run_dir: str, agent
         asked = os.open(of_rank(folder, rank, "ask"), os.O_RDWR | os.O_CLOEXEC)
         heart.connect(of_rank(folder, rank, "beat"), rank=rank, local_rank=local_rank)
         if local_rank == 0:
-            _start_agent(agent, folder, stall_timeout_s, start_timeout_s, os.path.abspath(run_dir), notes)
+            _start_agent(agent, folder, stall_timeout_s, start_timeout_s, os.path.abspath(run_dir))
     except OSError as error:
         log.warn(f"the run is not watched: {error.strerror} ({error.filename})")
         return
@@ -232,7 +231,7 @@ def _words(error: BaseException) -> str:
     return f"{type(error).__name__}: {with_reason(str(error))}".removesuffix(": ")[:500]
 
 
-def _start_agent(agent: str, folder: Path, stall_s: float, start_s: float, run_dir: str, notes: str) -> None:
+def _start_agent(agent: str, folder: Path, stall_s: float, start_s: float, run_dir: str) -> None:
     settings = {
         "folder": str(folder),
         "launcher": os.getppid(),
@@ -241,7 +240,6 @@ def _start_agent(agent: str, folder: Path, stall_s: float, start_s: float, run_d
         # Beyond fault.start_timeout_s, so that gloo's own error comes first; the judge's stall_s is added to this.
         "connects_s": start_s + _CONNECT_GRACE_S - stall_s,
         "run_dir": run_dir,
-        "notes": notes,
         "host": socket.gethostname(),
     }
     words = [sys.executable, "-m", agent, json.dumps(settings)]

@@ -17,7 +17,7 @@ from llmtrain.cluster.hosts.hostfile import Host
 from llmtrain.cluster.launch.job import Job, say
 from llmtrain.cluster.launch.launchers import launcher_of
 from llmtrain.cluster.launch.plan import Options, Plan, Run, host_of_rank, make_plan, place_lines
-from llmtrain.cluster.watch.notes import write_event
+from llmtrain.tracking.fault_note import write_event
 
 FAULT_CODE = 1
 """Exit code of a launch that ended by a fault without a restart."""
@@ -278,7 +278,8 @@ class Launch:
             say(f"launch: {text}")
         if summary := self._supervisor.summary():
             say(f"launch: {summary}")
-            self._event("launch", code=code, restarts=self._supervisor.restarts, summary=summary)
+            event = {"code": code, "restarts": self._supervisor.restarts, "summary": summary}
+            write_event(self._run_dir, "launch", event)
         return code
 
     def _attempt(self) -> tuple[Attempt, int]:
@@ -370,15 +371,15 @@ class Launch:
         size = f"{units.counted(len(chosen), 'host')}, {units.counted(sum(host.slots for host in chosen), 'rank')}"
         without = f", without {', '.join(dropped)}" if dropped else ""
         say(f"launch: restarting from step {step} on {size}{without}")
-        self._event(
-            "restart",
-            restart=self._supervisor.restarts,
-            step=step,
-            after=signature,
-            hosts=[host.name for host in chosen],
-            dropped=dropped,
-            wait_s=wait_s,
-        )
+        event = {
+            "restart": self._supervisor.restarts,
+            "step": step,
+            "after": signature,
+            "hosts": [host.name for host in chosen],
+            "dropped": dropped,
+            "wait_s": wait_s,
+        }
+        write_event(self._run_dir, "restart", event)
         return None
 
     def _answering(self) -> tuple[Host, ...]:
@@ -422,12 +423,6 @@ class Launch:
         complete = (self._run_dir / "checkpoints").glob("step-*/manifest.json")
         steps = (path.parent.name.removeprefix("step-") for path in complete)
         return max((int(step) for step in steps if step.isdecimal()), default=0)
-
-    def _event(self, kind: str, **fields: Any) -> None:
-        try:
-            write_event(self._run_dir, kind, fields)
-        except OSError as error:
-            say(f"warning: events.jsonl of {self._run_dir} cannot be written here ({error.strerror})")
 
 
 def _not_started(step: int, why: str) -> Attempt:

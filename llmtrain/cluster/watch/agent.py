@@ -16,6 +16,7 @@ import select
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -31,7 +32,6 @@ from llmtrain.base.rank.processes import Process, identify, oom_kills
 from llmtrain.cluster.watch.causes import explain
 from llmtrain.cluster.watch.ending import close_output, end_host, end_ssh, job_of
 from llmtrain.cluster.watch.facts import Explanation, HostFacts, JobFacts, RankFacts
-from llmtrain.cluster.watch.notes import Notes
 from llmtrain.cluster.watch.observe import HostRanks, captured, with_gpus
 from llmtrain.cluster.watch.verdict import SILENT_S, Judge, Pauses, Stragglers, Verdict
 
@@ -201,6 +201,56 @@ _ENDED_S = 5.0
 """Time for the other hosts to end their ranks."""
 
 
+_NOTE_WITHIN_S = 9.5
+"""Limit of one process that writes an event; W&B needs seconds."""
+
+
+class _Notes:
+    """Writes an agent's events down, each in a process of its own: no full disk and no W&B holds up the agent."""
+
+    def __init__(self, run_dir: str) -> None:
+        self._run_dir = run_dir
+        self._open: list[tuple[subprocess.Popen[bytes], float]] = []
+
+    def write(self, kind: str, event: dict[str, Any], run: dict[str, Any] | None = None) -> None:
+        """Start to write an event to events.jsonl; with `run` (the file RUN) W&B gets it, too."""
+        if not os.path.isdir(self._run_dir):
+            return
+        content = {"run_dir": self._run_dir, "kind": kind, "event": event, "run": run or {}}
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "llmtrain.tracking.fault_note"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            assert process.stdin is not None
+            process.stdin.write(json.dumps(content).encode())
+            process.stdin.close()
+        except OSError:
+            return
+        self._open.append((process, time.monotonic()))
+
+    def reap(self) -> None:
+        """Kill those that are done or over their time, with all that they started. Call it often."""
+        still = []
+        for process, began_s in self._open:
+            if process.poll() is None and time.monotonic() - began_s < _NOTE_WITHIN_S:
+                still.append((process, began_s))
+                continue
+            with contextlib.suppress(OSError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        self._open = still
+
+    def finish(self) -> None:
+        """Wait until all have ended."""
+        while self._open:
+            self.reap()
+            time.sleep(0.05)
+
+
 class Agent:
     """Watches the ranks of one host."""
 
@@ -208,7 +258,7 @@ class Agent:
         """Raises OSError."""
         self.folder = Path(settings["folder"])
         self.host = str(settings["host"])
-        self.notes = Notes(str(settings["run_dir"]), str(settings["notes"]))
+        self.notes = _Notes(str(settings["run_dir"]))
         self.stall_s = float(settings["stall_s"])
         self.launcher: Process | None = identify(int(settings["launcher"]))
         self.started_by = job_of(int(settings["launcher"]))

@@ -30,7 +30,6 @@ def watch(folder: str, *, stall_timeout_s: float = 300.0, start_timeout_s: float
             start_timeout_s=start_timeout_s,
             run_dir=folder,
             agent="llmtrain.cluster.watch.agent",
-            notes="llmtrain.cluster.watch.notes",
         )
         yield
 

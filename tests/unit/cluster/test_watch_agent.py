@@ -15,7 +15,6 @@ import pytest
 from llmtrain.cluster.watch import agent
 from llmtrain.cluster.watch.agent import Agent
 from llmtrain.cluster.watch.facts import RankFacts
-from llmtrain.cluster.watch.notes import Notes
 from llmtrain.cluster.watch.verdict import Verdict
 
 
@@ -27,7 +26,6 @@ def root(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Agent]:
         "folder": str(tmp_path / "watch"),
         "host": "node-1",
         "run_dir": str(tmp_path),
-        "notes": "llmtrain.tracking.fault_note",
         "stall_s": getattr(request, "param", 300.0),
         "connects_s": 30.0,
     }
@@ -136,7 +134,7 @@ class Simulated:
         monkeypatch.setattr(agent, "captured", lambda *_, **__: self.wait(1.0) or {"stacks": []})
         monkeypatch.setattr(root.ranks, "observe", self._observe)
         monkeypatch.setattr(root, "_end_everywhere", lambda lost: setattr(self, "ended_s", self.now))
-        monkeypatch.setattr(root, "notes", Notes("/nonexistent", ""))
+        monkeypatch.setattr(root, "notes", agent._Notes("/nonexistent"))
 
     def wait(self, seconds: float) -> None:
         self.now += seconds

@@ -218,7 +218,7 @@ import signal, sys, threading, time
 sys.path.insert(0, sys.argv[2])
 from llmtrain.base.rank import watch
 agent = 'llmtrain.cluster.watch.agent'
-watch.begin(stall_timeout_s=60.0, start_timeout_s=60.0, run_dir=sys.argv[1], agent=agent, notes='none')
+watch.begin(stall_timeout_s=60.0, start_timeout_s=60.0, run_dir=sys.argv[1], agent=agent)
 threading.Thread(target=time.sleep, args=(300,), daemon=True).start()
 def steps():
     print(watch._folder, flush=True)
