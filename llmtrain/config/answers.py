@@ -1,8 +1,7 @@
-"""Rule and remedy for a key that does not exist, and for a value of the wrong type.
+"""Rule and remedy for an unknown key, and for a value of the wrong type.
 
-A key, a flag or a value that does not exist is answered by the tables of docs/migrate.md first, which say what the
-names of other stacks are here, then by our own names. A name that is like none is answered by no guess: a wrong one
-costs more than none.
+The tables of docs/migrate.md, with the names of other stacks, answer an unknown key, flag or value first, then our own
+names do. A name unlike all others gets no guess: a wrong one costs more than none.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ from llmtrain.config.schema import ENTRIES, SHARED, entries, schema, type_name
 _PAGE = Path(__file__).parents[1] / "commands/shipped/docs/migrate.md"
 _OWNERS = {"transformers": "transformers", "trl": "TRL", "peft": "PEFT", "llamafactory": "LLaMA-Factory"}
 _RENAMED = {"model.keep_attention": "model.recompute.keep: attention"}
-"""Fields that have moved -> what stands for them now."""
+"""Moved field -> its replacement."""
 _NO_CONFIGURATION = "transformers.cli.chat.Chat"
 
 
 def rows(text: str) -> Iterator[tuple[list[str], str]]:
-    """(their names, our answer) of each line of a table."""
+    """Yield (their names, our answer) for each line of a table."""
     for line in re.findall(r"^\| (`.*) \|$", text, re.M):
         theirs, ours = line.split(" | ")
         yield re.findall(r"`([\w.]+)`", theirs), ours
 
 
 def tables(page: str) -> Iterator[tuple[list[str], str, str]]:
-    """(the classes whose options they are, such as trl.SFTConfig, an option, our answer), in the page's order."""
+    """Yield (classes with the option, such as trl.SFTConfig, the option, our answer), in the page's order."""
     for classes, text in re.findall(r"<!-- options: (.*?) -->\n(.*?)(?=\n## |\n<!-- |\Z)", page, re.S):
         for theirs, ours in rows(text):
             for name in theirs:
@@ -45,7 +44,7 @@ def tables(page: str) -> Iterator[tuple[list[str], str, str]]:
 
 @functools.cache
 def _elsewhere() -> dict[str, list[tuple[str, str]]]:
-    """Name -> (who calls something so, what it is here), in the page's order."""
+    """Name -> (its stack, our answer), in the page's order."""
     found: dict[str, list[tuple[str, str]]] = {}
     for classes, name, ours in tables(_PAGE.read_text(encoding="utf-8")):
         if _NO_CONFIGURATION not in classes:
@@ -55,7 +54,7 @@ def _elsewhere() -> dict[str, list[tuple[str, str]]]:
 
 
 def _answer_of(name: str, value: Any) -> tuple[str, str]:
-    """The first answer that has the value, such as `sigmoid` of DPO's `loss_type`, then one for all other values."""
+    """Return the first answer with the value, such as `sigmoid` of DPO's `loss_type`, or else one for other values."""
     answers = _elsewhere()[name]
     word = f"`[{', '.join(map(str, value))}]`" if isinstance(value, list) else f"`{value}`"
     exact = [each for each in answers if word in each[1]]
@@ -82,7 +81,7 @@ def unknown(cls: type[Any], key: str, value: Any, problems: Problems) -> None:
 
 
 def _names(cls: type[Any]) -> list[str]:
-    """The fields of a section; of one with choices those of each."""
+    """Return the fields of a section and of all its choices."""
     choices = cls.CHOICES.values() if issubclass(cls, Choice) else ()
     selector = [cls.SELECTOR] if issubclass(cls, Choice) else []
     return [*selector, *dict.fromkeys(item.name for each in (cls, *choices) for item in fields(each) if item.init)]
@@ -114,7 +113,7 @@ def of_section(cls: type[Any], key: str, value: Any) -> tuple[str, str]:
 
 
 def _one_of(value: Any, known: Iterable[str]) -> str | None:
-    """The known word that is a part of a value, such as adamw of transformers' adamw_torch_fused."""
+    """Return a known word within a value, such as adamw in transformers' adamw_torch_fused."""
     return min(set(str(value).split("_")) & set(known), default=None)
 
 
@@ -162,14 +161,14 @@ def _answer(key: str, value: Any, dashes: str) -> tuple[str, str]:
 
 
 def _like(section: str, name: str, known: list[str]) -> str | None:
-    """By names without their sections first: `train.` alone would make any field of train look like any other."""
+    """Compare names without their sections first: with `train.` all fields of train look similar."""
     beside = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == section}
     if near := closest(name, beside):
         return beside[near]
     everywhere: dict[str, str | None] = {}
     for each in known:
         last = each.rpartition(".")[2]
-        everywhere[last] = None if last in everywhere else each  # of one name in two sections neither is meant
+        everywhere[last] = None if last in everywhere else each  # a name in two sections is ambiguous
     near = closest(name, everywhere)
     if near and everywhere[near]:
         return everywhere[near]
@@ -177,7 +176,7 @@ def _like(section: str, name: str, known: list[str]) -> str | None:
 
 
 def _here(ours: str, dashes: str) -> str:
-    """The page's answer as a remedy."""
+    """Return the page's answer as a remedy."""
     if lead := _lead(ours):
         rest = ours.removeprefix(f"`{lead}`").strip(" :,;")
         return f"did you mean {dashes}{lead}?" + (f" ({rest})" if rest else "")
@@ -187,7 +186,7 @@ def _here(ours: str, dashes: str) -> str:
 
 
 def _lead(ours: str) -> str | None:
-    """The field that the page's answer begins with."""
+    """Return the field at the beginning of the page's answer."""
     lead = re.match(r"`([\w.]+)`", ours)
     return lead[1] if lead and lead[1] in schema() else None
 

@@ -26,7 +26,7 @@ from llmtrain.config.stages import StageConfig
 _LAUNCHER_FLAGS = ("--local_rank", "--local-rank")
 _NO_FIELDS = ("config", "plugin", "plugin-changed")
 _REMOVED = {("sites", "mean"): "weighted", ("model", "keep_attention"): False}
-"""Fields that are gone, and the default that llmtrain wrote of them into each config.yaml: such a file still loads."""
+"""Removed fields with the defaults in each config.yaml of former versions, which still load."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +58,8 @@ def load(
 def parse(argv: list[str], *, check_paths: bool = True) -> Parsed:
     """The typed run of `RUN.yaml ... [--SECTION.FIELD VALUE ...]` (or --config RUN.yaml), not yet joined with the JSON.
 
-    Of several YAMLs the later wins, value by value, and the command line is the last; the last YAML names the run's
-    folder where none of them does. `--help` prints every field and exits. `check_paths=False` leaves out what is on
-    disk, except the YAML.
+    Of several YAMLs the later wins, value by value, and the command line is the last; without train.run_dir the last
+    YAML names the run's folder. `--help` prints every field and exits. `check_paths=False` skips the checks of files.
 
     Raises: ConfigError with every mistake found.
     """
@@ -93,7 +92,7 @@ def parse(argv: list[str], *, check_paths: bool = True) -> Parsed:
     rules.check_values(run, problems)
     if check_paths:
         rules.refuse(rules.OF_STARTS, run, run, problems)
-    if check_paths and not problems.unexpanded:  # what is not there for that reason needs no second mistake
+    if check_paths and not problems.unexpanded:  # a missing path of that kind is one mistake
         check_on_disk(run, problems)
     problems.raise_if_any()
     idle = [f"{section}.{name}" for section in ENTRIES for name in plugins.entries(section)
@@ -137,7 +136,7 @@ def _from_step_0(run: RunConfig, problems: Problems) -> RunConfig:
 
 
 def _read_prompts(run: RunConfig, path: str, problems: Problems) -> RunConfig:
-    """With the lines of the file in train.sample_prompts."""
+    """Return the run with its prompts read from the file."""
     key, lines = "train.sample_prompts", []
     try:
         lines = [line for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
@@ -151,7 +150,7 @@ def _read_prompts(run: RunConfig, path: str, problems: Problems) -> RunConfig:
 
 
 def run_words(argv: list[str]) -> list[str]:
-    """The words of a run with its YAMLs first, as --config RUN.yaml, whichever way and place they were given in.
+    """Return the words of a run with its YAMLs first, as --config RUN.yaml.
 
     Raises: ConfigError: no YAML.
     """
@@ -162,12 +161,12 @@ def run_words(argv: list[str]) -> list[str]:
 
 
 def configs_in(words: Sequence[str]) -> list[str]:
-    """The YAMLs of what `run_words` has returned."""
+    """Return the YAMLs in the words from `run_words`."""
     return [path for flag, path in itertools.pairwise(words) if flag == "--config"]
 
 
 def plugins_of(argv: list[str]) -> list[str]:
-    """Import the plugins of the command line, before any other word is read: they bring fields. Returns the rest.
+    """Import the plugins of the command line, which bring fields, before other words are read. Returns these.
 
     Raises: ConfigError.
     """
@@ -192,11 +191,11 @@ def plugins_of(argv: list[str]) -> list[str]:
 
 
 def command_words(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Part a command line into the command's own flags and the words of a run: RUN.yaml [--SECTION.FIELD VALUE ...].
+    """Split a command line into the command's own flags and the words of a run: RUN.yaml [--SECTION.FIELD VALUE ...].
 
-    The command's flags stand anywhere before `--`; behind it are words of the run only.
+    Words after `--` belong to the run.
 
-    Raises: ConfigError: a flag of the command stands behind `--`, or one before it is misspelt.
+    Raises: ConfigError: a flag of the command is after `--`, or a flag before it is misspelt.
     """
     cut = argv.index("--") if "--" in argv else len(argv)
     given, words = parser.parse_known_args(argv[:cut])
@@ -215,7 +214,7 @@ def command_words(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[arg
 
 
 def _split(argv: list[str]) -> tuple[list[str], list[tuple[str, str]]]:
-    """The paths of the run's YAMLs and the (dotted key, text) overrides."""
+    """Return the paths of the run's YAMLs and the (dotted key, text) overrides."""
     pairs = [(key, value) for key, value, _ in _pairs(argv)]
     configs = [value for key, value in pairs if key == "config"]
     if not configs:
@@ -225,15 +224,15 @@ def _split(argv: list[str]) -> tuple[list[str], list[tuple[str, str]]]:
 
 
 def _pairs(argv: list[str]) -> Iterator[tuple[str, str, list[str]]]:
-    """(dotted key, text, the words as they were given); a word that is no flag is the run's YAML, key config.
+    """Yield (dotted key, text, the given words); a word without dashes is the run's YAML, under the key config.
 
-    A flag without a value is true, if its field is true or false. The launcher's --local_rank is dropped.
+    A flag of a field of true or false may have no value. The launcher's --local_rank is dropped.
     """
     plugins_of(argv)
     words, own = deque(argv), {*_LAUNCHER_FLAGS, *(f"--{name}" for name in _NO_FIELDS)}
     while words:
         word = words.popleft()
-        if word == "--":  # what stands behind it are words of the run, and those before it are, too
+        if word == "--":  # all words here are the run's
             continue
         flag, has_value, value = word.partition("=")
         if not word.startswith("--"):
@@ -263,16 +262,16 @@ def _pairs(argv: list[str]) -> Iterator[tuple[str, str, list[str]]]:
 
 
 def _is_entry(key: str) -> bool:
-    """True for `parts.count`, the name of a plugin's class: as a flag it takes the class with its defaults."""
+    """True for the name of a plugin's class, such as `parts.count`: its flag takes the class with its defaults."""
     section, _, name = key.partition(".")
     return section in ENTRIES and name in Entry.SECTIONS.get(section, {})
 
 
 def _lay(below: dict[str, Any], above: dict[str, Any], places: dict[str, str], problems: Problems) -> None:
-    """Lay one layer of a run over those before it. `places`: of its keys.
+    """Lay one layer of a run over the layers below it. `places`: of its keys.
 
-    Maps are merged, any other value replaces the one below it, and a section without contents changes nothing. Where
-    the layer chooses another class for a section, what only the class below it has is dropped with a note.
+    Maps are merged, any other value replaces the one below it, and an empty section changes nothing. If the layer
+    chooses another class for a section, fields of the class below are dropped with a note.
     """
     for section, base in choices().items():
         old, new = (layer.get(section) for layer in (below, above))
@@ -298,7 +297,7 @@ def _merge(
         if isinstance(under, dict) and isinstance(value, dict):
             _merge(under, value, places, problems, f"{key}.")
         elif isinstance(value, dict) and under is not None and (typed or key in held):
-            places.pop(key, None)  # what is below stays, and the reader says that it is no map
+            places.pop(key, None)  # the value below stays, and the reader reports it
             if key == "model.config" and isinstance(under, str):
                 problems.add(key, under, "is a path, and a flag gives one of its fields",
                              "write all fields below model.config in a YAML")  # fmt: skip
@@ -327,7 +326,7 @@ def _read(path: str) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _typed_words(words: list[tuple[str, str]], problems: Problems) -> tuple[dict[str, Any], dict[str, str]]:
-    """The overrides of the command line as one layer: its tree, and the places of its keys."""
+    """Return the overrides of the command line as one layer: its tree, and the places of its keys."""
     layer: dict[str, Any] = {}
     places: dict[str, str] = {}
     for key, text in words:
@@ -356,7 +355,7 @@ def _typed_words(words: list[tuple[str, str]], problems: Problems) -> tuple[dict
 
 
 def _field_of(key: str) -> tuple[str | None, Any]:
-    """The field that a flag sets, itself or an entry of its map, and the type of the value; None: there is none."""
+    """Return the field of a flag, itself or with an entry of its map, and the type of the value; None: unknown."""
     if key in schema():
         return key, schema()[key]
     for field, kind in schema().items():
@@ -370,7 +369,7 @@ def _field_of(key: str) -> tuple[str | None, Any]:
 
 
 def _value_of(key: str, kind: Any, text: str) -> Any:
-    """A word of the command line as YAML would have it for this type."""
+    """Return a word of the command line as a YAML value of this type."""
     kinds = list(members(kind))
     if text.lower() == "null" and (
         type(None) in kinds or key.partition(".")[0] in choices()

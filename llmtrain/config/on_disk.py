@@ -20,7 +20,7 @@ from llmtrain.storage.object_store import Store, StoreError, is_url, problem_of
 
 
 def check_on_disk(run: RunConfig, problems: Problems) -> None:
-    """Packages and paths exist; data folders are prepared; the tokenizer fits into the model's vocabulary."""
+    """Check packages, paths, prepared folders, and that the tokenizer fits into the model's vocabulary."""
     _check_packages(run, problems)
     data_vocab: dict[str, int] = {}
     tokenizer = None
@@ -62,7 +62,7 @@ def check_on_disk(run: RunConfig, problems: Problems) -> None:
 
 
 def _check_packages(run: RunConfig, problems: Problems) -> None:
-    """Trackers of packages that are not installed here."""
+    """Refuse trackers whose packages are not installed."""
     for name, tracker in run.trackers.items():
         packages = {module.partition(".")[0] for module in tracker.MODULES}
         if missing := sorted(package for package in packages if importlib.util.find_spec(package) is None):
@@ -73,9 +73,9 @@ def _check_packages(run: RunConfig, problems: Problems) -> None:
 
 
 def refuse_if_preempted(run: RunConfig, places: Places) -> None:
-    """Raises ConfigError when the run's preempt file is there before the run.
+    """Raise ConfigError if the run's preempt file exists before the run.
 
-    Not asked of ranks that a launch starts: there the file may have come since, and they leave as they would later.
+    Ranks of a launch do not ask: the file may be new, and then they save and leave.
     """
     if (file := run.fault.preempt_file) and os.path.exists(file):
         key = "fault.preempt_file"
@@ -84,8 +84,9 @@ def refuse_if_preempted(run: RunConfig, places: Places) -> None:
 
 
 def _check_length(key: str, path: str, manifest: dict[str, Any], run: RunConfig, problems: Problems) -> None:
-    """Each split that the run reads fills a sequence: its tokens, and one more for the last label. One row of
-    conversations does, whatever its length."""
+    """Refuse a split of the run that does not fill a sequence and one more token for the last label.
+
+    One row of conversations always does."""
     length, tokens, chat = run.data.sequence_length, manifest.get("tokens"), manifest.get("chat")
     if isinstance(chat, dict) and chat.get("choices"):  # `_check_kind` refuses it
         return
@@ -104,8 +105,7 @@ def _check_length(key: str, path: str, manifest: dict[str, Any], run: RunConfig,
 
 
 def _check_kind(run: RunConfig, key: str, path: str, manifest: dict[str, Any], problems: Problems) -> None:
-    """The data that a folder holds is of the kind that the objective compares. `key`, `path`: where the run names
-    it."""
+    """Refuse data of another kind than the objective compares."""
     chat = manifest.get("chat")
     chat = chat if isinstance(chat, dict) else {}
     holds = next((kind for kind in ("choices", "pairs", "unpaired") if chat.get(kind)), "texts")
@@ -131,8 +131,7 @@ def _check_kind(run: RunConfig, key: str, path: str, manifest: dict[str, Any], p
 
 def _check_measured(field: str, key: str, path: str, manifest: dict[str, Any], run: RunConfig, tokenizer: str | None,
                     problems: Problems) -> None:  # fmt: skip
-    """A folder of eval.sets fills a sequence, one of eval.choices has questions; both have the tokenizer of the run's
-    data. `tokenizer`: fingerprint of that of the data."""
+    """Check a folder of eval.sets or eval.choices. `tokenizer`: fingerprint of the tokenizer of the run's data."""
     tokens, chat, length = manifest.get("tokens"), manifest.get("chat"), run.data.sequence_length
     if field == "sets":
         _check_kind(run, key, path, manifest, problems)
@@ -162,13 +161,12 @@ def reads_weights(run: RunConfig) -> bool:
 
 
 def has_checkpoints(run: RunConfig) -> bool:
-    """The run goes on from its own checkpoints; what it began from may be gone by now."""
+    """True if the run continues from its own checkpoints. The model of its first start may be gone."""
     return bool(glob(f"{escape(str(run.train.run_dir))}/checkpoints/step-*"))
 
 
 def _check_resume(path: str, problems: Problems) -> None:
-    """A checkpoint, a run with some, or RUN/step-N: as `llmtrain checkpoint` takes them. What a store has is looked at
-    when it is fetched."""
+    """Check for a checkpoint, a run with some, or RUN/step-N. A store is checked when it is fetched."""
     if is_url(path):
         if found := problem_of(path):
             problems.add("resume", redact_text(path), *found)
@@ -186,7 +184,7 @@ def _check_resume(path: str, problems: Problems) -> None:
 
 
 def _check_run_dir(run: RunConfig, problems: Problems) -> None:
-    """The run's folder is one, or can be made. (Whether it can be written is known on rank 0's host alone.)"""
+    """Check that the run's folder is one or can be made. (Only rank 0's host knows if it can be written.)"""
     sources = [*(run.data.mixture or {}), *([run.data.path] if run.data.path else [])]
     sources += [*run.eval.sets.values(), *run.eval.choices.values()]
     for key, path in (("train.run_dir", run.train.run_dir), ("checkpoint.dir", run.checkpoint.dir)):
@@ -215,14 +213,13 @@ _RUN = re.compile(r"checkpoints|events\.jsonl|environment\.json")
 """Files of a run's folder, of which the first is made before all others."""
 _CHECKPOINTS = re.compile(r"step-[0-9].*")
 _REPLACED = ("config.yaml", "deepspeed.json")
-"""Files that a run writes anew at each start."""
+"""Files that a run replaces at each start."""
 _OF_A_LAUNCH = re.compile(r"\..*|.*\.(log|out|err|sh|ya?ml|json)|logs?|wandb|lost\+found")
-"""Names that may stand in a run's folder before the run: hidden ones, logs and settings of its launch."""
+"""Names that a run's folder may have before the run: hidden files, logs and settings of its launch."""
 
 
 def _of_others(path: str, own: re.Pattern[str]) -> str | None:
-    """The sign that a folder belongs to something else; None: it is new, empty, cannot be read, or has something that
-    tells what it is (`own`)."""
+    """Return a sign of a folder's other owner; None: it is new, empty, unreadable, or has a file like `own`."""
     try:
         names = sorted(os.listdir(path))
     except OSError:
@@ -237,7 +234,7 @@ def _of_others(path: str, own: re.Pattern[str]) -> str | None:
 
 
 def _within(path: str, folder: str) -> bool:
-    """Return True if a path is a folder, or lies in it."""
+    """Return True if a path is a folder or is in it."""
     inner, outer = os.path.realpath(path), os.path.realpath(folder)
     return inner == outer or inner.startswith(f"{outer.rstrip('/')}/")
 
@@ -282,7 +279,7 @@ def _read_in_store(key: str, url: str, problems: Problems) -> dict[str, Any] | N
 
 
 def _to_prepare(path: str, source: str | None) -> str:
-    """The command that makes a data folder: of `source`, which is there and is not written into; None: nothing is."""
+    """Return the command that makes a data folder next to its `source`; None: `path` does not exist."""
     if source is None and not path.startswith("hf:"):
         return f"make it with `llmtrain prepare --source FILES --out {path}`, or correct the path"
     stem = Path(path.removeprefix("hf:")).name.partition(".")[0] or "mine"
@@ -292,7 +289,7 @@ def _to_prepare(path: str, source: str | None) -> str:
 
 
 def model_config(run: RunConfig, problems: Problems) -> dict[str, Any] | None:
-    """The fields of the model's config.json; None: it is not on this host, or cannot be read."""
+    """Return the fields of the model's config.json; None: it is not on this host, or cannot be read."""
     if isinstance(run.model.config, dict):
         return run.model.config
     key, path = ("model.config", run.model.config) if run.model.config else ("model.pretrained", run.model.pretrained)
@@ -353,14 +350,14 @@ def _check_teacher_folder(run: RunConfig, problems: Problems) -> None:
 
 
 def _check_revision(key: str, revision: str | None, folder: str, problems: Problems) -> None:
-    """A folder on this host has no revision."""
+    """Refuse a revision of a folder on this host."""
     if revision is not None:
         problems.add(key, revision, f"goes with a name on the Hub, and {folder} is a folder here",
                      "remove it, or write ORG/NAME of a repository")  # fmt: skip
 
 
 def _check_url(key: str, given: str | None, revision: str | None, problems: Problems) -> None:
-    """A URL of a model is one, and has no revision but that which a run has noted."""
+    """Check the URL of a model, and refuse a revision other than a commit from a run's record."""
     if given is None or not is_url(given):
         return
     if found := problem_of(given):

@@ -69,8 +69,9 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def pair(one: str, other: str) -> dict[str, dict[str, Any]] | None:
-    """The sections of a run with both of OPTIONS; None: a run has one of the two. New rows of a vocabulary train beside
-    an adapter where the modules that hold them do."""
+    """Return the sections of a run with two of OPTIONS; None: they differ in a key.
+
+    New rows of a vocabulary need an adapter with the modules that hold them."""
     merged: dict[str, dict[str, Any]] = {}
     for option in (one, other):
         for section, fields in OPTIONS[option].items():
@@ -84,13 +85,13 @@ def pair(one: str, other: str) -> dict[str, dict[str, Any]] | None:
 
 
 def against(sections: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
-    """(reason, remedy) of the rules that these sections break, whatever the form; empty: they go together."""
+    """Return (reason, remedy) of the rules that these sections break in any form; empty: they go together."""
     model = {"pretrained": "FOLDER", **sections.get("model", {})}
     return _broken(rules.RULES, _read({**BASE, **sections, "model": model}))
 
 
 def refusals(adapter: AdapterConfig, form: Mix) -> list[tuple[str, str]]:
-    """(reason, remedy) of the rules that it breaks in a form, whatever the objective; empty: it trains."""
+    """Return (reason, remedy) of the rules that an adapter breaks in a form with any objective; empty: none."""
     case = rules.Case(run=RunConfig(deepspeed="the JSON", adapter=adapter), mix=form)
     return _broken(clashes(form), form) + _broken(rules.OF_FORMS, case)
 
@@ -168,7 +169,7 @@ RANKS = 2
 
 
 def all_rules() -> list[Rule]:
-    """Every rule between settings, those of optimizers and of methods of sites included."""
+    """Return every rule between settings, also the rules of optimizers and outer methods."""
     own = [rule for cls in (*Optimizer.CHOICES.values(), *SitesConfig.CHOICES.values()) for rule in cls.rules]
     return list(dict.fromkeys([*rules.RULES, *rules.OF_STARTS, *topology.RULES, *_OF_CASES, *own]))
 

@@ -1,4 +1,4 @@
-"""The models on the Hub or in a store that a run begins with or learns from: the commit of each, its files here."""
+"""Models on the Hub or in a store that a run starts or learns from: the commit of each, and its files on this host."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from llmtrain.storage.object_store import is_url
 
 
 def with_base(resolved: ResolvedRun) -> ResolvedRun:
-    """The run with the commit in `model.revision`, once what it reads of the repository is on this host; of the
-    teacher as well.
+    """Fetch the files of the model and the teacher, and return the run with their commits.
 
-    A run whose models are folders here, or random, stays as it is. Ranks may call it before they have met: one of a
-    host asks and fetches. Raises: ConfigError, ModelError.
+    A run with local folders or random weights stays unchanged. Ranks may call it before they have met: one of each host
+    asks and fetches. Raises: ConfigError, ModelError.
     """
     run = resolved.run
     run, notes = fetched(run, resolved.places, weights_too=reads_weights(run))
@@ -31,7 +30,7 @@ def with_base(resolved: ResolvedRun) -> ResolvedRun:
 def fetched(
     run: RunConfig, places: Places | None = None, *, weights_too: bool = False
 ) -> tuple[RunConfig, tuple[str, ...]]:
-    """`with_base` for a run that no JSON has been joined with, and notes. `places`: of the keys, for messages."""
+    """Do the work of `with_base` for a run without its JSON. Returns it with notes. `places`: of the keys."""
     places, notes = places or {}, []
     model, objective = run.model, run.objective
     if (name := model.pretrained) is not None and is_remote(name):
@@ -52,7 +51,7 @@ _TEACHER: _Keys = ("objective", "teacher", "teacher_revision")
 def _commit(
     run: RunConfig, keys: _Keys, name: str, asked: str | None, places: Places, *, weights_too: bool
 ) -> tuple[str, str]:
-    """(the commit of a repository, with what is read of it on this host; a note)"""
+    """Fetch a repository. Returns (its commit, a note)."""
     from llmtrain.storage.hub.transfer import (  # a run without a name on the Hub reads none of it
         fetch_model,
         settings,
@@ -84,7 +83,7 @@ def _commit(
 
 
 def _began_with(run: RunConfig, keys: _Keys, name: str) -> str | None:
-    """The commit that the run's folder has on record, or the folder of the run that `resume` names."""
+    """Return the commit in the record of the run's folder, or of the run that `resume` names."""
     if run.resume == "none":
         return None
     section, key, revision = keys

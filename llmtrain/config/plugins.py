@@ -33,7 +33,7 @@ FLAG = "--plugin"
 CHANGED = "--plugin-changed"
 GROUP = "llmtrain.plugins"
 CARRIED = "LLMTRAIN_PLUGINS"
-"""Environment variable of a launch's ranks: the files of `--plugin`, as JSON of the word to the packed bytes."""
+"""Environment variable of a launch's ranks with the files of `--plugin`: JSON, word -> packed bytes."""
 _MOST_CARRIED = 96 << 10
 """Bytes of that variable; Linux takes 128 KiB for one."""
 
@@ -43,11 +43,11 @@ class Plugin:
     """A plugin that this process has imported."""
 
     given: str
-    """As it stands on the command line."""
+    """The word on the command line."""
     path: Path
     """The plugin's file; of a package, its folder's __init__.py."""
     sha256: str
-    """Hash of the file; of a package, of all its .py files."""
+    """Hash of the file, or of all .py files in the package."""
     module: ModuleType
     source: bytes | None
     """The file as it was imported; None: a module or an entry point, which each host has of its own."""
@@ -71,7 +71,7 @@ _changed_ok = False
 
 
 def changed_ok() -> bool:
-    """True if the run may go on from a checkpoint that was trained with other plugins."""
+    """True if the run may continue from a checkpoint of other plugins."""
     return _changed_ok
 
 
@@ -102,7 +102,7 @@ def use(given: list[str], *, changed: bool = False) -> None:
 
 
 def _forget_all() -> None:
-    """Take the names of plugins out of the sections: each run has those of its own command line."""
+    """Remove the names of plugins from the sections: each run has its own."""
     _current.clear()
     for names in [*(base.CHOICES for base in Choice.__subclasses__()), *Entry.SECTIONS.values()]:
         for name in [name for name, cls in names.items() if _within(cls, _modules)]:

@@ -1,4 +1,4 @@
-"""Mistakes are collected and told together: key, value, place, rule, remedy."""
+"""Mistakes are collected and reported together: key, value, place, rule, remedy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Places = Mapping[str, str]
 
 
 def show(value: Any) -> str:
-    """A value as it would stand in JSON, short enough for one line."""
+    """Return a value as JSON, short enough for one line."""
     try:
         text = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError):
@@ -24,31 +24,31 @@ def show(value: Any) -> str:
 
 
 def assigned(key: str, value: Any) -> str:
-    """`key = value`; a key with an outer blank is in quotes, since nobody sees the blank without them."""
+    """Return `key = value`. Quotes make an outer blank of a key visible."""
     blank = any(part != part.strip() for part in key.split("."))
     return f"{show(key) if blank else key} = {show(value)}"
 
 
 COMMAND_LINE = "command line"
-"""The place of a value that a flag gives."""
+"""The place of a flag's value."""
 
 
 class Problems:
-    """Gathers mistakes; `raise_if_any` ends with one ConfigError that tells all of them."""
+    """Collects mistakes; `raise_if_any` raises one ConfigError with all of them."""
 
     def __init__(self, places: Places | None = None, *, paths: bool = True, saved: bool = False) -> None:
         """
         Args:
-            places: of the keys that the user wrote.
-            paths: a path that means nothing on this host is a mistake.
-            saved: the values are of a file that a run has written, whose fields may be gone by now.
+            places: dotted key -> where the user wrote it.
+            paths: report paths with an unset variable or an unknown user.
+            saved: the values are from a file of a run, perhaps with fields of a former version.
         """
         self._entries: list[str] = []
         self._keys: set[str] = set()
         self.places: dict[str, str] = dict(places or {})
         self.paths, self.saved = paths, saved
         self.unexpanded = False
-        """True after a mistake about a path that means nothing on this host."""
+        """True after a mistake about a path with an unset variable."""
         self.notes: list[str] = []
         """Notes for the user on values that were adapted."""
 
@@ -61,7 +61,7 @@ class Problems:
         self.add_text(key, assigned(key, value), rule, remedy, place or self.places.get(key))
 
     def add_text(self, key: str, what: str, rule: str, remedy: str, place: str | None = None) -> None:
-        """`add` for a mistake whose first line is not one `key = value`, such as two places that differ."""
+        """Record a mistake with its own first line, such as two places that differ."""
         where = f"  ({place})" if place else ""
         self._keys.add(key)
         self._entries.append(f"{what}{where}\n    rule:   {rule}\n    remedy: {remedy}")
@@ -72,14 +72,14 @@ class Problems:
         return frozenset(self._keys)
 
     def __contains__(self, key: str) -> bool:
-        """True if a mistake about this key is already known: later rules then stay silent about it."""
+        """True if there is a mistake about this key: later rules then skip it."""
         return key in self._keys
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def error(self) -> ConfigError:
-        """All mistakes in one; there must be at least one."""
+        """Return all mistakes, at least one, as one error."""
         assert self._entries
         if len(self._entries) == 1:
             return ConfigError(self._entries[0])
@@ -91,7 +91,7 @@ class Problems:
 
 
 def stop(key: str, value: Any, rule: str, remedy: str, place: str | None = None) -> ConfigError:
-    """The ConfigError of a single mistake after which nothing more can be checked."""
+    """Return the ConfigError of a single mistake, after which no check is possible."""
     problems = Problems()
     problems.add(key, value, rule, remedy, place)
     return problems.error()
@@ -120,13 +120,13 @@ def read_text(key: str, path: str, kind: str, no_file: Callable[[], tuple[str, s
 
 
 _FILLERS = {"of", "n", "num", "number", "size", "count", "value", "the"}
-"""Words of a name that say nothing of its own."""
+"""Words of a name without a meaning of their own."""
 
 
 def closest(word: str, known: Iterable[str]) -> str | None:
-    """The known word that `word` was meant to be: misspelt, or made of the same words. None: there is none.
+    """Return the known word that `word` probably means: misspelt, or made of the same words. None: there is none.
 
-    A likeness of letters alone is not enough: by it `epochs` was optim.eps, `report_to` train.export, and `grpo` rpo.
+    Similar letters alone are not enough: by them `epochs` was optim.eps, `report_to` train.export, and `grpo` rpo.
     """
     lowered = {k.lower(): k for k in known}
     asked = word.strip().lower()
@@ -137,7 +137,7 @@ def closest(word: str, known: Iterable[str]) -> str | None:
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word with the most letters of `word`, as an example of what there is. None: none is like it."""
+    """Return the known word with the most letters of `word`, as an example. None: none is similar."""
     lowered = {k.lower(): k for k in known}
     found = difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=0.6)
     return lowered[found[0]] if found else None
@@ -165,7 +165,7 @@ def _misspelt(a: str, b: str) -> int | None:
 
 
 def _same_words(a: str, b: str) -> bool:
-    """Each word of one is in the other, or its beginning (`len` of `length`), but for words that say nothing."""
+    """Return True if each word of a name, without fillers, is in the other or begins a word there (`len`, `length`)."""
     ours, theirs = (
         {part for part in name.replace("-", "_").replace(".", "_").split("_") if part} - _FILLERS for name in (a, b)
     )

@@ -1,6 +1,6 @@
-"""`read`: a typed value from plain data, by the type hints of its class.
+"""`read` makes typed values from plain data by type hints.
 
-It reads all that a user, a checkpoint or a plugin gives: the sections of a run, stages, entries of plugins, saved runs.
+It reads the sections of a run, stages, entries of plugins, and saved runs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from llmtrain.config.stages import Batch, DataConfig, Stages, data_of, stages_of
 from llmtrain.optim.schedules import Schedule
 
 WRONG: Any = object()
-"""What `read` returns for a value that cannot be read; the mistake is in the problems."""
+"""Result of `read` for a wrong value, whose mistake is in the problems."""
 
 FORMERLY = {
     "schedule": {"warmup_steps", "decay_steps", "min_ratio"},
@@ -30,7 +30,7 @@ FORMERLY = {
     "sites": {"sync_every", "pace", "outer_lr", "outer_momentum", "fragments", "overlap_steps", "meet_every"},
     "objective": {"beta", "smoothing", "gamma", "alpha", "desirable_weight", "undesirable_weight", "reference"},
 }
-"""Section -> the fields that llmtrain wrote into each config.yaml until November 2026, whichever choice was made."""
+"""Section -> the fields in each config.yaml until November 2026, for every choice."""
 
 _CODE = {
     "auto_map": "it names Python code to import",
@@ -41,10 +41,10 @@ _CODE = {
     "quantization_config": "training of quantized models is not supported",
     "attn_implementation": "attention is chosen with model.attention",
 }
-"""Keys that no map of plain data may have, and why."""
+"""Forbidden key of a map of plain data -> reason."""
 
 _MOST_COUNTED = 10**15
-"""Upper limit of a count of steps, tokens or sequences: no run has more, and products of it still fit into 64 bits."""
+"""Upper limit of counted steps, tokens or sequences, whose products fit into 64 bits."""
 _PASSWORD = re.compile(r"://[^/\s@]*:[^/\s@]+@")
 """Matches USER:PASSWORD@ in a URL."""
 _FREE_TEXT = "train.sample_prompt"
@@ -188,7 +188,7 @@ def _map(kind: Any, names: Any, given: dict[str, Any], key: str, problems: Probl
 
 
 def _refuse_code(tree: dict[str, Any], prefix: str, problems: Problems) -> None:
-    """Report each key of a map of plain data by which transformers would import code or change the precision."""
+    """Report the keys of a map of plain data that import code or change the precision in transformers."""
     for name, value in tree.items():
         why = _CODE.get(name) or ("names with _ are internal to transformers" if name.startswith("_") else None)
         if why:
@@ -277,7 +277,7 @@ def _chosen(
 
 
 def read_field(item: Field[Any], kind: Any, value: Any, key: str, problems: Problems) -> Any:
-    """`read` for a field of a dataclass, whose bound counts as well."""
+    """Read a field of a dataclass, and check its bound."""
     made = read(kind, value, key, problems)
     if made is not WRONG and not problems.saved:
         _check(item, made, key, problems)
@@ -285,7 +285,7 @@ def read_field(item: Field[Any], kind: Any, value: Any, key: str, problems: Prob
 
 
 def _check(item: Field[Any], value: Any, key: str, problems: Problems) -> None:
-    """Report what no value of a field may be: its bound is broken, a number is infinite, a text is empty."""
+    """Report a broken bound, an infinite number or an empty text."""
     bound, remedy = item.metadata.get("bound"), item.metadata.get("remedy", "correct the number")
     if isinstance(value, dict):
         for name, each in value.items():

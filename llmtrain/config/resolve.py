@@ -27,7 +27,7 @@ def resolve(
     notes: Sequence[str] = (),
     epoch: Callable[[DataConfig], int] | None = None,
 ) -> ResolvedRun:
-    """The run for this number of ranks: every shared value filled in, the exact DeepSpeed dict made.
+    """Return the run for this number of ranks, with every shared value and the exact DeepSpeed dict.
 
     `world_size_source` and `places` (dotted key -> where it was written) appear in errors only; `notes` come first
     among the run's; `epoch` counts the sequences of an epoch, which a run with train.epochs needs.
@@ -85,7 +85,7 @@ def resolve(
 def with_stages(
     run: RunConfig, degrees: Degrees, world: str, epoch: Callable[[DataConfig], int] | None, problems: Problems
 ) -> tuple[RunConfig, Stages, int | None]:
-    """The run with the values of its stages filled in, the stages, and the steps of the complete run.
+    """Return the run with the values of its stages filled in, the stages, and the steps of the run.
 
     Raises: DataError, where epochs are asked for and the data cannot be read.
     """
@@ -102,7 +102,7 @@ def with_stages(
 
 
 def _stages(run: RunConfig, degrees: Degrees, world: str, problems: Problems) -> Stages:
-    """The stages with their batches: two numbers of one give the third; fewer are completed by the stage before."""
+    """Return the stages with their batches. The previous stage completes a batch with fewer than two numbers."""
     given, data = _numbers(run.train), data_of(run.data)
     batches: list[Batch] = []
     for number, (each, stage) in enumerate(zip(data, [None, *run.data.stages], strict=True)):
@@ -179,7 +179,7 @@ def solve(
 
 
 def _with_modes(run: RunConfig) -> RunConfig:
-    """The run with the directions of its metrics filled in."""
+    """Return the run with the modes of its metrics filled in."""
     best, early = run.checkpoint.keep_best, run.train.stop_early
     if best.metric is not None and best.mode is None:
         run = replace(run, checkpoint=replace(run.checkpoint, keep_best=replace(best, mode=mode_of(best.metric))))
@@ -189,7 +189,7 @@ def _with_modes(run: RunConfig) -> RunConfig:
 
 
 def _notes_of_stages(run: RunConfig, stages: Stages, max_steps: int | None) -> list[str]:
-    """Stages that the run does not reach, learning rates that jump, and decisions on figures of other data."""
+    """Return notes on unreached stages, jumps of the learning rate, and decisions on figures of other data."""
     notes = []
     same = stages.sharing(0)
     others = [stage.first_step for number, stage in enumerate(stages) if number not in same]
@@ -221,7 +221,7 @@ def _measures(run: RunConfig) -> bool:
 
 
 def _unread(run: RunConfig, given: Iterable[str]) -> list[str]:
-    """Return notes on given keys that the run does not read because of other settings."""
+    """Return notes on given keys that other settings make idle."""
     train = run.train
     unread = {
         "sites.": not run.sites.name and "without sites.name the run trains alone",
@@ -235,7 +235,7 @@ def _unread(run: RunConfig, given: Iterable[str]) -> list[str]:
 
 
 def _odd_values(run: RunConfig, max_steps: int | None) -> list[str]:
-    """Notes on values that a run may have and that few runs mean."""
+    """Return notes on unusual values."""
     train, notes = run.train, []
     if max_steps is not None and (train.eval_every or 0) > max_steps and _measures(run):
         notes.append(f"train.eval_every {train.eval_every}: the run has {max_steps} steps, so only its end is measured")
@@ -254,7 +254,7 @@ def _numbers(section: TrainConfig | StageBatch | Batch) -> dict[str, Any]:
 
 
 def spread(asked: Degrees, path: str, world_size: int, world: str, problems: Problems) -> Degrees:
-    """The degrees with the data-parallel one: the ranks that are left."""
+    """Return the degrees with the data-parallel degree: the remaining ranks."""
     data, rest = divmod(world_size, asked.world_size)
     alike = data * asked.sequence
     if not rest and alike % asked.expert == 0:
@@ -273,7 +273,7 @@ def spread(asked: Degrees, path: str, world_size: int, world: str, problems: Pro
 
 
 def _batch_places(run: RunConfig, places: Places) -> str:
-    """The places of the batch sizes, for an equation that has no solution."""
+    """Return the places of the batch sizes, for an equation without a solution."""
     named = [
         f"{key}: {places.get(key, 'the YAML')}"
         for key in list(SHARED)[:3]

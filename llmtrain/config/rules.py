@@ -1,6 +1,6 @@
-"""Rules of values: bounds, the rules between fields that hold for any number of ranks, and those of a form.
+"""Rules between the settings of a run, for any number of ranks and for a form: rows of `base/rule.py`.
 
-A rule is a row (`base/rule.py`); `refuse` reports those that a run breaks. Types were checked before.
+`refuse` reports the rules that a run breaks. `reader.py` has checked types and bounds before.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def refuse(
 ) -> None:
     """Report each rule that a subject breaks, with the values of its keys and where they were written.
 
-    A rule about a key that was refused before is left out. `trees`: DeepSpeed's JSON, in the order in which keys
-    are looked up that no run has. `key_of`: from a key of a stage's view to that of the complete run.
+    A rule about a refused key is skipped. `trees`: DeepSpeed's JSON, for keys that no run has. `key_of`: from a key of
+    a stage's view to the key of the complete run.
     """
     wrong = problems.keys
     for rule in rules:
@@ -55,7 +55,7 @@ def refuse(
 
 
 def value_of(key: str, run: RunConfig, *trees: Mapping[str, Any]) -> Any:
-    """The value at a dotted key of a run, or else of the first JSON that has it."""
+    """Return the value at a dotted key of a run, or else of the first JSON with the key."""
     roots: tuple[Any, ...] = (run, *trees)
     for root in roots:
         held, rest = root, key
@@ -81,7 +81,7 @@ def _plain(value: Any) -> Any:
 
 
 def _place_of(key: str, run: RunConfig, problems: Problems) -> str | None:
-    """Where a key, or the section that lacks it, was written; of a key that no run has, the DeepSpeed JSON."""
+    """Return the place of a key, or of the section without it; for a key that no run has, the DeepSpeed JSON."""
     if not hasattr(run, re.split(r"[.\[]", key)[0]):
         return run.deepspeed
     while key not in problems.places and re.search(r"[.\[]", key):
@@ -152,7 +152,7 @@ def _last_profiled(run: RunConfig) -> int | None:
 
 
 def _compares(run: RunConfig) -> str:
-    """The beginning of a reason of an objective with a reference."""
+    """Return the beginning of a reason about an objective with a reference."""
     return f"objective.name {run.objective.name} compares with the model that training starts from"
 
 
@@ -161,14 +161,14 @@ _OF_CHOICES = ("accuracy", "accuracy_norm", "bits_per_byte")
 
 
 def _taken_names() -> set[str]:
-    """Names that no set can have: the figures of the validation set and the mean stand there."""
+    """Return the names of other figures, which no set can have."""
     figures = [figure.name for objective in Objective.CHOICES.values() for figure in objective.figures]
     own = {"loss", "perplexity", "bits_per_byte", "mean", "ema", "accuracy", "accuracy_norm"}
     return {*own, *(figure.partition("/")[0] for figure in figures)}
 
 
 def figures_of(run: RunConfig) -> list[str]:
-    """Keys of the figures that each evaluation of the run gives."""
+    """Return the keys of the figures of the run's evaluations."""
     names = ["loss", *(figure.name for figure in run.objective.reported)]
     if isinstance(run.objective, NextToken):
         names += ["perplexity", "bits_per_byte"]
@@ -181,18 +181,18 @@ def figures_of(run: RunConfig) -> list[str]:
 
 
 def _sets(wrong: Callable[[str], bool]) -> Callable[[RunConfig], list[str]]:
-    """A rule for the name of each set and of each folder of choices."""
+    """Return the condition of a rule about the names of sets and of folders of choices."""
     return lambda run: [f"eval.{field}.{name}" for field, names in (("sets", run.eval.sets),
                         ("choices", run.eval.choices)) for name in names if wrong(name)]  # fmt: skip
 
 
 def _figure(key: str) -> str:
-    """The first part of the figures of a set."""
+    """Return the beginning of the figures' keys for a set."""
     return f"eval/{key.split('.', 2)[2]}"
 
 
 def _deciding(section: str, chosen: Callable[[RunConfig], KeepBest | StopEarly]) -> tuple[Rule, ...]:
-    """The rules of a metric that keeps checkpoints or ends the run: it is a figure of the run's evaluations."""
+    """Return the rules of a metric that keeps checkpoints or ends the run."""
     key, every = f"{section}.metric", {"train.eval_every": 10}
 
     def known(run: RunConfig) -> bool:
@@ -247,7 +247,7 @@ _OF_EVALUATION: tuple[Rule, ...] = (
     *_deciding("train.stop_early", lambda run: run.train.stop_early),
 )
 # fmt: on
-"""Rules of the section `eval`, and of the figures that decide on checkpoints and on the end of the run."""
+"""Rules of the section `eval`, and of figures that keep checkpoints or end the run."""
 
 
 def _in_stages(name: str, wrong: Callable[[RunConfig, StageConfig], Any]) -> Callable[[RunConfig], list[str]]:
@@ -289,7 +289,7 @@ _OF_DATA_STAGES: tuple[Rule, ...] = (
 
 
 _FP8_TOKENS = 16
-"""Tokens that the products of fp8 want a multiple of: the gradient of a weight is summed over them."""
+"""Divisor of the number of tokens in a product of fp8."""
 _FP8, _LORA, _NF4 = {"model.fp8": "rowwise"}, {"adapter.r": 8}, {"adapter.r": 8, "adapter.quantize": "nf4"}
 
 # fmt: off
@@ -417,7 +417,7 @@ RULES: tuple[Rule, ...] = (
          {"resume_weights_only": True}),
     *_OF_EVALUATION, *_OF_DATA_STAGES, *sites_rules.RULES,
 )
-"""Rules between the fields of a run; a method of sites has some of its own (`SitesConfig.rules`)."""
+"""Rules between the fields of a run. Methods of sites have more (`SitesConfig.rules`)."""
 
 OF_STARTS: tuple[Rule, ...] = (
     Rule(("objective.name",), lambda r: r.objective.reference is not None and r.model.config is not None,
@@ -438,7 +438,7 @@ class Case:
     run: RunConfig
     mix: Mix
     batch: Batch | None = None
-    """Of the stage."""
+    """The stage's batch."""
     stages: Stages | None = None
     max_steps: int | None = None
 
@@ -461,13 +461,13 @@ class Case:
 
     @property
     def local_heads(self) -> int | None:
-        """Attention heads of a tensor-parallel rank; None: unknown, or the ranks cannot have equally many."""
+        """Attention heads of a tensor-parallel rank; None: unknown, or no whole number."""
         heads = self.heads.get("num_attention_heads", self.heads.get("n_head"))
         return heads // self.degrees.tensor if heads and heads % self.degrees.tensor == 0 else None
 
     @property
     def shared(self) -> str | None:
-        """A degree with which no rank has complete rows and all layers."""
+        """A degree that splits rows or layers over ranks."""
         shares = {"pipeline.stages": self.degrees.pipeline, "sequence_parallel_size": self.degrees.sequence}
         return next((f"{key} = {degree}" for key, degree in shares.items() if degree > 1), None)
 

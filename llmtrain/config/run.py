@@ -1,7 +1,7 @@
 """The run's YAML as frozen dataclasses. A field's docstring is its help text and carries its unit.
 
-A field whose default is None and whose docstring says "or from the JSON" has one more place where it may
-stand: the DeepSpeed JSON. `config/deepspeed/join.py` joins the two; a `ResolvedRun` has the result, without None.
+A field whose default is None and whose docstring says "or from the JSON" may be in the DeepSpeed JSON instead.
+`config/deepspeed/join.py` joins the two; a `ResolvedRun` has the result, without None.
 Nothing here imports torch, and no field can name code (no callables, no class paths).
 """
 
@@ -43,11 +43,12 @@ class RecomputeConfig:
     """Activation checkpointing: decoder layers keep their input and compute the rest again in the backward pass."""
 
     layers: int | Literal["all", "auto"] | None = bounded(None, AT_LEAST_1, "write a number, all, auto or null")
-    """Number of decoder layers, from the first on; of a pipeline, those of each stage. auto = as few as the device's
-    memory asks for, by a count of bytes at the start; null = none; all with activation_checkpointing in the JSON."""
+    """Number of decoder layers, from the first on, in each stage of a pipeline. auto = the fewest with which the step
+    fits into the device's memory, by a count of bytes at the start; null = none, or all with activation_checkpointing
+    in the JSON."""
     keep: Literal["attention"] | None = None
-    """attention: keep what attention gave and recompute the rest of the layer (attention: sdpa or varlen). With layers:
-    auto, null lets the count decide."""
+    """attention: keep the output of attention and recompute the rest of the layer (model.attention sdpa or varlen).
+    With layers: auto, null lets the count decide."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,36 +56,36 @@ class ModelConfig:
     """The model, and how it computes. Exactly one of `pretrained` and `config` is given."""
 
     pretrained: HostPath | None = None
-    """Whose weights training starts from: a local Hugging Face folder (config.json and safetensors), or ORG/NAME of a
-    repository on the Hub, or the URL of a folder in an object store, which is fetched. A folder that is here wins."""
+    """Weights at the start: a local Hugging Face folder (config.json and safetensors), ORG/NAME of a repository on the
+    Hub, or the URL of a folder in an object store, which is fetched. A local folder with the name wins."""
     revision: str | None = None
-    """With ORG/NAME in `pretrained`: branch, tag or commit; null = main. A run stays with the commit that it found."""
+    """With ORG/NAME in `pretrained`: branch, tag or commit; null = main. A run keeps the commit of its start."""
     config: dict[str, Any] | HostPath | None = None
     """Random weights: the fields of a Hugging Face config.json, with model_type; or a folder or file that holds one."""
     vocabulary: int | None = bounded(None, AT_LEAST_1, "leave it out for the folder's own tokens")
-    """Tokens that the model is to know, more than the folder of `pretrained` has: new rows of its embedding and its
-    head, which have to train, each begin as the mean of the folder's. null = those of the folder."""
+    """Size of a larger vocabulary than in the folder of `pretrained`: new rows of embedding and head begin as the mean
+    of its rows, and have to train. null = the folder's size."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "varlen"] = "auto"
-    """Attention implementation. sdpa picks the fastest kernel of the device; varlen is for data.isolate_documents: it
-    computes within documents only, and needs no mask, with which a GPU computes every pair of a row's tokens. auto =
-    varlen where documents are isolated on a GPU and the model can, sdpa elsewhere."""
+    """Attention implementation. sdpa picks the fastest kernel of the device; varlen, for data.isolate_documents,
+    computes within documents without a mask. auto = varlen for isolated documents on a GPU if the model can, otherwise
+    sdpa."""
     loss_chunk_tokens: int = bounded(2048, AT_LEAST_1, "2048 suits most models")
     """Tokens whose logits exist at one time in the loss."""
     mlp_tile_tokens: int | None = bounded(None, AT_LEAST_1, "leave it out to compute all tokens at once")
     """Tokens that the MLP of a layer computes at one time; null = all. For long sequences: it recomputes."""
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     neftune_noise_alpha: float = bounded(0.0, NOT_NEGATIVE, "5 is common, 0 means none")
-    """NEFTune: in training, uniform noise of at most alpha / sqrt(L d) on each of the d elements of a token's
-    embedding, in a text of L tokens: a document (data.isolate_documents), or else a row. 5 is common; 0 = none."""
+    """NEFTune: in training, add uniform noise of at most alpha / sqrt(L d) to a token's embedding with d elements. L:
+    tokens of the row, or of the document with data.isolate_documents. 5 is common; 0 = none."""
     compile_layers: bool | None = None
-    """torch.compile each decoder layer; null = on CUDA, where a compiler works and the run may."""
+    """torch.compile each decoder layer; null = on CUDA with a working compiler, if no other setting forbids it."""
     fp8: Literal["rowwise", "tensorwise"] | None = None
     """Multiply in 8-bit floats in the linear maps of the decoder layers, by torchao: pip install llmtrain[fp8]. A scale
     for each row, or one for each tensor; null = no fp8. GPUs from compute capability 8.9 on; emulated on a CPU."""
     freeze: list[str] = field(default_factory=list)
     """Patterns (`*`, `?`, `[...]`) of Hugging Face names: these have no gradient, optimizer state or fp32 master."""
     train_only: list[str] = field(default_factory=list)
-    """The opposite of `freeze`: all parameters but those with such a name are frozen."""
+    """Patterns of the parameters that train; all others are frozen. The opposite of `freeze`."""
 
     @property
     def folder(self) -> Path | None:
@@ -94,7 +95,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterConfig:
-    """Low-rank matrices beside linear maps of the decoder layers: they train, the model's own weights stay as they are.
+    """Low-rank matrices train next to linear maps of the decoder layers, and the model's own weights stay unchanged.
     Given `r`, a map's output is Wx + scale B A x. By the peft library: pip install llmtrain[adapters]."""
 
     r: int | None = bounded(None, AT_LEAST_1, "16 is common; null means no adapter")
@@ -104,18 +105,18 @@ class AdapterConfig:
     rslora: bool = False
     """The scale is alpha / sqrt(r)."""
     dora: bool = False
-    """Also train the length of each row of W + scale B A, which begins as that of W."""
+    """Also train the length of each row of W + scale B A. It begins as the length of W's row."""
     dropout: float = bounded(0.0, BELOW_1, "0 is the default")
     """Share of A's inputs that are left out in training."""
     targets: list[str] = field(default_factory=lambda: ["all-linear"])
     """Patterns (`*`, `?`, `[...]`) of modules, such as `*.q_proj`; all-linear: all linear maps of decoder layers."""
     quantize: Literal["nf4"] | None = None
-    """nf4: the maps beside the adapter keep their frozen weights in 4 bits (QLoRA), by bitsandbytes: pip install
+    """nf4: the maps with an adapter keep their frozen weights in 4 bits (QLoRA), by bitsandbytes: pip install
     llmtrain[quantize]. ZeRO 0 to 2, without tensor parallelism and pipelines."""
     modules_to_save: list[str] = field(default_factory=list)
-    """Patterns of modules that train whole beside the adapter, such as `model.embed_tokens`, `lm_head` or `*norm`."""
+    """Patterns of modules that train completely, such as `model.embed_tokens`, `lm_head` or `*norm`."""
     start: HostPath | None = None
-    """PEFT folder with the adapter to begin with; its rank, scale and targets must be those of this section."""
+    """PEFT folder with the adapter at the start; its rank, scale and targets must agree with this section."""
 
 
 Mode = Literal["min", "max"]
@@ -124,29 +125,29 @@ Mode = Literal["min", "max"]
 
 @dataclass(frozen=True, kw_only=True)
 class StopEarly:
-    """An end of the run before its last step, complete and not stopped: when evaluations no longer get better."""
+    """Complete the run before its last step when evaluations no longer get better."""
 
     metric: str | None = None
-    """Figure of the evaluations, such as eval/loss or eval/code/loss; null = the run has all of its steps."""
+    """Figure of the evaluations, such as eval/loss or eval/code/loss; null = the run trains all its steps."""
     patience: int = bounded(3, AT_LEAST_1, "3 is the default")
-    """Evaluations in a row that are not better than the best before them; after so many the run ends."""
+    """Number of evaluations in a row without a new best after which the run ends."""
     min_delta: float = bounded(0.0, NOT_NEGATIVE, "0 is the default")
-    """An evaluation counts as better from more than this on."""
+    """Difference that an evaluation must exceed to count as better."""
     mode: Mode | None = None
-    """min: less is better; null = by the metric: min of losses, perplexities and bits, max of accuracies."""
+    """min: less is better; null = by the metric: min for losses, perplexities and bits, max for accuracies."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeepBest:
-    """Checkpoints that stay beside the newest ones: those of the best evaluations."""
+    """Keep the checkpoints of the best evaluations next to the newest ones."""
 
     metric: str | None = None
-    """Figure of the evaluations, such as eval/loss or eval/code/loss; null = the newest ones alone stay. An evaluation
-    with a new best is followed by a checkpoint."""
+    """Figure of the evaluations, such as eval/loss or eval/code/loss; null = keep the newest ones alone. A checkpoint
+    follows each evaluation with a new best."""
     keep: int = bounded(1, AT_LEAST_1, "1 is the default")
-    """Number of checkpoints that stay by it."""
+    """Number of the best checkpoints to keep."""
     mode: Mode | None = None
-    """min: less is better; null = by the metric: min of losses, perplexities and bits, max of accuracies."""
+    """min: less is better; null = by the metric: min for losses, perplexities and bits, max for accuracies."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,8 +159,8 @@ class TrainConfig:
     seed: int = bounded(0, SEED, "write 0")
     """Seed of the initial weights and of dropout."""
     deterministic: bool = False
-    """On a GPU, use only kernels that add in a fixed order: two runs are then equal to the last digit, also across a
-    resume. Attention's backward pass becomes slower. On the CPU nothing changes: it always does."""
+    """On a GPU, use only kernels that add in a fixed order: two runs agree to the last digit, also across a resume.
+    Attention's backward pass becomes slower. Kernels of the CPU always add in a fixed order."""
     global_batch: int | None = bounded(None, AT_LEAST_1, "count sequences over all ranks")
     """Sequences per optimizer step over all ranks. Or from the JSON (train_batch_size)."""
     micro_batch: int | None = bounded(None, AT_LEAST_1, "count sequences of one forward pass of one rank")
@@ -167,20 +168,20 @@ class TrainConfig:
     accumulation: int | None = bounded(None, AT_LEAST_1, "1 means no accumulation")
     """Micro-batches per optimizer step. Or from the JSON (gradient_accumulation_steps)."""
     balance: Literal["equal", "measured"] = "equal"
-    """measured: slow ranks take fewer sequences of a step, fast ones up to twice micro_batch at a time."""
+    """measured: slow ranks take fewer sequences of a step, and fast ones up to twice micro_batch at a time."""
     max_steps: int | None = bounded(None, AT_LEAST_1, "count optimizer steps")
     """Stop after this many optimizer steps."""
     max_tokens: int | None = bounded(None, AT_LEAST_1, "count tokens of the whole run")
     """Stop after this many training tokens."""
     epochs: float | None = bounded(None, Bound(above=0, at_most=1e6), "1 reads the data once")
-    """Stop after this many epochs of the training data; one of a mixture ends when the first of its sets has been read
-    once."""
+    """Stop after this many epochs of the training data. An epoch of a mixture ends when one of its sets has been read
+    completely."""
     max_minutes: float | None = bounded(None, SECONDS, "count minutes of this launch")
     """Stop after this many minutes of training in this launch."""
     log_every: int = bounded(10, AT_LEAST_1, "10 is the default")
     """Optimizer steps between log points."""
     eval: bool = True
-    """Measure the validation loss of `data`; off: train without its validation split. Named sets (eval.sets) stay."""
+    """Measure the validation loss of `data`; off: train without its validation split, but with eval.sets."""
     eval_every: int | None = bounded(None, AT_LEAST_1, "leave it out to evaluate at the end only")
     """Optimizer steps between evaluations; null evaluates at the end only."""
     eval_sequences: int = bounded(256, AT_LEAST_1, "256 is the default")
@@ -188,28 +189,28 @@ class TrainConfig:
     export: bool = True
     """Write a Hugging Face folder at the end."""
     export_to: str | None = None
-    """URL of a folder in an object store (as `checkpoint.mirror`, but another one) to which that folder is uploaded."""
+    """URL of a folder in an object store, other than `checkpoint.mirror`, to which the export is uploaded."""
     sample_prompt: str | None = None
     """Print a continuation of this prompt at the end of the run."""
     sample_prompts: list[str] | HostPath = field(default_factory=list)
-    """Texts that the model continues at each evaluation, always by its likeliest token: a list, or the path of a file
-    with one a line. The continuations go to the log, events.jsonl, W&B and the report."""
+    """Texts that the model continues at each evaluation by its likeliest tokens: a list, or the path of a file with a
+    text on each line. The continuations go to the log, events.jsonl, W&B and the report."""
     sample_tokens: int = bounded(32, AT_LEAST_1, "32 is the default")
-    """Tokens of such a continuation at most. Each takes a forward pass."""
+    """Upper limit of tokens in a continuation. Each takes a forward pass."""
     stop_early: StopEarly = field(default_factory=StopEarly)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
-    """Measurements every train.eval_every steps beside the validation loss of `data`."""
+    """Measurements every train.eval_every steps in addition to the validation loss of `data`."""
 
     sets: dict[str, HostPath] = mapped("NAME: FOLDER")
-    """NAME: FOLDER for each prepared folder to measure, with the tokenizer of `data`; its validation split, or where it
-    has none, all of it. Figures: `eval/NAME/loss` and others."""
+    """NAME: FOLDER for each prepared folder to measure, with the tokenizer of `data`: its validation split, or all of
+    it if it has none. Figures: `eval/NAME/loss` and others."""
     sequences: dict[str, int] = mapped("NAME: SEQUENCES", AT_LEAST_1, "remove the line")
-    """NAME: sequences of one evaluation of that set (all of them if there are fewer). Without: train.eval_sequences."""
+    """NAME: most sequences in one evaluation of the set. Default for each set: train.eval_sequences."""
     mean: dict[str, float] = mapped("NAME: WEIGHT", POSITIVE, "remove the line")
-    """NAME: weight for some sets, which need not sum to 1: `eval/mean/loss` is the mean of their losses."""
+    """NAME: weight for some sets: `eval/mean/loss` is their weighted mean. The weights need not sum to 1."""
     choices: dict[str, HostPath] = mapped("NAME: FOLDER")
     """NAME: FOLDER for each folder of multiple-choice questions (`llmtrain prepare --format choices`), with the
     tokenizer of `data`. Figures: `eval/NAME/accuracy`, `eval/NAME/accuracy_norm`, `eval/NAME/bits_per_byte`."""
@@ -217,8 +218,9 @@ class EvalConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EmaConfig:
-    """An exponential moving average of the parameters that train: evaluated beside them (`eval/ema/loss`), saved in
-    checkpoints, exported by `llmtrain checkpoint to-hf --ema`. It takes 4 bytes a parameter, sharded as the masters."""
+    """An exponential moving average of the trained parameters: evaluated in addition (`eval/ema/loss`), saved in
+    checkpoints, exported by `llmtrain checkpoint to-hf --ema`. It takes 4 bytes a parameter, sharded like the
+    masters."""
 
     decay: float | None = bounded(None, BELOW_1, "0.999 is common; null means no average")
     """mean = decay x mean + (1 - decay) x parameter; null = no average."""
@@ -228,26 +230,26 @@ class EmaConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """When to save and what to keep. A checkpoint is always written at the end and on SIGTERM, SIGINT, SIGUSR1."""
+    """Times to save and checkpoints to keep. One is always written at the end and on SIGTERM, SIGINT, SIGUSR1."""
 
     every_steps: int | None = bounded(None, AT_LEAST_1, "leave it out to save at the end and on signals only")
     """Optimizer steps between checkpoints."""
     every_minutes: float | None = bounded(None, SECONDS, "leave it out to save at the end and on signals only")
     """Minutes between checkpoints."""
     keep: int = bounded(2, AT_LEAST_1, "2 is the default")
-    """Newest checkpoints that stay; older ones are deleted after a newer one is complete."""
+    """Number of the newest checkpoints to keep; older ones are deleted after a newer one is complete."""
     mode: Literal["async", "sync"] = "async"
-    """async: training goes on while a copy of the state is written (host memory: 12 bytes a parameter, shared by the
+    """async: training continues while a copy of the state is written (host memory: 12 bytes a parameter, shared by the
     ranks); sync: training waits."""
     when_busy: Literal["wait", "skip"] = "wait"
-    """When a checkpoint is due and the one before is still being written: wait for it, or skip this one."""
+    """While the last checkpoint is still being written: wait for its end, or skip the one that is due."""
     dir: HostPath | None = None
-    """Folder for the checkpoints. Default: checkpoints/ in train.run_dir. It may be on each host's own disk: then each
-    host keeps the files of its ranks, and a resume needs the same hosts."""
+    """Folder for the checkpoints. Default: checkpoints/ in train.run_dir. On a disk of each host's own, each host keeps
+    the files of its ranks, and a resume needs the same hosts."""
     mirror: str | None = None
-    """URL of a folder in an object store (s3://, gs://, az:// and all that fsspec opens), one for each run: each
-    checkpoint is uploaded in the background once it is whole, `keep` and `keep_best` hold there, too, and a run whose
-    folder has no checkpoint goes on from there."""
+    """URL of a folder in an object store (s3://, gs://, az:// or another scheme of fsspec), one for each run. Complete
+    checkpoints are uploaded in the background, `keep` and `keep_best` hold there, too, and a run without a checkpoint
+    in its folder continues from there."""
     keep_best: KeepBest = field(default_factory=KeepBest)
 
 
@@ -260,16 +262,16 @@ class FaultConfig:
     timeout_s: float = bounded(600.0, SECONDS, "600 is the default")
     """Seconds that a collective may wait for a rank, in every process group."""
     start_timeout_s: float = bounded(300.0, SECONDS, "300 is the default")
-    """Seconds that the ranks wait for each other at the start."""
+    """Seconds that ranks wait for other ranks at the start."""
     check_every: int = bounded(250, NOT_NEGATIVE, "250 is the default, 0 = never")
-    """Optimizer steps between comparisons of what must be the same on several ranks; each checkpoint is preceded by
-    one. 0 = never."""
+    """Optimizer steps between comparisons of values that must be equal on several ranks. Each checkpoint begins with
+    a comparison, too. 0 = never."""
     stall_timeout_s: float = bounded(300.0, SECONDS, "300 is the default")
     """Seconds without progress on any rank before the job is explained and ended. At most 3/4 of timeout_s counts."""
     preempt_file: HostPath | None = None
-    """When this file appears on any host, all ranks save and leave."""
+    """File: all ranks save and leave when it appears on any host."""
     max_failed_saves: int = bounded(3, AT_LEAST_1, "3 is the default")
-    """Checkpoints that fail in a row, on a full disk, before the run ends and tries once more to save its state."""
+    """Failed checkpoints in a row, on a full disk, after which the run tries a last save and ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,11 +279,11 @@ class ProfileConfig:
     """A profile of some steps, in profile/ of the run's folder: torch's traces, memory over time, and a page."""
 
     steps: str | None = None
-    """FIRST:LAST, such as 20:23: the optimizer steps, both included, at most 20, that are profiled; null = none."""
+    """FIRST:LAST, such as 20:23: profile these optimizer steps, at most 20, both included; null = none."""
 
 
 def profiled_steps(text: str | None) -> tuple[int, int]:
-    """(first, last) of `profile.steps`. Raises ValueError: it is none."""
+    """Return (first, last) of `profile.steps`. Raises ValueError: `text` is no range."""
     first, colon, last = (text or "").partition(":")
     if not (colon and first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last) < int(first) + 20):
         raise ValueError(text)
@@ -295,16 +297,16 @@ class RunConfig:
     deepspeed: HostPath
     """The DeepSpeed JSON (`llmtrain init DIR` writes some)."""
     resume: HostPath = "auto"
-    """auto: go on from the newest intact checkpoint of the run folder; none: the folder must be new; or the path or URL
-    of a checkpoint, or of another run's folder, of which the newest is taken."""
+    """auto: continue from the newest intact checkpoint of the run folder; none: the folder must be new; or the path or
+    URL of a checkpoint, or of another run's folder with checkpoints, for its newest."""
     resume_weights_only: bool = False
-    """With a path in `resume`: take its parameters alone; moments, schedule, data and step count begin anew."""
+    """With a path in `resume`: take its parameters alone; moments, schedule, data and step count start again."""
     resume_data: Literal["same", "new"] = "same"
-    """With a path in `resume`: new goes on with other data from its first sequence, or from where the checkpoint's run
-    left it; parameters, moments, step count and schedule stay."""
+    """With a path in `resume`: new continues with other data, from its first sequence or from the position of the
+    checkpoint's run in it; parameters, moments, step count and schedule stay."""
     resume_model: Literal["same", "new"] = "same"
-    """With a path in `resume`: new takes its parameters although this run's configuration of the model, or with
-    resume_weights_only the tokenizer, gives them another meaning (RoPE, activation, eps and the like)."""
+    """With a path in `resume`: new takes its parameters even if this run's model configuration (RoPE, activation, eps)
+    gives them another meaning, or with resume_weights_only the tokenizer does."""
     model: ModelConfig = field(default_factory=ModelConfig)
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -320,11 +322,11 @@ class RunConfig:
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     sites: SitesConfig = field(default_factory=DiLoCo)
     parts: dict[str, Any] = field(default_factory=dict)
-    """Parts of plugins that take part in the run: NAME: {FIELD: VALUE} for each; `NAME:` alone takes the defaults."""
+    """Parts of plugins in the run: NAME: {FIELD: VALUE} for each; `NAME:` alone takes the defaults."""
     trackers: dict[str, Any] = field(default_factory=dict)
-    """Trackers beside W&B and the local files, in the same form: tensorboard, mlflow, and those of plugins."""
+    """Trackers in addition to W&B and the local files, in the form of `parts`: tensorboard, mlflow, or of plugins."""
     metrics: dict[str, Any] = field(default_factory=dict)
-    """Figures of plugins beside the loss, in the same form."""
+    """Figures of plugins in addition to the loss, in the form of `parts`."""
 
 
 def stage_views(run: RunConfig) -> Iterator[tuple[RunConfig, Callable[[str], str]]]:
@@ -346,25 +348,25 @@ def _written(given: dict[str, int], key: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedRun:
-    """A run whose YAML, JSON and command line have been joined for a number of ranks. `config.resolve` makes it.
+    """A run whose YAML, JSON and command line `config/resolve.py` has joined for a number of ranks.
 
-    What may stand in two files is in `stages` and `optim`, where no value is missing.
+    Values that may be in two files are in `stages` and `optim`, where none is missing.
     """
 
     run: RunConfig
-    """As the user wrote it, every shared field filled in: for dumps, checkpoints, and what only the YAML says."""
+    """The user's run with every shared field filled in: for dumps, checkpoints, and values of the YAML alone."""
     stages: Stages
-    """By the step: data, batch, schedule. The run has one stage unless data.stages names more."""
+    """Data, batch and schedule of each step. The run has one stage unless data.stages names more."""
     mix: Mix
-    """The mix that it runs as; its degrees include the data-parallel one."""
+    """The run's way of computing, with its data-parallel degree."""
     deepspeed: dict[str, Any]
     """The exact dict that the engine is built from: no "auto", batch keys solved."""
     pipeline_partition: str | tuple[int, ...]
     """The split of decoder layers over pipeline stages: parameters, uniform, or the layers of each stage."""
     expert_parallel: dict[str, Any]
-    """The JSON's section of that name: what DeepSpeed's expert parallelism reads beside the degree."""
+    """The JSON's section of the same name: settings of DeepSpeed's expert parallelism next to the degree."""
     max_steps: int | None
-    """Optimizer steps of the whole run (from max_steps, max_tokens, epochs); None when only max_minutes limits it."""
+    """Optimizer steps of the run (from max_steps, max_tokens, epochs); None: max_minutes alone limits it."""
     places: dict[str, str]
     """Dotted key -> where the user wrote it, for messages."""
     notes: tuple[str, ...]
@@ -372,7 +374,7 @@ class ResolvedRun:
 
     @property
     def optim(self) -> Optimizer:
-        """The optimizer, no value missing."""
+        """Optimizer settings with all defaults filled in."""
         return self.run.optim
 
     @property
@@ -397,6 +399,6 @@ class ResolvedRun:
 
     @property
     def run_dir(self) -> str:
-        """The run's folder. The command line's parser has set it: a run made without it has none."""
+        """The run's folder, which `load.parse` sets."""
         assert self.run.train.run_dir is not None
         return self.run.train.run_dir

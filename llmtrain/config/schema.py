@@ -103,7 +103,7 @@ def default_choice(section: str) -> str:
 
 
 def entry_sections() -> dict[str, dict[str, type[Any]]]:
-    """The sections of a run that hold any number of entries, with the classes of plugins by name."""
+    """Return the sections of a run with entries, and their classes by name."""
     return {name: known for name, known in choice.Entry.SECTIONS.items() if name in ENTRIES}
 
 
@@ -122,8 +122,7 @@ def source_entries() -> tuple[Entry, ...]:
 
 @functools.cache
 def entries() -> tuple[Entry, ...]:
-    """Every field, in the order of the classes. A field that is another thing to several choices stands there for
-    each."""
+    """Return every field, in the order of the classes. A field with several meanings has an entry for each."""
     found = [_entry(RunConfig, item, item.name) for item in fields(RunConfig) if item.name not in sections()]
     for section, cls in sections().items():
         items = [item for item in fields(cls) if item.init and f"{section}.{item.name}" not in subsections()]
@@ -204,7 +203,7 @@ def is_required(item: Field[Any]) -> bool:
 
 
 def type_name(kind: Any) -> str:
-    """A field's type in words: "a whole number or null"."""
+    """Return a type in words, such as "a whole number or null"."""
     names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
     if kind in names:
         return names[kind]
@@ -265,8 +264,7 @@ _TYPES = {int: "integer", float: "number", str: "string", bool: "boolean", type(
 
 
 def json_schema() -> dict[str, Any]:
-    """The schema of the whole file. It knows types, bounds and choices; what two fields say together, `config check`
-    knows."""
+    """Return the schema of a run's YAML: types, bounds and choices. `config check` applies the rules between fields."""
     top: dict[str, Any] = {entry.key: _value(entry) for entry in entries() if "." not in entry.key}
     top |= {section: _section(section) for section in sections()}
     for section, names in entry_sections().items():
@@ -279,7 +277,7 @@ def _map(properties: dict[str, Any]) -> dict[str, Any]:
 
 
 def _section(section: str) -> dict[str, Any]:
-    """A map or nothing. A section of choices allows all their fields, and then for each choice those that it has."""
+    """Return a map or null. A section of choices allows all fields, and for each choice its own."""
     mine = [entry for entry in entries() if entry.key.rpartition(".")[0] == section]
     if section not in choices():
         inner = {key.rpartition(".")[2]: _section(key) for key in subsections() if key.startswith(f"{section}.")}
@@ -303,7 +301,7 @@ def _name(entry: Entry) -> str:
 
 
 def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema with null allowed: where that is no value of its own, it means the default."""
+    """Return the schema with null allowed, which means the default if it is no value of its own."""
     if "enum" in schema:
         return {**schema, "enum": [*schema["enum"], None]}
     if "type" in schema:
@@ -350,7 +348,7 @@ def _kind(kind: Any, limits: dict[str, Any]) -> dict[str, Any]:
 
 
 def _object(cls: type[Any]) -> dict[str, Any]:
-    """The schema of an object of this class that stands in a list."""
+    """Return the schema of an object of this class in a list."""
     properties, kinds = {}, get_type_hints(cls)
     for item in fields(cls):
         bound = item.metadata.get("bound")

@@ -20,7 +20,7 @@ from llmtrain.optim.schedules import Schedule
 
 @dataclass(frozen=True, kw_only=True)
 class StageBatch:
-    """Batch of a stage, of which one or two numbers are given; the others follow from the stage before."""
+    """One or two numbers of a stage's batch; the others follow from the previous stage."""
 
     global_batch: int | None = bounded(None, AT_LEAST_1, "count sequences over all ranks")
     """Sequences per optimizer step over all ranks."""
@@ -32,7 +32,7 @@ class StageBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class StageConfig:
-    """Changes from a step on. What a stage does not give is as in the stage before it."""
+    """Changes from a step on. Other values continue from the previous stage."""
 
     from_step: int = bounded(MISSING, NOT_NEGATIVE, "count optimizer steps")
     """Optimizer steps done before the stage."""
@@ -44,9 +44,9 @@ class StageConfig:
     """Tokens per sequence."""
     train: StageBatch = field(default_factory=StageBatch)
     schedule: Schedule | None = None
-    """Learning rate from here on; its steps count from the stage's first."""
+    """Schedule from the stage's first step on."""
     rope: dict[str, Any] | None = None
-    """Fields of the model's rope_parameters from here on, such as {rope_theta: 1.0e+6}."""
+    """Changed fields of the model's rope_parameters, such as {rope_theta: 1.0e+6}."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +54,8 @@ class DataConfig:
     """Data to train on: folders made by `llmtrain prepare`. Exactly one of `path` and `mixture` is given."""
 
     path: HostPath | None = None
-    """One prepared folder: a path, or the URL of one in an object store (s3://, gs://, az://, hf:// and all that fsspec
-    opens)."""
+    """One prepared folder: a path, or a URL in an object store (s3://, gs://, az://, hf:// or another scheme of
+    fsspec)."""
     mixture: dict[HostPath, float] | None = mapped("FOLDER: WEIGHT", POSITIVE, "remove the folder", None)
     """Several prepared folders with their weights (shares of the sequences; they need not sum to 1)."""
     sequence_length: int = bounded(1024, Bound(at_least=2), "1024 is the default")
@@ -63,19 +63,19 @@ class DataConfig:
     seed: int = bounded(0, SEED, "write 0")
     """Seed of the order of the sequences."""
     mask_document_starts: bool = True
-    """Do not count the prediction of a document's first token: nothing before it tells it."""
+    """Leave the prediction of a document's first token out of the loss: no earlier token determines it."""
     cache: str | None = None
-    """Folder of each host for what is fetched of prepared folders with a URL, shared by its runs; null = data
-    in LLMTRAIN_CACHE, by default ~/.cache/llmtrain."""
+    """Folder of each host for fetched parts of prepared folders with a URL, shared by its runs; null = data in
+    LLMTRAIN_CACHE, by default ~/.cache/llmtrain."""
     cache_gib: float = bounded(100.0, POSITIVE, "100 is the default")
-    """GiB that the cache may take. What does not fit is read from the store at each step; sets that no run uses are
+    """Upper limit of the cache in GiB. Data beyond it is read from the store at each step; sets that no run uses are
     deleted to make room."""
     isolate_documents: bool = False
     """Attention stays within a document, and positions start at 0 in each; false: a sequence is one text."""
     stages: list[StageConfig] = field(default_factory=list)
     """Changes during the run: a list of {from_step: N, path or mixture, sequence_length, train: {global_batch,
-    micro_batch, accumulation}, schedule: {...}, rope: {...}}, each but from_step where it changes. Without path and
-    mixture a stage goes on with the data before it. A stage from step 0 is this section itself."""
+    micro_batch, accumulation}, schedule: {...}, rope: {...}} with from_step and the changed values. Without path and
+    mixture a stage continues with the previous data. A stage from step 0 changes this section itself."""
 
     @property
     def folders(self) -> dict[str, float]:
@@ -112,7 +112,7 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """Steps with one data, batch and schedule."""
+    """Consecutive steps with the same data, batch and schedule."""
 
     first_step: int
     """Number of its first step; the run's first is 0."""
@@ -158,21 +158,22 @@ class Stages:
         return sum(self._steps(number, step) * stage.batch.tokens for number, stage in enumerate(self.stages))
 
     def step_of_tokens(self, tokens: int) -> int:
-        """Steps in which so many tokens are trained, rounded up."""
+        """Return the steps in which a number of tokens is trained, rounded up."""
         return self._until(tokens, [stage.batch.tokens for stage in self.stages])
 
     def step_of_epochs(self, epochs: float, epoch: int, of: Sequence[int]) -> int:
-        """Steps in which stages `of` have read their data so often, rounded up. `epoch`: sequences of one; the last
-        stage is among `of`."""
+        """Return the steps in which stages `of`, the last among them, have read `epochs` of their data, rounded up.
+
+        `epoch`: sequences in an epoch."""
         each = [stage.batch.global_batch if number in of else 0 for number, stage in enumerate(self.stages)]
         return self._until(math.ceil(Fraction(str(epochs)) * epoch), each)
 
     def length(
         self, max_steps: int | None, max_tokens: int | None, epochs: float | None, epoch: int | None
     ) -> int | None:
-        """Optimizer steps of the whole run: the smallest of `max_steps`, and of `max_tokens` and `epochs` in steps,
-        rounded up; None: none of them limits it. `epoch`: sequences of one epoch of the last stage's data, of which
-        `epochs` are."""
+        """Return the optimizer steps of the run: the smallest limit in steps, rounded up; None: there is no limit.
+
+        `epochs` counts the data of the last stage. `epoch`: sequences in an epoch of it."""
         limits = [] if max_steps is None else [max_steps]
         if max_tokens is not None:
             limits.append(self.step_of_tokens(max_tokens))
@@ -182,7 +183,7 @@ class Stages:
         return min(limits, default=None)
 
     def sharing(self, number: int) -> list[int]:
-        """The stages with the same data as this one, by whatever names."""
+        """Return the stages with the same data as this one, under any names."""
         own = _identity(self.stages[number].data)
         return [other for other, stage in enumerate(self.stages) if _identity(stage.data) == own]
 
@@ -213,7 +214,7 @@ class Stages:
         return max(0, min(step, last) - first)
 
     def _until(self, goal: int, each: Sequence[int]) -> int:
-        """Steps until the sum of what steps count for, by stage, reaches a goal."""
+        """Return the steps until a sum reaches a goal. `each`: the summand of a step in each stage."""
         for number, stage in enumerate(self.stages):
             ends = self.stages[number + 1].first_step if number + 1 < len(self.stages) else math.inf
             steps = -(-goal // each[number]) if each[number] else (math.inf if goal > 0 else 0)

@@ -30,7 +30,7 @@ _MAX_DEPTH = 20
 
 @dataclass
 class Document:
-    """A parsed file: the tree, and for each dotted key the line (from 1) where it stands."""
+    """A parsed file: the tree, and the line (from 1) of each dotted key."""
 
     tree: Any
     lines: dict[str, int] = field(default_factory=dict)
@@ -113,7 +113,7 @@ class _Reader:
 
 
 def parse(text: str, name: str) -> Document:
-    """Parse one YAML document; `name` is told in errors.
+    """Parse one YAML document. `name`: of the file, for errors.
 
     Raises: ConfigError for broken YAML, duplicate keys, tags, anchors and several documents.
     """
@@ -134,7 +134,7 @@ def parse(text: str, name: str) -> Document:
 
 
 def _broken(error: yaml.YAMLError, text: str, name: str) -> ConfigError:
-    """PyYAML's complaint, with the line that it is about (at the end of the file: the last one)."""
+    """Return PyYAML's complaint with its line (at the end of the file: the last one)."""
     mark = getattr(error, "problem_mark", None)
     lines = text.rstrip().splitlines() or [""]
     number = min(mark.line + 1 if mark else len(lines), len(lines))

@@ -1,4 +1,4 @@
-"""The legal mixes of ways of training, in one table; every part asks it. Standard library only."""
+"""How ranks share the work, and the table of legal mixes of ways of training. Standard library only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llmtrain.optim.optimizers import Optimizer
 
 
 def ranks_of_this_host() -> int:
-    """As the launcher says: DeepSpeed's, torchrun, or none."""
+    """Return the number from the launcher's environment: DeepSpeed's, torchrun's, or none."""
     return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -33,7 +33,7 @@ class Place:
 
     @property
     def leads(self) -> bool:
-        """The one rank among those that work on the same sequences which speaks for them in sums over all ranks."""
+        """True for the one rank of those on the same sequences that counts in sums over all ranks."""
         return self.pipeline == self.sequence == self.tensor == 0
 
 
@@ -54,8 +54,8 @@ class Degrees:
     tensor: int = 1
     """Ranks that share each matrix."""
     expert: int = 1
-    """Ranks that share the experts of each layer: a part of those that have all else alike, the `data` times `sequence`
-    ranks, so no factor of the world size."""
+    """Ranks that share the experts of each layer: a divisor of the `data` times `sequence` ranks, so no factor of the
+    world size."""
 
     @property
     def world_size(self) -> int:
@@ -71,7 +71,7 @@ class Degrees:
         return Place(pipeline=pipeline, data=data, sequence=sequence, tensor=tensor)
 
     def rank(self, place: Place) -> int:
-        """The global rank that stands there."""
+        """Return the global rank at a place."""
         return ((place.pipeline * self.data + place.data) * self.sequence + place.sequence) * self.tensor + place.tensor
 
     def groups(self, *along: str) -> list[list[int]]:
@@ -89,7 +89,7 @@ _AXES = ("pipeline", "data", "sequence", "tensor")
 
 @dataclass(frozen=True, kw_only=True)
 class Mix:
-    """A run's way of computing, as far as it decides which features can work together."""
+    """A run's way of computing, as far as the rules between features need it."""
 
     zero_stage: int = 0
     fp16: bool = False
@@ -136,7 +136,7 @@ class Mix:
 
     @property
     def may_compile_layers(self) -> bool:
-        """Nothing that is known without the device stands against model.compile_layers."""
+        """No rule forbids model.compile_layers, as far as is known without the device."""
         return not any("model.compile_layers" in rule.keys for rule in clashes(replace(self, compile_layers=True)))
 
 

@@ -1,7 +1,7 @@
 """Join the YAML and the DeepSpeed JSON: one owner for every value, and the dict that DeepSpeed gets.
 
-A value in both places must be the same; "auto" in the JSON means the YAML's. A value in neither is llmtrain's default,
-which is written down here once. No DeepSpeed, no torch.
+A value in both files must be equal, "auto" in the JSON means the YAML's value, and a value in neither file is
+llmtrain's default. No DeepSpeed, no torch.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def join_values(run: RunConfig, tree: dict[str, Any], problems: Problems) -> Run
 
 
 def _differ(yaml_key: str, ours: Any, json_key: str, theirs: Any, run: RunConfig, problems: Problems) -> None:
-    """Report one value that the two files have with two contents."""
+    """Report a value that differs between the two files."""
     place = problems.places.get(yaml_key, "the YAML or its default")
     problems.add_text(
         yaml_key,
@@ -87,7 +87,7 @@ def _differ(yaml_key: str, ours: Any, json_key: str, theirs: Any, run: RunConfig
 
 
 def optimizer_in(path: Any) -> str | None:
-    """The optim.name that a JSON's optimizer.type means; None: it means none, or `resolve` will report the mistake."""
+    """Return the optim.name for a JSON's optimizer.type; None: there is none, or `resolve` will report the mistake."""
     try:
         return _named(lookup(read_json(path), "optimizer.type")) if isinstance(path, str) else None
     except ConfigError:
@@ -113,7 +113,7 @@ def _check_name(run: RunConfig, tree: dict[str, Any], problems: Problems) -> Non
 
 
 def _check_optimizer_params(run: RunConfig, tree: dict[str, Any], problems: Problems) -> None:
-    """Optimizer parameters that are not joined: each is harmless, or an error. None is ignored silently."""
+    """Check the optimizer parameters that are not joined: each is harmless or a mistake."""
     optim, every, idle = run.optim, Optimizer.CHOICES, ("torch_adam", "fused")
     prefix = "optimizer.params."
     joined = {
@@ -165,7 +165,7 @@ _OF_SCHEDULERS = {
 def check_scheduler(run: RunConfig, tree: dict[str, Any], problems: Problems) -> list[str]:
     """Refuse a `scheduler` section with a value of its own: the YAML's `schedule` is the owner. Returns notes.
 
-    A section whose parameters are all "auto" has none, and is noted: Hugging Face's Trainer trains its shape with it.
+    A section with "auto" for all parameters has none. A note names the shape in Hugging Face's Trainer.
     """
     section = tree.get("scheduler") or {}
     if not any(section.values()):
@@ -196,11 +196,11 @@ def _listed(values: dict[str, Any]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Values that a JSON decides, read once. `tree` has no "auto" in it any more."""
+    """Values of a JSON, read once. `tree` has no "auto"."""
 
     tree: dict[str, Any]
     mix: Mix
-    """The degrees are those of the JSON: the data-parallel one is the number of ranks that are left."""
+    """With the degrees of the JSON; `resolve.spread` adds the data-parallel degree."""
     pipeline_partition: str | tuple[int, ...]
     notes: tuple[str, ...]
 
@@ -260,7 +260,7 @@ _SUMS = ("data_types.grad_accum_dtype", "communication_data_type", "seq_parallel
 
 
 def _resolve_types(tree: dict[str, Any], path: str, problems: Problems) -> None:
-    """Give each type of numbers its one name, and refuse those that do not go with the run's precision."""
+    """Give each type of numbers its one name, and refuse types that do not fit the run's precision."""
     own = next((name for name in ("fp16", "bf16") if lookup(tree, f"{name}.enabled")), "fp32")
     for key in (*_SUMS, "data_types.param_dtype"):
         value = lookup(tree, key)
@@ -343,7 +343,7 @@ def _mix(run: RunConfig, tree: dict[str, Any], degrees: Degrees) -> Mix:
 
 
 def _partition(tree: dict[str, Any], path: str, stages: int, problems: Problems) -> str | tuple[int, ...]:
-    """`pipeline.partition`: a way of balancing, or the number of layers of each stage."""
+    """Return `pipeline.partition`: a way of balancing, or the number of layers in each stage."""
     key, usual = "pipeline.partition", "parameters"
     asked = lookup(tree, key)
     if stages == 1 or asked in (None, usual, "uniform"):
@@ -370,7 +370,7 @@ _AS_ZERO_1: tuple[tuple[Callable[[Mix], bool], str, str], ...] = (
     (lambda m: m.degrees.expert > 1 and m.degrees.sequence > 1, "a run whose experts sequence-parallel ranks share",
      "DeepSpeed 0.19 averages them over the data-parallel ranks only (engine.py _reduce_expert_gradients)"),
 )  # fmt: skip
-"""Mixes that run as ZeRO 1 where ZeRO 0 is asked for: their words, and the reason."""
+"""Mixes that run as ZeRO 1 instead of ZeRO 0: condition, words, reason."""
 
 _SWITCHES = {
     "pipeline": "pipeline.stages",
@@ -387,7 +387,7 @@ _SWITCHES = {
 
 
 def _switched_off(tree: dict[str, Any], path: str) -> list[str]:
-    """Notes about keys of a section that is off, or of a way of computing that is not asked for."""
+    """Return notes about keys of sections that are off."""
     known, stage = table.LEAVES, lookup(tree, "zero_optimization.stage") or 0
     idle: dict[str, tuple[str, ...]] = {}  # reason -> keys and sections
     for part, switch in _SWITCHES.items():
@@ -434,7 +434,7 @@ _NOT_FOR_DEEPSPEED = (
 
 
 def exact_dict(run: RunConfig, facts: Facts, batch: Batch) -> tuple[dict[str, Any], list[str]]:
-    """The dict that the engine is built from, and notes about keys that were taken out or overruled."""
+    """Return the dict for the engine, and notes about overruled keys."""
     notes = [
         f"{run.deepspeed}: {key} = {show(facts.tree[key])} is overruled with {show(value)}: llmtrain needs it"
         for key, value in _FORCED.items()

@@ -19,7 +19,7 @@ STAGES = (0, 1, 2, 3)
 """Stages of ZeRO."""
 
 _MOST = 2**63 - 1
-"""Upper bound of a number whose key has none of its own: counts of elements and bytes are 64-bit integers."""
+"""Default upper bound of a number: counts of elements and bytes are 64-bit integers."""
 _LARGEST_SCALE_POWER = 32
 """Largest power of 2 in fp16's loss scale: beyond it a gradient of 2e-5 is no fp16 number any more."""
 

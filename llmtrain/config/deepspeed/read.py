@@ -155,7 +155,7 @@ def checked(path: str, problems: Problems) -> tuple[dict[str, Any], tuple[str, .
 
 
 class _Check:
-    """Walks the file next to the table: unknown and removed keys, wrong types, bounds, refused values."""
+    """Compares the file with the table: unknown and removed keys, wrong types, bounds, refused values."""
 
     def __init__(self, path: str, problems: Problems, stage: int) -> None:
         self._path, self._problems, self._stage = path, problems, stage
@@ -223,7 +223,7 @@ class _Check:
 
 
 def _is_of(kind: str, value: Any) -> bool:
-    """Return True if a value is of a key's kind: a bool, an int in Python, is no number, and 5e8 is a whole one."""
+    """Return True if a value is of a key's kind. A bool is no number, and 5e8 is a whole number."""
     if isinstance(value, bool):
         return kind in ("bool", "any")
     return isinstance(value, _KINDS[kind][0]) or (kind == "int" and isinstance(value, float) and value.is_integer())
