@@ -174,7 +174,6 @@ UP = "model.layers.0.mlp.up_proj.weight"  # [16, 8]
         ([0, 64, 8, 0, [[-1, 4]]], [64, 64], "is no natural number"),
         ([0, 64, 8, 0, [[2**70, 4]]], [64, 64], "is no natural number"),
         ([0, 64, 8, 0, {"0": 4}], [64, 64], "cannot be read as a manifest"),
-        ([0, 64, 8, 0, [4]], [64, 64], "cannot be read as a manifest"),
         ([0, 0, 8, 0, [[0, 4]]], [0, 128], "it is empty"),
         ([0, 64, 2**20, 0, [[2 * index, 1] for index in range(5000)]], [0, 128], "it has more than 4096 runs"),
     ],

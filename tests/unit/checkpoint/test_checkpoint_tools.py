@@ -125,6 +125,8 @@ def test_verify_names_file_rank_and_tensor(run: Path, say: Say) -> None:
         (TRAINER, "gone", "trainer.json: is missing"),
         (MANIFEST, 300, "manifest.json"),
         (MANIFEST, "cut", "manifest.json cannot be read as a manifest"),
+        (MANIFEST, "gone", "it has no manifest.json"),
+        (MANIFEST, "another's", "manifest.json belongs to another checkpoint"),
     ],
 )
 def test_verify_finds_each_kind_of_damage(run: Path, say: Say, file: str, how: str | int, words: str) -> None:
@@ -133,22 +135,12 @@ def test_verify_finds_each_kind_of_damage(run: Path, say: Say, file: str, how: s
         flip(path, how)
     elif how == "cut":
         os.truncate(path, 1000)
-    else:
+    elif how == "gone":
         path.unlink()
-    code, out, _ = say("verify", at(run, 300))
-    assert code == 1 and f"{at(run, 300)}  DAMAGED" in out and words in out, out
-
-
-def test_verify_of_a_run_looks_at_what_has_no_manifest(run: Path, say: Say) -> None:
-    (at(run, 200) / MANIFEST).unlink()
+    else:
+        path.write_bytes((at(run, 200) / file).read_bytes())
     code, out, _ = say("verify", run)
-    assert code == 1 and f"{at(run, 200)}  DAMAGED" in out and "it has no manifest.json" in out
-
-
-def test_verify_knows_a_manifest_of_another_checkpoint(run: Path, say: Say) -> None:
-    (at(run, 300) / MANIFEST).write_bytes((at(run, 200) / MANIFEST).read_bytes())
-    code, out, _ = say("verify", at(run, 300))
-    assert code == 1 and "manifest.json belongs to another checkpoint" in out
+    assert code == 1 and f"{at(run, 300)}  DAMAGED" in out and words in out, out
 
 
 def test_verify_compares_the_steps(run: Path, say: Say) -> None:
