@@ -16,6 +16,7 @@ import pytest
 
 from tests.cluster.faults import FAULTS, Place, bashrc, replaced, shell
 from tests.helpers.launching import REPO, write_recipe
+from tests.helpers.marks import slow_but
 from tests.helpers.warm import WarmCommands
 from tools.lab.lab import Lab
 from tools.lab.processes import default_environment
@@ -58,7 +59,8 @@ def examined(place: Place, *words: str, slots: int = 1) -> tuple[dict[str, Any],
     return json.loads(done.stdout), done.returncode
 
 
-def check(place: Place, name: str) -> None:
+@pytest.mark.parametrize("name", slow_but(FAULTS, QUICK))
+def test_every_fault_is_named(place: Place, name: str) -> None:
     fault = FAULTS[name]
     fault.make(place)
     report, code = examined(place, *fault.words, slots=fault.slots)
@@ -75,17 +77,6 @@ def check(place: Place, name: str) -> None:
     elsewhere = [each for each in findings if each["host"] != fault.host and each["check"] != "name"]
     assert not elsewhere, elsewhere
     assert code == (1 if fault.level == "red" else 0)
-
-
-@pytest.mark.parametrize("name", QUICK)
-def test_a_fault_is_named(place: Place, name: str) -> None:
-    check(place, name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in FAULTS if name not in QUICK])
-def test_every_fault_is_named(place: Place, name: str) -> None:
-    check(place, name)
 
 
 def test_a_folder_that_a_host_lacks_or_has_in_another_state(place: Place, small_data: str) -> None:

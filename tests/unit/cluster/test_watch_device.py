@@ -87,14 +87,11 @@ def test_an_abort_without_words_is_no_mismatch_on_a_gpu() -> None:
     assert (found.cause, found.ranks) == ("crashed", [1]) and "NCCL's watchdog" in found.text
 
 
-@pytest.mark.parametrize("text", [CLOSED, f"DistBackendError: {with_reason(texts.NCCL_REMOTE)}"])
-def test_an_error_of_the_connection_is_an_echo(text: str) -> None:
-    assert is_echo(text) and device_fault(text) is None
-
-
-@pytest.mark.parametrize("text", ["KeyError: 'peer'", "ValueError: no peer of rank 3 in the table"])
-def test_an_error_of_the_code_is_none(text: str) -> None:
-    assert not is_echo(text) and device_fault(text) is None
+def test_an_error_of_the_connection_is_an_echo_and_one_of_the_code_is_none() -> None:
+    of_connection = (CLOSED, f"DistBackendError: {with_reason(texts.NCCL_REMOTE)}")
+    of_code = ("KeyError: 'peer'", "ValueError: no peer of rank 3 in the table")
+    assert all(map(is_echo, of_connection)) and not any(map(is_echo, of_code))
+    assert not any(map(device_fault, (*of_connection, *of_code)))
 
 
 def test_warnings_end_nothing() -> None:
