@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from llmtrain.base.choice import HOST_PATH, Choice, Entry
 from llmtrain.base.redact import redact_text
 from llmtrain.config import answers, strict_yaml
-from llmtrain.config.problems import Problems, closest, show
+from llmtrain.config.problems import Problems
 from llmtrain.config.schema import ENTRIES, default_choice
 from llmtrain.config.stages import Batch, DataConfig, Stages, data_of, stages_of
 from llmtrain.optim.schedules import Schedule
@@ -248,9 +248,7 @@ def _entries(section: str, given: Any, problems: Problems) -> Any:
         if name in known:
             made[name] = _section(known[name], values, key, problems)
         else:
-            near = closest(str(name), known)
-            remedy = f"did you mean {section}.{near}?" if near else "give the file that defines it: --plugin FILE.py"
-            problems.add(key, show(values), "no plugin and no part of llmtrain has this name", remedy)
+            answers.unknown(Entry, key, values, problems)
             made[name] = WRONG
     return WRONG if any(value is WRONG for value in made.values()) else made
 

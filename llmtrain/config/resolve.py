@@ -12,7 +12,6 @@ from llmtrain.config.deepspeed.join import DEGREE_KEYS, check_scheduler, exact_d
 from llmtrain.config.deepspeed.read import checked
 from llmtrain.config.problems import Places, Problems, show
 from llmtrain.config.run import ResolvedRun, RunConfig, TrainConfig, stage_views
-from llmtrain.config.schema import SHARED
 from llmtrain.config.stages import Batch, DataConfig, StageBatch, Stages, data_of, stages_of
 from llmtrain.config.topology import Degrees
 from llmtrain.tracking.metrics import mode_of
@@ -106,7 +105,8 @@ def _stages(run: RunConfig, degrees: Degrees, world: str, problems: Problems) ->
     given, data = _numbers(run.train), data_of(run.data)
     batches: list[Batch] = []
     for number, (each, stage) in enumerate(zip(data, [None, *run.data.stages], strict=True)):
-        where = _batch_places(run, problems.places)
+        where = "; ".join(f"train.{name}: {problems.places.get(f'train.{name}', 'the YAML')}"
+                          for name, count in given.items() if count is not None)  # fmt: skip
         if stage is not None:
             key, given, last = f"data.stages[{number - 1}].train", _numbers(stage.train), batches[-1]
             where = f"{key}: {problems.places.get(key, 'the YAML')}"
@@ -270,13 +270,3 @@ def spread(asked: Degrees, path: str, world_size: int, world: str, problems: Pro
         remedy = f"set expert_parallel.autoep_size to a divisor of {alike}"
     problems.add_text(next(iter(set_keys)), text, rule, remedy, path)
     return asked
-
-
-def _batch_places(run: RunConfig, places: Places) -> str:
-    """Return the places of the batch sizes, for an equation without a solution."""
-    named = [
-        f"{key}: {places.get(key, 'the YAML')}"
-        for key in list(SHARED)[:3]
-        if getattr(run.train, key.split(".")[1]) is not None
-    ]
-    return "; ".join(named)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from llmtrain.base.lean import without
 from llmtrain.base.trees import lookup
 from llmtrain.config.deepspeed import keys as table
 from llmtrain.config.problems import Problems, closest, read_text, show, stop
+from llmtrain.config.strict_yaml import plain_scalar
 
 _SHIPPED = Path(__file__).parents[2] / "commands/shipped/ds_configs"
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
@@ -209,7 +209,7 @@ class _Check:
             bare = value.rstrip(",") if isinstance(value, str) else ""  # hjson takes `True,` for text
             if key.kind == "bool" and bare.lower() in ("true", "false"):
                 remedy = f"write {bare.lower()}, without quotes and in lower case"
-            elif key.kind in ("int", "num") and _is_number(bare, key.kind):
+            elif key.kind in ("int", "num") and _is_of(key.kind, plain_scalar(bare)):
                 remedy = f"remove the quotes: {bare}"
             self._refuse(dotted, value, f"must be {words}, and is {_name(value)}", remedy)
         elif outside := key.outside(value):
@@ -227,13 +227,6 @@ def _is_of(kind: str, value: Any) -> bool:
     if isinstance(value, bool):
         return kind in ("bool", "any")
     return isinstance(value, _KINDS[kind][0]) or (kind == "int" and isinstance(value, float) and value.is_integer())
-
-
-def _is_number(text: str, kind: str) -> bool:
-    try:
-        return math.isfinite((int if kind == "int" else float)(text))
-    except ValueError:
-        return False
 
 
 def _name(value: Any) -> str:
