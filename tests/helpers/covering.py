@@ -172,19 +172,14 @@ STEPS, HALF, ACCUMULATION, GLOBAL_BATCH = 3, 2, 2, 4
 
 def layout(cell: Cell) -> dict[str, Any]:
     """Fields of a Form: the settings that may change at a resume."""
-    zero: dict[str, Any] = {"stage": cell["stage"]}
-    if cell["offload"] != "none":
-        zero["offload_optimizer"] = {"device": "cpu"}
-    if cell["offload"] == "all":
-        zero["offload_param"] = {"device": "cpu"}
-    tree = {"zero_optimization": zero}
     return {
         "recompute": json.dumps({"layers": 1, "keep": "attention"} if cell["recompute"] else {}),
         "ranks": RANKS,
         "zero": cell["stage"],
+        "offload": "" if cell["offload"] == "none" else cell["offload"],
         **{name: cell[name] for name in ("pipeline", "tensor", "sequence")},
         "expert": 2 if cell["experts"] == "shared" else 1,
-        "extra": json.dumps(tree | _PRECISIONS[cell["precision"]]),
+        "extra": json.dumps(_PRECISIONS[cell["precision"]]),
     }
 
 

@@ -43,6 +43,7 @@ from llmtrain.parity.small import small_model
 from llmtrain.parity.small_run import resolve_in, small_run, wanted
 from tests.helpers.families import FAMILIES, FROZEN, VARIANTS
 from tests.helpers.processors import fp16, on_device
+from tests.helpers.training import deepspeed_tree, joined
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,8 @@ class Form:
     family: str = "llama"
     ranks: int = 2
     zero: int = 0
+    offload: str = ""
+    """As of a Case."""
     pipeline: int = 1
     tensor: int = 1
     sequence: int = 1
@@ -138,19 +141,11 @@ def resolved(form: Form) -> ResolvedRun:
     model = ({**FAMILIES, **VARIANTS, **FROZEN})[form.family] | json.loads(form.changes)
     if form.tied is not None:
         model["tie_word_embeddings"] = form.tied
-    tree: dict[str, Any] = {"zero_optimization": {"stage": form.zero}}
-    degrees = {"pipeline": {"stages": form.pipeline}, "tensor_parallel": {"autotp_size": form.tensor},
-               "sequence_parallel_size": form.sequence, "expert_parallel": {"autoep_size": form.expert}}  # fmt: skip
-    for (key, value), degree in zip(
-        degrees.items(), (form.pipeline, form.tensor, form.sequence, form.expert), strict=True
-    ):
-        if degree > 1:
-            tree[key] = value
-    if form.precision != "fp32":
-        tree[form.precision] = {"enabled": True}
+    degrees = Degrees(pipeline=form.pipeline, tensor=form.tensor, sequence=form.sequence, expert=form.expert)
+    tree = deepspeed_tree(degrees, form.zero, form.offload, form.precision, json.loads(form.extra))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "ds.json"
-        path.write_text(json.dumps(tree | json.loads(form.extra)))
+        path.write_text(json.dumps(tree))
         run = RunConfig(
             deepspeed=str(path),
             model=ModelConfig(
@@ -216,7 +211,6 @@ def train_on_rank(run: ResolvedRun, steps: int, fault: str | None) -> dict[str, 
     """On a rank of a pool."""
     from llmtrain.parity.trainer import train_small
     from tests.helpers.faults import FAULTS
-    from tests.helpers.training import joined
 
     with ExitStack() as stack:
         if fault is not None:

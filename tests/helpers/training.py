@@ -150,27 +150,35 @@ def case_degrees(case: Case, world_size: int) -> Degrees:
     return replace(asked, data=world_size // asked.world_size)
 
 
+def deepspeed_tree(degrees: Degrees, stage: int, offload: str, precision: str, more: dict[str, Any]) -> dict[str, Any]:
+    """The DeepSpeed JSON of a form. `more`: other keys, and other values of its sections."""
+    zero: dict[str, Any] = {"stage": stage}
+    if offload:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    if offload == "all":
+        zero["offload_param"] = {"device": "cpu"}
+    tree: dict[str, Any] = {"zero_optimization": zero, **more}
+    if degrees.pipeline > 1:
+        tree["pipeline"] = {**more.get("pipeline", {}), "stages": degrees.pipeline}
+    if degrees.tensor > 1:
+        tree["tensor_parallel"] = {**more.get("tensor_parallel", {}), "autotp_size": degrees.tensor}
+    if degrees.sequence > 1:
+        tree["sequence_parallel_size"] = degrees.sequence
+    if degrees.expert > 1:
+        tree["expert_parallel"] = {"enabled": True, "autoep_size": degrees.expert, **more.get("expert_parallel", {})}
+    if precision != "fp32" and "bfloat16" not in tree:  # bf16's old name
+        tree[precision] = {**more.get(precision, {}), "enabled": True}
+    return tree
+
+
 def resolved_run(case: Case, world_size: int) -> ResolvedRun:
     """As a launch resolves the case's YAML and JSON."""
     degrees = case_degrees(case, world_size)
-    zero: dict[str, Any] = {"stage": case.stage}
-    if case.offload:
-        zero["offload_optimizer"] = {"device": "cpu"}
-    if case.offload == "all":
-        zero["offload_param"] = {"device": "cpu"}
-    tree: dict[str, Any] = {"zero_optimization": zero, **case.extra}
+    more = dict(case.extra)
     if case.pipeline > 1:
         partition = list(case.partition) if isinstance(case.partition, tuple) else case.partition
-        tree["pipeline"] = {"partition": partition, **tree.get("pipeline", {}), "stages": case.pipeline}
-    if case.tensor > 1:
-        tree["tensor_parallel"] = {**tree.get("tensor_parallel", {}), "autotp_size": case.tensor}
-    if case.sequence > 1:
-        tree["sequence_parallel_size"] = case.sequence
-    if case.expert > 1:
-        own = case.extra.get("expert_parallel", {})
-        tree["expert_parallel"] = {"enabled": True, "autoep_size": case.expert, **own}
-    if case.precision != "fp32" and "bfloat16" not in tree:  # bf16's old name
-        tree[case.precision] = {**case.extra.get(case.precision, {}), "enabled": True}
+        more["pipeline"] = {"partition": partition, **more.get("pipeline", {})}
+    tree = deepspeed_tree(degrees, case.stage, case.offload, case.precision, more)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "ds.json"
         path.write_text(json.dumps(tree))
