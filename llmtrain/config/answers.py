@@ -227,7 +227,7 @@ def of_type(kind: Any, key: str, value: Any) -> tuple[str, str]:
     if near := closest(text, literals) or _one_of(text, literals):
         return rule, f"did you mean {near}?"
     if literals:
-        return rule, f"choose one; `llmtrain train --help` tells what {key} means"
+        return rule, f"choose one; `llmtrain train --help` explains {key}"
     if value is None:
         return rule, "remove the line for the default"
     if isinstance(value, (int, float)) and not isinstance(value, bool) and str in kinds:
@@ -243,7 +243,7 @@ def of_type(kind: Any, key: str, value: Any) -> tuple[str, str]:
         return rule, f"write {number[1]}.{number[2]}, with a decimal point"
     if share := re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text):
         return rule, f"write {float(share[1]) / 100:g}"
-    return rule, f"write {words}; `llmtrain train --help` tells what {key} means"
+    return rule, f"write {words}; `llmtrain train --help` explains {key}"
 
 
 def _lines() -> Iterator[tuple[str, str]]:

@@ -201,7 +201,7 @@ def _check_run_dir(run: RunConfig, problems: Problems) -> None:
         elif os.path.realpath(path) == "/":
             rule = "is the root of the file system, and a run writes files of its own there"
         elif source := next((s for s in sources if _within(path, s)), None):
-            rule = f"lies in the data folder {source}, which a run only reads"
+            rule = f"is in the data folder {source}, which a run only reads"
         elif other := _of_others(path, _RUN if key == "train.run_dir" else _CHECKPOINTS):
             kind = "a run" if key == "train.run_dir" else "checkpoints"
             rule = f"is no folder of {kind}: {other}; a run writes, replaces and deletes files in its own"

@@ -256,8 +256,8 @@ def _numbers(section: TrainConfig | StageBatch | Batch) -> dict[str, Any]:
 def spread(asked: Degrees, path: str, world_size: int, world: str, problems: Problems) -> Degrees:
     """Return the degrees with the data-parallel degree: the remaining ranks."""
     data, rest = divmod(world_size, asked.world_size)
-    alike = data * asked.sequence
-    if not rest and alike % asked.expert == 0:
+    sharing = data * asked.sequence
+    if not rest and sharing % asked.expert == 0:
         return replace(asked, data=data)
     set_keys = {key: getattr(asked, name) for name, key in DEGREE_KEYS.items() if getattr(asked, name) > 1}
     text = " x ".join(f"{key} {degree}" for key, degree in set_keys.items() if key != DEGREE_KEYS["expert"] or not rest)
@@ -265,8 +265,8 @@ def spread(asked: Degrees, path: str, world_size: int, world: str, problems: Pro
         rule = f"the ranks must be a multiple of {asked.world_size}; {world}"
         remedy = f"start {asked.world_size} or a multiple of it, or lower the degree"
     else:
-        rule = "experts are shared by the ranks that have all else alike (data and sequence parallel), and there are "
-        rule += f"{alike}; {world}"
-        remedy = f"set expert_parallel.autoep_size to a divisor of {alike}"
+        rule = "data- and sequence-parallel ranks share the experts, and there are "
+        rule += f"{sharing}; {world}"
+        remedy = f"set expert_parallel.autoep_size to a divisor of {sharing}"
     problems.add_text(next(iter(set_keys)), text, rule, remedy, path)
     return asked

@@ -214,7 +214,7 @@ def _deciding(section: str, chosen: Callable[[RunConfig], KeepBest | StopEarly])
         Rule((key,), lambda r: chosen(r).metric is not None and not known(r),
              "is no figure of this run's evaluations", remedy, {key: "eval/los", **every}),
         Rule((f"{section}.mode",), lambda r: known(r) and not directed(r),
-             lambda r, _: f"{chosen(r).metric} does not tell whether less is better", "write min or max",
+             lambda r, _: f"{chosen(r).metric} does not say whether less is better", "write min or max",
              {"objective.name": "distill", "objective.top_k": 7, key: "eval/distill/teacher_entropy", **every}),
         Rule((key,), lambda r: known(r) and directed(r) and r.train.eval_every is None,
              "is measured at the end of the run only", "set train.eval_every", {key: "eval/loss"}),
@@ -266,7 +266,7 @@ _OF_DATA_STAGES: tuple[Rule, ...] = (
          "stages begin at step 1 or later, each after the one before it", "order them by from_step",
          {"data.stages": [{"from_step": 9, "sequence_length": 64}, {"from_step": 9, "path": "data/x"}]}, each=True),
     Rule(("data.stages[0].path",), _in_stages("path", lambda _, s: s.path is not None and s.mixture is not None),
-         "data.path and a mixture are both given", "give one of them, or none to go on with the data before",
+         "data.path and a mixture are both given", "give one of them, or none to continue with the previous data",
          {"data.stages": [{"from_step": 5, "path": "data/x", "mixture": {"data/x": 1}}]}, each=True),
     Rule(("data.stages[0].mixture",), _in_stages("mixture", lambda _, s: s.mixture == {}),
          "names no folder", "write lines `FOLDER: WEIGHT`, or remove it",
@@ -331,8 +331,8 @@ RULES: tuple[Rule, ...] = (
          {"model.attention": "varlen"}),
     Rule(("model.recompute.keep",),
          lambda r: r.model.recompute.keep is not None and r.model.attention not in ("auto", "sdpa", "varlen"),
-         lambda r, _: f"model.attention {r.model.attention} is no operator of torch's, so its output cannot be told "
-                      "from the rest",
+         lambda r, _: f"model.attention {r.model.attention} is no operator of torch's, so its output cannot be "
+                      "kept by itself",
          "set model.attention to sdpa, or remove it",
          {"model.attention": "eager", "model.recompute.layers": "all", "model.recompute.keep": "attention"}),
     Rule(("model.recompute.layers",),
@@ -347,7 +347,7 @@ RULES: tuple[Rule, ...] = (
          lambda r, _: f"set it to {_up(r.model.mlp_tile_tokens, _FP8_TOKENS)}, or model.fp8 to null",
          {**_FP8, "model.mlp_tile_tokens": 100}),
     Rule(("model.fp8",), lambda r: r.model.fp8 and r.adapter.quantize,
-         "the maps beside the adapter are packed into 4 bits (adapter.quantize), and multiply in their own way",
+         "the maps with an adapter are packed into 4 bits (adapter.quantize), and multiply in their own way",
          "remove one of them", {**_FP8, **_NF4}),
     Rule(("model.fp8",), lambda r: r.model.fp8 and r.adapter.dora,
          "DoRA takes the lengths of a map's exact rows (adapter.dora), and the map would compute with others",
@@ -361,7 +361,7 @@ RULES: tuple[Rule, ...] = (
          "other keys of the section are given, and without a rank there is no adapter",
          "write a rank, 16 is common, or remove the section", {"adapter.alpha": 8.0}),
     *(Rule((key,), lambda r, key=key: r.adapter.r is not None and value_of(key, r),  # type: ignore[misc]
-           "beside an adapter (adapter.r) all parameters of the model are frozen", "remove it",
+           "with an adapter (adapter.r) all parameters of the model are frozen", "remove it",
            {**_LORA, key: ["lm_head.*"]})
       for key in ("model.freeze", "model.train_only")),
     Rule(("adapter.targets",), lambda r: r.adapter.r is not None and not r.adapter.targets,
@@ -401,14 +401,14 @@ RULES: tuple[Rule, ...] = (
          lambda r, _: f"{_compares(r)}, and `llmtrain reference` reads model.pretrained",
          "export the checkpoint (llmtrain checkpoint to-hf) and name the folder in model.pretrained",
          {"objective.name": "dpo", "resume_weights_only": True, "resume": "runs/other"}),
-    # the average, and a run that goes on from another one's checkpoint
+    # the average, and a run that continues from another one's checkpoint
     Rule(("ema.every",), lambda r: r.ema.decay is None and r.ema != EmaConfig(),
          "without ema.decay there is no average", "set ema.decay, 0.999 is common, or remove the section",
          {"ema.every": 2}),
     Rule(("resume_data",), lambda r: r.resume_data == "new" and _starts_here(r),
-         "goes on from one checkpoint with other data", "name it: resume: PATH", {"resume_data": "new"}),
+         "continues from one checkpoint with other data", "name it: resume: PATH", {"resume_data": "new"}),
     Rule(("resume_data",), lambda r: r.resume_data == "new" and not _starts_here(r) and r.resume_weights_only,
-         "with resume_weights_only the data begins anew anyway", "remove one of the two",
+         "with resume_weights_only the data starts again anyway", "remove one of the two",
          {"resume_data": "new", "resume_weights_only": True, "resume": "runs/other"}),
     Rule(("resume_model",), lambda r: r.resume_model == "new" and _starts_here(r),
          "gives another model the parameters of one checkpoint", "name it: resume: PATH", {"resume_model": "new"}),
@@ -651,7 +651,7 @@ OF_STEPS: tuple[Rule, ...] = (
          {"profile.steps": "100:101"}),
     Rule((_PIPELINE,), lambda c: c.run.train.balance == MEASURED and c.degrees.pipeline > 1,
          "train.balance measured: the stages of a pipeline send each other micro-batches of one size",
-         "set train.balance to equal, or use ZeRO in place of the pipeline", {**_BALANCED, _PIPELINE: 2}),
+         "set train.balance to equal, or use ZeRO instead of the pipeline", {**_BALANCED, _PIPELINE: 2}),
     Rule(("expert_parallel.autoep_size",), lambda c: c.run.train.balance == MEASURED and c.degrees.expert > 1,
          "train.balance measured: ranks compute each other's tokens in every layer, so other sequences would not "
          "change what a rank computes",

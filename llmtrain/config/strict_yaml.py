@@ -60,17 +60,11 @@ class _Reader:
 
     def refuse_extras(self, event: Any, key: str) -> None:
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
-            raise self.fail(
-                event, key, f"&/*{event.anchor}", "no anchors and aliases", "write the value out where it is used"
-            )
+            remedy = "write the value out where it is used"
+            raise self.fail(event, key, f"&/*{event.anchor}", "no anchors and aliases", remedy)
         if getattr(event, "tag", None) not in (None, "!"):
-            raise self.fail(
-                event,
-                key,
-                event.tag.replace("tag:yaml.org,2002:", "!!"),
-                "no tags: a run is plain data",
-                "remove the tag and write the plain value",
-            )
+            tag = event.tag.replace("tag:yaml.org,2002:", "!!")
+            raise self.fail(event, key, tag, "no tags: a run is plain data", "remove the tag and write the plain value")
 
     def node(self, event: Any, key: str, depth: int) -> Any:
         self.refuse_extras(event, key)
@@ -100,13 +94,8 @@ class _Reader:
             dotted = f"{key}.{name}" if key else name
             value = self.node(next(self.events), dotted, depth + 1)
             if name in result:
-                raise self.fail(
-                    event,
-                    dotted,
-                    value,
-                    f"duplicate key: it stands on line {first_line[name]} too, with {result[name]!r}",
-                    "keep one of the two lines",
-                )
+                rule = f"duplicate key: it is on line {first_line[name]} too, with {result[name]!r}"
+                raise self.fail(event, dotted, value, rule, "keep one of the two lines")
             result[name], first_line[name] = value, line
             self.lines[dotted] = line
         return result

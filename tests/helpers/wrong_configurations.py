@@ -358,8 +358,8 @@ CASES = [
         Wrong(f"{key} {folder}", (f'{key} = "{folder}"', rule, "give the path of a folder"), nested(key, folder, {}))
         for key in ("train.run_dir", "checkpoint.dir")
         for folder, rule in (
-            ("data/x", "lies in the data folder data/x"),
-            ("data/x/run", "lies in the data folder data/x"),
+            ("data/x", "is in the data folder data/x"),
+            ("data/x/run", "is in the data folder data/x"),
             ("/", "is the root of the file system"),
         )
     ),

@@ -305,12 +305,8 @@ def _degrees(tree: dict[str, Any], path: str, problems: Problems) -> Degrees:
 
 
 def _mix(run: RunConfig, tree: dict[str, Any], degrees: Degrees) -> Mix:
-    model, optim, zero, bf16 = (
-        run.model,
-        run.optim,
-        tree.get("zero_optimization", {}),
-        bool(lookup(tree, "bf16.enabled")),
-    )
+    model, optim, zero = run.model, run.optim, tree.get("zero_optimization", {})
+    bf16 = bool(lookup(tree, "bf16.enabled"))
     offloaded = {
         name: lookup(zero, f"offload_{name}.device") not in (None, "none") or bool(zero.get(old))
         for name, old in (("optimizer", "cpu_offload"), ("param", "cpu_offload_param"))
@@ -420,7 +416,7 @@ def _switched_off(tree: dict[str, Any], path: str) -> list[str]:
 NEVER = 2**31 - 1
 """DeepSpeed prints a line every `steps_per_print` steps, and its pipeline engine divides by it: so not None."""
 _FORCED: dict[str, Any] = {
-    # Our optimizers are client optimizers: DeepSpeed wants to be told that this is meant,
+    # Our optimizers are client optimizers, which DeepSpeed wants confirmed,
     "zero_allow_untested_optimizer": True,
     # and under offload it would insist on building its own CPUAdam.
     "zero_force_ds_cpu_optimizer": False,

@@ -274,7 +274,7 @@ def deep_check(exact: dict[str, Any], path: str) -> None:
         from deepspeed.utils import logger
 
     level = logger.level
-    logger.setLevel(logging.ERROR)  # it would tell that there is no process group yet
+    logger.setLevel(logging.ERROR)  # it would warn of the missing process group
     single = copy.deepcopy(exact)
     # Without a process group DeepSpeed takes the world for one rank.
     single["train_batch_size"] = single["train_micro_batch_size_per_gpu"] * single["gradient_accumulation_steps"]
@@ -287,7 +287,7 @@ def deep_check(exact: dict[str, Any], path: str) -> None:
 
 
 def _told_by_deepspeed(error: Exception, tree: dict[str, Any], path: str) -> ConfigError:
-    details = getattr(error, "errors", None)  # pydantic tells which key of the section
+    details = getattr(error, "errors", None)  # pydantic names the key within the section
     if callable(details):
         problems = Problems()
         for item in details():
