@@ -1,6 +1,6 @@
 """llmtrain: train large language models with DeepSpeed.
 
-The names below are for a user's own code (docs/extend.md). Each is imported when it is asked for.
+The names below are for a user's own code (docs/extend.md). Each is imported when it is first used.
 """
 
 from __future__ import annotations

@@ -20,9 +20,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "init": ("llmtrain.commands.init", "write recipes and DeepSpeed files to a folder, to start from"),
     "config": ("llmtrain.commands.config", "check a run's configuration, or show it resolved"),
     "prepare": ("llmtrain.commands.prepare", "make a data folder from text, code, jsonl, parquet"),
-    "data": ("llmtrain.commands.data", "show rows of prepared conversations, and what of them is counted"),
+    "data": ("llmtrain.commands.data", "show rows of prepared conversations, and their counted tokens"),
     "launch": ("llmtrain.commands.launch", "train on the hosts of a hostfile: start, watch, start again after a fault"),
-    "reference": ("llmtrain.commands.reference", "write what a preference objective compares with into its data"),
+    "reference": ("llmtrain.commands.reference", "write a reference model's or teacher's figures into prepared data"),
     "doctor": ("llmtrain.commands.doctor", "examine the hosts of a hostfile, and say how to fix what is wrong"),
     "train": ("llmtrain.commands.train", "train in this process; on many ranks, `launch` or `deepspeed` starts it"),
     "sites": ("llmtrain.commands.sites", "start the coordinator of sites that train one model, or show who is there"),
@@ -38,7 +38,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 def usage() -> str:
     lines = ["usage: llmtrain COMMAND ...", ""]
     lines += [f"  {name:<11} {what}" for name, (_, what) in COMMANDS.items()]
-    return "\n".join([*lines, "", "`llmtrain COMMAND --help` tells more."])
+    return "\n".join([*lines, "", "`llmtrain COMMAND --help` says more."])
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _reader_is_gone() -> bool:
-    """True if it was standard output that broke: `| head` has read enough."""
+    """True if the broken pipe is standard output: `| head` has read enough."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
@@ -89,7 +89,6 @@ def _main(words: list[str]) -> int:
 
 
 def _command(name: str) -> Callable[[list[str]], int]:
-    """The `main(argv) -> int` of a command."""
     if name not in COMMANDS:
         from llmtrain.config.problems import closest
 
@@ -109,8 +108,8 @@ def _version() -> str:
 def run(words: list[str] | None = None) -> NoReturn:
     """Run the command line as this process, and end it with the command's exit code.
 
-    The process ends before the interpreter is taken down. A thread that is in torch at that moment (a daemon, or one of
-    a pool that Ctrl-C has overtaken) would want the interpreter back, and torch would abort ("terminate called without
+    The process ends before the interpreter shuts down. A thread that is in torch at that moment (a daemon, or one of a
+    pool that Ctrl-C has overtaken) would want the interpreter back, and torch would abort ("terminate called without
     an active exception"): a rank that has saved would count as failed.
     """
     code = [1]

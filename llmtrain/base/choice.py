@@ -1,10 +1,10 @@
-"""Sections of a run in which names select classes, and bounds that stand beside the classes' fields.
+"""Sections of a run in which names select classes, and bounds on the classes' fields.
 
     class Schedule(Choice, section="schedule"): ...    a section of one choice: fields that every choice has
     class Wsd(Schedule, choice="wsd"): ...             a choice: its own fields, and the function that does it
 
-    class Part(Entry, section="parts"): ...            a section of entries: as many as a run names
-    class Count(Part, entry="count"): ...              an entry: its fields stand below `parts.count`
+    class Part(Entry, section="parts"): ...            a section of entries: a run names any number
+    class Count(Part, entry="count"): ...              an entry: its fields are below `parts.count`
 
 Each choice is a frozen keyword-only dataclass, each entry a keyword-only one. The YAML of a choice is one flat map: its
 `name` selects the class.
@@ -24,7 +24,7 @@ HostPath = Annotated[str, HOST_PATH]
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """Limits of a number, or of each number of a list."""
+    """Limits for a number, or for each number of a list."""
 
     above: float | None = None
     at_least: float | None = None
@@ -32,7 +32,6 @@ class Bound:
     below: float | None = None
 
     def holds(self, value: Any) -> bool:
-        """True if each number is within the limits."""
         return all(
             (self.above is None or x > self.above)
             and (self.at_least is None or x >= self.at_least)
@@ -79,7 +78,7 @@ def bounded(default: Any, bound: Bound | None = None, remedy: str = "", **limits
 
     Args:
         default: its value where nobody gives one.
-        bound: the limits, or `limits` in its place, such as `bounded(0.5, at_least=0, at_most=1)`.
+        bound: the limits; or give them as `limits`, such as `bounded(0.5, at_least=0, at_most=1)`.
         remedy: an example or a reminder for a value outside them.
     """
     if limits:
@@ -103,9 +102,9 @@ def mapped(line: str, bound: Bound | None = None, remedy: str = "", default: Any
 
 
 def joined(default: Any, json_key: str, bound: Bound, remedy: str) -> Any:
-    """A dataclass field that may stand in the DeepSpeed JSON instead, under `json_key`.
+    """A dataclass field that the DeepSpeed JSON may give instead, under `json_key`.
 
-    Its value is None where the YAML does not give it, until the two files are joined; if neither gives it, `default`.
+    Its value is None until the YAML and the JSON are joined; if neither gives it, `default`.
     """
     return field(default=None, metadata={"bound": bound, "remedy": remedy, "json": json_key, "default": default})
 
@@ -139,23 +138,21 @@ class Choice:
 
     @classmethod
     def of(cls, name: str, /, **values: Any) -> Self:
-        """The choice of that name with these fields."""
         chosen: Self = cls.CHOICES[name](**values)
         return chosen
 
     @classmethod
     def selected(cls) -> str:
-        """The name of this choice."""
         return str(getattr(cls, cls.SELECTOR))
 
     @classmethod
     def own(cls) -> set[str]:
-        """The fields of this choice, those of the section included, without the selector."""
+        """The fields of this choice and of its section, without the selector."""
         return {item.name for item in fields(cls) if item.init}
 
     @classmethod
     def owners(cls, name: str) -> list[str]:
-        """The choices of the section that have a field of that name."""
+        """The choices that have a field of this name."""
         return [choice for choice, chosen in cls.CHOICES.items() if name in chosen.own()]
 
     @classmethod
@@ -166,12 +163,12 @@ class Choice:
 
     @classmethod
     def refusal(cls, name: str) -> tuple[str, str]:
-        """(rule, remedy) for a field of other choices: the one sentence for YAML, command line and JSON."""
+        """(rule, remedy) for a field of other choices, worded the same for YAML, command line and JSON."""
         return cls.refusal_of(cls.owners(name))
 
     @classmethod
     def refusal_of(cls, owners: list[str]) -> tuple[str, str]:
-        """(rule, remedy) for what only these choices have."""
+        """(rule, remedy) for a field that only these choices have."""
         selector = f"{cls.SECTION}.{cls.SELECTOR}"
         one_of = "one of " if len(owners) > 1 else ""
         return (
@@ -202,7 +199,7 @@ class Entry:
 
 
 def refuse_taken(cls: type, name: str, known: Mapping[str, type]) -> None:
-    """Raise ValueError where another module has defined a class of that name: a plugin replaces none of ours."""
+    """Raise ValueError if another module's class has this name: a plugin replaces none of ours."""
     if name in known and known[name].__module__ != cls.__module__:
         raise ValueError(f"the name {name!r} of class {cls.__name__} is taken by {known[name].__qualname__}")
 

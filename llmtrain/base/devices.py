@@ -21,17 +21,18 @@ _ACCELERATORS = (
 def name_cpu() -> None:
     """Name the CPU as DeepSpeed's accelerator on a host without accelerators; DeepSpeed guesses it with a warning.
 
-    With an empty CUDA_VISIBLE_DEVICES DeepSpeed's launcher would show all GPUs to the ranks again.
+    With an empty CUDA_VISIBLE_DEVICES, DeepSpeed's launcher would show all GPUs to the ranks again.
     """
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "" or not any(glob.glob(node) for node in _ACCELERATORS):
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
 def let_segments_grow() -> None:
-    """Let torch's allocator on NVIDIA GPUs extend its segments; a user's own setting stays.
+    """Let torch's allocator on NVIDIA GPUs extend its segments, unless the user has set the allocator's options.
 
-    Training, evaluation and rows of other lengths allocate other sizes, and would leave gaps between fixed segments.
-    torch reads the variable when it is imported.
+    Training, evaluation and rows differ in length, and would leave gaps between fixed segments. torch reads the
+    variable
+    when it is imported.
     """
     if glob.glob("/dev/nvidia[0-9]*") and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")

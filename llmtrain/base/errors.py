@@ -1,10 +1,10 @@
-"""Errors that a user can mend. Everything else is a bug and keeps its traceback."""
+"""Errors that a user can fix. Everything else is a bug and keeps its traceback."""
 
 from __future__ import annotations
 
 
 class UserError(ValueError):
-    """A mistake in what the user gave us. The command line prints the message and exits with `exit_code`.
+    """A mistake in the user's input: the command line prints the message and exits with `exit_code`.
 
     A message names the key (or file), the value, the rule and the remedy.
     """
@@ -33,6 +33,6 @@ class CheckpointError(UserError):
 
 
 class TrainingStopped(UserError):
-    """Training ended itself: it would only have burnt time (for example: too many skipped steps in a row)."""
+    """Training ended itself, to waste no time (for example after too many skipped steps in a row)."""
 
     exit_code = 3

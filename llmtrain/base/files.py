@@ -1,5 +1,6 @@
-"""A folder that one process holds, the refusal of a run folder that another launch holds, a small file that is whole or
-not there, and this host's folder for copies. Standard library only."""
+"""Locks on folders, the refusal of a run folder in use, atomic writes of small files, and this host's cache folder.
+Standard library only.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +16,17 @@ from llmtrain.base.errors import ConfigError
 def lock_folder(folder: Path, *, wait: bool = False, shared: bool = False) -> int:
     """Hold a folder until the returned descriptor is closed or this process ends: flock, so no lock can go stale.
 
-    `shared`: beside others that ask for no more. Raises BlockingIOError while another process holds it, unless it is to
-    `wait` for that, and any other OSError when it cannot be opened or locked.
+    `shared`: other shared locks may be held at the same time. Raises BlockingIOError while another process holds the
+    folder, unless `wait`, and any other OSError if the folder cannot be opened or locked.
     """
     return _locked(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), wait, shared)
 
 
 def lock_file(path: Path) -> int:
-    """Wait until a file, made where it is missing, is held as `lock_folder` holds a folder. Raises OSError.
+    """Wait until this process holds a file, which is created if missing. Raises OSError.
 
-    Linux passes locks of files on to an NFS server, those of folders not: all hosts that share one wait for each other.
+    Linux passes file locks on to an NFS server, but not folder locks: all hosts that share the file wait for each
+    other.
     """
     return _locked(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), wait=True)
 
@@ -39,7 +41,7 @@ def _locked(handle: int, wait: bool, shared: bool = False) -> int:
 
 
 def cache_folder() -> Path:
-    """Folder of this user for copies of what lies elsewhere: LLMTRAIN_CACHE, or llmtrain in the user's cache folder."""
+    """This user's folder for copies of remote files: LLMTRAIN_CACHE, or llmtrain in the user's cache folder."""
     given = os.environ.get("LLMTRAIN_CACHE")
     return Path(given or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "llmtrain").expanduser().absolute()
 
@@ -58,8 +60,8 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def refuse_if_in_use(run_dir: str) -> None:
-    """Raises ConfigError when a launch holds the run's folder. It makes and keeps nothing."""
-    with contextlib.suppress(OSError):  # it is not there, or has no locks: whoever takes it will tell
+    """Raise ConfigError if a launch holds the run's folder. Creates nothing and keeps no lock."""
+    with contextlib.suppress(OSError):  # it is not there, or has no locks: the launch that takes it reports the error
         try:
             os.close(lock_folder(Path(run_dir), shared=True))
         except BlockingIOError:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def without(package: str) -> Iterator[None]:
-    """Context in which Python finds no such package, unless it has been imported before.
+    """Context in which Python does not find a package, unless it is already imported.
 
     DeepSpeed's autotuner imports mlflow wherever it is installed: one CPU second in each process.
     """

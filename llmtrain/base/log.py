@@ -1,4 +1,4 @@
-"""Plain log lines: standard output on rank 0, warnings on standard error. A live line where there is a terminal."""
+"""Plain log lines: standard output on rank 0, warnings on standard error. A live line on a terminal."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def rank() -> int:
 
 
 def info(message: str) -> None:
-    """One line on standard output, from rank 0 only."""
+    """Print a line on standard output, on rank 0 only."""
     if rank() == 0:
         put(message)
 
 
 def put(message: str) -> None:
-    """One line on standard output. Where nobody reads it any more, or its disk is full, the work goes on."""
+    """Print a line on standard output. A closed pipe or a full disk raises nothing."""
     try:
         reopen()
         print(shown(message, lines=True), flush=True)
@@ -37,7 +37,7 @@ def put(message: str) -> None:
 
 
 def reopen() -> bool:
-    """Make standard output again where a user's code has closed it; True: it had. Raises OSError."""
+    """Reopen standard output if a user's code has closed it; return True if so. Raises OSError."""
     if not sys.stdout.closed:
         return False
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115  # until the process ends
@@ -45,21 +45,23 @@ def reopen() -> bool:
 
 
 def warn(message: str) -> None:
-    """One line on standard error, from rank 0 only."""
+    """Print a line on standard error, on rank 0 only."""
     if rank() == 0:
         print(f"warning: {shown(message, lines=True)}", file=sys.stderr, flush=True)
 
 
 def warn_once(message: str) -> None:
-    """`warn`, but a second call with the same text says nothing."""
+    """`warn`, once per text."""
     if message not in _warned_of:
         _warned_of.add(message)
         warn(message)
 
 
 _SCREEN = threading.Lock()
-"""rich puts a stream of its own in sys.stdout's place while it shows a live line, and takes it away by and by: what
-another thread writes meanwhile is erased with the line, or meets a stream that is gone."""
+"""Held while standard output is written: while rich shows a live line, it replaces sys.stdout for a time. Text that
+another
+thread writes then is erased with the line, or goes to a closed stream.
+"""
 
 
 def pass_on(text: str) -> None:
@@ -70,7 +72,7 @@ def pass_on(text: str) -> None:
 
 
 class LiveLine:
-    """A bar and a text at the bottom of the terminal. Above them: what this thread prints or `pass_on` writes."""
+    """A bar and a text at the bottom of the terminal, below the lines of this thread and of `pass_on`."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -85,7 +87,7 @@ class LiveLine:
         self._task = self._bar.add_task("", total=1.0, visible=False)
 
     def show(self, text: str, share: float | None) -> None:
-        """`share`: of the work that is done, 0 to 1; None where nobody knows. No text: off the screen."""
+        """`share`: completed part of the work, 0 to 1; None if unknown. An empty text hides the line."""
         with _SCREEN:
             if not text:
                 self._bar.stop()
@@ -100,13 +102,13 @@ _LINE_EVERY_S = 10.0
 
 
 class Progress:
-    """Progress of a long job: a bar on a terminal, a plain line now and then elsewhere.
+    """Progress of a long job: a bar on a terminal, a plain line every 10 s elsewhere.
 
     Safe to advance from several threads. Use as a context manager.
     """
 
     def __init__(self, what: str, total: int, done: int = 0, *, unit: str = "byte") -> None:
-        """`total`, `done`: counted in `unit`, of which the text shows the plural."""
+        """`total`, `done`: counted in `unit`, whose plural the text shows."""
         self._what = what
         self._total = total
         self._done = done
@@ -142,12 +144,12 @@ class Progress:
             self._bar.stop()
 
     def advance(self, count: int) -> None:
-        """So many more are done."""
+        """Add `count` to the number of completed units."""
         with self._lock:
             self.show(self._done + count)
 
     def show(self, done: int) -> None:
-        """So many are done in all."""
+        """Set the number of completed units."""
         self._done = done
         if self._bar is not None:
             self._bar.update(self._task, completed=done)

@@ -28,7 +28,7 @@ _KNOWN_FORMS = re.compile(r"\b(hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|wa
 
 
 def is_secret(key: str) -> bool:
-    """True if a value under this name (config key, environment variable, flag) is to be hidden."""
+    """True if a value under this name (config key, environment variable, flag) must be hidden."""
     words = [word.lower() for word in _WORD.findall(key)]
     if not words:
         return False
@@ -52,7 +52,7 @@ def _parameter(found: re.Match[str]) -> str:
 
 
 def redact(value: Any, key: str = "") -> Any:
-    """A copy of nested dicts and lists in which secret values read `[redacted]`; tuples become lists."""
+    """A copy of nested dicts and lists whose secret values read `[redacted]`; tuples become lists."""
     if isinstance(value, Mapping):
         return {str(name): redact(item, str(name)) for name, item in value.items()}
     if isinstance(value, (list, tuple)):

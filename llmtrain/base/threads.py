@@ -1,4 +1,4 @@
-"""Calls in threads of their own, and the cores for a process's threads. Standard library only."""
+"""Calls in separate threads, and the cores for a process's threads. Standard library only."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ Result = TypeVar("Result")
 
 
 def in_thread(call: Callable[[], Result], name: str) -> Future[Result]:
-    """Begin a call; its result, or what it raises, comes later. The thread ends with the process, whatever it waits
-    for, as an executor's does not."""
+    """Begin a call. Unlike an executor's thread, this one never keeps the process from ending."""
     future: Future[Result] = Future()
 
     def run() -> None:

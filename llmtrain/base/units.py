@@ -42,7 +42,7 @@ def duration(seconds: float) -> str:
 
 
 def spans(numbers: Iterable[int], most: int = sys.maxsize) -> str:
-    """Ascending numbers as '0-3, 7'; after `most` spans, how many numbers more there are."""
+    """Ascending numbers as '0-3, 7'; after `most` spans, the count of the remaining numbers."""
     found: list[list[int]] = []
     for number in numbers:
         if found and number == found[-1][1] + 1:
@@ -55,11 +55,11 @@ def spans(numbers: Iterable[int], most: int = sys.maxsize) -> str:
 
 
 def some(numbers: Sequence[int]) -> str:
-    """'1, 2, 3'; of many the first eight, and how many there are."""
+    """'1, 2, 3'; of more than eight numbers the first eight and the count."""
     shown = ", ".join(map(str, numbers[:8]))
     return shown if len(numbers) <= 8 else f"{shown}, ... ({len(numbers)} in all)"
 
 
 def divisors(number: int, least: int = 1) -> str:
-    """The degrees with which ranks have equally many of something, from `least` on: '1, 2, 4'."""
+    """The degrees that divide `number`, from `least` on: '1, 2, 4'."""
     return ", ".join(str(each) for each in range(least, number + 1) if number % each == 0)

@@ -19,16 +19,16 @@ _OWN = (None, "eager", "sdpa", "flex_attention", "batched_mm", "grouped_mm")
 
 
 def loads(text: str | bytes, *, infinite: bool = False, pairs: Callable[[Any], Any] | None = None) -> Any:
-    """json.loads, of which everything that can be wrong with a text is a ValueError.
+    """json.loads that raises ValueError for every fault of a text.
 
     Args:
-        infinite: allow NaN and Infinity, which some model configurations hold (Mamba-2's time_step_limit), in
-            transformers 5's spelling, too.
+        infinite: allow NaN and Infinity, which some model configurations hold (Mamba-2's time_step_limit), also in
+            transformers 5's spelling.
         pairs: json's object_pairs_hook.
 
     Raises:
-        ValueError: it is no JSON, is nested deeper than MAX_DEPTH, or has a number that Python cannot hold (1e999, or
-            one of more than 4,300 digits).
+        ValueError: no JSON, nested deeper than MAX_DEPTH, or a number that Python cannot hold (1e999, or one of more
+            than 4,300 digits).
     """
     constant = float if infinite else _no_constant
     try:
@@ -59,7 +59,7 @@ def _finite(text: str) -> float:
 
 
 def _tagged(fields: dict[str, Any]) -> Any:
-    """The number for which transformers 5 writes such an object; any other object as it is."""
+    """Return the number for which transformers 5 writes this object; any other object unchanged."""
     tag = fields.get("__float__")
     return float(tag) if len(fields) == 1 and tag in ("Infinity", "-Infinity", "NaN") else fields
 
@@ -69,14 +69,14 @@ def _no_constant(text: str) -> NoReturn:
 
 
 def natural(value: Any, limit: int = 2**63) -> int:
-    """The value, if it is a natural number below the limit. Raises ValueError."""
+    """Return the value if it is a natural number below the limit. Raises ValueError."""
     if type(value) is not int or not 0 <= value < limit:
         raise ValueError(f"{value!r} is no natural number below {limit}")
     return value
 
 
 def word(value: Any) -> str:
-    """The value, if it can be printed: no control sequence for a terminal, no half of a surrogate pair.
+    """Return the value if it is printable: no control sequence for a terminal, no half of a surrogate pair.
 
     Raises: ValueError.
     """
@@ -86,14 +86,15 @@ def word(value: Any) -> str:
 
 
 def shown(text: object, most: int | None = None, *, lines: bool = False) -> str:
-    """Text from outside, for a log, a terminal or a report: what a terminal would obey stands there as its escape.
+    """Text from outside, for a log, a terminal or a report, with control characters escaped.
 
-    Every text that a peer, a host, a file or a server has written goes through it. Control sequences, halves of
-    surrogate pairs and marks that turn the direction of writing become `\\x1b`, `\\ud800`, `\\u202e`.
+    Use it for every text from a peer, a host, a file or a server. Control sequences, halves of surrogate pairs and
+    marks
+    that turn the direction of writing become `\\x1b`, `\\ud800`, `\\u202e`.
 
     Args:
         most: characters; a longer text ends in `...`.
-        lines: keep line breaks and tabs. A stranger's words inside a line of ours lose them: they could forge a line.
+        lines: keep line breaks and tabs. Inside a line of ours foreign text loses them: they could forge a line.
     """
     kept = "\n\t" if lines else ""
     whole = str(text)
@@ -104,9 +105,8 @@ def shown(text: object, most: int | None = None, *, lines: bool = False) -> str:
 def names_code(fields: Any, where: str = "") -> str | None:
     """The key in a config.json or tokenizer_config.json by which transformers would load code, or None.
 
-    `auto_map` names Python files; an attention or expert implementation of the form `owner/name` is a kernel that
-    transformers fetches from a hub and imports, and for flash attention without its package it does so too. Nested
-    sections count.
+    `auto_map` names Python files. An attention or expert implementation of the form `owner/name` is a kernel that
+    transformers downloads and imports, as it does for flash attention without its package. Nested sections count.
     """
     if isinstance(fields, list):
         return next((found for value in fields if (found := names_code(value, where))), None)
@@ -123,5 +123,5 @@ def names_code(fields: Any, where: str = "") -> str | None:
 
 
 def _is_own(value: Any) -> bool:
-    """An implementation that transformers has itself, or one for each part of a model."""
+    """True for an implementation within transformers, or a map with one for each part of a model."""
     return all(map(_is_own, value.values())) if isinstance(value, dict) else value in _OWN

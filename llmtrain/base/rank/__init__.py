@@ -1,1 +1,1 @@
-"""What a rank needs of a launch and of its watch: heartbeat, messages, faults, network interface. No torch."""
+"""The parts of launch and watch that a rank uses: heartbeat, messages, faults, network interface. No torch."""

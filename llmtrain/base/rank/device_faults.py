@@ -137,7 +137,7 @@ FAULTS = (
         remedy=_LOOK,
     ),
 )
-"""The first match counts: special texts stand before general ones."""
+"""The first match counts: special texts come before general ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,12 +159,11 @@ _ENDS = re.compile(r"\s*(?:(?:\[rank\d+\]:)?\[[EF]\d+ [^\]]*\]|what\(\):|.*NCCL 
 
 
 def device_fault(text: str) -> DeviceFault | None:
-    """The row that matches a text; None if it reports no fault of a device or its libraries."""
+    """The first row that matches a text; None if it reports no fault of a device or its libraries."""
     return next((row for row in FAULTS if row.matches(text)), None)
 
 
 def timed_out(text: str) -> TimedOut | None:
-    """The watchdog's report in a text; None without one."""
     match = _TIMED_OUT.search(text)
     if match is None:
         return None
@@ -172,13 +171,13 @@ def timed_out(text: str) -> TimedOut | None:
 
 
 def with_reason(message: str) -> str:
-    """The first line of an exception's message; for NCCL with the reason, which stands after a line "Last error:"."""
+    """The first line of an exception's message, and for NCCL the line after "Last error:", the reason."""
     first, *more = message.strip().splitlines() or [""]
     return " ".join([first, *(line for before, line in pairwise([first, *more]) if before.startswith("Last error"))])
 
 
 def telling_line(output: str) -> str:
-    """The first line of standard error that reports a fault, no warning; later ones are its consequences."""
+    """The first line of standard error that reports a fault, not a warning; later lines are its consequences."""
     for line in output.splitlines():
         if match := _ENDS.match(line):
             said = match["said"].strip()
@@ -195,5 +194,5 @@ _SECONDARY = re.compile(
 
 
 def is_echo(error: str) -> bool:
-    """True if an exception echoes another rank's end; an error of CUDA within NCCL is this rank's own."""
+    """True if an exception echoes another rank's end; a CUDA error within NCCL is this rank's own."""
     return bool(_SECONDARY.search(error)) and device_fault(error) is None

@@ -33,8 +33,9 @@ _NAME = re.compile(r"llmtrain-watch-\d+-(?P<pid>\d+)-(?P<started>\d+)-.*")
 
 
 def make_folder() -> Path:
-    """Make the folder for this launcher and port, the same for all ranks of a host. Its name ends with the launch's
-    mark, for launch/guardian.py. Raises OSError."""
+    """Create the folder for this launcher and port, the same for all ranks of a host. Its name ends with the launch's
+    mark, for launch/guardian.py. Raises OSError.
+    """
     parent = processes.stat(os.getppid())
     started, port = parent.started if parent else 0, os.environ.get("MASTER_PORT", "0")
     mark = os.environ.get(messages.LAUNCH, "")
@@ -62,7 +63,7 @@ def of_rank(folder: Path, rank: int, what: str) -> Path:
 
 
 def own(folder: Path) -> None:
-    """Make the folder unless it exists. Raises OSError, also when it is not for this user alone."""
+    """Create the folder if missing. Raises OSError, also if other users can use the folder."""
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
     if found.st_uid != os.getuid() or folder.is_symlink() or found.st_mode & 0o077:
@@ -70,8 +71,10 @@ def own(folder: Path) -> None:
 
 
 def sweep(this: Path) -> None:
-    """Remove the folders of killed agents: launcher and ranks are dead, and nobody holds the lock. Ranks may outlive an
-    agent, and containers that share /dev/shm do not see each other's processes."""
+    """Remove the folders of killed agents: launcher and ranks are dead, and no process holds the lock. Ranks may
+    outlive an
+    agent, and containers that share /dev/shm do not see each other's processes.
+    """
     for folder in this.parent.glob(f"llmtrain-watch-{os.getuid()}-*"):
         with contextlib.suppress(OSError):
             if folder != this and time.time() - folder.stat().st_mtime > _STALE_S and not _is_used(folder):
@@ -80,7 +83,7 @@ def sweep(this: Path) -> None:
 
 
 def _is_used(folder: Path) -> bool:
-    """True if the launcher that the folder's name identifies, or a rank with a heartbeat in it, is alive."""
+    """True if the launcher that the folder's name identifies, or a rank with a heartbeat in the folder, is alive."""
     launcher = _NAME.fullmatch(folder.name)
     beats = [beat for path in folder.glob("rank-*.beat") if (beat := read(path)) is not None]
     processes = [Process(beat.pid, beat.started) for beat in beats]
@@ -89,12 +92,12 @@ def _is_used(folder: Path) -> bool:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Replace a file: a reader finds the old content or the new. Raises OSError."""
+    """Replace a file atomically. Raises OSError."""
     replace_file(path, json.dumps(value).encode())
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a file; None without one."""
+    """The object in a file; None without a valid one."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -103,10 +106,10 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def write_error(folder: Path, rank: int, error: str, at: str, phase: str) -> None:
-    """Write down the exception that ends a rank, before it exits. Raises OSError."""
+    """Record the exception that ends a rank, before the rank exits. Raises OSError."""
     write_json(of_rank(folder, rank, "error"), {"error": error, "at": at, "phase": phase})
 
 
 def write_refusal(folder: Path, rank: int, reason: str) -> None:
-    """Write down the user's mistake with which a rank ends by itself, before it exits. Raises OSError."""
+    """Record the user's mistake that ends a rank, before the rank exits. Raises OSError."""
     write_json(of_rank(folder, rank, "refusal"), {"reason": reason})

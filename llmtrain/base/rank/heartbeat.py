@@ -1,4 +1,4 @@
-"""The heartbeat of a rank: one page of memory that it shares with the agent of its host.
+"""The heartbeat of a rank: a page of memory that the rank shares with its host's agent.
 
 A rank writes words of 8 bytes and never waits: entering and leaving a collective costs 0.65 microseconds
 (tools/bench/watch.py). The agent reads the page at any time, also when the rank hangs or is dead.
@@ -54,7 +54,7 @@ class Beat:
     beats: int
     """Counts everything that the rank does."""
     step: int
-    """Optimizer steps done."""
+    """Asked to stop; the rank stops at the next step boundary."""
     phase: str
     left: int | None
     """The exit code with which the rank is about to end by itself; None while it works."""
@@ -63,7 +63,7 @@ class Beat:
     collectives: int
     """Collectives entered so far."""
     inside: bool
-    """True while the rank is in the last of them."""
+    """True while the rank is in the last one."""
     collective: str
     """Name of the last one."""
     timed_steps: int
@@ -86,7 +86,7 @@ class Beat:
 
 
 class Heartbeat:
-    """The writing side. Before `connect` it writes into private memory, so that callers need no check."""
+    """The writing side. Before `connect` it writes to private memory, so callers need no check."""
 
     def __init__(self) -> None:
         # Private: ranks that are forked from one process would count each other's collectives.
@@ -95,7 +95,7 @@ class Heartbeat:
     def connect(self, path: Path, *, rank: int, local_rank: int) -> None:
         """Write into a new file that the agent reads, with all counts at 0. Raises OSError."""
         self._use(_shared(path), rank=rank, local_rank=local_rank)
-        os.rename(path.with_suffix(".new"), path)  # a reader finds a whole page or none
+        os.rename(path.with_suffix(".new"), path)  # a reader finds a complete page or none
 
     def _use(self, memory: mmap.mmap, *, rank: int, local_rank: int) -> None:
         self._memory = memory
@@ -116,17 +116,15 @@ class Heartbeat:
         self._words[_AT["magic"]] = _MAGIC
 
     def phase(self, name: str) -> None:
-        """Enter a phase."""
         self._words[_PHASE] = _PHASE_AT[name]
         self.beat()
 
     def in_phase(self) -> str:
-        """The current phase."""
         return PHASES[self._words[_PHASE]]
 
     @contextlib.contextmanager
     def during(self, name: str) -> Iterator[None]:
-        """Be in this phase while the block runs, then in the one before again; unless the block raises."""
+        """Be in this phase while the block runs, then in the previous one again, unless the block raises."""
         before = self._words[_PHASE]
         self.phase(name)
         yield
@@ -135,7 +133,7 @@ class Heartbeat:
 
     @contextlib.contextmanager
     def calling(self, plugin: str, method: str) -> Iterator[None]:
-        """In which a plugin's method runs, as `parts.count` and `after_step`."""
+        """Record that a plugin's method runs, such as `parts.count` and `after_step`."""
         self._memory[_CALL_AT : _CALL_AT + _CALL_BYTES] = _call(plugin, method)
         try:
             yield
@@ -143,17 +141,16 @@ class Heartbeat:
             self._memory[_CALL_AT] = 0
 
     def at_step(self, step: int) -> None:
-        """Set the number of optimizer steps that were done before this launch."""
+        """Set the number of optimizer steps done before this launch."""
         self._words[_STEP] = step
 
     def begin_step(self) -> None:
-        """Start timing a step."""
         self._step_began_s = time.monotonic()
         self._waited_before_s = self._times[_WAITED_S]
         self.phase("data")
 
     def end_step(self, step: int) -> tuple[float, float]:
-        """Stop timing the step. Returns (its seconds without evaluation and saves, those inside collectives)."""
+        """Stop timing the step. Returns its seconds without evaluation and saves, and those inside collectives."""
         waited_s = self._times[_WAITED_S] - self._waited_before_s
         step_s = time.monotonic() - self._step_began_s
         self._times[_OWN_S] += step_s - waited_s
@@ -163,7 +160,7 @@ class Heartbeat:
         return step_s, waited_s
 
     def enter(self, name: bytes) -> None:
-        """Enter a collective; one inside another does not count. `name`: `named(...)`."""
+        """Enter a collective; a nested one does not count. `name`: `named(...)`."""
         words = self._words
         words[_INSIDE] += 1
         if words[_INSIDE] > 1:
@@ -174,7 +171,6 @@ class Heartbeat:
         self._entered_s = self._times[_BEAT_S] = time.monotonic()
 
     def leave(self) -> None:
-        """Leave the collective."""
         words, times = self._words, self._times
         words[_INSIDE] -= 1
         if words[_INSIDE] > 0:
@@ -184,7 +180,7 @@ class Heartbeat:
         times[_WAITED_S] += now - self._entered_s
 
     def waited_s(self) -> float:
-        """Seconds inside collectives, since the launch."""
+        """Seconds inside collectives since the launch."""
         waited_s: float = self._times[_WAITED_S]
         return waited_s
 
@@ -193,7 +189,7 @@ class Heartbeat:
         return time.monotonic() - float(self._times[_BEAT_S])
 
     def on_device(self) -> None:
-        """Declare that the rank computes on a device, whose progress `gave` and `device_did` count."""
+        """Record that the rank computes on a device, whose progress `gave` and `device_did` count."""
         self._words[_AT["on_device"]] = 1
 
     def gave(self) -> None:
@@ -201,7 +197,7 @@ class Heartbeat:
         self._words[_GIVEN] += 1
 
     def device_did(self, count: int) -> None:
-        """Count marks that the device has reached. May be called from another thread than the rest."""
+        """Count marks that the device has reached. Safe to call from another thread."""
         self._words[_DONE] += count
         self.beat()
 
@@ -216,11 +212,9 @@ class Heartbeat:
         self.beat()
 
     def is_leaving(self) -> bool:
-        """True after `left`."""
         return self._words[_AT["left"]] != _RUNNING
 
     def beat(self) -> None:
-        """Count an action of the rank."""
         self._words[_BEATS] += 1
         self._times[_BEAT_S] = time.monotonic()
 
@@ -234,7 +228,7 @@ def _call(plugin: str, method: str) -> bytes:
 
 
 def named(name: str) -> bytes:
-    """The name of a collective as `Heartbeat.enter` takes it."""
+    """Return a collective's name in the form that `Heartbeat.enter` takes."""
     return name.encode(errors="replace")[:NAME_BYTES].ljust(NAME_BYTES, b"\0")
 
 

@@ -1,4 +1,4 @@
-"""Chooses the network interface of the collectives, where the user has not."""
+"""Chooses the network interface of the collectives if the user has not."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def choose_interfaces(backend: str) -> str | None:
 
 def _alike(chosen: str, here: Iterable[str]) -> list[str]:
     """Further interfaces for NCCL's data: cards of equal speed, up, with an address. None with InfiniBand or RoCE,
-    which carries the data, or without a known speed (a virtual machine's cards may lead elsewhere)."""
+    which carries the data, or without a known speed (a virtual machine's cards may lead elsewhere).
+    """
     speed = _speed(chosen)
     if speed <= 0 or any(_INFINIBAND.glob("*")):
         return []
@@ -47,7 +48,7 @@ def _alike(chosen: str, here: Iterable[str]) -> list[str]:
 
 
 def _speed(name: str) -> int:
-    """Mbit/s of a card that is up; -1 where its driver does not say."""
+    """Mbit/s of a card that is up; -1 if unknown."""
     try:
         up = (_NET / name / "operstate").read_text().strip() == "up"
         return int((_NET / name / "speed").read_text()) if up else -1
@@ -56,7 +57,7 @@ def _speed(name: str) -> int:
 
 
 def interface_towards(master: str, here: dict[str, list[str]]) -> str | None:
-    """The interface whose address this host has towards `master`. `here`: addresses by name. Raises ConfigError."""
+    """The interface with this host's address towards `master`. `here`: addresses by name. Raises ConfigError."""
     address = _own_address(master)
     if address is None:
         return None
@@ -77,7 +78,7 @@ def interface_towards(master: str, here: dict[str, list[str]]) -> str | None:
 
 
 def _own_address(target: str) -> str | None:
-    """The address that this host would send from; nothing is sent. None without a route. Raises ConfigError."""
+    """The address that this host would send from, found without sending. None without a route. Raises ConfigError."""
     try:
         family, _, _, _, where = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What a launcher has left to its ranks: secrets in a file, and perhaps a hostfile that is not there."""
+"""The secrets file that a launcher writes for its ranks, and the refusal of a hostfile that does not exist."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from llmtrain.base.rank.messages import SECRETS
 
 
 def load_secrets() -> list[str]:
-    """Put what `deliver` wrote into this process's environment, before anything reads it; returns the names. Raises
-    ConfigError: the file of LLMTRAIN_SECRETS is not there, or others could read or write it."""
+    """Put the secrets that `deliver` wrote into this process's environment, before they are read; returns their names.
+    Raises ConfigError: the file of LLMTRAIN_SECRETS is missing, or other users could read or write it.
+    """
     shown = os.environ.get(SECRETS)
     if shown is None:
         return []
@@ -39,9 +40,9 @@ def load_secrets() -> list[str]:
 
 
 def refuse_missing_hostfile() -> None:
-    """Refuse a run that `deepspeed --hostfile FILE` has started on this host alone because there is no FILE.
+    """Refuse a run that `deepspeed --hostfile FILE` has started on this host alone because FILE does not exist.
 
-    DeepSpeed only warns of that. The rank finds the command among its ancestors. Raises ConfigError.
+    DeepSpeed only warns. The rank finds the command among its ancestors. Raises ConfigError.
     """
     parent = psutil.Process().parent()
     for _ in range(4):

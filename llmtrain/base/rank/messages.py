@@ -1,11 +1,11 @@
-"""Messages of a running job to the program that supervises it: one line of JSON on standard output for each.
+"""Messages from a running job to its supervisor: each is one line of JSON on standard output.
 
 Nothing is printed unless LLMTRAIN_SUPERVISED is 1, so a user who starts a job by hand sees no such line.
 
     kind        fields
-    wait        the ranks cannot meet yet: something is being fetched; repeated meanwhile
+    wait        the ranks cannot meet yet: files are being fetched; sent repeatedly
     place       ranks: list of {rank, host, local_rank, device, pid}; once, when the ranks have met
-    progress    text ("": ended), share (0 to 1, or None): in place of lines on standard output, where TERMINAL is 1
+    progress    text ("": ended), share (0 to 1, or None): instead of lines on standard output, where TERMINAL is 1
     checkpoint  step: of a checkpoint that is complete
     fault       what, host, ranks, step, cause, signature, text: see `Explanation` in `watch.facts`
     end         status: complete | stopped (from outside) | ended (by a part of the run) | refused | failed (the hosts'
@@ -73,7 +73,7 @@ def supervised() -> bool:
 
 
 def show_progress() -> Callable[[str, float | None], None] | None:
-    """The function that shows progress on the supervisor's terminal; None where it has none."""
+    """The function that shows progress on the supervisor's terminal; None without one."""
     if not supervised() or os.environ.get(TERMINAL) != "1":
         return None
     return lambda text, share: emit("progress", text=text, share=share)

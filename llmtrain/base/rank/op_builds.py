@@ -11,11 +11,11 @@ import glob
 import os
 
 BUILD_LOCK = "llmtrain-build.lock"
-"""The lock, in torch's folder of extensions, of a build of ops by llmtrain (engine/deepspeed/optimizers.py)."""
+"""Lock file of llmtrain's builds of ops (engine/deepspeed/optimizers.py), in torch's folder of extensions."""
 
 
 def users_of(path: str) -> list[int]:
-    """Ids of the processes that have a file open, as a build has its lock while it lives."""
+    """Ids of the processes that have a file open, as a running build has its lock."""
     wanted = os.stat(path)
     found = []
     for folder in glob.glob("/proc/[0-9]*/fd"):
@@ -29,7 +29,8 @@ def users_of(path: str) -> list[int]:
 
 
 def is_held(folder: str) -> bool:
-    """True if llmtrain builds an op in it: also in a container, or on a host, whose processes are not seen."""
+    """True if llmtrain is building an op in the folder, also in a container or on a host whose processes are not
+    visible."""
     try:
         handle = os.open(os.path.join(folder, BUILD_LOCK), os.O_RDWR)
     except OSError:

@@ -1,6 +1,6 @@
-"""Linux processes: facts from /proc, read without psutil, as the agent does it twice a second for every rank.
+"""Linux processes: facts from /proc, read without psutil because the agent reads them twice a second for every rank.
 
-A process is identified by its id and the time of its start, so that a reused id is never hit.
+A process is identified by its id and start time, so that a reused id is never hit.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Stat:
 
 
 def stat(pid: int) -> Stat | None:
-    """The stat of a process; None when there is none of this id."""
+    """The stat of a process; None if no process has the id."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             text = file.read()
@@ -52,7 +52,7 @@ def stat(pid: int) -> Stat | None:
 
 
 def bytes_moved(pid: int) -> int:
-    """Bytes that a process has read and written, caches included; 0 where that cannot be read."""
+    """Bytes that a process has read and written, caches included; 0 if unreadable."""
     try:
         with open(f"/proc/{pid}/io", "rb") as file:
             lines = file.read().split(b"\n")
@@ -62,12 +62,12 @@ def bytes_moved(pid: int) -> int:
 
 
 def pids() -> list[int]:
-    """Ids of the processes that this one can see."""
+    """Ids of all visible processes."""
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
 def words(pid: int) -> list[str]:
-    """The command line; empty for a process that has ended or that is another user's."""
+    """The command line; empty for a process that has ended or belongs to another user."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             return file.read().decode(errors="replace").split("\0")[:-1]
@@ -76,7 +76,7 @@ def words(pid: int) -> list[str]:
 
 
 def has_mark(pid: int, mark: str) -> bool:
-    """True if a process was started with this mark in its environment; those of other users cannot be read."""
+    """True if a process was started with this mark in its environment; False for other users' processes."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             return f"{MARK}={mark}".encode() in file.read().split(b"\0")
@@ -102,7 +102,7 @@ def descendants(roots: set[int]) -> set[int]:
 
 
 def oom_kills() -> int:
-    """Processes that this machine's kernel has killed for lack of memory; 0 where it does not count them."""
+    """Processes that this machine's kernel has killed for lack of memory; 0 if it does not count them."""
     try:
         with open("/proc/vmstat", "rb") as file:
             for line in file:
@@ -114,7 +114,7 @@ def oom_kills() -> int:
 
 
 def waits_in(pid: int) -> str:
-    """The kernel function in which a process waits; empty where the kernel does not show it."""
+    """The kernel function in which a process waits; empty if the kernel does not show it."""
     try:
         with open(f"/proc/{pid}/wchan") as file:
             found = file.read().strip()
@@ -124,7 +124,7 @@ def waits_in(pid: int) -> str:
 
 
 MARK = "LLMTRAIN_WATCH"
-"""Environment variable of every process of a job: the folder of its heartbeats on this host."""
+"""Environment variable of every process of a job: the heartbeat folder on this host."""
 
 
 @dataclass(frozen=True)
@@ -140,13 +140,12 @@ class Process:
         return found is not None and found.started == self.started and found.state not in "ZX"
 
     def send(self, number: int) -> None:
-        """Signal it, if its id is still its own."""
+        """Send a signal, unless the id belongs to another process now."""
         if self.alive():
             with contextlib.suppress(OSError):
                 os.kill(self.pid, number)
 
 
 def identify(pid: int) -> Process | None:
-    """The process of this id; None without one."""
     found = stat(pid)
     return None if found is None else Process(pid, found.started)

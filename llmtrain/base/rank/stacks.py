@@ -1,4 +1,4 @@
-"""Where a rank is: frames of its Python stack, and NCCL's flight recorder."""
+"""A rank's position: frames of its Python stack, and NCCL's flight recorder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ _FRAME = re.compile(r'^\s+File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<func
 
 def parse_stacks(text: str) -> tuple[Frame, ...]:
     """The main thread's stack in faulthandler's newest dump, innermost frame first: the "Current thread" after a
-    signal, else the last one, which is the oldest."""
+    signal, else the last one, which is the oldest.
+    """
     blocks: list[tuple[str, list[Frame]]] = []
     for line in text.splitlines():
         if "(most recent call first):" in line:
@@ -54,7 +55,7 @@ def short(file: str) -> str:
 
 
 def own_line(stack: Sequence[Frame]) -> Frame | None:
-    """The innermost line that is not a library's: one that the user can read."""
+    """The innermost line outside of libraries: one that the user can read."""
     ours = [f for f in stack if "/llmtrain/" in f.file or not re.search(r"/lib(64)?/python[\d.]+/", f.file)]
     around = [f for f in ours if not f.file.endswith(_WRAPS)]
     return next(iter(around or ours or stack), None)
@@ -77,13 +78,13 @@ class Recorded:
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> Recorded:
-        """Parse what `vars` gave. Raises TypeError, KeyError, ValueError."""
+        """Parse the `vars` of a `Recorded`. Raises TypeError, KeyError, ValueError."""
         numbers = {key: int(raw[key]) for key in ("begun", "pending")}
         return cls(group=str(raw["group"]), ranks=tuple(map(int, raw["ranks"])), name=str(raw["name"]), **numbers)
 
 
 def excerpt(trace: Mapping[str, Any]) -> list[Recorded]:
-    """A `Recorded` for each group of `_dump_nccl_trace_json`, without point-to-point: its numbers differ by rank."""
+    """A `Recorded` for each group of `_dump_nccl_trace_json`, without point-to-point, whose numbers differ by rank."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for entry in trace.get("entries", ()):
         if not entry["is_p2p"]:

@@ -1,6 +1,6 @@
-"""Keeps the end of what a rank and its libraries print on standard error, for the watch.
+"""Keeps the end of a rank's standard error for the watch.
 
-NCCL's watchdog ends a rank from a thread without Python, and gives its reason there only. A separate process passes
+NCCL's watchdog ends a rank from a thread without Python, and prints its reason only here. A separate process passes
 everything on as it comes: a thread would die with the rank, and lose the end.
 """
 
@@ -24,8 +24,9 @@ _own: int | None = None
 
 def keep_end(path: Path, start: Callable[[list[str], int], None]) -> None:
     """Pass standard error through a process that keeps its last 64 KiB in `path`. `start`: starts a process that is no
-    child of this one, from words and a descriptor for its standard input. Raises OSError; standard error then stays as
-    it was."""
+    child of this one, from words and a descriptor for its standard input. Raises OSError; standard error is then
+    unchanged.
+    """
     global _own
     reading, writing = os.pipe()
     try:
@@ -57,7 +58,7 @@ def mend() -> None:
 
 
 def main(path: Path) -> int:
-    """Entry point of the process: copies standard input to standard error until its last writer closes it."""
+    """Entry point of the process: copies standard input to standard error until all writers have closed it."""
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     end, is_open = bytearray(), True

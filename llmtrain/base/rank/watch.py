@@ -57,7 +57,7 @@ alone_s: float | None = None
 
 
 def launchers() -> tuple[Process, ...]:
-    """DeepSpeed's launcher and its parent, as they were when the rank began; empty without the launcher."""
+    """DeepSpeed's launcher and its parent at the rank's start; empty without the launcher."""
     return _launchers
 
 
@@ -106,7 +106,8 @@ def begin(*, stall_timeout_s: float, start_timeout_s: float, run_dir: str, agent
 
 def _answer(asked: int, file: int, thread: int) -> None:
     """Write the stack of a thread whenever the agent asks, holding Python's lock: faulthandler's signal handler without
-    the lock ended ranks by SIGSEGV."""
+    the lock ended ranks by SIGSEGV.
+    """
     while os.read(asked, 64):
         lines, frame = ["Stack (most recent call first):"], sys._current_frames().get(thread)
         while frame is not None:
@@ -116,12 +117,12 @@ def _answer(asked: int, file: int, thread: int) -> None:
 
 
 def _on_gpu() -> bool:
-    """True if this rank will compute on a GPU, as far as can be known before torch is imported."""
+    """True if this rank will compute on a GPU, as far as is known before torch is imported."""
     return os.path.exists("/dev/nvidiactl") and os.environ.get("DS_ACCELERATOR", "cuda") == "cuda"
 
 
 def agent_address() -> dict[str, Any] | None:
-    """The address of this host's agent, on local rank 0; None elsewhere, and when the agent has not started."""
+    """The address of this host's agent, on local rank 0; None elsewhere, and if the agent has not started."""
     agent = None
     if _folder is not None and os.environ.get("LOCAL_RANK", "0") == "0":
         deadline = time.monotonic() + _AGENT_STARTS_S
@@ -134,7 +135,8 @@ def agent_address() -> dict[str, Any] | None:
 
 def met(everyone: list[dict[str, Any]]) -> None:
     """Give the agent the hosts of the job, and the supervisor the ranks: rank, host, local_rank, device, pid and
-    `agent` (`agent_address`) of each."""
+    `agent` (`agent_address`) of each.
+    """
     if log.rank() == 0:
         keys = ("rank", "host", "local_rank", "device", "pid")
         messages.emit("place", ranks=[{key: each.get(key) for key in keys} for each in everyone])
@@ -169,7 +171,7 @@ def tend(flight_recorder: Callable[[], Mapping[str, Any]]) -> None:
 
 
 def left(code: int) -> None:
-    """The rank is exiting with this code. After a 0 nothing counts as a fault."""
+    """Record that the rank exits with this code. After a 0 nothing counts as a fault."""
     heart.left(code)
     faulthandler.unregister(STACK_SIGNAL)
 
@@ -178,7 +180,7 @@ def left(code: int) -> None:
 def outcome_reported() -> Iterator[None]:
     """Report to the agent and to the supervisor how the rank ends. Wraps everything that a rank does."""
     global _launchers
-    _launchers = _parents()  # now: after seconds of imports a launcher that was killed meanwhile is no parent any more
+    _launchers = _parents()  # now: after seconds of imports a launcher that has been killed is no parent any more
     try:
         yield
         left(0)
@@ -227,7 +229,7 @@ def failed(error: BaseException) -> bool:
 
 
 def _words(error: BaseException) -> str:
-    """The last line of its traceback; for NCCL's errors with the reason, which stands below."""
+    """The last line of the traceback; NCCL's errors with the reason that follows "Last error:"."""
     return f"{type(error).__name__}: {with_reason(str(error))}".removesuffix(": ")[:500]
 
 
@@ -252,7 +254,8 @@ def _start_agent(agent: str, folder: Path, stall_s: float, start_s: float, run_d
 
 def _start(words: list[str], standard_input: int) -> None:
     """Start a process that is no child of this one: killing this rank's process tree leaves it alone. Raises
-    OSError."""
+    OSError.
+    """
     environment = child_environment()
     sys.stdout.flush()
     child = os.fork()
