@@ -55,11 +55,7 @@ def test_an_adapter_to_begin_with_that_is_another_is_refused_by_name(tmp_path, c
 @pytest.mark.parametrize(
     ("form", "adapter", "says"),
     [
-        ({"stage": 1, "tensor": 2}, {"r": 4, "dora": True}, "adapter.dora = true(.|\n)*autotp_size = 2"),
         ({"stage": 1, "tensor": 2}, {"r": 4, "dropout": 0.1}, "adapter.dropout = 0.1(.|\n)*autotp_size = 2"),
-        ({"stage": 3}, {"r": 4, "quantize": "nf4"}, r'adapter.quantize = "nf4"(.|\n)*zero_optimization.stage = 3'),
-        ({"stage": 1, "tensor": 2}, {"r": 4, "quantize": "nf4"}, "tensor_parallel.autotp_size = 2(.|\n)*whole maps"),
-        ({"stage": 1, "pipeline": 2}, {"r": 4, "quantize": "nf4"}, "pipeline.stages = 2(.|\n)*whole maps"),
         (
             {"extra": {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}},
             {"r": 4},
@@ -68,6 +64,7 @@ def test_an_adapter_to_begin_with_that_is_another_is_refused_by_name(tmp_path, c
     ],
 )
 def test_what_no_adapter_can_do_is_refused_by_name(small_data, form, adapter, says):
+    """DoRA and maps in 4 bits: test_cells.py."""
     with pytest.raises(ConfigError, match=says) as told:
         resolved_run(Case(data=small_data, adapter=adapter, **form), 2)
     assert "remedy" in str(told.value)

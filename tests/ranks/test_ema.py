@@ -1,9 +1,11 @@
-"""The moving average of the parameters: its definition, what it is evaluated as, and its way through checkpoints."""
+"""The moving average of the parameters: its definition, what it is evaluated as, and where a checkpoint has it.
+
+test_cells.py takes it from each form of training to another one.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,6 @@ import pytest
 import torch
 
 from llmtrain.checkpoint.format import EMA
-from llmtrain.checkpoint.load import load_checkpoint
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.checkpoint.rundir import find_folder
 from llmtrain.checkpoint.save import Saver
@@ -86,49 +87,17 @@ def train_and_save(case: Case, folder: str) -> tuple[list[Tensors], Tensors, tup
     return masters, found, (losses[0], losses[1], losses[2]), str(outcome.path)
 
 
-def restored(case: Case, path: str) -> tuple[Tensors, float]:
-    """(the means from the checkpoint, their loss)"""
-    setup, folder = setup_of(case), Path(path)
-    load_checkpoint(
-        setup.engine, CheckpointReader(folder), json.loads((folder / "trainer.json").read_text()), setup.ranks
-    )
-    ema = Ema(setup)
-    ema.restore({}, folder)
-    ema.begin(Position(step=STEPS))
-    resolved = resolved_run(case, setup.ranks.world_size)
-    source = batches(case, (resolved.degrees.place(setup.ranks.rank).data, resolved.degrees.data), case.accumulation)
-    batch = [next(source) for _ in range(STEPS)][-1]
-    source.close()  # type: ignore[attr-defined]
-    with ema.in_place():
-        loss = setup.engine.evaluate(batch.micro_batches)[0]["loss"]
-    found = means(ema, setup)
-    setup.engine.close()
-    return found, loss
-
-
-@pytest.mark.parametrize(
-    ("saved", "loaded"),
-    [({"stage": 1, "precision": "bf16"}, {"stage": 3}), ({"stage": 3}, {"tensor": 2})],
-    ids=str,
-)
-def test_the_mean_is_its_definition_under_any_form(pools, small_data, tmp_path, saved, loaded):
-    case = Case(data=small_data, steps=STEPS, **saved)
+@pytest.mark.parametrize("form", [{"stage": 1, "precision": "bf16"}, {"stage": 3}], ids=str)
+def test_the_mean_is_its_definition(pools, small_data, tmp_path, form):
+    case = Case(data=small_data, steps=STEPS, **form)
     masters, found, (own, of_means, again), path = pools(2).run(train_and_save, case, str(tmp_path))[0]
     for name, value in found.items():
         wanted = masters[0][name].clone()
         for after in masters[1:]:  # as torch.optim.swa_utils.get_ema_multi_avg_fn has it
             wanted.lerp_(after[name], 1 - DECAY)
         assert torch.equal(value, wanted), name
-        by_hand = DECAY**STEPS * masters[0][name].double() + sum(
-            (1 - DECAY) * DECAY ** (STEPS - i) * masters[i][name].double() for i in range(1, STEPS + 1)
-        )
-        assert torch.allclose(value.double(), by_hand, atol=1e-7)  # fp32 sums of a few terms below 1
     assert own == again != of_means
     with contextlib.closing(CheckpointReader(Path(path), parameters=EMA)) as reader:
         for name, value in found.items():
             assert torch.equal(reader.read(name, 0, value.numel()), value.reshape(-1)), name
             assert reader.checksums()[PARAM, name] == reader.checksums()[EMA, name]
-    other = replace(case, precision="fp32", **{"stage": 0, "tensor": 1, **loaded})
-    travelled, loss = pools(2).run(restored, other, path)[0]
-    assert all(torch.equal(travelled[name], value) for name, value in found.items())
-    assert abs(loss - of_means) < (1e-5 if case.precision == "fp32" else 5e-3)

@@ -140,24 +140,37 @@ def test_a_resume_fetches_what_its_ranks_read_and_no_more(pools, small_data, tmp
     assert Manifest.read(tmp_path / "host-0/checkpoints/step-00000002").step == 2
 
 
-def test_all_files_come_to_rank_0_and_a_new_host_gets_what_it_lacks(pools, small_data, tmp_path):
+@pytest.fixture(scope="module")
+def saved_once(pools, small_data, tmp_path_factory) -> tuple[Path, Any]:
+    """The folders of two hosts with a checkpoint of step 2 under ZeRO 1, and its tensors."""
+    root = tmp_path_factory.mktemp("saved")
+    return root, pools(2).run(train_and_save, Case(data=small_data, stage=1), str(root), "sync", [2])[0][0]
+
+
+@pytest.fixture
+def saved(saved_once, tmp_path) -> Any:
+    """The tensors of the checkpoint that is in `tmp_path`."""
+    root, tensors = saved_once
+    shutil.copytree(root, tmp_path, dirs_exist_ok=True)
+    return tensors
+
+
+def test_all_files_come_to_rank_0_and_a_new_host_gets_what_it_lacks(pools, small_data, tmp_path, saved):
     case = Case(data=small_data, stage=1)
-    want, _ = pools(2).run(train_and_save, case, str(tmp_path), "sync", [2])[0]
     pools(2).run(load_and_gather, case, str(tmp_path), True)
     whole = tmp_path / "host-0/checkpoints/step-00000002"
     assert verify(whole) == []
     shutil.rmtree(tmp_path / "host-1")
-    assert_equal(pools(2).run(load_and_gather, case, str(tmp_path), False)[1][2], want)
+    assert_equal(pools(2).run(load_and_gather, case, str(tmp_path), False)[1][2], saved)
     assert files(tmp_path, 1) == [MANIFEST, "rank-00001.safetensors", TRAINER]
 
 
-def test_the_hosts_may_come_in_another_order(pools, small_data, tmp_path):
+def test_the_hosts_may_come_in_another_order(pools, small_data, tmp_path, saved):
     case = Case(data=small_data, stage=1)
-    want, _ = pools(2).run(train_and_save, case, str(tmp_path), "sync", [2])[0]
     (tmp_path / "host-0").rename(tmp_path / "other")
     (tmp_path / "host-1").rename(tmp_path / "host-0")
     (tmp_path / "other").rename(tmp_path / "host-1")
-    assert_equal(pools(2).run(load_and_gather, case, str(tmp_path), False)[1][2], want)
+    assert_equal(pools(2).run(load_and_gather, case, str(tmp_path), False)[1][2], saved)
 
 
 def test_two_ranks_of_a_host_that_has_nothing_get_what_they_read(pools, small_data, tmp_path):
@@ -179,10 +192,9 @@ def test_two_ranks_of_a_host_that_has_nothing_get_what_they_read(pools, small_da
     assert_equal(pools(4).run(load_and_gather, case, str(tmp_path), False)[3][2], want)
 
 
-def test_parameters_alone_are_refused_as_a_resume_in_words(pools, small_data, tmp_path):
+def test_parameters_alone_are_refused_as_a_resume_in_words(pools, small_data, tmp_path, saved):
     """What the ranks would read is not there: no rank waits for another."""
     muon = Case(data=small_data, stage=1, optimizer="muon")
-    pools(2).run(train_and_save, Case(data=small_data, stage=1), str(tmp_path), "sync", [2])
     for told in pools(2).run(load_and_gather, muon, str(tmp_path), False):
         assert "this run's optimizer keeps" in told, told
 
@@ -199,18 +211,15 @@ def test_a_checkpoint_that_one_host_did_not_complete_is_passed_over(pools, small
     assert checkpoints(tmp_path / "a", 0) == ["step-00000001", "step-00000002.damaged"]
 
 
-def test_without_a_hosts_files_nothing_begins(pools, small_data, tmp_path):
+def test_without_a_hosts_files_nothing_begins(pools, small_data, tmp_path, saved):
     case = Case(data=small_data, stage=1)
-    pools(2).run(train_and_save, case, str(tmp_path), "sync", [2])
     shutil.rmtree(tmp_path / "host-1")
     for told in pools(2).run(load_and_gather, case, str(tmp_path), False):
         assert "no checkpoint can be resumed from" in told and "no host has rank-00001.safetensors" in told
     assert checkpoints(tmp_path, 0) == ["step-00000002"], "nothing is renamed when nothing was resumed"
 
 
-def test_a_file_that_changed_on_its_way_is_not_believed(pools, small_data, tmp_path):
-    case = Case(data=small_data, stage=1)
-    pools(2).run(train_and_save, case, str(tmp_path), "sync", [2])
+def test_a_file_that_changed_on_its_way_is_not_believed(pools, small_data, tmp_path, saved):
     path = tmp_path / "host-1/checkpoints/step-00000002/rank-00001.safetensors"
     content = bytearray(path.read_bytes())
     content[-5] ^= 1

@@ -13,77 +13,18 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-from llmtrain.data.stream.loader import MicroBatch
-from llmtrain.models.head import Head
 from tests.helpers.processors import fp16, on_device
 from tests.helpers.training import (
     LLAMA,
     Case,
-    Trace,
-    assembled,
-    assert_agrees,
     batches,
     make_engine,
-    plain_pytorch,
     poisoned,
     run_case,
     train_steps,
     view_of,
 )
-
-
-class Pairs:
-    """Prefers rows 2i to rows 2i + 1: SimPO (arXiv 2405.14734), beta 2 and gamma 0.5. All that an objective needs."""
-
-    figures = ("loss", "accuracy")
-
-    def weight(self, micro: MicroBatch) -> int:
-        return len(micro.inputs) // 2
-
-    def sums(self, head: Head, hidden: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
-        rows = zip(hidden.split(1), micro.labels.split(1), strict=True)
-        return simpo(torch.stack([head.nll_sum(*row) / (row[1] >= 0).sum() for row in rows])).sum(1)
-
-
-def simpo(nll_R: torch.Tensor) -> torch.Tensor:
-    """[figures, pairs] from the mean of each row's tokens."""
-    margins = nll_R[1::2] - nll_R[::2]
-    return torch.stack([-F.logsigmoid(2 * margins - 0.5), (margins > 0).float()])
-
-
-def plain_simpo(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    nll = F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=-100, reduction="none")
-    return simpo(nll.sum(1) / (labels >= 0).sum(1))[0].mean()
-
-
-def trained_on_pairs(case: Case) -> tuple[Trace, dict[str, float], int]:
-    """The training, and what its first batch gives after it."""
-    engine, ranks = make_engine(case)
-    trace = train_steps(case, engine, ranks, 0, case.steps, objective=Pairs())
-    place = engine.mesh.place
-    source = batches(case, (place.data, engine.mesh.degrees.data), case.accumulation)
-    figures, weight = engine.evaluate(next(source).micro_batches, Pairs())
-    source.close()  # type: ignore[attr-defined]
-    trace.parameters = assembled(engine, ranks)
-    engine.close()
-    return trace, figures, weight
-
-
-def test_another_objective_is_one_class(pools, small_data):
-    """Not linear in the tokens, divided by pairs of the global batch; nothing else knows of it."""
-    case = Case(data=small_data, steps=8)
-    want = plain_pytorch(case, plain_simpo)
-    assert want.losses[-1] < want.losses[0] - 0.01
-    forms = ({"stage": 3, "accumulation": 3}, {"stage": 1, "pipeline": 2, "accumulation": 3})
-    figures = []
-    for form in forms:
-        for got, after, weight in pools(2).run(trained_on_pairs, replace(case, **form)):
-            assert_agrees(got, want, loss=1e-5, parameters=1e-5)
-            assert weight == 6 and after["accuracy"] * 6 == pytest.approx(round(after["accuracy"] * 6))
-            figures.append(after["loss"])
-    assert max(figures) - min(figures) < 1e-5 and max(figures) < want.losses[0]
 
 
 def by_definition(group: dict[str, Any], before: dict[str, Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -145,22 +86,10 @@ def test_bf16_moments_are_rounded_after_each_step_and_masters_never(pools, small
 
 
 @fp16(True)
-def with_loss_scale(case: Case) -> tuple[Trace, list[float]]:
-    """Train in fp16 on the CPU, which computes it but which DeepSpeed refuses; returns the loss scales, too."""
-
-    engine, ranks = make_engine(case)
-    trace = train_steps(case, engine, ranks, 0, case.steps)
-    scales = [engine.loss_scale()["cur_scale"]]
-    trace.parameters = assembled(engine, ranks)
-    engine.close()
-    return trace, scales
-
-
-@fp16(True)
 def at_the_floor(case: Case) -> tuple[int, str]:
     """Train in fp16 with every loss NaN until the run is told to stop: (steps skipped before, message)."""
     from llmtrain.base.errors import TrainingStopped
-    from tests.helpers.training import batches, one_step
+    from tests.helpers.training import one_step
 
     engine, ranks = make_engine(case)
     hook = engine.module.hf.get_output_embeddings().register_forward_hook(lambda module, args, out: out * float("nan"))
@@ -257,20 +186,6 @@ def test_pretrained_weights_are_proved(pools, small_data, tmp_path, world_size, 
     assert "lacks 1 of the model's 39 parameters" in error and "model.norm.weight" in error
 
 
-def test_pretrained_experts_are_proved(pools, small_data, tmp_path):
-    """A file for each expert's matrix, one parameter for all of a layer: each rank reads its slices of it."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    fields = {**LLAMA, "num_local_experts": 4, "num_hidden_layers": 2, "model_type": "mixtral"}
-    hf = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields))
-    hf.save_pretrained(tmp_path, max_shard_size="200KB")
-    case = Case(data=small_data, stage=3, precision="bf16", model=fields)
-    pool = pools(2)
-    assert pool.run(load_pretrained, case, str(tmp_path), None) == [""] * 2
-    (error, *_) = pool.run(load_pretrained, case, str(tmp_path), "model.layers.1.mlp.experts.gate_up_proj")
-    assert "parameters differ from the file, first model.layers.1.mlp.experts.gate_up_proj" in error
-
-
 @pytest.mark.parametrize(
     ("stage", "precision"),
     [
@@ -337,49 +252,6 @@ def test_deepspeed_takes_the_only_gpu_that_a_task_sees(pools, small_data, form):
     """It called for number LOCAL_RANK of one: "invalid device ordinal", on every rank but the first of a host."""
     for asked in pools(2).run(devices_asked_for, Case(data=small_data, **form)):
         assert len(asked) >= 2, "the start-up asks DeepSpeed's accelerator by number"
-
-
-def evaluated(case: Case) -> float:
-    """Validation loss with the initial weights; 7 sequences do not divide by any number of ranks here."""
-    from llmtrain.config.run import DataConfig
-    from llmtrain.data.stream.loader import TrainData, validation_batches
-
-    engine, ranks = make_engine(case)
-    data = TrainData(DataConfig(path=case.data, sequence_length=32))
-    split = {"rank": ranks.rank, "data_parallel": ranks.world_size}
-    figures, counted = engine.evaluate(validation_batches(data, sequences=7, micro_batch=2, **split))
-    engine.close()
-    assert counted <= 7 * 32
-    return figures["loss"]
-
-
-@pytest.mark.parametrize(
-    ("world_size", "stage"),
-    [
-        (1, 0),
-        (2, 3),
-    ],
-)
-def test_evaluation_is_weighted_by_tokens_whatever_the_split(pools, small_data, world_size, stage):
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from llmtrain.config.run import DataConfig, ModelConfig
-    from llmtrain.data.stream.loader import TrainData
-    from llmtrain.models.spec import ModelSpec
-
-    fields = dict(LLAMA)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields)).eval()
-    source = ModelSpec.of(ModelConfig(config=dict(LLAMA))).initial_weights(0, torch.device("cpu"))
-    data = TrainData(DataConfig(path=small_data, sequence_length=32))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(source.read(name, 0, parameter.numel()).view_as(parameter))
-        pairs = [data.validation_sequence(index) for index in range(7)]
-        inputs, labels = (torch.stack([torch.from_numpy(pair[i]) for pair in pairs]) for i in (0, 1))
-        logits = model(input_ids=inputs).logits.flatten(0, 1)
-        want = float(torch.nn.functional.cross_entropy(logits, labels.flatten()))
-    for got in pools(world_size).run(evaluated, Case(data=small_data, stage=stage)):
-        assert abs(got - want) < 2e-6
 
 
 def born_partitioned(case: Case) -> tuple[int, int]:

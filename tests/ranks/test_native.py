@@ -23,8 +23,8 @@ from llmtrain.checkpoint.native.saved_files import open_files
 from llmtrain.checkpoint.native.state import MOMENTS, State, add_copies, add_unnamed
 from llmtrain.checkpoint.native.universal import export_universal
 from llmtrain.checkpoint.reader import CheckpointReader
+from tests.helpers.checkpoints import flip
 from tests.helpers.deepspeed_peers import make_pipeline, make_plain, pipeline_steps, plain_steps
-from tests.helpers.marks import slow
 from tests.helpers.processors import fp16
 from tests.helpers.training import (
     LLAMA,
@@ -93,10 +93,7 @@ def worst(first: Trace, second: Trace) -> float:
 @pytest.mark.parametrize(
     "form",
     [
-        slow({"stage": 0}),
         {"stage": 1, "model": TIED},
-        slow({"stage": 2}),
-        slow({"stage": 3}),
         {"stage": 0, "precision": "bf16", "model": TIED},
         {"stage": 1, "precision": "bf16", "extra": {"data_types": {"grad_accum_dtype": "fp32"}}},
         {"stage": 3, "precision": "bf16", "model": TIED},
@@ -115,15 +112,6 @@ def test_resumes_bit_for_bit_as_deepspeed_does(pools, small_data, tmp_path, form
     got = pools(2).run(resumed_by_us, case, str(path))[0]
     assert got.losses == want.losses  # the same numbers in the same engine
     assert got.norms == want.norms or case.stage == 0
-
-
-def test_imported_checkpoint_loads_at_another_layout(pools, small_data, tmp_path):
-    case = Case(data=small_data, steps=END, stage=2)
-    pools(2).run(saved_by_deepspeed, case, str(tmp_path / "theirs"))
-    want = pools(2).run(resumed_by_deepspeed, case, str(tmp_path / "theirs"))[0]
-    path = imported(tmp_path / "theirs", tmp_path / "ours")
-    got = pools(1).run(resumed_by_us, replace(case, stage=3), str(path))[0]
-    assert worst(got, want) < ROUNDING
 
 
 def pipeline_saves_and_resumes(case: Case, folder: str) -> Trace:
@@ -262,12 +250,6 @@ def unfilled(folder: Path) -> None:
         edited(folder / name, change)
 
 
-def flipped(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 4
-    path.write_bytes(bytes(data))
-
-
 FAULTS: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
     # (the step's folder, the folder of the step before) -> damage; what the error says
     "another step's rank": (lambda new, old: shutil.copy(old / RANK_1, new / RANK_1), "mixes files of different steps"),
@@ -277,7 +259,7 @@ FAULTS: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
         lambda new, old: shutil.copy(new / RANK_1, new / RANK_1.replace("rank_1", "rank_2")),
         "rank 2 is left over",
     ),
-    "flipped bit": (lambda new, old: flipped(new / RANK_1), "damaged"),
+    "flipped bit": (lambda new, old: flip(new / RANK_1, (new / RANK_1).stat().st_size // 2), "damaged"),
     "cut short": (lambda new, old: os.truncate(new / RANK_1, 1000), "damaged"),
     "optimizer": (
         lambda new, old: edited(new / RANK_1, other_optimizer),

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from llmtrain.config.run import ModelConfig
-from llmtrain.data.manifest import SPLITS
 from llmtrain.data.shards import PreparedSet
-from llmtrain.data.stream.columns import write_reference
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.models.spec import ModelSpec
 from llmtrain.objectives.objective import Objective
@@ -59,25 +57,29 @@ def plainly(case: Case, name: str, **options: float) -> Trace:
     with torch.no_grad():
         for parameter, value in () if case.adapter else hf.named_parameters():
             value.copy_(source.read(parameter, 0, value.numel()).view_as(value))
-    plain = Plain(hf, case.data)
-    judged = name == "kto"
+    losses = plain_steps(case, hf, definition(hf, case.data, name, **options))
+    return Trace(losses, [], {name: p.detach().clone() for name, p in hf.named_parameters()})
+
+
+def definition(hf: Any, folder: str, name: str, **options: float) -> Callable[[list[int]], torch.Tensor]:
+    """The loss of rows of the folder. The reference is the model as it is now."""
+    plain = Plain(hf, folder)
     count = len(plain.rows)
-    if judged:
+    if name == "kto":
         plain.mismatched(list(range(count)))
-        desired = torch.from_numpy(PreparedSet(case.data).split("train").judged()["desirable"].astype(bool))
+        desired = torch.from_numpy(PreparedSet(folder).split("train").judged()["desirable"].astype(bool))
     with torch.no_grad():
         reference = dict(enumerate(plain.answers(list(range(len(plain.rows))))[0].tolist()))
 
     def loss(rows: list[int]) -> torch.Tensor:
-        if not judged:
+        if name != "kto":
             return plain.loss(name, rows, reference, **options)
         others = [count + row for row in rows]
         with torch.no_grad():
             ratios = plain.answers(others)[0] - torch.tensor([reference[row] for row in others])
         return kto(plain.answers(rows)[0], torch.tensor([reference[row] for row in rows]), desired[rows], ratios)
 
-    losses = plain_steps(case, hf, loss)
-    return Trace(losses, [], {name: p.detach().clone() for name, p in hf.named_parameters()})
+    return loss
 
 
 def trained(case: Case, config: Objective, column: bool) -> tuple[Trace, Figures]:
@@ -173,23 +175,3 @@ def test_kto_in_a_pipeline_is_its_definition(pools, judged):
     for got, figures in pools(2).run(trained, case_of(judged, **{**FORMS[4], "lr": 2e-3}), config, True):
         assert figures[0]["unpaired/kl"] == 0.0 and any(each["unpaired/kl"] > 0.1 for each in figures)
         assert_agrees(got, want, loss=1e-5, parameters=5e-5)
-
-
-def resumed_dpo(case: Case, folder: str) -> tuple[Trace, Trace]:
-    """(a whole run, steps 2 and 3 from its checkpoint in an engine with other weights)"""
-    data = TrainData(case_data(case))
-    data.take_reference(case.precision)
-    whole, again = (trained_answers(case, Objective.of("dpo"), data, folder, resumes=resumes)[0]
-                    for resumes in (False, True))  # fmt: skip
-    return whole, again
-
-
-@pytest.mark.parametrize("form", [FORMS[3], {"stage": 1, "pipeline": 2, "accumulation": 3, "precision": "bf16"}],
-                         ids=["stage3", "pipeline-bf16"])  # fmt: skip
-def test_a_dpo_run_resumes_bit_for_bit(pools, pairs, tmp_path, form):
-    prepared = PreparedSet(pairs)
-    columns = {split: np.full(prepared.manifest.documents[split], -9.0, np.float32) for split in SPLITS}
-    write_reference(prepared, "w", form.get("precision", "fp32"), columns)  # type: ignore[arg-type]
-    for want, got in pools(2).run(resumed_dpo, case_of(pairs, **form), str(tmp_path)):
-        assert got.losses == want.losses[2:]
-        assert all(torch.equal(got.parameters[name], value) for name, value in want.parameters.items())

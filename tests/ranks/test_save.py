@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import shutil
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from llmtrain.base.errors import UserError
 from llmtrain.checkpoint.durable import DurableFile
 from llmtrain.checkpoint.format import Manifest, hash_file, problems
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.checkpoint.rundir import find_folder
 from llmtrain.checkpoint.save import Saver
 from llmtrain.config.run import CheckpointConfig
-from llmtrain.data.stream.loader import MicroBatch, StepBatch
-from llmtrain.engine.api import StateTensor, Update
-from llmtrain.engine.dist.control import AgreedError, together
 from llmtrain.engine.dist.ranks import Ranks
-from llmtrain.optim.optimizers import PARAM
-from llmtrain.storage.region import Region
-from llmtrain.training.step import Session
-from tests.helpers.training import Case, assembled, joined, make_engine, resolved_run, train_steps
+from tests.helpers.training import Case, assembled, make_engine, resolved_run, train_steps
 
 TRAINER = {"step": 2}
 
@@ -165,61 +156,3 @@ def test_a_durable_file_is_what_was_written_for_any_cut(tmp_path):
         file.write(memory[:100])
         raise RuntimeError
     assert not (tmp_path / "gone").exists()
-
-
-class Half:
-    """An engine of two ranks that hold four numbers each."""
-
-    def __init__(self, rank: int, value: float) -> None:
-        self._rank, self._values = rank, torch.full((4,), value)
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {"w": (8,)}
-
-    def state(self) -> list[StateTensor]:
-        about: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu"), "replica": (0, 1)}
-        about |= {"region": Region(4 * self._rank, 4), "own": slice(0, 4)}
-        return [StateTensor(name="w", kind=PARAM, open=lambda: contextlib.nullcontext(self._values), **about)]
-
-    def forward_backward(self, micros: Any, weight: Any, objective: Any) -> list[torch.Tensor]:
-        return [torch.tensor([float(weight())])]
-
-    def update(self, lr_factor: float) -> Update:
-        return Update(skipped=False, grad_norm=None)
-
-
-def step_and_save_on_a_site(case: Case, folder: str) -> tuple[list[float], str, list[float]]:
-    """What a site of two ranks does in a world of four, in which the other site is a save behind."""
-    everyone = joined()
-    groups = [dist.new_group(ranks, backend="gloo") for ranks in ([0, 1], [2, 3])]
-    site, rank = divmod(everyone.rank, 2)
-    ranks = replace(everyone, rank=rank, world_size=2, control=groups[site], seats=())
-    engine: Any = Half(rank, float(site))
-    session = Session(engine, ranks, resolved_run(case, 2).degrees, lambda step: 1.0, seed=0)
-    labels = torch.zeros(1, 1 + everyone.rank, dtype=torch.long)
-    batch = StepBatch(micro_batches=[MicroBatch(inputs=labels, labels=labels, sample_indices=[])], first_index=0,
-                      sequences=4)  # fmt: skip
-    weights = [float(session.step(batch).sums[0]) for _ in range(1 + site)]
-    said = ""
-    try:
-        with together(ranks):
-            if (site, rank) == (1, 1):
-                raise UserError("only here")
-    except AgreedError as error:
-        said = str(error)
-    saved: list[float] = []
-    for _ in range(site):
-        with saver_for(engine, case, Path(folder), "sync", ranks) as saver:
-            saver.begin(2, TRAINER)
-            outcome = saver.drain()
-        assert outcome is not None and outcome.path is not None, outcome
-        saved = CheckpointReader(outcome.path).read("w", 0, 8).tolist()
-    dist.barrier()
-    return weights, said, saved
-
-
-def test_a_step_and_a_save_of_a_site_reach_no_rank_beyond_it(pools, small_data, tmp_path):
-    """Each site counts its own tokens, raises its own errors, and one of them steps and saves more often."""
-    found = pools(4).run(step_and_save_on_a_site, Case(data=small_data), str(tmp_path))
-    assert found[:2] == [([3.0], "", [])] * 2
-    assert found[2:] == [([7.0, 7.0], "rank 1: only here", [1.0] * 8)] * 2

@@ -104,28 +104,6 @@ def test_tiled_mlps(pools, small_data, form):
     assert close(got, reference(small_data))
 
 
-def evaluated(case: Case) -> tuple[float, int]:
-    """Validation loss with the initial weights, and its tokens."""
-    from llmtrain.config.run import DataConfig
-    from llmtrain.data.stream.loader import TrainData, validation_batches
-    from tests.helpers.training import case_degrees
-
-    engine, ranks = make_engine(case)
-    degrees = case_degrees(case, ranks.world_size)
-    data = TrainData(DataConfig(path=case.data, sequence_length=32))
-    split = {"rank": degrees.place(ranks.rank).data, "data_parallel": degrees.data}
-    figures, counted = engine.evaluate(validation_batches(data, sequences=7, micro_batch=2, **split))
-    engine.close()
-    return figures["loss"], counted
-
-
-def test_evaluation_is_the_one_of_one_process(pools, small_data):
-    ((want, tokens),) = pools(1).run(evaluated, Case(data=small_data))
-    for world_size, stage in ((2, 3), (4, 1)):
-        for got, counted in pools(world_size).run(evaluated, Case(data=small_data, sequence=2, stage=stage)):
-            assert abs(got - want) < 2e-6 and counted == tokens
-
-
 @pytest.mark.parametrize("sequence", [1, 2])
 def test_a_model_that_attends_across_documents_is_refused(pools, small_data, sequence):
     """transformers' OPT makes its mask without positions."""
@@ -167,20 +145,3 @@ def checked_at_the_start(case: Case, fault: str) -> str:
 def test_a_run_begins_with_a_proof_that_sharing_rows_changes_nothing(pools, small_data, fault):
     answers = pools(2).run(checked_at_the_start, Case(data=small_data, sequence=2, stage=1, model=LONG), fault)
     assert all(("train on a wrong loss" in answer) if fault else answer == "" for answer in answers), answers
-
-
-def refused(case: Case) -> str:
-    """The error of building a model whose heads cannot be shared."""
-    from llmtrain.base.errors import ConfigError
-
-    try:
-        make_engine(case)
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
-def test_heads_that_cannot_be_shared_are_refused_with_the_degrees_that_can(pools, small_data):
-    model = {**LLAMA, "hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 3}
-    for answer in pools(2).run(refused, Case(data=small_data, sequence=2, model=model)):
-        assert "the ranks share the heads, equally many each; 3 heads" in answer and "1, 3" in answer

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from llmtrain.config.stages import StageBatch, StageConfig
-from llmtrain.data.shards import PreparedSet
 from llmtrain.objectives.by_token import Distill, NextToken
 from llmtrain.optim.schedules import Cosine
 from llmtrain.training.examine import in_stages, stage_data, stage_key, take_columns
@@ -20,7 +19,7 @@ from llmtrain.training.output_columns import of_teacher, write_columns, write_te
 from llmtrain.training.setup import Setup
 from tests.helpers.answers import answers_case
 from tests.helpers.plain import PlainTraining
-from tests.helpers.preference import Plain, kto, prepared_preferences, prepared_unpaired
+from tests.helpers.preference import prepared_preferences, prepared_unpaired
 from tests.helpers.training import (
     GLOBAL_BATCH,
     Case,
@@ -31,6 +30,7 @@ from tests.helpers.training import (
     resolved_run,
 )
 from tests.ranks.test_distill import TERMS, definition, teacher  # noqa: F401  # a fixture
+from tests.ranks.test_preference import definition as definition_of_answers
 from tests.ranks.test_stages import SAVED, STEPS, plainly, stages, trained
 
 BORDER = 2
@@ -99,31 +99,13 @@ def answered(case: Case, other: str) -> Trace:
     hf = plain_model(case)
     training = PlainTraining(hf, lr=case.lr, rate=partial(Cosine(warmup_steps=3).factor, max_steps=case.steps),
                              clip=case.clip)  # fmt: skip
-    plains = [Plain(hf, folder) for folder in (case.data, other)]
-    counts = [len(plain.rows) for plain in plains]
-    if judged := case.objective["name"] == "kto":
-        desired = [torch.from_numpy(PreparedSet(p.folder).split("train").judged()["desirable"].astype(bool))
-                   for p in plains]  # fmt: skip
-        for plain, count in zip(plains, counts, strict=True):
-            plain.mismatched(list(range(count)))
-    with torch.no_grad():
-        references = [dict(enumerate(p.answers(list(range(len(p.rows))))[0].tolist())) for p in plains]
-
-    def loss_of(at: int, rows: list[int]) -> torch.Tensor:
-        plain, known = plains[at], references[at]
-        if not judged:
-            return plain.loss("dpo", rows, known)
-        others = [counts[at] + row for row in rows]
-        with torch.no_grad():
-            ratios = plain.answers(others)[0] - torch.tensor([known[row] for row in others])
-        return kto(plain.answers(rows)[0], torch.tensor([known[row] for row in rows]), desired[at][rows], ratios)
-
+    losses = [definition_of_answers(hf, folder, case.objective["name"]) for folder in (case.data, other)]
     sources = stage_data(resolved_run(case, 2).stages)
     for step in range(case.steps):
         at = int(step >= BORDER)
         size = GLOBAL_BATCH // (1 + at)
         windows = [sources[at].window_at((step - at * BORDER) * size + row) for row in range(size)]
-        training.step(loss_of(at, [int(row) for window in windows for row in window.rows]))  # type: ignore[union-attr]
+        training.step(losses[at]([int(row) for window in windows for row in window.rows]))  # type: ignore[union-attr]
     return Trace(training.losses, training.norms, training.parameters())
 
 

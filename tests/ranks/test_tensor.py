@@ -21,7 +21,6 @@ from llmtrain.models.parallel.mesh import mesh_of
 from llmtrain.models.parallel.tensor import Span, VocabularyShard
 from llmtrain.training.step import seed_step
 from tests.helpers.families import FAMILIES, HYBRID, LOW_RANK, VARIANTS, tied
-from tests.helpers.ranks import RankFailed
 from tests.helpers.training import (
     LENGTH,
     Case,
@@ -97,11 +96,6 @@ def test_three_ranks_share_an_odd_vocabulary(pools, small_data):
 def test_documents_stay_apart(pools, small_data, attention):
     case = case_of(small_data, stage=1, isolate_documents=True, attention=attention)
     check(pools(2).run(run_case, case)[0], reference(small_data, "llama", False, isolate=True))
-
-
-def test_heads_that_do_not_divide_are_refused(pools, small_data):
-    with pytest.raises(RankFailed, match=r"(?s)tensor_parallel.autotp_size = 2 .*num_key_value_heads is 3"):
-        pools(2).run(run_case, case_of(small_data, "gqa_uneven", stage=1))
 
 
 def what_ranks_hold(case: Case) -> tuple[dict[str, torch.Tensor], list[float], float, int, list[int]]:
