@@ -14,7 +14,6 @@ from llmtrain.models import compiler
 from llmtrain.models.spec import ModelSpec
 from llmtrain.training import setup
 from tests.helpers.compiled import gathered_layers, graphs_of, inductor_in, varlen_as_on_cuda
-from tests.helpers.marks import slow_but
 from tests.helpers.training import (
     LLAMA,
     Case,
@@ -43,14 +42,13 @@ CHECKPOINTED = {"activation_checkpointing": {"partition_activations": False}}
 @pytest.mark.parametrize(
     ("changes", "kinds", "evaluated"),
     [
-        pytest.param({}, 1, 1, marks=pytest.mark.slow),  # so is a pipeline's stage, below
         ({"model": TWO_KINDS}, 2, 2),
         ({"extra": CHECKPOINTED}, 1, 1),
         ({"recompute": {"layers": 2}}, 2, 2),  # one with recomputation, one without
         ({"recompute": {"layers": "all", "keep": "attention"}}, 1, 1),
         ({"isolate_documents": True}, 1, 1),
     ],
-    ids=["one kind", "two kinds", "recomputed", "half recomputed", "attention kept", "documents"],
+    ids=["two kinds", "recomputed", "half recomputed", "attention kept", "documents"],
 )
 def test_each_kind_of_layer_is_one_graph_of_fixed_sizes(pools, small_data, changes, kinds, evaluated):
     """Four layers. The start-up checks have other shapes, and compile nothing."""
@@ -83,15 +81,15 @@ FORMS = {
     "recomputed": {"extra": CHECKPOINTED},
     "adapter": {"adapter": {"r": 8}},
 }
-TABLE = [(attention, stage, form) for attention in ("sdpa", "varlen") for stage in (1, 2, 3) for form in FORMS]
-QUICK = [("sdpa", 1, "plain"), ("sdpa", 2, "adapter"), ("varlen", 2, "recomputed"), ("varlen", 3, "adapter")]
 
 
 @pytest.mark.needs("peft")
-@pytest.mark.parametrize("cell", slow_but(TABLE, QUICK), ids=lambda cell: "-".join(map(str, cell)))
-def test_all_layers_of_eight_steps_are_one_graph(pools, small_data, cell):
+@pytest.mark.parametrize(
+    ("attention", "stage", "form"),
+    [("sdpa", 1, "plain"), ("sdpa", 2, "adapter"), ("varlen", 2, "recomputed"), ("varlen", 3, "adapter")],
+)
+def test_all_layers_of_eight_steps_are_one_graph(pools, small_data, attention, stage, form):
     """Whatever the documents of a micro-batch are. torch.compile gives up after eight graphs."""
-    attention, stage, form = cell
     model = {**LLAMA, "num_hidden_layers": 3, "max_position_embeddings": 128}
     case = Case(data=small_data, stage=stage, accumulation=3, steps=8, model=model, length=128, attention=attention,
                 isolate_documents=True, compile_layers=True, **FORMS[form])  # fmt: skip

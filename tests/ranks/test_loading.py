@@ -13,20 +13,14 @@ import torch
 from llmtrain.checkpoint.load import load_checkpoint
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.storage.tensorfile import numel
-from tests.helpers.marks import slow
 from tests.helpers.training import LLAMA, Case, make_engine, resolved_run, save_checkpoint, view_of
 
 # 17 M parameters, the largest tensor a quarter of them: headers and manifest are small beside the values, and a rank
 # that read whole files would be seen.
 LARGE = {**LLAMA, "vocab_size": 16384, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 8}
 FORMS = [
-    slow(1, {"stage": 0}),
-    slow(2, {"stage": 1}),
-    slow(2, {"stage": 1, "precision": "bf16"}),
     (2, {"stage": 3}),
     (4, {"stage": 2}),
-    slow(4, {"stage": 3, "precision": "bf16"}),
-    slow(2, {"stage": 0, "tensor": 2}),
     (4, {"stage": 1, "tensor": 2}),
     (2, {"stage": 1, "pipeline": 2}),
 ]

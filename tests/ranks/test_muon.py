@@ -15,7 +15,6 @@ from torch import Tensor
 from llmtrain.base.errors import CheckpointError
 from llmtrain.engine.deepspeed import optimizers
 from tests.helpers.families import FAMILIES
-from tests.helpers.marks import slow
 from tests.helpers.training import Case, assert_agrees, plain_model, plain_pytorch, run_case
 from tests.ranks.test_resume import load_and_go_on, save_in_the_middle
 
@@ -72,16 +71,6 @@ class PlainMuon(torch.optim.Optimizer):
         ("gpt2", 2, {"stage": 2}),
         ("gpt_oss", 2, {"stage": 3}),
         ("lfm2", 1, {"stage": 0}),
-        slow("gpt2", 2, {"stage": 0}),
-        slow("gpt2", 2, {"stage": 1}),
-        slow("gpt2", 2, {"stage": 3}),
-        slow("gpt2", 2, {"stage": 1, "pipeline": 2}),
-        slow("gpt_oss", 1, {"stage": 0}),
-        slow("gpt_oss", 2, {"stage": 1}),
-        slow("gpt_oss", 2, {"stage": 2}),
-        slow("lfm2", 2, {"stage": 1}),
-        slow("lfm2", 2, {"stage": 2}),
-        slow("lfm2", 2, {"stage": 3}),
     ],
     ids=str,
 )

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
-import pytest
 import torch
 
 from llmtrain.checkpoint.reader import CheckpointReader
@@ -37,20 +36,8 @@ def saved(case: Case, folder: str) -> dict[str, torch.Tensor]:
     return biases
 
 
-@pytest.mark.parametrize(
-    ("family", "stage"),
-    [
-        ("ernie4_5_moe", 3),
-        *(
-            pytest.param(family, stage, marks=pytest.mark.slow)
-            for family in ("ernie4_5_moe", "deepseek_v3")
-            for stage in (0, 1, 2, 3)
-            if (family, stage) != ("ernie4_5_moe", 3)
-        ),
-    ],
-)
-def test_from_deepspeed_takes_what_does_not_train(pools, small_data, tmp_path: Path, capsys, family, stage) -> None:
-    case = Case(data=small_data, stage=stage, model=FROZEN[family], clip=0.0, attention="eager")
+def test_from_deepspeed_takes_what_does_not_train(pools, small_data, tmp_path: Path, capsys) -> None:
+    case = Case(data=small_data, stage=3, model=FROZEN["ernie4_5_moe"], clip=0.0, attention="eager")
     want = pools(2).run(saved, case, str(tmp_path / "theirs"))[0]
     config = tmp_path / "config.json"
     config.write_text(json.dumps(case.model))

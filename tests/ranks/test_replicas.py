@@ -86,14 +86,9 @@ def test_a_flipped_bit_is_named_and_clean_steps_are_not(pools, small_data, form,
 @pytest.mark.parametrize(
     ("form", "name", "guilty", "groups"),
     [
-        ({"stage": 0}, UP, 2, ((0, 1, 3), (2,))),
-        ({"pipeline": 2, "stage": 1, "accumulation": 2}, "model.layers.3.mlp.up_proj.weight", 3, ((2,), (3,))),
         ({"pipeline": 2, "stage": 1, "model": TIED}, "model.embed_tokens.weight", 3, ((0, 1, 2), (3,))),
-        ({"tensor": 2, "stage": 2}, NORM, 0, ((1, 2, 3), (0,))),
         ({"tensor": 2, "stage": 2}, UP, 3, ((1,), (3,))),
         ({"tensor": 2, "pipeline": 2, "stage": 1}, "model.layers.3.input_layernorm.weight", 2, ((2,), (3,))),
-        ({"sequence": 2, "stage": 3, "extra": SMALL_STAY_GATHERED}, NORM, 1, ((0, 2, 3), (1,))),
-        ({"expert": 2, "stage": 2, "model": FAMILIES["mixtral"]}, NORM, 1, ((0, 2, 3), (1,))),
     ],
     ids=str,
 )

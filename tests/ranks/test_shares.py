@@ -118,25 +118,8 @@ def speeds_of(ranks: int) -> list[list[int]]:
     return [[1] * half + [2] * half] * 3 + [[6] * half + [2] * half] * (STEPS - 3)
 
 
-FORMS: list[Any] = [
-    {"stage": 1, "accumulation": 3},
-    *(
-        pytest.param(form, marks=pytest.mark.slow)
-        for form in (
-            {"stage": 0},
-            {"stage": 2, "accumulation": 3},
-            {"stage": 3},
-            {"stage": 3, "accumulation": 3, "extra": {"activation_checkpointing": {}}},
-            {"stage": 3, "offload": "all"},
-            {"stage": 2, "isolate_documents": True},
-            {"stage": 1, "tensor": 2, "accumulation": 3},
-            {"stage": 3, "sequence": 2, "accumulation": 3},
-        )
-    ),
-]
-
-
-@pytest.mark.parametrize("form", FORMS, ids=lambda form: "-".join(f"{k}{v}" for k, v in form.items() if k != "extra"))
+@pytest.mark.parametrize("form", [{"stage": 1, "accumulation": 3}, {"stage": 3, "sequence": 2, "accumulation": 3}],
+                         ids=str)  # fmt: skip
 def test_unequal_shares_are_the_same_training(
     pools: Any, small_data: str, tmp_path: Path, form: dict[str, Any]
 ) -> None:

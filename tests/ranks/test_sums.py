@@ -18,7 +18,6 @@ from llmtrain.models.skeleton import construct, load_config, restore_buffers, sk
 from llmtrain.models.spec import ModelSpec
 from tests.helpers import training
 from tests.helpers.families import FAMILIES, summed_loss
-from tests.helpers.marks import slow
 from tests.helpers.training import LLAMA, Case, assert_agrees, make_engine, one_step, plain_pytorch, run_case
 
 ACCUMULATION, LENGTH = 64, 32
@@ -32,11 +31,10 @@ def micro_batch(index: int) -> MicroBatch:
 
 
 @functools.cache
-def exact(ranks: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Gradients of the micro-batches of all ranks, each computed in `dtype` from weights rounded to bf16, summed in
-    fp32."""
+def exact(ranks: int) -> dict[str, torch.Tensor]:
+    """Gradients of the micro-batches of all ranks, each computed in bf16, summed in fp32."""
     given = ModelConfig(config=dict(LLAMA))
-    hf = construct(load_config(given), "sdpa", dtype)
+    hf = construct(load_config(given), "sdpa", torch.bfloat16)
     restore_buffers(hf, skeleton(load_config(given)), torch.device("cpu"))
     source = ModelSpec.of(given).initial_weights(0, torch.device("cpu"))
     with torch.no_grad():
@@ -88,24 +86,14 @@ def case_of(data: str, stage: int, sums: dict[str, Any]) -> Case:
     return Case(data=data, stage=stage, precision="bf16", accumulation=ACCUMULATION, extra=sums, steps=2)
 
 
-FORMS = [
-    slow(1, 1, id="zero1"),
-    pytest.param(2, 1, id="zero1-dp2"),
-    slow(2, 2, id="zero2-dp2"),
-    pytest.param(2, 3, id="zero3-dp2"),
-    *(slow(4, stage, id=f"zero{stage}-dp4") for stage in (1, 2, 3)),
-]
-
-
-@pytest.mark.parametrize(("ranks", "stage"), FORMS)
-def test_fp32_sums_are_exact(pools, small_data, ranks, stage, record_property):
+@pytest.mark.parametrize("stage", [1, 3])
+def test_fp32_sums_are_exact(pools, small_data, stage):
     """64 micro-batches a rank. What is left against sums in fp32 is their order; bf16 sums miss by a hundredth."""
-    want = exact(ranks, torch.bfloat16)
-    summed = errors(pools(ranks).run(gradients, case_of(small_data, stage, FP32_SUMS))[0], want)
-    record_property("errors", [statistics.median(summed), summed[-1]])
+    want = exact(2)
+    summed = errors(pools(2).run(gradients, case_of(small_data, stage, FP32_SUMS))[0], want)
     assert summed[-1] < 1e-5
     if stage == 1:  # elsewhere bf16 sums differ from these as much
-        rounded = errors(pools(ranks).run(gradients, case_of(small_data, stage, {}))[0], want)
+        rounded = errors(pools(2).run(gradients, case_of(small_data, stage, {}))[0], want)
         assert statistics.median(rounded) > 3e-3
 
 
