@@ -9,7 +9,6 @@ import torch
 
 from llmtrain.config.run import DataConfig
 from llmtrain.data.stream.loader import TrainData
-from llmtrain.sites.sample_ledger import Ledger, Request, steps_of
 from tests.helpers.plain import PlainTraining, mean_cross_entropy
 from tests.helpers.training import Case, plain_model
 
@@ -57,72 +56,6 @@ def simulated(
                 for mine, each in zip(model.parameters(), common.parameters(), strict=True):
                     mine.copy_(each)
     return {name: parameter.detach().clone() for name, parameter in common.named_parameters()}
-
-
-def streamed(
-    model_fields: dict[str, Any],
-    data: DataConfig,
-    *,
-    sites: int,
-    batch: int,
-    steps: int,
-    every: int,
-    overlap: int,
-    fragment: dict[str, int],
-    reserve: int,
-    lr: float,
-    outer_lr: float,
-    outer_momentum: float,
-) -> dict[str, torch.Tensor]:
-    """The same for streaming DiLoCo.
-
-    Round r (from 1, each `every` steps) is about the parameters whose `fragment` is r modulo their number: their mean
-    is taken then, and arrives `overlap` steps later; what each has trained since is added. Samples are dealt by the
-    Ledger.
-    """
-    common = _first(model_fields)
-    models = [copy.deepcopy(common) for _ in range(sites)]
-    trainings = [PlainTraining(model, lr=lr) for model in models]
-    shared = {name: parameter.detach().double() for name, parameter in common.named_parameters()}
-    momentum = {name: torch.zeros_like(value) for name, value in shared.items()}
-    requests = [Request(site=str(site), batch=batch, steps=every, reserve=reserve) for site in range(sites)]
-    ledger, read = Ledger(next=0).settled({}, requests), TrainData(data)
-    starts = [list(steps_of(ledger.dealt[str(site)], batch)) for site in range(sites)]
-    round_, since, trained_before, flight = 1, 0, 0, None
-
-    def send() -> list[dict[str, torch.Tensor]]:
-        turn = round_ % (max(fragment.values()) + 1)
-        return [
-            {n: p.detach().double() for n, p in model.named_parameters() if fragment[n] == turn} for model in models
-        ]
-
-    def arrive(sent: list[dict[str, torch.Tensor]]) -> None:
-        for name in sent[0]:
-            value = torch.stack([each[name] for each in sent]).mean(0)
-            gradient = shared[name] - value
-            momentum[name] = outer_momentum * momentum[name] + gradient
-            shared[name] = shared[name] - outer_lr * (gradient + outer_momentum * momentum[name])
-            for model, own in zip(models, sent, strict=True):
-                live = model.get_parameter(name)
-                live.data.copy_(shared[name] + (live.detach().double() - own[name]))
-
-    for step in range(1, steps + 1):
-        for training, mine in zip(trainings, starts, strict=True):
-            first = mine.pop(0)
-            _step(training, read, range(first, first + batch))
-        since += 1
-        if flight is not None and since == every + overlap:
-            arrive(flight)
-            ledger = ledger.settled({str(site): since * batch - trained_before for site in range(sites)}, requests)
-            starts = [list(steps_of(ledger.dealt[str(site)], batch)) for site in range(sites)]
-            trained_before, round_, since, flight = overlap * batch, round_ + 1, overlap, None
-        if step == steps:
-            for _ in range(max(fragment.values()) + 1):
-                arrive(send())
-                round_ += 1
-        elif flight is None and since == every:
-            flight = send()
-    return {name: value.float() for name, value in shared.items()}
 
 
 def loss_of(model_fields: dict[str, Any], data: DataConfig, parameters: dict[str, torch.Tensor], samples: int) -> float:

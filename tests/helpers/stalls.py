@@ -237,21 +237,6 @@ def unhurried(rank: int) -> None:
     Session.step = step  # type: ignore[method-assign]
 
 
-def slower(rank: int) -> None:
-    """Rank 1 needs 60 ms more for each step, without any fault."""
-    watched(rank)
-    if rank == 1:
-        from llmtrain.engine.deepspeed.engine import ZeroEngine
-
-        plain = ZeroEngine.micro_step
-
-        def micro_step(self: Any, *args: Any) -> Any:
-            time.sleep(0.03)  # two micro-batches a step
-            return plain(self, *args)
-
-        ZeroEngine.micro_step = micro_step  # type: ignore[method-assign]
-
-
 def busy_export(rank: int) -> None:
     """The end of the run takes rank 0 longer than fault.stall_timeout_s, at work all the time."""
     watched(rank)

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from llmtrain.checkpoint.format import complete_checkpoints
-from tests.helpers.launching import environment, kill_tree, write_recipe
+from tests.helpers.launching import REPO, environment, kill_tree, write_recipe
 
 _SEES_S = 400.0
 
@@ -25,13 +25,13 @@ def _take_terminal() -> None:
 class Terminal:
     """A command on a terminal of its own."""
 
-    def __init__(self, *words: str, cwd: Path) -> None:
+    def __init__(self, *words: str, cwd: Path, term: str = "xterm") -> None:
         self._ours, theirs = pty.openpty()
         os.set_blocking(self._ours, False)
         self.process = subprocess.Popen(
             words,
             cwd=cwd,
-            env=environment(TERM="xterm", COLUMNS="160", WANDB_MODE="disabled"),
+            env=environment(TERM=term, COLUMNS="160", WANDB_MODE="disabled", PYTHONPATH=str(REPO)),
             stdin=theirs,
             stdout=theirs,
             stderr=theirs,
@@ -39,7 +39,7 @@ class Terminal:
             preexec_fn=_take_terminal,
         )
         os.close(theirs)
-        self.text = ""
+        self.text, self._seen = "", 0
 
     def read(self) -> bool:
         """What has come since; whether there may come more."""
@@ -51,12 +51,14 @@ class Terminal:
             return False
         return True
 
-    def until(self, pattern: str, within_s: float = _SEES_S) -> float:
-        """Wait for it; how long that took."""
+    def until(self, pattern: str) -> str:
+        """Wait for the pattern after the one before; return the text up to its end."""
         began = time.monotonic()
-        while not re.search(pattern, self.text):
-            assert self.read() and time.monotonic() - began < within_s, (pattern, self.text)
-        return time.monotonic() - began
+        while not (found := re.search(pattern, self.text[self._seen :])):
+            assert self.read() and time.monotonic() - began < _SEES_S, (pattern, self.text)
+        said = self.text[self._seen : self._seen + found.end()]
+        self._seen += found.end()
+        return said
 
     def press(self, key: str) -> None:
         os.write(self._ours, key.encode())

@@ -7,8 +7,10 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from llmtrain.cli import main
 from tests.helpers import forked
 from tests.helpers.launching import environment, finish, launch, losses, rows, write_recipe
+from tests.helpers.play import write_play
 from tests.helpers.processors import have_fp16, lack_fp16
 
 
@@ -90,9 +92,22 @@ def test_fp16_is_refused_where_the_device_lacks_it(small_data, tmp_path):
     assert code == 0, output
 
 
-def test_validation_data_that_is_too_short_is_told_before_training(small_data, tmp_path):
-    recipe, run = write_recipe(tmp_path, small_data), tmp_path / "run"
-    code, output = forked.finish(recipe, "--data.sequence_length", "4000")
-    assert code == 2 and "Traceback" not in output
-    assert "does not fill one sequence of data.sequence_length 4000" in output and "--validation-fraction" in output
-    assert not rows(run)
+def test_without_validation_data_check_and_train_agree_and_without_evaluation_it_trains(tmp_path, capsys):
+    write_play(tmp_path / "play.txt")
+    words = ["--source", str(tmp_path / "play.txt"), "--vocab-size", "300", "--validation-fraction", "0"]
+    assert main(["prepare", *words, "--out", str(tmp_path / "data")]) == 0
+    recipe, run = write_recipe(tmp_path, str(tmp_path / "data")), tmp_path / "run"
+    capsys.readouterr()
+    assert main(["config", "check", str(recipe)]) == 2
+    code, output = forked.finish(recipe, world_size=1)
+    assert code == 2 and "Traceback" not in output and not run.exists(), output
+    for told in (capsys.readouterr().err, output):
+        assert "its validation split (0 tokens) does not fill one sequence of data.sequence_length 32" in told
+        assert "--validation-source FILE, or set train.eval to off" in told
+    off = ("--train.eval", "off", "--train.max_steps", "6")
+    assert main(["config", "check", str(recipe), *off]) == 0
+    assert "no validation loss: train.eval is off" in forked.train(recipe, *off, world_size=1)
+    assert sorted(losses(run)) == [1, 2, 3, 4, 5, 6] and not any("eval/loss" in row for row in rows(run))
+    assert "baselines" not in [event["kind"] for event in rows(run, "events.jsonl")]
+    assert main(["report", str(run)]) == 0
+    assert "Validation loss" not in (run / "report/index.html").read_text()

@@ -33,9 +33,8 @@ from tests.helpers.launching import losses, write_run
 from tests.helpers.plain import PlainTraining, mean_cross_entropy
 
 FORMS: dict[str, dict[str, Any]] = {
-    **{f"zero{stage}": {"zero_optimization": {"stage": stage}} for stage in range(4)},
+    **{f"zero{stage}": {"zero_optimization": {"stage": stage}} for stage in (1, 2, 3)},
     "pp2": {"pipeline": {"stages": 2}},
-    "tp2": {"tensor_parallel": {"autotp_size": 2}},
     "zero3 bf16": {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}},
 }
 LR, BETAS, DECAY, CLIP = 1e-3, (0.9, 0.95), 0.1, 1.0
@@ -103,13 +102,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != MARK}
 
 
-ALL = [(family, form) for form in FORMS for family in FROZEN]
-FIRST = [("ernie4_5_moe", "zero3 bf16"), ("deepseek_v3", "pp2")]
-
-
-@pytest.mark.parametrize(
-    ("family", "form"), [pytest.param(*pair, marks=() if pair in FIRST else pytest.mark.slow) for pair in ALL]
-)
+@pytest.mark.parametrize(("family", "form"), [("ernie4_5_moe", "zero3 bf16"), ("deepseek_v3", "pp2")])
 def test_what_does_not_train_is_kept_from_a_pretrained_folder_to_the_export(small_data, tmp_path, family, form):
     bf16 = "bf16" in form
     folder = pretrained(tmp_path / "hf", family, torch.bfloat16 if bf16 else torch.float32)
@@ -135,24 +128,6 @@ def test_what_does_not_train_is_kept_from_a_pretrained_folder_to_the_export(smal
         assert main(["checkpoint", "verify", str(step)]) == 0
         assert main(["checkpoint", "to-hf", str(step), str(tmp_path / f"{name}-back")]) == 0
         assert contents(tmp_path / f"{name}-back") == contents(given)
-
-
-@pytest.mark.parametrize(
-    ("family", "form"),
-    [
-        ("afmoe", "zero2"),
-        *(pytest.param(f, form, marks=pytest.mark.slow) for f, form in ALL if (f, form) != ("afmoe", "zero2")),
-    ],
-)
-def test_a_run_from_random_weights_saves_resumes_and_exports_what_does_not_train(small_data, tmp_path, family, form):
-    path = recipe(tmp_path / "a", small_data, form, {"config": FROZEN[family]})
-    forked.train(path, "--train.max_steps", "2")
-    assert "resumed from" in forked.train(path)
-    export = tmp_path / "a" / "run" / "export"
-    folder = pretrained(tmp_path / "hf", family, torch.float32)
-    names, written = raw(folder).keys(), load_file(export / "model.safetensors")
-    assert names and written.keys() == load_file(folder / "model.safetensors").keys()
-    assert all(written[name].dtype == torch.float32 and not written[name].any() for name in names)
 
 
 def folder_tensors(folder: Path) -> dict[str, torch.Tensor]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import random
-import re
 import subprocess
 import time
 from pathlib import Path
@@ -15,10 +13,8 @@ from safetensors.torch import load_file
 
 from llmtrain.checkpoint.format import Manifest, complete_checkpoints, problems, stale_folders, step_of
 from tests.helpers.forked import Launch
-from tests.helpers.launching import RECIPE, REPO, environment, losses, rows, write_recipe
-from tests.helpers.preference import preferences
+from tests.helpers.launching import REPO, environment, losses, rows, write_recipe
 from tests.helpers.warm import WarmCommands
-from tests.runs.test_chat import conversations, write_model
 
 pytestmark = pytest.mark.needs("peft")
 
@@ -75,52 +71,8 @@ def kill_a_writer(launch: Launch, run: Path, rng: random.Random) -> None:
 
 @pytest.mark.parametrize("trials", [10, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
 def test_kills_around_a_save_lose_nothing(small_data, tmp_path, trials):
-    (tmp_path / "undisturbed").mkdir()
-    recipe, other = (write_recipe(folder, small_data) for folder in (tmp_path, tmp_path / "undisturbed"))
-    assert_nothing_is_lost(recipe, other, trials)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("what", ["lora", "dpo"])
-def test_kills_of_a_post_training_lose_nothing(tmp_path, what):
-    """An adapter with dropout, whose checkpoints leave out the model; pairs, whose data has a column of a reference."""
-    recipe, other = post_training(tmp_path, what)
-    assert_nothing_is_lost(recipe, other, 20)
-
-
-def post_training(folder: Path, what: str, warm: WarmCommands | None = None) -> tuple[Path, Path]:
-    """Recipes of the same training, in folders of their own. `what`: lora, dpo, or a plugin's objective over pairs."""
-    write_model(folder / "model")
-    records = [{"messages": talk} for talk in conversations()] if what == "lora" else preferences(150)
-    (folder / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    section = "adapter: {r: 4, dropout: 0.1}" if what == "lora" else f"objective: {{name: {what}}}"
-    recipes = []
-    for name in ("disturbed", "undisturbed"):
-        (folder / name).mkdir()
-        path = folder / name / "recipe.yaml"
-        model = f"model: {{pretrained: {folder / 'model'}}}\n{section}\n"
-        text = RECIPE.format(repo=REPO, data=folder / "data", run=folder / name / "run")
-        text = re.sub(r"model:\n(  .*\n)+", model, text).replace("sequence_length: 32", "sequence_length: 160")
-        path.write_text(text.replace("data:\n", "data:\n  isolate_documents: true\n"))
-        recipes.append(path)
-    words = ("--format", "chat" if what == "lora" else "preference", "--source", "records.jsonl")
-    llmtrain(folder, "prepare", *words, "--tokenizer", "model", "--out", "data", warm=warm)
-    if what == "dpo":
-        llmtrain(folder, "reference", str(recipes[0]))
-    return recipes[0], recipes[1]
-
-
-def llmtrain(folder: Path, *words: str, warm: WarmCommands | None = None) -> None:
-    env = (warm.environment if warm else environment)(PYTHONPATH=str(REPO))
-    done = subprocess.run(["llmtrain", *words], cwd=folder, env=env, capture_output=True,
-                          text=True)  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def assert_nothing_is_lost(recipe: Path, undisturbed: Path, trials: int) -> None:
-    """Kill the training of a recipe so often; then let it end, and the undisturbed one at the same step."""
-    run = recipe.parent / "run"
+    """The training is killed so often; then it ends, and an undisturbed one at the same step."""
+    recipe, run = write_recipe(tmp_path, small_data), tmp_path / "run"
     rng = random.Random(trials)
     happened = dict.fromkeys(("all", "rank", "writer", "unfinished", "start-up"), 0)
     for trial in range(trials):
@@ -150,13 +102,21 @@ def assert_nothing_is_lost(recipe: Path, undisturbed: Path, trials: int) -> None
 
     end = ("--train.max_steps", str(max(losses(run)) + 3))
     assert Launch(recipe, *SCHEDULE, *OFTEN, *end).wait(120) == [0, 0]
-    other = Launch(undisturbed, *SCHEDULE, *OFTEN, *end)
+    (tmp_path / "undisturbed").mkdir()
+    other = Launch(write_recipe(tmp_path / "undisturbed", small_data), *SCHEDULE, *OFTEN, *end)
     assert other.wait(300) == [0, 0], other.output()[-3000:]
-    want = undisturbed.parent / "run"
+    want = tmp_path / "undisturbed/run"
     assert losses(run) == losses(want)
     assert not stale_folders(run / "checkpoints")
     a, b = (_tensors(complete_checkpoints(folder / "checkpoints")[0]) for folder in (run, want))
     assert a and a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in b)
+
+
+def llmtrain(folder: Path, *words: str, warm: WarmCommands | None = None) -> None:
+    env = (warm.environment if warm else environment)(PYTHONPATH=str(REPO))
+    done = subprocess.run(["llmtrain", *words], cwd=folder, env=env, capture_output=True,
+                          text=True)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def _tensors(checkpoint: Path) -> dict[str, torch.Tensor]:

@@ -18,7 +18,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from tests.helpers.forked import train
-from tests.helpers.launching import REPO, environment, write_recipe
+from tests.helpers.launching import REPO, environment, rows, write_recipe
 from tests.helpers.questions import questions
 from tests.helpers.wandb_files import read_back
 from tests.helpers.warm import WarmCommands
@@ -27,10 +27,6 @@ PAGE = (REPO / "docs/evaluation.md").read_text()
 PREPARES, SCORES, *_ = re.findall(r"^```bash\n(.*?)^```", PAGE, re.M | re.S)
 _, CHOICES, TASK, *_ = map(yaml.safe_load, re.findall(r"^```yaml\n(.*?)^```", PAGE, re.M | re.S))
 STEPS, LENGTH = 4, 96
-
-
-def rows(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")

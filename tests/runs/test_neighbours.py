@@ -24,7 +24,7 @@ from llmtrain.checkpoint.format import complete_checkpoints
 from llmtrain.checkpoint.verify import verify
 from tests.helpers import stalls
 from tests.helpers.forked import Launch
-from tests.helpers.launching import REPO, environment, free_port, gone, losses, rows, write_recipe
+from tests.helpers.launching import REPO, environment, gone, losses, rows, write_recipe
 from tests.helpers.warm import WarmCommands
 from tests.runs.test_watch import agents_of
 from tests.unit.cluster.test_launch_attempts import JOB
@@ -35,21 +35,19 @@ ENDINGS = ("complete", "killed", "interrupted")
 
 
 class Neighbour:
-    """A `llmtrain launch` in a folder of its own. `job`: a script for the place of DeepSpeed's launcher, or a run."""
+    """A `llmtrain launch` in a folder of its own, with a script in the place of DeepSpeed's launcher."""
 
-    def __init__(self, folder: Path, data: str, *overrides: str, job: str = "") -> None:
+    def __init__(self, folder: Path, data: str) -> None:
         folder.mkdir()
         self.folder = folder
         recipe = write_recipe(folder, data)
         (folder / "hosts").write_text("localhost slots=1\n")
         (folder / "run.yaml").symlink_to(recipe)
-        (folder / "job.py").write_text(JOB + job)
-        words = ["launch", "--hostfile", "hosts", "--max-restarts", "0", "--", "run.yaml", *overrides]
-        command = [sys.executable, "-c", LAUNCH] if job else [sys.executable, "-m", "llmtrain", *words]
+        (folder / "job.py").write_text(JOB + RUNS)
+        env = environment(PYTHONPATH=str(REPO))
         with open(folder / "output", "wb") as output:
-            self.process = subprocess.Popen(
-                command, cwd=folder, stdout=output, stderr=output, env=environment(PYTHONPATH=str(REPO))
-            )
+            self.process = subprocess.Popen([sys.executable, "-c", LAUNCH], cwd=folder, stdout=output, stderr=output,
+                                            env=env)  # fmt: skip
 
     def output(self) -> str:
         return (self.folder / "output").read_text()
@@ -136,7 +134,7 @@ def test_a_launch_that_ends_leaves_the_users_other_runs_alone(job: Launch, small
     """One launch is complete, one is killed, one interrupted."""
     (folder,) = watch_folders(job)
     before = sorted(os.listdir(folder))
-    neighbours = [Neighbour(tmp_path / how, small_data, job=RUNS) for how in ENDINGS]
+    neighbours = [Neighbour(tmp_path / how, small_data) for how in ENDINGS]
     try:
         for how, neighbour in zip(ENDINGS, neighbours, strict=True):
             neighbour.end(how)
@@ -205,35 +203,6 @@ def test_a_question_of_the_watch_does_not_end_a_rank_that_leaves(small_data: str
     assert gone(agents_of(tmp_path / "run"), 30)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(7200)
-def test_twenty_trials_of_a_real_launch_that_ends_beside_a_real_one(small_data: str, tmp_path: Path) -> None:
-    """Both through DeepSpeed's launcher; the runs beside it are complete, killed, interrupted by turns."""
-    words = ("--schedule.name", "constant", "--fault.stall_timeout_s", "8")
-    stays = Neighbour(tmp_path / "stays", small_data, "--train.max_steps", "1000000", *words)
-    run = stays.folder / "run"
-    try:
-        stays.wait_until_met()
-        for trial in range(20):
-            how = ENDINGS[trial % 3]
-            steps = "6" if how == "complete" else "1000000"
-            other = Neighbour(tmp_path / f"other-{trial}", small_data, "--train.max_steps", steps, *words)
-            try:
-                other.end(how)
-            finally:
-                other.kill()
-            before = max(losses(run), default=0)
-            time.sleep(10.0)
-            assert stays.process.poll() is None and max(losses(run)) > before, (trial, how, stays.output()[-3000:])
-            print(f"trial {trial + 1}, {how}: the other run is at step {max(losses(run))}")
-        stays.process.send_signal(signal.SIGINT)
-        assert stays.process.wait(120) == 130
-    finally:
-        stays.kill()
-    kinds = [event["kind"] for event in rows(run, "events.jsonl")]
-    assert "fault" not in kinds and "pause" not in kinds and "fault after" not in stays.output()
-
-
 RESTS = """
 import time
 from dataclasses import dataclass
@@ -300,27 +269,3 @@ def test_a_log_out_with_remove_ipc_is_survived(small_data: str, tmp_path: Path, 
     assert "fault" not in kinds and "pause" not in kinds and kinds[-1] == "stop", kinds
     newest = complete_checkpoints(run / "checkpoints")[0]
     assert verify(newest) == []
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_two_launches_by_hand_on_one_port_in_the_same_second(small_data: str, tmp_path: Path) -> None:
-    """DeepSpeed's default port, and nothing that tells the ranks apart: one run is complete, the other says why not."""
-    port = str(free_port())
-    started = []
-    for name in ("first", "second"):
-        (tmp_path / name).mkdir()
-        recipe = write_recipe(tmp_path / name, small_data)
-        (tmp_path / name / "hosts").write_text("localhost slots=2\n")
-        where = ("--hostfile", "hosts", "--no_ssh_check", "--master_addr", "127.0.0.1", "--master_port", port)
-        run = (str(REPO / "launch/train.py"), "--config", str(recipe), "--train.max_steps", "10")
-        command = ["deepspeed", *where, *run]
-        with open(tmp_path / name / "output", "wb") as output:
-            started.append(
-                subprocess.Popen(command, cwd=tmp_path / name, env=environment(), stdout=output, stderr=output)
-            )
-    codes = [process.wait(400) for process in started]
-    texts = [(tmp_path / name / "output").read_text() for name in ("first", "second")]
-    refused = texts[codes.index(max(codes))]
-    assert min(codes) == 0 and max(codes) == 2, texts
-    assert f"MASTER_PORT is {port}" in refused and "in use" in refused

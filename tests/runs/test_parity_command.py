@@ -74,23 +74,6 @@ def left_in(folder: Path) -> list[str]:
     return [path.name for path in (folder / "tmp").glob("llmtrain-parity-*")]
 
 
-@pytest.mark.slow  # the page's first command is the same
-def test_a_run_that_trains_as_plain_pytorch_does(tmp_path: Path) -> None:
-    before = unused_shared_memory()
-    code, output = finish(start(tmp_path, str(recipe(tmp_path)), "--steps", "5", "--optim.weight_decay", "0.2"))
-    assert code == 0, output
-    lines = output.splitlines()
-    assert "llama, 4 layers, width 128, 8 / 4 heads, tied, 5 steps" in lines[0]
-    assert lines[1] == "2 ranks on cpu (data-parallel 2)" and lines[-1] == "PASS"
-    assert [line.strip() for line in lines if "against" in line] == [
-        "PASS  fp32 against plain PyTorch in fp32",
-        "PASS  bf16 against plain PyTorch in bf16",
-    ]
-    figures = dict(re.findall(r"^ {8}(\w[\w ]*?)  +([\d.e-]+) of", output, flags=re.M))
-    assert set(figures) == {"loss", "gradient norm", "gradient", "movement", "parameter"}
-    assert not left_in(tmp_path) and unused_shared_memory() <= before
-
-
 def test_a_fault_in_the_ranks_is_exit_code_1_and_a_message(tmp_path: Path, warm: WarmCommands) -> None:
     path = recipe(tmp_path, "zero1_fp32.json")
     # Fewer steps than the recipe's warm-up, which is shortened with the run.

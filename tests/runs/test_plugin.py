@@ -17,13 +17,16 @@ from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 
 from llmtrain.cli import main
 from tests.helpers.forked import finish, train
-from tests.helpers.launching import REPO, deepspeed, environment, launch, write_recipe
+from tests.helpers.launching import REPO, deepspeed, environment, launch, rows, write_recipe
 from tests.helpers.launching import finish as finish_process
+from tests.helpers.preference import preferences
 from tests.helpers.warm import WarmCommands
-from tests.runs.test_kills import llmtrain, post_training
+from tests.runs.test_chat import write_model
+from tests.runs.test_kills import llmtrain
 
 PAGE = (REPO / "docs/extend.md").read_text()
 BLOCKS = [block.replace("\\\n", "") for block in re.findall(r"```bash\n(.*?)```", PAGE, re.S)]
@@ -82,10 +85,6 @@ class Slow(Sink, entry="slow"):
 """
 
 
-def rows(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.timeout(300)
 def test_the_page_of_plugins_and_its_examples_run(small_data: str, tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(@dataclass.*?)```", PAGE, re.S)
@@ -106,7 +105,7 @@ def test_the_page_of_plugins_and_its_examples_run(small_data: str, tmp_path: Pat
     for line in ("parts: layer_norms, sample_table", "metrics: rare, likely", "trackers: notify, csv"):
         assert f"\n{line}\n" in output, output
     assert "untested optimizer" not in output  # it was tried
-    found = [row for row in rows(tmp_path) if "loss" in row]
+    found = [row for row in rows(tmp_path / "run") if "loss" in row]
     assert (tmp_path / "run/loss.csv").read_text() == "".join(f"{row['step']},{row['loss']}\n" for row in found)
     assert [row["lr"] for row in found][-1] != found[0]["lr"] and "without a documented meaning" not in output
     for row in found:
@@ -122,7 +121,7 @@ def test_the_page_of_plugins_and_its_examples_run(small_data: str, tmp_path: Pat
     }  # fmt: skip
     code = main(["checkpoint", "to-hf", str(tmp_path / "run"), str(tmp_path / "hf"), "--check", "none"])
     assert code == 0  # what reads a run needs no plugin
-    found = [row for row in rows(tmp_path) if "loss" in row or "eval/loss" in row]
+    found = [row for row in rows(tmp_path / "run") if "loss" in row or "eval/loss" in row]
     assert all(row[key] > 0.5 for row, key in zip(found, ["likely", "likely", "eval/likely"], strict=True))
     assert [row for row in found if "eval/rare" in row] == found[-1:] and 0 < found[-1]["eval/rare"] <= 1
 
@@ -133,7 +132,7 @@ def test_the_first_file_of_the_page_trains(small_data: str, tmp_path: Path) -> N
     words = [{"mine.py": str(tmp_path / "mine.py"), "data/mine": small_data}.get(word, word) for word in command]
     (tmp_path / "mine.py").write_text(*re.findall(r"```python\n(# mine.py\n.*?)```", PAGE, re.S))
     train(write_recipe(tmp_path, small_data), *words[words.index("--plugin") :], "--train.max_steps", "2")
-    first, second, last = rows(tmp_path)
+    first, second, last = rows(tmp_path / "run")
     assert 0 < second["fastest/step_s"] <= first["fastest/step_s"] and last["eval/mine/loss"] == last["eval/loss"]
     assert first["loss"] == pytest.approx(math.log(512) ** 1.2, rel=0.02)  # 512 words, alike before training
 
@@ -161,50 +160,39 @@ def test_an_exception_in_a_part_saves_and_names_it(small_data: str, tmp_path: Pa
     assert kept["parts.count"] == 6
 
 
-ENDS = """
+STAYS = """
 from dataclasses import dataclass
 import os, subprocess, threading, time
 from llmtrain import Part
 
 @dataclass(kw_only=True)
-class Ends(Part, entry="ends"):
-    how: str = "hangs"
+class Stays(Part, entry="stays"):
+    rank: int = 0
 
     def open(self, launch):
-        self.rank = launch.setup.ranks.rank
         threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
         self.child = subprocess.Popen(["sleep", "600.4711"])
         print("noise of a plugin", flush=True)
 
-    def after_step(self, done):
-        if done.position.step == 7 and self.rank == 1 and self.how != "stays":
-            time.sleep(600) if self.how == "hangs" else os._exit(0)
-
     def close(self, error):
-        while self.how == "stays" and self.rank == 0:
+        while int(os.environ["RANK"]) == self.rank:
             pass
 """
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("how", "told"),
-    [
-        ("stays", "rank 0 on HOST is in parts.ends: close at "),  # it computes, in the phase of the export
-        pytest.param("hangs", "rank 1 on HOST is in parts.ends: after_step at ", marks=pytest.mark.slow),
-        pytest.param("leaves", "has ended in parts.ends: after_step (exit code 0)", marks=pytest.mark.slow),
-    ],
-)
-def test_a_part_that_hangs_or_ends_its_process_is_named_and_nothing_stays(
-    small_data: str, tmp_path: Path, how: str, told: str, warm: WarmCommands
+def test_a_part_that_does_not_return_is_named_and_nothing_stays(
+    small_data: str, tmp_path: Path, warm: WarmCommands
 ) -> None:
-    """Its thread, its child and the run's processes are gone, and the newest checkpoint is intact."""
-    (mine := tmp_path / "mine.py").write_text(ENDS)
-    words = ["--plugin", str(mine), "--parts.ends.how", how, "--train.max_steps", "9", "--fault.stall_timeout_s", "4"]
+    """Its thread, its child and the run's processes are gone, and the newest checkpoint is intact. It computes, in the
+    phase of the export. One that sleeps or ends its process: tests/unit/training/test_plugin_parts.py."""
+    (mine := tmp_path / "mine.py").write_text(STAYS)
+    words = ["--plugin", str(mine), "--parts.stays.rank", "0", "--train.max_steps", "9", "--fault.stall_timeout_s", "4"]
     words += ["--checkpoint.mode", "sync"]
     process = launch(write_recipe(tmp_path, small_data), *words, warm=warm)
     code, output = finish_process(process)
-    assert code != 0 and told.replace("HOST", os.uname().nodename) in output and "mine.py" in output, output
+    told = f"rank 0 on {os.uname().nodename} is in parts.stays: close at "
+    assert code != 0 and told in output and "mine.py" in output, output
     ours = (str(tmp_path), "600.4711")
     deadline = time.monotonic() + 60
     while any(
@@ -308,10 +296,17 @@ class Hinge(Pairs, choice="hinge"):
 @pytest.mark.timeout(300)
 def test_an_objective_of_a_plugin_has_its_reference_written(tmp_path: Path, warm: WarmCommands) -> None:
     """`llmtrain reference --plugin`, and the run that compares with it: at first the margins are 0."""
-    recipe, _ = post_training(tmp_path, "hinge", warm)
+    write_model(tmp_path / "model")
+    (tmp_path / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in preferences(150)))
+    words = ("--format", "preference", "--source", "records.jsonl", "--tokenizer", "model", "--out", "data")
+    llmtrain(tmp_path, "prepare", *words, warm=warm)
+    tree = yaml.safe_load(write_recipe(tmp_path, str(tmp_path / "data")).read_text())
+    tree |= {"model": {"pretrained": str(tmp_path / "model")}, "objective": {"name": "hinge"}}
+    tree["data"] |= {"sequence_length": 160, "isolate_documents": True}
+    (recipe := tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree))
     (mine := tmp_path / "mine.py").write_text(HINGE)
     llmtrain(tmp_path, "reference", str(recipe), "--plugin", str(mine), warm=warm)
     train(recipe, "--plugin", str(mine), "--train.max_steps", "2")
-    found = [row for row in rows(recipe.parent) if "loss" in row]
+    found = [row for row in rows(tmp_path / "run") if "loss" in row]
     assert (found[0]["loss"], found[0]["pairs/margin"]) == (pytest.approx(1, abs=1e-5), pytest.approx(0, abs=1e-5))
     assert found[1]["loss"] < 1

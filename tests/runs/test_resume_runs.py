@@ -20,6 +20,7 @@ import yaml
 from llmtrain import cli
 from llmtrain.checkpoint.format import complete_checkpoints, step_folder
 from tests.helpers import forked
+from tests.helpers.checkpoints import flip
 from tests.helpers.launching import losses, rows, write_recipe
 from tests.runs.test_golden import machine
 
@@ -42,8 +43,6 @@ FORMS = {
         ("pp2", "zero3"),
         ("zero1-muon", "zero1"),
         ("zero1-muon", "zero2"),
-        pytest.param("zero1", "zero1", marks=pytest.mark.slow),
-        pytest.param("pp2", "pp2", marks=pytest.mark.slow),
     ],
 )
 def test_checkpoints_that_earlier_code_made_go_on_as_it_would_have(tmp_path, saved, form):
@@ -70,13 +69,6 @@ def trained(small_data, tmp_path_factory) -> tuple[Path, Path]:
     every = ("--checkpoint.every_steps", "2", "--checkpoint.keep", "8")
     forked.train(recipe, *CONSTANT, "--train.max_steps", "16", *every)
     return recipe, folder / "run"
-
-
-def flip(path: Path, at: int) -> None:
-    """Flip one bit of a file."""
-    data = bytearray(path.read_bytes())
-    data[at] ^= 0x10
-    path.write_bytes(data)
 
 
 def test_auto_walks_back_past_every_kind_of_damage(trained, small_data, tmp_path):

@@ -111,16 +111,3 @@ def test_right_answers_counts_what_is_right() -> None:
         for say, share in (("right", 1), ("bare", 0), ("more", 0), ("none", 0)):
             got = right_answers.right(Told(say), family, questions)  # type: ignore[arg-type]
             assert sum(got) == 40 * share, (family, say)
-
-
-@pytest.mark.slow
-def test_the_whole_chain_works(tmp_path: Path, warm: WarmCommands) -> None:
-    """`make train` and `make tune` as they are, but in this environment: about half an hour on two cores."""
-    for name in ("launch", "ds_configs", "tools"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    for command in of_make():
-        if " -- " in command:
-            command = "llmtrain train --config " + command.partition(" -- ")[2]
-        run(tmp_path, command, warm)
-    shares = json.loads((tmp_path / "runs/answers.json").read_text())["shares"]
-    assert shares["before"]["calls"] == 0.0

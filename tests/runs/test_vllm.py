@@ -25,7 +25,8 @@ from tests.runs.test_chat import conversations
 pytestmark = [pytest.mark.slow, pytest.mark.needs("vllm")]
 
 ROOT = Path(__file__).resolve().parents[2]
-LENGTH, NEW = 160, 12
+NEW = 12
+"""Tokens of an answer at most."""
 MODEL = {
     "model_type": "llama", "vocab_size": 300, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
     "num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": True, "max_position_embeddings": 256,

@@ -269,40 +269,6 @@ def test_seeded_faults_are_told_apart(small_data, tmp_path, fault, cause, ranks,
     assert words in event["text"]
 
 
-@pytest.mark.slow
-def test_a_straggler_is_named_while_the_run_goes_on(small_data, tmp_path):
-    recipe, run = write_recipe(tmp_path, small_data), tmp_path / "run"
-    job = Launch(recipe, "--train.max_steps", "100000", before=stalls.slower)
-    deadline = time.monotonic() + 240
-    named: list[dict[str, Any]] = []
-    while not named and time.monotonic() < deadline and job.alive():
-        time.sleep(1)
-        named = [e for e in rows(run, "events.jsonl") if e["kind"] == "straggler"]
-    assert [e["rank"] for e in named] == [1]
-    assert named[0]["own_s_per_step"] > named[0]["others_s_per_step"] + 0.04
-    assert "straggler: rank 1 on" in job.output() and job.alive()
-    for rank in job.ranks:
-        os.kill(rank.pid, signal.SIGTERM)
-    assert job.wait(60) == [0, 0] and gone(agents_of(run), ENDED_S)
-    assert not [e for e in rows(run, "events.jsonl") if e["kind"] == "fault"]
-
-
-@pytest.mark.slow
-def test_a_launcher_that_is_killed_still_lets_the_ranks_save(small_data, tmp_path, warm):
-    """docs/training.md: the ranks stop in the same way; the watch leaves them the time."""
-    recipe, run = write_recipe(tmp_path, small_data), tmp_path / "run"
-    process = launch(recipe, "--train.max_steps", "100000", warm=warm)
-    wait_for_step(process, run, 6, timeout_s=180)
-    ranks, watch = ranks_of(process), agents_of(run)
-    for each in tree(process):
-        if each not in ranks:
-            with contextlib.suppress(psutil.Error):
-                each.kill()
-    assert gone([*ranks, *watch], 60)
-    kinds = [e["kind"] for e in rows(run, "events.jsonl")]
-    assert kinds[-2:] == ["save", "stop"] and "fault" not in kinds
-
-
 def test_a_full_dev_shm_is_named_before_the_start(small_data: str, tmp_path: Path, warm: WarmCommands) -> None:
     """The ranks were killed by SIGBUS at their first heartbeat, and nothing was said of a cause."""
     recipe = write_recipe(tmp_path, small_data)

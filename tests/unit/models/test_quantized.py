@@ -1,5 +1,4 @@
-"""Weights in 4 bits beside an adapter. tests/ranks/test_parity_matrix.py trains with them, tests/runs/test_quantized.py
-from a folder to a folder."""
+"""Weights in 4 bits beside an adapter. tests/ranks/test_cells.py trains with them."""
 
 from __future__ import annotations
 
