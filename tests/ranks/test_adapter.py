@@ -55,14 +55,16 @@ DORA: dict[str, Any] = {"r": 4, "alpha": 8.0, "dora": True, "targets": ["*.q_pro
 LR = 3e-3
 
 
-def written(folder: Path, model: dict[str, Any], dtype: torch.dtype = torch.float32) -> str:
+def written(
+    folder: Path, model: dict[str, Any], dtype: torch.dtype = torch.float32, max_shard_size: str = "5GB"
+) -> str:
     """The folder of a new model."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(2)
     fields = dict(model)
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-    AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder, max_shard_size=max_shard_size)
     return str(folder)
 
 
