@@ -56,6 +56,7 @@ AT_ONCE = [block for block in COMMANDS if any(block in TEXT[page] for page in ("
 
 # Outputs on the pages: the command, its page, and a word in the block that shows what it prints.
 SHOWN = [
+    ("llmtrain init work", "docs/quickstart.md", "files in work"),
     ("checkpoint verify", "docs/checkpoints.md", "intact"),
     ("checkpoint diff", "docs/checkpoints.md", "different:"),
     ("checkpoint prune", "docs/checkpoints.md", "would delete"),
