@@ -235,7 +235,8 @@ def of_type(kind: Any, key: str, value: Any) -> tuple[str, str]:
     if key == "data.path" and isinstance(value, list):
         weights = ", ".join(f"{one}: 1" for one in value)
         return rule, f"several folders are a mixture: write `data.mixture: {{{weights}}}`"
-    if line := next((line for field, line in _lines() if key == field or key.startswith(f"{field}.")), None):
+    lines = {entry.key: entry.line for entry in entries() if entry.line}  # form of a line in a map of the user's keys
+    if line := next((line for field, line in lines.items() if f"{key}.".startswith(f"{field}.")), None):
         return rule, f"write `{line}` lines below it" if key in schema() else f"write a line `{line}`"
     if key in _WRITTEN:
         return rule, _WRITTEN[key]
@@ -244,8 +245,3 @@ def of_type(kind: Any, key: str, value: Any) -> tuple[str, str]:
     if share := re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text):
         return rule, f"write {float(share[1]) / 100:g}"
     return rule, f"write {words}; `llmtrain train --help` explains {key}"
-
-
-def _lines() -> Iterator[tuple[str, str]]:
-    """(field, form of a line) of the fields whose keys are the user's."""
-    return ((entry.key, entry.line) for entry in entries() if entry.line)

@@ -1,4 +1,4 @@
-"""Command line and YAML to a typed run. Touches no network, no device, and imports no torch."""
+"""The entry of config/: a typed run from a command line and YAMLs, without network, device or torch."""
 
 from __future__ import annotations
 
