@@ -1,4 +1,4 @@
-"""Preferences for a comparison, and each objective over answers as a few lines of plain PyTorch."""
+"""Preference data for a comparison, and each objective over answers in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from llmtrain.objectives.preferences import Pairs
 from llmtrain.parity.tokens import SEED
 
 _MOST = 4
-"""Rows of a window."""
+"""Maximum number of rows in a window."""
 
 
 class Answers(TrainData):
-    """Windows of two or four rows: pairs, or single answers. The reference's log-probabilities are drawn, lower than an
-    untrained model's, so that kto's z is not 0. Window k is a function of k alone."""
+    """Windows of two or four rows: pairs, or single answers; window k depends on k alone. Reference log-probabilities
+    are below an untrained model's, so that kto's z is not 0."""
 
     def __init__(self, config: RunConfig, vocab_size: int) -> None:  # the base class opens folders
         assert vocab_size >= 8, vocab_size
@@ -33,7 +33,7 @@ class Answers(TrainData):
         self._unpaired = config.objective.data == "unpaired"
 
     def rows(self, index: int, *, mismatched: bool = False) -> list[tuple[np.ndarray, int, float, bool]]:
-        """(ids, where its answer begins, reference, whether it is desired) of each row."""
+        """Return (ids, start of the answer, reference, desired) of each row."""
         draw = np.random.default_rng((SEED, index, mismatched))
         made = []
         for row in range(_MOST if index % 3 else 2):
@@ -45,11 +45,10 @@ class Answers(TrainData):
         return made
 
     def sequence(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """(inputs, labels), int64 [T] each."""
+        """Return (inputs, labels), int64 [T] each."""
         return self.window_at(index)[:2]
 
     def window_at(self, index: int) -> Window:
-        """As a prepared folder gives it."""
         window = self._window(index)
         if not self._unpaired:
             return window._replace(desirable=None)
@@ -75,16 +74,14 @@ class Answers(TrainData):
 
 
 PLAIN = ("dpo", "robust", "ipo", "dpo_norm", "rpo", "simpo", "orpo", "kto", "reward")
-"""Objectives over answers that are defined here."""
+"""Objectives over answers that this module defines."""
 
 
 def plain_loss(
     model: Any, config: Objective, answers: Answers, windows: list[int], z: float, base: Any = None
 ) -> Tensor:
-    """Summed over the pairs, or answers, of some windows. Each row goes through the model alone.
-
-    `base`: the model that training started from, where it is the reference.
-    """
+    """Sum the loss over the pairs, or answers, of some windows; each row goes through the model alone. `base`: the
+    initial model where it is the reference."""
     o = vars(config)
     if config.name == "reward":
         rows = [torch.from_numpy(ids) for window in windows for ids, _, _, _ in answers.rows(window)]
@@ -115,13 +112,12 @@ def plain_loss(
 
 
 def divergence(model: Any, answers: Answers, windows: list[int], base: Any = None) -> float:
-    """kto's z of a global batch."""
+    """Return kto's z for a global batch."""
     with torch.no_grad():
         return max(0.0, float(_scored(model, answers, windows, base, mismatched=True)[1].mean()))
 
 
 def _log_prob(model: Any, tokens: Tensor, begin: int) -> Tensor:
-    """Log-probability of the tokens from `begin` on, given those before."""
     logits = model(input_ids=tokens[None, :-1], use_cache=False).logits[0].float()
     return -F.cross_entropy(logits[begin - 1 :], tokens[begin:], reduction="sum")
 
@@ -129,7 +125,7 @@ def _log_prob(model: Any, tokens: Tensor, begin: int) -> Tensor:
 def _scored(
     model: Any, answers: Answers, windows: list[int], base: Any, *, mismatched: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(log-probability, the same less the reference's, counted tokens, desired) of every row."""
+    """Return (log-probability, its difference from the reference's, counted tokens, desired) per row."""
     found = []
     for window in windows:
         for ids, begin, reference, desired in answers.rows(window, mismatched=mismatched):

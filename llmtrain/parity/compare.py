@@ -1,4 +1,4 @@
-"""Two trainings held against each other, step by step, and what a difference points to."""
+"""Compares two trainings step by step and names the likely cause of a difference."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from torch import Tensor
 
 @dataclass
 class Trace:
-    """Losses and gradient norms of each step, and all parameters after each."""
+    """Losses and gradient norms of each step, and all parameters after it."""
 
     losses: list[float] = field(default_factory=list)
     """Mean loss over the counted tokens of the global batch, in nats, before the step's update."""
     norms: list[float] = field(default_factory=list)
-    """Global gradient norm before clipping. Empty in a reference whose run reports another (Muon)."""
+    """Global gradient norm before clipping. Empty in a reference whose run reports another norm (Muon)."""
     parameters: list[dict[str, Tensor]] = field(default_factory=list)
-    """fp32 values by Hugging Face name: at the start, after step 1, after step 2, ... Of a run with an average of its
-    parameters also that, by AVERAGE."""
+    """fp32 values by Hugging Face name: at the start, after step 1, after step 2, ... A run with an average of its
+    parameters also has the averages, by AVERAGE."""
     gradients: dict[str, Tensor] = field(default_factory=dict)
     """AdamW's and Lion's first moment after step 1: (1 - beta) x the clipped gradient. Muon's matrices have none."""
     by_sign: bool = False
-    """The optimizer steps by a sign: two orders of summation part by a whole step where a gradient is all rounding."""
+    """The optimizer steps by a sign: where a gradient is only rounding, two orders of summation differ by a full
+    step."""
     skipped: list[int] = field(default_factory=list)
-    """Steps whose update the engine left out."""
+    """Steps whose update the engine skipped."""
 
     def until(self, step: int) -> Trace:
-        """Its first steps."""
         return replace(self, losses=self.losses[:step], norms=self.norms[:step], parameters=self.parameters[: step + 1])
 
     def save(self, path: str) -> None:
@@ -43,46 +43,46 @@ class Trace:
 
 
 AVERAGE = "ema of {}"
-"""Name of the average of the parameter with a name."""
+"""Name of a parameter's average."""
 NORM = 1e-4  # relative
 PARAMETER = 5e-5
 SPREADS = 4.0
 """Tolerated multiple of the largest difference between two orders of summation in one process."""
-MOVEMENT = 1e-2  # of what a parameter has moved since the start
+MOVEMENT = 1e-2  # share of a parameter's movement since the start
 CEILINGS = {"loss": 1e-3, "gradient norm": 1e-2, "gradient": 0.05, "movement": 0.25}
-"""By kind: of the fp32 comparison, what is tolerated at most before a pass is no proof. The spread of right trainings
-makes the tolerance; where they part by more than this (phimoe: 0.24 nats and 140 % of a movement), a fault as large
-would pass."""
+"""By kind: largest tolerance with which a pass of the fp32 comparison is a proof. Correct trainings set the tolerance
+by their spread; where the spread is larger (phimoe: 0.24 nats and 140 % of a movement), an equally large fault would
+pass."""
 _FEW = 0.1
-"""Share of the parameters that may be above: biases of keys have no gradient but rounding."""
+"""Share of the parameters that may exceed the ceiling: the gradient of a key's bias is only rounding."""
 KINDS = ("loss", "gradient norm", "gradient", "movement", "parameter")
 _SETTLED = 5
-"""Below fp32 parameters are compared every so many steps. Before that AdamW has moved each element by about the
-learning rate times the sign of its gradient, and the sign of a gradient that is all rounding is anyone's."""
+"""Interval in steps at which parameters below fp32 are compared. In earlier steps AdamW moves each element by about the
+learning rate times the sign of its gradient, and rounding decides the sign of a gradient that is only rounding."""
 
 
 def loss_tolerance(split: bool) -> float:
-    """fp32, in nats. `split`: tensor or sequence parallel, whose sums are cut in other places."""
+    """Return the fp32 tolerance in nats. `split`: tensor or sequence parallel, with other partial sums."""
     return 2e-5 if split else 1e-5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """One value at one step against what was tolerated there."""
+    """One value at one step and its tolerance."""
 
     kind: str
     """One of KINDS."""
     name: str = ""
     """Hugging Face name of the parameter."""
     step: int
-    """1 is the first; 0: before it."""
+    """The first step is 1; 0: before step 1."""
     got: float
     tolerated: float
     note: str = ""
 
     @property
     def ratio(self) -> float:
-        """Above 1 it failed. What is not finite fails."""
+        """Ratio to the tolerance; above 1, or not finite, is a failure."""
         ratio = self.got / self.tolerated if self.tolerated > 0 else math.inf if self.got > 0 else 0.0
         return ratio if math.isfinite(ratio) else math.inf
 
@@ -92,9 +92,9 @@ class Verdict:
     """The outcome of one comparison."""
 
     worst: dict[str, Difference]
-    """By kind: the difference that came nearest to its tolerance, or went farthest beyond."""
+    """By kind: the difference with the largest ratio to its tolerance."""
     first: list[Difference] = field(default_factory=list)
-    """Failures of the first step that has any: in the order of KINDS, then in the model's order."""
+    """Failures of the first step with any, in the order of KINDS, then in the model's order."""
     blunt: Difference | None = None
     """In fp32: the first value whose tolerance is above its ceiling."""
 
@@ -104,10 +104,10 @@ class Verdict:
 
 
 def compare(got: Trace, want: list[Trace], *, fp32: bool, split: bool) -> Verdict:
-    """`got` against the plain training in several orders of summation; the first of them is the reference.
+    """Compare `got` with the plain training in several orders of summation; the first one is the reference.
 
-    In fp32 a value may differ by a fixed amount, or by SPREADS times the spread of the orders where that is more; in
-    lower precisions by SPREADS times the spread (docs/developers/parity.md says why it is taken as it is here).
+    The tolerance is SPREADS times the spread of the orders, in fp32 at least a fixed amount; docs/developers/parity.md
+    has the reasons.
     """
     curves = [_curve(got, want, "loss", loss_tolerance(split) if fp32 else 0.0)]
     curves.append(_curve(got, want, "gradient norm", NORM if fp32 else 0.0))
@@ -118,9 +118,8 @@ def compare(got: Trace, want: list[Trace], *, fp32: bool, split: bool) -> Verdic
         if fp32 and step == 1:
             curves.append(_gradients(got, want))
     found = [difference for curve in curves for difference in curve]
-    found.sort(
-        key=lambda difference: (difference.step, KINDS.index(difference.kind))
-    )  # stable: the model's order stays
+    # A stable sort keeps the model's order.
+    found.sort(key=lambda difference: (difference.step, KINDS.index(difference.kind)))
     worst: dict[str, Difference] = {}
     for difference in found:
         if difference.kind not in worst or difference.ratio > worst[difference.kind].ratio:
@@ -134,7 +133,7 @@ def compare(got: Trace, want: list[Trace], *, fp32: bool, split: bool) -> Verdic
 
 
 def _above_ceiling(found: list[Difference]) -> Difference | None:
-    """Return a difference whose tolerance exceeds its ceiling: any loss or norm; a parameter if many of a step do."""
+    """Return a difference whose tolerance exceeds its ceiling: any loss or norm; a parameter if many at a step do."""
     for (kind, _), group in groupby(found, key=lambda one: (one.kind, one.step)):
         some = list(group)
         wide = [one for one in some if kind in CEILINGS and one.tolerated > CEILINGS[kind]]
@@ -144,7 +143,8 @@ def _above_ceiling(found: list[Difference]) -> Difference | None:
 
 
 def _curve(got: Trace, want: list[Trace], what: str, least: float) -> list[Difference]:
-    """Loss or gradient norm of every step. The spread is the largest of all steps: rounding does not grow in them."""
+    """Compare the loss or gradient norm of every step. The spread is the largest of all steps: rounding does not grow
+    here."""
     mine, reference, *others = [trace.losses if what == "loss" else trace.norms for trace in (got, *want)]
     if not reference:
         return []
@@ -159,8 +159,8 @@ def _curve(got: Trace, want: list[Trace], what: str, least: float) -> list[Diffe
 
 
 def _parameters(got: Trace, want: list[Trace], step: int, *, fp32: bool) -> list[Difference]:
-    """Every parameter after a step. fp32: its largest element, and the root mean square as a share of its movement. In
-    lower precisions only the share: the largest element has a gradient that is all rounding."""
+    """Compare every parameter after a step: the root mean square as a share of its movement; in fp32 also its largest
+    element, whose gradient is only rounding in lower precisions."""
     elements = fp32 and (step == 0 or not want[0].by_sign)
     start, expected = want[0].parameters[0], want[0].parameters[step]
     moved = {name: _root_mean_square(value, start[name]) for name, value in expected.items()}
@@ -218,9 +218,9 @@ def _root_mean_square(a: Tensor, b: Tensor) -> float:
 
 # Is a difference of the ranks' making, or does rounding decide there?
 #
-# AdamW divides a gradient by its own size: one that is nothing but rounding moves a weight by the whole learning
+# AdamW divides a gradient by its own size: one that is only rounding moves a weight by the full learning
 # rate. And a router sends a token to the experts with the largest scores: where the last one chosen and the first
-# one not chosen differ by less than rounding, two right trainings part by a whole token.
+# one not chosen differ by less than rounding, two right trainings differ by a full token.
 
 
 COUNT = 6
@@ -232,15 +232,14 @@ class Tie:
 
     step: int
     largest: float
-    """Largest difference (nats) among losses of trainings that differ by rounding only."""
+    """Largest difference (nats) between losses of trainings that differ by rounding only."""
     verdict: Verdict
-    """Verdict on the ranks, with those trainings among the references."""
+    """Verdict on the ranks with these trainings as further references."""
 
     proves: bool
-    """Before rounding decided, loss and gradients of step 1 at least have been compared."""
+    """Loss and gradients of step 1 at least were compared before rounding decided."""
 
     def line(self) -> str:
-        """For the report."""
         return (
             f"from step {self.step} on rounding decides: {COUNT} more trainings in one process, whose weights differ "
             f"in the last place, part as far; in the loss by {self.largest:.1e} (a gradient that nearly cancels, or "
@@ -251,12 +250,12 @@ class Tie:
 def tie(
     got: Trace, want: list[Trace], verdict: Verdict, nudged: Callable[[int], list[Trace]], *, split: bool
 ) -> Tie | None:
-    """Return the tie that explains a failed comparison in fp32: more orders of summation (`nudged`) diverge as far as
-    the ranks. None: the ranks diverge further."""
+    """Return the tie that explains a failed fp32 comparison: more orders of summation (`nudged`) diverge as far as the
+    ranks. None: the ranks diverge further."""
     first, steps = verdict.first[0].step, len(got.losses)
     if first == 0:
         return None
-    for until in dict.fromkeys((first, steps)):  # what no rounding explains is mostly seen in few steps
+    for until in dict.fromkeys((first, steps)):  # few steps mostly show a difference beyond rounding
         known = [trace.until(until) for trace in want]
         others = nudged(until)
         wider = compare(got.until(until), [*known, *others], fp32=True, split=split)
@@ -274,7 +273,7 @@ _ONE_FACTOR = 1e-3
 
 
 def hint(got: Trace, want: Trace, verdict: Verdict, clip_norm: float) -> str:
-    """One sentence on a failed comparison; `want` is the reference."""
+    """Return the likely cause of a failed comparison; `want` is the reference."""
     first = verdict.first
     step, kinds = first[0].step, {difference.kind for difference in first}
     wrong = [d.name for d in first if d.kind == "gradient"] or list(dict.fromkeys(d.name for d in first if d.name))
@@ -383,18 +382,18 @@ def _wrong_update(wrong: list[str], want: Trace) -> str:
 
 
 def _share(mine: Tensor, expected: Tensor) -> float:
-    """The factor of `expected` in `mine`, by least squares."""
+    """Return the factor of `expected` in `mine`, by least squares."""
     square = float(expected.square().sum())
     return float((mine * expected).sum()) / square if square else 1.0
 
 
 def _rest(mine: Tensor, expected: Tensor, factor: float) -> float:
-    """A gradient's difference that the factor does not explain, relative to the gradient."""
+    """Return a gradient's difference beyond the factor, relative to the gradient."""
     size = float(expected.square().sum())
     return math.sqrt(float((mine - factor * expected).square().sum()) / size) if size else 0.0
 
 
 def _common(names: list[str]) -> str:
-    """The names with their layers' numbers put together, shortened."""
+    """Return the names with "*" for layer numbers, shortened."""
     kinds = list(dict.fromkeys(re.sub(r"\d+", "*", name) for name in names))
     return ", ".join(kinds[:3]) + (", ..." if len(kinds) > 3 else "")

@@ -1,5 +1,5 @@
-"""Compares data, batch, length, rate and RoPE of each step in a run's own objects with the sentences of docs/stages.md
-and docs/training.md, from the beginning and after resumes. Nothing is trained."""
+"""Compares data, batch, length, rate and RoPE of each step in a run's own objects with the rules of docs/stages.md and
+docs/training.md, also after resumes. Nothing is trained."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _NAMES = ("data of stage", "sequence", "batch", "length", "rate", "rope")
 
 
 def compare_course(user: Wanted, worlds: Sequence[int]) -> tuple[list[str], bool]:
-    """(lines of the report, whether each step is what the definition says). `worlds`: numbers of ranks to resolve the
-    run for; where its batches want more, others are tried."""
+    """Return (lines of the report, True if each step follows the definition). `worlds`: world sizes to resolve the run
+    for; larger ones are tried if its batches need more ranks."""
     reason, resolved = "", None
     for ranks in (*worlds, *(user.degrees.world_size * 2**power for power in range(12))):
         try:
@@ -59,7 +59,7 @@ def compare_course(user: Wanted, worlds: Sequence[int]) -> tuple[list[str], bool
 
 
 def _other(got: tuple[Any, ...], right: tuple[Any, ...], step: int, first: int) -> str:
-    """Return the first difference as text, empty if there is none."""
+    """Return the first difference as text, or ""."""
     for name, mine, want in zip(_NAMES, got, right, strict=True):
         if mine != want and not (name == "rate" and math.isclose(mine, want, rel_tol=1e-9, abs_tol=1e-12)):
             since = f", resumed at {first}" if first else ""
@@ -68,7 +68,8 @@ def _other(got: tuple[Any, ...], right: tuple[Any, ...], step: int, first: int) 
 
 
 def _plan(run: RunConfig, resolved: ResolvedRun) -> list[Any]:
-    """The stages by their definition: what one does not name is as in the stage before it."""
+    """Return the stages by their definition: a value that a stage does not name is inherited from the stage before
+    it."""
     ranks, train, folders, sets, parts = resolved.batch.data_parallel, resolved.run.train, run.data.folders, [], []
     now = SimpleNamespace(first=0, length=run.data.sequence_length, micro=train.micro_batch, batch=train.global_batch,
                           schedule=resolved.run.schedule, since=0, rope={})  # fmt: skip
@@ -91,8 +92,8 @@ def _plan(run: RunConfig, resolved: ResolvedRun) -> list[Any]:
 
 
 def _by_definition(plan: list[Any], step: int, end: int | None) -> tuple[Any, ...]:
-    """Compute a step from the stages alone. Data from an earlier stage continues where the stage ended; a schedule ends
-    where the next schedule begins, or with the run."""
+    """Compute a step from the stages alone. Data of an earlier stage continues where that stage ended; a schedule ends
+    with the run or at the next schedule."""
     parts = [part for part in plan if part.first <= step]
     spans, part = pairwise([*parts, SimpleNamespace(first=step)]), parts[-1]
     read = sum((after.first - each.first) * each.batch for each, after in spans if each.data == part.data)
@@ -117,7 +118,7 @@ def _course(resolved: ResolvedRun) -> Course:
 
 
 def _by_the_run(resolved: ResolvedRun, course: Course, steps: list[int]) -> Iterator[tuple[Any, ...]]:
-    """Yield each step as the objects of a launch from the first step compute it."""
+    """Yield each step as computed by a launch that starts at the first of `steps`."""
     setup: Any = SimpleNamespace(course=course, engine=SimpleNamespace(module=None), resolved=resolved)
     tracker: Any = SimpleNamespace(event=lambda *_, **__: None)
     borders, before = _NotingBorders(setup, tracker, setup), None

@@ -1,7 +1,5 @@
-"""The other side of the comparison: transformers' model and logits, plain PyTorch, one process.
-
-Nothing here comes from the engine, the loss, the loader's way of dealing rows or the optimizers of a run.
-"""
+"""The reference of the comparison: transformers' model and logits, plain PyTorch, one process. It shares neither
+engine, loss, row order nor optimizers with a run."""
 
 from __future__ import annotations
 
@@ -40,47 +38,46 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 _NUDGE = 2.5e-7
-"""Relative: two units in the last place of fp32. It moves a loss by about as much as another order of summation."""
+"""Relative: two units in the last place of fp32, which change a loss by about as much as another order of summation."""
 
 
 @dataclass(frozen=True)
 class Order:
-    """An order of summation. All of them are the same mathematics."""
+    """One order of summation; all orders are mathematically equal."""
 
     pieces: int
-    """The global batch goes through the model in so many pieces of equally many rows."""
+    """Number of pieces, of equally many rows, in which the global batch goes through the model."""
     reverse: bool
-    """The last row first."""
+    """Start with the last row."""
     attention: str
-    """transformers' implementation: they round at other places."""
+    """transformers' attention implementation: each rounds at other places."""
     halves: bool
-    """Each matrix product is the sum of two, over one half of the inputs and the other."""
+    """Compute each matrix product as a sum over two halves of the inputs."""
     nudge: int = 0
-    """Above 0: the weights of each step are those of the masters but for a few units in the last place, drawn anew."""
+    """Above 0: before each step the weights are the masters with random changes of a few units in the last place."""
 
 
 def nudged(known: list[Order], count: int) -> list[Order]:
-    """More orders, which show what rounding can do to a choice that is nearly even."""
+    """Return more orders, which show the effect of rounding on choices between nearly equal values."""
     return [replace(order, nudge=1 + index) for index, order in zip(range(count), cycle(known), strict=False)]
 
 
 def orders(model: ModelConfig, batch: Batch) -> list[Order]:
-    """All rows at once; in as many pieces as the run has micro-batches, backwards; row by row. In fp8 pieces alone."""
+    """Return all rows at once; one piece per micro-batch, backwards; row by row. fp8 has pieces only."""
     other, config = model.attention, load_config(model)
     few, rows = batch.accumulation * batch.data_parallel, batch.global_batch
     if other == "auto" or other.startswith("flash"):
         family: Any = _kind(config)._model_mapping[type(config)]
         other = "sdpa" if family._supports_sdpa else "eager"
-    if _balance_coefficient(config):  # that loss is not a sum over rows: pieces are micro-batches
+    if _balance_coefficient(config):  # the balance loss is not a sum over rows: pieces are micro-batches
         count = batch.accumulation
         return [Order(count, False, "eager", False), Order(count, True, other, True), Order(count, True, other, False)]
-    if model.fp8 is not None:  # scales are those of a micro-batch of a rank
+    if model.fp8 is not None:  # each micro-batch of a rank has its own scales
         return [Order(few, False, "eager", False), Order(few, True, other, True), Order(few, True, other, False)]
     return [Order(1, False, "eager", False), Order(few, True, other, True), Order(rows, False, other, False)]
 
 
 def _kind(config: PreTrainedConfig) -> Any:
-    """transformers' class: language models, or what gives one score."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     scores = any("SequenceClassification" in name for name in config.architectures or [])
@@ -88,11 +85,11 @@ def _kind(config: PreTrainedConfig) -> Any:
 
 
 def train_plainly(resolved: ResolvedRun, steps: int, order: Order, device: torch.device) -> Trace:
-    """Plain training in the run's precision: fp32 masters, model and gradients in that precision."""
+    """Train with fp32 masters, model and gradients in the run's precision."""
     run, optim = resolved.run, resolved.optim
     config = load_config(run.model)
     model = _kind(config).from_config(config, attn_implementation=order.attention, dtype=torch.float32).to(device)
-    model.config.get_text_config().pad_token_id = None  # else a score is read before a last token that is this one
+    model.config.get_text_config().pad_token_id = None  # else a score is read before a last token equal to the padding
     spec = ModelSpec.of(run.model, run.adapter, scores=run.objective.scores)
     source = loud_source(spec, run.train.seed)
     beside = None if run.adapter.r is None else frozen_beside(model, run.adapter)
@@ -108,7 +105,7 @@ def train_plainly(resolved: ResolvedRun, steps: int, order: Order, device: torch
     for name, buffer in model.named_buffers():
         buffer.data = exact[name].to(device)
     frozen = _frozen(model, spec.shapes)
-    for name, tensor in frozen.items():  # the family's own in fp32, as transformers keeps a router's bias
+    for name, tensor in frozen.items():  # the family freezes some in fp32: transformers keeps a router's bias so
         tensor.data = _value(source, name).to(device, DTYPES[resolved.precision] if name in chosen else torch.float32)
     pack_plainly(model, run.adapter)
     base = base_of(model, masters) if run.objective.reference == "online" else None
@@ -153,7 +150,7 @@ def train_plainly(resolved: ResolvedRun, steps: int, order: Order, device: torch
 
 
 def newton_schulz_dtype(optimizer: str, precision: str) -> torch.dtype:
-    """Precision of Muon's iteration: fp32 in an fp32 run; else DeepSpeed's choice for this device, which it tells."""
+    """Return the precision of Muon's iteration: fp32 in an fp32 run, else DeepSpeed's choice for this device."""
     if optimizer != "muon" or precision == "fp32":
         return torch.float32
     from deepspeed.runtime.zero.muon.original_muon import ns_compute_dtype
@@ -172,14 +169,14 @@ def _trains(name: str, model: ModelConfig) -> bool:
 
 
 def _frozen(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
-    """Tensors of the model's file that no optimizer has: parameters without a gradient, and buffers."""
+    """Return the saved tensors without an optimizer: parameters without a gradient, and buffers."""
     trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
     state = model.state_dict(keep_vars=True)
     return {name: state[name] for name in names if name not in trained}
 
 
 def _halve_products(model: nn.Module) -> None:
-    """As tensor-parallel ranks sum, and other kernels: each half is rounded before they are added."""
+    """Round each half of a product before the sum, like tensor-parallel ranks and other kernels."""
     from transformers.pytorch_utils import Conv1D
 
     def linear(self: Any, x: Tensor) -> Tensor:
@@ -218,15 +215,15 @@ def _forward_backward(
     *,
     fp8: bool,
 ) -> float:
-    """Gradients of the mean over all counted tokens of the global batch; returns that mean (nats). `fp8`: what goes
-    through the model at once decides the scales."""
+    """Compute gradients of the mean over all counted tokens in the global batch; return the mean (nats). `fp8`: the
+    rows that go through the model at once decide the scales."""
     count = batch.global_batch
     rows = list(range(step * count, (step + 1) * count))
     if order.reverse:
         rows.reverse()
     parts = [part.to(device) for part in _rows(tokens, rows)]
     counted, total = int((parts[1] >= 0).sum()), 0.0
-    pieces = 1 if isinstance(objective, ByToken) and not fp8 else order.pieces  # its terms see the whole batch at once
+    pieces = 1 if isinstance(objective, ByToken) and not fp8 else order.pieces  # its terms see the full batch at once
     for some in zip(*(part.chunk(pieces) for part in parts), strict=True):
         passes = [_losses(model, teacher, *document) for document in _documents(some, tokens)]
         losses = torch.cat([losses for losses, _, _ in passes])
@@ -243,13 +240,13 @@ def _forward_backward(
 
 
 def _of_answers(model: Any, config: Objective, answers: Answers, rows: list[int], order: Order, base: Any) -> float:
-    """Gradients of the mean over all pairs, or answers, of the rows of a global batch; returns that mean."""
+    """Compute gradients of the mean over all pairs, or answers; return the mean."""
     if order.reverse:
         rows.reverse()
     unpaired = config.data == "unpaired"
     z = divergence(model, answers, rows, base) if unpaired else 0.0
     all_answers = sum(len(answers.rows(row)) for row in rows)
-    pieces = order.pieces if config.name in PLAIN else 1  # a plugin's losses see the whole batch at once
+    pieces = order.pieces if config.name in PLAIN else 1  # a plugin's losses see the full batch at once
     counted, total, each = all_answers if unpaired else all_answers // 2, 0.0, len(rows) // pieces
     for first in range(0, len(rows), each):
         loss = plain_loss(model, config, answers, rows[first : first + each], z, base) / counted
@@ -259,8 +256,8 @@ def _of_answers(model: Any, config: Objective, answers: Answers, rows: list[int]
 
 
 def _rows(tokens: Tokens, rows: list[int]) -> list[Tensor]:
-    """[inputs, labels], int64 [rows, T]: the label of a place is the next token, unless that begins a document whose
-    beginning is not to count, or lies behind the row's last label that counts. Then a teacher's column, if any."""
+    """Return [inputs, labels], int64 [rows, T], then a teacher's column, if any. A label is -100 after the row's last
+    label that counts and at a masked document start."""
     inputs, labels = [], []
     for row in rows:
         window, counted = tokens.window(row)
@@ -274,7 +271,7 @@ def _rows(tokens: Tokens, rows: list[int]) -> list[Tensor]:
 
 
 def rate_of_step(schedule: Schedule, number: int, steps: int) -> float:
-    """Factor on the peak learning rate at optimizer step `number` of `steps` (1 is the first).
+    """Return the factor on the peak learning rate at optimizer step `number` of `steps`, from 1.
 
     Step k of w of the warm-up has k / (w + 1). The next one has 1, from which half a cosine or a line reaches min_ratio
     with the last step; with wsd step k of the last d has 1 - (1 - min_ratio) k / d.
@@ -294,20 +291,20 @@ def rate_of_step(schedule: Schedule, number: int, steps: int) -> float:
 
 
 def _balance_coefficient(config: PreTrainedConfig) -> float:
-    """Coefficient of the load-balancing loss of a mixture of experts; 0 if the configuration asks for none."""
+    """Return the coefficient of a router's load-balancing loss, or 0."""
     return config.router_aux_loss_coef if getattr(config, "output_router_logits", False) else 0.0
 
 
 def _balance(model: Any, passes: list[tuple[Tensor, ...]]) -> Tensor:
-    """transformers' own load-balancing loss, of all tokens of a piece."""
+    """Return transformers' load-balancing loss over all tokens of a piece."""
     layers = tuple(torch.cat(layer) for layer in zip(*passes, strict=True))
     function = sys.modules[type(model).__module__].load_balancing_loss_func
     return function(layers, model.num_experts, model.num_experts_per_tok)
 
 
 def _documents(parts: tuple[Tensor, ...], tokens: Tokens) -> Iterator[tuple[Tensor, ...]]:
-    """Parts of `_rows` that go through the model at once. With data.isolate_documents each document goes alone, as a
-    sequence of its own: no mask and no position has to be right for that."""
+    """Yield the parts of `_rows` that go through the model at once: with data.isolate_documents one document at a time,
+    which needs no mask and no positions."""
     if not tokens.isolate_documents:
         yield parts
         return
@@ -322,7 +319,7 @@ def _documents(parts: tuple[Tensor, ...], tokens: Tokens) -> Iterator[tuple[Tens
 def _losses(
     model: Any, teacher: PlainTeacher | None, inputs: Tensor, labels: Tensor, *column: Tensor
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """(losses of counted tokens, of a teacher their sum [1]; their log Z; the routers' logits of each layer)"""
+    """Return (losses of counted tokens, or a teacher's loss sum [1]; their log Z; the router logits of each layer)."""
     out = model(input_ids=inputs, use_cache=False)
     logits = out.logits.float()
     if teacher is None:
@@ -335,7 +332,8 @@ def _losses(
 
 
 class PlainOptimizer:
-    """AdamW, Lion or Muon, and clipping, from their definitions, on fp32 masters; a plugin's is its own definition."""
+    """AdamW, Lion, Muon and clipping from their definitions, on fp32 masters; a plugin's optimizer is its own
+    definition."""
 
     def __init__(
         self,
@@ -346,7 +344,7 @@ class PlainOptimizer:
         *,
         bf16: bool = False,
     ) -> None:
-        """`bf16`: the moments are rounded to it after each step."""
+        """`bf16`: round the moments to bf16 after each step."""
         self._named = dict(model.named_parameters())
         self._masters = masters
         self._optim = optim
@@ -365,7 +363,7 @@ class PlainOptimizer:
                  "params": [masters[name] for name, own in self._own.items() if own == (factor, decay)]}
                 for factor, decay in dict.fromkeys(self._own.values())
             ])  # fmt: skip
-        if isinstance(optim, Muon):  # for the matrices of the decoder layers: of the list that holds most
+        if isinstance(optim, Muon):  # for the matrices of the decoder layers: the list with most parameters
             lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
             layers = max(lists, key=lambda m: sum(1 for _ in m.parameters()))
             inside = dict(_maps(layers))
@@ -373,7 +371,7 @@ class PlainOptimizer:
 
     @torch.no_grad()
     def step(self, lr_factor: float) -> float:
-        """One update; returns the global gradient norm before clipping."""
+        """Make one update; return the global gradient norm before clipping."""
         optim = self._optim
         grads = {n: torch.zeros_like(m) if (g := self._named[n].grad) is None else g.float()
                  for n, m in self._masters.items()}  # fmt: skip
@@ -401,7 +399,7 @@ class PlainOptimizer:
         return norm
 
     def first_moments(self) -> dict[str, Tensor]:
-        """AdamW's and Lion's, by name."""
+        """Return AdamW's or Lion's, by name."""
         if self._of_plugin is not None:
             return {}
         return {name: moment.cpu().clone() for name, moment in self._first.items() if name not in self._muon}
@@ -442,8 +440,8 @@ class PlainOptimizer:
 
 
 def _maps(layers: nn.Module) -> Iterator[tuple[nn.Parameter, bool]]:
-    """Matrices of linear maps, with whether y = x W (transformers' Conv1D, experts that say so or whose code has it)
-    and not y = x W^T. A convolution, a table, a stack of vectors or of numbers is no map."""
+    """Yield the matrices of linear maps, True if y = x W (Conv1D, some experts), False if y = x W^T. Convolutions,
+    tables, and stacks of vectors or numbers are no maps."""
     for module in layers.modules():
         for name, parameter in module.named_parameters(recurse=False):
             of = f"{type(module).__name__}.{name}"
@@ -453,7 +451,7 @@ def _maps(layers: nn.Module) -> Iterator[tuple[nn.Parameter, bool]]:
 
 
 def _own(model: nn.Module, name: str, value: Tensor, optim: Optimizer) -> tuple[float, float]:
-    """(factor on the learning rate, weight decay) of a parameter."""
+    """Return (factor on the learning rate, weight decay) of a parameter."""
     every = dict(model.named_parameters(remove_duplicate=False))
     tied = [other for other in every if every[other] is every[name]]
 
@@ -471,7 +469,7 @@ def _own(model: nn.Module, name: str, value: Tensor, optim: Optimizer) -> tuple[
 
 
 def orthogonalised(matrix: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Five steps of the quintic Newton-Schulz iteration towards U V^T of matrix = U S V^T, computed in `dtype`."""
+    """Apply five quintic Newton-Schulz steps towards U V^T, where matrix = U S V^T, in `dtype`."""
     a, b, c = 3.4445, -4.7750, 2.0315
     x = (matrix / (matrix.norm(dim=(-2, -1), keepdim=True) + 1e-7)).to(dtype)
     for _ in range(5):

@@ -1,4 +1,4 @@
-"""LoRA and DoRA in plain PyTorch, from their definitions, and first values at which a fault of theirs shows."""
+"""LoRA and DoRA in plain PyTorch, from their definitions, with initial values that expose faults."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from llmtrain.parity.small import LoudSource, noise
 
 
 class LoudAdapter(AdaptedSource):
-    """B is not zero and no magnitude the length of its row: else nothing of an adapter shows in the first loss."""
+    """Initial values with B not 0 and magnitudes unlike their row's length; else the first loss shows no adapter."""
 
     def _first(self, name: str) -> Tensor:
         values = super()._first(name)
@@ -31,17 +31,16 @@ class LoudAdapter(AdaptedSource):
 
 
 def loud_source(spec: ModelSpec, seed: int) -> ParameterSource:
-    """Initial values of both sides of a comparison."""
     base = LoudSource(spec, seed, torch.device("cpu"))
     return base if spec.adapter.r is None else LoudAdapter(base, spec.adapter_shapes, seed)
 
 
 class LowRank(nn.Module):
     """A linear map and its adapter: Wx + s B A x. With a magnitude m, each row of W + s B A is m times its direction;
-    no gradient goes through the length that it is divided by (DoRA, section 4.3)."""
+    no gradient flows through the denominator (DoRA, section 4.3)."""
 
     def __init__(self, linear: nn.Linear, r: int, scale: float, *, dora: bool, summed: bool) -> None:
-        """`summed`: as (W + s B A) x, which is the same mathematics."""
+        """`summed`: compute (W + s B A) x, which is mathematically equal."""
         super().__init__()
         self.weight, self.bias, self._scale, self._summed = linear.weight, linear.bias, scale, summed
         outputs, inputs = linear.weight.shape
@@ -69,12 +68,11 @@ class LowRank(nn.Module):
 NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
        -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634,
        0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0)  # fmt: skip
-"""The values of 4 bits: quantiles of a normal distribution, with a zero (arXiv 2305.14314, appendix E)."""
+"""The 16 values of NF4: quantiles of a normal distribution, with a zero (arXiv 2305.14314, appendix E)."""
 
 
 def in_four_bits(weight: Tensor) -> Tensor:
-    """A weight rounded to NF4: each 64 elements in a row have a scale, their largest absolute value, and each
-    element becomes the nearest of NF4 times it."""
+    """Round a weight to NF4: each 64 consecutive elements share a scale, their largest absolute value."""
     flat = weight.detach().float().reshape(-1)
     blocks = torch.nn.functional.pad(flat, (0, -len(flat) % 64)).view(-1, 64)
     scale = blocks.abs().amax(dim=1, keepdim=True)
@@ -85,15 +83,14 @@ def in_four_bits(weight: Tensor) -> Tensor:
 
 
 def pack_plainly(model: nn.Module, adapter: AdapterConfig) -> None:
-    """Round the weights beside the run's adapter, which have their values, as `adapter.quantize` says."""
+    """Round the adapted maps' base weights, already loaded, to `adapter.quantize`."""
     for module in model.modules():
         if adapter.quantize is not None and isinstance(module, LowRank):
             module.weight.data = in_four_bits(module.weight)
 
 
 def base_of(model: nn.Module, masters: dict[str, Tensor]) -> nn.Module:
-    """A copy without its adapter, with the values that training begins with, which nothing trains: the definition of a
-    reference that is computed at each step."""
+    """Return a frozen copy without its adapter, at the initial values: the definition of an online reference."""
     base = copy.deepcopy(model)
     with torch.no_grad():
         for name, parameter in base.named_parameters():
@@ -109,19 +106,19 @@ def base_of(model: nn.Module, masters: dict[str, Tensor]) -> nn.Module:
 
 
 def frozen_beside(model: nn.Module, adapter: AdapterConfig) -> set[str]:
-    """The parameters of a transformers model that stay as they are beside the run's adapter."""
+    """Return the names of the parameters that the run's adapter freezes."""
     named = list(model.named_parameters(remove_duplicate=False))
     whole = {
         id(p)
         for name, p in named
-        for pattern in (*adapter.modules_to_save, "score")  # a reward model's is new, and trains whole
+        for pattern in (*adapter.modules_to_save, "score")  # a reward model's head is new, and trains completely
         if fnmatchcase(name.rpartition(".")[0], pattern)
     }
     return {name for name, parameter in named if id(parameter) not in whole}
 
 
 def adapt_plainly(model: nn.Module, adapter: AdapterConfig, *, summed: bool) -> None:
-    """Put the run's adapter into a transformers model. It has no values yet."""
+    """Put the run's adapter, without values, into a transformers model."""
     if adapter.r is None:
         return
     layers = max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=lambda m: len(list(m.parameters())))

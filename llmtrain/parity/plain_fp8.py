@@ -15,11 +15,10 @@ _E4M3, _E5M2 = (torch.float8_e4m3fn, 448.0), (torch.float8_e5m2, 57344.0)
 
 
 def in_eight_bits(values: Tensor, recipe: str, dim: int, *, gradient: bool = False) -> Tensor:
-    """The numbers that fp8 has in place of `values` [., .], in fp32.
+    """Round `values` [., .] to fp8; return them in fp32.
 
-    A scale takes the largest to the format's largest; the nearest number of the format, divided by the scale, is the
-    result. tensorwise: one scale, gradients in e5m2. rowwise: a scale for each row along `dim`, the side of a product
-    that is summed over, rounded down to a power of two; all in e4m3.
+    A scale maps the largest value to the format's largest. tensorwise: one scale, gradients in e5m2. rowwise: a scale,
+    rounded down to a power of two, for each row along `dim`, the summed side of a product; all in e4m3.
     """
     dtype, largest = _E5M2 if gradient and recipe == "tensorwise" else _E4M3
     size = values.abs().max() if recipe == "tensorwise" else values.abs().amax(dim, keepdim=True)
@@ -30,7 +29,7 @@ def in_eight_bits(values: Tensor, recipe: str, dim: int, *, gradient: bool = Fal
 
 
 class _Product(torch.autograd.Function):
-    """x W^T for x [N, inputs], W [outputs, inputs]; in all three products both factors are rounded."""
+    """x W^T for x [N, inputs], W [outputs, inputs]; all three products round both factors."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: str, halves: bool) -> Tensor:
@@ -48,14 +47,14 @@ class _Product(torch.autograd.Function):
 
 
 def _times(a: Tensor, b: Tensor, halves: bool) -> Tensor:
-    """`halves`: as the sum of two products, which is the same mathematics."""
+    """`halves`: a sum of two products, which is mathematically equal."""
     half = a.shape[1] // 2
     return a[:, :half] @ b[:half] + a[:, half:] @ b[half:] if halves else a @ b
 
 
 def compute_in_fp8(model: nn.Module, recipe: str | None, *, halves: bool) -> None:
-    """Let a transformers model's maps compute as `model.fp8` says: those of its decoder layers whose sides 16 divides,
-    but no router's and no expert's. `halves`: another order of summation."""
+    """Let the maps of a transformers model's decoder layers compute in fp8, except routers, experts and sides that 16
+    does not divide. `halves`: another order of summation."""
     if recipe is None:
         return
 

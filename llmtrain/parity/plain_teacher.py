@@ -1,4 +1,4 @@
-"""A small teacher for a comparison, and distillation as a few lines of plain PyTorch."""
+"""A small teacher for a comparison, and distillation in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _SEED = 7_919
-"""Not the student's: a teacher that is its student teaches nothing."""
+"""Differs from the student's: a teacher equal to its student teaches nothing."""
 
 
 def with_small_teacher(run: RunConfig, student: dict[str, Any], where: Path) -> Distill:
-    """The run's objective with a small copy of its teacher: see `small_teacher`. With objective.top_k a run reads a
-    column and has no teacher; the comparison's column is that of tokens.py. Raises ConfigError or ModelError."""
+    """Return the run's objective with a `small_teacher`; with objective.top_k with no teacher, for the column of
+    tokens.py. Raises ConfigError or ModelError."""
     objective = run.objective
     assert isinstance(objective, Distill)
     if objective.top_k is not None:
@@ -41,10 +41,8 @@ def with_small_teacher(run: RunConfig, student: dict[str, Any], where: Path) -> 
 
 
 def small_teacher(folder: str, student: dict[str, Any], where: Path) -> str:
-    """A small copy of the teacher in `folder`, with random weights, as a Hugging Face folder in `where`.
-
-    `student`: fields of the small student's config.json. Raises ConfigError or ModelError.
-    """
+    """Write a small copy of the teacher in `folder`, with random weights, as a Hugging Face folder. `student`: fields
+    of the small student's config.json. Raises ConfigError or ModelError."""
     from transformers import AutoModelForCausalLM
 
     if not (Path(folder) / "config.json").is_file():
@@ -52,7 +50,7 @@ def small_teacher(folder: str, student: dict[str, Any], where: Path) -> str:
     fields, _ = small_model(ModelConfig(pretrained=folder), Degrees())
     words = load_config(ModelConfig(config=student)).get_text_config().vocab_size
     if "vocab_size" in fields:
-        fields["vocab_size"] = words  # one of the two may be small already, and so as it is
+        fields["vocab_size"] = words  # one of the two may be small already, and so unchanged
     model = ModelConfig(config=fields, attention="eager")
     spec = ModelSpec.of(model)
     if spec.facts.vocab_size != words:
@@ -69,7 +67,7 @@ def small_teacher(folder: str, student: dict[str, Any], where: Path) -> str:
 
 
 class PlainTeacher:
-    """transformers' own model of a folder, or a column, and the loss that a student has beside it."""
+    """transformers' own model of a folder, or a column, with the student's loss."""
 
     def __init__(self, config: Distill, attention: str, dtype: torch.dtype, device: torch.device) -> None:
         from transformers import AutoModelForCausalLM
@@ -84,17 +82,16 @@ class PlainTeacher:
 
     @classmethod
     def of(cls, config: Objective, attention: str, dtype: torch.dtype, device: torch.device) -> PlainTeacher | None:
-        """None: the run has no teacher."""
         return cls(config, attention, dtype, device) if isinstance(config, Distill) else None
 
     def loss_sum(self, logits: Tensor, inputs: Tensor, labels: Tensor, *column: Tensor) -> Tensor:
-        """Summed over the counted tokens. logits: the student's, fp32 [B, T, V]; column: words [B, T, k] and logarithms
-        [B, T, k + 1], where there is one."""
+        """Sum the loss over the counted tokens. logits: the student's, fp32 [B, T, V]; column, if any: words [B, T, k]
+        and logarithms [B, T, k + 1]."""
         beta, t, alpha = self._options.beta, self._options.temperature, self._options.alpha
         counted = labels >= 0
         own, words = logits[counted], labels[counted]
         log_q = F.log_softmax(own / t, -1)
-        if column:  # its words, and any other as one
+        if column:  # its words, and all others as one
             likeliest, log_p = (each[counted] for each in column)
             left = torch.ones_like(log_q).scatter(-1, likeliest, 0.0).bool()
             others = log_q[left].view(len(log_q), log_q.shape[-1] - likeliest.shape[-1]).logsumexp(-1, keepdim=True)

@@ -1,8 +1,5 @@
-"""The rows that a run reads, against its own data folder read from the files by their definition (docs/data.md).
-
-Nothing here comes from what reads a folder for a run: shards, rows, masks, a reference's numbers and partners are taken
-from the bytes once more, and each micro-batch that the loader gives is looked for in them.
-"""
+"""Compares the rows that a run reads with its data folder, read again from the bytes by its definition (docs/data.md).
+No code is shared with the loader."""
 
 from __future__ import annotations
 
@@ -20,21 +17,21 @@ from llmtrain.data.stream.loader import AnswerBatch, MicroBatch, UnpairedBatch, 
 from llmtrain.data.stream.train_data import TrainData
 
 _SEQUENCES, _TOGETHER = 48, 4
-"""Sequences that are looked at, and rows of a micro-batch."""
+"""Sequences to check, and rows of a micro-batch."""
 
 
 class _Shards:
-    """Numbers that lie shard after shard, mapped: a folder may be larger than memory."""
+    """Numbers in consecutive shards, mapped: a folder may exceed memory."""
 
     def __init__(self, parts: Sequence[np.ndarray], sizes: list[int], *, bits: bool = False) -> None:
-        """`bits`: eight a byte, the first one highest."""
+        """`bits`: eight in a byte, the highest first."""
         self._parts, self._starts, self._bits = parts, np.cumsum([0, *sizes]), bits
 
     def __len__(self) -> int:
         return int(self._starts[-1])
 
     def at(self, places: np.ndarray) -> np.ndarray:
-        """int64, like `places`."""
+        """Return the numbers at `places` as int64."""
         found = np.empty(len(places), dtype=np.int64)
         for part, start, end in zip(self._parts, self._starts, self._starts[1:], strict=False):
             here = (places >= start) & (places < end)
@@ -64,7 +61,7 @@ class Plain:
 
     @classmethod
     def of(cls, folder: Path, *, column: bool) -> Plain:
-        """Raises OSError, ValueError or KeyError: the files are others."""
+        """Raises OSError, ValueError or KeyError: the files differ from their definition."""
         manifest = json.loads((folder / "manifest.json").read_text())
         kind = "<u2" if manifest["dtype"] == "uint16" else "<u4"
         shards = manifest["shards"]["train"]
@@ -100,14 +97,13 @@ class Plain:
         )
 
     def row(self, index: int) -> tuple[list[int], list[bool]]:
-        """(ids, whether each counts)"""
+        """Return (ids, True for each that counts)."""
         assert self.lengths is not None and self.counted is not None
         start = int(self.lengths[:index].sum())
         end = start + int(self.lengths[index])
         return self.stream.span(start, end), [bool(each) for each in self.counted.span(start, end)]
 
     def rows_like(self, ids: list[int]) -> list[int]:
-        """Rows with these tokens."""
         assert self.lengths is not None
         starts = np.cumsum(self.lengths) - self.lengths
         where = np.flatnonzero(self.lengths == len(ids))
@@ -117,7 +113,7 @@ class Plain:
 
 
 def differences(run: RunConfig, precision: str) -> tuple[str, list[str]]:
-    """(what was looked at, what differs) of the first sequences of the run. Raises DataError: it cannot be read."""
+    """Return (description, differences) of the run's first sequences. Raises DataError: it cannot be read."""
     data, column = TrainData(run.data), run.objective.reference == "column"
     if column:
         data.take_reference(precision)
@@ -141,14 +137,14 @@ def differences(run: RunConfig, precision: str) -> tuple[str, list[str]]:
 
 
 def _documents(micro: MicroBatch, row: int) -> Iterator[tuple[int, int]]:
-    """(first, end) of what begins at position 0."""
+    """Yield (first, end) of each document: position 0 begins one."""
     length = micro.inputs.shape[1]
     begins = [0] if micro.positions is None else (micro.positions[row] == 0).nonzero().flatten().tolist()
     yield from zip(begins, [*begins[1:], length], strict=True)
 
 
 def _sequence(plain: Plain, micro: MicroBatch, row: int, run: RunConfig) -> str:
-    """Return why a row of a micro-batch cannot come from this folder; "": it does."""
+    """Return why a row of a micro-batch cannot come from this folder, or ""."""
     if micro.positions is not None:
         for first, end in _documents(micro, row):
             if micro.positions[row, first:end].tolist() != list(range(end - first)):
@@ -160,19 +156,18 @@ def _sequence(plain: Plain, micro: MicroBatch, row: int, run: RunConfig) -> str:
     for first, end in _documents(micro, row):
         ids, labels = (each[row, first:end].tolist() for each in (micro.inputs, micro.labels))
         if set(ids) == {plain.separator} and set(labels) == {-100}:
-            continue  # it fills the sequence
+            continue  # padding
         if not any(_labels(*plain.row(like)) == labels for like in plain.rows_like(ids)):
             return f"the document at {first} is no row of the folder with its counted tokens"
     return ""
 
 
 def _labels(ids: list[int], counted: list[bool]) -> list[int]:
-    """The next token, where it counts."""
     return [*(token if counts else -100 for token, counts in zip(ids[1:], counted[1:], strict=True)), -100]
 
 
 def _text(plain: Plain, micro: MicroBatch, row: int, run: RunConfig) -> str:
-    """A window is as many tokens as it is long, from a multiple of that, and the labels are the tokens one further."""
+    """Check that the window begins at a multiple of its length and labels are the next tokens."""
     ids, labels = micro.inputs[row].tolist(), micro.labels[row].tolist()
     where = np.arange((len(plain.stream) - 1) // len(ids)) * len(ids)
     for place, token in enumerate(ids):
@@ -189,7 +184,7 @@ def _text(plain: Plain, micro: MicroBatch, row: int, run: RunConfig) -> str:
 
 
 def _answers(plain: Plain, micro: AnswerBatch, row: int) -> str:
-    """Rows, labels, numbers of the reference, judgement and partner of every answer in a row of a micro-batch."""
+    """Check rows, labels, reference numbers, judgement and partner of every answer in a row."""
     here = sorted({int(each) for each in micro.answers[row]} - {len(micro.rows)})
     for answer in here:
         number = int(micro.rows[answer])
@@ -213,7 +208,7 @@ def _answers(plain: Plain, micro: AnswerBatch, row: int) -> str:
 def _judged(plain: Plain, micro: UnpairedBatch, row: int, answer: int, number: int) -> str:
     assert plain.desirable is not None and plain.begins is not None and plain.prompts is not None
     if bool(micro.desirable[answer]) != bool(plain.desirable[number]):
-        return f"row {number}: it is judged otherwise"
+        return f"row {number}: its judgement is another"
     other = micro.mismatched
     ids = other.inputs[row, (other.answers[row] == answer).nonzero().flatten()].tolist()
     begin = int(plain.begins[number])
@@ -232,7 +227,7 @@ def _judged(plain: Plain, micro: UnpairedBatch, row: int, answer: int, number: i
 
 
 def compare_folder(run: RunConfig, precision: str) -> tuple[list[str], bool] | None:
-    """(lines of the report, whether the rows are the folder's); None: the run's data is not there."""
+    """Return (lines of the report, True if the rows are the folder's), or None without the data."""
     named = [run.data.path] if run.data.path else list(run.data.mixture or ())
     if not named or not all((Path(str(folder)) / "manifest.json").is_file() for folder in named):
         return None

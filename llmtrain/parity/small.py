@@ -29,22 +29,22 @@ _LOUDER = 6.0
 
 
 def noise(seed: int, name: str, count: int) -> Tensor:
-    """Normal random numbers of the run's seed and a parameter's name, on the host."""
+    """Return normal random numbers, on the host."""
     number = int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little") >> 1
     return torch.randn(count, generator=torch.Generator().manual_seed(number))
 
 
 class LoudSource(RandomSource):
-    """The model's own initialisation with matrices 6 times as large, and vectors (also frozen ones) whose elements
-    differ: at a standard deviation of 0.02 and a width of 64, a lost position offset changes the loss by less than
-    rounding, and norms of 1 or biases of 0 hide a swap. 6 gives such matrices a gain near 1, as in large models."""
+    """The model's own initialisation with matrices 6 times as large, and vectors (also frozen ones) with unequal
+    elements. At a standard deviation of 0.02 and a width of 64, a lost position offset changes the loss by less than
+    rounding, and norms of 1 or biases of 0 hide a swap. Factor 6 gives a gain near 1, as in large models."""
 
     def __init__(self, spec: ModelSpec, seed: int, device: torch.device) -> None:
         super().__init__(spec.skeleton, seed, device)
         self._noisy: dict[str, Tensor] = {}
 
     def _left_out(self, name: str, value: Tensor) -> None:
-        """Any value will do: a run from a folder has the folder's, and what is compared is the training."""
+        """Set an arbitrary value: only a run from a folder needs the folder's."""
         value.fill_(0.5)
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
@@ -67,14 +67,11 @@ if TYPE_CHECKING:
 
 _NO_SCORE = ("architectures",)
 _SMALL = 5_000_000
-"""Parameters of a model that is taken as it is where no smaller copy can be made of it."""
+"""Largest parameter count of a model that is used unchanged where no smaller copy can be made."""
 
 
 def small_model(model: ModelConfig, degrees: Degrees, *, scores: bool = False) -> tuple[dict[str, Any], float]:
-    """(fields of its config.json, its parameters over those of the user's model). `scores`: it gives a score.
-
-    Raises ModelError.
-    """
+    """Return (fields of its config.json, its parameters over the user's). Raises ModelError."""
     config = with_score(load_config(model)) if scores else load_config(model)
     parameters = _parameters(config)
     sizes = {
@@ -98,16 +95,14 @@ def small_model(model: ModelConfig, degrees: Degrees, *, scores: bool = False) -
 
 
 def _parameters(config: PreTrainedConfig) -> int:
-    """Parameter count; built on the meta device, so it costs no memory."""
+    """Count on the meta device, which costs no memory."""
     with torch.device("meta"):
         return sum(p.numel() for p in construct(config, "eager", torch.float32).parameters())
 
 
 def patterns_here(fields: dict[str, Any], model: ModelConfig) -> dict[str, Any]:
-    """`model.freeze` and `model.train_only` without the patterns that name layers which the small model lacks.
-
-    Raises ModelError: none is left.
-    """
+    """Return `model.freeze` and `model.train_only` without patterns that match no parameter of the small model. Raises
+    ModelError: none is left."""
     spec = _spec(fields)
     names = [name for name, _ in spec.skeleton.named_parameters(remove_duplicate=False)]
     found = {}
@@ -122,7 +117,8 @@ def patterns_here(fields: dict[str, Any], model: ModelConfig) -> dict[str, Any]:
 
 
 def targets_here(fields: dict[str, Any], adapter: AdapterConfig) -> AdapterConfig:
-    """`adapter` without the targets that the small model lacks, and without values. Raises ModelError: none is left."""
+    """Return `adapter` without values and without targets that the small model lacks. Raises ModelError: none is
+    left."""
     hf = _spec(fields).skeleton
     names = [name for name, _ in hf.named_modules()]
     whole = [p for p in adapter.modules_to_save if any(fnmatchcase(name, p) for name in names)]
@@ -138,7 +134,7 @@ def targets_here(fields: dict[str, Any], adapter: AdapterConfig) -> AdapterConfi
 def own_settings_here(
     fields: dict[str, Any], model: ModelConfig, adapter: AdapterConfig, optim: Optimizer
 ) -> Optimizer:
-    """`optim` without the patterns of single parameters that match none which trains in the small model."""
+    """Return `optim` without patterns that match no trained parameter in the small model."""
     small = ModelConfig(config=fields, attention="eager", freeze=model.freeze, train_only=model.train_only)
     names = trained_names(ModelSpec.of(small, adapter, scores=gives_scores(load_config(small))))
     found: dict[str, Any] = {
@@ -154,8 +150,8 @@ def _spec(fields: dict[str, Any]) -> ModelSpec:
 
 
 def attention_here(fields: dict[str, Any], attention: str, *, cpu: bool) -> Any:
-    """The `model.attention` of the small run: the user's own; on a CPU, sdpa or eager for flash attention. Raises
-    ModelError: transformers has none of that name for this family."""
+    """Return the user's attention; on a CPU sdpa or eager instead of flash attention. Raises ModelError: transformers
+    has no such implementation for this family."""
     instead = cpu and attention.startswith("flash")
     config = load_config(ModelConfig(config=fields))
     try:
@@ -175,11 +171,11 @@ def _fields(config: PreTrainedConfig, model_type: str) -> dict[str, Any]:
 
 
 def _prove(fields: dict[str, Any]) -> None:
-    """It can be built, and a few tokens go through it, forth and back, the same way each time. Raises ModelError."""
+    """Run a few tokens forward and backward; the results must repeat. Raises ModelError."""
     config = load_config(ModelConfig(config=fields))
     try:
         with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)  # whether a router's noise is seen must not depend on what came before
+            torch.manual_seed(0)  # earlier draws must not decide if a router's noise shows
             hf = auto_class(config).from_config(config, attn_implementation="eager", dtype=torch.float32)
             ids = torch.arange(16).unsqueeze(0) % config.get_text_config().vocab_size
             hf(input_ids=ids, use_cache=False).logits.sum().backward()
@@ -187,11 +183,11 @@ def _prove(fields: dict[str, Any]) -> None:
             for seed in (1, 2, 3, 4):
                 torch.manual_seed(seed)
                 seen.append(hf.train()(input_ids=ids, use_cache=False).logits.detach())
-    except Exception as error:  # whatever transformers' code makes of sizes that nobody has tried
+    except Exception as error:  # transformers' code may fail in any way with untested sizes
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise ModelError(f"model: a small copy of a {fields['model_type']} model does not run ({reason}).") from error
     if not all(torch.equal(seen[0], other) for other in seen[1:]):
         raise ModelError(
-            f"model: a {fields['model_type']} model draws random numbers in training besides dropout (a router that "
-            "samples its experts), so no two trainings of it are the same, and nothing can be compared."
+            f"model: a {fields['model_type']} model draws random numbers in training in addition to dropout (a "
+            "router that samples its experts), so no two trainings of it are the same, and nothing can be compared."
         )

@@ -1,4 +1,4 @@
-"""Small runs that compute in the way of the user's run. No torch."""
+"""Small runs with the settings of the user's run. No torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from llmtrain.config.run import DataConfig, EvalConfig, KeepBest, ProfileConfig,
 from llmtrain.config.topology import Degrees
 
 LR = 3e-4
-"""Learning rate of every parity check: the effect of rounding in AdamW is proportional to it, and so the tolerances."""
+"""Learning rate of every parity check: the effect of rounding in AdamW, and so each tolerance, is proportional to
+it."""
 _LENGTH = 32
 _MICRO_BATCH = 2
 _ACCUMULATION = 4
@@ -35,7 +36,7 @@ _SIZES = {
     "stage3_max_reuse_distance": 1_000_000_000,
 }
 """Key of zero_optimization -> DeepSpeed's default (runtime/zero/config.py)."""
-# What the YAML side of the small run says instead.
+# The YAML of the small run sets these instead.
 _DROPPED = (
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
@@ -50,14 +51,14 @@ _NOT_IN_FP32 = ("bf16", "bfloat16", "fp16", "data_types", "communication_data_ty
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """The user's run as far as a small run takes after it."""
+    """The part of the user's run that a small run copies."""
 
     run: RunConfig
     """YAML and JSON joined."""
     tree: dict[str, Any]
     """The JSON."""
     degrees: Degrees
-    """As the JSON asks for them; data is 1."""
+    """Degrees in the JSON; data is 1."""
     precision: str
 
 
@@ -72,8 +73,7 @@ def wanted(run: RunConfig, places: Places) -> Wanted:
 
 
 def usual_ranks(degrees: Degrees) -> list[int]:
-    """World sizes to check when nobody says which: the smallest that the degrees allow, and twice as many
-    where the machine has the cores."""
+    """Return the smallest world size that the degrees allow, and twice that if the machine has the cores."""
     smallest = degrees.world_size * degrees.expert // gcd(degrees.expert, degrees.sequence)
     if smallest == 1:
         return [2]
@@ -83,12 +83,8 @@ def usual_ranks(degrees: Degrees) -> list[int]:
 def small_run(
     wanted: Wanted, model: dict[str, Any], shrunk_by: float, ranks: int, steps: int, *, cpu: bool
 ) -> RunConfig:
-    """The user's run with a small model, few short sequences and `steps` steps; all else as it is.
-
-    Args:
-        model: fields of the small model's config.json.
-        shrunk_by: its parameters over those of the user's model.
-    """
+    """Return the user's run with a small model, few short sequences and `steps` steps; all else is unchanged. `model`:
+    fields of its config.json. `shrunk_by`: its parameters over the user's."""
     run, degrees = wanted.run, wanted.degrees
     data_parallel = max(1, ranks // degrees.world_size)
     micro = run.train.micro_batch or _MICRO_BATCH
@@ -98,15 +94,15 @@ def small_run(
     length = lcm(_LENGTH, degrees.sequence * degrees.tensor)
     small = replace(run.model, pretrained=None, vocabulary=None, config=model)
     small = replace(small, loss_chunk_tokens=min(40, small.loss_chunk_tokens))
-    small = replace(small, neftune_noise_alpha=0.0)  # as dropout
+    small = replace(small, neftune_noise_alpha=0.0)  # like dropout
     if small.mlp_tile_tokens is not None:
         small = replace(small, mlp_tile_tokens=min(16 if small.fp8 else 8, small.mlp_tile_tokens))
-    if small.recompute.layers not in ("all", None):  # a layer of each stage is, and others are not
+    if small.recompute.layers not in ("all", None):  # one layer of each stage is recomputed, the others are not
         small = replace(small, recompute=replace(small.recompute, layers=1))
-    if cpu:  # where the compiler takes a minute
+    if cpu:  # the compiler takes a minute there
         small = replace(small, compile_layers=False)
     ema = run.ema
-    if ema.decay is not None:  # of few steps
+    if ema.decay is not None:  # the check has few steps
         ema = replace(ema, decay=min(0.75, ema.decay), every=min(2, steps, ema.every))
     return replace(
         run,
@@ -144,7 +140,7 @@ def small_run(
 def resolve_in(
     folder: Path, wanted: Wanted, run: RunConfig, shrunk_by: float, ranks: int, precision: str
 ) -> ResolvedRun:
-    """The small run under the user's JSON, in the precision "fp32", "bf16" or "fp16". Raises ConfigError."""
+    """Resolve the small run under the user's JSON in "fp32", "bf16" or "fp16". Raises ConfigError."""
     from llmtrain.models.skeleton import load_config
 
     layers = load_config(run.model).get_text_config().num_hidden_layers
@@ -162,7 +158,7 @@ def resolve_in(
 
 
 def small_tree(tree: dict[str, Any], shrunk_by: float, precision: str, layers: int) -> dict[str, Any]:
-    """The JSON of the small run, whose model has so many layers."""
+    """Return the JSON of the small run; `layers`: of its model."""
     tree = {key: copy.deepcopy(value) for key, value in tree.items() if key not in _DROPPED}
     zero = tree.get("zero_optimization")
     if isinstance(zero, dict):
@@ -176,7 +172,7 @@ def small_tree(tree: dict[str, Any], shrunk_by: float, precision: str, layers: i
     if precision == "fp32":
         for key in _NOT_IN_FP32:
             tree.pop(key, None)
-    elif precision == "bf16" and "fp16" in tree:  # in place of fp16, which DeepSpeed does not have on a CPU
+    elif precision == "bf16" and "fp16" in tree:  # instead of fp16, which DeepSpeed does not have on a CPU
         tree.pop("fp16")
         tree["bf16"] = {"enabled": True}
     elif precision == "fp16":
@@ -186,7 +182,7 @@ def small_tree(tree: dict[str, Any], shrunk_by: float, precision: str, layers: i
 
 
 def fewer_layers(given: list[int], layers: int) -> list[int]:
-    """Layers of each stage in proportion to those given, at least one each, `layers` in all."""
+    """Return the layers of each stage in proportion to `given`, at least one each."""
     shares = [max(1, count * layers // sum(given)) for count in given]
     while (missing := layers - sum(shares)) != 0:
         wish = [count * layers / sum(given) - share for count, share in zip(given, shares, strict=True)]
@@ -196,6 +192,6 @@ def fewer_layers(given: list[int], layers: int) -> list[int]:
 
 
 def degrees_text(degrees: Degrees) -> str:
-    """Such as "pipeline.stages 2, data-parallel 2"."""
+    """Return a text like "pipeline.stages 2, data-parallel 2"."""
     named = [f"{key} {getattr(degrees, name)}" for name, key in DEGREE_KEYS.items() if getattr(degrees, name) > 1]
     return ", ".join([*named, f"data-parallel {degrees.data}"])

@@ -1,4 +1,4 @@
-"""Synthetic sequences: documents of unequal length, rows in which unequally many tokens count."""
+"""Synthetic sequences: documents of unequal length, rows with unequal numbers of counted tokens."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from llmtrain.data.stream.train_data import TrainData
 from llmtrain.data.stream.windows import IGNORED, Window, labels_of, positions_of
 
 SEED = 20_261_121
-_COPY_FROM = 5  # so many tokens back: what attention can learn
+_COPY_FROM = 5  # distance in tokens of a repetition, which attention can learn
 
 
 class Tokens(TrainData):
-    """Sequences for the loader without a prepared folder: sequence k is a function of k alone. Tokens follow the one
-    before, repeat an earlier one or are random, so that embedding, layers and attention all learn in a few steps."""
+    """Sequences for the loader without a folder; sequence k depends on k alone. Tokens follow from the last one, repeat
+    an earlier one or are random, so that embedding, layers and attention all learn in a few steps."""
 
     def __init__(self, config: DataConfig, vocab_size: int, top_k: int | None = None) -> None:
-        """The base class opens folders. `top_k`: with a column of so many words in place of each label, of no teacher's
-        but drawn."""
+        """`top_k`: add a random teacher column with `top_k` words for each label."""
         assert vocab_size >= 8 and (top_k is None or top_k < vocab_size), (vocab_size, top_k)
         self.sequence_length = config.sequence_length
         self.mask_document_starts = config.mask_document_starts
@@ -28,15 +27,13 @@ class Tokens(TrainData):
         self.top_k = top_k
 
     def sequence(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """(inputs, labels), int64 [T] each, cut as a run cuts them. From a place on that depends on the index no label
-        counts."""
+        """Return (inputs, labels), int64 [T] each, cut like a run's, with a limit on counted labels."""
         tokens, counted = self.window(index)
         inputs, labels = labels_of(tokens, self.separator_id, self.mask_document_starts)
         labels[counted:] = IGNORED
         return inputs, labels
 
     def window_at(self, index: int) -> Window:
-        """Window number `index`, with positions."""
         inputs, labels = self.sequence(index)
         isolated = self.isolate_documents
         window = Window(inputs, labels, positions_of(inputs[None], self.separator_id)[0] if isolated else None)
@@ -46,8 +43,8 @@ class Tokens(TrainData):
         return window._replace(words=words, logs=logs)
 
     def column(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """A teacher column's entries for each place: (words, int64 [T, k], no word twice in a place; logarithms of
-        their probabilities and of the mass of all others, fp32 [T, k + 1])"""
+        """Return a teacher column: (words, int64 [T, k], distinct per place; logarithms of their probabilities and of
+        the rest, fp32 [T, k + 1])."""
         assert self.top_k is not None
         draw = np.random.default_rng((SEED, index, self.top_k))
         words = draw.random((self.sequence_length, self.vocab_size)).argsort(axis=1)[:, : self.top_k]
@@ -55,7 +52,7 @@ class Tokens(TrainData):
         return words, np.log(chances / chances.sum(axis=1, keepdims=True)).astype(np.float32)
 
     def window(self, index: int) -> tuple[np.ndarray, int]:
-        """(tokens, int64 [T + 1]; so many labels count at most)"""
+        """Return (tokens, int64 [T + 1]; upper limit on counted labels)."""
         draw = np.random.default_rng((SEED, index))
         ordinary, length = self.vocab_size - 1, self.sequence_length
         tokens = draw.integers(0, ordinary, length + 1)

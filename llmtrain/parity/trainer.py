@@ -1,6 +1,6 @@
-"""One rank of a parity check: the engine, the loader and the step of a real run, on a small model.
+"""One rank of a parity check: a real run's engine, loader and step with a small model.
 
-`python -m llmtrain.parity.trainer FOLDER` with a launcher's environment; FOLDER holds the plan and takes the traces.
+`python -m llmtrain.parity.trainer FOLDER` in a launcher's environment; FOLDER holds the plan and receives the traces.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PLAN = "plan.pickle"
 
 
 def train_small(resolved: ResolvedRun, steps: int, ranks: Ranks) -> Trace:
-    """`steps` steps of the run. Raises: UserError, on all ranks alike."""
+    """Raises UserError, on all ranks."""
     setup, source = set_up(resolved, ranks)
     setup.write(source)
     setup.prove()
@@ -49,7 +49,7 @@ def train_small(resolved: ResolvedRun, steps: int, ranks: Ranks) -> Trace:
 
 
 def set_up(resolved: ResolvedRun, ranks: Ranks) -> tuple[Setup, ParameterSource]:
-    """The start-up of a run over made-up data, without its weights, and where those are from."""
+    """Return a run's setup over synthetic data, without weights, and their source."""
     run = resolved.run
     spec = ModelSpec.of(run.model, run.adapter, scores=run.objective.scores)
     vocabulary, over_tokens = spec.facts.vocab_size, run.objective.data == "texts"
@@ -61,12 +61,12 @@ def set_up(resolved: ResolvedRun, ranks: Ranks) -> tuple[Setup, ParameterSource]
 
 
 def ema_of(setup: Setup) -> Ema | None:
-    """The run's average of the parameters, which begins with them as they are now; None: it keeps none."""
+    """Return the average, which begins at the present parameters, or None without one."""
     return None if setup.run.ema.decay is None else Ema(setup)
 
 
 def train_steps(setup: Setup, first: int, last: int, ema: Ema | None) -> Trace:
-    """Steps [first, last); parameters, and their averages, are put together on rank 0, empty elsewhere."""
+    """Train steps [first, last); parameters and averages are gathered on rank 0."""
     engine, ranks = setup.engine, setup.ranks
     trace = Trace(parameters=[_values(engine, ranks, ema)])
     session = setup.session(first)
@@ -88,7 +88,6 @@ def train_steps(setup: Setup, first: int, last: int, ema: Ema | None) -> Trace:
 
 
 def _values(engine: Engine, ranks: Ranks, ema: Ema | None) -> dict[str, torch.Tensor]:
-    """`whole_tensors`, and the averages among them."""
     values = whole_tensors(engine, ranks)
     if ema is not None:
         with ema.in_place():
@@ -98,10 +97,8 @@ def _values(engine: Engine, ranks: Ranks, ema: Ema | None) -> dict[str, torch.Te
 
 @torch.no_grad()
 def whole_tensors(engine: Engine, ranks: Ranks, kind: str = PARAM) -> dict[str, torch.Tensor]:
-    """The fp32 masters (or a moment) put together from the pieces that the ranks own, on rank 0; empty on the others.
-
-    What no rank owns is NaN, and so differs from everything.
-    """
+    """Gather the fp32 masters (or a moment) on rank 0; empty on the others. Elements that no rank owns are NaN, which
+    differs from every value."""
     sent = []
     for piece in engine.state():
         if piece.kind == kind:
@@ -120,11 +117,11 @@ def whole_tensors(engine: Engine, ranks: Ranks, kind: str = PARAM) -> dict[str, 
 
 
 def main(argv: list[str]) -> int:
-    """All trainings of the plan on this rank. What went wrong is left in FOLDER for the command to tell."""
+    """Run all trainings of the plan; a failure is written to FOLDER for the command."""
     folder = Path(argv[0])
     warnings.filterwarnings("ignore", category=FutureWarning)
     with failure_reported(folder):
-        # The command wrote it, into a folder of its own; its objects may be of classes in plugins.
+        # The command wrote it into a folder of its own; it may contain objects of plugins' classes.
         given, plan = pickle.loads((folder / PLAN).read_bytes())
         plugins.use(given)
         plans, steps = pickle.loads(plan)

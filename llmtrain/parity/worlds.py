@@ -1,4 +1,4 @@
-"""The comparison on each world size: ranks of this machine train, plain PyTorch trains, and the two are compared."""
+"""The comparison on each world size: local ranks train, plain PyTorch trains, and the results are compared."""
 
 from __future__ import annotations
 
@@ -46,10 +46,8 @@ _LAST_LINES = {
 
 
 def compare_worlds(title: str, user: Wanted, worlds: list[int], steps: int, *, cpu: bool, worker: str) -> int:
-    """Compare on each number of ranks, and print what is found. Returns SAME, PARTS or NO_ANSWER; raises UserError.
-
-    `title`: the user's YAML. `worker`: the module that each rank runs.
-    """
+    """Compare on each number of ranks, and print the results. Returns SAME, PARTS or NO_ANSWER; raises UserError.
+    `title`: the user's YAML. `worker`: the module that each rank runs."""
     codes = []
     with ending_on_sigterm():
         try:
@@ -57,7 +55,7 @@ def compare_worlds(title: str, user: Wanted, worlds: list[int], steps: int, *, c
                 codes.append(code)
         except UserError:
             raise
-        except Exception:  # a bug, here or in what we stand on: that is no word about the user's training
+        except Exception:  # a bug here or in a library: it proves nothing about the user's training
             traceback.print_exc()
             codes.append(NO_ANSWER)
     code = worst_of(codes)
@@ -81,7 +79,7 @@ def _worlds(title: str, user: Wanted, worlds: list[int], steps: int, cpu: bool, 
         if isinstance(user.run.objective, Distill):
             objective = with_small_teacher(user.run, fields, Path(made) / "teacher")
             user = replace(user, run=replace(user.run, objective=objective))
-        every = {}  # before any rank starts: a world size that is refused would hide that another one has failed
+        every = {}  # before any rank starts: a later refusal would hide the failure of an earlier world size
         for ranks in worlds:
             folder = Path(made) / f"{ranks}-ranks"
             folder.mkdir(exist_ok=True)
@@ -90,7 +88,7 @@ def _worlds(title: str, user: Wanted, worlds: list[int], steps: int, cpu: bool, 
                 precision: resolve_in(folder, user, run, shrunk_by, ranks, precision)
                 for precision in _precisions(user, cpu)
             }
-            check_model(plans["fp32"])  # what training refuses before its ranks meet is not compared either
+            check_model(plans["fp32"])  # a model that training refuses is not compared
         lines, same = compare_course(user, worlds)
         print("\n".join(lines), flush=True)
         yield SAME if same else PARTS
@@ -99,8 +97,8 @@ def _worlds(title: str, user: Wanted, worlds: list[int], steps: int, cpu: bool, 
 
 
 def _refuse_other_scales(user: Wanted) -> None:
-    """Raises ConfigError: what the ranks scale at once is not what the reference does. Of powers of two it would not
-    matter: all but the smallest numbers round alike."""
+    """Refuse tensorwise fp8 where ranks and reference scale different tokens. Raises ConfigError. Powers of two would
+    not matter: all but the smallest numbers round equally."""
     run = user.run
     shares = {"sequence_parallel_size": user.degrees.sequence > 1, "data.isolate_documents": run.data.isolate_documents,
               "model.mlp_tile_tokens": run.model.mlp_tile_tokens is not None}  # fmt: skip
@@ -111,14 +109,14 @@ def _refuse_other_scales(user: Wanted) -> None:
 
 
 def _check(folder: Path, user: Wanted, plans: dict[str, ResolvedRun], steps: int, cpu: bool, worker: str) -> int:
-    """One world size: SAME, PARTS or NO_ANSWER. Start the ranks, make the references meanwhile, compare."""
+    """Start the ranks, compute the references in the meantime, compare. Returns SAME, PARTS or NO_ANSWER."""
     one = next(iter(plans.values()))
     device = torch.device("cpu" if cpu else "cuda")
     print(f"{one.degrees.world_size} ranks on {device.type} ({degrees_text(one.degrees)})", flush=True)
     (folder / PLAN).write_bytes(pickle.dumps((plugins.words(), pickle.dumps((plans, steps)))))
     try:
         with Ranks(folder, one.degrees.world_size, cpu=cpu, module=worker, timeout_s=_TIMEOUT_S) as ranks:
-            torch.set_num_threads(1)  # small matrices, and the ranks want the cores
+            torch.set_num_threads(1)  # small matrices, and the ranks need the cores
             references = {
                 name: [
                     train_plainly(resolved, steps, order, device)
@@ -147,10 +145,10 @@ def _check(folder: Path, user: Wanted, plans: dict[str, ResolvedRun], steps: int
 
 
 def comparisons(precisions: list[str], steps: int, *, fp8: bool) -> list[tuple[str, bool, int]]:
-    """(precision, whether it is the sharp comparison, its steps) of each that is made.
+    """Return (precision, True for the sharp comparison, its steps) of each comparison.
 
-    In fp8 a number between two neighbours goes to the one or the other by its last digit, and they are 1/8 apart: two
-    orders of summation agree as in fp32 for a step or two, and part by as much as half precisions from there on.
+    In fp8 the last digit of a number decides between neighbours that are 1/8 apart: two orders of summation agree as in
+    fp32 for a step or two, and then differ as much as half precisions.
     """
     if not fp8:
         return [(name, name == "fp32", steps) for name in precisions]
@@ -158,7 +156,7 @@ def comparisons(precisions: list[str], steps: int, *, fp8: bool) -> list[tuple[s
 
 
 def worst_of(codes: list[int]) -> int:
-    """Another training is an answer, whatever else has none."""
+    """A different training is an answer even if another comparison has none."""
     return next(code for code in (PARTS, NO_ANSWER, SAME) if code in codes)
 
 
@@ -173,10 +171,10 @@ def _tell(
     split: bool,
     clip_norm: float,
 ) -> int:
-    """One comparison, printed: SAME, PARTS or NO_ANSWER. `more`: references of other roundings, up to a step."""
+    """Print one comparison; return SAME, PARTS or NO_ANSWER. `more`: references of other roundings, up to a step."""
     verdict = compare(got, want, fp32=sharp, split=split)
     instead = (
-        f" in place of {user.precision}, which DeepSpeed has on GPUs only"
+        f" instead of {user.precision}, which DeepSpeed has on GPUs only"
         if name != user.precision and name != "fp32"
         else ""
     )
@@ -205,12 +203,11 @@ def _tell(
 
 
 def _no_answer(blunt: Difference, fp8: str | None) -> int:
-    """Report that a comparison proves nothing because nearly everything would pass it; return the exit code. `fp8`:
-    the run's `model.fp8`."""
+    """Report a comparison that proves nothing because nearly every training passes it. `fp8`: the run's `model.fp8`."""
     where = f"{blunt.kind} at step {blunt.step}" + (f", {blunt.name}" if blunt.name else "")
     print(
-        f"        nothing is proved: trainings in one process that differ in the order of their sums alone part by so "
-        f"much that {blunt.tolerated:.2g} would be tolerated ({where}; at most {CEILINGS[blunt.kind]:g} is a proof). "
+        f"        nothing is proved: trainings in one process that differ only in the order of their sums diverge so "
+        f"far that {blunt.tolerated:.2g} would be tolerated ({where}; at most {CEILINGS[blunt.kind]:g} is a proof). "
         "Choose other weights with --train.seed 1, or fewer --steps"
         + ("; all but fp8 is compared with --model.fp8 null" if fp8 else ""),
         flush=True,
@@ -219,7 +216,7 @@ def _no_answer(blunt: Difference, fp8: str | None) -> int:
 
 
 def bluntness(name: str, verdict: Verdict, *, sharp: bool) -> list[str]:
-    """Line of the report on faults that a comparison in half precision cannot find; none of the sharp one."""
+    """Return the line on faults that half precision cannot find; none for the sharp comparison."""
     moved = verdict.worst.get("movement")
     sharper = "" if name == "fp32" else "; the fp32 comparison is the sharp one"
     if sharp or moved is None or moved.tolerated < 0.1:
@@ -228,7 +225,7 @@ def bluntness(name: str, verdict: Verdict, *, sharp: bool) -> list[str]:
 
 
 def report(title: str, verdict: Verdict, likely: str = "", passes: str = "PASS") -> list[str]:
-    """The lines of one comparison. `passes`: the word for one that does."""
+    """Return the lines of one comparison. `passes`: the word for a pass."""
     lines = [f"  {passes if verdict.passed else 'FAIL'}  {title}"]
     for kind, worst in verdict.worst.items():
         where = f"step {worst.step}" + (f", {worst.name}" if worst.name else "")

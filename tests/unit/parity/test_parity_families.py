@@ -134,7 +134,7 @@ def test_flash_attention_becomes_on_a_cpu_what_the_family_has(
     ("family", "says"),
     [
         ("cpmant", "reads in both directions"),
-        ("phimoe", "draws random numbers in training besides dropout"),
+        ("phimoe", "draws random numbers in training in addition to dropout"),
         ("mamba", "training itself needs none.*give model.config sizes of your own"),
     ],
 )
