@@ -40,7 +40,7 @@ def average(sources: list[Path], out: Path) -> list[str]:
     total = 4 * sum(map(numel, shapes.values()))
     trainer = {**trainers[newest], "weights_only": True, "averaged": [str(path) for path in sources]}
     for key in ("source", "evaluation", "ema"):
-        # No way back, byte by byte, to a folder that one of them was imported from; nobody has measured the mean.
+        # A mean has no way back, byte by byte, to the folder of an import, and no evaluation of its own.
         trainer.pop(key, None)
     with Progress("averaging", total) as progress:
         written = build_checkpoint(
@@ -86,7 +86,7 @@ def _refuse_other_models(readers: list[CheckpointReader], trainers: list[dict[st
 
 
 class _Mean:
-    """The mean of parameters, chunk by chunk and from several threads; a source's damage shows by its checksums."""
+    """The mean of parameters, chunk by chunk and from several threads; checksums find a source's damage."""
 
     def __init__(self, readers: list[CheckpointReader]) -> None:
         self._readers = readers
@@ -95,7 +95,8 @@ class _Mean:
         self._lock = threading.Lock()
 
     def read(self, kind: str, name: str, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of the mean in fp32. Raises CheckpointError, once all of the tensor has passed."""
+        """Elements [start, stop) of the mean in fp32. Raises CheckpointError after the last element of a damaged
+        tensor."""
         total = torch.zeros(stop - start, dtype=torch.float64)
         found = []
         for reader in self._readers:
@@ -111,6 +112,6 @@ class _Mean:
         if left == 0 and damaged:
             raise wrong_frozen(damaged[0].manifest.frozen, [name]) or CheckpointError(
                 f"{damaged[0].folder}: {kind} of {name} is damaged; nothing was written. "
-                f"`llmtrain checkpoint verify {damaged[0].folder}` tells where."
+                f"`llmtrain checkpoint verify {damaged[0].folder}` shows the place."
             )
         return (total / len(self._readers)).float()

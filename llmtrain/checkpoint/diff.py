@@ -1,4 +1,4 @@
-"""`llmtrain checkpoint diff A B`: what two checkpoints do not have in common."""
+"""`llmtrain checkpoint diff A B`: the differences between two checkpoints."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ _CONFIG = ("run", "deepspeed", "model_config", "versions", "optimizer", "vocab_s
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """Difference of a tensor between two checkpoints."""
+    """One tensor that differs."""
 
     kind: str
     name: str
     elements: int
-    """That differ."""
+    """Number of elements that differ."""
     largest: float
-    """Absolute; infinite where one side alone is no number."""
+    """Largest absolute difference; infinite if only one side is a number."""
     index: tuple[int, ...]
-    """Index of the largest."""
+    """Index of the largest difference."""
 
 
 def diff(a: Path, b: Path) -> tuple[list[str], bool]:
-    """(lines to print, whether the two are equal but for their place). Raises CheckpointError."""
+    """(lines to print, True if the two differ in their place at most). Raises CheckpointError."""
     manifests = Manifest.read(a), Manifest.read(b)
     sources = [manifest.frozen for manifest in manifests]
     alike = sources.pop() if sources[0] == sources[1] else NOWHERE  # its values are compared with checksums alone
@@ -48,7 +48,7 @@ def diff(a: Path, b: Path) -> tuple[list[str], bool]:
     readers = CheckpointReader(a, manifests[0]), CheckpointReader(b, manifests[1])
     trainers = read_trainer(a), read_trainer(b)
     lines = [f"A  {a}", f"B  {b}"]
-    # What a conversion does not know is None: one line for all of it.
+    # One line for all entries that a conversion does not know, which are None.
     unequal = [key for key in _CONFIG if (trainers[0].get(key) is None) != (trainers[1].get(key) is None)]
     recorded = [key for key in _CONFIG if key not in unequal]
     for what, (left, right) in {

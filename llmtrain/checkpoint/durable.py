@@ -22,11 +22,11 @@ _UNDER_WAY = 2  # pieces given to the disk: one is written, the next one waits, 
 
 
 class DurableFile:
-    """A new file that is written from front to end. `close` makes it durable and gives its size and xxh3-64.
+    """A new file, written from front to end. `close` makes it durable and returns its size and xxh3-64.
 
-    The disk writes while the next piece is hashed. Data goes by O_DIRECT where the file system has it (a
-    checkpoint would push everything else out of the page cache), from the caller's memory where that is aligned to 4096
-    bytes, else through a buffer. On an error or when left early, the file is removed. Raises OSError.
+    The disk writes while the next piece is hashed. Data goes by O_DIRECT where the file system has it (a checkpoint
+    would push everything else out of the page cache), from the caller's memory where that is aligned to 4096 bytes,
+    else through a buffer. On an error or an early exit the file is removed. Raises OSError.
     """
 
     def __init__(self, path: Path) -> None:
@@ -50,7 +50,7 @@ class DurableFile:
 
     def write(self, data: memoryview, *, stays: bool = False) -> None:
         """Append bytes. The memory may change after the return, unless the caller says that it `stays` until `close`:
-        then the disk may still be reading it, while the caller does something else."""
+        then the disk may still be reading it."""
         data = data.cast("B")
         done, lent = 0, False
         while done < data.nbytes:
@@ -109,7 +109,7 @@ class DurableFile:
         self._digest.update(piece)
 
     def _wait(self, left: int = 0) -> None:
-        """Wait until at most `left` pieces are under way. Raises OSError for one that failed."""
+        """Wait until at most `left` pieces are under way. Raises OSError for a failed one."""
         while len(self._pending) > left:
             self._pending.popleft().result()
 
@@ -121,14 +121,14 @@ class DurableFile:
             except OSError as error:
                 if error.errno != errno.EINVAL or not self._direct:
                     raise
-                # The file system took O_DIRECT at open and does not mean it, or a short write left an odd offset.
+                # The file system took O_DIRECT at open and does not support it, or a short write left an odd offset.
                 self._direct = False
                 fcntl.fcntl(self._handle, fcntl.F_SETFL, fcntl.fcntl(self._handle, fcntl.F_GETFL) & ~os.O_DIRECT)
         self._written += piece.nbytes
 
 
 def write_durably(path: Path, text: str) -> tuple[int, str]:
-    """Write and fsync a small text file; (bytes, xxh3-64). Raises OSError."""
+    """Write and fsync a small text file; returns (bytes, xxh3-64). Raises OSError."""
     data = text.encode()
     with open(path, "wb") as file:
         file.write(data)
@@ -147,7 +147,7 @@ def sync(path: Path) -> None:
 
 
 def remove_tree(folder: Path) -> None:
-    """Delete a folder so that nobody can take a half-deleted one for a whole one: it changes its name first."""
+    """Rename a folder, then delete it: nobody can take a half-deleted folder for a complete one."""
     doomed = folder if folder.name.endswith(".trash") else folder.with_name(folder.name + ".trash")
     if doomed != folder:
         with contextlib.suppress(FileNotFoundError):

@@ -1,12 +1,12 @@
-"""The checkpoint on disk: names, the manifest, and how to tell a complete one. No torch.
+"""The checkpoint on disk: names, the manifest, and the test for a complete one. No torch.
 
 checkpoints/step-00000500/
   rank-00000.safetensors   the flat pieces that this rank owned, `kind/NAME` (`kind/NAME#1` the second of a tensor)
   trainer.json             step, tokens, data position, loss scaler, ids, the resolved run
   manifest.json            written last: no manifest, no checkpoint
 
-Frozen parameters that came from a Hugging Face folder are left out: no step changes them, and they may be nearly all of
-a model. The manifest names the folder and their checksums; whoever reads the checkpoint reads them there again.
+Frozen parameters from a Hugging Face folder are left out: no step changes them, and they may be nearly all of a model.
+The manifest names the folder and their checksums; readers of the checkpoint read them from that folder.
 """
 
 from __future__ import annotations
@@ -42,32 +42,32 @@ TYPES = ("F32", "BF16", "F16")
 
 
 class FrozenSourceError(CheckpointError):
-    """The folder is not as it was. The checkpoint itself may be intact."""
+    """The folder has changed. The checkpoint itself may be intact."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FrozenSource:
-    """The source of the frozen parameters that a run's checkpoints leave out; see NOWHERE."""
+    """Source of the frozen parameters that checkpoints leave out; see NOWHERE."""
 
     folder: Path
     """Absolute."""
     checksums: dict[str, int]
-    """By Hugging Face name: the layout-free checksum of the whole tensor, as the folder has it."""
+    """Layout-free checksum of the full tensor in the folder, by Hugging Face name."""
     parts: dict[str, list[tuple[str, str, Region]]]
     """By Hugging Face name: (file, tensor in it, which elements of the flat parameter that is)."""
 
     def only(self, names: Collection[str]) -> FrozenSource:
-        """The part of it for these parameters."""
+        """Restrict the source to these parameters."""
         kept = [name for name in self.parts if name in names]
         checksums = {name: self.checksums[name] for name in kept}
         return replace(self, checksums=checksums, parts={name: self.parts[name] for name in kept})
 
     def files(self) -> list[Path]:
-        """The weight files that hold some of them."""
+        """Weight files with at least one of these parameters."""
         return [self.folder / file for file in dict.fromkeys(f for parts in self.parts.values() for f, _, _ in parts)]
 
     def error(self, wrong: str) -> FrozenSourceError:
-        """An error with the fault (`wrong`: a clause that names file and tensor), the rule, and what to do."""
+        """Make an error with the fault (`wrong`: a clause that names file and tensor), the rule, and the remedy."""
         remedy = (
             "Put that folder, or a link to it, in its place again; or move what is there away: a resume then takes "
             "model.pretrained"
@@ -89,7 +89,7 @@ class FrozenSource:
 
     @classmethod
     def from_json(cls, raw: Any) -> FrozenSource:
-        """Raises ValueError, TypeError, KeyError or AttributeError: nothing is believed."""
+        """Raises ValueError, TypeError, KeyError or AttributeError: every entry is checked."""
         folder = Path(word(raw["folder"]))
         checksums, parts = {}, {}
         for name, (checksum, held) in raw["tensors"].items():
@@ -106,8 +106,8 @@ NOWHERE = FrozenSource(folder=Path("/"), checksums={}, parts={})
 
 
 def frozen_source(source: ParameterSource, names: Collection[str], checksums: dict[str, int]) -> FrozenSource:
-    """The frozen parameters that checkpoints of a run with these initial values leave out: those that a folder holds,
-    also below an adapter or a score."""
+    """The frozen parameters that a run's checkpoints leave out: those that a folder holds, also below an adapter or a
+    score."""
     from llmtrain.models.source import SafetensorsSource  # not in the checkpoint writer's process
 
     while (base := getattr(source, "base", None)) is not None:
@@ -122,15 +122,15 @@ def frozen_source(source: ParameterSource, names: Collection[str], checksums: di
     )
 
 
-# Whether pieces of a tensor cover it once: for what a manifest says, which may be anything. No torch.
+# Proof that pieces cover a tensor once, for the contents of a manifest, which may be anything. No torch.
 
 
 _RUNS = 4096  # a fused matrix has two or three sections; one with sections for each head still stays far below
 
 
 def uncovered(regions: Sequence[Region], shape: Sequence[int]) -> str | None:
-    """The first gap, overlap or piece beyond the tensor; None when the pieces cover each element once. The cost does
-    not grow with the pieces' sizes."""
+    """The first gap, overlap or piece beyond the tensor; None when the pieces cover each element once. Its cost is
+    independent of the pieces' sizes."""
     total = math.prod(shape)
     strides = {region.stride for region in regions if region.runs}
     if not strides:
@@ -148,7 +148,7 @@ def uncovered(regions: Sequence[Region], shape: Sequence[int]) -> str | None:
 
 
 def _chain(regions: Sequence[Region], total: int) -> str | None:
-    """All contiguous: one begins where another ends."""
+    """Check contiguous pieces: each begins at the end of another."""
     end = 0
     for start, numel in sorted([(region.start, region.numel) for region in regions]):
         if start != end:
@@ -158,12 +158,12 @@ def _chain(regions: Sequence[Region], total: int) -> str | None:
 
 
 def _overlap(regions: Sequence[Region], stride: int) -> int | None:
-    """An element that two pieces hold: the tensor in lines of `stride`, gone through from line to line."""
+    """An element that two pieces hold, found by a sweep over the tensor in lines of `stride`."""
     cells = [cell for region in regions for block in region.blocks() for cell in block.on(stride)]
     events = sorted(
         event
         for cell in cells
-        # What ends before a line leaves before what begins there comes; from the right, which is cheap in a list.
+        # Cells that end before a line leave before its new cells come; from the right, which is cheap in a list.
         for event in (
             (cell.line, 1, cell.column, cell.columns),
             (cell.line + cell.lines, 0, -cell.column, cell.columns),
@@ -186,7 +186,7 @@ def _overlap(regions: Sequence[Region], stride: int) -> int | None:
 
 
 def wrong_region(region: Region) -> str | None:
-    """The reason why it is no region; None when it is one. The numbers are natural."""
+    """The reason why `region`, with natural numbers, is not valid; None when it is."""
     if not region.contiguous:
         end = 0
         if len(region.runs) > _RUNS:
@@ -209,8 +209,8 @@ def wrong_region(region: Region) -> str | None:
 FORMATS = (1, 2)
 """2 where frozen parameters are in a folder of their own: a reader of 1 would miss them."""
 OUTER = "outer."
-"""Begins the kinds of what parts of a run keep beside the optimizer, such as what sites hold in common (sites/): a run
-without these parts ignores them."""
+"""Prefix of the kinds that parts of a run save, for example the sites' common state (sites/); a
+run without these parts ignores them."""
 EMA = OUTER + "ema"
 """The moving average of a parameter (training/ema.py)."""
 MANIFEST = "manifest.json"
@@ -233,7 +233,7 @@ _TRAINER_TYPES: dict[str, type] = {
 
 
 class DamagedCheckpoint(CheckpointError):
-    """Its files are not what its manifest says; an older one may be intact."""
+    """Its files differ from its manifest; an older checkpoint may be intact."""
 
 
 class UnknownFormat(CheckpointError):
@@ -242,7 +242,7 @@ class UnknownFormat(CheckpointError):
 
 @dataclass(frozen=True)
 class Piece:
-    """A flat piece of one tensor that a file holds (under the name that `keys` gives it)."""
+    """A flat piece of one tensor in a file (under the name that `keys` gives it)."""
 
     kind: str
     """`param` (the fp32 master) or the optimizer's name of a moment."""
@@ -261,7 +261,7 @@ class Piece:
 
     @classmethod
     def from_json(cls, raw: Any) -> Piece:
-        """Raises ValueError or TypeError: nothing is believed."""
+        """Raises ValueError or TypeError: every entry is checked."""
         kind, name, start, numel, checksum, *strided = raw
         region = Region(natural(start), natural(numel))
         if strided:
@@ -275,11 +275,11 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class FileEntry:
-    """One file of the checkpoint and what it holds."""
+    """One file of the checkpoint and its pieces."""
 
     bytes: int
     xxh3: str
-    """xxh3-64 of the whole file, hexadecimal."""
+    """xxh3-64 of the complete file, hexadecimal."""
     pieces: list[Piece] = field(default_factory=list)
 
 
@@ -297,7 +297,7 @@ class Manifest:
     """The source of the parameters that no file here holds."""
 
     def checksums(self) -> dict[tuple[str, str], int]:
-        """Layout-free checksum of each whole tensor, by (kind, name)."""
+        """Layout-free checksum of each complete tensor, by (kind, name)."""
         sums = {(PARAM, name): checksum for name, checksum in self.frozen.checksums.items()}
         for entry in self.files.values():
             for piece in entry.pieces:
@@ -306,7 +306,7 @@ class Manifest:
         return sums
 
     def elsewhere(self, folder: Path) -> dict[str, str]:
-        """Files that are not in the folder because another host wrote them into its own: {name: that host}."""
+        """Files that another host wrote into its own folder: {name: that host}."""
         hosts = self.layout.get(HOSTS)
         if not isinstance(hosts, dict):
             return {}
@@ -328,7 +328,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Raises CheckpointError when there is none, or it is not one: nothing in it is believed unchecked."""
+        """Read and check a manifest. Raises CheckpointError: none, or not valid."""
         path = folder / MANIFEST
         try:
             signed = untrusted.loads(read_file(path))
@@ -360,7 +360,7 @@ class Manifest:
         return manifest
 
     def _check(self, path: Path) -> None:
-        """Every piece belongs to a tensor, and the pieces of a tensor cover it once."""
+        """Check that every piece belongs to a tensor, and that the pieces of a tensor cover it once."""
         if TRAINER not in self.files:
             raise CheckpointError(f"{path} does not list {TRAINER}.")
         regions: dict[tuple[str, str], list[Region]] = {}
@@ -387,7 +387,7 @@ class Manifest:
 
 
 def keys(pieces: list[Piece]) -> list[str]:
-    """The names that a file gives these pieces, in their order: `kind/NAME`, further ones of a tensor `kind/NAME#1`."""
+    """Names of these pieces in a file, in order: `kind/NAME`, further ones of a tensor `kind/NAME#1`."""
     seen: dict[str, int] = {}
     found = []
     for piece in pieces:
@@ -413,7 +413,7 @@ def step_folder(checkpoints: Path, step: int) -> Path:
 
 
 def step_of(folder: Path) -> int | None:
-    """The step in a checkpoint folder's name, or None for any other name."""
+    """The step in a checkpoint folder's name; None for any other name."""
     match = _STEP_DIR.fullmatch(folder.name)
     return int(match[1]) if match else None
 
@@ -425,7 +425,7 @@ def complete_checkpoints(checkpoints: Path) -> list[Path]:
 
 
 def stale_folders(checkpoints: Path) -> list[Path]:
-    """Folders that a killed save or a killed deletion left behind."""
+    """Folders that a killed save or a killed deletion left."""
     return [p for p in _children(checkpoints) if p.name.endswith((".tmp", ".trash"))]
 
 
@@ -435,9 +435,9 @@ def _children(folder: Path) -> Iterator[Path]:
 
 
 def open_file(path: Path) -> int:
-    """A handle for reading a regular file of a checkpoint; never a link, a pipe or a device. Raises OSError."""
+    """Open a regular file of a checkpoint for reading; never a link, a pipe or a device. Raises OSError."""
     if path.is_symlink():
-        raise OSError(errno.ELOOP, "it is a symbolic link, and what it points to is not the checkpoint's")
+        raise OSError(errno.ELOOP, "it is a symbolic link, and its target does not belong to the checkpoint")
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
@@ -446,7 +446,7 @@ def open_file(path: Path) -> int:
 
 
 def read_file(path: Path) -> bytes:
-    """The manifest or trainer.json. Raises OSError."""
+    """Read the manifest or trainer.json. Raises OSError."""
     with open(open_file(path), "rb") as file:
         if os.fstat(file.fileno()).st_size > _JSON_LIMIT:
             raise OSError(errno.EFBIG, f"it has more than {_JSON_LIMIT} bytes")
@@ -454,7 +454,7 @@ def read_file(path: Path) -> bytes:
 
 
 def read_trainer(folder: Path) -> dict[str, Any]:
-    """trainer.json of a checkpoint. Raises CheckpointError."""
+    """Read trainer.json of a checkpoint. Raises CheckpointError."""
     path = folder / TRAINER
     try:
         trainer = untrusted.loads(read_file(path), infinite=True)
@@ -469,7 +469,7 @@ def read_trainer(folder: Path) -> dict[str, Any]:
 
 
 def disagreements(folder: Path, manifest: Manifest, trainer: dict[str, Any]) -> list[str]:
-    """Messages for each mismatch of step among the folder's name, the manifest and trainer.json."""
+    """Each mismatch of step among the folder's name, the manifest and trainer.json."""
     found = []
     named = step_of(folder)
     if named is not None and named != manifest.step:
@@ -495,14 +495,14 @@ def differences(saved: dict[str, Any], now: dict[str, Any], prefix: str = "") ->
 
 
 def misfit(file: TensorFile, entry: FileEntry) -> str | None:
-    """A tensor `kind/NAME` that the file's header and its entry in the manifest do not agree on."""
+    """A tensor `kind/NAME` on which the file's header and its entry in the manifest disagree."""
     held = {name: found.numel for name, found in file.entries.items()}
     listed = {key: piece.region.numel for key, piece in zip(keys(entry.pieces), entry.pieces, strict=True)}
     return min(held.items() ^ listed.items())[0] if held != listed else None
 
 
 def hash_file(path: Path, advance: Callable[[int], None] = lambda count: None) -> str:
-    """xxh3-64 of a file, hexadecimal; 8 MiB at a time, told to `advance`. Raises OSError."""
+    """xxh3-64 of a file, hexadecimal; `advance` gets the size of each block (8 MiB). Raises OSError."""
     digest = xxhash.xxh3_64()
     with open(open_file(path), "rb", buffering=0) as file:
         while block := file.read(8 << 20):

@@ -1,7 +1,7 @@
-"""A checkpoint whose files lie on several hosts, each in a folder of its own: which are whole, and fetching files.
+"""Finds complete checkpoints whose files are on several hosts, each in its own folder, and fetches their files.
 
-With one folder for all ranks nothing here does anything. Else a host that lacks files which its ranks read gets them
-from the host that has them, over the network, into its own folder.
+With one folder for all ranks there is nothing to do. Else a host gets the files that its ranks read and its folder
+lacks from another host, over the network.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ _CHUNK = 16 << 20  # bytes sent at a time
 
 @dataclass(frozen=True)
 class _Offer:
-    """The files that one folder has of a checkpoint."""
+    """One folder's files of a checkpoint."""
 
     manifest: str
-    """Its checksum: hosts may have different checkpoints of one step, of which one was never completed."""
+    """Its checksum: hosts may have different checkpoints of one step, because one was never completed."""
     files: frozenset[str]
-    """Names of the files that have their size."""
+    """Names of the files with the right size."""
     all_files: frozenset[str]
     hosts: dict[str, str]
-    """Host that each file was written on."""
+    """Host that wrote each file."""
 
 
 def _offer(folder: Path) -> _Offer | None:
@@ -65,7 +65,7 @@ def _offer(folder: Path) -> _Offer | None:
 
 @dataclass(frozen=True)
 class _Version:
-    """One checkpoint, and which leader has what of it."""
+    """One checkpoint, and each leader's files of it."""
 
     has: dict[int, frozenset[str]]
     example: _Offer
@@ -76,7 +76,7 @@ class _Version:
 
 
 def _versions(offers: Iterable[tuple[int, _Offer | None]]) -> list[_Version]:
-    """Whole ones first, then those that most leaders have."""
+    """Versions of a checkpoint: complete ones first, then by the number of leaders."""
     found: dict[str, dict[int, _Offer]] = {}
     for leader, offer in offers:
         if offer is not None:
@@ -90,7 +90,7 @@ def _versions(offers: Iterable[tuple[int, _Offer | None]]) -> list[_Version]:
 
 def whole(mine: list[Path], where: CheckpointFolder, ranks: Ranks) -> tuple[list[Path], dict[Path, str]]:
     """The checkpoints that all folders hold together, newest first, and the faults of the others."""
-    # By a name that is the same on all hosts.
+    # The names are the same on all hosts, paths are not.
     named = {path.name if path.parent == where.path else str(path): path for path in mine}
     offers = {name: _offer(path) for name, path in named.items()} if where.leads else {}
     shares = from_all(ranks, offers)
@@ -149,7 +149,7 @@ def fetch(checkpoint: Path, wanted: Iterable[str], where: CheckpointFolder, rank
         problem = _pass_on(checkpoint / name, target, owner, ranks) or problem
     if takes:
         problem = problem or _settle(into, checkpoint, takes)
-        with contextlib.suppress(OSError):  # nothing that was not settled stays
+        with contextlib.suppress(OSError):  # an unfinished file is removed
             if into != checkpoint:
                 remove_tree(into)
             for name in takes:
@@ -160,13 +160,13 @@ def fetch(checkpoint: Path, wanted: Iterable[str], where: CheckpointFolder, rank
 
 
 def fetch_all(checkpoint: Path, where: CheckpointFolder, ranks: Ranks) -> None:
-    """See to it that rank 0's folder has every file. All ranks call it together; see `fetch`."""
+    """Complete the files in rank 0's folder. All ranks call it together; see `fetch`."""
     wanted = Manifest.read(checkpoint).files if where.split and ranks.rank == 0 else ()
     fetch(checkpoint, wanted, where, ranks)
 
 
 def _pass_on(source: Path, target: Path | None, owner: int, ranks: Ranks) -> CheckpointError | None:
-    """Send a file from its owner to all ranks, of which those with a `target` write it; returns the error here."""
+    """Send a file from its owner to all ranks, and write it on those with a `target`; returns this rank's error."""
     problem: CheckpointError | None = None
     sends = ranks.rank == owner
     with contextlib.ExitStack() as stack:
@@ -208,7 +208,7 @@ def _io_error(error: OSError, path: Path | None) -> CheckpointError:
 
 
 def _settle(into: Path, checkpoint: Path, names: set[str]) -> CheckpointError | None:
-    """Give fetched files their names, and a new folder its name, once they are what the manifest says."""
+    """Check fetched files against the manifest, and give them and a new folder their names."""
     try:
         for name in names:
             (into / f"{name}.part").rename(into / name)

@@ -1,4 +1,4 @@
-"""The checkpoints that a path means, and the contents of a run's folder. No torch."""
+"""Finds the checkpoints at a path, and lists a run's folder. No torch."""
 
 from __future__ import annotations
 
@@ -41,8 +41,7 @@ class Row:
     path: Path | str
     """Folder, or URL."""
     state: str
-    """complete, part (what else belongs to it is on other hosts, or gone), damaged, incomplete, tmp, trash or set
-    aside."""
+    """complete, part (the rest is on other hosts, or gone), damaged, incomplete, tmp, trash or set aside."""
     detail: str
     """The reason why it is not complete; else empty."""
     bytes: int
@@ -52,16 +51,16 @@ class Row:
     layout: dict[str, Any] | None = None
     weights_only: bool = False
     stage: str = ""
-    """Stage of a run with several, and its data, such as `1: data/b`; empty for others."""
+    """Stage and data of a run with several stages, for example `1: data/b`; empty for others."""
     began_from: str = ""
-    """The checkpoint of another run that its run began from, such as `a/step-500`."""
+    """The checkpoint of another run that its run began from, for example `a/step-500`."""
     best: str = ""
-    """Figure of a checkpoint that checkpoint.keep_best keeps, such as `eval/loss 2.3100`; empty for others."""
+    """Figure of a checkpoint that checkpoint.keep_best keeps, for example `eval/loss 2.3100`; empty for others."""
 
 
 def find_checkpoints(path: Path) -> list[Path]:
     """The complete checkpoints of a run folder or its checkpoints/, newest first; or one checkpoint, also as
-    RUN/step-N. Raises CheckpointError: there is none."""
+    RUN/step-N. Raises CheckpointError: none."""
     _refuse_data(path)
     found = [path] if (path / MANIFEST).exists() else complete_checkpoints(checkpoints_of(path))
     short = _SHORT_STEP.fullmatch(path.name)
@@ -75,14 +74,14 @@ def find_checkpoints(path: Path) -> list[Path]:
 
 
 _TRIES = 5
-"""Checkpoints of a live run that may be deleted under the reader, by its checkpoint.keep."""
+"""Attempts with a live run, whose checkpoint.keep may delete a checkpoint under the reader."""
 
 
 def read_while_there(find: Callable[[], Path], read: Callable[[Path], T]) -> tuple[Path, T]:
-    """The checkpoint that `find` gives, and what `read` makes of it; where a live run deletes it meanwhile, of the next
-    that `find` gives.
+    """Return (checkpoint, result of `read` for it); if a live run deletes a checkpoint in the meantime, `find` gives
+    another.
 
-    Raises: what the two raise; CheckpointError after five that were deleted.
+    Raises: any error of the two; CheckpointError after five deleted ones.
     """
     for left in reversed(range(_TRIES)):
         folder = find()
@@ -100,7 +99,7 @@ def _refuse_data(path: Path) -> None:
     """A data folder has a manifest.json, too. Raises CheckpointError."""
     try:
         manifest = untrusted.loads(read_file(path / MANIFEST))
-    except (OSError, ValueError):  # none, or what is said of a damaged one
+    except (OSError, ValueError):  # none, or a damaged one, which is reported elsewhere
         return
     if isinstance(manifest, dict) and "data_fingerprint" in manifest and "manifest" not in manifest:
         raise CheckpointError(
@@ -110,13 +109,14 @@ def _refuse_data(path: Path) -> None:
 
 
 def checkpoints_of(path: Path) -> Path:
-    """RUN/checkpoints, from either; and a folder of another name that holds checkpoints, as checkpoint.dir may."""
+    """RUN/checkpoints, from either; or a folder with another name that holds checkpoints: checkpoint.dir allows any
+    name."""
     below = path / "checkpoints"
     return path if not below.is_dir() and (path.name == "checkpoints" or complete_checkpoints(path)) else below
 
 
 def step_folders(path: Path) -> list[Path]:
-    """Every folder in a run's checkpoints/ that has a checkpoint's name, complete or not, newest first."""
+    """Every folder in a run's checkpoints/ with a checkpoint's name, complete or not, newest first."""
     folder = checkpoints_of(path)
     found = [p for p in folder.iterdir() if p.is_dir() and step_of(p) is not None] if folder.is_dir() else []
     return sorted(found, key=lambda p: step_of(p) or 0, reverse=True)
@@ -150,7 +150,7 @@ def _best(checkpoints: Path) -> list[tuple[Best, Path, float]]:
 
 
 def best_checkpoints(path: Path) -> list[Path]:
-    """The checkpoints of a run folder by its checkpoint.keep_best, best first. Raises CheckpointError: none."""
+    """The checkpoints that a run's checkpoint.keep_best keeps, best first. Raises CheckpointError: none."""
     found = _best(checkpoints_of(path))
     if not found:
         raise CheckpointError(
@@ -201,7 +201,7 @@ def _stage(trainer: dict[str, Any]) -> str:
     try:
         last = trainer["data_stages"][-1]
         return f"{last['stage']}: {', '.join(last['folders'])}" if last["stage"] else ""
-    except (KeyError, IndexError, TypeError):  # of a version before
+    except (KeyError, IndexError, TypeError):  # an earlier version wrote it
         return ""
 
 
@@ -233,7 +233,7 @@ def _unlisted(folder: Path, state: str, detail: str) -> Row:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Bytes of the files below a folder; those that go away meanwhile count nothing."""
+    """Bytes of the files below a folder; deleted files count as 0."""
     total = 0
     for place, _, files in os.walk(folder):
         for name in files:
@@ -252,7 +252,7 @@ def _age_s(path: Path) -> float:
 
 
 def layout_words(layout: dict[str, Any], weights_only: bool) -> str:
-    """'ZeRO 1 x 8 ranks (pipeline 2, tensor 2), bf16'. What a manifest does not tell is left out."""
+    """'ZeRO 1 x 8 ranks (pipeline 2, tensor 2), bf16', from the entries that a manifest has."""
     stage, ranks = layout.get("zero_stage"), layout.get("world_size")
     degrees = ", ".join(f"{key} {layout[key]}" for key in _DEGREES if layout.get(key))
     how = str(layout.get("made_by") or f"ZeRO {stage} x {ranks} ranks" + (f" ({degrees})" if degrees else ""))
@@ -261,7 +261,7 @@ def layout_words(layout: dict[str, Any], weights_only: bool) -> str:
 
 
 def table(found: Sequence[Row]) -> list[str]:
-    """Aligned lines under a heading. STAGE and FROM are there where a row has one."""
+    """Aligned lines under a heading. STAGE and FROM appear if a row has one."""
     more = {"STAGE": [row.stage for row in found], "FROM": [row.began_from for row in found]}
     more = {name: column for name, column in more.items() if any(column)}
     lines = [("STEP", "TOKENS", *more, "SIZE", "LAYOUT", "AGE", "STATE", "FOLDER")]
@@ -282,6 +282,6 @@ def table(found: Sequence[Row]) -> list[str]:
 
 
 def lines_of(cells: Sequence[Sequence[str]]) -> list[str]:
-    """Columns two blanks apart."""
+    """Align columns, two blanks apart."""
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]

@@ -47,7 +47,7 @@ from llmtrain.optim.optimizers import PARAM
 
 _PARAMETERS_ALONE = (
     "take the parameters alone into a new run (resume_weights_only): moments, learning rate, step count and the place "
-    "in the data begin anew"
+    "in the data begin again"
 )
 
 
@@ -57,16 +57,16 @@ class Resumed:
 
     folder: Path
     trainer: dict[str, Any]
-    """trainer.json."""
+    """Content of trainer.json."""
     step: int
     weights_only: bool
     """Only the parameters were taken: the run begins at step 0."""
     began_from: dict[str, Any] | None
     """Origin of the run, for its own checkpoints: see `origin`."""
     frozen: FrozenSource
-    """Source of its frozen parameters that it does not hold."""
+    """Source of the frozen parameters that its checkpoints leave out."""
     lines: list[str]
-    """To log: what was skipped, taken, not recorded, changed."""
+    """To log: skipped checkpoints, taken weights, missing records, changes."""
 
 
 def resume(
@@ -98,7 +98,7 @@ def resume(
         except DamagedCheckpoint as error:
             rejected[candidate] = f"{candidate.name}: {error}"
             continue
-        if where.leads and own:  # another run's folder stays as it is
+        if where.leads and own:  # another run's folder stays unchanged
             set_aside(list(rejected))
         return Resumed(
             folder=candidate,
@@ -121,7 +121,7 @@ def resume(
 
 
 def _taken_weights(folder: Path, reader: CheckpointReader) -> list[str]:
-    return [f"took the parameters of {folder} (step {reader.manifest.step}); moments, schedule and data begin anew"]
+    return [f"took the parameters of {folder} (step {reader.manifest.step}); moments, schedule and data begin again"]
 
 
 def _taken_all(folder: Path, reader: CheckpointReader, saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -135,7 +135,7 @@ def _taken_all(folder: Path, reader: CheckpointReader, saved: dict[str, Any], no
 
 
 def _rate_jump(step: int, saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Warn where another length or schedule changes the learning rate at the resumed step."""
+    """Warn if another length or schedule makes the learning rate jump at the resumed step."""
     planned, last, first = _rate(saved, step), _rate(saved, step - 1), _rate(now, step)
     if not step or planned is None or last is None or first is None or math.isclose(planned, first, rel_tol=0.01):
         return []
@@ -179,15 +179,16 @@ def _needed(engine: Engine, folder: Path, weights_only: bool) -> set[str]:
 def _open(
     folder: Path, pretrained: Path | None, where: CheckpointFolder, ranks: Ranks, *, parts: bool
 ) -> tuple[CheckpointReader, dict[str, Any]]:
-    """The reader and trainer.json, after a look at everything but the values: all ranks together, each file once.
+    """Return the reader and trainer.json after a check of everything but the values: all ranks together, each file
+    once.
 
-    `pretrained`: where frozen parameters are looked for if their folder is gone. `parts`: the values of the run's parts
-    (EMA, sites) are compared, too: parts read them when no older checkpoint can be taken any more.
+    `pretrained`: the folder for frozen parameters if theirs is gone. `parts`: also check the values of the run's parts
+    (EMA, sites), because parts read them when no older checkpoint can be taken any more.
 
     Raises:
-        FrozenSourceError: they are not there.
+        FrozenSourceError: the frozen parameters are missing.
         DamagedCheckpoint: no manifest, a missing file, another size, another header, another trainer.json.
-        UnknownFormat: it is another version's; that is no damage, and none is walked past.
+        UnknownFormat: another version's; that is no damage, and the search ends there.
     """
     wrong: list[str] = []
     trainer: dict[str, Any] = {}
@@ -242,7 +243,7 @@ def load_checkpoint(
     engine: Engine, reader: CheckpointReader, trainer: dict[str, Any], ranks: Ranks, *, weights_only: bool = False
 ) -> None:
     """Fill the engine from a checkpoint of any layout and prove that every value arrived; each rank reads its own
-    slices in chunks of a few MiB. `weights_only` leaves the optimizer as it is. Raises DamagedCheckpoint,
+    slices in chunks of a few MiB. `weights_only` leaves the optimizer unchanged. Raises DamagedCheckpoint,
     FrozenSourceError, CheckpointError: other moments; ModelError: other parameters or shapes."""
     live = engine.state()
     check_names(engine, reader)
@@ -272,7 +273,7 @@ def load_checkpoint(
 
 
 def _fill(pieces: list[StateTensor], reader: CheckpointReader) -> dict[Key, int]:
-    """Returns the exact values' checksums where the engine rounds them (Muon's momentum, frozen bf16 ones)."""
+    """Return the checksums of exact values that the engine rounds (Muon's momentum, frozen bf16 weights)."""
     exact: dict[Key, int] = {}
     for piece in pieces:
         key = (piece.kind, piece.name)
@@ -310,7 +311,7 @@ def _refuse_other_state(live: list[StateTensor], reader: CheckpointReader, ranks
     if no_maps:
         raise CheckpointError(
             f"{reader.folder}: Muon stepped {', '.join(no_maps[:3])} there, and steps only matrices of linear maps "
-            f"now, AdamW the rest. To go on without those moments, {_PARAMETERS_ALONE}."
+            f"now, AdamW the rest. To continue without those moments, {_PARAMETERS_ALONE}."
         )
     if unwanted or missing:
         texts = [f"it holds {_listed(unwanted)}, which this run does not train"] if unwanted else []
@@ -327,7 +328,7 @@ def _listed(keys: list[Key]) -> str:
 
 
 def _mismatch(reader: CheckpointReader, bad: list[Key], ranks: Ranks) -> CheckpointError:
-    """The reason why tensors differ from the manifest: the files that hold them are read again, by all ranks."""
+    """Name the cause of tensors that differ from the manifest: all ranks read their files again."""
     files = {
         name
         for name, entry in reader.manifest.files.items()
@@ -350,7 +351,7 @@ def _mismatch(reader: CheckpointReader, bad: list[Key], ranks: Ranks) -> Checkpo
 
 
 def _refuse_other_adapter(saved: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
-    """Refuse another scale, which no shape shows, or an adapter where the run has none."""
+    """Refuse another scale, which no shape shows, and an adapter on one side only."""
     there, here = ((state.get("run") or {}).get("adapter") or {} for state in (saved, now))
     if bool(there.get("r")) != bool(here.get("r")):
         holds, wants, merge = ("no adapter", "trains one", "") if here.get("r") else (
@@ -373,11 +374,11 @@ def _other_data(saved: dict[str, Any], now: dict[str, Any]) -> str:
         for key in keys
         if there and there.get(key) != here.get(key)
     ]
-    return "; ".join(found) or "The prepared data has been made anew or changed since"
+    return "; ".join(found) or "The prepared data has been prepared again or changed since"
 
 
 def as_of(step: int, now: dict[str, Any]) -> dict[str, Any]:
-    """Return the trainer state that this run has after a step, with the data and the model of that stage."""
+    """Return this run's trainer state after a step, with the data and the model of that stage."""
     planned = [stage for stage in now.get("plan") or () if stage[0] < max(1, step)]
     if not planned:
         return now
@@ -408,15 +409,15 @@ def refuse_other_model(saved: dict[str, Any], now: dict[str, Any], folder: Path,
 def refuse_other_run(
     saved: dict[str, Any], now: dict[str, Any], folder: Path, *, other_data: bool = False
 ) -> list[str]:
-    """Refuse a checkpoint of another optimizer, vocabulary or data; `now` is `as_of` its step. `other_data`: other data
-    of the same tokenizer is right. Returns a note if the checkpoint names no data. Raises CheckpointError."""
+    """Refuse a checkpoint of another optimizer, vocabulary or data; `now` is `as_of` its step. `other_data` accepts
+    other data of the same tokenizer. Returns a note if the checkpoint names no data. Raises CheckpointError."""
     step = saved.get("step") or 0
     if isinstance(held := saved.get("reference"), list):  # until 26 November 2026 one for each set of a mixture
         saved["reference"] = sorted(set(held))
     remedies = {
         "optimizer": f"Its moments mean something else. Use the same optim.name, or {_PARAMETERS_ALONE}",
         "vocab_size": "The embedding has other rows. Use the same model and tokenizer",
-        "data_fingerprint": f"{_other_data(saved, now)}. The order of the samples would not continue. Go on with the "
+        "data_fingerprint": f"{_other_data(saved, now)}. The order of the samples would not continue. Continue with the"
         f"data as it was, change it in a stage (data.stages) from step {step} on or later, give --resume_data new with "
         f"a train.run_dir of its own to read the other data from its first sequence, or {_PARAMETERS_ALONE}",
         "reference": "The answers would be compared with another model than so far. The one that the run "
@@ -433,7 +434,7 @@ def refuse_other_run(
     _refuse_other_plugins(saved.get("plugins") or {}, now.get("plugins") or {}, folder)
     if saved.get("data_fingerprint") is None:
         return [
-            f"{folder} does not tell its data: this run's data is taken for the same, from sequence "
+            f"{folder} does not name its data: this run's data is assumed, from sequence"
             f"{saved.get('sample_index') or 0} on"
         ]
     return []
@@ -442,11 +443,11 @@ def refuse_other_run(
 def _refuse_other_plugins(saved: dict[str, str], now: dict[str, str], folder: Path) -> None:
     if saved == now or changed_ok():
         return
-    remedy = f"give {CHANGED} ok to go on with it, or go on with the code as it was"
+    remedy = f"give {CHANGED} ok to continue with it, or continue with the code as it was"
     for name in sorted(saved.keys() | now.keys()):
         if name not in now:
             raise CheckpointError(f"{folder}: the run used the plugin {name}, and this launch has none of that name. "
-                                  f"Give {FLAG} {name}.py, or {CHANGED} ok to go on without")  # fmt: skip
+                                  f"Give {FLAG} {name}.py, or {CHANGED} ok to continue without")  # fmt: skip
         if name not in saved:
             raise CheckpointError(f"{folder}: the run had no plugin {name} so far; {remedy}")
         if saved[name] != now[name]:

@@ -1,4 +1,4 @@
-"""Compares two configurations of a model: the same weights may compute something else."""
+"""Compares two model configurations, because the same weights may give another function."""
 
 from __future__ import annotations
 
@@ -19,33 +19,32 @@ _HARMLESS = re.compile(
     r"|output_(attentions|hidden_states|router_logits)|id2label|label2id|num_labels|label_names|\w+_token_(id|index)s?"
     r"|\w*(attn|attention|experts)_implementation\w*|use_(mamba_kernels|mambapy|mem_eff_path|associative_scan)"
     r"|chunk_size(_feed_forward|_lm_head)?|num_logits_to_keep|pretraining_tp|gradient_checkpointing"
-    r"|vocab_size"  # which the shapes tell
-    # Of training alone: the weights mean what they did.
+    r"|vocab_size"  # the shapes show it
+    # Of training alone: the function of the weights stays the same.
     r"|\w*(dropout|pdrop|layerdrop|jitter|loss)\w*|(\w+_)?init\w*_(range|factor|std|scale)|init_std|\w*_init_scheme"
 )
 _LENGTHS = re.compile(r"max_position_embeddings|max_seq(uence)?_len(gth)?|model_max_length|n_ctx|context_length")
-"""The texts that a model is made for: some kinds of scaled rotary positions read the number, nothing else does."""
+"""The text lengths that a model is made for: only some kinds of scaled rotary positions read the number."""
 _SCALED = re.compile(r'"rope_type": "(?!default")')
 
 
 def other_meaning(there: Mapping[str, Any] | None, here: Mapping[str, Any] | None) -> list[str]:
-    """Return `key: A -> B` for each field of two config.json that changes the model's function. Both are read by
-    this transformers, with the defaults of the family's class; a field unknown to that class counts only where both
-    have it."""
+    """Return `key: A -> B` for each field of two config.json that changes the model's function. This transformers reads
+    both, with the defaults of the family's class; a field unknown to that class counts only if both have it."""
     if there is None or here is None or (there := _plain(there)) == (here := _plain(here)):
         return []
-    with contextlib.suppress(Exception):  # of a newer version, or with code of its own: what both tell is compared
+    with contextlib.suppress(Exception):  # of a newer version, or with its own code: the given fields are compared
         there, here = (_plain(load_config(ModelConfig(config=dict(each))).to_dict()) for each in (there, here))
     return list(_differences(there, here, scaled=bool(_SCALED.search(json.dumps([there, here])))))
 
 
 def _plain(fields: Mapping[str, Any]) -> Any:
-    """As a JSON file gives them back."""
+    """Convert values to their form in a JSON file."""
     return json.loads(json.dumps(fields, default=str))
 
 
 def _differences(there: Mapping[str, Any], here: Mapping[str, Any], *, scaled: bool, prefix: str = "") -> Iterator[str]:
-    config = "model_type" in there  # and no map within one
+    config = "model_type" in there  # not a map within one
     for key in sorted(there.keys() | here.keys()):
         was, now = there.get(key), here.get(key)
         if was == now or _HARMLESS.fullmatch(key) or (not scaled and _LENGTHS.fullmatch(key)):
@@ -57,18 +56,18 @@ def _differences(there: Mapping[str, Any], here: Mapping[str, Any], *, scaled: b
 
 
 def other_scale(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """Return the settings by which the adapters of two trainer states have another scale."""
+    """The settings that give the adapters of two trainer states different scales."""
     was, now = ((state.get("run") or {}).get("adapter") or {} for state in (there, here))
     keys = ("r", "alpha", "rslora") if was.get("r") and now.get("r") else ()
     return [f"adapter.{key}: {was.get(key)} -> {now.get(key)}" for key in keys if was.get(key) != now.get(key)]
 
 
 def refuse_other_base(mark: Path, config: Any) -> None:
-    """Refuse an adapter whose model's configuration is not that of `mark`, llmtrain's record. Raises ModelError."""
+    """Refuse an adapter whose model's configuration differs from `mark`, llmtrain's record. Raises ModelError."""
     told = None
     with contextlib.suppress(OSError, ValueError, AttributeError):
         told = untrusted.loads(mark.read_bytes(), infinite=True).get("model_config")
     if found := other_meaning(told, config.to_dict()):
-        raise ModelError(f"{mark.parent}: its adapter was trained beside another configuration of the model: "
-                         f"{'; '.join(found)}. Give config.json of the model these values back, or take the whole: "
-                         "llmtrain checkpoint to-hf RUN FOLDER --merge.")  # fmt: skip
+        raise ModelError(f"{mark.parent}: its adapter was trained on another configuration of the model: "
+                         f"{'; '.join(found)}. Give config.json of the model these values back, or use the merged "
+                         "model: llmtrain checkpoint to-hf RUN FOLDER --merge.")  # fmt: skip

@@ -1,9 +1,8 @@
-"""A second home for a run's checkpoints, in an object store: uploaded in the background, fetched where there are none.
+"""Copies a run's checkpoints to an object store in the background, and fetches them into an empty folder.
 
-`python -m llmtrain.checkpoint.mirror` does it beside the run, a process of its own, so that no step waits for the
-network. A checkpoint counts there once its manifest and all files that the manifest lists are there with their sizes:
-an upload that ends early is as if it had never begun. Access is by fsspec, whose drivers find their credentials in
-environment and files.
+`python -m llmtrain.checkpoint.mirror` is a process of its own, so that no step waits for the network. A checkpoint
+counts in the store once its manifest and all files in the manifest are there with their sizes: an upload that ends
+early has no effect. Access is by fsspec, whose drivers find their credentials in environment and files.
 """
 
 from __future__ import annotations
@@ -47,12 +46,12 @@ class Mirrored:
     """Checkpoints in an object store."""
 
     def __init__(self, url: str, *, again: bool = False) -> None:
-        """`again`: as of `Store`; without, the caller tries again."""
+        """`again`: see `Store`; without it the caller tries again."""
         self._url, self._again = url, again
 
     @cached_property
     def store(self) -> Store:
-        """The folder there. Raises StoreError, as all methods do."""
+        """The store's folder. Raises StoreError, like all methods."""
         return Store(self._url, again=self._again)
 
     def complete(self) -> dict[int, bytes]:
@@ -64,14 +63,14 @@ class Mirrored:
         return {step: manifest for step, manifest in found.items() if manifest is not None}
 
     def _files(self) -> Iterator[tuple[int, str, int]]:
-        """(step, name, bytes) of each file of a checkpoint. What lies deeper is another run's, whose URL goes on."""
+        """(step, name, bytes) of each file of a checkpoint; files in deeper folders belong to other runs."""
         for path, stored in self.store.files().items():
             folder, _, name = path.rpartition("/")
             if "/" not in folder and (step := step_of(Path(folder))) is not None:
                 yield step, name, stored.bytes
 
     def _manifest(self, step: int, sizes: dict[str, int]) -> bytes | None:
-        """The manifest of a step of which all files are there."""
+        """The manifest of a step, if all its files are in the store."""
         if MANIFEST not in sizes:
             return None
         with tempfile.TemporaryDirectory() as folder:
@@ -105,7 +104,7 @@ class Mirrored:
         return sum((folder / name).stat().st_size for name in names)
 
     def get(self, step: int, into: Path, beat: Callable[[], None]) -> None:
-        """Download a checkpoint. `beat`: called before each file. Raises CheckpointError: a file's name is no name."""
+        """Download a checkpoint; calls `beat` before each file. Raises CheckpointError: not a valid file name."""
         into.mkdir(parents=True)
         self.store.get(_name(step, MANIFEST), into / MANIFEST)
         for name in Manifest.read(into).files:
@@ -123,13 +122,13 @@ class Mirrored:
         self.drop(lambda step: step not in stays and (step < min(stays, default=0) or step in found))
 
     def drop(self, chosen: Callable[[int], bool]) -> None:
-        """Delete what is there of the chosen steps."""
+        """Delete all files of the chosen steps."""
         there: dict[int, list[str]] = {}
         for step, name, _ in self._files():
             if chosen(step):
                 there.setdefault(step, []).append(name)
         for step, names in there.items():
-            # The manifest first: a deletion that ends early leaves nothing that seems whole.
+            # The manifest first: a deletion that ends early leaves nothing that seems complete.
             self.store.remove([_name(step, MANIFEST)])
             self.store.remove([_name(step, name) for name in names if name != MANIFEST])
 
@@ -144,33 +143,33 @@ def _name(step: int, name: str) -> str:
 
 def refuse_other(url: str, checkpoints: Path, *, continues: bool) -> None:
     """Refuse a store with checkpoints of another run, or newer ones of this run (unless it `continues` from its
-    folder): their steps would be mixed up. A store that cannot be read is reported by the process of the mirror.
-    Raises CheckpointError."""
+    folder), because their steps would be mixed. The mirror's process reports a store that cannot be read. Raises
+    CheckpointError."""
     here = complete_checkpoints(checkpoints) if continues else []
     try:
         store = Mirrored(url)
         newest = next(iter(store.complete()), None)
         theirs = None if newest is None else store.run(newest)
         ours = [_run_id(read_trainer(folder)) for folder in here[:1]]
-    except (OSError, ValueError):  # a damaged checkpoint here is told of by who goes on from it
+    except (OSError, ValueError):  # a resume reports a damaged checkpoint
         return
     if newest is None:
         return
     where, held = f"checkpoint.mirror {redact_text(url)}", f"step-{newest:08d}"
     if theirs not in ours:
         raise CheckpointError(
-            f"{where}: it holds {held}, which this run has not written. Give each run an address of its own, or go on "
-            f"from there: --resume auto in a folder without checkpoints"
+            f"{where}: it holds {held}, which this run has not written. Give each run an address of its own, or "
+            f"continue from there: --resume auto in a folder without checkpoints"
         )
     if newest > (step_of(here[0]) or 0):
         raise CheckpointError(
-            f"{where}: it holds {held} of this run, newer than {here[0]}. Remove the folder's checkpoints to go on "
-            "from there, or the newer ones there to go on from here"
+            f"{where}: it holds {held} of this run, newer than {here[0]}. Remove the folder's checkpoints to continue "
+            "from there, or the newer ones there to continue from here"
         )
 
 
 def _run_dir(trainer: Any) -> Any:
-    """The run folder that a checkpoint was written for; None: it does not tell."""
+    """The run folder that a checkpoint was written for; None: not recorded."""
     for key in ("run", "train", "run_dir"):
         trainer = trainer.get(key) if isinstance(trainer, dict) else None
     return trainer
@@ -205,38 +204,38 @@ def fetch_newest(url: str, checkpoints: Path, run_dir: str, beat: Callable[[], N
     except Exception as error:  # each driver has its own
         raise CheckpointError(
             f"checkpoint.mirror {redact_text(url)}: cannot be read ({short(error)}); correct address or access, or "
-            "leave it out to begin anew"
+            "leave it out to begin again"
         ) from error
     if written_for is not None:
         raise CheckpointError(
             f"checkpoint.mirror {redact_text(url)}: it holds checkpoints of the run {written_for}, and this one is "
-            f"{run_dir}. Give each run an address of its own; to go on with that one, give train.run_dir its name"
+            f"{run_dir}. Give each run an address of its own; to continue that one, give train.run_dir its name"
         )
     if damaged and not steps:
         raise CheckpointError(
             f"checkpoint.mirror {redact_text(url)}: the manifest of {', '.join(damaged)} cannot be read, or lists "
             "other files than are there, and no other checkpoint is there. Put the checkpoint right or remove it; "
-            "to begin anew: --resume none"
+            "to begin again: --resume none"
         )
     if steps:
         raise CheckpointError(
             f"checkpoint.mirror {redact_text(url)}: none of its {len(steps)} checkpoints has the contents that its "
-            "manifest lists; remove them, or leave checkpoint.mirror out to begin anew"
+            "manifest lists; remove them, or leave checkpoint.mirror out to begin again"
         )
     return None
 
 
 class _Mirroring:
-    """Uploads a run's checkpoints as they become complete, one at a time, the newest first."""
+    """Uploads a run's new checkpoints, one at a time, the newest first."""
 
     def __init__(
         self, checkpoints: Path, store: Mirrored, keep: int, best: Best | None, tell: Callable[..., None]
     ) -> None:
         self._checkpoints, self._store, self._keep, self._best, self._tell = checkpoints, store, keep, best, tell
         self._done: int | None = None
-        """The step that was mirrored last."""
+        """The last mirrored step."""
         self.failures = 0
-        """Tries that have failed in a row."""
+        """Number of failed tries in a row."""
         self._pause_s, self._not_before = _POLL_S, 0.0
 
     def newest(self) -> Path | None:
@@ -245,23 +244,23 @@ class _Mirroring:
         return found[0] if found and step_of(found[0]) != self._done else None
 
     def go_on(self, *, now: bool = False) -> None:
-        """Mirror the newest checkpoint if it is time for it, or `now`; after a fault of the store, try later."""
+        """Mirror the newest checkpoint if it is due, or `now`; after a fault of the store, try later."""
         folder = self.newest()
         if folder is None or (not now and time.monotonic() < self._not_before):
             return
         step, began = step_of(folder) or 0, time.monotonic()
-        # Links: retention may delete the checkpoint meanwhile.
+        # Links: retention may delete the checkpoint in the meantime.
         links = folder.with_name(f"{folder.name}.mirror-{os.getpid()}.tmp")
         try:
             size, there = 0, self._store.complete()
             manifest, run = (folder / MANIFEST).read_bytes(), _run_id(read_trainer(folder))
             if there and self._store.run(next(iter(there))) != run:
                 raise CheckpointError("it holds checkpoints of another run; give each run an address of its own")
-            # What is newer than the newest here, or another of the same step, is of a course that was given up.
+            # Newer steps than the newest here, and another checkpoint of this step, belong to an abandoned course.
             given_up = {other for other, held in there.items() if other > step or (other == step and held != manifest)}
             if given_up:
                 self._store.drop(given_up.__contains__)
-            if there.get(step) != manifest:  # else as after another launch, or a deletion that failed
+            if there.get(step) != manifest:  # equal after another launch, or a deletion that failed
                 shutil.copytree(folder, links, copy_function=os.link)
                 size = self._store.put(links, step)
             older = [other for other in there if other != step and other not in given_up]
@@ -284,8 +283,8 @@ class _Mirroring:
 
 
 def main() -> None:
-    """Arguments: the folder, the URL, how many checkpoints stay, the best ones (JSON or null). It ends with its input
-    or, after the word `finish`, when the newest checkpoint is mirrored."""
+    """Arguments: the folder, the URL, the number of checkpoints to keep, the best ones (JSON or null). It ends with its
+    input or, after the word `finish`, when the newest checkpoint is mirrored."""
     checkpoints, url, keep, best = sys.argv[1:]
     choice: Any = json.loads(best)
     finish = threading.Event()
@@ -294,7 +293,7 @@ def main() -> None:
         for line in sys.stdin:
             if line.strip() == "finish":
                 finish.set()
-        os._exit(0)  # whoever started this is gone: what is half there does not count
+        os._exit(0)  # the parent is gone: a partial upload does not count
 
     def tell(kind: str, **fields: Any) -> None:
         print(json.dumps({"kind": kind, **fields}), flush=True)

@@ -1,6 +1,4 @@
-"""Output of a conversion: streamed, restartable after a kill, there as a whole or not at all; of tensors from elsewhere
-than a live engine also a checkpoint.
-"""
+"""Output of a conversion: streamed, restartable after a kill, and complete or absent; also as a checkpoint."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ _READERS = 2
 
 
 def claim(partial: Path) -> int:
-    """Make a folder to write into and take its lock, which goes with the returned handle. Raises CheckpointError."""
+    """Make a folder to write into and take its lock, held by the returned handle. Raises CheckpointError."""
     try:
         partial.mkdir(parents=True, exist_ok=True)
         return lock_folder(partial)
@@ -47,7 +45,7 @@ def claim(partial: Path) -> int:
 
 class OutputFolder:
     """A folder that appears under its name by `commit`. Until then it is NAME.tmp, with a journal of finished files,
-    which the same conversion (an equal `plan`) takes up after a kill. A user's mistake inside removes it. Raises
+    and the same conversion (an equal `plan`) continues it after a kill. A user's mistake inside removes it. Raises
     CheckpointError: the folder exists, is being written, or cannot be."""
 
     def __init__(self, out: Path, plan: dict[str, Any]) -> None:
@@ -69,18 +67,18 @@ class OutputFolder:
     ) -> None:
         if isinstance(error, UserError):
             remove_tree(self.partial)
-            with contextlib.suppress(OSError):  # something else is in it by now
+            with contextlib.suppress(OSError):  # it holds something else by now
                 for folder in self._made:
                     folder.rmdir()
         os.close(self._lock)
         if isinstance(error, OSError):
             raise CheckpointError(
-                f"{self.partial} cannot be written: {error.strerror}. Mend that and start the same command again: it "
-                f"continues there. Or delete the folder."
+                f"{self.partial} cannot be written: {error.strerror}. Fix the cause and start the same command again: "
+                f"it continues there. Or delete the folder."
             ) from error
 
     def need(self, total_bytes: int) -> None:
-        """Raises CheckpointError when so many bytes (finished files included) do not fit."""
+        """Raises CheckpointError when `total_bytes` (finished files included) do not fit."""
         have = sum(info["bytes"] for info in self._finished.values())
         free = shutil.disk_usage(self.partial).free
         if total_bytes - have > free:
@@ -89,7 +87,7 @@ class OutputFolder:
             )
 
     def file(self, name: str, write: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-        """Have `write` make the file, unless an earlier start did. What it returns ("bytes" is required) is kept."""
+        """Have `write` make the file, unless an earlier start did, and record its result ("bytes" is required)."""
         if name not in self._finished:
             info = write(self.partial / name)
             with open(self.partial / JOURNAL, "a") as journal:
@@ -142,8 +140,8 @@ def stream_tensors(
 
     Args:
         read: (name, start, stop) -> the flat elements in the tensor's dtype; called from several threads.
-        align: the data starts at a multiple of so many bytes.
-        advance: told the bytes written.
+        align: the data starts at a multiple of this number of bytes.
+        advance: gets the bytes written.
 
     Returns {"bytes", "xxh3"} of the durable file. Raises OSError.
     """
@@ -198,25 +196,25 @@ def build_checkpoint(
     advance: Callable[[int], None] = lambda count: None,
     read_again: bool = True,
 ) -> Path:
-    """Write the checkpoint folder `out` (step-00000500, for one) with whole fp32 tensors.
+    """Write the checkpoint folder `out` (for example step-00000500) with complete fp32 tensors.
 
     Args:
         shapes: by Hugging Face name.
         moments: optimizer moments: kind -> the names that have it. Empty for weights alone.
         read: (kind, name, start, stop) -> the flat fp32 elements; called from several threads.
-        trainer: what goes into trainer.json.
-        plan: identifies the conversion, so that a restart knows whether it continues the same one.
-        advance: told the bytes written.
-        read_again: read every byte back before it gets its name. For a caller that does not do so itself.
+        trainer: content of trainer.json.
+        plan: identifies the conversion, so that a restart continues the same one.
+        advance: gets the bytes written.
+        read_again: read every byte back before it gets its name, unless the caller does so itself.
 
     Raises:
-        CheckpointError: as OutputFolder does, or what was written is not what was read.
+        CheckpointError: see OutputFolder; or the file differs from its source.
     """
     keys = {f"{kind}/{name}": (kind, name) for kind, names in {PARAM: set(shapes), **moments}.items() for name in names}
     groups = _files(keys, shapes)
 
     def write(path: Path, group: Tensors) -> dict[str, Any]:
-        sums: dict[str, dict[int, int]] = {key: {} for key in group}  # by chunk: the chunks come from several threads
+        sums: dict[str, dict[int, int]] = {key: {} for key in group}  # by chunk: several threads add chunks
 
         def chunk(key: str, start: int, stop: int) -> Tensor:
             values = read(*keys[key], start, stop).float()

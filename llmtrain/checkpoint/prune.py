@@ -1,4 +1,4 @@
-"""`llmtrain checkpoint prune`: delete what a run no longer needs, by hand. No torch."""
+"""`llmtrain checkpoint prune`: delete a run's old checkpoints by hand. No torch."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _frozen_of(folder: Path) -> FrozenSource | None:
 
 @contextlib.contextmanager
 def _leftovers(checkpoints: Path) -> Iterator[list[Path]]:
-    """Folders that killed processes left, if no launch is live that may be writing there."""
+    """Folders that killed processes left, if no live launch may be writing there."""
     with contextlib.ExitStack() as locks:
         free = lock(checkpoints.parent, locks) and lock(checkpoints, locks)
         yield locks.enter_context(leftovers(checkpoints)) if free else []

@@ -1,4 +1,4 @@
-"""Slices of the tensors of one checkpoint, from whichever files hold them. Also a ParameterSource."""
+"""Slices of one checkpoint's tensors, read from any number of files. Also a ParameterSource."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from llmtrain.storage.tensorfile import TensorFile, TensorFileError
 
 @dataclass(frozen=True)
 class _Held:
-    """A piece and where it lies."""
+    """A piece and its place."""
 
     region: Region
     file: str
-    """In the checkpoint's folder; the path of one in the folder that frozen parameters come from."""
+    """File in the checkpoint's folder; for a frozen parameter the path in its source."""
     key: str
 
 
@@ -34,7 +34,7 @@ class CheckpointReader:
     """Reads for several threads, without a cache. Raises CheckpointError: no or damaged checkpoint."""
 
     def __init__(self, folder: Path, manifest: Manifest | None = None, parameters: str = PARAM) -> None:
-        """`parameters`: the kind of tensors that stand for the parameters, where the checkpoint has them."""
+        """`parameters`: kind of the tensors to read for the parameters that have one, for example the EMA."""
         self.folder = folder
         self.origin = f"resume: {folder}"
         self.manifest = manifest or Manifest.read(folder)
@@ -61,12 +61,12 @@ class CheckpointReader:
         self._lock = threading.Lock()
 
     def checksums(self) -> dict[tuple[str, str], int]:
-        """(kind, name) -> checksum of what is read under these."""
+        """(kind, name) -> checksum of the values that a read returns."""
         sums = self.manifest.checksums()
         return sums | {(PARAM, name): sums[self._kind, name] for name in self._instead}
 
     def tensors(self) -> set[tuple[str, str]]:
-        """(kind, name) of everything that it holds."""
+        """(kind, name) of every tensor."""
         return set(self._where)
 
     def kinds(self) -> set[str]:
@@ -88,14 +88,14 @@ class CheckpointReader:
         return self.read_kind_region(PARAM, name, region)
 
     def read_kind(self, kind: str, name: str, start: int, stop: int) -> Tensor:
-        """fp32 values [start, stop) of a moment of the optimizer, or of the parameter. Raises CheckpointError."""
+        """fp32 values [start, stop) of a flat parameter or moment. Raises CheckpointError."""
         return self.read_kind_region(kind, name, Region(start, stop - start))
 
     def read_kind_region(self, kind: str, name: str, region: Region) -> Tensor:
-        """Read a region; gaps of less than 1 KiB are read, too. Raises CheckpointError, also for a missing part."""
+        """Read a region; gaps below 1 KiB are read, too. Raises CheckpointError, also for a missing part."""
         wanted = list(self._held(kind, name, region))
         for held, _ in wanted:
-            self._check_piece(held)  # before memory is taken for what it claims
+            self._check_piece(held)  # before memory is allocated for its claim
         there = sum(some.rows * some.length for _, rows in wanted for some in rows)
         if there < region.numel:
             raise CheckpointError(f"{self.folder} holds {there} of {region.numel} elements asked of {kind} of {name}.")
@@ -114,7 +114,7 @@ class CheckpointReader:
         return {held.file for held, _ in self._held(kind, name, region)} & self.manifest.files.keys()
 
     def _held(self, kind: str, name: str, region: Region) -> Iterator[tuple[_Held, list[Shared]]]:
-        """The pieces that have some of the region, and what of it."""
+        """The pieces that overlap the region, with the common elements."""
         parts = self._where.get((kind, name))
         if parts is None:
             raise CheckpointError(f"{self.folder} holds no {kind} of {name}.")
@@ -133,7 +133,7 @@ class CheckpointReader:
             self._files.popitem()[1].close()
 
     def check(self, file: str) -> None:
-        """Whether a rank file holds the pieces that the manifest lists, by its header. Raises CheckpointError."""
+        """Check by a rank file's header that it holds the pieces in the manifest. Raises CheckpointError."""
         entry = self.manifest.files[file]
         handle = self._open(file)
         if handle.bytes != entry.bytes:
@@ -142,7 +142,7 @@ class CheckpointReader:
             raise CheckpointError(f"{self.folder / file} does not hold what the manifest says: see {odd}.")
 
     def frozen_types(self) -> dict[str, str]:
-        """Frozen parameter -> its type in its source, where all of it has one. Raises FrozenSourceError."""
+        """Frozen parameter -> its type in its source, if all its parts have one type. Raises FrozenSourceError."""
         types: dict[str, str] = {}
         for name in self.manifest.frozen.parts:
             for held in self._where[PARAM, name]:

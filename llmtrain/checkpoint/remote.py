@@ -1,7 +1,7 @@
-"""Checkpoints that a URL names: outlined for those who look, fetched into this user's cache for those who read.
+"""Checkpoints at a URL: outlined for a look, fetched into this user's cache to be read.
 
-A URL is that of a folder of checkpoints, as `checkpoint.mirror` fills it, of a run's folder, of a checkpoint's folder,
-or FOLDER/step-N.
+A URL names a folder of checkpoints, for example that of `checkpoint.mirror`, a run's folder, a checkpoint's folder, or
+FOLDER/step-N.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Remote:
 
     @contextlib.contextmanager
     def filled(self, path: Path) -> Iterator[None]:
-        """A file of an outline with its contents, for the time being. Raises CheckpointError."""
+        """Context in which a file of an outline has its contents. Raises CheckpointError."""
         if path.name in (MANIFEST, TRAINER):
             yield
             return

@@ -1,4 +1,4 @@
-"""Retention: the checkpoints of a run that may go. No torch: the writer process calls it after each save."""
+"""Retention: the checkpoints of a run to delete. No torch: the writer process calls it after each save."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def looks_good(folder: Path) -> bool:
-    """True if the manifest is whole and every file of this host is there at its size. Reads the manifest only."""
+    """True if the manifest is complete and every file of this host has its size. Reads the manifest only."""
     try:
         manifest = Manifest.read(folder)
     except CheckpointError:
@@ -32,7 +32,7 @@ def looks_good(folder: Path) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Best:
-    """The choice of a run's best checkpoints, as its `checkpoint.keep_best` says."""
+    """A run's choice of its best checkpoints: `checkpoint.keep_best`."""
 
     metric: str
     keep: int
@@ -41,14 +41,14 @@ class Best:
 
     @classmethod
     def chosen(cls, settings: KeepBest) -> Best | None:
-        """That of a run; None: it keeps no best ones."""
+        """Read the choice from a run's settings; None: the run keeps no best ones."""
         if settings.metric is None:
             return None
         return cls(metric=settings.metric, keep=settings.keep, mode=settings.mode or "min")
 
     @classmethod
     def of(cls, trainer: Mapping[str, Any]) -> Best | None:
-        """Read it from a checkpoint's trainer.json, every type checked; None: the run keeps no best ones."""
+        """Read the choice from a checkpoint's trainer.json, every type checked; None: the run keeps no best ones."""
         found: Any = trainer.get("run")
         for key in ("checkpoint", "keep_best"):
             found = found.get(key) if isinstance(found, dict) else None
@@ -68,7 +68,7 @@ class Best:
         return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
     def first(self, found: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
-        """The best of these (step, figure), best first; of equal ones the earlier."""
+        """The best (step, figure), best first; of equal figures the earlier."""
         sign = -1 if self.mode == "max" else 1
         return sorted(found, key=lambda each: (sign * each[1], each[0]))[: self.keep]
 
@@ -89,8 +89,8 @@ def best_of(checkpoints: Path, best: Best | None, good: Callable[[Path], bool] =
 def outdated(
     checkpoints: Path, keep: int, good: Callable[[Path], bool] = looks_good, *, best: Best | None = None
 ) -> list[Path]:
-    """The complete checkpoints that are older than the `keep` (at least 1) newest good ones, newest first, without the
-    `best`. The newest good one is never among them."""
+    """The complete checkpoints older than the `keep` (at least 1) newest good ones, newest first, without the `best`.
+    The newest good one is never among them."""
     kept = 0
     found = complete_checkpoints(checkpoints)
     for index, folder in enumerate(found):
@@ -104,7 +104,7 @@ def outdated(
 
 
 def remove(folders: list[Path], complain: Callable[[str], None] = log.warn) -> list[Path]:
-    """Delete checkpoints; returns those that are gone. What cannot be deleted is told to `complain`, never raised."""
+    """Delete checkpoints and return the deleted ones. `complain` gets each failure; none is raised."""
     gone = []
     for folder in folders:
         problem = "not all of it could be deleted"
@@ -120,7 +120,7 @@ def remove(folders: list[Path], complain: Callable[[str], None] = log.warn) -> l
 
 
 def set_aside(damaged: list[Path]) -> None:
-    """Give damaged checkpoints another name, or retention would count them as the newest."""
+    """Rename damaged checkpoints, because retention would count them as the newest."""
     for folder in damaged:
         try:
             if folder.exists():
@@ -149,7 +149,7 @@ def leftovers(checkpoints: Path) -> Iterator[list[Path]]:
 
 
 def lock(folder: Path, locks: contextlib.ExitStack) -> bool:
-    """Take the lock of a folder for as long as `locks` is open. False: another process has it."""
+    """Take the lock of a folder until `locks` closes. False: another process has it."""
     try:
         locks.callback(os.close, lock_folder(folder))
     except OSError:

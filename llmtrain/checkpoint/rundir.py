@@ -1,4 +1,4 @@
-"""The run's folder: one live launch at a time, and nothing left of a killed one."""
+"""The run's folder: one live launch at a time, and cleanup after a killed one."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class RunDirectory:
     """Paths of a run and the lock on its folder (flock: the kernel drops it with the process). Only rank 0 opens it."""
 
     def __init__(self, path: str | Path, checkpoints: str | Path | None = None) -> None:
-        """`checkpoints`: where they lie instead of in this folder, which then has a link to them."""
+        """`checkpoints`: their place outside of this folder, which then has a link to it."""
         self.path = Path(path)
         self.checkpoints = Path(checkpoints) if checkpoints else self.path / "checkpoints"
         self.export = self.path / "export"
         self._locks = contextlib.ExitStack()
 
     def __enter__(self) -> RunDirectory:
-        """Raises CheckpointError when another launch holds the folder, or it cannot be made."""
+        """Raises CheckpointError: another launch holds the folder, or it cannot be made."""
         with contextlib.ExitStack() as locks:
             claim(self.path, "train.run_dir", locks)
             try:
@@ -57,7 +57,7 @@ class RunDirectory:
         self._locks.close()
 
     def _link(self) -> None:
-        """`checkpoints` in the run's folder leads to them, wherever they lie. Raises CheckpointError, OSError."""
+        """Link `checkpoints` in the run's folder to their place. Raises CheckpointError, OSError."""
         link = self.path / "checkpoints"
         if self.checkpoints == link or (link.exists() and self.checkpoints.resolve() == link.resolve()):
             return
@@ -73,7 +73,7 @@ class RunDirectory:
         link.symlink_to(self.checkpoints.absolute())
 
     def refuse_old_checkpoints(self) -> None:
-        """For `--resume none`. Raises CheckpointError when the folder holds a run already."""
+        """Check for `--resume none`. Raises CheckpointError when the folder holds a run already."""
         found = complete_checkpoints(self.checkpoints)
         if found:
             raise CheckpointError(
@@ -82,24 +82,24 @@ class RunDirectory:
             )
 
     def refuse_going_back(self, chosen: str) -> None:
-        """For `--resume PATH`. Raises CheckpointError when the path is this run's own, but not its newest."""
+        """Check for `--resume PATH`. Raises CheckpointError for a checkpoint of this run that is not its newest."""
         newest = next(iter(complete_checkpoints(self.checkpoints)), None)
         ours = Path(chosen).resolve().parent == self.checkpoints.resolve()
         if newest is not None and ours and newest.resolve() != Path(chosen).resolve():
             raise CheckpointError(
-                f"resume: {chosen} is older than {newest.name} of the same run, and what follows would be mixed up "
-                "with it. Give the branch a train.run_dir of its own, or delete the newer checkpoints."
+                f"resume: {chosen} is older than {newest.name} of the same run, and its steps would be mixed "
+                "with the later ones. Give the branch a train.run_dir of its own, or delete the newer checkpoints."
             )
 
 
 def claim(folder: Path, key: str, locks: contextlib.ExitStack) -> None:
-    """Make a folder if need be and lock it while `locks` is open; `key` names it. Raises CheckpointError."""
+    """Make a folder if need be and lock it until `locks` closes; `key` names it. Raises CheckpointError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         try:
             handle = lock_folder(folder)
         except BlockingIOError:
-            time.sleep(0.2)  # a launch that only looks (`refuse_if_in_use`) holds it for a moment
+            time.sleep(0.2)  # a launch that only looks (`refuse_if_in_use`) may hold it for a moment
             handle = lock_folder(folder)
         locks.callback(os.close, handle)
     except BlockingIOError:
@@ -115,19 +115,19 @@ def tidy(checkpoints: Path) -> None:
 
 
 _APPEARS_S = 5.0
-"""A file server may show a host what another one wrote a moment later."""
+"""Seconds: a file server may show a file to other hosts a moment later."""
 _POLL_S = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointFolder:
-    """A folder of checkpoints, as one rank knows it."""
+    """One rank's view of a folder of checkpoints."""
 
     path: Path
     leaders: tuple[int, ...]
-    """By rank: the rank that makes, completes and deletes checkpoints in the folder that it sees."""
+    """By rank: the rank that makes, completes and deletes checkpoints in the folder of this rank."""
     hosts: tuple[str, ...]
-    """By rank: its host's name."""
+    """Host name by rank."""
     rank: int
 
     @property
@@ -154,7 +154,7 @@ def open_checkpoints(folder: RunDirectory, run: RunConfig, ranks: Ranks) -> Iter
     found = find_folder(folder.checkpoints, ranks, own=run.checkpoint.dir is not None)
     with contextlib.ExitStack() as locks:
         with together(ranks):
-            if found.leads and ranks.rank != 0:  # rank 0 holds its own with the run's folder
+            if found.leads and ranks.rank != 0:  # rank 0 locks its own with the run's folder
                 claim(found.path, "checkpoint.dir", locks)
                 tidy(found.path)
         yield found
@@ -192,7 +192,7 @@ def find_folder(path: Path, ranks: Ranks, *, own: bool = False) -> CheckpointFol
 
 
 def _leave(mark: Path, rank: int) -> str | None:
-    """The first rank that comes to a folder leads it. Returns what keeps this one from writing there."""
+    """Mark this rank as the leader if it is first in the folder. Returns the error if it cannot write there."""
     try:
         mark.parent.mkdir(parents=True, exist_ok=True)
         with open(mark, "x") as file:
@@ -205,7 +205,7 @@ def _leave(mark: Path, rank: int) -> str | None:
 
 
 def _read(mark: Path) -> int | None:
-    """The rank that leads the folder, or None where the mark does not appear."""
+    """The rank that leads the folder; None if the mark does not appear."""
     until = time.monotonic() + _APPEARS_S
     while time.monotonic() < until:
         with contextlib.suppress(OSError, ValueError):  # a file server may show it before its contents

@@ -1,10 +1,10 @@
 """Save without stopping: copy at the step boundary, write in another process, commit when every rank's file is durable.
 
-A save passes through stages that all ranks enter together. They learn of each other's progress from two numbers in the
-message that they exchange at every step anyway (engine/dist/control.py); a save adds one broadcast, at its start.
+A save passes through stages that all ranks enter together. Two numbers in the message that the ranks exchange at every
+step (engine/dist/control.py) report their progress; a save adds one broadcast, at its start.
 
-Where hosts have folders of their own, each has a leader, which does there what rank 0 does in one that all share: the
-checkpoint there gets the files of that host's ranks, trainer.json, and the manifest of all files.
+Where hosts have separate folders, each host has a leader with the duties of rank 0 in a common folder: the checkpoint
+in that folder gets the files of the host's ranks, trainer.json, and the manifest of all files.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ from llmtrain.engine.dist.control import from_all, from_rank_0
 from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.optim.optimizers import PARAM
 
-# Whether a disk has room for checkpoints, told when a run begins and before each save.
+# Room on a disk for checkpoints, checked when a run begins and before each save.
 
 
-_HEADROOM = 64 << 20  # headers, the manifest, what else the run writes meanwhile
+_HEADROOM = 64 << 20  # headers, the manifest, and the run's other files in the meantime
 
 
 def lacks(checkpoints: Path, bytes_each: int) -> str | None:
-    """Why one more checkpoint has no room there. Raises OSError."""
+    """The reason why one more checkpoint has no room there. Raises OSError."""
     free = shutil.disk_usage(checkpoints).free
     if free >= bytes_each + _HEADROOM:
         return None
@@ -70,7 +70,7 @@ def lacks(checkpoints: Path, bytes_each: int) -> str | None:
     )
     return (
         f"no space for a checkpoint in {checkpoints}: it takes {units.size(bytes_each)}, {units.size(_HEADROOM)} must "
-        f"stay free for logs and whatever else the run writes, and {units.size(free)} are free. {remedy}."
+        f"stay free for the run's logs and other files, and {units.size(free)} are free. {remedy}."
     )
 
 
@@ -79,7 +79,7 @@ def will_lack(checkpoints: Path, bytes_each: int, keep: int) -> str | None:
     try:
         free = shutil.disk_usage(checkpoints).free
         to_come = max(1, max(1, keep) + 1 - len(complete_checkpoints(checkpoints)))
-    except OSError:  # the save will tell
+    except OSError:  # the save will report it
         return None
     if free >= to_come * bytes_each + _HEADROOM:
         return None
@@ -91,15 +91,15 @@ def will_lack(checkpoints: Path, bytes_each: int, keep: int) -> str | None:
     )
 
 
-# The host memory for asynchronous saves and the process that writes it to disk, got while training begins.
+# The host memory for asynchronous saves and the process that writes it to disk, acquired while training begins.
 
 
 class HostCopy:
-    """An image of a rank's file with its writer. Getting and page-locking 15 GB takes seconds: a thread does it. The
-    thread stays until `close`: the kernel kills the writer when the thread that started it ends (PR_SET_PDEATHSIG)."""
+    """An image of a rank's file with its writer. A thread gets and page-locks the memory, which takes seconds for 15
+    GB, and stays until `close`: the kernel kills the writer when the thread that started it ends (PR_SET_PDEATHSIG)."""
 
     def __init__(self, plan: RankFile, table: dict[str, Any], device: torch.device) -> None:
-        """`table`: what the writer must know (`writer.perform`)."""
+        """`table`: facts for the writer (`writer.perform`)."""
         self._plan, self._table, self._device = plan, table, device
         self._image: HostImage | None = None
         self._writer: WriterProcess | None = None
@@ -115,41 +115,41 @@ class HostCopy:
                 torch.cuda.set_device(self._device)
             self._image = HostImage(self._plan, cuda=cuda)
             self._writer = WriterProcess(self._image, self._table)
-        except Exception as problem:  # whatever it is, the other ranks have to hear of it
+        except Exception as problem:  # the other ranks have to hear of any error
             self._problem = f"a copy takes {size(self._plan.bytes)} of host memory and a process: {problem}"
         finally:
             self._done.set()
         self._closing.wait()
 
     def problem(self) -> str | None:
-        """Wait until both are there; why they are not."""
+        """Wait until both are there; return the reason if they are not."""
         self._done.wait()
         return self._problem
 
     @property
     def image(self) -> HostImage:
-        """After `problem` was None."""
+        """The memory, after `problem` returned None."""
         assert self._image is not None
         return self._image
 
     def writer(self) -> WriterProcess:
-        """The process, or a new one after `drop_writer`. Raises OSError, WriterDied."""
+        """The process; after `drop_writer` a new one. Raises OSError, WriterDied."""
         if self._writer is None:
             self._writer = WriterProcess(self.image, self._table)
         return self._writer
 
     def answer(self) -> dict[str, Any] | None:
-        """The writer's next answer, or None as long as there is none. Raises WriterDied."""
+        """The writer's next answer, or None if there is none yet. Raises WriterDied."""
         return None if self._writer is None else self._writer.answer()
 
     def drop_writer(self) -> None:
-        """It cannot be used any more."""
+        """Give up a writer that failed."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
 
     def close(self) -> None:
-        """Give both back."""
+        """Release memory and process."""
         self._done.wait()
         self.drop_writer()
         self._closing.set()
@@ -169,7 +169,7 @@ class _Stage(Enum):
     ENDING = 2
     """The folder's leader commits the checkpoint, or removes what a failed save left."""
     TIDYING = 3
-    """With several folders, when all have committed: leaders delete old checkpoints; if one has not: this one."""
+    """With several folders: leaders delete old checkpoints after all have committed, or this one if one has not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,11 +183,11 @@ class Outcome:
     seconds: float
     """Seconds from the step boundary until it was durable."""
     blocked_s: float
-    """The part of it that training stood still for."""
+    """Seconds of it in which training waited."""
 
 
 class Saver:
-    """Saves of one run. All ranks call every method together, `before_update` excepted. Use as a context manager."""
+    """Saves of one run. All ranks call every method together, except `before_update`. Use as a context manager."""
 
     def __init__(
         self,
@@ -199,8 +199,9 @@ class Saver:
         frozen: FrozenSource = NOWHERE,
         more: Callable[[], list[StateTensor]] = list,
     ) -> None:
-        """`mix`: how the run computes; the checkpoint tells it. `frozen`: what it names and does not hold. `more`: what
-        it holds beside the engine's state; nobody changes it between a step and the next one's update."""
+        """`mix`: precision and parallel degrees, recorded in the checkpoint. `frozen`: parameters that it names but
+        does not hold. `more`: tensors that it holds in addition to the engine's state; they stay unchanged between a
+        step and the next update."""
         self._engine, self._folder, self._ranks, self._frozen = engine, folder, ranks, frozen
         self._more = more
         self._keep, kept = settings.keep, Best.chosen(settings.keep_best)
@@ -218,11 +219,11 @@ class Saver:
         self._plan: RankFile | None = None
         self._copy: HostCopy | None = None
         self._has_copy = False
-        """Every rank has one."""
+        """Every rank has a copy."""
         self._snapshot = Snapshot(ranks.device)
         self._stage = _Stage.IDLE
         self._table: dict[str, Any] = {}
-        """Facts for the writer: the pieces of its file; a leader's: those of all files and the shapes."""
+        """Facts for the writer: the pieces of its file; for a leader those of all files, and the shapes."""
         self._need_bytes = 0
         """Bytes of a checkpoint in this rank's folder."""
         self._answer: dict[str, Any] | None = None
@@ -248,14 +249,14 @@ class Saver:
         return self._stage is not _Stage.IDLE
 
     def prepare(self) -> None:
-        """Lay out the files, and begin to get the memory for asynchronous saves: the first one finds it there."""
+        """Lay out the files, and begin to get the memory for asynchronous saves, so that the first one finds it."""
         if self._plan is not None:
             return
         self._plan = RankFile(self._pieces())
         pieces = [piece.to_json() for piece in self._plan.pieces]
         mine = (self._file(self._ranks.rank), pieces, self._plan.bytes, boot_id())
         shares = from_all(self._ranks, mine)
-        frozen = from_rank_0(self._ranks, self._frozen.to_json)  # hosts may call it otherwise, a manifest is one
+        frozen = from_rank_0(self._ranks, self._frozen.to_json)  # hosts may use other paths, a manifest has one
         self._need_bytes = sum(shares[rank][2] for rank in self._folder.members)
         self._table = {"own": [(offset, dtype, piece.to_json()) for offset, dtype, piece in self._plan.layout]}
         if self._folder.leads:
@@ -270,11 +271,11 @@ class Saver:
                 self._copy = HostCopy(self._plan, self._table, self._ranks.device)
 
     def shortage(self, keep: int) -> str | None:
-        """Why a folder will have no room for `keep` checkpoints and the next one; call `prepare` before. Raises
-        CheckpointError on every rank: no room for a single one, and all training would be lost."""
+        """The reason why a folder will have no room for `keep` checkpoints and the next one; call `prepare` before.
+        Raises CheckpointError on every rank: no room for a single one."""
         none = few = None
         if self._folder.leads:
-            with contextlib.suppress(OSError):  # the save will tell
+            with contextlib.suppress(OSError):  # the save will report it
                 none = lacks(self._folder.path, self._need_bytes)
             few = will_lack(self._folder.path, self._need_bytes, keep)
         reports = from_all(self._ranks, (none, few))
@@ -283,7 +284,7 @@ class Saver:
         return next((few for _, few in reports if few), None)
 
     def begin(self, step: int, trainer: dict[str, Any]) -> None:
-        """Start to save step `step`; `before_update` holds the next optimizer update. Raises CheckpointError on every
+        """Start to save step `step`; `before_update` delays the next optimizer update. Raises CheckpointError on every
         rank: no space, or the folder cannot be written."""
         assert not self.busy
         self._began_s = time.monotonic()
@@ -291,7 +292,7 @@ class Saver:
         if self._copy is not None and not self._has_copy:  # wait until every rank has one, or all save without
             self._has_copy = not self._fall_back(from_all(self._ranks, self._copy.problem()))
         self._step, self._final = step, step_folder(self._folder.path, step)
-        # The name is this save's own: what a dead launch's straggler still writes goes elsewhere.
+        # A name for this save alone: late writes of a dead launch go to another folder.
         name = f"{self._final.name}.{secrets.token_hex(4)}.tmp"
         name, self._trainer, error = from_rank_0(
             self._ranks, lambda: (name, json.dumps(trainer, indent=1), self._make_folder(name))
@@ -317,14 +318,14 @@ class Saver:
         self._blocked_s = time.monotonic() - self._began_s
 
     def before_update(self) -> None:
-        """Call before the optimizer writes: waits until what it overwrites is copied."""
+        """Wait, before the optimizer writes, until the old values are copied."""
         began_s = time.monotonic()
         self._snapshot.wait_before_update()
         if self.busy:
             self._blocked_s += time.monotonic() - began_s
 
     def status(self) -> tuple[bool, bool]:
-        """(this rank's part of the stage has ended, and it has failed), for the ranks' next message."""
+        """(this rank's part of the stage has ended, it has failed), for the ranks' next message."""
         if self._stage is _Stage.IDLE:
             return False, False
         if self._answer is None:
@@ -332,7 +333,7 @@ class Saver:
         return self._answer is not None, bool(self._answer and "error" in self._answer)
 
     def advance(self, ended: int, failed: int) -> Outcome | None:
-        """Go on with the sums of the ranks' `status`; the outcome when the save has ended."""
+        """Continue with the sums of the ranks' `status`; returns the outcome when the save has ended."""
         if self._stage is _Stage.IDLE or ended < self._ranks.world_size:
             return None
         if self._stage is _Stage.WRITING:
@@ -354,7 +355,7 @@ class Saver:
         )
 
     def drain(self) -> Outcome | None:
-        """Wait for the save that is under way, if there is one."""
+        """Wait for the save that is under way, if any."""
         self.before_update()
         while self.busy:
             message = torch.tensor(self.status(), dtype=torch.int64)
@@ -373,7 +374,7 @@ class Saver:
         return sorted(found, key=lambda piece: -piece.dtype.itemsize)
 
     def check_shares(self) -> None:
-        """The ranks' parts of each parameter have to add up to it: a form that has its shards wrong is noticed here."""
+        """Prove that the ranks' parts of each parameter add up to it, which finds a form with wrong shards."""
         shapes = self._engine.shapes()
         held = dict.fromkeys(sorted(shapes), 0)
         for piece in self._engine.state():
@@ -392,11 +393,11 @@ class Saver:
             return False
         log.warn(f"checkpoint.mode async: {next(e for e in errors if e)}. Saving without a copy: training waits.")
         self.asynchronous = False
-        self._release()  # of ranks that did get theirs: it is host memory that is short
+        self._release()  # also on ranks that got theirs: host memory is short
         return True
 
     def _make_folder(self, name: str) -> str | None:
-        """On a leader: make the folder to write into. Returns why there is none."""
+        """On a leader: make the folder to write into. Returns the reason for a failure."""
         checkpoints = self._folder.path
         try:
             checkpoints.mkdir(parents=True, exist_ok=True)
@@ -418,7 +419,7 @@ class Saver:
         self._snapshot.start(pieces, self._copy.image.slots, then=lambda: writer.ask(job))
 
     def _write_here(self, path: Path, pieces: list[StateTensor]) -> dict[str, Any]:
-        """The synchronous way: no copy of the state, a chunk at a time."""
+        """Write synchronously, a chunk at a time, without a copy of the state."""
         assert self._plan is not None
         sums = []
         with DurableFile(path) as file:
@@ -438,7 +439,7 @@ class Saver:
             return self._lost(error)
 
     def _lost(self, error: BaseException) -> dict[str, Any]:
-        """The writer cannot be used any more; the next save gets a new one."""
+        """Drop a dead writer; the next save gets a new one."""
         if self._copy is not None:
             self._copy.drop_writer()
         if self._stage is _Stage.ENDING and not self._errors:
@@ -454,7 +455,7 @@ class Saver:
             return {"error": f"{error.strerror} ({error.filename or self._partial})"}
 
     def _end(self, failed: bool) -> None:
-        """All files are durable, or one is not: leaders commit or remove them."""
+        """Commit the files on the leaders if all are durable, else remove them."""
         answers = from_all(self._ranks, self._answer)
         self._answer = {}
         self._stage = _Stage.ENDING
@@ -476,7 +477,7 @@ class Saver:
         self._lead(message)
 
     def _tidy(self) -> None:
-        """All folders have the checkpoint, or one has not: then none keeps it."""
+        """Delete old checkpoints if all folders have committed, else this one."""
         self._answer = {}
         self._stage = _Stage.TIDYING
         if self._errors:

@@ -1,4 +1,4 @@
-"""A copy of a rank's optimizer state in host memory, made while the next step computes, and the process it is for."""
+"""A copy of a rank's optimizer state in host memory, made while the next step computes, and its writer process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _GROUP = Path("/sys/fs/cgroup")
 
 
 def memory_available() -> int:
-    """Bytes that this process may still take: of the machine, and of its container (cgroup 2)."""
+    """Bytes that this process may still take, from the machine and its container (cgroup 2)."""
     free = psutil.virtual_memory().available
     try:
         limit = int((_GROUP / "memory.max").read_text())  # "max" is no number: no limit
@@ -46,7 +46,7 @@ def memory_available() -> int:
 
 
 def boot_id() -> str:
-    """An id that all processes on this host share, and those of no other host."""
+    """An id that all processes on this host share and no process elsewhere has."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
@@ -57,11 +57,11 @@ _RANK_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 class RankFile:
-    """Layout of a rank's file: a safetensors header, then the part of each that it owns, one by one."""
+    """Layout of a rank's file: a safetensors header, then the owned part of each piece in order."""
 
     def __init__(self, pieces: Sequence[StateTensor]) -> None:
         self.pieces = _entries(pieces)
-        """With checksums that are not known yet."""
+        """The checksums are not known yet."""
         dtypes = [_DTYPES[piece.dtype] for piece in pieces]
         names = keys(self.pieces)
         described: dict[str, tuple[str, tuple[int, ...]]] = {}
@@ -77,7 +77,7 @@ class RankFile:
         self.bytes = end
 
     def holds(self, pieces: Sequence[StateTensor]) -> bool:
-        """True if it was laid out for these pieces."""
+        """True if the layout is for these pieces."""
         return _entries(pieces) == self.pieces
 
 
@@ -86,7 +86,7 @@ def _entries(pieces: Sequence[StateTensor]) -> list[Piece]:
 
 
 def write_piece(file: DurableFile, piece: StateTensor) -> int:
-    """Append the part that this rank owns, a chunk at a time; its checksum."""
+    """Append the part that this rank owns, a chunk at a time; returns its checksum."""
     region, total = piece.own_region, 0
     with piece.open() as view:
         values = view[piece.own]
@@ -103,7 +103,7 @@ class HostImage:
     def __init__(self, plan: RankFile, *, cuda: bool) -> None:
         self.bytes = plan.bytes
         self._size = -(-plan.bytes // _PAGE) * _PAGE
-        self.handle = os.memfd_create("llmtrain-checkpoint")  # no name in /dev/shm: it goes with its last user
+        self.handle = os.memfd_create("llmtrain-checkpoint")  # no name in /dev/shm: it disappears with its last user
         try:
             os.posix_fallocate(self.handle, 0, self._size)  # now, not as a signal in the middle of a copy
             self._memory = mmap.mmap(self.handle, self._size)
@@ -128,11 +128,11 @@ class HostImage:
 
 
 _LOCKED_AT_ONCE = 2**28
-"""Bytes: while the driver locks pages, another thread's kernels wait to be started, for seconds with a whole image."""
+"""Bytes: while the driver locks pages, another thread's kernels wait, for seconds with a complete image."""
 
 
 def lock_pages(address: int, size: int) -> bool:
-    """Page-lock host memory for copies from the GPU. Whether CUDA took it; if not, nothing else is different."""
+    """Page-lock host memory for copies from the GPU. False: CUDA refused; the memory stays usable."""
     runtime = torch.cuda.cudart()
     for low in range(0, size, _LOCKED_AT_ONCE):
         if int(runtime.cudaHostRegister(address + low, min(_LOCKED_AT_ONCE, size - low), 0)) != 0:
@@ -147,7 +147,7 @@ def lock_pages(address: int, size: int) -> bool:
 
 
 def unlock_pages(address: int, size: int) -> None:
-    """The opposite, of as many bytes as were locked."""
+    """Undo `lock_pages` for the bytes that were locked."""
     for low in range(0, size, _LOCKED_AT_ONCE):
         torch.cuda.cudart().cudaHostUnregister(address + low)
 
@@ -156,7 +156,7 @@ _TORCH_DTYPES = {name: dtype for dtype, name in _DTYPES.items()}
 
 
 class Snapshot:
-    """Copies the optimizer's state into an image: from a GPU on a stream of its own, from host memory in a thread.
+    """Copies the optimizer's state into an image: from a GPU on a separate stream, from host memory in a thread.
 
     The optimizer must not write before `wait_before_update` has returned.
     """
@@ -166,7 +166,7 @@ class Snapshot:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._copied: Any = None
         self._waiting: tuple[Any, Any] | None = None
-        """Around the GPU's own wait for the copy."""
+        """Events around the GPU's wait for the copy."""
         self._thread: threading.Thread | None = None
         self._host_done = threading.Event()
         self.error: BaseException | None = None
@@ -174,7 +174,7 @@ class Snapshot:
     def start(self, pieces: Sequence[StateTensor], slots: Sequence[Tensor], then: Any) -> None:
         """Begin to copy this rank's part of each piece; another thread calls `then()` at the end, without `error`."""
         if self._thread is not None:
-            self._thread.join()  # of a save that failed early: what it meets now is not this save's error
+            self._thread.join()  # of a save that failed early: a later error of its thread is not this save's
         self.error, self._waiting = None, None
         host = []
         if self._stream is not None:
@@ -191,7 +191,8 @@ class Snapshot:
         self._thread.start()
 
     def wait_before_update(self) -> None:
-        """Hold the optimizer until what it overwrites is copied: the host for host memory, only the GPU for its own."""
+        """Delay the optimizer until the old values are copied: the host waits for host memory, only the GPU for its
+        own."""
         if self._thread is None:
             return
         self._host_done.wait()
@@ -204,7 +205,7 @@ class Snapshot:
             self._copied, self._waiting = None, (began, ended)
 
     def device_wait_s(self) -> float:
-        """For how long the GPU stood still before the update, which the host does not see. After the copy is done."""
+        """Seconds that the GPU waited before the update, which the host does not see. Call after the copy is done."""
         if self._waiting is None:
             return 0.0
         began, ended = self._waiting
@@ -214,7 +215,7 @@ class Snapshot:
     def _run(self, host: list[tuple[StateTensor, Tensor]], copied: Any, then: Any) -> None:
         try:
             if copied is not None:
-                torch.cuda.set_device(self._device)  # a new thread's is GPU 0: a context there takes 0.5 GB of it
+                torch.cuda.set_device(self._device)  # a new thread has GPU 0: a context there takes 0.5 GB
             for piece, slot in host:
                 with piece.open() as values:
                     slot.copy_(values[piece.own])
@@ -240,8 +241,8 @@ class WriterProcess:
         handles = [theirs.fileno(), image.handle]
         command = [sys.executable, "-m", "llmtrain.checkpoint.writer"]
         numbers = map(str, (*handles, image.bytes, os.getpid()))
-        # Signals to a process group or tree are for the rank to answer: it will still want its last checkpoint.
-        # What is blocked here stays blocked in the child, from its first instruction on.
+        # Signals to a process group or tree are for the rank to answer: it needs the writer for its last checkpoint.
+        # Signals that are blocked here stay blocked in the child, from its first instruction on.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _RANK_SIGNALS)
         try:
             self._process = subprocess.Popen([*command, *numbers], pass_fds=handles, env=child_environment())
@@ -263,14 +264,14 @@ class WriterProcess:
             raise self._died() from error
 
     def answer(self) -> dict[str, Any] | None:
-        """The next answer, or None as long as there is none. Raises WriterDied."""
+        """The next answer, or None if there is none yet. Raises WriterDied."""
         try:
             return json.loads(self._connection.recv_bytes()) if self._connection.poll() else None
         except (EOFError, OSError) as error:
             raise self._died() from error
 
     def close(self) -> None:
-        """End the process, whatever it is at."""
+        """End the process at once."""
         self._connection.close()
         self._process.kill()
         self._process.wait()

@@ -46,10 +46,10 @@ def verify(
     whole: bool = True,
     filled: Callable[[Path], contextlib.AbstractContextManager[None]] = lambda path: contextlib.nullcontext(),
 ) -> list[str]:
-    """Read every byte of a checkpoint on all cores and return its faults, one line each.
+    """Return the faults of a checkpoint, one line each; reads every byte, on all cores.
 
-    `verify_frozen` checks the frozen parameters. Not `whole`: files in the folders of other hosts may be missing.
-    `filled`: context in which a file has its contents, and not only its size.
+    `verify_frozen` checks the frozen parameters. Not `whole`: files in other hosts' folders may be missing. `filled`:
+    context in which a file has its contents, not only its size.
     """
     try:
         manifest = Manifest.read(folder)
@@ -72,7 +72,7 @@ def verify(
 
 
 def verify_frozen(folder: Path) -> list[str]:
-    """Faults of the frozen parameters that a checkpoint leaves out, in their folder; reads all their bytes."""
+    """Faults of a checkpoint's frozen parameters in their folder; reads all their bytes."""
     try:
         changed = wrong_frozen(Manifest.read(folder).frozen)
     except CheckpointError:
@@ -97,7 +97,7 @@ def wrong_frozen(source: FrozenSource, names: Iterable[str] | None = None) -> Fr
 
 
 def _frozen_sum(source: FrozenSource, files: dict[str, TensorFile], name: str) -> int | None:
-    """The checksum of a frozen parameter in its folder's files; None where some is missing."""
+    """The checksum of a frozen parameter in its folder's files; None if a part is missing."""
     total = 0
     for file, tensor, region in source.parts[name]:
         entry = files[file].entries.get(tensor)
@@ -136,7 +136,8 @@ def _verify_file(
 
 
 def _wrong_pieces(path: Path, entry: FileEntry, intact: bool) -> str:
-    """Whether its header names the pieces, and which of them differ if it is not `intact`. Raises TensorFileError."""
+    """Compare the header's pieces with the manifest, and list the damaged ones if the file is not `intact`. Raises
+    TensorFileError."""
     with TensorFile(path, open_file(path)) as file:
         if odd := misfit(file, entry):
             return f"it does not hold the tensors that the manifest lists: see {odd}"
@@ -155,7 +156,7 @@ def _wrong_pieces(path: Path, entry: FileEntry, intact: bool) -> str:
 
 
 def damaged_parts(folder: Path, name: str, entry: FileEntry, beat: Callable[[], None]) -> list[str]:
-    """The run's parts in a file that differ from the manifest; `beat` precedes each. Raises CheckpointError."""
+    """The run's parts in a file that differ from the manifest; calls `beat` before each. Raises CheckpointError."""
     found = []
     with TensorFile(folder / name, open_file(folder / name)) as file:
         for key, piece in zip(keys(entry.pieces), entry.pieces, strict=True):

@@ -1,7 +1,7 @@
-"""The process that makes a rank's checkpoint durable while the rank goes on training. No torch import.
+"""The process that makes a rank's checkpoint durable while the rank continues training. No torch import.
 
-It shares memory with its rank: the image of the file, filled by the rank. It is told what to do by JSON messages on a
-socket and answers each with one. It ends with its rank, however that ends.
+It shares the image of the file with its rank, which fills it. Each JSON message on a socket is one job and gets one
+answer. The process ends with its rank, also after a kill.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def write_image(image: memoryview, path: Path, pieces: list[tuple[int, str, list
                 total += checksum_part_array(values, region.part(low, low + count))
             sums.append(total % 2**64)
             end = offset + region.numel * (4 if dtype == "F32" else 2)
-            while end - done >= _BLOCK:  # whole blocks, so that they leave from aligned memory
+            while end - done >= _BLOCK:  # complete blocks leave from aligned memory
                 file.write(image[done : done + _BLOCK], stays=True)
                 done += _BLOCK
         file.write(image[done:], stays=True)
@@ -77,13 +77,13 @@ def commit(
     keep: int | None,
     best: dict[str, Any] | None = None,
 ) -> None:
-    """Complete a checkpoint whose files are durable, give it its name, delete what `keep` (unless None) and `best`
-    (fields of a `Best`) do not cover.
+    """Complete a checkpoint whose files are durable, give it its name, and delete the checkpoints that `keep` (unless
+    None) and `best` (fields of a `Best`) do not cover.
 
     Args:
         frozen: `FrozenSource.to_json` of parameters that no file holds.
-        pieces: by file: `Piece.to_json` of each, whose checksums do not count.
-        written: by file: what `write_image` returned there.
+        pieces: by file: `Piece.to_json` of each; these checksums are ignored.
+        written: by file: the answer of `write_image`.
 
     Raises OSError.
     """
@@ -104,7 +104,7 @@ def commit(
     manifest = Manifest(step=step, tensors=tensors, files=files, layout=layout, frozen=source)
     write_durably(partial / MANIFEST, manifest.to_json())
     sync(partial)
-    if final.exists():  # saved before at this step, by this run or by one that was resumed from further back
+    if final.exists():  # saved before at this step, by this run or by one that was resumed from an earlier step
         remove_tree(final)
     partial.rename(final)
     sync(final.parent)
@@ -113,7 +113,7 @@ def commit(
 
 
 def perform(message: dict[str, Any], table: dict[str, Any], image: memoryview | None) -> dict[str, Any]:
-    """Do what a message asks for and return the answer: {"error"} when the disk does not play along.
+    """Do the job of a message and return the answer: {"error"} for a fault of the disk.
 
     Args:
         table: "own": the pieces of this rank's image; a leader's also "pieces" of every file, "tensors" (shapes) and
@@ -145,7 +145,7 @@ def perform(message: dict[str, Any], table: dict[str, Any], image: memoryview | 
 
 
 def serve(connection: Connection, image: memoryview) -> None:
-    """Answer messages until the rank closes its end. The first one is the table."""
+    """Answer messages until the rank closes its end. The first message is the table."""
     try:
         table = json.loads(connection.recv_bytes())
         while True:
@@ -156,10 +156,10 @@ def serve(connection: Connection, image: memoryview) -> None:
 
 
 def main(socket: int, memory: int, size: int, parent: int) -> int:
-    """Entry point of the process: file descriptors of the socket and of the shared memory."""
+    """Entry point of the process. `socket`, `memory`: file descriptors."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        return 1  # the rank died before the kernel knew what to do then
+        return 1  # the rank died before the kernel knew of the signal
     image = mmap.mmap(memory, size)
     os.close(memory)
     serve(Connection(socket), memoryview(image))

@@ -295,7 +295,7 @@ def test_what_cannot_travel_is_refused_by_name(pools, small_data, run, imported,
     assert "optimizer is 'adamw' there and 'muon' in this run" in found[3] and "resume_weights_only" in found[3]
     assert "vocab_size is 512 there and 640 in this run" in found[4]
     name, lines = found[5]
-    assert name == "step-00000001" and "does not tell its data" in lines[-1] and "from sequence 12 on" in lines[-1]
+    assert name == "step-00000001" and "does not name its data" in lines[-1] and "from sequence 12 on" in lines[-1]
 
     muon = [{"folder": str(tmp_path / "m"), "resume": imported["unrecorded"]}]
     (error,) = same_on_all_ranks(pools(2).run(try_resume, Case(data=small_data, optimizer="muon"), muon))
