@@ -109,8 +109,8 @@ def run(words: list[str] | None = None) -> NoReturn:
     """Run the command line as this process, and end it with the command's exit code.
 
     The process ends before the interpreter shuts down. A thread that is in torch at that moment (a daemon, or one of a
-    pool that Ctrl-C has overtaken) would want the interpreter back, and torch would abort ("terminate called without
-    an active exception"): a rank that has saved would count as failed.
+    pool that Ctrl-C has overtaken) would want the interpreter back, and torch would abort ("terminate called without an
+    active exception"): a rank that has saved would count as failed.
     """
     code = [1]
     atexit.register(_end, code)  # the first to be registered is the last to run

@@ -77,7 +77,6 @@ def bounded(default: Any, bound: Bound | None = None, remedy: str = "", **limits
     """A dataclass field with limits: above, at_least, at_most, below.
 
     Args:
-        default: its value where nobody gives one.
         bound: the limits; or give them as `limits`, such as `bounded(0.5, at_least=0, at_most=1)`.
         remedy: an example or a reminder for a value outside them.
     """
@@ -93,7 +92,6 @@ def mapped(line: str, bound: Bound | None = None, remedy: str = "", default: Any
         line: the form of an entry, such as `FOLDER: WEIGHT`.
         bound: limits of each value.
         remedy: an example or a reminder for a value outside them.
-        default: its value where nobody gives one; missing: an empty map.
     """
     metadata = {"line": line, "bound": bound, "remedy": remedy}
     if default is MISSING:
@@ -152,12 +150,10 @@ class Choice:
 
     @classmethod
     def owners(cls, name: str) -> list[str]:
-        """The choices that have a field of this name."""
         return [choice for choice, chosen in cls.CHOICES.items() if name in chosen.own()]
 
     @classmethod
     def defaults(cls, name: str) -> list[Any]:
-        """The defaults of a field in the choices that have it."""
         owned = (cls.CHOICES[owner].__dataclass_fields__[name] for owner in cls.owners(name))
         return [default_of(item) for item in owned]
 

@@ -28,11 +28,9 @@ def name_cpu() -> None:
 
 
 def let_segments_grow() -> None:
-    """Let torch's allocator on NVIDIA GPUs extend its segments, unless the user has set the allocator's options.
+    """Let torch's allocator on NVIDIA GPUs extend its segments, unless the user has set its options.
 
-    Training, evaluation and rows differ in length, and would leave gaps between fixed segments. torch reads the
-    variable
-    when it is imported.
+    Training, evaluation and rows differ in length, and would leave gaps between fixed segments.
     """
     if glob.glob("/dev/nvidia[0-9]*") and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")

@@ -1,6 +1,4 @@
-"""Locks on folders, the refusal of a run folder in use, atomic writes of small files, and this host's cache folder.
-Standard library only.
-"""
+"""Locks on folders, the refusal of a run folder in use, atomic writes, and the cache folder. Standard library only."""
 
 from __future__ import annotations
 
@@ -16,8 +14,8 @@ from llmtrain.base.errors import ConfigError
 def lock_folder(folder: Path, *, wait: bool = False, shared: bool = False) -> int:
     """Hold a folder until the returned descriptor is closed or this process ends: flock, so no lock can go stale.
 
-    `shared`: other shared locks may be held at the same time. Raises BlockingIOError while another process holds the
-    folder, unless `wait`, and any other OSError if the folder cannot be opened or locked.
+    `shared`: other shared locks are allowed. Raises BlockingIOError while another process holds the folder, unless
+    `wait`, and any other OSError.
     """
     return _locked(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), wait, shared)
 
@@ -60,7 +58,7 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def refuse_if_in_use(run_dir: str) -> None:
-    """Raise ConfigError if a launch holds the run's folder. Creates nothing and keeps no lock."""
+    """Raise ConfigError if a launch holds the run's folder."""
     with contextlib.suppress(OSError):  # it is not there, or has no locks: the launch that takes it reports the error
         try:
             os.close(lock_folder(Path(run_dir), shared=True))

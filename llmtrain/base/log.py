@@ -59,9 +59,7 @@ def warn_once(message: str) -> None:
 
 _SCREEN = threading.Lock()
 """Held while standard output is written: while rich shows a live line, it replaces sys.stdout for a time. Text that
-another
-thread writes then is erased with the line, or goes to a closed stream.
-"""
+another thread writes then is erased with the line, or goes to a closed stream."""
 
 
 def pass_on(text: str) -> None:
@@ -72,7 +70,7 @@ def pass_on(text: str) -> None:
 
 
 class LiveLine:
-    """A bar and a text at the bottom of the terminal, below the lines of this thread and of `pass_on`."""
+    """A bar and a text at the bottom of the terminal, below the lines of `pass_on` and this thread."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -104,7 +102,7 @@ _LINE_EVERY_S = 10.0
 class Progress:
     """Progress of a long job: a bar on a terminal, a plain line every 10 s elsewhere.
 
-    Safe to advance from several threads. Use as a context manager.
+    Safe to advance from several threads.
     """
 
     def __init__(self, what: str, total: int, done: int = 0, *, unit: str = "byte") -> None:

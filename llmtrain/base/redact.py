@@ -38,7 +38,7 @@ def is_secret(key: str) -> bool:
 
 
 def redact_text(text: str) -> str:
-    """`text` without users, passwords and signatures in URLs, keys of known form, and the environment's secrets."""
+    """`text` without credentials and signatures in URLs, keys of known form, and the environment's secrets."""
     for name, value in os.environ.items():
         if len(value) >= 6 and value in text and is_secret(name):
             text = text.replace(value, REDACTED)

@@ -89,12 +89,11 @@ def shown(text: object, most: int | None = None, *, lines: bool = False) -> str:
     """Text from outside, for a log, a terminal or a report, with control characters escaped.
 
     Use it for every text from a peer, a host, a file or a server. Control sequences, halves of surrogate pairs and
-    marks
-    that turn the direction of writing become `\\x1b`, `\\ud800`, `\\u202e`.
+    marks that turn the direction of writing become `\\x1b`, `\\ud800`, `\\u202e`.
 
     Args:
         most: characters; a longer text ends in `...`.
-        lines: keep line breaks and tabs. Inside a line of ours foreign text loses them: they could forge a line.
+        lines: keep line breaks and tabs, with which foreign text could forge a line.
     """
     kept = "\n\t" if lines else ""
     whole = str(text)

@@ -1,1 +1,1 @@
-"""Training data: `prepare` makes shards of text, `chat` rows of conversations, `stream` batches of shards."""
+"""Training data: `prepare` makes shards from text, `chat` rows from conversations, `stream` batches from shards."""

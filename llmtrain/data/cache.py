@@ -1,11 +1,11 @@
-"""A host's copy of prepared folders that lie in object stores, shared by the ranks and the runs of the host.
+"""A host's copy of prepared folders in object stores, shared by the ranks and the runs of the host.
 
-A folder of the cache holds one folder of a store, as it was with one manifest. A file in it is whole and as the
-manifest says, or it is not there. Small files come when the folder is opened; shards come in the background, as far as
-they fit (data/download.py); of a shard that is not there, parts are read from the store.
+A folder of the cache holds one folder of a store, as it was with one manifest. A file in it is complete and matches the
+manifest, or it is missing. Small files come when the folder is opened; shards come in the background, as far as they
+fit (data/download.py); parts of a missing shard are read from the store.
 
-Who has a folder open holds a shared lock on it. Without that lock it may be deleted to make room, and what has been out
-of use for longest goes first.
+A process that has a folder open holds a shared lock on it. A folder without a lock may be deleted to make room, the
+least recently used one first.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ Result = TypeVar("Result")
 
 DEFAULT_GIB = 100.0
 _AT_ONCE = 64
-"""Requests under way at the same time: of a round trip of 0.1 s each, 64 sequences then take as long as one."""
+"""Concurrent requests: with a round trip of 0.1 s each, 64 sequences then take as long as one."""
 _GIVE_UP_S = 300.0
-"""Time for which a store may not answer; other ranks wait meanwhile, by default for 600 s (fault.timeout_s)."""
+"""Time for which a store may be silent; other ranks wait, by default for 600 s (fault.timeout_s)."""
 _AGAIN_S = 2.0
 _LEFT_FREE = 1 << 30
 """Bytes of the disk that stay free."""
@@ -51,25 +51,22 @@ _LOCK, _VERSIONS, _USED, _URL = ".lock", ".versions.json", ".used", ".url"
 
 @dataclass(frozen=True)
 class Cache:
-    """Folder and bound of what a host has fetched."""
+    """Folder and size limit of a host's downloads."""
 
     folder: str | None = None
     gib: float = DEFAULT_GIB
 
     @property
     def root(self) -> Path:
-        """The folder, by default one of the user."""
         return cache_folder() / "data" if self.folder is None else Path(self.folder).expanduser()
 
 
 class StoreGone(DataError):
-    """A store does not answer."""
-
     passing = True
 
 
 def opened(url: str, root: Path) -> CachedFolder:
-    """The host's copy of a prepared folder in a store; within a process one for all who have it open.
+    """The host's copy of a prepared folder in a store, shared by its users within a process.
 
     Raises DataError: it is no prepared folder, or cannot be read.
     """
@@ -84,9 +81,9 @@ def opened(url: str, root: Path) -> CachedFolder:
 
 
 def copied(folder: Path) -> CachedFolder | None:
-    """What a folder of a cache is a copy of, such as one that a checkpoint names; None: it is none.
+    """Open the copy in a folder of a cache, such as one that a checkpoint names; None: the folder is no copy.
 
-    Raises DataError: its store has something else by now, or cannot be read.
+    Raises DataError: its store has changed, or cannot be read.
     """
     try:
         url = (folder / _URL).read_text()
@@ -94,7 +91,7 @@ def copied(folder: Path) -> CachedFolder | None:
         return None
     found = opened(url, folder.parent)
     if not os.path.samefile(found.path, folder):
-        raise DataError(f"{folder}: is a copy of what was in {found.shown}, which has been prepared anew since")
+        raise DataError(f"{folder}: is a copy of {found.shown}, which has been prepared again since then")
     return found
 
 
@@ -102,10 +99,10 @@ _open: weakref.WeakValueDictionary[tuple[str, str], CachedFolder] = weakref.Weak
 
 
 class CachedFolder:
-    """One prepared folder of a store, with what of it lies on this host."""
+    """A prepared folder of a store, and the parts of it on this host."""
 
     def __init__(self, url: str, root: Path) -> None:
-        """Open it, and fetch what is small. Raises DataError."""
+        """Open the folder and download its small files. Raises DataError."""
         self.url = url
         self._store = self._from_store(lambda: Store(url))
         try:
@@ -137,12 +134,12 @@ class CachedFolder:
 
     @property
     def shown(self) -> str:
-        """The URL as messages have it."""
+        """The URL, redacted for messages."""
         return redact_text(self.url)
 
     @property
     def _sums(self) -> dict[str, str]:
-        """Checksums that the manifest tells, of files that come when the folder is opened."""
+        """The manifest's checksums of files that come when the folder is opened."""
         rows = {
             Path(shard.file).with_suffix(".rows").name: shard.rows
             for shards in self.manifest.shards.values() for shard in shards if shard.rows
@@ -150,11 +147,11 @@ class CachedFolder:
         return {"tokenizer/tokenizer.json": self.manifest.tokenizer_fingerprint, **rows}
 
     def size(self, name: str) -> int | None:
-        """Bytes of a file in the store; None: it is not there."""
+        """Bytes of a file in the store; None: no such file."""
         return self._listed[name].bytes if name in self._listed else None
 
     def fetch(self, names: Collection[str]) -> None:
-        """Have these files on this host, whole; those that the store has not are left out. Raises DataError."""
+        """Download these files unless they are here; skip those that the store does not have. Raises DataError."""
         try:
             with _locked(self.path / _LOCK):
                 self._fetch([name for name in dict.fromkeys(names) if name in self._listed])
@@ -177,7 +174,7 @@ class CachedFolder:
         replace_file(self.path / _VERSIONS, json.dumps(known).encode())
 
     def _known(self) -> dict[str, str]:
-        """Version of each file that was fetched when the folder was opened."""
+        """Versions of the files that were downloaded when the folder was opened."""
         try:
             known = untrusted.loads((self.path / _VERSIONS).read_bytes())
         except (OSError, ValueError):
@@ -191,10 +188,7 @@ class CachedFolder:
         return len(content) == self._listed[name].bytes and wanted in (None, "", digest(content))
 
     def get(self, name: str, whole: Callable[[Path], bool]) -> None:
-        """Download a file; it is there when `whole` finds that of it. A wrong one is fetched twice.
-
-        Raises DataError, and OSError: it cannot be written.
-        """
+        """Download a file, twice if `whole` returns False. Raises DataError, and OSError: it cannot be written."""
         path = self.path / name
         arriving = path.with_name(f"{path.name}.{os.getpid()}.partial")
         if shutil.disk_usage(self.path).free < self._listed[name].bytes:
@@ -211,18 +205,18 @@ class CachedFolder:
         finally:
             arriving.unlink(missing_ok=True)
         raise DataError(
-            f"{self.shown}/{name}: its checksum is not that of {NAME} beside it, fetched twice: the file was changed "
+            f"{self.shown}/{name}: its checksum is not that in {NAME}, fetched twice: the file was changed "
             "or is damaged; upload the folder again"
         )
 
     def read(self, parts: Sequence[tuple[str, int, int]]) -> list[bytes]:
-        """Bytes [start, stop) of files in the store, asked for at once, as they were when the folder was opened.
+        """Read bytes [start, stop) of files in the store concurrently, as they were when the folder was opened.
 
-        It waits while the store does not answer. Raises DataError: it does not for minutes, or a file has changed.
+        Raises DataError: minutes without an answer, or a file has changed.
         """
         until = time.monotonic() + _GIVE_UP_S
         found = each(lambda part: self._from_store(lambda: self._part(*part), until), parts, self.shown, until)
-        # Not every driver can ask for a version. What was read before a look that finds the old one is of the old one.
+        # Not every driver can ask for a version. If the version is still the old one after a read, the read was too.
         names = list(dict.fromkeys(name for name, _, _ in parts))
         each(lambda name: self._from_store(lambda: self._refuse_changed(name), until), names, self.shown, until)
         return found
@@ -248,7 +242,7 @@ class CachedFolder:
         return DataError(f"{self.shown}/{name}: is gone since the folder was opened; put it back")
 
     def _from_store(self, ask: Callable[[], Result], until: float = 0.0) -> Result:
-        """Ask again and again, until a time of the clock. Raises DataError; FileNotFoundError as the store does."""
+        """Ask again until the clock shows `until`. Raises DataError; FileNotFoundError as the store does."""
         while True:
             try:
                 return ask()
@@ -268,7 +262,7 @@ class CachedFolder:
 
 
 def _hold(folder: Path) -> int:
-    """Make a folder and hold a shared lock on it: whoever deletes it holds it alone. Raises OSError."""
+    """Create a folder and hold a shared lock on it; a process that deletes it holds it exclusively. Raises OSError."""
     while True:
         folder.mkdir(exist_ok=True)
         with contextlib.suppress(FileNotFoundError):
@@ -294,7 +288,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def remove_partials(folder: Path, names: Iterable[str]) -> None:
-    """Remove what processes that died have left of these files. The caller holds the lock under which they arrive."""
+    """Remove partial copies of dead processes. The caller holds the lock under which the files arrive."""
     for name in names:
         path = folder / name
         for left in path.parent.glob(f"{path.name}.*.partial"):
@@ -302,7 +296,6 @@ def remove_partials(folder: Path, names: Iterable[str]) -> None:
 
 
 def bytes_of(folder: Path) -> int:
-    """Bytes of all files below a folder."""
     total = 0
     for place, _, names in os.walk(folder):
         for name in names:
@@ -312,9 +305,10 @@ def bytes_of(folder: Path) -> int:
 
 
 def make_room(root: Path, wanted: int, bound: float) -> bool:
-    """Delete folders that nobody has open, out of use for longest first, until `wanted` bytes fit; False: they do not.
+    """Delete folders that no process has open, the least recently used first, until `wanted` bytes fit; False: they do
+    not.
 
-    The caller is the only one that fetches shards into this cache.
+    The caller is the only process that downloads shards into this cache.
     """
     # Other folders are not ours to delete.
     sizes = {path: bytes_of(path) for path in root.iterdir() if (path / _URL).is_file()}
@@ -344,7 +338,7 @@ def _used_at(folder: Path) -> float:
         return 0.0
 
 
-# --- requests at once, and who waits for them ---
+# --- concurrent requests, and the threads that wait for them ---
 
 
 _waits: dict[int, tuple[float, str]] = {}
@@ -352,15 +346,15 @@ _waits: dict[int, tuple[float, str]] = {}
 
 
 def waiting() -> tuple[float, str] | None:
-    """(seconds, store) of the longest wait of this process for a store; None: there is none."""
+    """(seconds, store) of this process's longest wait for a store; None without one."""
     now = time.monotonic()
     return max(((now - since, of) for since, of in list(_waits.values())), default=None)
 
 
 def each(ask: Callable[[Item], Result], items: Sequence[Item], of: str = "", until: float = math.inf) -> list[Result]:
-    """Results of `ask` for all items, computed in threads; they end with the process, whatever they wait for.
+    """Results of `ask` for all items, computed in threads that never keep the process from ending.
 
-    `of`: the store, for messages. Raises what the first failing one raises, and StoreGone when they take longer.
+    `of`: the store, for messages. Raises the first failure, and StoreGone after `until`.
     """
     found: dict[int, Result] = {}
     errors: list[BaseException] = []
@@ -386,7 +380,7 @@ def each(ask: Callable[[Item], Result], items: Sequence[Item], of: str = "", unt
         for thread in threads:
             while thread.is_alive():
                 thread.join(1.0)
-                if threading.current_thread() is threading.main_thread():  # a reader's own thread tells nothing of it
+                if threading.current_thread() is threading.main_thread():  # a reader's thread proves nothing
                     heart.beat()
                 if time.monotonic() > until + _AGAIN_S:
                     raise StoreGone(f"{of}: does not answer {socket.gethostname()}; look at the network")

@@ -1,7 +1,7 @@
-"""Shards of prepared folders in object stores, downloaded into a host's cache beside a run.
+"""Downloads shards of prepared folders in object stores into a host's cache while a run trains.
 
-`python -m llmtrain.data.download` does it, a process of its own, since a thread would share the GIL with the steps. One
-at a time downloads into a cache, whatever runs share it.
+`python -m llmtrain.data.download` is a separate process, because a thread would share the GIL with the steps. One
+process at a time downloads into a cache, for all runs that share it.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ _TOGETHER = 4
 """Shards that arrive at the same time."""
 _LOCK = ".download"
 _AGAIN_S = 30.0
-"""Pause after which a store that did not answer, or a full cache, is looked at again."""
+"""Pause after a store did not answer or the cache was full."""
 
 
 class _Download:
-    """Fetches shards, as many at a time as may be on their way, while they fit into the cache."""
+    """Downloads shards, several at a time, while they fit into the cache."""
 
     def __init__(self, cache: Cache, tell: Callable[..., None]) -> None:
         self._cache, self._tell = cache, tell
         self._sets: dict[str, PreparedSet] = {}
 
     def go_on(self, shards: list[tuple[str, str]]) -> None:
-        """Fetch shards, (URL of the set, file) each, in this order. Raises DataError: one is damaged."""
+        """Download shards, (URL of the set, file) each, in this order. Raises DataError: one is damaged."""
         left, failing, full = shards, False, False
         self._cache.root.mkdir(parents=True, exist_ok=True)
         while True:
@@ -47,7 +47,7 @@ class _Download:
                 left = [shard for shard in left if not self._path(shard).is_file()]
                 if not left:
                     return
-                for url, file in left[:_TOGETHER]:  # nobody else fetches them now
+                for url, file in left[:_TOGETHER]:  # no other process fetches them now
                     remove_partials(self._set(url).folder, [file])
                 if batch := self._fitting(left[:_TOGETHER]):
                     each(self._fetch, batch)
@@ -67,7 +67,7 @@ class _Download:
             time.sleep(_AGAIN_S)
 
     def _fitting(self, batch: list[tuple[str, str]]) -> list[tuple[str, str]]:
-        """As many of these as there is room for, the first ones."""
+        """The first shards for which there is room."""
         while batch:
             wanted = sum(self._set(url).bytes_of(file) for url, file in batch)
             if make_room(self._cache.root, wanted, self._cache.gib * GIB):
@@ -91,12 +91,12 @@ class _Download:
 
 
 def main() -> None:
-    """The first line of its input is JSON: folder and GiB of the cache, and the shards. It ends with its input."""
+    """Read a JSON request from stdin (folder and GiB of the cache, the shards); exit when stdin closes."""
     asked: dict[str, Any] = json.loads(sys.stdin.readline())
 
     def listen() -> None:
         sys.stdin.read()
-        os._exit(0)  # whoever started this is gone: what has half arrived does not count
+        os._exit(0)  # the run is gone: partial files do not count
 
     def tell(kind: str, **fields: Any) -> None:
         with contextlib.suppress(OSError):
@@ -107,7 +107,7 @@ def main() -> None:
         _Download(Cache(asked["folder"], asked["gib"]), tell).go_on([(url, file) for url, file in asked["shards"]])
     except DataError as error:
         tell("data_store_gone" if error.passing else "data_wrong", error=str(error))
-    except Exception as error:  # training goes on without it
+    except Exception as error:  # training continues without it
         tell("data_store_gone", error=short(error))
 
 

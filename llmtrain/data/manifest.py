@@ -1,6 +1,6 @@
-"""manifest.json of a prepared folder: what is in it, and the fingerprints that resume and checks compare.
+"""manifest.json of a prepared folder: its contents, and the fingerprints that resume and checks compare.
 
-It is written last. A folder without it is not prepared, whatever else lies there.
+It is written last. A folder without it is not prepared, even if it holds other files.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from llmtrain.base.files import replace_file
 
 NAME = "manifest.json"
 SAMPLE = "conversations.jsonl"
-"""Some of the conversations, by which an export is proved (chat/encoder.py)."""
+"""Some of the conversations, with which an export is checked (chat/encoder.py)."""
 FORMAT = "llmtrain-data"
 VERSION = 1
 
@@ -38,15 +38,15 @@ class Shard:
     rows: str = ""
     """xxh3_64 of a conversations shard's second file, with the rows' lengths and the counted bits (shards.py)."""
     origins: str = ""
-    """xxh3_64 of its file of origins; empty: an earlier version made it."""
+    """xxh3_64 of the shard's file of origins; empty: an earlier version made it."""
     begin: int = 0
     """Bytes before the first token, in a file that is used in place: `file` is a link to it."""
     continues: str = ""
-    """Source file of lines that begins in an earlier shard and goes on in this one (origins.py)."""
+    """Source file of lines that begins in an earlier shard and continues in this one (origins.py)."""
     records_before: int = 0
     """Lines of that file before this shard's."""
     bytes: int | None = None
-    """Size of a file that is used in place, which holds more than this shard; None: that of the tokens."""
+    """Size of a file that is used in place and holds more than this shard; None: the size of the tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ class Manifest:
     rejected: int
     """Records listed in rejected.jsonl."""
     cut: int = 0
-    """Documents that were cut: their end is in validation, the rest in train, and `documents` counts them in both."""
+    """Documents cut into two: the end is in validation, the rest in train, and `documents` counts them in both."""
     tokenizer_fingerprint: str
     """Hash of tokenizer/tokenizer.json."""
     source_fingerprint: str
@@ -76,16 +76,16 @@ class Manifest:
     source: dict[str, Any]
     """files, bytes, and `stat`: hash of names, sizes and modification times."""
     settings: dict[str, Any]
-    """Options that `llmtrain prepare` ran with."""
+    """Options of `llmtrain prepare`."""
     shards: dict[str, tuple[Shard, ...]]
     """Shards per split, in order."""
     chat: dict[str, Any] | None = None
-    """Figures of conversations, one a row (a document): `counted` tokens per split, tokens of the `longest` row, the
-    `stop_tokens` that end an answer. Nothing stands between rows. `pairs`: rows 2i and 2i + 1 are a chosen and a
-    rejected answer, and `longest` is of both. `unpaired`: each row is an answer that was judged alone.
-    `prompts`: each row is what is fed before an answer is generated, and nothing is counted. `choices`: each row is a
-    question with one of its choices. `moment`: what the
-    template took for the time, where it writes the date. `chat_template_kwargs`: what all records said to it."""
+    """Figures of conversations, one per row (a document): `counted` tokens per split, tokens of the `longest` row, the
+    `stop_tokens` that end an answer. No separator is between rows. `pairs`: rows 2i and 2i + 1 are a chosen and a
+    rejected answer, and `longest` is their sum. `unpaired`: each row is an answer that was judged alone. `prompts`:
+    each row is the input before an answer, and no token is counted. `choices`: each row is a question with one of its
+    choices. `moment`: the time that the template was given, if it writes the date. `chat_template_kwargs`: variables of
+    the template for all records."""
 
 
 def data_fingerprint(
@@ -99,7 +99,7 @@ def data_fingerprint(
 
 
 def template_notes(chat: dict[str, Any]) -> list[str]:
-    """List what the preparation put into every prompt beside the conversations, and the fields that it left out."""
+    """List the template's date, its variables, and the fields that the preparation left out."""
     notes = []
     if (moment := chat.get("moment")) is not None:
         notes.append(
@@ -115,7 +115,7 @@ def template_notes(chat: dict[str, Any]) -> list[str]:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Atomically: the manifest is there whole, or not at all."""
+    """Write the manifest atomically."""
     replace_file(
         folder / NAME, json.dumps({"format": FORMAT, "version": VERSION, **asdict(manifest)}, indent=1).encode() + b"\n"
     )
@@ -135,7 +135,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def parse_manifest(content: bytes, name: str) -> Manifest:
-    """The manifest that a file holds. `name`: of the file, for messages. Raises DataError: it is none."""
+    """Parse a manifest. `name`: of the file, for messages. Raises DataError: it is no manifest."""
     try:
         values = untrusted.loads(content)
         if values.pop("format") != FORMAT:
@@ -166,7 +166,7 @@ def parse_manifest(content: bytes, name: str) -> Manifest:
 
 
 def _shard(entry: dict[str, Any]) -> Shard:
-    """One entry. Its file lies in the folder itself: a manifest from elsewhere may not point at other files."""
+    """Parse an entry. Its file is in the folder itself: a foreign manifest may not name other files."""
     shard = Shard(**entry)
     name = shard.file
     if not isinstance(name, str) or Path(name).name != name or name in ("", "..") or not name.isprintable():
@@ -178,11 +178,11 @@ def _shard(entry: dict[str, Any]) -> Shard:
 
 
 def check_vocabulary(manifest: Manifest, model_vocab_size: int) -> None:
-    """Raises DataError when the tokenizer has ids that the model has no embedding for. A larger model is fine."""
+    """Raise DataError if the tokenizer has ids without an embedding in the model."""
     if manifest.vocab_size > model_vocab_size:
         raise DataError(
             f"model vocab_size {model_vocab_size} is smaller than the tokenizer's {manifest.vocab_size}: ids from "
-            f"{model_vocab_size} on would index past the embedding; set the model's vocab_size (beside "
+            f"{model_vocab_size} on would index past the embedding; set the model's vocab_size (with "
             f"model.pretrained: model.vocabulary) to at least {manifest.vocab_size}, or prepare the data with the "
             "model's own tokenizer (--tokenizer FOLDER)"
         )

@@ -1,8 +1,8 @@
-"""Origin of each document of a prepared folder: source file and record, beside its shard.
+"""Origin of each document of a prepared folder, its source file and record, in a file next to the shard.
 
-`train-00000.origins.parquet` has a row for each document (or row of conversations) of `train-00000.bin`, in its order:
+`train-00000.origins.parquet` has a row for each document (or row of conversations) of `train-00000.bin`, in order:
 `end`, tokens of the shard until its end, separator included; `file`, as messages name it; `record`, its line (from 1),
-row (from 0), or first token in its file. 12 bytes each before compression, but for the names.
+row (from 0), or first token in its file. 12 bytes each before compression, without the names.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from llmtrain.base.errors import DataError
 from llmtrain.data.manifest import Shard
 
 _GROUP = 16384
-"""Documents that are read at a time to find one."""
+"""Documents that are read at a time."""
 
 
 @dataclass(frozen=True)
@@ -33,20 +33,20 @@ class Origin:
     begin: int
     """Its first token in the split."""
     end: int
-    """Place behind its last token, its separator included."""
+    """Place after its last token, separator included."""
     index: int
     """Its place among the documents of the split."""
 
 
 def origins_path(shard: Path) -> Path:
-    """Name of the file of origins beside a shard."""
+    """Path of a shard's file of origins."""
     return shard.with_suffix(".origins.parquet")
 
 
 def write_origins(
     shard: Path, lengths: np.ndarray, files: Sequence[str], places: np.ndarray, records: np.ndarray
 ) -> str:
-    """Write the file beside a shard, under its temporary name first. Returns its xxh3_64. Raises OSError.
+    """Write a shard's file of origins atomically; returns its xxh3_64. Raises OSError.
 
     Args:
         lengths: tokens of each document, int [documents].
@@ -77,7 +77,7 @@ class Origins:
     """Origins of the documents of one split."""
 
     def __init__(self, folder: Path, shards: tuple[Shard, ...]) -> None:
-        """Raises DataError: the folder was prepared without them."""
+        """Raises DataError: the folder was prepared without origins."""
         self._folder, self._shards = folder, shards
         self._starts = np.cumsum([0, *(shard.tokens for shard in shards)])
         self._before = np.cumsum([0, *(shard.documents for shard in shards)])
@@ -89,7 +89,7 @@ class Origins:
                 )
 
     def within(self, begin: int, end: int) -> Iterator[Origin]:
-        """The documents that have one of the split's tokens [begin, end), in their order."""
+        """The documents with any of the split's tokens [begin, end), in order."""
         for index in range(int(np.searchsorted(self._starts, begin, "right")) - 1, len(self._shards)):
             start = int(self._starts[index])
             if start >= end:
@@ -104,13 +104,13 @@ class Origins:
                     return
 
     def of_rows(self, rows: Sequence[int]) -> Iterator[Origin]:
-        """The documents with these places in the split."""
+        """The documents at these places in the split."""
         for row in rows:
             index = int(np.searchsorted(self._before, row, "right")) - 1
             yield self._origin(index, *divmod(row - int(self._before[index]), _GROUP))
 
     def find(self, file: str, record: int | None) -> Iterator[Origin]:
-        """The documents of a record of a file, or of all of its records."""
+        """The documents of a file's record; None: of all its records."""
         for index, shard in enumerate(self._shards):
             opened = self._file(index)
             wanted = record
@@ -145,7 +145,7 @@ class Origins:
 
 
 class _Group(NamedTuple):
-    """Columns of some documents, [documents] each; `begins` and `ends` in tokens of the shard."""
+    """Columns of a group's documents, [documents] each; `begins` and `ends` in tokens of the shard."""
 
     begins: np.ndarray
     ends: np.ndarray
@@ -154,7 +154,7 @@ class _Group(NamedTuple):
 
 
 class _File:
-    """One file of origins, of which groups are read as they are needed."""
+    """A file of origins; its groups are read on demand."""
 
     def __init__(self, path: Path) -> None:
         import pyarrow.parquet as pq
@@ -175,7 +175,7 @@ class _File:
         return DataError(f"{self._path}: is damaged ({error}); copy the folder again, or prepare it again")
 
     def group_at(self, token: int) -> int:
-        """The group with the document that has a token of the shard."""
+        """The group with the document of a token of the shard."""
         return bisect_left(self._ends, token + 1)
 
     def groups_with(self, file: str, record: int | None) -> Iterator[int]:

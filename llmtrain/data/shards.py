@@ -1,8 +1,7 @@
 """A prepared folder as token streams: shards are mapped into memory, and reads cross their borders.
 
-Beside each shard of conversations lies a file of rows: the rows' lengths in tokens, uint32 each, and then a bit for
-each token, eight a byte, the first one highest: whether it is counted. Of unpaired answers and of choices more follows
-for each row.
+Each shard of conversations has a file of rows: the rows' lengths in tokens, uint32 each, and then a bit for each token,
+eight a byte, the first one highest: 1 if it is counted. Unpaired answers and choices add an entry for each row.
 """
 
 from __future__ import annotations
@@ -26,21 +25,21 @@ from llmtrain.data.origins import Origins, origins_path
 from llmtrain.storage.object_store import is_url
 
 _CHUNK = 4 << 20
-"""Bytes that a comparison with checksums reads at a time."""
+"""Bytes that a checksum comparison reads at a time."""
 JUDGED = np.dtype([("prompt", "<u8"), ("begin", "<u4"), ("desirable", "u1")])
-"""Entry for a row of unpaired answers: hash of its prompt, place of its answer's first token, label of the answer."""
+"""Entry for an unpaired answer's row: hash of its prompt, place of its first token, label."""
 CHOICE = np.dtype([("first", "u1"), ("right", "u1"), ("characters", "<u4"), ("bytes", "<u4")])
 """Entry for a row of multiple choice: whether it begins a question, whether it is the answer, sizes of the choice."""
 
 
 def entry_of(chat: dict[str, Any] | None) -> np.dtype | None:
-    """Type of the entries at the end of a file of rows. `chat`: the manifest's."""
+    """Type of the entries at the end of a row file. `chat`: the manifest's section."""
     chat = chat or {}
     return JUDGED if chat.get("unpaired") else CHOICE if chat.get("choices") else None
 
 
 def rows_path(shard: Path) -> Path:
-    """Name of the file of rows beside a shard of conversations."""
+    """Path of a shard's file of rows."""
     return shard.with_suffix(".rows")
 
 
@@ -54,15 +53,12 @@ class _Piece(NamedTuple):
 
 
 class TokenStream:
-    """The tokens of one split, shard after shard. Reading maps pages in; nothing is held in memory.
-
-    Of a folder in a store, tokens whose shard is not on this host are read from there.
-    """
+    """The tokens of one split, shard after shard, mapped into memory or, without a copy here, read from the store."""
 
     def __init__(
         self, folder: Path, shards: tuple[Shard, ...], dtype: np.dtype, cached: CachedFolder | None = None
     ) -> None:
-        """`cached`: what lies in a store, and `folder` has of it what is on this host."""
+        """`cached`: the folder in a store whose copy is `folder`."""
         self.name = str(folder) if cached is None else cached.shown
         """Path or URL of the folder, for messages."""
         self._cached = cached
@@ -78,7 +74,7 @@ class TokenStream:
     def read(self, start: int, length: int) -> np.ndarray:
         """Tokens [start, start + length) as an array [length] of the shards' dtype (a view if one shard holds them).
 
-        Raises DataError: a store does not give them.
+        Raises DataError: the store does not give them.
         """
         parts = [self._read(piece) for piece in self._pieces(start, length)]
         if len(parts) == 1:
@@ -86,8 +82,7 @@ class TokenStream:
         return np.concatenate(parts) if parts else np.empty(0, dtype=self._dtype)
 
     def fetch(self, spans: Iterable[tuple[int, int]]) -> None:
-        """Ask the store at once for what of these spans, (start, length) each, is not on this host: `read` finds it
-        until the next call. Raises DataError."""
+        """Read missing parts of spans, (start, length) each, for `read` until the next call. Raises DataError."""
         if self._cached is None:
             return
         pieces = [piece for piece in dict.fromkeys(piece for span in spans for piece in self._pieces(*span))
@@ -127,7 +122,7 @@ class TokenStream:
         return self._shards[bisect_right(self._starts, token) - 1].file
 
     def is_here(self, index: int) -> bool:
-        """A shard lies on this host."""
+        """True if a shard is on this host."""
         return self._cached is None or self._paths[index].is_file()
 
     def counted(self, start: int, length: int) -> np.ndarray | None:
@@ -147,7 +142,7 @@ class TokenStream:
         return np.concatenate(parts)
 
     def row_lengths(self) -> np.ndarray:
-        """Tokens of each row, int64 [rows]. Of conversations only. Raises DataError when they are not the stream's."""
+        """Tokens of each row, int64 [rows], for conversations only. Raises DataError if they do not fit the stream."""
         parts = [
             np.fromfile(rows_path(path), dtype="<u4", count=rows).astype(np.int64)
             for path, rows in zip(self._paths, self._rows, strict=True)
@@ -155,17 +150,17 @@ class TokenStream:
         for index, lengths in enumerate(parts):
             if lengths.sum() != self._starts[index + 1] - self._starts[index] or not lengths.all():
                 raise DataError(
-                    f"{rows_path(self._paths[index])}: its rows are not those of the shard beside it: one is damaged; "
+                    f"{rows_path(self._paths[index])}: its rows do not fit its shard: one of the files is damaged; "
                     "copy the folder again, or delete it and prepare it again"
                 )
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
     def judged(self) -> np.ndarray:
-        """JUDGED [rows], of unpaired answers only."""
+        """JUDGED [rows], for unpaired answers only."""
         return self._entries(JUDGED)
 
     def choices(self) -> np.ndarray:
-        """CHOICE [rows], of multiple choice only."""
+        """CHOICE [rows], for multiple choice only."""
         return self._entries(CHOICE)
 
     def _entries(self, dtype: np.dtype) -> np.ndarray:
@@ -188,36 +183,36 @@ class TokenStream:
 
 @dataclass(frozen=True)
 class FileSum:
-    """A file of a prepared folder, and what its manifest says of the content."""
+    """A file of a prepared folder with its checksum in the manifest."""
 
     path: Path
     xxh3: str
-    """xxh3 of the bytes, of 64 or 128 bits; empty: the manifest tells none, and none is compared."""
+    """xxh3 of the bytes, of 64 or 128 bits; empty: the manifest has none, and none is compared."""
     dtype: np.dtype | None = None
     """Type of the token ids in a shard; None: the file is no shard."""
     vocab_size: int = 0
     begin: int = 0
-    """Bytes before what is compared."""
+    """Bytes before the compared part."""
     length: int | None = None
-    """Bytes that are compared; None: the whole file."""
+    """Bytes of the compared part; None: the complete file."""
     cached: CachedFolder | None = None
-    """The folder in a store from which a shard is read that is not on this host."""
+    """The folder in a store from which a shard that is not on this host is read."""
 
     @property
     def is_here(self) -> bool:
-        """The file lies on this host, or should."""
+        """True if the file is on this host, or should be."""
         return self.cached is None or self.path.is_file()
 
     @property
     def bytes(self) -> int:
-        """Bytes that `compare` reads; 0 where there is no file."""
+        """Bytes that `compare` reads; 0 without a file."""
         whole = self.path.stat().st_size if self.path.is_file() else 0
         return whole if self.length is None else self.length
 
     def compare(self, go_on: Callable[[], bool] = lambda: True) -> None:
-        """Read the file and compare. `go_on`: asked every 4 MiB; where it says no, nothing is known.
+        """Read the file and compare its checksum. `go_on`: called every 4 MiB; False ends the reading without a result.
 
-        Raises DataError: the content is another, or an id lies outside the vocabulary.
+        Raises DataError: the content is different, or an id is outside the vocabulary.
         """
         folder = self.path.parent.parent if self.path.parent.name == "tokenizer" else self.path.parent
         place = self.path if self.is_here or self.cached is None else f"{self.cached.shown}/{self.path.name}"
@@ -244,9 +239,9 @@ class FileSum:
 
 
 def _put_back(path: Path, copy: str) -> str:
-    """Remedy for a file that is not what it was. `copy`: for one that lies in the folder itself."""
+    """Remedy for a changed file. `copy`: for a file in the folder itself."""
     if path.is_symlink():
-        copy = f"it is used where it lies: put {os.readlink(path)} back as it was"
+        copy = f"it is used in place: put {os.readlink(path)} back as it was"
     return f"{copy}, or delete the folder and prepare it again"
 
 
@@ -265,16 +260,15 @@ def _chunks(file: FileSum) -> Iterator[bytes]:
 
 
 class PreparedSet:
-    """A complete folder of `llmtrain prepare`, on this host or in a store. Opening it checks that every shard is there
-    with its full size."""
+    """A complete folder of `llmtrain prepare`, on this host or in a store. Opening it checks the shards' sizes."""
 
     def __init__(self, folder: str | Path, cache: Cache = Cache()) -> None:  # noqa: B008  (frozen)
-        """`folder`: a path, of a folder of a cache too, or a URL. `cache`: where this host keeps what lies in stores.
+        """`folder`: a path, also in a cache, or a URL. `cache`: this host's folder for stores' data.
 
         Raises DataError when the folder is not complete, or cannot be read.
         """
         self.name = str(folder)
-        """As messages have it."""
+        """Path or URL for messages."""
         self._cached = opened(self.name, cache.root) if is_url(self.name) else copied(Path(folder))
         self.name = self.name if self._cached is None else self._cached.shown
         self.folder = Path(folder) if self._cached is None else self._cached.path
@@ -288,14 +282,14 @@ class PreparedSet:
 
     @property
     def in_store(self) -> bool:
-        """It lies in an object store, and parts of it on this host."""
+        """True if the folder is in an object store, with parts of it on this host."""
         return self._cached is not None
 
     def split(self, name: Split) -> TokenStream:
         return TokenStream(self.folder, self.manifest.shards[name], self.dtype, self._cached)
 
     def fetch(self, names: Collection[str]) -> None:
-        """Have small files of the folder on this host, as far as they are in its store. Raises DataError."""
+        """Download small files that the store has. Raises DataError."""
         if self._cached is not None:
             self._cached.fetch(names)
 
@@ -306,7 +300,7 @@ class PreparedSet:
         return Origins(self.folder, shards)
 
     def shards_in_store(self, split: Split) -> list[tuple[str, str]]:
-        """(URL of the folder, file) of each shard of a folder in a store."""
+        """(folder's URL, file) of each shard of a folder in a store."""
         return [] if self._cached is None else [(self._cached.url, shard.file) for shard in self.manifest.shards[split]]
 
     def bytes_of(self, file: str) -> int:
@@ -315,8 +309,7 @@ class PreparedSet:
         return self._cached.size(file) or 0
 
     def fetch_shard(self, file: str) -> int:
-        """Download a shard of a folder in a store; returns its bytes. Raises DataError, and OSError: it cannot be
-        written."""
+        """Download a shard; returns its bytes. Raises DataError, and OSError: it cannot be written."""
         assert self._cached is not None
         shard = next(shard for split in SPLITS for shard in self.manifest.shards[split] if shard.file == file)
 
@@ -332,10 +325,8 @@ class PreparedSet:
         return self.bytes_of(file)
 
     def sums(self, *, origins: bool = False) -> list[FileSum]:
-        """Return each file with its checksum from the manifest: the tokenizer, shards, files of rows.
-
-        origins: those of the documents' origins, too, which no run reads.
-        """
+        """Each file with its checksum from the manifest: tokenizer, shards, files of rows; with `origins` also the
+        documents' origins, which no run reads."""
         found = [FileSum(self.tokenizer_dir / "tokenizer.json", self.manifest.tokenizer_fingerprint)]
         for shard in (shard for split in SPLITS for shard in self.manifest.shards[split]):
             path = self.folder / shard.file
@@ -347,12 +338,12 @@ class PreparedSet:
         return found
 
     def sum_of(self, shard: Shard, path: Path) -> FileSum:
-        """A shard's checksum, for a copy of it."""
+        """A shard's checksum, for a copy at `path`."""
         length = shard.tokens * self.dtype.itemsize
         return FileSum(path, shard.xxh3, self.dtype, self.manifest.vocab_size, shard.begin, length, self._cached)
 
     def verify(self) -> None:
-        """Read every file and compare its checksum, and a shard's largest id, with the manifest. Raises DataError."""
+        """Compare the checksum of every file, and a shard's largest id, with the manifest. Raises DataError."""
         for file in self.sums():
             file.compare()
 

@@ -1,4 +1,4 @@
-"""Tokenizers: a Hugging Face folder, or a byte-level BPE trained on the spot; and the encoder that workers use."""
+"""Tokenizers: a Hugging Face folder, or a byte-level BPE trained by `llmtrain prepare`; and the workers' encoder."""
 
 from __future__ import annotations
 
@@ -66,20 +66,20 @@ _CUTS = {
     _LLAMA3.replace("DIGITS", "{1,3}"): _llama3("[0-9]{1,3}"),
     _LLAMA3.replace("DIGITS", ""): _llama3("[0-9]"),  # Qwen2, Qwen3
 }
-"""Our cut for each pattern of the library."""
+"""The cut for each pattern of the library."""
 _BECOMES_ASCII = "\u037e\u1fef\u212a"
-"""Characters that NFC turns into ;, ` and K: an added token may arise from them."""
+"""Characters that NFC turns into ;, ` and K, which may form an added token."""
 
 
 class Words:
-    """The ids of texts, by a tokenizer of which `cut_of` knows how it cuts."""
+    """Encodes texts with a tokenizer whose cut `cut_of` knows."""
 
     def __init__(self, tokenizer: Tokenizer, cut: str, as_ids: Callable[[list[int]], np.ndarray]) -> None:
-        """`as_ids`: ids in the type in which they are kept."""
+        """`as_ids`: converts ids to the stored type."""
         self._tokenizer, self._as_ids = tokenizer, as_ids
         self._pieces = re.compile(cut).findall
         added = [token.content for token in tokenizer.get_added_tokens_decoder().values() if not token.special]
-        # Beside an added token the library begins anew, and cuts white space otherwise.
+        # Next to an added token the library begins again, and cuts white space differently.
         either = "|".join([*map(re.escape, added), f"[{_BECOMES_ASCII}]"])
         self._begins_anew = re.compile(either).search if added else None
         self._dtype = as_ids([]).dtype
@@ -87,7 +87,7 @@ class Words:
         self._characters = 0
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """Token ids of each text, [tokens]: the library's, digit for digit."""
+        """Token ids of each text, [tokens], equal to the library's."""
         anew = self._begins_anew
         cuts = [[text] if anew is not None and anew(text) else self._pieces(text) for text in texts]
         if self._characters > _MOST_CHARACTERS:
@@ -104,7 +104,7 @@ class Words:
 
 
 def cut_of(tokenizer: Tokenizer) -> str | None:
-    """The pattern of `re` that cuts as this tokenizer does; None where that is not known."""
+    """The pattern of `re` that cuts as this tokenizer does; None if unknown."""
     if not all(token.content.isascii() for token in tokenizer.get_added_tokens_decoder().values() if not token.special):
         return None
     if _settings(tokenizer.normalizer) not in ({}, {"type": "NFC"}):
@@ -123,20 +123,20 @@ def cut_of(tokenizer: Tokenizer) -> str | None:
 
 
 def _settings(part: Any) -> dict[str, Any]:
-    """Fields of a part of a tokenizer, as they stand in tokenizer.json."""
+    """Fields of a part of a tokenizer, as in tokenizer.json."""
     found: dict[str, Any] = {} if part is None else json.loads(part.__getstate__())
     return found
 
 
 SEPARATOR = "<|endoftext|>"
 TURNS = tuple(f"<|{role}|>" for role in ("system", "user", "assistant", "tool"))
-"""Tokens that a chat template may begin a turn with."""
+"""Tokens with which a chat template may begin a turn."""
 _NO_BYTES = ("\u00c0", "\u00c1", "\u00fe", "\u00ff")
 """Byte-level BPE's characters for bytes that UTF-8 never uses (0xC0, 0xC1, 0xFE, 0xFF): no text has their tokens."""
 _TEMPLATE = "chat_template.jinja"
 NAMED_TEMPLATES = "additional_chat_templates"
 """Folder of further templates, NAME.jinja; transformers takes tool_use for a conversation with tools."""
-# Everything a Hugging Face folder may hold that belongs to its tokenizer, and nothing that is code.
+# All files of a tokenizer in a Hugging Face folder that are no code.
 _FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -154,10 +154,9 @@ LEAST_VOCABULARY = 257
 def train_bpe(texts: Iterable[str], vocab_size: int, folder: Path) -> None:
     """Train a byte-level BPE of exactly `vocab_size` tokens (separator included) and save it as a Hugging Face folder.
 
-    The tokens of four bytes that no text has are those of `TURNS`: they take no room in a model's vocabulary, and a
-    model that was trained on text can be fine-tuned on conversations without new tokens.
-    The result depends on the texts alone, not on the number of cores: merges are chosen by count, then by id.
-    Raises DataError when the texts are too few for so many tokens.
+    Four bytes that no text has get the tokens `TURNS`: so a model that was trained on text can be fine-tuned on
+    conversations without new tokens. The result depends only on the texts, not on the number of cores: merges are
+    chosen by count, then by id. Raises DataError when the texts are too few for the vocabulary.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -218,7 +217,7 @@ def copy_tokenizer(source: Path, folder: Path, chat_template: Path | None = None
             if (source / name).is_file():
                 shutil.copyfile(source / name, target / name)
         if chat_template is not None:
-            shutil.copyfile(chat_template, target / _TEMPLATE)  # in the place of all that the folder has
+            shutil.copyfile(chat_template, target / _TEMPLATE)  # instead of all of the folder's templates
         elif named := named_templates(source):
             (target / NAMED_TEMPLATES).mkdir()
             for file in named:
@@ -233,7 +232,7 @@ def named_templates(folder: Path) -> list[Path]:
 
 
 def _write_folder(folder: Path, write: Any) -> None:
-    """All of the folder or nothing: a kill in between leaves only `*.tmp`, which the next start removes."""
+    """Write the folder atomically: a kill leaves only `*.tmp`, which the next start removes."""
     partial = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -249,7 +248,7 @@ _GROWTH = 1000
 
 
 def refuse_unsafe(folder: Path) -> None:
-    """Refuse a tokenizer that would have code loaded, or that makes endless text of a short one. Raises DataError."""
+    """Refuse a tokenizer that loads code, or that makes endless text of a short one. Raises DataError."""
     path = folder / "tokenizer_config.json"
     try:
         key = untrusted.names_code(untrusted.loads(path.read_bytes())) if path.is_file() else None
@@ -300,14 +299,14 @@ def _require(folder: Path) -> Path:
 
 
 def fingerprint(folder: Path) -> str:
-    """Hash of tokenizer.json: two folders with the same one give the same tokens."""
+    """Hash of tokenizer.json: equal files give equal tokens."""
     return xxhash.xxh3_128_hexdigest(_require(folder).read_bytes())
 
 
 def named_token(folder: Path, role: str) -> str | None:
-    """The text of a tokenizer's special token. `role`: bos_token, eos_token, pad_token, ...; None when it names none.
+    """A tokenizer's special token. `role`: bos_token, eos_token, pad_token, ...; None if it names none.
 
-    Raises DataError when a file that would say so cannot be read.
+    Raises DataError when a file that may name the token cannot be read.
     """
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         path = folder / name
@@ -325,7 +324,7 @@ def named_token(folder: Path, role: str) -> str | None:
 
 
 def chat_template(folder: Path, file: str | None) -> str:
-    """The template in `file`, or the folder's own as they stand in its files. Raises DataError when there is none."""
+    """The template in `file`, or the folder's own templates. Raises DataError when there is none."""
     path = folder / _TEMPLATE if file is None else Path(file)
     try:
         if file is not None:
@@ -348,8 +347,8 @@ def chat_template(folder: Path, file: str | None) -> str:
 
 
 def stop_tokens(folder: Path, named: tuple[str, ...]) -> tuple[str, ...]:
-    """Texts of the tokens where generation stops: the tokenizer's eos_token, what the model's files beside it name as
-    eos_token_id, and `named`. Raises DataError when a file cannot be read."""
+    """Tokens where generation stops: the tokenizer's eos_token, each eos_token_id in the folder's model configurations,
+    and `named`. Raises DataError when a file cannot be read."""
     from tokenizers import Tokenizer
 
     tokens = [separator_token(folder)]
@@ -365,7 +364,7 @@ def stop_tokens(folder: Path, named: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def separator_token(folder: Path) -> str:
-    """The text of the token that ends a document: the tokenizer's eos_token. DataError when it names none."""
+    """The token that ends a document: the tokenizer's eos_token. DataError when it names none."""
     token = named_token(folder, "eos_token")
     if token is None:
         raise DataError(
@@ -376,10 +375,8 @@ def separator_token(folder: Path) -> str:
 
 
 class Encoder:
-    """A tokenizer made safe for corpora: no truncation, no padding, and special tokens in a text stay text.
-
-    The last matters: a document that contains "<|endoftext|>" must not be able to end itself.
-    """
+    """A tokenizer made safe for corpora: no truncation, no padding, and special tokens in a text stay text: a document
+    with "<|endoftext|>" does not end there."""
 
     def __init__(self, folder: Path) -> None:
         """Raises DataError when the folder is no usable tokenizer."""
@@ -402,25 +399,25 @@ class Encoder:
                 "correct tokenizer_config.json or add the token"
             )
         self.separator_id: int = separator
-        # Ids may have gaps, so the largest one counts and not the number of tokens.
+        # Ids may have gaps, so the largest one counts, not the number of tokens.
         ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
         self.vocab_size: int = max(max(ids) + 1, len(ids))
         self.dtype = dtype_for(self.vocab_size)
         added = self._tokenizer.get_added_tokens_decoder()
         self.special = {number for number, token in added.items() if token.special}
-        """Ids of the tokens that stand for no text."""
+        """Ids of the special tokens, which have no text."""
         cut = cut_of(self._tokenizer)
         self._words = cut and Words(self._tokenizer, cut, partial(as_ids, vocab_size=self.vocab_size))
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """Token ids of each text, without any special token; dtype [tokens] is `self.dtype`."""
+        """Token ids [tokens] of each text, in `self.dtype`, without special tokens."""
         if self._words:
             return self._words.encode(texts)
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [as_ids(encoding.ids, self.vocab_size) for encoding in encodings]
 
     def id_of(self, token: str) -> int | None:
-        """The id of a token of the vocabulary; None: it has none of that text."""
+        """The id of a token of the vocabulary; None: no such token."""
         return self._tokenizer.token_to_id(token)
 
     def decode(self, ids: list[int]) -> str:

@@ -34,8 +34,7 @@ _NAME = re.compile(r"llmtrain-watch-\d+-(?P<pid>\d+)-(?P<started>\d+)-.*")
 
 def make_folder() -> Path:
     """Create the folder for this launcher and port, the same for all ranks of a host. Its name ends with the launch's
-    mark, for launch/guardian.py. Raises OSError.
-    """
+    mark, for launch/guardian.py. Raises OSError."""
     parent = processes.stat(os.getppid())
     started, port = parent.started if parent else 0, os.environ.get("MASTER_PORT", "0")
     mark = os.environ.get(messages.LAUNCH, "")
@@ -72,9 +71,7 @@ def own(folder: Path) -> None:
 
 def sweep(this: Path) -> None:
     """Remove the folders of killed agents: launcher and ranks are dead, and no process holds the lock. Ranks may
-    outlive an
-    agent, and containers that share /dev/shm do not see each other's processes.
-    """
+    outlive an agent, and containers that share /dev/shm do not see each other's processes."""
     for folder in this.parent.glob(f"llmtrain-watch-{os.getuid()}-*"):
         with contextlib.suppress(OSError):
             if folder != this and time.time() - folder.stat().st_mtime > _STALE_S and not _is_used(folder):
@@ -83,7 +80,6 @@ def sweep(this: Path) -> None:
 
 
 def _is_used(folder: Path) -> bool:
-    """True if the launcher that the folder's name identifies, or a rank with a heartbeat in the folder, is alive."""
     launcher = _NAME.fullmatch(folder.name)
     beats = [beat for path in folder.glob("rank-*.beat") if (beat := read(path)) is not None]
     processes = [Process(beat.pid, beat.started) for beat in beats]
@@ -106,10 +102,10 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def write_error(folder: Path, rank: int, error: str, at: str, phase: str) -> None:
-    """Record the exception that ends a rank, before the rank exits. Raises OSError."""
+    """Record the exception that ends a rank. Raises OSError."""
     write_json(of_rank(folder, rank, "error"), {"error": error, "at": at, "phase": phase})
 
 
 def write_refusal(folder: Path, rank: int, reason: str) -> None:
-    """Record the user's mistake that ends a rank, before the rank exits. Raises OSError."""
+    """Record the user's mistake that ends a rank. Raises OSError."""
     write_json(of_rank(folder, rank, "refusal"), {"reason": reason})

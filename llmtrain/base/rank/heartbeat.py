@@ -290,7 +290,7 @@ _FUNCTIONS = (
 
 def count_collectives(torch: Any) -> None:
     """Count torch.distributed's collectives, in which DeepSpeed's end, in this heartbeat. Once a process, before
-    DeepSpeed starts. Two ranks that wait in one line at different rounds differ in the count alone. The watch does not
+    DeepSpeed starts. Ranks that wait in one line at different rounds differ only in the count. The watch does not
     import torch."""
     dist = torch.distributed
     if getattr(dist.all_reduce, "counted", False):

@@ -39,8 +39,7 @@ def choose_interfaces(backend: str) -> str | None:
 
 def _alike(chosen: str, here: Iterable[str]) -> list[str]:
     """Further interfaces for NCCL's data: cards of equal speed, up, with an address. None with InfiniBand or RoCE,
-    which carries the data, or without a known speed (a virtual machine's cards may lead elsewhere).
-    """
+    which carries the data, or without a known speed (a virtual machine's cards may lead elsewhere)."""
     speed = _speed(chosen)
     if speed <= 0 or any(_INFINIBAND.glob("*")):
         return []

@@ -13,8 +13,7 @@ from llmtrain.base.rank.messages import SECRETS
 
 def load_secrets() -> list[str]:
     """Put the secrets that `deliver` wrote into this process's environment, before they are read; returns their names.
-    Raises ConfigError: the file of LLMTRAIN_SECRETS is missing, or other users could read or write it.
-    """
+    Raises ConfigError: the file of LLMTRAIN_SECRETS is missing, or other users could read or write it."""
     shown = os.environ.get(SECRETS)
     if shown is None:
         return []

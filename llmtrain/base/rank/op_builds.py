@@ -11,7 +11,7 @@ import glob
 import os
 
 BUILD_LOCK = "llmtrain-build.lock"
-"""Lock file of llmtrain's builds of ops (engine/deepspeed/optimizers.py), in torch's folder of extensions."""
+"""llmtrain's lock file for builds of ops (engine/deepspeed/optimizers.py), in torch's extensions folder."""
 
 
 def users_of(path: str) -> list[int]:
@@ -29,8 +29,7 @@ def users_of(path: str) -> list[int]:
 
 
 def is_held(folder: str) -> bool:
-    """True if llmtrain is building an op in the folder, also in a container or on a host whose processes are not
-    visible."""
+    """True if llmtrain builds an op in the folder, also in a container or on a host with other processes."""
     try:
         handle = os.open(os.path.join(folder, BUILD_LOCK), os.O_RDWR)
     except OSError:

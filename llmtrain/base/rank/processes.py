@@ -31,7 +31,6 @@ class Stat:
 
 
 def stat(pid: int) -> Stat | None:
-    """The stat of a process; None if no process has the id."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             text = file.read()
@@ -102,7 +101,7 @@ def descendants(roots: set[int]) -> set[int]:
 
 
 def oom_kills() -> int:
-    """Processes that this machine's kernel has killed for lack of memory; 0 if it does not count them."""
+    """Processes that this machine's kernel has killed for lack of memory; 0 if unknown."""
     try:
         with open("/proc/vmstat", "rb") as file:
             for line in file:
@@ -114,7 +113,7 @@ def oom_kills() -> int:
 
 
 def waits_in(pid: int) -> str:
-    """The kernel function in which a process waits; empty if the kernel does not show it."""
+    """The kernel function in which a process waits; empty if unknown."""
     try:
         with open(f"/proc/{pid}/wchan") as file:
             found = file.read().strip()

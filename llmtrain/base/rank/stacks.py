@@ -23,8 +23,7 @@ _FRAME = re.compile(r'^\s+File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<func
 
 def parse_stacks(text: str) -> tuple[Frame, ...]:
     """The main thread's stack in faulthandler's newest dump, innermost frame first: the "Current thread" after a
-    signal, else the last one, which is the oldest.
-    """
+    signal, else the last one, which is the oldest."""
     blocks: list[tuple[str, list[Frame]]] = []
     for line in text.splitlines():
         if "(most recent call first):" in line:

@@ -25,8 +25,7 @@ _own: int | None = None
 def keep_end(path: Path, start: Callable[[list[str], int], None]) -> None:
     """Pass standard error through a process that keeps its last 64 KiB in `path`. `start`: starts a process that is no
     child of this one, from words and a descriptor for its standard input. Raises OSError; standard error is then
-    unchanged.
-    """
+    unchanged."""
     global _own
     reading, writing = os.pipe()
     try:

@@ -57,7 +57,7 @@ alone_s: float | None = None
 
 
 def launchers() -> tuple[Process, ...]:
-    """DeepSpeed's launcher and its parent at the rank's start; empty without the launcher."""
+    """DeepSpeed's launcher and its parent at the rank's start."""
     return _launchers
 
 
@@ -105,9 +105,8 @@ def begin(*, stall_timeout_s: float, start_timeout_s: float, run_dir: str, agent
 
 
 def _answer(asked: int, file: int, thread: int) -> None:
-    """Write the stack of a thread whenever the agent asks, holding Python's lock: faulthandler's signal handler without
-    the lock ended ranks by SIGSEGV.
-    """
+    """Write a thread's stack whenever the agent asks, with Python's lock: without it faulthandler ended ranks by
+    SIGSEGV."""
     while os.read(asked, 64):
         lines, frame = ["Stack (most recent call first):"], sys._current_frames().get(thread)
         while frame is not None:
@@ -134,9 +133,8 @@ def agent_address() -> dict[str, Any] | None:
 
 
 def met(everyone: list[dict[str, Any]]) -> None:
-    """Give the agent the hosts of the job, and the supervisor the ranks: rank, host, local_rank, device, pid and
-    `agent` (`agent_address`) of each.
-    """
+    """Give the agent the job's hosts, and the supervisor the ranks: rank, host, local_rank, device, pid,
+    `agent_address`."""
     if log.rank() == 0:
         keys = ("rank", "host", "local_rank", "device", "pid")
         messages.emit("place", ranks=[{key: each.get(key) for key in keys} for each in everyone])
@@ -178,7 +176,7 @@ def left(code: int) -> None:
 
 @contextlib.contextmanager
 def outcome_reported() -> Iterator[None]:
-    """Report to the agent and to the supervisor how the rank ends. Wraps everything that a rank does."""
+    """Report the rank's end to the agent and to the supervisor. Wraps all work of a rank."""
     global _launchers
     _launchers = _parents()  # now: after seconds of imports a launcher that has been killed is no parent any more
     try:
@@ -253,9 +251,7 @@ def _start_agent(agent: str, folder: Path, stall_s: float, start_s: float, run_d
 
 
 def _start(words: list[str], standard_input: int) -> None:
-    """Start a process that is no child of this one: killing this rank's process tree leaves it alone. Raises
-    OSError.
-    """
+    """Start a process that is no child of this one, so that killing this rank's tree spares it. Raises OSError."""
     environment = child_environment()
     sys.stdout.flush()
     child = os.fork()

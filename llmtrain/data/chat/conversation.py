@@ -1,10 +1,9 @@
 """Parses records of chat data, in the usual forms, into the messages that transformers' chat templates take.
 
 messages [{role, content, tool_calls, reasoning_content}] with tools and chat_template_kwargs; sharegpt conversations
-[{from, value}]; alpaca instruction, input, output, system, history; prompt + completion. What can be no conversation is
-refused with a reason.
-Of a preference record two conversations: a prompt with the chosen answer, and with the rejected one. Of an unpaired one
-a conversation, and whether its answer is desired.
+[{from, value}]; alpaca instruction, input, output, system, history; prompt + completion. Any other record is refused
+with a reason. A preference record gives two conversations: the prompt with the chosen answer, and with the rejected
+one. An unpaired record gives one conversation, and whether its answer is desired.
 """
 
 from __future__ import annotations
@@ -28,19 +27,19 @@ _LISTS = ("messages", "conversations", "conversation")
 """Fields that hold messages."""
 _MEDIA = ("images", "image", "videos", "audios")
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-"""Keys of an answer's thoughts. transformers gives what stands under one to templates that read another."""
+"""Keys of an answer's thoughts. transformers copies the text under one key to templates that read another."""
 _READ = frozenset(
     (*_LISTS, *_MEDIA, "tools", "documents", "chat_template_kwargs", "system", "prompt", "completion", "instruction",
      "input", "output", "history", "chosen", "rejected", "label")
 )  # fmt: skip
-"""Fields of a record that one of the forms has."""
+"""Fields that the known forms of a record have."""
 RESERVED = frozenset(
     ("messages", "conversation", "conversations", "tools", "documents", "chat_template", "add_generation_prompt",
      "continue_final_message", "return_assistant_tokens_mask", "tokenize", "sanitize_control_tokens", "padding",
      "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs", "strftime_now",
      "raise_exception")
 )  # fmt: skip
-"""Names that chat_template_kwargs may not have: the rendering's own."""
+"""Names that chat_template_kwargs may not set, because the rendering uses them."""
 _FORMS = "messages, conversations, instruction + output, or prompt + completion"
 
 
@@ -49,7 +48,7 @@ class RefusedError(ValueError):
 
 
 class RepeatedError(ValueError):
-    """A key that stands twice in an object of JSON."""
+    """A key appears twice in a JSON object."""
 
 
 def no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -66,29 +65,28 @@ def no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Input of a template, and the turns in it that are to be learnt."""
+    """Input of a template, and the turns to learn."""
 
     messages: list[dict[str, Any]]
     """role and content (a string); of an assistant also thoughts (the same under reasoning_content and thinking) and
     tool_calls, with arguments as objects."""
     tools: list[dict[str, Any]] | None
     turns: list[int]
-    """Places of the assistant's messages that may count, ascending: not those of a prompt, nor those of weight 0."""
+    """Places of the assistant's messages that may count, ascending, without the prompt's and those with weight 0."""
     variables: dict[str, Any] = field(default_factory=dict)
     """Variables of the template that the record sets: chat_template_kwargs, and documents."""
     unread: frozenset[str] = frozenset()
-    """Fields that hold text and that no form reads."""
+    """Fields with text that no form reads."""
     argument_texts: dict[tuple[int, int], str] = field(default_factory=dict)
-    """Arguments that the record has as a text, by the places of the message and of its call."""
+    """Arguments that the record gives as text, by the places of the message and of its call."""
 
     def with_parts(self) -> Conversation:
-        """With each content as a list of one part."""
         return replace(
             self, messages=[{**m, "content": [{"type": "text", "text": m["content"]}]} for m in self.messages]
         )
 
     def with_argument_texts(self) -> Conversation:
-        """With the arguments of all calls as texts, those that the record has as a text to the letter."""
+        """Return the conversation with all arguments as text; text of the record is unchanged."""
         messages = []
         for place, message in enumerate(self.messages):
             calls = [
@@ -101,19 +99,15 @@ class Conversation:
 
 
 def conversation(text: str, field: str) -> Conversation:
-    """The conversation of a record, which is a JSON object. `field` holds the messages, if the record has it.
-
-    Raises: RefusedError.
-    """
+    """Parse a record, a JSON object. `field`: its messages, if the record has it. Raises: RefusedError."""
     record = _record(text)
     return _conversation(record, field, *_raw_messages(record, field))
 
 
 def preference(text: str, field: str) -> tuple[Conversation, Conversation]:
-    """(with the chosen answer, with the rejected one) of a record, which is a JSON object with `chosen` and `rejected`:
-    texts, or messages. Their prompt is a field of its own, or what both begin with.
+    """Parse a preference record into the conversations with the chosen and with the rejected answer.
 
-    Raises: RefusedError.
+    Both are texts or messages; their prompt is a separate field, or their common beginning. Raises: RefusedError.
     """
     record = _record(text)
     chosen, rejected, prompt = _answer(record, "chosen"), _answer(record, "rejected"), _prompt(record, field)
@@ -133,9 +127,9 @@ def preference(text: str, field: str) -> tuple[Conversation, Conversation]:
 
 
 def unpaired(text: str, field: str) -> tuple[Conversation, bool]:
-    """(the conversation, whether its answer is desired) of a record: one of the forms of `conversation`, and `label`.
+    """Parse a record in a form of `conversation`, with `label`: (the conversation, whether its answer is desired).
 
-    Only what follows the prompt is judged; of messages without a prompt, the last answer. Raises: RefusedError.
+    Only the text after the prompt is judged; without a prompt, the last answer. Raises: RefusedError.
     """
     record = _record(text)
     if not isinstance(label := record.get("label"), bool):
@@ -146,11 +140,8 @@ def unpaired(text: str, field: str) -> tuple[Conversation, bool]:
 
 
 def prompt_only(text: str, field: str) -> Conversation:
-    """The messages of a record that ask for an answer: `prompt` (a text or messages), messages that end with a question
-    or a tool's result, or an instruction without its output.
-
-    Raises: RefusedError.
-    """
+    """Parse a prompt: `prompt` (a text or messages), messages that end with a question or a tool's result, or an
+    instruction without its output. Raises: RefusedError."""
     record = _record(text)
     raw = _prompt(record, field)
     if not raw:
@@ -170,10 +161,7 @@ def _record(text: str) -> dict[str, Any]:
 def _conversation(
     record: dict[str, Any], field: str, raw: list[Any], prompt: int, *, asks: bool = False
 ) -> Conversation:
-    """Checked conversation of messages with transformers' roles; the first `prompt` ones are not to be learnt.
-
-    `asks`: it is a prompt alone, and the answer is what comes next.
-    """
+    """Check messages; the first `prompt` ones are not learnt. `asks`: the record is a prompt without an answer."""
     raw = [_object(message, place) for place, message in enumerate(raw)]
     if other := [name for name in _MEDIA if record.get(name)]:
         raise RefusedError(f"it has {other[0]}; only text is learnt")
@@ -215,7 +203,6 @@ def _conversation(
 
 
 def _documents(record: dict[str, Any]) -> dict[str, Any]:
-    """Return the variable `documents` for the template, if the record has documents."""
     given = _parsed(record["documents"], "documents") if record.get("documents") else None
     if not given:
         return {}
@@ -225,7 +212,7 @@ def _documents(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def template_variables(given: Any, what: str) -> dict[str, Any]:
-    """chat_template_kwargs: an object, or its JSON as a string. `what` names it. Raises: RefusedError."""
+    """Parse chat_template_kwargs: an object, or its JSON. `what`: its name for messages. Raises: RefusedError."""
     given = _parsed(given, what) if given else {}
     if not isinstance(given, dict):
         raise RefusedError(f"{what} is {_kind(given)}, not an object")
@@ -251,7 +238,7 @@ def strings(value: Any) -> Iterator[str]:
 
 
 def _answer(record: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    """The messages of `chosen` or of `rejected`."""
+    """The messages of `chosen` or `rejected`."""
     given = record.get(name)
     if isinstance(given, str):
         return [{"role": "assistant", "content": given}]
@@ -263,7 +250,7 @@ def _answer(record: dict[str, Any], name: str) -> list[dict[str, Any]]:
 
 
 def _prompt(record: dict[str, Any], field: str) -> list[dict[str, Any]]:
-    """Messages before both answers, if they have a field of their own."""
+    """Messages before both answers, if the record has a field for them."""
     given: Any = next((record[name] for name in (field, "prompt", *_LISTS) if record.get(name) is not None), [])
     if not given and record.get("instruction") is not None:
         return _from_alpaca({**record, "output": None})[:-1]
@@ -275,7 +262,7 @@ def _prompt(record: dict[str, Any], field: str) -> list[dict[str, Any]]:
 
 
 def _raw_messages(record: dict[str, Any], field: str) -> tuple[list[Any], int]:
-    """(messages with roles as transformers names them, how many of them are a prompt)"""
+    """(messages with roles as transformers names them, number of prompt messages)"""
     for name in (field, *_LISTS):
         if record.get(name) is not None:
             messages = record[name]
@@ -323,7 +310,7 @@ def _from_sharegpt(message: Any) -> Any:
 
 
 def _parsed(value: Any, what: str) -> Any:
-    """`value`, read as JSON if it is a string."""
+    """`value`, parsed as JSON if it is a string."""
     if not isinstance(value, str):
         return value
     try:
@@ -366,7 +353,7 @@ def _message(raw: dict[str, Any], place: int) -> dict[str, Any]:
 
 
 def _thoughts(message: dict[str, Any], role: str, place: int) -> dict[str, str]:
-    """An answer's thoughts under the keys that templates read, whichever the record has."""
+    """An answer's thoughts under the keys that templates read."""
     given = {key: message[key] for key in THOUGHTS if message.get(key) is not None}
     if wrong := [key for key, thoughts in given.items() if not isinstance(thoughts, str)]:
         raise RefusedError(f"message {place}: {wrong[0]} is {_kind(given[wrong[0]])}, not a string")
@@ -417,7 +404,7 @@ def _call(call: Any, place: int) -> dict[str, Any]:
 
 
 def _argument_texts(raw: list[dict[str, Any]]) -> dict[tuple[int, int], str]:
-    """Return (message, call) -> the arguments of a tool call that were given as text; `raw` has passed `_message`."""
+    """Map (message, call) to tool-call arguments that the record gives as text; `raw` has passed `_message`."""
     found = {}
     for place, message in enumerate(raw):
         for number, call in enumerate(message.get("tool_calls") or ()):
@@ -460,7 +447,7 @@ def _tools(tools: Any) -> list[dict[str, Any]] | None:
 
 
 def name_of(tool: dict[str, Any]) -> Any:
-    """The name of a tool, which may stand within `function`."""
+    """The name of a tool, which may be within `function`."""
     function = tool.get("function")
     return (function if isinstance(function, dict) else tool).get("name")
 

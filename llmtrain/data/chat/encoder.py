@@ -1,9 +1,9 @@
-"""Conversations as token ids with a counted bit for each, and the proofs that a server will see the same ids.
+"""Encodes conversations as token ids with a counted bit for each, and proves that a server will see the same ids.
 
-transformers renders (rendering.py); no template is written here. A row is what a server feeds and gets: the ids of
-the rendered prompt (with its generation prompt), then the answer up to the token where generation stops. While the next
-prompt begins with the row, the row goes on; a template that changes earlier turns (Qwen3 drops thoughts) gives one an
-answer.
+transformers renders (rendering.py); no template is written here. A row is a server's input and output: the ids of the
+rendered prompt (with its generation prompt), then the answer up to the token where generation stops. While the next
+prompt begins with the row, the row continues; a template that changes earlier turns (Qwen3 drops thoughts) gives one
+row per answer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Count = Literal["assistant", "last", "all"]
 TooLong = Literal["reject", "cut", "split"]
 
 _BEYOND_BOUNDS = 3
-"""So many renderings may take more than they may; then the template is given up."""
+"""Number of renderings beyond the bounds after which the template is given up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class ChatOptions:
     """Options for turning conversations into rows."""
 
     field: str
-    """Field of a record that holds the messages, where there is one."""
+    """Field of a record that holds the messages, if there is one."""
     stop_tokens: tuple[str, ...]
     """Texts of the tokens at which generation stops."""
     count: Count = "assistant"
@@ -50,18 +50,17 @@ class ChatOptions:
     """Limit for a row; `too_long` decides about a longer one."""
     too_long: TooLong = "reject"
     pairs: bool = False
-    """Records are preferences: each gives two rows, of the chosen answer and of the rejected one. `max_tokens` is of
-    both together."""
+    """Records are preferences: each gives two rows, chosen and rejected answer; `max_tokens` limits their sum."""
     labelled: bool = False
     """Records are unpaired: one answer, and whether it is desired."""
     prompts: bool = False
-    """Records are prompts: a row is what a server feeds before it generates, and nothing of it is counted."""
+    """Records are prompts: a row is a server's input before it generates, and none of its tokens is counted."""
     choices: bool = False
     """Records are multiple-choice questions, which no template renders (prepare/questions.py)."""
     moment: str | None = None
     """Time for a template that writes the date, ISO 8601 in local time; None: the present."""
     variables: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """chat_template_kwargs of all records; a record's own come before them."""
+    """chat_template_kwargs of all records; a record's own override them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,33 +74,33 @@ class Row:
     choice: tuple[bool, bool, int, int] | None = None
     """`shards.CHOICE` of a choice."""
     whole: bool = True
-    """False where it is a part of a row that was too long."""
+    """False for a part of a row that was too long."""
 
 
 @dataclass
 class _Growing:
-    """A row while turns are added. `text` is what `ids` encode, with marks; it ends with the stop token `end`."""
+    """A row while turns are added. `text` is the text of `ids`, with marks; it ends with the stop token `end`."""
 
     text: str
     ids: list[int]
     counted: list[bool]
     end: str
     joins: bool = False
-    """Encoded at once, `text` has other ids: an answer's beginning joins its prompt. The next prompt's are those."""
+    """`text`, encoded at once, has other ids, as the next prompt has: the answer's beginning joins its prompt."""
 
 
 class ChatEncoder:
     """A tokenizer with its template, for one worker."""
 
     def __init__(self, folder: Path, options: ChatOptions) -> None:
-        """Raises DataError when transformers cannot load the tokenizer or a stop token is none of its tokens."""
+        """Raises DataError when transformers cannot load the tokenizer or does not know a stop token."""
         from transformers import AutoTokenizer
 
         refuse_unsafe(folder)
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
             self._backend = self._tokenizer.backend_tokenizer
-        except Exception as error:  # OSError, ValueError, TypeError: whatever the files of a folder make of it
+        except Exception as error:  # OSError, ValueError, TypeError: a folder's files can cause any
             raise DataError(f"{folder}: transformers cannot load this tokenizer ({first_line(error)})") from error
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -121,7 +120,7 @@ class ChatEncoder:
         self._control = {True: _any_of(special), False: _any_of(special | written)}
         self._bos = self._tokenizer.bos_token_id
         one = self._ids("x")
-        # Of tokenizers that put a space before a text: what goes on in one is encoded after what it does not join.
+        # For tokenizers that put a space before a text: encode a continuation after a text that it does not join.
         before = () if self._backend.decode(one + one) == "xx" else ("\n", "\0", "\t")
         self._breaks = [(text, self._ids(text)) for text in before]
         self._check_variables(folder)
@@ -132,7 +131,7 @@ class ChatEncoder:
         self.vocab_size = max(max(self._backend.get_vocab(with_added_tokens=True).values()) + 1, len(self._tokenizer))
 
     def _check_variables(self, folder: Path) -> None:
-        """Raises DataError: the template reads none of that name."""
+        """Raises DataError: the template does not read a variable that the options set."""
         if not self._options.variables:
             return
         try:
@@ -147,15 +146,15 @@ class ChatEncoder:
 
     @property
     def dated(self) -> bool:
-        """The template has written the date, which is in the rows."""
+        """True if the template has written the date into rows."""
         return self._template.dated
 
     def rows(self, text: str) -> list[Row]:
         """The rows of a record.
 
         Raises:
-            RefusedError: why nothing of it is taken.
-            DataError: its template takes more time or memory than it may, again and again.
+            RefusedError: the record is refused.
+            DataError: its template takes too much time or memory, again and again.
         """
         if SPLIT in text:
             raise RefusedError(f"it holds the private-use character U+{ord(SPLIT):X}")
@@ -169,7 +168,7 @@ class ChatEncoder:
         return self._rows(conversation(text, self._options.field))
 
     def _pair(self, chosen: list[Row], rejected: list[Row]) -> list[Row]:
-        """The two rows, which begin with the same tokens and count what comes after them."""
+        """Check that both rows have the same prompt, different answers, and fit into `max_tokens` together."""
         pair = [_only(chosen, "chosen"), _only(rejected, "rejected")]
         begins = [int(row.counted.argmax()) for row in pair]
         if begins[0] != begins[1] or not np.array_equal(pair[0].ids[: begins[0]], pair[1].ids[: begins[0]]):
@@ -182,7 +181,7 @@ class ChatEncoder:
         return pair
 
     def _as_texts(self, given: Conversation) -> Conversation:
-        """As the template takes it, with a mark in each control token that it spells. Raises: RefusedError."""
+        """Fit the conversation to the template, and mark spelled control tokens. Raises: RefusedError."""
         self.unread |= given.unread
         if given.variables and (lacking := sorted(given.variables.keys() - self._read(given))):
             raise RefusedError(f"its template reads no {lacking[0]!r}, which the record has for it")
@@ -201,7 +200,6 @@ class ChatEncoder:
             raise self._failed(error) from error
 
     def _prompt(self, given: Conversation) -> list[Row]:
-        """The row of the messages and the generation prompt."""
         until = len(given.messages)
         marked = Marked(given, until, self._source(given))
         text, other = self._render_all([Wanted(given, until, True), Wanted(marked.conversation, until, True)])
@@ -242,7 +240,7 @@ class ChatEncoder:
         if not isinstance(value, str):
             return value
         parts, at = [], 0
-        while found := self._control[answer].search(value, at):  # what overlaps one may be another
+        while found := self._control[answer].search(value, at):  # another token may overlap one
             if len(found[0]) == 1:
                 raise RefusedError(f"it holds the control token {found[0]!r}, which cannot be written as text")
             parts.append(value[at : found.start() + 1])
@@ -256,7 +254,7 @@ class ChatEncoder:
             raise self._failed(error) from error
 
     def _render_all(self, wanted: list[Wanted]) -> list[Rendered | RenderError]:
-        """Raises DataError: this was not the first rendering that took more than it may."""
+        """Raises DataError: too many renderings so far were beyond the bounds."""
         found = self._template.render(wanted)
         if beyond := [each for each in found if isinstance(each, BoundsError)]:
             self._beyond_bounds += 1
@@ -268,7 +266,7 @@ class ChatEncoder:
         return found
 
     def _text_of(self, found: Rendered | RenderError) -> str:
-        """Raises RefusedError: there is none."""
+        """Raises RefusedError: the rendering failed."""
         if isinstance(found, RenderError):
             raise self._failed(found)
         return found.text
@@ -283,7 +281,7 @@ class ChatEncoder:
         return self._backend.encode(text, add_special_tokens=False).ids
 
     def _on(self, text: str) -> list[int]:
-        """Ids of a text that goes on in a line."""
+        """Encode text that does not start a line."""
         for before, known in self._breaks:
             ids = self._ids(before + text)
             if ids[: len(known)] == known:
@@ -298,7 +296,7 @@ class ChatEncoder:
         return ids
 
     def _encode_after(self, row: _Growing | None, text: str) -> list[int]:
-        """Ids of `text`, which begins with the row's. A control token ends that: what follows is encoded by itself."""
+        """Encode `text`, which begins with the row's text; what follows a control token is encoded separately."""
         if row is not None and row.end in self._apart:
             stop, *more = self._encode(row.end + text[len(row.text) :])
             if stop == row.ids[-1]:
@@ -317,7 +315,7 @@ class ChatEncoder:
     ) -> None:
         """Append the answer at message `turn` to the last row, or a new row that ends with it.
 
-        `rendered`: its prompt; the messages up to it; those that are `marked`.
+        `rendered`: the prompt; the messages up to the answer; the `marked` messages.
         """
         if turn == 0:
             raise RefusedError("message 0 is the assistant's: nothing asks for it")
@@ -350,7 +348,7 @@ class ChatEncoder:
             row = None
         ids = self._encode_after(row, text)
         joins = ids[: len(before)] != before
-        if joins:  # generation begins after the prompt's own ids
+        if joins:  # generation begins after the ids of the prompt
             ids = before + self._encode(answer, goes_on=True)
         known = row or _Growing(text="", ids=[], counted=[], end=end)
         self._check_ids(ids[len(known.ids) :], text[len(known.text) :], ids[len(before) :], answer, turn)
@@ -368,7 +366,7 @@ class ChatEncoder:
         return f"; chat_template_kwargs may change the prompt: the template reads {', '.join(names)}" if names else ""
 
     def _answer(self, rest: str, turn: int) -> tuple[str, str]:
-        """(the answer up to and with the token where generation stops, that token) of what follows the prompt."""
+        """(the answer including the token where generation stops, that token) in the text after the prompt."""
         found = sorted((place, -len(token), token) for token in self._stops if (place := rest.find(token)) >= 0)
         if not found:
             raise RefusedError(
@@ -380,14 +378,14 @@ class ChatEncoder:
         after = self._control[True].sub("", rest[end:])
         if after.strip():
             raise RefusedError(
-                f"message {turn}: text goes on after {token}, where generation stops: {plain(after)[:40]!r}"
+                f"message {turn}: text continues after {token}, where generation stops: {plain(after)[:40]!r}"
             )
         return rest[:end], token
 
     def _stop_after(self, given: Conversation, turn: int) -> str:
-        """The token by which the template begins the message after an answer, if generation stops there (GLM-4).
+        """The token with which the template begins the next message, if generation stops there (GLM-4).
 
-        A next message may take the answer's thoughts away (GLM-4.5); so one without thoughts is asked, too.
+        A next message may remove the answer's thoughts (GLM-4.5), so an answer without thoughts is rendered too.
         """
         message = given.messages[turn]
 
@@ -411,12 +409,12 @@ class ChatEncoder:
         return ""
 
     def _check_ids(self, new: list[int], text: str, counted: list[int], answer: str, turn: int) -> None:
-        """The new ids decode to the new text, the counted ones to the answer, whose last one stops generation."""
+        """Check that the new ids decode to the new text, and the counted ones to the answer with its stop token."""
         if not counted or counted[-1] not in self._stops.values():
             raise RefusedError(
                 f"message {turn}: {plain(answer)[-20:]!r} does not end with a token where generation stops"
             )
-        # White space beside them some control tokens take for theirs (Phi-3), and no id tells of it.
+        # Some control tokens absorb adjacent white space (Phi-3), and no id shows it.
         self._check_text(new, text, self._loose, turn)
         self._check_text(counted, answer, str.strip, turn)
 
@@ -426,16 +424,16 @@ class ChatEncoder:
             raise RefusedError(f"message {turn}: the tokenizer changes the text: {_differs(found, text)}")
 
     def _loose(self, text: str) -> str:
-        """Without white space beside control tokens, and one space for any other."""
+        """The text without white space next to control tokens, and with one space for any other."""
         return "\n".join(" ".join(part.split()) for part in self._added.split(text))
 
     def _finished(self, row: _Growing) -> list[Row]:
-        """The row, or what `too_long` makes of it."""
+        """The row, or its parts according to `too_long`."""
         ids, counted = as_ids(row.ids, self.vocab_size), np.array(row.counted, dtype=bool)
-        counted[0] = False  # nothing before it tells it
+        counted[0] = False  # no token predicts it
         if self._bos is not None and self._bos not in self._stops.values():
             places = np.flatnonzero(ids == self._bos)
-            # Llama 2 begins anew after each answer.
+            # Llama 2 begins again after each answer.
             if any(at and ids[at - 1] not in self._stops.values() for at in places.tolist()):
                 raise RefusedError(f"the text begins more than once: {self._tokenizer.bos_token} at {places.tolist()}")
         limit, how = self._options.max_tokens, self._options.too_long
@@ -459,7 +457,7 @@ class ChatEncoder:
 
 
 def _only(rows: list[Row], name: str) -> Row:
-    """The one row that an answer gives. Raises: RefusedError."""
+    """The single row of an answer. Raises: RefusedError."""
     if len(rows) > 1:
         raise RefusedError(
             f"{name} would be {len(rows)} rows: the template changes earlier answers, so only the last message may be "
@@ -488,23 +486,23 @@ def _shared(first: list[int], second: list[int]) -> int:
 
 
 def _differs(found: str, wanted: str) -> str:
-    """Short description of the place where two texts begin to differ."""
+    """Describe the place where two texts begin to differ."""
     found, wanted = plain(found), plain(wanted)
     at = next((i for i, (a, b) in enumerate(zip(found, wanted, strict=False)) if a != b), min(len(found), len(wanted)))
     return f"{found[max(0, at - 10) : at + 20]!r} where {wanted[max(0, at - 10) : at + 20]!r} was expected"
 
 
 NAME = SAMPLE
-"""In the prepared folder, one object a line: `record` (its JSON), `row` (its first one of train), `rows` (how many)."""
+"""File in the prepared folder, one object a line: `record` (JSON), `row` (its first of train), `rows` (number)."""
 CONVERSATIONS = 100
-"""So many are kept at most."""
+"""Largest number of kept conversations."""
 _LONGEST = 16 << 10
-"""Characters of a record that is kept."""
+"""Largest number of characters in a kept record."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A record, and where its rows are in the train split."""
+    """A record and its rows in the train split."""
 
     record: str
     row: int
@@ -512,14 +510,13 @@ class Kept:
 
 
 def kept(text: str, rows: list[Row], first: int) -> dict[str, Any] | None:
-    """The entry of a record whose rows are the shard's from `first` on; None where it is long, or its rows were."""
+    """The sample's entry for a record with rows from `first` on; None if the record or a row was too long."""
     if len(text) > _LONGEST or not all(row.whole for row in rows):
         return None
     return {"record": text, "row": first, "rows": len(rows)}
 
 
 def write_sample(folder: Path, records: list[dict[str, Any]]) -> None:
-    """Gather what the units' records hold. `records`: of all units, in order."""
     found: list[dict[str, Any]] = []
     before = 0
     for record in records:
@@ -530,7 +527,7 @@ def write_sample(folder: Path, records: list[dict[str, Any]]) -> None:
 
 
 def read_sample(folder: Path) -> Iterator[Kept]:
-    """What `write_sample` wrote. Raises DataError: it is something else."""
+    """Read the file of `write_sample`. Raises DataError: it is malformed."""
     path = folder / NAME
     try:
         for line in path.read_text().splitlines():

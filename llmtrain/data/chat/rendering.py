@@ -1,9 +1,9 @@
-"""Chat templates of others, rendered by transformers in a process of its own with bounds on time, memory and output.
+"""Renders foreign chat templates with transformers in a separate process with bounds on time, memory and output.
 
 A template is a program: nested ranges, huge products and formats hang, or take 10 GB. Each process that renders has one
 such child, which ends with it; a rendering beyond its bounds ends the child, and the next one starts another. The clock
-that templates read (`strftime_now`) stands still at the moment of the data's preparation: a run that crosses midnight,
-and an export days later, render the prompts that were trained.
+that templates read (`strftime_now`) shows the moment of the data's preparation: a run that crosses midnight, and an
+export days later, render the prompts that were trained.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from llmtrain.data.chat.conversation import Conversation
 CPU_SECONDS = 10
 """Processor time limit of one rendering. Real templates take about a millisecond."""
 MEMORY_MIB = 1024
-"""Memory limit of the rendering process, beyond what it has before it renders."""
+"""Memory limit of the rendering process, beyond its memory before it renders."""
 CHARACTERS = 64 << 20
 """Length limit of one rendering."""
 _WAIT_SECONDS = 120
-"""Wall-clock limit of an answer, for a machine that is busy with other things."""
+"""Wall-clock limit of an answer, for a busy machine."""
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class RenderError(ValueError):
-    """A template gives no text. The error text escapes what a terminal would obey in the template's own words."""
+    """A template gives no text. The message escapes control characters of the template."""
 
 
 class BoundsError(RenderError):
-    """A rendering took more than it may."""
+    """A rendering exceeded a bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +73,10 @@ class Template:
     def __init__(
         self, tokenizer: Any, *, moment: str | None = None, variables: Mapping[str, Any] | None = None
     ) -> None:
-        """
-        Args:
-            tokenizer: of transformers.
-            moment: what the clock shows, ISO 8601 in local time; None: the present.
-            variables: chat_template_kwargs of all conversations; one's own come before them.
+        """Args:
+        tokenizer: of transformers.
+        moment: time that the clock shows, ISO 8601 in local time; None: the present.
+        variables: chat_template_kwargs of all conversations; a conversation's own override them.
         """
         self._tokenizer, self._moment, self._variables = tokenizer, moment, dict(variables or {})
         self._read: dict[str, frozenset[str]] = {}
@@ -93,7 +92,7 @@ class Template:
             raise RenderError(first_line(error)) from error
 
     def read(self, tools: list[dict[str, Any]] | None) -> frozenset[str]:
-        """Names of the variables that it reads. Raises RenderError: it is no template."""
+        """Names of the variables that the template reads. Raises RenderError: it is no template."""
         source = self.source(tools)
         if source not in self._read:
             (found,) = _PROCESS.ask([{"read": source}])
@@ -103,7 +102,7 @@ class Template:
         return self._read[source]
 
     def render(self, wanted: Sequence[Wanted]) -> list[Rendered | RenderError]:
-        """Each of several renderings, or why there is none."""
+        """The renderings, each a text or an error."""
         found: list[Rendered | RenderError] = []
         for answer in _PROCESS.ask([self._request(each) for each in wanted]):
             if isinstance(answer, RenderError):
@@ -115,7 +114,6 @@ class Template:
         return found
 
     def text(self, given: Conversation, until: int, *, prompt: bool) -> str:
-        """One rendering. Raises RenderError."""
         (found,) = self.render([Wanted(given, until, prompt)])
         if isinstance(found, RenderError):
             raise found
@@ -128,10 +126,10 @@ class Template:
         return found
 
     def fitted(self, given: Conversation) -> Conversation:
-        """`given` with the contents and the arguments of its calls as the template takes them.
+        """Return the conversation with contents and call arguments in the template's form.
 
-        Contents are texts, or lists of parts where it writes those alone (of models that see). Arguments are objects,
-        or the texts that OpenAI's form has, where it fails at objects (DeepSeek V3 joins texts) or would write them as
+        Contents are texts, or lists of parts if the template writes only those (models with vision). Arguments are
+        objects, or OpenAI's texts if the template fails on objects (DeepSeek V3 joins texts) or would write them as
         Python does. Raises RenderError: there is no template.
         """
         if self._takes_parts(given.tools):
@@ -173,7 +171,7 @@ class Template:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error text, at most 200 characters, safe to show on a terminal."""
+    """The first line of an error, at most 200 characters, safe to show on a terminal."""
     return untrusted.shown((str(error).strip().splitlines() or [type(error).__name__])[0], 200)
 
 
@@ -185,7 +183,7 @@ def _encoded(message: dict[str, Any]) -> bytes:
 
 
 class _Process:
-    """The child that renders; it is started when it is needed."""
+    """The child that renders; the first request starts it."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -194,7 +192,7 @@ class _Process:
         self._lock = threading.Lock()
 
     def ask(self, requests: list[dict[str, Any]]) -> list[dict[str, Any] | RenderError]:
-        """An answer to each request. After one that is beyond the bounds, the others have its error, too."""
+        """An answer to each request. After a request beyond the bounds, the others get its error too."""
         with self._lock:
             process = self._started()
             lines = [self._line(request) for request in requests]
@@ -237,7 +235,7 @@ class _Process:
         return self._process
 
     def _line(self, request: dict[str, Any]) -> bytes:
-        """A request; the text of a template is sent once."""
+        """Encode a request; each template's text is sent once."""
         head = b""
         if (source := request.get("template", request.get("read"))) is not None:
             number = self._known.get(source)
@@ -248,7 +246,7 @@ class _Process:
         return head + _encoded(request)
 
     def _read_line(self, process: subprocess.Popen[bytes], buffer: bytearray) -> bytes:
-        """Raises BoundsError: it takes too long, says too much or has died."""
+        """Raises BoundsError: the child is too slow or has died."""
         assert process.stdout is not None
         deadline = time.monotonic() + _WAIT_SECONDS
         with selectors.DefaultSelector() as selector:
@@ -306,7 +304,7 @@ class _Bounds:
 
 
 def _bound_processor_time(cpu_seconds: int) -> None:
-    """Let the kernel end this process, wherever it is, so long from now."""
+    """Let the kernel end this process after `cpu_seconds` more of processor time."""
     import resource
 
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
@@ -348,7 +346,7 @@ def _answer(bounds: _Bounds, utils: Any, clock: Any, known: list[str], request: 
 
 
 def _main() -> None:
-    """Answer requests, a line each, until the input ends. Standard output carries the answers alone."""
+    """Answer requests, a line each, until the input ends. Standard output carries only answers."""
     import datetime
 
     bounds = _Bounds(*map(int, sys.argv[1:]))
@@ -357,7 +355,7 @@ def _main() -> None:
     from transformers.utils import chat_template_utils as utils
 
     class Clock(datetime.datetime):
-        """Clock that templates read in place of datetime."""
+        """Clock that templates read instead of datetime."""
 
         moment: datetime.datetime | None = None
         asked = False

@@ -1,7 +1,7 @@
-"""Check that a chat template has written what the messages say: text that it leaves out would be lost in silence.
+"""Check that a chat template writes all texts of the messages: an omitted text would be lost in silence.
 
-A template may spell a text as it likes: trimmed, as JSON, as Python, escaped. What counts is that it is there, where a
-server has it in the prompt, or the model in what it must generate.
+A template may spell a text in any way: trimmed, as JSON, as Python, escaped. The text must be in a server's prompt, or
+in the answer that the model must generate.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _Literal = bool | int | float | None
 
 @dataclass(frozen=True, slots=True)
 class _Leaf:
-    """A text of a message that must be found, or a number, a truth or a null of a tool call's arguments."""
+    """A text of a message, or a literal of a tool call's arguments, that the rendering must contain."""
 
     place: int
     key: str
@@ -39,12 +39,12 @@ class _Leaf:
 class Marked:
     """A conversation with a mark in each of its texts, up to the answer `turn`.
 
-    "no" is in many texts, so each is looked for a second time with a mark in it. A template that asks what a text holds
-    may write a marked one otherwise; then what has been found by its text must do.
+    "no" is in many texts, so each text is searched again with a mark in it. A template may write a marked text
+    differently; then the first search is enough.
     """
 
     def __init__(self, given: Conversation, turn: int, source: str) -> None:
-        """`source`: the template's text, of which markup in a message may be."""
+        """`source`: the template's text, whose markup a message may contain."""
         self._given, self._turn, self._source = given, turn, source
         self._leaves: list[_Leaf] = []
         self._marks = _FIRST
@@ -67,23 +67,23 @@ class Marked:
     def check(
         self,
         prompt: str,
-        whole: str,
+        text: str,
         rendered: str,
         header: Callable[[], str],
         render: Callable[[list[Conversation]], list[str]],
     ) -> None:
-        """The answer holds the texts of its message, and the prompt before it those of what others have said.
+        """Check the answer for its message's texts, and the prompt for the texts of the other messages.
 
         Args:
-            whole: the prompt and what the template writes after it.
-            rendered: what it writes of `conversation`; "" where it fails.
-            header: what it writes of the messages before the answer, without a generation prompt.
-            render: what it writes of other conversations, up to the answer; "" where it fails.
+            text: the prompt and the template's text after it.
+            rendered: rendering of `conversation`; "" if it fails.
+            header: renders the messages before the answer, without a generation prompt.
+            render: renders other conversations, up to the answer; "" for a failure.
 
         Raises:
             RefusedError
         """
-        before, answer = dense(prompt), dense(whole[len(prompt) :])
+        before, answer = dense(prompt), dense(text[len(prompt) :])
         wider: str | None = None
         literals = 0
         for leaf in self._leaves:
@@ -91,19 +91,19 @@ class Marked:
             if leaf.literal is not None:
                 within, value = answer if here else before, leaf.literal[0]
                 if json.dumps(value) not in within and str(value) not in within:
-                    self._check_read(leaf, literals, whole, render)
+                    self._check_read(leaf, literals, text, render)
                 literals += 1
             elif not _holds(answer if here else before, leaf):
                 if here and wider is None:  # a prompt may end with what a message begins with (<think>)
                     found = header()
-                    wider = dense(whole[len(found) :]) if prompt.startswith(found) else answer
+                    wider = dense(text[len(found) :]) if prompt.startswith(found) else answer
                 if wider is None or not here or not _holds(wider, leaf):
                     raise self._left_out(leaf)
         self._check_tools(before)
         found_at: dict[int, list[int]] = defaultdict(list)
         for number, mark in enumerate(_MARKS.finditer(rendered)):
             found_at[ord(mark[0])].append(mark.start() - number)
-        if _MARKS.sub("", rendered) != whole:
+        if _MARKS.sub("", rendered) != text:
             return
         for leaf in self._leaves:
             here = leaf.place == self._turn
@@ -126,7 +126,7 @@ class Marked:
     def _check_read(
         self, leaf: _Leaf, number: int, whole: str, render: Callable[[list[Conversation]], list[str]]
     ) -> None:
-        """Another value in its place gives another text. Raises RefusedError."""
+        """Check that another value gives another text. Raises RefusedError."""
         left = [number]
         messages = []
         for place, message in enumerate(self._given.messages[: self._turn + 1]):
@@ -146,7 +146,7 @@ class Marked:
         return RefusedError(f"message {leaf.place} ({role}): the template leaves it out")
 
     def _mark_content(self, content: Any, place: int, after: str = "") -> Any:
-        """A text, or parts. `after`: only what stands behind that, where the template reads it."""
+        """Mark a text, or parts. `after`: mark only the text after this markup, if the template reads it."""
         if isinstance(content, list):
             return [{**part, "text": self._mark_content(part["text"], place, after)} for part in content]
         head, end, answer = content.rpartition(after) if after and after in self._source else ("", "", content)
@@ -162,7 +162,7 @@ class Marked:
         return call | {"function": function}
 
     def _mark(self, value: Any, place: int, key: str, *, marks: bool = True) -> Any:
-        """`value` with marks in its strings, which become leaves; keys of objects are strings, too."""
+        """`value` with marks in its strings, which become leaves; keys of objects are strings too."""
         if isinstance(value, dict):
             return {self._mark(name, place, key): self._mark(part, place, key) for name, part in value.items()}
         if isinstance(value, list):
@@ -189,9 +189,9 @@ class Marked:
 
 
 def check_generation(whole: str, spans: list[tuple[int, int]], bounds: tuple[int, int, int], turn: int) -> None:
-    """Checks that `{% generation %}` encloses the generated text of the last answer, but for white space.
+    """Check that `{% generation %}` encloses the generated text of the last answer, without white space.
 
-    `bounds`: where in `whole` the turn's header begins, which SmolLM3 encloses, too; the answer; and its end.
+    `bounds`: positions in the text: the turn's header, which SmolLM3 encloses too, the answer, its end.
     """
     header, begin, end = bounds
     at = begin
@@ -207,17 +207,17 @@ def check_generation(whole: str, spans: list[tuple[int, int]], bounds: tuple[int
 
 
 def dense(text: str) -> str:
-    """Without white space, which templates trim and add."""
+    """Remove white space, which templates trim and add."""
     return "".join(text.split())
 
 
 def plain(text: str) -> str:
-    """As the record has it."""
+    """Remove the marks."""
     return text.replace(SPLIT, "")
 
 
 def _holds(region: str, leaf: _Leaf) -> bool:
-    """A text is there, or all that it says between markup that the template reads and may write otherwise."""
+    """True if the region holds the text, or all of its pieces between markup that the template reads."""
     if any(dense(spelt) in region for spelt in _spellings(leaf.text)):
         return True
     return bool(leaf.pieces) and all(
@@ -226,7 +226,7 @@ def _holds(region: str, leaf: _Leaf) -> bool:
 
 
 def _pieces(text: str, source: str) -> Iterator[tuple[str, str]]:
-    """(what stands before, markup) in turn; markup is what the template's own text has, too."""
+    """(text, following markup) in turn; markup is text that the template contains too."""
     at = 0
     for found in _MARKUP.finditer(text):
         if found[0] in source:
@@ -236,7 +236,7 @@ def _pieces(text: str, source: str) -> Iterator[tuple[str, str]]:
 
 
 def _spellings(text: str) -> Iterator[str]:
-    """A text as templates write it: as it is, as JSON (within JSON, too), as Python, quotes escaped, for XML."""
+    """A text as templates write it: unchanged, as JSON (within JSON too), as Python, quotes escaped, for XML."""
     yield text
     spelt = json.dumps(text, ensure_ascii=False)[1:-1]
     yield spelt
@@ -251,7 +251,7 @@ def _spellings(text: str) -> Iterator[str]:
 
 
 def _with_other_literal(value: Any, left: list[int]) -> Any:
-    """`value` with another value in the place of literal `left[0]`, which counts down."""
+    """`value` with another value instead of literal `left[0]`, which counts down."""
     if isinstance(value, dict):
         return {name: _with_other_literal(part, left) for name, part in value.items()}
     if isinstance(value, list):

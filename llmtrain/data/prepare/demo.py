@@ -2,19 +2,18 @@
 `stdlib-preference` and `stdlib-choices`.
 
 Four families:
-
     sums       What is 17 + 8?                       the number
     calls      What is 37 * 45?                      a call of the tool `calculate`, then its result
                What is the Unicode name of X?        a call of the tool `unicode_name`, then its result
     functions  What does os.path.join do?            the first sentence of its documentation
-    topics     What does Python say about lambda?    the same
+    topics     What does Python say about lambda?    the first sentence of its documentation
 
-The library's files are parsed, not imported: to import all of the library opens windows and prints poems. Only modules
-that the interpreter has compiled in are imported, since they have no file.
+The library's files are parsed, not imported: importing the complete library opens windows and prints poems. Only
+modules that the interpreter has compiled in are imported, since they have no file.
 
 A question is for training or held out by its subject alone: 17 + 8 and 8 + 17 are one subject, and so are all functions
-called `join`. So a question that is held out of one source is held out of the others. Multiple choice has the held-out
-functions alone: which of four sentences is the documentation of this one?
+called `join`. So a question that is held out of one source is held out of the others. Multiple choice has only the
+held-out functions: which of four sentences is the documentation of this one?
 """
 
 from __future__ import annotations
@@ -41,37 +40,37 @@ from llmtrain.data.manifest import Split
 from llmtrain.data.prepare.settings import draw
 
 LONGEST, LONGEST_TOPIC = 100, 150
-"""Characters of a sentence: what is longer is left out, so that a question and its answer fit a short row."""
+"""Longest sentence, in characters: a question and its answer must fit a short row."""
 _SHORTEST = 15
-# Folders that are no modules that one would ask about: applications, codecs by the hundred, and what is not library.
+# Folders without modules to ask about: applications, hundreds of codecs, and files outside of the library.
 _NOT_ASKED = {"encodings", "ensurepip", "idlelib", "lib2to3", "pydoc_data", "site-packages", "dist-packages", "test",
               "tests", "turtledemo", "distutils"}  # fmt: skip
-# Not sys: a process may have put hooks of its own in place of its functions.
+# Not sys: a process may have replaced its functions by hooks.
 _COMPILED_IN = ("builtins", "cmath", "itertools", "math", "time")
 _SENTENCE = re.compile(r"(.+?[.!?])(?:\s|$)")
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Something that the documentation describes."""
+    """A function or topic that the documentation describes."""
 
     name: str
-    """As one would ask for it: `os.path.join` is `posixpath.join`; a topic's is its keyword."""
+    """Name in a question: `os.path.join` is `posixpath.join`; a topic's is its keyword."""
     says: str
-    """The first sentence about it, in ASCII. No two entries say the same."""
+    """Its first sentence, in ASCII. No two entries have the same one."""
     topic: bool = False
 
 
 @functools.cache
 def entries() -> tuple[Entry, ...]:
-    """All of this Python's, in the order of their names. What two describe with the same words, neither is in it."""
+    """All entries of this Python, sorted by name, without those that share a sentence."""
     found = {entry.name: entry for entry in (*_parsed(), *_compiled_in(), *_topics())}
     same = Counter(entry.says.lower() for entry in found.values())
     return tuple(found[name] for name in sorted(found) if same[found[name].says.lower()] == 1)
 
 
 def first_sentence(text: str, longest: int = LONGEST) -> str | None:
-    """The first sentence of a documentation's text; None where it does not begin with one of a usual length."""
+    """The first sentence of a documentation's text; None if its length or form is unusual."""
     words = " ".join(text.strip().partition("\n\n")[0].split())
     found = _SENTENCE.match(words)
     sentence = found[1] if found else words
@@ -139,12 +138,12 @@ Family = Literal["sums", "calls", "functions", "topics"]
 SOURCES = {"stdlib-chat": "chat", "stdlib-preference": "preference", "stdlib-choices": "choices"}
 """Name of a --source -> the --format of its records."""
 _VALIDATION = "/validation"
-"""After a source's name: what it holds out."""
+"""Suffix of a source's name for its held-out part."""
 _HELD_OUT = 0.1
 _BELOW = 40
-"""The numbers of a sum are smaller."""
+"""Upper bound of a sum's numbers."""
 _PAIR = 200
-"""Characters of two rows, a question twice: a longer pair would not fit the short sequences of the recipe."""
+"""Characters of two rows with one question: a longer pair would not fit the short sequences of the recipe."""
 _CALLS = 1500
 """Calls of each tool."""
 _CHOICES = 4
@@ -160,7 +159,7 @@ class Lesson:
     question: str
     answer: str
     tool: str | None = None
-    """The tool that is asked for the answer."""
+    """The tool that is called for the answer."""
     arguments: tuple[tuple[str, str], ...] = ()
     wrong: str | None = None
     """Another lesson's answer."""
@@ -171,7 +170,6 @@ class Lesson:
         return "validation" if draw(f"{self.family} {self.subject}".encode()) < _HELD_OUT else "train"
 
     def messages(self) -> list[dict[str, Any]]:
-        """The conversation."""
         asked: list[dict[str, Any]] = [{"role": "user", "content": self.question}]
         if self.tool is not None:
             call = {"type": "function", "function": {"name": self.tool, "arguments": dict(self.arguments)}}
@@ -181,7 +179,7 @@ class Lesson:
 
 
 def run_tool(name: str, arguments: dict[str, str]) -> str:
-    """What a tool returns. Raises ValueError for a call that it does not take."""
+    """Run a tool. Raises ValueError for an invalid call."""
     if name == "unicode_name":
         return unicodedata.name(arguments["character"])
     first, times, second = arguments["expression"].split(" ")
@@ -192,7 +190,7 @@ def run_tool(name: str, arguments: dict[str, str]) -> str:
 
 @functools.cache
 def lessons(source: str, split: Split) -> tuple[Lesson, ...]:
-    """The lessons of a source on one side, shuffled; those of stdlib-preference have a wrong answer."""
+    """The lessons of a source for one split, shuffled; those of stdlib-preference have a wrong answer."""
     made = [lesson for lesson in (*_sums(), *_calls(), *_documented()) if lesson.split == split]
     if source == "stdlib-preference":
         made = [lesson for family in ("functions", "sums") for lesson in _with_wrong(made, family)]
@@ -225,23 +223,20 @@ def is_made(source: str) -> bool:
 
 
 def parts(source: str) -> tuple[str, Split]:
-    """`stdlib-chat/validation` -> (stdlib-chat, validation); without an end what is for training, if it trains."""
+    """`stdlib-chat/validation` -> (stdlib-chat, validation); without a suffix the training part, if there is one."""
     name = source.removesuffix(_VALIDATION)
     return name, "validation" if name != source or SOURCES[name] == "choices" else "train"
 
 
 def completed(settings: PrepareSettings) -> PrepareSettings:
-    """`settings` with what a made source decides: its format, and that its held-out questions are validation.
-
-    Raises DataError for an option that would decide otherwise.
-    """
+    """Return `settings` with a made source's format and validation source. Raises DataError for contrary options."""
     made = [source for source in (*settings.sources, *settings.validation_sources) if is_made(source)]
     if not made:
         return settings
     name, held_out = parts(made[0])[0], parts(made[0])[0] + _VALIDATION
     choices = SOURCES[name] == "choices"
     if settings.sources != (name,) or settings.validation_sources not in ((), *(() if choices else ((held_out,),))):
-        raise DataError(f"--source {name}: stands alone, since it holds questions out by itself; prepare others apart")
+        raise DataError(f"--source {name}: must be the only source, since it holds questions out by itself")
     if settings.validation_fraction is not None:
         raise DataError(
             f"--validation-fraction {settings.validation_fraction}: --source {name} holds a tenth of its questions "
@@ -279,7 +274,7 @@ def _calls() -> Iterator[Lesson]:
 
 
 def _has_short_name(character: str) -> bool:
-    """A letter that is always written in the same way, with a name that fits a short row."""
+    """True for a letter with one normal form and a name that fits a short row."""
     plain = unicodedata.category(character)[0] == "L" and unicodedata.normalize("NFKC", character) == character
     return plain and 0 < len(unicodedata.name(character, "")) <= 45
 
@@ -289,12 +284,11 @@ def _documented() -> Iterator[Lesson]:
         if entry.topic:
             yield Lesson("topics", entry.name, f"What does Python say about {entry.name}?", entry.says)
         else:
-            # `get` of a class and of its parent are described much alike.
+            # `get` of a class and of its parent have similar descriptions.
             yield Lesson("functions", entry.name.rpartition(".")[2], f"What does {entry.name} do?", entry.says)
 
 
 def _with_wrong(made: list[Lesson], family: str) -> list[Lesson]:
-    """The family's lessons, each with the answer to another question of it."""
     those = [lesson for lesson in made if lesson.family == family]
     draws = random.Random(f"wrong {family}")
     answers = sorted({lesson.answer for lesson in those})
@@ -307,7 +301,7 @@ def _with_wrong(made: list[Lesson], family: str) -> list[Lesson]:
 
 
 def _with_choices(asked: tuple[Lesson, ...]) -> Iterator[dict[str, Any]]:
-    """Each question with its answer among those to others."""
+    """Each question with its answer among answers to others."""
     draws = random.Random("choices")
     answers = sorted({lesson.answer for lesson in asked})
     for lesson in asked:

@@ -1,6 +1,6 @@
 """Bytes of input files: by path on this host, by URL in an object store.
 
-A file of a store is read range by range, the next one while the last is being used: there is no copy of it here.
+A file of a store is read range by range, the next one while the last is used, without a copy on this host.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from llmtrain.base.errors import DataError
 from llmtrain.storage.object_store import Store, StoreError, is_url
 
 AT_ONCE = 32
-"""Questions to a store that are under way together: each takes a round trip, and no time of this host."""
+"""Concurrent requests to a store: each takes a round trip, and no time of this host."""
 _BLOCK = 8 << 20
-"""Bytes of a request: a round trip is short beside them, and two of them fit into a worker's memory."""
+"""Bytes of a request: a round trip is short compared with its transfer, and two of them fit into a worker's memory."""
 _LEAST = 256 << 10
-"""Bytes of the first request, each further one in a row is for twice as many; and of those behind the piece that is
-read, for the end of its last line."""
+"""Bytes of a first request, doubled for each further one in a row, and of a request after the piece."""
 
 
 def is_file(path: str) -> bool:
@@ -42,7 +41,7 @@ def size(path: str) -> int:
 
 
 def read(path: str, start: int = 0, stop: int | None = None) -> bytes:
-    """Bytes [start, stop) of a file, fewer where it ends before. Raises OSError."""
+    """Bytes [start, stop) of a file, fewer at its end. Raises OSError."""
     if is_url(path):
         stop = size(path) if stop is None else min(stop, size(path))
         return Store(path).read("", start, stop) if stop > start else b""
@@ -58,12 +57,11 @@ def version(path: str) -> str:
 
 
 def of_the_machine(error: Exception) -> bool:
-    """True for a fault in reading that is not of the file's contents."""
+    """True for a fault in reading that the file's contents did not cause."""
     return isinstance(error, StoreError) or (isinstance(error, OSError) and error.errno is not None)
 
 
 def cannot_be_read(path: str, error: Exception) -> DataError:
-    """The error for a file that could not be read."""
     if not is_url(path):
         return DataError(f"{path}: cannot be read ({error}); check the file and its permissions")
     return DataError(
@@ -73,18 +71,18 @@ def cannot_be_read(path: str, error: Exception) -> DataError:
 
 
 def mapped(path: str) -> np.ndarray:
-    """A file's bytes, uint8, mapped into memory; those of a store from a copy without a name. Raises OSError."""
+    """A file's bytes, uint8, mapped into memory; for a store's file from an unnamed copy. Raises OSError."""
     return StoredIds(path, np.dtype(np.uint8), 0, size(path))[:] if is_url(path) else np.memmap(path, np.uint8, "r")
 
 
 class StoredIds:
-    """Numbers that lie in a store's file one behind the other: what is asked for is read, into a file without a name.
+    """Numbers in a store's file; a requested range is read into an unnamed file.
 
-    It holds what was asked for last, and what followed it: two questions about one range read it once.
+    That file holds the last range and its continuation: two requests for one range read it once.
     """
 
     _HELD = 512 << 20
-    """Bytes of the file above which it is begun anew."""
+    """Bytes above which the file is replaced by an empty one."""
 
     def __init__(self, url: str, dtype: np.dtype, begin: int, count: int) -> None:
         """`begin`: bytes before the first number."""
@@ -124,8 +122,8 @@ def open_file(path: str, *, stop: int | None = None, seeking: bool = False) -> B
 
     Args:
         path: of a file, or its URL.
-        stop: of a URL: place behind which little is read, if anything.
-        seeking: of a URL: it is read here and there, in parts that are asked for as they are needed.
+        stop: for a URL: place after which little is read, if anything.
+        seeking: for a URL: read requested parts only, without reading ahead.
     """
     if not is_url(path):
         return open(path, "rb")
@@ -134,8 +132,7 @@ def open_file(path: str, *, stop: int | None = None, seeking: bool = False) -> B
 
 
 def arrow_file(path: str, *, seeking: bool) -> Any:
-    """A file as pyarrow reads it: `seeking`, or from its beginning to its end, a file of this host then mapped. Its
-    reads raise OSError."""
+    """A file for pyarrow: `seeking`, or read from beginning to end (mapped on this host). Reads raise OSError."""
     import pyarrow
 
     if is_url(path):
@@ -144,8 +141,7 @@ def arrow_file(path: str, *, seeking: bool) -> Any:
 
 
 class _Ranges(io.RawIOBase):
-    """A file of a store, of which the ranges are read that are asked for. One that a fault of the network has cut off
-    is asked for again (storage/object_store.py)."""
+    """Reads byte ranges of one remote file; storage/object_store.py repeats interrupted requests."""
 
     def __init__(self, url: str, stop: int | None, *, ahead: bool) -> None:
         self._store = Store(url)
@@ -185,8 +181,7 @@ class _Ranges(io.RawIOBase):
         return len(data)
 
     def _end(self, start: int, count: int) -> int:
-        """End of a request that begins at a place: early for the first ones, of which the reader may want no more, and
-        for those behind the piece."""
+        """End of a request: early for the first ones, as the reader may want no more, and for those after the piece."""
         if self._ahead is None:
             return min(start + count, self._size)
         if start >= self._stop:

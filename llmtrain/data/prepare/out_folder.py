@@ -1,7 +1,7 @@
-"""The folder that `llmtrain prepare` fills: one of this host (and of those that share it), or one in an object store.
+"""The output folder of `llmtrain prepare`: on this host (and on hosts that share it), or in an object store.
 
-Of one in a store, all but the shards has a copy in a scratch folder of each host that works for it, among its temporary
-files. A shard is written there, uploaded when it is whole, and removed.
+Each host that works for a folder in a store has a copy of all files but the shards in a scratch folder, among its
+temporary files. A shard is written there, uploaded when complete, and removed.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ HELD_OUT = f"{UNFINISHED}/held_out.npy"
 REJECTED = "rejected.jsonl"
 _OWNER = f"{UNFINISHED}/owner"
 _HOSTS = 64
-"""Scratch folders of one preparation on one host: of workers that seemed lost, and of those that came after them."""
+"""Scratch folders of a preparation on one host, for workers that seemed lost, and of their successors."""
 
 
 class OutFolder:
-    """A folder of this host: what is written in it is where it is to be."""
+    """A folder on this host, whose files are written in place."""
 
     owner = ""
 
     def __init__(self, path: Path) -> None:
         self.name = str(path)
         self.here = path
-        """Folder in which the plan, the tokenizer and the like are read and written."""
+        """Folder in which the plan, the tokenizer and other small files are read and written."""
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Only one `prepare` in a folder. The lock is on the folder itself, so a killed process leaves none behind.
+        """Allow only one `prepare` in a folder. The lock is on the folder itself, so a killed process leaves none.
 
-        Raises DataError: another is at work in it, or it cannot be written.
+        Raises DataError: another one holds the folder, or the folder cannot be written.
         """
         out = self.here
         existed = out.exists()
@@ -63,7 +63,7 @@ class OutFolder:
             raise DataError(f"--out {out}: another `llmtrain prepare` is at work in it; wait for it") from error
         except OSError as error:
             raise DataError(f"--out {out}: cannot be made a folder ({error.strerror}); choose another") from error
-        try:  # from here on, what is unfinished in it is ours
+        try:  # from here on, unfinished files in it are ours
             yield
         except OSError as error:
             raise DataError(
@@ -82,29 +82,28 @@ class OutFolder:
             os.close(lock)
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of all files, by name; of a link those of the file that it leads to. May hold folders."""
+        """Bytes of all files by name; a link counts as its target. May hold folders."""
         return {entry.name: entry.stat().st_size if entry.exists() else 0 for entry in self.here.iterdir()}
 
     def claim(self) -> None:
-        """Make all that works on the folder for an earlier command end."""
+        """Make all earlier commands on the folder end."""
 
     def refuse_taken(self, sizes: Mapping[str, int] = MappingProxyType({})) -> None:
-        """Raise DataError if a later command has claimed the folder, or if files in it, by their bytes, are no more as
-        this one has written them."""
+        """Raise DataError if a later command has claimed the folder, or a written file has another size."""
 
     def show(self, *names: str) -> None:
-        """Let other hosts and later commands see these files, or folders, of `here`."""
+        """Publish files, or folders, of `here` for other hosts and later commands."""
 
     def bring(self, names: Iterable[str]) -> None:
-        """Have these files in `here`."""
+        """Copy missing files to `here`."""
 
     def take(self, own: Path) -> None:
-        """Move the files of a unit from the worker's own folder; the record, which says that it is done, at last."""
+        """Move the files of a unit from the worker's folder; the record, which marks the unit done, is last."""
         for name in _of_unit(own):
             (own / name).replace(self.here / name)
 
     def remove(self, names: Iterable[str]) -> None:
-        """Delete files, or folders, that may be there."""
+        """Delete files or folders, if they exist."""
         for path in (self.here / name for name in names):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
@@ -113,7 +112,7 @@ class OutFolder:
 
 
 def _of_unit(own: Path) -> list[str]:
-    """Names of the whole files of a unit: shards, hashes, record."""
+    """Names of a unit's complete files: shards, hashes, record."""
     files = [path for path in own.rglob("*") if path.is_symlink() or path.is_file()]
     files.sort(key=lambda path: (path.parent != own, path.suffix == ".json", path.name))
     return [str(path.relative_to(own)) for path in files if path.suffix != ".tmp"]
@@ -122,8 +121,8 @@ def _of_unit(own: Path) -> list[str]:
 class StoredFolder(OutFolder):
     """A folder in an object store, by URL.
 
-    Stores have no locks: a command claims the folder, and those that had it before end when they would next write a
-    shard. One that comes later with the same settings and sources makes the same bytes.
+    Stores have no locks: a command claims the folder, and earlier ones end before their next shard. A later command
+    with the same settings and sources makes the same bytes.
     """
 
     def __init__(self, url: str, here: Path = Path(), owner: str = "") -> None:
@@ -135,7 +134,7 @@ class StoredFolder(OutFolder):
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Raises DataError: another command of this host is at work in it, or the store cannot be used."""
+        """Raises DataError: another command of this host holds the folder, or the store cannot be used."""
         try:
             with _scratch(self.name, "command", 1) as self.here:
                 files = self._store.files()
@@ -171,8 +170,8 @@ class StoredFolder(OutFolder):
         there = self.sizes() if sizes else {}
         if wrong := [name for name, size in sizes.items() if there.get(name) != size]:
             raise DataError(
-                f"--out {self.name}: {wrong[0]} is no more as it was written; run the same command again, which makes "
-                "it anew"
+                f"--out {self.name}: {wrong[0]} has changed since it was written; run the same command again, which "
+                "makes it again"
             )
 
     def show(self, *names: str) -> None:
@@ -200,7 +199,7 @@ class StoredFolder(OutFolder):
         gone = list(names)
         super().remove(gone)
         below = [name for name in self._store.files() if any(name == n or name.startswith(f"{n}/") for n in gone)]
-        # Without its plan, what is left of a preparation would be taken for a stranger's.
+        # Without its plan, the rest of a preparation would be taken for foreign files.
         self._store.remove([name for name in below if name != PLAN])
         self._store.remove([name for name in below if name == PLAN])
 
@@ -210,15 +209,14 @@ def _below(root: Path, folder: Path) -> list[Path]:
 
 
 def _tokenizer(names: Iterable[str]) -> list[str]:
-    """The tokenizer's files, of which the one without which it counts as not there is the last; none without it."""
+    """The tokenizer's files, with tokenizer.json last, since it marks them complete; none without it."""
     last = "tokenizer/tokenizer.json"
     found = [name for name in names if name.startswith("tokenizer/")]
     return [*(name for name in found if name != last), last] if last in found else []
 
 
 def opened(out: str, here: str = "", owner: str = "") -> OutFolder:
-    """What --out names. `here`, `owner`: as `StoredFolder` has them. Raises DataError: the URL is wrong, or the store
-    cannot be used."""
+    """Open the folder of --out. Raises DataError: the URL is wrong, or the store cannot be used."""
     if not is_url(out):
         return OutFolder(Path(out))
     if (problem := problem_of(out, writes=True)) is not None:
@@ -231,7 +229,7 @@ def opened(out: str, here: str = "", owner: str = "") -> OutFolder:
 
 @contextmanager
 def seen(out: str) -> Iterator[Path]:
-    """The plan, the tokenizer and what is held out, for the workers of another host. Raises: OSError, DataError."""
+    """The folder with plan, tokenizer and held-out documents for another host's workers. Raises: OSError, DataError."""
     folder = opened(out)
     if not isinstance(folder, StoredFolder):
         yield folder.here
@@ -244,15 +242,14 @@ def seen(out: str) -> Iterator[Path]:
 
 @contextmanager
 def _scratch(url: str, role: str, places: int) -> Iterator[Path]:
-    """An empty folder of this host that goes with the process, or is emptied by the next one. Raises: OSError;
-    BlockingIOError: all places are held."""
+    """An empty folder of this host until the block ends. Raises: OSError; BlockingIOError: all places are held."""
     name = f"llmtrain-prepare-{os.getuid()}-{socket.gethostname()}-{xxhash.xxh3_64_hexdigest(url.encode())}-{role}"
     for place in range(places):
         path = Path(tempfile.gettempdir(), f"{name}-{place}")
         with contextlib.suppress(FileExistsError):
             path.mkdir(mode=0o700)
         found = path.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():  # a stranger's link, perhaps to our files
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():  # another user's link, perhaps to our files
             raise PermissionError(f"{path} is not ours; set TMPDIR")
         with contextlib.suppress(BlockingIOError):
             lock = lock_folder(path)

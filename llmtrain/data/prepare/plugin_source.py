@@ -14,7 +14,7 @@ from llmtrain.config.problems import Problems
 from llmtrain.config.reader import read
 
 _UNKNOWN_BYTES = 1 << 20
-"""Size of a part that is no file, for the progress and the number of shards."""
+"""Assumed size of a part that is no file, for the progress and the number of shards."""
 
 
 class Source(Entry, section="sources"):
@@ -26,35 +26,31 @@ class Source(Entry, section="sources"):
     """
 
     def parts(self, words: str) -> Sequence[str]:
-        """Names of what is read on its own: files, or ranges of a table. Each is read by one process, from its
-        beginning. A path of a file gives its size, and its time of change to the check for changed sources.
+        """Names of parts that are read separately, each by one process: files, or ranges of a table. A file's path
+        gives its size, and its modification time to the check for changed sources.
 
         Args:
-            words: what stands behind the colon.
+            words: text after the colon.
         """
         return [words]
 
     @abstractmethod
     def records(self, part: str) -> Iterator[str | dict[str, Any]]:
-        """Give the records of a part, in their order: texts, or maps of which --field or --format reads what it
-        needs."""
+        """Give the records of a part, in order: texts, or maps with the fields of --field or --format."""
         raise NotImplementedError
 
 
 _open: dict[str, Source] = {}
-"""The sources of the preparation that began last in this process."""
+"""The sources of this process's latest preparation."""
 
 
 def classes() -> dict[str, type[Source]]:
-    """The sources of the plugins, by name."""
+    """The plugins' sources by name."""
     return Entry.SECTIONS["sources"]
 
 
 def use(words: Sequence[str], values: Mapping[str, Mapping[str, Any]]) -> None:
-    """Import these plugins, and make their sources with these values of their fields, by name.
-
-    Raises: ConfigError.
-    """
+    """Import these plugins, and create their sources with these field values. Raises: ConfigError."""
     plugins.use(list(words))
     _open.clear()
     problems = Problems()
@@ -64,20 +60,20 @@ def use(words: Sequence[str], values: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def named_in(source: str) -> str | None:
-    """The name of the plugin's source that stands before the colon; None: there is none."""
+    """The name of the plugin's source before the colon; None without one."""
     name, colon, _ = source.partition(":")
     return name if colon and name in _open else None
 
 
 def parts_of(source: str, option: str) -> list[tuple[str, int, int]]:
-    """(NAME:PART, bytes, time of change in ns) of each part of NAME:WORDS. Raises DataError."""
+    """(NAME:PART, bytes, modification time in ns) of each part of NAME:WORDS. Raises DataError."""
     name, _, words = source.partition(":")
     try:
         found = list(_open[name].parts(words))
     except BaseException as error:
         raise _told(error, f"{option} {source}", "parts") from error
     if not found or not all(isinstance(part, str) for part in found) or len(set(found)) < len(found):
-        raise DataError(f"{option} {source}: parts of {name} gives {str(found)[:80]}; wanted is a list of different "
+        raise DataError(f"{option} {source}: parts of {name} gives {str(found)[:80]}; it must be a list of different "
                         "texts, one at least")  # fmt: skip
     made = []
     for part in found:
@@ -105,7 +101,7 @@ def records_of(label: str) -> Iterator[object]:
 
 
 def _told(error: BaseException, label: str, method: str) -> BaseException:
-    """The error to raise for one in a plugin's method; Ctrl-C is none of its."""
+    """The error to raise for an error in a plugin's method; Ctrl-C is passed on unchanged."""
     if isinstance(error, KeyboardInterrupt):
         return error
     what = f"{type(error).__name__}: {error}".removesuffix(": ")

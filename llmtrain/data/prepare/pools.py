@@ -1,7 +1,7 @@
-"""Workers of `llmtrain prepare`, on this machine and on others: who does which unit.
+"""Workers of `llmtrain prepare`, on this machine and on others, and their units.
 
 A worker is a process with a pipe. On another host one process, `python -m llmtrain.data.prepare.pools`, has a worker
-for each core, and passes on what goes in and comes out: over ssh, srun, or a connection that Ray's task makes to us.
+for each core, and passes their input and output on: over ssh, srun, or a connection that Ray's task makes to us.
 """
 
 from __future__ import annotations
@@ -43,23 +43,22 @@ _MODULE = "llmtrain.data.prepare.pools"
 _STARTS = 3
 """Starts of a host's workers, if they are lost."""
 _TRIES = 3
-"""Workers lost with a unit after which it counts as what they died of."""
+"""Lost workers after which their common unit counts as the cause."""
 _REACHED_S = 30.0
 _SRUN = ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--cpu-bind=none", "--mem=0")
 _ENDED_S = 3.0
 _BEAT_S = 5.0
-"""A host with nothing to tell says so as often."""
+"""Interval at which an idle host says that it is alive."""
 _SILENT_S = 60.0
-"""A host is lost that has said nothing for so long: its process is frozen, or a connection without keepalive stays open
-to a host without power."""
+"""Silence after which a host is lost: its process is frozen, or it has no power and its connection no keepalive."""
 
 
 class Lost(Exception):
-    """The workers behind a link are gone."""
+    """The workers of a link are gone."""
 
 
 class Link(ABC):
-    """Lines of JSON to and from one worker, or a host's."""
+    """JSON lines to and from one worker, or one host's workers."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -84,7 +83,7 @@ class Link(ABC):
         """End the workers."""
 
     def send(self, message: Mapping[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # it has died; the end of its output will tell
+        with contextlib.suppress(OSError):  # it has died; the end of its output shows it
             self._write(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> list[dict[str, Any]]:
@@ -98,7 +97,7 @@ class Link(ABC):
 
 
 class ProcessLink(Link):
-    """A process of ours: a worker, or ssh or srun with a host's workers behind it."""
+    """A process of ours: a worker, or ssh or srun with a host's workers."""
 
     def __init__(self, name: str, words: Sequence[str]) -> None:
         super().__init__(name)
@@ -172,14 +171,14 @@ class Place:
     open: Callable[[], Link]
     """Raises Lost."""
     workers: int | None = 1
-    """Units that it does at a time; None: it tells."""
+    """Units in parallel; None: the worker reports the number."""
     starts: int = 1
-    """Times that it is opened, if it is lost; 1: then the preparation ends."""
+    """Number of starts, if the place is lost; 1: a loss ends the preparation."""
 
 
 def local(processes: int) -> list[Place]:
     """Workers on this machine."""
-    # -P: a corpus of code may lie in the current folder, and its queue.py must not be imported for Python's.
+    # -P: a corpus of code may be in the current folder, and its queue.py must not be imported for Python's.
     words = [sys.executable, "-P", "-m", "llmtrain.data.prepare.worker"]
     return [Place(partial(ProcessLink, "a worker", words))] * processes
 
@@ -188,10 +187,10 @@ def local(processes: int) -> list[Place]:
 
 
 def places_on(where: str, processes: int | None) -> list[Place]:
-    """The hosts of a hostfile, of this Slurm job ("slurm") or of a Ray cluster ("ray").
+    """The hosts in a hostfile, in this Slurm job ("slurm") or in a Ray cluster ("ray").
 
-    `processes`: of each host; None: one a core. Raises DataError: a host cannot be reached; ConfigError: the hostfile
-    is wrong, or this is no Slurm job.
+    `processes`: per host; None: one per core. Raises DataError: a host cannot be reached; ConfigError: the hostfile is
+    wrong, or this is no Slurm job.
     """
     if where == "ray":
         return _on_ray(processes)
@@ -211,7 +210,7 @@ def places_on(where: str, processes: int | None) -> list[Place]:
 
 
 def _command(processes: int | None) -> list[str]:
-    """The command for a host, whose shell begins in its own folder."""
+    """The command for a host, whose shell starts in another folder."""
     words = [sys.executable, "-P", "-m", _MODULE, os.getcwd(), str(processes or 0)]
     return ["env", f"PYTHONPATH={child_environment()['PYTHONPATH']}", *words]
 
@@ -227,7 +226,7 @@ def _refuse_unreachable(hosts: Sequence[Host]) -> None:
 
 
 def _on_ray(processes: int | None) -> list[Place]:
-    """A place for each living node of the cluster that `ray start` or RAY_ADDRESS names."""
+    """A place for each living node of the cluster of `ray start` or RAY_ADDRESS."""
     try:
         import ray
     except ImportError:
@@ -243,7 +242,7 @@ def _on_ray(processes: int | None) -> list[Place]:
     address, token = (ray.util.get_node_ip_address(), listener.getsockname()[1]), secrets.token_hex(16)
 
     def serve(words: list[str], address: tuple[str, int], token: str) -> int:
-        """Ray's task on a node: connect to the driver, and let the workers talk to it."""
+        """Run as Ray's task on a node: connect to the driver, and connect the workers to it."""
         import socket
         import subprocess
 
@@ -268,7 +267,7 @@ def _on_ray(processes: int | None) -> list[Place]:
                 given = connection.recv(len(token), socket.MSG_WAITALL)
                 if secrets.compare_digest(given, token.encode()):
                     return SocketLink(f"node {name}", connection)
-                connection.close()  # a stranger's
+                connection.close()  # not our task
         ray.cancel(started)
         raise Lost(f"node {name} has not started its workers")
 
@@ -277,9 +276,8 @@ def _on_ray(processes: int | None) -> list[Place]:
 
 
 def main() -> None:
-    """A host's workers. Arguments: the folder to work in, and how many (0: one a core). Standard input and output are
-    as a worker's, but for `{"hello": workers}`, behind the settings, and `{"alive": true}` while there is nothing else.
-    """
+    """Serve as a host's workers. Arguments: the folder to work in, and the number of workers (0: one per core). Input
+    and output are as a worker's, with `{"hello": workers}` after the settings, and `{"alive": true}` when idle."""
     folder, processes = sys.argv[1], int(sys.argv[2]) or usable_cores()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -302,10 +300,10 @@ def main() -> None:
             found = str(error)
         if found != plan and stored:
             answer({"error": f"--on: {host} does not see the preparation in {settings['out']} ({found[:200]}); give "
-                    "that host the store's credentials and a way to it"})  # fmt: skip
+                     "that host the store's credentials and a way to it"})  # fmt: skip
         elif found != plan:
             answer({"error": f"--on: {host} does not see {settings['out']} (looked from {folder}); --out, the sources "
-                    "and this program are to lie in a folder that all hosts share"})  # fmt: skip
+                    "and this program must be in a folder that all hosts share"})  # fmt: skip
         else:
             answer({"hello": processes})
             _serve({**settings, "here": str(here)}, processes, lines, answer, host)
@@ -318,7 +316,7 @@ def _serve(
     answer: Callable[[Mapping[str, Any]], None],
     host: str,
 ) -> None:
-    """Give the units that come in on `lines` to workers, until it or one of them ends."""
+    """Give the units that arrive on `lines` to workers, until `lines` or a worker ends."""
     with selectors.DefaultSelector() as selector:
         workers = [place.open() for place in local(processes)]
         try:
@@ -333,7 +331,7 @@ def _serve(
                 for key, _ in ready:
                     if key.data is None:
                         if not (line := lines.readline()):
-                            return  # whoever asked is gone
+                            return  # the preparation is gone
                         idle.pop().send(json.loads(line))
                         continue
                     for message in key.data.receive():
@@ -346,7 +344,7 @@ def _serve(
                 worker.end()
 
 
-# --- who does what ---
+# --- distribution of the units ---
 
 
 class _Running:
@@ -361,7 +359,7 @@ class _Running:
         self.link.send(greeting)
 
     def is_silent(self, now: float) -> bool:
-        """True for a host that should have said something; a worker of ours does so when it has something to say."""
+        """True for a host that should have sent a message; a local worker sends one only when it has news."""
         return self.place.workers is None and now - self.heard > _SILENT_S
 
     def give(self, waiting: list[Unit]) -> None:
@@ -378,9 +376,9 @@ def run_units(
     on_progress: Callable[[Unit, int], None],
     on_done: Callable[[Unit, dict[str, Any]], None],
 ) -> None:
-    """Process the units at these places. An exception, Ctrl-C included, leaves no worker behind.
+    """Process the units at these places. An exception, Ctrl-C included, leaves no worker running.
 
-    Raises DataError: a unit's, no place is left, or a unit was lost with each of several workers.
+    Raises DataError: a unit's, no place is left, or several workers were lost with one unit.
     """
     waiting = list(reversed(list(given)))
     greeting = asdict(settings)
@@ -394,7 +392,7 @@ def run_units(
             try:
                 opened = _Running(place, starts, greeting)
             except Lost as lost:
-                log.warn(f"{lost}: it does nothing of this")
+                log.warn(f"{lost}: it does no shard of this preparation")
                 return
             running.append(opened)
             selector.register(opened.link, selectors.EVENT_READ, opened)
@@ -424,9 +422,7 @@ def run_units(
                 start(place, 1)
             while waiting or any(each.under_way for each in running):
                 if not running:
-                    raise DataError(
-                        "no host is left that could go on; run the same command again: finished shards are kept"
-                    )
+                    raise DataError("no host is left to continue; run the same command again: finished shards are kept")
                 for key, _ in selector.select(_BEAT_S):
                     _handle(key.data, waiting, on_progress, on_done, lose)
                 now = time.monotonic()

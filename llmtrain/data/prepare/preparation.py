@@ -2,7 +2,7 @@
 
     find files -> cut into units -> tokenizer -> workers write shards, one pair a unit -> manifest.json, last
 
-A killed run continues where it was: `unfinished/` holds the plan and a record of every finished unit.
+A killed run continues where it stopped: `unfinished/` holds the plan and a record of every finished unit.
 """
 
 from __future__ import annotations
@@ -55,8 +55,7 @@ from llmtrain.data.shards import TokenStream, rows_path
 
 
 class Progress(log.Progress):
-    """Counts input bytes. Workers report bytes of text, which for compressed input are more than the file's: they
-    are capped at the unit's size until the unit is done."""
+    """Counts input bytes. Workers report bytes of text, which may exceed a compressed file's: so they are capped."""
 
     def __init__(self, total_bytes: int, done_bytes: int) -> None:
         super().__init__("tokenizing", total_bytes, done_bytes)
@@ -78,7 +77,7 @@ _LISTED = 1000  # rejections beyond the allowed number that are still listed bef
 
 
 def prepare(settings: PrepareSettings) -> Manifest:
-    """Make (or finish, or find complete) the prepared folder `settings.out`; returns its manifest. Raises DataError."""
+    """Prepare, or finish, the folder `settings.out`; returns its manifest. Raises DataError."""
     settings = demo.completed(settings)
     settings.check()
     plugin_source.use(settings.plugins, settings.fields)
@@ -88,7 +87,7 @@ def prepare(settings: PrepareSettings) -> Manifest:
     out = out_folder.opened(settings.out)
     files, validation = _find_files(settings)
     stat = stat_fingerprint(files) + (stat_fingerprint(validation) if validation else "")
-    moment = datetime.now().isoformat(timespec="seconds")  # templates that write the date write this one, for ever
+    moment = datetime.now().isoformat(timespec="seconds")  # templates that write the date write this one
     plan: dict[str, Any] = {"settings": settings.identity(), "stat": stat, "moment": moment}
     with out.held():
         if (out.here / manifests.NAME).exists():
@@ -101,7 +100,7 @@ def prepare(settings: PrepareSettings) -> Manifest:
         records = _run(settings, work, out, plan["moment"])
         try:
             manifest = _manifest(settings, [files, validation], work, plan, records, out)
-        finally:  # where a split is empty it tells why
+        finally:  # it shows the reason for an empty split
             _write_rejected(out, _rejected(work, _by_unit(work, records)))
         if settings.format in CHAT_FORMATS:
             write_sample(out.here, records)
@@ -118,7 +117,7 @@ def prepare(settings: PrepareSettings) -> Manifest:
 
 
 def _refuse_unnamed(settings: PrepareSettings) -> None:
-    """Raise DataError where a plugin brings no source that the command line names: it would do nothing."""
+    """Raise DataError if the command line names no source of the plugins."""
     named = {plugin_source.named_in(source) for source in (*settings.sources, *settings.validation_sources)}
     for name in plugin_source.classes():
         if name in named:
@@ -130,7 +129,7 @@ def _refuse_unnamed(settings: PrepareSettings) -> None:
 
 
 def _find_files(settings: PrepareSettings) -> tuple[list[SourceFile], list[SourceFile]]:
-    """The files of --source and of --validation-source; one that is named in both is for validation alone."""
+    """The files of --source and of --validation-source; a file in both is for validation only."""
     inside = place_of(settings.out).rstrip("/") + "/"  # `--source . --out data/x`: our own output is no input
     validation: list[SourceFile] = []
     if settings.validation_sources:
@@ -190,7 +189,7 @@ def _make_tokenizer(settings: PrepareSettings, work: list[Unit], out: OutFolder)
 def _examine_ids(
     settings: PrepareSettings, field: str, files: list[SourceFile], work: list[Unit], encoder: tokenize.Encoder
 ) -> None:
-    """Look at the first ids of some files, and of some records. Raises DataError: they are another tokenizer's."""
+    """Check the first ids of some files and some records. Raises DataError: they are from another tokenizer."""
     samples = token_corpora.beginnings([file.path for file in files if file.kind == "tokens"], encoder.separator_id)
     rows = token_corpora.TokenEncoder(Path(str(settings.tokenizer)), field, np.dtype(np.int64), counted=False)
     pieces = [piece for unit in work for piece in unit.pieces if piece.kind != "tokens"]
@@ -204,9 +203,9 @@ def _examine_ids(
 
 
 def _sample(settings: PrepareSettings, work: list[Unit], out: OutFolder) -> Iterator[str]:
-    """The text to train the BPE on: of every unit its beginning, the same amount of each, 128 MiB in all.
+    """Text to train the BPE on: an equal amount from the beginning of every unit, 128 MiB in all.
 
-    Raises DataError at its end when it met too many bad records: better now than after the training.
+    Raises DataError at its end for too many bad records: better now than after the training.
     """
     share = _BPE_SAMPLE_BYTES // len(work)
     rejected: dict[int, dict[str, Any]] = {unit.index: {"rejected": []} for unit in work}
@@ -235,7 +234,7 @@ def _records(settings: PrepareSettings, unit: Unit) -> Iterator[Document | Rejec
 
 
 def _run(settings: PrepareSettings, work: list[Unit], out: OutFolder, moment: str) -> list[dict[str, Any]]:
-    """Process what is not yet done; returns the records of all units, in order."""
+    """Process unfinished units; returns the records of all units, in order."""
     encoder = tokenize.Encoder(out.here / "tokenizer")
     dtype = _dtype(work, encoder)
     sizes = out.sizes()
@@ -283,7 +282,7 @@ def _run(settings: PrepareSettings, work: list[Unit], out: OutFolder, moment: st
     else:
         places = pools.places_on(settings.on, settings.processes)
     with progress:
-        for validation in (True, False):  # first what no unit for training may hold
+        for validation in (True, False):  # first the documents that no unit for training may hold
             todo = [unit for unit in work if unit.validation is validation and unit.index not in records]
             held_out = [unit.index for unit in work if unit.validation and not validation]
             given = worker_settings
@@ -296,8 +295,8 @@ def _run(settings: PrepareSettings, work: list[Unit], out: OutFolder, moment: st
 
 
 def _dtype(work: list[Unit], encoder: tokenize.Encoder) -> np.dtype:
-    """Type of the ids in the shards: that of all sources that are ids already, so that they can be used in place, where
-    it holds the vocabulary; else the tokenizer's."""
+    """Type of the ids in the shards: that of all sources if they are ids and it holds the vocabulary, so that they can
+    be used in place; else the tokenizer's."""
     paths = {piece.path for unit in work for piece in unit.pieces if piece.kind == "tokens"}
     widths = {file.ids.dtype.itemsize for path in paths if (file := token_corpora.read(path)).begin is not None}
     if widths == {4} or (widths == {2} and encoder.dtype.itemsize == 2):
@@ -306,14 +305,14 @@ def _dtype(work: list[Unit], encoder: tokenize.Encoder) -> np.dtype:
 
 
 def _record(out: OutFolder, unit: Unit) -> dict[str, Any] | None:
-    """The unit's record, if it has been done."""
+    """The unit's record, if the unit is done."""
     path = out.here / record_name(unit.index)
     record: dict[str, Any] = json.loads(path.read_bytes()) if path.exists() else {}
     return record if "lines" in record else None  # an earlier version's has none
 
 
 def _is_there(record: dict[str, Any], sizes: dict[str, int], item_size: int) -> bool:
-    """True if the shards of a unit are there with their full size. `sizes`: of the files that are there."""
+    """True if all shards of a unit exist with their full size. `sizes`: of existing files."""
     for entry in filter(None, record["shards"].values()):
         shard = Path(entry["file"])
         if sizes.get(shard.name) != entry.get("bytes", entry["tokens"] * item_size):
@@ -326,7 +325,7 @@ def _is_there(record: dict[str, Any], sizes: dict[str, int], item_size: int) -> 
 def _too_many(
     settings: PrepareSettings, out: OutFolder, work: list[Unit], records: dict[int, dict[str, Any]]
 ) -> DataError:
-    """List the rejected records of the units that are done; returns the error that names the first."""
+    """List the rejected records of finished units; returns the error that names the first."""
     rejected = _rejected(work, records)
     _write_rejected(out, rejected)
     reasons: dict[str, list[str]] = {}
@@ -339,7 +338,7 @@ def _too_many(
     so_far = f"{units.counted(len(rejected), 'bad record')} so far"
     return DataError(
         f"{so_far}, --max-rejected is {settings.max_rejected}:{shown}\n"
-        f"All found so far are listed in {out.name}/{REJECTED}. Mend the source, or allow them with --max-rejected N "
+        f"All found so far are listed in {out.name}/{REJECTED}. Fix the source, or allow them with --max-rejected N "
         "and run the same command again: finished shards are kept"
     )
 
@@ -350,7 +349,7 @@ def _place(entry: dict[str, Any]) -> str:
 
 
 def _rejected(work: list[Unit], records: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rejected records of the units that are done, with their lines in their files."""
+    """The rejected records of finished units, with their lines in their files."""
     some = [unit for unit in work if records.get(unit.index, {}).get("rejected")]
     before = _lines_before(work, records, {unit.index for unit in some})
     found: list[dict[str, Any]] = []
@@ -381,8 +380,7 @@ def _manifest(
     records: list[dict[str, Any]],
     out: OutFolder,
 ) -> Manifest:
-    """What has been prepared; `files` are those of --source and of --validation-source. Raises DataError, and clears
-    the folder for other settings, when a split is empty."""
+    """The manifest. Raises DataError for an empty split, and clears the folder for other settings."""
     encoder = tokenize.Encoder(out.here / "tokenizer")
     continued = _continued(work, records)
     shards: dict[str, tuple[Shard, ...]] = {
@@ -434,7 +432,7 @@ def _manifest(
 
 
 def _continued(work: list[Unit], records: list[dict[str, Any]]) -> list[tuple[str, int]]:
-    """For each unit the file of lines that goes on in it, and its lines before: a line belongs to where it begins."""
+    """For each unit the file that continues in it, and the number of its earlier lines."""
     before = _lines_before(work, _by_unit(work, records), {unit.index for unit in work})
     return [(unit.pieces[0].origin, before[unit.index]) if unit.index in before else ("", 0) for unit in work]
 
@@ -444,9 +442,10 @@ def _by_unit(work: list[Unit], records: list[dict[str, Any]]) -> dict[int, dict[
 
 
 def _lines_before(work: list[Unit], records: dict[int, dict[str, Any]], wanted: set[int]) -> dict[int, int]:
-    """Unit -> lines before it of the file that goes on in it; of these units those in which one does.
+    """Map each wanted unit whose first file continues from an earlier unit to that file's number of earlier lines.
 
-    Those of a unit that is not done are counted by reading it, once."""
+    Lines of an unfinished unit are counted by reading it once.
+    """
     found: dict[int, int] = {}
     lines, unread = 0, list[Piece]()
     for unit in work:
@@ -465,7 +464,6 @@ def _lines_before(work: list[Unit], records: dict[int, dict[str, Any]], wanted: 
 
 
 def _chat(options: ChatOptions, records: list[dict[str, Any]], moment: str) -> dict[str, Any]:
-    """The manifest's `chat`."""
     return {
         "counted": {split: sum(record["chat"][split]["counted"] for record in records) for split in SPLITS},
         "longest": max(record["chat"][split]["longest"] for record in records for split in SPLITS),
@@ -488,7 +486,7 @@ def _chat(options: ChatOptions, records: list[dict[str, Any]], moment: str) -> d
 def _check_splits(
     settings: PrepareSettings, tokens: dict[str, int], documents: dict[str, int], lowest_draw: float, rejected: int
 ) -> None:
-    """Raises DataError when a split that was asked for is empty."""
+    """Raises DataError when a requested split is empty."""
     choices = settings.format == "choices"
     if not tokens["validation" if choices else "train"]:
         why = f" ({units.counted(rejected, 'record')} rejected, each with its reason in {REJECTED})" if rejected else ""
@@ -534,7 +532,7 @@ def _summary(out: OutFolder, manifest: Manifest, elapsed_s: float) -> str:
     cut = f"; {units.count(manifest.cut)} cut to have {whose} in validation" if manifest.cut else ""
     if in_place := [shard for split in SPLITS for shard in manifest.shards[split] if shard.bytes is not None]:
         held = sum(shard.tokens for shard in in_place) * (2 if manifest.dtype == "uint16" else 4)
-        cut += f"; {units.size(held)} used where they lie"
+        cut += f"; {units.size(held)} used in place"
     if manifest.chat is not None:
         what = "pair" if manifest.chat["pairs"] else "row"
         counted, done = sum(manifest.chat["counted"].values()), manifest.settings.get("too_long")
@@ -553,12 +551,12 @@ def _summary(out: OutFolder, manifest: Manifest, elapsed_s: float) -> str:
 
 _SHOWN = 3
 _SOON_DONE_AGAIN_BYTES = 64 << 20
-"""Size of finished shards, about a minute's work, that other settings may discard: after a mistake that a record shows,
-the next attempt has other settings, and was refused as if hours were at stake."""
+"""Size of finished shards, about a minute's work, that other settings may discard: the attempt after a mistake has
+other settings, and no hours of work are lost."""
 
 
 def already_complete(out: OutFolder, plan: dict[str, Any]) -> Manifest:
-    """The manifest of a complete folder that was prepared as `plan` says. Raises DataError when it was not."""
+    """The manifest of a complete folder. Raises DataError if it was prepared differently from `plan`."""
     manifest = manifests.read_manifest(out.here)
     sizes = out.sizes()
     for name, size in _bytes_of_shards(manifest).items():
@@ -575,7 +573,7 @@ def already_complete(out: OutFolder, plan: dict[str, Any]) -> Manifest:
     if different:
         raise DataError(
             f"--out {out.name}: it already holds data that was prepared differently: {'; '.join(different)}. "
-            "Choose another --out, or delete the folder to prepare it anew"
+            "Choose another --out, or delete the folder to prepare it again"
         )
     out.remove([UNFINISHED])  # a kill between manifest and clean-up leaves it
     log.info(f"{out.name}: already complete, nothing to do ({units.count(sum(manifest.tokens.values()))} tokens)")
@@ -591,15 +589,15 @@ def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def _short(value: Any) -> str:
-    """A setting in an error: a source of a glob has a path for each of its files."""
+    """Format a setting for an error: a glob's source has a path for each of its files."""
     if not isinstance(value, list) or len(value) <= _SHOWN:
         return repr(value)
     return f"[{', '.join(map(repr, value[:_SHOWN]))} and {units.counted(len(value) - _SHOWN, 'other')}]"
 
 
 def start_or_continue(out: OutFolder, plan: dict[str, Any]) -> dict[str, Any]:
-    """Leave `out` with `unfinished/plan.json` and nothing in it that belongs to another plan. Returns the plan: that
-    of the run that this one continues, with its `moment`, or `plan`."""
+    """Leave `out` with `unfinished/plan.json` and no file of another plan. Returns the plan of the run that this one
+    continues, with its `moment`, or `plan`."""
     path, sizes = out.here / PLAN, out.sizes()
     if path.exists():
         before = json.loads(path.read_bytes())
@@ -607,14 +605,14 @@ def start_or_continue(out: OutFolder, plan: dict[str, Any]) -> dict[str, Any]:
         done_bytes = sum(sizes[n] for n in _made(sizes) if n.endswith(".bin") and not (out.here / n).is_symlink())
         if different and done_bytes > _SOON_DONE_AGAIN_BYTES:
             raise DataError(
-                f"--out {out.name}: an unfinished preparation with other settings lies there, {units.size(done_bytes)} "
+                f"--out {out.name}: an unfinished preparation with other settings is there, {units.size(done_bytes)} "
                 f"of tokens: {'; '.join(different)}. Repeat its settings to finish it, choose another --out, or delete "
                 "the folder"
             )
         out.claim()
         if not different and before["stat"] == plan["stat"]:
             return {**plan, **before}
-        why = "its settings are others than in" if different else "the source files have changed since"
+        why = "its settings differ from those of" if different else "the source files have changed since"
         log.info(f"{out.name}: {why} the last, unfinished run: starting over")
         clear(out)
     elif any(not name.endswith(".tmp") and name.partition("/")[0] != UNFINISHED for name in sizes):
@@ -627,7 +625,7 @@ def start_or_continue(out: OutFolder, plan: dict[str, Any]) -> dict[str, Any]:
 
 
 def clear(out: OutFolder) -> None:
-    """Delete all that `prepare` has made in the folder."""
+    """Delete all files of `prepare` in the folder."""
     out.remove([*_made(out.sizes()), REJECTED, SAMPLE, "tokenizer", UNFINISHED])
 
 
@@ -638,6 +636,6 @@ def _bytes_of_shards(manifest: Manifest) -> dict[str, int]:
 
 
 def _made(names: Iterable[str]) -> list[str]:
-    """The files of shards among those of a folder."""
+    """The names of shards' files among these names."""
     patterns = ("*-*.bin", "*-*.rows", "*.origins.parquet")
     return [name for name in names if "/" not in name and any(fnmatchcase(name, each) for each in patterns)]

@@ -1,8 +1,8 @@
 """Multiple-choice questions as rows: a question followed by each of its choices, as lm-eval's harness tokenizes them.
 
-A record has a question, its choices and which of them is right, under the names that common datasets give them (ARC,
-HellaSwag, MMLU, OpenBookQA, CommonsenseQA, PIQA, RACE, SciQ and what follows their form). A choice is scored as the
-continuation of its question after one space: lm-eval 0.4.13, `TemplateLM._encode_pair`.
+A record has a question, its choices and the right one, under the names of common datasets (ARC, HellaSwag, MMLU,
+OpenBookQA, CommonsenseQA, PIQA, RACE, SciQ and similar ones). A choice is scored as the continuation of its question
+after one space: lm-eval 0.4.13, `TemplateLM._encode_pair`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from llmtrain.data.tokenize import as_ids, refuse_unsafe
 
 _QUESTIONS = ("question", "question_stem", "ctx", "query", "goal", "prompt", "context")
 _BEFORE = ("context", "passage", "article", "support")
-"""Text that a question is about; it stands before it, with a line break."""
+"""Text that a question is about; it comes before the question, with a line break."""
 _CHOICES = ("choices", "endings", "options")
 _ANSWERS = ("answer", "answerKey", "answer_index", "label", "gold")
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -30,17 +30,16 @@ _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question, and the continuations that a model chooses from."""
+    """A question, and the continuations to choose from."""
 
     context: str
     choices: list[str]
     answer: int
-    """Place of the right one."""
+    """Place of the right choice."""
 
 
 def question_of(text: str, field: str) -> Question:
-    """The question of a record, which is a JSON object. `field`: the one that holds all of the context; empty: one of
-    the usual names.
+    """The question of a record, a JSON object. `field`: holds all of the context; empty: one of the usual names.
 
     Raises: RefusedError.
     """
@@ -53,7 +52,7 @@ def question_of(text: str, field: str) -> Question:
 
 
 def _given(record: dict[str, Any], names: tuple[str, ...], what: str) -> tuple[str, Any]:
-    """(name, value) of the first of the names that the record has."""
+    """(name, value) of the first of the names in the record."""
     for name in names:
         if record.get(name) is not None:
             return name, record[name]
@@ -79,7 +78,7 @@ def _context(record: dict[str, Any], field: str) -> str:
 
 
 def _choices(record: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """(texts, labels); of choices without labels no labels."""
+    """(texts, labels); no labels if the choices have none."""
     labels: Any = []
     if "sol1" in record and "sol2" in record:  # PIQA
         given: Any = [record["sol1"], record["sol2"]]
@@ -95,13 +94,12 @@ def _choices(record: dict[str, Any]) -> tuple[list[str], list[str]]:
         if not isinstance(given, list):
             raise RefusedError(f"{name} is {type(given).__name__}, not a list of strings")
     if len(given) < 2:
-        raise RefusedError(f"it has {len(given)} choices; at least 2 are wanted")
+        raise RefusedError(f"it has {len(given)} choices; it needs at least 2")
     return [_text(each, f"choice {place}") for place, each in enumerate(given)], list(map(str, labels))
 
 
 def _answer(record: dict[str, Any], choices: list[str], labels: list[str]) -> int:
-    """Place of the right choice: its label where the choices have labels; else a number from 0, a letter from A, or
-    the choice itself."""
+    """Place of the right choice: by label, if the choices have labels; else by number from 0, letter from A or text."""
     if record.get("correct_answer") in choices and not any(record.get(name) is not None for name in _ANSWERS):
         return choices.index(record["correct_answer"])
     name, given = _given(record, _ANSWERS, "answer")
@@ -125,7 +123,7 @@ def _answer(record: dict[str, Any], choices: list[str], labels: list[str]) -> in
 
 
 class ChoiceEncoder:
-    """A tokenizer that makes a row of each choice, for one worker."""
+    """Makes a row of each choice with a tokenizer, for one worker."""
 
     dated = False
     too_long = 0
@@ -138,7 +136,7 @@ class ChoiceEncoder:
         refuse_unsafe(folder)
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        except Exception as error:  # OSError, ValueError, TypeError: whatever the files of a folder make of it
+        except Exception as error:  # OSError, ValueError, TypeError: a folder's files can cause any
             raise DataError(f"{folder}: transformers cannot load this tokenizer ({first_line(error)})") from error
         self._field = options.field
         first = self._tokenizer.bos_token_id
@@ -146,7 +144,7 @@ class ChoiceEncoder:
         self._vocab_size = max(max(self._tokenizer.get_vocab().values()) + 1, len(self._tokenizer))
 
     def rows(self, text: str) -> list[Row]:
-        """A row for each choice of a record, in their order. Raises: RefusedError."""
+        """A row for each choice of a record, in order. Raises: RefusedError."""
         question = question_of(text, self._field)
         context = question.context.rstrip()
         gap = question.context[len(context) :] + " "
@@ -157,14 +155,14 @@ class ChoiceEncoder:
         for place, choice in enumerate(question.choices):
             continuation = self._ids(context + gap + choice)[len(begin) :]
             if not continuation:
-                raise RefusedError(f"choice {place} gives no token of its own behind the question")
+                raise RefusedError(f"choice {place} adds no token to the question")
             counted = np.arange(len(begin) + len(continuation)) >= len(begin)
             entry = (place == 0, place == question.answer, len(choice), len(choice.encode()))
             rows.append(Row(as_ids(begin + continuation, self._vocab_size), counted, choice=entry))
         return rows
 
     def _ids(self, text: str) -> list[int]:
-        """As lm-eval's HFLM: with the tokenizer's own first token, unless the text begins with its spelling."""
+        """Encode as lm-eval's HFLM does: with the tokenizer's first token, unless the text begins with its spelling."""
         given = {"add_special_tokens": False} if text.startswith(self._begins) else {}
         ids: list[int] = self._tokenizer.encode(text, **given)
         return ids

@@ -1,8 +1,8 @@
-"""Reads the documents in a piece of a file, one at a time; a record that cannot be used becomes a `Rejection`.
+"""Reads the documents in a piece of a file, one at a time; an unusable record becomes a `Rejection`.
 
-Memory stays flat: compressed files are streamed, jsonl is read line by line with a limit, parquet and Arrow
-in small batches. A file that breaks in the middle (truncated gzip, corrupt row group) gives what came before
-it and one rejection.
+Memory stays flat: compressed files are streamed, jsonl is read line by line with a limit, parquet and Arrow in small
+batches. A file that breaks in the middle (truncated gzip, corrupt row group) gives its earlier documents and one
+rejection.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ROWS = 64  # rows decoded at a time: 64 documents of the largest allowed size s
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """An accepted record. `data` is `text` in UTF-8; `number` is its line or row, as a Rejection has it."""
+    """An accepted record. `data` is `text` in UTF-8; `number` is its line or row, as in a Rejection."""
 
     text: str
     data: bytes
@@ -39,8 +39,7 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """A record that cannot be used. `unit` is "line" (counted from 1), "row" or "token" (its first; from 0): of its
-    file, but a line of jsonl of its piece, which does not know how many come before."""
+    """An unusable record. `unit`: "line" (from 1; of jsonl in the piece), "row" or "token" (from 0) in the file."""
 
     file: str
     unit: str
@@ -56,7 +55,7 @@ class Rejection:
 
 @dataclass(slots=True)
 class Lines:
-    """Lines that begin in a piece of a file of lines, as far as it has been read."""
+    """Number of lines that begin in a piece and have been read."""
 
     count: int = 0
 
@@ -64,9 +63,9 @@ class Lines:
 def read_piece(
     piece: Piece, field: str | None, max_bytes: int, lines: Lines | None = None
 ) -> Iterator[Document | Rejection]:
-    """The documents of `piece`: what `field` holds, or with None whole records, as JSON objects.
+    """The documents of `piece`: values of `field`, or with None complete records, as JSON objects.
 
-    `lines` counts those of jsonl. Raises: DataError, when the file cannot be opened at all (gone, no permission).
+    `lines` counts lines of jsonl. Raises: DataError, when the file cannot be opened at all (gone, no permission).
     """
     readers: dict[str, Callable[[Piece, str | None, int], Iterator[Document | Rejection]]] = {
         "text": _read_text,
@@ -86,7 +85,7 @@ def read_piece(
 
 
 def reject(piece: Piece, document: Document, reason: str) -> Rejection:
-    """Reject a document after all."""
+    """Reject an accepted document."""
     unit = "line" if piece.kind in ("text", "jsonl", "made") else "row"
     return Rejection(piece.label, unit, document.number, reason)
 
@@ -116,7 +115,7 @@ def _huge(found: str, max_bytes: int) -> str:
 
 
 class _GzipStream(gzip.GzipFile):
-    """Decompressed bytes of a .gz file, which is closed with them."""
+    """Decompressed bytes of a .gz file; closing the stream closes the file."""
 
     def __init__(self, raw: BinaryIO) -> None:
         super().__init__(fileobj=raw, mode="rb")
@@ -128,9 +127,9 @@ class _GzipStream(gzip.GzipFile):
 
 
 class _ZstdStream(io.RawIOBase):
-    """Decompressed bytes of a .zst file of any number of frames; EOFError when the last frame is not complete.
+    """Decompressed bytes of a .zst file with any number of frames; EOFError if the last frame is incomplete.
 
-    zstandard's own `stream_reader` ends quietly at a truncated frame: half a corpus would be taken for a whole one.
+    zstandard's own `stream_reader` ends quietly at a truncated frame: half a corpus would pass for a complete one.
     """
 
     def __init__(self, raw: BinaryIO) -> None:
@@ -178,7 +177,7 @@ def _open(piece: Piece) -> BinaryIO:
 
 
 def _broken(error: Exception) -> str | None:
-    """Reason for which a compressed stream is unreadable; None when the error is the machine's and not the file's."""
+    """Reason for which a compressed stream is unreadable; None if the machine, not the file, is at fault."""
     if isinstance(error, EOFError):
         return "truncated: the compressed data ends before its end marker"
     if isinstance(error, (zlib.error, gzip.BadGzipFile)):
@@ -217,7 +216,7 @@ def _read_text(piece: Piece, field: str | None, max_bytes: int) -> Iterator[Docu
 
 
 def _read_jsonl(count: Lines, piece: Piece, field: str | None, max_bytes: int) -> Iterator[Document | Rejection]:
-    # JSON may spell a character in six bytes (\u00e9), and a record has other fields: such a line still fits.
+    # JSON may spell a character in six bytes (\u00e9), and a record has other fields: its line still fits.
     limit = 6 * max_bytes + _CHUNK
     number = 0
     with _open(piece) as stream:
@@ -244,7 +243,7 @@ def _read_jsonl(count: Lines, piece: Piece, field: str | None, max_bytes: int) -
         yield Rejection(piece.label, "line", 1, "empty file")
 
 
-_FORMS = (  # the fields that tell what records are -> --format
+_FORMS = (  # fields that identify a form of records -> --format
     (("question", "choices"), "choices"),
     (("ctx", "endings"), "choices"),
     (("chosen", "rejected"), "preference"),
@@ -283,14 +282,14 @@ def _not_utf8(data: bytes, at: int) -> str:
     if reason := next((reason for first, reason in _BEGINNINGS if data.startswith(first)), None):
         return f"it is {reason}"
     kind = "UTF-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "LATIN1"
-    return f"invalid UTF-8: byte 0x{data[at]:02x}; write it anew, such as `iconv -f {kind} -t UTF-8 FILE > NEW`"
+    return f"invalid UTF-8: byte 0x{data[at]:02x}; convert it, such as `iconv -f {kind} -t UTF-8 FILE > NEW`"
 
 
 def _parse(
     line: bytes, piece: Piece, number: int, field: str | None, max_bytes: int, unit: str = "line"
 ) -> Document | Rejection:
     try:
-        # Of a text only one field is taken; a conversation would lose what a key says twice.
+        # A text is one field; a conversation would lose the first value of a repeated key.
         record = json.loads(line.decode(), object_pairs_hook=no_repeats if field is None else None)
         whole = json.dumps(record, ensure_ascii=False) if field is None else ""
     except UnicodeDecodeError as error:
@@ -299,7 +298,7 @@ def _parse(
         return Rejection(piece.label, unit, number, f"broken JSON ({error})")
     if not isinstance(record, dict):
         kind = f"a JSON {type(record).__name__}, not an object"
-        list_too = "; a list of records is read from a file that is no compressed one" if piece.compressed else ""
+        list_too = "; a list of records must not be compressed" if piece.compressed else ""
         return Rejection(piece.label, unit, number, kind + (list_too if isinstance(record, list) else ""))
     if field is None:
         return _check(whole, piece, unit, number, max_bytes, field)
@@ -309,9 +308,9 @@ def _parse(
     return _check(record[field], piece, unit, number, max_bytes, field)
 
 
-@functools.lru_cache(maxsize=1)  # asked at bad lines only, and not once for each: it reads all that is before
+@functools.lru_cache(maxsize=1)  # called for bad lines only, and cached, since it reads all earlier bytes
 def lines_in(piece: Piece) -> int:
-    """Lines that begin in a piece of a file of lines, by reading it. Raises DataError."""
+    """Count the lines that begin in a piece by reading it. Raises DataError."""
     try:
         with _open(piece) as stream:
             return sum(1 for _ in _lines(stream, piece, _CHUNK))
@@ -320,7 +319,7 @@ def lines_in(piece: Piece) -> int:
 
 
 def _lines(stream: BinaryIO, piece: Piece, limit: int) -> Iterator[bytes]:
-    """Lines whose first byte lies in [start, stop); of one longer than `limit` only its first limit + 1 bytes."""
+    """Lines whose first byte is in [start, stop); a line longer than `limit` is cut to limit + 1 bytes."""
     position = 0
     if piece.start:
         stream.seek(piece.start - 1)
@@ -336,7 +335,7 @@ def _lines(stream: BinaryIO, piece: Piece, limit: int) -> Iterator[bytes]:
 
 
 def _skip_line(stream: BinaryIO) -> int:
-    """Read up to and including the next newline; the bytes read."""
+    """Read up to and including the next newline; returns the number of bytes."""
     skipped = 0
     while chunk := stream.readline(_CHUNK):
         skipped += len(chunk)
@@ -349,7 +348,7 @@ def _skip_line(stream: BinaryIO) -> int:
 
 
 def _read_array(piece: Piece, field: str | None, max_bytes: int) -> Iterator[Document | Rejection]:
-    """The objects of one list, each decoded by itself: the file is never in memory as a whole."""
+    """The objects of one list, decoded one by one: the file is never completely in memory."""
     limit, number = 6 * max_bytes + _CHUNK, 0
     with inputs.open_file(piece.path) as raw, io.TextIOWrapper(raw, "utf-8-sig") as stream:
         text, at, ended = "", 0, False  # what is in memory, and where the next record begins in it
@@ -370,7 +369,7 @@ def _read_array(piece: Piece, field: str | None, max_bytes: int) -> Iterator[Doc
             begin, at = found
             if begin == at:
                 if text[at + 1 :].strip() or _goes_on(stream):
-                    yield Rejection(piece.label, "row", number, "broken JSON (more follows behind the list's end)")
+                    yield Rejection(piece.label, "row", number, "broken JSON (more text follows the list's end)")
                 break
             yield _parse(text[begin:at].encode(errors="surrogatepass"), piece, number, field, max_bytes, "row")
             number += 1
@@ -387,8 +386,7 @@ def _goes_on(stream: TextIO) -> bool:
 
 
 def _next_record(text: str, at: int, *, first: bool) -> tuple[int, int] | str:
-    """Return (begin, end) of the next value of a list, where both are equal at the list's end; or the reason why it
-    cannot be read, which more text may remove."""
+    """(begin, end) of the next value of a list, equal at the list's end; or a reason, which more text may remove."""
     at = _WHITE.match(text, at).end()  # type: ignore[union-attr]  # it matches nothing, too
     if text.startswith("]", at):
         return at, at
@@ -401,7 +399,7 @@ def _next_record(text: str, at: int, *, first: bool) -> tuple[int, int] | str:
         _, end = _DECODER.raw_decode(text, begin)
     except (ValueError, RecursionError) as error:
         return f"broken JSON ({error})"
-    if _WHITE.match(text, end).end() == len(text):  # type: ignore[union-attr]  # a number may go on
+    if _WHITE.match(text, end).end() == len(text):  # type: ignore[union-attr]  # a number may continue
         return "broken JSON (the list does not end)"
     return begin, end
 
@@ -469,9 +467,7 @@ def _read_plugin(piece: Piece, field: str | None, max_bytes: int) -> Iterator[Do
 
 def _no_column(piece: Piece, field: str, names: list[str]) -> Rejection:
     found = ", ".join(names[:8])
-    return Rejection(
-        piece.label, "row", 0, f"no field {field!r} in the whole file (its fields: {found}); {_form_of(names)}"
-    )
+    return Rejection(piece.label, "row", 0, f"no field {field!r} in the file (its fields: {found}); {_form_of(names)}")
 
 
 def _read_parquet(piece: Piece, field: str | None, max_bytes: int) -> Iterator[Document | Rejection]:
@@ -526,7 +522,7 @@ def _read_arrow(piece: Piece, field: str | None, max_bytes: int) -> Iterator[Doc
 
 
 def _values(batch: Any, field: str | None) -> Iterator[object]:
-    """The column's values, or whole rows; one string that is not UTF-8 must not take the other rows with it."""
+    """The column's values, or complete rows; one string that is not UTF-8 loses no other row."""
     for scalar in batch.to_struct_array() if field is None else batch.column(field):
         try:
             value = scalar.as_py()
@@ -536,14 +532,14 @@ def _values(batch: Any, field: str | None) -> Iterator[object]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Without the keys whose value is null, at any depth: Arrow gives every record the keys of all."""
+    """Remove the keys whose value is null, at any depth: Arrow gives every record the keys of all."""
     if isinstance(value, dict):
         return {key: _without_nulls(part) for key, part in value.items() if part is not None}
     return [_without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
 def _named(value: object) -> dict[str, str]:
-    """Placeholder for a value without a JSON form (bytes, a date), so that nobody takes it for a text."""
+    """Placeholder for a value without a JSON form (bytes, a date), which cannot be taken for a text."""
     return {type(value).__name__: repr(value)}
 
 

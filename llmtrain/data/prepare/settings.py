@@ -1,8 +1,8 @@
 """Settings of `llmtrain prepare`, checked, and the split of its documents into training and validation.
 
-A document's side is decided by itself (a conversation's by the rows that it trains, since one may stand there under two
-ids), the fraction and the size of the whole input: by nothing that depends on the number of processes, on a kill, or on
-the other documents' contents.
+A document's side depends on its content (a conversation's on its training rows, since it may appear under two ids), the
+fraction and the size of the complete input, but not on the number of processes, a kill, or the contents of other
+documents.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class PrepareSettings:
     field: str = "text"
     format: str = "auto"
     validation_sources: tuple[str, ...] = ()
-    """Sources of the validation split; with them nothing of `sources` is held out."""
+    """Sources of the validation split; with them no document of `sources` is held out."""
     validation_fraction: float | None = None
-    """Share of `sources` that is held out: 0.05, or 0 with `validation_sources`, if it is not given."""
+    """Held-out share of `sources`; default: 0.05, or 0 with `validation_sources`."""
     max_document_bytes: int = 16 << 20
     shard_bytes: int | None = None
     max_rejected: int = 0
@@ -51,7 +51,7 @@ class PrepareSettings:
     chat_template: str | None = None
     """With the format chat: a file instead of the tokenizer's own template."""
     chat_template_kwargs: str | None = None
-    """JSON: what all records say to their template, beside what one says itself."""
+    """JSON: variables of the template for all records; a record's own override them."""
     count: str = "assistant"
     max_tokens: int | None = None
     too_long: str = "reject"
@@ -63,7 +63,7 @@ class PrepareSettings:
 
     @property
     def chat(self) -> ChatOptions | None:
-        """How records become rows; None for text. Raises DataError when the tokenizer's files cannot be read."""
+        """Options for making rows; None for text. Raises DataError when the tokenizer's files cannot be read."""
         if self.format == "choices":
             return ChatOptions(field="" if self.field == "text" else self.field, stop_tokens=(), choices=True)
         if self.format == "token-rows":
@@ -102,7 +102,7 @@ class PrepareSettings:
 
     @property
     def fraction(self) -> float:
-        """The share of `sources` that is held out: all questions of multiple choice are for evaluation."""
+        """The held-out share of `sources`: all questions of multiple choice are for evaluation."""
         if self.format == "choices":
             return 1.0
         if self.validation_fraction is not None:
@@ -137,7 +137,7 @@ class PrepareSettings:
     def _check_choices(self) -> None:
         if self.tokenizer is None:
             raise DataError(
-                "--format choices needs --tokenizer FOLDER: that of the data which is trained on, such as "
+                "--format choices needs --tokenizer FOLDER: the tokenizer of the training data, such as "
                 "data/stdlib/tokenizer"
             )
         if self.validation_sources or self.validation_fraction is not None:
@@ -147,7 +147,7 @@ class PrepareSettings:
             )
 
     def check(self) -> None:
-        """Raises DataError for a value, or two together, that cannot be."""
+        """Raises DataError for an invalid value or combination."""
         if (self.tokenizer is None) == (self.vocab_size is None):
             raise DataError(
                 "give exactly one of --tokenizer FOLDER (a Hugging Face tokenizer) and --vocab-size N (train one here)"
@@ -157,7 +157,7 @@ class PrepareSettings:
                 f"--format {self.format} needs --tokenizer FOLDER: a chat model's, or any with --chat-template FILE"
             )
         if self.format in TOKEN_FORMATS and self.tokenizer is None:
-            raise DataError(f"--format {self.format} needs --tokenizer FOLDER: the one that the token ids are of")
+            raise DataError(f"--format {self.format} needs --tokenizer FOLDER: the tokenizer of the token ids")
         if self.format == "choices":
             self._check_choices()
         given = [
@@ -171,11 +171,11 @@ class PrepareSettings:
             raise DataError(f"--{option}: is for conversations; add --format chat")
         if self.format == "prompt" and (self.count != "assistant" or self.too_long != "reject"):
             option = f"--count {self.count}" if self.count != "assistant" else f"--too-long {self.too_long}"
-            raise DataError(f"{option}: a prompt is whole, and nothing of it is counted; leave it out")
+            raise DataError(f"{option}: a prompt is never cut, and none of its tokens is counted; leave it out")
         if self.format in ("preference", "unpaired") and (self.count != "assistant" or self.too_long != "reject"):
             option = f"--count {self.count}" if self.count != "assistant" else f"--too-long {self.too_long}"
             answers = "its two answers" if self.format == "preference" else "its answer"
-            raise DataError(f"{option}: a preference counts {answers}, whole; leave it out")
+            raise DataError(f"{option}: a preference counts {answers} completely; leave it out")
         if self.too_long != "reject" and self.max_tokens is None:
             raise DataError(f"--too-long {self.too_long}: say with --max-tokens N which row is too long")
         if self.vocab_size is not None and self.vocab_size < tokenize.LEAST_VOCABULARY:
@@ -204,28 +204,27 @@ class PrepareSettings:
             raise DataError(f"--max-rejected {self.max_rejected}: must be at least 0")
 
 
-_SMALLEST_CUT_BYTES = 4 << 10  # the end of anything shorter would be a fragment that tells nothing
+_SMALLEST_CUT_BYTES = 4 << 10  # the end of anything shorter would be a meaningless fragment
 
 
 def cut_above(fraction: float, total_bytes: int) -> int:
     """Bytes above which a document is cut, so that chance cannot leave a split empty, or make it much too large.
 
-    A tenth of what the smaller split should get. Documents below that are many: that none of them falls into the
-    smaller split has a chance of e^-10.
+    A tenth of the smaller split's share: the chance that none of the many smaller documents falls into it is e^-10.
     """
     return max(_SMALLEST_CUT_BYTES, int(min(fraction, 1 - fraction) * total_bytes / 10))
 
 
 def draw(data: bytes) -> float:
-    """A number from 0 to 1 that the bytes decide alone. Below the fraction, a document is for validation: so equal
-    documents never lie in both splits, and a larger fraction keeps what a smaller one held out."""
+    """A number from 0 to 1 by the bytes alone; below the fraction, a document is for validation. So equal documents are
+    never in both splits, and a larger fraction keeps the documents of a smaller one."""
     return xxhash.xxh3_64_intdigest(data) / 2.0**64
 
 
 def parts(text: str, data: bytes, fraction: float, cut_bytes: int) -> list[tuple[Split, str]]:
-    """The document's text by split: whole on one side, or, if it is longer than `cut_bytes`, cut into the two.
+    """The document's text by split: on one side, or, if longer than `cut_bytes`, with its end for validation.
 
-    Cut, its end is for validation. Every character is on exactly one side, and neither side is blank.
+    Every character is on exactly one side, and neither side is blank.
     """
     if fraction and len(data) > cut_bytes and (at := _boundary(text, fraction)):
         return [("train", text[:at]), ("validation", text[at:])]
@@ -233,9 +232,9 @@ def parts(text: str, data: bytes, fraction: float, cut_bytes: int) -> list[tuple
 
 
 def _boundary(text: str, share: float) -> int | None:
-    """Position of a cut with about `share` of the characters after it: a paragraph's end, else a line's, else a word's.
+    """Position with about `share` of the characters after it: a paragraph's end, else a line's or a word's.
 
-    At most a tenth of the smaller part off the mark; a text without any of the three is cut at the mark itself.
+    At most a tenth of the smaller part off the target; a text without any of the three is cut at the target itself.
     """
     begin, end = len(text) - len(text.lstrip()), len(text.rstrip())
     mark = end - round((end - begin) * share)

@@ -1,7 +1,7 @@
 """Cuts a user's sources (files, folders, globs, `stdlib`, `hf:ORG/NAME`) into work units, by the input alone.
 
-A unit is what one worker turns into one pair of shards (train and validation). How the input is cut into
-units never depends on the number of processes; that is why any number of them writes the same bytes.
+A worker turns a unit into one pair of shards (train and validation). The cut into units never depends on the number of
+processes; so any number of processes writes the same bytes.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class OnHub:
     repository: Repository
     revision: str | None
     files: str | None
-    """A file, a folder or a glob within the repository; None: all that have a kind of data."""
+    """A file, a folder or a glob within the repository; None: all files of a known kind of data."""
 
 
 def parts_of(source: str) -> OnHub | None:
-    """Parses the name of a source on the Hub; None: it is no such name, or a file has it."""
+    """Parse the name of a source on the Hub; None: it is no such name, or a file has this name."""
     found = None if Path(source).exists() else _SOURCE.fullmatch(source)
     if found is None or not is_name(found[1]):
         return None
@@ -61,7 +61,7 @@ def parts_of(source: str) -> OnHub | None:
 
 
 def chosen(names: Sequence[str], source: OnHub) -> list[str]:
-    """Which files of a dataset a source means. Raises DataError: none, or those of several splits."""
+    """The files of a dataset that a source names. Raises DataError: none, or files of several splits."""
     what, files = f"{PREFIX}{source.repository.name}", source.files
     if files is not None:
         folder = f"{files.rstrip('/')}/"
@@ -82,7 +82,7 @@ def chosen(names: Sequence[str], source: OnHub) -> list[str]:
 
 
 def fetched(settings: PrepareSettings) -> PrepareSettings:
-    """The settings with what is on the Hub on this host: a folder for the tokenizer, a commit in each source's name.
+    """Download sources and tokenizer from the Hub; returns the settings with the folder and the commits.
 
     Raises: DataError.
     """
@@ -95,7 +95,7 @@ def fetched(settings: PrepareSettings) -> PrepareSettings:
 
 
 def _tokenizer(given: str | None) -> str | None:
-    """The folder of `--tokenizer ORG/NAME[@REVISION]` or of a URL; anything else as it is."""
+    """The folder of `--tokenizer ORG/NAME[@REVISION]` or of a URL; any other value unchanged."""
     if given is not None and is_url(given):
         return str(fetch_model(given, None, [tokenizer_files], _wrong(f"--tokenizer {given}", None)).folder)
     name, _, revision = (given or "").partition("@")
@@ -106,7 +106,7 @@ def _tokenizer(given: str | None) -> str | None:
 
 
 def _source(given: str, option: str) -> str:
-    """A name on the Hub with the commit as its revision, its files on this host; anything else as it is."""
+    """Download a source on the Hub; returns its name with the commit as revision. Any other source is unchanged."""
     if (source := parts_of(given)) is None:
         return given
     wrong = _wrong(f"{option} {given}", source.revision)
@@ -142,7 +142,7 @@ STDLIB = "stdlib"
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
 
 BOM = b"\xef\xbb\xbf"
-"""The byte-order mark that some programs write before UTF-8; it is no part of a text."""
+"""The byte-order mark that some programs write before UTF-8; not part of the text."""
 
 _RECORDS = (".jsonl", ".ndjson", ".json", ".parquet", ".gz", ".zst")
 _IDS = (".npy", ".ds", ".idx")
@@ -153,23 +153,22 @@ _UNITS_WANTED = 64  # enough that cores finish together and a restart loses litt
 
 @dataclass(frozen=True, kw_only=True)
 class SourceFile:
-    """One input file. `label` is its path relative to what the user named; fingerprints and messages use it."""
+    """An input file. `label` is its path relative to the user's source, for fingerprints and messages."""
 
     path: str
     label: str
     kind: Kind
     bytes: int
     version: int | str
-    """Changes with its content: its time of change in ns; of a URL what the store tells."""
+    """Changes with its content: the modification time in ns; for a URL the store's version."""
     origin: str = ""
-    """Its name in `data where`, if it is not `label`."""
+    """Its name in `data where`, if different from `label`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
     """A range of one file: bytes (text, jsonl, array, csv), row groups (parquet), record batches (arrow) or tokens,
-    [start, stop).
-    Made records, and those of plugins, have no file: their path is the source's name."""
+    [start, stop). The path of records without a file (made, or of plugins) is the source's name."""
 
     path: str
     label: str
@@ -180,7 +179,7 @@ class Piece:
     origin: str = ""
     """Name of the file in `data where`."""
     version: str = ""
-    """Size and version that a store told of the file when it was listed; empty: it is no URL."""
+    """Size and version in the store when the file was listed; empty: it is no URL."""
 
     @property
     def compressed(self) -> bool:
@@ -189,12 +188,12 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """Input of one pair of shards, which one worker processes; `index` names the shards."""
+    """Input of one pair of shards, for one worker; `index` names the shards."""
 
     index: int
     pieces: tuple[Piece, ...]
     validation: bool = False
-    """Its documents are of --validation-source: all of them are for validation."""
+    """All documents are for validation: they are from --validation-source."""
 
     @property
     def bytes(self) -> int:
@@ -211,9 +210,9 @@ class Unit:
 def find_files(sources: Iterable[str], form: str = "auto", *, option: str = "--source") -> list[SourceFile]:
     """All input files of `sources`, each once, in an order that only their names decide.
 
-    Of a folder, links that lead out of it are left out, and said. `form` is auto (the file's name decides, and whether
-    it begins as a list), text, jsonl, parquet, or one of conversations or token ids. Raises DataError, which names
-    `option`, for a source that is not there.
+    Links that lead out of a folder are skipped with a warning. `form` is auto (by the file's name, and whether it
+    begins as a list), text, jsonl, parquet, or one of conversations or token ids. Raises DataError, which names
+    `option`, for a missing source.
     """
     found: dict[str, SourceFile] = {}
     for source in sources:
@@ -225,7 +224,7 @@ def find_files(sources: Iterable[str], form: str = "auto", *, option: str = "--s
 
 
 def place_of(path: str) -> str:
-    """A name of a file, or of a URL, that all of its names lead to."""
+    """Return the canonical path of a file; a URL is returned unchanged."""
     return path if is_url(path) else os.path.realpath(path)
 
 
@@ -271,7 +270,7 @@ def _expand(source: str, form: str, option: str) -> list[SourceFile]:
 
 
 def _with_ids(source: str, paths: list[str], option: str) -> list[str]:
-    """The files of a folder or a glob that can hold token ids; beside them lie indexes and notes."""
+    """The files of a folder or a glob that can hold token ids, without indexes and notes."""
     paths = [path for path in paths if not token_corpora.is_index(path)]
     found = [path for path in paths if path.endswith(_RECORDS) or token_corpora.layout_of(path) is not None]
     notes = [path for path in paths if path not in set(found)]
@@ -296,8 +295,7 @@ def _matching(pattern: str, option: str) -> list[str]:
 
 
 def _below(root: str, option: str) -> list[str]:
-    """Files in a folder and its subfolders, but hidden ones and those behind links out of it: a stranger's link would
-    make a secret file training data."""
+    """Visible files below a folder, without links out of it: they could make a secret file training data."""
     out: list[str] = []
     paths = [path for folder in _folders(root, out) for path in glob.glob(os.path.join(glob.escape(folder), "*"))]
     files = [path for path in paths if os.path.isfile(path)]
@@ -307,10 +305,8 @@ def _below(root: str, option: str) -> list[str]:
 
 
 def _folders(root: str, out: list[str]) -> list[str]:
-    """A folder and its subfolders, but hidden ones, each once however many links lead to it: links may form a circle.
-
-    `out`: takes the links that lead out of it, which are not followed.
-    """
+    """A folder and its visible subfolders, each once, even if links form a circle. `out` receives links out of the
+    folder."""
     found: dict[tuple[int, int], str] = {}
     waiting = deque([root])
     while waiting:
@@ -322,7 +318,7 @@ def _folders(root: str, out: list[str]) -> list[str]:
             if not os.path.islink(path := path.rstrip("/")):
                 waiting.appendleft(path)
             elif leads_out(Path(root), Path(path)) is None:
-                waiting.append(path)  # a folder has the name that no link gives it, where it has one
+                waiting.append(path)  # names without a link come first
             else:
                 out.append(path)
     return list(found.values())
@@ -332,13 +328,13 @@ def _say_out(out: list[str], root: str, option: str) -> None:
     if out:
         first = f"{untrusted.shown(min(out))} -> {untrusted.shown(os.path.realpath(min(out)))}"
         log.warn(
-            f"{option} {root}: {counted(len(out), 'link')} out of the folder not followed, first {first}; name what a "
-            f"link leads to as a {option} of its own if it is meant"
+            f"{option} {root}: {counted(len(out), 'link')} out of the folder not followed, first {first}; to use a "
+            f"link's target, name it as another {option}"
         )
 
 
 def _hub_files(found: OnHub, form: str) -> list[SourceFile]:
-    """Files of the commit that `fetched` has chosen. Time 0 on every host: the commit already fixes them."""
+    """Files of the commit that `fetched` has chosen. Time 0 on every host, because the commit fixes them."""
     assert found.revision is not None
     root = found.repository.snapshot(found.revision)
     names = chosen(known_files(found.repository, found.revision), found)
@@ -348,7 +344,7 @@ def _hub_files(found: OnHub, form: str) -> list[SourceFile]:
 
 
 def _store_files(source: str, form: str, option: str) -> list[SourceFile]:
-    """Files of an object store, of the names that a local copy would give, in its order. Their labels are URLs."""
+    """Files of an object store, with the names and the order of a local copy. Their labels are URLs."""
     shown = redact_text(source)
     if (problem := problem_of(source)) is not None:
         raise DataError(f"{option} {shown}: {problem[0]}; {problem[1]}")
@@ -393,20 +389,20 @@ def _url_root(pattern: str) -> tuple[str, str]:
 
 
 def _hidden(name: str, pattern: str) -> bool:
-    """True for a name that `glob.glob` leaves out: a wildcard takes no leading point."""
+    """True for a name that `glob.glob` omits: a wildcard matches no leading dot."""
     spelled = [part for part in pattern.split("/") if part.startswith(".")]
     points = [part for part in name.split("/") if part.startswith(".")]
     return not all(any(fnmatch.fnmatchcase(part, each) for each in spelled) for part in points)
 
 
 def _store_version(url: str, kind: Kind, stored: Stored) -> str:
-    """Sizes and versions of a file and, of token ids, of its indexes: `refuse_changed` compares them."""
+    """Sizes and versions of a file and, for token ids, of its indexes, for `refuse_changed`."""
     beside = token_corpora.indexes(url) if kind == "tokens" else []
     return "+".join([f"{stored.bytes}:{stored.version}", *map(inputs.version, beside)])
 
 
 def refuse_changed(pieces: Iterable[Piece]) -> None:
-    """Raise DataError where a file in a store is no more the one that was listed."""
+    """Raise DataError if a file in a store has changed since it was listed."""
     listed = {piece.path: piece for piece in pieces if piece.version}
 
     def check(piece: Piece) -> None:
@@ -419,7 +415,7 @@ def refuse_changed(pieces: Iterable[Piece]) -> None:
         if now != piece.version:
             raise DataError(
                 f"{piece.path}: it has changed since the sources were listed (bytes:version {piece.version}, now "
-                f"{now}); run the same command again, which begins anew with what is there then"
+                f"{now}); run the same command again, which begins again with the present files"
             )
 
     if listed:
@@ -448,7 +444,7 @@ def _file(path: str, label: str, kind: Kind) -> SourceFile:
 
 
 def _kind(path: str, form: str, option: str = "--source") -> Kind:
-    """How a file is read. Raises DataError: it is a table as text, and nobody said that it is to be read as prose."""
+    """The reader for a file. Raises DataError: token ids whose format the user has not given."""
     name = os.path.basename(path).lower()
     bare = name.removesuffix(".gz").removesuffix(".zst")
     if form in token_corpora.TOKEN_FORMATS and not bare.endswith(_RECORDS):
@@ -479,7 +475,7 @@ def _kind(path: str, form: str, option: str = "--source") -> Kind:
 
 
 def _is_lines(path: str) -> bool:
-    """Return True if a file begins with a line that is a JSON object of its own, and another one follows."""
+    """Return True if a file begins with a line that is a JSON object, followed by another one."""
     try:
         first, _, rest = inputs.read(path, 0, 1 << 20).removeprefix(BOM).partition(b"\n")
         return rest.lstrip().startswith(b"{") and isinstance(json.loads(first), dict)
@@ -490,7 +486,7 @@ def _is_lines(path: str) -> bool:
 
 
 def _begins(path: str, *signs: bytes) -> bool:
-    """Return True if the first characters of an uncompressed file, white space left out, are `signs`."""
+    """Return True if an uncompressed file, without white space, begins with `signs`."""
     if path.endswith((".gz", ".zst")):
         return False
     try:
@@ -501,7 +497,7 @@ def _begins(path: str, *signs: bytes) -> bool:
 
 
 def _stdlib_files() -> list[SourceFile]:
-    """The running Python's library code without tests, site-packages and empty files (an empty __init__.py is fine)."""
+    """The running Python's library code without tests, site-packages and empty files."""
     root = sysconfig.get_paths()["stdlib"]
     files: list[SourceFile] = []
     for folder, subfolders, names in os.walk(root):
@@ -514,7 +510,7 @@ def _stdlib_files() -> list[SourceFile]:
 
 
 def _made(source: str) -> SourceFile:
-    """The records that a source makes, as if they were a file; their time is what they say."""
+    """A made source's records as a file; its time is a hash of their content."""
     data = "\n".join(demo.lines(*demo.parts(source))).encode()
     content = xxhash.xxh3_64_intdigest(data)
     return SourceFile(path=source, label=source, kind="made", bytes=len(data), version=content)
@@ -534,7 +530,7 @@ def _is_saved_dataset(folder: str, option: str) -> bool:
 
 
 def _dataset_files(folder: str) -> list[SourceFile]:
-    """The Arrow files that `Dataset.save_to_disk` wrote, in row order (it has already applied any selection)."""
+    """The Arrow files that `Dataset.save_to_disk` wrote, in row order (with any selection applied)."""
     entries = _read_json(os.path.join(folder, "state.json")).get("_data_files") or []
     name = os.path.basename(os.path.abspath(folder))
     for entry in entries:
@@ -550,7 +546,7 @@ def _dataset_files(folder: str) -> list[SourceFile]:
 
 
 def _saved_in_store(root: str, urls: Collection[str], option: str) -> list[str] | None:
-    """The URLs of a saved dataset's files, in row order; None: the folder is none."""
+    """The URLs of a saved dataset's files, in row order; None: the folder is no saved dataset."""
     if f"{root}/dataset_dict.json" in urls:
         splits = _read_json(f"{root}/dataset_dict.json").get("splits", [])
         named = " or ".join(f"{root}/{split}" for split in splits)
@@ -594,7 +590,7 @@ def plan_units(
             units.append(Unit(index=first_index + len(units), pieces=tuple(pieces), validation=validation))
         pieces, filled = [], 0
 
-    with ThreadPoolExecutor(8) as threads:  # groups of rows are asked for; Arrow files are read, 16 MiB each at a time
+    with ThreadPoolExecutor(8) as threads:  # row groups are requested; Arrow files are read, 16 MiB each at a time
         cut = threads.map(lambda file: list(_split(file, unit_bytes)), files)
     for of_file in cut:
         for piece in of_file:
@@ -666,7 +662,7 @@ def _batch_sizes(path: str) -> list[int]:
 
 
 def stat_fingerprint(files: list[SourceFile]) -> str:
-    """Hash of names, sizes and versions: tells at once, without reading, whether the input changed."""
+    """Hash of names, sizes and versions: shows a changed input without reading it."""
     digest = xxhash.xxh3_128()
     for file in files:
         digest.update(json.dumps([file.label, file.kind, file.bytes, file.version]).encode())

@@ -1,7 +1,7 @@
-"""Corpora that are token ids already: the layouts of Megatron, datatrove and OLMo.
+"""Corpora of token ids: the layouts of Megatron, datatrove and OLMo.
 
-A layout is a class with `names` and `read`: where the ids of a file lie, and where its documents end. Ids that lie in
-a file as they are can be used in place; others are copied (prepare/worker.py).
+A layout is a class with `names` and `read`, which locates a file's ids and the ends of its documents. Ids that a file
+stores unchanged can be used in place; others are copied (prepare/worker.py).
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from llmtrain.data.tokenize import Encoder
 from llmtrain.storage.object_store import StoreError, is_url
 
 TOKEN_FORMATS = ("tokens", "token-rows")
-"""Values of --format whose sources are token ids already."""
+"""Values of --format whose sources are token ids."""
 _MARKS = ("labels", "loss_mask")
-"""Fields of a record that say which of its tokens are counted."""
+"""Fields of a record that mark its counted tokens."""
 _CHUNK = 4 << 20
 """Tokens that a search for the next end token reads at a time."""
 
 
 @dataclass(frozen=True)
 class TokenFile:
-    """Token ids of one file, and where its documents end."""
+    """Token ids of a file, and the ends of its documents."""
 
     path: str
     ids: np.ndarray | inputs.StoredIds
-    """Integers [tokens], mapped into memory where they lie in the file as they are."""
+    """Integers [tokens], mapped into memory if the file stores them unchanged."""
     ends: np.ndarray | None
-    """Tokens before each document's end, int64 [documents]; None: an end token tells."""
+    """Tokens before each document's end, int64 [documents]; None: end tokens mark the ends."""
     begin: int | None
-    """Bytes of the file before the first id; None: they do not lie there one behind the other, as they are."""
+    """Bytes of the file before the first id; None: the ids are not stored contiguously and unchanged."""
 
     def documents(self, start: int, stop: int, separator_id: int) -> np.ndarray:
         """Borders of the documents that begin in tokens [start, stop), int64 [documents + 1]: the first one's begin,
@@ -59,7 +59,7 @@ class TokenFile:
         if not len(begins) or begins[0] >= len(self.ids):
             return np.empty(0, np.int64)
         end = int(begins[-1])
-        while end < len(self.ids):  # the last one's end lies in a later range
+        while end < len(self.ids):  # the last one's end is in a later range
             found = np.flatnonzero(self.ids[end : end + _CHUNK] == separator_id)
             if len(found):
                 end += int(found[0]) + 1
@@ -69,17 +69,17 @@ class TokenFile:
 
 
 class Layout(ABC):
-    """A way in which a corpus of token ids lies on disk."""
+    """A format in which a corpus of token ids is stored on disk."""
 
     title: ClassVar[str]
     names: ClassVar[tuple[str, ...]]
-    """Endings of the files with the ids."""
+    """File endings of the files with the ids."""
     index: ClassVar[str] = ""
-    """The ending that an index has in place of its file's; empty: the format has no index."""
+    """Ending of the index, which replaces its file's ending; empty: the format has no index."""
 
     @classmethod
     def index_of(cls, path: str) -> str:
-        """The index beside a file, by path or URL as that."""
+        """The path, or URL, of a file's index."""
         return os.path.splitext(path)[0] + cls.index
 
     @classmethod
@@ -89,11 +89,11 @@ class Layout(ABC):
     @classmethod
     @abstractmethod
     def read(cls, path: str) -> TokenFile:
-        """Map (or decode) a file. Raises ValueError or OSError: it is not of this layout, or is damaged."""
+        """Map (or decode) a file. Raises ValueError or OSError: it has another layout, or is damaged."""
 
 
 def _mapped(path: str, dtype: np.dtype, begin: int = 0, tokens: int | None = None) -> np.ndarray | inputs.StoredIds:
-    """Map ids of a file. Raises ValueError: it holds fewer, or no whole number of them."""
+    """Map the ids of a file. Raises ValueError: the file is too short, or ends within an id."""
     size = inputs.size(path) - begin
     count = size // dtype.itemsize if tokens is None else tokens
     if size < count * dtype.itemsize or (tokens is None and size % dtype.itemsize):
@@ -104,8 +104,7 @@ def _mapped(path: str, dtype: np.dtype, begin: int = 0, tokens: int | None = Non
 
 
 class Megatron(Layout):
-    """Megatron-LM and GPT-NeoX: ids in X.bin, sequences and documents in X.idx, in the present version (MMIDIDX) and in
-    that of fairseq (TNTIDX)."""
+    """Megatron-LM and GPT-NeoX: ids in X.bin, sequences and documents in X.idx (MMIDIDX, or fairseq's TNTIDX)."""
 
     title = "Megatron"
     names = (".bin",)
@@ -137,7 +136,7 @@ class Megatron(Layout):
         ends = starts + lengths
         documents = documents if borders else np.arange(count + 1)
         if count and ((starts[1:] != ends[:-1]).any() or starts[0] or (lengths < 0).any()):
-            raise ValueError(f"{index} puts its sequences in another order than they lie in the file; write it anew")
+            raise ValueError(f"{index} orders its sequences differently from the file; write the index again")
         tokens = int(ends[-1]) if count else 0
         if documents[0] or documents[-1] != count or (np.diff(documents) < 0).any():
             raise ValueError(f"the documents of {index} are not those of its sequences")
@@ -154,8 +153,8 @@ class Megatron(Layout):
 
     @classmethod
     def write(cls, prefix: Path, documents: Iterable[np.ndarray], vocab_size: int) -> int:
-        """Write PREFIX.bin and PREFIX.idx, a sequence for each document; returns how many. A vocabulary below 65,500 is
-        written in 2 bytes, as Megatron does. Raises OSError."""
+        """Write PREFIX.bin and PREFIX.idx, a sequence per document; returns their number. Ids of a vocabulary below
+        65,500 have 2 bytes, as in Megatron. Raises OSError."""
         code, dtype = (8, "<u2") if vocab_size < 65500 else (4, "<i4")
         lengths = array("i")
         partial = [prefix.with_name(f"{prefix.name}{ending}.tmp") for ending in (".bin", ".idx")]
@@ -203,8 +202,7 @@ class Datatrove(Layout):
 
 
 class Npy(Layout):
-    """.npy: numpy's format with one dimension of integers; or, as OLMo has them, bare ids of 2 bytes, or of the type
-    in the file's name (`part-0.uint32.npy`)."""
+    """.npy: numpy's one-dimensional integers; or OLMo's bare ids, 2 bytes or the named type (`part-0.uint32.npy`)."""
 
     title = ".npy"
     names = (".npy",)
@@ -232,17 +230,17 @@ LAYOUTS: tuple[type[Layout], ...] = (Megatron, Datatrove, Npy)
 
 
 def layout_of(path: str) -> type[Layout] | None:
-    """The layout of a file; None: none takes it."""
+    """The layout of a file; None: unknown."""
     return next((layout for layout in LAYOUTS if layout.takes(path)), None)
 
 
 def is_index(path: str) -> bool:
-    """True for what lies beside the ids and is no corpus of its own."""
+    """True for a file next to the ids that is no corpus."""
     return path.endswith((".idx", ".ds.index", ".ds.metadata"))
 
 
 def indexes(path: str) -> list[str]:
-    """The files that say where a file's documents end."""
+    """The files with the ends of a file's documents."""
     layout = layout_of(path)
     beside = [f"{path}.index", *([layout.index_of(path)] if layout is not None and layout.index else [])]
     return [each for each in beside if inputs.is_file(each)]
@@ -250,31 +248,30 @@ def indexes(path: str) -> list[str]:
 
 @functools.lru_cache(maxsize=1)  # a worker gets the pieces of a file one after the other
 def read(path: str) -> TokenFile:
-    """The ids of a file. Raises DataError: its layout is not known, or it is damaged."""
+    """The ids of a file. Raises DataError: its layout is unknown, or it is damaged."""
     layout = layout_of(path)
     if layout is None:
         known = "; ".join(f"{each.title}: {' or '.join(each.names)}" for each in LAYOUTS)
-        raise DataError(f"{path}: no layout of token ids that is read here ({known}, each with its index beside it)")
+        raise DataError(f"{path}: no layout of token ids that is read here ({known}, each with its index next to it)")
     try:
         return layout.read(path)
     except StoreError as error:
         raise inputs.cannot_be_read(path, error) from None
     except (ValueError, KeyError, IndexError, TypeError, OSError, struct.error) as error:
         raise DataError(
-            f"{path}: cannot be read as {layout.title} ({error}); copy it again, or write it anew"
+            f"{path}: cannot be read as {layout.title} ({error}); copy it again, or write it again"
         ) from error
 
 
 class TokenEncoder:
-    """Rows of token ids as the shards have them, for one worker."""
+    """Makes rows of token ids for the shards, for one worker."""
 
     dated = False
     too_long = 0
     unread: frozenset[str] = frozenset()
 
     def __init__(self, folder: Path, field: str, dtype: np.dtype, *, counted: bool) -> None:
-        """`field`: of a record, with its ids. `counted`: records say which of them are counted. Raises DataError when
-        the folder is no usable tokenizer."""
+        """`field`: a record's ids. `counted`: records mark counted tokens. Raises DataError: no usable tokenizer."""
         encoder = Encoder(folder)
         self.separator_id, self.vocab_size = encoder.separator_id, encoder.vocab_size
         self._field, self._dtype, self._counted = field, dtype, counted
@@ -291,7 +288,7 @@ class TokenEncoder:
         )
 
     def row(self, ids: np.ndarray) -> Row:
-        """A document without the end token that it may have: the shards' writer adds one."""
+        """A document without its end token, if any: the shards' writer adds one."""
         ids = ids[:-1] if len(ids) and ids[-1] == self.separator_id and not self._counted else ids
         return Row(ids.astype(self._dtype), np.ones(len(ids) if self._counted else 0, bool))
 
@@ -315,7 +312,7 @@ class TokenEncoder:
         marks = [name for name in _MARKS if name in record]
         if not self._counted:
             if marks:
-                raise RefusedError(f"it has {marks[0]}, which say what is counted: add --format token-rows")
+                raise RefusedError(f"it has {marks[0]}, which mark the counted tokens: add --format token-rows")
             row = self.row(ids)
         elif len(marks) != 1:
             raise RefusedError("it has neither labels nor loss_mask" if not marks else "it has labels and loss_mask")
@@ -326,7 +323,7 @@ class TokenEncoder:
         return [row]
 
     def _marked(self, ids: np.ndarray, record: dict[str, Any], name: str) -> np.ndarray:
-        """Which tokens are counted, bool [tokens]. Raises RefusedError."""
+        """Mark the counted tokens, bool [tokens]. Raises RefusedError."""
         if name == "loss_mask":
             return self._bits(ids, record, name)
         marks = self._beside(ids, record, name)
@@ -354,29 +351,29 @@ class TokenEncoder:
         """int64 [tokens]. Raises RefusedError."""
         whole = isinstance(values, list) and all(type(each) in (int, bool) for each in values)
         if not whole or any(not -(2**31) <= each < 2**32 for each in values):
-            raise RefusedError(f"field {name!r} is no list of whole numbers")
+            raise RefusedError(f"field {name!r} is no list of integers")
         return np.array(values, dtype=np.int64)
 
 
 _SAMPLED = 1 << 16
-"""Tokens of each file that are looked at before anything is made of them."""
+"""Tokens of each file that are examined before the preparation."""
 _LOOKED_AT = 16
 _AS_IT_SHOULD = 0.9
 
 
 _UPPER_HALVES = 16
-"""The upper halves of ids of 4 bytes are below it, up to vocabularies of a million."""
+"""Bound of 4-byte ids' upper halves, for vocabularies up to a million."""
 
 
 def _halves(ids: np.ndarray) -> bool:
-    """True if ids of 2 bytes are halves of ids of 4: a bare file does not tell, and the halves may all be ids."""
+    """True if ids of 2 bytes are halves of 4-byte ids: a bare file does not say, and the halves may be valid ids."""
     if ids.dtype.itemsize != 2 or len(ids) < 64:  # a few may be so by chance
         return False
     return bool(ids[1::2].max() < _UPPER_HALVES <= ids[::2].max())
 
 
 def beginnings(paths: list[str], separator_id: int) -> list[tuple[str, np.ndarray]]:
-    """(path, first ids) of some of the files. Raises DataError: no end token says where documents end."""
+    """(path, first ids) of some of the files. Raises DataError: no end token marks the ends of documents."""
     found = []
     for path in paths[:: 1 + len(paths) // _LOOKED_AT]:
         file = read(path)
@@ -385,20 +382,20 @@ def beginnings(paths: list[str], separator_id: int) -> list[tuple[str, np.ndarra
         if file.ends is None and _halves(file.ids[:_SAMPLED]):
             raise DataError(
                 f"{path}: every second id is below {_UPPER_HALVES}, as where ids of 4 bytes are read as of 2; say so "
-                "in its name (X.uint32.npy) or, of datatrove, with X.ds.index or X.ds.metadata beside X.ds"
+                "in its name (X.uint32.npy) or, of datatrove, with X.ds.index or X.ds.metadata next to X.ds"
             )
         if file.ends is None and not (file.ids[:_CHUNK] == separator_id).any():
             raise DataError(
                 f"{path}: no end token ({separator_id}, the tokenizer's eos_token) among the first "
-                f"{min(len(file.ids), _CHUNK)} ids, so no document ends; give --tokenizer the one that the ids are of"
+                f"{min(len(file.ids), _CHUNK)} ids, so no document ends; give the ids' tokenizer with --tokenizer"
             )
         found.append((path, np.asarray(file.ids[:_SAMPLED]).astype(np.int64)))
     return found
 
 
 def examine(samples: list[tuple[str, np.ndarray]], encoder: Encoder) -> None:
-    """Say what the tokenizer makes of some ids, int64 [tokens] each with its place, and warn where it seems another.
-    With the right one, what is decoded and encoded again has the same ids.
+    """Report how well the tokenizer fits some ids, int64 [tokens] each with its place; warn if it seems another one.
+    With the right tokenizer, ids that are decoded and encoded again are unchanged.
 
     Raises DataError: an id is outside the vocabulary.
     """
@@ -418,6 +415,6 @@ def examine(samples: list[tuple[str, np.ndarray]], encoder: Encoder) -> None:
     place, ids = samples[0]
     log.info(f'{Path(place).name} begins: "{untrusted.shown(encoder.decode(ids[:60].tolist()))}"')
     share = same / max(total, 1)
-    log.info(f"{share:.1%} of {units.count(total)} ids are what the tokenizer makes of their text")
+    log.info(f"{share:.1%} of {units.count(total)} ids are unchanged when decoded and encoded again")
     if share < _AS_IT_SHOULD:
-        log.warn("--tokenizer: encoded again, the text has other ids: is it the tokenizer that they were made with?")
+        log.warn("--tokenizer: encoded again, the text has other ids: were they made with this tokenizer?")

@@ -1,8 +1,8 @@
-"""Worker processes of `llmtrain prepare`: units go in as JSON lines, shards go to the folder, results come out.
+"""Worker processes of `llmtrain prepare`: units arrive as JSON lines, shards go to the folder, results are returned.
 
 A worker is started as `python -m llmtrain.data.prepare.worker`; its parent is prepare/pools.py. A unit leaves
 `train-NNNNN.bin`, `validation-NNNNN.bin` and, last, its record `unfinished/unit-NNNNN.json`; without the record the
-unit does not count as done. It is written in a folder of the worker's own: a host that seemed lost may go on.
+unit does not count as done. It is written in the worker's own folder: a host that seemed lost may continue.
 """
 
 from __future__ import annotations
@@ -49,34 +49,33 @@ _BATCH_DOCUMENTS = 256
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSettings:
-    """Settings that every unit is processed with."""
+    """Settings for all units."""
 
     out: str
     here: str
-    """Folder of this host with the plan and the tokenizer: `out`, or a copy of what a store has (out_folder.py)."""
+    """Folder on this host with the plan and the tokenizer: `out`, or a copy of a store's files (out_folder.py)."""
     owner: str = ""
-    """Claim of a folder in a store."""
+    """Claim on a folder in a store."""
     field: str
     max_document_bytes: int
     validation_fraction: float
     cut_bytes: int
     """A document above this size is cut for the split (prepare/settings.py)."""
     held_out: str | None = None
-    """File in `here` that `write_held_out` wrote: the documents of --validation-source, which no unit for training may
-    hold."""
+    """File in `here` by `write_held_out`: the documents of --validation-source, which no unit for training may hold."""
     reject_limit: int
-    """Give a unit up after this many rejections: the run will stop anyway, and the list must not fill the memory."""
+    """Rejections after which a unit is given up: the run will stop anyway, and the list must not fill the memory."""
     chat: ChatOptions | None = None
-    """The documents are conversations, or rows of which some tokens are counted; None: they are texts."""
+    """The documents are conversations, or rows with counted tokens; None: they are texts."""
     ids_field: str | None = None
-    """The documents are token ids: the field of a record that holds them."""
+    """The documents are token ids, in this field of a record."""
     dtype: str
-    """Type of the ids in the shards, as numpy writes it."""
+    """Type of the ids in the shards, in numpy's notation."""
     plugins: tuple[str, ...] = ()
     fields: Mapping[str, Mapping[str, Any]] = of_dataclass(default_factory=dict)
     """Values of the fields of plugins' sources, by source."""
     sample: int = 0
-    """Keep so many of each unit's conversations with the places of their rows."""
+    """Number of each unit's conversations to keep with the places of their rows."""
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> WorkerSettings:
@@ -93,7 +92,7 @@ def hashes_name(index: int) -> str:
 
 
 def write_held_out(here: Path, units: Iterable[int]) -> str:
-    """Gather what these finished units for validation hold into one file, [2, documents] uint64; returns its name."""
+    """Gather these units' hashes for validation in one file, [2, documents] uint64; returns its name."""
     hashes = b"".join((here / hashes_name(index)).read_bytes() for index in units)
     high, low = np.frombuffer(hashes, dtype=">u8").reshape(-1, 2).T.astype(np.uint64)
     order = np.argsort(high)
@@ -116,14 +115,14 @@ class _HeldOut:
 
 
 def _judged(rows: Iterable[Row]) -> np.ndarray:
-    """JUDGED [rows]. What precedes the first counted token is a row's prompt."""
+    """JUDGED [rows]. A row's prompt is its tokens before the first counted one."""
     begins = [(row, int(row.counted.argmax())) for row in rows]
     judged = [(xxhash.xxh3_64_intdigest(row.ids[:at].tobytes()), at, bool(row.desirable)) for row, at in begins]
     return np.array(judged, dtype=JUDGED)
 
 
 class _ShardWriter:
-    """One shard under its temporary name until `commit`, with its file of rows if it is of conversations."""
+    """A shard under its temporary name until `commit`; for conversations also its file of rows."""
 
     def __init__(self, path: Path, chat: ChatOptions | None) -> None:
         self.path = path
@@ -138,7 +137,7 @@ class _ShardWriter:
         self.tokens = self.documents = 0
 
     def write(self, rows: list[Row], origins: list[tuple[int, int]], separator_id: int | None) -> None:
-        """Append rows; the separator, if there is one, follows each. `origins`: (piece of the unit, record) of each."""
+        """Append rows, each with the separator, if there is one. `origins`: (piece of the unit, record) of each."""
         if not rows:
             return
         self._origins += origins
@@ -164,7 +163,7 @@ class _ShardWriter:
         return {"counted": sum(int(row.sum()) for row in self._counted), "longest": int(lengths.max(initial=0))}
 
     def commit(self, files: list[str]) -> dict[str, Any] | None:
-        """The shard's manifest entry; None (and no file) when it got no document. `files`: of the unit's pieces."""
+        """The shard's manifest entry; None (and no file) without documents. `files`: of the unit's pieces."""
         self._stream.flush()
         os.fsync(self._stream.fileno())
         self._stream.close()
@@ -188,7 +187,7 @@ class _ShardWriter:
         return entry
 
     def discard(self) -> None:
-        with contextlib.suppress(OSError):  # the disk is full: what is buffered cannot be written, and need not be
+        with contextlib.suppress(OSError):  # the disk is full: buffered data cannot be written, and is not needed
             self._stream.close()
         self._partial.unlink(missing_ok=True)
 
@@ -201,16 +200,16 @@ class _Written:
     lines: Lines = field(default_factory=Lines)
     """Lines that begin in the unit's last piece."""
     content: int = 0
-    """Sum of the documents' hashes: the same however the input is cut into units."""
+    """Sum of the documents' hashes, which does not depend on the cut into units."""
     cut: int = 0
     left_out: int = 0
-    """Documents for training that are in --validation-source, too."""
+    """Documents for training that are also in --validation-source."""
     hashes: bytearray = field(default_factory=bytearray)
     """Hashes of a validation unit's documents, 16 bytes each."""
     sample: list[dict[str, Any]] = field(default_factory=list)
     """`kept` for the first conversations."""
     lowest_draw: float = 1.0
-    """The smallest validation fraction that would hold one of the documents out whole."""
+    """The smallest validation fraction that would hold out one complete document."""
     in_place: dict[Split, dict[str, Any] | None] | None = None
     """Manifest entries of shards that are parts of the source itself; None: the writers have the shards."""
 
@@ -224,10 +223,10 @@ def process_unit(
     encoder: AnyEncoder,
     progress: Callable[[int], None],
 ) -> dict[str, Any]:
-    """Tokenize `unit` and leave its shards and its record; returns the record. Nothing is left of one with too many
-    rejected records, which is not read to its end. `progress` gets bytes of text done.
+    """Tokenize `unit` and write its shards and its record; returns the record. A unit with too many rejected records is
+    not read to its end and leaves no file. `progress` gets bytes of text done.
 
-    Raises DataError, leaving nothing behind, when the output cannot be written.
+    Raises DataError, without leaving a file, when the output cannot be written.
     """
     folder = out_folder.opened(settings.out, settings.here, settings.owner)
     own = folder.here / UNFINISHED / f"{socket.gethostname()}-{os.getpid()}"
@@ -290,7 +289,7 @@ def _write_documents(
 ) -> _Written:
     written = _Written()
     held_out = _HeldOut(Path(settings.here, settings.held_out) if settings.held_out else None)
-    whole = not isinstance(encoder, Encoder)  # records are read whole, and what is trained decides their side
+    whole = not isinstance(encoder, Encoder)  # records are read completely, and their training rows decide their side
     separator = encoder.separator_id if settings.chat is None and isinstance(encoder, Encoder | TokenEncoder) else None
     batch: list[tuple[int, Document, Split, str]] = []
     filled = 0
@@ -349,7 +348,7 @@ def _write_documents(
 
 
 def _rows(encoder: AnyEncoder, texts: list[str]) -> list[list[Row] | str]:
-    """The rows of each document, or why there are none."""
+    """The rows of each document, or the reason for none."""
     if isinstance(encoder, Encoder):
         # A tokenizer may drop all characters that it does not know.
         none = "the tokenizer gives no token for it"
@@ -366,8 +365,8 @@ def _rows(encoder: AnyEncoder, texts: list[str]) -> list[list[Row] | str]:
 def _sides(
     unit: Unit, text: str, data: bytes, settings: WorkerSettings, held_out: _HeldOut, written: _Written
 ) -> list[tuple[Split, str]]:
-    """A text by split, counted in `written`; nothing when --validation-source has it. `data` decides: the text's bytes,
-    or what a conversation trains."""
+    """A text by split; empty if --validation-source has it. `data`: the text's bytes, or a conversation's training
+    rows."""
     hashed = xxhash.xxh3_128_intdigest(data)
     if unit.validation:
         written.hashes += hashed.to_bytes(16, "big")
@@ -390,8 +389,8 @@ def _write_tokens(
     held_out: _HeldOut,
     written: _Written,
 ) -> None:
-    """The documents that begin in a range of a file of ids: as they lie there where the file has them as a shard does,
-    and the unit is of this range alone; else one by one. Raises DataError: an id is outside the vocabulary."""
+    """Write the documents that begin in a range of a file of ids: in place if the file stores them as a shard does and
+    the unit is only this range; else one by one. Raises DataError: an id is outside the vocabulary."""
     piece = unit.pieces[place]
     file = token_corpora.read(piece.path)
     borders = file.documents(piece.start, piece.stop, encoder.separator_id)
@@ -442,10 +441,10 @@ def _any_held_out(
 def _as_they_lie(
     unit: Unit, ids: np.ndarray, borders: np.ndarray, held: int, begin: int, out: Path, *, link: bool
 ) -> dict[Split, dict[str, Any] | None]:
-    """The manifest's entries of a unit of one piece, and for each a link to its file; where that cannot be, a copy.
+    """A one-piece unit's manifest entries, each with a link to the piece's file, or a copy if `link` is False.
 
-    `borders`: of the documents, in tokens of the file, where `ids` begin at the first. `held`: how many documents, the
-    last ones, are for validation. `begin`: bytes of the file before the first id.
+    `borders`: of the documents, in tokens of the file, where `ids` begin at the first. `held`: number of documents for
+    validation, the last ones. `begin`: bytes of the file before the first id.
     """
     piece, documents = unit.pieces[0], len(borders) - 1
     parts: dict[Split, tuple[int, int]] = {"train": (0, documents - held), "validation": (documents - held, documents)}
@@ -478,7 +477,7 @@ def _as_they_lie(
 
 
 def encoder_of(folder: Path, settings: WorkerSettings) -> AnyEncoder:
-    """What makes rows of documents with the tokenizer in a folder. Raises DataError: it cannot be loaded."""
+    """The encoder that makes rows with the tokenizer in a folder. Raises DataError: it cannot be loaded."""
     chat = settings.chat
     if settings.ids_field is not None:
         return TokenEncoder(folder, settings.ids_field, np.dtype(settings.dtype), counted=chat is not None)
@@ -488,7 +487,7 @@ def encoder_of(folder: Path, settings: WorkerSettings) -> AnyEncoder:
 
 
 def _jobs_from(stream: Any) -> queue.Queue[str]:
-    """Lines of `stream` as they come. When it ends, the parent is gone (even by kill -9) and so is this process."""
+    """Lines of `stream` as they come. When it ends, the parent is gone (even by kill -9), and this process exits."""
     jobs: queue.Queue[str] = queue.Queue()
 
     def read() -> None:
@@ -506,7 +505,7 @@ def _tell(answer: Callable[[dict[str, Any]], None], unit: int, what: str, value:
 
 def main() -> None:
     """The worker's loop. Its first line is the settings, each further line a unit; it ends when the input ends."""
-    # Standard output carries the answers; whatever a library prints must not get between them.
+    # Standard output carries the answers; a library's output must not get between them.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

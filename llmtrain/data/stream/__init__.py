@@ -1,1 +1,1 @@
-"""A run reads its data here: shards become sequences, in an order that is computed, and batches for each rank."""
+"""A run's data: shards become sequences, in a computed order, and batches for each rank."""

@@ -1,8 +1,8 @@
 """Prepared multiple-choice questions as batches, and their figures from the log-probability of each choice.
 
-A row is a question with one of its choices. It stands alone in its row of a batch, padded on its right: so any causal
-model may be asked, however its run packs documents. A row that is longer than `data.sequence_length` loses its
-beginning, as lm-eval does it (0.4.13, `HFLM._loglikelihood_tokens`).
+A row is a question with one of its choices, alone in its row of a batch and padded on the right: so any causal model
+can be measured, however its run packs documents. A row that is longer than `data.sequence_length` loses its beginning,
+as in lm-eval (0.4.13, `HFLM._loglikelihood_tokens`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NARROWEST = 32
 
 
 class ChoiceSet:
-    """The questions of a folder that `llmtrain prepare --format choices` has made."""
+    """The questions of a folder prepared with `llmtrain prepare --format choices`."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class ChoiceSet:
     ) -> None:
         """`sequence_length`: tokens that the model may see at once. `shared`: ranks that share a row.
 
-        Raises DataError when the folder holds something else, or a choice alone is too long.
+        Raises DataError when the folder holds other data, or a choice alone is too long.
         """
         self.prepared = PreparedSet(folder, cache)
         if not (self.prepared.manifest.chat or {}).get("choices"):
@@ -62,10 +62,10 @@ class ChoiceSet:
         self._fed = np.minimum(self._lengths - 1, sequence_length)
         self._shared, self._length = shared, sequence_length
         self.cut = int((self._lengths - 1 > sequence_length).sum())
-        """Rows whose beginning is cut off."""
+        """Rows that lose their beginning."""
 
     def _check(self) -> None:
-        """Raises DataError: the rows are not what `prepare` writes."""
+        """Raises DataError: the rows are damaged."""
         right = self._entries["right"]
         whole = len(self._first) > 0 and self._first[0] == 0 and bool(self._entries["characters"].all())
         if not whole or (np.add.reduceat(right, self._first, dtype=np.int64) != 1).any():
@@ -80,18 +80,17 @@ class ChoiceSet:
 
     @property
     def rows(self) -> int:
-        """Number of choices."""
         return len(self._lengths)
 
     def batches(
         self, tokens: int, rank: int, data_parallel: int, *, pin_memory: bool = False
     ) -> Iterator[list[AnswerBatch]]:
-        """This rank's micro-batches; those of a list have one shape, and every rank gets as many of the same shape.
+        """This rank's micro-batches; those of a list have one shape, and all ranks get equally many of each shape.
 
-        `tokens`: of a micro-batch at most, padding included.
+        `tokens`: largest size of a micro-batch, padding included.
         """
         widths = np.array([self._width(int(fed)) for fed in self._fed])
-        for width in np.unique(widths)[::-1].tolist():  # the largest first: what does not fit into memory fails at once
+        for width in np.unique(widths)[::-1].tolist():  # the largest first: too little memory shows at once
             rows = np.flatnonzero(widths == width)
             each = max(1, min(tokens // width, -(-len(rows) // data_parallel)))
             yield [
@@ -104,7 +103,7 @@ class ChoiceSet:
         return min(self._length, -(-width // self._shared) * self._shared)
 
     def _batch(self, rows: np.ndarray, height: int, width: int, pin_memory: bool) -> AnswerBatch:
-        """`rows` as a micro-batch of `height` rows; what is missing does not count."""
+        """`rows` as a micro-batch of `height` rows; padding rows do not count."""
         inputs = np.full((height, width), self.prepared.manifest.separator_id, dtype=np.int64)
         labels = np.full((height, width), IGNORED, dtype=np.int64)
         answers = np.full((height, width), len(rows), dtype=np.int64)
@@ -129,8 +128,8 @@ class ChoiceSet:
         return pinned
 
     def chosen(self, log_probs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(likeliest choice of each question, likeliest by its characters), int64 [questions] each: places among its
-        choices; -1 where a log-probability is not finite.
+        """Each question's likeliest choice, and its likeliest by characters: places, int64 [questions]; -1 if a
+        log-probability is not finite.
 
         log_probs: nats [rows].
         """
@@ -147,7 +146,7 @@ class ChoiceSet:
         return best, normalised
 
     def figures(self, log_probs: np.ndarray) -> dict[str, float]:
-        """accuracy; accuracy_norm, of log-probabilities divided by the characters of their choice (lm-eval's acc and
+        """accuracy; accuracy_norm, with log-probabilities divided by the choice's characters (lm-eval's acc and
         acc_norm); bits_per_byte of the right choices.
 
         log_probs: nats [rows].

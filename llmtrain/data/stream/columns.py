@@ -1,16 +1,16 @@
-"""Columns of prepared data: numbers from another model, which `llmtrain reference` writes once, beside the shards.
+"""Columns of prepared data: another model's numbers, which `llmtrain reference` writes once, next to the shards.
 
 A reference's column, for preferences: reference-SPLIT.f32 has a little-endian fp32 number, an answer's log-probability
-in nats, for each row. For unpaired answers as many numbers follow: for each row's prompt with its partner's answer
-(`windows.partners`). reference.json, written last, names the weights, the data and the precision.
+in nats, for each row. For unpaired answers a second number per row follows: for the row's prompt with its partner's
+answer (`windows.partners`). reference.json, written last, names the weights, the data and the precision.
 
-A teacher's column, for distillation: for each token that the loss counts, the k entries of the vocabulary which the
-teacher finds likeliest in its place. teacher-SPLIT.f32 has k + 1 little-endian fp32 for each: the natural logarithms of
-their probabilities at a temperature, likeliest first, and of the mass of all others; teacher-SPLIT.words has the k ids,
-uint16 where the teacher's vocabulary allows it, else uint32. teacher.json, written last, names the weights, the data, k
-and the temperature. Places of conversations are their counted tokens that follow another token of their row, row by
-row. A text's token is predicted from its window alone, so places of texts are the labels of the windows, of one
-sequence length T, and the files' names begin with teacher-T: a run whose stages have two lengths reads two columns.
+A teacher's column, for distillation: for each token that the loss counts, the k tokens that the teacher finds
+likeliest. teacher-SPLIT.f32 has k + 1 little-endian fp32 for each: the natural logarithms of their probabilities at a
+temperature, likeliest first, and of the mass of all others; teacher-SPLIT.words has the k ids, uint16 if the teacher's
+vocabulary allows it, else uint32. teacher.json, written last, names the weights, the data, k and the temperature.
+Places of conversations are their counted tokens that follow another token of their row, row by row. A text's token is
+predicted from its window alone, so places of texts are the labels of the windows, of one sequence length T, and the
+files' names begin with teacher-T: a run whose stages have two lengths reads two columns.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from llmtrain.base.files import replace_file
 from llmtrain.data.manifest import SPLITS, Manifest, Split
 from llmtrain.data.shards import PreparedSet, TokenStream
 
-REMEDY = "run `llmtrain reference RUN.yaml`, which writes it anew"
+REMEDY = "run `llmtrain reference RUN.yaml`, which writes it again"
 _REFERENCE = "reference.json"
 _AT_ONCE = 1 << 22  # tokens whose bits of the mask are read at once
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """Identity of a column: the model and the data that its numbers come from."""
+    """Identity of a column: the model and the data of its numbers."""
 
     weights: str
     """`weights_hash` of the reference's parameters."""
@@ -51,22 +51,21 @@ class Reference:
     files: dict[str, str]
     """Split -> xxh3_64 of its file."""
     model: dict[str, Any] | None = None
-    """Configuration of the model, as config.json has it; None: the column is older than this entry."""
+    """Configuration of the model, as in config.json; None: an earlier version wrote the column."""
 
 
 def numbers(manifest: Manifest, split: Split) -> int:
-    """Number of values in the column of a split."""
     return manifest.documents[split] * (2 if (manifest.chat or {}).get("unpaired") else 1)
 
 
 def weights_hash(checksums: Mapping[str, int]) -> str:
-    """Hash of a model: of the checksums of all parameters by name."""
+    """Hash of a model's named parameter checksums."""
     return xxhash.xxh3_128_hexdigest(json.dumps(sorted(checksums.items())).encode())
 
 
 def write_reference(folder: PreparedSet, weights: str, precision: str, columns: Mapping[Split, np.ndarray],
                     model: dict[str, Any] | None = None) -> None:  # fmt: skip
-    """`columns`: fp32 [numbers] of each split. Raises DataError when the folder cannot be written."""
+    """Write `columns`, fp32 [numbers] per split. Raises DataError when the folder cannot be written."""
     files: dict[str, str] = {}
     try:
         (folder.folder / _REFERENCE).unlink(missing_ok=True)
@@ -82,7 +81,7 @@ def write_reference(folder: PreparedSet, weights: str, precision: str, columns: 
 
 
 def read_reference(folder: PreparedSet, precision: str) -> tuple[Reference, dict[Split, np.ndarray]]:
-    """The column, fp32 [numbers] of each split. Raises DataError when it is not there, damaged, or of other data."""
+    """The column, fp32 [numbers] per split. Raises DataError when it is missing, damaged, or of other data."""
     path = folder.folder / _REFERENCE
     folder.fetch([_REFERENCE, *(f"reference-{split}.f32" for split in SPLITS)])
     if not path.is_file():
@@ -99,7 +98,7 @@ def read_reference(folder: PreparedSet, precision: str) -> tuple[Reference, dict
         raise DataError(f"{path}: was computed in {found.precision}, and this run computes in {precision}; {REMEDY}")
     damaged += [split for split in SPLITS if len(data[split]) != 4 * numbers(folder.manifest, split)]
     if damaged:
-        raise DataError(f"{path}: the numbers of the {damaged[0]} split are not those that it tells of; {REMEDY}")
+        raise DataError(f"{path}: the numbers of the {damaged[0]} split are not the recorded ones; {REMEDY}")
     return found, {split: np.frombuffer(data[split], dtype="<f4") for split in SPLITS}
 
 
@@ -108,30 +107,29 @@ def read_reference(folder: PreparedSet, precision: str) -> tuple[Reference, dict
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherColumn:
-    """Identity of a column: the model and the data that its numbers come from."""
+    """Identity of a column: the model and the data of its numbers."""
 
     weights: str
     """`weights_hash` of the teacher's parameters."""
     data: str
-    """The manifest's data_fingerprint: tokenizer, tokens, and what is counted of them."""
+    """The manifest's data_fingerprint: tokenizer, tokens, and their counted bits."""
     windows: list[Any] | None
     """For texts: sequence length, isolate_documents, mask_document_starts. None: for conversations."""
     top_k: int
     temperature: float
     vocabulary: int
-    """Words that the teacher gives probabilities for."""
+    """Size of the teacher's vocabulary."""
     precision: str
-    """In which the teacher computed: fp32, bf16 or fp16."""
+    """Precision of the teacher's forward pass: fp32, bf16 or fp16."""
     places: dict[str, int]
-    """By split."""
+    """Split -> number of places."""
     files: dict[str, str]
     """Name -> xxh3_64."""
     model: dict[str, Any] | None = None
-    """As of a reference."""
+    """Configuration of the model, as in `Reference`."""
 
     @property
     def stem(self) -> str:
-        """Beginning of its files' names."""
         return column_stem(None if self.windows is None else self.windows[0])
 
     @property
@@ -146,7 +144,7 @@ class TeacherColumn:
 
 
 def column_stem(length: int | None) -> str:
-    """Beginning of the names of a teacher's column. `length`: of the sequences of texts; None: conversations."""
+    """Beginning of a teacher column's file names. `length`: sequence length of texts; None: conversations."""
     return "teacher" if length is None else f"teacher-{length}"
 
 
@@ -164,14 +162,14 @@ class Taught:
     def read(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(words int64 [n, k], logs fp32 [n, k + 1]) of places [n]. Raises DataError when they are damaged."""
         words, logs = self.words[places].astype(np.int64), self.logs[places].astype(np.float32)
-        right = np.abs(np.exp(logs).sum(1) - 1) < 0.01  # not of NaN, nor where nobody has written
+        right = np.abs(np.exp(logs).sum(1) - 1) < 0.01  # not of NaN, nor of unwritten places
         if not right.all() or int(words.max(initial=0)) >= self.vocabulary:
-            raise DataError(f"{self.path}: holds what are no probabilities of words: it is damaged; {REMEDY}")
+            raise DataError(f"{self.path}: its numbers are no probabilities of words: it is damaged; {REMEDY}")
         return words, logs
 
 
 def row_places(stream: TokenStream, lengths: np.ndarray) -> np.ndarray:
-    """Beginnings of each row's places in a column of conversations, and the last one's end: int64 [rows + 1]."""
+    """Start of each row's places in a column of conversations, and the end: int64 [rows + 1]."""
     ends = np.cumsum(lengths)
     starts, found, row = ends - lengths, [np.zeros(1, dtype=np.int64)], 0
     while row < len(lengths):
@@ -179,14 +177,14 @@ def row_places(stream: TokenStream, lengths: np.ndarray) -> np.ndarray:
         begin = int(starts[row])
         counted = stream.counted(begin, int(ends[last - 1]) - begin)
         assert counted is not None
-        counted[starts[row:last] - begin] = False  # nothing before a row's first token tells it
+        counted[starts[row:last] - begin] = False  # no token predicts a row's first one
         found.append(np.add.reduceat(counted, starts[row:last] - begin, dtype=np.int64))
         row = last
     return np.cumsum(np.concatenate(found))
 
 
 def _parts(folder: Path, split: Split, column: TeacherColumn) -> dict[Path, tuple[np.dtype, int]]:
-    """The files of logarithms and of words: the type of their numbers, and how many a place has."""
+    """The files of logarithms and words, each with type and count of its numbers per place."""
     return {
         folder / f"{column.stem}-{split}.f32": (np.dtype("<f4"), column.top_k + 1),
         folder / f"{column.stem}-{split}.words": (column.dtype, column.top_k),
@@ -194,16 +192,16 @@ def _parts(folder: Path, split: Split, column: TeacherColumn) -> dict[Path, tupl
 
 
 class ColumnWriter:
-    """Writes a column under other names, place by place in any order, then puts it into its place."""
+    """Writes a column under temporary names, in any order of places, and renames it at the end."""
 
     def __init__(self, folder: PreparedSet, column: TeacherColumn) -> None:
-        """Raises DataError when there is no room for it."""
+        """Raises DataError when there is no room for the column."""
         self._folder, self._column = folder.folder, column
         self._told = folder.folder / f"{column.stem}.json"
         self._files = {split: _parts(folder.folder, split, column) for split in SPLITS}
         size = sum(column.places.values()) * column.bytes_a_place
         try:
-            # The former one goes first: its room is wanted, and it would be of other numbers.
+            # Delete the former column first: its room is needed, and its numbers differ.
             for path in [self._told, *(path for files in self._files.values() for path in files)]:
                 path.unlink(missing_ok=True)
             free = shutil.disk_usage(self._folder).free
@@ -224,7 +222,7 @@ class ColumnWriter:
         own_logs[places], own_words[places] = logs, words
 
     def finish(self) -> None:
-        """Raises DataError when it cannot be written."""
+        """Rename the files. Raises DataError when the column cannot be written."""
         made: dict[str, str] = {}
         try:
             for split, files in self._files.items():
@@ -239,7 +237,7 @@ class ColumnWriter:
             raise self._unwritable(error) from error
 
     def discard(self) -> None:
-        """Leave nothing half-written behind."""
+        """Delete unfinished files."""
         for files in self._files.values():
             for path in files:
                 _partial(path).unlink(missing_ok=True)
@@ -267,9 +265,9 @@ def _hash(path: Path) -> str:
 
 
 def read_column(folder: PreparedSet, wanted: TeacherColumn) -> tuple[TeacherColumn, dict[Split, Taught]]:
-    """The column of a folder. `wanted`: what it has to be; its weights, precision and files are not asked for.
+    """The column of a folder. `wanted`: its expected identity, without weights, precision and files.
 
-    Raises DataError when it is not there, damaged, or another's.
+    Raises DataError when it is missing, damaged, or different.
     """
     path = folder.folder / f"{wanted.stem}.json"
     folder.fetch([path.name, *(path.name for split in SPLITS for path in _parts(folder.folder, split, wanted))])
@@ -292,7 +290,7 @@ def read_column(folder: PreparedSet, wanted: TeacherColumn) -> tuple[TeacherColu
         for file, (dtype, width) in _parts(folder.folder, split, found).items():
             size = found.places[split] * width * dtype.itemsize
             if not file.is_file() or file.stat().st_size != size:
-                raise DataError(f"{file}: has not the {size:,} bytes that {path.name} tells of; {REMEDY}")
+                raise DataError(f"{file}: has not the {size:,} bytes that {path.name} records; {REMEDY}")
     return found, {split: _taught(path, split, found) for split in SPLITS}
 
 

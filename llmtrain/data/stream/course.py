@@ -1,4 +1,4 @@
-"""The data of a run by its steps: which sequences of which data a step reads, and in which batch."""
+"""The data of a run by its steps: the sequences of each step, their data set and their batch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llmtrain.data.stream.train_data import TrainData
 from llmtrain.optim.schedules import Constant
 
 RECORD = "data_stages"
-"""Entry of trainer.json: what was trained so far."""
+"""Entry of trainer.json: the stages trained so far."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,48 +26,47 @@ class Reading:
 
 
 class Course:
-    """The stages of a run with their data. A step is named by the steps done before it.
+    """The stages of a run with their data. A step is named by the number of earlier steps.
 
-    Each data set goes through its own order: from its first sequence, or from where an earlier stage or the checkpoint
-    left it. What lies ahead is a function of the step; what lies behind is in `record`, which a checkpoint holds.
+    Each data set continues where an earlier stage or the checkpoint stopped. The future is a function of the step; the
+    past is in `record`, which a checkpoint holds.
     """
 
     def __init__(self, stages: Stages, data: Sequence[TrainData]) -> None:
-        """`data`: of each stage, the same object where it is the same data."""
+        """`data`: per stage, the same object for the same data."""
         assert len(stages) == len(data)
         self.stages, self.data = stages, tuple(data)
         self._sharing = [[other for other, each in enumerate(data) if each is own] for own in data]
         self._ahead = [0] * len(data)
-        """Sequences of a data set beyond those of the plan by then, by the first stage that has it."""
+        """Sequences of a data set beyond the plan, by the first stage with the data set."""
         self._since, self._before = 0, list[dict[str, Any]]()
-        """The step from which this launch goes on, and the record up to there."""
+        """The first step of this launch, and the record of earlier steps."""
         self.first_number = 0
-        """Number of the first stage: above 0 in a run that goes on from another one with other data."""
+        """Number of the first stage: above 0 in a run that continues another one with other data."""
 
     @classmethod
     def of_one(cls, data: TrainData, batch: Batch) -> Course:
-        """Data and batch that stay."""
+        """A course with one data set and one batch."""
         stage = Stage(first_step=0, data=DataConfig(), batch=batch, schedule=Constant(), schedule_from=0)
         return cls(Stages((stage,)), [data])
 
     def at(self, step: int) -> Reading:
-        """Return the data and the batch of a step."""
         stage = self.stages.number(step)
         return Reading(
             stage=stage, data=self.data[stage], index=self._index(stage, step), batch=self.stages[stage].batch
         )
 
     def done(self, step: int) -> Reading:
-        """Return data and batch of the last step before `step`; of step 0 those of the first one."""
+        """The data and batch of the last step before `step`; for step 0 those of the first one."""
         return self.at(max(0, step - 1))
 
     def seek(self, step: int, index: int) -> None:
-        """Let the data of a step's stage go on at sequence `index` from there."""
+        """Continue the data of a step's stage at sequence `index`."""
         stage = self.stages.number(step)
         self._ahead[self._sharing[stage][0]] += index - self._index(stage, step)
 
     def go_on(self, step: int, saved: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint. `saved`: its trainer.json; where it does not tell its data, it is this run's."""
+        """Continue from a checkpoint. `saved`: its trainer.json; without a data record, assume this run's data."""
         record = [dict(entry) for entry in saved.get(RECORD) or ()]
         if not record and step:
             data = (saved.get("run") or {}).get("data") or {}
@@ -86,7 +85,7 @@ class Course:
         self._since, self._before = step, record
 
     def describe(self, stage: int) -> dict[str, Any]:
-        """A stage in the words of the record."""
+        """A stage's entry for the record."""
         batch, number = self.stages[stage].batch, self.first_number + stage
         first = max(self._since, self.stages[stage].first_step)
         return {
@@ -100,9 +99,7 @@ class Course:
         }
 
     def record(self, step: int, index: int) -> list[dict[str, Any]]:
-        """The stages that were trained before a step, for a checkpoint: what each read, and where its data was left.
-
-        `index`: the first sequence of the step."""
+        """The stages before a step, for a checkpoint. `index`: the first sequence of the step."""
         found = [dict(entry) for entry in self._before]
         if step <= self._since:
             return found

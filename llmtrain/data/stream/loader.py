@@ -1,7 +1,7 @@
-"""Batches for one rank: TrainLoader reads ahead in a thread, validation_batches goes over a fixed set once.
+"""Batches for one rank: TrainLoader reads ahead in a thread, validation_batches iterates over a fixed set once.
 
-Every rank computes its rows from the same integers, so all ranks see the same number of steps and micro-batches
-by construction, and the sequences of a global batch do not depend on how many ranks share it.
+Every rank computes its rows from the same integers, so all ranks see the same number of steps and micro-batches by
+construction, and a global batch has the same sequences for any number of ranks.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _STEPS_AHEAD = 4
 _POLL_S = 0.05
 _BEAT_S, _WARN_S = 1.0, 10.0
 _FETCHED = 64
-"""Sequences of an evaluation that a store is asked for at once."""
+"""Sequences per request to a store during an evaluation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """Input of one forward pass of one rank: b sequences of T tokens."""
+    """Input of a rank's forward pass: b sequences of T tokens."""
 
     inputs: torch.Tensor
     """int64 [b, T]."""
@@ -60,7 +60,7 @@ class MicroBatch:
     positions: torch.Tensor | None = None
     """int64 [b, T] with data.isolate_documents: each token's position in its document. None: 0 to T - 1 in each row."""
     counted: int | None = None
-    """Labels that count, on a device, where counting them would make the host wait."""
+    """Number of counted labels, on a device, where counting them would make the host wait."""
 
     def to(self, device: torch.device) -> MicroBatch:
         """Copy with every tensor on `device`; the host does not wait."""
@@ -80,12 +80,12 @@ class MicroBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class TaughtBatch(MicroBatch):
-    """With the k words that a teacher finds likeliest in place of each label."""
+    """A micro-batch with a teacher's k likeliest words for each label."""
 
     words: torch.Tensor
     """int64 [b, T, k]."""
     logs: torch.Tensor
-    """fp32 [b, T, k + 1]: logarithms of their probabilities and of the mass of all others."""
+    """fp32 [b, T, k + 1]: log-probabilities of the words, and all other words' logarithmic mass."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,16 +93,16 @@ class AnswerBatch(MicroBatch):
     """Micro-batch of A answers. Preferences: 2p is the chosen one of pair p, 2p + 1 the rejected."""
 
     answers: torch.Tensor
-    """int64 [b, T]: which answer a token belongs to; A: none."""
+    """int64 [b, T]: each token's answer; A: none."""
     rows: torch.Tensor
-    """int64 [A]: the row of the split that each answer is."""
+    """int64 [A]: each answer's row in the split."""
     reference: torch.Tensor | None
     """fp32 [A]: log-probability of each answer under the reference, nats."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnpairedBatch(AnswerBatch):
-    """Micro-batch of unpaired answers, each with a label of its own."""
+    """Micro-batch of unpaired answers with their labels."""
 
     desirable: torch.Tensor
     """bool [A]."""
@@ -124,12 +124,11 @@ class StepBatch:
 
     @property
     def tokens(self) -> int:
-        """Return the tokens of the step, over all ranks."""
         return self.sequences * self.micro_batches[0].inputs.shape[1]
 
 
 def _micro_batch(read: Callable[[int], Window], indices: list[int], rows: int, pin_memory: bool) -> MicroBatch:
-    """Sequences `indices` as a micro-batch of `rows` rows; missing rows, or all, repeat another and do not count."""
+    """Sequences `indices` as `rows` rows; padding rows repeat another row and do not count."""
     windows = [read(index) for index in indices or [0]]
     windows += windows[-1:] * (rows - len(windows))
     micro = _stacked(windows, indices)
@@ -162,7 +161,7 @@ def _stacked(windows: list[Window], indices: list[int]) -> MicroBatch:
 
 
 def _answers(micro: MicroBatch, windows: list[Window]) -> AnswerBatch:
-    """With the answers of those windows that count."""
+    """Add the answers of the counted windows."""
     assert micro.positions is not None
     rows = [window.rows for window in windows[: len(micro.sample_indices)] if window.rows is not None]
     total = sum(map(len, rows))
@@ -184,12 +183,12 @@ def _answers(micro: MicroBatch, windows: list[Window]) -> AnswerBatch:
 
 
 class TrainLoader:
-    """Iterator over optimizer steps, without end. Its state is `next_index`, the sample where the next step begins.
+    """Endless iterator over optimizer steps. Its state is `next_index`, the sample where the next step begins.
 
-    Step at sample i covers samples [i, i + global_batch). Micro-batch m of rank r takes rows
-    (m * data_parallel + r) * micro_batch and the micro_batch - 1 after it; with unequal shares those of
-    `order.rows_of`. In a run with stages data and batch are those of the step's stage. Steps are built a few ahead by
-    one daemon thread; what goes wrong there is raised by `next`. Close it (or use it as a context) to end the thread.
+    Step at sample i covers samples [i, i + global_batch). Micro-batch m of rank r takes rows (m * data_parallel + r) *
+    micro_batch and the micro_batch - 1 after it; with unequal shares the rows of `order.rows_of`. In a run with stages,
+    data and batch are the stage's. A daemon thread builds steps a few ahead; `next` raises its errors. Close the loader
+    (or use it as a context) to end the thread.
     """
 
     def __init__(
@@ -207,8 +206,8 @@ class TrainLoader:
         course: Course | None = None,
         step: int = 0,
     ) -> None:
-        """`sequences`: of a step, by rank; None: equally many. `course`: the run's stages, of which one has this data
-        and batch; None: there is one. `step`: steps of the run before the first one here."""
+        """`sequences`: of a step, by rank; None: equally many. `course`: the run's stages, one of which has this data
+        and batch. `step`: earlier steps of the run."""
         assert global_batch == micro_batch * accumulation * data_parallel, (
             global_batch,
             micro_batch,
@@ -252,7 +251,7 @@ class TrainLoader:
         return item
 
     def _ready_item(self) -> StepBatch | BaseException:
-        """The next item. While a store does not answer, the rank lives."""
+        """The next item. While a store does not answer, the rank keeps its heartbeat."""
         warned = False
         while True:
             try:
@@ -279,9 +278,7 @@ class TrainLoader:
         self._thread.join()
 
     def seek(self, index: int, step: int | None = None) -> None:
-        """Go on with the step that begins at sample `index`. What was read ahead is lost, if it is another.
-
-        `step`: its number; None: that of the next one."""
+        """Continue with the step that begins at sample `index`. `step`: its number; None: the next one."""
         step = self._step if step is None else step
         if (step, index) != (self._step, self.next_index):
             self.close()
@@ -291,7 +288,6 @@ class TrainLoader:
 
     @property
     def shares(self) -> list[int] | None:
-        """Sequences of a step, by rank; None: equally many."""
         return None if self._sequences is None else list(self._sequences)
 
     def share(self, sequences: Sequence[int]) -> None:
@@ -301,7 +297,7 @@ class TrainLoader:
         self._begin()
 
     def build(self, step: int) -> StepBatch:
-        """This rank's part of a step."""
+        """Build this rank's micro-batches for one step."""
         reading = self._course.at(step)
         batch, micro_batches = reading.batch, []
         shares = self._sequences or (batch.micro_batch * batch.accumulation,) * batch.data_parallel
@@ -318,7 +314,7 @@ class TrainLoader:
         while not self._closed.is_set():
             try:
                 item = self.build(step)
-            except BaseException as error:  # the consumer's to raise: dying here would leave it waiting for ever
+            except BaseException as error:  # the consumer raises it: a dead thread would let it wait for ever
                 item = error
             while not self._closed.is_set():
                 try:
@@ -344,11 +340,10 @@ def check_validation(data: TrainData) -> None:
 def validation_batches(
     data: TrainData, *, sequences: int, micro_batch: int, rank: int, data_parallel: int, pin_memory: bool = False
 ) -> Iterator[MicroBatch]:
-    """The first `sequences` validation sequences (all, if there are fewer), dealt out to the ranks.
+    """The first `sequences` validation sequences (all, if there are fewer), distributed over the ranks.
 
-    Every rank gets the same number of micro-batches of the same shape: under ZeRO 3 a rank with one fewer would
-    leave the others waiting in a collective. Rows beyond the end carry no counted label. Raises DataError when the
-    data has no validation sequence.
+    Every rank gets the same number of micro-batches of the same shape: under ZeRO 3 a rank with one fewer would leave
+    the others waiting in a collective. Raises DataError when the data has no validation sequence.
     """
     assert sequences >= 1 and 0 <= rank < data_parallel, (sequences, rank, data_parallel)
     check_validation(data)
@@ -366,9 +361,10 @@ def batches_of(
     pin_memory: bool,
     fetch: Callable[[Sequence[int]], None] = lambda _: None,
 ) -> Iterator[MicroBatch]:
-    """Sequences 0 to `total` - 1 once, dealt out to the ranks as `validation_batches` does.
+    """Sequences 0 to `total` - 1 once, distributed as in `validation_batches`.
 
-    `fetch`: called with the sequences of the next micro-batches before they are read."""
+    `fetch`: called with the sequences of the next micro-batches before they are read.
+    """
     firsts = [start + rank * micro_batch for start in range(0, total, micro_batch * data_parallel)]
     dealt = [list(range(first, min(first + micro_batch, total))) for first in firsts]
     each = max(1, _FETCHED // micro_batch)

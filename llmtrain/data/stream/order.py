@@ -1,4 +1,4 @@
-"""The order of a run's sequences, computed and never stored: sets of a mixture, samples of an epoch, rows of a rank.
+"""The order of a run's sequences, computed and never stored: a mixture's sets, an epoch's samples, a rank's rows.
 
 The order of an epoch is a pure function of (seed, epoch, index): a Feistel network on the rectangle rows x columns >= n
 with modular addition, and cycle walking back into [0, n) (J. Black and P. Rogaway, "Ciphers with arbitrary finite
@@ -23,7 +23,7 @@ class _Node:
     left: _Node | int
     right: _Node | int
     share: Fraction
-    """Share of the sequences that reach this node which goes left."""
+    """Part of this node's sequences that goes left."""
 
     def left_count(self, k: int) -> int:
         a, b = self.share.numerator, self.share.denominator
@@ -33,13 +33,12 @@ class _Node:
 class Mixture:
     """A schedule over sets 0..n-1 with the given positive weights, which need not sum to 1.
 
-    The set of the k-th sequence is a pure function of k, exact over any stretch, in O(log sets). Method: the sets are
-    the leaves of a binary tree (Huffman's, on the weights). At every inner node the first k sequences that reach it are
-    split between its two branches by rounding: the left one gets floor(k * p + 1/2), p its exact share. That count
-    grows by 0 or 1 as k grows by 1, so each sequence goes to one branch, and the counts of all sets for any k follow
-    from the root down without replay. Shares are exact fractions, so nothing drifts: the count of a set among the first
-    k stays within 2 of k times its share for any k (within 1 for two or three sets), because an error made at a node
-    shrinks by the share that each branch below takes of it.
+    The set of the k-th sequence is a pure function of k, in O(log sets). Method: the sets are the leaves of a binary
+    tree (Huffman's, on the weights). An inner node splits its first k sequences between its two branches by rounding:
+    the left one gets floor(k * p + 1/2), p its exact share. That count grows by 0 or 1 as k grows by 1, so each
+    sequence goes to one branch, and the counts of all sets for any k follow from the root down without replay. Shares
+    are exact fractions, so nothing drifts: the count of a set among the first k stays within 2 of k times its share
+    (within 1 for two or three sets), because a node's error shrinks by the share of each branch below.
     """
 
     def __init__(self, weights: Sequence[float | Fraction]) -> None:
@@ -75,7 +74,7 @@ class Mixture:
         return counts
 
     def sequence(self, member: int, index: int) -> int:
-        """The k of the sequence that is `index` of set `member`: the inverse of `locate`."""
+        """The k of set `member`'s sequence `index`: the inverse of `locate`."""
         low, high = index, int((index + 3) / self.shares[member]) + 1  # a count stays within 2 of k times its share
         while low < high:
             middle = (low + high) // 2
@@ -103,9 +102,9 @@ _ROUNDS = 8  # four would do for statistics on large n; small epochs need more t
 
 
 def permute(n: int, seed: int, epoch: int, member: int, index: int) -> int:
-    """Sample in [0, n) at position `index` of the epoch. `member` is the set's place in a mixture (0 outside one).
+    """Sample in [0, n) at position `index` of the epoch: a permutation for fixed (n, seed, epoch, member).
 
-    For fixed (n, seed, epoch, member) this is a permutation of [0, n).
+    `member`: the set's place in a mixture (0 outside one).
     """
     assert 0 <= index < n, (index, n)
     rows, columns, key = _network(n, seed, epoch, member)
@@ -136,7 +135,7 @@ def position_of(n: int, seed: int, epoch: int, member: int, sample: int) -> int:
 
 
 def _network(n: int, seed: int, epoch: int, member: int) -> tuple[int, int, int]:
-    """Rows, columns and key of the network that orders an epoch."""
+    """Rows, columns and key of an epoch's network."""
     rows = math.isqrt(n - 1) + 1
     # The key is a hash of all three, so that (seed 0, epoch 1) and (seed 1, epoch 0) have nothing in common.
     key = xxhash.xxh3_64_intdigest(struct.pack("<QQQ", seed % (1 << 64), epoch, member))
@@ -144,7 +143,7 @@ def _network(n: int, seed: int, epoch: int, member: int) -> tuple[int, int, int]
 
 
 def rows_of(sequences: Sequence[int], accumulation: int, micro: int, group: int) -> range:
-    """Sequences of a step, counted from its first, that one micro-batch of a group holds.
+    """A group's sequences in one micro-batch, counted from the step's first.
 
     Each of the step's sequences is in one micro-batch of one group; the micro-batches of a group differ by one at most.
     Equal shares give the order of equal ranks: micro-batch by micro-batch, within each group by group.
@@ -152,8 +151,6 @@ def rows_of(sequences: Sequence[int], accumulation: int, micro: int, group: int)
     Args:
         sequences: of a step, by group; each at least `accumulation`.
         accumulation: micro-batches of a step.
-        micro: index of the micro-batch.
-        group: index of the group.
     """
 
     def until(each: int, micros: int) -> int:

@@ -1,4 +1,4 @@
-"""Bytes of text that each token of a tokenizer stands for."""
+"""Bytes of text per token of a tokenizer."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 def byte_lengths(tokenizer_dir: Path, vocab_size: int) -> np.ndarray:
-    """Bytes by token id, int64 [vocab_size]: the sum over a text's tokens is the text's length in UTF-8.
+    """Bytes by token id, int64 [vocab_size]: their sum over a text's tokens is the text's length in UTF-8.
 
-    Special tokens stand for no text: 0. Part of a character counts as its bytes. A token of words that a decoder joins
-    by spaces has the space before it. Raises DataError: no tokenizer can be read.
+    Special tokens have no text: 0. Part of a character counts as its bytes. If a decoder joins tokens with spaces, a
+    token includes the space before it. Raises DataError: no tokenizer can be read.
     """
     from tokenizers import Tokenizer
 
@@ -45,7 +45,7 @@ def byte_lengths(tokenizer_dir: Path, vocab_size: int) -> np.ndarray:
 
 
 def _length_of(tokenizer: Tokenizer) -> Any:
-    """Return the function that counts the bytes of a token, given as the vocabulary spells it."""
+    """Return a function that counts the bytes of a token in the vocabulary's spelling."""
     kinds, decoder = _kinds(tokenizer), tokenizer.decoder
     if "ByteLevel" in kinds:
         return len  # a character for each byte
@@ -55,7 +55,7 @@ def _length_of(tokenizer: Tokenizer) -> Any:
     def length(token: str) -> int:
         if "ByteFallback" in kinds and _BYTE.fullmatch(token):
             return 1
-        # Behind itself: at a text's beginning decoders drop a space.
+        # Decode it after itself: decoders drop a space at a text's beginning.
         return len(decoder.decode([token, token]).encode()) - len(decoder.decode([token]).encode())
 
     return length
@@ -70,7 +70,7 @@ def _kinds(tokenizer: Tokenizer) -> set[str]:
 
 
 def counted_bytes(data: TrainData, sequences: int, lengths: np.ndarray) -> int:
-    """Bytes of the counted labels of the first `sequences` validation sequences. `lengths`: `byte_lengths`."""
+    """Bytes of the counted labels of the first `sequences` validation sequences."""
     total, indices = 0, range(min(sequences, data.validation_sequences))
     data.fetch_validation(indices)
     for index in indices:

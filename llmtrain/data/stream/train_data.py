@@ -41,10 +41,10 @@ class _Member:
 
 
 class TrainData:
-    """The sequences of a run: training sequence 0, 1, 2, ... without end, and the validation sequences.
+    """The sequences of a run: endless training sequences 0, 1, 2, ..., and the validation sequences.
 
-    Training sequence k belongs to one set of the mixture; each set goes through its own epochs, every epoch in
-    its own order. Both are pure functions of k and the seed, so a position is one integer and a seek costs nothing.
+    Training sequence k belongs to one set of the mixture; each set has its own epochs, every epoch in its own order.
+    Both are pure functions of k and the seed, so a position is one integer and a seek costs nothing.
     """
 
     _members: Sequence[_Member] = ()
@@ -77,7 +77,7 @@ class TrainData:
         self.vocab_size: int = self.manifests[0].vocab_size
         self.separator_id: int = self.manifests[0].separator_id
         self.column_models: list[dict[str, Any] | None] = []
-        """Configuration of the model behind each column that it has taken; None: the column names none."""
+        """Configuration of each column's model; None: the column has none."""
         self.name: str = self._members[0].prepared.name
         """Path or URL of the first set's folder, for messages."""
         self.tokenizer_dir: Path = self._members[0].prepared.tokenizer_dir
@@ -88,17 +88,17 @@ class TrainData:
         )
         """Training sequences until the first set of the mixture has been read once."""
         self.validation_sequences: int = self._count_validation()
-        """Validation sequences there are; a mixture's end when one of its sets does."""
+        """Number of validation sequences; a mixture ends when one of its sets does."""
         self.fingerprint: str = self._fingerprint()
-        """Hash of the data, the sequence length, the seed and the mixture: what decides every training sequence."""
+        """Hash of the data, the sequence length, the seed and the mixture: all that decides the training sequences."""
 
     def sums(self, *, origins: bool = False) -> list[FileSum]:
-        """Return the files of all sets with their checksums from the manifests. origins: see `PreparedSet.sums`."""
+        """The files of all sets with their checksums. origins: see `PreparedSet.sums`."""
         return [file for member in self._members for file in member.prepared.sums(origins=origins)]
 
     def take_reference(self, precision: str) -> list[str]:
-        """From now on windows of preferences have the reference's log-probabilities. Returns the hash of the weights
-        that each set's are of. Raises DataError when a set has none, or they are not of its data."""
+        """Add the reference's log-probabilities to windows of preferences; returns each set's hash of the weights.
+        Raises DataError when a set's column is missing or of other data."""
         hashes = []
         for member in self._members:
             made, columns = read_reference(member.prepared, precision)
@@ -111,13 +111,13 @@ class TrainData:
 
     def teacher_columns(self, objective: Distill, vocabulary: int, precision: str, weights: str = "",
                         model: dict[str, Any] | None = None) -> list[TeacherColumn]:  # fmt: skip
-        """What the teacher's column of each set is to be; its files are not known. Raises DataError: k is too large."""
+        """The expected teacher's column of each set, without its files. Raises DataError: k is too large."""
         from llmtrain.data.stream.columns import TeacherColumn
 
         assert objective.top_k is not None
         if objective.top_k > vocabulary:
             raise DataError(f"objective.top_k {objective.top_k}: the model has {vocabulary} words; lower it, or leave "
-                            "it out for the whole distribution, computed at each step")  # fmt: skip
+                            "it out for the complete distribution, computed at each step")  # fmt: skip
         return [
             TeacherColumn(
                 weights=weights,
@@ -135,8 +135,8 @@ class TrainData:
         ]
 
     def take_teacher(self, columns: list[TeacherColumn]) -> list[str]:
-        """From now on windows have the teacher's likeliest words. `columns`: `teacher_columns`. Returns the hash of the
-        weights that each set's are of. Raises DataError when a set has none, or they are not what they are to be."""
+        """Add the teacher's likeliest words to windows; returns each set's hash of the weights. `columns`:
+        `teacher_columns`. Raises DataError when a set's column is missing or different."""
         from llmtrain.data.stream.columns import read_column
 
         hashes = []
@@ -148,7 +148,7 @@ class TrainData:
         return hashes
 
     def places(self, split: Split, index: int) -> np.ndarray:
-        """Places in the teacher's column of a sequence's counted labels, in a run with one set."""
+        """Places of a sequence's counted labels in the teacher's column, in a run with one set."""
         windows = self._members[0].train if split == "train" else self._members[0].validation
         own = permute(windows.count, self._config.seed if split == "train" else 0, 0, 0, index)
         return windows.places(own, windows.read(own))
@@ -170,7 +170,7 @@ class TrainData:
 
     def _count_validation(self) -> int:
         windows = self._validation_windows
-        # Largest k whose share of every set is there, by bisection: the counts grow with k.
+        # Largest k for which every set has enough windows, by bisection: the counts grow with k.
         low, high = 0, sum(windows)
         while low < high:
             middle = (low + high + 1) // 2
@@ -198,11 +198,11 @@ class TrainData:
 
     @property
     def in_store(self) -> bool:
-        """A set of it lies in an object store."""
+        """True if a set is in an object store."""
         return any(member.prepared.in_store for member in self._members)
 
     def fetch(self, indices: Sequence[int]) -> None:
-        """Ask stores at once for what training sequences `indices` need and this host has not. Raises DataError."""
+        """Read missing parts of training sequences `indices` from stores concurrently. Raises DataError."""
         self._fetch(indices, self.place_of, "train")
 
     def fetch_validation(self, indices: Sequence[int]) -> None:
@@ -218,12 +218,11 @@ class TrainData:
             windows.fetch([window for of, window in places if of == number])
 
     def shards_in_store(self, split: Split) -> list[tuple[str, str]]:
-        """(URL, file) of the shards of those sets that lie in stores."""
+        """(URL, file) of the shards of sets in stores."""
         return [shard for member in self._members for shard in member.prepared.shards_in_store(split)]
 
     def shards_next(self, index: int, sequences: int) -> list[tuple[str, str]]:
-        """(URL, file) of the shards with the beginnings of so many training sequences from `index` on, in order of
-        need."""
+        """(URL, file) of the shards in which the next `sequences` training sequences begin, in order of need."""
         found: dict[tuple[str, str], None] = {}
         urls = [next(iter(member.prepared.shards_in_store("train")), ("", ""))[0] for member in self._members]
         for number, window in map(self.place_of, range(index, index + sequences) if any(urls) else ()):
@@ -254,7 +253,6 @@ class TrainData:
         return self._members[member].prepared.origins(split)
 
     def windows_of(self, member: int) -> Texts | Conversations:
-        """The training windows of a set."""
         return self._members[member].train
 
     def validation_sequence(self, index: int) -> tuple[np.ndarray, np.ndarray]:
@@ -264,14 +262,13 @@ class TrainData:
     def validation_window_at(self, index: int) -> Window:
         """Validation sequence `index` < validation_sequences.
 
-        The order is fixed, whatever the run's seed, and shuffled: so the first few hundred stand for all of them
-        and not for the first shard.
+        The order is the same for every seed, and shuffled: the first few hundred represent all of them.
         """
         member, window = self._validation_place(index)
         return self._read(self._members[member].validation, window)
 
     def check_counted(self, sequences: int) -> None:
-        """Raises DataError: none of the first validation sequences has a token that counts, so none has a loss."""
+        """Raise DataError if none of the first validation sequences has a counted token, and so none a loss."""
         first = range(0 if self.in_store else min(sequences, self.validation_sequences))
         if first and all((self.validation_sequence(index)[1] == IGNORED).all() for index in first):
             raise DataError(f"{self.name}: no token of its first {len(first)} validation sequences is counted, so they "
@@ -283,7 +280,7 @@ class TrainData:
         return member, permute(self._validation_windows[member], 0, 0, member, position)
 
     def epochs(self, sequences: int) -> list[tuple[str, float, int]]:
-        """Return for each set its folder, its epochs in so many sequences of the run, and its training tokens."""
+        """For each set its folder, its epochs in the run's first `sequences`, and its training tokens."""
         counts = self._mixture.counts(sequences)
         return [
             (member.prepared.name, count / windows, member.prepared.manifest.tokens["train"])
@@ -291,7 +288,6 @@ class TrainData:
         ]
 
     def streams(self, split: Split) -> list[TokenStream]:
-        """The token stream of each set of the mixture."""
         return [(member.train if split == "train" else member.validation).stream for member in self._members]
 
     def _read(self, windows: Texts | Conversations, index: int) -> Window:
@@ -311,14 +307,13 @@ class TrainData:
 
 
 class EvalSet(TrainData):
-    """A named set that is only measured. Its validation sequences are those of its validation split or, where that
-    fills none, all of its training split."""
+    """A named set that is only measured, by its validation split or, if that is too short, its training split."""
 
     def __init__(self, folder: str, config: DataConfig) -> None:
         """`config`: of the run's data. Raises DataError."""
         super().__init__(replace(config, path=folder, mixture=None, seed=0), trains=False)
         self.whole = self.validation_sequences == 0
-        """It has no validation split."""
+        """True without a validation split."""
         if self.whole:
             self.validation_sequences = self.sequences_per_epoch
         if self.validation_sequences == 0:
@@ -328,11 +323,11 @@ class EvalSet(TrainData):
             )
 
     def validation_window_at(self, index: int) -> Window:
-        """Sequence `index` < validation_sequences, in an order that is the same in every run."""
+        """Sequence `index` < validation_sequences, in the same order in every run."""
         return self.window_at(index) if self.whole else super().validation_window_at(index)
 
     def fetch_validation(self, indices: Sequence[int]) -> None:
-        """`fetch` for sequences of the split that is measured."""
+        """`fetch` for sequences of the measured split."""
         if self.whole:
             self.fetch(indices)
         else:
@@ -345,8 +340,8 @@ def _open_member(folder: str, config: DataConfig) -> _Member:
     kind = Texts if chat is None else kind_of(chat)
     if chat is not None and chat.get("prompts"):
         raise DataError(
-            f"{folder} holds prompts, of which nothing is counted, so there is nothing to learn; they are for what "
-            "generates answers. Prepare conversations, with --format chat"
+            f"{folder} holds prompts, without counted tokens, so there is nothing to learn; they are for objectives "
+            "that generate answers. Prepare conversations, with --format chat"
         )
     if chat is not None and chat.get("choices"):
         raise DataError(
@@ -370,7 +365,7 @@ def _open_member(folder: str, config: DataConfig) -> _Member:
 
 @dataclass(frozen=True, kw_only=True)
 class Prompts:
-    """The prompts of a run by its data's tokenizer."""
+    """The prompts of a run in its data's tokenizer."""
 
     encoder: Encoder
     texts: list[str]
@@ -382,7 +377,7 @@ class Prompts:
 
     @classmethod
     def of(cls, run: RunConfig, data: TrainData) -> Prompts | None:
-        """Those of a run; None: it has none. Raises DataError: one is too long, or has no token."""
+        """The prompts of a run; None without any. Raises DataError: one is too long, or has no token."""
         texts, tokens = run.train.sample_prompts, run.train.sample_tokens
         if not texts:
             return None
@@ -392,7 +387,7 @@ class Prompts:
         for text, each in zip(texts, ids, strict=True):
             if not each or len(each) + tokens > data.sequence_length:
                 raise DataError(
-                    f"train.sample_prompts {text[:40]!r}: has {len(each)} tokens; wanted is 1 or more, and with "
+                    f"train.sample_prompts {text[:40]!r}: has {len(each)} tokens; it needs 1 or more, and with "
                     f"train.sample_tokens {tokens} at most data.sequence_length {data.sequence_length}"
                 )
         stops = [token for manifest in data.manifests for token in (manifest.chat or {}).get("stop_tokens", ())]
@@ -400,6 +395,5 @@ class Prompts:
         return cls(encoder=encoder, texts=list(texts), ids=ids, ends=ends, tokens=tokens)
 
     def text(self, row: int, new: list[int]) -> str:
-        """The continuation of a prompt."""
         before = self.encoder.decode(self.ids[row])
         return self.encoder.decode(self.ids[row] + new)[len(before) :]

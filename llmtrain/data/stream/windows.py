@@ -1,8 +1,10 @@
-"""Windows over the tokens of one split, which are a run's sequences: of texts end to end, and of whole rows.
+"""Windows over the tokens of one split, a run's sequences: contiguous texts, or complete rows.
 
-Texts are packed end to end, each followed by the separator. Window i of a split is its tokens
-[i*T, i*T + T + 1): inputs are the first T, labels the last T, so labels are already shifted by one.
-A window of conversations holds whole rows, by best fit, each isolated from the others and from the padding at its end.
+Texts are packed end to end, each followed by the separator. Window i of a split is its tokens [i*T, i*T + T + 1):
+inputs are the first T, labels the last T, so labels are already shifted by one.
+
+A window of conversations holds complete rows, by best fit, each isolated from the others and from the padding at its
+end.
 """
 
 from __future__ import annotations
@@ -25,8 +27,7 @@ IGNORED = -100  # the label that no loss counts; torch's and Hugging Face's defa
 def labels_of(tokens: np.ndarray, separator_id: int, mask_document_starts: bool) -> tuple[np.ndarray, np.ndarray]:
     """(inputs, labels), int64 [T] each, of a window of T + 1 tokens.
 
-    With `mask_document_starts` the label after a separator is -100: the first token of the next document, which
-    nothing before it tells.
+    With `mask_document_starts` the label after a separator is -100: no token predicts a document's first one.
     """
     inputs = tokens[:-1].astype(np.int64)
     labels = tokens[1:].astype(np.int64)
@@ -44,7 +45,7 @@ def positions_of(inputs: np.ndarray, separator_id: int) -> np.ndarray:
 
 
 def windows_in(tokens: int, sequence_length: int) -> int:
-    """Number of windows in a stream of `tokens`: the last label of a window is the first input of the next."""
+    """Number of windows in `tokens`: a window's last label is the first input of the next one."""
     return max(0, (tokens - 1) // sequence_length)
 
 
@@ -57,21 +58,21 @@ class Window(NamedTuple):
     positions: np.ndarray | None
     """Each token's position in its document; None: the sequence is one text."""
     rows: np.ndarray | None = None
-    """Rows of the split that are its first documents, int64 [2 pairs]: of preferences, chosen and rejected in turn."""
+    """Rows of the split that are its first documents, int64 [2 pairs]: chosen and rejected answers in turn."""
     reference: np.ndarray | None = None
-    """Their log-probabilities under the reference, fp32 [2 pairs], where the run has one."""
+    """Their log-probabilities under the reference, fp32 [2 pairs], if the run has one."""
     desirable: np.ndarray | None = None
-    """Labels of unpaired answers, bool [rows]: True if desired; `rows` and `reference` are [rows], too."""
+    """Labels of unpaired answers, bool [rows]: True if desired; `rows` and `reference` then are [rows] too."""
     mismatched: Window | None = None
-    """For unpaired answers: its prompts, each with the answer to another one. Their rows come after the split's."""
+    """For unpaired answers: the prompts, each with the answer to another one. Their rows come after the split's."""
     words: np.ndarray | None = None
-    """Ids that the teacher finds likeliest in place of each counted label, int64 [T, k]; None: no teacher's column."""
+    """Ids that the teacher finds likeliest instead of each counted label, int64 [T, k]; None: no teacher's column."""
     logs: np.ndarray | None = None
-    """fp32 [T, k + 1]: the logarithms of their probabilities, and of the mass of all others; 0 where none counts."""
+    """fp32 [T, k + 1]: log-probabilities of the words, and all other words' logarithmic mass; 0 if not counted."""
 
 
 class Texts:
-    """Windows over documents that lie end to end."""
+    """Windows over contiguous documents."""
 
     taught: Taught | None = None
 
@@ -88,12 +89,11 @@ class Texts:
         return Window(inputs, labels, positions_of(inputs[None], self._separator_id)[0])
 
     def fetch(self, indices: Iterable[int]) -> None:
-        """Ask a store at once for what these windows read of it. Raises DataError."""
+        """Read these windows from a store concurrently. Raises DataError."""
         length = self._config.sequence_length
         self.stream.fetch((index * length, length + 1) for index in indices)
 
     def begin(self, index: int) -> int:
-        """The first token of a window."""
         return index * self._config.sequence_length
 
     def origins(self, index: int, known: Origins) -> Iterator[Origin]:
@@ -102,19 +102,19 @@ class Texts:
         return known.within(index * length, (index + 1) * length)
 
     def windows_with(self, origin: Origin) -> range:
-        """The windows that hold some of a document; its end may be in none."""
+        """The windows with parts of a document; its end may be in none."""
         length = self._config.sequence_length
         return range(origin.begin // length, min(self.count, (origin.end - 1) // length + 1))
 
     @property
     def context(self) -> list[Any] | None:
-        """Settings on which a token's prediction depends beside the tokens before it."""
+        """Settings, apart from earlier tokens, that change a token's prediction."""
         config = self._config
         return [config.sequence_length, config.isolate_documents, config.mask_document_starts]
 
     @property
     def place_count(self) -> int:
-        """Places in a teacher's column (columns.py)."""
+        """Number of places in a teacher's column (columns.py)."""
         return self.count * self._config.sequence_length
 
     def places(self, index: int, window: Window) -> np.ndarray:
@@ -123,12 +123,12 @@ class Texts:
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """Pack whole records into windows: best fit, longest first, the same on every machine.
+    """Pack complete records into windows: best fit, longest first, the same on every machine.
 
     Method: best-fit decreasing (D. S. Johnson et al., SIAM J. Comput. 3, 1974), done at once for all records of a
     length and all windows with the same room: a million records take a fraction of a second, so every rank does it for
-    itself. Returns (records in the order of the windows, int64 [records]; each window's beginning in that order,
-    int64 [windows + 1]).
+    itself. Returns (records in the order of the windows, int64 [records]; each window's beginning in that order, int64
+    [windows + 1]).
 
     Args:
         lengths: int [records], each from 1 to `capacity`.
@@ -136,7 +136,7 @@ def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray
     order = np.argsort(-lengths.astype(np.int64), kind="stable")
     sizes, starts = np.unique(-lengths[order].astype(np.int64), return_index=True)
     window_of = np.empty(len(lengths), dtype=np.int64)
-    rooms: list[int] = []  # ascending; what some window has left
+    rooms: list[int] = []  # ascending room left in windows
     windows: dict[int, np.ndarray] = {}
     made = 0
 
@@ -173,7 +173,7 @@ if TYPE_CHECKING:
 
 
 class Conversations:
-    """Windows of whole rows; the separator fills what no row does."""
+    """Windows of complete rows, padded with the separator."""
 
     together = 1
     """Rows that share a window."""
@@ -190,19 +190,18 @@ class Conversations:
         self.count = len(first) - 1
 
     def _sizes(self) -> np.ndarray:
-        """Tokens that rows which go together ask for."""
+        """Tokens of each group of rows that share a window."""
         return self._lengths.reshape(-1, self.together).sum(1)
 
     def _rows(self, index: int) -> np.ndarray:
         return self._order[self._first[index] : self._first[index + 1]]
 
     def fetch(self, indices: Iterable[int]) -> None:
-        """Ask a store at once for what these windows read of it. Raises DataError."""
+        """Read these windows from a store concurrently. Raises DataError."""
         rows = (row for index in indices for own in self._rows(index).tolist() for row in self._read_for(own))
         self.stream.fetch((int(self._starts[row]), int(self._lengths[row])) for row in rows)
 
     def begin(self, index: int) -> int:
-        """The first token of a window."""
         return int(self._starts[self._rows(index)[0]])
 
     def _read_for(self, row: int) -> list[int]:
@@ -210,11 +209,10 @@ class Conversations:
         return [row]
 
     def origins(self, index: int, known: Origins) -> Iterator[Origin]:
-        """The rows in a window."""
         return known.of_rows(self._rows(index).tolist())
 
     def windows_with(self, origin: Origin) -> range:
-        """The window that holds a row."""
+        """The window with a row."""
         window = int(np.searchsorted(self._first, np.flatnonzero(self._order == origin.index)[0], "right")) - 1
         return range(window, window + 1)
 
@@ -257,7 +255,7 @@ class Conversations:
 
 
 class Preferences(Conversations):
-    """Windows of whole pairs: what compares two answers has both in one micro-batch, whatever the ranks share."""
+    """Windows of complete pairs: both answers are in one micro-batch, on any number of ranks."""
 
     together = 2
     reference: np.ndarray | None = None
@@ -271,9 +269,9 @@ class Preferences(Conversations):
 
 
 def partners(prompts: np.ndarray) -> np.ndarray | None:
-    """For each row the row whose answer its prompt meets: of another prompt, and each answer once. int64 [rows].
+    """Pair each prompt with an answer to another prompt; every answer is used once. int64 [rows].
 
-    A function of the hashes [rows] alone. None: more than half of the rows have the same prompt.
+    `prompts`: hashes [rows]. None: more than half of the rows have the same prompt.
     """
     order = np.argsort(prompts, kind="stable")
     _, counts = np.unique(prompts, return_counts=True)
@@ -286,7 +284,7 @@ def partners(prompts: np.ndarray) -> np.ndarray | None:
 
 
 class Unpaired(Conversations):
-    """Windows of answers judged alone; beside each, a window of the same prompts with answers to others."""
+    """Windows of answers judged alone, each with a window of the same prompts with answers to others."""
 
     reference: np.ndarray | None = None
     """fp32 [2 rows]."""
@@ -336,5 +334,5 @@ class Unpaired(Conversations):
 
 
 def kind_of(chat: dict[str, Any]) -> type[Conversations]:
-    """Class for the rows that the manifest's `chat` describes."""
+    """The class of windows for the rows of the manifest's `chat`."""
     return Preferences if chat.get("pairs") else Unpaired if chat.get("unpaired") else Conversations

@@ -403,7 +403,7 @@ WRONG: dict[str, tuple[Kind | str, Any, str]] = {
     "system left out": (changed(CHATML.replace("in messages", "in messages if m.role != 'system'")),
                         talk("q", "a", system="be kind"), r"message 0 \(system\): the template leaves it out"),
     "no end": (changed(CHATML.replace("<|im_end|>\n", "\n")), TALK, "generation would not stop at its end"),
-    "text after the end": (changed(CHATML.replace("<|im_end|>\n", "<|im_end|>\nbye\n")), TALK, "text goes on after"),
+    "text after the end": (changed(CHATML.replace("<|im_end|>\n", "<|im_end|>\nbye\n")), TALK, "text continues after"),
     "prompt is not the answer's": (changed(CHATML.replace("assistant\n{% endif %}", "assistant\n<think>{% endif %}")),
                                    TALK, "does not write the answer where its generation prompt ends"),
     "empty generation tag": (changed(KINDS["generation"].template.replace(

@@ -197,7 +197,7 @@ def test_damage_is_found(place: Path, prepared: Path, tmp_path: Path) -> None:
     path = sorted(folder.glob("train-*.rows"))[0]
     good = path.read_bytes()
     path.write_bytes(bytes([good[0] + 1]) + good[1:])
-    with pytest.raises(DataError, match=r"its rows are not those of the shard"):
+    with pytest.raises(DataError, match=r"its rows do not fit its shard"):
         TrainData(config(folder))
     with pytest.raises(DataError, match=r"\.rows: its checksum"):
         PreparedSet(folder).verify()

@@ -133,10 +133,10 @@ def test_truncated_and_corrupt_streams(tmp_path: Path, suffix: str) -> None:
 @pytest.mark.parametrize(
     ("data", "place"),
     [
-        (b"one\ntwo\xff\n", "line 2: invalid UTF-8: byte 0xff; write it anew, such as `iconv -f LATIN1 -t UTF-8 FILE"),
+        (b"one\ntwo\xff\n", "line 2: invalid UTF-8: byte 0xff; convert it, such as `iconv -f LATIN1 -t UTF-8 FILE"),
         (
             "text".encode("utf-16"),
-            "line 1: invalid UTF-8: byte 0xff; write it anew, such as `iconv -f UTF-16 -t UTF-8 ",
+            "line 1: invalid UTF-8: byte 0xff; convert it, such as `iconv -f UTF-16 -t UTF-8 ",
         ),
         (b"%PDF-1.4\nno byte that UTF-8 lacks", "line 1: it is a PDF: convert it to text first, such as by `pdftotext"),
         (b"%PDF-1.7\n%\xe2\xe3", "line 1: it is a PDF"),
@@ -184,7 +184,7 @@ def test_bad_parquet(tmp_path: Path) -> None:
         ]
         assert [r.split(":")[0] for r in rejected] == [f"a.parquet, row {i}" for i in (1, 2, 3)]
     pq.write_table(pa.table({"body": ["a"]}), path)
-    assert "no field 'text' in the whole file (its fields: body)" in read(path)[1][0]
+    assert "no field 'text' in the file (its fields: body)" in read(path)[1][0]
     pq.write_table(pa.table({"text": [1, 2]}), path)
     assert "row 1: field 'text' is int" in read(path)[1][1]
     not_utf8 = pa.Array.from_buffers(pa.utf8(), 1, [None, pa.py_buffer(b"\0\0\0\0\1\0\0\0"), pa.py_buffer(b"\xff")])
@@ -227,7 +227,7 @@ def test_bad_rows_of_a_saved_dataset(tmp_path: Path) -> None:
     texts, rejected = read(tmp_path / "saved")
     assert texts == ["one", "two"] and len(rejected) == 2 and "row 1: field 'text' is null" in rejected[0]
     datasets.Dataset.from_dict({"body": ["one"]}).save_to_disk(str(tmp_path / "other"))
-    assert "no field 'text' in the whole file (its fields: body)" in read(tmp_path / "other")[1][0]
+    assert "no field 'text' in the file (its fields: body)" in read(tmp_path / "other")[1][0]
 
 
 # --- which files
@@ -279,7 +279,7 @@ def test_a_json_list_is_read_as_records(tmp_path: Path, name: str, mark: bytes) 
     path.write_bytes(mark + b"[]")
     assert read(path, form="jsonl") == ([], [f"{name}, row 0: empty file"])
     path.write_bytes(mark + b'[{"text": "one"}]\n' + b" " * (1 << 20) + b'[{"text": "two"}]')  # appended to
-    assert read(path) == (["one"], [f"{name}, row 1: broken JSON (more follows behind the list's end)"])
+    assert read(path) == (["one"], [f"{name}, row 1: broken JSON (more text follows the list's end)"])
 
 
 def test_a_json_file_of_objects_by_line_is_read_as_records(tmp_path: Path) -> None:
@@ -310,7 +310,7 @@ def test_the_rows_of_a_table_as_text_are_records_unless_prose_is_asked_for(tmp_p
         "a.csv, row 2: it has another number of values than the first line, which names 2 columns",
         "a.csv, row 3: empty document",
     ]
-    assert "c.csv, row 0: no field 'text' in the whole file (its fields: body); see --field" in rejected[2]
+    assert "c.csv, row 0: no field 'text' in the file (its fields: body); see --field" in rejected[2]
     assert "d.csv, row 0: no table as text ('utf-8' codec" in rejected[3]
     assert rejected[4] == "f.csv, row 0: two columns are named 'text'; name each once"
     (tmp_path / "e").mkdir()

@@ -84,7 +84,7 @@ def test_a_folder_of_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     source.write_text("".join(json.dumps({"prompt": f"what is {at}"}) + "\n" for at in range(40)))
     words = ["--source", str(source), "--out", str(out), "--tokenizer", str(model), "--format", "prompt"]
     with workers_here():
-        assert main([*words, "--count", "last"]) == 2 and "a prompt is whole" in capsys.readouterr().err
+        assert main([*words, "--count", "last"]) == 2 and "a prompt is never cut" in capsys.readouterr().err
         assert main([*words, "--validation-fraction", "0"]) == 0
     data = PreparedSet(out)
     stream = data.split("train")
@@ -95,5 +95,5 @@ def test_a_folder_of_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     capsys.readouterr()
     assert cli.main(["data", "show", str(out)]) == 0
     assert "0 counted" in (shown := capsys.readouterr().out) and "<|im_start|>assistant" in shown
-    with pytest.raises(DataError, match="holds prompts, of which nothing is counted"):
+    with pytest.raises(DataError, match="holds prompts, without counted tokens"):
         TrainData(DataConfig(path=str(out), sequence_length=64, isolate_documents=True))

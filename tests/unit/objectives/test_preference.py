@@ -179,7 +179,7 @@ def test_a_column_of_something_else_is_refused(folder: Path) -> None:
     good = path.read_bytes()
     for bad in (good[:-4], bytes([good[0] ^ 1]) + good[1:]):
         path.write_bytes(bad)
-        with pytest.raises(DataError, match="of the train split are not those that it tells of"):
+        with pytest.raises(DataError, match="of the train split are not the recorded ones"):
             read_reference(prepared, "fp32")
     path.write_bytes(good)
     told = json.loads((folder / "reference.json").read_text())
@@ -201,7 +201,7 @@ def test_show_names_the_sides(folder: Path, capsys: pytest.CaptureFixture[str]) 
     ("more", "reason"),
     [
         (("--count", "all"), "--count all: a preference counts its two answers"),
-        (("--max-tokens", "9", "--too-long", "cut"), "--too-long cut: a preference counts its two answers, whole"),
+        (("--max-tokens", "9", "--too-long", "cut"), "--too-long cut: a preference counts its two answers completely"),
     ],
 )
 def test_options_that_cannot_be(
