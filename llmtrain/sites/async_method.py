@@ -1,10 +1,9 @@
-"""sites.method async: between two meetings each site publishes its changes and takes the newest of the others, alone.
+"""sites.method async: between two meetings each site publishes its changes and fetches the others' newest ones, alone.
 
 A site's line is the common parameters plus the sum of its own steps since the meeting. It trains on the mean of the
-newest lines that it knows, weighted by the tokens behind them, as a parameter server would give out; the next meeting
-makes the mean of all lines the common parameters. A change whose ground has moved by `late` more updates of another
-site than USUAL is weighted by (1 + late) ** -0.5, after C. Xie et al., "Asynchronous Federated Optimization", arXiv
-1903.03934.
+newest known lines, weighted by their tokens, like a parameter server's; the next meeting makes the mean of all lines
+the common parameters. A change whose ground is `late` more updates of another site behind than USUAL is weighted by (1
++ late) ** -0.5, after C. Xie et al., "Asynchronous Federated Optimization", arXiv 1903.03934.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ from llmtrain.sites.transport import Array as Served
 from llmtrain.sites.transport import Server
 
 USUAL = 2
-"""Updates of an equally fast site between two exchanges: one, and sometimes two because of their order."""
+"""Updates of an equally fast site between two exchanges: one, or two because of their order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """A peer's change since the meeting, as this site knows it."""
+    """A peer's change since the meeting."""
 
     clock: Clock
     change: Array
@@ -44,7 +43,7 @@ class Line:
 
 
 class Newest:
-    """The exchanges of one site between meetings. All of its ranks call every method together."""
+    """Exchanges of one site between meetings. All of its ranks call every method together."""
 
     def __init__(
         self,
@@ -56,9 +55,9 @@ class Newest:
         tell: Callable[..., None],
         settings: Async,
     ) -> None:
-        """`ranks`: of the site. `shard`: parameters that this rank owns. `exchange`: with a process group of its own if
-        `overlap_steps` is not 0. `server`: publishes this rank's changes. `form`: format of changes, without error
-        feedback. `tell`: takes an event's kind and fields."""
+        """`shard`: this rank's own parameters. `exchange`: with its own process group unless `overlap_steps` is 0.
+        `server`: publishes this rank's changes. `form`: format of changes, without error feedback. `tell`: takes an
+        event's kind and fields."""
         self._ranks, self._shard, self._exchange, self._server = ranks, shard, exchange, server
         self._form, self._tell = form, tell
         self._every, self._overlap, self._limit_s = settings.sync_every, settings.overlap_steps, settings.timeout_s
@@ -66,9 +65,8 @@ class Newest:
         self.begin(shard.read(), 0, [])
 
     def begin(self, common: Array, round_: int, others: Sequence[PeerStatus], line: Array | None = None) -> None:
-        """Start from a meeting of all sites, or from a checkpoint. `common`: the common parameters, [size]. `round_`:
-        synchronisations so far. `line`: this site's own line from a checkpoint; the live parameters are the ground of
-        what follows."""
+        """Start from a meeting, or from a checkpoint. `common`: [size]. `round_`: synchronisations so far. `line`: this
+        site's own line from a checkpoint, which makes the live parameters the ground."""
         self._common, self._round, self._others = common, round_, others
         self._line = common if line is None else line
         self._ground = common if line is None else self._shard.read()
@@ -79,19 +77,19 @@ class Newest:
         self._served: dict[str, Served] = {}
 
     def line(self, live: Array) -> Array:
-        """Return this site's line, including its changes since the last exchange. `live`: its parameters, [size]."""
+        """Return this site's line with its changes since the last exchange. `live`: its parameters, [size]."""
         if self._line is self._ground and not self._late():
             return live
         return self._line + np.float32((1 + self._late()) ** -0.5) * (live - self._ground)
 
     def advance(self, live: Array) -> Array:
-        """Set the line to `line(live)` and return it; later changes are counted from `live`."""
+        """Set the line to `line(live)` and return it; later changes count from `live`."""
         self._line = self.line(live)
         self._ground = self._line if not self._known else live
         return self._line
 
     def served(self) -> Mapping[str, Served]:
-        """Return what peers may fetch: the last two versions, as some may still be fetching the older one."""
+        """Return the last two versions: some peers may still fetch the older one."""
         return self._served
 
     def settle(self) -> None:
@@ -101,8 +99,8 @@ class Newest:
             self._asked = None
 
     def after_step(self, step: int, steps: int, tokens: int) -> None:
-        """Start a fetch, or publish and take, if it is due. `step`: of the run, for events. `steps`, `tokens`: of this
-        site since the meeting."""
+        """Start a fetch, or publish and take, if it is due. `step`: of the run, for events. `steps`, `tokens`: since
+        the meeting."""
         if (steps + self._overlap) % self._every == 0 and self._asked is None and self._others:
             known = {site: line.clock.version for site, line in self._known.items()}
             sources, round_, change = self._others, self._round, self.line(self._shard.read()) - self._common

@@ -1,4 +1,4 @@
-"""Fetching from other sites: each rank of a site fetches the elements that it owns, and all agree on what has come."""
+"""Fetching from other sites: each rank of a site fetches its own elements, and all agree on the results."""
 
 from __future__ import annotations
 
@@ -33,23 +33,22 @@ class Clock:
     version: int
     """Number of changes sent."""
     tokens: int
-    """Tokens behind the last change."""
+    """Tokens included in the last change."""
     steps: int
-    """Optimizer steps behind it."""
+    """Optimizer steps included in it."""
 
     def array(self) -> npt.NDArray[np.int64]:
-        """Return it as it is served, int64 [3]."""
         return np.array([self.version, self.tokens, self.steps], "<i8")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fetched:
-    """Result of a fetch. Everything but the arrays is equal on all ranks of the site."""
+    """Result of a fetch, equal on all ranks of the site except for the arrays."""
 
     found: dict[str, Array]
-    """Site -> its parameters or their changes, [elements of this rank], if they came to all ranks."""
+    """Site -> its parameters or their changes, [elements of this rank], if received by all ranks."""
     failed: dict[str, str]
-    """Site -> reason why its parameters did not come."""
+    """Site -> reason of the failure."""
     outer: tuple[Array, Array] | None
     """(common parameters, outer momentum), if requested and received by all ranks."""
     received_bytes: int
@@ -70,7 +69,7 @@ class Exchange:
         most_steps: int,
     ) -> None:
         """`site`: its id. `run`: checksum of the settings that the sites share. `form`: format of changes; None: fp32
-        parameters. `most_steps`: limit of a site's steps between two synchronisations; larger reports are capped."""
+        parameters. `most_steps`: limit on a site's steps between two synchronisations; larger reports are capped."""
         self.ranks = self._ranks = ranks
         self._shard, self._site, self._run, self._form = shard, site, run, form
         self._healer = ""
@@ -89,10 +88,10 @@ class Exchange:
         part: slice,
         deadline_s: float,
     ) -> Fetched:
-        """Fetch what a round needs, until `deadline_s` (time.monotonic()). `sources`: sites whose parameters count,
-        this one too if its own do. `healers`: sites that have the common state; empty if this site has it. `own`: this
-        rank's parameters, or its changes as others decode them. `common`: [size]; a fetched common state replaces them.
-        `leader`: its report must match what healers send. `part`: slice that the round synchronises."""
+        """Fetch the data of a round until `deadline_s` (time.monotonic()). `sources`: sites whose parameters count.
+        `healers`: sites with the common state; empty if this site has it. `own`: this rank's parameters, or its changes
+        after decoding. `common`: [size]; a fetched common state replaces it. `leader`: its report must match the
+        healers' data. `part`: slice that the round synchronises."""
         found: dict[str, Array] = {}
         failed: dict[str, str] = {}
         round_ = leader.round
@@ -132,9 +131,9 @@ class Exchange:
         round_: int,
         deadline_s: float,
     ) -> tuple[Fetched, dict[str, Clock]]:
-        """Fetch the other sites' newest changes since all met, until `deadline_s`, without waiting for anybody.
-        `known`: site -> version that this site has. `own`: this site's changes after `steps`, the reference for
-        outliers. `round_`: since which changes count. Returns (newer changes that have come, site -> clock)."""
+        """Fetch the other sites' newest changes since the last meeting, without waiting for a site. `known`: site ->
+        version that this site has. `own`: this site's changes after `steps`, the reference for outliers. `round_`: of
+        the meeting. Returns (newer changes, site -> clock)."""
         told = from_rank_0(self._ranks, lambda: {each.id: self._clock(each, round_, deadline_s) for each in sources})
         clocks = {site: each for site, each in told.items() if isinstance(each, Clock)}
         found, failed = {self._site: own}, {site: each for site, each in told.items() if isinstance(each, str)}
@@ -154,7 +153,7 @@ class Exchange:
         return self._joined(found, failed, None, received, squares, behind), clocks
 
     def _clock(self, site: PeerStatus, round_: int, deadline_s: float) -> Clock | str:
-        """Return a site's clock, or the reason why it is not known."""
+        """Return a site's clock, or the reason of the failure."""
         read = np.zeros(3, "<i8")
         peer = self._peers_of(site)[0]
         try:
@@ -165,7 +164,7 @@ class Exchange:
         return Clock(version=version, tokens=tokens, steps=steps) if min(read) >= 0 else "its clock makes no sense"
 
     def _false(self, outer: tuple[Array, Array] | None, leader: PeerStatus) -> str:
-        """Return why the received state does not match the leader's report; empty: it does, or a rank has none."""
+        """Return why the received state does not match the leader's report; "": it does, or a rank has none."""
         sums = from_all(self._ranks, None if outer is None else [self._shard.checksum(each) for each in outer])
         there = [each for each in sums if each is not None]
         if len(there) < len(sums) or checksum_of(there) == leader.checksum:
@@ -176,7 +175,7 @@ class Exchange:
     def _healed(
         self, healers: Sequence[PeerStatus], round_: int, deadline_s: float
     ) -> tuple[tuple[Array, Array] | None, int, dict[str, str]]:
-        """Return ((common parameters, outer momentum) of the first healer that sends them, bytes, id -> failure)."""
+        """Return ((common parameters, outer momentum) from the first healer that sends them, bytes, id -> failure)."""
         failed: dict[str, str] = {}
         for each in healers:
             last, now_s = each is healers[-1], time.monotonic()
@@ -192,7 +191,7 @@ class Exchange:
         return None, 0, failed
 
     def forget_all_but(self, sites: Collection[str]) -> None:
-        """Forget all sites but these: one that comes back is another process."""
+        """Forget all other sites: one that returns is another process."""
         self._peers = {site: peers for site, peers in self._peers.items() if site in sites}
 
     def _joined(
@@ -204,7 +203,7 @@ class Exchange:
         squares: Mapping[str, float],
         steps: Mapping[str, float],
     ) -> Fetched:
-        """Combine the ranks' results; refuse updates that are too large. `squares`: squared norms on this rank."""
+        """Combine the ranks' results and refuse updates that are too large. `squares`: squared norms on this rank."""
         reports = from_all(self._ranks, (failed, outer is not None, received, squares))
         failures = {site: text for other, *_ in reversed(reports) for site, text in other.items()}
         there = [site for site in found if site not in failures]
@@ -221,7 +220,7 @@ class Exchange:
     def _values(
         self, site: PeerStatus, kind: str, round_: int, part: slice | None, deadline_s: float
     ) -> tuple[Array, int]:
-        """Return (this rank's elements, or those of a part, from another site; bytes). Raises WireError."""
+        """Return (this rank's elements, or a part, from another site; bytes). Raises WireError."""
         first, end = (part.start, part.stop) if part else (0, self._shard.size)
         mine = [(at - first, name, region) for at, name, region in self._shard.regions(part)]
         wanted = sum(region.numel for _, _, region in mine)
@@ -252,7 +251,7 @@ class Exchange:
 
 
 def checksum_of(ranks: Sequence[Sequence[int]]) -> str:
-    """Return the checksum of the common parameters and the outer momentum from the sums of the ranks' parts."""
+    """Combine the checksums of the ranks' parts of the common parameters and the outer momentum."""
     return "-".join(f"{sum(parts) % 2**64:016x}" for parts in zip(*ranks, strict=True))
 
 
@@ -261,7 +260,7 @@ Pairs = Sequence[tuple[Rectangle, Rectangle]]
 
 
 class Blocks:
-    """The compressed blocks of another rank that hold the elements of some pairs."""
+    """Compressed blocks of another rank that hold the elements of some pairs."""
 
     def __init__(self, pairs: Pairs) -> None:
         self._pairs = pairs
@@ -277,7 +276,7 @@ class Blocks:
         self.count = sum(count for _, count in self.runs)
 
     def wanted(self, record: int) -> list[tuple[Rectangle, Rectangle]]:
-        """Return the records as pairs of byte ranges: in the other rank's array, and in one of `count` records."""
+        """Return the records as pairs of byte ranges: in the other rank's array, and in an array of `count` records."""
         pairs: list[tuple[Rectangle, Rectangle]] = []
         at = 0
         for first, count in self.runs:
@@ -298,7 +297,6 @@ class Blocks:
             into[here : here + length] = decoded[at : at + length]
 
     def _rows(self) -> Iterator[tuple[int, int, int]]:
-        """Yield (first element there, first element here, elements)."""
         for (there, step, rows, length), (here, own_step, _, _) in self._pairs:
             for row in range(rows):
                 yield there + row * step, here + row * own_step, length

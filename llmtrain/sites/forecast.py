@@ -1,7 +1,7 @@
-"""Forecast of a run over a slow network: bytes, waiting, share of computing and wall time, before it is started.
+"""Forecast of a run over a slow network: bytes, waiting, share of computing and wall time.
 
-The formulas follow the code: `exchange.py` fetches from all other sites
-at once, `transport.py` opens a connection for each request, `quorum.py` meets twice a round.
+The formulas follow the code: `exchange.py` fetches from all other sites at once, `transport.py` opens a connection for
+each request, `quorum.py` meets twice a round.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from llmtrain.optim.outer_methods import Periodic, SitesConfig
 from llmtrain.tracking.local import read_rows
 
 HEADERS = 1 + 66 / 1448
-"""Bytes on the wire for a byte sent: Ethernet, IPv4 and TCP headers of a full segment."""
+"""Bytes on the wire for a payload byte: Ethernet, IPv4 and TCP headers of a full segment."""
 FIRST_WINDOW = 10 * 1448
 """Bytes that a new connection sends before the first answer; Linux doubles them with each round trip."""
 WINDOW = 4 << 20
-"""Bytes of one connection on their way at most: the largest send buffer that Linux gives by itself (tcp_wmem)."""
+"""Most bytes of one connection in transit: Linux's largest default send buffer (tcp_wmem)."""
 ROUND_TRIPS = 2
 """Round trips of a request: the connection, and the question."""
 MEETINGS = 2
-"""Meetings of a round, a round trip to the coordinator each."""
+"""Meetings of a round, each a round trip to the coordinator."""
 GOAL = 0.95
 """Default goal: share of the time spent computing."""
 LONGEST = 100
 """Steps between two synchronisations up to which a gentler compression is preferred."""
 _MOST = 100_000
 COMPRESS = ("none", *FORMATS)
-"""Formats, from the one that loses least."""
+"""Formats, the most exact first."""
 
 # Seconds of one core for an element, measured on a virtual machine with two x86-64 cores at 2.5 GHz.
 _KEEP_S = 5.2e-9
@@ -53,26 +53,24 @@ _RECEIVE_S = 0.6e-9
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """Network line of each site; it carries both directions at once."""
+    """Network line of each site, for both directions at once."""
 
     rate: float
     """Bytes a second, headers included."""
     rtt_s: float
     """Round trip between two sites."""
     window: float = WINDOW
-    """Bytes of one connection on their way at most."""
+    """Most bytes of one connection in transit."""
 
     def fetch_s(self, payload: float, answers: int = 1) -> float:
-        """Return the seconds until bytes requested over new connections, one after another, have come."""
+        """Return the seconds until all bytes have come over `answers` new connections, one after another."""
         if not payload:
             return 0.0
         return answers * ROUND_TRIPS * self.rtt_s + self.transfer_s(payload)
 
     def transfer_s(self, payload: float) -> float:
-        """Return the seconds from the first byte's arrival to the last one's, on a connection that was idle before.
-
-        Its window doubles with each round trip until it fills the line or reaches its limit.
-        """
+        """Return the seconds from the first byte's arrival to the last one's on an idle connection, whose window
+        doubles with each round trip until it fills the line or reaches its limit."""
         size = payload * HEADERS
         rate = min(self.rate, self.window / self.rtt_s) if self.rtt_s else self.rate
         full = rate * self.rtt_s
@@ -83,7 +81,7 @@ class Line:
 
 
 def measured(path: str) -> Line:
-    """Return the lowest rate and the longest round trip in a file of `doctor --sites --out`. Raises ConfigError."""
+    """Return the lowest rate and longest round trip in a file of `doctor --sites --out`. Raises ConfigError."""
     try:
         lines = untrusted.loads(Path(path).read_bytes())["lines"]
         rates = [float(line[key]) / 8 for line in lines for key in ("up", "down", "both_up", "both_down")]
@@ -97,7 +95,7 @@ def measured(path: str) -> Line:
 
 
 def step_seconds(folder: str) -> float:
-    """Return the median seconds of an optimizer step in a run's metrics.jsonl. Raises ConfigError."""
+    """Return the median seconds of an optimizer step from a run's metrics.jsonl. Raises ConfigError."""
     rows, _ = read_rows(Path(folder) / "metrics.jsonl")
     found = []
     for row in rows:
@@ -116,7 +114,7 @@ def step_seconds(folder: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """The properties of a run that a forecast needs."""
+    """Properties of a run for a forecast."""
 
     fragments: tuple[int, ...]
     """Trained parameters of each part of a model that is synchronised in parts."""
@@ -124,9 +122,9 @@ class Job:
     ranks: int
     """Ranks of each site."""
     step_s: float
-    """Seconds of computing of an optimizer step, without other sites."""
+    """Seconds of computing in an optimizer step, without other sites."""
     steps: int | None
-    """Optimizer steps of the run; None: unknown, no wall time is given."""
+    """Optimizer steps of the run; None: unknown, without a wall time."""
 
     @property
     def parameters(self) -> int:
@@ -147,17 +145,17 @@ class Forecast:
     sync_every: int
     """Optimizer steps between two synchronisations of an element; 1: every step."""
     bytes_per_step: float
-    """Bytes sent by a site per step in the mean, headers included; it receives as many."""
+    """Mean bytes that a site sends per step, headers included; it receives the same number."""
     wait_s: float
-    """Seconds of a step that are not its computing, in the mean of all steps but the run's last synchronisation."""
+    """Mean seconds of a step beyond its computing, without the run's last synchronisation."""
     computing: float
     """Share of the time, 0 to 1."""
     round_s: float
-    """A synchronisation from its beginning to its end."""
+    """Seconds of a complete synchronisation."""
     fetch_s: float
     """The part of `round_s` until parameters have come."""
     run_s: float | None
-    """The whole run with what comes after its last step; without evaluation, saving and start."""
+    """The run with its last synchronisation; without evaluation, saving and start."""
 
 
 def ways(settings: SitesConfig) -> dict[str, SitesConfig]:
@@ -166,10 +164,10 @@ def ways(settings: SitesConfig) -> dict[str, SitesConfig]:
 
 
 def data_parallel(job: Job, line: Line) -> Forecast:
-    """One run over all sites' ranks: gloo's ring adds up all gradients, in bf16, after every step.
+    """Forecast one run over all sites' ranks: gloo's ring adds up all gradients, in bf16, after every step.
 
     A ring of P ranks passes 2 (P-1)/P of its 2 N bytes over each site's line, in 2 (P-1) turns of half a round trip
-    where it crosses lines. Two more collectives of a few bytes are in a step: the loss, and what the ranks agree on.
+    where it crosses lines. A step has two more collectives of a few bytes.
     """
     ring = job.sites * job.ranks
     sent = 2 * (ring - 1) / ring * 2 * job.parameters
@@ -184,7 +182,7 @@ def data_parallel(job: Job, line: Line) -> Forecast:
 
 
 def with_sites(job: Job, line: Line, method: SitesConfig, compress: str) -> Forecast:
-    """A run a site, with a `sites.method`."""
+    """Forecast one run per site with a `sites.method`."""
     parts = job.messages(method)
     rounds = [_round(job, line, method, compress, part) for part in parts]
     every = method.period / len(parts)
@@ -206,10 +204,8 @@ def with_sites(job: Job, line: Line, method: SitesConfig, compress: str) -> Fore
 
 
 def smallest(job: Job, line: Line, method: SitesConfig, compress: str, goal: float = GOAL) -> int | None:
-    """The smallest sites.sync_every with which a site computes for `goal` of the time; None: more than 100,000 steps.
-
-    Of a run without end: the last synchronisation, which a short run feels, is left out.
-    """
+    """Return the smallest sites.sync_every that reaches the share of computing in an endless run; None: more than
+    100,000 steps."""
     endless, parts = replace(job, steps=None), method.parts
 
     def reaches(units: int) -> bool:  # of what the method can do
@@ -227,8 +223,8 @@ def smallest(job: Job, line: Line, method: SitesConfig, compress: str, goal: flo
 
 
 def recommended(job: Job, line: Line, methods: Mapping[str, SitesConfig], goal: float = GOAL) -> Forecast | None:
-    """The gentlest compression with which some method reaches the goal within LONGEST steps, and of the methods the one
-    that synchronises most often; else int4 with any number of steps."""
+    """Return the gentlest compression with which a method reaches the goal within LONGEST steps, with the method that
+    synchronises most often; else int4 with any number of steps."""
     for compress in COMPRESS:
         found = {way: smallest(job, line, each, compress, goal) for way, each in methods.items() if each.recommended}
         steps, way = min((each or math.inf, way) for way, each in found.items())
@@ -238,12 +234,12 @@ def recommended(job: Job, line: Line, methods: Mapping[str, SitesConfig], goal: 
 
 
 def join_s(job: Job, line: Line) -> float:
-    """Seconds until a late site has the common parameters and the outer momentum, which come uncompressed."""
+    """Return the seconds until a late site has the common parameters and outer momentum, uncompressed."""
     return 2 * line.fetch_s(4 * job.parameters)
 
 
 def needed_timeout_s(forecast: Forecast) -> int:
-    """The smallest sites.timeout_s that leaves a fetch half as much again as it takes: half of it is for fetching."""
+    """Return the smallest sites.timeout_s with 1.5 times a fetch's seconds in its half for fetching."""
     return 5 * math.ceil(2 * 1.5 * forecast.fetch_s / 5)
 
 
@@ -253,11 +249,8 @@ def _payload(part: int, compress: str) -> float:
 
 
 def _round(job: Job, line: Line, method: SitesConfig, compress: str, part: int) -> tuple[float, float]:
-    """(seconds of fetching, seconds of this site's own work) of a round about so many parameters.
-
-    The ranks of a site fetch at the same time over its line; each asks the ranks of each other site in turn for what
-    it owns itself, which is with as many ranks there one of them.
-    """
+    """Return (seconds of fetching, seconds of this site's own work) in a round over `part` parameters. The ranks of a
+    site fetch at the same time over its line."""
     others = job.sites - 1
     payload = _payload(part, compress)
     # All ask all others at once: a site's line carries W - 1 of them, in each direction.
@@ -275,19 +268,19 @@ def _meet_s(line: Line) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """Everything that the command says."""
+    """All results of the command."""
 
     job: Job
     line: Line
     goal: float
     plain: Forecast
     rows: tuple[tuple[Forecast, int | None], ...]
-    """Each way at the run's sites.sync_every, and the smallest one with which it reaches the goal."""
+    """Each way at the run's sites.sync_every, with the smallest one that reaches the goal."""
     best: Forecast | None
 
 
 def sizes(run: RunConfig) -> tuple[int, ...]:
-    """Parameters of the run's model that train, by fragment of streaming. Raises ModelError, ConfigError."""
+    """Return the trained parameters of the run's model by fragment of streaming. Raises ModelError, ConfigError."""
     from llmtrain.models.spec import ModelSpec
     from llmtrain.sites.shard import fragment_of
 
@@ -301,7 +294,7 @@ def sizes(run: RunConfig) -> tuple[int, ...]:
 
 
 def advise(job: Job, line: Line, settings: SitesConfig, goal: float) -> Advice:
-    """All methods, at the run's sites.sync_every and at the smallest that reaches the goal."""
+    """Forecast all methods at the run's sites.sync_every, and find the smallest that reaches the goal."""
     methods = ways(settings)
     if isinstance(settings, Periodic):
         methods = {name: each.synchronising(settings.sync_every) for name, each in methods.items()}
@@ -317,7 +310,7 @@ def advise(job: Job, line: Line, settings: SitesConfig, goal: float) -> Advice:
 
 
 def words(advice: Advice, timeout_s: float) -> list[str]:
-    """The recommended keys, as words of the command line. `timeout_s`: the run's."""
+    """Return the recommended keys, as words of the command line. `timeout_s`: the run's."""
     if (best := advice.best) is None:
         return []
     found = ["--sites.method", best.way, "--sites.compress", best.compress, "--sites.sync_every", str(best.sync_every)]
@@ -326,7 +319,7 @@ def words(advice: Advice, timeout_s: float) -> list[str]:
 
 
 def as_json(advice: Advice, timeout_s: float) -> dict[str, Any]:
-    """Everything, with SI units in the keys."""
+    """Return the advice, with SI units in the keys."""
     line = {"rate_bit_per_s": 8 * advice.line.rate, "rtt_s": advice.line.rtt_s}
     job = {**asdict(advice.job), "parameters": advice.job.parameters}
     rows = [{**asdict(each), "sync_every_for_goal": least} for each, least in advice.rows]

@@ -1,7 +1,7 @@
-"""Membership of the sites in a run, by torchft's lighthouse, the coordinator; nothing else of torchft is used.
+"""Membership of the sites in a run, by torchft's lighthouse, the coordinator; no other part of torchft is used.
 
-`meet` is the only question to it: every participant gets the same list of participants with their messages. A silent
-participant is left out after seconds.
+In `meet` every participant gets the same list of participants with their messages. A silent participant is left out
+after seconds.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ _CALL_S = 5.0
 
 
 class MembersError(Exception):
-    """The sites did not meet. The message says why."""
+    """The sites did not meet; the message gives the reason."""
 
     late = False
-    """The coordinator answers; it is the other sites that did not come."""
+    """The coordinator answers, but the other sites did not come."""
 
 
 class SitesError(UserError):
-    """The site cannot take part in the run."""
+    """The site cannot join or continue the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """A launch that trains as a site, from its start to its end."""
+    """A launch that trains as a site."""
 
     id: str
     """NAME:WORD; the word distinguishes this launch from an earlier one of the same site."""
@@ -63,17 +63,16 @@ class Member:
 
     @property
     def site(self) -> str:
-        """The name that its user gave it."""
         return name_of(self.id)
 
 
 def name_of(member: str) -> str:
-    """Return the site's name in an id, as its user gave it."""
+    """Return the site's name in an id."""
     return member.partition(":")[0]
 
 
 def is_site(word: str) -> bool:
-    """True if it is a valid id of a site: a stranger's may hold anything, and ids come into lines of the log."""
+    """Check an id: a stranger's may hold anything, and ids come into lines of the log."""
     return _ID.fullmatch(word) is not None
 
 
@@ -84,16 +83,15 @@ class Heard:
     id: str
     silent_s: float
     met: bool
-    """It took part in the last meeting."""
+    """It came to the last meeting."""
     step: int = 0
     run: str = ""
-    """Checksum of the settings that a run's sites share; like `step` from the last meeting, if it took part."""
+    """Checksum of the settings that a run's sites share; like `step` from the last meeting, if it came."""
     together: int = 0
     """Number of sites in its last synchronisation, itself included; 0: it has had none yet."""
 
     @property
     def site(self) -> str:
-        """The name that its user gave it."""
         return name_of(self.id)
 
     @property
@@ -128,12 +126,12 @@ class Members(Protocol):
     id: str
 
     def meet(self, said: Mapping[str, Any], limit_s: float) -> list[Member]:
-        """Wait for the other sites; return all participants, sorted by id, equal for each of them. Raises
+        """Wait for the other sites; return all participants, sorted by id, equal for each participant. Raises
         MembersError."""
         ...
 
     def heard(self) -> list[Heard]:
-        """Return every site that the coordinator has heard of; none if it does not answer."""
+        """Return all sites known to the coordinator; none if it does not answer."""
         ...
 
     def close(self) -> None:
@@ -142,14 +140,15 @@ class Members(Protocol):
 
 
 def join(call: Future[T]) -> T:
-    """Wait for a call `in_thread`; return or raise what it did. The heart beats meanwhile: the rank does not hang."""
+    """Wait for a call `in_thread` and return its result; the heart beats in the meantime, so that the rank does not
+    seem to hang."""
     while not wait([call], 0.5).done:
         heart.beat()
     return call.result()
 
 
 class TorchftMembers:
-    """Membership by a lighthouse of torchft 0.2, which `llmtrain sites coordinator` starts."""
+    """Membership by a lighthouse of torchft 0.2, started by `llmtrain sites coordinator`."""
 
     def __init__(self, coordinator: str, member_id: str, connect_s: float) -> None:
         """`coordinator`: HOST:PORT. Raises SitesError: torchft is missing, or nobody answers within `connect_s`."""
@@ -171,7 +170,6 @@ class TorchftMembers:
         """Latest value of each key that this site has sent; the status page shows step, run and together."""
 
     def meet(self, said: Mapping[str, Any], limit_s: float) -> list[Member]:
-        """See `Members`."""
         self._live()
         self._last = {**self._last, **said}
 
@@ -193,20 +191,18 @@ class TorchftMembers:
         return sorted((each for each in members if is_site(each.id)), key=lambda member: member.id)
 
     def heard(self) -> list[Heard]:
-        """See `Members`."""
         try:
             return heard_at(self._coordinator)
         except (OSError, ValueError):
             return []
 
     def close(self) -> None:
-        """See `Members`."""
         self._closed.set()
         if self._beating is not None:  # a thread that returns from torchft while Python ends aborts the process
             self._beating.join(2 * _CALL_S)
 
     def _live(self) -> None:
-        """Start the heartbeats, once: as long as they come, the other sites wait for this one."""
+        """Start the heartbeats, once: while they come, the other sites wait for this one."""
         if self._beating is None:
             self._beating = threading.Thread(target=self._beat, name="sites-heartbeat", daemon=True)
             self._beating.start()
@@ -220,7 +216,7 @@ class TorchftMembers:
 
 
 def own_address(coordinator: str, *, encrypted: bool) -> str:
-    """Return the address of this host from which the coordinator is reached. Raises SitesError."""
+    """Return the address of this host that reaches the coordinator. Raises SitesError."""
     host, _, port = coordinator.rpartition(":")
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
@@ -240,7 +236,7 @@ def own_address(coordinator: str, *, encrypted: bool) -> str:
 
 
 def lighthouse_client() -> Any:
-    """Return torchft's client class. Raises SitesError: it is not installed."""
+    """Raises SitesError: torchft is not installed."""
     os.environ.setdefault("RUST_LOG", "warn")
     try:
         from torchft.coordination import LighthouseClient
@@ -252,7 +248,7 @@ def lighthouse_client() -> Any:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the message of a gRPC status, which torchft prints with all its fields."""
+    """Return the message in a gRPC status, which torchft prints with all its fields."""
     text = (str(error).splitlines() or [type(error).__name__])[0]
     words = re.search(r'message: "([^"]+)"', text)
     return shown(words[1] if words else text, 200)
@@ -272,7 +268,7 @@ class PeerStatus:
     common: Mapping[str, Any]
     """Settings that all sites of a run must share, JSON values."""
     round: int
-    """Number of synchronisations behind its state."""
+    """Number of completed synchronisations."""
     checksum: str
     """Checksum of its common parameters and outer momentum."""
     step: int
@@ -281,24 +277,23 @@ class PeerStatus:
     step_s: float
     """Seconds of an optimizer step; 0: it has trained none."""
     trained: int
-    """Sequences since its last synchronisation, with those that it trains during this one."""
+    """Sequences since its last synchronisation, including those trained during this one."""
     weight: int
-    """Tokens behind the parameters that it sends."""
+    """Tokens trained into the parameters that it sends."""
     was: str
-    """The id under which it was dealt its samples: its own, or that of the launch whose checkpoint it resumes."""
+    """The id under which it was dealt its samples: its own, or from the launch whose checkpoint it resumes."""
     joined: bool
-    """It has synchronised since its launch: its state is not merely a checkpoint's."""
+    """It has synchronised since its launch: its state is more than a checkpoint's."""
     addresses: tuple[str, ...]
     """HOST:PORT of each of its ranks."""
     ledger: Ledger
 
     @property
     def site(self) -> str:
-        """The name that its user gave it."""
         return name_of(self.id)
 
     def difference(self, common: Mapping[str, Any]) -> str:
-        """Return the message that names the settings in which it differs from `common`."""
+        """Return a message that names the settings in which it differs from `common`."""
         keys = sorted(key for key in {*common, *self.common} if common.get(key) != self.common.get(key))
         return (
             f"site {self.site} trains something else: its {shown(', '.join(keys) or 'configuration', 200)} differ(s). "
@@ -312,7 +307,7 @@ class PeerStatus:
 
 
 def peer_status(member: Member) -> PeerStatus | None:
-    """Return a member's validated status; None: it is in another phase of a round, or its message is malformed."""
+    """Validate a member's status; None: it is in another phase of a round, or its message is malformed."""
     said = member.said
     if said.get("phase") != "meet":
         return None
@@ -339,7 +334,7 @@ def peer_status(member: Member) -> PeerStatus | None:
 
 
 def _address(said: object) -> str:
-    """Return HOST:PORT unchanged if the host is an IP address: no name is resolved for peers. Raises ValueError."""
+    """Check that the host is an IP address: no name is resolved for peers. Raises ValueError."""
     host, _, port = str(said).rpartition(":")
     ipaddress.ip_address(host)
     if not 0 < int(port) < 1 << 16:
@@ -349,7 +344,7 @@ def _address(said: object) -> str:
 
 def start_coordinator(bind: str, wait_s: float, keys: Keys | None) -> Any:
     """Start torchft's lighthouse, which listens on HOST:PORT; with keys behind a forwarder. Raises UserError."""
-    os.environ.setdefault("RUST_LOG", "warn")  # it would tell of every meeting, with all that sites say there
+    os.environ.setdefault("RUST_LOG", "warn")  # else it logs every meeting with all messages
     try:
         from torchft.coordination import LighthouseServer
     except ImportError as error:
@@ -382,7 +377,7 @@ def start_coordinator(bind: str, wait_s: float, keys: Keys | None) -> Any:
 
 
 def private_address(flag: str, address: str, public_rule: str) -> tuple[str, int]:
-    """(host, port) of HOST:PORT. Raises UserError: it is not one, or the host has a public address."""
+    """Return (host, port) of HOST:PORT. Raises UserError: it is none, or the host has a public address."""
     host, colon, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not (host and colon and port.isdecimal() and int(port) < 1 << 16):

@@ -1,8 +1,8 @@
-"""The arithmetic of a round: the outer step, updates that are too large to count, and compressed differences.
+"""Arithmetic of a round: the outer step, updates that are too large, and compressed differences.
 
-What a site loses by compression it adds to its next difference (error feedback; F. Seide et al., "1-Bit Stochastic
-Gradient Descent", Interspeech 2014): after any number of rounds the sum of what was decoded differs from the true sum
-by the last round's loss alone.
+A site adds the loss of a compression to its next difference (error feedback; F. Seide et al., "1-Bit Stochastic
+Gradient Descent", Interspeech 2014): after any number of rounds the decoded sum differs from the true sum by the last
+round's loss only.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ def outer_step(
     method: SitesConfig, common: Array, momentum: Array, found: Mapping[str, Array], weights: Mapping[str, float]
 ) -> tuple[Array, Array]:
     """Return (common, momentum) after the outer update, as new arrays, bit-equal on every site: numpy rounds after each
-    operation on every processor, and sums run in the order of the names. `method`: makes the step from the mean by
-    `weights` (tokens). `momentum`: unchanged without one. `found`: site -> its parameters; if empty, nothing changes.
-    All arrays: fp32 [n]."""
+    operation on every processor, and sums run in the order of the names. `found`: site -> its parameters; if empty,
+    nothing changes. `weights`: tokens by site, for the mean. All arrays: fp32 [n]."""
     common, momentum = common.copy(), momentum.copy()
     total = sum(weights[site] for site in sorted(found))
     if not total:
@@ -54,15 +53,15 @@ def squared_distance(before: Array | None, after: Array) -> float:
 
 
 LARGEST = 100.0
-"""Largest allowed ratio of a site's change per step to the others'. A site of 1 step beside sites of 500 stays below:
+"""Largest allowed ratio of a site's change per step to the others'. A site of 1 step among sites of 500 stays below:
 their summed change is 500 times one step's if all steps agree in direction, 22 times if they are independent."""
 
 
 def outsized(squares: Mapping[str, float], steps: Mapping[str, float], own: str) -> dict[str, str]:
-    """Return site -> reason for each update that is too large to count: against the lower median of the changes per
-    step, or against this site's own if that is larger. Of two sites each trusts itself, of more a single one cannot
-    make others look too large. `squares`: site -> squared L2 norm of its change over its ranks. `steps`: optimizer
-    steps in it. `own`: may be missing in `squares`."""
+    """Return site -> reason for each update that is too large, compared with the lower median of the changes per step,
+    or with this site's own if that is larger: of more than two sites, one cannot make others look too large. `squares`:
+    site -> squared L2 norm of its change over its ranks. `steps`: optimizer steps in it. `own`: may be missing in
+    `squares`."""
     changes = {site: math.sqrt(square) / max(steps[site], 1.0) for site, square in squares.items()}
     if not changes:
         return {}
@@ -79,7 +78,7 @@ _AT_ONCE = 1 << 10
 
 
 def encode(form: type[Format], values: Array) -> Bytes:
-    """Return the concatenated records of `values` [n]; the last block is padded with zeros."""
+    """Return the concatenated records of `values` [n]; zeros pad the last block."""
     blocks = -(-len(values) // BLOCK)
     records = np.empty((blocks, form.record), np.uint8)
     with np.errstate(all="ignore"):
@@ -92,7 +91,7 @@ def encode(form: type[Format], values: Array) -> Bytes:
 
 
 def decode(form: type[Format], records: Bytes) -> Array:
-    """Return the values [blocks * BLOCK] of whole records."""
+    """Return the values [blocks * BLOCK] of complete records."""
     rows = records.reshape(-1, form.record)
     values = np.empty((len(rows), BLOCK), np.float32)
     with np.errstate(all="ignore"):
@@ -102,19 +101,17 @@ def decode(form: type[Format], records: Bytes) -> Array:
 
 
 class Feedback:
-    """Error feedback of one rank: adds what earlier messages lost to the next difference."""
+    """Error feedback of one rank: adds the losses of earlier messages to the next difference."""
 
     def __init__(self, form: type[Format], size: int) -> None:
         self.form = form
         self.residual: Array = np.zeros(size, np.float32)
-        """Sum of the losses that no later message has made up for, fp32 [size]."""
+        """Sum of the losses that no later message has compensated, fp32 [size]."""
         self._after = slice(0, 0), self.residual[:0]
 
     def encode(self, difference: Array, part: slice) -> tuple[Bytes, Array]:
-        """Return (records of all `size` elements, with difference + residual in `part`; what the part decodes to).
-
-        `part` must begin with a block.
-        """
+        """Return (records of all `size` elements, with difference + residual in `part`; the part after decoding).
+        `part` must begin with a block."""
         assert part.start % BLOCK == 0
         wanted = difference + self.residual[part]
         written = encode(self.form, wanted)
@@ -126,11 +123,11 @@ class Feedback:
         return records, decoded
 
     def forget(self) -> None:
-        """Reset error feedback: the last update may or may not have been applied."""
+        """Reset: the last update may or may not have been applied."""
         self.residual = np.zeros_like(self.residual)
 
     def delivered(self) -> None:
-        """The last message was applied: its loss becomes the residual of the part."""
+        """Record that the last message was applied: its loss becomes the residual of the part."""
         part, lost = self._after
         self.residual = self.residual.copy()  # a save may be reading it
         self.residual[part] = lost

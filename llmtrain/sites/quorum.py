@@ -1,4 +1,4 @@
-"""The quorum of a round: which sites take part, whose state counts, and whose parameters all of them have."""
+"""The quorum of a round: the participating sites, the state that counts, and the parameters that all of them have."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from llmtrain.sites.membership import (
 AGAIN_S = 0.5
 """Seconds between two attempts to meet."""
 _ASK_S, _JOINS_S = 0.1, 10.0
-"""Shortest limits of a request to the coordinator: of any, and of a site that joins and waits without limit."""
+"""Shortest limits of a request to the coordinator: in general, and for a site that joins and waits without limit."""
 _LONGEST_S = 30.0
 _SAID_S = 1.0
-"""Seconds of waiting before a site logs that it waits: a peer that comes sooner is not mentioned."""
+"""Seconds of waiting before a site logs it: an earlier peer is not mentioned."""
 _HEARD_S = 2.0
-"""Seconds after which a coordinator that was away has heard of every living site, and meetings wait for them again."""
+"""Seconds until a restarted coordinator has heard of every living site, and meetings wait for them again."""
 
 
 class RoundFailed(Exception):
@@ -39,12 +39,12 @@ class RoundFailed(Exception):
 
 
 class MeetAgain(Exception):
-    """Peers have given the round up and meet again; so must this site. Raised on all of its ranks."""
+    """Peers have given up the round and meet again; so must this site. Raised on all of its ranks."""
 
 
 class Meetings:
     """Meetings of a site with its peers at the coordinator; all its ranks call every method together. A site is alone
-    only if the coordinator has heard of no other living one: else sites would train next to each other for ever."""
+    only if the coordinator has heard of no other living one: else sites would train side by side for ever."""
 
     def __init__(
         self,
@@ -62,9 +62,9 @@ class Meetings:
         self.before: list[str] = []
         """Names of the sites in the last round."""
         self.known: list[str] = []
-        """Names of the sites in the last round that was not of this site alone."""
+        """Names of the sites in the last round with other sites."""
         self.missed = False
-        """A round has failed since then."""
+        """A round has failed since."""
         self.stop_asked: Callable[[], bool] = lambda: False
         """True if this rank was asked to stop while the site waits to join."""
         self._waits_for: list[str] = []
@@ -72,10 +72,10 @@ class Meetings:
     def meet(
         self, said: Mapping[str, Any], deadline_s: float, least: int, *, joins: bool = False, patience_s: float = 0.0
     ) -> list[PeerStatus]:
-        """Return the status of all sites of this run that come to synchronise, this one included. `said`: this site's
-        status. `deadline_s`: time.monotonic(). `least`: sites that must be there. `joins`: this site trains nothing
-        yet, and waits as long as any peer lives. `patience_s`: beyond the deadline after a failed synchronisation: one
-        of two sites must wait while the other trains. Raises RoundFailed, StopAsked."""
+        """Return the status of all sites that come to synchronise, this one included. `said`: this site's status.
+        `deadline_s`: time.monotonic(). `least`: sites that must be there. `joins`: this site trains nothing yet, and
+        waits while any peer lives. `patience_s`: beyond the deadline after a failed synchronisation, as one of two
+        sites must wait while the other trains. Raises RoundFailed, StopAsked."""
         said = {"phase": "meet", "run": self._run, "common": self._common, "together": len(self.before), **said}
         began_s, self._waits_for = time.monotonic(), []
         while True:
@@ -92,7 +92,7 @@ class Meetings:
             twins = [each for each in told if each.site == self._name and each.id != self._site]
             # A launch that was killed is heard of for some seconds.
             if twins and joins and from_rank_0(self._ranks, lambda: time.monotonic() > began_s + 2 * SILENT_S):
-                text = "a site of that name takes part already. Give each site its own, or end the other launch"
+                text = "a site of that name already trains. Give each site its own, or end the other launch"
                 error = SitesError(f"sites.name {self._name}: {text}.")
                 error.everywhere = True
                 raise error
@@ -118,10 +118,10 @@ class Meetings:
     def commit(
         self, round_: int, told: Collection[str], have: list[str] | None, deadline_s: float
     ) -> tuple[list[str], list[str]]:
-        """Return (sites that make this outer step, sites whose parameters all of them have). Half of the sites that
-        have met, or fewer, make it only if the others are gone: a slow site would else make another step. `told`: ids
-        that have met. `have`: ids whose parameters this one has; None: it cannot make the step. Raises RoundFailed: no
-        votes until `deadline_s`; MeetAgain: the peers have given this round up."""
+        """Return (sites that make this outer step, sites whose parameters all have). Half of the sites that have met,
+        or fewer, make it only if the others are gone: a slow site would else make another step. `told`: ids that have
+        met. `have`: ids whose parameters this one has; None: it cannot make the step. Raises RoundFailed: no votes
+        until `deadline_s`; MeetAgain: the peers have given up this round."""
         said = {"phase": "commit", "run": self._run, "round": round_, "have": have}
         while True:
             members, heard, late = self._ask(said, deadline_s, expected=told)
@@ -158,19 +158,18 @@ class Meetings:
         return from_rank_0(self._ranks, ask)
 
     def leave(self) -> None:
-        """Leave: the others no longer wait for this site at meetings."""
         if self._members is not None:
             self._members.close()
 
     def _in_commit(self, member: Member, round_: int | None = None) -> bool:
-        """True if a peer of this run is between the two meetings of a round; `round_`: of that one, this site too."""
+        """Check if a peer is between the two meetings of a round; `round_`: of this round, with this site."""
         said = member.said
         here = said.get("phase") == "commit" and said.get("run") == self._run
         here = here and isinstance(said.get("round"), int) and isinstance(said.get("have"), list | None)
         return here and (member.id != self._site if round_ is None else said.get("round") == round_)
 
     def _say_waiting(self, absent: list[str], joins: bool, began_s: float) -> None:
-        """Once, and whenever it is for others."""
+        """Warn once, and again when the absent sites change."""
         if absent and absent != self._waits_for and time.monotonic() > began_s + _SAID_S:
             self._waits_for = absent
             names = ", ".join(absent)
@@ -205,8 +204,8 @@ class Meetings:
     def _ask(
         self, said: Mapping[str, Any], deadline_s: float, *, always: bool = False, expected: Collection[str] = ()
     ) -> tuple[list[Member], list[str], str]:
-        """Return (participants, names of other living sites, reason if nobody came), on all ranks; a wait longer than a
-        collective may last is split. `always`: list living sites even if others have come. `expected`: list them if one
+        """Return (participants, names of other living sites, reason if nobody came), on all ranks; a wait beyond a
+        collective's limit is split. `always`: list living sites even if others have come. `expected`: list them if one
         of these ids is missing. Raises RoundFailed: the coordinator does not answer."""
 
         def ask() -> tuple[list[Member], list[str], str, bool]:
@@ -230,9 +229,9 @@ class Meetings:
 
 
 def agreed(votes: Mapping[str, set[str]]) -> tuple[list[str], list[str]]:
-    """Return (sites that make an outer step, sites whose parameters all of them have), from what each has received. As
-    many sites as possible both go on and count, so one is left out only if it stands in the way of more; more than half
-    must go on, so that two parts never make two steps."""
+    """Return (sites that make an outer step, sites whose parameters all of them have), from each site's received ids.
+    As many sites as possible both continue and count; more than half must continue, so that two parts never make two
+    steps."""
     ordered = sorted(votes, key=lambda site: (len(votes[site]), site))
     most: tuple[list[str], list[str]] = ([], [])
     for left_out in range((len(votes) + 1) // 2):
@@ -254,7 +253,7 @@ def leader_of(
 ) -> tuple[PeerStatus | None, dict[str, str]]:
     """Return (the site whose state counts or None, id -> reason why a state does not count). A training site accepts a
     state ahead of its own from more than half of the sites that it knew (`known`), or from one in `trusted`. A joining
-    one accepts what more than half of the training sites report; if all only start, the furthest one. `impossible`:
+    one accepts the report of more than half of the training sites; if all only start, the furthest one. `impossible`:
     returns why a reported position is impossible, or ""."""
     mine = next(each for each in told if each.id == own)
     refused = {each.id: why for each in told if each is not mine and (why := impossible(each))}
@@ -265,7 +264,7 @@ def leader_of(
     leader = mine if not joins else None
     alike = Counter(each.state for each in (*others, mine))
 
-    def order(site: PeerStatus) -> tuple[int, int, str]:  # the furthest first; equal ones alike on all sites
+    def order(site: PeerStatus) -> tuple[int, int, str]:  # the furthest first; the same order on all sites
         return -site.round, -alike[site.state], site.id
 
     for each in sorted(candidates, key=order):
@@ -279,7 +278,7 @@ def leader_of(
     for each in running:
         if each.state != leader.state and order(each) < order(leader):
             refused[each.id] = (
-                f"it tells of round {each.round}, and this site is at round {mine.round}; more than half of the others "
-                "do not tell the same (sites.trust names those that need no others)"
+                f"it reports round {each.round}, and this site is at round {mine.round}; more than half of the others "
+                "do not report the same (sites.trust names those that need no others)"
             )
     return leader, refused

@@ -1,7 +1,7 @@
-"""The ledger of samples: disjoint blocks of the global order, dealt to the sites again at every synchronisation.
+"""Ledger of samples: disjoint blocks of the global order, dealt to the sites again at every synchronisation.
 
-Every site holds an equal ledger and updates it from the same facts, so only those facts are sent. Each site trains so
-many steps that all arrive at the next synchronisation together.
+Every site holds an equal ledger and updates it from the same facts, so only those are sent. The sites' numbers of steps
+let all arrive at the next synchronisation together.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Ledger:
     next: int
     """The first sample that was never dealt."""
     free: tuple[Span, ...] = ()
-    """Samples before `next` that came back from sites, in order."""
+    """Samples before `next` that sites returned, in order."""
     dealt: Mapping[str, tuple[Span, ...]] = field(default_factory=dict)
     """Site -> its spans, in training order."""
 
@@ -55,7 +55,7 @@ class Ledger:
         return Ledger(next=following, free=free, dealt={site: tuple(_joined(spans)) for site, spans in dealt.items()})
 
     def left_out(self) -> int:
-        """Return the number of samples before the last dealt one that no site has delivered."""
+        """Count the samples before the last dealt one that no site has delivered."""
         waiting = _merged([*self.free, *(span for spans in self.dealt.values() for span in spans)])
         if waiting and waiting[-1][1] == self.next:
             waiting.pop()
@@ -66,7 +66,7 @@ class Ledger:
 
     @staticmethod
     def from_json(tree: Mapping[str, Any]) -> Ledger:
-        """Rebuild from `to_json`. Raises KeyError, TypeError, ValueError for anything else."""
+        """Raises KeyError, TypeError, ValueError for anything but `to_json`."""
         spans = {site: _spans(given) for site, given in tree["dealt"].items()}
         if (following := int(tree["next"])) < 0:
             raise ValueError(f"{following} is no sample")
@@ -88,7 +88,7 @@ class _Pool:
         self._spans = spans
 
     def take(self, batch: int, steps: int) -> list[Span]:
-        """Remove and return `steps` steps; spans shorter than a step stay for a site with a smaller batch."""
+        """Remove and return `steps` steps; shorter spans stay for a site with a smaller batch."""
         taken: list[Span] = []
         left: list[tuple[int, int | None]] = []
         for begin, end in self._spans:
@@ -107,7 +107,6 @@ class _Pool:
 
 
 def _without(spans: Sequence[Span], count: int) -> list[Span]:
-    """Return the spans without their first `count` samples."""
     rest = []
     for begin, end in spans:
         done = min(count, end - begin)
@@ -122,7 +121,6 @@ def _merged(spans: Sequence[Span]) -> list[Span]:
 
 
 def _joined(spans: Sequence[Span]) -> list[Span]:
-    """Return the spans with adjacent ones joined."""
     joined: list[Span] = []
     for begin, end in spans:
         if joined and joined[-1][1] == begin:
@@ -140,7 +138,7 @@ def _spans(given: Sequence[Sequence[int]]) -> tuple[Span, ...]:
 
 
 NEAR = 0.05
-"""A site slower than the fastest by no more than this share trains as many steps."""
+"""A site slower than the fastest by at most this share trains the same number of steps."""
 SLOWEST = 1 / 16
 """Least share of the fastest site's steps for any site: a reported time must not stop the others."""
 
@@ -156,31 +154,29 @@ class Share:
 
 
 class StepClock:
-    """Measures the seconds of an optimizer step, without what happens between steps."""
+    """Measures the seconds of an optimizer step, without the work between steps."""
 
     def __init__(self) -> None:
         self._took_s: list[float] = []
         self._began_s: float | None = None
 
     def begin(self) -> None:
-        """Start timing a step."""
         self._began_s = time.monotonic()
 
     def end(self) -> None:
-        """Stop timing it."""
         if self._began_s is not None:
             self._took_s.append(time.monotonic() - self._began_s)
 
     def take(self) -> float:
-        """Return the median since the last call, in seconds; 0 if there was no step."""
+        """Return the median since the last call, in seconds; 0 without a step."""
         found = statistics.median(self._took_s) if self._took_s else 0.0
         self._took_s.clear()
         return found
 
 
 def steps_each(step_s: Mapping[str, float], most: int, least: int) -> dict[str, int]:
-    """Return the steps of each site: `most` of the fastest, and as many of each other, at least `least`, as fit into
-    the same time. `step_s`: site -> seconds of a step; 0: none trained yet, it gets as many as the fastest."""
+    """Return the steps of each site: `most` of the fastest; each other gets the number, at least `least`, that fits
+    into the same time. `step_s`: site -> seconds of a step; 0: none trained yet, it gets `most`."""
     fastest = min((each for each in step_s.values() if each), default=0.0)
     found = {}
     for site, each in step_s.items():

@@ -49,7 +49,7 @@ class Copy:
     there: tuple[int, int]
     """First element in the owner's array, and distance of rows."""
     here: tuple[int, int]
-    """First element and distance of rows in the array of all that this rank holds."""
+    """First element and distance of rows in the array of all held elements on this rank."""
     rows: int
     length: int
 
@@ -74,7 +74,7 @@ def copies(owned: Pieces, held: Pieces) -> list[Copy]:
 
 
 def joined(owners: Sequence[Pieces], holders: Sequence[Pieces]) -> list[list[int]]:
-    """Return the groups of ranks that hold elements of one another, in order; a group has at least two."""
+    """Return the groups of at least two ranks that hold elements of one another, in order."""
     group = list(range(len(owners)))
     for holder, held in enumerate(holders):
         if _count(held) == _count(owners[holder]):
@@ -95,7 +95,7 @@ class Replicas:
     """Elements replicated on several ranks of a site: one rank exchanges each with other sites, and broadcasts it."""
 
     def __init__(self, ranks: Ranks, owned: Pieces, held: Pieces) -> None:
-        """All ranks call it together. `owned`: what this rank exchanges; `held`: all that it has."""
+        """All ranks call it together. `owned`: exchanged by this rank; `held`: everything on it."""
         said: list[tuple[Pieces, Pieces]] = from_all(ranks, (list(owned), list(held)))
         self._group: Any = None
         self._from: list[tuple[int, int, list[Copy]]] = []
@@ -118,8 +118,8 @@ class Replicas:
         assert told + own == _count(held), f"{_count(held)} elements are held, {told + own} have an owner"
 
     def share(self, own: Array, into: Array) -> None:
-        """Fill `into`, [held], where this rank's own elements are in place, with the owners' values, by one broadcast
-        per owner. `own`: this rank's array of what it owns. All ranks call it together."""
+        """Complete `into`, [held], with the owners' values, by one broadcast per owner; this rank's own elements are
+        already in place. `own`: this rank's owned elements. All ranks call it together."""
         me = dist.get_rank(self._group) if self._group is not None else 0
         for place, size, takes in self._from:
             if not size:
@@ -151,8 +151,7 @@ class Shard:
 
     def __init__(self, engine: Engine, frozen: Collection[str], fragments: int = 1, ranks: Ranks | None = None) -> None:
         """`frozen`: parameters that do not train and are never sent. `fragments`: parts that synchronise in turn; each
-        begins with a block of its own. `ranks`: of the site, which call it together; None: this rank owns all that it
-        holds."""
+        begins with a block of its own. `ranks`: of the site, which call it together; None: no element is replicated."""
         self._engine = engine
         pieces = [piece for piece in engine.state() if piece.kind == PARAM and piece.name not in frozen]
         self._pieces: list[tuple[int, int, StateTensor]] = []
@@ -201,7 +200,7 @@ class Shard:
         self._engine.refresh()
 
     def _shared(self, values: Array, part: slice | None) -> Array:
-        """Return all elements that this rank holds, [held]; arbitrary outside of `part`."""
+        """Return all held elements of this rank, [held]; arbitrary outside of `part`."""
         own = np.zeros(self.size, np.float32)
         own[part or slice(None)] = values
         held = np.zeros(self._held, np.float32)
@@ -225,7 +224,7 @@ class Shard:
 
 
 def shapes(engine: Engine) -> dict[str, str]:
-    """Return the checksum of the parameters' shapes, under the name that messages show."""
+    """Return the checksum of the parameters' shapes, under the name in messages."""
     text = json.dumps({name: list(shape) for name, shape in engine.shapes().items()}, sort_keys=True)
     return {"shapes of the parameters": xxhash.xxh3_64_hexdigest(text.encode())}
 
@@ -234,9 +233,9 @@ COMMON = OUTER + "common"
 """The common parameters."""
 MOMENTUM = OUTER + "momentum"
 RESIDUAL = OUTER + "residual"
-"""Error feedback: the loss of this site's messages so far."""
+"""Error feedback: the accumulated loss of this site's messages."""
 LINE = OUTER + "line"
-"""async: the common parameters plus this site's own changes since the sites met."""
+"""async: the common parameters plus this site's own changes since the last meeting."""
 
 
 def pieces(shard: Shard, kind: str, array: Callable[[], Array]) -> list[StateTensor]:

@@ -1,9 +1,9 @@
 """A launch as one of several sites that train one model: its rounds of synchronisation with the others.
 
-A round: every rank serves its parameters; rank 0 meets the other sites at the coordinator; every rank fetches what it
-owns from the other sites' ranks; in a second meeting rank 0 reports what has come. From all reports every site knows
-whose parameters all have, and makes the same outer step. A site that misses the second meeting skips the outer step and
-copies the result in the next round. No rank waits for another site longer than the round's limit.
+A round: every rank serves its parameters; rank 0 meets the other sites at the coordinator; every rank fetches its own
+elements from the other sites' ranks; in a second meeting rank 0 reports the received parameters. From all reports every
+site knows whose parameters all have, and makes the same outer step. A site that misses the second meeting skips the
+outer step and copies the result in the next round. No rank waits for another site longer than the round's limit.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class Sent:
     part: slice
     """Slice of the rank's array that the round synchronises."""
     own: Array
-    """This rank's values or changes, as the others decode them."""
+    """This rank's values or changes, after decoding."""
     live: Array | None
-    """The live values at that time, if training goes on meanwhile."""
+    """The live values at the same time, if training continues during the round."""
     said: dict[str, Any]
     steps: int
     """Optimizer steps since the last synchronisation."""
@@ -61,12 +61,12 @@ class Sent:
     """Optimizer steps trained while the round runs."""
     began_s: float
     published_s: float
-    """Seconds that training stood still for publishing."""
+    """Seconds that training stopped for publishing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """The result of a round, before anything is changed."""
+    """Result of a round, before anything is changed."""
 
     leader: PeerStatus
     """The site whose state counts."""
@@ -89,7 +89,7 @@ _LARGEST_STEP = 1 << 40
 
 
 class Site:
-    """The rounds of one launch. All ranks of the site call every method together. Use as a context manager."""
+    """The rounds of one launch, as a context manager. All ranks of the site call every method together."""
 
     def __init__(
         self,
@@ -104,10 +104,10 @@ class Site:
         last_step: int | None = None,
         members: Callable[[str, str, float], Members] = TorchftMembers,
     ) -> None:
-        """`common`: settings that must be equal on all sites, JSON values. `share`: size of this site's optimizer step.
-        `tell`: takes an event's kind and fields. `frozen`: parameters that do not train. `last_step`: completes the
-        run; None: unknown. `members`: makes the membership from address, id and seconds to connect. Raises AgreedError:
-        the coordinator does not answer, torchft is missing, the address is a public one."""
+        """`common`: settings that must be equal on all sites, JSON values. `share`: size of this site's step. `tell`:
+        takes an event's kind and fields. `frozen`: parameters that do not train. `last_step`: completes the run; None:
+        unknown. `members`: makes the membership from address, id and seconds to connect. Raises AgreedError: the
+        coordinator does not answer, torchft is missing, the address is a public one."""
         self._ranks, self._settings, self._share, self._tell = ranks, settings, share, tell
         common = json.loads(json.dumps({**common, **shapes(engine)}))
         run = xxhash.xxh3_64_hexdigest(json.dumps(common, sort_keys=True).encode())
@@ -131,7 +131,7 @@ class Site:
             self._newest = Newest(ranks, self._shard, self._exchange, self._server, form, tell, settings)
         self._clock = StepClock()
         self._step = self._round = self._steps = 0
-        self._due = self._every  # value of `_steps` at which the next synchronisation is due
+        self._due = self._every  # `_steps` at the next synchronisation
         self._ahead = 0  # steps that the fastest site will be ahead by then
         self._trained = 0  # sequences since the last synchronisation
         self._weights = [0] * settings.parts  # tokens since the last synchronisation of each fragment
@@ -139,7 +139,7 @@ class Site:
         self._stands_s = 0.0  # time.monotonic() at which training stopped for the round
         self._agreed: tuple[int, int, float] | None = None  # (round, step, time.monotonic()) of the last one
         self._step_s = 0.0
-        self._went_on_s = time.monotonic()  # when training went on after the last round, failed or not
+        self._went_on_s = time.monotonic()  # time at which training continued after the last round, failed or not
         self._ledger: Ledger | None = None
         self._batches: dict[str, int] = {}  # sequences of a step, by site, when samples were dealt
         self._starts: list[int] = []
@@ -161,10 +161,9 @@ class Site:
     def begin(
         self, step: int, sample_index: int, limit_s: float, stop_asked: Callable[[], bool] = lambda: False
     ) -> tuple[int, int]:
-        """Join the other sites; take the common parameters and the step from them if they are further. `sample_index`:
-        the next sample. `limit_s`: seconds to wait for `start_sites` sites and their next synchronisation. Returns
-        (step, sample_index) to continue with. Raises StopAsked; SitesError: no site to begin with, or they train
-        something else. On all ranks."""
+        """Join the other sites; take the common parameters and the step from them if they are further. `limit_s`:
+        seconds to wait for `start_sites` sites and their next synchronisation. Returns (step, sample_index) to continue
+        with. Raises, on all ranks, StopAsked; SitesError: no site to begin with, or they train something else."""
         self._ledger, self._step = self._ledger or Ledger(next=sample_index), step
         self._meetings.stop_asked = stop_asked
         deadline_s = time.monotonic() + limit_s
@@ -195,13 +194,13 @@ class Site:
         log.warn(
             f"site {self._settings.name} is alone: {names} {'ended this run' if ended else 'left this run'} at step "
             f"{step} (heard of {min(each.silent_s for each in past):.0f} s ago), and this site trains it from step "
-            f"{self._step} on, without their model. To go on from theirs, stop, and start with --resume and a "
+            f"{self._step} on, without their model. To continue from theirs, stop, and start with --resume and a "
             "checkpoint of their run folders"
         )
         self._tell("alone", step=self._step, others=sorted({each.site for each in past}), at=step)
 
     def state(self) -> list[StateTensor]:
-        """Return the tensors for a checkpoint, beside `to_json`."""
+        """Return the tensors for a checkpoint."""
         found = pieces(self._shard, COMMON, lambda: self._anchor)
         if self._settings.keeps_momentum:
             found += pieces(self._shard, MOMENTUM, lambda: self._momentum)
@@ -220,11 +219,8 @@ class Site:
         }  # fmt: skip
 
     def restore(self, folder: Path, kept: Mapping[str, Any]) -> None:
-        """Restore a checkpoint, before `begin`. `kept`: from `to_json`.
-
-        Raises:
-            AgreedError: the checkpoint is damaged.
-        """
+        """Restore a checkpoint, before `begin`. `kept`: from `to_json`. Raises AgreedError: the checkpoint is
+        damaged."""
         found = read_back(self._shard, folder, (COMMON, MOMENTUM, RESIDUAL, LINE), self._ranks)
         with together(self._ranks):
             self._ledger, self._was, self._round, self._trained, weights = standing(kept, folder)
@@ -239,7 +235,7 @@ class Site:
 
     def after_update(self, step: int, *, complete: bool) -> tuple[int, int]:
         """Count an optimizer step, and synchronise if it is due; `complete`: it was the last. Returns (optimizer steps
-        done, as many as the fastest site's; first sample of the next step). Raises TrainingStopped: too many steps
+        done, counted as the fastest site's; first sample of the next step). Raises TrainingStopped: too many steps
         without the other sites."""
         self._clock.end()
         self._step = step
@@ -266,13 +262,13 @@ class Site:
             raise TrainingStopped(
                 f"site {self._settings.name} has trained {self._steps} steps without the other sites; "
                 f"sites.max_alone_steps is {self._settings.max_alone_steps}. Look at the coordinator "
-                f"({self._settings.coordinator}) and the network; the same command goes on from the last checkpoint."
+                f"({self._settings.coordinator}) and the network; the same command continues from the last checkpoint."
             )
         self._clock.begin()
         return self._step, self._starts.pop()
 
     def _say_left_out(self) -> None:
-        """Warn of samples that the run's model has not been trained on though they were dealt to a site."""
+        """Warn of dealt samples that the run's model has not seen."""
         if self._meetings.missed and self._trained:
             log.warn(
                 f"step {self._step}: the run ends here without the other sites: {self._trained} samples that this site "
@@ -281,7 +277,7 @@ class Site:
         elif self._ledger is not None and (count := self._ledger.left_out()):
             log.warn(
                 f"step {self._step}: the run ends, and {count} samples are in no model though later ones are: they "
-                "were dealt to a site that did not deliver them, and no round was left to hand them on"
+                "were dealt to a site that did not deliver them, and no round was left to pass them on"
             )
             self._tell("left_out", step=self._step, samples=count)
 
@@ -297,12 +293,12 @@ class Site:
             self._due, self._went_on_s = self._steps + self._every, time.monotonic()
             stood_s = round(time.monotonic() - self._stands_s, 3)
             self._tell("synchronise_failed", step=self._step, round=self._round, stood_s=stood_s, reason=str(error))
-            log.warn(f"step {self._step}: no synchronisation with the other sites, training goes on without: {error}")
+            log.warn(f"step {self._step}: no synchronisation with the other sites, training continues without: {error}")
             return False
         return True
 
     def _set_off(self) -> None:
-        """Start a round: blocking, or in the background while the next steps are trained."""
+        """Start a round: blocking, or in the background during the next steps."""
         overlap = self._overlap
         if self._last_step is not None:
             overlap = min(overlap, self._last_step - self._step - self._ahead)
@@ -315,7 +311,7 @@ class Site:
         self._flight = sent, in_thread(travel, "sites-round")
 
     def _patience_s(self) -> float:
-        """Return the seconds to wait for a peer: twice as long as this site has trained since the last round."""
+        """Return the seconds to wait for a peer: twice the seconds of training since the last round."""
         return 2 * (time.monotonic() - self._went_on_s)
 
     def _synchronise(self, deadline_s: float, least: int = 1, *, joins: bool = False) -> PeerStatus:
@@ -329,7 +325,7 @@ class Site:
     def _travel(
         self, sent: Sent, deadline_s: float, least: int = 1, *, joins: bool = False, patience_s: float = 0.0
     ) -> Round:
-        """Run the part of a round that waits for others; it changes no state. Raises as `_synchronise`."""
+        """Run the part of a round that waits for others; it changes no state. Raises RoundFailed, SitesError."""
         ends_s = 0.0
         while True:
             told = self._meetings.meet(sent.said, deadline_s, least, joins=joins, patience_s=patience_s)
@@ -370,7 +366,7 @@ class Site:
         return Round(leader=leader, told=told, committed=committed, used=used, got=got, heals=heals, met_s=met_s)
 
     def _led(self, told: list[PeerStatus]) -> tuple[PeerStatus, list[PeerStatus], dict[str, str]]:
-        """Return (leading site, those that take part, id -> reason of a refused state). Raises RoundFailed."""
+        """Return (leading site, accepted sites, id -> reason of a refused state). Raises RoundFailed."""
         joins, known, trusted = self._agreed is None, self._meetings.known, self._settings.trust
         leader, refused = from_rank_0(
             self._exchange.ranks,
@@ -379,23 +375,23 @@ class Site:
         if leader is None:
             states = ", ".join(f"{each.site}: round {each.round}" for each in told if each.joined)
             raise RoundFailed(
-                f"the sites that train tell of different states ({states}), and none is told by more than half: "
+                f"the sites that train report different states ({states}), and none is reported by more than half: "
                 "sites.trust names a site whose state counts"
             )
         return leader, [each for each in told if each.id not in refused], refused
 
     def _impossible(self, other: PeerStatus) -> str:
-        """Return why a peer cannot be as far as it says since this site last agreed with others; empty: it can."""
+        """Return why a peer cannot be as far as it says since this site last agreed with others; "": it can."""
         if other.round == self._round:
             batch = self._batches.get(other.was, other.batch)
             steps = self._every + self._overlap + self._settings.max_alone_steps
             tokens = len(self._shard.parts) * steps * batch * self._share.tokens // self._share.batch
             if other.trained > steps * batch or other.weight > tokens:
-                return (f"it tells of {other.trained} samples and {other.weight} tokens behind its parameters; {steps} "
+                return (f"it reports {other.trained} samples and {other.weight} tokens in its parameters; {steps} "
                         f"steps of {batch} sequences have fewer")  # fmt: skip
         if other.round <= self._round:
             return ""
-        ends, said = len(self._shard.parts), f"it tells of round {other.round}, step {other.step}"
+        ends, said = len(self._shard.parts), f"it reports round {other.round}, step {other.step}"
         if self._last_step is not None and other.step > self._last_step:
             return f"{said}, and the run ends at step {self._last_step}"
         if self._agreed is None:
@@ -411,7 +407,6 @@ class Site:
         return ""
 
     def _apply(self, done: Round, sent: Sent) -> None:
-        """Make the outer step of a round, and take its result."""
         leader, used, found = done.leader, done.used, done.got.found
         part = self._part(leader.round)
         anchor, momentum = (array.copy() for array in done.got.outer or (self._anchor, self._momentum))
@@ -511,7 +506,8 @@ class Site:
             self._newest.begin(self._anchor, self._round, [by_id[site] for site in done.committed if site != self.id])
 
     def _report(self, done: Round, sent: Sent, norm: float, served: int, given_up: int) -> None:
-        """Write the event of a round. `norm`: of the outer step; `served`: bytes sent since the last successful one."""
+        """Write the event of a round. `norm`: of the outer step; `served`: bytes sent since the last successful
+        round."""
         assert self._ledger is not None
         now_s, got = time.monotonic(), done.got
         fields: dict[str, Any] = {
@@ -533,7 +529,7 @@ class Site:
         if given_up:
             log.warn(
                 f"step {self._step}: up to {given_up} samples that this site trained without the others are given up: "
-                "they have gone on meanwhile, and were dealt those samples"
+                "they have continued in the meantime, and were dealt those samples"
             )
         say_changes(self._step, done.got.failed, fields["sites"], self._meetings.before, str(self._settings.name))
         self._meetings.before = fields["sites"]
@@ -545,8 +541,7 @@ def connect(
     settings: SitesConfig, rank: int, run: str, site: str, pieces: Pieces, members: Callable[[str, str, float], Members]
 ) -> tuple[Keys | None, Server, Members | None]:
     """Return (this site's keys if it has some, the server of this rank's elements, the membership on rank 0). `run`:
-    checksum of the settings that the sites share. `site`: its id. `pieces`: elements of this rank. `members`: as in
-    `Site`. Raises SitesError."""
+    checksum of the shared settings. `site`: its id. `pieces`: elements of this rank. Raises SitesError."""
     assert settings.coordinator is not None
     keys = Keys(Path(settings.keys), "sites.keys") if settings.keys is not None else None
     host = settings.listen or own_address(settings.coordinator, encrypted=keys is not None)
@@ -555,9 +550,9 @@ def connect(
         return keys, server, None
     if keys is None:
         log.warn(
-            f"site {settings.name} has no sites.keys: nothing that sites send is encrypted or signed. Whoever reaches "
-            f"{settings.coordinator} or {server.address} can read the parameters, take part under any name, send "
-            "updates within the limits, tell a site that joins of a state, and stop the meetings"
+            f"site {settings.name} has no sites.keys: nothing that sites send is encrypted or signed. "
+            f"Anyone who reaches {settings.coordinator} or {server.address} can read the parameters, join under any "
+            "name, send updates within the limits, send a state to a site that joins, and stop the meetings"
         )
     coordinator = to_coordinator(settings.coordinator, keys).address if keys else settings.coordinator
     try:
@@ -599,7 +594,7 @@ def say_changes(step: int, failed: Mapping[str, str], names: list[str], before: 
     for site, text in failed.items():
         log.warn(f"step {step}: site {name_of(site)} is not in this synchronisation: {text}")
     if gone := sorted(set(before) - set(names)):
-        log.warn(f"step {step}: {', '.join(gone)} left; what it was training is handed on")
+        log.warn(f"step {step}: {', '.join(gone)} left; its samples are passed on")
     if names == [own] and before != names:
         (log.warn if before else log.info)(f"step {step}: site {own} trains alone: no other site is at the coordinator")
     if come := sorted(set(names) - set(before) - {own}):

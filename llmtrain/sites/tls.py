@@ -1,7 +1,7 @@
 """TLS between the sites of a run: its own certificates, secured connections, and listeners for them.
 
-`llmtrain sites keys` makes an authority and a folder for each member, with openssl. A member proves with its
-certificate that the authority has named it, and refuses every peer that cannot (TLS 1.3, both sides).
+`llmtrain sites keys` makes an authority and a folder for each member, with openssl. A member proves its name by a
+certificate of the authority, and refuses every peer that cannot (TLS 1.3, both sides).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _CURVE = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
 
 
 class Keys:
-    """A member's certificate, its key and the authority's certificate, read from its folder."""
+    """A member's certificate, its key and the authority's certificate, from its folder."""
 
     def __init__(self, folder: Path, setting: str) -> None:
         """`setting`: the key that names the folder, for messages. Raises UserError: a file is missing or wrong."""
@@ -59,11 +59,11 @@ class Keys:
             ) from error
 
     def accept(self, connection: socket.socket) -> ssl.SSLSocket:
-        """Secure the server's side of a connection whose timeout is set. Raises OSError: the peer is no member."""
+        """Secure the server's side of a connection. Raises OSError: the peer is no member."""
         return self._server.wrap_socket(connection, server_side=True)
 
     def connect(self, connection: socket.socket, member: str) -> ssl.SSLSocket:
-        """Secure the client's side. Raises OSError: the peer is no member, or not the one of that name."""
+        """Secure the client's side. Raises OSError: the peer is no member, or has another name."""
         secured = self._client.wrap_socket(connection)
         if (name := _name(secured)) != member:
             secured.close()
@@ -72,7 +72,7 @@ class Keys:
 
 
 def words(error: BaseException) -> str:
-    """Describe why a connection could not be secured, in words that name TLS and keys."""
+    """Describe a failed handshake, in words that name TLS and keys."""
     reason = str(getattr(error, "reason", "") or "")
     if reason in _NO_TLS:
         return "the other side speaks no TLS: it has no keys, and this one has"
@@ -84,7 +84,7 @@ def words(error: BaseException) -> str:
 
 
 def differs(coordinator: str, keys: Keys | None) -> str:
-    """Return why this side's keys do not fit those at HOST:PORT, and the remedy; empty: they fit, or nobody answers."""
+    """Return why this side's keys do not fit those at HOST:PORT, and the remedy; "": they fit, or nobody answers."""
     host, _, port = coordinator.rpartition(":")
 
     def connection() -> socket.socket:
@@ -129,8 +129,8 @@ def _name(connection: ssl.SSLSocket) -> str | None:
 
 
 def make_keys(out: Path, sites: Sequence[str], days: int) -> list[Path]:
-    """Write a folder for the coordinator and for each site, or for more sites of an authority; only the owner can read
-    the keys. Returns the new folders. Raises UserError: openssl fails, a name is none, a folder exists."""
+    """Write a folder for the coordinator and for each site, or for more sites of an authority. Returns the new folders.
+    Raises UserError: openssl fails, a name is none, a folder exists."""
     if shutil.which("openssl") is None:
         raise UserError("llmtrain sites keys runs openssl, which is not there. Install it (apt-get install openssl).")
     wrong = [name for name in sites if not _NAME.fullmatch(name) or name in (COORDINATOR, "authority")]
@@ -174,7 +174,7 @@ def _member(folder: Path, authority: Path, name: str, days: int) -> None:
 
 
 def _openssl(folder: Path, *words: str) -> None:
-    """Run it in a folder; what it writes is its owner's alone. Raises UserError."""
+    """Run openssl in a folder; only the owner can read its files. Raises UserError."""
     before = os.umask(0o077)
     try:
         done = subprocess.run(["openssl", *words], cwd=folder, capture_output=True, text=True, stdin=subprocess.DEVNULL)
@@ -208,7 +208,7 @@ class Listener:
     ) -> None:
         """`address`: host and port; port 0: any free one. `places`: connections at a time. `secure`: secures a new
         connection, in `handshake_s`. `handle`: takes the connection, the peer's host, and a function to call once the
-        peer has proved that it belongs here: until then its place may go to others. Raises OSError."""
+        peer has proved itself: until then its place may go to others. Raises OSError."""
         self._secure, self._handle, self._handshake_s = secure, handle, handshake_s
         self._slots = threading.BoundedSemaphore(places)
         self._silent: dict[int, tuple[socket.socket, str]] = {}
@@ -219,7 +219,6 @@ class Listener:
         threading.Thread(target=self._accept, name="sites-listen", daemon=True).start()
 
     def close(self) -> None:
-        """Stop listening; connections that are there end with their peers."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -285,7 +284,7 @@ class Listener:
 
 
 class Forwarder(Listener):
-    """Relays each connection to one that it opens: torchft's sockets know no TLS."""
+    """Forwards plain connections over TLS, because torchft does not support TLS."""
 
     def __init__(self, listen: tuple[str, int], to: tuple[str, int], *, accept: Connect, connect: Connect) -> None:
         """`accept`, `connect`: secure an accepted connection, and one to `to`. Raises OSError: no such address."""
@@ -328,7 +327,6 @@ def _relay(one: socket.socket, other: socket.socket) -> None:
 
 
 def as_it_is(connection: socket.socket) -> socket.socket:
-    """Return the connection unsecured, for the loopback."""
     return connection
 
 

@@ -1,7 +1,7 @@
-"""Transport of parameters from the rank of one site that owns them to the rank of another that needs them.
+"""Transport of parameters from a site's rank that owns them to another site's rank that needs them.
 
-A rank serves what it owns; others ask for the elements that they own themselves. No rank ever holds a whole model, and
-the sites may differ in their number of ranks and in how the model is sharded. One request on a connection:
+A rank serves the elements that it owns, and others ask for the elements that they own themselves. No rank ever holds a
+complete model; the sites may differ in their number of ranks and sharding. One request on a connection:
 
     4 bytes, length of a JSON object: run, to, round, kind, take
     4 bytes, length of a JSON object: either error, or bytes
@@ -52,7 +52,7 @@ _RUNS = 1 << 10
 
 
 class WireError(Exception):
-    """A transfer failed. The message says why, without naming the site."""
+    """A transfer failed; the message gives the reason, without the site's name."""
 
 
 class Server:
@@ -74,7 +74,7 @@ class Server:
         self.address = self._listener.address
 
     def publish(self, round_: int, arrays: Mapping[str, Array]) -> None:
-        """Serve these arrays of this round in place of all earlier ones."""
+        """Serve these arrays of this round instead of all earlier ones."""
         self._arrays = {kind: (round_, array) for kind, array in arrays.items()}
 
     def sent_bytes(self) -> int:
@@ -84,7 +84,6 @@ class Server:
         return sent
 
     def close(self) -> None:
-        """Stop listening."""
         self._listener.close()
 
     def _serve(self, connection: socket.socket, _host: str, spoken: Callable[[], None]) -> None:
@@ -102,7 +101,7 @@ class Server:
                 self._send(line, *answer)
 
     def _answer(self, asked: Mapping[str, Any]) -> tuple[dict[str, Any], Iterable[Array]]:
-        """Return (header, elements). Raises WireError, and others for a request that makes no sense."""
+        """Return (header, elements). Raises WireError, and others for a malformed request."""
         if asked["run"] != self._run:
             raise WireError("it belongs to another run")
         if asked["to"] != self._member:
@@ -128,7 +127,7 @@ class Server:
                 data = row.data.cast("B")
                 hash_.update(data)
                 line.send(data)
-        with self._counting:  # before the last bytes: whoever has all of it is counted
+        with self._counting:  # before the last bytes: a peer that has all of them is counted
             self._sent += header["bytes"]
         line.send(struct.pack("<Q", hash_.intdigest()))
 
@@ -223,7 +222,7 @@ class Peer:
 
 
 class _Line:
-    """A connection whose every message must be complete by one deadline."""
+    """A connection with one deadline for all messages."""
 
     def __init__(self, connection: socket.socket, deadline_s: float, moved: Callable[[], None] = lambda: None) -> None:
         """`moved`: called while data moves."""
@@ -273,23 +272,22 @@ class _Line:
 
 
 def _checked(array: Array, rectangle: Sequence[int]) -> Rectangle:
-    """Return the validated rectangle. Raises ValueError: it lies outside of the array."""
+    """Raises ValueError: the rectangle is outside of the array."""
     at, step, rows, length = (int(number) for number in rectangle)
     inside = at >= 0 and rows > 0 and length > 0 and step >= 0 and at + (rows - 1) * step + length <= array.size
     if not inside or (rows > 1 and step < length):
-        raise ValueError(f"{(at, step, rows, length)} lies outside of {array.size} elements")
+        raise ValueError(f"{(at, step, rows, length)} is outside of {array.size} elements")
     return at, step, rows, length
 
 
 def _cut(array: Array, rectangle: Sequence[int]) -> Array:
-    """Return a view [rows, elements of a row]. Raises ValueError: it lies outside of the array."""
+    """Return a view [rows, elements of a row]. Raises ValueError: it is outside of the array."""
     at, step, rows, length = _checked(array, rectangle)
     size = array.itemsize
     return np.lib.stride_tricks.as_strided(array[at:], (rows, length), (step * size, size))
 
 
 def _rows(part: Array) -> Iterator[Array]:
-    """Yield the rows, each contiguous."""
     yield from part
 
 

@@ -247,7 +247,7 @@ def test_nonsense_is_no_status(wrong) -> None:
 
 
 def test_a_weight_that_no_steps_have_is_refused_and_named(joined) -> None:
-    """2^60 tokens behind its parameters, and the others' counted for nothing."""
+    """2^60 tokens in its parameters, and the others' counted for nothing."""
     meeting = Meeting("a", "b")
     (a, engine_a, events), (b, engine_b, _) = joined(meeting, "a"), joined(meeting, "b", timeout_s=1.0)
     begin_all(a, b)
@@ -255,7 +255,7 @@ def test_a_weight_that_no_steps_have_is_refused_and_named(joined) -> None:
     at_once(two_steps(a, engine_a, 1), two_steps(b, engine_b, 40))
     assert engine_a.values.tolist() == [1.0] * 6, "its own alone"
     [why] = events_of(events, "synchronise")[-1]["failed"].values()
-    assert f"4 samples and {(1 << 60) + 16} tokens behind its parameters; 6 steps of 2 sequences have fewer" in why
+    assert f"4 samples and {(1 << 60) + 16} tokens in its parameters; 6 steps of 2 sequences have fewer" in why
 
 
 def test_a_second_site_of_a_name_is_refused(joined, monkeypatch) -> None:
@@ -267,7 +267,7 @@ def test_a_second_site_of_a_name_is_refused(joined, monkeypatch) -> None:
     ended = threading.Event()
 
     def newcomer() -> None:
-        with pytest.raises(SitesError, match=r"sites.name a: a site of that name takes part already"):
+        with pytest.raises(SitesError, match=r"sites.name a: a site of that name already trains"):
             twin.begin(0, 0, 60.0)
         meeting.leave(twin.id)
         ended.set()
@@ -438,10 +438,10 @@ class Stranger:
 @pytest.mark.parametrize(
     ("names", "said", "why"),
     [
-        ("ab", {"round": 1 << 50, "step": 1 << 50}, "it tells of round 1125899906842624"),
-        ("ab", {"round": 3, "step": 6}, "more than half of the others do not tell the same"),
+        ("ab", {"round": 1 << 50, "step": 1 << 50}, "it reports round 1125899906842624"),
+        ("ab", {"round": 3, "step": 6}, "more than half of the others do not report the same"),
         ("a", {"round": 1 << 50, "step": 4}, "all were at round 1, step 0"),
-        ("a", {"round": 2, "step": 4}, "more than half of the others do not tell the same"),
+        ("a", {"round": 2, "step": 4}, "more than half of the others do not report the same"),
     ],
 )
 def test_a_state_ahead_of_all_that_one_peer_claims_is_refused_and_named(begun, names, said, why, capsys) -> None:
@@ -453,7 +453,7 @@ def test_a_state_ahead_of_all_that_one_peer_claims_is_refused_and_named(begun, n
     for _, engine, events in made:
         assert engine.values.tolist() == [1.0] * 6 and events[-1][1]["used"] == list(names)
         assert why in events[-1][1]["failed"]["mallory:0"], events[-1]
-    assert "site mallory is not in this synchronisation: it tells of round" in capsys.readouterr().err
+    assert "site mallory is not in this synchronisation: it reports round" in capsys.readouterr().err
 
 
 def told_at(site: str, round_: int, *, joined: bool = True, checksum: str = "0") -> PeerStatus:
