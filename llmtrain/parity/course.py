@@ -119,9 +119,9 @@ def _course(resolved: ResolvedRun) -> Course:
 
 def _by_the_run(resolved: ResolvedRun, course: Course, steps: list[int]) -> Iterator[tuple[Any, ...]]:
     """Yield each step as computed by a launch that starts at the first of `steps`."""
-    setup: Any = SimpleNamespace(course=course, engine=SimpleNamespace(module=None), resolved=resolved)
-    tracker: Any = SimpleNamespace(event=lambda *_, **__: None)
-    borders, before = _NotingBorders(setup, tracker, setup), None
+    setup = SimpleNamespace(course=course, engine=SimpleNamespace(module=None), resolved=resolved)
+    launch: Any = SimpleNamespace(setup=setup, tracker=SimpleNamespace(event=lambda *_, **__: None), loader=None)
+    borders, before = _NotingBorders(launch), None
     borders.begin(Position(step=steps[0], sample_index=course.at(steps[0]).index))
     for step in steps:
         at: Any = course.at(step)

@@ -7,9 +7,7 @@ import json
 from llmtrain.base import log
 from llmtrain.base.child import Child
 from llmtrain.base.errors import DataError
-from llmtrain.tracking.tracker import Tracker
-from llmtrain.training.parts import Done, Part
-from llmtrain.training.setup import Setup
+from llmtrain.training.parts import Done, Launch, Part
 from llmtrain.training.step import Position
 
 _LOOKED_AT = 2048
@@ -19,8 +17,8 @@ _LOOKED_AT = 2048
 class Fetching(Part):
     """Downloads validation shards, then training shards in the order in which the run needs them."""
 
-    def __init__(self, setup: Setup, tracker: Tracker) -> None:
-        self._setup, self._tracker = setup, tracker
+    def __init__(self, launch: Launch) -> None:
+        self._setup, self._tracker = launch.setup, launch.tracker
         self._process: Child | None = None
 
     def begin(self, position: Position) -> None:

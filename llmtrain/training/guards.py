@@ -8,23 +8,19 @@ import math
 import os
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llmtrain.base import log, units
 from llmtrain.base.errors import DataError, TrainingStopped
 from llmtrain.base.rank.heartbeat import heart
 from llmtrain.config.plugins import is_of_plugin
 from llmtrain.engine.api import Engine
-from llmtrain.engine.dist.control import StopRequests, from_all
+from llmtrain.engine.dist.control import from_all
 from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.optim.optimizers import PARAM
-from llmtrain.training.parts import Done, Part
+from llmtrain.training.parts import Done, Launch, Part
+from llmtrain.training.saving import Saving
 from llmtrain.training.step import Position, Request, is_due
-
-if TYPE_CHECKING:
-    from llmtrain.tracking.tracker import Tracker
-    from llmtrain.training.saving import Saving
-    from llmtrain.training.setup import Setup
 
 
 def unmoved(engine: Engine, ranks: Ranks, ending: str) -> tuple[list[str], int]:
@@ -71,10 +67,9 @@ _BEAT_S = 1.0
 class Limits(Part):
     """Signals that ask for an end, and `train.max_minutes`."""
 
-    def __init__(self, requests: StopRequests, max_minutes: float | None, began_s: float, ranks: Ranks) -> None:
-        """`began_s`: time.monotonic() from which the minutes count."""
-        self._requests, self._ranks = requests, ranks
-        self._max_minutes, self._began_s = max_minutes, began_s
+    def __init__(self, launch: Launch) -> None:
+        self._requests, self._ranks = launch.requests, launch.setup.ranks
+        self._max_minutes, self._began_s = launch.setup.run.train.max_minutes, launch.began_s
 
     def request(self) -> Request:
         """Return the flags of this rank; rank 0's clock counts."""
@@ -86,9 +81,8 @@ class Limits(Part):
 class SkippedSteps(Part):
     """Reports a step that the optimizer has skipped with its samples, and ends the run after too many in a row."""
 
-    def __init__(self, setup: Setup, tracker: Tracker, checkpoints: object) -> None:
-        """`checkpoints`: the folder of them, for the message."""
-        self._setup, self._tracker, self._checkpoints = setup, tracker, checkpoints
+    def __init__(self, launch: Launch) -> None:
+        self._setup, self._tracker, self._checkpoints = launch.setup, launch.tracker, launch.folder.checkpoints
         self._in_a_row = 0
 
     def figures(self, done: Done) -> dict[str, Any]:
@@ -135,8 +129,8 @@ class SkippedSteps(Part):
 class AdapterCheck(Part):
     """Checks after the first update of a run with an adapter that gradients have reached it."""
 
-    def __init__(self, setup: Setup) -> None:
-        self._setup = setup
+    def __init__(self, launch: Launch) -> None:
+        self._setup = launch.setup
 
     def after_step(self, done: Done) -> None:
         """Raises TrainingStopped, on all ranks alike."""
@@ -156,15 +150,14 @@ class DataCheck(Part):
     Ranks that see the same files share them. A difference ends the run before its first save.
     """
 
-    def __init__(self, setup: Setup, saving: Saving, *, resumes: bool) -> None:
-        """`saving`: decides when a checkpoint follows. `resumes`: the run goes on from a checkpoint, so that data of a
-        few GiB is compared before the first step."""
+    def __init__(self, launch: Launch) -> None:
+        setup = launch.setup
         distinct = {id(data): data for data in (*setup.course.data, *setup.sets.values())}
         self._files = [file for data in distinct.values() for file in data.sums()]
         self._files += [file for choices in setup.choices.values() for file in choices.prepared.sums()]
         self._files = [file for file in self._files if file.is_here]  # the others are compared when they arrive
         self._ranks, self._log_every = setup.ranks, setup.run.train.log_every
-        self._saving, self._resumes = saving, resumes
+        self._launch = launch
         self._closed, self._settled, self._error = False, False, ""
         self._thread = threading.Thread(target=self._compare, name="data-check", daemon=True)
 
@@ -177,12 +170,12 @@ class DataCheck(Part):
         self._mine = self._files[group.index(self._ranks.rank) :: len(group)]
         self._thread.start()
         size = sum(file.bytes for file in self._files)
-        if self._resumes and size <= _AT_ONCE:
+        if self._launch.start.folder is not None and size <= _AT_ONCE:
             self._look(wait=True)  # what was trained belongs to what the data was
 
     def after_step(self, done: Done) -> None:
         """Raises DataChanged, on all ranks."""
-        due = self._saving.is_due(done)
+        due = self._launch.part(Saving).is_due(done)
         if not self._settled and (due or done.last or is_due(self._log_every, done.steps)):
             # A run that was asked to stop has no time.
             self._look(wait=due or (done.last and not done.agreed.stop))

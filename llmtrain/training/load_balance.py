@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -28,14 +28,10 @@ from torch import nn
 from llmtrain.base import log
 from llmtrain.base.rank.heartbeat import heart
 from llmtrain.config.rules import MOST
-from llmtrain.data.stream.loader import MicroBatch, TrainLoader
+from llmtrain.data.stream.loader import MicroBatch
 from llmtrain.engine.progress import Event
-from llmtrain.training.parts import Done, Part
-from llmtrain.training.step import Request, Session
-
-if TYPE_CHECKING:
-    from llmtrain.tracking.tracker import Tracker
-    from llmtrain.training.setup import Setup
+from llmtrain.training.parts import Done, Launch, Part
+from llmtrain.training.step import Request
 
 SETTLE_STEPS = 2
 """After the start and after a change: kernels are chosen, memory is allocated, code is compiled for the new shapes."""
@@ -257,12 +253,13 @@ class LoadBalance(Part):
 
     key = "shares"
 
-    def __init__(self, setup: Setup, session: Session, loader: TrainLoader, tracker: Tracker) -> None:
+    def __init__(self, launch: Launch) -> None:
+        setup = launch.setup
         engine, ranks, batch = setup.engine, setup.ranks, setup.resolved.batch
         self.pace: Pace = pace_of(engine.module, ranks.device, gathers=engine.partitions_parameters)
         """Measures this rank."""
-        session.measured = lambda micros: self.pace.measured(micros)
-        self._loader, self._tracker = loader, tracker
+        launch.session.measured = lambda micros: self.pace.measured(micros)
+        self._loader, self._tracker = launch.loader, launch.tracker
         self._balance = Balance(
             [setup.resolved.degrees.place(rank).data for rank in range(ranks.world_size)],
             global_batch=batch.global_batch,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from llmtrain.base.choice import Entry
 from llmtrain.engine.api import StateTensor
@@ -14,10 +14,13 @@ if TYPE_CHECKING:
     from llmtrain.checkpoint.rundir import CheckpointFolder, RunDirectory
     from llmtrain.data.stream.loader import TrainLoader
     from llmtrain.engine.dist.control import StopRequests
+    from llmtrain.tracking.metrics import Throughput
     from llmtrain.tracking.tracker import Tracker
     from llmtrain.training.resume import Start
     from llmtrain.training.setup import Setup
     from llmtrain.training.step import Session
+
+Kind = TypeVar("Kind", bound="Part")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +35,16 @@ class Launch:
     tracker: Tracker
     session: Session
     loader: TrainLoader
+    speed: Throughput
+    """The clock of the run, which leaves out saves and evaluations."""
     began_s: float
     """time.monotonic() from which train.max_minutes counts."""
+    parts: list[Part]
+    """The parts made so far, in the order in which the loop calls them."""
+
+    def part(self, kind: type[Kind]) -> Kind:
+        """Return the run's part of that class."""
+        return next(part for part in self.parts if isinstance(part, kind))
 
 
 @dataclass(frozen=True, kw_only=True)

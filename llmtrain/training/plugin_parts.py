@@ -203,10 +203,11 @@ def _figures(given: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def guarded(parts: dict[str, Part], launch: Launch) -> list[Part]:
+def guarded(launch: Launch) -> list[Part]:
     """The parts of a run's `parts` section, opened, in their order there. All ranks call it. Raises AgreedError."""
-    surroundings = Surroundings(launch.setup.engine.module, launch.setup.resolved.zero_stage)
-    made = [Guarded(name, part, launch.setup.ranks, surroundings) for name, part in parts.items()]
+    setup = launch.setup
+    surroundings = Surroundings(setup.engine.module, setup.resolved.zero_stage)
+    made = [Guarded(name, part, setup.ranks, surroundings) for name, part in setup.run.parts.items()]
     for part in made:
         part.open(launch)
     return list(made)

@@ -19,7 +19,6 @@ from llmtrain.base.rank.heartbeat import heart
 from llmtrain.config.run import profiled_steps
 from llmtrain.engine.dist.control import from_all
 from llmtrain.optim.optimizers import PARAM
-from llmtrain.tracking.metrics import Throughput
 from llmtrain.training.parts import Done, Launch, Part
 from llmtrain.training.step import Position
 
@@ -31,9 +30,8 @@ _PHASES = ("data wait", "forward", "backward", "optimizer", "rest")
 class Profile(Part):
     """Profiles the asked steps of this launch. Between them and outside of them it does nothing."""
 
-    def __init__(self, launch: Launch, speed: Throughput) -> None:
-        """`speed`: of the run, which leaves out the writing."""
-        self._setup, self._speed = launch.setup, speed
+    def __init__(self, launch: Launch) -> None:
+        self._setup, self._speed = launch.setup, launch.speed
         self._folder = launch.folder.path / "profile"
         self._first, self._last = profiled_steps(launch.setup.run.profile.steps)
         self._open: contextlib.ExitStack | None = None

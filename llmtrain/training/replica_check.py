@@ -12,7 +12,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,14 +26,9 @@ from llmtrain.engine.api import Engine
 from llmtrain.engine.dist.control import from_all
 from llmtrain.engine.dist.ranks import Ranks, Seat
 from llmtrain.engine.weights import apart
-from llmtrain.training.parts import Done, Part
+from llmtrain.training.parts import Done, Launch, Part
+from llmtrain.training.saving import Saving
 from llmtrain.training.step import is_due
-
-if TYPE_CHECKING:
-    from llmtrain.tracking.tracker import Tracker
-    from llmtrain.training.saving import Saving
-    from llmtrain.training.setup import Setup
-
 
 _ROW = 4096  # words with one factor: a block that has moved is noticed, two words exchanged within it are not
 _PIECE = 1 << 17  # words copied at once, where they must be: they stay in the cache
@@ -226,11 +221,11 @@ class ReplicaCheck(Part):
     """Compares the ranks every `fault.check_every` steps and before each checkpoint, and each time the optimizer's
     masters with what the forward pass reads; that before a launch's first checkpoint in any case."""
 
-    def __init__(self, setup: Setup, tracker: Tracker, saving: Saving) -> None:
-        """`saving`: decides when a checkpoint follows."""
+    def __init__(self, launch: Launch) -> None:
+        self._launch, setup = launch, launch.setup
         run, exact = setup.run, setup.resolved.deepspeed
         self._every = run.fault.check_every
-        self._engine, self._ranks, self._tracker, self._saving = setup.engine, setup.ranks, tracker, saving
+        self._engine, self._ranks, self._tracker = setup.engine, setup.ranks, launch.tracker
         self._degrees = setup.resolved.degrees
         self._replicas = Replicas(self._engine, self._ranks)
         settings = json.dumps({"run": asdict(run), "json": exact}, sort_keys=True)
@@ -242,7 +237,7 @@ class ReplicaCheck(Part):
 
     def after_step(self, done: Done) -> None:
         """Check if it is due. Raises as `check`."""
-        saves = done.last or self._saving.is_due(done)
+        saves = done.last or self._launch.part(Saving).is_due(done)
         due = self._compares_ranks and (saves or is_due(self._every, done.steps))
         if due or (saves and self._agreed_step is None):
             with heart.during("compare"):

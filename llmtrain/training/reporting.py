@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,8 @@ import numpy as np
 
 from llmtrain.base import log
 from llmtrain.base.rank.heartbeat import heart
-from llmtrain.checkpoint.retain import Best
+from llmtrain.checkpoint.format import step_of
+from llmtrain.checkpoint.retain import Best, best_of
 from llmtrain.data.stream.choices import ChoiceSet
 from llmtrain.data.stream.loader import MicroBatch, validation_batches
 from llmtrain.data.stream.token_bytes import byte_lengths, counted_bytes
@@ -27,13 +28,11 @@ from llmtrain.engine.losses.online import LogProbs
 from llmtrain.engine.losses.with_metrics import quotients, with_metrics
 from llmtrain.tracking.metrics import Throughput, TokenFlops, flops_per_token, peak_flops, perplexity, routing_metrics
 from llmtrain.training.examine import LITTLE_NEW, USEFUL_EPOCHS
-from llmtrain.training.parts import Done, Part
-from llmtrain.training.step import Position, Session, is_due
+from llmtrain.training.parts import Done, Launch, Part
+from llmtrain.training.step import Position, is_due
 
 if TYPE_CHECKING:
     from llmtrain.config.run import StopEarly
-    from llmtrain.tracking.tracker import Tracker
-    from llmtrain.training.ema import Ema
     from llmtrain.training.setup import Setup
 
 
@@ -43,21 +42,14 @@ class Evaluation(Part):
 
     key = "evaluation"
 
-    def __init__(
-        self,
-        setup: Setup,
-        tracker: Tracker,
-        speed: Throughput,
-        there: Callable[[Best], dict[int, float]],
-        ema: Ema | None = None,
-    ) -> None:
-        """`there`: the best checkpoints that the run has, and their figures. `ema`: its means are measured on the
-        validation sequences, too.
+    def __init__(self, launch: Launch) -> None:
+        """Raises DataError, on all ranks: no tokenizer tells the bytes of its tokens."""
+        setup, run = launch.setup, launch.setup.run
+        self._setup, self._tracker, self._speed, self._ema = setup, launch.tracker, launch.speed, None
+        if run.ema.decay is not None:  # its means are measured on the validation sequences, too
+            from llmtrain.training.ema import Ema
 
-        Raises DataError, on all ranks: no tokenizer tells the bytes of its tokens.
-        """
-        self._setup, self._tracker, self._speed, self._ema = setup, tracker, speed, ema
-        run = setup.run
+            self._ema = launch.part(Ema)
         self._stages = [
             Measured("eval", data, run.train.eval_sequences, stage.batch.micro_batch)
             for data, stage in zip(setup.course.data, setup.course.stages, strict=True)
@@ -76,8 +68,12 @@ class Evaluation(Part):
                 self._lengths = byte_lengths(setup.data.tokenizer_dir, setup.data.vocab_size)
                 for each in self._measured:
                     self._count_bytes(each)
-        best = Best.chosen(run.checkpoint.keep_best)
-        self._best = None if best is None else BestSteps(best, from_rank_0(setup.ranks, lambda: there(best)).items())
+        self._best: BestSteps | None = None
+        if (best := Best.chosen(run.checkpoint.keep_best)) is not None:
+            kept = from_rank_0(setup.ranks, lambda: best_of(launch.checkpoints.path, best))
+            steps = {step_of(path) or 0: figure for path, figure in kept.items()}
+            now = launch.start.position.step  # later checkpoints are of the training that this launch does again
+            self._best = BestSteps(best, ((step, figure) for step, figure in steps.items() if step <= now))
         self._patience = None if run.train.stop_early.metric is None else Patience(run.train.stop_early)
         self._last: tuple[int, dict[str, float]] | None = None
         """Step and figures of this launch's last evaluation."""
@@ -298,13 +294,9 @@ def choice_log_probs(setup: Setup, choices: ChoiceSet) -> np.ndarray:
 class Logging(Part):
     """A row of metrics every `train.log_every` steps, and of the last step."""
 
-    def __init__(
-        self, setup: Setup, session: Session, tracker: Tracker, speed: Throughput, parts: Sequence[Part],
-        evaluation: Evaluation,
-    ) -> None:  # fmt: skip
-        """`parts`: of the run, for their figures."""
-        self._setup, self._session, self._tracker = setup, session, tracker
-        self._speed, self._parts, self._evaluation = speed, parts, evaluation
+    def __init__(self, launch: Launch) -> None:
+        self._launch, setup = launch, launch.setup
+        self._setup, self._speed = setup, launch.speed
         # The clock around collectives shows no waiting where a device takes them from a queue, and counts those of
         # another thread, in which sites exchange, with the step's.
         background = setup.run.sites.name is not None and setup.run.sites.overlaps
@@ -332,7 +324,7 @@ class Logging(Part):
             "step": done.position.step,
             "tokens": done.position.tokens,
             "epoch": round(epoch, 6),
-            **self._session.figures(done),
+            **self._launch.session.figures(done),
             "lr": self._setup.resolved.optim.lr * done.lr_factor,
             "grad_norm": None if norm is None else float(norm),
             **({} if scale is None else {"loss_scale": scale}),
@@ -340,9 +332,9 @@ class Logging(Part):
             "max_memory_gib": max_memory_gib(self._setup.ranks.device),
             **self._speed.take(),
         }
-        for part in self._parts:
+        for part in self._launch.parts:
             row |= part.figures(done)
-        self._tracker.log(row, more=self._evaluation.is_due(done))
+        self._launch.tracker.log(row, more=self._launch.part(Evaluation).is_due(done))
 
 
 def flops_of(setup: Setup, stage: int) -> TokenFlops:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import operator
 import time
 import warnings
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -17,8 +18,6 @@ from llmtrain.base import log, units
 from llmtrain.base.errors import CheckpointError, TrainingStopped
 from llmtrain.base.rank import messages, watch
 from llmtrain.base.rank.heartbeat import count_collectives, heart
-from llmtrain.checkpoint.format import step_of
-from llmtrain.checkpoint.retain import Best, best_of
 from llmtrain.checkpoint.rundir import CheckpointFolder, RunDirectory, open_checkpoints
 from llmtrain.config.deepspeed.join import FP32_BY_AUTO
 from llmtrain.config.plugins import hashes, place_of
@@ -41,15 +40,14 @@ from llmtrain.tracking.tracker import Status, Tracker
 from llmtrain.training.examine import Checked
 from llmtrain.training.fetching import Fetching
 from llmtrain.training.guards import AdapterCheck, DataCheck, Limits, SkippedSteps
-from llmtrain.training.loop import train_steps
-from llmtrain.training.parts import Launch, Part
+from llmtrain.training.parts import Done, Launch, Part
 from llmtrain.training.replica_check import ReplicaCheck
 from llmtrain.training.reporting import Evaluation, Logging, throughput_of
 from llmtrain.training.resume import Start, resume_or_start
 from llmtrain.training.saving import Saving
 from llmtrain.training.setup import Setup
 from llmtrain.training.stage_borders import StageBorders
-from llmtrain.training.step import Position
+from llmtrain.training.step import Position, Request
 
 
 def train(checked: Checked) -> int:
@@ -104,16 +102,20 @@ def _train(setup: Setup, folder: RunDirectory, checkpoints: CheckpointFolder, re
     experts = getattr(setup.engine.module, "routing", None) is not None
     describe(setup.run.tracking, resolved.mix, start.trainer.wandb_id, experts)
     tracker, session = _tracker(setup, start, folder, environment), setup.session(start.position.step)
-    status: Status = "failed"
     parts: list[Part] = []
+    status: Status = "failed"
     try:
         with contextlib.ExitStack() as stack:
             stack.push(functools.partial(_close, parts))
             tracker.event("resume" if start.position.step else "start", step=start.position.step, lines=start.lines)
             loader = stack.enter_context(setup.loader(start.position.sample_index, step=start.position.step))
             launch = Launch(setup=setup, start=start, folder=folder, checkpoints=checkpoints, requests=requests,
-                            tracker=tracker, session=session, loader=loader, began_s=began_s)  # fmt: skip
-            saving, evaluation = _fill(parts, launch)
+                            tracker=tracker, session=session, loader=loader, parts=parts, began_s=began_s,
+                            speed=throughput_of(setup, start.position.step))  # fmt: skip
+            for part in _parts(launch):
+                parts.append(part)
+                if start.folder is not None and (kept := start.kept.get(part.key)):
+                    part.restore(kept, start.folder)
             lines = [*resolved.notes, *setup.engine.module.notes, *start.lines]
             named = {"parts": setup.run.parts, "metrics": setup.run.metrics, "trackers": setup.run.trackers}
             lines += [f"{section}: {', '.join(names)}" for section, names in named.items() if names]
@@ -123,11 +125,11 @@ def _train(setup: Setup, folder: RunDirectory, checkpoints: CheckpointFolder, re
             began = True
             try:
                 with collected_by_hand():
-                    position, ended = train_steps(session, loader, parts, start.position, limit=resolved.max_steps)
+                    position, ended = train_steps(launch)
             except StopAsked:  # while it waited for the other sites: there is nothing new to save
                 position, ended, began = start.position, False, False
-            reason, asked = (None, False) if ended else _reason(launch, parts)
-            last_words = _conclude(launch, parts, position, saving, evaluation, reason, began=began)
+            reason, asked = (None, False) if ended else _reason(launch)
+            last_words = _conclude(launch, position, reason, began=began)
             if setup.run.parts:
                 from llmtrain.training.plugin_parts import close_all
 
@@ -145,60 +147,95 @@ def _train(setup: Setup, folder: RunDirectory, checkpoints: CheckpointFolder, re
     log.info(last_words)  # the last words: closing W&B may have printed
 
 
-def _fill(parts: list[Part], launch: Launch) -> tuple[Saving, Evaluation]:
-    """Make the parts of the run, in the order in which the loop calls them.
-
-    Returns: those that the end of a run uses. Raises: AgreedError.
-    """
-    setup, start, tracker = launch.setup, launch.start, launch.tracker
-    run, speed = setup.run, throughput_of(setup, start.position.step)
-    parts.append(Limits(launch.requests, run.train.max_minutes, launch.began_s, setup.ranks))
-    parts.append(SkippedSteps(setup, tracker, launch.folder.checkpoints))
+def _parts(launch: Launch) -> Iterator[Part]:
+    """Make the parts of the run, in the order in which the loop calls them. Modules that few runs need are imported by
+    these. Raises AgreedError."""
+    setup, run = launch.setup, launch.setup.run
+    yield Limits(launch)
+    yield SkippedSteps(launch)
     if run.adapter.r is not None:
-        parts.append(AdapterCheck(setup))
+        yield AdapterCheck(launch)
     if run.sites.name is not None:
-        from llmtrain.training.sites import Sites  # most runs are one launch
+        from llmtrain.training.sites import Sites
 
-        parts.append(Sites(setup, tracker, start.frozen, launch.requests))
+        yield Sites(launch)
     if run.train.balance != "equal" and setup.resolved.batch.data_parallel > 1:
         from llmtrain.training.load_balance import LoadBalance
 
-        parts.append(LoadBalance(setup, launch.session, launch.loader, tracker))
-    ema = None
+        yield LoadBalance(launch)
     if run.ema.decay is not None:
         from llmtrain.training.ema import Ema
 
-        parts.append(ema := Ema(setup))
+        yield Ema(setup)
     if run.parts:
         from llmtrain.training.plugin_parts import guarded
 
-        parts.extend(guarded(run.parts, launch))
+        yield from guarded(launch)
     if len({seat.host for seat in setup.ranks.seats}) > 1:
         from llmtrain.training.host_load import HostLoad
 
-        parts.append(HostLoad(setup.ranks))
-
-    def best_steps(best: Best) -> dict[int, float]:  # not of the checkpoints after the one where the run goes on
-        found = {step_of(path) or 0: figure for path, figure in best_of(launch.checkpoints.path, best).items()}
-        return {step: figure for step, figure in found.items() if step <= start.position.step}
-
-    evaluation = Evaluation(setup, tracker, speed, best_steps, ema)
-    for part in (*parts, evaluation):
-        if start.folder is not None and (kept := start.kept.get(part.key)):
-            part.restore(kept, start.folder)
-    saving = Saving(setup, launch.checkpoints, tracker, speed, launch.requests, start, parts, evaluation)
-    parts.append(Logging(setup, launch.session, tracker, speed, parts, evaluation))
-    parts.append(evaluation)
-    parts.append(StageBorders(setup, tracker, launch.loader))
-    parts.append(Fetching(setup, tracker))
-    parts.append(DataCheck(setup, saving, resumes=start.folder is not None))
-    parts.append(ReplicaCheck(setup, tracker, saving))
-    parts.append(saving)
+        yield HostLoad(setup.ranks)
+    yield Logging(launch)
+    yield Evaluation(launch)
+    yield StageBorders(launch)
+    yield Fetching(launch)
+    yield DataCheck(launch)
+    yield ReplicaCheck(launch)
+    yield Saving(launch)
     if run.profile.steps is not None:
         from llmtrain.training.profile import Profile
 
-        parts.append(Profile(launch, speed))
-    return saving, evaluation
+        yield Profile(launch)
+
+
+def train_steps(launch: Launch) -> tuple[Position, bool]:
+    """Train until the run is complete, its time is up, or someone asks to stop. Closes the loader.
+
+    Returns: (counters of the run, False if it was asked to stop).
+    """
+    session, loader, parts, position = launch.session, launch.loader, launch.parts, launch.start.position
+    limit = launch.setup.resolved.max_steps
+
+    def complete() -> bool:
+        return (limit is not None and position.step >= limit) or any(part.ended for part in parts)
+
+    def before_update() -> None:
+        for part in parts:
+            part.before_update()
+
+    for part in parts:
+        position = part.begin(position) or position
+    stopped, goes_on = False, not complete()
+    with contextlib.closing(loader):
+        while goes_on:
+            session.step_number = position.step  # a part may have moved it
+            loader.seek(position.sample_index, position.step)
+            heart.begin_step()
+            waited_s = loader.data_wait_s
+            batch = next(loader)
+            waited_s = loader.data_wait_s - waited_s
+            request = functools.reduce(operator.or_, (part.request() for part in parts), Request())
+            step = session.step(batch, request, before_update)
+            before, position = position.step, _after(position, step.update.skipped, loader.next_index, batch.tokens)
+            step_s, comm_s = heart.end_step(position.step)
+            for part in parts:
+                done = Done(**vars(step), position=position, steps=range(before + 1, position.step + 1),
+                            complete=complete(), data_wait_s=waited_s, step_s=step_s, comm_s=comm_s)  # fmt: skip
+                position = part.after_step(done) or position
+            stopped = step.agreed.stop and not complete()
+            goes_on = not (complete() or step.agreed.stop or step.agreed.time_up)
+    return position, not stopped
+
+
+def _after(position: Position, skipped: bool, sample_index: int, tokens: int) -> Position:
+    return replace(
+        position,
+        step=position.step + 1,
+        tokens=position.tokens + tokens,
+        sample_index=sample_index,
+        skipped_steps=position.skipped_steps + int(skipped),
+        optimizer_step=position.optimizer_step + int(not skipped),
+    )
 
 
 def _close(parts: list[Part], kind: Any, error: BaseException | None, trace: Any) -> None:
@@ -227,10 +264,10 @@ def _tracker(setup: Setup, start: Start, folder: RunDirectory, environment: dict
     )
 
 
-def _reason(launch: Launch, parts: Sequence[Part]) -> tuple[str, bool]:
+def _reason(launch: Launch) -> tuple[str, bool]:
     """Return the reason of the first rank that was asked to stop; True: from outside. All ranks call it."""
     ranks = launch.setup.ranks
-    asks = next((text for part in parts if (text := getattr(part, "asks", ""))), None)
+    asks = next((text for part in launch.parts if (text := getattr(part, "asks", ""))), None)
     everywhere = from_all(ranks, (launch.requests.stop_reason, asks))
     outside = any(reason for reason, _ in everywhere)
     whys = [reason if outside else asks for reason, asks in everywhere]
@@ -238,32 +275,23 @@ def _reason(launch: Launch, parts: Sequence[Part]) -> tuple[str, bool]:
     return (why if seat.rank == 0 else f"rank {seat.rank} on {seat.host}: {why}"), outside
 
 
-def _conclude(
-    launch: Launch,
-    parts: Sequence[Part],
-    position: Position,
-    saving: Saving,
-    evaluation: Evaluation,
-    reason: str | None,
-    *,
-    began: bool,
-) -> str:
+def _conclude(launch: Launch, position: Position, reason: str | None, *, began: bool) -> str:
     """Save for the last time, evaluate, export. `reason`: why the run stopped early. `began`: False before its first
     step. Returns rank 0's last words."""
     setup, folder, tracker = launch.setup, launch.folder, launch.tracker
-    complete, last_words = reason is None, ""
+    evaluation, complete, last_words = launch.part(Evaluation), reason is None, ""
     tracker.end_progress()
     if complete and evaluation.decides:
         evaluation.evaluate(position)
     with heart.during("save"):
         if began:
-            saving.last(position, complete=complete, exports=complete and setup.run.train.export)
+            launch.part(Saving).last(position, complete=complete, exports=complete and setup.run.train.export)
     validation_loss = evaluation.evaluate(position).get("eval/loss") if complete else None
     failure = None
     if setup.run.parts:
         from llmtrain.training.plugin_parts import first_failure
 
-        failure = first_failure(parts, setup.ranks)
+        failure = first_failure(launch.parts, setup.ranks)
     if setup.ranks.rank == 0:
         from llmtrain.training.finish import (  # an export and a sample take much that training does not need
             finish,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from llmtrain.base import log
@@ -12,20 +11,15 @@ from llmtrain.base.rank import messages
 from llmtrain.base.rank.heartbeat import heart
 from llmtrain.checkpoint.format import step_folder
 from llmtrain.checkpoint.retain import Best, keep_newest
-from llmtrain.checkpoint.rundir import CheckpointFolder
 from llmtrain.checkpoint.save import Outcome, Saver
 from llmtrain.engine.api import StateTensor
-from llmtrain.engine.dist.control import StopRequests, at_length, from_all
-from llmtrain.training.parts import Done, Part
-from llmtrain.training.resume import Start
+from llmtrain.engine.dist.control import at_length, from_all
+from llmtrain.training.parts import Done, Launch, Part
+from llmtrain.training.reporting import Evaluation
 from llmtrain.training.step import Position, Request, is_due
 
 if TYPE_CHECKING:
-    from llmtrain.tracking.metrics import Throughput
-    from llmtrain.tracking.tracker import Tracker
     from llmtrain.training.mirroring import Mirror
-    from llmtrain.training.reporting import Evaluation
-    from llmtrain.training.setup import Setup
 
 _TELL_S = 1.0
 """A shorter wait for a checkpoint is in the events only."""
@@ -34,22 +28,12 @@ _TELL_S = 1.0
 class Saving(Part):
     """The checkpoints of one launch."""
 
-    def __init__(
-        self,
-        setup: Setup,
-        folder: CheckpointFolder,
-        tracker: Tracker,
-        speed: Throughput,
-        requests: StopRequests,
-        start: Start,
-        parts: Sequence[Part],
-        evaluation: Evaluation,
-    ) -> None:
-        """`parts`: all parts with tensors and entries in checkpoints. `evaluation`: asks for a checkpoint of its best
-        steps. Raises AgreedError: the ranks' pieces do not cover each tensor once."""
+    def __init__(self, launch: Launch) -> None:
+        """Raises AgreedError: the ranks' pieces do not cover each tensor once."""
+        setup, folder, start, parts = launch.setup, launch.checkpoints, launch.start, launch.parts
         self._setup, self._settings, self._ranks = setup, setup.run.checkpoint, setup.ranks
-        self._folder, self._tracker, self._speed, self._requests = folder, tracker, speed, requests
-        self._start, self._parts, self._evaluation = start, parts, evaluation
+        self._folder, self._tracker, self._speed, self._requests = folder, launch.tracker, launch.speed, launch.requests
+        self._start, self._parts, self._evaluation = start, parts, launch.part(Evaluation)
         self._best = Best.chosen(self._settings.keep_best)
 
         def more() -> list[StateTensor]:
@@ -68,7 +52,7 @@ class Saving(Part):
         if self._settings.mirror is not None and folder.leads:
             from llmtrain.training.mirroring import Mirror  # most runs have none
 
-            self._mirror = Mirror(self._settings, folder.path, tracker, self._best)
+            self._mirror = Mirror(self._settings, folder.path, launch.tracker, self._best)
 
     def request(self) -> Request:
         """Send if this rank was asked to save, and how far its part of the save under way is."""

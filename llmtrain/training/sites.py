@@ -4,21 +4,15 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from llmtrain.checkpoint.format import FrozenSource
 from llmtrain.checkpoint.meaning import other_meaning
 from llmtrain.data.stream.columns import weights_hash
 from llmtrain.engine.api import StateTensor
-from llmtrain.engine.dist.control import StopRequests
 from llmtrain.sites.sample_ledger import Share
 from llmtrain.sites.site import Site, telling
-from llmtrain.training.parts import Done, Part
+from llmtrain.training.parts import Done, Launch, Part
 from llmtrain.training.step import Position
-
-if TYPE_CHECKING:
-    from llmtrain.tracking.tracker import Tracker
-    from llmtrain.training.setup import Setup
 
 
 class Sites(Part):
@@ -26,8 +20,9 @@ class Sites(Part):
 
     key = "outer"
 
-    def __init__(self, setup: Setup, tracker: Tracker, frozen: FrozenSource, requests: StopRequests) -> None:
+    def __init__(self, launch: Launch) -> None:
         """Raises AgreedError."""
+        setup, tracker, frozen = launch.setup, launch.tracker, launch.start.frozen
         run, batch = setup.run, setup.resolved.batch
         common = {
             "data": setup.data.fingerprint,
@@ -39,7 +34,7 @@ class Sites(Part):
             "configuration of the model": other_meaning({}, setup.spec.config.to_dict()),
             **run.sites.common(),
         }
-        self._start_timeout_s, self._requests = run.fault.start_timeout_s, requests
+        self._start_timeout_s, self._requests = run.fault.start_timeout_s, launch.requests
         self._site = Site(
             setup.engine,
             setup.ranks,

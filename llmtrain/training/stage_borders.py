@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llmtrain.base import log, units
-from llmtrain.training.parts import Done, Part
+from llmtrain.training.parts import Done, Launch, Part
 from llmtrain.training.step import Position, Request
-
-if TYPE_CHECKING:
-    from llmtrain.data.stream.loader import TrainLoader
-    from llmtrain.tracking.tracker import Tracker
-    from llmtrain.training.setup import Setup
 
 
 class StageBorders(Part):
     """Tells in which stage the run is, when it begins and where another one begins, and gives the model the rotary
     positions of the stage that it computes."""
 
-    def __init__(self, setup: Setup, tracker: Tracker, loader: TrainLoader) -> None:
-        self._course, self._tracker, self._module = setup.course, tracker, setup.engine.module
-        self._loader = loader
+    def __init__(self, launch: Launch) -> None:
+        setup, self._tracker, self._loader = launch.setup, launch.tracker, launch.loader
+        self._course, self._module = setup.course, setup.engine.module
         self._degrees = asdict(setup.resolved.degrees)
         self._several = len(self._course.stages) > 1 or self._course.first_number > 0
         self._step = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,7 +56,8 @@ def measured(case: Case, folder: str) -> tuple[dict[str, Any], list[str]]:
     setup = Setup(replace(found, sets=sets, prompts=Prompts.of(run, found.data)), ranks)
     setup.write(setup.spec.initial_weights(0, torch.device("cpu")))
     tracker = _Tracker()
-    evaluation = Evaluation(setup, tracker, throughput_of(setup), lambda _: {})  # type: ignore[arg-type]
+    launch: Any = SimpleNamespace(setup=setup, tracker=tracker, speed=throughput_of(setup))
+    evaluation = Evaluation(launch)
     figures = evaluation.evaluate(Position(step=3))
     assert tracker.row == {"step": 3, **figures}
     setup.engine.close()

@@ -194,9 +194,9 @@ def ended(case: Case, fault: str, guilty: int) -> tuple[str, str]:
         tracker = Tracker(".", tracking=resolved.run.tracking, run_id="", config={}, total_steps=None, enabled=False)
         data: Any = SimpleNamespace(fingerprint="another" if wrong and fault == "data" else "folder")
         setup.course.data = (data,)
-        never: Any = None
+        launch: Any = SimpleNamespace(setup=setup, tracker=tracker)
         try:
-            ReplicaCheck(setup, tracker, never).check(position, batch, 1.0)
+            ReplicaCheck(launch).check(position, batch, 1.0)
             told.append("")
         except TrainingStopped as error:
             told.append(str(error))

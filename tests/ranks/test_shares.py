@@ -81,7 +81,8 @@ def part(case: Case, found: Found, steps: range, speeds: list[list[int]], folder
     session = setup.session(steps.start)
     tracker: Any = SimpleNamespace(event=lambda *args, **kwargs: None)
     with setup.loader(steps.start * resolved.batch.global_batch) as loader:
-        shares = LoadBalance(setup, session, loader, tracker)
+        launch: Any = SimpleNamespace(setup=setup, session=session, loader=loader, tracker=tracker)
+        shares = LoadBalance(launch)
         shares.pace = Said([each[ranks.rank] for each in speeds])
         if kept is not None:
             shares.restore(kept, path)

@@ -109,7 +109,8 @@ def trained(
         setup.course.go_on(first := state["step"], state)
     session, trace, micros = setup.session(first), Trace([], []), list[int]()
     told: Any = SimpleNamespace(event=lambda *_, **__: None)
-    part = StageBorders(setup, told, SimpleNamespace(shares=None))  # type: ignore[arg-type]
+    launch: Any = SimpleNamespace(setup=setup, tracker=told, loader=SimpleNamespace(shares=None))
+    part = StageBorders(launch)
     part.begin(Position(step=first))
     with setup.loader(setup.course.at(first).index, step=first) as loader:
         for number in range(first + 1, setup.run.train.max_steps + 1):

@@ -136,7 +136,7 @@ def test_a_stopped_rank_is_named_and_where_the_others_wait(small_data, tmp_path)
     assert (event["kind"], event["cause"], event["ranks"]) == ("fault", "stopped", [1])
     assert f"`kill -CONT {job.ranks[1].pid}`" in event["text"]
     rank_0 = event["all_ranks"][0]
-    assert rank_0["inside"] and rank_0["collective"] and any("loop.py" in frame[0] for frame in rank_0["stack"])
+    assert rank_0["inside"] and rank_0["collective"] and any("run.py" in frame[0] for frame in rank_0["stack"])
     assert "The others: rank 0 waits in" in event["text"] and "llmtrain/" in event["text"]
 
 

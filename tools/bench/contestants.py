@@ -217,13 +217,14 @@ def timed_run(clock: Clock, path: Path, after: Callable[[Engine], None] | None =
     from llmtrain.checkpoint.rundir import RunDirectory, find_folder
     from llmtrain.config.load import load
     from llmtrain.engine.deepspeed.process_group import join_process_group
+    from llmtrain.engine.dist.control import StopRequests
     from llmtrain.tracking.tracker import Tracker
     from llmtrain.training.examine import examine
     from llmtrain.training.guards import SkippedSteps
-    from llmtrain.training.loop import train_steps
-    from llmtrain.training.parts import Part
+    from llmtrain.training.parts import Launch
     from llmtrain.training.reporting import Evaluation, Logging, throughput_of
     from llmtrain.training.resume import resume_or_start
+    from llmtrain.training.run import train_steps
     from llmtrain.training.setup import Setup
     from llmtrain.training.step import Session, Step
 
@@ -252,14 +253,14 @@ def timed_run(clock: Clock, path: Path, after: Callable[[Engine], None] | None =
 
         Session.step = timed_step  # type: ignore[method-assign, assignment]
         # Without saving: no checkpoint is due, and 12 bytes a parameter of memory and disk are not asked for.
-        session, loader, speed = setup.session(), setup.loader(), throughput_of(setup)
-        evaluation, parts = Evaluation(setup, tracker, speed, lambda _: {}), list[Part]()
-        parts.append(SkippedSteps(setup, tracker, folder.checkpoints))
-        parts.append(Logging(setup, session, tracker, speed, parts, evaluation))
-        parts.append(evaluation)
+        session = setup.session()
+        launch = Launch(setup=setup, start=start, folder=folder, checkpoints=checkpoints, requests=StopRequests(),
+                        tracker=tracker, session=session, loader=setup.loader(), parts=[], speed=throughput_of(setup),
+                        began_s=0.0)  # fmt: skip
+        launch.parts.extend([SkippedSteps(launch), Logging(launch), Evaluation(launch)])
         clock.compiled = any(each._compiled_call_impl is not None for each in session.engine.module.modules())
         clock.ready()
-        train_steps(session, loader, parts, start.position, limit=resolved.max_steps)
+        train_steps(launch)
         tracker.close()
         if after is not None:
             after(session.engine)
