@@ -6,8 +6,6 @@ let all arrive at the next synchronisation together.
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -151,27 +149,6 @@ class Share:
     """Sequences."""
     tokens: int
     """Tokens."""
-
-
-class StepClock:
-    """Measures the seconds of an optimizer step, without the work between steps."""
-
-    def __init__(self) -> None:
-        self._took_s: list[float] = []
-        self._began_s: float | None = None
-
-    def begin(self) -> None:
-        self._began_s = time.monotonic()
-
-    def end(self) -> None:
-        if self._began_s is not None:
-            self._took_s.append(time.monotonic() - self._began_s)
-
-    def take(self) -> float:
-        """Return the median since the last call, in seconds; 0 without a step."""
-        found = statistics.median(self._took_s) if self._took_s else 0.0
-        self._took_s.clear()
-        return found
 
 
 def steps_each(step_s: Mapping[str, float], most: int, least: int) -> dict[str, int]:

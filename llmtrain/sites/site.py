@@ -13,6 +13,7 @@ import functools
 import json
 import math
 import secrets
+import statistics
 import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
@@ -38,7 +39,7 @@ from llmtrain.sites.exchange import Exchange, Fetched, checksum_of
 from llmtrain.sites.membership import Heard, Members, PeerStatus, SitesError, TorchftMembers, join, name_of, own_address
 from llmtrain.sites.outer import Bytes, Feedback, outer_step, squared_distance
 from llmtrain.sites.quorum import AGAIN_S, MeetAgain, Meetings, RoundFailed, leader_of
-from llmtrain.sites.sample_ledger import SLOWEST, Ledger, Request, Share, StepClock, steps_each, steps_of
+from llmtrain.sites.sample_ledger import SLOWEST, Ledger, Request, Share, steps_each, steps_of
 from llmtrain.sites.shard import COMMON, LINE, MOMENTUM, RESIDUAL, Array, Shard, pieces, read_back, shapes, standing
 from llmtrain.sites.tls import Keys, differs, to_coordinator
 from llmtrain.sites.transport import Pieces, Server
@@ -129,7 +130,8 @@ class Site:
         self._newest: Newest | None = None
         if isinstance(settings, Async):
             self._newest = Newest(ranks, self._shard, self._exchange, self._server, form, tell, settings)
-        self._clock = StepClock()
+        self._took_s: list[float] = []
+        """Seconds of each step since the last round."""
         self._step = self._round = self._steps = 0
         self._due = self._every  # `_steps` at the next synchronisation
         self._ahead = 0  # steps that the fastest site will be ahead by then
@@ -184,7 +186,6 @@ class Site:
         self._step = leader.step if leader.id != self.id else step
         if past and self._meetings.before == [self._settings.name]:
             self._say_ended(past)
-        self._clock.begin()
         return self._step, self._starts.pop()
 
     def _say_ended(self, past: list[Heard]) -> None:
@@ -233,11 +234,18 @@ class Site:
         if self._newest is not None:
             self._newest.begin(self._anchor, self._round, [], found.get(LINE, self._shard.read()))
 
-    def after_update(self, step: int, *, complete: bool) -> tuple[int, int]:
-        """Count an optimizer step, and synchronise if it is due; `complete`: it was the last. Returns (optimizer steps
-        done, counted as the fastest site's; first sample of the next step). Raises TrainingStopped: too many steps
-        without the other sites."""
-        self._clock.end()
+    def after_update(self, step: int, step_s: float, *, complete: bool) -> tuple[int, int]:
+        """Count an optimizer step, and synchronise if it is due.
+
+        Args:
+            step_s: seconds of the step on this rank.
+            complete: it was the last.
+
+        Returns: (optimizer steps done, counted as the fastest site's; first sample of the next step).
+
+        Raises: TrainingStopped: too many steps without the other sites.
+        """
+        self._took_s.append(step_s)
         self._step = step
         self._steps += 1
         self._trained += self._share.batch
@@ -264,7 +272,6 @@ class Site:
                 f"sites.max_alone_steps is {self._settings.max_alone_steps}. Look at the coordinator "
                 f"({self._settings.coordinator}) and the network; the same command continues from the last checkpoint."
             )
-        self._clock.begin()
         return self._step, self._starts.pop()
 
     def _say_left_out(self) -> None:
@@ -462,7 +469,8 @@ class Site:
         if self._newest is not None:
             served |= self._newest.served()
         self._server.publish(self._round, {**served, "anchor": self._anchor, "momentum": self._momentum})
-        step_s = self._clock.take()
+        step_s = statistics.median(self._took_s) if self._took_s else 0.0  # 0: no step
+        self._took_s.clear()
         self._step_s = step_s or self._step_s
         said = {
             **self.to_json(),

@@ -59,7 +59,7 @@ class Sites(Part):
 
     def after_step(self, done: Done) -> Position:
         """Exchange with the other sites if it is due. Raises TrainingStopped, on all ranks alike."""
-        step, index = self._site.after_update(done.position.step, complete=done.complete)
+        step, index = self._site.after_update(done.position.step, done.step_s, complete=done.complete)
         return replace(done.position, step=step, sample_index=index)
 
     def state(self) -> list[StateTensor]:

@@ -131,7 +131,7 @@ def begin_all(*sites: Site) -> list[tuple[int, int]]:
 def two_steps(site: Site, engine: Numbers, value: float) -> Callable[[], list[int]]:
     def run() -> list[int]:
         engine.values += value
-        return [site.after_update(step, complete=False)[1] for step in (1, 2)]
+        return [site.after_update(step, 0.001, complete=False)[1] for step in (1, 2)]
 
     return run
 
@@ -158,7 +158,7 @@ def steps(
         for step in range(1, last + 1):
             engine.values += grow(step)
             starts.append(first)
-            _, first = site.after_update(step, complete=step == last)
+            _, first = site.after_update(step, 0.001, complete=step == last)
             seen.append(engine.values.clone())
         return starts
 

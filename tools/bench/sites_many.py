@@ -213,7 +213,7 @@ def rounds(count: int, compress: Any, options: argparse.Namespace) -> None:
             for engine in engines:
                 engine.train()
             began_s, before = time.monotonic(), time.process_time()
-            at_once(pool, [lambda e=each, at=step: e.after_update(at, complete=False) for each in sites])  # type: ignore[misc]
+            at_once(pool, [lambda e=each, at=step: e.after_update(at, 0.001, complete=False) for each in sites])  # type: ignore[misc]
             costs.append((time.process_time() - before) / count)
             spans.append(time.monotonic() - began_s)
     kind, fields = events[-1]

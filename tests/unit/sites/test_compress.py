@@ -140,8 +140,8 @@ def test_compressed_sites_agree_to_the_last_bit_and_make_up_for_what_they_lose(b
     def step(site, engine, growth):
         def run() -> None:
             engine.values += growth * shape
-            site.after_update(1, complete=False)
-            site.after_update(2, complete=False)
+            site.after_update(1, 0.001, complete=False)
+            site.after_update(2, 0.001, complete=False)
 
         return run
 

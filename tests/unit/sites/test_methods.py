@@ -82,8 +82,8 @@ def test_a_site_that_is_not_used_gives_up_what_it_has_in_all_fragments(joined) -
     def two(site: Any, engine: Any, value: float) -> Callable[[], None]:
         def run() -> None:
             engine.values += value
-            site.after_update(1, complete=False)
-            site.after_update(2, complete=False)
+            site.after_update(1, 0.001, complete=False)
+            site.after_update(2, 0.001, complete=False)
 
         return run
 
@@ -100,7 +100,7 @@ def advance(site: Any, engine: Any, first: int, count: int) -> Callable[[], None
     def run() -> None:
         for step in range(first, first + count):
             engine.values += 1
-            site.after_update(step, complete=False)
+            site.after_update(step, 0.001, complete=False)
 
     return run
 
@@ -153,7 +153,7 @@ def test_the_last_step_waits_for_a_lost_site_once(begun) -> None:
     _, ((a, engine, events), _) = begun("ab", **STREAMS)
     gives_up_after(a, 0.5)
     engine.values += 1
-    a.after_update(1, complete=True)
+    a.after_update(1, 0.001, complete=True)
     assert [kind for kind, _ in events] == ["synchronise", "synchronise_failed"]
 
 
@@ -166,7 +166,7 @@ def train(site: Any, engine: Any, grow: float, steps: int) -> None:
     """So many steps, each of which adds `grow`."""
     for _ in range(steps):
         engine.values += grow
-        site.after_update(site._step + 1, complete=False)
+        site.after_update(site._step + 1, 0.001, complete=False)
 
 
 def exchanges(events: list) -> list[dict]:
@@ -183,7 +183,7 @@ def test_one_site_alone_trains_as_without_sites_to_the_last_bit(joined, overlap)
         change = torch.from_numpy((rng.normal(size=6) * 10.0 ** rng.integers(-20, 3, 6)).astype(np.float32))
         engine.values += change
         plain += change
-        step, _ = site.after_update(step + 1, complete=step + 1 == 13)
+        step, _ = site.after_update(step + 1, 0.001, complete=step + 1 == 13)
         assert engine.values.numpy().tobytes() == plain.numpy().tobytes()
     assert [each["step"] for each in exchanges(events)] == [2, 4, 8, 10]
     assert [fields["step"] for kind, fields in events if kind == "synchronise"] == [0, 6, 12, 13]
@@ -315,12 +315,11 @@ def test_rounds_of_unequal_sites_use_every_sample_once(joined) -> None:
 
     def run(name: str, step_s: float) -> int:
         site, engine, _ = made[name]
-        site._clock.take = lambda: step_s
         step, first = site.begin(0, 0, 60.0)
         while step < 20:
             samples.extend((first, first + 1))
             engine.values += step_s
-            step, first = site.after_update(step + 1, complete=step + 1 >= 20)
+            step, first = site.after_update(step + 1, step_s, complete=step + 1 >= 20)
         return step
 
     assert at_once(lambda: run("a", 1.0), lambda: run("b", 3.0)) == [20, 20]

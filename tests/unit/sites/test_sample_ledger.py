@@ -73,7 +73,6 @@ def test_what_is_due_is_not_lost_among_skipped_steps() -> None:
 
 def run_of(site: Any, engine: Any, step_s: float, last: int, trained: list[int]) -> Callable[[], list[int]]:
     """Trains to step `last` as the loop does, each step so long; the steps after which it stood. `trained`: samples."""
-    site._clock.take = lambda: step_s
 
     def run() -> list[int]:
         step, first = site.begin(0, 0, 60.0)
@@ -81,7 +80,7 @@ def run_of(site: Any, engine: Any, step_s: float, last: int, trained: list[int])
         while step < last:
             trained.extend((first, first + 1))
             engine.values += 1
-            step, first = site.after_update(step + 1, complete=step + 1 >= last)
+            step, first = site.after_update(step + 1, step_s, complete=step + 1 >= last)
             seen.append(step)
         return seen
 
@@ -127,7 +126,7 @@ def test_a_site_that_tells_a_step_far_ahead_does_not_end_the_others_runs(joined)
 
     def run(site: Any, first: int) -> int:
         for step in (first + 1, first + 2):
-            at, _ = site.after_update(step, complete=False)
+            at, _ = site.after_update(step, 0.001, complete=False)
         return at
 
     assert at_once(lambda: run(a, 0), lambda: run(b, 10**6)) == [2 + 2 + 4, 10**6 + 2]

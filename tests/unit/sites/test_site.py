@@ -72,7 +72,7 @@ def test_a_site_that_never_comes_is_waited_for_no_longer_than_the_limit(begun) -
     gives_up_after(a, 0.3)
     with pytest.raises(TrainingStopped, match="site a has trained 6 steps without the other sites"):
         for _ in range(6):
-            a.after_update(3, complete=False)
+            a.after_update(3, 0.001, complete=False)
 
 
 def test_a_coordinator_that_comes_back_loses_no_site(joined, monkeypatch) -> None:
@@ -319,7 +319,7 @@ def late_join(joined, method: str, seed: int, lighthouse: Any) -> tuple[int, lis
         while not ended.is_set():
             time.sleep(step_s)
             engine.values += 1
-            step, _ = site.after_update(step + 1, complete=False)
+            step, _ = site.after_update(step + 1, 0.001, complete=False)
             rounds = sum(kind == "synchronise" for kind, _ in events)
             if made is c and rounds >= 4:
                 ended.set()
@@ -369,7 +369,7 @@ def test_sites_whose_rounds_fall_at_different_times_meet_again(joined, monkeypat
                 a._members.meet = meet
                 apart.append(len(made["b"][2]))
             time.sleep(0.005)
-            step, _ = site.after_update(step + 1, complete=False)
+            step, _ = site.after_update(step + 1, 0.001, complete=False)
             again = [each for kind, each in events[apart[0] if apart else 999 :] if kind == "synchronise"]
             if (name == "b" and any(each["participants"] == 2 for each in again)) or ended.is_set():
                 ended.set()
@@ -544,8 +544,8 @@ def test_samples_that_were_dealt_to_a_lost_site_are_counted_when_the_run_ends(be
     meeting.leave("a")
     b, engine, events = made[1]
     engine.values += 1
-    b.after_update(3, complete=False)
-    b.after_update(4, complete=True)
+    b.after_update(3, 0.001, complete=False)
+    b.after_update(4, 0.001, complete=True)
     assert events[-1] == ("left_out", {"step": 4, "samples": 4})  # 8 to 12 are a's, 12 to 16 b's
     assert "the run ends, and 4 samples are in no model though later ones are" in capsys.readouterr().err
 
@@ -565,8 +565,8 @@ def test_what_a_cut_off_site_has_trained_alone_is_told_at_its_end(begun, capsys)
     a, engine, _ = made[0]
     gives_up_after(a, 0.2)
     engine.values += 1
-    a.after_update(1, complete=False)
-    a.after_update(2, complete=True)
+    a.after_update(1, 0.001, complete=False)
+    a.after_update(2, 0.001, complete=True)
     assert "the run ends here without the other sites: 4 samples" in capsys.readouterr().err
 
 
@@ -611,9 +611,9 @@ def test_steps_that_are_trained_meanwhile_are_staleness_and_no_standing(joined, 
     """Each step takes 0.1 s, and a round is under way during two: what is trained is not waited."""
     plain = Site.after_update
 
-    def slow(self, step, *, complete):
+    def slow(self, step, step_s, *, complete):
         time.sleep(0.1)
-        return plain(self, step, complete=complete)
+        return plain(self, step, step_s, complete=complete)
 
     monkeypatch.setattr(Site, "after_update", slow)
     setting = {"method": "streaming", "sync_every": 6, "fragments": 2, "overlap_steps": 2}
@@ -635,7 +635,7 @@ def test_sites_go_on_in_the_middle_of_a_round_with_all_that_they_had(joined, beg
         take_two_steps(made, (0.3, 0.7))
         for (site, engine, _), slope in zip(made, (0.2, 0.5), strict=True):
             engine.values += slope * torch.arange(1.0, 7.0)
-            site.after_update(3, complete=False)
+            site.after_update(3, 0.001, complete=False)
         if stops:
             kept = [saved(site) for site, _, _ in made]
             assert all(set(arrays) == {COMMON, MOMENTUM, RESIDUAL} for arrays, _ in kept)
