@@ -150,7 +150,7 @@ _NOT_COUNTED: dict[str, Callable[[Mix], bool]] = {
     _EXPERT: lambda m: m.degrees.expert > 1,
     _ON_HOST: lambda m: m.layer_inputs_on_host,
 }
-"""Key -> whether a run does what models/run/activations.py does not count."""
+"""Key -> whether a run does what training/memory.py does not count."""
 
 # fmt: off
 RULES: tuple[Rule, ...] = (

@@ -24,6 +24,8 @@ VERSION = 1
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, Split] = ("train", "validation")
+NEW_COLUMN = "run `llmtrain reference RUN.yaml`, which writes it anew"
+"""Remedy for a column of another model (stream/columns.py)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from llmtrain.data.stream.loader import MicroBatch
-from llmtrain.engine.losses.function import LossFunction
-from llmtrain.engine.losses.next_token import NEXT_TOKEN
+from llmtrain.engine.losses.function import NEXT_TOKEN, LossFunction
 from llmtrain.models.experts import RoutingFigures
 from llmtrain.models.language import LanguageModel
 from llmtrain.storage.region import Region

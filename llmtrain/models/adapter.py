@@ -25,7 +25,7 @@ from llmtrain.base import untrusted
 from llmtrain.base.errors import ConfigError
 from llmtrain.config.problems import Places, nearest, stop
 from llmtrain.config.run import AdapterConfig
-from llmtrain.models.parameters import Shard, local_parameter, set_shard
+from llmtrain.models.parameters import CONFIG, MAGNITUDE, PREFIX, WEIGHTS, A, B, Shard, local_parameter, set_shard
 from llmtrain.models.quantized import PackedLinear, need_bitsandbytes
 from llmtrain.models.score import SCORE, WEIGHT, gives_scores
 from llmtrain.models.skeleton import decoder_layers, materialise
@@ -38,10 +38,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ALL = "all-linear"
-A, B, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
-"""Suffixes that an adapter's tensors have after the path of their linear map."""
-WEIGHTS, CONFIG, PREFIX = "adapter_model.safetensors", "adapter_config.json", "base_model.model."
-"""The files of a PEFT folder, and what the names of its tensors begin with."""
 _OTHERS = ("bias", "rank_pattern", "alpha_pattern", "trainable_token_indices")
 """Settings of peft that the section has no keys for."""
 

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from llmtrain.base.errors import ModelError
 from llmtrain.models.experts import Routing
 from llmtrain.models.head import Head, Loss
-from llmtrain.models.neftune import Neftune, text_lengths
 from llmtrain.models.parameters import LocalParameter, local_parameter, named_tensors
 from llmtrain.models.score import at_the_last_place
 from llmtrain.models.transformers_private import documents_are
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+
+    from llmtrain.models.neftune import Neftune
 
 
 class LanguageModel(nn.Module):
@@ -69,7 +70,7 @@ class LanguageModel(nn.Module):
         """The decoder's output [B, T, H]."""
         given = {} if positions is None else {"position_ids": positions}
         if self.noise is not None:
-            self.noise.lengths_BT = text_lengths(inputs, positions)
+            self.noise.look(inputs, positions)
         with documents_in_rows(positions):
             return self.decoded(input_ids=inputs, **given)
 

@@ -17,6 +17,10 @@ class Neftune:
         """L of each token that goes through the embedding next."""
         embedding.register_forward_hook(self._add)
 
+    def look(self, inputs_BT: Tensor, positions_BT: Tensor | None) -> None:
+        """Remember the lengths of the texts that go through the embedding next."""
+        self.lengths_BT = text_lengths(inputs_BT, positions_BT)
+
     def _add(self, embedding: nn.Module, _: object, embedded_BTD: Tensor) -> Tensor:
         if not embedding.training:
             return embedded_BTD

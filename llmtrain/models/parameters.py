@@ -26,6 +26,11 @@ from llmtrain.config.run import ModelConfig
 from llmtrain.models.transformers_private import passing_buffers
 from llmtrain.storage.region import Region, whole
 
+A, B, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
+"""Suffixes that an adapter's tensors have after the path of their linear map."""
+WEIGHTS, CONFIG, PREFIX = "adapter_model.safetensors", "adapter_config.json", "base_model.model."
+"""The files of a PEFT folder, and what the names of its tensors begin with."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Packed:

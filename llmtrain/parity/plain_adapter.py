@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llmtrain.config.run import AdapterConfig
-from llmtrain.models.adapter import ALL, MAGNITUDE, AdaptedSource, B
+from llmtrain.models.adapter import ALL, AdaptedSource
+from llmtrain.models.parameters import MAGNITUDE, B
 from llmtrain.models.source import ParameterSource
 from llmtrain.models.spec import ModelSpec
 from llmtrain.parity.small import LoudSource, noise

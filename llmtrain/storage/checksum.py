@@ -9,11 +9,14 @@ It guards against faults, not against an attacker.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from llmtrain.storage.region import Block, Region
 
@@ -41,6 +44,11 @@ def checksum(values: Tensor, start: int = 0) -> int:
         piece = flat[done : done + _CPU_PIECE].float().contiguous()
         total += checksum_array(piece.numpy(), start + done)
     return total % 2**64
+
+
+def weights_hash(checksums: Mapping[str, int]) -> str:
+    """Hash of a model: of the checksums of all parameters by name."""
+    return xxhash.xxh3_128_hexdigest(json.dumps(sorted(checksums.items())).encode())
 
 
 def checksum_part(values: Tensor, region: Region) -> int:

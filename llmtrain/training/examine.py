@@ -22,15 +22,14 @@ from llmtrain.config.on_disk import starts_from_model
 from llmtrain.config.run import ResolvedRun
 from llmtrain.config.stages import Stage, Stages
 from llmtrain.data.cache import Cache
-from llmtrain.data.manifest import Manifest, check_vocabulary
-from llmtrain.data.stream.choices import ChoiceSet
-from llmtrain.data.stream.columns import REMEDY
+from llmtrain.data.manifest import NEW_COLUMN, Manifest, check_vocabulary
 from llmtrain.data.stream.train_data import EvalSet, Prompts, TrainData
 from llmtrain.engine.dist.plugin_code import called
 from llmtrain.objectives.by_token import Distill
 from llmtrain.tracking.metrics import metrics
 
 if TYPE_CHECKING:
+    from llmtrain.data.stream.choices import ChoiceSet
     from llmtrain.models.spec import ModelFacts, ModelSpec
 
 
@@ -76,9 +75,13 @@ def examine(resolved: ResolvedRun) -> Checked:
             raise ConfigError(f"{own}: its figures would be {key}, which each run has; give the class another name")
     data, *later = stage_data(resolved.stages)
     sets = {name: EvalSet(folder, run.data) for name, folder in run.eval.sets.items()}
-    length, cache = run.data.sequence_length, Cache(run.data.cache, run.data.cache_gib)
-    form = {"sequence_length": length, "shared": resolved.degrees.sequence}
-    choices = {name: ChoiceSet(folder, **form, cache=cache) for name, folder in run.eval.choices.items()}
+    choices: dict[str, ChoiceSet] = {}
+    if run.eval.choices:
+        from llmtrain.data.stream.choices import ChoiceSet
+
+        length, cache = run.data.sequence_length, Cache(run.data.cache, run.data.cache_gib)
+        form = {"sequence_length": length, "shared": resolved.degrees.sequence}
+        choices = {name: ChoiceSet(folder, **form, cache=cache) for name, folder in run.eval.choices.items()}
     for name, asked in choices.items():
         _check_tokenizer(f"eval.choices.{name}", asked.prepared.manifest, data)
     for name, each in sets.items():
@@ -179,7 +182,7 @@ def take_columns(every: Mapping[str, TrainData], take: Callable[[TrainData], lis
             own = sorted(set(take(data)))
             weights = weights or own
             if not set(own) <= set(weights):
-                raise DataError(f"its column is of other weights than that of the run's first data; {REMEDY}")
+                raise DataError(f"its column is of other weights than that of the run's first data; {NEW_COLUMN}")
     return weights
 
 
@@ -192,7 +195,7 @@ def config_of_columns(every: Iterable[TrainData], config: dict[str, Any] | None)
         for model in data.column_models:
             if found := other_meaning(model, config):
                 raise DataError(f"{data.name}: its column is of another configuration of the model: "
-                                f"{'; '.join(found)}. Give config.json these values back, or {REMEDY}")  # fmt: skip
+                                f"{'; '.join(found)}. Give config.json these values back, or {NEW_COLUMN}")  # fmt: skip
             config = config or model
     return config
 

@@ -41,7 +41,7 @@ def unmoved(engine: Engine, ranks: Ranks, ending: str) -> tuple[list[str], int]:
 
 def check_adapter(engine: Engine, ranks: Ranks) -> None:
     """Every B gets a gradient in the first step, though A gets none yet: B is zero. Raises TrainingStopped."""
-    from llmtrain.models.adapter import B
+    from llmtrain.models.parameters import B
 
     still, count = unmoved(engine, ranks, B)
     if len(still) == count:

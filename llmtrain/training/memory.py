@@ -1,23 +1,42 @@
-"""The number of layers that model.recompute.layers: auto stands for: as few as the device's memory asks for."""
+"""The number of layers that model.recompute.layers: auto stands for: as few as the device's memory asks for.
+
+Bytes of a micro-batch's activations are counted on tensors without memory. torch's FakeTensorMode knows the shape of
+each result and computes none, so that a step of 8B takes seconds and no memory. Its tensors say that they are on a CPU,
+whose attention kernel keeps what a GPU's flash kernel keeps. Layers are counted without torch.compile and fp8, with
+which they keep less. Bytes are those of the tensors: what an allocator loses between them is not among them.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Literal
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 import psutil
 import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from llmtrain.base import units
-from llmtrain.config.run import RecomputeConfig, ResolvedRun
-from llmtrain.config.topology import ranks_of_this_host
+from llmtrain.config.run import ModelConfig, RecomputeConfig, ResolvedRun, RunConfig
+from llmtrain.config.topology import Degrees, ranks_of_this_host
 from llmtrain.engine.dist.control import from_all
 from llmtrain.engine.dist.ranks import Ranks
-from llmtrain.models.run.activations import Activations, count_activations
+from llmtrain.models.distillation import TeacherSays, Terms, TopWords
+from llmtrain.models.head import Head, Loss
+from llmtrain.models.loss import adds_in_fp32
+from llmtrain.models.run.build_for_rank import build_model
+from llmtrain.models.skeleton import DTYPES
 from llmtrain.models.spec import ModelSpec
+from llmtrain.models.transformers_private import OperatorMode, storage_of, without_memory
+from llmtrain.objectives.by_token import Distill, NextToken
+from llmtrain.objectives.objective import Objective
 from llmtrain.training.examine import bytes_of_a_rank
+
+if TYPE_CHECKING:
+    from llmtrain.models.teacher import Teacher
 
 MARGIN = 0.1
 """Share of what is free that stays so: fragments, the communication library's buffers, kernels' working memory."""
@@ -27,6 +46,17 @@ _LIVE = 1_050_000_000
 """Elements: DeepSpeed's defaults of stage3_max_live_parameters and stage3_prefetch_bucket_size; compiled layers have
 room for two of them (engine/deepspeed/build.py)."""
 
+
+@dataclass(frozen=True, kw_only=True)
+class Activations:
+    """Bytes that a micro-batch makes beside parameters and gradients."""
+
+    kept: int
+    """Alive between its forward and its backward pass."""
+    most: int
+    """Alive at one time in either."""
+
+
 Keep = Literal["attention"] | None
 Count = Callable[[int | Literal["all"] | None, Keep], Activations]
 
@@ -34,8 +64,6 @@ Count = Callable[[int | Literal["all"] | None, Keep], Activations]
 def decide_recomputation(resolved: ResolvedRun, spec: ModelSpec, ranks: Ranks) -> tuple[ResolvedRun, list[str]]:
     """Put a number in place of auto, the same on all ranks, before the model is there; returns a note with the
     bytes."""
-    if resolved.run.model.recompute.layers != "auto":
-        return resolved, []
     chosen, note = layers_for(min(from_all(ranks, free_bytes(ranks.device))), resolved, spec)
     mix = replace(resolved.mix, recomputes=chosen.layers is not None, keep_attention=chosen.keep is not None)
     run = replace(resolved.run, model=replace(resolved.run.model, recompute=chosen))
@@ -116,3 +144,119 @@ def held_bytes(resolved: ResolvedRun, spec: ModelSpec) -> float:
         shards = resolved.degrees.world_size if mix.zero_stage == 3 else 1
         began = wide * sum(math.prod(spec.shapes[name]) for name in spec.saved) / shards
     return sum(size for kind, size in held.items() if kind not in on_host) + began + bucket + gathered
+
+
+class LiveBytes(OperatorMode):
+    """The bytes of the storages made within it that are alive, beyond those of `others`, and the most there were."""
+
+    def __init__(self, others: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.most = self._now = 0
+        self.ran: Counter[str] = Counter()
+        """Operators by name."""
+        self._others = {storage_of(tensor) for tensor in others}
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        self.ran[function.overloadpacket.__name__] += 1
+        self.add(made)
+        return made
+
+    def add(self, made: Any) -> None:
+        """Count the tensors in it."""
+        for tensor in made if isinstance(made, (tuple, list)) else (made,):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                key, size = storage_of(tensor), storage.nbytes()
+                held = self._live.get(key)
+                if key in self._others or (held is not None and not held[0].expired()):
+                    continue
+                self._live[key] = StorageWeakRef(storage), size
+                self._now += size - (0 if held is None else held[1])
+        if self._now > self.most:  # who is gone by now is looked for only where it matters
+            self.most = max(self.most, self.now())
+
+    def now(self) -> int:
+        """Bytes that are alive."""
+        self._live = {key: held for key, held in self._live.items() if not held[0].expired()}
+        self._now = sum(size for _, size in self._live.values())
+        return self._now
+
+
+def count_activations(
+    resolved: ResolvedRun, spec: ModelSpec, layers: int | Literal["all"] | None, keep: Literal["attention"] | None
+) -> Activations:
+    """Count them for this rank's share of the run's largest micro-batch, with so many layers recomputed; without
+    pipeline, tensor and expert parallelism, copies on the host and packed weights, which refuse `auto`."""
+    run, mix = resolved.run, resolved.mix
+    again = RecomputeConfig(layers=layers, keep=keep)
+    model = replace(run.model, recompute=again, compile_layers=False, fp8=None)
+    alone = replace(
+        resolved,
+        run=replace(run, model=model),
+        mix=replace(mix, zero_stage=0, degrees=Degrees(), recomputes=layers is not None, keep_attention=bool(keep)),
+    )
+    if model.attention.startswith("flash"):  # a package for GPUs, whose kernel keeps what sdpa's keeps
+        spec = replace(spec, model=replace(spec.model, attention="sdpa"))
+    sizes = ((stage.batch.micro_batch, stage.data.sequence_length) for stage in resolved.stages)
+    rows, length = max(sizes, key=lambda size: (size[0] * size[1], size[1]))
+    tokens = length // mix.degrees.sequence
+    adds_in_fp32("cpu", DTYPES[mix.precision])  # which looks at numbers, the first time
+    module: Any = build_model(alone, spec, torch.device("meta"), None).train()  # type: ignore[arg-type]
+    teacher = _teacher(run, spec.model, mix.precision)
+    with without_memory():
+        module.to_empty(device="cpu")
+        parameters = list(module.parameters())
+        for parameter in parameters:
+            parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+        inputs = torch.zeros(rows, tokens, dtype=torch.int64)
+        positions = torch.zeros_like(inputs) if run.data.isolate_documents else None
+        others = [*parameters, *(p.grad for p in parameters if p.grad is not None)]
+        if teacher is not None:
+            others += teacher.to_empty("cpu")
+        with LiveBytes(others) as live:
+            of_hidden = _loss(run.objective, spec, teacher, inputs, positions)
+            loss = module(inputs, of_hidden, positions)
+            kept = live.now()
+            loss.backward()
+    return Activations(kept=kept, most=live.most)
+
+
+def _teacher(run: RunConfig, student: ModelConfig, precision: str) -> Teacher | None:
+    """The model that a run distils, on the meta device."""
+    if run.objective.teacher is None or run.objective.top_k is not None:
+        return None
+    from llmtrain.models.teacher import empty_teacher, teacher_model
+
+    return empty_teacher(ModelSpec.of(teacher_model(run.objective, student)), precision, torch.device("meta"))
+
+
+def _loss(
+    objective: Objective, spec: ModelSpec, teacher: Teacher | None, inputs: Tensor, positions: Tensor | None
+) -> Loss:
+    """Stand-in for a run's loss function: it takes as much of the head, and all that is as large as tokens x words or
+    the hidden state. What an objective computes of the tokens' likelihoods is small, and may be a plugin's."""
+    column = None if objective.top_k is None else _column(inputs, objective.top_k)
+
+    def of_hidden(head: Head, hidden: Tensor) -> Tensor:
+        if spec.scores:  # a reward model reads one place of each text
+            return hidden.sum()
+        if isinstance(objective, Distill):
+            terms = Terms(beta=objective.beta, temperature=objective.temperature, alpha=objective.alpha)
+            says = column if teacher is None else teacher.logits(inputs, positions)
+            assert says is not None
+            return head.distilled_sums(hidden, inputs, says, terms)[0]
+        if isinstance(objective, NextToken) and objective.z_loss:
+            return head.nll_sums(hidden, inputs, None, objective.z_loss)[0]
+        if isinstance(objective, NextToken):
+            return head.nll_sum(hidden, inputs)
+        return head.token_nll(hidden, inputs).sum()
+
+    return of_hidden
+
+
+def _column(inputs: Tensor, top_k: int) -> TeacherSays:
+    """A teacher's column of the data, which is there until the backward pass has ended."""
+    words = inputs.new_zeros(inputs.numel(), top_k)
+    return TopWords(words=words, logs=torch.zeros(inputs.numel(), top_k + 1)).of

@@ -39,8 +39,8 @@ from llmtrain.engine.dist.local_ranks import RankError, ending_on_sigterm, failu
 from llmtrain.engine.dist.local_ranks import Ranks as LocalRanks
 from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.engine.dist.rendezvous import leave_all
+from llmtrain.engine.losses.answers import LogProbs
 from llmtrain.engine.losses.likeliest import Likeliest
-from llmtrain.engine.losses.online import LogProbs
 from llmtrain.models.parallel.mesh import Mesh
 from llmtrain.models.spec import ModelSpec
 from llmtrain.models.teacher import check_teacher, teacher_model

@@ -16,15 +16,12 @@ from llmtrain.base import log
 from llmtrain.base.rank.heartbeat import heart
 from llmtrain.checkpoint.format import step_of
 from llmtrain.checkpoint.retain import Best, best_of
-from llmtrain.data.stream.choices import ChoiceSet
 from llmtrain.data.stream.loader import MicroBatch, validation_batches
 from llmtrain.data.stream.token_bytes import byte_lengths, counted_bytes
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.engine.dist.control import from_rank_0, together
 from llmtrain.engine.dist.device import device_name, max_memory_gib
-from llmtrain.engine.losses.function import LooksAhead
-from llmtrain.engine.losses.next_token import NextTokenLoss
-from llmtrain.engine.losses.online import LogProbs
+from llmtrain.engine.losses.function import LooksAhead, NextTokenLoss
 from llmtrain.engine.losses.with_metrics import quotients, with_metrics
 from llmtrain.tracking.metrics import Throughput, TokenFlops, flops_per_token, peak_flops, perplexity, routing_metrics
 from llmtrain.training.examine import LITTLE_NEW, USEFUL_EPOCHS
@@ -33,6 +30,7 @@ from llmtrain.training.step import Position, is_due
 
 if TYPE_CHECKING:
     from llmtrain.config.run import StopEarly
+    from llmtrain.data.stream.choices import ChoiceSet
     from llmtrain.training.setup import Setup
 
 
@@ -284,6 +282,8 @@ def evaluation_batches(setup: Setup, measured: Measured) -> Iterator[MicroBatch]
 
 def choice_log_probs(setup: Setup, choices: ChoiceSet) -> np.ndarray:
     """fp32 [rows]: the log-probability of each choice, nats. All ranks call it together, and have the same."""
+    from llmtrain.engine.losses.answers import LogProbs  # most runs measure texts alone
+
     batch, collect = setup.resolved.batch, LogProbs()
     dealt = (batch.micro_batch * batch.sequence_length, setup.mesh.place.data, batch.data_parallel)
     for micros in choices.batches(*dealt, pin_memory=setup.ranks.device.type == "cuda"):

@@ -32,13 +32,12 @@ from llmtrain.engine.dist.device import device_name, use_deterministic_kernels
 from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.engine.dist.rendezvous import describe, introduce, leave_all
 from llmtrain.engine.process_memory import collected_by_hand
-from llmtrain.models import varlen
 from llmtrain.models.spec import ModelFacts, ModelSpec
+from llmtrain.models.transformers_private import VARLEN
 from llmtrain.optim.optimizers import norm_of
 from llmtrain.tracking.environment import describe_environment, unverified, versions, write_environment
 from llmtrain.tracking.tracker import Status, Tracker
 from llmtrain.training.examine import Checked
-from llmtrain.training.fetching import Fetching
 from llmtrain.training.guards import AdapterCheck, DataCheck, Limits, SkippedSteps
 from llmtrain.training.parts import Done, Launch, Part
 from llmtrain.training.replica_check import ReplicaCheck
@@ -178,7 +177,11 @@ def _parts(launch: Launch) -> Iterator[Part]:
     yield Logging(launch)
     yield Evaluation(launch)
     yield StageBorders(launch)
-    yield Fetching(launch)
+    read = [*setup.course.data, *setup.sets.values()]
+    if any(data.in_store for data in read) or any(each.prepared.in_store for each in setup.choices.values()):
+        from llmtrain.training.fetching import Fetching
+
+        yield Fetching(launch)
     yield DataCheck(launch)
     yield ReplicaCheck(launch)
     yield Saving(launch)
@@ -317,8 +320,11 @@ def write_run_files(
         if ranks.rank == 0:
             environment = describe_environment(ranks=[asdict(seat) for seat in ranks.seats], plugins=hashes())
             environment["parameters"] = spec.facts.parameters
-            attention = spec.model.attention
-            environment["attention"] = f"varlen, {varlen.kernel}" if attention == "varlen" else attention
+            environment["attention"] = spec.model.attention
+            if spec.model.attention == VARLEN:
+                from llmtrain.models import varlen
+
+                environment["attention"] = f"varlen, {varlen.kernel}"
             try:
                 (folder.path / "config.yaml").write_text(dump(run))
                 (folder.path / "deepspeed.json").write_text(json.dumps(exact, indent=2) + "\n")

@@ -158,7 +158,7 @@ class Saving(Part):
         if self._settings.mirror is not None:
             mirror = self._mirror
             at_length(self._ranks, lambda: None if mirror is None else mirror.finish(complete=complete))
-        if exports:
+        if exports and self._folder.split:  # each host has its own ranks' files
             from llmtrain.checkpoint.host_files import fetch_all
 
             fetch_all(step_folder(self._folder.path, position.step), self._folder, self._ranks)

@@ -25,7 +25,7 @@ from llmtrain.config.rules import check_masks
 from llmtrain.config.run import ModelConfig, ResolvedRun, RunConfig
 from llmtrain.config.stages import Stage
 from llmtrain.config.topology import Mix, Place
-from llmtrain.data.stream.columns import REMEDY, weights_hash
+from llmtrain.data.manifest import NEW_COLUMN
 from llmtrain.data.stream.course import Course
 from llmtrain.data.stream.loader import TrainData, TrainLoader, batches_of
 from llmtrain.engine import progress
@@ -35,15 +35,12 @@ from llmtrain.engine.deepspeed.patches import apply_group_timeout
 from llmtrain.engine.dist.control import AgreedError, from_all, together
 from llmtrain.engine.dist.device import check_device
 from llmtrain.engine.dist.ranks import Ranks
-from llmtrain.engine.losses.function import LossFunction
+from llmtrain.engine.losses.function import LossFunction, NextTokenLoss
 from llmtrain.engine.losses.named import loss_of, sample_terms, with_reference
-from llmtrain.engine.losses.next_token import NextTokenLoss
 from llmtrain.engine.losses.with_metrics import with_metrics
 from llmtrain.engine.weights import fill_parameters, prove_masters, prove_weights
 from llmtrain.models import compiler
 from llmtrain.models.experts import has_experts
-from llmtrain.models.fp8 import without_fp8
-from llmtrain.models.own_settings import own_settings
 from llmtrain.models.parallel.mesh import Mesh, mesh_of
 from llmtrain.models.run.build_for_rank import build_model
 from llmtrain.models.run.check import why_not_varlen
@@ -51,11 +48,10 @@ from llmtrain.models.source import ParameterSource
 from llmtrain.models.spec import ModelSpec
 from llmtrain.models.transformers_private import VARLEN
 from llmtrain.objectives.objective import Objective
-from llmtrain.storage.checksum import checksum
+from llmtrain.storage.checksum import checksum, weights_hash
 from llmtrain.storage.region import Region
 from llmtrain.storage.tensorfile import numel
 from llmtrain.training.examine import Checked, in_stages, rate_of, stage_key
-from llmtrain.training.memory import decide_recomputation
 from llmtrain.training.step import Session
 
 if TYPE_CHECKING:
@@ -126,7 +122,7 @@ class Setup:
         if self.run.objective.reference == "column" and set(self.references or []) != {self.began_with}:
             raise AgreedError(
                 f"objective.name {self.run.objective.name}: the log-probabilities of the reference in the data are of "
-                f"other weights than model.pretrained = {self.run.model.pretrained!r} has; {REMEDY}",
+                f"other weights than model.pretrained = {self.run.model.pretrained!r} has; {NEW_COLUMN}",
                 DataError.exit_code,
             )
         return checksums
@@ -212,7 +208,11 @@ def start_engine(resolved: ResolvedRun, spec: ModelSpec, ranks: Ranks, mesh: Mes
         check_device(resolved.precision, spec.model.attention, resolved.run.model.fp8, resolved.run.deepspeed)
     with together(ranks):
         compiles = _compiles_layers(spec, resolved.mix, ranks, one_shape=resolved.run.train.balance == "equal")
-        chosen, notes = decide_recomputation(resolved, spec, ranks)
+        chosen, notes = resolved, list[str]()
+        if resolved.run.model.recompute.layers == "auto":
+            from llmtrain.training.memory import decide_recomputation
+
+            chosen, notes = decide_recomputation(resolved, spec, ranks)
         run = replace(chosen.run, model=replace(chosen.run.model, compile_layers=compiles))
         model = build_model(replace(chosen, run=run), spec, ranks.device, mesh)
         model.notes += notes
@@ -228,7 +228,11 @@ def start_engine(resolved: ResolvedRun, spec: ModelSpec, ranks: Ranks, mesh: Mes
             "ZeRO 3 shares nothing here, as no other rank holds the same, and DeepSpeed waits for the device wherever "
             "a parameter is used: zero_optimization.stage 1 takes no more memory and does not wait"
         )
-    own = own_settings(spec, resolved.optim)
+    own = {}
+    if resolved.optim.has_own_settings:
+        from llmtrain.models.own_settings import own_settings
+
+        own = own_settings(spec, resolved.optim)
     engine = build_engine(model, resolved.optim, own, resolved.mix, resolved.deepspeed, ranks, mesh)
     apply_group_timeout(resolved.run.fault.timeout_s)  # to the groups that DeepSpeed has made
     progress.tell_compilation()  # DeepSpeed has imported torch.compile by now
@@ -269,7 +273,7 @@ def taught_by(run: RunConfig, columns: list[str], ranks: Ranks) -> str | None:
     made = {*columns, *([named] if named is not None else [])}
     if len(made) > 1:
         whose = f"other weights than objective.teacher = {run.objective.teacher!r} has" if named else "several teachers"
-        raise AgreedError(f"objective.top_k: the likeliest words in the data are of {whose}; {REMEDY}",
+        raise AgreedError(f"objective.top_k: the likeliest words in the data are of {whose}; {NEW_COLUMN}",
                           DataError.exit_code)  # fmt: skip
     return min(made, default=None)
 
@@ -373,6 +377,8 @@ def prove_loss(engine: Engine, row: Tensor, ranks: Ranks, *, isolate_documents: 
     with together(ranks), failures, compiler.uncompiled():
         engine.check_head(few)
         if isolate_documents:
+            from llmtrain.models.fp8 import without_fp8
+
             with without_fp8(engine.module):  # one scale of all tokens would be seen by both documents
                 engine.check_isolation(few[:, : few.shape[1] // 2 * 2])
 

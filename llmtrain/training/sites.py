@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.checkpoint.meaning import other_meaning
-from llmtrain.data.stream.columns import weights_hash
 from llmtrain.engine.api import StateTensor
 from llmtrain.sites.sample_ledger import Share
 from llmtrain.sites.site import Site, telling
+from llmtrain.storage.checksum import weights_hash
 from llmtrain.training.parts import Done, Launch, Part
 from llmtrain.training.step import Position
 

@@ -17,8 +17,7 @@ from llmtrain.data.stream.loader import MicroBatch, StepBatch
 from llmtrain.engine.api import Engine, Update
 from llmtrain.engine.dist.control import Agree, Agreement
 from llmtrain.engine.dist.ranks import Ranks
-from llmtrain.engine.losses.function import LooksAhead, LossFunction
-from llmtrain.engine.losses.next_token import NEXT_TOKEN
+from llmtrain.engine.losses.function import NEXT_TOKEN, LooksAhead, LossFunction
 from llmtrain.engine.losses.with_metrics import quotients
 
 

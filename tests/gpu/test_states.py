@@ -14,7 +14,7 @@ from llmtrain.checkpoint.load import load_checkpoint
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.engine.deepspeed.engine import ZeroEngine
 from llmtrain.engine.dist.device import use_deterministic_kernels
-from llmtrain.engine.losses.next_token import NEXT_TOKEN
+from llmtrain.engine.losses.function import NEXT_TOKEN
 from llmtrain.engine.weights import _sum_on
 from llmtrain.storage.checksum import checksum, checksum_part
 from llmtrain.storage.region import Region

@@ -405,7 +405,7 @@ def answers_without_the_others() -> Context:
 @fault("forward pass", zero=2, accumulation=2, objective="kto")
 def divergence_of_a_micro_batch() -> Context:
     """kto's z is that of the rank's first micro-batch."""
-    from llmtrain.engine.losses.named import UnpairedLoss
+    from llmtrain.engine.losses.answers import UnpairedLoss
 
     right = UnpairedLoss.look
     return patch.object(UnpairedLoss, "look", lambda self, micros, evaluate: right(self, micros[:1], evaluate))
@@ -414,14 +414,14 @@ def divergence_of_a_micro_batch() -> Context:
 @fault("forward pass", zero=2, objective="reward")
 def score_of_next_token() -> Context:
     """The score is read at the token after an answer: of the next row, or what pads."""
-    from llmtrain.engine.losses import named
+    from llmtrain.engine.losses import answers
 
-    last_tokens = named.last_tokens
+    last_tokens = answers.last_tokens
 
     def late(batch: Any) -> torch.Tensor:
         return (last_tokens(batch) + 1).clamp(max=batch.labels.numel() - 1)
 
-    return patch.object(named, "last_tokens", late)
+    return patch.object(answers, "last_tokens", late)
 
 
 @fault("it is frozen", zero=3, adapter=_LORA, objective="reward")
@@ -452,7 +452,7 @@ def reference_with_trained_modules() -> Context:
 @fault("another temperature", zero=2, objective="distill")
 def teacher_without_temperature() -> Context:
     """The student's logits alone are divided by the temperature."""
-    from llmtrain.engine.losses.named import DistillLoss
+    from llmtrain.engine.losses.likeliest import DistillLoss
 
     right = DistillLoss.sums
 

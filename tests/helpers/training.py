@@ -36,8 +36,7 @@ from llmtrain.engine.deepspeed.engine import ZeroEngine
 from llmtrain.engine.deepspeed.process_group import join_process_group
 from llmtrain.engine.dist.control import from_all
 from llmtrain.engine.dist.ranks import Ranks
-from llmtrain.engine.losses.function import LossFunction
-from llmtrain.engine.losses.next_token import NEXT_TOKEN
+from llmtrain.engine.losses.function import NEXT_TOKEN, LossFunction
 from llmtrain.models.spec import ModelSpec
 from llmtrain.objectives.objective import Objective
 from llmtrain.optim.optimizers import PARAM, Optimizer

@@ -23,8 +23,8 @@ from llmtrain.checkpoint.hf.exporting import export_hf
 from llmtrain.checkpoint.hf.proofs import ProofError, Report
 from llmtrain.config.run import AdapterConfig, ModelConfig
 from llmtrain.engine.weights import prove_weights
-from llmtrain.models.adapter import PREFIX, B, lora_config, other_maps, plain_name, scale, target_paths
-from llmtrain.models.parameters import local_parameter
+from llmtrain.models.adapter import lora_config, other_maps, plain_name, scale, target_paths
+from llmtrain.models.parameters import PREFIX, B, local_parameter
 from llmtrain.models.spec import ModelSpec
 from llmtrain.optim.optimizers import PARAM
 from llmtrain.training.guards import unmoved

@@ -14,7 +14,7 @@ from llmtrain.base.errors import CheckpointError, ConfigError
 from llmtrain.checkpoint.hf.inference import Sampling, generate
 from llmtrain.checkpoint.load import _refuse_other_adapter
 from llmtrain.config.run import AdapterConfig, ModelConfig
-from llmtrain.models.adapter import PREFIX, WEIGHTS
+from llmtrain.models.parameters import PREFIX, WEIGHTS
 from llmtrain.models.spec import ModelSpec
 from tests.helpers.families import FROZEN
 from tests.helpers.ranks import RankFailed

@@ -25,7 +25,8 @@ from llmtrain.checkpoint.hf.exporting import export_hf
 from llmtrain.checkpoint.load import load_checkpoint
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.config.run import ResolvedRun
-from llmtrain.models.adapter import PREFIX, WEIGHTS, plain_name
+from llmtrain.models.adapter import plain_name
+from llmtrain.models.parameters import PREFIX, WEIGHTS
 from llmtrain.parity.compare import AVERAGE, Trace, compare
 from llmtrain.parity.plain import orders, train_plainly
 from llmtrain.parity.worlds import report

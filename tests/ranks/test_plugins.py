@@ -17,7 +17,7 @@ from llmtrain.base.choice import Entry
 from llmtrain.config import plugins
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.engine.dist.control import AgreedError
-from llmtrain.engine.losses.next_token import NEXT_TOKEN
+from llmtrain.engine.losses.function import NEXT_TOKEN
 from llmtrain.engine.losses.with_metrics import quotients, with_metrics
 from llmtrain.objectives.objective import Objective
 from llmtrain.training.setup import prove_alike

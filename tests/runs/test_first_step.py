@@ -125,7 +125,8 @@ def other_sign(_: int) -> None:
 
 
 def loud_adapter(_: int) -> None:
-    from llmtrain.models.adapter import AdaptedSource, B
+    from llmtrain.models.adapter import AdaptedSource
+    from llmtrain.models.parameters import B
 
     right = AdaptedSource._first
     AdaptedSource._first = lambda self, name: right(self, name) + name.endswith(B)  # type: ignore[method-assign]

@@ -55,22 +55,8 @@ from llmtrain.checkpoint.output import OutputFolder, stream_tensors
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.checkpoint.verify import wrong_frozen
 from llmtrain.config.run import AdapterConfig, ModelConfig
-from llmtrain.models.adapter import (
-    CONFIG,
-    MAGNITUDE,
-    PREFIX,
-    WEIGHTS,
-    A,
-    B,
-    adapted,
-    aliases,
-    lora_config,
-    plain_name,
-    saved_names,
-    saved_paths,
-    scale,
-)
 from llmtrain.models.layout import FolderLayout
+from llmtrain.models.parameters import CONFIG, MAGNITUDE, PREFIX, WEIGHTS, A, B
 from llmtrain.models.score import gives_scores
 from llmtrain.models.skeleton import load_config, skeleton
 from llmtrain.models.source import SafetensorsSource
@@ -90,6 +76,8 @@ def adapter_of(reader: CheckpointReader, trainer: Mapping[str, Any]) -> AdapterC
     """The adapter that the checkpoint holds, by its run. Raises CheckpointError: trainer.json tells none that fits."""
     if not any(name.endswith(A) for name in reader.order()):
         return None
+    from llmtrain.models.adapter import scale
+
     try:
         adapter = AdapterConfig(**trainer["run"]["adapter"])
         ranks = {reader.shape(name)[0] for name in reader.order() if name.endswith(A)}
@@ -125,6 +113,10 @@ class Merge:
         self.paths = [name.removesuffix(A) for name in names if name.endswith(A)]
         """Paths of the linear maps."""
         self._path_of = {f"{path}.weight": path for path in self.paths}
+        if adapter is not None:
+            from llmtrain.models.adapter import scale
+
+            self._scale = scale(adapter)
 
     def check(self) -> None:
         """The adapter's values are those that were saved. Raises CheckpointError."""
@@ -153,7 +145,7 @@ class Merge:
         first, last = start // inputs, -(-(start + values.numel()) // inputs)  # its rows
         r, _ = self._reader.shape(path + A)
         product = read(path + B, first * r, last * r).view(-1, r) @ read(path + A, 0, r * inputs).view(r, inputs)
-        rows = read(name, first * inputs, last * inputs).view(-1, inputs).add_(product, alpha=scale(self._adapter))
+        rows = read(name, first * inputs, last * inputs).view(-1, inputs).add_(product, alpha=self._scale)
         if self._adapter.dora:
             magnitude = read(path + MAGNITUDE, first, last)
             rows *= (magnitude / torch.linalg.vector_norm(rows, dim=1)).unsqueeze(1)
@@ -170,6 +162,8 @@ def prove_merge(
 ) -> None:
     """Compare the merged weights' logits in fp32 with those of `hf`, the skeleton with peft's layers. `file`: tensors
     of a PEFT folder to use as the adapter's values; default: the checkpoint's. Raises ProofError."""
+    from llmtrain.models.adapter import plain_name
+
     there = {name.removeprefix(PREFIX): tensor for name, tensor in (file or {}).items()}
 
     def value(name: str, start: int, stop: int) -> Tensor:
@@ -229,6 +223,8 @@ def write_peft(
     """Write the adapter's two files as `PeftModel.save_pretrained` does, and prove them. Returns the first's bytes.
     Raises ProofError: the file or peft's logits differ; ConfigError: peft is not installed."""
     from safetensors.torch import load_file, save_file
+
+    from llmtrain.models.adapter import aliases, lora_config, saved_names, saved_paths
 
     saved = saved_names(layout.skeleton, adapter)
     merge, tensors = Merge(reader, adapter, DTYPE_OF[dtype], saved), {}
@@ -309,7 +305,12 @@ def export_hf(
     layout = layout_of(_model(checkpoint, trainer), trust_remote_code=trust_remote_code)
     if merge and adapter is None:
         raise CheckpointError(f"{checkpoint}: it holds no adapter, so there is nothing to merge. Leave out --merge.")
-    merged = Merge(reader, adapter, saved=saved_names(layout.skeleton, adapter) if adapter else ())
+    saved: set[str] = set()
+    if adapter is not None:
+        from llmtrain.models.adapter import adapted, saved_names
+
+        saved = saved_names(layout.skeleton, adapter)
+    merged = Merge(reader, adapter, saved=saved)
     merged.check()
     _check_names(reader, layout, merged.names, report)
     if adapter is not None and not merge:

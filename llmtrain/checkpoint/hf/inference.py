@@ -20,17 +20,14 @@ from llmtrain.base.rank.device_faults import device_fault
 from llmtrain.checkpoint.format import MANIFEST, complete_checkpoints, hash_file
 from llmtrain.checkpoint.hf.exporting import export_hf, layout_of
 from llmtrain.checkpoint.hf.folder_files import MARK
-from llmtrain.checkpoint.listing import best_checkpoints, find_checkpoints, read_while_there
 from llmtrain.checkpoint.meaning import refuse_other_base
-from llmtrain.checkpoint.remote import checkpoints_at
 from llmtrain.config.run import ModelConfig
 from llmtrain.data.tokenize import refuse_unsafe
-from llmtrain.models.adapter import CONFIG, MAGNITUDE, PREFIX, WEIGHTS, need_peft
+from llmtrain.models.parameters import CONFIG, MAGNITUDE, PREFIX, WEIGHTS
 from llmtrain.models.score import gives_scores
 from llmtrain.models.skeleton import TooLargeError, load_config
 from llmtrain.models.source import SafetensorsSource, refuse_escape, refuse_other_shapes
 from llmtrain.storage.hub.names import folder_here
-from llmtrain.storage.hub.transfer import model_folder
 from llmtrain.storage.object_store import Store, StoreError, is_url
 from llmtrain.storage.tensorfile import TensorFile, TensorFileError
 
@@ -147,11 +144,17 @@ def usable_folder(path: str, asked_by: str, *, best: bool = False) -> Iterator[P
     exported for the duration if need be. Raises CheckpointError, ModelError."""
     with tempfile.TemporaryDirectory(prefix="llmtrain-") as scratch:
         if is_url(path) and (best or not _is_model_there(path)):
-            yield _hf_folder(
-                checkpoints_at(path, find=best_checkpoints if best else find_checkpoints)[0], Path(scratch)
-            )
+            from llmtrain.checkpoint.listing import best_checkpoints, find_checkpoints
+            from llmtrain.checkpoint.remote import checkpoints_at
+
+            found = checkpoints_at(path, find=best_checkpoints if best else find_checkpoints)
+            yield _hf_folder(found[0], Path(scratch))
+        elif (here := folder_here(path)) is not None:
+            yield _hf_folder(here, Path(scratch), best=best)
         else:
-            yield _hf_folder(folder_here(path) or model_folder(path, asked_by=asked_by), Path(scratch), best=best)
+            from llmtrain.storage.hub.transfer import model_folder
+
+            yield _hf_folder(model_folder(path, asked_by=asked_by), Path(scratch), best=best)
 
 
 def _is_model_there(url: str) -> bool:
@@ -166,6 +169,9 @@ def _base(folder: Path) -> Path:
     """The folder of the model itself, which an adapter's names. Raises ModelError, or ConfigError: no peft."""
     if not (folder / CONFIG).is_file():
         return folder
+    from llmtrain.models.adapter import need_peft
+    from llmtrain.storage.hub.transfer import model_folder
+
     need_peft(str(folder))
     try:
         config = untrusted.loads((folder / CONFIG).read_bytes())
@@ -278,6 +284,8 @@ def _hf_folder(path: Path, scratch: Path, *, best: bool = False) -> Path:
     """The Hugging Face folder to use: `path` itself, or the newest or `best` state of a run, exported if need be."""
     if is_model(path) and not best:
         return path
+    from llmtrain.checkpoint.listing import best_checkpoints, find_checkpoints, read_while_there
+
     export = path / "export"
     found = complete_checkpoints(path / "checkpoints")
     exported = None if best else _mark(export)

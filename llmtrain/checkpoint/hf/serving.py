@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -22,14 +22,14 @@ from llmtrain.base.errors import DataError
 from llmtrain.checkpoint.hf.proofs import ProofError, Report
 from llmtrain.data import manifest as manifests
 from llmtrain.data.cache import Cache
-from llmtrain.data.chat import rendering
-from llmtrain.data.chat.conversation import Conversation, conversation, preference, strings, unpaired
-from llmtrain.data.chat.encoder import NAME, read_sample
-from llmtrain.data.chat.rendering import RenderError, Template
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.tokenize import named_token
-from llmtrain.models.adapter import CONFIG
+from llmtrain.models.parameters import CONFIG
 from llmtrain.storage.object_store import is_url
+
+if TYPE_CHECKING:
+    from llmtrain.data.chat.conversation import Conversation
+    from llmtrain.data.chat.rendering import Template
 
 
 def special_ids(tokenizer: Path | None, separator: int | None) -> dict[str, int | None]:
@@ -190,6 +190,8 @@ def prove_serving(folder: Path, trainer: Mapping[str, Any], report: Report) -> N
     """Compare each data folder's sample with transformers' ids by the files of `folder`. Raises ProofError: other ids,
     or generation that does not stop at an answer's end."""
     for data in chat_folders(trainer):
+        from llmtrain.data.chat.encoder import NAME  # runs over texts have none
+
         if not (data / NAME).is_file():
             report.add("serving", f"not compared: {data} keeps no {NAME}; prepared again, it does")
             continue
@@ -213,13 +215,17 @@ def prove_serving(folder: Path, trainer: Mapping[str, Any], report: Report) -> N
 def _compare(folder: Path, data: Path) -> _Compared:
     from transformers import AutoTokenizer
 
+    from llmtrain.data.chat import rendering
+    from llmtrain.data.chat.conversation import strings
+    from llmtrain.data.chat.encoder import NAME, read_sample
+
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:
         raise ProofError(f"transformers cannot load the tokenizer of {folder}: {error}. Nothing was kept.") from error
     prepared, found = PreparedSet(data), _Compared()
     chat = prepared.manifest.chat or {}
-    template = Template(tokenizer, moment=chat.get("moment"), variables=chat.get("chat_template_kwargs"))
+    template = rendering.Template(tokenizer, moment=chat.get("moment"), variables=chat.get("chat_template_kwargs"))
     stops = {tokenizer.convert_tokens_to_ids(token) for token in chat["stop_tokens"]}
     control = [token.content for token in tokenizer.added_tokens_decoder.values()]
     stream = prepared.split("train")
@@ -251,6 +257,8 @@ def _compare(folder: Path, data: Path) -> _Compared:
 
 def _turns(record: str, prepared: PreparedSet) -> Iterator[tuple[Conversation, int]]:
     """Conversations of a record, each with a message that was learnt."""
+    from llmtrain.data.chat.conversation import conversation, preference, unpaired
+
     chat, settings = prepared.manifest.chat or {}, prepared.manifest.settings
     name = settings["field"] if settings["field"] != "text" else "messages"
     talks: tuple[Conversation, ...]
@@ -273,6 +281,8 @@ def _turn(
     found: _Compared,
 ) -> str | None:
     """The fault of a turn; None: a row has its prompt's ids, then the answer's as far as they can be known."""
+    from llmtrain.data.chat.rendering import RenderError
+
     try:
         talk = template.fitted(talk)
         prompt, whole = template.ids(talk, turn, prompt=True), template.ids(talk, turn + 1, prompt=False)

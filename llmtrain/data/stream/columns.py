@@ -30,10 +30,9 @@ import xxhash
 from llmtrain.base import untrusted
 from llmtrain.base.errors import DataError
 from llmtrain.base.files import replace_file
-from llmtrain.data.manifest import SPLITS, Manifest, Split
+from llmtrain.data.manifest import NEW_COLUMN, SPLITS, Manifest, Split
 from llmtrain.data.shards import PreparedSet, TokenStream
 
-REMEDY = "run `llmtrain reference RUN.yaml`, which writes it again"
 _REFERENCE = "reference.json"
 _AT_ONCE = 1 << 22  # tokens whose bits of the mask are read at once
 
@@ -58,11 +57,6 @@ def numbers(manifest: Manifest, split: Split) -> int:
     return manifest.documents[split] * (2 if (manifest.chat or {}).get("unpaired") else 1)
 
 
-def weights_hash(checksums: Mapping[str, int]) -> str:
-    """Hash of a model's named parameter checksums."""
-    return xxhash.xxh3_128_hexdigest(json.dumps(sorted(checksums.items())).encode())
-
-
 def write_reference(folder: PreparedSet, weights: str, precision: str, columns: Mapping[Split, np.ndarray],
                     model: dict[str, Any] | None = None) -> None:  # fmt: skip
     """Write `columns`, fp32 [numbers] per split. Raises DataError when the folder cannot be written."""
@@ -85,20 +79,22 @@ def read_reference(folder: PreparedSet, precision: str) -> tuple[Reference, dict
     path = folder.folder / _REFERENCE
     folder.fetch([_REFERENCE, *(f"reference-{split}.f32" for split in SPLITS)])
     if not path.is_file():
-        raise DataError(f"{folder.name}: has no log-probabilities of the reference; {REMEDY}")
+        raise DataError(f"{folder.name}: has no log-probabilities of the reference; {NEW_COLUMN}")
     try:
         found = Reference(**untrusted.loads(path.read_bytes(), infinite=True))
         data = {split: (folder.folder / f"reference-{split}.f32").read_bytes() for split in SPLITS}
         damaged = [split for split in SPLITS if xxhash.xxh3_64_hexdigest(data[split]) != found.files[split]]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path}: cannot be read ({error}); {REMEDY}") from error
+        raise DataError(f"{path}: cannot be read ({error}); {NEW_COLUMN}") from error
     if found.data != folder.manifest.data_fingerprint:
-        raise DataError(f"{path}: is of other data than the folder holds now; {REMEDY}")
+        raise DataError(f"{path}: is of other data than the folder holds now; {NEW_COLUMN}")
     if found.precision != precision:
-        raise DataError(f"{path}: was computed in {found.precision}, and this run computes in {precision}; {REMEDY}")
+        raise DataError(
+            f"{path}: was computed in {found.precision}, and this run computes in {precision}; {NEW_COLUMN}"
+        )
     damaged += [split for split in SPLITS if len(data[split]) != 4 * numbers(folder.manifest, split)]
     if damaged:
-        raise DataError(f"{path}: the numbers of the {damaged[0]} split are not the recorded ones; {REMEDY}")
+        raise DataError(f"{path}: the numbers of the {damaged[0]} split are not the recorded ones; {NEW_COLUMN}")
     return found, {split: np.frombuffer(data[split], dtype="<f4") for split in SPLITS}
 
 
@@ -164,7 +160,7 @@ class Taught:
         words, logs = self.words[places].astype(np.int64), self.logs[places].astype(np.float32)
         right = np.abs(np.exp(logs).sum(1) - 1) < 0.01  # not of NaN, nor of unwritten places
         if not right.all() or int(words.max(initial=0)) >= self.vocabulary:
-            raise DataError(f"{self.path}: its numbers are no probabilities of words: it is damaged; {REMEDY}")
+            raise DataError(f"{self.path}: its numbers are no probabilities of words: it is damaged; {NEW_COLUMN}")
         return words, logs
 
 
@@ -273,24 +269,24 @@ def read_column(folder: PreparedSet, wanted: TeacherColumn) -> tuple[TeacherColu
     folder.fetch([path.name, *(path.name for split in SPLITS for path in _parts(folder.folder, split, wanted))])
     if not path.is_file():
         of = "" if wanted.windows is None else f" in sequences of {wanted.windows[0]} tokens"
-        raise DataError(f"{folder.name}: has no column of the teacher's likeliest words{of}; {REMEDY}")
+        raise DataError(f"{folder.name}: has no column of the teacher's likeliest words{of}; {NEW_COLUMN}")
     try:
         found = TeacherColumn(**untrusted.loads(path.read_bytes(), infinite=True))
         there, here = asdict(found), {key: value for key, value in asdict(wanted).items() if key != "model"}
         if any(type(there[key]) is not type(here[key]) for key in here):
             raise TypeError("a value in it is of another type")
     except (OSError, ValueError, TypeError) as error:
-        raise DataError(f"{path}: cannot be read ({error}); {REMEDY}") from error
+        raise DataError(f"{path}: cannot be read ({error}); {NEW_COLUMN}") from error
     if found.data != wanted.data:
-        raise DataError(f"{path}: is of other data than the folder holds now; {REMEDY}")
+        raise DataError(f"{path}: is of other data than the folder holds now; {NEW_COLUMN}")
     for key, name in _COMPARED.items():
         if there[key] != here[key]:
-            raise DataError(f"{path}: {name}: {there[key]} there, and {here[key]} in this run; {REMEDY}")
+            raise DataError(f"{path}: {name}: {there[key]} there, and {here[key]} in this run; {NEW_COLUMN}")
     for split in SPLITS:
         for file, (dtype, width) in _parts(folder.folder, split, found).items():
             size = found.places[split] * width * dtype.itemsize
             if not file.is_file() or file.stat().st_size != size:
-                raise DataError(f"{file}: has not the {size:,} bytes that {path.name} records; {REMEDY}")
+                raise DataError(f"{file}: has not the {size:,} bytes that {path.name} records; {NEW_COLUMN}")
     return found, {split: _taught(path, split, found) for split in SPLITS}
 
 

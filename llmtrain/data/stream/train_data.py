@@ -18,7 +18,6 @@ from llmtrain.data.cache import Cache
 from llmtrain.data.manifest import SPLITS, Manifest, Split
 from llmtrain.data.origins import Origins
 from llmtrain.data.shards import FileSum, PreparedSet, TokenStream
-from llmtrain.data.stream.columns import read_reference
 from llmtrain.data.stream.order import Mixture, permute, position_of
 from llmtrain.data.stream.windows import IGNORED, Conversations, Preferences, Texts, Unpaired, Window, kind_of
 from llmtrain.objectives.by_token import Distill
@@ -99,6 +98,8 @@ class TrainData:
     def take_reference(self, precision: str) -> list[str]:
         """Add the reference's log-probabilities to windows of preferences; returns each set's hash of the weights.
         Raises DataError when a set's column is missing or of other data."""
+        from llmtrain.data.stream.columns import read_reference
+
         hashes = []
         for member in self._members:
             made, columns = read_reference(member.prepared, precision)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import deepspeed
 import torch
@@ -25,13 +25,14 @@ from llmtrain.engine.deepspeed.state import base_optimizer
 from llmtrain.engine.deepspeed.zero_step import choosing_optimizers, shorten_step
 from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.engine.process_memory import return_freed_memory
-from llmtrain.models.adapter import MAGNITUDE, A, B
 from llmtrain.models.experts import shape_of
 from llmtrain.models.language import LanguageModel
-from llmtrain.models.own_settings import OwnSettings
 from llmtrain.models.parallel.mesh import Mesh
-from llmtrain.models.parameters import local_parameter
+from llmtrain.models.parameters import MAGNITUDE, A, B, local_parameter
 from llmtrain.optim.optimizers import Optimizer
+
+if TYPE_CHECKING:
+    from llmtrain.models.own_settings import OwnSettings
 
 
 def build_engine(

@@ -22,8 +22,7 @@ from llmtrain.engine import progress
 from llmtrain.engine.api import ForwardCopy, StateTensor, Update
 from llmtrain.engine.deepspeed.state import HalfState, PlainState, State
 from llmtrain.engine.dist.ranks import Ranks
-from llmtrain.engine.losses.function import LossFunction
-from llmtrain.engine.losses.next_token import NEXT_TOKEN, NextTokenLoss
+from llmtrain.engine.losses.function import NEXT_TOKEN, LossFunction, NextTokenLoss
 from llmtrain.models import transformers_private
 from llmtrain.models.experts import RoutingFigures
 from llmtrain.models.head import Head

@@ -12,7 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -29,10 +29,12 @@ from llmtrain.engine.deepspeed.zero_step import LARGEST_GROUP
 from llmtrain.engine.dist.plugin_code import called
 from llmtrain.models import compiler
 from llmtrain.models.language import LanguageModel
-from llmtrain.models.own_settings import OwnSettings
 from llmtrain.models.skeleton import decoder_layers
 from llmtrain.models.transformers_private import matrices
 from llmtrain.optim.optimizers import AdamW, Lion, Muon, Optimizer
+
+if TYPE_CHECKING:
+    from llmtrain.models.own_settings import OwnSettings
 
 MOMENTUM = "momentum_buffer"
 MOMENTS = "moments"
@@ -145,7 +147,7 @@ def parameter_groups(
     usual = {**optim.group(), MOMENTS: kinds}
     muon = {**optim.matrices(), MOMENTS: {MOMENTUM: torch.float32}} if isinstance(optim, Muon) else {}
     for held in (held for held in model.local_parameters() if held.trains):
-        parameter, (factor, decay) = held.parameter, own[held.name] if own else OwnSettings()
+        parameter, (factor, decay) = held.parameter, own[held.name] if own else (1.0, None)
         is_muon = id(parameter) in rates
         parameter.use_muon = is_muon  # type: ignore[attr-defined]  # DeepSpeed's ZeRO reads this tag
         decays = optim.decay == "all" or len(getattr(parameter, "ds_shape", parameter.shape)) >= 2  # of the whole

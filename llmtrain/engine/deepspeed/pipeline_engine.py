@@ -20,8 +20,7 @@ from llmtrain.engine.deepspeed.engine import ZeroEngine
 from llmtrain.engine.deepspeed.state import base_optimizer
 from llmtrain.engine.dist.control import AgreedError, from_all
 from llmtrain.engine.dist.ranks import Ranks
-from llmtrain.engine.losses.function import LossFunction
-from llmtrain.engine.losses.next_token import NEXT_TOKEN
+from llmtrain.engine.losses.function import NEXT_TOKEN, LossFunction
 from llmtrain.models.parallel.mesh import Mesh
 from llmtrain.models.parallel.pipeline import PipelineLanguageModel
 

@@ -1,15 +1,17 @@
-"""Contract of what a run minimises or measures over micro-batches; engines and sessions know no other."""
+"""Contract of the functions that a run minimises or measures over micro-batches, and the loss of pretraining."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from llmtrain.base.errors import ModelError
 from llmtrain.data.stream.loader import MicroBatch
 from llmtrain.models.head import Head
 from llmtrain.models.loss import IGNORE
+from llmtrain.objectives.objective import Objective
 
 
 class LossFunction(Protocol):
@@ -51,3 +53,53 @@ class LooksAhead(Protocol):
     def look(self, micros: list[MicroBatch], evaluate: Evaluate) -> None:
         """Learn what it needs of a global batch, without a gradient, before `sums` is asked. `micros`: this rank's."""
         ...
+
+
+def figures_of(objective: Objective) -> tuple[str, ...]:
+    """Names of the sums of an objective's loss function."""
+    return ("loss", *(figure.name for figure in objective.figures))
+
+
+def checked_terms(key: str, objective: Objective, method: str, terms: Any, like: Tensor) -> tuple[Tensor, ...]:
+    """The terms in fp32. Raises ModelError: they are not a loss with a gradient, and the figures, each shaped `like`
+    the argument."""
+    count, wanted = len(objective.figures), tuple(like.shape)
+    tensors = isinstance(terms, tuple) and all(isinstance(term, Tensor) for term in terms)
+    given = [tuple(term.shape) for term in terms] if tensors else _kinds(terms)
+    if given != [wanted] * (1 + count):
+        raise ModelError(f"{key}: {method} gives {given}; wanted is a tuple of the loss and {count} figures, of the "
+                         f"shape of its argument, {wanted}")  # fmt: skip
+    if like.requires_grad and not terms[0].requires_grad:
+        raise ModelError(f"{key}: {method} gives a loss of {terms[0].dtype} without a gradient. Compute it from the "
+                         "argument by torch's functions, without detach(), item() and torch.no_grad()")  # fmt: skip
+    return tuple(term.float() for term in terms)
+
+
+def _kinds(given: Any) -> str:
+    """Types, for a message: "float" or "(Tensor, float)"."""
+    return f"({', '.join(map(_kinds, given))})" if isinstance(given, tuple) else type(given).__name__
+
+
+class NextTokenLoss(PerToken):
+    """Nats per counted token."""
+
+    def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
+        """[1]: nats."""
+        return head.nll_sum(hidden, micro.labels, micro.counted).unsqueeze(0)
+
+
+NEXT_TOKEN = NextTokenLoss()
+
+
+class WithZLoss(NextTokenLoss):
+    """The loss beside a z-loss: the gradient is of both."""
+
+    figures = ("loss", "z_loss")
+
+    def __init__(self, coefficient: float) -> None:
+        """`coefficient`: above 0."""
+        self._coefficient = coefficient
+
+    def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
+        """[2]: nats, and nats squared."""
+        return head.nll_sums(hidden, micro.labels, micro.counted, self._coefficient)

@@ -15,13 +15,12 @@ from torch import Tensor, nn
 
 from llmtrain.base.errors import DataError, ModelError, UserError
 from llmtrain.config.run import RunConfig
-from llmtrain.data.stream.columns import REMEDY
+from llmtrain.data.manifest import NEW_COLUMN
 from llmtrain.data.stream.loader import MicroBatch, UnpairedBatch
 from llmtrain.data.stream.windows import IGNORED, Window
 from llmtrain.engine.losses.answers import PerAnswer, answers_in, answers_of
-from llmtrain.engine.losses.function import Evaluate, LooksAhead, LossFunction
-from llmtrain.engine.losses.named import DistillLoss
-from llmtrain.engine.losses.next_token import NEXT_TOKEN
+from llmtrain.engine.losses.function import NEXT_TOKEN, Evaluate, LooksAhead, LossFunction
+from llmtrain.engine.losses.likeliest import DistillLoss
 from llmtrain.models.adapter import without_adapter
 from llmtrain.models.distillation import TeacherSays
 from llmtrain.models.head import Head
@@ -122,7 +121,7 @@ class Known:
     def _reference(self) -> Iterator[UserError]:
         """The first loss of dpo is ln 2 and its margin 0, kto's z is 0: each log-probability is the reference's."""
         others = [each.mismatched for each in self.first if isinstance(each, UnpairedBatch)]
-        remedy = REMEDY if self.run.objective.reference == "column" else "train with a column in place of online"
+        remedy = NEW_COLUMN if self.run.objective.reference == "column" else "train with a column in place of online"
         for whose, micros in (("an answer", self.first), ("a prompt with the answer to another", others)):
             apart = self._figures(self.reference(Apart()), micros)["loss"] if micros else 0.0
             if _off(apart, 0.0, self._few):
@@ -160,7 +159,7 @@ class Known:
         if self.own_teacher:
             taught = self._figures(self.loss, self.first)["distill/divergence"]
             if _off(taught, 0.0, self._few):
-                remedy = REMEDY if objective.top_k else "look at objective.teacher"
+                remedy = NEW_COLUMN if objective.top_k else "look at objective.teacher"
                 yield DataError(
                     f"{self._begin} the teacher has the weights that training starts from, and the divergence from it "
                     f"is {taught:.3g} nats a token (tolerated {self._few:g}): its words are of other tokens; {remedy}"

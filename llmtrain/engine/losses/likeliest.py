@@ -1,14 +1,42 @@
-"""Loss functions that keep a model's likeliest words: for a teacher's column, and to continue texts."""
+"""Loss functions over a model's likeliest words: distillation, a teacher's column, continuations of texts."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from llmtrain.data.stream.loader import MicroBatch
-from llmtrain.engine.losses.function import PerToken
+from llmtrain.data.stream.loader import MicroBatch, TaughtBatch
+from llmtrain.engine.losses.function import PerToken, figures_of
+from llmtrain.models.distillation import TeacherSays, Terms, TopWords
 from llmtrain.models.head import Head
 from llmtrain.models.loss import IGNORE
+from llmtrain.objectives.by_token import Distill
+
+if TYPE_CHECKING:
+    from llmtrain.models.teacher import Teacher
+
+
+class DistillLoss(PerToken):
+    """The loss of `models/distillation.py`, per counted token."""
+
+    def __init__(self, objective: Distill, teacher: Teacher | None) -> None:
+        """`teacher`: None on a rank that computes no loss, and where the data has a teacher's column."""
+        self.figures = figures_of(objective)
+        self._terms = Terms(beta=objective.beta, temperature=objective.temperature, alpha=objective.alpha)
+        self._teacher = teacher
+
+    def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
+        """[4]."""
+        return head.distilled_sums(hidden, micro.labels, self._says(head, hidden, micro), self._terms)
+
+    def _says(self, head: Head, hidden: Tensor, micro: MicroBatch) -> TeacherSays:
+        if isinstance(micro, TaughtBatch):
+            words, logs = (head.own(each).flatten(0, 1) for each in (micro.words, micro.logs))
+            return TopWords(words=words, logs=logs).of
+        assert self._teacher is not None
+        return self._teacher.logits(micro.inputs, micro.positions)
 
 
 class Likeliest(PerToken):

@@ -13,10 +13,8 @@ from llmtrain.base.errors import ModelError
 from llmtrain.config.problems import Places, stop
 from llmtrain.config.run import ResolvedRun, RunConfig
 from llmtrain.config.topology import Mix
-from llmtrain.models import fp8
 from llmtrain.models.experts import avoid_grouped_product, check_stages, expert_blocks, set_leaf_modules
 from llmtrain.models.language import LanguageModel
-from llmtrain.models.neftune import Neftune
 from llmtrain.models.parallel.layers import set_up_layers
 from llmtrain.models.parallel.mesh import Mesh
 from llmtrain.models.skeleton import DTYPES, construct, decoder_layers, materialise, restore_buffers
@@ -51,7 +49,9 @@ def build_model(
             if packed and mix.degrees.expert == 1:
                 materialise(hf, device, DTYPES[mix.precision])  # all but the packed maps
         if model.fp8 is not None:  # before the ranks divide the experts, whose routers are found beside all of them
-            fp8.use_fp8(decoder_layers(hf), model.fp8, emulated=device.type == "cpu")
+            from llmtrain.models.fp8 import use_fp8
+
+            use_fp8(decoder_layers(hf), model.fp8, emulated=device.type == "cpu")
         avoid_grouped_product(hf, DTYPES[mix.precision])
         routing = None
         if (blocks := expert_blocks(hf)) or mix.degrees.expert > 1:
@@ -69,6 +69,8 @@ def build_model(
         else:
             language = LanguageModel(hf, model.loss_chunk_tokens)
         if model.neftune_noise_alpha:
+            from llmtrain.models.neftune import Neftune
+
             language.noise = Neftune(hf.get_input_embeddings(), model.neftune_noise_alpha)
         language.routing = routing
         language.notes += [note] if note else []
@@ -79,7 +81,9 @@ def build_model(
         if routing is not None:
             language.notes.append(describe_experts(mix, routing))
     if model.fp8 is not None:
-        language.notes.append(fp8.line(spec.skeleton, model.fp8, emulated=device.type == "cpu"))
+        from llmtrain.models.fp8 import line
+
+        language.notes.append(line(spec.skeleton, model.fp8, emulated=device.type == "cpu"))
     for held in language.local_parameters():
         if held.name in spec.frozen:
             held.parameter.requires_grad_(False)

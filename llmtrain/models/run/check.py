@@ -24,10 +24,8 @@ from llmtrain.config.run import AdapterConfig, ModelConfig, ResolvedRun
 from llmtrain.config.schema import type_name
 from llmtrain.config.stages import Stage
 from llmtrain.models.experts import check_stages, expert_blocks
-from llmtrain.models.fp8 import check_maps
 from llmtrain.models.language import LanguageModel, compare_losses, documents_in_rows
 from llmtrain.models.loss import IGNORE
-from llmtrain.models.own_settings import own_settings
 from llmtrain.models.parameters import frozen_names, tensor_shapes
 from llmtrain.models.score import gives_scores
 from llmtrain.models.skeleton import decoder_layers, layer_configs, load_config
@@ -347,8 +345,13 @@ def check_model(resolved: ResolvedRun) -> tuple[ModelSpec, tuple[str, ...]]:
     if run.adapter.r is not None:
         notes = _check_adapter(hf, run.adapter, places)
     if model.fp8 is not None:
+        from llmtrain.models.fp8 import check_maps
+
         check_maps(hf, model.fp8, places)
-    own_settings(spec, resolved.optim, places)
+    if resolved.optim.has_own_settings:
+        from llmtrain.models.own_settings import own_settings
+
+        own_settings(spec, resolved.optim, places)
     if model.vocabulary is not None:
         from llmtrain.models.vocabulary import check_growth
 

@@ -21,13 +21,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from llmtrain.config.load import parse, resolve
 from llmtrain.config.run import AdapterConfig, ModelConfig
-from llmtrain.models import loss, recompute
+from llmtrain.models import loss
+from llmtrain.models.parallel import recompute
 from llmtrain.models.run import build_for_rank
-from llmtrain.models.run.activations import LiveBytes, count_activations
 from llmtrain.models.skeleton import decoder_layers
 from llmtrain.models.spec import ModelSpec
 from llmtrain.models.structure import projections
-from llmtrain.training.memory import layers_for
+from llmtrain.training.memory import LiveBytes, count_activations, layers_for
 from tests.helpers.families import summed_loss
 from tests.helpers.launching import REPO
 from tests.runs.test_bench import load

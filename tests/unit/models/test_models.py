@@ -21,7 +21,7 @@ from llmtrain.config.resolve import resolve
 from llmtrain.config.run import DataConfig, ModelConfig, RunConfig, TrainConfig
 from llmtrain.models import varlen
 from llmtrain.models.language import LanguageModel
-from llmtrain.models.recompute import from_host, to_host
+from llmtrain.models.parallel.recompute import from_host, to_host
 from llmtrain.models.run.check import check_model
 from llmtrain.models.skeleton import construct, load_config, restore_buffers, skeleton
 from llmtrain.models.source import RandomSource, SafetensorsSource
@@ -221,7 +221,7 @@ def test_safetensors_source_reads_slices_across_shards(tmp_path):
 
 @pytest.mark.parametrize("shape", [(), (0, 3), (5,), (7, 11, 13)])
 def test_what_waits_on_the_host_comes_back_in_pieces(shape, monkeypatch):
-    monkeypatch.setattr("llmtrain.models.recompute._PIECE_BYTES", 400)
+    monkeypatch.setattr("llmtrain.models.parallel.recompute._PIECE_BYTES", 400)
     tensor = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
     device, size, pieces = to_host(tensor)
     assert all(piece.numel() <= 100 for piece in pieces)

@@ -12,8 +12,9 @@ from torch import nn
 
 from llmtrain.config.run import ModelConfig, RecomputeConfig
 from llmtrain.config.topology import Mix
-from llmtrain.models import recompute, varlen
+from llmtrain.models import varlen
 from llmtrain.models.language import LanguageModel
+from llmtrain.models.parallel import recompute
 from llmtrain.models.parallel.layers import set_up_layers
 from llmtrain.models.skeleton import decoder_layers
 from tests.helpers.marks import slow

@@ -8,7 +8,7 @@ import torch
 from llmtrain.base.errors import ModelError
 from llmtrain.config.run import ModelConfig
 from llmtrain.models.language import LanguageModel
-from llmtrain.models.parallel.layers import tile_mlps
+from llmtrain.models.parallel.recompute import tile_mlps
 from llmtrain.models.skeleton import construct, load_config, restore_buffers, skeleton
 from llmtrain.models.structure.projections import dense_mlps
 from tests.helpers.families import FAMILIES, summed_loss

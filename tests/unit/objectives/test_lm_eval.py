@@ -21,8 +21,7 @@ from llmtrain.data.stream.choices import ChoiceSet
 from llmtrain.data.stream.loader import AnswerBatch, batches_of
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.data.tokenize import SEPARATOR, train_bpe
-from llmtrain.engine.losses.answers import answers_of
-from llmtrain.engine.losses.online import LogProbs
+from llmtrain.engine.losses.answers import LogProbs, answers_of
 from llmtrain.models.language import LanguageModel
 from tests.helpers.preference import Plain, prepared_preferences
 from tests.helpers.questions import prepared_choices, questions

@@ -21,9 +21,8 @@ from llmtrain.data.stream.columns import write_reference
 from llmtrain.data.stream.loader import AnswerBatch, MicroBatch, UnpairedBatch, batches_of
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.data.stream.windows import partners
-from llmtrain.engine.losses.function import LossFunction
+from llmtrain.engine.losses.function import NEXT_TOKEN, LossFunction
 from llmtrain.engine.losses.named import loss_of
-from llmtrain.engine.losses.next_token import NEXT_TOKEN
 from llmtrain.models.distillation import Terms, distilled_sums
 from llmtrain.models.language import LanguageModel
 from llmtrain.models.loss import HeadForm

@@ -11,7 +11,7 @@ import pytest
 from llmtrain.config.run import DataConfig, RunConfig
 from llmtrain.data.manifest import SPLITS
 from llmtrain.data.shards import PreparedSet
-from llmtrain.data.stream import train_data, windows
+from llmtrain.data.stream import columns, windows
 from llmtrain.data.stream.columns import numbers, write_reference
 from llmtrain.objectives.objective import Objective
 from llmtrain.parity.run_folder import compare_folder, differences
@@ -48,9 +48,9 @@ def test_the_rows_of_a_run_are_those_of_its_files(folders: dict[str, str], name:
 
 
 def late_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = train_data.read_reference
+    right = columns.read_reference
     monkeypatch.setattr(
-        train_data, "read_reference", lambda *a: (right(*a)[0], {s: np.roll(c, 1) for s, c in right(*a)[1].items()})
+        columns, "read_reference", lambda *a: (right(*a)[0], {s: np.roll(c, 1) for s, c in right(*a)[1].items()})
     )
 
 

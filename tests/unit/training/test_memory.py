@@ -17,11 +17,10 @@ from llmtrain.config.stages import StageConfig
 from llmtrain.data.stream.loader import AnswerBatch, MicroBatch, TaughtBatch
 from llmtrain.engine.losses.named import loss_of
 from llmtrain.models.language import LanguageModel
-from llmtrain.models.run.activations import Activations, LiveBytes, count_activations
 from llmtrain.models.spec import ModelSpec
 from llmtrain.models.teacher import load_teacher, teacher_model
 from llmtrain.objectives.objective import Objective
-from llmtrain.training.memory import fewest_layers, held_bytes
+from llmtrain.training.memory import Activations, LiveBytes, count_activations, fewest_layers, held_bytes
 from tests.helpers.families import FAMILIES, summed_loss
 from tests.helpers.hf_folders import new_model
 from tests.helpers.marks import slow

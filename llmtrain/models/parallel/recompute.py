@@ -1,4 +1,4 @@
-"""Recomputation of decoder layers in the backward pass: what a layer keeps until then, and where that waits.
+"""Recomputation in the backward pass: what a decoder layer keeps until then, where that waits, MLPs over slices.
 
 A recomputed layer keeps its input; its forward pass runs again when its gradients are wanted. The layers do that here,
 not in transformers' own code, which recomputes all of them or none.
@@ -6,13 +6,15 @@ not in transformers' own code, which recomputes all of them or none.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import MethodType
 from typing import Any
 
 import torch
+from deepspeed.utils import set_z3_leaf_module
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -138,3 +140,91 @@ def from_host(kept: OnHost) -> Tensor:
     for piece, room in zip(pieces, whole.split(max(1, pieces[0].numel())), strict=True):
         room.copy_(piece, non_blocking=True)
     return whole.view(shape)
+
+
+# The MLPs of a decoder over slices of the sequence: what they keep for the backward pass is one slice's.
+#
+# An MLP's inner width is three to four times the hidden size, and it holds several tensors of it: with recomputed
+# layers it is what a long sequence needs most memory for. Each token goes through it alone, so slices of the
+# sequence can go one after another, and again in the backward pass (ALST, arXiv 2506.13996).
+#
+# DeepSpeed's TiledMLP sums a weight's gradient over the slices in the parameter's own dtype and needs ZeRO to be
+# told when the last one is in. Ours sums in fp32 and hands each gradient over once: the same for every ZeRO stage.
+
+
+class _Tiled(torch.autograd.Function):
+    """An MLP on [N, H] tokens, `tile` at a time; keeps its input only."""
+
+    @staticmethod
+    def forward(ctx, run, tile, drops, tokens_NH, *parameters):
+        ctx.run, ctx.tile, ctx.parameters = run, tile, parameters
+        ctx.random = random_state(tokens_NH.device) if drops else None
+        ctx.save_for_backward(tokens_NH)
+        return _in_tiles(run, tile, tokens_NH)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        (tokens_NH,) = ctx.saved_tensors
+        grad_tokens_NH = torch.empty_like(tokens_NH)
+        wanted = [p for p in ctx.parameters if p.requires_grad]
+        # In bf16 the share of one slice among a hundred would be rounded away.
+        sums = [torch.zeros_like(p, dtype=torch.float32) for p in wanted]
+        with _random_numbers(tokens_NH.device, ctx.random):
+            for low in range(0, tokens_NH.shape[0], ctx.tile):
+                rows = slice(low, low + ctx.tile)
+                with torch.enable_grad():
+                    part = tokens_NH[rows].detach().requires_grad_()
+                    output = ctx.run(part)
+                grad_part, *grads = torch.autograd.grad(output, [part, *wanted], grad_output[rows], allow_unused=True)
+                grad_tokens_NH[rows] = grad_part
+                for total, grad in zip(sums, grads, strict=True):
+                    if grad is not None:
+                        total += grad
+        done = iter(total.to(p.dtype) for total, p in zip(sums, wanted, strict=True))
+        return None, None, None, grad_tokens_NH, *(next(done) if p.requires_grad else None for p in ctx.parameters)
+
+
+def tiled(mlp: nn.Module, tile: int) -> Callable[[Tensor], Tensor]:
+    """The forward of `mlp` over `tile` tokens at a time. In and out: [B, T, H]."""
+    own = mlp.forward
+    drops = any(isinstance(module, nn.Dropout) and module.p > 0 for module in mlp.modules())
+
+    def run(tokens_NH: Tensor) -> Tensor:
+        return own(tokens_NH.unsqueeze(0)).squeeze(0)
+
+    def forward(hidden_BTH: Tensor) -> Tensor:
+        flat_NH = hidden_BTH.reshape(-1, hidden_BTH.shape[-1])
+        if len(flat_NH) <= tile:
+            return own(hidden_BTH)
+        if torch.is_grad_enabled():
+            output_NH = _Tiled.apply(run, tile, drops and mlp.training, flat_NH, *mlp.parameters())
+        else:
+            output_NH = _in_tiles(run, tile, flat_NH)
+        return output_NH.view_as(hidden_BTH)
+
+    return forward
+
+
+def _in_tiles(run: Callable[[Tensor], Tensor], tile: int, tokens_NH: Tensor) -> Tensor:
+    output_NH = torch.empty_like(tokens_NH)
+    for low in range(0, tokens_NH.shape[0], tile):
+        output_NH[low : low + tile] = run(tokens_NH[low : low + tile])
+    return output_NH
+
+
+@contextlib.contextmanager
+def _random_numbers(device: torch.device, state: tuple[Tensor, Tensor | None] | None) -> Iterator[None]:
+    """Dropout with the forward pass's random numbers."""
+    if state is None:
+        yield
+        return
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        set_random_state(device, state)
+        yield
+
+
+def tile_mlps(mlps: Iterable[nn.Module], tile: int) -> None:
+    """Let each of these MLPs work on `tile` tokens at a time. Call it before DeepSpeed takes the model."""
+    for mlp in mlps:
+        mlp.forward = tiled(mlp, tile)
+        set_z3_leaf_module(mlp, True)  # ZeRO 3: its weights are gathered once for all slices, not for each
