@@ -29,8 +29,14 @@ from llmtrain.optim.optimizers import AdamW, Lion, Muon, Optimizer
 from llmtrain.optim.schedules import Constant, Cosine, Falling, Schedule, Wsd
 from llmtrain.parity.answers import PLAIN, Answers, divergence, plain_loss
 from llmtrain.parity.compare import AVERAGE, Trace
-from llmtrain.parity.plain_adapter import adapt_plainly, base_of, frozen_beside, loud_source, pack_plainly
-from llmtrain.parity.plain_fp8 import compute_in_fp8
+from llmtrain.parity.plain_maps import (
+    adapt_plainly,
+    base_of,
+    compute_in_fp8,
+    frozen_beside,
+    loud_source,
+    pack_plainly,
+)
 from llmtrain.parity.plain_teacher import PlainTeacher
 from llmtrain.parity.tokens import Tokens
 

@@ -26,7 +26,7 @@ from llmtrain.models.spec import ModelSpec
 from llmtrain.optim.optimizers import PARAM
 from llmtrain.parity.answers import Answers
 from llmtrain.parity.compare import AVERAGE, Trace
-from llmtrain.parity.plain_adapter import loud_source
+from llmtrain.parity.plain_maps import loud_source
 from llmtrain.parity.tokens import Tokens
 from llmtrain.storage.pieces import put
 from llmtrain.training.ema import Ema

@@ -35,7 +35,7 @@ from llmtrain.objectives.by_token import Distill, NextToken
 from llmtrain.objectives.objective import Objective
 from llmtrain.optim.optimizers import Optimizer
 from llmtrain.optim.schedules import Cosine
-from llmtrain.parity import plain, plain_adapter
+from llmtrain.parity import plain, plain_maps
 from llmtrain.parity.compare import Trace, Verdict, compare, hint
 from llmtrain.parity.plain import orders, train_plainly
 from llmtrain.parity.plain_teacher import small_teacher
@@ -190,7 +190,7 @@ def known_noise(alpha: float) -> Iterator[None]:
         return embedded + alpha / math.sqrt(embedded.shape[1] * embedded.shape[2]) * instead(embedded)
 
     def adapt(model: Any, *args: Any, **kwargs: Any) -> None:
-        plain_adapter.adapt_plainly(model, *args, **kwargs)
+        plain_maps.adapt_plainly(model, *args, **kwargs)
         if alpha:
             model.get_input_embeddings().register_forward_hook(add)
 

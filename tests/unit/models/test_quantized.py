@@ -12,7 +12,7 @@ from torch import nn
 from llmtrain.base.errors import ConfigError
 from llmtrain.models.parameters import local_parameter
 from llmtrain.models.quantized import PackedLinear, need_bitsandbytes
-from llmtrain.parity.plain_adapter import NF4, in_four_bits
+from llmtrain.parity.plain_maps import NF4, in_four_bits
 
 pytestmark = pytest.mark.needs("peft", "bitsandbytes")
 

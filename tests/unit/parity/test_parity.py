@@ -210,8 +210,7 @@ def test_the_reference_takes_nothing_from_a_run_but_its_settings_and_its_first_w
         "optim.schedules": "Constant Cosine Falling Schedule Wsd",
         "parity.answers": "Answers PLAIN divergence plain_loss",
         "parity.compare": "AVERAGE Trace",
-        "parity.plain_adapter": "adapt_plainly base_of frozen_beside loud_source pack_plainly",
-        "parity.plain_fp8": "compute_in_fp8",
+        "parity.plain_maps": "adapt_plainly base_of compute_in_fp8 frozen_beside loud_source pack_plainly",
         "parity.plain_teacher": "PlainTeacher",
         "parity.tokens": "Tokens",
     }
