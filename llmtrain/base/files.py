@@ -68,15 +68,8 @@ def refuse_if_in_use(run_dir: str) -> None:
 
 def in_use(folder: Path, key: str) -> str:
     """The message for a second launch; `key`: the option that names the folder."""
-    return (
-        f"{key}: {folder} is in use by another launch{_holder(folder)}. "
-        f"Wait for it, stop it, or give this run another {key}."
-    )
-
-
-def _holder(run_dir: Path) -> str:
-    try:
-        environment = untrusted.loads((run_dir / "environment.json").read_bytes())
-        return f" (process {environment['pid']} on {environment['host']})"
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
+    holder = ""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        environment = untrusted.loads((folder / "environment.json").read_bytes())
+        holder = f" (process {environment['pid']} on {environment['host']})"
+    return f"{key}: {folder} is in use by another launch{holder}. Wait for it, stop it, or give this run another {key}."

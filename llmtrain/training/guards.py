@@ -8,11 +8,13 @@ import math
 import os
 import threading
 import time
+from concurrent.futures import Future, wait
 from typing import Any
 
 from llmtrain.base import log, units
 from llmtrain.base.errors import DataError, TrainingStopped
 from llmtrain.base.rank.heartbeat import heart
+from llmtrain.base.threads import in_thread
 from llmtrain.config.plugins import is_of_plugin
 from llmtrain.engine.api import Engine
 from llmtrain.engine.dist.control import from_all
@@ -158,8 +160,9 @@ class DataCheck(Part):
         self._files = [file for file in self._files if file.is_here]  # the others are compared when they arrive
         self._ranks, self._log_every = setup.ranks, setup.run.train.log_every
         self._launch = launch
-        self._closed, self._settled, self._error = False, False, ""
-        self._thread = threading.Thread(target=self._compare, name="data-check", daemon=True)
+        self._closed, self._settled = False, False
+        self._comparison: Future[str] | None = None
+        """The fault that the thread finds; empty: none."""
 
     def begin(self, position: Position) -> None:
         """Start the threads. Raises DataChanged, on all ranks."""
@@ -168,43 +171,44 @@ class DataCheck(Part):
         everyone = from_all(self._ranks, own)  # copies on two hosts have other numbers and times
         group = [rank for rank, identity in enumerate(everyone) if identity == everyone[self._ranks.rank]]
         self._mine = self._files[group.index(self._ranks.rank) :: len(group)]
-        self._thread.start()
+        self._comparison = in_thread(self._compare, "data-check")
         size = sum(file.bytes for file in self._files)
         if self._launch.start.folder is not None and size <= _AT_ONCE:
-            self._look(wait=True)  # what was trained belongs to what the data was
+            self._look(waits=True)  # what was trained belongs to what the data was
 
     def after_step(self, done: Done) -> None:
         """Raises DataChanged, on all ranks."""
         due = self._launch.part(Saving).is_due(done)
         if not self._settled and (due or done.last or is_due(self._log_every, done.steps)):
             # A run that was asked to stop has no time.
-            self._look(wait=due or (done.last and not done.agreed.stop))
+            self._look(waits=due or (done.last and not done.agreed.stop))
         if done.last:
             self.close(None)
 
-    def _look(self, *, wait: bool) -> None:
-        """Read how far the ranks are; `wait`: until all have finished. Raises DataChanged, on all ranks."""
-        while wait and self._thread.is_alive():
-            self._thread.join(_BEAT_S)
+    def _look(self, *, waits: bool) -> None:
+        """Read how far the ranks are; `waits`: until all have finished. Raises DataChanged, on all ranks."""
+        assert self._comparison is not None
+        while waits and not wait([self._comparison], _BEAT_S).done:
             heart.beat()
-        found = from_all(self._ranks, (self._thread.is_alive(), self._error))
-        if wrong := next((error for _, error in found if error), None):
+        found = from_all(self._ranks, self._comparison.result() if self._comparison.done() else None)
+        if wrong := next(filter(None, found), None):
             raise DataChanged(f"{wrong}. The run ends before it saves what it has trained on it")
-        self._settled = not any(alive for alive, _ in found)
+        self._settled = None not in found
 
     def close(self, error: BaseException | None) -> None:
         """End the thread."""
         self._closed = True
-        if self._thread.is_alive():
-            self._thread.join()
+        if self._comparison is not None:
+            wait([self._comparison])
 
-    def _compare(self) -> None:
+    def _compare(self) -> str:
         with contextlib.suppress(OSError):  # the steps go first
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         try:
             for file in self._mine:
                 file.compare(lambda: not self._closed)
         except DataError as error:
-            self._error = str(error)
+            return str(error)
         except Exception as error:
-            self._error = f"the data could not be compared with its checksums: {error!r}"
+            return f"the data could not be compared with its checksums: {error!r}"
+        return ""

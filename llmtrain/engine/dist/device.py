@@ -117,7 +117,11 @@ def check_device(precision: str, attention: str, fp8: str | None, json_path: str
     precision. `json_path`: the run's DeepSpeed JSON. Raises ConfigError."""
     accelerator = get_accelerator()
     name = accelerator.device_name()
-    supported = {"fp32": True, "bf16": _has_bf16(), "fp16": accelerator.is_fp16_supported()}
+    if name == "cuda" and torch.version.cuda is not None:
+        has_bf16 = torch.cuda.get_device_capability()[0] >= _BF16_CAPABILITY
+    else:
+        has_bf16 = accelerator.is_bf16_supported()
+    supported = {"fp32": True, "bf16": has_bf16, "fp16": accelerator.is_fp16_supported()}
     if not supported[precision]:
         other = "fp16" if precision == "bf16" and name != "cpu" else "bf16"
         raise ConfigError(
@@ -150,12 +154,6 @@ def _check_fp8(recipe: str, precision: str, json_path: str) -> None:
             f"model.fp8 is {recipe}, whose products come out in bf16, and the run is in {precision}: set bf16.enabled "
             f"to true in {json_path}, or model.fp8 to null."
         )
-
-
-def _has_bf16() -> bool:
-    if torch.version.cuda is not None and get_accelerator().device_name() == "cuda":
-        return torch.cuda.get_device_capability()[0] >= _BF16_CAPABILITY
-    return bool(get_accelerator().is_bf16_supported())
 
 
 def max_memory_gib(device: torch.device) -> float:

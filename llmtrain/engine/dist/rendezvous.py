@@ -15,7 +15,6 @@ import os
 import platform
 import socket
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -33,6 +32,7 @@ from llmtrain.base.rank.device_faults import device_fault, with_reason
 from llmtrain.base.rank.heartbeat import heart
 from llmtrain.base.rank.interfaces import GLOO, NCCL, choose_interfaces
 from llmtrain.base.redact import redact
+from llmtrain.base.threads import in_thread
 from llmtrain.base.trees import leaves
 from llmtrain.config.topology import Mix
 from llmtrain.engine.dist.control import from_all
@@ -189,22 +189,16 @@ def _connect(seat: Seat, limit_s: float) -> dist.TCPStore:
             )
         time.sleep(pause_s)
         pause_s = min(1.0, 2 * pause_s)
-    found: list[dist.TCPStore] = []
-
-    def connect() -> None:
-        with contextlib.suppress(dist.DistError):
-            found.append(dist.TCPStore(host, port, timeout=timedelta(seconds=30), wait_for_workers=False))
-
     # In a thread: to a server of another kind, which never answers, torch's client has no time limit at all.
-    thread = threading.Thread(target=connect, name="store", daemon=True)
-    thread.start()
-    thread.join(max(10.0, deadline - time.monotonic()))
-    if not found:
+    timeout = timedelta(seconds=30)
+    store = in_thread(lambda: dist.TCPStore(host, port, timeout=timeout, wait_for_workers=False), "store")
+    try:
+        return store.result(max(10.0, deadline - time.monotonic()))
+    except (dist.DistError, TimeoutError):
         raise RendezvousError(
             f"{_me(seat)}: what answers at MASTER_ADDR:MASTER_PORT {_address()} is not rank 0 of a training. Give "
             "`deepspeed --master_port` a port that nothing else uses."
-        )
-    return found[0]
+        ) from None
 
 
 def _why_unreachable(host: str) -> str:
