@@ -6,8 +6,6 @@ A run, a parity check, `llmtrain reference` and the tests all use `Setup`, so a 
 from __future__ import annotations
 
 import contextlib
-import copy
-import math
 import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -23,11 +21,10 @@ from llmtrain.config.plugins import is_of_plugin
 from llmtrain.config.problems import Problems
 from llmtrain.config.rules import check_masks
 from llmtrain.config.run import ModelConfig, ResolvedRun, RunConfig
-from llmtrain.config.stages import Stage
-from llmtrain.config.topology import Mix, Place
+from llmtrain.config.topology import Mix
 from llmtrain.data.manifest import NEW_COLUMN
 from llmtrain.data.stream.course import Course
-from llmtrain.data.stream.loader import TrainData, TrainLoader, batches_of
+from llmtrain.data.stream.loader import TrainLoader
 from llmtrain.engine import progress
 from llmtrain.engine.api import Engine, ForwardCopy
 from llmtrain.engine.deepspeed.build import build_engine
@@ -36,7 +33,7 @@ from llmtrain.engine.dist.control import AgreedError, from_all, together
 from llmtrain.engine.dist.device import check_device
 from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.engine.losses.function import LossFunction, NextTokenLoss
-from llmtrain.engine.losses.named import loss_of, sample_terms, with_reference
+from llmtrain.engine.losses.named import loss_of, with_reference
 from llmtrain.engine.losses.with_metrics import with_metrics
 from llmtrain.engine.weights import fill_parameters, prove_masters, prove_weights
 from llmtrain.models import compiler
@@ -47,11 +44,10 @@ from llmtrain.models.run.check import why_not_varlen
 from llmtrain.models.source import ParameterSource
 from llmtrain.models.spec import ModelSpec
 from llmtrain.models.transformers_private import VARLEN
-from llmtrain.objectives.objective import Objective
 from llmtrain.storage.checksum import checksum, weights_hash
 from llmtrain.storage.region import Region
 from llmtrain.storage.tensorfile import numel
-from llmtrain.training.examine import Checked, in_stages, rate_of, stage_key
+from llmtrain.training.examine import Checked, in_stages, rate_of
 from llmtrain.training.step import Session
 
 if TYPE_CHECKING:
@@ -131,12 +127,16 @@ class Setup:
         """Prove on a few tokens that the loss is the one of the model's own logits; of a run that has just begun, also
         the figures that are known without training. Raises AgreedError."""
         if is_of_plugin(self.run.objective):
+            from llmtrain.training.proofs import prove_alike
+
             prove_alike(self.run.objective, self.ranks)
         row = torch.from_numpy(self.data.sequence(0)[0])
         prove_loss(self.engine, row, self.ranks, isolate_documents=self.run.data.isolate_documents)
         of_tokens = isinstance(self.objective, NextTokenLoss)
         if self.began_with is None or (of_tokens and self.run.adapter.r is None):
             return
+        from llmtrain.training.proofs import prove_start
+
         for stage, data in in_stages(self.course.stages, self.course.data):
             prove_start(self.engine, self.resolved, self.objective, self._with_reference, (stage, data),
                         self.mesh.place, self.ranks, own_teacher=self.teacher == self.began_with)  # fmt: skip
@@ -381,64 +381,6 @@ def prove_loss(engine: Engine, row: Tensor, ranks: Ranks, *, isolate_documents: 
 
             with without_fp8(engine.module):  # one scale of all tokens would be seen by both documents
                 engine.check_isolation(few[:, : few.shape[1] // 2 * 2])
-
-
-def prove_alike(objective: Objective, ranks: Ranks) -> None:
-    """Prove that what a plugin's objective computes is a function of its argument: that all ranks get the same from the
-    same numbers, in two calls. All ranks call it together. Raises: AgreedError."""
-    with together(ranks), torch.random.fork_rng(devices=[]):
-        mine = []
-        for _ in range(2):
-            torch.default_generator.manual_seed(0)  # torch's random numbers are the step's
-            mine.append(sample_terms(copy.deepcopy(objective)))
-    calls = [(rank, *call) for rank, found in enumerate(from_all(ranks, mine)) for call in found]
-    first_rank, method, first = calls[0]
-    for rank, _, values in calls[1:]:
-        for one, other in zip(first, values, strict=True):
-            close = math.isclose(one, other, rel_tol=_ONE_FUNCTION, abs_tol=_ONE_FUNCTION)
-            if not close and not (math.isnan(one) and math.isnan(other)):
-                whose = "in two calls" if rank == first_rank else f"on the ranks {first_rank} and {rank}"
-                raise AgreedError(
-                    f"objective.name {objective.name}: {method} gives {one:.6g} and {other:.6g} for the same numbers, "
-                    f"{whose}. A loss may depend on its argument alone: not on the rank, the time, or random numbers "
-                    "that are not torch's. Correct the plugin.",
-                    ModelError.exit_code,
-                )
-
-
-_ONE_FUNCTION = 1e-4
-"""Relative, or in nats: hosts whose processors differ round fp32 differently."""
-
-
-def prove_start(
-    engine: Engine,
-    resolved: ResolvedRun,
-    objective: LossFunction,
-    reference: Callable[[LossFunction], LossFunction],
-    of: tuple[Stage, TrainData],
-    place: Place,
-    ranks: Ranks,
-    *,
-    own_teacher: bool,
-) -> None:
-    """Prove with the first values, on a few sequences, the figures that are known without training
-    (engine/losses/identities.py). `reference`: adds the run's reference to an objective. `of`: the data, and the first
-    stage that has it. `own_teacher`: the teacher has the weights that training starts from. Raises AgreedError."""
-    from llmtrain.engine.losses.identities import Known, twice  # most runs have none of these objectives
-
-    run, (stage, data) = resolved.run, of
-    batch, key = stage.batch, stage_key(stage)
-    dealt = (place.data, batch.data_parallel, ranks.device.type == "cuda")
-    few, one = batch.micro_batch, 1
-    over_answers = run.objective.data != "texts"
-    with together(ranks):  # a damaged shard is met by one rank
-        first = list(batches_of(data.window_at, few * batch.data_parallel, few, *dealt))
-        alike = list(batches_of(lambda _: twice(data.window_at(0)), batch.data_parallel, one, *dealt)) \
-            if over_answers else []  # fmt: skip
-    known = Known(run, resolved.precision, engine.evaluate, objective, reference, first, alike, own_teacher)
-    with compiler.uncompiled():
-        for error in known.broken(engine.module):  # of numbers that all ranks have
-            raise AgreedError(f"{key}: {error}" if key else str(error), error.exit_code)
 
 
 @contextlib.contextmanager

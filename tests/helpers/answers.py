@@ -45,7 +45,7 @@ def prove_first(
 ) -> None:
     """Prove the identities of the initial weights as a run does. `base`: that of a reference computed at each step."""
     from llmtrain.engine.losses.named import loss_of, with_reference
-    from llmtrain.training.setup import prove_start
+    from llmtrain.training.proofs import prove_start
 
     resolved = resolved_run(case, ranks.world_size)
     resolved = replace(resolved, run=replace(resolved.run, objective=config))

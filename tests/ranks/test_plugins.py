@@ -20,7 +20,7 @@ from llmtrain.engine.dist.control import AgreedError
 from llmtrain.engine.losses.function import NEXT_TOKEN
 from llmtrain.engine.losses.with_metrics import quotients, with_metrics
 from llmtrain.objectives.objective import Objective
-from llmtrain.training.setup import prove_alike
+from llmtrain.training.proofs import prove_alike
 from tests.gpu.test_syncs import recorded_waits
 from tests.helpers.answers import answers_case, plain_steps, trained_answers
 from tests.helpers.preference import Plain, prepared_preferences

@@ -1,37 +1,51 @@
-"""Identities that hold before the first step, whatever the data and the model: numbers known without training.
+"""Proofs of an objective before the first step: identities, whatever the data and the model, and a plugin's functions.
 
 A reference is the model that training starts from, so each answer's log-probability is the reference's own; an answer
 that is preferred to itself has the margin 0 and a loss that is a number; a student that is its own teacher has the
-divergence 0. `training/setup.py` asks a run for them, through its own data, engine and loss function.
+divergence 0. A run proves them through its own data, engine and loss function.
 """
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from llmtrain.base.errors import DataError, ModelError, UserError
-from llmtrain.config.run import RunConfig
+from llmtrain.config.run import ResolvedRun, RunConfig
+from llmtrain.config.stages import Stage
+from llmtrain.config.topology import Place
 from llmtrain.data.manifest import NEW_COLUMN
-from llmtrain.data.stream.loader import MicroBatch, UnpairedBatch
+from llmtrain.data.stream.loader import MicroBatch, TrainData, UnpairedBatch, batches_of
 from llmtrain.data.stream.windows import IGNORED, Window
+from llmtrain.engine.api import Engine
+from llmtrain.engine.dist.control import AgreedError, from_all, together
+from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.engine.losses.answers import PerAnswer, answers_in, answers_of
 from llmtrain.engine.losses.function import NEXT_TOKEN, Evaluate, LooksAhead, LossFunction
 from llmtrain.engine.losses.likeliest import DistillLoss
+from llmtrain.engine.losses.named import sample_terms
+from llmtrain.models import compiler
 from llmtrain.models.adapter import without_adapter
 from llmtrain.models.distillation import TeacherSays
 from llmtrain.models.head import Head
 from llmtrain.objectives.by_token import Distill
+from llmtrain.objectives.objective import Objective
 from llmtrain.objectives.preferences import OverAnswers
+from llmtrain.training.examine import stage_key
 
 ROUNDING = {"fp32": 1e-4, "bf16": 0.03, "fp16": 0.01}
 """Nats per token by which two right computations of one answer may differ: another form of parallelism, another place
 in the sequence. Measured (8 layers, another kernel and another length) 1.5e-6, 8e-3 and 2e-3; of another row's answer
 at least 0.06, of a model that has learnt nothing."""
 _WORDS = 8
+_ONE_FUNCTION = 1e-4
+"""Relative, or in nats: hosts whose processors differ round fp32 differently."""
 
 
 class Apart(PerAnswer):
@@ -180,3 +194,55 @@ class Known:
 
 def _off(value: float, known: float, tolerated: float) -> bool:
     return not abs(value - known) <= tolerated  # what is not finite is off
+
+
+def prove_alike(objective: Objective, ranks: Ranks) -> None:
+    """Prove that what a plugin's objective computes is a function of its argument: that all ranks get the same from the
+    same numbers, in two calls. All ranks call it together. Raises: AgreedError."""
+    with together(ranks), torch.random.fork_rng(devices=[]):
+        mine = []
+        for _ in range(2):
+            torch.default_generator.manual_seed(0)  # torch's random numbers are the step's
+            mine.append(sample_terms(copy.deepcopy(objective)))
+    calls = [(rank, *call) for rank, found in enumerate(from_all(ranks, mine)) for call in found]
+    first_rank, method, first = calls[0]
+    for rank, _, values in calls[1:]:
+        for one, other in zip(first, values, strict=True):
+            close = math.isclose(one, other, rel_tol=_ONE_FUNCTION, abs_tol=_ONE_FUNCTION)
+            if not close and not (math.isnan(one) and math.isnan(other)):
+                whose = "in two calls" if rank == first_rank else f"on the ranks {first_rank} and {rank}"
+                raise AgreedError(
+                    f"objective.name {objective.name}: {method} gives {one:.6g} and {other:.6g} for the same numbers, "
+                    f"{whose}. A loss may depend on its argument alone: not on the rank, the time, or random numbers "
+                    "that are not torch's. Correct the plugin.",
+                    ModelError.exit_code,
+                )
+
+
+def prove_start(
+    engine: Engine,
+    resolved: ResolvedRun,
+    objective: LossFunction,
+    reference: Callable[[LossFunction], LossFunction],
+    of: tuple[Stage, TrainData],
+    place: Place,
+    ranks: Ranks,
+    *,
+    own_teacher: bool,
+) -> None:
+    """Prove with the first values, on a few sequences, the figures that are known without training. `reference`: adds
+    the run's reference to an objective. `of`: the data, and the first stage that has it. `own_teacher`: the teacher has
+    the weights that training starts from. Raises AgreedError."""
+    run, (stage, data) = resolved.run, of
+    batch, key = stage.batch, stage_key(stage)
+    dealt = (place.data, batch.data_parallel, ranks.device.type == "cuda")
+    few, one = batch.micro_batch, 1
+    over_answers = run.objective.data != "texts"
+    with together(ranks):  # a damaged shard is met by one rank
+        first = list(batches_of(data.window_at, few * batch.data_parallel, few, *dealt))
+        alike = list(batches_of(lambda _: twice(data.window_at(0)), batch.data_parallel, one, *dealt)) \
+            if over_answers else []  # fmt: skip
+    known = Known(run, resolved.precision, engine.evaluate, objective, reference, first, alike, own_teacher)
+    with compiler.uncompiled():
+        for error in known.broken(engine.module):  # of numbers that all ranks have
+            raise AgreedError(f"{key}: {error}" if key else str(error), error.exit_code)
