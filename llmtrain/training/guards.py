@@ -19,6 +19,7 @@ from llmtrain.config.plugins import is_of_plugin
 from llmtrain.engine.api import Engine
 from llmtrain.engine.dist.control import from_all
 from llmtrain.engine.dist.ranks import Ranks
+from llmtrain.models.parameters import B
 from llmtrain.optim.optimizers import PARAM
 from llmtrain.training.parts import Done, Launch, Part
 from llmtrain.training.saving import Saving
@@ -39,26 +40,6 @@ def unmoved(engine: Engine, ranks: Ranks, ending: str) -> tuple[list[str], int]:
     everywhere = {name for share in from_all(ranks, sorted(reached)) for name in share}
     every = [name for name in engine.shapes() if name.endswith(ending)]
     return sorted(set(every) - everywhere), len(every)
-
-
-def check_adapter(engine: Engine, ranks: Ranks) -> None:
-    """Every B gets a gradient in the first step, though A gets none yet: B is zero. Raises TrainingStopped."""
-    from llmtrain.models.parameters import B
-
-    still, count = unmoved(engine, ranks, B)
-    if len(still) == count:
-        raise TrainingStopped(
-            f"no gradient has reached any of the {count} lora_B in the first step: the adapter does not train. "
-            "Compare the run with its definition: llmtrain parity, and report what it says."
-        )
-    if still:
-        log.warn(
-            f"no gradient has reached {len(still)} of {count} lora_B in the first step, first {still[0]}. The loss "
-            "does not depend on those maps (experts that no token met do so later); else leave them out of "
-            "adapter.targets."
-        )
-        return
-    log.info(f"adapter: a gradient has reached every lora_B ({count}) in the first step")
 
 
 _AT_ONCE = 4 << 30
@@ -129,15 +110,29 @@ class SkippedSteps(Part):
 
 
 class AdapterCheck(Part):
-    """Checks after the first update of a run with an adapter that gradients have reached it."""
+    """Checks after the first update that every B has got a gradient, though A gets none yet: B is zero."""
 
     def __init__(self, launch: Launch) -> None:
         self._setup = launch.setup
 
     def after_step(self, done: Done) -> None:
         """Raises TrainingStopped, on all ranks alike."""
-        if done.position.optimizer_step == 1 and not done.update.skipped:
-            check_adapter(self._setup.engine, self._setup.ranks)
+        if done.position.optimizer_step != 1 or done.update.skipped:
+            return
+        still, count = unmoved(self._setup.engine, self._setup.ranks, B)
+        if len(still) == count:
+            raise TrainingStopped(
+                f"no gradient has reached any of the {count} lora_B in the first step: the adapter does not train. "
+                "Compare the run with its definition: llmtrain parity, and report what it says."
+            )
+        if still:
+            log.warn(
+                f"no gradient has reached {len(still)} of {count} lora_B in the first step, first {still[0]}. The loss "
+                "does not depend on those maps (experts that no token met do so later); else leave them out of "
+                "adapter.targets."
+            )
+        else:
+            log.info(f"adapter: a gradient has reached every lora_B ({count}) in the first step")
 
 
 class DataChanged(TrainingStopped):

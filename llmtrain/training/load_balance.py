@@ -243,11 +243,6 @@ class DevicePace:
         return event
 
 
-def pace_of(module: nn.Module, device: torch.device, *, gathers: bool) -> Pace:
-    """Return the clock for this rank. `gathers`: as `DevicePace` has it."""
-    return DevicePace(module, gathers=gathers) if device.type == "cuda" else HostPace()
-
-
 class LoadBalance(Part):
     """Measures this launch's ranks, and changes how the sequences of a step are divided among them."""
 
@@ -256,8 +251,10 @@ class LoadBalance(Part):
     def __init__(self, launch: Launch) -> None:
         setup = launch.setup
         engine, ranks, batch = setup.engine, setup.ranks, setup.resolved.batch
-        self.pace: Pace = pace_of(engine.module, ranks.device, gathers=engine.partitions_parameters)
+        self.pace: Pace = HostPace()
         """Measures this rank."""
+        if ranks.device.type == "cuda":
+            self.pace = DevicePace(engine.module, gathers=engine.partitions_parameters)
         launch.session.measured = lambda micros: self.pace.measured(micros)
         self._loader, self._tracker = launch.loader, launch.tracker
         self._balance = Balance(
