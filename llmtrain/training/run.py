@@ -21,18 +21,13 @@ from llmtrain.base.rank.heartbeat import count_collectives, heart
 from llmtrain.checkpoint.rundir import CheckpointFolder, RunDirectory, open_checkpoints
 from llmtrain.config.deepspeed.join import FP32_BY_AUTO
 from llmtrain.config.plugins import hashes, place_of
-from llmtrain.config.run import RunConfig
-from llmtrain.config.stages import Batch
 from llmtrain.config.strict_yaml import dump
-from llmtrain.config.topology import Mix
 from llmtrain.data.stream.loader import check_validation
 from llmtrain.engine.deepspeed.process_group import join_process_group
 from llmtrain.engine.dist.control import AgreedError, StopAsked, StopRequests, from_all, together
 from llmtrain.engine.dist.device import device_name, use_deterministic_kernels
-from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.engine.dist.rendezvous import describe, introduce, leave_all
 from llmtrain.engine.process_memory import collected_by_hand
-from llmtrain.models.spec import ModelFacts, ModelSpec
 from llmtrain.models.transformers_private import VARLEN
 from llmtrain.optim.optimizers import norm_of
 from llmtrain.tracking.environment import describe_environment, unverified, versions, write_environment
@@ -93,13 +88,13 @@ def train(checked: Checked) -> int:
 
 def _train(setup: Setup, folder: RunDirectory, checkpoints: CheckpointFolder, requests: StopRequests) -> None:
     """Everything that the ranks do together."""
-    resolved, ranks, began_s = setup.resolved, setup.ranks, time.monotonic()
+    ranks, began_s = setup.ranks, time.monotonic()
     heart.phase("resume")
     start = resume_or_start(setup, folder, checkpoints)
     setup.prove()
-    environment = write_run_files(folder, setup.run, resolved.deepspeed, ranks, setup.spec)
+    environment = _write_files(setup, folder)
     experts = getattr(setup.engine.module, "routing", None) is not None
-    describe(setup.run.tracking, resolved.mix, start.trainer.wandb_id, experts)
+    describe(setup.run.tracking, setup.resolved.mix, start.trainer.wandb_id, experts)
     tracker, session = _tracker(setup, start, folder, environment), setup.session(start.position.step)
     parts: list[Part] = []
     status: Status = "failed"
@@ -115,12 +110,7 @@ def _train(setup: Setup, folder: RunDirectory, checkpoints: CheckpointFolder, re
                 parts.append(part)
                 if start.folder is not None and (kept := start.kept.get(part.key)):
                     part.restore(kept, start.folder)
-            lines = [*resolved.notes, *setup.engine.module.notes, *start.lines]
-            named = {"parts": setup.run.parts, "metrics": setup.run.metrics, "trackers": setup.run.trackers}
-            lines += [f"{section}: {', '.join(names)}" for section, names in named.items() if names]
-            if resolved.max_steps is not None and start.position.step >= resolved.max_steps:
-                lines.append(f"max_steps {resolved.max_steps} is reached, nothing to do: raise it to train on")
-            announce(resolved.batch, resolved.mix, folder, setup.spec.facts, ranks.device, lines)
+            _announce(launch)
             began = True
             try:
                 with collected_by_hand():
@@ -311,11 +301,10 @@ def _conclude(launch: Launch, position: Position, reason: str | None, *, began: 
     return last_words
 
 
-def write_run_files(
-    folder: RunDirectory, run: RunConfig, exact: dict[str, Any], ranks: Ranks, spec: ModelSpec
-) -> dict[str, Any]:
-    """config.yaml, deepspeed.json (the `exact` dict) and environment.json. Returns that (rank 0; else empty)."""
+def _write_files(setup: Setup, folder: RunDirectory) -> dict[str, Any]:
+    """Write config.yaml, deepspeed.json and environment.json. Returns the environment on rank 0, else an empty dict."""
     environment: dict[str, Any] = {}
+    ranks, spec = setup.ranks, setup.spec
     with together(ranks):
         if ranks.rank == 0:
             environment = describe_environment(ranks=[asdict(seat) for seat in ranks.seats], plugins=hashes())
@@ -326,8 +315,8 @@ def write_run_files(
 
                 environment["attention"] = f"varlen, {varlen.kernel}"
             try:
-                (folder.path / "config.yaml").write_text(dump(run))
-                (folder.path / "deepspeed.json").write_text(json.dumps(exact, indent=2) + "\n")
+                (folder.path / "config.yaml").write_text(dump(setup.run))
+                (folder.path / "deepspeed.json").write_text(json.dumps(setup.resolved.deepspeed, indent=2) + "\n")
                 write_environment(folder.path, environment)
             except OSError as error:
                 why = f"cannot be written: {error.strerror}. Make room, or give another folder."
@@ -335,18 +324,23 @@ def write_run_files(
     return environment
 
 
-def announce(
-    batch: Batch, mix: Mix, folder: RunDirectory, sizes: ModelFacts, device: torch.device, lines: list[str]
-) -> None:
-    """Print on rank 0 what is about to run, and `lines`."""
+def _announce(launch: Launch) -> None:
+    """Print on rank 0 what is about to run."""
+    setup, start, resolved = launch.setup, launch.start, launch.setup.resolved
+    run, batch, mix, sizes = resolved.run, resolved.batch, resolved.mix, setup.spec.facts
+    lines = [*resolved.notes, *setup.engine.module.notes, *start.lines]
+    named = {"parts": run.parts, "metrics": run.metrics, "trackers": run.trackers}
+    lines += [f"{section}: {', '.join(names)}" for section, names in named.items() if names]
+    if resolved.max_steps is not None and start.position.step >= resolved.max_steps:
+        lines.append(f"max_steps {resolved.max_steps} is reached, nothing to do: raise it to train on")
     frozen = f" ({units.count(sizes.trained)} trained)" if sizes.trained < sizes.parameters else ""
     by_auto = ' (by the JSON\'s "auto")' if any(FP32_BY_AUTO in line for line in lines) else ""
     log.info(
         f"{units.count(sizes.parameters)} parameters{frozen}, {mix.precision}{by_auto}, ZeRO {mix.zero_stage}, "
-        f"{units.counted(mix.degrees.world_size, 'rank')} on {device_name(device)}; "
+        f"{units.counted(mix.degrees.world_size, 'rank')} on {device_name(setup.ranks.device)}; "
         f"{units.count(batch.tokens)} tokens a step ({batch.global_batch} sequences of {batch.sequence_length}: "
         f"micro-batch {batch.micro_batch} x accumulation {batch.accumulation} x {batch.data_parallel} data-parallel "
-        f"ranks); run folder {folder.path}"
+        f"ranks); run folder {launch.folder.path}"
     )
     for line in (*filter(None, [unverified(versions())]), *lines):
         log.info(line)
