@@ -24,7 +24,7 @@ VERSION = 1
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, Split] = ("train", "validation")
-NEW_COLUMN = "run `llmtrain reference RUN.yaml`, which writes it anew"
+NEW_COLUMN = "run `llmtrain reference RUN.yaml`, which writes it again"
 """Remedy for a column of another model (stream/columns.py)."""
 
 

@@ -1,4 +1,4 @@
-"""The number of layers that model.recompute.layers: auto stands for: as few as the device's memory asks for.
+"""The number of layers for model.recompute.layers: auto: as few as the device's memory asks for.
 
 Bytes of a micro-batch's activations are counted on tensors without memory. torch's FakeTensorMode knows the shape of
 each result and computes none, so that a step of 8B takes seconds and no memory. Its tensors say that they are on a CPU,
@@ -49,7 +49,7 @@ room for two of them (engine/deepspeed/build.py)."""
 
 @dataclass(frozen=True, kw_only=True)
 class Activations:
-    """Bytes that a micro-batch makes beside parameters and gradients."""
+    """Bytes that a micro-batch makes, without parameters and gradients."""
 
     kept: int
     """Alive between its forward and its backward pass."""
@@ -187,7 +187,7 @@ class LiveBytes(OperatorMode):
 def count_activations(
     resolved: ResolvedRun, spec: ModelSpec, layers: int | Literal["all"] | None, keep: Literal["attention"] | None
 ) -> Activations:
-    """Count them for this rank's share of the run's largest micro-batch, with so many layers recomputed; without
+    """Count them for this rank's share of the run's largest micro-batch, with `layers` recomputed; without
     pipeline, tensor and expert parallelism, copies on the host and packed weights, which refuse `auto`."""
     run, mix = resolved.run, resolved.mix
     again = RecomputeConfig(layers=layers, keep=keep)
@@ -235,7 +235,7 @@ def _teacher(run: RunConfig, student: ModelConfig, precision: str) -> Teacher | 
 def _loss(
     objective: Objective, spec: ModelSpec, teacher: Teacher | None, inputs: Tensor, positions: Tensor | None
 ) -> Loss:
-    """Stand-in for a run's loss function: it takes as much of the head, and all that is as large as tokens x words or
+    """Substitute for a run's loss function: it takes as much of the head, and all that is as large as tokens x words or
     the hidden state. What an objective computes of the tokens' likelihoods is small, and may be a plugin's."""
     column = None if objective.top_k is None else _column(inputs, objective.top_k)
 

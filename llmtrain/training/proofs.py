@@ -135,7 +135,7 @@ class Known:
     def _reference(self) -> Iterator[UserError]:
         """The first loss of dpo is ln 2 and its margin 0, kto's z is 0: each log-probability is the reference's."""
         others = [each.mismatched for each in self.first if isinstance(each, UnpairedBatch)]
-        remedy = NEW_COLUMN if self.run.objective.reference == "column" else "train with a column in place of online"
+        remedy = NEW_COLUMN if self.run.objective.reference == "column" else "train with a column instead of online"
         for whose, micros in (("an answer", self.first), ("a prompt with the answer to another", others)):
             apart = self._figures(self.reference(Apart()), micros)["loss"] if micros else 0.0
             if _off(apart, 0.0, self._few):

@@ -41,7 +41,7 @@ class Evaluation(Part):
     key = "evaluation"
 
     def __init__(self, launch: Launch) -> None:
-        """Raises DataError, on all ranks: no tokenizer tells the bytes of its tokens."""
+        """Raises DataError, on all ranks: no tokenizer has the bytes of its tokens."""
         setup, run = launch.setup, launch.setup.run
         self._setup, self._tracker, self._speed, self._ema = setup, launch.tracker, launch.speed, None
         if run.ema.decay is not None:  # its means are measured on the validation sequences, too

@@ -92,7 +92,7 @@ NEXT_TOKEN = NextTokenLoss()
 
 
 class WithZLoss(NextTokenLoss):
-    """The loss beside a z-loss: the gradient is of both."""
+    """The loss with a z-loss: the gradient is of both."""
 
     figures = ("loss", "z_loss")
 

@@ -148,8 +148,8 @@ def from_host(kept: OnHost) -> Tensor:
 # layers it is what a long sequence needs most memory for. Each token goes through it alone, so slices of the
 # sequence can go one after another, and again in the backward pass (ALST, arXiv 2506.13996).
 #
-# DeepSpeed's TiledMLP sums a weight's gradient over the slices in the parameter's own dtype and needs ZeRO to be
-# told when the last one is in. Ours sums in fp32 and hands each gradient over once: the same for every ZeRO stage.
+# DeepSpeed's TiledMLP sums a weight's gradient over the slices in the parameter's own dtype and ZeRO has to learn
+# when the last one is in. Ours sums in fp32 and gives each gradient once: the same for every ZeRO stage.
 
 
 class _Tiled(torch.autograd.Function):
