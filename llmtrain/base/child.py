@@ -1,12 +1,15 @@
-"""A module of llmtrain in a child process, and its environment."""
+"""A program in a child process, and messages of JSON lines between the two."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import queue
 import subprocess
 import sys
+import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +20,39 @@ def child_environment(**more: str) -> dict[str, str]:
     return {**os.environ, **more, "PYTHONPATH": os.pathsep.join(filter(None, search))}
 
 
-class Child:
-    """Runs a module that reads lines and writes JSON lines; only `close` waits for it."""
+def of_module(module: str, *words: str) -> list[str]:
+    """The command that runs a module. -P: a folder of the user's may have a queue.py, which is not Python's."""
+    return [sys.executable, "-P", "-m", module, *words]
 
-    def __init__(self, module: str, *words: str) -> None:
-        """Start the process; `words`: its arguments."""
+
+class Lines:
+    """JSON objects, one a line, of a stream that arrives in pieces."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def of(self, data: bytes) -> list[dict[str, Any]]:
+        """Return the messages that end in the next piece."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return [json.loads(line) for line in lines if line.startswith(b'{"')]  # a host's start files may print, too
+
+
+class Child:
+    """Runs a program that reads and writes JSON lines (`Parent` is its side); only `end` and `close` wait for it."""
+
+    def __init__(self, words: Sequence[str]) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", module, *words],
+            words,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=child_environment(OMP_NUM_THREADS="1"),
-            start_new_session=True,  # Ctrl-C reaches the ranks, which end it
+            # One core each: the threads of libraries would fight over the cores that the parent fills.
+            env=child_environment(TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1"),
+            start_new_session=True,  # Ctrl-C in the terminal reaches the parent alone, which then ends the child
         )
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._in, self._out, self._said = self._process.stdin, self._process.stdout, b""
+        self._in, self._out, self._lines = self._process.stdin, self._process.stdout, Lines()
+        self.is_closed = False
+        """It has closed its output, as at its end."""
         os.set_blocking(self._out.fileno(), False)
 
     @property
@@ -38,18 +60,31 @@ class Child:
         """Exit code, None while it runs."""
         return self._process.poll()
 
-    def send(self, line: str) -> None:
-        """Write a line to it, if it still runs."""
+    def fileno(self) -> int:
+        """Return the descriptor of its output, for a selector."""
+        return self._out.fileno()
+
+    def send(self, message: Any) -> None:
+        """Send a message, if it still runs."""
         with contextlib.suppress(BrokenPipeError):
-            self._in.write(line.encode() + b"\n")
+            self._in.write(json.dumps(message).encode() + b"\n")
             self._in.flush()
 
     def received(self) -> list[dict[str, Any]]:
         """Return its messages since the last call."""
+        found: list[dict[str, Any]] = []
         while data := self._out.read(1 << 16):
-            self._said += data
-        *lines, self._said = self._said.split(b"\n")
-        return [json.loads(line) for line in lines]
+            found += self._lines.of(data)
+        self.is_closed = data is not None
+        return found
+
+    def end(self, within_s: float) -> None:
+        """Let it see the end of its input, and kill it after `within_s`."""
+        with contextlib.suppress(BrokenPipeError):
+            self._in.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(within_s)
+        self.close()
 
     def close(self) -> None:
         """Kill it."""
@@ -58,6 +93,38 @@ class Child:
         with contextlib.suppress(BrokenPipeError):
             self._in.close()
         self._out.close()
+
+
+class Parent:
+    """A child's side. What a library prints goes to standard error from here on, and not between the messages."""
+
+    def __init__(self) -> None:
+        self._answers = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)
+        self._asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def listen(self) -> None:
+        """Read messages in a thread. At their end the parent is gone, even by kill -9, and so is this process."""
+
+        def read() -> None:
+            for line in sys.stdin:
+                self._asked.put(json.loads(line))
+            os._exit(0)
+
+        threading.Thread(target=read, daemon=True).start()
+
+    def asked(self, within_s: float | None = None) -> Any:
+        """Return the next message; None if none comes within this time."""
+        try:
+            return self._asked.get(timeout=within_s)
+        except queue.Empty:
+            return None
+
+    def tell(self, message: Mapping[str, Any]) -> None:
+        """Send a message, if the parent still runs."""
+        with contextlib.suppress(OSError):
+            self._answers.write(json.dumps(message) + "\n")
+            self._answers.flush()
 
 
 def read_marked(text: str, mark: str) -> dict[str, Any] | None:

@@ -13,7 +13,6 @@ import os
 import shutil
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.base import log, untrusted
+from llmtrain.base.child import Parent
 from llmtrain.base.errors import CheckpointError
 from llmtrain.base.redact import redact_text
 from llmtrain.checkpoint.format import (
@@ -287,22 +287,16 @@ def main() -> None:
     input or, after the word `finish`, when the newest checkpoint is mirrored."""
     checkpoints, url, keep, best = sys.argv[1:]
     choice: Any = json.loads(best)
-    finish = threading.Event()
-
-    def listen() -> None:
-        for line in sys.stdin:
-            if line.strip() == "finish":
-                finish.set()
-        os._exit(0)  # the parent is gone: a partial upload does not count
+    parent = Parent()
+    parent.listen()
 
     def tell(kind: str, **fields: Any) -> None:
-        print(json.dumps({"kind": kind, **fields}), flush=True)
+        parent.tell({"kind": kind, **fields})
 
-    threading.Thread(target=listen, daemon=True).start()
     mirroring = _Mirroring(Path(checkpoints), Mirrored(url), int(keep), Best(**choice) if choice else None, tell)
-    while not finish.is_set():
+    mirroring.go_on()
+    while parent.asked(within_s=_POLL_S) != "finish":
         mirroring.go_on()
-        finish.wait(_POLL_S)
     before = mirroring.failures
     while mirroring.newest() is not None:
         mirroring.go_on(now=True)

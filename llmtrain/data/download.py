@@ -6,16 +6,13 @@ process at a time downloads into a cache, for all runs that share it.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from llmtrain.base.child import Parent
 from llmtrain.base.errors import DataError
 from llmtrain.base.files import lock_file
 from llmtrain.base.units import GIB
@@ -92,17 +89,13 @@ class _Download:
 
 def main() -> None:
     """Read a JSON request from stdin (folder and GiB of the cache, the shards); exit when stdin closes."""
-    asked: dict[str, Any] = json.loads(sys.stdin.readline())
-
-    def listen() -> None:
-        sys.stdin.read()
-        os._exit(0)  # the run is gone: partial files do not count
+    parent = Parent()
+    parent.listen()
+    asked = parent.asked()
 
     def tell(kind: str, **fields: Any) -> None:
-        with contextlib.suppress(OSError):
-            os.write(1, f"{json.dumps({'kind': kind, **fields})}\n".encode())
+        parent.tell({"kind": kind, **fields})
 
-    threading.Thread(target=listen, daemon=True).start()
     try:
         _Download(Cache(asked["folder"], asked["gib"]), tell).go_on([(url, file) for url, file in asked["shards"]])
     except DataError as error:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-
 from llmtrain.base import log
-from llmtrain.base.child import Child
+from llmtrain.base.child import Child, of_module
 from llmtrain.base.errors import DataError
 from llmtrain.training.parts import Done, Launch, Part
 from llmtrain.training.step import Position
@@ -27,8 +25,8 @@ class Fetching(Part):
         if not shards or self._setup.ranks.seats[self._setup.ranks.rank].local_rank != 0:
             return
         data = self._setup.run.data
-        self._process = Child("llmtrain.data.download")
-        self._process.send(json.dumps({"folder": data.cache, "gib": data.cache_gib, "shards": shards}))
+        self._process = Child(of_module("llmtrain.data.download"))
+        self._process.send({"folder": data.cache, "gib": data.cache_gib, "shards": shards})
 
     def _shards(self, position: Position) -> list[tuple[str, str]]:
         setup, course = self._setup, self._setup.course

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmtrain.base import log, units
-from llmtrain.base.child import Child
+from llmtrain.base.child import Child, of_module
 from llmtrain.base.rank.heartbeat import heart
 from llmtrain.base.redact import redact_text
 from llmtrain.checkpoint.format import complete_checkpoints
@@ -57,11 +57,14 @@ class Mirror:
         """Start the process. `best`: the choice of the best checkpoints, which stay."""
         self._url, self._folder, self._tracker = redact_text(str(settings.mirror)), folder, tracker
         self._failing = False
-        self._words = [str(folder), str(settings.mirror), str(settings.keep), json.dumps(best and asdict(best))]
+        self._words = of_module(
+            *("llmtrain.checkpoint.mirror", str(folder), str(settings.mirror), str(settings.keep)),
+            json.dumps(best and asdict(best)),
+        )
         self._start()
 
     def _start(self) -> None:
-        self._process, self._began_s = Child("llmtrain.checkpoint.mirror", *self._words), time.monotonic()
+        self._process, self._began_s = Child(self._words), time.monotonic()
 
     def listen(self) -> None:
         """Forward its messages to the tracker, and start it again if it has ended; never waits."""

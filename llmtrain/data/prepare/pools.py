@@ -15,10 +15,8 @@ import selectors
 import shlex
 import signal
 import socket
-import subprocess
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -27,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.base import log, units
-from llmtrain.base.child import child_environment
+from llmtrain.base.child import Child, Lines, Parent, child_environment, of_module
 from llmtrain.base.errors import DataError
 from llmtrain.base.threads import usable_cores
 from llmtrain.cluster.hosts.hostfile import Host, is_here, read_hostfile
@@ -57,111 +55,59 @@ class Lost(Exception):
     """The workers of a link are gone."""
 
 
-class Link(ABC):
-    """JSON lines to and from one worker, or one host's workers."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self._partial_line = b""
-
-    @abstractmethod
-    def fileno(self) -> int:
-        """Return the file descriptor that becomes readable."""
-
-    @abstractmethod
-    def _write(self, data: bytes) -> None: ...
-
-    @abstractmethod
-    def _read(self) -> bytes: ...
-
-    @abstractmethod
-    def _obituary(self) -> str:
-        """Return the reason for its end."""
-
-    @abstractmethod
-    def end(self) -> None:
-        """End the workers."""
-
-    def send(self, message: Mapping[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # it has died; the end of its output shows it
-            self._write(json.dumps(message).encode() + b"\n")
-
-    def receive(self) -> list[dict[str, Any]]:
-        """The messages that have arrived. Raises Lost."""
-        data = self._read()
-        if not data:
-            raise Lost(self._obituary())
-        *lines, self._partial_line = (self._partial_line + data).split(b"\n")
-        # A host's start files may print before our process begins.
-        return [json.loads(line) for line in lines if line.startswith(b'{"')]
-
-
-class ProcessLink(Link):
+class ProcessLink(Child):
     """A process of ours: a worker, or ssh or srun with a host's workers."""
 
     def __init__(self, name: str, words: Sequence[str]) -> None:
-        super().__init__(name)
-        self._process = subprocess.Popen(
-            words,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            # One core a worker: the tokenizers' own threads would fight over the cores that the workers fill.
-            env=child_environment(TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1"),
-            start_new_session=True,  # Ctrl-C in the terminal reaches the parent alone, which then ends the workers
-        )
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._in, self._out = self._process.stdin, self._process.stdout
+        super().__init__(words)
+        self.name = name
 
-    def fileno(self) -> int:
-        return self._out.fileno()
-
-    def _write(self, data: bytes) -> None:
-        self._in.write(data)
-        self._in.flush()
-
-    def _read(self) -> bytes:
-        return os.read(self._out.fileno(), 1 << 16)
-
-    def _obituary(self) -> str:
+    def receive(self) -> list[dict[str, Any]]:
+        """The messages that have arrived. Raises Lost."""
+        found = self.received()
+        if found or not self.is_closed:
+            return found
         code = self._process.wait()
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         hint = "the machine may be out of memory: use fewer --processes" if code == -signal.SIGKILL else "see above"
-        return f"{self.name} (process {self._process.pid}) {how} ({hint})"
+        raise Lost(f"{self.name} (process {self._process.pid}) {how} ({hint})")
 
-    def end(self) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            self._in.close()  # it ends, and leaves nothing in the folder for temporary files
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_ENDED_S)
-        self._process.kill()
-        self._out.close()
-        self._process.wait()
+    def end(self, within_s: float = _ENDED_S) -> None:
+        """End the workers, which then leave nothing in the folder for temporary files."""
+        super().end(within_s)
 
 
-class SocketLink(Link):
+class SocketLink:
     """A host's workers that have connected to us."""
 
     def __init__(self, name: str, connection: socket.socket) -> None:
-        super().__init__(name)
-        self._connection = connection
+        self.name, self._connection, self._lines = name, connection, Lines()
 
     def fileno(self) -> int:
+        """Return the descriptor that becomes readable."""
         return self._connection.fileno()
 
-    def _write(self, data: bytes) -> None:
-        self._connection.sendall(data)
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send a message, if they are still there."""
+        with contextlib.suppress(OSError):
+            self._connection.sendall(json.dumps(message).encode() + b"\n")
 
-    def _read(self) -> bytes:
-        try:
-            return self._connection.recv(1 << 16)
-        except OSError:
-            return b""
-
-    def _obituary(self) -> str:
-        return f"{self.name} has closed its connection"
+    def receive(self) -> list[dict[str, Any]]:
+        """The messages that have arrived. Raises Lost."""
+        data = b""
+        with contextlib.suppress(OSError):
+            data = self._connection.recv(1 << 16)
+        if not data:
+            raise Lost(f"{self.name} has closed its connection")
+        return self._lines.of(data)
 
     def end(self) -> None:
-        self._connection.close()  # its workers see the end of their input
+        """Let the workers see the end of their input."""
+        self._connection.close()
+
+
+Link = ProcessLink | SocketLink
+"""Messages to and from one worker, or a host's."""
 
 
 @dataclass(frozen=True)
@@ -178,9 +124,7 @@ class Place:
 
 def local(processes: int) -> list[Place]:
     """Workers on this machine."""
-    # -P: a corpus of code may be in the current folder, and its queue.py must not be imported for Python's.
-    words = [sys.executable, "-P", "-m", "llmtrain.data.prepare.worker"]
-    return [Place(partial(ProcessLink, "a worker", words))] * processes
+    return [Place(partial(ProcessLink, "a worker", of_module("llmtrain.data.prepare.worker")))] * processes
 
 
 # --- other hosts ---
@@ -211,7 +155,7 @@ def places_on(where: str, processes: int | None) -> list[Place]:
 
 def _command(processes: int | None) -> list[str]:
     """The command for a host, whose shell starts in another folder."""
-    words = [sys.executable, "-P", "-m", _MODULE, os.getcwd(), str(processes or 0)]
+    words = of_module(_MODULE, os.getcwd(), str(processes or 0))
     return ["env", f"PYTHONPATH={child_environment()['PYTHONPATH']}", *words]
 
 
@@ -279,13 +223,7 @@ def main() -> None:
     """Serve as a host's workers. Arguments: the folder to work in, and the number of workers (0: one per core). Input
     and output are as a worker's, with `{"hello": workers}` after the settings, and `{"alive": true}` when idle."""
     folder, processes = sys.argv[1], int(sys.argv[2]) or usable_cores()
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-
-    def answer(message: Mapping[str, Any]) -> None:
-        answers.write(json.dumps(message) + "\n")
-        answers.flush()
-
+    answer = Parent().tell
     host = socket.gethostname()
     lines = open(os.dup(0), "rb", buffering=0)  # noqa: SIM115  # until the process ends
     settings = json.loads(lines.readline())

@@ -10,12 +10,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import queue
 import shutil
 import socket
-import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from dataclasses import field as of_dataclass
@@ -26,6 +23,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from llmtrain.base.child import Parent
 from llmtrain.base.errors import DataError, UserError
 from llmtrain.base.files import replace_file
 from llmtrain.data.chat.conversation import RefusedError
@@ -486,45 +484,24 @@ def encoder_of(folder: Path, settings: WorkerSettings) -> AnyEncoder:
     return ChoiceEncoder(folder, chat) if chat.choices else ChatEncoder(folder, chat)
 
 
-def _jobs_from(stream: Any) -> queue.Queue[str]:
-    """Lines of `stream` as they come. When it ends, the parent is gone (even by kill -9), and this process exits."""
-    jobs: queue.Queue[str] = queue.Queue()
-
-    def read() -> None:
-        for line in stream:
-            jobs.put(line)
-        os._exit(0)
-
-    threading.Thread(target=read, daemon=True).start()
-    return jobs
-
-
-def _tell(answer: Callable[[dict[str, Any]], None], unit: int, what: str, value: Any) -> None:
-    answer({"unit": unit, what: value})
-
-
 def main() -> None:
     """The worker's loop. Its first line is the settings, each further line a unit; it ends when the input ends."""
-    # Standard output carries the answers; a library's output must not get between them.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-
-    def answer(message: dict[str, Any]) -> None:
-        answers.write(json.dumps(message) + "\n")
-        answers.flush()
-
-    jobs = _jobs_from(sys.stdin)
-    settings = WorkerSettings.from_dict(json.loads(jobs.get()))
+    parent = Parent()
+    parent.listen()
+    settings = WorkerSettings.from_dict(parent.asked())
     folder = Path(settings.here) / "tokenizer"
     try:
         plugin_source.use(settings.plugins, settings.fields)
         encoder = encoder_of(folder, settings)
         while True:
-            unit = Unit.from_dict(json.loads(jobs.get()))
-            tell = partial(_tell, answer, unit.index)
+            unit = Unit.from_dict(parent.asked())
+
+            def tell(what: str, value: Any, index: int = unit.index) -> None:
+                parent.tell({"unit": index, what: value})
+
             tell("done", process_unit(unit, settings, encoder, partial(tell, "progress")))
     except UserError as error:
-        answer({"error": str(error)})
+        parent.tell({"error": str(error)})
 
 
 if __name__ == "__main__":
