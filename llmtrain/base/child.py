@@ -34,17 +34,20 @@ class Lines:
     def of(self, data: bytes) -> list[dict[str, Any]]:
         """Return the messages that end in the next piece."""
         *lines, self._rest = (self._rest + data).split(b"\n")
-        return [json.loads(line) for line in lines if line.startswith(b'{"')]  # a host's start files may print, too
+        # A host's start files may print before our process begins.
+        return [json.loads(line) for line in lines if line.startswith((b'{"', b"{}"))]
 
 
 class Child:
     """Runs a program that reads and writes JSON lines (`Parent` is its side); only `end` and `close` wait for it."""
 
-    def __init__(self, words: Sequence[str]) -> None:
+    def __init__(self, words: Sequence[str], *, pass_fds: Sequence[int] = ()) -> None:
+        """`pass_fds`: open files that it gets, under the same numbers."""
         self._process = subprocess.Popen(
             words,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            pass_fds=pass_fds,
             # One core each: the threads of libraries would fight over the cores that the parent fills.
             env=child_environment(TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1"),
             start_new_session=True,  # Ctrl-C in the terminal reaches the parent alone, which then ends the child
@@ -54,6 +57,11 @@ class Child:
         self.is_closed = False
         """It has closed its output, as at its end."""
         os.set_blocking(self._out.fileno(), False)
+
+    @property
+    def pid(self) -> int:
+        """Id of the process."""
+        return self._process.pid
 
     @property
     def code(self) -> int | None:

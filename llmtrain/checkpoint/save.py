@@ -133,7 +133,7 @@ class HostCopy:
         return self._image
 
     def writer(self) -> WriterProcess:
-        """The process; after `drop_writer` a new one. Raises OSError, WriterDied."""
+        """The process; after `drop_writer` a new one. Raises OSError."""
         if self._writer is None:
             self._writer = WriterProcess(self.image, self._table)
         return self._writer
@@ -412,11 +412,11 @@ class Saver:
         assert self._copy is not None
         try:
             writer = self._copy.writer()
-        except (OSError, WriterDied) as error:
+        except OSError as error:
             self._answer = self._lost(error)
             return
         job = {"do": "write", "path": str(path)}
-        self._snapshot.start(pieces, self._copy.image.slots, then=lambda: writer.ask(job))
+        self._snapshot.start(pieces, self._copy.image.slots, then=lambda: writer.send(job))
 
     def _write_here(self, path: Path, pieces: list[StateTensor]) -> dict[str, Any]:
         """Write synchronously, a chunk at a time, without a copy of the state."""
@@ -499,6 +499,6 @@ class Saver:
         assert self._copy is not None
         self._answer = None
         try:
-            self._copy.writer().ask(message)
-        except (OSError, WriterDied) as error:
+            self._copy.writer().send(message)
+        except OSError as error:
             self._answer = self._lost(error)

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import mmap
 import os
 import signal
-import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +17,7 @@ import torch
 from torch import Tensor
 
 from llmtrain.base import log
-from llmtrain.base.child import child_environment
+from llmtrain.base.child import Child, of_module
 from llmtrain.checkpoint.durable import DurableFile
 from llmtrain.checkpoint.format import Piece, keys
 from llmtrain.engine.api import StateTensor
@@ -233,49 +228,27 @@ class WriterDied(Exception):
     """The writer process ended before it answered."""
 
 
-class WriterProcess:
-    """checkpoint/writer.py as a child process that shares an image. Raises OSError, WriterDied."""
+class WriterProcess(Child):
+    """checkpoint/writer.py as a child process that shares an image. Raises OSError."""
 
     def __init__(self, image: HostImage, table: dict[str, Any]) -> None:
-        ours, theirs = socket.socketpair()
-        handles = [theirs.fileno(), image.handle]
-        command = [sys.executable, "-m", "llmtrain.checkpoint.writer"]
-        numbers = map(str, (*handles, image.bytes, os.getpid()))
+        words = of_module("llmtrain.checkpoint.writer", str(image.handle), str(image.bytes), str(os.getpid()))
         # Signals to a process group or tree are for the rank to answer: it needs the writer for its last checkpoint.
         # Signals that are blocked here stay blocked in the child, from its first instruction on.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _RANK_SIGNALS)
         try:
-            self._process = subprocess.Popen([*command, *numbers], pass_fds=handles, env=child_environment())
+            super().__init__(words, pass_fds=[image.handle])
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        theirs.close()
-        self._connection = Connection(ours.detach())
-        self.ask(table)
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def ask(self, message: dict[str, Any]) -> None:
-        """Raises WriterDied."""
-        try:
-            self._connection.send_bytes(json.dumps(message).encode())
-        except OSError as error:
-            raise self._died() from error
+        self._answers: list[dict[str, Any]] = []
+        self.send(table)
 
     def answer(self) -> dict[str, Any] | None:
         """The next answer, or None if there is none yet. Raises WriterDied."""
-        try:
-            return json.loads(self._connection.recv_bytes()) if self._connection.poll() else None
-        except (EOFError, OSError) as error:
-            raise self._died() from error
-
-    def close(self) -> None:
-        """End the process at once."""
-        self._connection.close()
-        self._process.kill()
-        self._process.wait()
-
-    def _died(self) -> WriterDied:
-        code = self._process.wait()
-        return WriterDied(f"the checkpoint writer (process {self._process.pid}) ended with {code}")
+        self._answers += self.received()
+        if self._answers:
+            return self._answers.pop(0)
+        if self.is_closed:
+            code = self._process.wait()
+            raise WriterDied(f"the checkpoint writer (process {self.pid}) ended with {code}")
+        return None

@@ -1,25 +1,24 @@
 """The process that makes a rank's checkpoint durable while the rank continues training. No torch import.
 
-It shares the image of the file with its rank, which fills it. Each JSON message on a socket is one job and gets one
-answer. The process ends with its rank, also after a kill.
+It shares the image of the file with its rank, which fills it. Each JSON message is one job and gets one answer. The
+process ends with its rank, also after a kill.
 """
 
 from __future__ import annotations
 
 import ctypes
-import json
 import mmap
 import os
 import signal
 import sys
 from dataclasses import replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from llmtrain.base.child import Parent
 from llmtrain.checkpoint.durable import DurableFile, remove_tree, sync, write_durably
 from llmtrain.checkpoint.format import MANIFEST, TRAINER, FileEntry, FrozenSource, Manifest, Piece
 from llmtrain.checkpoint.retain import Best, keep_newest
@@ -144,26 +143,18 @@ def perform(message: dict[str, Any], table: dict[str, Any], image: memoryview | 
         return {"error": f"{error.strerror} ({error.filename or what})"}
 
 
-def serve(connection: Connection, image: memoryview) -> None:
-    """Answer messages until the rank closes its end. The first message is the table."""
-    try:
-        table = json.loads(connection.recv_bytes())
-        while True:
-            message = json.loads(connection.recv_bytes())
-            connection.send_bytes(json.dumps(perform(message, table, image)).encode())
-    except (EOFError, OSError):
-        return
-
-
-def main(socket: int, memory: int, size: int, parent: int) -> int:
-    """Entry point of the process. `socket`, `memory`: file descriptors."""
+def main(memory: int, size: int, parent: int) -> int:
+    """Entry point of the process. `memory`: a file descriptor. The first message is the table."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         return 1  # the rank died before the kernel knew of the signal
-    image = mmap.mmap(memory, size)
+    image = memoryview(mmap.mmap(memory, size))
     os.close(memory)
-    serve(Connection(socket), memoryview(image))
-    return 0
+    rank = Parent()
+    rank.listen()
+    table = rank.asked()
+    while True:
+        rank.tell(perform(rank.asked(), table, image))
 
 
 if __name__ == "__main__":

@@ -161,7 +161,7 @@ def test_the_writer_outlives_the_start_that_a_thread_gave_it(tmp_path: Path) -> 
     try:
         assert copy.problem() is None
         time.sleep(0.5)
-        copy.writer().ask({"do": "discard", "folder": str(tmp_path / "none")})
+        copy.writer().send({"do": "discard", "folder": str(tmp_path / "none")})
         until_s = time.monotonic() + 30
         while (answer := copy.answer()) is None and time.monotonic() < until_s:
             time.sleep(0.01)
