@@ -417,9 +417,9 @@ def refuse_other_run(
     remedies = {
         "optimizer": f"Its moments mean something else. Use the same optim.name, or {_PARAMETERS_ALONE}",
         "vocab_size": "The embedding has other rows. Use the same model and tokenizer",
-        "data_fingerprint": f"{_other_data(saved, now)}. The order of the samples would not continue. Continue with the"
-        f"data as it was, change it in a stage (data.stages) from step {step} on or later, give --resume_data new with "
-        f"a train.run_dir of its own to read the other data from its first sequence, or {_PARAMETERS_ALONE}",
+        "data_fingerprint": f"{_other_data(saved, now)}. The order of the samples would not continue. Continue with "
+        f"the data as it was, change it in a stage (data.stages) from step {step} on or later, give --resume_data new "
+        f"with a train.run_dir of its own to read the other data from its first sequence, or {_PARAMETERS_ALONE}",
         "reference": "The answers would be compared with another model than so far. The one that the run "
         "began from is wanted: the same model.pretrained, and for a column llmtrain reference RUN.yaml",
         "teacher": "The student would learn from other weights than so far. Use the same objective.teacher, or "
