@@ -69,11 +69,11 @@ from llmtrain.storage.pieces import DTYPE_OF
 from llmtrain.storage.tensorfile import numel
 
 _ROUNDING = 1e-4
-"""Allowed difference of logits as a share of the largest: (W + s B A) x and Wx + s B A x are rounded otherwise."""
+"""Allowed difference of logits as a share of the largest: (W + s B A) x and Wx + s B A x have different rounding."""
 
 
 def adapter_of(reader: CheckpointReader, trainer: Mapping[str, Any]) -> AdapterConfig | None:
-    """The adapter that the checkpoint holds, by its run. Raises CheckpointError: trainer.json tells none that fits."""
+    """The adapter in the checkpoint, by its run's settings. Raises CheckpointError: trainer.json has none that fits."""
     if not any(name.endswith(A) for name in reader.order()):
         return None
     from llmtrain.models.adapter import scale
@@ -86,14 +86,14 @@ def adapter_of(reader: CheckpointReader, trainer: Mapping[str, Any]) -> AdapterC
         scale(adapter)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise CheckpointError(
-            f"{reader.folder / TRAINER} does not tell the adapter whose matrices the checkpoint holds ({error!r}), so "
+            f"{reader.folder / TRAINER} does not record the adapter whose matrices the checkpoint holds ({error!r}): "
             "its scale is not known. Take another checkpoint."
         ) from error
     return adapter
 
 
 class Merge:
-    """The model's own weights, each with its part of the adapter, in fp32. Threads may call it."""
+    """The model's own weights with the adapter added, in fp32. Threads may call it."""
 
     def __init__(
         self,
@@ -102,14 +102,14 @@ class Merge:
         dtype: torch.dtype = torch.float32,
         saved: Collection[str] = (),
     ) -> None:
-        """`adapter`: None leaves all values as they are. `dtype`: its values, and those of `saved`, parameters that
-        train with it, are rounded to this type first."""
+        """`adapter`: None leaves all values unchanged. `dtype`: the adapter's values, and those of `saved`, parameters
+        that train with it, are rounded to this type first."""
         self._reader, self._adapter, self._dtype = reader, adapter, dtype
         names = reader.order() if adapter is not None else []
         self.names = {name for name in names if name.endswith((A, B, MAGNITUDE))}
         """Names of the adapter's tensors."""
         self.trained = self.names | set(saved)
-        """Also the model's own parameters that train beside it."""
+        """Names of the adapter's tensors and of the model's own parameters that train with them."""
         self.paths = [name.removesuffix(A) for name in names if name.endswith(A)]
         """Paths of the linear maps."""
         self._path_of = {f"{path}.weight": path for path in self.paths}
@@ -119,7 +119,7 @@ class Merge:
             self._scale = scale(adapter)
 
     def check(self) -> None:
-        """The adapter's values are those that were saved. Raises CheckpointError."""
+        """Compare the adapter's values with their checksums. Raises CheckpointError."""
         sums = self._reader.checksums()
         for name in sorted(self.trained):
             if checksum(self._reader.read(name, 0, numel(self._reader.shape(name)))) != sums[PARAM, name]:
@@ -138,7 +138,7 @@ class Merge:
         return self(name, start, self.read(name, start, stop))
 
     def __call__(self, name: str, start: int, values: Tensor) -> Tensor:
-        """What becomes of `values`, the elements of a flat parameter from `start` on. Raises CheckpointError."""
+        """Return `values`, the elements of a flat parameter from `start` on, merged. Raises CheckpointError."""
         if self._adapter is None or name not in self._path_of:
             return values
         path, read, (_, inputs) = self._path_of[name], self.read, self._reader.shape(name)
@@ -177,21 +177,21 @@ def prove_merge(
         check,
         report,
         title="adapter",
-        what="peft's layers beside the model's own weights",
+        what="peft's layers on the model's own weights",
         resident=4 * sum(tensor.numel() for tensor in there.values()),
         rounding=_ROUNDING,
     )
 
 
 def _as_peft_loads(folder: Path, layout: FolderLayout) -> nn.Module:
-    """The skeleton as peft adapts it by the folder's configuration. Raises ProofError: it wants other tensors."""
+    """Adapt the skeleton with peft by the folder's configuration. Raises ProofError: peft wants other tensors."""
     from peft import PeftModel, get_peft_model_state_dict
     from peft.utils import load_peft_weights
 
-    with warnings.catch_warnings():  # peft 0.21 asks transformers 5.23 for a name that goes: no affair of the user's
+    with warnings.catch_warnings():  # peft 0.21 asks transformers 5.23 for a deprecated name; no user can act on it
         warnings.simplefilter("ignore", FutureWarning)
         model = PeftModel.from_pretrained(copy.deepcopy(layout.skeleton), str(folder), low_cpu_mem_usage=True)
-    # By default it adds embeddings that are longer than the base's, which the folder has by their own names.
+    # By default peft adds embeddings that are longer than the base's; the folder has them by their own names.
     wanted = get_peft_model_state_dict(model, save_embedding_layers=False).keys()
     held = load_peft_weights(str(folder), device="cpu").keys()
     if odd := sorted(wanted ^ held):
@@ -220,8 +220,8 @@ def write_peft(
     check: Check,
     report: Report,
 ) -> int:
-    """Write the adapter's two files as `PeftModel.save_pretrained` does, and prove them. Returns the first's bytes.
-    Raises ProofError: the file or peft's logits differ; ConfigError: peft is not installed."""
+    """Write the adapter's two files in the form of `PeftModel.save_pretrained`, and prove them. Returns the bytes of
+    the weights. Raises ProofError: the file or peft's logits differ; ConfigError: peft is not installed."""
     from safetensors.torch import load_file, save_file
 
     from llmtrain.models.adapter import aliases, lora_config, saved_names, saved_paths
@@ -232,38 +232,38 @@ def write_peft(
         values = reader.read(name, 0, numel(reader.shape(name))).view(reader.shape(name))
         tensors[PREFIX + name] = values.to(DTYPE_OF[dtype])
     for other, name in aliases(layout.skeleton).items():
-        if name in saved:  # by each of its names, as peft writes and wants it
+        if name in saved:  # by each of its names, which peft requires
             tensors[PREFIX + other] = tensors[PREFIX + name].clone()
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     back = load_file(folder / WEIGHTS)
     if bad := [name for name, values in tensors.items() if not torch.equal(back[name], values)]:
-        raise ProofError(f"{folder / WEIGHTS}: {bad[0]} reads otherwise than it was written. Nothing was kept.")
-    whole = saved_paths(layout.skeleton, adapter)
-    config = lora_config(layout.skeleton, adapter, merge.paths, whole).to_dict()
+        raise ProofError(f"{folder / WEIGHTS}: {bad[0]} differs when it is read back. Nothing was kept.")
+    modules = saved_paths(layout.skeleton, adapter)
+    config = lora_config(layout.skeleton, adapter, merge.paths, modules).to_dict()
     config["target_modules"] = sorted(config["target_modules"])
     if gives_scores(layout.skeleton.config):
         config["task_type"] = "SEQ_CLS"
-        report.add("head", "the score stands in the folder; load the base with num_labels=1")
+        report.add("head", "the score is in the folder; load the base with num_labels=1")
     config |= {**base_fields(trainer["run"].get("model", {})), "inference_mode": True}
     (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     unmoved = [name for name in merge.names if name.endswith(B) and not bool(tensors[PREFIX + name].any())]
     moved = f"; {len(unmoved)} of the lora_B are still zero" if unmoved else ""
-    also = f" and of {len(whole)} whole modules" if whole else ""
+    also = f" and of {len(modules)} complete modules" if modules else ""
     report.add("read back", f"{len(tensors)} tensors on {len(merge.paths)} maps{also}, equal bit by bit{moved}")
     if check != "none":
         prove_merge(merge, _as_peft_loads(folder, layout), layout, check, report, back)
     if vocabulary := trainer["run"].get("model", {}).get("vocabulary"):
         report.add("tokens", f"of the base, first resize_token_embeddings({vocabulary}); `llmtrain generate` does it")
     if adapter.dora:
-        report.add("vLLM", "does not load DoRA: serve the whole model there (--merge)")
-    elif whole:
-        report.add("vLLM", "does not load modules_to_save: serve the whole model there (--merge)")
+        report.add("vLLM", "does not load DoRA: serve the merged model there (--merge)")
+    elif modules:
+        report.add("vLLM", "does not load modules_to_save: serve the merged model there (--merge)")
     elif (r := adapter.r or 0) > 16:
         report.add("vLLM", f"takes ranks up to 16 unless it is started with --max-lora-rank {r}")
     return (folder / WEIGHTS).stat().st_size
 
 
-_SPACE = 64 << 20  # bytes for the files beside the weights
+_SPACE = 64 << 20  # bytes for the other files
 
 
 def export_hf(
@@ -279,20 +279,20 @@ def export_hf(
 ) -> Report:
     """Write `out` so that AutoModelForCausalLM.from_pretrained loads it; a tied weight is written once.
 
-    Of a reward model, AutoModelForSequenceClassification; of a run with an adapter it is a PEFT folder.
+    A reward model loads by AutoModelForSequenceClassification; a run with an adapter gives a PEFT folder.
 
     Args:
         dtype: fp32, bf16 or fp16; default: the precision of the training, or the types of the folder that the
             checkpoint was imported from.
         max_shard_bytes: largest weight file; default 5 GB, or the files of the imported folder.
-        merge: write the whole model with the adapter added to its weights, in fp32, rounded once.
-        ema: write the moving average of what trains, and not its last values.
+        merge: write the complete model with the adapter added to its weights, in fp32, rounded once.
+        ema: write the moving average of the trained parameters instead of their last values.
 
     Raises:
         CheckpointError: `checkpoint` is none or damaged, `out` exists and is no earlier export of the same run, a value
             does not fit into the type.
         ModelError: the model cannot be built, or its files cannot be written.
-        ProofError: what was written is not what was read. Nothing is left at `out`.
+        ProofError: the files differ from their source. Nothing is left at `out`.
     """
     reader = CheckpointReader(checkpoint, parameters=EMA if ema else PARAM)
     if ema and EMA not in reader.kinds():
@@ -339,7 +339,7 @@ def export_hf(
 
 
 def _plan(checkpoint: Path, files: WeightFiles, check: Check, *, merge: bool, ema: bool) -> dict[str, str]:
-    """Identity of an export: an interrupted one continues if it is equal."""
+    """Identity of an export; a restart continues an interrupted one with an equal identity."""
     shards = json.dumps({name: asdict(shard) for name, shard in files.shards.items()})
     plan = {"to-hf": str(checkpoint.resolve()), "manifest": hash_file(checkpoint / MANIFEST), "check": check}
     return (
@@ -361,7 +361,7 @@ def _export_adapter(
     *,
     ema: bool,
 ) -> Report:
-    """`places`: (where it will be, where it is written)."""
+    """`places`: (final folder, folder to write into)."""
     out, target = places
     kind = DTYPES[dtype or reader.manifest.layout.get("precision") or "fp32"]
     with OutputFolder(target, {"to-hf": str(reader.folder.resolve()), "adapter": kind, "ema": str(ema)}) as folder:
@@ -384,26 +384,27 @@ def _export_adapter(
 
 
 def layout_of(model: ModelConfig, *, trust_remote_code: bool) -> FolderLayout:
-    """The tensors of a model's files. Raises ModelError for every configuration that transformers cannot build."""
+    """The tensors in a model's files. Raises ModelError for every configuration that transformers cannot build."""
     try:
         config = load_config(model, trust_remote_code=trust_remote_code)
         return FolderLayout(skeleton(config, trust_remote_code=trust_remote_code))
     except UserError:
         raise
-    except Exception as error:  # a configuration is input: whatever its numbers do to a constructor is a message
+    except Exception as error:  # a configuration is input: any error of a constructor is a message
         raise ModelError(
             f"transformers cannot build the model of {model.pretrained or 'trainer.json'}: {error!r}."
         ) from error
 
 
 def _target(checkpoint: Path, out: Path, trainer: Mapping[str, Any], report: Report) -> Path:
-    """Where to write: `out`, or beside it when it is an earlier export that is replaced at the end, which is said.
+    """The folder to write: `out`, or a neighbour that replaces an earlier export at `out` at the end; the report says
+    so.
 
     Raises CheckpointError: `out` is something else, or has files that the export did not write.
     """
     if not out.exists():
         return out
-    ours = out.resolve().parent == checkpoint.resolve().parent.parent  # the run's own export, whoever made it
+    ours = out.resolve().parent == checkpoint.resolve().parent.parent  # the run's own export, by any command
     try:
         mark = untrusted.loads((out / MARK).read_bytes(), infinite=True)
         marked = mark["run"] == run_id(checkpoint, trainer)
@@ -413,7 +414,7 @@ def _target(checkpoint: Path, out: Path, trainer: Mapping[str, Any], report: Rep
         raise CheckpointError(
             f"{out} exists and is no earlier export of this run; nothing was written. Give another name."
         )
-    if not ours:  # a run's end must not fail for a note beside it
+    if not ours:  # a run's end must not fail for a note in its export
         refuse_more(str(out), mark, {str(file.relative_to(out)) for file in out.rglob("*") if not file.is_dir()})
     report.add("replaced", f"{out}: the export of step {mark.get('step')} that was there" if marked else str(out))
     target = out.with_name(out.name + ".new")
@@ -423,7 +424,7 @@ def _target(checkpoint: Path, out: Path, trainer: Mapping[str, Any], report: Rep
 
 
 def refuse_more(out: str, mark: Mapping[str, Any], there: Collection[str]) -> None:
-    """Refuse to replace an earlier export into which other files came. `mark`: its record. Raises CheckpointError."""
+    """Refuse to replace an earlier export with additional files. `mark`: its record. Raises CheckpointError."""
     written = mark.get("files")
     if isinstance(written, list) and (more := sorted(set(there).difference(written, [MARK]))):
         others = f" and {len(more) - 1} more" if len(more) > 1 else ""
@@ -447,15 +448,15 @@ def _replace(out: Path, new: Path) -> None:
 
 def _model(checkpoint: Path, trainer: Mapping[str, Any]) -> ModelConfig:
     if not isinstance(trainer.get("model_config"), dict):
-        raise CheckpointError(f"{checkpoint / TRAINER} does not tell model_config, so no model can be written.")
+        raise CheckpointError(f"{checkpoint / TRAINER} does not record model_config, so no model can be written.")
     config = {key: value for key, value in trainer["model_config"].items() if key != "use_cache"}  # off in training
-    if "auto_map" in config:  # the code lies beside the configuration that names it
+    if "auto_map" in config:  # the code is in the folder of the configuration that names it
         return ModelConfig(pretrained=str(checkpoint.parent.parent / SOURCE), attention="eager")
     return ModelConfig(config=config, attention="eager")
 
 
 def _check_names(reader: CheckpointReader, layout: FolderLayout, adapter: Collection[str], report: Report) -> None:
-    """Every parameter of the model class is there with its shape, and nothing else but an adapter's."""
+    """Require every parameter of the model class with its shape, and no other tensor except an adapter's."""
     model = type(layout.skeleton).__name__
     held = {name: reader.shape(name) for name in reader.order() if name not in adapter}
     lacking, surplus = sorted(layout.shapes.keys() - held.keys()), sorted(held.keys() - layout.shapes.keys())
@@ -488,8 +489,8 @@ def _weight_files(
 ) -> WeightFiles:
     dtypes = dict.fromkeys(layout.shapes, DTYPES[dtype or reader.manifest.layout.get("precision") or "fp32"])
     if dtype is None:
-        dtypes |= reader.frozen_types()  # byte by byte as they came
-    dtypes |= dict.fromkeys(layout.frozen, "F32")  # as they are: transformers keeps router biases in fp32, too
+        dtypes |= reader.frozen_types()  # byte by byte from their source
+    dtypes |= dict.fromkeys(layout.frozen, "F32")  # unchanged: transformers keeps router biases in fp32, too
     if "source" in trainer:
         given = as_described(layout, trainer["source"]["files"])
         if dtype is None:
@@ -500,7 +501,7 @@ def _weight_files(
 
 
 class _Rounding:
-    """Reads a tensor of a file from the checkpoint in the file's type, and adds up checksums of what passes."""
+    """Reads a tensor of a file from the checkpoint in the file's type, and adds up checksums of all chunks."""
 
     def __init__(
         self, reader: CheckpointReader, layout: FolderLayout, files: WeightFiles, merge: Merge, *, rounded: bool
@@ -510,10 +511,10 @@ class _Rounding:
         self._dtype_of_parameter = {files.parts[tensor].parameter: kind for tensor, kind in self._dtype_of.items()}
         self._rounded = rounded
         self.sums: dict[str, dict[int, tuple[int, int]]] = {}
-        """Tensor -> {first element: (checksum in the source, checksum once rounded)}, one entry a chunk."""
+        """Tensor -> {first element: (checksum in the source, checksum after rounding)}, one entry a chunk."""
 
     def read(self, tensor: str, start: int, stop: int) -> Tensor:
-        """For stream_tensors: elements [start, stop) of a tensor of the file. Raises CheckpointError."""
+        """Elements [start, stop) of a tensor of the file, for stream_tensors. Raises CheckpointError."""
         part, dtype = self._files.parts[tensor], DTYPE_OF[self._dtype_of[tensor]]
         at = part.start + start
         given = self._reader.read(part.parameter, at, part.start + stop)
@@ -527,7 +528,7 @@ class _Rounding:
         return out
 
     def value(self, name: str, start: int, stop: int) -> Tensor:
-        """Elements of a parameter as the file has them, in fp32."""
+        """Elements of a parameter with the file's rounding, in fp32."""
         values = self._merge(name, start, self._reader.read(name, start, stop))
         return values.to(DTYPE_OF[self._dtype_of_parameter[name]]).float()
 
@@ -550,7 +551,7 @@ def _write_weights(
     *,
     rounded: bool,
 ) -> dict[str, int]:
-    """Write the weight files and hold the source against its manifest. Returns the checksums of what was written."""
+    """Write the weight files and compare the source with its manifest. Returns the checksums of the written values."""
     rounding = _Rounding(reader, layout, files, merge, rounded=rounded)
 
     def write(path: Path, shard: Shard, progress: log.Progress) -> dict[str, Any]:
@@ -571,7 +572,7 @@ def _write_weights(
                 after[files.parts[tensor].parameter] += two
     expected = reader.checksums()
     for name, shape in layout.shapes.items():
-        beyond = range(numel(shape), numel(reader.shape(name)), CHUNK)  # padding is not written, but proves the rest
+        beyond = range(numel(shape), numel(reader.shape(name)), CHUNK)  # padding, not written, has a checksum
         stops = [min(start + CHUNK, numel(reader.shape(name))) for start in beyond]
         before[name] += sum(checksum(reader.read(name, a, b), a) for a, b in zip(beyond, stops, strict=True))
         if before[name] % 2**64 != expected[PARAM, name]:
@@ -594,7 +595,7 @@ def _prove(
     *,
     trust_remote_code: bool,
 ) -> None:
-    """Read the folder again as any user would, and compare it with the checkpoint. Raises ProofError."""
+    """Read the folder again by transformers, and compare it with the checkpoint. Raises ProofError."""
     written = SafetensorsSource(folder, layout, asked_by="to-hf")
     if odd := sorted(written.file_of.keys() ^ files.parts.keys()):
         raise ProofError(f"{folder}: {odd[0]} is there and should not be, or the other way around. Nothing was kept.")
@@ -615,7 +616,7 @@ class ExportStore:
     """A URL for the exports of one run."""
 
     def __init__(self, url: str, checkpoint: Path, asked_by: str) -> None:
-        """Raises CheckpointError: the store cannot be used, or something else lies there."""
+        """Raises CheckpointError: the store cannot be used, or holds something else."""
         self._url, self._asked_by = redact_text(url), asked_by
         self._run = run_id(checkpoint, read_trainer(checkpoint))
         if found := problem_of(url, writes=True):
@@ -625,21 +626,21 @@ class ExportStore:
             self._refuse_others()
 
     def wrong(self, text: str) -> CheckpointError:
-        """An error that names the key or command and the URL."""
+        """Make an error that names the key or command and the URL."""
         return CheckpointError(f"{self._asked_by} {self._url}: {text}.")
 
     def put(self, folder: Path) -> str:
-        """Upload an export and replace an earlier one. Returns what is there now, in words. Raises CheckpointError."""
+        """Upload an export and replace an earlier one. Returns a description of the result. Raises CheckpointError."""
         with told(self.wrong, folder):
             before = self._refuse_others()
             if before:
                 clear(self._store, first=(MARK,), last=_LAST_IN_STORE)
             words = upload(folder, self._store, first=(MARK,), last=_LAST_IN_STORE)
-        replaced = f", in the place of the export of step {before.get('step')}" if before else ""
+        replaced = f", instead of the export of step {before.get('step')}" if before else ""
         return f"{self._url}: {words}{replaced}"
 
     def _refuse_others(self) -> Mapping[str, Any]:
-        """The record of the export that is there; empty: nothing is there."""
+        """The record of an earlier export; empty: there is none."""
         there = self._store.files()
         if not there.keys() - {MARK}:  # an upload or a deletion that ended early
             return {}

@@ -1,6 +1,5 @@
-"""The files of a Hugging Face folder: its weights, cut as `save_pretrained` cuts them or as given, and beside them
-configuration, tokenizer, index, and the record of where it comes from.
-"""
+"""Files for a Hugging Face folder: weights, cut by the rule of `save_pretrained` or by an imported folder,
+configuration, tokenizer, index, and the record of their origin."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 """safetensors' name of a type by ours."""
 _ORDER = ("F32", "BF16", "F16")  # of the types in a file that the safetensors library writes
 MAX_SHARD_BYTES = 5 * 10**9
-"""Largest weight file unless asked otherwise: a restart after a kill repeats one file at most."""
+"""Largest weight file by default: a restart after a kill repeats at most one file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +51,7 @@ class Shard:
     """Tensor -> safetensors' name of its type, in the order of the file."""
     metadata: dict[str, str]
     align: int
-    """The data starts at a multiple of so many bytes."""
+    """The data starts at a multiple of this number of bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +61,7 @@ class WeightFiles:
     shards: dict[str, Shard]
     """By file name, in the order of writing."""
     parts: dict[str, Part]
-    """Part of the model that each tensor is."""
+    """The part of the model in each tensor."""
 
     @property
     def bytes(self) -> int:
@@ -74,7 +73,7 @@ class WeightFiles:
         return {tensor: dtype for shard in self.shards.values() for tensor, dtype in shard.tensors.items()}
 
     def index(self, parameters: int) -> str | None:
-        """The text of model.safetensors.index.json as `save_pretrained` writes it; None for a single file."""
+        """The text of model.safetensors.index.json in the form of `save_pretrained`; None for a single file."""
         if list(self.shards) == [SINGLE]:
             return None
         weight_map = {tensor: file for file, shard in self.shards.items() for tensor in shard.tensors}
@@ -83,8 +82,8 @@ class WeightFiles:
 
 
 def cut(layout: FolderLayout, dtypes: Mapping[str, str], max_shard_bytes: int) -> WeightFiles:
-    """The files that `save_pretrained` writes for parameters of these types (name -> "F32", ...): rule and names of
-    huggingface_hub, serialization/_base.py. The experts of a layer, views of one parameter, count as one tensor."""
+    """The files that `save_pretrained` writes for parameters of these types (name -> "F32", ...), by the rule and names
+    of huggingface_hub, serialization/_base.py. The experts of a layer, views of one parameter, count as one tensor."""
     dtype_of = {tensor: dtypes[part.parameter] for tensor, part in layout.tensors.items()}
     members: dict[int, list[str]] = {}
     for tensor in layout.tensors:
@@ -113,7 +112,7 @@ def cut(layout: FolderLayout, dtypes: Mapping[str, str], max_shard_bytes: int) -
 
 
 def describe(source: SafetensorsSource) -> tuple[dict[str, Any], list[str]]:
-    """A checkpoint's record of its imported folder, and the files that cannot come back byte by byte."""
+    """A checkpoint's record of its imported folder, and the files that an export cannot restore byte by byte."""
     left_out = {*source.placement.derived, *source.placement.twins}
     files: dict[str, TensorFile] = {file.path.name: file for file in source.file_of.values()}
     known, changed = {}, []
@@ -135,7 +134,7 @@ def _begins(file: TensorFile, header: bytes) -> bool:
 
 
 def as_described(layout: FolderLayout, known: Mapping[str, Any]) -> WeightFiles:
-    """The files that `describe` remembered."""
+    """The files in a record of `describe`."""
     shards = {name: Shard(**fields) for name, fields in known.items()}
     placement = layout.place(tensor for shard in shards.values() for tensor in shard.tensors)
     parts = {tensor: part for parts in placement.parts.values() for tensor, part in parts}
@@ -143,9 +142,9 @@ def as_described(layout: FolderLayout, known: Mapping[str, Any]) -> WeightFiles:
 
 
 MARK = "llmtrain_export.json"
-"""Says which checkpoint a folder was made from; such a folder may be replaced by a later export of the same run."""
+"""Record of the checkpoint that a folder was made from; a later export of the same run may replace the folder."""
 SOURCE = "source"
-"""Folder beside `checkpoints`: the files of an imported Hugging Face folder that are no weights."""
+"""Folder next to `checkpoints`: the files of an imported Hugging Face folder, except weights."""
 _LOCAL_BASES = {
     "gemma3": ("rope_theta", "rope_local_base_freq"),
     "modernbert": ("global_rope_theta", "local_rope_theta"),
@@ -170,7 +169,7 @@ def write_others(
     files: WeightFiles,
     report: Report,
 ) -> None:
-    """Configuration, generation configuration, tokenizer, index, and where all of it comes from."""
+    """Write configuration, generation configuration, tokenizer, index, and the record of their origin."""
     checkpoint, imported = reader.folder, "source" in trainer
     beside = copy_beside(folder, trainer, checkpoint, report)
     as_they_came = layout.frozen | reader.frozen_types().keys()
@@ -192,7 +191,7 @@ def write_others(
         elif (ids or sampling) and not (folder / "generation_config.json").exists():  # else an imported folder's own
             settings = generation_settings(config, ids) | sampling
             (folder / "generation_config.json").write_text(json.dumps(settings, indent=2) + "\n")
-        fields = json.loads(config.to_json_string())  # infinite numbers stay as this transformers spells them
+        fields = json.loads(config.to_json_string())  # infinite numbers keep this transformers' spelling
         for_older_readers(fields)
         (folder / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
     index = files.index(sum(map(numel, layout.shapes.values())))
@@ -205,8 +204,8 @@ def write_others(
 
 
 def for_older_readers(fields: dict[str, Any]) -> None:
-    """Add the keys of transformers 4 for rotary embeddings, sections included: it does not know `rope_parameters`, and
-    computes with the family's default base in silence."""
+    """Add the keys of transformers 4 for rotary embeddings, sections included: it ignores `rope_parameters` and
+    computes with the family's default base, without a warning."""
     for section in [value for value in fields.values() if isinstance(value, dict)]:
         for_older_readers(section)
     rope, family = fields.get("rope_parameters"), str(fields.get("model_type"))
@@ -226,17 +225,17 @@ def for_older_readers(fields: dict[str, Any]) -> None:
     kind, length = whole.get("rope_type", "default"), whole.get("original_max_position_embeddings")
     scaling = {key: value for key, value in whole.items() if key not in ("rope_theta", "partial_rotary_factor")}
     if kind == "longrope" and length:
-        older["original_max_position_embeddings"] = length  # from beside it, and then the ratio is the factor
+        older["original_max_position_embeddings"] = length  # read from the same level, and then the ratio is the factor
         factor, most = whole.get("factor"), fields.get("max_position_embeddings")
         if factor and most and factor * length != most and "attention_factor" not in scaling:
             scaling["attention_factor"] = math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 else 1.0
-    if family.startswith("phi3"):  # takes these three and no other
+    if family.startswith("phi3"):  # reads these three and no other
         scaling = {"type": kind} | {key: scaling.get(key) for key in ("short_factor", "long_factor")}
     elif family in ("olmo", "olmo2") and kind in ("linear", "dynamic"):
         scaling = {"type": kind, "factor": whole.get("factor")}
     elif family == "gpt_oss" and kind == "default":
         fields.setdefault("rope_scaling", None)  # its own default there is YaRN
-    if kind != "default" and not family.startswith("modernbert"):  # which has no scaling in transformers 4
+    if kind != "default" and not family.startswith("modernbert"):  # modernbert has no scaling in transformers 4
         older["rope_scaling"] = scaling
     for key, value in older.items():
         if key and value is not None:
@@ -246,20 +245,20 @@ def for_older_readers(fields: dict[str, Any]) -> None:
 def copy_beside(folder: Path, trainer: Mapping[str, Any], checkpoint: Path, report: Report) -> Path | None:
     """Copy the tokenizer, or an imported folder's other files; returns their source. Raises CheckpointError."""
     imported = "source" in trainer
-    beside = checkpoint.parent.parent / SOURCE if imported else tokenizer_here(trainer)
-    if beside is not None and beside.is_dir():
+    source = checkpoint.parent.parent / SOURCE if imported else tokenizer_here(trainer)
+    if source is not None and source.is_dir():
         if not imported:
-            _refuse_other_tokenizer(beside, trainer)
-        for file in beside_weights(beside, python=imported):
-            copy_into(folder, beside, file)
-    elif beside is not None:
-        report.add("tokenizer", f"none: {beside}, where the run found it, is gone")
-    return beside
+            _refuse_other_tokenizer(source, trainer)
+        for file in beside_weights(source, python=imported):
+            copy_into(folder, source, file)
+    elif source is not None:
+        report.add("tokenizer", f"none: {source}, the run's source, is gone")
+    return source
 
 
 def _refuse_other_tokenizer(folder: Path, trainer: Mapping[str, Any]) -> None:
     wanted, manifest = trainer.get("tokenizer"), folder.parent / manifests.NAME
-    if wanted is None and manifest.is_file():  # the checkpoint of an older version does not tell
+    if wanted is None and manifest.is_file():  # a checkpoint of an older version has no record
         wanted = manifests.read_manifest(folder.parent).tokenizer_fingerprint
     if wanted is not None and wanted != tokenize.fingerprint(folder):
         raise CheckpointError(
@@ -277,7 +276,7 @@ def copy_into(folder: Path, source: Path, file: Path) -> Path:
 
 
 def write_mark(folder: Path, checkpoint: Path, trainer: Mapping[str, Any], **more: Any) -> None:
-    """Say which checkpoint the folder was made from, and which files it is made of."""
+    """Record the folder's checkpoint and files."""
     mark = {
         "run": run_id(checkpoint, trainer),
         "checkpoint": str(checkpoint.resolve()),
@@ -290,7 +289,7 @@ def write_mark(folder: Path, checkpoint: Path, trainer: Mapping[str, Any], **mor
 
 
 def _sampling(trainer: Mapping[str, Any]) -> dict[str, Any]:
-    """The base's sampling defaults, as the run found them or, of an older run, as its folder has them."""
+    """The base's sampling defaults: the run's record, or for an older run the base's folder."""
     kept, model = trainer.get("sampling"), trainer.get("run", {}).get("model") or {}
     if isinstance(kept, dict):
         return kept
@@ -303,7 +302,7 @@ def _weight_map(index: str | bytes) -> Any:
 
 
 def beside_weights(folder: Path, *, python: bool) -> list[Path]:
-    """The files of a model folder that are no weights: configurations, tokenizer, templates, card; code if asked for.
+    """The files of a model folder except weights: configurations, tokenizer, templates, card; with `python` also code.
 
     Raises:
         ModelError: one is a link that leaves the folder.
@@ -317,7 +316,7 @@ def beside_weights(folder: Path, *, python: bool) -> list[Path]:
 
 
 def _keep_config(path: Path, source: Mapping[str, Any], files: WeightFiles, dtype: str) -> None:
-    """The imported config.json, byte by byte unless the weights have another type now."""
+    """Keep the imported config.json, byte by byte unless the weights have another type now."""
     known, config = source["files"], dict(source["config"])
     before = {tensor: kind for shard in known.values() for tensor, kind in shard["tensors"].items()}
     same = all(files.dtype_of().get(tensor) == kind for tensor, kind in before.items())

@@ -34,13 +34,13 @@ _ASKED_BY = "from-hf"
 def import_hf(folder: Path, out: Path, *, check: Check = "auto", trust_remote_code: bool = False) -> Report:
     """Write `out`/checkpoints/step-00000000 with the parameters of a Hugging Face folder in fp32.
 
-    `out` is laid out like a run folder. Beside `checkpoints` it keeps the files that are no weights, so that to-hf
-    gives the folder back byte by byte.
+    `out` has the layout of a run folder. It also keeps the files that are no weights, so that to-hf restores the folder
+    byte by byte.
 
     Raises:
         CheckpointError: `out` exists, or another process writes it.
-        ModelError: the folder is none, is not of its own configuration, or needs code that is not trusted.
-        ProofError: what was written is not what was read. Nothing is left at `out`.
+        ModelError: the folder is none, does not fit its own configuration, or needs code that is not trusted.
+        ProofError: the files differ from their source. Nothing is left at `out`.
     """
     if out.exists():
         raise CheckpointError(f"{out} exists already; nothing was written. Give another name or move it away.")
@@ -67,7 +67,7 @@ def import_hf(folder: Path, out: Path, *, check: Check = "auto", trust_remote_co
         raise
     except OSError as error:
         raise CheckpointError(
-            f"{partial} cannot be written: {error.strerror}. Mend that and start the same command again."
+            f"{partial} cannot be written: {error.strerror}. Fix the cause and start the same command again."
         ) from error
     finally:
         os.close(lock)
@@ -125,7 +125,7 @@ def _check_names(source: SafetensorsSource, layout: FolderLayout, report: Report
 def _write(
     partial: Path, source: SafetensorsSource, layout: FolderLayout, config: Mapping[str, Any], report: Report
 ) -> Path:
-    """The checkpoint, unless an earlier start of the same conversion finished it."""
+    """Write the checkpoint, unless an earlier start of the same conversion finished it."""
     step = step_folder(partial / "checkpoints", 0)
     trainer, changed = _trainer(source, layout, config)
     trainer["tokenizer_dir"] = str((partial.with_name(partial.name.removesuffix(".tmp")) / SOURCE).absolute())
@@ -144,7 +144,7 @@ def _write(
                 layout={"made_by": _ASKED_BY, "precision": trainer["source"]["precision"]},
                 plan={_ASKED_BY: trainer["source"]["identity"]},
                 advance=progress.advance,
-                read_again=False,  # `_prove` does, unless it was asked not to
+                read_again=False,  # `_prove` does, unless the check is off
             )
     twins = source.placement.twins
     if twins:
@@ -182,7 +182,7 @@ def _trainer(
 
 
 def _clear(partial: Path) -> None:
-    """Remove all but what an earlier start of a conversion left of its checkpoint."""
+    """Remove everything but the checkpoint of an earlier start."""
     step = step_folder(partial / "checkpoints", 0)
     for child in (*partial.glob("*"), *partial.glob("checkpoints/*")):
         if child not in (step.parent, step, step.with_name(step.name + ".tmp")):

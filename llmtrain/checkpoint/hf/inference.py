@@ -1,4 +1,4 @@
-"""A trained model that answers: which folder a path means, the model and its tokenizer, and how tokens are chosen."""
+"""A trained model that answers: finds the folder for a path, loads model and tokenizer, and samples tokens."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class Sampling:
     """Sampling of the next token."""
 
     max_tokens: int = 128
-    """Tokens to generate at most."""
+    """Largest number of tokens to generate."""
     temperature: float = 0.8
     """0 takes the likeliest token each time."""
     top_k: int = 50
-    """Choose among so many of the likeliest tokens; 0: among all."""
+    """Number of likeliest tokens to choose from; 0: all."""
     top_p: float = 1.0
-    """Choose among the likeliest tokens that have this probability together; 1: among all."""
+    """Choose among the likeliest tokens up to this total probability; 1: all."""
     seed: int = 0
 
     def arguments(self) -> dict[str, Any]:
@@ -58,7 +58,7 @@ class Sampling:
 
 
 def _refuse_nan(ids: Any, scores: Any) -> Any:
-    """Return the scores [batch, vocabulary] of the next token. Raises ModelError: one is not a number."""
+    """Return the scores [batch, vocabulary] of the next token. Raises ModelError: NaN."""
     if scores.isnan().any():
         raise ModelError("the model gives scores that are no numbers (NaN): its weights are damaged, or training has "
                          "diverged. `llmtrain checkpoint verify` finds damage. Name another checkpoint.")  # fmt: skip
@@ -74,16 +74,16 @@ class Answerer:
     tokenizer: Any
     folder: Path
     adapted: bool
-    """An adapter lies beside the model's own weights, and is on."""
+    """True if an adapter is active on the model's own weights."""
     ends: tuple[int, ...]
-    """Ids at which generation stops: the tokenizer's eos_token, and those that the folder's files name."""
+    """Ids at which generation stops: the tokenizer's eos_token, and those in the folder's files."""
 
     @classmethod
     def load(cls, folder: Path, device: Any = "auto") -> Answerer:
         """Load a Hugging Face or PEFT folder. `device`: `auto` uses all accelerators, then the host. Raises ModelError:
         no usable tokenizer, an unknown base model, or a reward model; ConfigError: peft is not installed."""
         base = _base(folder)
-        config = load_config(ModelConfig(pretrained=str(base)))  # refuses a folder that would have code loaded
+        config = load_config(ModelConfig(pretrained=str(base)))  # refuses a folder that would run code
         peft = untrusted.loads((folder / CONFIG).read_bytes()) if (folder / CONFIG).is_file() else {}
         if gives_scores(config) or peft.get("task_type") == "SEQ_CLS":
             raise ModelError(f"{folder}: a reward model gives scores and no text. Name the folder of a language model.")
@@ -103,14 +103,14 @@ class Answerer:
         return cls(model.eval(), tokenizer, folder, base != folder, _ends(base, folder, tokenizer))
 
     def switch(self, on: bool) -> None:
-        """Answer with the adapter, or with the model's own weights alone."""
+        """Turn the adapter on or off."""
         if on:
             self.model.enable_adapters()
         else:
             self.model.disable_adapters()
 
     def room(self, prompt_tokens: int, wanted: int) -> int:
-        """How many tokens to generate: no more than the model has positions for. Raises ModelError: there are none."""
+        """Limit the tokens to generate to the model's free positions. Raises ModelError: there are none."""
         positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         if not isinstance(positions, int) or prompt_tokens + wanted <= positions:
             return wanted
@@ -123,11 +123,11 @@ class Answerer:
 
 
 def load(path: str | os.PathLike[str], *, device: Any = "auto") -> tuple[Any, Any]:
-    """Load what a run has trained, from its folder, or a Hugging Face or PEFT folder.
+    """Load a trained model from a run folder, or from a Hugging Face or PEFT folder.
 
     Args:
-        path: of a run its newest state is taken.
-        device: where the model lies. `auto` spreads it over all accelerators, and to the host what does not fit.
+        path: a run folder gives its newest state.
+        device: `auto` spreads the model over all accelerators, and the rest to the host.
 
     Returns: (a transformers model in evaluation mode, its tokenizer).
 
@@ -160,13 +160,14 @@ def usable_folder(path: str, asked_by: str, *, best: bool = False) -> Iterator[P
 def _is_model_there(url: str) -> bool:
     try:
         names = Store(url).files()
-    except StoreError:  # it is told by who reads it
+    except StoreError:  # its reader reports the error
         return False
     return "config.json" in names or CONFIG in names
 
 
 def _base(folder: Path) -> Path:
-    """The folder of the model itself, which an adapter's names. Raises ModelError, or ConfigError: no peft."""
+    """The folder of the base model: `folder` itself, or the one that an adapter names. Raises ModelError, or
+    ConfigError: no peft."""
     if not (folder / CONFIG).is_file():
         return folder
     from llmtrain.models.adapter import need_peft
@@ -182,13 +183,13 @@ def _base(folder: Path) -> Path:
 
 @contextmanager
 def _loading(folder: Path) -> Iterator[None]:
-    """What the files of a folder make transformers or peft raise is said in a sentence. Raises ModelError."""
+    """Context that turns an error of transformers or peft about a folder's files into a sentence. Raises ModelError."""
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        if device_fault(str(error)) is not None:  # no fault of the folder's
+        if device_fault(str(error)) is not None:  # not a fault of the folder
             raise
         raise ModelError(f"{folder}: transformers cannot load it: {_first_line(error)}") from error
 
@@ -198,9 +199,9 @@ def _first_line(error: Exception) -> str:
 
 
 def _check_weights(folder: Path, config: Any) -> None:
-    """Read the weights as training does: transformers would unpickle, follow an index out of the folder, and draw
+    """Read the weights with training's checks: transformers would unpickle, follow an index out of the folder, and draw
     missing tensors at random. Raises ModelError."""
-    plain = not getattr(config, "quantization_config", None)  # else the tensors are others than the model's own
+    plain = not getattr(config, "quantization_config", None)  # else the tensors differ from the model's own
     layout = None
     if plain:
         try:
@@ -209,7 +210,7 @@ def _check_weights(folder: Path, config: Any) -> None:
             raise
         except (
             ModelError
-        ):  # a class whose files cannot be followed (docs/developers/families.md) is loaded all the same
+        ):  # a class whose files cannot be followed (docs/developers/families.md) loads without the check
             pass
     with closing(SafetensorsSource(folder, layout, asked_by=str(folder))) as source:
         if layout is not None:
@@ -239,11 +240,11 @@ def _rows(folder: Path, model: Any) -> int:
 
 
 def _load_magnitudes(folder: Path, model: Any) -> None:
-    """Load the lengths of DoRA's rows, which transformers 5 looks for by another name than peft's."""
+    """Load the lengths of DoRA's rows, which have another name in transformers 5 than in peft."""
     from safetensors import safe_open
 
     with safe_open(folder / WEIGHTS, framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118  (it is no map)
+        for name in file.keys():  # noqa: SIM118  (not a map)
             path = name.removeprefix(PREFIX).removesuffix(".weight")
             if path.endswith(MAGNITUDE):
                 length = model.get_submodule(f"{path}.default").weight
@@ -261,10 +262,10 @@ def _tokenizer(folder: Path) -> Any:
     refuse_unsafe(folder)
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # OSError, ValueError, TypeError: whatever the files of a folder make of it
+    except Exception as error:  # OSError, ValueError, TypeError: any error about a folder's files
         raise ModelError(
             f"{folder}: no tokenizer that transformers can load ({_first_line(error)}). Put the files of the "
-            "tokenizer beside config.json; a run's is in the folder of its data, tokenizer/."
+            "tokenizer next to config.json; a run's is in the folder of its data, tokenizer/."
         ) from error
 
 
@@ -289,7 +290,7 @@ def _hf_folder(path: Path, scratch: Path, *, best: bool = False) -> Path:
     export = path / "export"
     found = complete_checkpoints(path / "checkpoints")
     exported = None if best else _mark(export)
-    # By its manifest, not its step: a run that was started over reaches the same step with other weights.
+    # By its manifest, not its step: a run that was started again reaches the same step with other weights.
     if exported is not None and (not found or exported.get("manifest") == hash_file(found[0] / MANIFEST)):
         print(f"model: {export}, of step {untrusted.shown(exported.get('step'), 40)}", file=sys.stderr)
         return export
@@ -304,7 +305,7 @@ def _hf_folder(path: Path, scratch: Path, *, best: bool = False) -> Path:
             raise CheckpointError(f"{error} A Hugging Face folder, with a config.json, is right too.") from error
 
     def exported_from(checkpoint: Path) -> None:
-        shutil.rmtree(scratch / "export", ignore_errors=True)  # of one that was deleted meanwhile
+        shutil.rmtree(scratch / "export", ignore_errors=True)  # of a checkpoint that was deleted in the meantime
         export_hf(checkpoint, scratch / "export", check="none")
 
     used, _ = read_while_there(wanted, exported_from)
@@ -327,7 +328,7 @@ def _mark(export: Path) -> dict[str, Any] | None:
 
 
 def add_options(parser: argparse.ArgumentParser, usual: Sampling) -> None:
-    """The model's path, and a flag for each field of Sampling with the values of `usual` as defaults."""
+    """Add the model's path, and a flag for each field of Sampling with the values of `usual` as defaults."""
     parser.add_argument(
         "folder",
         metavar="RUN_OR_FOLDER",
@@ -336,7 +337,7 @@ def add_options(parser: argparse.ArgumentParser, usual: Sampling) -> None:
     for name, kind, rule, right, text in (
         ("max_tokens", int, "at least 1", lambda n: n >= 1, "tokens to generate at most"),
         ("temperature", float, "at least 0", lambda t: 0 <= t < math.inf, "0: the likeliest token each time"),
-        ("top_k", int, "at least 0", lambda n: n >= 0, "among so many of the likeliest tokens; 0: all"),
+        ("top_k", int, "at least 0", lambda n: n >= 0, "number of likeliest tokens to choose from; 0: all"),
         ("top_p", float, "above 0 and at most 1", lambda p: 0 < p <= 1,
          "among the likeliest tokens that have this probability together"),
         ("seed", int, "from 0 to 2^63 - 1", lambda n: 0 <= n < 2**63, "seed of the sampling"),
@@ -346,7 +347,7 @@ def add_options(parser: argparse.ArgumentParser, usual: Sampling) -> None:
 
 
 def _number(kind: Callable[[str], Any], rule: str, right: Callable[[Any], bool]) -> Callable[[str], Any]:
-    """An argparse type: a number for which `right` holds, which `rule` says in words."""
+    """An argparse type: a number for which `right` holds; `rule` is the condition in words."""
 
     def read(text: str) -> Any:
         value = kind(text)
@@ -359,8 +360,8 @@ def _number(kind: Callable[[str], Any], rule: str, right: Callable[[Any], bool])
 
 
 def generate(folder: Path, prompt: str, sampling: Sampling, *, device: Any = "auto", stream: bool = False) -> str:
-    """The prompt and its continuation, without special tokens. `stream`: print the text as it comes. Raises ModelError:
-    the folder has no usable tokenizer, or the prompt fills the model's positions."""
+    """The prompt and its continuation, without special tokens. `stream`: print the text while it is generated. Raises
+    ModelError: the folder has no usable tokenizer, or the prompt fills the model's positions."""
     import torch
     from transformers import TextStreamer
 

@@ -27,19 +27,19 @@ from llmtrain.storage.checksum import checksum
 from llmtrain.storage.tensorfile import numel
 
 Check = Literal["auto", "logits", "none"]
-"""Extent of a conversion's proof: `none` does not read back what it wrote, `auto` does, and compares logits where
-they fit in memory, `logits` insists on them."""
+"""Extent of a conversion's proof: `none` does not read back, `auto` reads back and compares logits if they fit in
+memory, `logits` requires both."""
 CHUNK = 4 << 20  # elements in memory at a time
 _READERS = 2
 _TOKENS = 64
 _ROUNDING = 1e-5
 """Allowed difference of logits as a share of the largest. Both sides compute in fp32 with the same values and are equal
-to the bit unless a kernel takes another path. Two matrices of one shape that change places in a new model make at least
-8e-4 (Gemma-2 with a hidden size of 32, the least of five families)."""
+to the bit unless a kernel takes another path. Two matrices of one shape in exchanged places change a new model's logits
+by at least 8e-4 (Gemma-2 with a hidden size of 32, the least of five families)."""
 
 
 class ProofError(CheckpointError):
-    """A conversion ran, but what it made is not what it was made from, or there is doubt."""
+    """The result of a conversion differs from its source, or there is doubt."""
 
     exit_code = 1
 
@@ -52,7 +52,7 @@ class Report:
     lines: list[str] = field(default_factory=list)
 
     def add(self, what: str, text: str) -> None:
-        """One line."""
+        """Add one line."""
         self.lines.append(f"{what:<11} {text}")
 
 
@@ -103,10 +103,10 @@ def read_back(values: Values, layout: FolderLayout, expected: Mapping[str, int],
 
 
 def check_extents(extents: Mapping[str, Extent], layout: FolderLayout, report: Report) -> None:
-    """No tensor is empty, non-finite, or a matrix of one value that a new model does not have either.
+    """Refuse empty and non-finite tensors, and a matrix of one value if a new model has other values.
 
     Raises:
-        ProofError: naming the tensors.
+        ProofError: names the tensors.
     """
     parts = layout.tensors
     odd = [f"{name} holds NaN or infinity" for name, extent in extents.items() if not extent.finite]
@@ -114,7 +114,7 @@ def check_extents(extents: Mapping[str, Extent], layout: FolderLayout, report: R
     constant = {n: e.low for n, e in extents.items() if e.finite and e.low == e.high and parts[n].numel > 1}
     fresh = RandomSource(layout.skeleton, 0, torch.device("cpu"))
     for name, value in constant.items():
-        # Norm weights of one and biases of zero are what training starts from; a weight matrix of one value is not.
+        # Training starts from norm weights of one and biases of zero, but not from a weight matrix of one value.
         part = parts[name]
         new = fresh.read(part.parameter, part.start, part.start + part.numel) if len(part.shape) > 1 else value
         if not bool(torch.as_tensor(new == value).all()):
@@ -141,7 +141,7 @@ def prove_logits(
     """Compare the logits of `folder`, loaded by transformers, with those of a model filled from `values`: (parameter,
     start, stop) -> elements, rounded as in the folder. Both run in fp32, one decoder layer in memory at a time. Raises
     ProofError."""
-    # transformers reads tensors of one type as they are; of several it would round some to the model's.
+    # transformers keeps tensors of one type unchanged; of several types it would round some to the model's.
     kind = auto_class(layout.skeleton.config)
     loads_as = next(iter(dtypes)) if len(dtypes) == 1 else torch.float32
     compare_logits(
@@ -168,8 +168,8 @@ def compare_logits(
     resident: int,
     rounding: float = _ROUNDING,
 ) -> None:
-    """Compare two ways to compute logits from tokens [1, T]. `resident`: bytes that `made` needs next to a layer in
-    fp32. `rounding`: allowed difference as a share of the largest logit. Raises ProofError."""
+    """Compare two ways to compute logits from tokens [1, T]. `resident`: bytes that `made` needs in addition to a layer
+    in fp32. `rounding`: allowed difference as a share of the largest logit. Raises ProofError."""
     rest, layers = _parts(layout.skeleton)
     largest = max(map(numel, layout.shapes.values()))
     at_once = 4 * (_elements(rest) + max((_elements(layer.modules()) for layer in layers), default=0))
@@ -181,13 +181,13 @@ def compare_logits(
     config = layout.skeleton.config.get_text_config()
     length = min(_TOKENS, getattr(config, "max_position_embeddings", None) or _TOKENS)
     tokens = torch.randint(0, config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
-    return_freed_memory()  # else glibc keeps what a layer leaves: 1.0 GB in place of 0.7 for 0.1 B parameters
+    return_freed_memory()  # else glibc keeps a layer's memory: 1.0 GB instead of 0.7 for 0.1 B parameters
     want, got = source(tokens), made(tokens)
     worst, scale = float((got - want).abs().max()), float(want.abs().max())
     if not worst <= rounding * scale:
         raise ProofError(
             f"the logits of {what} differ from those of the source by {worst:.3g} (largest logit {scale:.3g}): a "
-            "tensor stands under a wrong name, or it is computed with otherwise. Nothing was kept; this is a fault of "
+            "tensor has the wrong name, or is used differently. Nothing was kept; this is a fault of "
             "the conversion, report it with the model's config.json."
         )
     report.add(title, f"{length} x {want.shape[-1]} logits agree with the source's, largest difference {worst:.3g}")
@@ -206,12 +206,12 @@ def _elements(modules: Iterable[nn.Module]) -> int:
 
 @torch.no_grad()
 def logits_of(hf: nn.Module, values: Callable[[str, int, int], Tensor], tokens: Tensor) -> Tensor:
-    """The logits of a skeleton with these values; a layer has them while it computes. Afterwards it is one again."""
+    """The logits of a skeleton with these values; a layer has its values only while it computes."""
     names = {id(tensor): name for name, tensor in named_tensors(hf)}
     rest, layers = _parts(hf)
 
     def fill(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str, nn.Parameter]]:
-        """Returns what was there."""
+        """Returns the former parameters."""
         made: dict[int, nn.Parameter] = {}
         before = []
         for module in modules:
@@ -243,7 +243,7 @@ def logits_of(hf: nn.Module, values: Callable[[str, int, int], Tensor], tokens: 
 
 
 def _said_of(hf: Any, tokens: Tensor) -> Tensor:
-    """Logits [1, T, V] of tokens [1, T]; of a reward model its scores and the one it reads: [1, T + 1, 1]."""
+    """Logits [1, T, V] of tokens [1, T]; of a reward model all scores and the one that it reads: [1, T + 1, 1]."""
     if not gives_scores(hf.config):
         return hf(input_ids=tokens, use_cache=False).logits.float()
     seen: list[Tensor] = []

@@ -1,8 +1,8 @@
-"""Proof that a server of an exported folder makes the tokens of the training rows, and stops where answers ended.
+"""Proof that a server with an exported folder makes the training rows' tokens, and stops at the end of answers.
 
 The data folder keeps its first conversations (data/chat/encoder.py). For each turn, transformers renders and tokenizes
-the messages before it with the folder's own files, as a server does: these are the ids that the row has before the
-answer. The configuration of the model names the tokens that begin and end a text as its tokenizer does.
+the earlier messages with the folder's own files, like a server: the ids must equal the row's ids before the answer. The
+model's configuration names the same tokens for the begin and end of a text as its tokenizer.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ if TYPE_CHECKING:
 
 def special_ids(tokenizer: Path | None, separator: int | None) -> dict[str, int | None]:
     """bos_token_id, eos_token_id and pad_token_id by the tokenizer's folder, else `separator`, which ended the
-    documents of the training data; empty when neither is known."""
+    documents of the training data; empty if neither is known."""
     try:
         if tokenizer is None:
             raise DataError("no tokenizer")
         read = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
         names = {role: named_token(tokenizer, f"{role}_token") for role in ("bos", "eos", "pad")}
-    except Exception:  # the library raises bare Exception; a folder without a usable tokenizer is exported all the same
+    except Exception:  # the library raises bare Exception; a folder without a usable tokenizer can be exported
         return {} if separator is None else {"eos_token_id": separator}
     return {f"{role}_token_id": read.token_to_id(name) if name else None for role, name in names.items()}
 
 
 def configure(config: Any, ids: dict[str, int | None], ends: Sequence[int] = ()) -> None:
-    """Write `special_ids` into a transformers configuration, and `ends`, at which trained answers end.
+    """Write `special_ids` and `ends`, the tokens that end trained answers, into a transformers configuration.
 
     A family's own defaults (Llama: begin 1, end 2) are ordinary words of another vocabulary, and a server that reads
     config.json would stop there. Several ends of a chat model stay, if the tokenizer's is one of them. The padding
-    token stays what it was in training: some families compute positions from it, and transformers never trains its
-    row, so that it must not become the end token, whose row is trained.
+    token stays that of the training: some families compute positions from it, and transformers never trains its row, so
+    it must not become the end token, whose row is trained.
     """
     now = getattr(config, "eos_token_id", None)  # the configuration around several models has none of its own
     named = now if isinstance(now, list) else []
@@ -67,8 +67,8 @@ def configure(config: Any, ids: dict[str, int | None], ends: Sequence[int] = ())
 
 
 def pad_apart(config: Any, report: Report) -> None:
-    """Take from a reward model's configuration a padding token that also ends an answer: transformers reads the score
-    before the padding, and would read the position before the end, which no training has seen."""
+    """Remove from a reward model's configuration a padding token that also ends an answer: transformers reads the score
+    before the padding, that is at the position before the end, which no training has seen."""
     text, ends = config.get_text_config(), getattr(config, "eos_token_id", None)
     pad = text.pad_token_id
     if pad is not None and pad in (ends if isinstance(ends, list) else [ends]):
@@ -82,7 +82,7 @@ def pad_apart(config: Any, report: Report) -> None:
 
 
 def sampling_defaults(folder: Path) -> dict[str, Any]:
-    """Return the sampling defaults of a model folder's generation_config.json by its keys, token ids left out."""
+    """The sampling defaults in a model folder's generation_config.json, without token ids."""
     try:
         fields = untrusted.loads((folder / "generation_config.json").read_bytes())
         plain = {key: value for key, value in fields.items() if isinstance(value, (bool, int, float))}
@@ -92,7 +92,7 @@ def sampling_defaults(folder: Path) -> dict[str, Any]:
 
 
 def pad_within(config: Any, ids: dict[str, int | None], report: Report) -> None:
-    """Leave out a padding token without a row: a server that pads with it reads beyond the embedding."""
+    """Remove a padding token without a row: a server that pads with it reads beyond the embedding."""
     text = config.get_text_config()
     size, trained, named = text.vocab_size, getattr(text, "pad_token_id", None), ids.get("pad_token_id")
     for number in {trained, named}:
@@ -108,7 +108,7 @@ def pad_within(config: Any, ids: dict[str, int | None], report: Report) -> None:
 
 
 def generation_settings(config: Any, ids: dict[str, int | None]) -> dict[str, Any]:
-    """generation_config.json of a configured model: its special tokens; the end token pads where none is named."""
+    """generation_config.json of a configured model: its special tokens; without a padding token the end token pads."""
     eos = getattr(config, "eos_token_id", None)
     pad = ids.get("pad_token_id")
     first = eos[0] if isinstance(eos, list) else eos
@@ -121,12 +121,12 @@ _SETTINGS = "generation_config.json"
 
 
 def chat_folders(trainer: Mapping[str, Any]) -> list[Path]:
-    """The folders of conversations that the run learnt from, as far as they are there."""
+    """The existing folders of conversations that the run learnt from."""
     tokenizer = tokenizer_here(trainer)
     if tokenizer is None or "source" in trainer:
         return []
     data = trainer.get("run", {}).get("data", {})
-    # The first one's place is known wherever this runs.
+    # The first folder's place is known on every host.
     others = [folder for name in data.get("mixture") or {} if (folder := _here(name, data)) is not None]
     folders = {folder.resolve(): None for folder in (tokenizer.parent, *others)}
     return [
@@ -145,7 +145,7 @@ def tokenizer_here(trainer: Mapping[str, Any]) -> Path | None:
 
 
 def _here(name: str, data: Mapping[str, Any]) -> Path | None:
-    """The folder of a set on this host; None: its store does not give it. `data`: the run's section."""
+    """The folder of a set on this host; None: its store cannot provide it. `data`: the run's section."""
     if not is_url(name):
         return Path(name)
     try:
@@ -162,7 +162,7 @@ def _chat(folder: Path) -> dict[str, Any] | None:
 
 
 def ends_of(folders: list[Path]) -> list[int]:
-    """Ids of the tokens that end the answers of these folders' rows; generation has to stop there."""
+    """Ids of the tokens that end the answers in these folders' rows, where generation must stop."""
     from tokenizers import Tokenizer
 
     found: dict[int, None] = {}
@@ -175,22 +175,22 @@ def ends_of(folders: list[Path]) -> list[int]:
 
 @dataclass
 class _Compared:
-    """Counts of what has been compared, and what not."""
+    """Counts of compared and skipped turns."""
 
     conversations: int = 0
     turns: int = 0
     spelled: int = 0
     """Conversations that spell a control token, which a row has as text and a server as the token."""
     joined: int = 0
-    """Answers whose beginning a tokenizer joins with the prompt: their own ids are not what it makes of the whole."""
+    """Answers whose beginning a tokenizer joins with the prompt: alone they have other ids than in the full text."""
     ends: Counter[int] = field(default_factory=Counter)
 
 
 def prove_serving(folder: Path, trainer: Mapping[str, Any], report: Report) -> None:
     """Compare each data folder's sample with transformers' ids by the files of `folder`. Raises ProofError: other ids,
-    or generation that does not stop at an answer's end."""
+    or generation does not stop at an answer's end."""
     for data in chat_folders(trainer):
-        from llmtrain.data.chat.encoder import NAME  # runs over texts have none
+        from llmtrain.data.chat.encoder import NAME  # runs on plain texts have none
 
         if not (data / NAME).is_file():
             report.add("serving", f"not compared: {data} keeps no {NAME}; prepared again, it does")
@@ -208,7 +208,7 @@ def prove_serving(folder: Path, trainer: Mapping[str, Any], report: Report) -> N
                 "serving", f"the template writes the date: compared as of {moment[:10]}, when {data} was prepared"
             )
         if variables := chat.get("chat_template_kwargs"):
-            report.add("serving", f"a server is to be told chat_template_kwargs {json.dumps(variables)}, as {data} was")
+            report.add("serving", f"give a server chat_template_kwargs {json.dumps(variables)}, as {data} was")
         _check_ends(folder, found.ends, report)
 
 
@@ -256,7 +256,7 @@ def _compare(folder: Path, data: Path) -> _Compared:
 
 
 def _turns(record: str, prepared: PreparedSet) -> Iterator[tuple[Conversation, int]]:
-    """Conversations of a record, each with a message that was learnt."""
+    """Conversations of a record, each with a learnt message."""
     from llmtrain.data.chat.conversation import conversation, preference, unpaired
 
     chat, settings = prepared.manifest.chat or {}, prepared.manifest.settings
@@ -295,7 +295,7 @@ def _turn(
     ends = [next((place for place in range(at, len(ids)) if ids[place] in stops), len(ids) - 1) for ids in begun]
     joins = whole[:at] != prompt
     right = [ids[end] for ids, end in zip(begun, ends, strict=True) if joins or whole[:end] == ids[:end]]
-    if not right:  # none of those that begin alike, as a chosen and a rejected answer do
+    if not right:  # no row with this prompt, for example a chosen and a rejected answer
         return f"the answer has other ids than its training row: {tokenizer.decode(whole[at:])[:60]!r}"
     found.joined += joins
     found.ends[right[0]] += 1
@@ -303,12 +303,12 @@ def _turn(
 
 
 def _check_ends(folder: Path, ends: Mapping[int, int], report: Report) -> None:
-    """Generation stops at every end that was trained. Raises ProofError: it does not."""
+    """Check that generation stops at every trained end. Raises ProofError."""
     place = folder
-    if (folder / CONFIG).is_file():  # servers take these settings from the model that the adapter lies beside
+    if (folder / CONFIG).is_file():  # servers read these settings from the adapter's base
         place = Path(untrusted.loads((folder / CONFIG).read_bytes()).get("base_model_name_or_path") or folder)
         if not (place / "config.json").is_file():
-            report.add("serving", "where generation stops is the base's to say, which is not here")
+            report.add("serving", "the base, which names the ends of generation, is not here")
             return
     lacking = sorted(set(ends) - set(_named_ends(place)))
     if not lacking:
@@ -324,7 +324,7 @@ def _named_ends(folder: Path) -> list[int]:
 
     try:
         settings = GenerationConfig.from_pretrained(folder)
-    except OSError:  # there is none: what config.json says
+    except OSError:  # there is none: use config.json
         settings = GenerationConfig.from_model_config(_config(folder))
     ids = settings.eos_token_id
     return ids if isinstance(ids, list) else [ids]

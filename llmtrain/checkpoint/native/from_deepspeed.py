@@ -1,4 +1,4 @@
-"""DeepSpeed's own checkpoints into one of ours. No GPU, no torch.distributed, and no DeepSpeed."""
+"""Imports DeepSpeed's own checkpoints. No GPU, no torch.distributed, and no DeepSpeed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Target:
-    """The Hugging Face model class, on the meta device."""
+    """The Hugging Face model class on the meta device."""
 
     model: Any
     shapes: Shapes
@@ -54,7 +54,7 @@ class Target:
     aliases: dict[str, str]
     """A tied parameter's other names -> its name."""
     frozen: set[str]
-    """Names in `shapes` that no optimizer has."""
+    """Names in `shapes` that no optimizer holds."""
 
     @classmethod
     def of(cls, config: Path) -> Target:
@@ -71,7 +71,7 @@ class Target:
 
 def hf_names(theirs: Shapes, target: Target, given: dict[str, str], where: Path) -> dict[str, str]:
     """Their name -> Hugging Face name of every parameter, by `given` (`read_names`) or else by the names themselves;
-    shapes are compared. Raises CheckpointError: one is missing, left over, of another shape, or could be two."""
+    shapes are compared. Raises CheckpointError: one is missing, left over, of another shape, or ambiguous."""
     found = given
     if given:
         if unknown := [name for name in given if name not in theirs]:
@@ -137,7 +137,8 @@ def _prefixed(theirs: Shapes, target: Target, where: Path) -> dict[str, str]:
 
 
 def _pipeline(theirs: Shapes, target: Target, where: Path) -> dict[str, str]:
-    """Decoder layers by suffixes and shapes, in order; the few others by their place before or after, and shape."""
+    """Match decoder layers by suffixes and shapes, in order; the few other parameters by their place before or after,
+    and shape."""
     layers: dict[int, Shapes] = {}
     for name, shape in theirs.items():
         if match := _LAYER_NAME.fullmatch(name):
@@ -172,7 +173,7 @@ def _blocks(target: Target) -> list[tuple[str, Shapes]]:
 
 
 def _same(layer: Shapes, block: Shapes) -> dict[str, str]:
-    """Suffix in a pipeline layer -> suffix in a decoder layer, or nothing if it is none."""
+    """Suffix in a pipeline layer -> suffix in a decoder layer; empty if the two differ."""
     pairs = {}
     for ours, shape in block.items():
         ends = [name for name in layer if (name == ours or name.endswith(f".{ours}")) and layer[name] == shape]
@@ -183,7 +184,7 @@ def _same(layer: Shapes, block: Shapes) -> dict[str, str]:
 
 
 def _only_way(theirs: Shapes, ours: Shapes, where: Path) -> dict[str, str]:
-    """Pair names of equal shape and equal last component, where there is only one way to do so."""
+    """Pair names of equal shape and equal last component, if there is only one way."""
     found: dict[str, str] = {}
     left = dict(ours)
     while left:
@@ -202,11 +203,11 @@ def _only_way(theirs: Shapes, ours: Shapes, where: Path) -> dict[str, str]:
     return found
 
 
-# What the optimizer of a DeepSpeed checkpoint was set to, as YAML for a run that goes on from it.
+# Settings of a DeepSpeed checkpoint's optimizer, as YAML for a run that continues from it.
 
 
 def optimizer_lines(files: Files) -> list[str]:
-    """Lines of a report: the settings of the checkpoint's optimizer, to paste, or that they are not in its files."""
+    """Lines of a report: the settings of the checkpoint's optimizer, to paste, or that its files lack them."""
     groups = _groups(files)
     if not groups or not all(map(_complete, groups)):
         return ["the optimizer's settings are not in it: lr, betas, eps and weight decay are what the run says"]
@@ -250,7 +251,7 @@ def _groups(files: Files) -> list[dict[str, Any]]:
 
 
 def _decay(files: Files, groups: list[dict[str, Any]]) -> str | None:
-    """`all`, `matrices`, or None where neither is what the groups do, or the files do not tell."""
+    """`all` or `matrices`; None: the groups do neither, or the files lack the shapes."""
     values = {group["weight_decay"] for group in groups}
     if len(values) == 1:
         return "all"
@@ -263,7 +264,7 @@ def _decay(files: Files, groups: list[dict[str, Any]]) -> str | None:
 
 
 def _dimensions(files: Files, groups: list[dict[str, Any]]) -> list[list[int]]:
-    """For each group, how many dimensions its parameters have; an empty list where the files do not tell."""
+    """The number of dimensions of each parameter, by group; an empty list if the files lack the shapes."""
     named = files.state.get("param_shapes")
     if isinstance(named, list) and len(named) == len(groups):
         return [[len(shape) for shape in group.values()] for group in named]
@@ -283,7 +284,7 @@ _SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 @dataclass(frozen=True)
 class _Import:
-    """A DeepSpeed checkpoint with its names resolved."""
+    """A DeepSpeed checkpoint with resolved names."""
 
     files: Files
     state: State
@@ -291,7 +292,7 @@ class _Import:
     """Hugging Face name -> DeepSpeed's."""
     target: Target
     kinds: tuple[str, ...]
-    """Moments that are taken along."""
+    """Moments to import."""
 
     def moments(self) -> dict[str, set[str]]:
         return {
@@ -316,15 +317,15 @@ def import_deepspeed(
     names: Path | None = None,
     weights_only: bool = False,
 ) -> list[str]:
-    """Write `out`/checkpoints/step-N from a checkpoint of DeepSpeed's: ZeRO 0-3, PipelineModule, or universal.
-    `folder`: of engine.save_checkpoint, or one step's. `model`: Hugging Face folder or config.json; default: in
-    `folder`. `tag`: default: by the file `latest`. `names`: JSON {their name: Hugging Face name}. Returns a report's
-    lines. Raises CheckpointError, ModelError: in any doubt; then nothing is written."""
+    """Write `out`/checkpoints/step-N from a DeepSpeed checkpoint: ZeRO 0-3, PipelineModule, or universal. `folder`: of
+    engine.save_checkpoint, or one step's. `model`: Hugging Face folder or config.json; default: in `folder`. `tag`:
+    default: by the file `latest`. `names`: JSON {their name: Hugging Face name}. Returns a report's lines. Raises
+    CheckpointError, ModelError: in any doubt; then nothing is written."""
     chosen = find_tag(folder, tag)
     own = [each for each in (folder, chosen, chosen.parent) if (each / "config.json").is_file()][:1]
     config = _config(folder, own, model)
     target = Target.of(config)
-    for place in own:  # where Trainer puts one
+    for place in own:  # Trainer writes one there
         theirs, given = load_config(ModelConfig(config=str(place))).to_dict(), target.model.config.to_dict()
         if found := other_meaning(theirs, given):
             raise CheckpointError(f"--model {model}: config.json in {place} has other values: {'; '.join(found)}. The "
@@ -362,7 +363,7 @@ def import_deepspeed(
 
 @contextlib.contextmanager
 def _understood(folder: Path) -> Iterator[None]:
-    """Foreign dictionaries may hold anything anywhere: what is not as DeepSpeed writes it is the file's mistake."""
+    """Report an error in a foreign dictionary, which may hold anything, as the file's mistake."""
     try:
         yield
     except UserError:
@@ -411,17 +412,17 @@ def _resolve(files: Files, target: Target, names: Path | None, *, weights_only: 
 
 
 class _Reader:
-    """Values by Hugging Face name; each is checked on its way. Called from several threads."""
+    """Values by Hugging Face name, each checked. Called from several threads."""
 
     def __init__(self, source: _Import) -> None:
         self._source = source
         self._lock = threading.Lock()
         self._seen: dict[str, list[float]] = {}
         self.compared = 0
-        """Elements of masters that were compared with another copy of them."""
+        """Elements of masters that were compared with another copy."""
 
     def read(self, kind: str, hf: str, start: int, stop: int) -> Tensor:
-        """fp32 elements [start, stop). Raises CheckpointError when they contradict another copy, or are no numbers."""
+        """fp32 elements [start, stop). Raises CheckpointError: they differ from another copy, or are no numbers."""
         state, name = self._source.state, self._source.names[hf]
         values = read_spans(state.spans[kind, name], start, stop)
         if not bool(torch.isfinite(values).all()):
@@ -448,7 +449,7 @@ class _Reader:
         return values
 
     def _refuse_constant(self, hf: str, values: Tensor) -> None:
-        """A matrix of which every element is the same: no training leaves such a one. Raises CheckpointError."""
+        """Refuse a matrix with equal elements, which no training leaves. Raises CheckpointError."""
         shape = self._source.target.shapes[hf]
         if len(shape) < 2 or values.numel() == 0 or hf in self._source.target.frozen:
             return
@@ -464,7 +465,7 @@ class _Reader:
 
 
 def _step(files: Files, state: State, *, weights_only: bool) -> int:
-    """The step to file it under. Raises CheckpointError when the files tell of different ones."""
+    """The step for the checkpoint's name. Raises CheckpointError: the files have different steps."""
     step, skipped = files.state.get("global_steps"), files.state.get("skipped_steps") or 0
     if type(step) is not int or type(skipped) is not int or not 0 <= skipped <= step < 10**18:
         raise CheckpointError(f"{files.models[0].path}: global_steps is {shown(step)}, skipped_steps {shown(skipped)}.")
@@ -474,8 +475,8 @@ def _step(files: Files, state: State, *, weights_only: bool) -> int:
     if not state.copies and counted != step - skipped:
         raise CheckpointError(
             f"{files.folder}: the optimizer counts {counted} steps, {files.models[0].path.name} {step} of which "
-            f"{skipped} were skipped, and there is no second copy of the weights that could tell whether these are "
-            "files of two saves. If the optimizer was started anew in between, import the weights alone, with "
+            f"{skipped} were skipped, and there is no second copy of the weights that could show whether these are "
+            "files of two saves. If the optimizer was restarted in between, import the weights alone, with "
             "--weights-only."
         )
     return step
@@ -489,7 +490,7 @@ def _stage(files: Files) -> int:
 
 
 def _trainer(source: _Import, step: int, config: Path) -> dict[str, Any]:
-    """trainer.json. What DeepSpeed does not write down is None; tokens count from here."""
+    """Content of trainer.json. Facts that DeepSpeed does not record are None; tokens count from here."""
     state, folder = source.files.state, config if config.is_dir() else config.parent
     fields = source.target.model.config.to_dict()
     samples = state.get("global_samples")
@@ -521,7 +522,7 @@ def _version(state: dict[str, Any]) -> str | None:
 
 
 def _loss_scale(source: _Import) -> dict[str, float]:
-    """The dynamic loss scaler's numbers; nothing outside fp16 training."""
+    """The dynamic loss scaler's numbers; empty outside fp16 training."""
     if source.precision() != "fp16" or not source.kinds:
         return {}
     if source.files.zero:
@@ -546,7 +547,7 @@ def _report(
     lines = [
         f"{files.folder}: {form}{stages}, {layout['precision']}, step {trainer['step']}, "
         f"optimizer step {trainer['optimizer_step']}, DeepSpeed {trainer['imported']['deepspeed']}",
-        f"{len(files.all())} files read whole, their CRC32s agree",
+        f"{len(files.all())} files read completely, their CRC32s agree",
         f"{len(shapes)} tensors, {units.count(sum(map(numel, shapes.values())))} parameters: keys and shapes are those "
         f"of {type(source.target.model).__name__}",
     ]

@@ -1,8 +1,8 @@
-"""PyTorch's .pt files from elsewhere, read without trust: the pickle in them may only name what stands in a list here.
+"""PyTorch's .pt files from elsewhere, read without trust: the pickle in them may only use the names in a list here.
 
 A .pt file is a zip archive of a pickle and of one record for each storage. torch.load builds its objects on the meta
-device, so what a pickle claims takes no memory; data is read by position, and only from a record of the size that the
-storage claims. torch.load does not look at the archive's CRC32, so a flipped bit would go through: `verify` does.
+device, so a pickle's claims take no memory; data is read by position, and only from a record of the size that the
+storage claims. torch.load does not check the archive's CRC32, so a flipped bit would pass: `verify` does.
 """
 
 from __future__ import annotations
@@ -26,16 +26,15 @@ from llmtrain.base.errors import CheckpointError
 from llmtrain.checkpoint.format import open_file
 from llmtrain.storage.pieces import byte_view
 
-# What a foreign pickle would build, found out before and after torch builds it: names, size, depth.
-#
-# A few hundred bytes can stand for 2^40 values (a tuple of twice the same tuple, forty times) or for tuples that lie
-# 200,000 deep: to print, hash or compare them would take for ever, fill the memory or overflow the stack of C.
+# Limits on the objects of a foreign pickle, checked before and after torch builds them: names, size, depth.
+# A few hundred bytes can describe 2^40 values (a tuple of twice the same tuple, forty times) or tuples that are 200,000
+# deep: to print, hash or compare them would take for ever, fill the memory or overflow the stack of C.
 
 
 MAX_DEPTH = 64
 """Largest depth of nested values. DeepSpeed's own files have 8."""
 MAX_VALUES = 50_000_000
-"""That a file may stand for, one that appears twice counted twice. 100,000 parameters with Adam's state: 3 million."""
+"""Largest number of values in a file, repeated ones included. 100,000 parameters with Adam's state: 3 million."""
 _MAX_TUPLE = 1_000_000  # values in one tuple, which might be hashed or printed at once
 _MAKES = {"TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "REDUCE", "NEWOBJ", "BINPERSID"}
 _PUT = {"PUT", "BINPUT", "LONG_BINPUT"}
@@ -46,16 +45,16 @@ _ONE: _Size = (1, 1)
 
 
 class Record:
-    """Stands for DeepSpeed's small classes: what the pickle puts into the object are its attributes, nothing runs."""
+    """Placeholder for DeepSpeed's small classes: the pickle's values become attributes, nothing runs."""
 
 
 class TooMuch(ValueError):
-    """A pickle stands for more, or for something deeper, than any checkpoint."""
+    """A pickle describes more values, or deeper ones, than any checkpoint."""
 
 
 def names(data: bytes) -> Iterator[tuple[str, str]]:
     """(instruction, the name that it asks for or "") of each instruction of a pickle; nothing is built. Tuples are
-    measured here, as torch may hash one while it reads; `measure` does the rest. Raises TooMuch; ValueError,
+    measured here, because torch may hash one while it reads; `measure` does the rest. Raises TooMuch; ValueError,
     IndexError: it is no pickle."""
     stack: list[_Size | None] = []  # depth and values of each; None is a mark
     memo: dict[Any, _Size | None] = {}
@@ -79,7 +78,7 @@ def names(data: bytes) -> Iterator[tuple[str, str]]:
 
 
 def _take(stack: list[_Size | None], before: list[Any]) -> list[_Size]:
-    """Pop what an instruction takes: so many values, or those down to a mark and what it names below that."""
+    """Pop an instruction's operands: `before` lists them, down to a mark if it has one."""
     taken: list[_Size] = []
     below = len(before)
     if pickletools.markobject in before:
@@ -100,7 +99,7 @@ def measure(tree: Any) -> None:
             continue
         parts = _parts(value)
         if seen:
-            inner = [sizes.get(id(part), _ONE) for part in parts]  # what has no parts is not in it
+            inner = [sizes.get(id(part), _ONE) for part in parts]  # values without parts are not in it
             depth, size = 1 + max(d for d, _ in inner), 1 + sum(s for _, s in inner)
             if depth > MAX_DEPTH or size > MAX_VALUES:
                 raise TooMuch(_too_much(depth, size))
@@ -119,7 +118,7 @@ def _has_parts(value: Any) -> bool:
 
 
 def _parts(value: Any) -> list[Any]:
-    """The values in a value, as far as plain data has any."""
+    """The values in a value of plain data."""
     if isinstance(value, Mapping):
         return [*value.keys(), *value.values()]
     if isinstance(value, (list, tuple, set)):
@@ -129,13 +128,13 @@ def _parts(value: Any) -> list[Any]:
 
 def _too_much(depth: int, values: int) -> str:
     return (
-        f"its pickle stands for values {depth} deep (at most {MAX_DEPTH}), or for {values} of them (at most "
+        f"its pickle describes values {depth} deep (at most {MAX_DEPTH}), or for {values} of them (at most "
         f"{MAX_VALUES}): no training writes that, and it was not built"
     )
 
 
 def shown(value: Any) -> str:
-    """A foreign value for a message: a number or a short text as it is, anything else by its type."""
+    """A foreign value for a message: a number or a short text unchanged, else its type."""
     if isinstance(value, (bool, int, float)) or value is None:
         return repr(value)[:80]
     if isinstance(value, str):
@@ -153,7 +152,7 @@ _END_64 = struct.Struct("<4s36xQQ")
 
 
 class _Ignored:
-    """Stands for what a training script may have put beside the weights; it takes everything and keeps nothing."""
+    """Placeholder for any other object of a training script; it accepts everything and keeps nothing."""
 
     def __init__(self, *_: object) -> None:
         pass
@@ -177,7 +176,7 @@ _STANDINS: dict[str, Any] = {
 }
 _PLAIN = {
     "collections.OrderedDict",
-    "_codecs.encode",  # how bytes look in the pickles that torch writes
+    "_codecs.encode",  # the form of bytes in torch's pickles
     "torch.Size",
     "torch.device",
     "torch._utils._rebuild_tensor_v2",
@@ -193,7 +192,7 @@ _UNSEEN = {"STACK_GLOBAL", "INST", "OBJ", "NEWOBJ_EX", "EXT1", "EXT2", "EXT4"}  
 
 
 class PickleFile:
-    """One .pt file. `tree`: its content, tensors without values; `read` gets those. Raises CheckpointError: no complete
+    """One .pt file. `tree`: its content, tensors without values, which `read` gets. Raises CheckpointError: no complete
     zip of stored records, a pickle that names more than plain data, or a tensor that does not fit its record."""
 
     def __init__(self, path: Path) -> None:
@@ -208,7 +207,7 @@ class PickleFile:
             self.tree = self._load(file)
 
     def verify(self, advance: Callable[[int], None] = lambda count: None) -> None:
-        """Read every byte once and compare the archive's CRC32s; `advance` is told the bytes."""
+        """Read every byte once and compare the archive's CRC32s; `advance` gets the bytes."""
         with self._open() as file, self._damage():
             archive = zipfile.ZipFile(file)
             for info in archive.infolist():
@@ -217,9 +216,9 @@ class PickleFile:
                         advance(len(block))
 
     def tensor(self, value: Any) -> Tensor:
-        """A value of `tree` that must be a tensor that lies in its record, in order. Raises CheckpointError."""
+        """Check that a value of `tree` is a tensor, in order within its record. Raises CheckpointError."""
         if not isinstance(value, Tensor) or any(hasattr(Tensor, name) for name in vars(value)):
-            self._refuse(f"{shown(value)} stands where a tensor belongs")
+            self._refuse(f"{shown(value)} is where a tensor belongs")
         tensor, storage = value, value.untyped_storage()
         at = getattr(storage, "_checkpoint_offset", None)
         if self._records.get(at) != storage.nbytes():  # type: ignore[arg-type]
@@ -230,7 +229,7 @@ class PickleFile:
         return tensor
 
     def read(self, tensor: Tensor, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of a flat tensor that `tensor` gave, in its precision. Raises CheckpointError."""
+        """Elements [start, stop) of a flat tensor from `tensor`, in its precision. Raises CheckpointError."""
         assert 0 <= start <= stop <= tensor.numel()
         out = torch.empty(stop - start, dtype=tensor.dtype)
         storage: Any = tensor.untyped_storage()
@@ -248,16 +247,16 @@ class PickleFile:
         return out
 
     def number(self, value: Any) -> float:
-        """A counter that some optimizers keep as a number and others as a tensor of one element."""
+        """A counter, which some optimizers keep as a number and others as a tensor of one element."""
         if isinstance(value, Tensor) and self.tensor(value).numel() == 1:
             value = self.read(value, 0, 1).item()
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            self._refuse(f"{shown(value)} stands where a number belongs")
+            self._refuse(f"{shown(value)} is where a number belongs")
         return value
 
     @contextmanager
     def _open(self) -> Iterator[BinaryIO]:
-        """A thousand of these files may be in use: none stays open."""
+        """Open the file for one use: a thousand of these files may be in use."""
         try:
             handle = open_file(self.path)
         except OSError as error:
@@ -266,8 +265,8 @@ class PickleFile:
             yield file
 
     def _check_directory(self, handle: int) -> None:
-        """Refuse an archive whose list of records is not right before its end: zipfile goes by the end, torch's miniz
-        by the offsets, and the two would see different lists."""
+        """Refuse an archive whose list of records is not right before its end: zipfile uses the end, torch's miniz the
+        offsets, and the two would see different lists."""
         end = self.bytes - _END.size
         if end < 0 or os.pread(handle, 4, 0) != b"PK\3\4":  # without it torch would read a bare pickle
             raise zipfile.BadZipFile("it does not begin with a zip record")
@@ -310,7 +309,7 @@ class PickleFile:
         return records
 
     def _check_names(self, archive: zipfile.ZipFile) -> None:
-        """Scan the pickle's instructions; nothing is built. Raises CheckpointError for any name that is not listed."""
+        """Scan the pickle's instructions; nothing is built. Raises CheckpointError for a name that is not listed."""
         (info,) = [info for info in archive.infolist() if info.filename.endswith("/data.pkl")]
         if info.file_size > _PICKLE_LIMIT:
             self._refuse(f"its pickle has {info.file_size} bytes (limit {_PICKLE_LIMIT})")
@@ -357,7 +356,7 @@ class PickleFile:
 
 
 class _Sink:
-    """A file object for torch.save over a `write` of a memoryview."""
+    """A file object for torch.save that calls `write` with a memoryview."""
 
     def __init__(self, write: Callable[[memoryview], None]) -> None:
         self._write = write
@@ -371,5 +370,5 @@ class _Sink:
 
 
 def write_pickle(tree: Any, write: Callable[[memoryview], None]) -> None:
-    """Write what torch.save(tree) would write, piece by piece."""
+    """Write the bytes of torch.save(tree), piece by piece."""
     torch.save(tree, _Sink(write))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The files of a DeepSpeed 0.19.8 checkpoint, and the check that all are there and of one step."""
+"""The files of a DeepSpeed 0.19.8 checkpoint, with a check that all are there and of one step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TAG_BYTES = 4096
 
 @dataclass
 class Files:
-    """The files of one tag, open and loaded (their tensors are not read yet)."""
+    """The files of one tag, open and loaded without tensor values."""
 
     folder: Path
     models: list[PickleFile] = field(default_factory=list)
@@ -53,17 +53,17 @@ class Files:
         return bool(self.parameters)
 
     def ranks(self) -> int:
-        """Of the training that saved. Raises CheckpointError."""
+        """Ranks of the training that saved. Raises CheckpointError."""
         return _count(self, "dp_world_size") * (len(self.models) if self.layers else 1)
 
     @property
     def state(self) -> dict[str, Any]:
-        """Entries that all model files have alike: global_steps, ds_config, ..."""
+        """Entries that all model files share: global_steps, ds_config, ..."""
         return self.models[0].tree
 
 
 def find_tag(folder: Path, tag: str | None) -> Path:
-    """The folder of one step in `folder`, or `folder` itself. Raises CheckpointError: there is none."""
+    """The folder of one step in `folder`, or `folder` itself. Raises CheckpointError: none."""
     if tag is None:
         for name in ("latest", "latest_universal"):
             if (folder / name).is_symlink() or (folder / name).exists():
@@ -103,8 +103,8 @@ def _list(folder: Path) -> list[Path]:
 
 
 def open_files(tag: Path, *, weights_only: bool) -> Files:
-    """Load all files of a tag. Raises CheckpointError: one is missing, left over, refused or of another step, or the
-    form is not read (tensor-parallel, mixture of experts)."""
+    """Load all files of a tag. Raises CheckpointError: one is missing, left over, refused or of another step, or has an
+    unsupported form (tensor-parallel, mixture of experts)."""
     names = sorted(p.name for p in _list(tag) if p.name.endswith(".pt"))
     odd = [name for name in names if "_expert_" in name or re.match(r"layer_[0-9]+-.*model_[0-9]", name)]
     if odd:

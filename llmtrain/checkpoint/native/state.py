@@ -1,8 +1,8 @@
-"""Places of parameters and moments in the files of a DeepSpeed checkpoint, by DeepSpeed's names.
+"""Places of parameters and moments in a DeepSpeed checkpoint's files, by DeepSpeed's names.
 
-ZeRO 1 and 2 keep one flat tensor for a parameter group, cut evenly over the ranks, and say what lies where
+ZeRO 1 and 2 keep one flat tensor for a parameter group, cut evenly over the ranks, with a map of its parts
 (param_slice_mappings). ZeRO 3 cuts every parameter by itself and keeps the parts one after another, in the order of
-param_shapes. Without ZeRO the optimizer numbers its parameters and knows no names: see unnamed.py.
+param_shapes. Without ZeRO the optimizer numbers its parameters and has no names: see `add_unnamed`.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ class Span:
 
 @dataclass
 class State:
-    """The contents of a checkpoint, by DeepSpeed's names of the parameters."""
+    """A checkpoint's contents by DeepSpeed's parameter names."""
 
     spans: dict[tuple[str, str], list[Span]] = field(default_factory=dict)
     """(kind, name) -> the parts, in order."""
     twins: dict[tuple[str, str], list[Span]] = field(default_factory=dict)
-    """Parts of a tied parameter as a second pipeline stage keeps it."""
+    """Parts of a tied parameter in a second pipeline stage."""
     copies: dict[str, Span] = field(default_factory=dict)
     """The module's own values, in the precision of the forward pass."""
     aliases: dict[str, list[Span]] = field(default_factory=dict)
     """The module's copies under other names of a tied parameter, by its first name."""
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     steps: dict[Path, int] = field(default_factory=dict)
-    """Optimizer steps done, by the file that says so."""
+    """Number of optimizer steps by file."""
 
     def add(self, kind: str, name: str, span: Span, stage: int = 0) -> None:
-        """Append a part; from a later pipeline stage a tied parameter comes again."""
+        """Append a part; a later pipeline stage repeats a tied parameter."""
         home = self.twins if stage and name.startswith(_TIED) else self.spans
         home.setdefault((kind, name), []).append(span)
 
@@ -79,7 +79,7 @@ class State:
                 )
 
     def note_step(self, file: PickleFile, value: Any) -> None:
-        """The optimizer's counter, as a file has it. Raises CheckpointError when the same file has had another."""
+        """Record a file's optimizer counter. Raises CheckpointError: the file had another one."""
         step = int(file.number(value))
         if self.steps.setdefault(file.path, step) != step:
             raise CheckpointError(f"{file.path}: the optimizer counts {self.steps[file.path]} steps, and {step}.")
@@ -119,11 +119,11 @@ def add_copies(state: State, files: Files, frozen: Iterable[str] = ()) -> None:
 
 
 def add_zero(state: State, files: Files, kinds: tuple[str, ...]) -> None:
-    """Masters and moments from ZeRO's optimizer files, any stage. Raises CheckpointError."""
+    """Add masters and moments from ZeRO's optimizer files, any stage. Raises CheckpointError."""
     config = files.state.get("ds_config")
     zero = config.get("zero_optimization") if isinstance(config, dict) else None
     zero = zero if isinstance(zero, dict) else {}
-    # With these settings DeepSpeed lays parameters out in another order than its own map of the parts says.
+    # With these settings DeepSpeed's own map of the parts has another order than the parameters.
     in_turn = zero.get("round_robin_gradients") is True and not zero.get("parameter_alignment")
     for stage, ranks in enumerate(files.zero):
         groups = _shape_groups(files.models[stage]) or [_shapes_of_copies(state, ranks)]
@@ -178,7 +178,7 @@ def _shapes_of_copies(state: State, ranks: list[PickleFile]) -> dict[str, tuple[
 
 
 def _tied_homes(state: State, name: str, count: int, owned: set[str]) -> list[str]:
-    """The copies that can be the tied parameter `name`: those of layers that own no parameter themselves."""
+    """The copies that can be the tied parameter `name`: those in layers that own no parameter."""
     layers = {other.split(".")[0] for other in owned}
     suffix = name.split(".", 2)[-1]
     return [
@@ -243,7 +243,7 @@ def _zero_3_parts(
 def _flat_tensors(
     state: State, file: PickleFile, saved: dict[str, Any], group: int, kinds: tuple[str, ...]
 ) -> dict[str, Tensor]:
-    """Kind -> the flat tensor of a group; the optimizer's step is noted on the way."""
+    """Kind -> the flat tensor of a group; also records the optimizer's step."""
     masters = saved.get("fp32_flat_groups") or saved.get("single_partition_of_fp32_groups")
     if not isinstance(masters, list) or group >= len(masters):
         _lacks(file, "fp32 master parameters")
@@ -256,7 +256,7 @@ def _flat_tensors(
 
 
 def adam_moments(state: State, file: PickleFile, entry: Any, count: int, kinds: tuple[str, ...]) -> dict[str, Tensor]:
-    """The moments of one entry of Adam's state; its step is noted. Raises CheckpointError: another optimizer."""
+    """The moments of one entry of Adam's state; also records its step. Raises CheckpointError: another optimizer."""
     tensors = {}
     if isinstance(entry, dict):
         tensors = {
@@ -288,7 +288,7 @@ def _add_frozen(state: State, files: Files) -> None:
 
 
 def place_tied(state: State, files: Files) -> None:
-    """Give a tied parameter its copy, in the layer file of its first place. Raises CheckpointError: two fit."""
+    """Give a tied parameter its copy, from the layer file of its first place. Raises CheckpointError: two fit."""
     owned = {name for _, name in state.spans}
     for name in [name for name in state.shapes if name.startswith(_TIED)] if files.layers else []:
         homes = _tied_homes(state, name, numel(state.shapes[name]), owned)
@@ -301,7 +301,7 @@ def place_tied(state: State, files: Files) -> None:
 
 
 def add_copies_as_masters(state: State, names: list[str]) -> None:
-    """Take the module's copies as masters of parameters that have none."""
+    """Take the module's copies as masters of parameters without masters."""
     for name in names:
         state.spans[PARAM, name] = [state.copies[name]]
 
@@ -320,11 +320,10 @@ def _lacks(file: PickleFile, what: str) -> Any:
     raise CheckpointError(f"{file.path} has no {what}: it is not what DeepSpeed 0.19.8 writes.")
 
 
-# Names for the optimizer state of a DeepSpeed checkpoint without ZeRO: it numbers its parameters and knows no names.
-#
-# Parameters stand in a group in the order of the module. What is not known is which group has which of them. Each
-# parameter, in the module's order, is offered to the next free place of every group; it fits where the shapes agree
-# and, where there are fp32 masters, their rounded beginning is the module's copy. One way must remain.
+# Names for the optimizer state of a DeepSpeed checkpoint without ZeRO, which numbers its parameters and has no names.
+# The parameters in a group keep the order of the module, but the group of each parameter is unknown. Each parameter, in
+# the module's order, is offered to the next free place of every group; it fits if the shapes agree and, with fp32
+# masters, their rounded beginning is the module's copy. One way must remain.
 
 
 _COMPARED = 4096  # elements
@@ -332,12 +331,12 @@ _COMPARED = 4096  # elements
 
 @dataclass
 class _Group:
-    """Places for parameters: `tensors` one each, or one flat tensor for all (`flat`)."""
+    """Places for parameters: one tensor each, or one flat tensor for all (`flat`)."""
 
     entries: list[Any]
     """The optimizer's state of each tensor."""
     masters: list[Tensor]
-    """fp32 masters, as many; empty in fp32 training, where there are none."""
+    """fp32 masters, one per entry; empty in fp32 training, which has none."""
     flat: bool
     sizes: list[tuple[int, ...]] = field(default_factory=list)
     """Shape of each tensor."""
@@ -360,8 +359,8 @@ class _Group:
 
 
 def add_unnamed(state: State, files: Files, order: list[str], kinds: tuple[str, ...]) -> None:
-    """Masters (if any) and moments of a checkpoint without ZeRO. `order`: the module's parameters in its order, tied
-    ones once. Raises CheckpointError: not Adam's state, or it could be dealt out in more ways than one."""
+    """Add masters (if any) and moments of a checkpoint without ZeRO. `order`: the module's parameters in its order,
+    tied ones once. Raises CheckpointError: not Adam's state, or several ways to assign it."""
     waiting = list(order)
     for stage, file in enumerate(files.models if files.layers else files.models[:1]):
         groups = _groups(state, file, kinds)
@@ -405,7 +404,7 @@ def _groups(state: State, file: PickleFile, kinds: tuple[str, ...]) -> list[_Gro
 def _take(
     state: State, files: Files, file: PickleFile, groups: list[_Group], waiting: list[str], stage: int
 ) -> list[str]:
-    """The names that this pipeline stage has: the next ones, before them what it shares with the first stage."""
+    """The names of this pipeline stage: the next ones, preceded by one that it shares with the first stage."""
     elements = sum(numel(size) for group in groups for size in group.sizes)
     later = [] if stage + 1 < len(files.models) else waiting
     names: list[str] = []

@@ -1,4 +1,4 @@
-"""DeepSpeed's universal checkpoints: a folder for each parameter, with fp32.pt and the moments. Both ways."""
+"""DeepSpeed's universal checkpoints, imported and exported: a folder per parameter, with fp32.pt and the moments."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ from llmtrain.storage.tensorfile import numel
 
 _VERSION = "0.19.8"
 _FILE_OF = {PARAM: "fp32"}
-_GROUPS = (
-    64  # more parameter groups than anyone has: DeepSpeed loads as many as the file lists, and no word of the rest
-)
+_GROUPS = 64  # more parameter groups than anyone has: DeepSpeed loads as many as the file lists, and ignores the rest
 _PARALLEL = {"dp_world_size": 1, "mp_world_size": 1, "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1}}
 
 
@@ -56,7 +54,7 @@ def add_universal(state: State, files: Files, kinds: tuple[str, ...]) -> None:
         for entry in (inner.get("state") or {}).values():
             state.note_step(file, entry["step"])
     if kinds and not state.steps:
-        raise CheckpointError(f"{files.folder / 'zero'} tells no optimizer step. Import with --weights-only.")
+        raise CheckpointError(f"{files.folder / 'zero'} records no optimizer step. Import with --weights-only.")
 
 
 def export_universal(checkpoint: Path, out: Path) -> list[str]:
@@ -131,7 +129,7 @@ def _whole(reader: CheckpointReader, kind: str, name: str, sums: dict[tuple[str,
 
 
 def _read_again(path: Path, expected: int) -> None:
-    """What was written has the values of the checkpoint. Raises CheckpointError."""
+    """Compare a written file with the checkpoint's checksum. Raises CheckpointError."""
     file = PickleFile(path)
     tensor = file.tensor(file.tree["param"])
     if checksum(file.read(tensor, 0, tensor.numel())) != expected:

@@ -297,7 +297,7 @@ def test_a_tensor_of_the_right_shape_under_a_wrong_name(tmp_path, monkeypatch, a
         export_hf(checkpoint, tmp_path / "out")
     assert caught.value.exit_code == 1
     monkeypatch.setattr(exporting, "read_back", lambda values, layout, expected, what: {})
-    with pytest.raises(ProofError, match="a tensor stands under a wrong name"):
+    with pytest.raises(ProofError, match="a tensor has the wrong name"):
         export_hf(checkpoint, tmp_path / "out")
     assert [p.name for p in tmp_path.iterdir()] == ["run"]
 

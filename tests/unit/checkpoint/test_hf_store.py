@@ -38,7 +38,7 @@ def test_to_hf_writes_to_a_url(tmp_path: Path, say: Say) -> None:
     assert contents(there) == contents(tmp_path / "local")
     write_checkpoint(tmp_path / "run", 2, seed=2, shapes=WHOLE_LLAMA)
     code, out, _ = say("to-hf", tmp_path / "run", f"file://{there}", "--check", "none", "--max-shard-size", "1KB")
-    assert code == 0 and "in the place of the export of step 1" in out
+    assert code == 0 and "instead of the export of step 1" in out
     assert not (there / "model.safetensors").exists() and len(list(there.glob("*.safetensors"))) > 2
     (there / "notes.md").write_text("mine")
     code, _, err = say("to-hf", tmp_path / "run", f"file://{there}", "--check", "none")

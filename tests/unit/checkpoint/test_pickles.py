@@ -199,12 +199,12 @@ def in_dict(value: bytes, *, key: bool) -> bytes:
 @pytest.mark.parametrize("bomb", [nested(200_000), doubled(40)], ids=["deep", "doubled"])
 def test_a_small_pickle_that_stands_for_endless_tuples_is_refused(tmp_path, bomb, key):
     """As a key they would be hashed, as a value printed: neither ends, or the stack of C overflows."""
-    with pytest.raises(CheckpointError, match="its pickle stands for values"):
+    with pytest.raises(CheckpointError, match="its pickle describes values"):
         PickleFile(archive(tmp_path / "bad.pt", in_dict(bomb, key=key)))
 
 
 def test_lists_that_stand_for_endless_values_are_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="its pickle stands for values"):
+    with pytest.raises(CheckpointError, match="its pickle describes values"):
         PickleFile(archive(tmp_path / "bad.pt", doubled_lists(40)))
     itself = b"\x80\x02}q\x00X\x01\0\0\0ah\x00s."
     with pytest.raises(CheckpointError, match="contains itself"):
@@ -216,10 +216,10 @@ def test_what_is_no_tensor_in_one_piece_and_no_number_is_named(tmp_path):
     lies.numel = 1 << 40  # type: ignore[method-assign, assignment]
     torch.save({"tuple": (1, 2), "turned": VALUES.t(), "lies": lies, "n": float("inf")}, tmp_path / "a.pt")
     file = PickleFile(tmp_path / "a.pt")
-    for key, says in {"tuple": "a tuple stands where", "turned": "not stored in one piece", "lies": "stands"}.items():
+    for key, says in {"tuple": "a tuple is where", "turned": "not stored in one piece", "lies": "is where"}.items():
         with pytest.raises(CheckpointError, match=says):
             file.tensor(file.tree[key])
-    with pytest.raises(CheckpointError, match="inf stands where a number belongs"):
+    with pytest.raises(CheckpointError, match="inf is where a number belongs"):
         file.number(file.tree["n"])
 
 

@@ -195,7 +195,7 @@ def test_what_templates_were_told_is_told_again(tmp_path: Path, prepare: Any) ->
     data = prepare(model, records, "--format", "chat", "--chat-template-kwargs", '{"think": "no"}')
     assert not (data / "rejected.jsonl").exists(), (data / "rejected.jsonl").read_text()
     out = exported(tmp_path, data)
-    assert 'a server is to be told chat_template_kwargs {"think": "no"}' in told(out, data)
+    assert 'give a server chat_template_kwargs {"think": "no"}' in told(out, data)
     assert (out / "additional_chat_templates" / "tool_use.jinja").is_file()
     (out / "additional_chat_templates" / "tool_use.jinja").unlink()
     with pytest.raises(ProofError, match="the prompt has other ids"):

@@ -209,7 +209,7 @@ def test_several_end_tokens_and_the_padding_of_a_chat_model_stay(tokenizer, tmp_
 def test_a_tokenizer_that_is_gone_is_reported(tmp_path, capsys):
     checkpoint = checkpoint_of(new_model("llama"), tmp_path / "run")
     assert main(["checkpoint", "to-hf", str(checkpoint), str(tmp_path / "out")]) == 0
-    assert "none: /nonexistent, where the run found it, is gone" in capsys.readouterr().out
+    assert "none: /nonexistent, the run's source, is gone" in capsys.readouterr().out
     assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == TOKENS["eos_token_id"]
     assert main(["generate", str(tmp_path / "out"), "--prompt", "walk"]) == 2
     assert "no tokenizer that transformers can load" in capsys.readouterr().err
