@@ -110,7 +110,7 @@ def markdown() -> str:
         for why in against(pair(one, other) or {}):
             refused.setdefault((other, why), []).append(one)
     lines = [
-        f"Any two of {', '.join(OPTIONS)} go together, but for:",
+        f"Any two of {', '.join(OPTIONS)} go together (a column, `online`, `teacher` or `reward` in a run), but for:",
         "",
         "| refused | because | instead |",
         "|---|---|---|",

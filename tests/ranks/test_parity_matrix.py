@@ -1,4 +1,4 @@
-"""Families that differ most in forms of parallelism, against plain PyTorch in one process; docs/families.md has all.
+"""Families that differ most in parallelism, against plain PyTorch in one process (docs/developers/families.md).
 
 The worker, the reference and the tolerances are those of `llmtrain parity`.
 """
