@@ -1,6 +1,6 @@
-"""NVIDIA's reports on the GPUs of a host: the driver's lines in the kernel log, nvidia-smi's report, NVLinks.
+"""NVIDIA's reports on a host's GPUs: the driver's lines in the kernel log, nvidia-smi's report, NVLinks.
 
-Imported by the watch; piped into a host's Python by doctor, before probe.py. So: standard library only, Python 3.8 on.
+Imported by the watch; doctor pipes it into a host's Python, before probe.py: standard library only, Python 3.8 on.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _MOST_BYTES = 4 << 20
 _DAY_S = 86400.0
 _REPORT = ("nvidia-smi", "-q")
 MEMORY_REPORT = (*_REPORT, "-d", "ECC,PAGE_RETIREMENT,ROW_REMAPPER")
-"""The part of the report that has the errors of a GPU's memory."""
+"""Part of the report with the errors of a GPU's memory."""
 _SECTIONS = ("MIG Mode", "ECC Errors", "Retired Pages", "Remapped Rows", "Fabric", "FB Memory Usage", "Processes")
-"""Sections of the whole report that doctor reads."""
+"""Sections of the report that doctor reads."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Xid:
 
     @property
     def unfit(self) -> bool:
-        """True if the GPU or its link is broken, or unusable until a reset: no program of the user's does that."""
+        """True if the GPU or its link is broken, or unusable until a reset, which no user's program causes."""
         return _XIDS.get(self.number, ("", False))[1]
 
     def __str__(self) -> str:
@@ -76,14 +76,14 @@ _XIDS: Mapping[int, tuple[str, bool]] = {
 
 
 def read_xids(lines: Iterable[str]) -> list[Xid]:
-    """The faults in lines of a kernel log, in their order; a repeated fault of a GPU counts once."""
+    """Return the faults in a kernel log's lines, in order; a repeated fault of a GPU counts once."""
     found = (_XID.search(line) for line in lines)
     return list(dict.fromkeys(Xid(match["bus"], int(match["number"])) for match in found if match))
 
 
 def read_report(text: str) -> dict[str, dict[str, Any]]:
     """Parse `nvidia-smi -q`: PCI address -> sections as nested dicts; "N/A" stays a text. A repeated key (processes)
-    has a list of values: {"Processes": {"Type": ["C", "C"]}}."""
+    has a list: {"Processes": {"Type": ["C", "C"]}}."""
     gpus: dict[str, dict[str, Any]] = {}
     own: dict[str, Any]
     open_: list[tuple[int, dict[str, Any]]] = []  # the sections that enclose this line, with their indents
@@ -111,12 +111,11 @@ def read_report(text: str) -> dict[str, dict[str, Any]]:
 
 
 def as_list(value: Any) -> list[Any]:
-    """The values of a key of `read_report`: one or several."""
     return list(value) if isinstance(value, list) else [value]
 
 
 def section(gpu: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
-    """A section within a section of a GPU's report; empty where it has none."""
+    """Return a nested section of a GPU's report; empty if it is missing."""
     for name in names:
         inner = gpu.get(name)
         gpu = inner if isinstance(inner, Mapping) else {}
@@ -124,7 +123,7 @@ def section(gpu: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
 
 
 def memory_fault(gpu: Mapping[str, Any]) -> str:
-    """The faults of a GPU's memory in its report; empty without any."""
+    """Return the faults of a GPU's memory in its report, or ""."""
     words = []
     volatile = section(gpu, "ECC Errors", "Volatile")
     broken = sum(int(v) for k, v in volatile.items() if "Uncorrectable" in k and str(v).isdigit())
@@ -151,7 +150,7 @@ def read_links(text: str) -> list[tuple[int, int]]:
 
 
 class Command:
-    """A command, started now and read later: nvidia-smi takes a second, and never ends where a GPU has gone."""
+    """A command, started now and read later: nvidia-smi takes a second, and never ends after the loss of a GPU."""
 
     def __init__(self, argv: tuple[str, ...], within_s: float) -> None:
         self._until_s = time.monotonic() + within_s
@@ -166,7 +165,7 @@ class Command:
             )
 
     def answer(self) -> str:
-        """Its output if it ends in time, else an empty string; a process that hangs in the kernel is left behind."""
+        """Return the output if it ends in time, else ""; a process that hangs in the kernel is abandoned."""
         if self._process is None or self._process.stdout is None:
             return ""
         handle, output = self._process.stdout.fileno(), bytearray()
@@ -197,13 +196,13 @@ class KernelLog:
             self._journal = Command(words, within_s)
 
     def xid_lines(self) -> list[str]:
-        """The newest 50, oldest first; none where this user may not read them."""
+        """Return the newest 50, oldest first; none if this user may not read them."""
         lines = self._lines if self._lines is not None else self._journal.answer().splitlines()
         return [line for line in lines if _XID.search(line)][-50:]
 
 
 def _kernel_log(seconds: float) -> list[str]:
-    """Kernel messages of the last `seconds`, without their "priority,number,microseconds,...;". Raises OSError."""
+    """Return recent kernel messages without their "priority,number,microseconds,...;". Raises OSError."""
     since_us = (time.monotonic() - seconds) * 1e6
     handle = os.open(_KERNEL_LOG, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     found: list[str] = []
@@ -226,7 +225,6 @@ def _kernel_log(seconds: float) -> list[str]:
 
 
 def look_gpus(ask: Mapping[str, Any]) -> dict[str, Any]:
-    """Facts of the GPUs for doctor, in their order; empty without nvidia-smi."""
     if shutil.which("nvidia-smi") is None:
         return {}
     within_s = 9.0

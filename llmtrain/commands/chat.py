@@ -1,6 +1,6 @@
 """`llmtrain chat RUN_OR_FOLDER`: a conversation with a trained model, by its tokenizer's own chat template.
 
-In a terminal, Ctrl-C stops an answer and Ctrl-D ends; of a pipe, each line is a turn.
+In a terminal, Ctrl-C stops an answer and Ctrl-D ends; in a pipe, each line is a turn.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Conversation:
         self._prompt([*self.messages, {"role": "user", "content": "x"}])
 
     def clear(self) -> None:
-        """Begin anew; the system message stays."""
+        """Forget the conversation except the system message."""
         self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
 
     def ask(self, text: str) -> None:
@@ -66,7 +66,7 @@ class Conversation:
         self.messages = [*asked, {"role": "assistant", "content": answer}] if answer else self.messages
 
     def _prompt(self, talk: list[dict[str, str]]) -> list[int]:
-        """Ids of the messages and the generation prompt, as a server computes them. Raises ModelError."""
+        """Return the ids of the messages and the generation prompt, like a server. Raises ModelError."""
         conversation = TemplateInput(messages=list(talk), tools=None, turns=[])
         try:
             return self.template.ids(self.template.fitted(conversation), len(talk), prompt=True)
@@ -74,7 +74,7 @@ class Conversation:
             raise ModelError(f"{self.loaded.folder}: its chat template fails: {error}") from error
 
     def _answer(self, prompt: list[int]) -> str:
-        """The answer's text without special tokens; what was there when it was stopped."""
+        """Return the answer's text without special tokens, incomplete if it was stopped."""
         import torch
         from transformers import StoppingCriteriaList
 
@@ -87,7 +87,7 @@ class Conversation:
                 attention_mask=torch.ones_like(ids),
                 max_new_tokens=room,
                 eos_token_id=list(loaded.ends) or None,
-                # One sequence needs none; without it transformers warns that it takes an end.
+                # One sequence needs no padding; without an id transformers warns that it takes an end.
                 pad_token_id=next(iter(loaded.ends), None) if (pad := loaded.tokenizer.pad_token_id) is None else pad,
                 streamer=_streamer(loaded.tokenizer),
                 stopping_criteria=StoppingCriteriaList([lambda ids, _: stopped.reached(ids)]),
@@ -101,17 +101,17 @@ class Conversation:
 
 
 class _Stopped:
-    """True after Ctrl-C while an answer is generated."""
+    """Records a Ctrl-C during an answer."""
 
     asked = False
 
     def __call__(self, signum: int, frame: object) -> None:
-        if self.asked:  # it is in the middle of a token that takes long
+        if self.asked:  # a token may take long
             raise KeyboardInterrupt
         self.asked = True
 
     def reached(self, ids: Any) -> Any:
-        """For transformers: bool [batch]."""
+        """Answer transformers: bool [batch]."""
         return ids.new_full((len(ids),), self.asked).bool()
 
 
@@ -129,7 +129,7 @@ def _streamer(tokenizer: Any) -> Any:
     from transformers import TextStreamer
 
     class Printer(TextStreamer):
-        """Prints an answer's text without what a terminal would obey."""
+        """Prints an answer's text without control characters for a terminal."""
 
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
             print(untrusted.shown(text, lines=True), end="\n" if stream_end else "", flush=True)
@@ -145,7 +145,6 @@ def _note(text: str) -> None:
 
 
 def _turns(interactive: bool) -> Iterator[str]:
-    """Lines that the user types, until the end of the input."""
     if not interactive:
         yield from (line.rstrip("\n") for line in sys.stdin)
         return
@@ -163,7 +162,7 @@ def _turns(interactive: bool) -> Iterator[str]:
 
 
 def _command(name: str, talk: Conversation, adapter: bool) -> bool:
-    """Obey a command. Returns whether the adapter is on."""
+    """Obey a command. Returns True if the adapter is on."""
     if name == "clear":
         talk.clear()
         _note("cleared")
@@ -172,7 +171,7 @@ def _command(name: str, talk: Conversation, adapter: bool) -> bool:
         talk.loaded.switch(adapter)
         _note(f"adapter {'on' if adapter else 'off'}")
     elif name == "adapter":
-        _note(f"{talk.loaded.folder} has no adapter: it is a whole model")
+        _note(f"{talk.loaded.folder} has no adapter: it is a complete model")
     else:
         if name != "help":
             _note(f"there is no command /{name}")
@@ -182,10 +181,8 @@ def _command(name: str, talk: Conversation, adapter: bool) -> bool:
 
 
 def converse(talk: Conversation, *, adapter: bool, interactive: bool) -> None:
-    """Answer line by line until the input ends or says /exit.
-
-    Raises ModelError where nobody is there to read it: in a pipe. In a terminal it is told, and the talk goes on.
-    """
+    """Answer line by line until the input ends or says /exit. Raises ModelError in a pipe; a terminal shows the error
+    and the conversation continues."""
     for line in _turns(interactive):
         if (command := _COMMAND.fullmatch(line)) is not None:
             if command[1] == "exit":
@@ -220,7 +217,7 @@ def _variables(given: str | None) -> dict[str, Any]:
 
 
 def main(argv: list[str]) -> int:
-    """Returns the exit code; raises CheckpointError, ModelError."""
+    """Raises CheckpointError, ModelError."""
     parser = argparse.ArgumentParser(
         prog="llmtrain chat",
         description="Talk with a trained model. Of a run, its newest state is used. In a pipe, each line is a turn.",
@@ -232,7 +229,7 @@ def main(argv: list[str]) -> int:
     option("--no-adapter", action="store_true", help="begin without the adapter; /adapter switches")
     own = "a Jinja template instead of the tokenizer's own"
     option("--chat-template", type=Path, default=argparse.SUPPRESS, metavar="FILE", help=own)
-    help_text = "what the template is told, an object of JSON, as `llmtrain prepare` was"
+    help_text = "variables of the template, an object of JSON, as for `llmtrain prepare`"
     option("--chat-template-kwargs", default=argparse.SUPPRESS, metavar="JSON", help=help_text)
     completion.offer(parser)
     args = vars(parser.parse_args(argv))
@@ -244,7 +241,7 @@ def main(argv: list[str]) -> int:
     with usable_folder(path, "chat") as folder:
         loaded = Answerer.load(folder)
         if off and not loaded.adapted:
-            raise ModelError(f"--no-adapter: {path} has no adapter, it is a whole model. Leave it out.")
+            raise ModelError(f"--no-adapter: {path} has no adapter, it is a complete model. Leave it out.")
         if template is not None:
             loaded.tokenizer.chat_template = template
         talk = Conversation(loaded, Sampling(**args), system, variables)
@@ -252,7 +249,7 @@ def main(argv: list[str]) -> int:
             loaded.switch(not off)
             _note(f"adapter {'off' if off else 'on'}")
         if interactive:
-            _note("/help tells the commands")
+            _note("/help lists the commands")
         torch.manual_seed(args["seed"])
         converse(talk, adapter=loaded.adapted and not off, interactive=interactive)
     return 0

@@ -179,7 +179,7 @@ def size_bytes(text: str) -> int:
 
 
 def _local(text: str) -> Path:
-    """A path of this host: argparse's type of what no URL may name."""
+    """Refuse a URL: argparse's type of a path on this host."""
     if is_url(text):
         raise argparse.ArgumentTypeError(f"{text} is a URL, and this is a folder of this host")
     return Path(text)
@@ -214,7 +214,7 @@ def _converters(add: Callable[..., argparse.ArgumentParser]) -> None:
     to_hf.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], help="default: as it was trained or imported")
     to_hf.add_argument("--max-shard-size", metavar="SIZE", help="of a weight file, such as 2GB; default 5GB")
     to_hf.add_argument(
-        "--merge", action="store_true", help="of a run with an adapter: the whole model, not a PEFT folder"
+        "--merge", action="store_true", help="of a run with an adapter: the complete model, not a PEFT folder"
     )
     to_hf.add_argument("--ema", action="store_true", help="the moving average of the parameters (section ema)")
     to_hf.add_argument("--push", metavar="ORG/NAME", help="publish the folder on the Hub (token: HF_TOKEN), privately")
@@ -245,7 +245,7 @@ def _converters(add: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Returns the exit code: 1 when `verify` finds damage or `diff` a difference. Raises CheckpointError."""
+    """Returns 1 when `verify` finds damage or `diff` a difference. Raises CheckpointError."""
     parser = argparse.ArgumentParser(
         prog="llmtrain checkpoint", description="Look at checkpoints, convert them, delete them."
     )

@@ -1,7 +1,6 @@
 """Completion of commands, flags and values in the shell: eval "$(register-python-argcomplete llmtrain)".
 
-The shell calls `llmtrain` with the line in the environment; each command offers its own parser. In an ordinary call
-nothing of this is imported.
+The shell calls `llmtrain` with the line in the environment, and each command offers its own parser.
 """
 
 from __future__ import annotations
@@ -11,14 +10,12 @@ import os
 from collections.abc import Iterable
 
 ASKED = "_ARGCOMPLETE"
-"""The variable that argcomplete's shell function sets."""
+"""Variable that argcomplete's shell function sets."""
 
 
 def command_of_line(commands: Iterable[str]) -> str | None:
-    """The command on the line that is being completed; None after completing the command's own name.
-
-    The command is taken out of the line, so that its parser sees what follows as its arguments.
-    """
+    """Take the command out of the line to complete and return it; the rest is for its parser. None: the command's own
+    name was completed."""
     line, point = os.environ["COMP_LINE"], int(os.environ["COMP_POINT"])
     program, _, rest = line.partition(" ")
     command, space, after = rest.lstrip().partition(" ")
@@ -34,7 +31,7 @@ def command_of_line(commands: Iterable[str]) -> str | None:
 
 
 def offer(parser: argparse.ArgumentParser) -> None:
-    """Answer the shell from this parser and end the process, if the shell asks; else return at once."""
+    """Answer the shell from this parser and end the process; without a question from the shell return at once."""
     if ASKED in os.environ:
         import argcomplete
 
@@ -42,10 +39,7 @@ def offer(parser: argparse.ArgumentParser) -> None:
 
 
 def offer_run(parser: argparse.ArgumentParser | None = None) -> None:
-    """`offer` with a flag for every field of a run added.
-
-    An argparse parser: that of jsonargparse 4.53 ends in an AttributeError when argcomplete 3.7 asks it.
-    """
+    """Offer a flag for every field of a run, by an argparse parser: argcomplete 3.7 fails with jsonargparse 4.53's."""
     if ASKED not in os.environ:
         return
     from typing import Literal, get_args, get_origin

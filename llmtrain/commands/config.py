@@ -25,7 +25,7 @@ from llmtrain.config.schema import SHARED, entries, json_schema
 from llmtrain.config.topology import Degrees
 from llmtrain.data.stream.epoch import sequences_of_epoch
 
-if TYPE_CHECKING:  # torch is for those who ask
+if TYPE_CHECKING:  # without torch at run time
     from llmtrain.models.spec import ModelFacts
     from llmtrain.training.examine import Checked
 
@@ -48,16 +48,13 @@ RUN.yaml ...     one file, or several, of which the later wins, value by value
 
 _ACTIONS = ["check", "show", "schema"]
 _WIDEST = 60
-"""Characters of the lines behind which `show` puts its comments in one column."""
+"""Longest line in characters that counts for the column of `show`'s comments."""
 _USUAL_RANKS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
-"""Numbers of ranks that are tried where none is given."""
+"""Numbers of ranks to try where none is given."""
 
 
 def main(argv: list[str]) -> int:
-    """The command line behind `llmtrain config`. Returns 0.
-
-    Raises: ConfigError.
-    """
+    """Raises ConfigError."""
     parser = argparse.ArgumentParser(prog="llmtrain config")
     parser.add_argument("action", choices=_ACTIONS)
     parser.add_argument("run", nargs="?")
@@ -94,7 +91,7 @@ def main(argv: list[str]) -> int:
             raise
         raise ConfigError(f"{error}\n  the check was for 1 rank; {_give(others)} passes it") from error
     if others:
-        note = f"the figures are for 1 rank; {_give(others)} tells those of so many"
+        note = f"the figures are for 1 rank; {_give(others)} gives those for more"
         resolved = replace(resolved, notes=(*resolved.notes, note))
     if action == "show":
         print(f"# {files}, resolved for {units.counted(world_size, 'rank')}")
@@ -114,8 +111,8 @@ def main(argv: list[str]) -> int:
 
 
 def _with_origins(resolved: ResolvedRun) -> str:
-    """The resolved run as YAML; behind each value, as a comment, the place where it was written, or that it is a
-    default, or computed from others."""
+    """Return the resolved run as YAML with the origin of each value in a comment: its place, "default" or
+    "computed"."""
     text = strict_yaml.dump(resolved.run)
     lines, keys = text.splitlines(), strict_yaml.parse(text, "").lines
     defaults: dict[str, set[str]] = {}
@@ -127,7 +124,7 @@ def _with_origins(resolved: ResolvedRun) -> str:
             continue
         named = key
         while not ({named} & (resolved.places.keys() | defaults) or "[" in named or "." not in named):
-            # within a map of the user's; the fields of a stage have no other places
+            # a key in the user's map; the fields of a stage have no other places
             named = named.rpartition(".")[0]
         if place := resolved.places.get(named):
             origin = f"--{named}" if place == COMMAND_LINE else place.replace(", line ", ":")
@@ -139,7 +136,7 @@ def _with_origins(resolved: ResolvedRun) -> str:
 
 
 def _other_sizes(parsed: Parsed) -> list[int]:
-    """Usual numbers of ranks above 1 that go with the run's degrees and batch."""
+    """Return usual numbers of ranks above 1 that fit the run's degrees and batch."""
     fitting = []
     for ranks in _USUAL_RANKS:
         with contextlib.suppress(ConfigError):
@@ -153,7 +150,7 @@ def _give(ranks: list[int]) -> str:
 
 
 def _read_data(checked: Checked) -> str:
-    """A line on the data of all stages, sets and choices, read and compared with its checksums. Raises DataError."""
+    """Compare the data of all stages, sets and choices with its checksums; return a line about it. Raises DataError."""
     files = [
         file for data in (checked.data, *checked.later, *checked.sets.values()) for file in data.sums(origins=True)
     ]
@@ -163,13 +160,13 @@ def _read_data(checked: Checked) -> str:
         file.compare()
     size = units.size(sum(file.bytes for file in files))
     unverified = sum(not file.xxh3 for file in files)
-    without = f", but for {units.counted(unverified, 'file')} of which they tell none" if unverified else ""
+    without = f", except {units.counted(unverified, 'file')} without a checksum" if unverified else ""
     return f"data:    {units.counted(len(files), 'file')}, {size}: as the checksums of their manifests say{without}"
 
 
 def summary(resolved: ResolvedRun, facts: ModelFacts | None = None) -> str:
-    """The batch equation solved, the length, the way of computing, the model's size where that is known, and the notes:
-    a few lines."""
+    """Return a few lines: the batch equation, the length, the parallel layout and precision, the model's size if known,
+    and the notes."""
     train, batch, mix = resolved.run.train, resolved.batch, resolved.mix
     lines = [f"batch:   {batch.equation()} ({units.count(batch.tokens)} tokens a step)"]
     for number, stage in enumerate(resolved.stages.stages[1:], 1):
@@ -215,7 +212,6 @@ def _optimizer(resolved: ResolvedRun) -> str:
 
 
 def _ranks(degrees: Degrees) -> str:
-    """The world size as the product of its degrees."""
     shared = {"pipeline": degrees.pipeline, "sequence": degrees.sequence, "tensor": degrees.tensor}
     ways = [f"{name} {degree}" for name, degree in shared.items() if degree > 1]
     ways.append(f"data-parallel {degrees.data}")
@@ -224,7 +220,7 @@ def _ranks(degrees: Degrees) -> str:
 
 
 def _world_size(words: list[str]) -> tuple[int, str, list[str]]:
-    """Take --world-size out of the words: (ranks, where the number came from, the other words)."""
+    """Take --world-size out of the words: (ranks, source of the number, the other words)."""
     rest: list[str] = []
     text, source = os.environ.get("WORLD_SIZE", "1"), "WORLD_SIZE"
     if "WORLD_SIZE" not in os.environ:

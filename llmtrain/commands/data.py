@@ -1,6 +1,6 @@
-"""`llmtrain data show|export|where DATA`: what a prepared folder holds, for people and for Megatron.
+"""`llmtrain data show|export|where DATA`: the content of a prepared folder, for people and for Megatron.
 
-`show` prints rows of conversations as the model gets them, and what of them is counted; of texts their documents.
+`show` prints rows of conversations as the model gets them, with the counted tokens marked; of texts the documents.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _STYLES = {(True, False): "bold green", (True, True): "bold magenta", (False, Fa
 
 _PREFIX = len("counted | ")
 _SHOWN_TOKENS = 2000
-"""Limit of the tokens shown of one text: a document may be a book."""
+"""Limit of shown tokens of one text: a document may be a book."""
 _READ_TOKENS = 4 << 20
 
 _PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8">
@@ -57,12 +57,12 @@ pre { background: var(--card); border: 1px solid var(--edge); border-radius: 10p
 
 @dataclass(frozen=True)
 class Run:
-    """Neighbouring tokens of a kind."""
+    """Neighbouring tokens of one kind."""
 
     text: str
     counted: bool
     special: bool
-    """One token that has a name, and is no text."""
+    """One token with a name, instead of text."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Shown:
 
 
 def shown_text(data: PreparedSet, encoder: Encoder, split: Split, index: int) -> Shown:
-    """Document `index` of a split of texts, its beginning if it is long. Raises DataError."""
+    """Return document `index` of a split of texts, shortened. Raises DataError."""
     stream, separator, documents = data.split(split), data.manifest.separator_id, data.manifest.documents[split]
     if not 0 <= index < documents:
         raise DataError(f"--index {index}: the {split} split of {data.name} has documents 0 to {documents - 1}")
@@ -86,7 +86,6 @@ def shown_text(data: PreparedSet, encoder: Encoder, split: Split, index: int) ->
 
 
 def _document(stream: TokenStream, separator: int, index: int) -> tuple[int, int]:
-    """Return the bounds of document `index` in the stream, its separator included."""
     begin = at = seen = 0
     while at < stream.tokens:
         length = min(_READ_TOKENS, stream.tokens - at)
@@ -100,7 +99,7 @@ def _document(stream: TokenStream, separator: int, index: int) -> tuple[int, int
 
 
 def _documents(stream: TokenStream, separator: int) -> Iterator[np.ndarray]:
-    """The documents of a split of texts, one after the other, each with its separator."""
+    """Yield the documents of a split of texts, each with its separator."""
     begin, at = 0, 0
     while at < stream.tokens:
         length = min(_READ_TOKENS, stream.tokens - at)
@@ -111,8 +110,8 @@ def _documents(stream: TokenStream, separator: int) -> Iterator[np.ndarray]:
 
 
 def _export(data: PreparedSet, split: Split, prefix: str) -> int:
-    """Write a split of texts for Megatron. Raises DataError: these are conversations, there is no room, or the store
-    cannot be used."""
+    """Write a split of texts for Megatron. Raises DataError: the folder has conversations, there is no room, or the
+    store cannot be used."""
     if data.manifest.chat is not None:
         raise DataError(
             f"{data.name}: Megatron's files say not which tokens are counted, and these are conversations; export "
@@ -150,7 +149,6 @@ def _write(data: PreparedSet, split: Split, prefix: Path, asked: str) -> int:
 
 
 def shown_row(data: PreparedSet, encoder: Encoder, split: Split, index: int) -> Shown:
-    """Row `index` of a split, in the folder's order."""
     stream = data.split(split)
     lengths = stream.row_lengths()
     if not 0 <= index < len(lengths):
@@ -182,7 +180,7 @@ def _runs(ids: list[int], counted: np.ndarray, encoder: Encoder) -> list[Run]:
 
 
 def _print(row: Shown, *, marks: bool) -> None:
-    """With `marks`, each line begins with whether it is counted, for where there are no colours."""
+    """Print a row; `marks`: mark counted lines in text, for output without colours."""
     from rich.console import Console
     from rich.text import Text
 
@@ -252,7 +250,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
 
 
 def _where(args: argparse.Namespace) -> int:
-    """Print what a step has read, or which steps have read a record. Raises DataError."""
+    """Print the data of a step, or the steps that have read a record. Raises DataError."""
     from llmtrain.commands.where import Where
 
     known = Where(args.data, args.run)
@@ -269,7 +267,7 @@ def _where(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str]) -> int:
-    """Returns 0. Raises DataError."""
+    """Raises DataError."""
     args = _arguments(argv)
     if args.action == "where":
         return _where(args)

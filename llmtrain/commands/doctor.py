@@ -27,11 +27,11 @@ from llmtrain.data.stream.epoch import sequences_of_epoch
 from llmtrain.training.host_needs import needs, sent_bytes
 
 _ALL_REDUCE = "llmtrain.engine.dist.all_reduce"
-"""The program with torch that is started on each host to try the collectives."""
+"""Program with torch that tries the collectives on each host."""
 
 
 def main(argv: list[str]) -> int:
-    """0: no red cell. 1: a red cell. Raises ConfigError for the hostfile, the configuration and the command line."""
+    """Returns 1 for a red cell, else 0. Raises ConfigError for the hostfile, the configuration and the command line."""
     parser = _parser()
     completion.offer(parser)
     args, words = command_words(parser, argv)

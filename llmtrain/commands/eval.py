@@ -27,7 +27,7 @@ from llmtrain.tracking.wandb_sink import WandbSink
 
 _REMEDY = "pip install 'llmtrain[eval]'"
 _ANSWERS_S = 10.0
-"""Seconds in which a server tells its models."""
+"""Seconds in which a server must list its models."""
 _TO_WANDB_S = 20.0
 
 
@@ -43,7 +43,7 @@ class Target:
 
 
 def target_of(path: str, step: int | None, *, best: bool = False) -> Target:
-    """The newest checkpoint of a run, that of `step`, or the best one. Raises CheckpointError, UserError."""
+    """Find a run's newest checkpoint, that of `step`, or the best one. Raises CheckpointError, UserError."""
     from llmtrain.checkpoint.hf.inference import is_model
 
     place = Path(path)
@@ -58,17 +58,15 @@ def target_of(path: str, step: int | None, *, best: bool = False) -> Target:
         return Target(str(chosen), _run_of(chosen, place), chosen)
     found = find_checkpoints(place if step is None else place / f"step-{step}")
     newest = step is None and found[0] in complete_checkpoints(place / "checkpoints")
-    # Of a run its export will do, if it is of its newest checkpoint.
+    # The run's export serves if it is of the newest checkpoint.
     return Target(path if newest else str(found[0]), _run_of(found[0], place), found[0])
 
 
 def _named(place: Path) -> list[Path]:
-    """The checkpoint of RUN/step-N; nothing where it is another name."""
     return find_checkpoints(place) if place.name.startswith("step-") else []
 
 
 def _run_of(checkpoint: Path, given: Path | None = None) -> Path | None:
-    """The run's folder: it has metrics."""
     places = [*([given] if given is not None else []), checkpoint.parent.parent]
     return next((place for place in places if (place / "metrics.jsonl").is_file()), None)
 
@@ -89,19 +87,19 @@ def need_lm_eval(*, server: bool) -> None:
 
 @contextmanager
 def _model(target: Target, batch_size: int) -> Iterator[Any]:
-    """lm-eval's model of a folder or checkpoint, loaded as `generate` loads it. Raises CheckpointError, ModelError."""
+    """Load lm-eval's model of a folder or checkpoint like `generate`. Raises CheckpointError, ModelError."""
     from lm_eval.models.huggingface import HFLM
 
     from llmtrain.checkpoint.hf.inference import Answerer, usable_folder
 
     with usable_folder(target.path, "eval") as folder:
         loaded = Answerer.load(folder)
-        logging.getLogger("lm_eval.models.huggingface").setLevel(logging.ERROR)  # it doubts a model that is given whole
+        logging.getLogger("lm_eval.models.huggingface").setLevel(logging.ERROR)  # it warns of a model object
         yield HFLM(pretrained=loaded.model, tokenizer=loaded.tokenizer, backend="causal", batch_size=batch_size)
 
 
 def _served(server: str) -> tuple[str, int | None]:
-    """(name of the model that a server offers, tokens of its longest text if it tells them). Raises UserError."""
+    """Return (name of a server's first model, tokens of its longest text if given). Raises UserError."""
     url = f"{server}/models"
     key = os.environ.get("OPENAI_API_KEY")
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
@@ -118,7 +116,7 @@ def _served(server: str) -> tuple[str, int | None]:
 
 @contextmanager
 def _server(target: Target, server: str, batch_size: int) -> Iterator[Any]:
-    """lm-eval's model of a server's completions, with the tokenizer of the target. Raises UserError."""
+    """Make lm-eval's model of a server's completions, with the target's tokenizer. Raises UserError."""
     from lm_eval.models.openai_completions import LocalCompletionsAPI
 
     server = server.rstrip("/")
@@ -128,7 +126,7 @@ def _server(target: Target, server: str, batch_size: int) -> Iterator[Any]:
         folder = str(read_trainer(target.checkpoint).get("tokenizer_dir"))
         if not Path(folder).is_dir():
             raise UserError(
-                f"--server: the tokenizer of {target.path} was in {folder}, which is gone. In place of the run, name a "
+                f"--server: the tokenizer of {target.path} was in {folder}, which is gone. Instead of the run, name a "
                 "folder that has it."
             )
     yield LocalCompletionsAPI(
@@ -142,7 +140,7 @@ def _server(target: Target, server: str, batch_size: int) -> Iterator[Any]:
 
 
 def _tasks(names: list[str], include: list[str]) -> Any:
-    """lm-eval's manager of tasks, which has loaded these. Raises UserError: there is none, or its data is not there."""
+    """Return lm-eval's manager with the tasks loaded. Raises UserError: there is none, or its data is missing."""
     from lm_eval.tasks import TaskManager
 
     from llmtrain.config.problems import closest
@@ -157,7 +155,7 @@ def _tasks(names: list[str], include: list[str]) -> Any:
             raise UserError(f"--tasks {name}: there is no such task; {remedy} --include-path FOLDER takes your own.")
     try:
         loaded = manager.load(names)
-    except Exception as error:  # whatever datasets, the Hub, a YAML file or the code of a task raises
+    except Exception as error:  # datasets, the Hub, a YAML file or the code of a task may raise anything
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(
             f"--tasks {','.join(names)}: cannot be loaded ({untrusted.shown(reason, 300)}). Without a network, give "
@@ -168,7 +166,8 @@ def _tasks(names: list[str], include: list[str]) -> Any:
 
 
 def scores_of(results: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Task or group -> metric -> value. lm-eval names a metric with its filter: `acc,none`, `exact_match,strict`."""
+    """Return task or group -> metric -> value. lm-eval names a metric with its filter: `acc,none`,
+    `exact_match,strict`."""
     found: dict[str, dict[str, float]] = {}
     for task, given in {**results["results"], **results.get("groups", {})}.items():
         for key, value in given.items():
@@ -179,7 +178,7 @@ def scores_of(results: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def table(scores: dict[str, dict[str, float]]) -> list[str]:
-    """Aligned lines: a line for each metric, its standard error beside it."""
+    """Return aligned lines, one per metric, with its standard error."""
     lines = [("TASK", "METRIC", "VALUE", "STANDARD ERROR")]
     for task, metrics in scores.items():
         for metric, value in metrics.items():
@@ -191,7 +190,7 @@ def table(scores: dict[str, dict[str, float]]) -> list[str]:
 
 
 def record(target: Target, scores: dict[str, dict[str, float]], about: dict[str, Any]) -> str:
-    """Write the scores to the run's metrics and to W&B, at the checkpoint's step. Returns what was done."""
+    """Write the scores to the run's metrics and to W&B, at the checkpoint's step. Returns a summary."""
     assert target.run is not None and target.checkpoint is not None
     trainer, now = read_trainer(target.checkpoint), time.time()
     scored = {f"tasks/{task}/{metric}": value for task, metrics in scores.items() for metric, value in metrics.items()}
@@ -205,7 +204,7 @@ def record(target: Target, scores: dict[str, dict[str, float]], about: dict[str,
 
 
 def _to_wandb(run: Path, trainer: dict[str, Any], row: dict[str, Any]) -> str:
-    """Give W&B a row of an earlier step. Returns what there is to say, to end a sentence."""
+    """Give W&B a row of an earlier step. Returns the end of a sentence about it."""
     try:
         tracking = TrackingConfig(**trainer["run"]["tracking"])
     except (KeyError, TypeError):  # a checkpoint that was converted, or an older version's
@@ -279,7 +278,7 @@ def _count(text: str) -> int:
 
 
 def main(argv: list[str]) -> int:
-    """Returns the exit code; raises CheckpointError, ModelError, ConfigError, UserError."""
+    """Raises CheckpointError, ModelError, ConfigError, UserError."""
     args = _arguments(argv)
     options = vars(args)
     server, limit = options.get("server"), options.get("limit")

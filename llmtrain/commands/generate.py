@@ -9,7 +9,7 @@ from llmtrain.commands import completion
 
 
 def main(argv: list[str]) -> int:
-    """Returns the exit code; raises CheckpointError, ModelError."""
+    """Raises CheckpointError, ModelError."""
     parser = argparse.ArgumentParser(
         prog="llmtrain generate",
         description="Continue a prompt with a trained model. Of a run, its newest state is used.",

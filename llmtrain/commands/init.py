@@ -13,7 +13,7 @@ from llmtrain.base.errors import UserError
 from llmtrain.commands import completion
 
 _SHIPPED = Path(__file__).parent / "shipped"
-"""Folder of what `init` copies: files in a wheel; in a clone, links to folders at its top."""
+"""Folder that `init` copies: files in a wheel; in a clone, links to folders at its top."""
 _LEFT_OUT = (".png", ".jsonl")
 """Suffixes of a clone's files that a wheel lacks: figures and raw results."""
 _NEXT = """\
@@ -28,7 +28,7 @@ to begin:         cd {folder}
 
 
 def main(argv: list[str]) -> int:
-    """The command line behind `llmtrain init`; 0 on success. Raises UserError, and then nothing was written."""
+    """Raises UserError, and then nothing was written."""
     parser = argparse.ArgumentParser(prog="llmtrain init", description="Write recipes and DeepSpeed files to a folder.")
     parser.add_argument("folder", type=Path, metavar="DIR", help="made if it is not there; no file of it is changed")
     completion.offer(parser)
@@ -54,7 +54,6 @@ def main(argv: list[str]) -> int:
 
 
 def _files(folder: Path) -> list[Path]:
-    """All that a user may copy."""
     found: list[Path] = []
     for path in sorted(folder.iterdir()):
         if path.is_dir() and path.name != "__pycache__":

@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
 
 
 def batches(words: Sequence[str], ranks: int) -> list[int]:
-    """Return the sequences per optimizer step of each stage on so many ranks. Raises ConfigError."""
+    """Return the sequences per optimizer step of each stage on `ranks` ranks. Raises ConfigError."""
     return batches_of(load(list(words), ranks, "the hosts that are left", epoch=sequences_of_epoch))
 
 
@@ -78,7 +78,7 @@ def _options(argv: list[str]) -> Options:
     parser.add_argument("--exclude", default=None, help="the same form: all but these")
     parser.add_argument("--launcher", choices=("pdsh", "slurm"), default="pdsh", help="slurm: hosts from SLURM_*, srun")
     parser.add_argument("--max-restarts", type=int, default=MAX_RESTARTS, help="after faults (default: %(default)s)")
-    parser.add_argument("--min-hosts", type=int, default=None, help="go on with so few (default: all of them)")
+    parser.add_argument("--min-hosts", type=int, default=None, help="continue with this number (default: all of them)")
     parser.add_argument("--preempt-file", default=None, help="when it appears on any host, the job saves and leaves")
     parser.add_argument("--env-file", default=None, help="lines NAME=VALUE for the ranks; secrets travel unseen")
     parser.add_argument(

@@ -29,13 +29,13 @@ def main(argv: list[str], worker: str = WORKER) -> int:
     cpu = _on_cpu(args.device, max(ranks))
     if cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
-    from llmtrain.parity.worlds import compare_worlds  # torch is for those who compare: --help is answered without it
+    from llmtrain.parity.worlds import compare_worlds  # --help needs no torch
 
     return compare_worlds(", ".join(configs_in(words)), user, ranks, args.steps, cpu=cpu, worker=worker)
 
 
 def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The command's own arguments, and the words of the run."""
+    """Return the command's own arguments, and the words of the run."""
     parser = argparse.ArgumentParser(
         prog="llmtrain parity",
         usage="llmtrain parity RUN.yaml [--SECTION.FIELD VALUE ...] [--ranks N,N] [--steps N] [--device auto|cpu|cuda]",

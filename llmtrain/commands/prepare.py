@@ -30,7 +30,7 @@ def prepare(
     fields: Mapping[str, Mapping[str, Any]] | None = None,
     **options: Any,
 ) -> Manifest:
-    """Prepare a folder as `llmtrain prepare` does: new, finished after a kill, or found complete.
+    """Prepare a folder like `llmtrain prepare`: new, finished after a kill, or found complete.
 
     Args:
         source: what `--source` takes, one or several.
@@ -57,7 +57,7 @@ def _texts(given: Path | str | Sequence[Path | str]) -> tuple[str, ...]:
 
 
 def _options() -> argparse.ArgumentParser:
-    """The parser of `llmtrain prepare`; the plugins are imported already."""
+    """Make the parser of `llmtrain prepare`; the plugins are imported already."""
     parser = argparse.ArgumentParser(
         prog="llmtrain prepare",
         description="Tokenize a corpus into memory-mapped shards with a train and a validation split.",
@@ -162,12 +162,12 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
         choices=["reject", "cut", "split"],
         help="a row of more than --max-tokens: reject its record, keep its beginning, or make several rows of it",
     )
-    stops = "tokens where generation stops, beside the tokenizer's eos_token and the model's eos_token_id"
+    stops = "tokens where generation stops, with the tokenizer's eos_token and the model's eos_token_id"
     add("--stop-token", nargs="+", default=argparse.SUPPRESS, metavar="TOKEN", help=stops)
 
 
 def main(argv: list[str]) -> int:
-    """`llmtrain prepare`: returns the exit code; a user's mistake is one message on standard error."""
+    """Return the exit code; a user's mistake is one message on standard error."""
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--plugin", action="append", default=[])
 

@@ -1,4 +1,4 @@
-"""`llmtrain reference RUN.yaml`: write what its objective compares with into its data. No torch before the work."""
+"""`llmtrain reference RUN.yaml`: write the objective's reference into the run's data. No torch before the work."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MOST_RANKS = 64
 
 
 def main(argv: list[str]) -> int:
-    """Returns 0. Raises UserError."""
+    """Raises UserError."""
     completion.offer_run()
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE)
@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
 
 
 def _fewest_ranks(parsed: Parsed) -> int:
-    """The smallest number of ranks on which the run can be. Raises ConfigError: there is none."""
+    """Return the smallest number of ranks on which the run resolves. Raises ConfigError: there is none."""
     found = next((count for count in range(1, _MOST_RANKS + 1) if _goes(parsed, count)), None)
     if found is None:
         resolve(parsed.run, 1, places=parsed.places, epoch=sequences_of_epoch)
@@ -76,11 +76,11 @@ def _goes(parsed: Parsed, ranks: int) -> bool:
 def _refuse(run: RunConfig) -> None:
     objective = run.objective
     if url := next(filter(is_url, [*run.data.folders, *run.eval.sets.values()]), None):
-        raise ConfigError(f"{redact_text(url)}: lies in an object store, and a column is written beside the data; name "
+        raise ConfigError(f"{redact_text(url)}: is in an object store, and a column is written next to the data; name "
                           "a folder of this host that has the same, and upload it with its column")  # fmt: skip
     if isinstance(objective, Distill):
         if objective.top_k is None:
-            raise ConfigError("objective.top_k null: the whole teacher is asked at each step; set it to write its "
+            raise ConfigError("objective.top_k null: the full teacher is asked at each step; set it to write its "
                               "likeliest words, or leave this command out")  # fmt: skip
         if objective.teacher is None:
             raise ConfigError("objective.teacher null: names no model whose words are to be written; name one")

@@ -43,18 +43,17 @@ class Run:
     unreadable_lines: int
 
     def shown_settings(self) -> dict[str, str]:
-        """The command first, then the settings that are not null."""
+        """Return the command, then the settings that are not null."""
         argv = self.environment.get("argv")
         words = {"command": shlex.join(map(str, argv))} if isinstance(argv, list) else {}
         return words | {key: value for key, value in self.settings.items() if key != "norm" and value != "null"}
 
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
-        """The events of one kind, in order."""
         return [event for event in self.events if event.get("kind") == kind]
 
 
 def load(run_dir: Path) -> Run:
-    """Read a run folder. Torn or foreign lines are counted and skipped; UserError if there is nothing to show."""
+    """Read a run folder. Torn or foreign lines are counted and skipped. Raises UserError: there is nothing to show."""
     if not run_dir.is_dir():
         raise UserError(f"{run_dir}: no such run folder. Give a folder that training wrote, such as runs/NAME.")
     try:
@@ -113,7 +112,7 @@ def _finite(value: Any) -> float | None:
 
 
 def curves_of(run: Run) -> Curves:
-    """The finite values of each metric by step; where a step stands twice, the later row counts."""
+    """Return the finite values of each metric by step; the later of two rows with one step counts."""
     found: dict[str, dict[float, float]] = {}
     for row in run.rows:
         for name, value in row.items():
@@ -138,7 +137,6 @@ def curves_of(run: Run) -> Curves:
 
 
 def facts_of(run: Run, curves: Curves) -> list[tuple[str, str]]:
-    """The run in figures: pairs of label and text."""
     facts = [("Steps", f"{max(float(row['step']) for row in run.rows):,.0f}")]
     if parameters := _finite(run.environment.get("parameters")):
         facts.append(("Parameters of the model", f"{parameters:,.0f}"))
@@ -259,7 +257,7 @@ _MOST = 1e300  # a sum of such values is one, too
 
 
 def charts_of(runs: list[Run]) -> list[dict[str, Any]]:
-    """One chart for each metric that a run has, the curves of all runs in it, as charts.py draws it."""
+    """Return one chart for each metric, with the curves of all runs, as charts.py draws it."""
     all_curves = [curves_of(run) for run in runs]
     charts = []
     own = dict.fromkeys(chart for objective in Objective.CHOICES.values() for chart in objective.charts)
@@ -311,7 +309,7 @@ def _by_name(of_runs: Sequence[Curves]) -> list[Chart]:
 
 
 def _with_sets(curves: Sequence[tuple[str, str]], of_runs: Sequence[Curves]) -> list[tuple[str, str]]:
-    """The curves of a chart, and beside those of the validation data those of named sets."""
+    """Add to the curves of validation data those of named sets."""
     found = list(curves)
     for metric, _ in curves:
         if metric.startswith("eval/"):
@@ -321,21 +319,21 @@ def _with_sets(curves: Sequence[tuple[str, str]], of_runs: Sequence[Curves]) -> 
 
 
 def set_of(key: str, metric: str) -> str:
-    """The named set whose `metric` (eval/FIGURE) a key is; empty: it is none."""
+    """Return the named set of a key with the figure `metric` (eval/FIGURE), or ""."""
     figure = metric.removeprefix("eval/")
     name = key.removeprefix("eval/").removesuffix(f"/{figure}")
     return name if key == f"eval/{name}/{figure}" and "/" not in name else ""
 
 
 def _levels(all_curves: list[Curves]) -> dict[str, float]:
-    """The baselines on which all runs agree: of runs on several data sets, no line is that of all curves."""
+    """Return the baselines on which all runs agree: runs on several data sets share no line."""
     names = all_curves[0].baselines
     values = {name: {curves.baselines.get(name) for curves in all_curves} for name in names}
     return {f"{name} model": names[name] for name, found in values.items() if len(found) == 1}
 
 
 def _series(metric: str, curve: Curve, name: str, color: int, *, dash: bool) -> list[dict[str, Any]]:
-    """One curve; where it is noisy, its average and faintly itself."""
+    """Return one curve; a noisy one as its average, and faintly itself."""
     if not curve:
         return []
     every = -(-len(curve.steps) // _POINTS_SHOWN)
@@ -366,7 +364,6 @@ def _period(run: Run) -> str:
 
 
 def _events(run: Run) -> tuple[str, str]:
-    """Heading and table of what happened."""
     told = [event for event in run.events if event.get("kind") != "samples"]
     shown = told[-_EVENTS_SHOWN:]
     rows = []
@@ -384,7 +381,6 @@ def _events(run: Run) -> tuple[str, str]:
 
 
 def _samples(run: Run) -> tuple[str, str]:
-    """Heading and table of the continuations of prompts, the last evaluation first."""
     rows = []
     for event in reversed(run.of_kind("samples")):
         prompts, texts = event.get("prompts"), event.get("texts")
@@ -396,14 +392,13 @@ def _samples(run: Run) -> tuple[str, str]:
 
 
 def _side_by_side(runs: list[Run], columns: list[dict[str, str]], *, mark: bool) -> str:
-    """A row for each key that a column has, in the order in which they come."""
+    """Return a table with a row for each key of any column, in the order of appearance."""
     keys = dict.fromkeys(key for column in columns for key in column)
     rows = [(key, *(column.get(key, "") for column in columns)) for key in keys]
     return _table(("", *(run.name for run in runs)) if len(runs) > 1 else (), rows, mark=mark)
 
 
 def page_of(runs: list[Run], charts: list[dict[str, Any]]) -> str:
-    """The page of one run, or of several side by side."""
     facts = [dict(facts_of(run, curves_of(run))) for run in runs]
     settings = _side_by_side(runs, [run.shown_settings() for run in runs], mark=True)
     tables = [("Figures", _side_by_side(runs, facts, mark=False)), ("Settings", settings)]
@@ -442,7 +437,7 @@ summary { cursor: pointer; margin-top: 1rem; }
 
 
 def _table(head: Sequence[str], rows: Sequence[tuple[str, ...]], *, mark: bool = False) -> str:
-    """An HTML table of plain text. `mark`: rows whose columns after the first differ stand out."""
+    """Return an HTML table of plain text. `mark`: highlight rows whose columns after the first differ."""
     lines = []
     for row in rows:
         differs = ' class="differs"' if mark and len(set(row[1:])) > 1 else ""
@@ -453,7 +448,7 @@ def _table(head: Sequence[str], rows: Sequence[tuple[str, ...]], *, mark: bool =
 
 
 def _page(title: str, subtitle: str, tables: Sequence[tuple[str, str]], charts: Sequence[dict[str, Any]]) -> str:
-    """The whole page. `tables`: headings and what `table` made; the first stands above the curves, the others below."""
+    """Return the complete page. `tables`: headings and tables; the first is above the curves, the others below."""
     figures = "".join(f'<figure id="{chart["id"]}">{svg(chart)}</figure>' for chart in charts)
     first, *others = [f"<h2>{html.escape(heading)}</h2>{body}" for heading, body in tables]
     return (
@@ -466,10 +461,8 @@ def _page(title: str, subtitle: str, tables: Sequence[tuple[str, str]], charts: 
 
 
 def write_report(run_dirs: list[Path], out: Path) -> list[Path]:
-    """Write the report into `out`: the page, and for a single run its plots as PNG. Returns the files, the page first.
-
-    UserError for what cannot be used.
-    """
+    """Write the page, and for a single run its plots as PNG, into `out`. Returns the files, the page first. Raises
+    UserError."""
     runs = [load(run_dir) for run_dir in run_dirs]
     if len({run.name for run in runs}) < len(runs):
         runs = [replace(run, name=str(run_dir)) for run, run_dir in zip(runs, run_dirs, strict=True)]
@@ -487,7 +480,7 @@ def write_report(run_dirs: list[Path], out: Path) -> list[Path]:
 
 
 def main(argv: list[str]) -> int:
-    """The command `llmtrain report`; 0 on success. Raises UserError."""
+    """Raises UserError."""
     parser = argparse.ArgumentParser(prog="llmtrain report", description="Curves and figures of runs as one HTML page.")
     parser.add_argument(
         "run", type=Path, nargs="+", metavar="RUN", help="a run's folder, such as runs/NAME; several: side by side"

@@ -83,7 +83,7 @@ def _measure(args: argparse.Namespace) -> int:
     if not 0 < args.for_s <= _LONGEST_S:
         raise UserError(f"--for-s {args.for_s:g}: must be above 0 and at most {_LONGEST_S:g}. Give some minutes.")
     host, port = private_address(
-        "--listen", args.listen, "whoever reaches it may fill this line. Give the address in the network that joins "
+        "--listen", args.listen, "anyone who reaches it may fill this line. Give the address in the network that joins "
         "the sites (a tunnel's)",
     )  # fmt: skip
     try:
@@ -119,7 +119,6 @@ def seconds_of(key: str, text: str) -> float:
 
 
 def table(advice: Advice) -> Table:
-    """Make the table of `sites plan`."""
     from rich.table import Table as RichTable
 
     made = RichTable(box=None, padding=(0, 1), header_style="bold")
@@ -165,20 +164,19 @@ def said(advice: Advice, timeout_s: float) -> list[str]:
         rule = f"nothing reaches {goal} within {forecast.LONGEST} steps, so int4, and the smallest sync_every that does"
     shorter = ""
     if best.run_s is not None and plain.run_s is not None:
-        shorter = f", the run {units.duration(best.run_s)} in place of {units.duration(plain.run_s)}"
+        shorter = f", the run {units.duration(best.run_s)} instead of {units.duration(plain.run_s)}"
     fewer = plain.bytes_per_step / best.bytes_per_step
     late_s = forecast.join_s(advice.job, advice.line)
     return [
         "recommended: " + " ".join(forecast.words(advice, timeout_s)),
         f"  rule: {rule}",
         f"  then: {units.count(best.bytes_per_step)}B a step, 1/{fewer:.0f} of data parallel, computing "
-        f"{best.computing:.1%} in place of {plain.computing:.1%}{shorter}",
+        f"{best.computing:.1%} instead of {plain.computing:.1%}{shorter}",
         f"  a site that joins late takes the model from another in {units.duration(late_s)}",
     ]
 
 
 def _add_plan(commands: Any) -> None:
-    """Add `sites plan`."""
     parser = commands.add_parser(
         "plan", help="predict bytes, waiting and wall time of a run over a slow network", allow_abbrev=False,
         description=_PLAN, epilog="Further words are keys of the run: --sites.sync_every 50",
@@ -190,7 +188,9 @@ def _add_plan(commands: Any) -> None:
     parser.add_argument("--sites", type=int, default=2, metavar="N", help="how many (2)")
     parser.add_argument("--world-size", type=int, default=1, metavar="N", help="ranks of each site (1)")
     parser.add_argument("--step-s", type=float, metavar="S", help="seconds of an optimizer step of one site alone")
-    parser.add_argument("--run", metavar="DIR", dest="folder", help="a run's folder that tells them (train.run_dir)")
+    parser.add_argument(
+        "--run", metavar="DIR", dest="folder", help="a run's folder with its step times (train.run_dir)"
+    )
     parser.add_argument("--computing", type=float, default=forecast.GOAL, metavar="SHARE", help="to reach (0.95)")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.set_defaults(run=_plan)
@@ -223,7 +223,7 @@ def _plan(args: argparse.Namespace) -> int:
 def _line(args: argparse.Namespace) -> Line:
     if args.measured is not None:
         if args.rate is not None or args.rtt is not None:
-            raise stop("--measured", args.measured, "is given beside --rate or --rtt, and says both itself",
+            raise stop("--measured", args.measured, "is given with --rate or --rtt, and says both itself",
                        "remove --rate and --rtt")  # fmt: skip
         return forecast.measured(args.measured)
     for key, value in (("--rate", args.rate), ("--rtt", args.rtt)):
@@ -253,7 +253,7 @@ def _add_keys(parser: argparse.ArgumentParser) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Run `llmtrain sites ...`; return 0. Raises UserError."""
+    """Raises UserError."""
     parser = argparse.ArgumentParser(prog="llmtrain sites", description="Several sites that train one model.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     coordinator = commands.add_parser("coordinator", help="start the coordinator; it ends with Ctrl-C")

@@ -1,4 +1,4 @@
-"""`llmtrain train`, what every rank of a launch runs, and `llmtrain.train`, the same from Python."""
+"""`llmtrain train`, the program of every rank of a launch, and `llmtrain.train` for Python."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ def main(argv: list[str]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """The outcome of `llmtrain.train`."""
+    """Outcome of `llmtrain.train`."""
 
     run_dir: Path
     """The run's folder."""
     checkpoint: Path | None
     """Its newest complete checkpoint."""
     export: Path | None
-    """The Hugging Face folder, if the run has written one."""
+    """The run's Hugging Face folder, if it has written one."""
     metrics: dict[str, Any]
-    """The last value of each figure of metrics.jsonl (docs/tracking.md has names and units)."""
+    """Last value of each figure of metrics.jsonl (docs/tracking.md has names and units)."""
     history: list[dict[str, Any]]
-    """The rows of metrics.jsonl in their order, those of earlier launches too."""
+    """Rows of metrics.jsonl in their order, with those of earlier launches."""
 
 
 def train(
@@ -60,13 +60,13 @@ def train(
 ) -> Result:
     """Train in this process: alone, or as one rank of a script that `deepspeed` or `torchrun` has started.
 
-    Several trainings may follow each other; environment variables and torch's random numbers are as before afterwards.
+    Several trainings may follow each other; environment variables and torch's random numbers are restored afterwards.
 
     Args:
-        config: path of a run's YAML, or what would stand in it (`train.run_dir` is then required).
+        config: path of a run's YAML, or its content (`train.run_dir` is then required).
         overrides: dotted key to value, such as {"train.max_steps": 100}.
         plugin: what `--plugin` takes, once or several times.
-        parts: further parts of the run, which all ranks give alike.
+        parts: further parts of the run, equal on all ranks.
 
     Raises: UserError, for a mistake; TrainingStopped, when the run has ended itself.
     """
@@ -126,13 +126,13 @@ def _train(argv: list[str], parts: Sequence[Part] = ()) -> tuple[ResolvedRun, in
 
 
 def stall_timeout_s(fault: FaultConfig) -> float:
-    """The watch acts before the collectives' own time limit: after it the ranks are dead and cannot be asked."""
+    """Return a limit below the collectives' own: after that one the ranks are dead and cannot be asked."""
     return min(fault.stall_timeout_s, 0.75 * fault.timeout_s)
 
 
 @contextlib.contextmanager
 def _as_before() -> Iterator[None]:
-    """Leave environment, warnings and torch's settings as they were."""
+    """Restore environment, warnings and torch's settings."""
     import torch
 
     environment, exact = dict(os.environ), torch.are_deterministic_algorithms_enabled()
@@ -147,7 +147,7 @@ def _as_before() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _file_of(config: str | os.PathLike[str] | Mapping[str, Any]) -> Iterator[str]:
-    """The path of a run's YAML, written for the time being if it was given as a map."""
+    """Yield the path of a run's YAML, a temporary file for a map."""
     if not isinstance(config, Mapping):
         yield os.fspath(config)
         return

@@ -1,7 +1,7 @@
-"""`llmtrain data where`: which documents a step of a run has read, and which steps have read a document.
+"""`llmtrain data where`: the documents that a step of a run has read, and the steps that have read a document.
 
-Nothing is logged for it: the order of a run's sequences is computed (data/stream/order.py), and prepared folders keep
-the origin of each document (data/origins.py). A run's events.jsonl says which data it read from which step on.
+Nothing is logged for it: the order of a run's sequences is computed (data/stream/order.py), prepared folders keep the
+origin of each document (data/origins.py), and events.jsonl records the data of each step.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Span:
     after: int
     """Steps done before its first."""
     until: int | None
-    """Steps done behind its last; None: it is the run's last so far. The next span's `after`, unless a site's steps,
-    counted as the fastest site's, go on with a later number."""
+    """Steps done after its last; None: it is the run's last so far. This is the next span's `after`, unless a site's
+    steps, counted as the fastest site's, continue with a later number."""
     next: int
     """First sequence of its first step."""
     event: dict[str, Any]
@@ -44,35 +44,32 @@ class Span:
         return int(self.event["global_batch"])
 
     def sequence_at(self, step: int) -> int:
-        """The first sequence after `step` steps."""
+        """Return the first sequence after `step` steps."""
         return self.next + (step - self.after) * self.batch
 
     @property
     def folders(self) -> list[str]:
-        """The prepared folders of its data."""
         return list(DataConfig(**self.event["data"]).folders)
 
     def data(self) -> TrainData:
-        """The data of its steps. Raises DataError: it is not there, or another one."""
+        """Open the data. Raises DataError: it is missing, or another one."""
         data = TrainData(DataConfig(**self.event["data"]))
         if data.fingerprint != self.event["fingerprint"]:
             raise DataError(
-                f"{', '.join(self.folders)}: it is not what the run has read: it was prepared anew, or lies "
+                f"{', '.join(self.folders)}: it is not the data that the run has read: it was prepared again, or is "
                 "elsewhere (paths count from the current folder)"
             )
         return data
 
 
 def spans(run: Path) -> list[Span]:
-    """What the run has read, in the order of its steps; of steps that were done twice, what was done last.
-
-    Raises DataError: the folder does not say.
-    """
+    """Return the run's data in the order of its steps, the last reading of a repeated step. Raises DataError: the
+    folder has no record."""
     rows, _ = read_rows(run / "events.jsonl")
     found: list[Span] = []
     for row in rows:
         if row.get("kind") == "reads":
-            event = {**(found[-1].event if found else {}), **row}  # one that tells a place alone is of the same data
+            event = {**(found[-1].event if found else {}), **row}  # an event with a place only keeps the data
         elif row.get("kind") == "shares" and found:
             event = {**found[-1].event, "shares": row["after"], "next": found[-1].sequence_at(int(row["step"]))}
         else:
@@ -89,7 +86,7 @@ def spans(run: Path) -> list[Span]:
 
 
 def sequences(span: Span, step: int, rank: int | None) -> Iterator[int]:
-    """Sequences of a step, numbered from 1, or those of a rank's data-parallel group. Raises DataError."""
+    """Yield the sequences of a step, numbered from 1, or those of a rank's data-parallel group. Raises DataError."""
     first = span.sequence_at(step - 1)
     if rank is None:
         yield from range(first, first + span.batch)
@@ -114,7 +111,7 @@ class Where:
         self._opened: dict[str, TrainData] = {}
 
     def _data(self, span: Span) -> tuple[TrainData, int] | None:
-        """The span's data, and the place of this folder among its sets; None: it is none of them."""
+        """Return the span's data, and this folder's place among its sets; None: it is none of them."""
         key = str(span.event["fingerprint"])
         if key not in self._opened:
             self._opened[key] = span.data()
@@ -125,7 +122,8 @@ class Where:
         return (data, same[0]) if same else None
 
     def at_step(self, step: int, rank: int | None) -> Iterator[str]:
-        """Lines on the documents of a step. Raises DataError: the run has not come so far, or read other data there."""
+        """Yield lines on the documents of a step. Raises DataError: the run has no such step yet, or read other data
+        there."""
         span = next((each for each in self._spans if each.after < step <= (each.until or step)), None)
         if span is None and step <= (first := self._spans[0].after):
             raise DataError(f"--step {step}: the run's steps are numbered from {first + 1}")
@@ -151,7 +149,7 @@ class Where:
                 yield f"  {self._shown(data, member, origin)}"
 
     def of_source(self, file: str, record: int) -> Iterator[str]:
-        """Lines on the steps that have read a record's documents. Raises DataError: there is none of it."""
+        """Yield lines on the steps that have read a record's documents. Raises DataError: there are none."""
         first = next((found for span in self._spans if (found := self._data(span)) is not None), None)
         if first is None:
             raise DataError(f"{self._folder}: the run {self._run} has not read it")
@@ -191,6 +189,5 @@ class Where:
 
 
 def last_step(run: Path) -> int:
-    """The last step that the run's metrics have."""
     rows, _ = read_rows(run / "metrics.jsonl")
     return max((row["step"] for row in rows if isinstance(row.get("step"), int)), default=0)

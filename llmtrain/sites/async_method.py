@@ -150,7 +150,6 @@ class Newest:
         return max(0, max(come, default=0) - USUAL)
 
     def _mean(self) -> Array:
-        """Return the mean of all lines, weighted by tokens."""
         total = self._clock.tokens + sum(line.clock.tokens for line in self._known.values())
         mean = self._common + np.float32(self._clock.tokens / total) * (self._line - self._common)
         for site in sorted(self._known):

@@ -319,7 +319,6 @@ def words(advice: Advice, timeout_s: float) -> list[str]:
 
 
 def as_json(advice: Advice, timeout_s: float) -> dict[str, Any]:
-    """Return the advice, with SI units in the keys."""
     line = {"rate_bit_per_s": 8 * advice.line.rate, "rtt_s": advice.line.rtt_s}
     job = {**asdict(advice.job), "parameters": advice.job.parameters}
     rows = [{**asdict(each), "sync_every_for_goal": least} for each, least in advice.rows]

@@ -610,5 +610,4 @@ def say_changes(step: int, failed: Mapping[str, str], names: list[str], before: 
 
 
 def listed(failed: Mapping[str, str]) -> str:
-    """Return the failures of sites, by id, as part of a sentence."""
     return "; ".join(f"site {name_of(site)}: {text}" for site, text in failed.items()) or "nobody has it"

@@ -65,7 +65,7 @@ def test_host_keys_that_changed_or_are_unknown_and_the_remedies_work(lab3: Lab) 
     changed, unknown = answers["node-2"]["trouble"], answers["node-3"]["trouble"]
     assert changed["kind"] == unknown["kind"] == "host_key"
     assert "another host key" in changed["text"] and "not known here" in unknown["text"]
-    for remedy in (changed["remedy"].removeprefix("if the host was set up anew: "), unknown["remedy"]):
+    for remedy in (changed["remedy"].removeprefix("if the host was set up again: "), unknown["remedy"]):
         assert pasted(lab3.hosts[0], remedy).returncode == 0
     assert healthy(lab3)
 

@@ -1,5 +1,4 @@
-"""Facts of each host -> findings about that host, its GPUs and InfiniBand ports. Pure functions: all facts are in a
-Survey."""
+"""Facts of each host -> findings about the host, its GPUs and InfiniBand ports. Pure functions of a Survey."""
 
 from __future__ import annotations
 
@@ -18,21 +17,20 @@ CHECKS = (
     *("name", "ssh", "python", "versions", "code", "config", "files", "slots", "gpus", "env", "clock", "disk"),
     *("memory", "shm", "limits", "shared", "run dir", "ops", "port", "interface", "fabric"),
 )
-"""The columns of the table, in their order."""
+"""Columns of the table, in order."""
 Level = Literal["red", "yellow"]
 RANK_MEMORY_BYTES = GIB
 SHM_A_RANK_BYTES = 128 << 20
-"""Shared memory that NCCL, DeepSpeed's own all-reduce (69 MB) and the loader's workers take; docker gives 64 MiB in
-all."""
+"""Shared memory for NCCL, DeepSpeed's own all-reduce (69 MB) and the loader's workers; docker gives 64 MiB in all."""
 SKEW_S = 5.0
-"""Clock difference from which on logs and events of hosts cannot be put in order."""
+"""Least clock difference with which logs and events of hosts cannot be put in order."""
 STALE_S = 600.0
-"""Age of a build's lock from which on the build is dead: no op of DeepSpeed takes longer to compile."""
+"""Age of a dead build's lock: no op of DeepSpeed takes longer to compile."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One cell of the table that is not in order."""
+    """One faulty cell of the table."""
 
     host: str
     check: str
@@ -41,7 +39,7 @@ class Finding:
     """red: the run would fail, hang or be wrong. yellow: it works, but slower or not everywhere."""
     what: str
     fix: str
-    """A command, or what to do."""
+    """A command, or another remedy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,13 +47,13 @@ class Folder:
     """A folder that a run reads on each host."""
 
     key: str
-    """The run's key that names it."""
+    """The run's key for it."""
     path: str
     """Absolute."""
     files: tuple[str, ...] = ()
     """Files in it that the run reads. Empty: it has to exist, and each host may have other files."""
     on_hub: bool = False
-    """The path is a name on the Hub and must not exist: a folder of that name would win over the repository."""
+    """The path is a name on the Hub and must not exist: a folder would win over the repository."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,15 +62,15 @@ class Survey:
 
     hosts: tuple[Host, ...]
     alone: bool = False
-    """This machine is the only host: it was asked without ssh, as a launch starts its ranks without."""
+    """This machine is the only host: it was asked without ssh, as a launch starts its ranks without ssh."""
     on_cpu: bool = False
     """The ranks are to compute on the processors: DS_ACCELERATOR=cpu, which travels to them."""
     python: str
-    """The interpreter that DeepSpeed will start on each host: that of this process."""
+    """This process's interpreter, which DeepSpeed will start on each host."""
     folder: str
     """The working folder, on each host."""
     run_dir: str | None = None
-    """The folder of the run, or of its checkpoints, or the nearest existing one above it."""
+    """Folder of the run, or of its checkpoints, or the nearest existing one above it."""
     own_folders: bool = False
     """Each host may have its own: checkpoint.dir is set."""
     port: int = 0
@@ -85,19 +83,17 @@ class Survey:
     facts: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     """Output of probe.py, by host; hosts that could not be asked are missing."""
     failures: Mapping[str, str] = field(default_factory=dict)
-    """Hosts that ran the probe without returning facts, and what they printed."""
+    """Hosts that ran the probe without returning facts, with their output."""
     skew_s: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Bounds of each host's clock difference to this host's; positive: ahead."""
     nonce: Mapping[str, bool] = field(default_factory=dict)
-    """True for a host that sees the file which the first host wrote into the run's folder."""
+    """True for a host that sees the first host's new file in the run's folder."""
 
     def on(self, host: str, command: str) -> str:
-        """The command as the user types it to run it on a host."""
         return command if self.alone else f"ssh {host} {shlex.quote(command)}"
 
 
 def each_host(survey: Survey) -> list[Finding]:
-    """Findings about single hosts, in the order of the hosts."""
     found = []
     for host in survey.hosts:
         found += list(_reached(host, survey))
@@ -183,7 +179,7 @@ def _slots(host: Host, facts: dict[str, Any], survey: Survey) -> Iterator[Findin
 
 def _clock(host: Host, facts: dict[str, Any], survey: Survey) -> Iterator[Finding]:
     low, high = survey.skew_s.get(host.name, (0.0, 0.0))
-    # The bounds are as far apart as the answer took; only what is certain counts.
+    # The bounds are as far apart as the answer took; only the certain difference counts.
     certain = low if low > 0 else high if high < 0 else 0.0
     if abs(certain) > SKEW_S:
         what = f"its clock is at least {duration(abs(certain))} {'ahead of' if certain > 0 else 'behind'} this host's"
@@ -310,7 +306,7 @@ _IDLE_BYTES = GIB
 
 
 def all_gpus(survey: Survey) -> list[Finding]:
-    """Findings about the GPUs of each host that are to be used, and about its InfiniBand ports."""
+    """Return findings about the chosen GPUs and the InfiniBand ports of each host."""
     found = []
     for host in survey.hosts:
         facts = survey.facts.get(host.name, {})
@@ -348,7 +344,6 @@ def _driver(host: Host, survey: Survey, devices: Mapping[str, Any], packages: Ma
 
 
 def _chosen(host: Host, gpus: Sequence[Any]) -> list[tuple[int, Any]]:
-    """The GPUs that the hostfile gives to ranks, with their numbers."""
     return [(index, gpu) for index, gpu in enumerate(gpus) if index in host.devices]
 
 
@@ -384,7 +379,7 @@ def _in_use(finding: Any, gpu: Mapping[str, Any], look: str) -> Iterator[Finding
 
 
 def _bytes(text: Any) -> int:
-    """ "81559 MiB" """
+    """Parse "81559 MiB"."""
     number = str(text).partition(" ")[0]
     return int(number) * _MIB if number.isdigit() else 0
 
@@ -399,7 +394,7 @@ def _links(host: Host, links: Sequence[Sequence[int]]) -> Iterator[Finding]:
 
 
 def _kernel_log(host: Host, lines: Sequence[str], survey: Survey) -> Iterator[Finding]:
-    """Yellow: it covers the past day, and faults that still hold show in the report."""
+    """Yellow: the log covers the past day, and faults that persist show in the report."""
     xids = sorted(read_xids(lines), key=lambda xid: not xid.unfit)
     if xids:
         more = f" and {len(xids) - 3} more" if len(xids) > 3 else ""
@@ -409,7 +404,7 @@ def _kernel_log(host: Host, lines: Sequence[str], survey: Survey) -> Iterator[Fi
 
 
 def _ports(host: Host, ports: Mapping[str, Mapping[str, Any]], survey: Survey) -> Iterator[Finding]:
-    """Ports of InfiniBand cards: NCCL takes all that are up, and the slowest holds up the others."""
+    """Check InfiniBand ports: NCCL takes all that are up, and the slowest holds up the others."""
     up = {name: port for name, port in ports.items() if port["state"] == "ACTIVE"}
     elsewhere = any(
         port["state"] == "ACTIVE"

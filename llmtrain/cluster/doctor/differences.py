@@ -1,4 +1,4 @@
-"""Facts of all hosts -> findings about those that differ. Pure functions, as in checks.py."""
+"""Facts of all hosts -> findings about differences. Pure functions, like checks.py."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ _OWN_ENDS = ("_SOCKET_IFNAME", "_CACHE", "_DIR")
 
 
 def all_hosts(survey: Survey) -> list[Finding]:
-    """Findings about differences between the hosts."""
     checks = (_versions, _code, _config, _folders, _environment, _shared, _names, _same_machine, _interfaces)
     return [finding for check in checks for finding in check(survey)]
 
 
 def odd_ones(values: Mapping[str, Any]) -> tuple[Any, list[str]]:
-    """The most common value (on a tie the first host's), and the hosts with another."""
+    """Return the most common value (on a tie the first host's), and the hosts with another."""
     if not values:
         return None, []
     counted = Counter(values.values())
@@ -33,7 +32,7 @@ def odd_ones(values: Mapping[str, Any]) -> tuple[Any, list[str]]:
 
 
 def _look(survey: Survey, name: str) -> dict[str, dict[str, Any]]:
-    """One question's facts by host, of the hosts that have them."""
+    """Return one question's facts by host, for the hosts that have them."""
     return {
         host.name: survey.facts[host.name][name] for host in survey.hosts if name in survey.facts.get(host.name, {})
     }
@@ -122,7 +121,7 @@ def _folders(survey: Survey) -> Iterator[Finding]:
             if folder.on_hub:
                 problem = "is a folder there, which wins over the repository of that name on the Hub"
                 if found["there"]:
-                    fix = f"on {host}: give the folder another name, or name it by its whole path"
+                    fix = f"on {host}: give the folder another name, or name it by its full path"
                     yield Finding(host=host, check="files", level="red", what=f"{what} {problem}", fix=fix)
             elif not found["there"]:
                 yield Finding(host=host, check="files", level="red", what=f"{what} is not there", fix=fix)
@@ -141,7 +140,6 @@ def _folders(survey: Survey) -> Iterator[Finding]:
 
 
 def _some(names: Sequence[str], count: int | None = None) -> str:
-    """The first two names, and the number of the others."""
     more = (len(names) if count is None else count) - 2
     first = ", ".join(names[:2]) if more > 0 else " and ".join(names)
     return first + (f" and {units.counted(more, 'more file')}" if more > 0 else "")
@@ -181,7 +179,6 @@ def _shared(survey: Survey) -> Iterator[Finding]:
 
 
 def held(facts: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Addresses by interface."""
     return {name: about["addresses"] for name, about in facts.get("interfaces", {}).items()}
 
 
@@ -231,7 +228,7 @@ def _same_machine(survey: Survey) -> Iterator[Finding]:
 
 
 def right_interfaces(survey: Survey) -> dict[str, str]:
-    """The interface of each host whose address the others know it by; hosts without a known one are missing."""
+    """Return each host's interface with the address that the others know, if there is one."""
     alone = len(survey.hosts) == 1
     votes: dict[str, Counter[str]] = {host.name: Counter() for host in survey.hosts}
     for viewer, names in _look(survey, "names").items():
@@ -248,7 +245,7 @@ def right_interfaces(survey: Survey) -> dict[str, str]:
 
 
 def gloo_choice(facts: Mapping[str, Any]) -> str | None:
-    """The interface that gloo takes: GLOO_SOCKET_IFNAME, else that of the host name's address, else loopback."""
+    """Return gloo's interface: GLOO_SOCKET_IFNAME, else the one with the host name's address, else loopback."""
     interfaces = {name: addresses for name, addresses in held(facts).items() if addresses}
     if setting := facts.get("environment", {}).get(GLOO):
         return next(iter(named_interfaces(GLOO, setting, interfaces) or ()), None)
@@ -260,7 +257,7 @@ def gloo_choice(facts: Mapping[str, Any]) -> str | None:
 
 
 def nccl_choice(facts: Mapping[str, Any]) -> str | None:
-    """The interface of NCCL's sockets: by NCCL_SOCKET_IFNAME, else ib*, else any but docker*, lo and virbr*."""
+    """Return the interface of NCCL's sockets: by NCCL_SOCKET_IFNAME, else ib*, else any but docker*, lo and virbr*."""
     here = [n for n, about in facts.get("interfaces", {}).items() if about["addresses"] and about.get("up")]
     if setting := facts.get("environment", {}).get(NCCL):
         return next(iter(named_interfaces(NCCL, setting, here) or ()), None)

@@ -1,5 +1,4 @@
-"""The network between the hosts, measured: TCP rates of each pair of hosts, an all-reduce of every GPU of every
-host."""
+"""The network between the hosts, measured: TCP rates of each pair, and an all-reduce over all GPUs."""
 
 from __future__ import annotations
 
@@ -25,23 +24,22 @@ from llmtrain.cluster.hosts.hostfile import Host
 from llmtrain.cluster.hosts.ssh import FAN_OUT, Answer, on_hosts
 
 ALL_PAIRS_TO = FAN_OUT
-"""Number of hosts up to which every pair is measured. More are measured in groups of so many, each host in SAMPLE
-pairs."""
+"""Largest number of hosts with every pair measured. More are split into groups of at most this size, each host in
+SAMPLE pairs."""
 SAMPLE = 6
 SLOW = 0.5
 """A rate below this fraction of the usual one is slow."""
 LATE = 4.0
-"""A round trip of more than so many usual ones, and a millisecond, is late."""
+"""A round trip above LATE usual ones, and a millisecond, is late."""
 HALF = 0.65
-"""A link is half duplex if both directions at once carry this fraction of the two alone, or less: half duplex has 0.5,
+"""A link is half duplex if both directions at once carry at most this fraction of the two alone: half duplex has 0.5,
 full duplex 1."""
 IDLE = 0.2
-"""With a smaller fraction of idle processor time, a rate that is not far below the others tells nothing of the
-network."""
+"""Least fraction of idle processor time with which a slightly lower rate is the network's."""
 LONG_STEP_S = 10.0
 """Seconds of sending in an optimizer step from which on the processors mostly wait."""
 SLOW_LINK = 1e8
-"""bit/s below which a link is slow for any run; a billion gradients in bf16 take 5 minutes and more."""
+"""bit/s below which a link is slow for any run: a billion gradients in bf16 take over 5 minutes."""
 WINDOW_S, LONG_WINDOW_S = 0.24, 0.6
 _UNMEASURED = "no measurement between "
 _PAIR_S = 1.5
@@ -50,7 +48,7 @@ _START_S = 12.0
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """The measurements of one pair of hosts."""
+    """Measurements of one pair of hosts."""
 
     first: str
     second: str
@@ -63,7 +61,7 @@ class Pair:
     """bit/s while both directions are used."""
     both_down: float = 0.0
     idle: float = 1.0
-    """Fraction of idle processor time of the first host meanwhile: near 0 the processors limit `both`, not the
+    """Fraction of idle processor time of the first host during `both`; near 0 the processors limit the rate, not the
     network."""
     error: str | None = None
 
@@ -83,7 +81,7 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True)
 class Fabric:
-    """The measurements of one examination."""
+    """Measurements of one examination."""
 
     pairs: tuple[Pair, ...]
     all_reduce: Mapping[str, Any] = field(default_factory=dict)
@@ -91,7 +89,7 @@ class Fabric:
 
 
 def groups(hosts: Sequence[str], seed: int = 0) -> list[list[str]]:
-    """All hosts; if there are more than ALL_PAIRS_TO, random groups of at most so many."""
+    """Return all hosts as one group, or random groups of at most ALL_PAIRS_TO."""
     if len(hosts) <= ALL_PAIRS_TO:
         return [list(hosts)]
     names = list(hosts)
@@ -101,7 +99,7 @@ def groups(hosts: Sequence[str], seed: int = 0) -> list[list[str]]:
 
 
 def rounds(hosts: Sequence[str], most: int | None = None) -> list[list[tuple[str, str]]]:
-    """Every pair once (a round robin), in rounds in which no host stands twice. `most`: only so many rounds."""
+    """Return every pair once (a round robin), in rounds with each host at most once. `most`: limit of rounds."""
     names: list[str | None] = list(hosts)
     if len(names) % 2:
         names.append(None)
@@ -117,7 +115,7 @@ def rounds(hosts: Sequence[str], most: int | None = None) -> list[list[tuple[str
 def measure_pairs(
     survey: Survey, plan: Sequence[Sequence[tuple[str, str]]], window_s: float, ssh_port: int | None = None
 ) -> list[Pair]:
-    """Measure the rounds with all their hosts at once: about a second a round, bounded if a host does not take part."""
+    """Measure the rounds with all their hosts at once: about a second a round, bounded if a host is absent."""
     names = list(dict.fromkeys(name for each in plan for pair in each for name in pair))
     base = random.randint(30001, 31990)  # above the ports that launches choose: one may be about to start
     limit_s = _START_S + len(plan) * (_PAIR_S + 8 * window_s)
@@ -149,14 +147,14 @@ def measure_pairs(
 
 
 def addresses(survey: Survey, names: Sequence[str]) -> dict[str, str]:
-    """The address of each host by which the others know it."""
+    """Return the address of each host by which the others know it."""
     rights = right_interfaces(survey)
     found = {name: held(survey.facts[name]).get(rights.get(name, ""), []) for name in names}
     return {name: addresses[0] if addresses else name for name, addresses in found.items()}
 
 
 def better(first: Sequence[Pair], again: Sequence[Pair]) -> list[Pair]:
-    """The better of two measurements of each pair: one that was slow only once was busy, not slow."""
+    """Return the better of two measurements of each pair: one that was slow only once was busy, not slow."""
     repeated = {(pair.first, pair.second): pair for pair in again}
     found = []
     for pair in first:
@@ -183,7 +181,7 @@ def better(first: Sequence[Pair], again: Sequence[Pair]) -> list[Pair]:
 
 
 def examine(survey: Survey, ssh_port: int | None = None) -> tuple[Fabric, list[Finding]]:
-    """Measure all pairs, and those that look odd a second time."""
+    """Measure all pairs, and odd ones a second time."""
     names = [host.name for host in survey.hosts if host.name in survey.facts]
     if len(names) < 2:
         return Fabric(pairs=()), []
@@ -200,7 +198,7 @@ def examine(survey: Survey, ssh_port: int | None = None) -> tuple[Fabric, list[F
 
 
 def _packed(pairs: Sequence[tuple[str, str]]) -> list[list[tuple[str, str]]]:
-    """Pairs in rounds in which no host stands twice, each in the first where it fits."""
+    """Pack pairs into rounds with each host at most once, each pair into the first round where it fits."""
     packed: list[list[tuple[str, str]]] = []
     for pair in pairs:
         fits = (each for each in packed if not any(set(pair) & set(other) for other in each))
@@ -226,8 +224,8 @@ def _broken(pairs: Sequence[Pair]) -> Iterator[Finding]:
 
 
 def without_doubt(findings: Sequence[Finding], hosts: Collection[str]) -> list[Finding]:
-    """The findings with a pair that only the rate measurement could not connect as yellow, where the all-reduce of
-    these hosts worked: ranks connect in one direction, at other ports, through a firewall that lets them out."""
+    """Turn the findings with an unmeasured pair yellow if the all-reduce of its hosts worked: ranks connect in one
+    direction, at other ports, through a firewall that lets them out."""
     found = []
     for each in findings:
         pair = each.what.removeprefix(_UNMEASURED).partition(":")[0].split(" and ")
@@ -239,7 +237,7 @@ def without_doubt(findings: Sequence[Finding], hosts: Collection[str]) -> list[F
 
 
 def too_slow(pairs: Sequence[Pair], sent_bytes: float | None, patience_s: float) -> list[Finding]:
-    """The finding about the slowest pair, by what a run sends in a step, else by SLOW_LINK. Red where the sending alone
+    """Return the finding about the slowest pair, by a run's bytes per step, else by SLOW_LINK. Red if sending alone
     takes longer than the run waits for progress."""
     good = [pair for pair in pairs if pair.error is None and pair.rate > 0]
     if not good:
@@ -334,7 +332,6 @@ def bits(rate: float) -> str:
 
 
 def summary(fabric: Fabric) -> list[str]:
-    """The figures, in lines for people."""
     good = [pair for pair in fabric.pairs if pair.error is None]
     lines = []
     if good:
@@ -358,14 +355,12 @@ def has_peers(survey: Survey) -> bool:
 
 
 def measure_all_reduce(survey: Survey, module: str, ssh_port: int | None = None) -> dict[str, Any]:
-    """Try the collectives that a run would use: an all-reduce of all ranks, then each pair of a host's GPUs.
+    """Try a run's collectives: an all-reduce of all ranks, then each pair of a host's GPUs. There is a rank for each
+    GPU in the hostfile, or one for each host without GPUs; at most 64 hosts are used. Sizes grow while they are quick.
+    `module`: the program for each host, which gets its questions as JSON and prints `mark` and its answer.
 
-    A rank for each GPU that the hostfile names, or one for each host without GPUs. Sizes grow while they are quick. Of
-    more than 64 hosts so many take part. `module`: the program that each host runs, which gets its questions as JSON
-    and prints `mark` and its answer.
-
-    Returns: hosts (those that take part), backend, ranks (a number), steps (bytes and seconds), pairs (names and bytes
-        a second), errors (by host).
+    Returns: hosts (those used), backend, ranks (a number), steps (bytes and seconds), pairs (names and bytes a second),
+    errors (by host).
     """
     names = [host.name for host in survey.hosts if host.name in survey.facts]
     names = [names[0], *random.Random(0).sample(names[1:], min(len(names), ALL_PAIRS_TO) - 1)]
@@ -418,14 +413,14 @@ def _here(survey: Survey, names: Sequence[str]) -> dict[str, list[tuple[int, int
 
 
 def _rounds(here: Mapping[str, Sequence[tuple[int, int]]]) -> list[list[tuple[int, int]]]:
-    """Every pair of ranks of a host once, on all hosts at once, and no rank twice in a round."""
+    """Return every pair of a host's ranks once, on all hosts at once, no rank twice in a round."""
     of_hosts = [rounds([str(rank) for rank, _ in own]) for own in here.values() if len(own) > 1]
     together = zip_longest(*of_hosts, fillvalue=())
     return [[(int(a), int(b)) for own in each for a, b in own] for each in together]
 
 
 def _read(answer: Answer) -> tuple[dict[str, Any], str]:
-    """(the program's answer on a host, the reason of its failure there or "")."""
+    """Return (the program's answer on a host, the reason of its failure there or "")."""
     found = read_marked(answer.stdout, _MARK)
     result = found or {}
     if answer.code == 0 and found is not None and not result.get("error"):
@@ -456,7 +451,6 @@ def judge_all_reduce(found: Mapping[str, Any]) -> list[Finding]:
 
 
 def all_reduce_summary(found: Mapping[str, Any]) -> list[str]:
-    """The figures, in lines for people."""
     lines = []
     if steps := found["steps"]:
         shown = ", ".join(f"{_bytes(step['bytes'])} {1e3 * step['seconds']:.3g} ms" for step in steps)
@@ -481,8 +475,8 @@ def _bytes(count: float) -> str:
 
 
 def with_fabric(report: Report, all_reduce: str, run: Needs | None = None, ssh_port: int | None = None) -> Report:
-    """The report with the measurements between its hosts, in seconds and bit/s, and between GPUs. `all_reduce`: module
-    of the program with torch for the collectives."""
+    """Add the measurements between hosts, in seconds and bit/s, and between GPUs. `all_reduce`: module of the program
+    with torch for the collectives."""
     measured, findings = examine(report.survey, ssh_port)
     reduced = measure_all_reduce(report.survey, all_reduce, ssh_port)
     if reduced["steps"] and not reduced["errors"]:  # over the connections that a run of this backend makes

@@ -1,5 +1,5 @@
-"""The preflight: all that doctor checks without a measurement between the hosts, and its report. Every launch begins
-with it. It compiles the DeepSpeed ops of a run on all hosts where asked, so that no run waits for a compiler."""
+"""The preflight, which begins every launch: all checks of doctor without a measurement between the hosts, and its
+report. It can compile a run's DeepSpeed ops on all hosts, so that no run waits for a compiler."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _OWN_FOLDERS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """The requirements of a run on its hosts."""
+    """Requirements of a run on its hosts."""
 
     files: tuple[str, ...]
     """Equal on all hosts: its YAML and its DeepSpeed JSON."""
@@ -49,7 +49,7 @@ class Needs:
     own_folders: bool
     """Each host may have its own there."""
     sent_bytes: float | None = None
-    """Bytes that each host sends to others in an optimizer step, about; None: not known here."""
+    """Approximate bytes that each host sends to others in an optimizer step; None: unknown."""
     patience_s: float = 300.0
     """Seconds without progress on any rank after which the run is ended."""
     ops: tuple[str, ...]
@@ -64,17 +64,16 @@ def preflight(
     ssh_port: int | None = None,
     timeout_s: float = 25.0,
 ) -> Report:
-    """Everything but measurements between the hosts: a few seconds.
+    """Check all but the network between the hosts, in a few seconds.
 
     Args:
         hosts: of read_hostfile, or select.
-        run: what is to be started there.
+        run: the run to start there.
         port: of the rendezvous; 0: do not look at it.
         ssh_port: of every sshd, where it is not 22.
         timeout_s: for each host.
 
-    Raises:
-        ConfigError: there is no ssh program.
+    Raises: ConfigError: there is no ssh program.
     """
     started = time.monotonic()
     found = survey.look(
@@ -102,16 +101,16 @@ def preflight(
 
 
 def in_order(findings: Sequence[Finding], hosts: Sequence[Host]) -> tuple[Finding, ...]:
-    """Red findings first, then in the order of the hosts."""
+    """Sort red findings first, then in the order of the hosts."""
     order = {host.name: index for index, host in enumerate(hosts)}
     key = lambda each: (each.level != "red", order.get(each.host, 0), CHECKS.index(each.check))  # noqa: E731
     return tuple(sorted(findings, key=key))
 
 
 _MANY = 32
-"""Number of hosts from which on equal rows share a line."""
+"""Least number of hosts with which equal rows share a line."""
 _WIDE = 163
-"""Width of a terminal, in columns, on which the whole table fits."""
+"""Width in columns of a terminal on which the complete table fits."""
 WITHOUT_TERMINAL = 168
 """Width of output that goes to no terminal."""
 _MARKS = {"red": ("FAIL", "bold red"), "yellow": ("warn", "yellow"), "ok": ("ok", "green"), "": ("-", "dim")}
@@ -119,7 +118,7 @@ _MARKS = {"red": ("FAIL", "bold red"), "yellow": ("warn", "yellow"), "ok": ("ok"
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The findings of one examination."""
+    """Findings of one examination."""
 
     survey: Survey
     findings: tuple[Finding, ...]
@@ -132,17 +131,16 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """True if no cell is red."""
         return not any(finding.level == "red" for finding in self.findings)
 
     @cached_property
     def interfaces(self) -> dict[str, str]:
-        """The interface of each host by which the others reach it, where it is known."""
+        """Interface of each host by which the others reach it, if known."""
         return right_interfaces(self.survey)
 
     @property
     def address(self) -> str | None:
-        """The IPv4 address of the first host as the others know it: rank 0 listens on it."""
+        """IPv4 address of the first host as the others know it: rank 0 listens on it."""
         first = self.survey.hosts[0].name
         for host in reversed(self.survey.hosts):
             known = self.survey.facts.get(host.name, {}).get("names", {}).get("addresses", {}).get(first)
@@ -156,7 +154,7 @@ class Report:
         return {(finding.host, finding.check): finding.level for finding in ordered}
 
     def cell(self, host: str, check: str) -> str:
-        """ "red", "yellow", "ok", or "" where it is not known."""
+        """Return "red", "yellow", "ok", or "" if unknown."""
         if (host, check) in self._levels:
             return self._levels[host, check]
         if check not in self.checked:
@@ -169,7 +167,7 @@ class Report:
         return "ok" if host in self.survey.facts else ""
 
     def as_json(self) -> dict[str, Any]:
-        """The whole report for programs, without values of secrets."""
+        """Return the complete report for programs, without values of secrets."""
         return {
             "ok": self.ok,
             "elapsed_s": round(self.elapsed_s, 3),
@@ -190,7 +188,7 @@ class Report:
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Print the table, a fix for each faulty cell, and a summary; a narrow terminal gets only the faulty columns."""
+    """Print the table, a fix for each fault, and a summary; a narrow terminal gets only the faulty columns."""
     hosts = report.survey.hosts
     checks = [check for check in CHECKS if check in report.checked or any(f.check == check for f in report.findings)]
     fine = [check for check in checks if not any(report.cell(host.name, check) in ("red", "yellow") for host in hosts)]
@@ -211,7 +209,7 @@ def print_report(report: Report, console: Console) -> None:
 
 
 def _table(report: Report, checks: Sequence[str]) -> Table:
-    """One line for each host; with many hosts one for all that are equal."""
+    """Make one line for each host; with many hosts one for all equal ones."""
     rows: dict[tuple[str, ...], list[str]] = {}
     for host in report.survey.hosts:
         cells = tuple(report.cell(host.name, check) for check in checks)
@@ -229,7 +227,7 @@ def _table(report: Report, checks: Sequence[str]) -> Table:
 
 
 def explained(findings: Iterable[Finding]) -> list[Text]:
-    """Two lines for each finding; hosts with the same finding share them."""
+    """Return two lines for each finding; hosts with equal findings share them."""
     alike: dict[tuple[str, str, str, str], list[str]] = {}
     for each in findings:
         # A fix names its host: without the name, equal fixes compare equal.
@@ -250,7 +248,7 @@ def _without(host: str, text: str) -> str:
 
 
 def compressed(names: Sequence[str], shown: int = 8) -> str:
-    """`node-[001-004,007], gpu-a`: names that differ in their last number share brackets."""
+    """Return `node-[001-004,007], gpu-a`: names that differ in their last number share brackets."""
     groups: dict[tuple[str, str, int], list[int]] = {}
     for name in names:
         matched = re.fullmatch(r"(.*?)(\d+)(\D*)", name)
@@ -278,7 +276,8 @@ def compressed(names: Sequence[str], shown: int = 8) -> str:
 
 
 def of_this_host(survey: Survey) -> list[Finding]:
-    """Findings on the host that a launch starts from: `.deepspeed_env`, and the program that starts other hosts."""
+    """Return findings on the host that a launch starts from: `.deepspeed_env`, and the program that starts other
+    hosts."""
     if survey.alone:
         return []
     first = survey.hosts[0].name
@@ -363,7 +362,6 @@ def _build_on(survey: Survey, hosts: Sequence[str], text: str, ssh_port: int | N
 
 
 def with_ops(report: Report, run: Needs | None, port: int, ssh_port: int | None) -> Report:
-    """Build what is missing, then look again."""
     lines, failed = _build_ops(report.survey, ssh_port)
     if not lines and not failed:
         return replace(report, notes=(*report.notes, "ops: all that this run needs are built"))

@@ -1,7 +1,7 @@
-"""The facts of a host as one JSON object. Piped into a host's Python over ssh: nothing need be installed there.
+"""The facts of a host as one JSON object. Piped into a host's Python over ssh, so nothing need be installed there.
 
-Standard library only, and Python 3.8 on. `program` of survey.py puts the module that it imports
-before it, and cluster/gpus.py, whose `look_gpus` is one of the questions, and appends the call of `main`.
+Standard library only, and Python 3.8 on. `program` of survey.py puts the imported module and cluster/gpus.py before
+this file, and appends the call of `main`.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ INFINIBAND = "/sys/class/infiniband"
 LIMIT_S = 12.0
 """Limit of all questions together: one that a dead file server holds up is left out and reported."""
 SAMPLED = 64
-"""Files of a folder whose content is read; of the others the size counts."""
+"""Files of a folder to read; the others count by size."""
 WHOLE, BLOCK = 4 << 20, 64 << 10
-"""Bytes of the largest file that is read whole; of each place that is read in a larger one."""
+"""Files up to WHOLE bytes are read completely; of larger ones, blocks of BLOCK bytes."""
 Facts = dict  # Python 3.8 knows no dict[str, ...] at run time
 
 
 def run(argv: list[str], timeout_s: float = 8.0) -> str | None:
-    """Standard output of a command; None when there is no such command or it fails."""
+    """Return a command's standard output; None if it is missing or fails."""
     try:
         done = subprocess.run(
             argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=timeout_s
@@ -51,7 +51,7 @@ def run(argv: list[str], timeout_s: float = 8.0) -> str | None:
 
 
 def read(path: str) -> str:
-    """A file's text; empty when it cannot be read."""
+    """Return a file's text; "" when it cannot be read."""
     try:
         with open(path, errors="replace") as file:
             return file.read()
@@ -64,7 +64,7 @@ def look_python(ask: Facts) -> Facts:
 
 
 def look_packages(ask: Facts) -> Facts:
-    """Versions without importing: torch alone takes seconds to import."""
+    """Return versions without importing: torch alone takes seconds to import."""
     from importlib import metadata
     from importlib.util import find_spec
 
@@ -100,7 +100,7 @@ def look_devices(ask: Facts) -> Facts:
 
 
 def look_code(ask: Facts) -> Facts:
-    """The commit of the working folder, and a checksum of the package's own files: what really runs."""
+    """Return the working folder's commit, and a checksum of the package's own files, which run."""
     folder, package = ask["folder"], ask["package"]
     git = ["git", "-c", "safe.directory=*", "-C", folder]
     commit, status = run([*git, "rev-parse", "HEAD"]), run([*git, "status", "--porcelain", "-uno"])
@@ -130,7 +130,7 @@ def look_config(ask: Facts) -> Facts:
 
 
 def look_folders(ask: Facts) -> Facts:
-    """Facts of each folder that the run reads, by path: if it exists, its missing files, samples of the others."""
+    """Return facts of each folder that the run reads: if it exists, its missing files, samples of the others."""
     found = {}
     for path, names in ask.get("folders_read", {}).items():
         paths = [os.path.join(path, name) for name in names]
@@ -154,7 +154,7 @@ def look_folders(ask: Facts) -> Facts:
 
 
 def size_of(path: str) -> int | None:
-    """Bytes of a file; None when there is none."""
+    """Return a file's bytes; None when there is none."""
     try:
         status = os.stat(path)
     except OSError:
@@ -177,7 +177,7 @@ def sample(path: str) -> str:
 
 
 def look_environment(ask: Facts) -> Facts:
-    """The environment that ssh's shell gives to a command. Of secrets only a hash leaves the host."""
+    """Return the environment that ssh's shell gives to a command. Of secrets only a hash leaves the host."""
     found = {}
     for name, value in os.environ.items():
         if name.startswith(tuple(ask["variables"])):
@@ -188,7 +188,7 @@ def look_environment(ask: Facts) -> Facts:
 
 
 def nearest(path: str) -> str:
-    """The folder itself, or its nearest existing parent."""
+    """Return the folder, or its nearest existing parent."""
     path = os.path.abspath(os.path.expanduser(path))
     while not os.path.isdir(path) and os.path.dirname(path) != path:
         path = os.path.dirname(path)
@@ -224,7 +224,7 @@ def try_to_write(folder: str) -> str | None:
 
 
 def look_memory(ask: Facts) -> Facts:
-    """Bytes of memory, total and free for programs; a container's limit counts where it is lower."""
+    """Return bytes of memory, total and free for programs; a container's lower limit counts."""
     fields = dict(re.findall(r"^(\w+):\s+(\d+) kB", read("/proc/meminfo"), re.M))
     total, free = int(fields["MemTotal"]) << 10, int(fields["MemAvailable"]) << 10
     limit, used = read("/sys/fs/cgroup/memory.max").strip(), read("/sys/fs/cgroup/memory.current").strip()
@@ -247,7 +247,7 @@ def look_shm(ask: Facts) -> Facts:
 
 
 def look_limits(ask: Facts) -> Facts:
-    """Soft limits; None: no limit."""
+    """Return soft limits; None: no limit."""
     found = {}
     for name in ("NOFILE", "MEMLOCK", "NPROC"):
         soft = resource.getrlimit(getattr(resource, "RLIMIT_" + name))[0]
@@ -258,7 +258,7 @@ def look_limits(ask: Facts) -> Facts:
 
 
 def look_infiniband(ask: Facts) -> Facts:
-    """The ports of the host's cards, RoCE too: {"mlx5_0/1": {"state": "ACTIVE", "physical": "LinkUp", ...}}."""
+    """Return the ports of the host's cards, RoCE too: {"mlx5_0/1": {"state": "ACTIVE", ...}}."""
     found = {}
     for folder in sorted(glob.glob(INFINIBAND + "/*/ports/*")):
         names = ("state", "phys_state", "rate", "link_layer")
@@ -288,7 +288,7 @@ def look_nonce(ask: Facts) -> Facts:
 
 
 def look_ops(ask: Facts) -> Facts:
-    """DeepSpeed's compiled ops: those that are ready, and locks that no process here works behind."""
+    """Return DeepSpeed's compiled ops, and locks that no process here holds."""
     root = (
         ask.get("extensions")
         or os.environ.get("TORCH_EXTENSIONS_DIR")
@@ -318,7 +318,7 @@ def look_ops(ask: Facts) -> Facts:
 
 
 def look_port(ask: Facts) -> Facts:
-    """Try the rendezvous port, on the first host alone: the store will listen there."""
+    """Try the rendezvous port on the first host, where the store will listen."""
     if ask["host"] != ask["first"] or not ask.get("port"):
         return {}
     with socket.socket() as listener:
@@ -331,7 +331,7 @@ def look_port(ask: Facts) -> Facts:
 
 
 def look_interfaces(ask: Facts) -> Facts:
-    """IPv4 addresses by interface, its state (up or not), its speed in Mbit/s as its driver reports it."""
+    """Return each interface's IPv4 addresses, state (up or not), and speed in Mbit/s from its driver."""
     found: Facts = {name: {"addresses": []} for _, name in socket.if_nameindex()}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         space = array.array("B", bytes(40 * 256))
@@ -356,7 +356,7 @@ def address(name: str) -> str | None:
 
 
 def look_names(ask: Facts) -> Facts:
-    """The IPv4 address of each host's name on this host. In parallel: a name server may take seconds to fail."""
+    """Return the IPv4 address of each host's name on this host. In parallel: a name server may take seconds to fail."""
     found, waiting = {}, list(ask["hosts"])
 
     def work() -> None:

@@ -22,7 +22,7 @@ _TRIPS = 30
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """The measurements of the line between two sites."""
+    """Measurements of the line between two sites."""
 
     site: str
     """HOST:PORT of the other side."""
@@ -32,7 +32,7 @@ class Measured:
     """bit/s to the other side, of one connection, alone."""
     down: float
     both_up: float
-    """bit/s while both directions are used, as sites use them."""
+    """bit/s while both directions are used, like sites do."""
     both_down: float
 
 
@@ -52,7 +52,6 @@ class Answering(tcp_rates.Host):
             super().serve()
 
     def wait(self) -> None:
-        """Block until the time is over."""
         time.sleep(max(0.0, self.until - time.monotonic()))
         self.listener.shutdown(socket.SHUT_RDWR)  # a close alone waits for the thread in accept()
         self.listener.close()
@@ -60,7 +59,7 @@ class Answering(tcp_rates.Host):
 
 class _Asking(tcp_rates.Host):
     def __init__(self, host: str, port: int) -> None:
-        """The measuring side. It listens nowhere."""
+        """The measuring side, which listens nowhere."""
         self.me = ""
         self.ask = {"token": _TOKEN, "ports": [port], "addresses": {"": host}}
 
@@ -96,10 +95,7 @@ def measure(sites: Sequence[str]) -> list[Measured]:
 
 
 def examine(sites: Sequence[str], out: str | None, as_json: bool) -> int:
-    """`llmtrain doctor --sites`: measure, print, and write the file that `llmtrain sites plan --measured` reads.
-
-    Raises: UserError.
-    """
+    """Measure, print, and write the file for `llmtrain sites plan --measured`. Raises UserError."""
     found = measure(sites)
     text = json.dumps({"lines": [asdict(each) for each in found]}, indent=1)
     if as_json:

@@ -1,7 +1,5 @@
-"""Asks all hosts at once for their facts: probe.py through ssh, bounded in time and in hosts at a time.
-
-A hostfile that names this machine alone needs no ssh, as for a launch.
-"""
+"""Asks all hosts at once for their facts: probe.py through ssh, bounded in time and in hosts at a time. A hostfile with
+this machine alone needs no ssh, like a launch."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ VARIABLES = (*PREFIXES, "LD_LIBRARY_PATH", "LD_PRELOAD")
 PACKAGE = Path(__file__).resolve().parents[2]
 NO_PYTHON = 127
 
-# The interpreter of the launch, or any other that can report what else is wrong there.
+# The interpreter of the launch, or any other that can report further faults there.
 _START = (
     'if [ -x "$1" ]; then exec "$1" -; fi; for each in python3 python; do command -v $each >/dev/null && exec $each -; '
     f"done; exit {NO_PYTHON}"
@@ -39,7 +37,7 @@ _START = (
 
 
 def in_parallel(hosts: Sequence[str], work: Callable[[str], Any], fan_out: int = FAN_OUT) -> dict[str, Any]:
-    """Results of `work` for each host, at most `fan_out` of them at a time."""
+    """Return results of `work` for each host, at most `fan_out` at a time."""
     with ThreadPoolExecutor(max(1, min(fan_out, len(hosts))), "survey") as pool:
         try:
             return dict(zip(hosts, pool.map(work, hosts), strict=True))
@@ -49,9 +47,9 @@ def in_parallel(hosts: Sequence[str], work: Callable[[str], Any], fan_out: int =
 
 
 def program(module: Path, questions: Mapping[str, Any], *before: Path) -> str:
-    """The text of a program for `python -`: stdlib-only files, and a call of `module`'s main. `before`: files that it
+    """Return a program for `python -`: stdlib-only files, and a call of `module`'s main. `before`: files that it
     imports or calls."""
-    # ssh starts it in the home folder, where a json.py or random.py would be imported in place of the library's.
+    # ssh starts it in the home folder, where a json.py or random.py would be imported instead of the library's.
     head = 'import sys\nif sys.path[:1] == [""]:\n    del sys.path[0]\n'
     future = "from __future__ import annotations\n"
     plain = (each.read_text().replace(future, "", 1) for each in (*before, module))
@@ -60,7 +58,7 @@ def program(module: Path, questions: Mapping[str, Any], *before: Path) -> str:
 
 
 def ask_python(host: str, text: str, *, timeout_s: float, port: int | None = None, here: bool = False) -> Answer:
-    """Run a program with the interpreter of this process on one host; `here`: as for on_hosts."""
+    """Run a program with this process's interpreter on one host; `here`: as for on_hosts."""
     command = ("/bin/sh", "-c", _START, "sh", sys.executable)
     return on_hosts([host], command, input=text, timeout_s=timeout_s, port=port, here=here)[host]
 
@@ -77,8 +75,8 @@ def look(
     timeout_s: float = 25.0,
     ssh_port: int | None = None,
 ) -> Survey:
-    """Ask each host, at most `timeout_s` long, everything that it can answer alone. `files`: of equal checksums on all:
-    YAML and DeepSpeed JSON. `folders`: read by the run. `own_folders`: `run_dir` may differ by host. `port`: of the
+    """Ask each host, for at most `timeout_s`, all questions that it can answer alone. `files`: equal on all hosts, YAML
+    and DeepSpeed JSON. `folders`: read by the run. `own_folders`: `run_dir` may differ by host. `port`: of the
     rendezvous, 0: unasked. `ops`: DeepSpeed's, for the run."""
     folder = os.getcwd()
     names = [host.name for host in hosts]
@@ -138,9 +136,7 @@ def _facts(survey: Survey, questions: Mapping[str, Any], timeout_s: float, ssh_p
     for name, (answer, began, ended) in in_parallel(names, one).items():
         if (trouble := answer.trouble) is not None:
             if is_here(name):
-                why = (
-                    "it is this machine, but beside other hosts DeepSpeed's launcher starts its ranks through ssh, too"
-                )
+                why = "it is this machine, but with other hosts DeepSpeed's launcher starts its ranks through ssh, too"
                 trouble = replace(trouble, text=f"{trouble.text} ({why})")
             troubles[name] = trouble
         if answer.code is None:

@@ -1,7 +1,7 @@
-"""Round trip and rate between hosts over plain TCP. Piped into each host's Python over ssh, as probe.py is.
+"""Round trip and rate between hosts over plain TCP. Piped into each host's Python over ssh, like probe.py.
 
-Standard library only, and Python 3.8 on. Every host goes through its pairs in the order of the plan, so that no host is
-in two measurements at a time; the first of a pair measures, the second answers.
+Standard library only, and Python 3.8 on. Every host takes its pairs in the order of the plan, so that no host is in two
+measurements at a time; the first of a pair measures, the second answers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Host:
         self.me = ask["host"]
         self.until = time.monotonic() + ask["limit_s"]
         self.turn = threading.Condition()
-        self.turn_of = ""  # the peer whose measurement may go on
+        self.turn_of = ""  # the peer whose measurement may continue
         self.done: set = set()
         self.listener = self.listen()
         threading.Thread(target=self.serve, daemon=True).start()
@@ -40,7 +40,7 @@ class Host:
         return max(0.05, self.until - time.monotonic())
 
     def listen(self) -> socket.socket:
-        """Listen on the first of the agreed ports that is free. Raises OSError."""
+        """Listen on the first free one of the agreed ports. Raises OSError."""
         last = OSError("no port")
         for port in self.ask["ports"]:
             listener = socket.socket()
@@ -127,7 +127,8 @@ class Host:
             time.sleep(0.1)
 
     def measure(self, peer: str) -> Facts:
-        """Round trip of a peer in seconds and its `rates`, once its pair has its turn. Raises OSError, ValueError."""
+        """Return a peer's round trip in seconds and its `rates`, once its pair has its turn. Raises OSError,
+        ValueError."""
         with self.connect(peer, self.ask["patience_s"], "pair") as held:
             held.settimeout(self.ask["pair_limit_s"])
             if read_line(held) != "go":
@@ -137,7 +138,7 @@ class Host:
             return {**found, **self.rates(peer, window_s)}
 
     def rates(self, peer: str, window_s: float) -> Facts:
-        """bit/s up (to the peer) and down, each alone, then both at once. Raises OSError, ValueError."""
+        """Return bit/s up (to the peer) and down, each alone, then both at once. Raises OSError, ValueError."""
         with self.rising(peer, window_s) as up:
             found: Facts = {"up": sent(up, window_s)}
         with self.connect(peer, 1.0, "down", window_s=window_s) as down:
@@ -145,7 +146,7 @@ class Host:
         return {**found, **self.both(peer, window_s)}
 
     def both(self, peer: str, window_s: float) -> Facts:
-        """Measure both directions at once: the connections stand before the first byte of either is sent."""
+        """Measure both directions at once, with both connections open before the first byte."""
         found: Facts = {"both_up": 0.0}
         with self.rising(peer, window_s) as up, self.connect(peer, 1.0, "down", window_s=window_s) as down:
 
@@ -163,7 +164,7 @@ class Host:
         return found
 
     def rising(self, peer: str, window_s: float) -> socket.socket:
-        """A connection on which the peer is ready to receive. Raises OSError."""
+        """Return a connection on which the peer is ready to receive. Raises OSError."""
         link = self.connect(peer, 1.0, "up", window_s=window_s)
         if read_line(link) != "go":
             link.close()
@@ -171,7 +172,7 @@ class Host:
         return link
 
     def ping(self, peer: str) -> float:
-        """The shortest round trip: longer ones show busy processors."""
+        """Return the shortest round trip: longer ones show busy processors."""
         trips: list = []
         with self.connect(peer, 1.0, "ping") as link:
             until = time.monotonic() + 0.5
@@ -185,25 +186,25 @@ class Host:
 
 
 def sent(link: socket.socket, window_s: float) -> float:
-    """bit/s that the peer reports to have received."""
+    """Return bit/s by the peer's report."""
     return float(json.loads(send(link, window_s) or read_line(link)))
 
 
 def fetched(link: socket.socket, window_s: float) -> float:
-    """bit/s received after the signal to begin."""
+    """Return bit/s after the signal to begin."""
     link.sendall(b"x")
     return receive(link, window_s)
 
 
 def processor_times() -> list:
-    """[idle, all] clock ticks of this machine's processors."""
+    """Return [idle, all] clock ticks of this machine's processors."""
     with open("/proc/stat") as file:
         ticks = [int(word) for word in file.readline().split()[1:]]
     return [ticks[3] + ticks[4], sum(ticks[:8])]
 
 
 def read_line(link: socket.socket) -> str:
-    """Read up to a line end, which is not returned, or to the connection's end."""
+    """Read a line, without its end, or up to the connection's end."""
     line = b""
     while not line.endswith(b"\n"):
         byte = link.recv(1)
@@ -239,7 +240,7 @@ def send(link: socket.socket, window_s: float) -> str:
 
 
 def receive(link: socket.socket, window_s: float) -> float:
-    """bit/s received in the last two thirds of a window that the first byte opens."""
+    """Return bit/s in the last two thirds of a window that the first byte opens."""
     buffer = bytearray(CHUNK)
     link.settimeout(window_s + 3.0)
     if not link.recv_into(buffer):
@@ -268,7 +269,7 @@ def drop(link: socket.socket) -> None:
 
 
 def main(ask: Facts) -> None:
-    """Measure all pairs, then print one line: the measurements of this host, by peer."""
+    """Measure all pairs, then print one line: this host's measurements, by peer."""
     out: Facts = {}
     try:
         host = Host(ask)

@@ -1,8 +1,8 @@
-"""The hostfile: the hosts of a job and their number of ranks; the names that are this machine.
+"""The hosts of a job, their ranks, and the names of this machine.
 
 DeepSpeed's own reader (deepspeed/launcher/runner.py `_parse_hostfile`) searches for a pattern and ignores the rest of a
 line, so it takes `slots=4x`, `-oProxyCommand=...` (ssh runs it) and `node[0-3]` (pdsh expands it, DeepSpeed does not).
-This grammar is a strict part of that one: what it accepts, DeepSpeed reads the same way.
+This grammar is a strict part of DeepSpeed's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from llmtrain.base import units
 from llmtrain.base.errors import ConfigError
 
 MAX_SLOTS = 1024
-"""Most ranks of a host: no host has so many devices or cores, and a larger number is a typing error."""
+"""Most ranks of a host: a larger number is a typing error, as no host has 1,024 devices or cores."""
 MAX_BYTES = 4 << 20
 """A hostfile of 10,000 hosts has 0.3 MB; more is another file."""
 _SHOWN = 100
@@ -39,7 +39,7 @@ FORM = "NAME slots=COUNT"
 
 
 class HostfileError(ConfigError):
-    """The hostfile, --include or --exclude is wrong. `problems`: one line for each, all of them."""
+    """The hostfile, --include or --exclude is wrong. `problems`: a line for each problem."""
 
     def __init__(self, where: str, problems: Sequence[str]) -> None:
         self.problems = tuple(problems)
@@ -56,15 +56,16 @@ class Host:
 
     name: str
     slots: int
-    """Ranks to start there; always len(devices)."""
+    """Ranks to start; always len(devices)."""
     devices: tuple[int, ...]
-    """Numbers of the devices that they use, ascending: 0 to slots - 1 unless --include or --exclude chose others."""
+    """Numbers of their devices, ascending: 0 to slots - 1 unless --include or --exclude chose others."""
     line: int
     """Line number in the hostfile, from 1."""
 
 
 def read_hostfile(path: str | Path) -> tuple[Host, ...]:
-    """The hosts, in the order of the file: the first one holds rank 0. Raises HostfileError with all problems."""
+    """Return the hosts, in the order of the file: the first one holds rank 0. Raises HostfileError with all
+    problems."""
     try:
         with open(path, "rb") as file:
             raw = file.read(MAX_BYTES + 1)
@@ -91,9 +92,7 @@ def _parse(raw: bytes) -> tuple[list[Host], list[str]]:
             name = re.split(r"[ \t]", text.strip(" \t"), maxsplit=1)[0]
             first = seen.setdefault(name.lower(), number)
             if first != number:
-                again = (
-                    f"host {_shown(name)} stands in line {first} already: one line for each host, with all its slots"
-                )
+                again = f"host {_shown(name)} is in line {first} already: one line for each host, with all its slots"
                 problem = again if problem is None else f"{again}; {problem}"
             if host is not None:
                 hosts.append(host)
@@ -105,7 +104,7 @@ def _parse(raw: bytes) -> tuple[list[Host], list[str]]:
 
 
 def _decoded(line: bytes, number: int) -> tuple[str, str | None]:
-    """(text of one line, None), or ("", problem)."""
+    """Return (text of one line, None), or ("", problem)."""
     if number == 1 and line.startswith(b"\xef\xbb\xbf"):
         return "", "a byte order mark before the first character: save the file as UTF-8 without BOM"
     try:
@@ -119,7 +118,6 @@ def _decoded(line: bytes, number: int) -> tuple[str, str | None]:
 
 
 def _host(text: str, number: int) -> tuple[Host | None, str | None]:
-    """The host of one line that is neither blank nor a comment."""
     words = [word for word in re.split(r"[ \t]+", text) if word]
     for index, word in enumerate(words):
         if word.startswith("#"):
@@ -156,10 +154,8 @@ def _slots(word: str) -> tuple[int, str | None]:
 
 
 def name_problem(name: str) -> str | None:
-    """Return the reason why ssh, pdsh and DeepSpeed cannot take the host `name`, or None.
-
-    pdsh and --include give `:`, `,`, `@`, `[` and `^` other meanings: a name is no IPv6 address and no user@host.
-    """
+    """Return why ssh, pdsh and DeepSpeed cannot take the host `name`, or None. pdsh and --include give `:`, `,`, `@`,
+    `[` and `^` other meanings: a name is no IPv6 address and no user@host."""
     if len(name) > 253:
         return f"host {_shown(name)} has {len(name)} characters: at most 253"
     if with_port := re.fullmatch(r"([^:@]+):(\d{1,5})", name):
@@ -188,13 +184,12 @@ def name_problem(name: str) -> str | None:
 
 
 def _shown(text: str) -> str:
-    """`text` quoted and shortened, without control characters for a terminal."""
     return ascii(text) if len(text) <= 80 else f"{text[:80]!a}..."
 
 
 def select(hosts: Sequence[Host], include: str | None, exclude: str | None) -> tuple[Host, ...]:
-    """The chosen hosts and devices, by DeepSpeed's grammar: `NAME[:DEVICE[,DEVICE ...]]`, joined by @; without devices
-    all of the host's. Raises HostfileError with all problems."""
+    """Return the chosen hosts and devices, by DeepSpeed's grammar: `NAME[:DEVICE[,DEVICE ...]]`, joined by @; without
+    devices all of the host's. Raises HostfileError with all problems."""
     if include and exclude:
         raise HostfileError("--include and --exclude", ["both are given: give one of them"])
     flag, text = ("--include", include) if include else ("--exclude", exclude)
@@ -215,7 +210,7 @@ def select(hosts: Sequence[Host], include: str | None, exclude: str | None) -> t
 
 
 def _filter(hosts: Sequence[Host], text: str) -> tuple[dict[str, tuple[int, ...]], list[str]]:
-    """For each host that `text` names its devices; the problems."""
+    """Return the devices in `text` by host, and the problems."""
     by_name = {host.name: host for host in hosts}
     named: dict[str, tuple[int, ...]] = {}
     problems: list[str] = []
@@ -244,19 +239,20 @@ def _filter(hosts: Sequence[Host], text: str) -> tuple[dict[str, tuple[int, ...]
 
 
 def render(hosts: Sequence[Host]) -> str:
-    """A hostfile for DeepSpeed, one line for each host; with `include_of(hosts)` it gives exactly these devices."""
+    """Return a hostfile for DeepSpeed; `include_of(hosts)` restricts it to exactly these devices."""
     return "".join(f"{host.name} slots={host.devices[-1] + 1}\n" for host in hosts)
 
 
 def include_of(hosts: Sequence[Host]) -> str:
-    """The value of --include beside `render(hosts)`: empty when every host uses all the devices from 0 on."""
+    """Return --include for `render(hosts)`: "" when every host uses all devices from 0 on."""
     if all(host.devices == tuple(range(len(host.devices))) for host in hosts):
         return ""
     return "@".join(f"{host.name}:{','.join(map(str, host.devices))}" for host in hosts)
 
 
 def this_machine() -> Host:
-    """This machine, with all of its NVIDIA GPUs; two ranks on its CPU where it has none, or where they are hidden."""
+    """Return this machine with all of its NVIDIA GPUs, or with two ranks on its CPU if it has none or they are
+    hidden."""
     slots = 0
     if os.environ.get("CUDA_VISIBLE_DEVICES") != "" and os.environ.get("DS_ACCELERATOR") != "cpu":
         with contextlib.suppress(
@@ -268,20 +264,20 @@ def this_machine() -> Host:
 
 
 def is_alone(hosts: Sequence[Host]) -> bool:
-    """True if this machine is the only host; next to others DeepSpeed's launcher reaches it by ssh, too."""
+    """True if this machine is the only host; DeepSpeed's launcher reaches it by ssh, too, if there are others."""
     return len(hosts) == 1 and is_here(hosts[0].name)
 
 
 def on_visible_devices(host: Host, environ: Mapping[str, str]) -> Host:
-    """This machine with the devices of CUDA_VISIBLE_DEVICES, which DeepSpeed's launcher overwrites. Raises ConfigError
-    for values that no launcher can keep."""
+    """Return this machine with the devices of CUDA_VISIBLE_DEVICES, which DeepSpeed's launcher overwrites. Raises
+    ConfigError for values that no launcher can keep."""
     shown = environ.get("CUDA_VISIBLE_DEVICES", "")
     if not shown.strip() or environ.get("DS_ACCELERATOR") == "cpu":
         return host
     words = [word.strip() for word in shown.split(",")]
     if not all(word.isdecimal() for word in words):
         raise ConfigError(
-            f"CUDA_VISIBLE_DEVICES is {shown!a}, and DeepSpeed's launcher, which sets it anew for each rank, knows "
+            f"CUDA_VISIBLE_DEVICES is {shown!a}, and DeepSpeed's launcher, which sets it for each rank, knows "
             "devices by number only: give the numbers that `nvidia-smi -L` shows, or start a single rank on a part of "
             "a GPU (MIG) with `llmtrain train`"
         )
@@ -290,7 +286,7 @@ def on_visible_devices(host: Host, environ: Mapping[str, str]) -> Host:
 
 
 def is_here(name: str) -> bool:
-    """True if `name`, of a hostfile, is this machine: its host name, or one whose addresses are all its own."""
+    """True for this machine's host name, or a name whose addresses are all this machine's."""
     if name.lower().removesuffix(".") in ("localhost", socket.gethostname().lower()):
         return True
     addresses = _addresses(name)
@@ -299,7 +295,7 @@ def is_here(name: str) -> bool:
 
 
 def _addresses(name: str) -> set[str]:
-    """IPv4 addresses, or where there are none those of IPv6: the ranks meet by the first."""
+    """Return IPv4 addresses, or if there are none those of IPv6: the ranks meet by the first."""
     for family in (socket.AF_INET, socket.AF_INET6):
         try:
             return {str(found[4][0]).partition("%")[0] for found in socket.getaddrinfo(name, None, family)}

@@ -2,7 +2,7 @@
 failure.
 
 DeepSpeed asks one host, hides ssh's messages and reports any failure as "not reachable" (launcher/runner.py). ssh's
-messages are English whatever the locale is: it translates nothing and never loads LC_MESSAGES.
+messages are always English: it never loads LC_MESSAGES.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Trouble:
     text: str
     """One sentence, with ssh's message."""
     remedy: str
-    """A command, or what to do."""
+    """A command, or another remedy."""
 
 
 _PATTERNS: tuple[tuple[Kind, str], ...] = (
@@ -60,7 +60,7 @@ _PATTERNS: tuple[tuple[Kind, str], ...] = (
 
 
 def from_ssh(host: str, code: int | None, stderr: str, noise: str, *, began: bool, port: int | None) -> Trouble:
-    """The reason why ssh to `host` ended without the closing mark. `began`: the host had started our command."""
+    """Explain why ssh ended without the closing mark. `began`: the host had started our command."""
     last = _last_line(stderr)
     if began:
         why = f"the connection to {host} broke while the command ran ({last or f'ssh ended with code {code}'})"
@@ -107,7 +107,7 @@ def _host_key(host: str, stderr: str, port: int | None) -> Trouble:
     scan = f"ssh-keyscan {'' if port in (None, 22) else f'-p {port} '}{host} >> ~/.ssh/known_hosts"
     if "HAS CHANGED" in stderr:
         why = f"{host} shows another host key than the one that ~/.ssh/known_hosts has"
-        return Trouble("host_key", why, f"if the host was set up anew: ssh-keygen -R {shlex.quote(known)} && {scan}")
+        return Trouble("host_key", why, f"if the host was set up again: ssh-keygen -R {shlex.quote(known)} && {scan}")
     if "REVOKED" in stderr:
         return Trouble("host_key", f"the host key of {host} is marked as revoked", "ask who keeps the known hosts")
     return Trouble(
@@ -116,7 +116,7 @@ def _host_key(host: str, stderr: str, port: int | None) -> Trouble:
 
 
 def _denied(host: str, stderr: str, port: int | None) -> Trouble:
-    """Permission denied: by a host that takes no keys, or because of the keys that are here."""
+    """Explain "Permission denied": the host takes no keys, or the keys here are at fault."""
     message = _last_line(stderr)
     offered = re.search(r"Permission denied \(([\w,-]+)\)", stderr)
     if offered and "publickey" not in offered[1] and re.search("password|keyboard", offered[1]):
@@ -136,7 +136,6 @@ def _denied(host: str, stderr: str, port: int | None) -> Trouble:
 
 
 def _keys(host: str) -> list[Path]:
-    """The private keys that ssh would show to this host."""
     shown = _quick(["ssh", "-G", "--", host]).stdout
     files = [line.partition(" ")[2] for line in shown.splitlines() if line.startswith("identityfile ")]
     return [path for path in (Path(os.path.expanduser(file)) for file in files) if path.is_file()]
@@ -155,7 +154,7 @@ def _quick(argv: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def timed_out(host: str, timeout_s: float, noise: str, *, reached: bool) -> Trouble:
-    """The limit passed: while the command ran (`reached`), or before it began."""
+    """Explain a passed limit: while the command ran (`reached`), or before it began."""
     if reached:
         why = f"{host} ran the command and was not done after {timeout_s:g} s"
         return Trouble("timeout", why, f"see what it is busy with: ssh {host} uptime")
@@ -167,7 +166,7 @@ def timed_out(host: str, timeout_s: float, noise: str, *, reached: bool) -> Trou
 
 
 def noisy(host: str, noise: str, dropped: bool) -> Trouble:
-    """The command ran, but other text came before it."""
+    """Explain other text before the command's output."""
     if dropped and not noise:
         return Trouble("noise", f"{host} printed more than 1 MiB", f"see what it prints: ssh {host} true")
     why = f"start files on {host} print on standard output: {_last_line(noise)}"
@@ -195,15 +194,15 @@ class Answer:
 
     host: str
     code: int | None
-    """The command's exit code; None when it did not run to its end. Then `trouble` says why."""
+    """The command's exit code; None when it did not run to its end, for the reason in `trouble`."""
     stdout: str
     """The command's own output, without what start files print. Bytes that are not UTF-8 are kept as surrogates."""
     stderr: str
     """Standard error of ssh and the command together."""
     elapsed_s: float
     trouble: Trouble | None
-    """None, or why the command did not run or end. Only `noise` may stand beside a code: the command ran, but start
-    files of the host print on standard output, which breaks what reads the output of ssh (DeepSpeed does)."""
+    """None, or why the command did not run or end. Only `noise` comes with a code: the command ran, but start files of
+    the host print on standard output, which breaks programs that read ssh's output (DeepSpeed does)."""
 
 
 def on_hosts(
@@ -246,7 +245,7 @@ def on_hosts(
 def _ask(
     program: str, host: str, command: Sequence[str], text: str, timeout_s: float, port: int | None, wake: int
 ) -> Answer:
-    """One host. Never raises for what a host or a network does."""
+    """Ask one host; never raises for a fault of the host or network."""
     mark = f"llmtrain-{secrets.token_hex(8)}"
     started = time.monotonic()
     line = remote_line(command, mark, timeout_s)
@@ -289,7 +288,7 @@ def options(timeout_s: float, port: int | None = None) -> list[str]:
 
 
 def remote_line(command: Sequence[str], mark: str, timeout_s: float) -> str:
-    """The command line for any login shell: `command` between two marks, with a time limit of the host's own."""
+    """Return the command line for any login shell: `command` between two marks, with a time limit on the host."""
     limit_s = math.ceil(timeout_s) + 1
     words = " ".join(shlex.quote(word) for word in command)
     script = f"echo {mark}; timeout -k 2 {limit_s} {words}; code=$?; echo; echo {mark} $code"
@@ -298,7 +297,7 @@ def remote_line(command: Sequence[str], mark: str, timeout_s: float) -> str:
 
 @contextlib.contextmanager
 def _standard_input(text: str) -> Iterator[int]:
-    """A file in memory that holds `text`: it may be secret."""
+    """Yield a file in memory with `text`, which may be secret."""
     handle = os.memfd_create("input")
     try:
         with open(handle, "wb", closefd=False) as file:
@@ -311,7 +310,7 @@ def _standard_input(text: str) -> Iterator[int]:
 
 @contextlib.contextmanager
 def _process(argv: list[str], source: int) -> Iterator[subprocess.Popen[bytes]]:
-    """ssh in its own session: no terminal to ask on, and one signal ends its ProxyCommand, too."""
+    """Start ssh in its own session: no terminal to ask on, and one signal ends its ProxyCommand, too."""
     process = subprocess.Popen(
         argv, stdin=source, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
     )
@@ -332,7 +331,7 @@ def _process(argv: list[str], source: int) -> Iterator[subprocess.Popen[bytes]]:
 
 
 class _Talk:
-    """The output of one ssh, and the part of it that is the command's own."""
+    """Output of one ssh, with the command's own part."""
 
     def __init__(self, mark: str) -> None:
         self._mark = mark.encode()
@@ -362,7 +361,7 @@ class _Talk:
                         if file in ready and not self._read(file, kept):
                             waiting.unregister(file)
                     if gone in ready:
-                        # Its last output may still lie in the pipes.
+                        # Its last output may still be in the pipes.
                         self._read(process.stdout.fileno(), self.out, to_end=True)
                         self._read(process.stderr.fileno(), self.err, to_end=True)
                         process.wait()
@@ -374,7 +373,7 @@ class _Talk:
             os.close(gone)
 
     def _read(self, file: int, kept: bytearray, to_end: bool = False) -> bool:
-        """Read what lies in a pipe; False at its end."""
+        """Read the content of a pipe; False at its end."""
         while True:
             try:
                 chunk = os.read(file, 1 << 16)
@@ -400,7 +399,7 @@ class _Talk:
         return self._end.search(self.tail or self.out, 0 if self.tail else max(0, len(self.out) - (1 << 17)))
 
     def payload(self) -> tuple[str, int | None]:
-        """The command's output, and its exit code when it came to its end."""
+        """Return the command's output, and its exit code if it has ended."""
         _, found, rest = bytes(self.out).partition(self._mark + b"\n")
         if not found:
             return "", None
@@ -409,7 +408,7 @@ class _Talk:
         return self.text(inside), int(ended[1]) if ended else None
 
     def noise(self) -> str:
-        """Output before our command: start files that print. All output, if it never began."""
+        """Return output before our command, or all output if it never began."""
         return self.text(bytes(self.out).partition(self._mark + b"\n")[0]).strip()
 
     @staticmethod

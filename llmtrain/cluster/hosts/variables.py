@@ -1,11 +1,11 @@
 """Environment variables: the user's --env-file, those that reach the ranks of other hosts, secrets.
 
 DeepSpeed passes on four prefixes and `.deepspeed_env`, unescaped, in the argv of pdsh and ssh: W&B's and Hugging Face's
-variables stay behind, a token is in `ps` on every host, and `$(...)` runs. Here an allow-list travels, escaped, and
+variables are left out, a token is in `ps` on every host, and `$(...)` runs. Here an allow-list travels, escaped, and
 secrets travel in a file of mode 0600 through ssh's standard input.
 
-An --env-file is a strict part of what a POSIX shell reads: `. FILE` gives the same values. Nothing is expanded and
-nothing runs: what a shell would expand is refused.
+An --env-file is a strict part of a POSIX shell's grammar: `. FILE` gives the same values. Nothing is expanded, nothing
+runs, and text that a shell would expand is refused.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _MAX_OPEN_BYTES = 8 << 10
 
 @dataclass(frozen=True, kw_only=True)
 class Travel:
-    """The variables that go to the hosts."""
+    """Variables that go to the hosts."""
 
     open: dict[str, str]
     """Through DeepSpeed's command line: all users of a host can read them."""
@@ -58,11 +58,11 @@ def travelling(environ: Mapping[str, str], extra: Mapping[str, str] | None = Non
     open_, private, stuck = {}, {}, []
     for name, value in chosen.items():
         if not NAME.fullmatch(name):
-            stuck.append(f"{name!a}: no shell can set such a name: unset it")
+            stuck.append(f"{name!a}: no shell can set this name: unset it")
         elif is_secret(name) or redact_text(value) != value or _unfit(value):
             if name.startswith(_EARLY):
                 why = _unfit(value) or "it holds a secret"
-                stuck.append(f"{name}: {why}, and it is read before what travels privately is there: change it")
+                stuck.append(f"{name}: {why}, and it is read before private variables are there: change it")
             private[name] = value
         else:
             open_[name] = value
@@ -72,7 +72,7 @@ def travelling(environ: Mapping[str, str], extra: Mapping[str, str] | None = Non
 
 
 def _unfit(value: str) -> str | None:
-    """The reason why a line of DeepSpeed's environment file cannot carry `value`; None if it can."""
+    """Return the reason why a line of DeepSpeed's environment file cannot carry `value`, or None."""
     if re.search(r"[\r\n\0]", value):
         return "its value has more than one line"
     if len(value.encode("utf-8", "surrogateescape")) > _MAX_OPEN_BYTES:
@@ -83,14 +83,14 @@ def _unfit(value: str) -> str | None:
 
 
 def deepspeed_env(variables: Mapping[str, str]) -> str:
-    """A file for DS_ENV_FILE from which these values arrive unchanged over pdsh: DeepSpeed puts each between double
-    quotes, pdsh replaces %h, %n and %u, and a shell reads it. Written in the working directory of the process that
-    starts DeepSpeed."""
+    """Return a file for DS_ENV_FILE from which these values arrive unchanged over pdsh: DeepSpeed puts each between
+    double quotes, pdsh replaces %h, %n and %u, and a shell reads it. Made in the working directory of DeepSpeed's
+    starter."""
     lines = []
     for name, value in variables.items():
         assert NAME.fullmatch(name) and not _unfit(value), name
         if name == "PYTHONPATH":
-            value = f"{os.getcwd()}:{value}"  # as DeepSpeed does with the one that it finds itself
+            value = f"{os.getcwd()}:{value}"  # like DeepSpeed's own handling
         escaped = re.sub(r'([\\"$`])', r"\\\1", value).replace("%", "%%")
         if value != value.strip():
             # DeepSpeed's quotes close and open around ours, so that its strip() meets no blank.
@@ -110,8 +110,7 @@ def for_pdsh(word: str) -> str:
 
 
 def path_problem(path: str) -> str | None:
-    """The reason why `path` cannot be the working directory or the Python of a launch over pdsh, which quotes
-    neither."""
+    """Return why `path` cannot be the working directory or the Python of a launch over pdsh, which quotes neither."""
     odd = re.search(r"[^\w@+=:,./-]", path)
     if odd is None:
         return None
@@ -153,7 +152,7 @@ def deliver(hosts: Sequence[str], variables: Mapping[str, str]) -> str:
 
 
 def remove(hosts: Sequence[str], path: str) -> list[str]:
-    """Remove what `deliver` wrote; returns the hosts on which it may still lie because they do not answer."""
+    """Remove the files of `deliver`; returns the hosts that may still have one because they do not answer."""
     name = path.rpartition("/")[2]
     assert re.fullmatch("[0-9a-f]{32}", name), path
     answers = on_hosts(hosts, ("/bin/sh", "-c", _REMOVE, "sh", name), timeout_s=15.0)
@@ -179,7 +178,7 @@ _ESCAPED = re.compile(r'\\([\\"$`])')
 
 
 class EnvFileError(ConfigError):
-    """A file of environment variables is wrong. `problems`: one line for each. Values are not shown: secrets."""
+    """A file of environment variables is wrong. `problems`: one line for each. Values, maybe secrets, are not shown."""
 
     def __init__(self, path: str, problems: list[str]) -> None:
         self.problems = tuple(problems)
@@ -188,10 +187,10 @@ class EnvFileError(ConfigError):
 
 
 def read_env_file(path: str | Path) -> dict[str, str]:
-    """The variables of a file, in its order. Raises EnvFileError with all problems.
+    """Return the variables of a file, in its order. Raises EnvFileError with all problems.
 
     A line is blank, a comment (#), or `NAME=VALUE` with or without `export` before it. VALUE is plain, in 'single
-    quotes' or in "double quotes", where a backslash stands before `"`, `\\`, `$` and a backtick.
+    quotes' or in "double quotes", where a backslash precedes `"`, `\\`, `$` and a backtick.
     """
     lines, problems = _lines(Path(path))
     variables: dict[str, str] = {}
@@ -213,7 +212,7 @@ def read_env_file(path: str | Path) -> dict[str, str]:
 
 
 def _lines(path: Path) -> tuple[list[tuple[int, str]], list[tuple[int, str]]]:
-    """(number, text) of the lines that are text; (number, problem) of the others. Number 0: the file."""
+    """Return (number, text) of the valid lines and (number, problem) of the others. Number 0: the file."""
     try:
         with open(path, "rb") as file:
             raw = file.read(MAX_BYTES + 1)
@@ -225,7 +224,7 @@ def _lines(path: Path) -> tuple[list[tuple[int, str]], list[tuple[int, str]]]:
     bad: list[tuple[int, str]] = []
     pieces = re.split(rb"\r\n|\r|\n", raw)
     if not pieces[-1]:
-        pieces.pop()  # the last line of a text file ends with a newline: what comes after it is no line
+        pieces.pop()  # the last line of a text file ends with a newline, after which there is no line
     for number, line in enumerate(pieces, start=1):
         if number == 1 and line.startswith(b"\xef\xbb\xbf"):
             bad.append((1, "a byte order mark before the first character: save the file as UTF-8 without BOM"))
@@ -244,14 +243,13 @@ def _lines(path: Path) -> tuple[list[tuple[int, str]], list[tuple[int, str]]]:
 
 
 def _assignment(text: str) -> tuple[str, str, str | None]:
-    """(name, value, None), or (name, "", problem)."""
     body = re.sub(r"^export[ \t]+", "", text)
     name, equals, rest = body.partition("=")
     if not equals:
         return "", "", "no NAME=VALUE: a line is that, a comment that starts with #, or blank"
     if not NAME.fullmatch(name):
         shown = redact_text(name[:80])
-        rule = "a name is letters, digits and _, not starting with a digit, and nothing stands between it and ="
+        rule = "a name is letters, digits and _, not starting with a digit, and nothing is between it and ="
         return "", "", f"{shown!a} cannot be a name: {rule}"
     if name in _NOT_TO_SET:
         return name, "", f"{name} is set by {_NOT_TO_SET[name]} and cannot be set here: remove the line"
@@ -267,7 +265,6 @@ def _assignment(text: str) -> tuple[str, str, str | None]:
 
 
 def _why_not(name: str, rest: str) -> str:
-    """The reason why `rest` is no value, without showing it."""
     quote = rest[:1]
     if quote in ("'", '"'):
         if quote == '"' and re.match(r'"(?:[^"\\$`]|\\.)*[$`]', rest):
@@ -275,14 +272,14 @@ def _why_not(name: str, rest: str) -> str:
         closed = re.match(_SINGLE if quote == "'" else _DOUBLE, rest)
         if closed is None:
             return f"{name}: the quote {quote} is not closed on its line: close it"
-        return f"{name}: text after the closing quote: put quotes around the whole value"
+        return f"{name}: text after the closing quote: put quotes around the complete value"
     odd = next(c for c in re.sub(_PLAIN, "", rest, count=1) or rest if not re.fullmatch(_PLAIN, c))
     return f"{name}: {odd!a} needs quotes: write {name}='...'"
 
 
 def deepspeed_env_problems(environ: Mapping[str, str] | None = None, folder: str | Path = ".") -> list[str]:
-    """Problems of the files that DeepSpeed itself reads before a launch over pdsh, in ~ and in `folder`: every line
-    goes into each host's command line, where `ps` shows and a shell expands it."""
+    """Return problems of the files in ~ and `folder` that DeepSpeed reads before a launch over pdsh: every line goes
+    into each host's command line, where `ps` shows and a shell expands it."""
     environ = os.environ if environ is None else environ
     name = environ.get("DS_ENV_FILE", DEEPSPEED_ENV)
     problems: list[str] = []

@@ -89,8 +89,8 @@ def test_all_problems_come_at_once(tmp_path):
     raw = b"a slots=1\nA slots=2\nb\nc slots=0\nb slots=3\n\nd[1] slots=x y\n"
     found = problems(tmp_path, raw)
     assert [p.split(":")[0] for p in found] == ["line 2", "line 3", "line 4", "line 5", "line 7"]
-    assert "host 'A' stands in line 1 already" in found[0]
-    assert "host 'b' stands in line 3 already" in found[3]
+    assert "host 'A' is in line 1 already" in found[0]
+    assert "host 'b' is in line 3 already" in found[3]
     assert all(word in found[4] for word in ("'d[1]'", "'slots=x'", "stray text 'y'"))
 
 

@@ -86,7 +86,7 @@ def test_check_without_a_world_size_tells_which_to_give(
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     write(here)
     assert main(["config", "show", "run.yaml"]) == 0
-    assert "the figures are for 1 rank; --world-size 2 or 4 tells those of so many" in capsys.readouterr().out
+    assert "the figures are for 1 rank; --world-size 2 or 4 gives those for more" in capsys.readouterr().out
     assert main(["config", "show", "run.yaml", "--world-size", "1"]) == 0
     assert "for 1 rank;" not in capsys.readouterr().out
     write(here, {"train": {"accumulation": 1}}, {"sequence_parallel_size": 2})
@@ -119,7 +119,7 @@ def test_check_reads_the_data_when_asked(here: Path, capsys: pytest.CaptureFixtu
         file.write_bytes(good)
     edit_manifest(here / "data/x", lambda told: [shard.update(xxh3="") for shard in told["shards"]["train"]])
     assert main([*check, "--data"]) == 0, "a folder without checksums goes on working"
-    assert "but for 1 file of which they tell none" in capsys.readouterr().out
+    assert "except 1 file without a checksum" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
