@@ -188,7 +188,7 @@ class CachedFolder:
         return len(content) == self._listed[name].bytes and wanted in (None, "", digest(content))
 
     def get(self, name: str, whole: Callable[[Path], bool]) -> None:
-        """Download a file, twice if `whole` returns False. Raises DataError, and OSError: it cannot be written."""
+        """Download a file, and again if the check fails. Raises DataError, and OSError: it cannot be written."""
         path = self.path / name
         arriving = path.with_name(f"{path.name}.{os.getpid()}.partial")
         if shutil.disk_usage(self.path).free < self._listed[name].bytes:

@@ -1,6 +1,6 @@
 """Objectives as far as they are known without torch: fields, needs, units, figures and formulas of each.
 
-Importing the package defines all of them. What computes them from a model's output is in llmtrain/engine/losses.
+Importing the package defines all of them. llmtrain/engine/losses computes them from a model's output.
 """
 
 from llmtrain.objectives import by_token, preferences

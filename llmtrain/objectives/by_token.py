@@ -23,8 +23,8 @@ class NextToken(Objective, choice="next_token"):
     )
 
     z_loss: float = bounded(0.0, NOT_NEGATIVE, "1e-4 is PaLM's, 0 means none")
-    """Coefficient of the mean of log^2 Z over counted tokens in what is minimised; Z is the sum of the exponentials of
-    a token's logits, which it keeps from drifting. 1e-4 is common; 0 = none. `loss` stays without it."""
+    """Coefficient of the mean log^2 Z over counted tokens in the minimised loss, against drifting logits; Z is the sum
+    over a token's exponentiated logits. 1e-4 is common; 0 = none. `loss` does not include it."""
 
     @property
     def reported(self) -> tuple[Figure, ...]:
@@ -39,8 +39,8 @@ class ByToken(Objective):
     def terms(self, nll: Tensor) -> Tensor | tuple[Tensor, ...]:
         """The loss of each token, or a tuple of the loss and the figures, in order.
 
-        Each is fp32 [N] like `nll`, the negative log-likelihoods of tokens in nats. A term may depend on its own token
-        alone: which others share its micro-batch is chance.
+        Each is fp32 [N] like `nll`, the negative log-likelihoods of tokens in nats. A term depends only on its own
+        token: the other tokens of its micro-batch are chance.
         """
         raise NotImplementedError
 
@@ -68,17 +68,17 @@ class Distill(Objective, choice="distill"):
     )
 
     beta: float = bounded(0.0, SHARE, "0 is the default")
-    """0 is KL(teacher || student), 1 is KL(student || teacher), between them the generalised Jensen-Shannon
-    divergence."""
+    """0 is KL(teacher || student), 1 is KL(student || teacher), between them the generalised Jensen-Shannon divergence.
+    """
     temperature: float = bounded(1.0, POSITIVE, "1 is the default")
     """Divides both models' logits in the divergence, which is then multiplied with its square."""
     alpha: float = bounded(0.0, SHARE, "0 is the default")
     """Share of the next-token loss; the divergence has the rest."""
     teacher: HostPath | None = None
-    """Folder of the model to learn from, or ORG/NAME on the Hub; with the student's vocabulary and tokenizer. With
-    `top_k` it may be left out once the column is written."""
+    """Folder of the model to learn from, or ORG/NAME on the Hub; with the student's vocabulary and tokenizer. Optional
+    with `top_k` once the column is written."""
     teacher_revision: str | None = None
-    """With ORG/NAME in `teacher`: branch, tag or commit; null = main. A run stays with the commit that it found."""
-    top_k: int | None = bounded(None, AT_LEAST_1, "64 is a good one; leave it out for the whole distribution")
-    """Learn from the teacher's so many likeliest words and the mass of all others, a column of the data that
-    `llmtrain reference` has written; null = the whole distribution, computed by the teacher at each step."""
+    """With ORG/NAME in `teacher`: branch, tag or commit; null = main. A run keeps the commit that it found."""
+    top_k: int | None = bounded(None, AT_LEAST_1, "64 is a good one; leave it out for the complete distribution")
+    """Learn from this number of the teacher's likeliest words, with the mass of all others, in the data's column by
+    `llmtrain reference`; null = the complete distribution, computed by the teacher at each step."""

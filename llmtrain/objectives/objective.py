@@ -8,12 +8,12 @@ from typing import Any, ClassVar, Literal
 from llmtrain.base.choice import Choice
 
 Tensor = Any
-"""torch's, whose operators and methods are all that a formula needs: a configuration is read without torch."""
+"""torch's; formulas use only its operators and methods, so that a configuration is read without torch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """A number beside the loss, divided by the same weight; of validation data its key begins with `eval/`."""
+    """A number in addition to the loss, divided by the same weight; its key for validation data begins with `eval/`."""
 
     name: str
     unit: str
@@ -42,9 +42,9 @@ class Objective(Choice, section="objective"):
     data: ClassVar[Literal["texts", "pairs", "unpaired"]] = "texts"
     """Kind of prepared data: texts and conversations; pairs of a chosen and a rejected answer; answers judged alone."""
     scores: ClassVar[bool] = False
-    """The model gives a score for an answer, in place of likelihoods."""
+    """The model gives a score for an answer, instead of likelihoods."""
     figures: ClassVar[tuple[Figure, ...]] = ()
-    """The figures after the loss, in the order in which they are computed."""
+    """The figures after the loss, in the order of their computation."""
     charts: ClassVar[tuple[Chart, ...]] = ()
 
     name: str = field(init=False)
@@ -52,25 +52,24 @@ class Objective(Choice, section="objective"):
 
     @property
     def reported(self) -> tuple[Figure, ...]:
-        """Return the figures that it reports with its fields' values."""
+        """The figures for the values of the fields."""
         return self.figures
 
     @property
     def reference(self) -> Literal["column", "online"] | None:
-        """Source of the log-probabilities under the model that training starts from; None: it compares with none."""
+        """Source of the log-probabilities under the model that training starts from; None: without a reference."""
         return None
 
     @property
     def teacher(self) -> str | None:
-        """Model that it learns from; None: no model."""
+        """Model to learn from; None: no model."""
         return None
 
     @property
     def teacher_revision(self) -> str | None:
-        """Its revision on the Hub."""
         return None
 
     @property
     def top_k(self) -> int | None:
-        """Number of the teacher's likeliest words in the data's column; None: it reads no such column."""
+        """Number of the teacher's likeliest words in the data's column; None: no such column."""
         return None

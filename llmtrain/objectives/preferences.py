@@ -1,8 +1,8 @@
-"""Objectives over answers: of two to a prompt, one was chosen and one rejected; of one, it is desired or not.
+"""Objectives over answers: of two to a prompt, one was chosen and one rejected; a single one is desired or not.
 
-s is the log-probability of an answer, summed over its n counted tokens (the one where generation stops is among them),
-d = s - s of the reference, w the chosen and l the rejected answer. Each loss is a mean over the pairs (of kto: the
-answers) of the global batch, whatever they share a sequence with.
+s is the log-probability of an answer, summed over its n counted tokens (with the one where generation stops), d = s - s
+of the reference, w the chosen and l the rejected answer. Each loss is a mean over the pairs (of kto: the answers) of
+the global batch.
 
 A new loss over pairs is a class here, with `losses` and `equal`; its plain definition is in parity/answers.py.
 """
@@ -23,26 +23,26 @@ _WRONG = Bound(at_least=0, below=0.5)
 
 @dataclass(frozen=True, kw_only=True)
 class Answers:
-    """A answers of a micro-batch, fp32 [A]; of pairs [P, 2]: the chosen answer and the rejected one."""
+    """A answers of a micro-batch, fp32 [A]; for pairs [P, 2]: the chosen answer and the rejected one."""
 
     tokens: Tensor
     """Counted tokens of each answer."""
     log_prob: Tensor = None
-    """Summed over counted tokens, nats; of a model that gives likelihoods."""
+    """Summed over counted tokens, nats; by a model that gives likelihoods."""
     score: Tensor = None
     """Score of each answer, by a model that gives scores."""
     reference: Tensor = None
-    """The log-probability under the reference, where there is one."""
+    """The log-probability under the reference, if there is one."""
     desirable: Tensor = None
-    """bool; of answers judged alone."""
+    """bool; for answers judged alone."""
     kl: float = math.nan
-    """z of answers judged alone: mean of d over the prompts of the global batch, each with the answer to another one,
-    or 0 where that is negative."""
+    """z for answers judged alone: mean of d over the batch's prompts, each with the answer to another one; at least 0.
+    """
     log_sigmoid: Callable[[Tensor], Tensor]
 
     @property
     def ratio(self) -> Tensor:
-        """Log-probability over that of the reference: d."""
+        """Log-probability minus the reference's: d."""
         assert self.reference is not None
         return self.log_prob - self.reference
 
@@ -58,7 +58,7 @@ def _gap(each_P2: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Equal:
-    """Value and tolerances of a loss where an answer is preferred to itself, or judged both ways."""
+    """Value and tolerances of a loss for an answer preferred to itself, or judged both ways."""
 
     loss: float
     margin: float
@@ -72,38 +72,38 @@ class OverAnswers(Objective):
     """An objective over answers."""
 
     def terms(self, answers: Answers) -> tuple[Tensor, ...]:
-        """The loss and the figures, in order, of each pair or answer."""
+        """The loss and the figures, in order, for each pair or answer."""
         raise NotImplementedError
 
     def equal(self, figures: Mapping[str, float]) -> Equal:
-        """The `Equal` of the loss, from its definition; without it that is not proved before the first step.
+        """The `Equal` of the loss, from its definition; without it the loss is not checked before the first step.
 
-        `figures`: those of such a batch; some losses contain its mean log-probability beside the margin.
+        `figures`: of this batch; some losses contain its mean log-probability in addition to the margin.
         """
         raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
 class Referenced(OverAnswers):
-    """It compares with the model that training starts from."""
+    """An objective that compares with the model that training starts from."""
 
     reference: Literal["column", "online"] = "column"
-    """Source of the reference's log-probabilities: a column of the data that `llmtrain reference` has written; or, with
-    an adapter, the model with its adapter switched off, computed at each step."""
+    """Source of the reference's log-probabilities: a column of the data by `llmtrain reference`; or, with an adapter,
+    the model with its adapter switched off, computed at each step."""
 
 
 _MARGIN = (
     Figure(
         name="pairs/margin",
         unit="1",
-        meaning="Objectives over pairs: what the loss wants to be large, such as beta times the difference of "
+        meaning="Objectives over pairs: a number that the loss makes large, such as beta times the difference of "
         "log-ratios.",
     ),
     Figure(name="pairs/accuracy", unit="0 to 1", meaning="Share of the global batch's pairs whose margin is above 0."),
 )
 _TOKENS = (
     Figure(name="pairs/chosen_tokens", unit="tokens/answer", meaning="Counted tokens of a chosen answer, in the mean."),
-    Figure(name="pairs/rejected_tokens", unit="tokens/answer", meaning="The same of the rejected answers."),
+    Figure(name="pairs/rejected_tokens", unit="tokens/answer", meaning="Mean of counted tokens of a rejected answer."),
 )
 
 
@@ -131,7 +131,7 @@ class OverPairs(OverAnswers):
 
     @abstractmethod
     def losses(self, a: Answers) -> tuple[Tensor, Tensor]:
-        """(losses, margins), [P] each: a margin is above 0 where the chosen answer is preferred."""
+        """(losses, margins), [P] each: a margin is above 0 if the chosen answer is preferred."""
         raise NotImplementedError
 
     def terms(self, answers: Answers) -> tuple[Tensor, ...]:
@@ -142,9 +142,9 @@ class OverPairs(OverAnswers):
 
 @dataclass(frozen=True, kw_only=True)
 class Pairs(OverPairs):
-    """A loss of the log-probabilities of pairs; a new one is a class with `losses`.
+    """A loss on the log-probabilities of pairs; a new one is a class with `losses`.
 
-    A plugin's field `reference: Literal["column", "online"] = "column"` lets it use `a.ratio`, as `Referenced` does.
+    With the field `reference: Literal["column", "online"] = "column"` a plugin can use `a.ratio`, as `Referenced` does.
     """
 
     figures: ClassVar[tuple[Figure, ...]] = (
@@ -154,7 +154,11 @@ class Pairs(OverPairs):
             unit="nats/answer",
             meaning="Log-probability of the chosen answers, summed over their tokens.",
         ),
-        Figure(name="pairs/rejected_log_prob", unit="nats/answer", meaning="The same of the rejected answers."),
+        Figure(
+            name="pairs/rejected_log_prob",
+            unit="nats/answer",
+            meaning="Log-probability of the rejected answers.",
+        ),
         *_TOKENS,
     )
     charts: ClassVar[tuple[Chart, ...]] = (
@@ -176,7 +180,7 @@ class Dpo(Pairs, Referenced, choice="dpo"):
     """Direct preference optimisation."""
 
     smoothing: float = bounded(0.0, _WRONG, "0.1 is usual")
-    """Share of pairs taken to be labelled the wrong way round; above 0 the loss is the conservative one."""
+    """Share of pairs assumed to be labelled the wrong way round; above 0 the loss is the conservative one."""
 
     def losses(self, a: Answers) -> tuple[Tensor, Tensor]:
         """-(1 - e) log sigmoid(b (d_w - d_l)) - e log sigmoid(-b (d_w - d_l)).
@@ -192,7 +196,7 @@ class Dpo(Pairs, Referenced, choice="dpo"):
 
 @dataclass(frozen=True, kw_only=True)
 class Robust(Pairs, Referenced, choice="robust"):
-    """Loss whose mean is dpo's though a share of labels is wrong."""
+    """A loss whose mean is dpo's, although a share of labels is wrong."""
 
     smoothing: float = bounded(0.1, _WRONG, "0.1 is usual")
     """Share of pairs that are labelled the wrong way round."""
@@ -211,7 +215,7 @@ class Ipo(Pairs, Referenced, choice="ipo"):
     """Squared distance of the difference per token from a target."""
 
     def losses(self, a: Answers) -> tuple[Tensor, Tensor]:
-        """(d_w / n_w - d_l / n_l - 1 / (2 b))^2 (arXiv 2310.12036, per token as TRL has it)."""
+        """(d_w / n_w - d_l / n_l - 1 / (2 b))^2 (arXiv 2310.12036, per token as in TRL)."""
         margin = _gap(a.ratio / a.tokens)
         return (margin - 1 / (2 * self.beta)).square(), margin
 
@@ -258,7 +262,7 @@ class SimPo(Pairs, choice="simpo"):
 
     beta: float = bounded(2.0, POSITIVE, "2 is the default")
     gamma: float = bounded(0.5, NOT_NEGATIVE, "0.5 is the default")
-    """Margin that the difference is to have."""
+    """Target margin between the two rewards."""
 
     def losses(self, a: Answers) -> tuple[Tensor, Tensor]:
         """-log sigmoid(b (s_w / n_w - s_l / n_l) - gamma) (arXiv 2405.14734)."""
@@ -305,7 +309,7 @@ class Kto(Referenced, choice="kto"):
         Figure(
             name="unpaired/accuracy",
             unit="0 to 1",
-            meaning="Share of answers that are on the side of z where their label wants them.",
+            meaning="Share of answers on the side of z that fits their label.",
         ),
         Figure(
             name="unpaired/log_prob",
@@ -336,13 +340,13 @@ class Kto(Referenced, choice="kto"):
     desirable_weight: float = bounded(1.0, POSITIVE, "1 is the default")
     """Factor on the loss of a desired answer."""
     undesirable_weight: float = bounded(1.0, POSITIVE, "1 is the default")
-    """Factor on the loss of any other."""
+    """Factor on the loss of an undesired answer."""
 
     def terms(self, answers: Answers) -> tuple[Tensor, ...]:
-        """1 - sigmoid(b (d - z)) of a desired answer, 1 - sigmoid(b (z - d)) of another, each with its kind's weight.
+        """1 - sigmoid(b (d - z)) for a desired answer, 1 - sigmoid(b (z - d)) for another, each with its kind's weight.
 
         z >= 0 is the mean of d over the prompts of the global batch, each with the answer to another one: an estimate
-        of the divergence from the reference, through which no gradient goes (arXiv 2402.01306).
+        of the divergence from the reference, without a gradient (arXiv 2402.01306).
         """
         above = self.beta * (answers.ratio - answers.kl)
         margins = above.where(answers.desirable, -above)
@@ -358,7 +362,7 @@ class Kto(Referenced, choice="kto"):
 
 @dataclass(frozen=True, kw_only=True)
 class Reward(OverPairs, choice="reward"):
-    """A model that scores answers; the chosen one's is to be higher."""
+    """A model that scores answers; the chosen one's score should be higher."""
 
     scores = True
     figures: ClassVar[tuple[Figure, ...]] = (
@@ -368,7 +372,11 @@ class Reward(OverPairs, choice="reward"):
             unit="1",
             meaning="objective.name reward: score of the chosen answers, in the mean.",
         ),
-        Figure(name="pairs/rejected_reward", unit="1", meaning="The same of the rejected answers."),
+        Figure(
+            name="pairs/rejected_reward",
+            unit="1",
+            meaning="Mean score of the rejected answers.",
+        ),
         *_TOKENS,
     )
     charts: ClassVar[tuple[Chart, ...]] = (
@@ -388,8 +396,8 @@ class Reward(OverPairs, choice="reward"):
         """-log sigmoid(r_w - r_l) + c (r_w + r_l)^2.
 
         r is the score at an answer's last counted token: the likelihood of the preference in the model of Bradley and
-        Terry (arXiv 1706.03741, 2203.02155). A preference does not say where the scale's zero lies: c draws the mean of
-        the two scores there (arXiv 2312.09244).
+        Terry (arXiv 1706.03741, 2203.02155). A preference does not fix the scale's zero: c draws the mean score there
+        (arXiv 2312.09244).
         """
         margins = _gap(a.score)
         return -a.log_sigmoid(margins) + self.centering * a.score.sum(1).square(), margins

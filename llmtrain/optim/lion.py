@@ -1,4 +1,4 @@
-"""Lion (Chen et al., arXiv 2302.06675): the sign of an interpolated momentum, one moment a parameter."""
+"""Lion (Chen et al., arXiv 2302.06675): the sign of an interpolated momentum, one moment per parameter."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Lion(torch.optim.Optimizer):
-    """Algorithm 2 of the paper, with lists of tensors: on a GPU four kernels a group."""
+    """Algorithm 2 of the paper, with lists of tensors: on a GPU four kernels per group."""
 
     def __init__(self, groups: list[dict[str, Any]]) -> None:
         """`groups`: with `lr`, `betas` and `weight_decay` (decoupled) each."""
@@ -18,7 +18,7 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One update of all parameters that have a gradient."""
+        """Update all parameters that have a gradient."""
         assert closure is None
         for group in self.param_groups:
             parameters: list[Tensor] = [p for p in group["params"] if p.grad is not None]

@@ -1,8 +1,8 @@
-"""Formats in which sites send by how much their parameters have changed: the values of `sites.compress`.
+"""Formats in which sites send the changes of their parameters: the values of `sites.compress`.
 
-A new one is a class here: `pack`, `unpack` and what they cost. Each writes a record of a fixed size for each block of
+A new one is a class here: `pack`, `unpack` and their costs. Each writes a record of a fixed size for each block of
 `BLOCK` elements, so that any blocks can be served without their neighbours, and every site decodes a record to the same
-bits. numpy is imported inside the functions, because the configuration reads the names of the formats and does without.
+bits. numpy is imported inside the functions, because the configuration reads the formats' names without numpy.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Bytes = Any
 BLOCK = 256
 """Elements that share a scale."""
 FORMATS: dict[str, type[Format]] = {}
-"""Value of `sites.compress` -> format, in the order of their definition: from the one that loses least."""
+"""Value of `sites.compress` -> format, in the order of their definition: the smallest loss first."""
 
 
 class Format:
@@ -26,9 +26,9 @@ class Format:
     record: ClassVar[int]
     """Bytes of a block."""
     encode_s: ClassVar[float]
-    """Seconds of one core for an element that is sent, the sender's decoding included."""
+    """Seconds of one core per sent element, the sender's decoding included."""
     decode_s: ClassVar[float]
-    """The seconds for an element received from one site."""
+    """Seconds of one core per element received from one site."""
 
     def __init_subclass__(cls, *, name: str) -> None:
         super().__init_subclass__()

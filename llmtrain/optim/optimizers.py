@@ -1,6 +1,6 @@
-"""Optimizers as far as they are known without torch: the fields of `optim`, what each goes with, what it keeps.
+"""Optimizers as far as they are known without torch: the fields of `optim`, their rules, and the kept state.
 
-A new one is a class here, or in a plugin: its fields, and the torch optimizer that its method `build` makes.
+A new one is a class here, or in a plugin: its fields, and the torch optimizer from its method `build`.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ PARAM = "param"
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer(Choice, section="optim"):
-    """The optimizer. Fields that may stand in the JSON are None until `config/deepspeed/join.py` has joined the two."""
+    """The optimizer. Fields that the JSON may give are None until `config/deepspeed/join.py` has joined the two."""
 
     title: ClassVar[str] = "optimizer of a plugin"
     """Its name in sentences."""
     json_types: ClassVar[tuple[str, ...]] = ()
-    """Values of `optimizer.type` of a DeepSpeed JSON that mean it, in any case; the last one is what we write."""
+    """Values of `optimizer.type` of a DeepSpeed JSON that mean it, in any case; llmtrain writes the last one."""
     fixed: ClassVar[Mapping[str, Any]] = {}
-    """Further keys of `optimizer.params` that may stand there with this value alone: llmtrain has no other."""
+    """Further keys of `optimizer.params` that the JSON may give with this value alone."""
     state: ClassVar[tuple[str, ...]] = ()
-    """Kinds of tensor that it may keep for a parameter, as checkpoints name them."""
+    """Kinds of tensor that it may keep for a parameter, named as in checkpoints."""
     moments: ClassVar[int] = 2
-    """Most of them for one parameter."""
+    """Largest number of them for one parameter."""
     host_ops: ClassVar[tuple[str, ...]] = ()
     """DeepSpeed's ops that are built at the start when its state is offloaded; everything else is torch's."""
     rules: ClassVar[tuple[Rule, ...]] = ()
@@ -39,7 +39,7 @@ class Optimizer(Choice, section="optim"):
     counts_steps: ClassVar[bool] = False
     """Its torch optimizer counts the steps of each tensor in the tensor's state, as "step"."""
     by_sign: ClassVar[bool] = False
-    """A step is the sign of a mean of gradients: where that is all rounding, a step is anyone's."""
+    """A step is the sign of a mean of gradients: rounding alone may decide it."""
     norm_of_update: ClassVar[bool] = False
     """Under ZeRO, DeepSpeed measures and clips the norm of its update, not of the gradient."""
 
@@ -54,12 +54,12 @@ class Optimizer(Choice, section="optim"):
     )
     """Decoupled weight decay. Or from the JSON."""
     decay: Literal["matrices", "all"] = "matrices"
-    """Parameters that decay: matrices, or biases, norms and other vectors as well (one group, as plain AdamW has)."""
+    """Parameters that decay: matrices, or biases, norms and other vectors as well (one group, as in plain AdamW)."""
     weight_decay_of: dict[str, float] = mapped("PATTERN: WEIGHT DECAY", NOT_NEGATIVE, "0 turns it off")
-    """PATTERN: WEIGHT DECAY of the parameters with such Hugging Face names (`*`, `?`, `[...]`), in place of what
-    `decay` and `weight_decay` say. Each pattern has to match one that trains."""
+    """PATTERN: WEIGHT DECAY of parameters whose Hugging Face names match (`*`, `?`, `[...]`), instead of `decay` and
+    `weight_decay`. Each pattern must match a trained parameter."""
     lr_factor_of: dict[str, float] = mapped("PATTERN: FACTOR", POSITIVE, "model.freeze keeps parameters as they are")
-    """PATTERN: FACTOR on the learning rate of the parameters with such names. The rate in the log is without it."""
+    """PATTERN: FACTOR on the learning rate of parameters whose names match. The rate in the log is without it."""
     layer_decay: float = bounded(1.0, Bound(above=0, at_most=1), "0.9 is common, 1 means none")
     """Layer-wise learning rates: decoder layer i of n, counted from 0, has the rate times layer_decay^(n - 1 - i),
     embeddings times layer_decay^n. Head, final norm and the rate in the log are without it. 1 = none."""
@@ -68,17 +68,17 @@ class Optimizer(Choice, section="optim"):
 
     @property
     def has_own_settings(self) -> bool:
-        """Single parameters have a learning rate or weight decay of their own."""
+        """True if single parameters have their own learning rate or weight decay."""
         return self.layer_decay != 1.0 or bool(self.lr_factor_of or self.weight_decay_of)
 
     def group(self) -> dict[str, Any]:
-        """The settings of a group of parameters, except its decay; `peak_lr` is what the schedule multiplies."""
+        """The settings of a group of parameters, except its decay; the schedule multiplies `peak_lr`."""
         return {"lr": self.lr, "peak_lr": self.lr, "betas": self.betas}
 
     def build(self, groups: list[dict[str, Any]]) -> Any:
         """Return the torch optimizer of these groups.
 
-        A plugin's steps each element by itself, and keeps tensors of the parameter's shape that begin at 0, named in
+        A plugin's updates each element by itself, and keeps tensors of the parameter's shape that begin at 0, named in
         `state`.
 
         Args:
@@ -135,14 +135,14 @@ class Muon(AdamW, choice="muon"):
     # fmt: off
     rules = (
         Rule(("optim.name", "optim.clip_norm"), lambda m: m.clip_norm > 0,
-             "Muon's update has a norm of its own, and DeepSpeed's ZeRO would clip that norm, not the gradient's",
+             "Muon's update has its own norm, which DeepSpeed's ZeRO would clip instead of the gradient's",
              "set optim.clip_norm to 0 (Muon does not need it), or use adamw",
              {"optim.name": "muon", "optim.clip_norm": 1.0}),
         Rule(("optim.name", "zero_optimization.offload_optimizer.device"), lambda m: m.offload_optimizer,
-             "Muon orthogonalises whole matrices, which is the device's work", "remove offload_optimizer, or use adamw",
+             "Muon orthogonalises full matrices, which is the device's work", "remove offload_optimizer, or use adamw",
              {"optim.name": "muon", "zero_optimization.offload_optimizer.device": "cpu"}),
         Rule(("optim.name", "zero_optimization.reduce_scatter"), lambda m: m.zero_stage == 3 and m.reduce_scatter,
-             "Muon needs whole gradients, and ZeRO 3 would scatter them",
+             "Muon needs full gradients, and ZeRO 3 would scatter them",
              "set zero_optimization.reduce_scatter to false, or remove it",
              {"optim.name": "muon", "zero_optimization.stage": 3, "zero_optimization.reduce_scatter": True}),
         Rule(("optim.name", "data_types.grad_accum_dtype"),
@@ -154,7 +154,7 @@ class Muon(AdamW, choice="muon"):
              "Muon's momentum is kept by DeepSpeed, in a precision of its own", "remove it, or use adamw or lion",
              {"optim.name": "muon", "bf16.bf16_optimizer_states": True}),
         Rule(("tensor_parallel.autotp_size", "optim.name"), lambda m: m.degrees.tensor > 1,
-             "Muon orthogonalises whole matrices, and each tensor-parallel rank has a part of them",
+             "Muon orthogonalises full matrices, and each tensor-parallel rank has a part of them",
              "use adamw, or set tensor_parallel.autotp_size to 1",
              {"optim.name": "muon", "tensor_parallel.autotp_size": 2}),
         Rule(("expert_parallel.autoep_size", "optim.name"), lambda m: m.degrees.expert > 1,
@@ -170,7 +170,6 @@ class Muon(AdamW, choice="muon"):
     clip_norm: float = joined(0.0, "gradient_clipping", NOT_NEGATIVE, "0 is the default of muon")
 
     def matrices(self) -> dict[str, Any]:
-        """The settings of the group of matrices."""
         return {"lr": self.muon_lr, "peak_lr": self.muon_lr, "momentum": self.muon_momentum}
 
     def build(self, groups: list[dict[str, Any]]) -> Any:
@@ -206,7 +205,6 @@ class Lion(Optimizer, choice="lion"):
 
 
 def norm_of(name: str | None, *, zero: bool) -> Literal["gradient", "update"]:
-    """Vector whose norm the metric `grad_norm` is. `name`: `optim.name`, also None or one that is not known here;
-    `zero`: whether the run has ZeRO 1, 2 or 3."""
+    """Vector whose norm is the metric `grad_norm`. `name`: `optim.name`, also None; `zero`: with ZeRO 1, 2 or 3."""
     entry = Optimizer.CHOICES.get(name or "")
     return "update" if zero and entry is not None and entry.norm_of_update else "gradient"

@@ -1,7 +1,7 @@
-"""Outer methods: the section `sites` of a run, and how the sites' parameters become the next common ones.
+"""Outer methods: the section `sites` of a run, and the rule that makes common parameters from the sites'.
 
-A new one is a class here: its fields, what they do not go with, its outer step, and what `sites plan` has to know.
-Exchanges of another kind than rounds have a file of their own in sites/, as `async` has.
+A new one is a class here: its fields and their rules, its outer step, and its numbers for `sites plan`. Exchanges other
+than rounds have their own file in sites/, as `async` has.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class SitesConfig(Choice, section="sites", selector="method"):
     )
     """Fields in which the sites of a run may differ."""
     overlaps: ClassVar[bool] = False
-    """Training goes on while a message travels."""
+    """Training continues while a message travels."""
     outer_s: ClassVar[float] = 8e-9
-    """Seconds of one core that the outer step takes for an element."""
+    """Seconds of one core that the outer step takes per element."""
     recommended: ClassVar[bool] = False
     """`sites plan` may recommend it."""
     rules: ClassVar[tuple[Rule, ...]] = ()
-    """Fields that do not go together. The subject of `broken` is the run."""
+    """Combinations of fields that are refused. The subject of `broken` is the run."""
 
     method: str = field(init=False)
     """Rule by which the sites' parameters become common ones."""
@@ -49,19 +49,20 @@ class SitesConfig(Choice, section="sites", selector="method"):
     """HOST:PORT of `llmtrain sites coordinator`."""
     compress: Compress = field(default="none", metadata={"named": FORMATS})
     """Format of the messages. none: the fp32 parameters. The others send changes since the last synchronisation, in
-    blocks of 256 elements, and add what one message loses to the next."""
+    blocks of 256 elements, and add each message's rounding error to the next one."""
     start_sites: int = bounded(1, AT_LEAST_1, "1 waits for nobody")
-    """Sites that the start waits for, this one included (as long as fault.start_timeout_s)."""
+    """Sites that the start waits for, this one included (for at most fault.start_timeout_s)."""
     timeout_s: float = bounded(60.0, SECONDS, "60 is the default")
-    """Seconds that a synchronisation may take; after them this site goes on without it."""
+    """Seconds that a synchronisation may take; then this site continues without it."""
     max_alone_steps: int = bounded(1000, NOT_NEGATIVE, "1000 is the default")
     """Optimizer steps beyond sync_every that this site trains while no synchronisation succeeds."""
     trust: list[str] = field(default_factory=list)
-    """Names of sites whose state is taken where it is ahead, though no others tell the same."""
+    """Names of sites whose newer state is taken even if no other site confirms it."""
     keys: HostPath | None = None
-    """This site's folder of `llmtrain sites keys`: connections are encrypted, and of sites that have one of the run."""
+    """This site's folder by `llmtrain sites keys`: connections are encrypted, and only sites with the run's keys
+    connect."""
     listen: str | None = None
-    """This host's address for the ranks of other sites. Default: that from which the coordinator is reached."""
+    """This host's address for the ranks of other sites. Default: the address that reaches the coordinator."""
 
     def common(self) -> dict[str, Any]:
         """The fields that must be equal on all sites, by their dotted names."""
@@ -80,7 +81,7 @@ class SitesConfig(Choice, section="sites", selector="method"):
 
     @property
     def travel_steps(self) -> int:
-        """Optimizer steps that are trained while parameters are on their way."""
+        """Optimizer steps that are trained while parameters travel."""
         return 0
 
     @property
@@ -90,12 +91,12 @@ class SitesConfig(Choice, section="sites", selector="method"):
 
     @property
     def measured(self) -> bool:
-        """The steps of a site between two synchronisations follow its measured speed."""
+        """True if a site's steps between two synchronisations depend on its measured speed."""
         return False
 
     @property
     def keeps_momentum(self) -> bool:
-        """The outer step has a momentum."""
+        """True if the outer step has a momentum."""
         return False
 
     def step(self, common: Array, momentum: Array, mean: Array) -> None:
@@ -108,11 +109,11 @@ class SitesConfig(Choice, section="sites", selector="method"):
 
     @property
     def least_period(self) -> int:
-        """The smallest `sync_every` that goes with the other fields."""
+        """The smallest `sync_every` that the other fields allow."""
         return 1
 
     def waits_s(self, travel_s: float, step_s: float) -> float:
-        """Seconds that training waits for a message, in the mean of all rounds.
+        """Mean seconds per round that training waits for a message.
 
         Args:
             travel_s: from the question to the message's arrival.
@@ -123,12 +124,12 @@ class SitesConfig(Choice, section="sites", selector="method"):
 
 @dataclass(frozen=True, kw_only=True)
 class Periodic(SitesConfig):
-    """A method that synchronises every so many steps."""
+    """A method that synchronises every `sync_every` steps."""
 
     sync_every: int = bounded(100, AT_LEAST_1, "100 is the default")
     """Optimizer steps between two synchronisations, of the fastest site."""
     pace: Literal["measured", "equal"] = "measured"
-    """Steps of a slower site in between. measured: fewer, so that all come together; equal: as many as the others."""
+    """Steps of a slower site in between. measured: fewer, so that all arrive together; equal: the same number."""
 
     @property
     def measured(self) -> bool:
@@ -181,14 +182,14 @@ class DiLoCo(Periodic, choice="diloco"):
 
 @dataclass(frozen=True, kw_only=True)
 class Streaming(DiLoCo, choice="streaming"):
-    """As diloco, for one fragment of the model after the other, while training goes on."""
+    """As diloco, for one fragment of the model after the other, while training continues."""
 
     overlaps = True
 
     fragments: int = bounded(4, AT_LEAST_1, "4 is the default")
     """Parts of the model that are synchronised in turn, each every sync_every steps."""
     overlap_steps: int = bounded(5, NOT_NEGATIVE, "5 is the default")
-    """Optimizer steps that are trained while parameters are on their way, and kept; 0 waits for them."""
+    """Optimizer steps that are trained while parameters travel, and kept; 0 waits for the parameters."""
 
     rules = (
         Rule(
@@ -209,11 +210,11 @@ class Streaming(DiLoCo, choice="streaming"):
             {**_STREAMING, "sites.sync_every": 20},
         ),
     )
-    """Each fragment's round has steps of its own, and ends before the next one's begins."""
+    """Each fragment's round has its own steps, and ends before the next one's begins."""
 
     @property
     def most_overlap(self) -> int:
-        """Largest `overlap_steps` that goes with the other fields."""
+        """Largest `overlap_steps` that the other fields allow."""
         return min(self.round_steps - 1, self.max_alone_steps)
 
     @property
@@ -238,16 +239,16 @@ class Streaming(DiLoCo, choice="streaming"):
 
 @dataclass(frozen=True, kw_only=True)
 class Async(Periodic, choice="async"):
-    """Every sync_every steps a site sends what it has changed and takes the newest of the others, without waiting; at
-    meetings, which are rarer, all take the mean."""
+    """Every sync_every steps a site sends its changes and takes the others' newest, without waiting; rarely all take
+    the mean."""
 
     local = SitesConfig.local | {"overlap_steps"}
     overlaps = True  # not recommended: at the same bytes staler than the others
 
     overlap_steps: int = bounded(5, NOT_NEGATIVE, "5 is the default")
-    """Optimizer steps that are trained while parameters are on their way, and kept; 0 waits for them."""
+    """Optimizer steps that are trained while parameters travel, and kept; 0 waits for the parameters."""
     meet_every: int = bounded(10, AT_LEAST_1, "10 is the default")
-    """After so many times sync_every steps all sites meet, so that none is staler."""
+    """Number of sync_every intervals after which all sites meet, so that none is staler."""
 
     rules = (
         Rule(

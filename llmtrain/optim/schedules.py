@@ -25,7 +25,7 @@ class Schedule(Choice, section="schedule"):
     """Optimizer steps of linear warm-up."""
 
     def filled(self, max_steps: int | None) -> Self:
-        """The schedule with the defaults that depend on the length of the run."""
+        """The schedule with the defaults that depend on the run's length."""
         return self
 
     def shortened(self, warmup_steps: int) -> Self:
@@ -33,14 +33,14 @@ class Schedule(Choice, section="schedule"):
         return replace(self, warmup_steps=warmup_steps)
 
     def decay(self) -> int:
-        """Optimizer steps at the end of the run that have to fit in beside the warm-up."""
+        """Optimizer steps at the end of the run that must fit in with the warm-up."""
         return 0
 
     def factor(self, step: int, max_steps: int | None) -> float:
         """Factor on the peak learning rate for optimizer step `step` (0 is the first).
 
-        Warm-up rises linearly and reaches 1 at step `warmup_steps`. `max_steps` None: nothing limits the steps, which
-        the configuration check allows where `needs_length` is False.
+        Warm-up rises linearly and reaches 1 at step `warmup_steps`. `max_steps` None: unlimited, which the
+        configuration check allows if `needs_length` is False.
         """
         if step < self.warmup_steps:
             return (step + 1) / (self.warmup_steps + 1)
@@ -48,7 +48,7 @@ class Schedule(Choice, section="schedule"):
 
     @abstractmethod
     def after_warmup(self, step: int, max_steps: int | None) -> float:
-        """The factor at a step that is not of the warm-up."""
+        """The factor at a step after the warm-up."""
         raise NotImplementedError
 
 
@@ -66,7 +66,7 @@ class Falling(Schedule):
         return self.min_ratio + (1 - self.min_ratio) * self.shape(progress)
 
     def falls_from(self, max_steps: int) -> int:
-        """The step whose factor is 1, from which it falls."""
+        """The last step with factor 1."""
         return self.warmup_steps
 
     def shape(self, progress: float) -> float:

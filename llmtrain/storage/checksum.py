@@ -1,10 +1,10 @@
 """A checksum of a tensor that can be computed slice by slice, in any order, on any number of ranks. No torch import.
 
-The 32 bits of each element are multiplied by an odd 64-bit factor that belongs to its position in the flat tensor,
-and the products are added modulo 2^64 (multilinear hashing). Sums of slices add up to the sum of the tensor, so two
-ranks that hold halves of a parameter and one rank that holds all of it agree. One changed element always changes the
-sum; so does any other damage (a slice in the wrong place, missing, there twice), but for one chance in about 2^32.
-It guards against faults, not against an attacker.
+The 32 bits of each element are multiplied by an odd 64-bit factor for its position in the flat tensor, and the products
+are added modulo 2^64 (multilinear hashing). Sums of slices add up to the sum of the tensor, so two ranks with halves of
+a parameter and one rank with all of it agree. One changed element always changes the sum; so does any other damage (a
+slice in the wrong place, missing, or repeated), except for one chance in about 2^32. It guards against faults, not
+against an attacker.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _BLOCK = 1 << 16  # positions that share a row of factors: the row is 512 KiB and stays in the cache
-_CPU_PIECE = 4 * _BLOCK  # elements converted to fp32 at once, where they are not: 1 MiB stays in the cache
+_CPU_PIECE = 4 * _BLOCK  # elements converted to fp32 at once: 1 MiB stays in the cache
 _GPU_PIECE = 16 * _BLOCK  # elements of a strided region on a GPU hashed at once
 _GPU_BLOCKS = 128  # blocks hashed at once on a GPU: the int64 temporaries stay at 64 MiB
-_LONG = 1 << 13  # elements of a row from which on a call of its own costs little
+_LONG = 1 << 13  # elements from which on a separate call per row costs little
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio
 
 
@@ -52,7 +52,7 @@ def weights_hash(checksums: Mapping[str, int]) -> str:
 
 
 def checksum_part(values: Tensor, region: Region) -> int:
-    """Hash of `values` as the elements of a region of a flat tensor: the sum over the tensor's regions is its hash."""
+    """Hash of `values` as a region in a flat tensor; the regions' hashes add up to the tensor's."""
     if region.contiguous:
         return checksum(values, region.start)
     flat = values.detach().reshape(-1)
@@ -79,7 +79,7 @@ def checksum_part_array(values: npt.NDArray[np.float32], region: Region) -> int:
 
 
 def _rows(values: npt.NDArray[np.float32], block: Block) -> int:
-    """Many short rows at once: the factors of a row are a window of the table, repeated for rows that pass its end."""
+    """Hash short rows together: a row's factors are a window of the table, repeated for rows that pass its end."""
     bits = np.lib.stride_tricks.as_strided(
         values.view(np.int32)[block.at :], (block.rows, block.length), (4 * block.period, 4), writeable=False
     )
@@ -157,7 +157,7 @@ def _strided_on_device(flat: Any, region: Region) -> int:
 
 @cache
 def _row_on(device: Any) -> Any:
-    """The row, which stays on the device: to copy it for each piece of a model took longer than to hash the piece."""
+    """The row on a device, cached: copying it for each piece took longer than hashing the piece."""
     import torch
 
     return torch.from_numpy(_row()).to(device)
@@ -179,7 +179,7 @@ def _block_factor(block: int) -> int:
 
 
 def _block_factors(blocks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """`_block_factor` of each."""
+    """`_block_factor` of each block."""
     value = (~blocks).astype(np.uint64) * np.uint64(_GOLDEN)
     value = (value ^ value >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ value >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
@@ -195,6 +195,6 @@ def _mixed(value: int) -> int:
 
 
 def as_int64(value: int) -> int:
-    """Reinterprets 64 bits as a signed number, for tensors that are summed over ranks."""
+    """Reinterpret 64 bits as a signed number, for tensors that are summed over ranks."""
     value %= 2**64
     return value - 2**64 if value >= 2**63 else value

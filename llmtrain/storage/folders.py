@@ -1,8 +1,7 @@
-"""Folders that URLs name: fetched into this user's cache, once for each host and as a whole, or written here
-and uploaded.
+"""Folders in stores: downloaded completely, once per host, into this user's cache, or written here and uploaded.
 
-The revision of a folder is a digest of the names, sizes and versions of its files: one that changes in the store is
-another revision, fetched beside the one that a run began with.
+A folder's revision is a digest of its files' names, sizes and versions: a changed folder is another revision,
+downloaded next to the one that a run began with.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _SPARE = 64 << 20
 
 
 def place_of(url: str) -> Path:
-    """The folder of this host's cache for a URL: files of each revision in a folder of that name."""
+    """The cache folder for a URL, with a folder for each revision."""
     return cache_folder() / "stores" / hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:32]
 
 
@@ -37,16 +36,15 @@ def fetch(
     choices: Sequence[Callable[[Sequence[str], Path], Sequence[str]]],
     wrong: Callable[[str], UserError],
 ) -> tuple[Path, str]:
-    """Files of a folder in a store, on this host. One process of a host fetches, the others wait for it.
+    """Files of a folder in a store, on this host. One process of a host downloads, the others wait.
 
     Args:
-        revision: which one, as it was returned before; the store is not asked if all of it is here. None: what is there
-            now.
-        choices: each takes the names of the files and the folder here, with what the ones before it have chosen, and
-            returns which to fetch.
-        wrong: makes an error of a clause that names the rule, and the remedy.
+        revision: as returned before; the store is not asked if all files are here. None: the present one.
+        choices: each takes the names of the files and the folder here, with the files of earlier choices, and returns
+            the names to download.
+        wrong: makes an error from a clause that names the rule, and the remedy.
 
-    Returns: the folder, and its revision. Raises what `wrong` makes; a choice may raise, too.
+    Returns: the folder, and its revision. Raises what `wrong` makes; a choice may raise too.
     """
     if found := problem_of(url):
         raise wrong("; ".join(found))
@@ -71,7 +69,7 @@ def fetch(
             if not there:
                 raise wrong("no file is there. Correct the address")
             if revision not in (None, now):
-                raise wrong("its files are others than those that the run began with. Put those back")
+                raise wrong("its files have changed since the run began. Put the former ones back")
             folder, note = place / now, place / f"{now}.json"
             folder.mkdir(exist_ok=True)
             replace_file(note, json.dumps({name: stored.bytes for name, stored in there.items()}).encode())
@@ -90,8 +88,10 @@ def fetch(
 
 @contextlib.contextmanager
 def alone(lock: Path) -> Iterator[None]:
-    """One process of this host, or of all hosts that share the folder. A folder that cannot be written may still have
-    everything, and some file systems have no locks: then nobody waits."""
+    """Run the block in one process of this host, or of all hosts that share the folder.
+
+    A folder that cannot be written may still be complete, and some file systems have no locks: then no process waits.
+    """
     handle = None
     with contextlib.suppress(OSError):
         lock.mkdir(parents=True, exist_ok=True)
@@ -104,25 +104,25 @@ def alone(lock: Path) -> Iterator[None]:
 
 
 def announce(name: str, files: Mapping[str, int], place: Path, remedy: str, wrong: Callable[[str], UserError]) -> None:
-    """Say what is fetched. Raises what `wrong` makes where the folder `place` has no room. `files`: bytes by name."""
+    """Announce a download. Raises what `wrong` makes if the folder `place` has no room. `files`: bytes by name."""
     total, free = sum(files.values()), shutil.disk_usage(place).free
     if free < total + _SPARE:
         raise wrong(
-            f"{units.size(total)} are to be fetched, and {place} on {socket.gethostname()} has {units.size(free)} "
+            f"{units.size(total)} must be fetched, and {place} on {socket.gethostname()} has {units.size(free)} "
             f"free. Make room, or set {remedy}"
         )
     line = f"fetching {name}: {units.counted(len(files), 'file')}, {units.size(total)}"
-    print(untrusted.shown(line), file=sys.stderr, flush=True)  # on standard output `generate` has the model's words
+    print(untrusted.shown(line), file=sys.stderr, flush=True)  # standard output is for the model's words in `generate`
 
 
 def _files(store: Store) -> dict[str, Stored]:
-    """Files of the folder and one level below, as models have them, without names that a path could not take."""
+    """Files of the folder and one level below, as in models' folders, without names that no path can have."""
     found = store.files()
     return {name: stored for name, stored in found.items() if name.count("/") < 2 and ".." not in name.split("/")}
 
 
 def _revision(files: Mapping[str, Stored]) -> str:
-    """40 hexadecimal digits, as a commit has."""
+    """40 hexadecimal digits, as in a commit."""
     lines = [json.dumps([name, stored.bytes, stored.version]) for name, stored in sorted(files.items())]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:40]
 
@@ -143,18 +143,17 @@ def _complete(
 
 
 Wrong = Callable[[str], UserError]
-"""Makes an error of a clause that names the rule, and the remedy."""
+"""Makes an error from a clause that names the rule, and the remedy."""
 
 
 def upload(folder: Path, store: Store, *, first: Collection[str] = (), last: Collection[str]) -> str:
-    """Upload the files of a folder to one that has none of them, or those of an upload that ended early.
+    """Upload a folder's files to an empty folder, or to one with an interrupted upload.
 
     Args:
-        first: names of files that say whose folder it is.
-        last: names of the files that readers look for. While they are missing there, nothing is.
+        first: names of files that identify the folder.
+        last: names of files that mark the folder complete for readers.
 
-    Returns the number and the sizes of the files, in words. Raises StoreError: also where a file there has another size
-    than here.
+    Returns the number and the sizes of the files, in words. Raises StoreError: also if a file's size differs there.
     """
     names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
     for name in sorted(names, key=lambda name: (name in last, name not in first, name)):
@@ -164,7 +163,7 @@ def upload(folder: Path, store: Store, *, first: Collection[str] = (), last: Col
 
 
 def clear(store: Store, *, first: Collection[str] = (), last: Collection[str]) -> None:
-    """Delete all files of a folder, those of `last` before all others, and those of `first` at the end."""
+    """Delete all files of a folder: `last` before the others, `first` at the end."""
     names = store.files().keys()
     leading, marks = [name for name in names if name in last], [name for name in names if name in first]
     for some in (leading, sorted(names - {*leading, *marks}), marks):
@@ -173,10 +172,10 @@ def clear(store: Store, *, first: Collection[str] = (), last: Collection[str]) -
 
 @contextlib.contextmanager
 def scratch_for(url: str, wrong: Wrong) -> Iterator[Path]:
-    """A path on this host's disk for what goes to a URL, the same for each start of a command, so that it can go on.
+    """A path on this host's disk for an upload to a URL, the same at each start of a command, so that it can continue.
 
-    It is removed when the block ends without an error. Raises what `wrong` makes: another process writes it, or it
-    cannot be made.
+    It is removed when the block ends without an error. Raises what `wrong` makes: another process writes the path, or
+    it cannot be created.
     """
     folder = cache_folder() / "uploads" / hashlib.sha256(url.encode()).hexdigest()[:16]
     try:
@@ -198,12 +197,9 @@ def scratch_for(url: str, wrong: Wrong) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def told(wrong: Wrong, left: Path | None = None) -> Iterator[None]:
-    """What a store refuses inside the block is said as `wrong` says it. `left`: where what was to go there is whole.
-
-    Raises what `wrong` makes.
-    """
+    """Raise errors of a store in the block as `wrong` makes them. `left`: path of the complete local copy."""
     try:
         yield
     except StoreError as error:
-        kept = f"; what was to go there is whole in {left}" if left is not None else ""
+        kept = f"; the complete copy is in {left}" if left is not None else ""
         raise wrong(f"the store cannot be used ({error}){kept}. Correct the address or the access to it") from error

@@ -1,7 +1,7 @@
 """Files in object stores, by URL: s3://, gs://, az://, hf:// and all that fsspec has a driver for.
 
-Drivers find their credentials in environment and files. Faults of the network are tried again; what the store refuses
-is not.
+Drivers find their credentials in environment and files. Requests are repeated after faults of the network, but not
+after a refusal by the store.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs":
 """Protocol -> the extra of llmtrain that brings its driver."""
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://")
 _PAUSES_S = (0.5, 1.0, 2.0, 4.0)
-"""Before each further try."""
+"""Pauses before further tries."""
 _SILENCE_S, _SLOWEST = 300.0, 1e6
 """Seconds without a sign of life after which a call counts as failed; bytes a second of a driver that gives none."""
 _FINAL = (PermissionError, IsADirectoryError, NotADirectoryError, ValueError, ImportError)
-"""Another try would end the same way."""
+"""Errors that another try would repeat."""
 _VERSIONS = ("ETag", "etag", "generation", "blob_id", "content_md5", "LastModified", "last_modified", "mtime")
-"""Names under which drivers tell what a file's content was, the surest first."""
+"""Names under which drivers give a file's version, the most reliable first."""
 _MODIFIED = ("LastModified", "last_modified", "mtime", "created")
 
 
@@ -43,7 +43,7 @@ def is_url(text: str) -> bool:
 
 
 def problem_of(url: str, *, writes: bool = False) -> tuple[str, str] | None:
-    """(rule, remedy) for a URL that cannot be used; None: it can. Nothing is asked of the network."""
+    """(rule, remedy) for an unusable URL; None: it is usable. Without network."""
     import fsspec
 
     protocol, sign, rest = url.partition("://")
@@ -52,7 +52,7 @@ def problem_of(url: str, *, writes: bool = False) -> tuple[str, str] | None:
     if "@" in rest.partition("/")[0]:
         return "has a user or a password in it", "leave them to the store's own settings (such as AWS_PROFILE)"
     if writes and protocol == "hf" and not rest.startswith("buckets/"):
-        rule = "is a repository, where each file becomes a commit and what is deleted stays in the history"
+        rule = "is a repository, where each file becomes a commit and deleted files stay in the history"
         return rule, "name a bucket: hf://buckets/ORG/NAME/FOLDER, or another store"
     try:
         fsspec.get_filesystem_class(protocol)
@@ -62,10 +62,10 @@ def problem_of(url: str, *, writes: bool = False) -> tuple[str, str] | None:
 
 
 class StoreError(OSError):
-    """A store could not be used; the driver's reason, for a caller who names key, URL and remedy."""
+    """A store could not be used; with the driver's reason, for a caller that names key, URL and remedy."""
 
     final = False
-    """It refuses: another try would end the same way."""
+    """The store refuses: another try would fail too."""
 
 
 @dataclass(frozen=True)
@@ -74,19 +74,19 @@ class Stored:
 
     bytes: int
     version: str
-    """Changes with the content, as far as the store tells; empty: it does not."""
+    """Changes with the content; empty: the store gives none."""
     modified_s: float | None = None
-    """Time of the upload, in seconds since 1970; None: the store does not tell."""
+    """Time of the upload, in seconds since 1970; None: unknown."""
 
 
 class Store:
     """A folder in an object store, or a single file with the name ''. Its methods may be called in several threads.
 
-    They raise FileNotFoundError where the file is missing, and StoreError, without secrets, for all else.
+    They raise FileNotFoundError for a missing file, and StoreError, without secrets, for all else.
     """
 
     def __init__(self, url: str, *, again: bool = True) -> None:
-        """`again`: what a fault of the network has ended is tried again, five times in 8 seconds.
+        """`again`: repeat requests after network faults, five tries in 8 seconds.
 
         Raises StoreError: no driver, or its settings are wrong.
         """
@@ -98,8 +98,7 @@ class Store:
         self._files, self._root = self._tried(lambda: fsspec.core.url_to_fs(url, **here))
 
     def files(self) -> dict[str, Stored]:
-        """All files below the folder, by their names relative to it, in the order of names; none: an empty folder, or
-        no folder."""
+        """All files below the folder, by relative name in order; none: an empty folder, or no folder."""
         found = self._tried(self._find)
         root = self._root.rstrip("/")
         return {path[len(root) + 1 :]: _stored(info) for path, info in sorted(found.items())}
@@ -116,7 +115,7 @@ class Store:
         return {path: info if "size" in info else self._files.info(path) for path, info in found.items()}
 
     def _need_bucket(self) -> None:
-        """A misspelt bucket must not pass for an empty folder. Raises StoreError."""
+        """Keep a misspelt bucket from passing for an empty folder. Raises StoreError."""
         bucket = self._root.strip("/").partition("/")[0]
         if self.url.partition("://")[0] not in _EXTRAS:
             return
@@ -124,7 +123,7 @@ class Store:
             self._files.info(bucket)
         except FileNotFoundError:
             raise StoreError(f"there is no bucket {bucket}") from None
-        except Exception:  # who may see a folder in it need not be allowed to ask
+        except Exception:  # access to a folder in it may not include the bucket
             return
 
     def matching(self, pattern: str) -> dict[str, Stored]:
@@ -146,10 +145,10 @@ class Store:
         return self._tried(once)
 
     def read(self, name: str = "", start: int = 0, stop: int | None = None) -> bytes:
-        """Bytes [start, stop) of a file, the whole of it without them."""
+        """Bytes [start, stop) of a file; by default all bytes."""
 
         def once() -> bytes:
-            # Of an empty file stores have no range, not even the whole.
+            # Stores give no range of an empty file, not even the complete one.
             content: bytes = self._files.cat_file(self._path(name), start=start or None, end=stop)
             if stop is not None and len(content) != stop - start:
                 raise OSError(f"{len(content)} bytes came for {stop - start}")
@@ -158,12 +157,12 @@ class Store:
         return self._tried(once)
 
     def get(self, name: str, path: Path) -> None:
-        """Download a file; `path` holds all of it or is not there."""
+        """Download a file; `path` holds all of it or does not exist."""
         size = self.stat(name).bytes
         tries = (path.with_name(f"{path.name}.{os.getpid()}.{count}.partial") for count in itertools.count())
 
         def once(alive: Any) -> None:
-            partial = next(tries)  # a download that was given up may still write its own
+            partial = next(tries)  # an abandoned download may still write its file
             try:
                 self._files.get_file(self._path(name), str(partial), callback=alive)
                 if (came := partial.stat().st_size) != size:
@@ -175,7 +174,7 @@ class Store:
         self._moved(once, size)
 
     def put(self, path: Path, name: str) -> None:
-        """Upload a file, and ask how large it is there. Stores show it when it is whole."""
+        """Upload a file, and check its size there. Stores show a file when it is complete."""
         size = path.stat().st_size
 
         def once(alive: Any) -> None:
@@ -188,11 +187,11 @@ class Store:
         self._sent(lambda: self._moved(once, size))
 
     def write(self, content: bytes, name: str) -> None:
-        """Upload what is in memory."""
+        """Upload bytes from memory."""
         self._sent(lambda: self._tried(lambda: self._files.pipe_file(self._path(name), content)))
 
     def remove(self, names: Sequence[str]) -> None:
-        """Delete files, and a folder that they leave empty; one that is not there is no fault."""
+        """Delete files, and a folder that they leave empty; missing files are no fault."""
         with contextlib.suppress(FileNotFoundError):
             if names:
                 self._tried(lambda: self._files.rm([self._path(name) for name in names]))
@@ -206,11 +205,11 @@ class Store:
     def _sent(self, send: Callable[[], None]) -> None:
         try:
             send()
-        except FileNotFoundError as error:  # no file is missing, but what it was to be put into
+        except FileNotFoundError as error:  # no file is missing, but its destination
             raise StoreError(short(error)) from None
 
     def _moved(self, once: Callable[[Any], None], size: int) -> None:
-        """Try a transfer of so many bytes. `once` gets the driver's callback, each call of which is a sign of life."""
+        """Try a transfer of `size` bytes. Each call of the driver's callback for `once` is a sign of life."""
         from fsspec.callbacks import Callback
 
         limit = _Limit(_SILENCE_S + size / _SLOWEST)
@@ -235,10 +234,10 @@ class Store:
 
 
 class _Limit:
-    """Time that a call of a driver may take: not all of them give up a connection that never answers."""
+    """Time limit for a driver's call: some drivers never give up a connection without an answer."""
 
     def __init__(self, limit_s: float) -> None:
-        """`limit_s`: of a call, or of its beginning where it then gives signs of life."""
+        """`limit_s`: for a call, or for its beginning if it then gives signs of life."""
         self._limit_s = self._until = limit_s
 
     def alive(self, *_: object, **__: object) -> None:
@@ -246,7 +245,7 @@ class _Limit:
         self._until = time.monotonic() + _SILENCE_S
 
     def result(self, call: Callable[[], Result]) -> Result:
-        """Result of a call, in a thread of its own. Raises TimeoutError, and leaves the thread to itself then."""
+        """Result of a call in a separate thread. Raises TimeoutError, and abandons the thread."""
         self._until = time.monotonic() + self._limit_s
         future = in_thread(call, "store")
         while (left_s := self._until - time.monotonic()) > 0:
@@ -257,7 +256,7 @@ class _Limit:
 
 def _stored(info: dict[str, Any]) -> Stored:
     if info.get("size") is None:  # some web servers; it would pass for an empty file
-        raise StoreError(f"the store does not tell the size of {info['name']}")
+        raise StoreError(f"the store does not give the size of {info['name']}")
     version = next((str(info[key]) for key in _VERSIONS if info.get(key)), "")
     modified = next((info[key] for key in _MODIFIED if info.get(key)), None)
     if isinstance(modified, datetime):
@@ -266,7 +265,7 @@ def _stored(info: dict[str, Any]) -> Stored:
 
 
 def short(error: BaseException) -> str:
-    """An error of a driver on one line, without secrets."""
+    """A driver's error on one line, without secrets."""
     if isinstance(error, StoreError):
         return str(error)
     text = redact_text(re.sub(r"\s+", " ", str(error)))

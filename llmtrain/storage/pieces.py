@@ -10,8 +10,8 @@ from torch import Tensor
 from llmtrain.storage.region import Region, Shared, shared
 from llmtrain.storage.tensorfile import ITEM_BYTES, TensorFile
 
-_SHORT = 1 << 10  # bytes of a row below which the gap to the next is read as well: a system call costs more
-_SCRATCH = 1 << 20  # elements that are read at once where they do not go straight to their place
+_SHORT = 1 << 10  # bytes of a row below which gaps are read too: a system call costs more
+_SCRATCH = 1 << 20  # elements that are read at once into scratch memory
 DTYPE_OF = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -29,7 +29,7 @@ def byte_view(values: Tensor) -> memoryview:
 
 
 def pick(flat: Tensor, region: Region) -> Tensor:
-    """The region's elements [numel] of a flat tensor; a view where they lie side by side."""
+    """The region's elements [numel] of a flat tensor; a view if they are contiguous."""
     if region.contiguous:
         return flat[region.start : region.start + region.numel]
     out = torch.empty(region.numel, dtype=flat.dtype, device=flat.device)
@@ -47,7 +47,7 @@ def put(flat: Tensor, region: Region, values: Tensor) -> None:
 def read_shared(file: TensorFile, name: str, rows: Shared, out: Tensor) -> None:
     """Read elements that `out` (side 0 of `rows`) and the file's tensor (side 1) share.
 
-    Only these are read, and where rows are shorter than 1 KiB the gaps between them. Raises TensorFileError.
+    Only these are read, and the gaps between rows shorter than 1 KiB. Raises TensorFileError.
     """
     dtype = DTYPE_OF[file.entries[name].dtype]
     item = ITEM_BYTES[file.entries[name].dtype]
@@ -77,7 +77,7 @@ def _read_with_gaps(file: TensorFile, name: str, rows: Shared, out: Tensor, dtyp
 
 
 def _some(rows: Shared, size: int) -> Iterable[tuple[int, int]]:
-    """(first row, rows) of a scratch at a time, a row taking `size` elements."""
+    """(first row, rows) of a scratch at a time, with `size` elements per row."""
     some = max(1, _SCRATCH // max(1, size))
     return ((low, min(some, rows.rows - low)) for low in range(0, rows.rows, some))
 

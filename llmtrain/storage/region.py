@@ -1,6 +1,6 @@
-"""Regions: the elements of a tensor in a flat piece of it, as tensor or expert parallelism and then ZeRO cut them.
+"""Regions: the elements of a tensor in a flat piece, as tensor or expert parallelism and then ZeRO cut it.
 
-Standard library only: the checkpoint's manifest is made of these.
+Standard library only: the checkpoint's manifest consists of regions.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from itertools import islice
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Elements of a flat Hugging Face tensor, in the order in which a flat piece holds them: from first to last.
+    """Elements of a flat Hugging Face tensor in the order of a flat piece: from first to last.
 
     A contiguous piece is `start` and `numel` alone. A piece of a strided shard (columns of a matrix, a share of each
-    section of a fused matrix) repeats `runs` every `stride` elements of the tensor; it begins `skip` elements into
-    that endless sequence.
+    section of a fused matrix) repeats `runs` every `stride` elements of the tensor; it begins `skip` elements into that
+    endless sequence.
     """
 
     start: int
-    """First element; for a strided piece, where its first period begins."""
+    """First element; for a strided piece, the beginning of its first period."""
     numel: int
     runs: tuple[tuple[int, int], ...] = ()
     """(offset within a period, elements) of each run, from first to last; empty for a contiguous piece."""
     stride: int = 0
     """Elements of the tensor from one period to the next."""
     skip: int = 0
-    """Elements of the first period that lie before the piece: less than a period holds."""
+    """Elements of the first period before the piece: less than a period holds."""
 
     @property
     def contiguous(self) -> bool:
-        """True if the elements lie side by side in the tensor."""
+        """True if the elements are contiguous in the tensor."""
         return not self.runs
 
     def spans(self) -> Iterator[tuple[int, int, int]]:
@@ -55,7 +55,7 @@ class Region:
             period += self.stride
 
     def blocks(self) -> list[Block]:
-        """Rectangles that make up the region, at most three for each run: before, in and after whole periods."""
+        """Rectangles that form the region, at most three per run: before, in and after complete periods."""
         if not self.runs:
             return [Block(self.start, 0, 1, self.numel)] if self.numel else []
         period = self._period
@@ -103,7 +103,6 @@ class Region:
 
     @property
     def _period(self) -> int:
-        """Elements that one period holds."""
         return sum(length for _, length in self.runs)
 
     def _piece(self, low: int, high: int) -> Region:
@@ -140,7 +139,7 @@ class Block:
     """First element in the piece."""
     rows: int
     length: int
-    """Elements of a row, which lie side by side in both."""
+    """Elements of a row, contiguous in both."""
     stride: int = 0
     """Elements of the tensor from one row to the next."""
     period: int = 0
@@ -152,11 +151,10 @@ class Block:
         return self.position + (self.rows - 1) * self.stride + self.length - 1
 
     def row(self, index: int) -> Block:
-        """One row."""
         return Block(self.position + index * self.stride, self.at + index * self.period, 1, self.length)
 
     def on(self, stride: int) -> Iterator[Cell]:
-        """The block as rectangles of the tensor laid out in lines of `stride` elements: its own, if it has rows."""
+        """The block as rectangles of the tensor in lines of `stride` elements: its own, if it has rows."""
         line, column = divmod(self.position, stride)
         if self.rows > 1:
             assert self.stride == stride, (self, stride)
@@ -178,7 +176,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Cell:
-    """A rectangle of lines and columns of a tensor, and where a piece holds it."""
+    """A rectangle of lines and columns of a tensor, and its position in a piece."""
 
     line: int
     column: int
@@ -203,7 +201,7 @@ class Shared:
 
 
 def shared(a: Region, b: Region) -> Iterator[Shared]:
-    """The elements that both hold. Its cost does not grow with the sizes, if one is contiguous or the strides agree."""
+    """The elements in both. Its cost does not grow with the sizes, if one is contiguous or the strides agree."""
     if a.first >= b.end or b.first >= a.end:
         return
     for left in a.blocks():
@@ -228,7 +226,6 @@ def _shared(a: Block, b: Block) -> Iterator[Shared]:
 
 
 def whole(shape: Sequence[int]) -> Region:
-    """All of a tensor."""
     return Region(0, math.prod(shape))
 
 
@@ -238,8 +235,8 @@ def shard(
     """Part `index` of `count` equal parts of a tensor along `dim`, as its row-major flat piece: (region, its shape).
 
     Args:
-        sections: sizes along `dim` of the parts of a fused matrix (query, key, value; gate, up): each of them is cut in
-            `count`, and the piece holds its share of the first, then of the second, and so on. None: one section.
+        sections: sizes along `dim` of the parts of a fused matrix (query, key, value; gate, up), each cut in `count`;
+            the piece holds its share of the first, then of the second, and so on. None: one section.
     """
     sections = [shape[dim]] if sections is None else list(sections)
     assert sum(sections) == shape[dim] and all(size % count == 0 for size in sections), (shape, dim, count, sections)

@@ -1,9 +1,8 @@
 """Safetensors files, read strictly and element by element. No torch import.
 
-The safetensors library maps files into memory, so an I/O error is a signal instead of an exception, and what a process
-reads cannot be counted or bounded. Here every header is checked before one byte of data is used, and data goes by
-pread straight into the caller's memory.
-Format: https://github.com/huggingface/safetensors#format
+The safetensors library maps files into memory, so an I/O error is a signal instead of an exception, and a process's
+reads cannot be counted or bounded. Here every header is checked before one byte of data is used, and pread writes data
+into the caller's memory. Format: https://github.com/huggingface/safetensors#format
 """
 
 from __future__ import annotations
@@ -62,7 +61,6 @@ class Entry:
 
 
 def numel(shape: tuple[int, ...]) -> int:
-    """Elements of a tensor of that shape."""
     total = 1
     for size in shape:
         total *= size
@@ -78,7 +76,7 @@ class TensorFile:
     """
 
     def __init__(self, path: Path, handle: int | None = None, *, most: int | None = None) -> None:
-        """`handle`: the file, open for reading already; it is closed with this object. `most`: limit of its tensors."""
+        """`handle`: the file, open for reading; closed with this object. `most`: limit of its tensors."""
         self.path = path
         self._most = most
         try:
@@ -115,7 +113,7 @@ class TensorFile:
     def read_rows_into(self, name: str, start: int, step: int, out: memoryview) -> None:
         """Fill `out` [rows, bytes of a row] with rows that begin `step` elements apart, from `start` on.
 
-        One system call a row. Raises TensorFileError.
+        One system call per row. Raises TensorFileError.
         """
         entry = self.entries[name]
         item = ITEM_BYTES[entry.dtype]
@@ -176,7 +174,7 @@ class TensorFile:
 def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a key stands twice")
+        raise ValueError("a key appears twice")
     return found
 
 
@@ -196,7 +194,7 @@ def _entry(name: str, raw: dict[str, Any], data_start: int) -> Entry:
 
 
 def header_bytes(tensors: dict[str, tuple[str, tuple[int, ...]]], metadata: dict[str, str], align: int = 8) -> bytes:
-    """The beginning of a file that holds these tensors {name: (dtype, shape)} one after another in this order.
+    """The beginning of a file that holds these tensors {name: (dtype, shape)} in this order.
 
     `align`: the data starts at a multiple of it (spaces after the JSON are allowed). safetensors itself aligns to 8.
     """

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 MARKED_BELOW = 10
 """Points of a curve that is too short for an average: each gets a mark."""
 COLORS = ("#2563a8", "#d9622b", "#2f855a", "#8b3fa8", "#b7791f", "#c53030", "#0f8a8a")
-"""Colors of curves; the page has others of the same numbers for dark screens."""
+"""Colors of curves; on dark screens the page has others of the same numbers."""
 _INK, _SOFT, _EDGE = "#1a202c", "#4a5568", "#e2e8f0"
 _VARIABLES = {color: f"var(--c{index})" for index, color in enumerate(COLORS)} | {
     _INK: "var(--ink)",
@@ -71,12 +71,11 @@ class Curves:
     by_name: dict[str, Curve]
     resumes: Sequence[float] = ()
     borders: dict[int, float] = field(default_factory=dict)
-    """Stage -> steps before it, of those after the first."""
+    """Stage -> number of earlier steps, for stages after the first."""
     baselines: dict[str, float] = field(default_factory=dict)
 
     @property
     def unit(self) -> str:
-        """Unit of the loss."""
         return loss_unit(self.by_name)
 
     def __getitem__(self, name: str) -> Curve:
@@ -84,11 +83,11 @@ class Curves:
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Mean over a centred window of about a fiftieth of the curve (at least 5 points).
+    """Mean over a centred window: a fiftieth of the curve, at least 5 points.
 
-    Centred, because a running average lags behind a loss that falls fast. Within half a window of an end there is no
-    centred one: there stands the straight line through the last whole window (as Savitzky and Golay's filter does it),
-    so that the curve does not end on the raw last value.
+    Centred, because a running average lags behind a loss that falls fast. Within half a window of an end, the values
+    are the straight line through the last complete window (as in Savitzky and Golay's filter), so that the curve does
+    not end on the raw last value.
     """
     reach = max(2, len(values) // 100)
     width = 2 * reach + 1
@@ -169,7 +168,7 @@ def _figure(chart: dict[str, Any]) -> Figure:
                       textcoords="offset points", color=_SOFT)  # fmt: skip
     for level in chart["levels"]:
         axes.axhline(level["y"], color=COLORS[2], linestyle="--", linewidth=1.0)
-        # At the right end, where the curves lie below the baselines that they are meant to beat.
+        # At the right end, where the curves are below the baselines that they are meant to beat.
         place: Any = {"xycoords": ("axes fraction", "data"), "xytext": (-4, 3), "textcoords": "offset points"}
         axes.annotate(f"{level['name']} {level['y']:.3f}", xy=(1.0, level["y"]), ha="right", color=COLORS[2], **place)
     if chart["zero"] and axes.dataLim.y0 >= 0:
@@ -198,18 +197,18 @@ class Seen:
     name: str
     own: list[Span] = field(default_factory=list)
     met: list[tuple[float, frozenset[str]]] = field(default_factory=list)
-    """(when, names of the sites of a synchronisation), in order."""
+    """(time, names of the sites) of each synchronisation, in order."""
 
 
 def launches(name: str | None, rows: Iterable[dict[str, Any]], events: Iterable[dict[str, Any]]) -> Seen | None:
-    """Timeline from a run folder's metrics and events. None: it is not the folder of a site."""
+    """Timeline from a run folder's metrics and events. None: no site's folder."""
     ordered = sorted((each for each in [*rows, *events] if _time(each) is not None), key=lambda each: _time(each) or 0)
     if name is None or not any(each.get("kind") == "synchronise" for each in ordered):
         return None
     seen, last = Seen(name=name), None
     for each in ordered:
         now, kind = float(each["time_unix_s"]), each.get("kind")
-        if kind in ("launch", "restart"):  # of the command that starts the ranks: they do not work yet
+        if kind in ("launch", "restart"):  # by the command that starts the ranks, before they work
             continue
         if last is not None and kind in ("start", "resume"):
             seen.own.append((last, now, AWAY))
@@ -229,8 +228,8 @@ def launches(name: str | None, rows: Iterable[dict[str, Any]], events: Iterable[
 
 
 def others_of(seen: Seen, known: Iterable[str]) -> dict[str, list[Span]]:
-    """The sites without a folder of their own in the report, as one that has met them saw them: there (computing, as
-    nobody sees it wait), or away from the last synchronisation with them on."""
+    """The sites without a folder in the report, as a site that met them saw them: there (shown as computing, because no
+    file shows it wait), or away from their last common synchronisation on."""
     names = sorted({name for _, sites in seen.met for name in sites} - set(known))
     end = max((span[1] for span in seen.own), default=0.0)
     found = {}
@@ -245,7 +244,7 @@ def others_of(seen: Seen, known: Iterable[str]) -> dict[str, list[Span]]:
 
 
 def timeline(found: Sequence[Seen | None]) -> str | None:
-    """A chart as HTML, one bar for each site; None without sites."""
+    """A chart as HTML, one bar per site; None without sites."""
     known = [seen for seen in found if seen is not None]
     if not known:
         return None
@@ -278,7 +277,7 @@ def _bars(bars: dict[str, list[Span]]) -> str:
             shown = sorted(bars[name], key=lambda span: span[0] - span[1])[:_SHOWN]
             for state, color in _COLORS.items():
                 spans = [(low - begin, high - low) for low, high, each in shown if each == state]
-                # A wait is often narrower than a pixel: a line around it shows that it was there.
+                # A wait is often narrower than a pixel: a line around it keeps it visible.
                 edge = 0.7 if state == WAITING else 0.0
                 label = "_" if row else state
                 axes.broken_barh(spans, (row - 0.35, 0.7), color=color, linewidth=edge, label=label)
@@ -292,7 +291,7 @@ def _bars(bars: dict[str, list[Span]]) -> str:
 
 
 def site_facts(done: list[dict[str, Any]], failed: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """The synchronisations of a run in figures: pairs of label and text. Takes the events."""
+    """A run's synchronisations in figures: pairs of label and text, from the events."""
     if not done and not failed:
         return []
     received, sent = (sum(_number(each.get(f"{way}_bytes")) for each in done) for way in ("received", "sent"))
@@ -311,7 +310,7 @@ def site_facts(done: list[dict[str, Any]], failed: list[dict[str, Any]]) -> list
 
 
 def _joined(spans: list[Span]) -> list[Span]:
-    """Neighbours of one state as one; empty ones left out."""
+    """Join neighbours with the same state, and leave out empty spans."""
     out: list[Span] = []
     for low, high, state in spans:
         if out and out[-1][2] == state and out[-1][1] >= low:

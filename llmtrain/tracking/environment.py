@@ -1,4 +1,4 @@
-"""environment.json: what the run ran on. Versions come from package metadata: nothing heavy loads."""
+"""environment.json: software and hardware of the run. Versions come from package metadata: nothing heavy loads."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PACKAGES = (
     "pyarrow",
     "wandb",
 )
-# An allow-list: whatever else stands in the environment (keys included) is nobody's business.
+# An allow-list: the rest of the environment (keys included) is private.
 _VARIABLES = (
     "CUDA_",
     "NCCL_",
@@ -50,7 +50,7 @@ VERIFIED = {"torch": ("2.11", "2.15"), "deepspeed": ("0.19", "0.19"), "transform
 
 
 def unverified(found: Mapping[str, str | None]) -> str | None:
-    """One line about installed versions with which no test has run; None where all are known."""
+    """One line about installed versions that no test has run with; None if all are known."""
     odd = []
     for package, (low, high) in VERIFIED.items():
         version = found.get(package)
@@ -62,19 +62,19 @@ def unverified(found: Mapping[str, str | None]) -> str | None:
 
 
 def _series(version: str) -> tuple[int, ...]:
-    """(2, 13) of 2.13.0+cu126."""
+    """(2, 13) for 2.13.0+cu126."""
     return tuple(int(part) for part in version.split(".")[:2])
 
 
 def new_run_id() -> str:
-    """The W&B run id of a run that begins: WANDB_RUN_ID, else 8 random characters (from no seeded generator)."""
+    """The W&B run id of a new run: WANDB_RUN_ID, else 8 random characters (from no seeded generator)."""
     if given := os.environ.get("WANDB_RUN_ID"):
         return given
     return "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(8))
 
 
 def versions() -> dict[str, str | None]:
-    """Installed versions by package; None where a package is missing."""
+    """Installed versions by package; None for a missing package."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -104,7 +104,7 @@ def _git(*words: str) -> str | None:
 
 def git_state() -> dict[str, Any]:
     """Commit of the code, and whether tracked files differ from it; None outside a checkout of llmtrain."""
-    # An installed copy may lie inside somebody else's repository: that commit would say nothing about us.
+    # An installed copy may be inside a foreign repository, whose commit would be wrong.
     if _git("ls-files", "--error-unmatch", Path(__file__).name) is None:
         return {"commit": None, "dirty": None}
     status = _git("status", "--porcelain", "--untracked-files=no")

@@ -1,7 +1,7 @@
-"""Writes down a fault that ended a run, a pause or a straggler: events.jsonl first, then W&B. A process of its own.
+"""Records a fault that ended a run, a pause or a straggler: events.jsonl first, then W&B. A separate process.
 
-Started by the watch of a host (cluster/watch/agent.py), which gives it a few seconds and then ends it: the ranks, and
-the W&B process that belongs to them, may hang or be dead. Reads one JSON object from standard input.
+Started by the watch of a host (cluster/watch/agent.py), which ends it after a few seconds: the ranks, and their W&B
+process, may hang or be dead. Reads one JSON object from standard input.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from llmtrain.tracking.local import JsonLines
 
 
 def write_event(run_dir: Path, kind: str, event: dict[str, Any]) -> None:
-    """One line more in the run's events.jsonl."""
+    """Append a line to the run's events.jsonl."""
     events = JsonLines(run_dir / "events.jsonl")
     events.write({"time_unix_s": time.time(), "kind": kind, **redact(event)})
     events.close()
 
 
 def tell_wandb(run_dir: Path, run_id: str, tracking: dict[str, Any], event: dict[str, Any]) -> None:
-    """Mark the run as failed, with the paragraph in its summary under `fault`. May raise anything, and may hang."""
+    """Mark the run as failed, with the paragraph in its summary under `fault`. May raise any error, and may hang."""
     from llmtrain.tracking.wandb_sink import QUIET, choose_mode
 
     mode, _ = choose_mode(tracking["wandb"])

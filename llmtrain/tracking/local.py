@@ -1,8 +1,8 @@
-"""metrics.jsonl and events.jsonl: one JSON object a line, whole lines only, valid JSON always.
+"""metrics.jsonl and events.jsonl: one JSON object a line, only complete lines, always valid JSON.
 
-A line is one write() to a file opened for appending, so a kill leaves at most one torn line, the last; it is
-cut off when the file is opened again. NaN and infinities have no JSON form: they are written as the strings
-"NaN", "Infinity" and "-Infinity" (the proto3 JSON mapping), which Python's float() reads back.
+A line is one write() to a file opened for appending, so a kill leaves at most one torn line, the last; it is cut off
+when the file is opened again. NaN and infinities have no JSON form: they are written as the strings "NaN", "Infinity"
+and "-Infinity" (the proto3 JSON mapping), which Python's float() reads back.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RUN_FILES = ("config.yaml", "deepspeed.json", "environment.json")
 
 
 def to_json(value: Any) -> Any:
-    """`value` as JSON knows it: non-finite floats as strings, NumPy and torch scalars as numbers."""
+    """`value` in JSON types: non-finite floats as strings, NumPy and torch scalars as numbers."""
     if isinstance(value, dict):
         return {str(key): to_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -50,7 +50,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def read_rows(path: Path, size: int = -1) -> tuple[list[dict[str, Any]], int]:
-    """The objects of a JSON-lines file (or of its first `size` bytes), and the number of lines that could not be read.
+    """The objects in a JSON-lines file (or its first `size` bytes), and the number of unreadable lines.
 
     No file: ([], 0).
     """
@@ -65,7 +65,7 @@ def read_rows(path: Path, size: int = -1) -> tuple[list[dict[str, Any]], int]:
 
 
 def rows_after(metrics: Path, size: int, step: int) -> list[dict[str, Any]]:
-    """The rows of the first `size` bytes of metrics.jsonl whose step is above `step`, one for each step."""
+    """The rows in the first `size` bytes of metrics.jsonl whose step is above `step`, merged per step."""
     merged: dict[int, dict[str, Any]] = {}
     for row in read_rows(metrics, size)[0]:
         if isinstance(at := row.get("step"), int) and at > step:
@@ -74,12 +74,12 @@ def rows_after(metrics: Path, size: int, step: int) -> list[dict[str, Any]]:
 
 
 def _number(value: Any) -> Any:
-    """JSON has no NaN and infinities: metrics.jsonl spells them as strings."""
+    """Parse metrics.jsonl's strings for NaN and infinities."""
     return float(value) if value in ("NaN", "Infinity", "-Infinity") else value
 
 
 def repair(path: Path) -> None:
-    """Cut off a torn last line (a kill, a full disk); end a whole one with a newline. Raises OSError."""
+    """Cut off a torn last line (a kill, a full disk); end a complete one with a newline. Raises OSError."""
     if not path.is_file():
         return
     data = path.read_bytes()
@@ -95,9 +95,9 @@ def repair(path: Path) -> None:
 
 
 def truncate_after(path: Path, step: int) -> int:
-    """Drop the rows whose `step` is above `step`, atomically; return how many. Raises OSError.
+    """Drop the rows whose `step` is above `step`, atomically; return their number. Raises OSError.
 
-    A run that resumes from an older checkpoint does those steps again, and each step must stand once.
+    A run that resumes from an older checkpoint repeats those steps, and each step must appear once.
     """
     if not path.is_file():
         return 0
@@ -114,16 +114,16 @@ def truncate_after(path: Path, step: int) -> int:
 
 
 class HeldFile:
-    """A file that stays open. What something outside the run removes of it can be put back, whole."""
+    """An open file that can be restored completely if a process outside the run removes it."""
 
     def __init__(self, path: Path) -> None:
-        """It is made if it is not there. Raises OSError."""
+        """Create the file if missing. Raises OSError."""
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self.fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
     def put_back(self) -> bool:
-        """Write the file again if it was removed; whether it was. Raises OSError."""
+        """Write the file again if it was removed; returns True if so. Raises OSError."""
         if os.fstat(self.fd).st_nlink:
             return False
         again, done, size = HeldFile(self.path), 0, os.fstat(self.fd).st_size
@@ -132,7 +132,7 @@ class HeldFile:
                 done += os.write(again.fd, os.pread(self.fd, min(size - done, 1 << 20), done))
         except OSError:
             os.close(again.fd)
-            self.path.unlink(missing_ok=True)  # the next write tries again, from the whole file
+            self.path.unlink(missing_ok=True)  # the next write tries again, from the complete file
             raise
         os.close(self.fd)
         self.fd = again.fd
@@ -140,7 +140,7 @@ class HeldFile:
 
 
 class JsonLines:
-    """Append rows to one file. If that fails it is said once and never raised: training goes on."""
+    """Append rows to a file. A failure is reported once and never raised: training continues."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -153,12 +153,12 @@ class JsonLines:
 
     def _warn(self, error: OSError) -> None:
         log.warn_once(
-            f"{self._path} cannot be written ({error.strerror}): training goes on, its rows are lost until "
+            f"{self._path} cannot be written ({error.strerror}): training continues, its rows are lost until "
             "there is room. Free disk space or check the permissions."
         )
 
     def write(self, row: dict[str, Any]) -> None:
-        """One line, in one write()."""
+        """Write one line in one write()."""
         if self._file is None:
             return
         line = json.dumps(to_json(row), allow_nan=False, separators=(",", ":")).encode() + b"\n"
@@ -189,14 +189,14 @@ class JsonLines:
 
 
 class LocalFiles(Sink):
-    """metrics.jsonl and events.jsonl of a run's folder, and its other files put back if something removes them."""
+    """metrics.jsonl and events.jsonl of a run's folder; removed files of the folder are restored."""
 
     def __init__(self, run_dir: Path, *, start_step: int) -> None:
-        """`start_step`: of the checkpoint that training goes on from (0: a new run); rows of later steps go."""
+        """`start_step`: step of the resumed checkpoint (0: a new run); rows of later steps are dropped."""
         metrics = run_dir / "metrics.jsonl"
         self.dropped_rows = 0
         try:
-            # A run that starts again from nothing repeats its step 0 as well.
+            # A run without a checkpoint repeats its step 0 as well.
             self.dropped_rows = truncate_after(metrics, start_step if start_step > 0 else -1)
         except OSError as error:
             log.warn(f"{metrics} keeps rows after step {start_step} that this launch repeats ({error.strerror}).")
@@ -214,7 +214,7 @@ class LocalFiles(Sink):
         self._events.write({"time_unix_s": time.time(), "kind": kind, **fields})
 
     def end_steps(self) -> None:
-        """Rows may follow, of the last evaluation."""
+        """Rows may follow, from the last evaluation."""
 
     def close(self, *, exit_code: int) -> None:
         """Flush to the disk and close."""
@@ -225,8 +225,8 @@ class LocalFiles(Sink):
         self._events.close()
 
     def _put_back(self, step: Any) -> None:
-        """Write the files again that something outside the run has removed from its folder."""
-        with contextlib.suppress(OSError):  # metrics.jsonl says it
+        """Restore files that a process outside the run has removed from its folder."""
+        with contextlib.suppress(OSError):  # metrics.jsonl reports it
             if gone := [held.path.name for held in self._held if held.put_back()]:
                 log.warn(
                     f"{self._held[0].path.parent}: something outside the run has removed {', '.join(gone)}, which are "

@@ -30,14 +30,12 @@ def _metric(unit: str, meaning: str) -> Metric:
 
 
 _OF_A_RUN: dict[str, Metric] = {
-    "step": _metric("optimizer steps", "Steps done in the whole run, resumes included."),
+    "step": _metric("optimizer steps", "Steps done in the run, resumes included."),
     "tokens": _metric("tokens", "Training tokens read so far by all ranks."),
     "epoch": _metric(
         "epochs", "Training sequences read, over those until the first set of the data has been read once."
     ),
-    "data/stage": _metric(
-        "1", "Stage that the step belonged to (`data.stages`), the first is 0; only of runs that have several."
-    ),
+    "data/stage": _metric("1", "Stage of the step (`data.stages`), from 0; only in runs with several."),
     "time_unix_s": _metric("s", "Wall-clock time of the row (Unix)."),
     "elapsed_s": _metric("s", "Time since this launch began tracking."),
     "loss": _metric(
@@ -57,10 +55,10 @@ _OF_A_RUN: dict[str, Metric] = {
     ),
     "model_tflops_per_s_noncausal": _metric(
         "TFLOP/s",
-        "Model FLOP/s of all devices; attention counted as the whole square (torchtitan, Megatron-LM).",
+        "Model FLOP/s of all devices; attention counted as the full square (torchtitan, Megatron-LM).",
     ),
     "mfu_causal": _metric("0 to 1", "Causal model FLOP/s over the devices' dense peak; only for known devices."),
-    "mfu_noncausal": _metric("0 to 1", "The same with the non-causal count."),
+    "mfu_noncausal": _metric("0 to 1", "Non-causal model FLOP/s over the devices' dense peak."),
     "max_memory_gib": _metric("GiB", "Peak of rank 0: allocated device memory, or resident memory on CPU."),
     "data_wait_share": _metric("0 to 1", "Share of training time spent waiting for the next batch."),
     "checkpoint_stall_s": _metric("s", "Time since the last log point in which saving held up training."),
@@ -68,56 +66,57 @@ _OF_A_RUN: dict[str, Metric] = {
         "0 to 1",
         "Share of rank 0's steps spent inside collectives, waiting for slower ranks included; on CPU, several ranks.",
     ),
-    "sites/received_bytes": _metric("bytes", "Synchronisation of sites: what this site's ranks received in it."),
+    "sites/received_bytes": _metric("bytes", "Bytes that this site's ranks received in a synchronisation of sites."),
     "sites/sent_bytes": _metric(
-        "bytes", "Elements that this site's ranks sent to all others since the last one that succeeded."
+        "bytes", "Elements that this site's ranks sent to all others since the last successful synchronisation."
     ),
-    "sites/stood_s": _metric("s", "Time in which training stood still for it, or for one that failed."),
-    "sites/participants": _metric("sites", "Those that made its outer step, this one included."),
+    "sites/stood_s": _metric("s", "Time in which training waited for a synchronisation, or for a failed one."),
+    "sites/participants": _metric("sites", "Sites that made the outer step, this one included."),
     "sites/staleness_steps": _metric(
         "optimizer steps", "Steps that this site trained between sending its parameters and taking the result."
     ),
     "sites/late_updates": _metric(
-        "updates", "`async`: those of another site since this one's ground, beyond 2; its change weighs less for them."
+        "updates",
+        "With `async`: another site's updates since this site's base, beyond 2; its change weighs less.",
     ),
-    "sites/outer_step_norm": _metric("1", "L2 norm of the change of the common parameters, of all its ranks."),
+    "sites/outer_step_norm": _metric("1", "L2 norm of the common parameters' change, over all ranks of the site."),
     "sites/given_up_samples": _metric(
         "sequences",
-        "At most so many that this site trained while it was cut off are given up: others were dealt them.",
+        "Upper bound on sequences that this site trained while cut off and that are given up: other sites got them.",
     ),
     "sites/left_out_samples": _metric(
-        "sequences", "In no model, though later ones are, and not handed on: a later round deals them."
+        "sequences", "Sequences in no model although later ones are, and not passed on: a later round assigns them."
     ),
     "moe/aux_loss": _metric(
         "1",
         "Mixture of experts: load-balancing loss since the last log point, before its coefficient and not in `loss`; "
-        "the experts per token where all experts get equally many.",
+        "equal to the experts per token if all experts get equally many.",
     ),
     "moe/imbalance": _metric("1", "Tokens of the busiest expert over the mean, in the layer where this is largest."),
-    "moe/imbalance_per_layer": _metric("1", "The same for each layer that has experts: a list."),
+    "moe/imbalance_per_layer": _metric("1", "The imbalance of each layer with experts: a list."),
     "moe/idle_experts": _metric("experts", "Experts of all layers that got no token since the last log point."),
-    "moe/tokens_per_expert": _metric("tokens", "Tokens that each expert got since then, summed over layers: a list."),
+    "moe/tokens_per_expert": _metric("tokens", "Tokens of each expert since then, summed over layers: a list."),
     "eval/loss": _metric("nats/token", "Validation loss: mean over all counted validation tokens, or pairs."),
-    "eval/perplexity": _metric("1", "exp(eval/loss); of the next-token loss alone."),
+    "eval/perplexity": _metric("1", "exp(eval/loss); for the next-token loss only."),
     "eval/bits_per_byte": _metric(
         "bits/byte",
-        "Validation loss of all counted tokens in bits, over the bytes of the text that they stand for: comparable "
-        "across tokenizers. Of the next-token loss alone.",
+        "Validation loss of all counted tokens in bits, over the bytes of their text: comparable "
+        "across tokenizers. For the next-token loss only.",
     ),
     "eval/mean/loss": _metric("nats/token", "Mean of the losses of named sets, weighted by `eval.mean`."),
     "eval/NAME/accuracy": _metric(
         "0 to 1", "Share of the questions of `eval.choices` whose likeliest choice is the right one (lm-eval's acc)."
     ),
     "eval/NAME/accuracy_norm": _metric(
-        "0 to 1", "The same with log-probabilities divided by the characters of their choice (lm-eval's acc_norm)."
+        "0 to 1", "Accuracy with log-probabilities divided by the characters of their choice (lm-eval's acc_norm)."
     ),
     "eval/NAME/bits_per_byte": _metric(
         "bits/byte",
-        "Negative log-likelihood of the right choices of `eval.choices`, over their bytes; of `eval.sets` as "
+        "Negative log-likelihood of the right choices of `eval.choices`, over their bytes; for `eval.sets` as "
         "`eval/bits_per_byte`.",
     ),
     "hosts/HOST/cpu_percent": _metric(
-        "percent", "Of a run on several hosts: load of all cores of a host since the last log point."
+        "percent", "In a run on several hosts: load of all cores of a host since the last log point."
     ),
     "hosts/HOST/memory_gib": _metric("GiB", "Host memory in use there."),
     "hosts/HOST/network_mib_per_s": _metric("MiB/s", "Sent and received there since the last log point."),
@@ -126,11 +125,11 @@ _OF_A_RUN: dict[str, Metric] = {
     "tasks/TASK/METRIC": _metric("as lm-eval", "Scores of a checkpoint by `llmtrain eval`, at the checkpoint's step."),
 }
 OF_SET = "eval/NAME/FIGURE"
-"""Stands in the table for the figures of named sets."""
+"""Represents the figures of named sets in the table."""
 
 
 def metrics() -> dict[str, Metric]:
-    """Every key of metrics.jsonl and W&B: those of any run, and the figures that objectives report beside the loss."""
+    """Every key of metrics.jsonl and W&B: those of any run, and the objectives' figures."""
     figures = {figure.name: figure for objective in Objective.CHOICES.values() for figure in objective.figures}
     return {
         **_OF_A_RUN,
@@ -145,7 +144,7 @@ def metrics() -> dict[str, Metric]:
 
 
 def metric_of(key: str) -> Metric | None:
-    """Find the definition of a key, whatever set, host, task or place in a list it names. None: there is none."""
+    """Find the definition of a key of any set, host, task or place in a list. None: unknown."""
     kind, _, rest = key.partition("/")
     figure, known = rest.partition("/")[2], metrics()
     named = {"eval": ("eval/NAME/", "eval/"), "hosts": ("hosts/HOST/",)}.get(kind, ()) if figure else ()
@@ -169,14 +168,14 @@ def markdown() -> str:
 
 
 def loss_unit(row: Mapping[str, object]) -> str:
-    """Unit of `loss` and `eval/loss` in a row of metrics: that of the objective whose figures are in it."""
+    """Unit of `loss` and `eval/loss` in a row of metrics, by the objective whose figures the row has."""
     names = {key.removeprefix("eval/") for key in row}
     units = (o.unit for o in Objective.CHOICES.values() if any(figure.name in names for figure in o.figures))
     return next(units, NextToken.unit)
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss in nats/token); infinity where that overflows a float."""
+    """exp(loss in nats/token); infinity if that overflows a float."""
     try:
         return math.exp(loss)
     except OverflowError:
@@ -184,7 +183,7 @@ def perplexity(loss: float) -> float:
 
 
 def routing_metrics(aux_loss: float, tokens_LE: list[list[int]]) -> dict[str, float | list[float] | list[int]]:
-    """The metrics of a mixture of experts, from the tokens that each expert of each layer got."""
+    """The metrics of a mixture of experts, from the tokens per layer and expert."""
     per_layer = [round(max(row) * len(row) / (sum(row) or math.nan), 3) for row in tokens_LE]
     return {
         "moe/aux_loss": aux_loss,
@@ -197,7 +196,7 @@ def routing_metrics(aux_loss: float, tokens_LE: list[list[int]]) -> dict[str, fl
 
 @dataclass(frozen=True, kw_only=True)
 class TokenFlops:
-    """Training FLOPs (forward and backward) per token, in the two conventions that papers use."""
+    """Training FLOPs (forward and backward) per token, in the two conventions of papers."""
 
     causal: float
     noncausal: float
@@ -215,13 +214,13 @@ def flops_per_token(
 ) -> TokenFlops:
     """Training FLOPs per token of a decoder.
 
-    `matmul_params` are the weights that multiply (output head included, embedding lookup not; of a mixture of
-    experts only the active ones), `attention_width` is heads * head size.
+    `matmul_params` are the weights that multiply (output head included, embedding lookup not; for a mixture of experts
+    only the active ones), `attention_width` is heads * head size.
 
-    A weight costs 2 FLOPs per token forward and 4 backward: 6 N (Kaplan et al. 2020, section 2.1). Scores and
-    weighted values are two products of width * T each: 4 W T per layer forward, 12 W T with the backward pass
-    (PaLM, Chowdhery et al. 2022, appendix B; torchtitan and Megatron-LM count so). A causal mask needs half
-    of them. Recomputed activations are not counted: this is model FLOPs, not hardware FLOPs.
+    A weight costs 2 FLOPs per token forward and 4 backward: 6 N (Kaplan et al. 2020, section 2.1). Scores and weighted
+    values are two products of width * T each: 4 W T per layer forward, 12 W T with the backward pass (PaLM, Chowdhery
+    et al. 2022, appendix B; so in torchtitan and Megatron-LM). A causal mask needs half of them. Recomputed activations
+    are not counted: this is model FLOPs, not hardware FLOPs.
 
     Of the weights, `frozen_params` get no gradient (2 FLOPs less), and `forward_params` of these, in `forward_layers`
     layers, are not in the backward pass at all.
@@ -263,10 +262,10 @@ _PEAK_TFLOPS_16BIT: tuple[tuple[str, float], ...] = (
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """Dense peak FLOP/s of one device as its driver names it, for dtype "bf16" or "fp16".
+    """Dense peak FLOP/s of one device by its driver's name, for dtype "bf16" or "fp16".
 
-    None if it is not known: another device, a MIG slice (a part of one), or fp32, whose peak depends on
-    whether TF32 is allowed.
+    None if unknown: another device, a MIG slice (a part of one), or fp32, whose peak depends on whether TF32 is
+    allowed.
     """
     if dtype not in ("bf16", "fp16") or " MIG " in device_name:
         return None
@@ -281,9 +280,9 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
 class Throughput:
     """Speed between two log points.
 
-    `step` once per optimizer step; `pause` around evaluation and `checkpoint_stall` around saving, whose time
-    is left out of the speed; `take` at a log point, after the loss was read (that read waits for the device,
-    so the clock is right on CUDA, too).
+    `step` once per optimizer step; `pause` around evaluation and `checkpoint_stall` around saving, whose time is left
+    out of the speed; `take` at a log point, after the loss was read (that read waits for the device, so the clock is
+    right on CUDA).
     """
 
     def __init__(
@@ -295,7 +294,7 @@ class Throughput:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.flops = flops
-        """Floating-point operations of a token, for what is counted from now on."""
+        """Floating-point operations of a token, for the tokens from now on."""
         self._devices = devices
         self._peak = peak
         self._clock = clock
@@ -310,9 +309,9 @@ class Throughput:
         self._stall_s = 0.0
 
     def step(self, *, tokens: int, data_wait_s: float = 0.0, comm: tuple[float, float] | None = None) -> None:
-        """One optimizer step over `tokens` tokens of all ranks; it waited `data_wait_s` for its batches.
+        """Count an optimizer step over `tokens` tokens of all ranks, which waited `data_wait_s` for its batches.
 
-        `comm`: (seconds of the step, those inside collectives), where they are known.
+        `comm`: (seconds of the step, seconds inside collectives), if known.
         """
         self._tokens += tokens
         if comm is not None:
@@ -321,7 +320,7 @@ class Throughput:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Time in here does not count as training."""
+        """Leave the block's time out of training time."""
         began_s = self._clock()
         try:
             yield

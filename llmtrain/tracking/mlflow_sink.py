@@ -26,11 +26,11 @@ _AT_ONCE = 100
 class MLflow(Sink, entry="mlflow"):
     """Metrics, the configuration as parameters, events as tags, the run's end as its status.
 
-    MLflow can only add points: of steps that a resume repeats it keeps the first values, as W&B does.
+    MLflow can only add points: for steps that a resume repeats it keeps the first values, as W&B does.
     """
 
     uri: str | None = None
-    """The store or server. null = MLFLOW_TRACKING_URI, or mlflow.db beside the run's folder (sqlite)."""
+    """The store or server. null = MLFLOW_TRACKING_URI, or mlflow.db next to the run's folder (sqlite)."""
     experiment: str | None = None
     """null = MLFLOW_EXPERIMENT_NAME, or llmtrain."""
     name: str | None = None
@@ -39,7 +39,7 @@ class MLflow(Sink, entry="mlflow"):
     MODULES = ("mlflow.tracking", "sqlalchemy", "alembic")
 
     def open(self, run_dir: Path, run_id: str, config: dict[str, Any], start_step: int) -> None:
-        """Find the run of earlier launches by its tag, or begin one; send the rows that it lacks."""
+        """Find the run of earlier launches by its tag, or begin one; send missing rows."""
         from mlflow.tracking import MlflowClient
 
         logging.getLogger("mlflow").setLevel(logging.WARNING)
@@ -66,7 +66,7 @@ class MLflow(Sink, entry="mlflow"):
                 self.log(row, more=False)
 
     def log(self, row: dict[str, Any], *, more: bool) -> None:
-        """Add a point to each metric of the row that has none of this step or a later one."""
+        """Add a point to each metric of the row without a point at this or a later step."""
         from mlflow.entities import Metric
 
         step, at_ms = row["step"], int(1000 * row.get("time_unix_s", time.time()))
@@ -75,24 +75,23 @@ class MLflow(Sink, entry="mlflow"):
         self._client.log_batch(self._id, metrics=[Metric(key, value, at_ms, step) for key, value in points.items()])
 
     def event(self, kind: str, fields: dict[str, Any]) -> None:
-        """Set the tag of the event's kind to its fields: of several the last stays."""
+        """Set the tag of the event's kind to its fields; the last event of a kind wins."""
         if kind == "stop":
             self._stopped = not fields.get("complete")
         self._client.set_tag(self._id, f"event.{kind}", json.dumps(to_json(fields))[:_LONGEST])
 
     def close(self, *, exit_code: int) -> None:
-        """Give the run its status."""
         self._client.set_terminated(self._id, "FAILED" if exit_code else "KILLED" if self._stopped else "FINISHED")
 
     def _last_of(self, key: str) -> int:
-        """The last step of a metric that MLflow has."""
+        """The last step of a metric in MLflow."""
         if key not in self._last:
             history = self._client.get_metric_history(self._id, key) if self._resumed else []
             self._last[key] = max((point.step for point in history), default=-1)
         return self._last[key]
 
     def _parameters(self, wanted: dict[str, str], known: dict[str, str]) -> None:
-        """Log the parameters that MLflow lacks. It lets none change: a changed one becomes a tag of its name."""
+        """Log missing parameters. MLflow allows no change: a changed one becomes a tag."""
         from mlflow.entities import Param, RunTag
 
         lacking = [Param(key, value) for key, value in wanted.items() if key not in known]
@@ -104,5 +103,5 @@ class MLflow(Sink, entry="mlflow"):
 
 
 def _key(name: str) -> str:
-    """The name without what MLflow refuses."""
+    """Replace characters that MLflow refuses."""
     return re.sub(r"[^\w./ -]", "_", name)[:250]

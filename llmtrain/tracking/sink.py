@@ -36,24 +36,24 @@ class Sink(Entry, section="trackers"):
     """A tracker of a run, on rank 0. Each default does nothing.
 
     One of the YAML's `trackers`, such as a plugin's, is a dataclass with a name (`class Csv(Sink, entry="csv")`): its
-    fields stand below `trackers.csv`. Its methods run on a thread of its own, one after another; they may wait and
-    raise. Those of the console and the local files do neither: training calls them.
+    fields are below `trackers.csv`. Its methods run on a separate thread, one after another; they may wait and raise.
+    Those of the console and the local files do neither: training calls them.
     """
 
     MODULES: ClassVar[tuple[str, ...]] = ()
-    """Modules that it imports, of packages that llmtrain does not need: a run that names it without them is refused, by
-    the extra of its name. They are imported before its thread starts: two threads that import large packages at once
-    can deadlock on module locks, which Python resolves by handing out half-initialised modules."""
+    """Modules that it imports, from packages that llmtrain does not need: without them the run is refused, with the
+    extra of its name. They are imported before its thread starts: two threads that import large packages at once can
+    deadlock on module locks, which Python resolves by handing out half-initialised modules."""
 
     def open(self, run_dir: Path, run_id: str, config: dict[str, Any], start_step: int) -> None:
-        """Called once at first, on a tracker with a thread.
+        """Called once, before all others, on a tracker with a thread.
 
         Args:
             run_dir: the run's folder.
             run_id: the same in every launch of the run.
             config: YAML, DeepSpeed dict and environment, secrets redacted.
-            start_step: step of the checkpoint that the run goes on from, 0 for a new one. Rows of later steps, from
-                before a crash, come again.
+            start_step: step of the resumed checkpoint, 0 for a new run. Rows of later steps, from before a crash, come
+                again.
         """
 
     def log(self, row: dict[str, Any], *, more: bool) -> None:
@@ -63,18 +63,18 @@ class Sink(Entry, section="trackers"):
         """Take an event; secrets in its fields are redacted."""
 
     def end_steps(self) -> None:
-        """Called after the last step; what follows is the end of the run."""
+        """Called after the last step, before the end of the run."""
 
     def close(self, *, exit_code: int) -> None:
         """Write everything out, in at most 20 s. `exit_code`: 1 if the run has failed, else 0."""
 
     def abandon(self) -> None:
-        """End what would hold up the process. Training calls it after a method that raised or that does not return, on
-        its own thread, and sets no limit of time: it must not wait for the tracker."""
+        """End everything that would hold up the process. Training calls it after a method that raised or does not
+        return, on its own thread and without a time limit: it must not wait for the tracker."""
 
 
 def scalars(row: Mapping[str, Any]) -> dict[str, float]:
-    """The figures of a row of metrics that are numbers, and those of a list as KEY/INDEX."""
+    """The numbers in a row of metrics; those of a list as KEY/INDEX."""
     found: dict[str, float] = {}
     for key, value in row.items():
         if isinstance(value, (int, float)) and key not in ("step", "time_unix_s"):

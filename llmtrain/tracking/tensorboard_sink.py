@@ -1,4 +1,4 @@
-"""TensorBoard: event files in the run's folder, by the package `tensorboard` alone; each launch writes one more."""
+"""TensorBoard: event files in the run's folder, written with the package `tensorboard`; one more per launch."""
 
 from __future__ import annotations
 
@@ -28,13 +28,12 @@ class TensorBoard(Sink, entry="tensorboard"):
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._writer, self._step = EventFileWriter(str(run_dir / self.path)), start_step
-        purged = start_step + 1 if start_step else 0  # a run that starts again from nothing repeats its step 0
+        purged = start_step + 1 if start_step else 0  # a run without a checkpoint repeats its step 0
         began = SessionLog(status=SessionLog.SessionStatus.START)
         self._writer.add_event(Event(wall_time=time.time(), step=purged, session_log=began))
         self._text("config", config)
 
     def log(self, row: dict[str, Any], *, more: bool) -> None:
-        """Write the row's numbers."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 
@@ -50,11 +49,10 @@ class TensorBoard(Sink, entry="tensorboard"):
         self._writer.flush()  # a kill would take two minutes of rows with it
 
     def event(self, kind: str, fields: dict[str, Any]) -> None:
-        """Write the fields as text."""
         self._text(f"events/{kind}", fields)
 
     def close(self, *, exit_code: int) -> None:
-        """Say how the launch ended, and close the file."""
+        """Write the status, and close the file."""
         self._text("status", {"status": "failed" if exit_code else "ended"})
         self._writer.close()
 

@@ -1,4 +1,4 @@
-"""A run's trackers, the object that hands metrics and events to each of them, and the terminal's tracker."""
+"""A run's trackers, the object that passes metrics and events to each of them, and the terminal's tracker."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class Console(Sink):
     """Prints rows of metrics.
 
     Args:
-        total_steps: of the run, where that is known.
-        epochs: that the run is to last, where it says so; then lines tell the epoch.
-        norm: what `grad_norm` is the norm of. With Muon, DeepSpeed's ZeRO clips and measures the update.
-        show: takes the progress text ("": no more) and the share that is done, for a terminal that another process
-            owns. Without it a terminal at standard output gets a live line.
+        total_steps: of the run, if known.
+        epochs: length of the run, if given in epochs; then lines show the epoch.
+        norm: vector whose norm is `grad_norm`. With Muon, DeepSpeed's ZeRO clips and measures the update.
+        show: takes the progress text ("": no more) and the completed share, for a terminal that another process owns.
+            Without it a terminal at standard output gets a live line.
     """
 
     def __init__(
@@ -81,10 +81,9 @@ class Console(Sink):
                 )
 
     def event(self, kind: str, fields: dict[str, Any]) -> None:
-        """Events are not shown here."""
+        """Ignore the event."""
 
     def close(self, *, exit_code: int = 0) -> None:
-        """Leave the last progress line on the screen."""
         self.end_steps()
 
     def end_steps(self) -> None:
@@ -123,8 +122,8 @@ class Console(Sink):
         return f"{self._step(step)}  {prefix.split('/')[1]} accuracy {plain}, normalised {norm}  {bits}"
 
     def _progress(self, step: float, row: dict[str, Any], *, short: bool = False) -> str:
-        """`short`: all of it fits beside the bar into 120 columns."""
-        # What matters most comes first: a narrow terminal cuts the end off.
+        """`short`: the text fits next to the bar into 120 columns."""
+        # The most important parts come first: a narrow terminal cuts the end off.
         parts = [self._step(step), f"loss {row['loss']:.4f}" + ("" if short else f" {loss_unit(row)}")]
         if self._epochs is not None and (epoch := _number(row, "epoch")) is not None:
             parts.append(f"epoch {epoch:.2f}/{self._epochs:g}")
@@ -163,12 +162,11 @@ Status = Literal["finished", "stopped", "failed"]
 class Tracker:
     """Metrics and events of one launch.
 
-    `config` is what W&B shows as the configuration (YAML, DeepSpeed dict, environment); secrets in it are
-    redacted. `norm` and `show` are those of `Console`. `start_step` is the step of the checkpoint that training goes
-    on from (0: a new run): rows of later steps, from before a crash, are dropped, because training writes them again.
-    `trackers`: those of `trackers` in the run, by name; `where`: from an exception of theirs to the place in the
-    user's code.
-    With `enabled=False` (ranks other than 0) every call is a no-op. No method raises for a full disk or a failing W&B.
+    `config`: W&B's configuration (YAML, DeepSpeed dict, environment); secrets in it are redacted. `norm` and `show`:
+    see `Console`. `start_step`: step of the resumed checkpoint (0: a new run); rows of later steps, from before a
+    crash, are dropped, because training writes them again. `trackers`: the run's `trackers`, by name; `where`: from an
+    exception of theirs to the place in the user's code. With `enabled=False` (ranks other than 0) every call is a
+    no-op. No method raises for a full disk or a failing W&B.
     """
 
     def __init__(
@@ -212,7 +210,7 @@ class Tracker:
             self.event("rewind", step=start_step, dropped_rows=files.dropped_rows)
 
     def log(self, row: dict[str, Any], *, more: bool = False) -> None:
-        """Write one row; its keys are those of tracking/metrics.py and `step` is among them. Adds the two times.
+        """Write one row with `step` and keys of tracking/metrics.py; adds the two times.
 
         `more`: another row of the same step follows.
         """
@@ -236,13 +234,13 @@ class Tracker:
         self._hand_over("event", kind, redact(fields))
 
     def end_progress(self) -> None:
-        """The last step is done: its line stays on the screen, and what comes now stands below it."""
+        """Leave the last step's line on the screen, above further output."""
         for sink in self._sinks:
             sink.end_steps()
         self._hand_over("end_steps")
 
     def close(self, status: Status = "finished") -> None:
-        """Write everything out. Takes at most 20 s, whatever the trackers do. A second call does nothing."""
+        """Write everything out, in at most 20 s. A second call does nothing."""
         sinks, queued, exit_code = self._sinks, self._queued, 1 if status == "failed" else 0
         self._sinks, self._queued = [], []
         for tracker in queued:
@@ -259,11 +257,11 @@ class Tracker:
 
 
 _MOST_WAITING = 4096
-"""Calls that may wait; those beyond are dropped."""
+"""Largest number of waiting calls; further ones are dropped."""
 
 
 class Queued:
-    """Hands every call to a tracker over to its thread, in order. No method waits or raises."""
+    """Passes every call on to a tracker's thread, in order. No method waits or raises."""
 
     def __init__(self, name: str, sink: Sink, where: Callable[[BaseException], str]) -> None:
         """`name`: the tracker's key in the run's YAML. `where`: from an exception to the place in the user's code."""
@@ -275,7 +273,6 @@ class Queued:
         self._thread.start()
 
     def call(self, method: str, *words: Any, **options: Any) -> None:
-        """Hand one call over."""
         if self._failed:
             return
         if self._calls.qsize() >= _MOST_WAITING:
@@ -284,7 +281,7 @@ class Queued:
         self._calls.put_nowait(lambda: getattr(self._sink, method)(*words, **options))
 
     def end(self, exit_code: int) -> None:
-        """Hand over the last call; `join` waits for it."""
+        """Queue the last call; `join` waits for it."""
         self._calls.put_nowait(lambda: self._sink.close(exit_code=exit_code))
         self._calls.put_nowait(None)
 
@@ -313,7 +310,7 @@ class Queued:
             self._failed = True
             if self._abandoned:
                 return
-            log.warn(f"{self._name} is given up ({self._reason(error)}); training goes on, metrics.jsonl holds "
+            log.warn(f"{self._name} is given up ({self._reason(error)}); training continues, metrics.jsonl holds "
                      "everything")  # fmt: skip
 
     def _reason(self, error: Exception) -> str:

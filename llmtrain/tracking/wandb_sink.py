@@ -1,10 +1,9 @@
 """Weights & Biases, best effort: each step of all launches of a run is sent once.
 
 W&B's `_step` is the training step. It can only grow: the server and `wandb sync` move a row whose step is taken to the
-next free one. Online the server says which step it has. Offline no launch can ask, so RUN/wandb/sent.json has the last
-step that was sent. A launch begins with the rows of metrics.jsonl after this step. The offline folder of a launch that
-was killed may end within a record, where `wandb sync` stops: this folder counts as uploaded, and the next launch sends
-its rows again.
+next free one. Online the server gives its last step. Offline no launch can ask, so RUN/wandb/sent.json has the last
+sent step. A launch begins with the rows of metrics.jsonl after this step. The offline folder of a killed launch may end
+within a record, where `wandb sync` stops: this folder counts as uploaded, and the next launch sends its rows again.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ from llmtrain.tracking.sink import Sink, TrackingConfig
 Mode = Literal["online", "offline", "disabled"]
 
 QUIET = {"WANDB_DISABLE_CODE": "true", "WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}
-"""Variables with which W&B sends no source code and no reports of its own errors, and prints nothing."""
+"""Variables that keep W&B from sending source code and reports of its errors, and from printing."""
 
 _CONNECT_TIMEOUT_S = 3.0
 _INIT_TIMEOUT_S = 60.0
 _HEADER_BYTES = 7
-"""Size of a `.wandb` file that has no record yet: W&B writes this header first."""
+"""Size of a `.wandb` file without a record: W&B writes this header first."""
 _FORMER_HOST = "api.wandb.ai"
 """Host of W&B's own server for logins of versions before 0.31, which still count."""
 
@@ -55,7 +54,7 @@ _TRUE = ("1", "on", "yes", "true")
 
 
 def _saved_settings() -> dict[str, str]:
-    """Read W&B's settings files: the folder's, which `wandb offline` writes, overrides the user's."""
+    """Read W&B's settings files: the folder's, by `wandb offline`, overrides the user's."""
     user = os.environ.get("WANDB_CONFIG_DIR") or os.path.expanduser("~/.config/wandb")
     found: dict[str, str] = {}
     for folder in (user, Path(os.environ.get("WANDB_DIR") or ".") / "wandb"):
@@ -80,9 +79,9 @@ def _default_url() -> str:
 
 
 def wandb_setting() -> tuple[Mode, str] | None:
-    """The mode that W&B or Hugging Face's Trainer would obey, and who says so; None where nobody does.
+    """The mode that W&B or Hugging Face's Trainer would obey, and its source; None: none is set.
 
-    A word that W&B does not know is a warning, and keeps the run offline.
+    A word that W&B does not know causes a warning, and keeps the run offline.
     """
     if os.environ.get("WANDB_DISABLED", "").strip().lower() in _TRUE:
         return "disabled", "WANDB_DISABLED"
@@ -101,7 +100,7 @@ def wandb_setting() -> tuple[Mode, str] | None:
 
 
 def has_api_key(url: str) -> bool:
-    """True if W&B finds credentials by itself: an environment variable or netrc. The key is not kept."""
+    """True if W&B finds credentials: an environment variable or netrc. The key is not kept."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     names = [os.environ["NETRC"]] if os.environ.get("NETRC") else ["~/.netrc", "~/_netrc"]
@@ -116,7 +115,7 @@ def has_api_key(url: str) -> bool:
 
 
 def reachable(url: str) -> bool:
-    """True if a TCP connection to the server, or to the proxy before it, opens within 3 s."""
+    """True if a TCP connection to the server, or to its proxy, opens within 3 s."""
     scheme = urlsplit(url).scheme or "https"
     proxy = urllib.request.getproxies().get(scheme)
     host = urlsplit(url).hostname or ""
@@ -130,7 +129,7 @@ def reachable(url: str) -> bool:
 
 
 def choose_mode(asked: str) -> tuple[Mode, str]:
-    """The W&B mode for `tracking.wandb`, and why. What was said to W&B decides where the configuration says auto.
+    """The W&B mode for `tracking.wandb`, and the reason. W&B's settings decide if the configuration says auto.
 
     May take seconds (a connection is tried), so this runs in the sink's thread.
     """
@@ -152,13 +151,13 @@ def choose_mode(asked: str) -> tuple[Mode, str]:
 
 @dataclass
 class _Sent:
-    """RUN/wandb/sent.json: the rows that W&B has, and the launches whose rows are on this disk alone."""
+    """RUN/wandb/sent.json: the rows in W&B, and the launches whose rows are only on this disk."""
 
     run_id: str
     step: int
-    """Last step that was sent."""
+    """Last sent step."""
     before: int
-    """Last step that was sent by earlier launches."""
+    """Last step that earlier launches have sent."""
     offline: list[str] = field(default_factory=list)
     """Folders of offline launches that no online launch has sent again."""
     open: str | None = None
@@ -171,8 +170,8 @@ class WandbSink(Sink):
 
     tracking: TrackingConfig
     late: bool = False
-    """The rows are scores of earlier steps. They take the next free `_step`; the charts, whose x is the row's own
-    `step`, show them at their step."""
+    """The rows are scores of earlier steps: they take the next free `_step`; the charts show them at their own `step`.
+    """
 
     MODULES = ("wandb",)
 
@@ -182,10 +181,10 @@ class WandbSink(Sink):
         self._run: Any = None
         self._abandoned = False
         self._summary: dict[str, float] = {}
-        """Baselines, and the best value so far of each figure of evaluations."""
+        """Baselines, and the best value so far of each evaluation figure."""
 
     def open(self, run_dir: Path, run_id: str, config: dict[str, Any], start_step: int) -> None:
-        """Begin or continue the W&B run, and send the rows of earlier launches that it lacks."""
+        """Begin or continue the W&B run, and send missing rows of earlier launches."""
         mode, why = choose_mode(self.tracking.wandb)
         if mode == "disabled":
             return
@@ -219,7 +218,7 @@ class WandbSink(Sink):
             self._catch_up(online, sys.maxsize if self.late else start_step)
 
     def _read_sent(self, run_id: str, step: int) -> _Sent:
-        """`step`: that of a run whose file is gone. `wandb clean` deletes folders that were uploaded, so W&B has it."""
+        """`step`: for a run without the file. `wandb clean` deletes uploaded folders, so W&B has the step."""
         try:
             sent = _Sent(**untrusted.loads((self._folder / "sent.json").read_bytes()))
         except (OSError, ValueError, TypeError):
@@ -236,7 +235,7 @@ class WandbSink(Sink):
             log.warn_once(f"{file} cannot be written ({error.strerror}): after a kill, W&B may get a row twice")
 
     def _catch_up(self, online: bool, start_step: int) -> None:
-        """Send the rows up to `start_step` that W&B lacks."""
+        """Send missing rows up to `start_step`."""
         sent = self._sent
         if online:
             sent.step = getattr(self._run, "starting_step", 0) - 1
@@ -255,7 +254,7 @@ class WandbSink(Sink):
             if event.get("kind") == "samples"
         }
         for row in rows:
-            # Left open: this launch may log the last of these steps once more, its evaluation.
+            # Left open: this launch may log the evaluation of the last step.
             self._send({**row, **samples.get(row["step"], {})}, more=True)
         if self.late:  # ends the last of these steps; the scores take the next one
             self._run.log({}, step=sent.step + 1, commit=False)
@@ -268,7 +267,7 @@ class WandbSink(Sink):
             self._save_sent()
 
     def _take_back(self, name: str) -> bool:
-        """Have `wandb sync` leave out a folder whose rows a launch sends. False: W&B has some of them already."""
+        """Have `wandb sync` skip a folder whose rows a launch sends. False: W&B has some of them."""
         file = self._folder / name / f"run-{self._sent.run_id}.wandb"
         marks = [file.with_suffix(f".wandb.{kind}") for kind in ("synced", "syncstate")]
         if not file.exists():  # `wandb clean`
@@ -308,7 +307,6 @@ class WandbSink(Sink):
             self.log({"step": fields["step"], "samples": pairs}, more=True)
 
     def close(self, *, exit_code: int) -> None:
-        """Upload what is left and end the run."""
         if self._run is None:
             return
         import wandb
@@ -323,7 +321,7 @@ class WandbSink(Sink):
         wandb.teardown()
 
     def abandon(self) -> None:
-        """End wandb-core, then W&B's exit hook, which waits without limit for an upload that does not move."""
+        """End wandb-core, then W&B's exit hook, which waits without limit for a stuck upload."""
         self._abandoned = True
         # SystemExit: `teardown` raises it where wandb-core was ended by a signal.
         with contextlib.suppress(Exception, SystemExit):
@@ -335,7 +333,7 @@ class WandbSink(Sink):
             importlib.import_module("wandb").teardown()
 
     def _count(self, row: dict[str, Any]) -> None:
-        """Keep the best of the row's figures of evaluations."""
+        """Keep the best values of evaluation figures."""
         for key, value in row.items():
             mode = mode_of(key) if key.startswith("eval/") else None
             if mode is not None and isinstance(value, int | float) and math.isfinite(value):
@@ -351,9 +349,9 @@ class WandbSink(Sink):
             artifact.metadata = {"path": str(checkpoint.resolve())}
             artifact.add_reference(checkpoint.resolve().as_uri(), checksum=False)
             self._run.log_artifact(artifact, aliases=["latest", checkpoint.name])
-        except Exception as error:  # it was pruned meanwhile; or the server, which is asked here, refuses the key
+        except Exception as error:  # it was pruned in the meantime; or the server, which is asked here, refuses the key
             reason = redact_text(f"{type(error).__name__}: {error}".strip().splitlines()[0])
-            log.warn_once(f"W&B has no artifact of {checkpoint} ({reason}); metrics go on")
+            log.warn_once(f"W&B has no artifact of {checkpoint} ({reason}); metrics continue")
 
     def _init(self, mode: Mode, config: dict[str, Any]) -> Any:
         import wandb

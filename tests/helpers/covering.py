@@ -68,7 +68,7 @@ _REFUSED: dict[Pair, str] = {
     **{(("precision", "bf16 moments"), ("offload", d)): "optimizers for the host" for d in ("optimizer", "all")},
     (("precision", "bf16 moments"), ("optimizer", "muon")): "Muon's momentum is kept by DeepSpeed",
     **{(("offload", device), ("optimizer", "muon")): "the device's work" for device in ("optimizer", "all")},
-    (("optimizer", "muon"), ("tensor", 2)): "Muon orthogonalises whole matrices",
+    (("optimizer", "muon"), ("tensor", 2)): "Muon orthogonalises full matrices",
     (("experts", "shared"), ("optimizer", "muon")): "optim.name",
     (("experts", "shared"), ("tensor", 2)): "DeepSpeed 0.19 shares experts under its own cutting",
     (("pipeline", 2), ("sequence", 2)): "DeepSpeed's pipeline numbers its ranks",

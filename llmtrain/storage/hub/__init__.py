@@ -1,1 +1,1 @@
-"""Repositories on the Hugging Face Hub: names, what this host's cache has of them, fetching, publishing."""
+"""Repositories on the Hugging Face Hub: names, this host's cache, downloading, publishing."""

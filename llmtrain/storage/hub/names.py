@@ -1,4 +1,4 @@
-"""Names on the Hugging Face Hub, and where this host's cache keeps what was fetched. No network."""
+"""Names on the Hugging Face Hub, and their folders in this host's cache. No network."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Kind = Literal["model", "dataset"]
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-"""Index of the weights' files, where there are several."""
+"""Index of the weights' files, if there are several."""
 
 _PART = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?"
 _NAME = re.compile(rf"{_PART}/{_PART}")
@@ -25,18 +25,18 @@ REVISION = re.compile(r"(?!.*(?:\.\.|//))[A-Za-z0-9_][A-Za-z0-9._/-]*")
 
 
 def is_name(text: str) -> bool:
-    """True if this has the form ORG/NAME of a repository and no path on this host has the name: a local path wins."""
+    """True if the text has a repository's form ORG/NAME and no path on this host has the name: a local path wins."""
     formed = bool(_NAME.fullmatch(text)) and "--" not in text and ".." not in text
     return formed and not text.startswith("runs/") and not os.path.lexists(text)
 
 
 def folder_here(text: str) -> Path | None:
-    """The path that a command's word must be since a folder on this host has its first part; None: it may be a name."""
+    """The path of a command's word whose first part is a folder on this host; None: the word may be a name."""
     return Path(text) if Path(text).parent.is_dir() else None
 
 
 def is_remote(text: str) -> bool:
-    """True if this names a model elsewhere, which is fetched: on the Hub, or the URL of a folder in a store."""
+    """True if the text names a remote model: on the Hub, or the URL of a folder in a store."""
     return is_url(text) or is_name(text)
 
 
@@ -50,16 +50,16 @@ class Repository:
 
     @property
     def folder(self) -> Path:
-        """Its folder in this host's cache; huggingface_hub's own layout."""
+        """Its folder in this host's cache, in huggingface_hub's layout."""
         return _cache() / "--".join([f"{self.kind}s", *self.name.split("/")])
 
     @property
     def lock(self) -> Path:
-        """A folder that is locked while something of it is fetched."""
+        """A folder that is locked during downloads."""
         return _cache() / ".locks" / self.folder.name
 
     def snapshot(self, commit: str) -> Path:
-        """The folder with the files of a commit, fetched or not."""
+        """The folder for the files of a commit."""
         return self.folder / "snapshots" / commit
 
 
@@ -70,7 +70,7 @@ def _cache() -> Path:
 
 
 def endpoint() -> str:
-    """The address of the Hub: HF_ENDPOINT or its own."""
+    """The address of the Hub: HF_ENDPOINT or the default."""
     from huggingface_hub import constants
 
     return constants.ENDPOINT
@@ -86,10 +86,10 @@ def local_folder(given: str, commit: str | None) -> Path:
 
 
 def leads_out(folder: Path, path: Path) -> Path | None:
-    """Return the real path of a file if links lead out of the folder to it. None: it is in the folder.
+    """Return a file's real path if links lead out of the folder; None: it is in the folder.
 
-    Allowed are links within the folder, and those by which the Hugging Face cache keeps its files
-    (snapshots/REVISION/NAME -> blobs/DIGEST, which may be one to the store of all repositories).
+    Allowed are links within the folder, and those of the Hugging Face cache (snapshots/REVISION/NAME -> blobs/DIGEST,
+    which may be one to the store of all repositories).
     """
     real, home = path.resolve(), folder.resolve()
     blobs = home.parent.parent / "blobs"
@@ -99,7 +99,7 @@ def leads_out(folder: Path, path: Path) -> Path | None:
 
 
 def commit_of(folder: Path) -> tuple[Repository, str] | None:
-    """Parses a folder of a host's cache, .../models--ORG--NAME/snapshots/COMMIT. None: it is no such folder."""
+    """Parse a folder of a host's cache, .../models--ORG--NAME/snapshots/COMMIT. None: it is no such folder."""
     kind, *parts = folder.parent.parent.name.split("--")
     name = "/".join(parts)
     if folder.parent.name != "snapshots" or not COMMIT.fullmatch(folder.name) or kind not in ("models", "datasets"):
@@ -108,7 +108,7 @@ def commit_of(folder: Path) -> tuple[Repository, str] | None:
 
 
 def here(folder: Path) -> Path:
-    """The folder, or where it is gone and was a snapshot, the same snapshot in this host's cache if that has it."""
+    """The folder; or, if a snapshot is gone, the same snapshot in this host's cache."""
     if not folder.exists() and (found := commit_of(folder)) and (own := found[0].snapshot(found[1])).is_dir():
         return own
     return folder

@@ -1,8 +1,8 @@
-"""Files from a repository on the Hub and to one. One process of a host fetches them into the cache, and verifies them.
+"""Downloads from the Hub and uploads to it. One process of a host downloads files into the cache, and verifies them.
 
-Which files there are and what their checksums are is asked once and noted beside the cached files, so that what a cache
-has needs no network again. The other ranks of a launch find the note of the first. For an upload, the token comes from
-HF_TOKEN or `hf auth login`, and is never shown.
+The list of files and their checksums is asked for once and noted in the cache, so that cached files need no network
+again. The other ranks of a launch find the note of the first. For an upload, the token comes from HF_TOKEN or `hf auth
+login`, and is never shown.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Diagnosis(str):
     """A clause that names the rule, and the remedy."""
 
     unreachable: bool
-    """The Hub did not answer; that it has what is asked for may be."""
+    """The Hub did not answer; it may have the files."""
 
     def __new__(cls, text: str, *, unreachable: bool = False) -> Diagnosis:
         message = super().__new__(cls, redact_text(text))
@@ -51,7 +51,7 @@ _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 def explain(error: BaseException | None, repository: Repository, revision: str | None) -> Diagnosis:
-    """Diagnosis of an unusable repository. `error`: huggingface_hub's; None: HF_HUB_OFFLINE forbids to ask."""
+    """Diagnosis of an unusable repository. `error`: huggingface_hub's; None: HF_HUB_OFFLINE is set."""
     from huggingface_hub import get_token
 
     asked, hub, name = f"revision {revision or 'main'}", f"the Hub ({endpoint()})", repository.name
@@ -66,7 +66,7 @@ def explain(error: BaseException | None, repository: Repository, revision: str |
     chain, status = _chain(error)
     classes = {cls.__name__ for each in chain for cls in type(each).__mro__}
     token = get_token() is not None
-    who = "the account of this token" if token else "whoever has no token"
+    who = "the account of this token" if token else "a user without a token"
     if full := [each for each in chain if isinstance(each, OSError) and each.errno in _DISK]:
         text = (
             f"the cache {repository.folder} on {socket.gethostname()} cannot be written: "
@@ -75,7 +75,7 @@ def explain(error: BaseException | None, repository: Repository, revision: str |
     elif "GatedRepoError" in classes:
         path = name if repository.kind == "model" else f"datasets/{name}"
         text = f"the repository is gated: {who} has no access to it. Ask for it at {endpoint()}/{path}"
-        text += "" if token else ", and set HF_TOKEN to a token of the account that was given it"
+        text += "" if token else ", and set HF_TOKEN to a token of the account with access"
     elif "RevisionNotFoundError" in classes:
         text = f"the repository has no {asked}. Name one of its branches, tags or commits, or none for main"
     elif "RepositoryNotFoundError" in classes:
@@ -102,7 +102,7 @@ def explain(error: BaseException | None, repository: Repository, revision: str |
 
 
 def _chain(error: BaseException) -> tuple[list[BaseException], int | None]:
-    """The error with those that it follows, and the status of the Hub's answer."""
+    """The error with its causes, and the status of the Hub's answer."""
     found = [error]
     while (following := found[-1].__cause__ or found[-1].__context__) is not None and following not in found:
         found.append(following)
@@ -125,17 +125,16 @@ def explain_push(error: BaseException, name: str) -> str:
 
 
 Choose = Callable[[Sequence[str], Path], Sequence[str]]
-"""Chooses the files to fetch, given the names of all and the folder with those that were fetched before."""
+"""Chooses the files to fetch, given all names and the folder with the files of earlier choices."""
 Wrong = Callable[[str], UserError]
-"""Makes an error of a text, with key and value before it."""
+"""Makes an error from a text, with key and value before it."""
 
-_NOTES = "llmtrain"  # a folder beside huggingface_hub's own, and deleted with them
+_NOTES = "llmtrain"  # a folder next to huggingface_hub's, and deleted with them
 _CHUNK = 8 << 20  # bytes
 _WORKERS = 8
 
 Files = dict[str, tuple[int | None, str | None]]
-"""Name of a file -> its bytes, and its checksum: SHA-256 (64 digits) of a large one, git's SHA-1 (40) of another. None:
-nobody says."""
+"""Name of a file -> its bytes, and its checksum: SHA-256 (64 digits) if large, else git's SHA-1 (40). None: unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,9 +146,10 @@ class Snapshot:
 
 
 def fetch(repository: Repository, revision: str | None, choices: Sequence[Choose], wrong: Wrong) -> Snapshot:
-    """What `choices` take of a branch, tag or commit (default: main); nothing is asked of the network if it is here.
+    """Download the files that `choices` take of a branch, tag or commit (default: main); without network if all are
+    here.
 
-    Raises: what `wrong` makes; a `choice` may raise, too.
+    Raises: what `wrong` makes; a `choice` may raise too.
     """
     with folders.alone(repository.lock):
         # Known without a question: it is a commit, or another rank of this launch has asked.
@@ -172,7 +172,7 @@ def fetch(repository: Repository, revision: str | None, choices: Sequence[Choose
 
 
 def fetch_model(given: str, revision: str | None, choices: Sequence[Choose], wrong: Wrong) -> Snapshot:
-    """`fetch` for the model that ORG/NAME or a URL names."""
+    """`fetch` for ORG/NAME or a URL."""
     if is_url(given):
         folder, commit = folders.fetch(given, revision, choices, wrong)
         return Snapshot(folder=folder, commit=commit)
@@ -180,13 +180,13 @@ def fetch_model(given: str, revision: str | None, choices: Sequence[Choose], wro
 
 
 def known_files(repository: Repository, commit: str) -> list[str]:
-    """The names of all files of a commit that was fetched before, as far as this host knows them."""
+    """The names of all known files of a commit that was fetched before."""
     found = _in_cache(repository, commit)
     return sorted(found[1]) if found else []
 
 
 def _launch() -> str:
-    """Key that the ranks of a launch on this host share, and no other process has: their parent."""
+    """Identifies this launch on this host: the parent's process id and start time."""
     parent = os.getppid()
     with contextlib.suppress(psutil.Error):
         return f"{socket.gethostname()} {parent} {psutil.Process(parent).create_time()}"
@@ -194,7 +194,7 @@ def _launch() -> str:
 
 
 def _ask(repository: Repository, revision: str | None, wrong: Wrong) -> tuple[str, Files]:
-    """Commit and files by the Hub; offline, and where it does not answer, by the cache."""
+    """Ask the Hub for commit and files; offline, or without an answer, use the cache."""
     from huggingface_hub import HfApi, constants
 
     if constants.is_offline_mode():
@@ -229,7 +229,7 @@ def _files_noted(repository: Repository, commit: str) -> Files:
 
 
 def _in_cache(repository: Repository, revision: str | None) -> tuple[str, Files] | None:
-    """Commit and files that this host's cache has, whoever fetched them: a file's digest is the name of its blob."""
+    """Commit and files in this host's cache; a file's digest is the name of its blob."""
     commit = revision or "main"
     if not COMMIT.fullmatch(commit):
         with contextlib.suppress(OSError):
@@ -247,7 +247,7 @@ def _in_cache(repository: Repository, revision: str | None) -> tuple[str, Files]
 
 
 def _complete(repository: Repository, commit: str, chosen: Files, wrong: Wrong) -> None:
-    """Fetch what is not there and prove what was not proved."""
+    """Download missing files and verify unverified ones."""
     folder = repository.snapshot(commit)
     note = _read_note(repository, commit)
     proved = note.get("proved") or {}
@@ -294,7 +294,7 @@ def _download(repository: Repository, commit: str, missing: Mapping[str, int], w
             repository.name, repo_type=repository.kind, revision=commit, max_workers=_WORKERS,
             allow_patterns=[glob.escape(name) for name in missing],
         )  # fmt: skip
-        # Where the Hub refuses or is away, snapshot_download may be content with the part of a snapshot that is here.
+        # Without an answer of the Hub, snapshot_download may accept the local part of a snapshot.
         for name in missing:
             if not (repository.snapshot(commit) / name).is_file():
                 hf_hub_download(repository.name, name, repo_type=repository.kind, revision=commit)
@@ -303,7 +303,7 @@ def _download(repository: Repository, commit: str, missing: Mapping[str, int], w
 
 
 def _digest(path: Path, checksum: str | None) -> str | None:
-    """The digest that the Hub has of a large file (SHA-256), and of another (git's, of its blob). None: it has none."""
+    """The file's digest of the Hub's kind: SHA-256 for a large file, else git's for its blob. None: no checksum."""
     if checksum is None:
         return None
     digest = hashlib.sha256() if len(checksum) == 64 else hashlib.sha1(usedforsecurity=False)
@@ -330,14 +330,14 @@ def _read_note(repository: Repository, name: str) -> dict[str, Any]:
 
 
 def _note(repository: Repository, name: str, values: dict[str, Any]) -> None:
-    """Beside the cached files. Where nothing can be written, the next start asks and reads again."""
+    """Write a note next to the cached files. If that fails, the next start asks and reads again."""
     with contextlib.suppress(OSError):
         (repository.folder / _NOTES).mkdir(parents=True, exist_ok=True)
         replace_file(repository.folder / _NOTES / f"{name}.json", json.dumps(values).encode())
 
 
 def _refer(repository: Repository, revision: str, commit: str) -> None:
-    """Record the commit of a branch as huggingface_hub does, for the time without a network."""
+    """Record the commit of a branch as huggingface_hub does, for offline use."""
     with contextlib.suppress(OSError):
         path = repository.folder / "refs" / revision
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -353,7 +353,7 @@ class PushError(UserError):
 
 
 def check_push(name: str) -> None:
-    """What can be known before there is a folder. Raises PushError."""
+    """Check the name and the token before there is a folder. Raises PushError."""
     from huggingface_hub import HfApi, constants, get_token
 
     if not _NAME.fullmatch(name):
@@ -371,7 +371,7 @@ def check_push(name: str) -> None:
 
 
 def push(folder: Path, name: str, *, public: bool = False, leave_out: tuple[str, ...] = (), message: str) -> str:
-    """Upload a model's folder as one commit; a repository that is not there is made, private unless `public`.
+    """Upload a model's folder as one commit; a missing repository is created, private unless `public`.
 
     Args:
         leave_out: names of files that stay here.
@@ -401,7 +401,7 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 def model_folder(given: str, revision: str | None = None, *, asked_by: str) -> Path:
-    """The folder of a whole model: `given`, or what ORG/NAME on the Hub or a URL names, once it is here.
+    """The folder of a complete model: `given`, or the downloaded ORG/NAME on the Hub or URL.
 
     `asked_by`: for messages. Raises: ModelError.
     """
@@ -415,13 +415,13 @@ def model_folder(given: str, revision: str | None = None, *, asked_by: str) -> P
 
 
 def settings(names: Sequence[str], _: Path) -> list[str]:
-    """Configuration, tokenizer, templates, licence: what lies beside the weights and is no code."""
+    """Configuration, tokenizer, templates, licence: files other than weights and code."""
     beside = [n for n in names if "/" not in n or (n.startswith(_TEMPLATES) and n.count("/") == 1)]
     return [n for n in beside if n.endswith(_SETTINGS) or n.startswith(("LICENSE", "NOTICE"))]
 
 
 def weights(wrong: Wrong) -> Choose:
-    """The weight files that transformers would take, of which a repository may have other copies."""
+    """Return the choice of the weight files that transformers would take; a repository may have other copies."""
 
     def choose(names: Sequence[str], folder: Path) -> list[str]:
         if INDEX not in names:

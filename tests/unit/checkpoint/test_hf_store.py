@@ -71,7 +71,7 @@ def test_a_fault_of_any_transfer_leaves_no_export_that_seems_whole(tmp_path: Pat
                 store.put(folders[1])
                 break
             except CheckpointError as error:
-                assert f"whole in {folders[1]}" in str(error)
+                assert f"complete copy is in {folders[1]}" in str(error)
             faults += 1
             there = Store(url).files()
             if "config.json" in there:  # all or nothing, of one of them

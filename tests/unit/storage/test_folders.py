@@ -71,7 +71,7 @@ def test_what_changes_in_the_store_is_another_revision(tmp_path: Path) -> None:
     assert revision != other and (second / "model.safetensors").read_bytes() == b"other weights"
     assert _all(url, revision) == (first, revision) and (first / "model.safetensors").read_bytes() == b"weights"
     shutil.rmtree(place_of(url))
-    with pytest.raises(UserError, match="others than those that the run began with"):
+    with pytest.raises(UserError, match="have changed since the run began"):
         _all(url, revision)
 
 

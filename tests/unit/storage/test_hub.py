@@ -155,11 +155,11 @@ def test_troubles_are_told_apart(hub: Hub, tiny: Path, monkeypatch: pytest.Monke
     hub.add("models/org/gated", tiny, gated=True)
     texts = [refused("org/tyni"), refused("org/tiny", "v9"), refused("org/gated")]
     assert f"no such folder is here (looked from {Path.cwd()})" in texts[0]
-    assert "it does not exist, or is private and whoever has no token may not see it" in texts[0]
+    assert "it does not exist, or is private and a user without a token may not see it" in texts[0]
     assert "or set HF_TOKEN to a token that may." in texts[0]
     assert "the repository has no revision v9. Name one of its branches, tags or commits" in texts[1]
     assert (
-        f"the repository is gated: whoever has no token has no access to it. Ask for it at {hub.url}/org/gated"
+        f"the repository is gated: a user without a token has no access to it. Ask for it at {hub.url}/org/gated"
         in texts[2]
     )
     assert refused("org/secret") == texts[0].replace("tyni", "secret")
@@ -237,7 +237,7 @@ def test_a_full_disk(hub: Hub, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> N
     with monkeypatch.context() as full:
         full.setattr(shutil, "disk_usage", lambda _: usage._replace(free=100))
         text = refused()
-    assert "are to be fetched" in text and "set HF_HOME to a folder on a larger disk" in text
+    assert "must be fetched" in text and "set HF_HOME to a folder on a larger disk" in text
     with monkeypatch.context() as full:
 
         def no_space(*_: Any, **__: Any) -> None:
@@ -249,7 +249,7 @@ def test_a_full_disk(hub: Hub, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize(
     ("trouble", "said", "passing"),
-    [("down", "answers with status 500", True), ("private", "or is private and whoever has no token", False)],
+    [("down", "answers with status 500", True), ("private", "or is private and a user without a token", False)],
 )
 def test_a_hub_that_refuses_after_the_settings(
     trouble: str, said: str, passing: bool, hub: Hub, tiny: Path, monkeypatch: pytest.MonkeyPatch
@@ -395,7 +395,7 @@ def test_a_tokenizer_and_a_dataset(hub: Hub, capsys: Any) -> None:
     shutil.rmtree(Path("../cache"))
     assert prepare("--source", "hf:org/talk/data/train-*", "--tokenizer", "org/tok", "--out", "no") == 2
     assert (
-        f"gated: whoever has no token has no access to it. Ask for it at {hub.url}/datasets/org/talk"
+        f"gated: a user without a token has no access to it. Ask for it at {hub.url}/datasets/org/talk"
         in capsys.readouterr().err
     )
     assert prepare("--source", "hf:org/none", "--tokenizer", "org/tok", "--out", "no") == 2
