@@ -17,8 +17,8 @@ from llmtrain.base.rank.heartbeat import heart
 from llmtrain.checkpoint.format import step_of
 from llmtrain.checkpoint.retain import Best, best_of
 from llmtrain.data.stream.loader import MicroBatch, validation_batches
-from llmtrain.data.stream.token_bytes import byte_lengths, counted_bytes
-from llmtrain.data.stream.train_data import TrainData
+from llmtrain.data.stream.train_data import TrainData, counted_bytes
+from llmtrain.data.tokenize import byte_lengths
 from llmtrain.engine.dist.control import from_rank_0, together
 from llmtrain.engine.dist.device import device_name, max_memory_gib
 from llmtrain.engine.losses.function import LooksAhead, NextTokenLoss

@@ -13,21 +13,18 @@ import numpy as np
 import xxhash
 
 from llmtrain.base.errors import DataError
-from llmtrain.config.run import DataConfig
+from llmtrain.config.run import DataConfig, RunConfig
 from llmtrain.data.cache import Cache
 from llmtrain.data.manifest import SPLITS, Manifest, Split
 from llmtrain.data.origins import Origins
 from llmtrain.data.shards import FileSum, PreparedSet, TokenStream
 from llmtrain.data.stream.order import Mixture, permute, position_of
 from llmtrain.data.stream.windows import IGNORED, Conversations, Preferences, Texts, Unpaired, Window, kind_of
+from llmtrain.data.tokenize import Encoder
 from llmtrain.objectives.by_token import Distill
 
 if TYPE_CHECKING:
     from llmtrain.data.stream.columns import TeacherColumn
-
-
-from llmtrain.config.run import RunConfig
-from llmtrain.data.tokenize import Encoder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +85,11 @@ class TrainData:
         """Training sequences until the first set of the mixture has been read once."""
         self.validation_sequences: int = self._count_validation()
         """Number of validation sequences; a mixture ends when one of its sets does."""
-        self.fingerprint: str = self._fingerprint()
+        sets = [
+            [manifest.data_fingerprint, str(share)] for manifest, share in zip(self.manifests, self.shares, strict=True)
+        ]
+        parts = [sets, self.sequence_length, config.seed]
+        self.fingerprint = xxhash.xxh3_128_hexdigest(json.dumps(parts).encode())
         """Hash of the data, the sequence length, the seed and the mixture: all that decides the training sequences."""
 
     def sums(self, *, origins: bool = False) -> list[FileSum]:
@@ -180,13 +181,6 @@ class TrainData:
             else:
                 high = middle - 1
         return low
-
-    def _fingerprint(self) -> str:
-        sets = [
-            [manifest.data_fingerprint, str(share)] for manifest, share in zip(self.manifests, self.shares, strict=True)
-        ]
-        parts = [sets, self.sequence_length, self._config.seed]
-        return xxhash.xxh3_128_hexdigest(json.dumps(parts).encode())
 
     def sequence(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """(inputs, labels), int64 [T] each, of training sequence `index` >= 0."""
@@ -398,3 +392,13 @@ class Prompts:
     def text(self, row: int, new: list[int]) -> str:
         before = self.encoder.decode(self.ids[row])
         return self.encoder.decode(self.ids[row] + new)[len(before) :]
+
+
+def counted_bytes(data: TrainData, sequences: int, lengths: np.ndarray) -> int:
+    """Bytes of the counted labels of the first `sequences` validation sequences."""
+    total, indices = 0, range(min(sequences, data.validation_sequences))
+    data.fetch_validation(indices)
+    for index in indices:
+        _, labels = data.validation_sequence(index)
+        total += int(lengths[labels[labels != IGNORED]].sum())
+    return total

@@ -8,9 +8,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from llmtrain.config.run import DataConfig
-from llmtrain.data.stream.token_bytes import byte_lengths, counted_bytes
-from llmtrain.data.stream.train_data import TrainData
-from llmtrain.data.tokenize import train_bpe
+from llmtrain.data.stream.train_data import TrainData, counted_bytes
+from llmtrain.data.tokenize import byte_lengths, train_bpe
 from tests.helpers.prepared import write_prepared
 
 TEXTS = ["Größe, naïve façade; 日本語 and 🙂 twice 🙂.\n\n\tx = 1\n", "plain words  with   spaces and é"]
