@@ -1,4 +1,4 @@
-"""The attempts of one `llmtrain launch`: start the job, follow it, find the hosts that are left, start it again."""
+"""The attempts of one `llmtrain launch`: start the job, follow it, find the remaining hosts, start it again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from llmtrain.tracking.fault_note import write_event
 FAULT_CODE = 1
 """Exit code of a launch that ended by a fault without a restart."""
 PREEMPTED_CODE = 75
-"""The job was asked to leave from outside: it has saved, and the same command resumes it (EX_TEMPFAIL of
+"""The job was asked from outside to leave: it has saved, and the same command resumes it (EX_TEMPFAIL of
 sysexits.h)."""
 INTERRUPTED_CODE = 130
 """Ctrl-C."""
@@ -40,43 +40,42 @@ Kind = Literal["complete", "stopped", "preempted", "refused", "fault"]
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The end of one attempt."""
+    """End of one attempt."""
 
     kind: Kind
     code: int
     """Exit code of the launch if this was the last attempt."""
     step: int = 0
-    """Optimizer steps done, as far as is known."""
+    """Optimizer steps done, as far as known."""
     signature: str = ""
-    """Identifies a fault: equal if the same thing has happened at the same step."""
+    """Identifies a fault: equal for one fault at one step."""
     text: str = ""
 
 
 @dataclass
 class Attempt:
-    """One start of the job, as far as its messages report it."""
+    """One start of the job, by its messages."""
 
     began_s: float
-    """Start of the attempt; moved on while something had to be fetched first."""
+    """Start of the attempt; moved on during downloads before it."""
     resumes_at: int = 0
-    """Step of the newest checkpoint that was there at its start."""
+    """Step of the newest checkpoint at its start."""
     ranks: list[dict[str, Any]] = field(default_factory=list)
     """Ranks of the message `place`; empty until they have met."""
     here: list[Process] = field(default_factory=list)
     """Processes on this host with their start times: an id may be another job's later."""
     met_s: float | None = None
     checkpoint: int | None = None
-    """Step of the newest checkpoint that this attempt has completed."""
+    """Step of this attempt's newest complete checkpoint."""
     saved_s: float | None = None
     fault: dict[str, Any] | None = None
     end: dict[str, Any] | None = None
     last_word_s: float | None = None
     """Time of the fault or end message."""
     asked: int | None = None
-    """The signal with which the user asked for the end."""
+    """The user's signal to end."""
 
     def hear(self, message: dict[str, Any], now: float) -> None:
-        """Take a message of the job."""
         kind = message["kind"]
         if kind == "wait":
             self.began_s = now
@@ -100,7 +99,7 @@ class Attempt:
         return self.resumes_at if self.checkpoint is None else self.checkpoint
 
     def outcome(self, code: int) -> Outcome:
-        """The outcome. `code`: exit code of DeepSpeed's launcher or srun; negative: the signal that ended it."""
+        """Return the outcome. `code`: exit code of DeepSpeed's launcher or srun; negative: the signal that ended it."""
         end = self.end or {}
         status, step = end.get("status"), self.newest
         if status == "complete":
@@ -148,7 +147,7 @@ class Attempt:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """The decision after the end of an attempt."""
+    """Decision after the end of an attempt."""
 
     restart: bool
     wait_s: float = 0.0
@@ -159,7 +158,7 @@ class Decision:
 
 
 class Supervisor:
-    """All attempts of one launch."""
+    """Decides after each attempt of one launch if another follows."""
 
     def __init__(self, max_restarts: int) -> None:
         self._max = max_restarts
@@ -172,13 +171,12 @@ class Supervisor:
         self._good_until_s: float | None = None
 
     def met(self, now: float) -> None:
-        """The ranks of a restarted attempt have met: the time lost by the fault before it is now known."""
+        """Record that a restarted attempt has met, which ends the time lost by the fault."""
         if self._good_until_s is not None:
             self.lost_s += now - self._good_until_s
             self._good_until_s = None
 
     def after(self, attempt: Attempt, outcome: Outcome) -> Decision:
-        """Decide what follows an attempt."""
         if outcome.kind != "fault":
             return Decision(restart=False, code=outcome.code, text=outcome.text)
         if attempt.fault is not None and attempt.fault.get("again") is False:
@@ -205,7 +203,7 @@ class Supervisor:
         return Decision(restart=False, code=code, text=text)
 
     def summary(self) -> str:
-        """One line for the end; empty when there was no restart."""
+        """Return one line for the end, or "" without a restart."""
         if not self.restarts:
             return ""
         restarts, steps = units.counted(self.restarts, "restart"), units.counted(self.steps_redone, "step")
@@ -218,12 +216,11 @@ _LEAVES_S = 60.0
 _MEETS_S = 120.0
 """Added to fault.start_timeout_s: imports on a cold file system."""
 _WAIT_SPARE_S, _WAIT_NEEDED_S = 30.0, 600.0
-"""Longest wait after a fault for hosts that do not answer: when --min-hosts allows going on without them, and when
-not."""
+"""Longest wait after a fault for silent hosts: if --min-hosts allows a restart without them, and if not."""
 
 
 class Launch:
-    """All attempts of one `llmtrain launch`."""
+    """Runs all attempts of one `llmtrain launch`."""
 
     def __init__(self, options: Options, mark: str, run: Run) -> None:
         self._run = run
@@ -283,7 +280,7 @@ class Launch:
         return code
 
     def _attempt(self) -> tuple[Attempt, int]:
-        """Start the job and follow it to its end; nothing of it is left on any host that answers."""
+        """Start the job and follow it to its end; nothing is left on any host that answers."""
         plan = make_plan(self._options, self._hosts, self._mark, self._words)
         resumes_at = self._newest()
         with self._launcher.start(plan) as job:
@@ -291,7 +288,7 @@ class Launch:
             return attempt, self._watch(plan, attempt, job)
 
     def _watch(self, plan: Plan, attempt: Attempt, job: Job) -> int:
-        """Follow the job to its end; returns the exit code of the process that started it."""
+        """Follow the job to its end; return the exit code of its starter."""
         answered = 0
         by_force = False
         while (code := job.code()) is None or any(rank.alive() for rank in attempt.here):  # they notice it, and save
@@ -316,10 +313,8 @@ class Launch:
         return code
 
     def _answer_signal(self, plan: Plan, attempt: Attempt, job: Job, count: int) -> bool:
-        """Ask for a save at the first signal, end the job at a Ctrl-C after it. True if it is to be ended by force.
-
-        A repeated SIGTERM changes nothing: Slurm may send several.
-        """
+        """Ask for a save at the first signal, end the job at a later Ctrl-C. True: end it by force. A repeated SIGTERM
+        changes nothing: Slurm may send several."""
         attempt.asked = self._signals[0]
         if count > 1 and self._signals[count - 1] != signal.SIGINT:
             return False
@@ -345,7 +340,7 @@ class Launch:
             say("\n".join(place_lines(plan, attempt.ranks)))
 
     def _prepare_restart(self, attempt: Attempt, signature: str, wait_s: float) -> str | None:
-        """Wait, find the hosts, choose those with which the run can go on; returns the reason if there are none."""
+        """Wait, find the hosts, choose those for the restart; return the reason if there are none."""
         say(f"launch: restart {self._supervisor.restarts} of {self._options.max_restarts} in {wait_s:.0f} s")
         self._sleep(wait_s)
         if attempt.fault and attempt.fault.get("unfit"):
@@ -365,7 +360,7 @@ class Launch:
             words = (*words, "--resume", "auto", *others)
         chosen, self._words, why = self._solvable(found, words)
         if not chosen:
-            return f"the run cannot go on with {units.counted(len(found), 'host')}: {why}"
+            return f"the run cannot continue with {units.counted(len(found), 'host')}: {why}"
         dropped = [host.name for host in self._options.hosts if host not in chosen]
         self._hosts = chosen
         size = f"{units.counted(len(chosen), 'host')}, {units.counted(sum(host.slots for host in chosen), 'rank')}"
@@ -383,7 +378,7 @@ class Launch:
         return None
 
     def _answering(self) -> tuple[Host, ...]:
-        """The hosts that answer, in the hostfile's order; hosts that were dropped before may have come back."""
+        """Return the answering hosts, in the hostfile's order; earlier dropped ones may be back."""
         hosts = self._options.hosts
         began = time.monotonic()
         while True:
@@ -397,7 +392,7 @@ class Launch:
     def _solvable(
         self, found: tuple[Host, ...], words: tuple[str, ...]
     ) -> tuple[tuple[Host, ...], tuple[str, ...], str]:
-        """As many of the hosts as can train the first attempt's batches, and the words for it; else the reason."""
+        """Return as many hosts as can train the first attempt's batches, with the words for it; else the reason."""
         why, wanted = "", list(self._run.batches)
         kept = (*words, "--train.global_batch", str(wanted[0]), "--train.accumulation", "null")
         for count in range(len(found), self._options.min_hosts - 1, -1):
@@ -410,7 +405,7 @@ class Launch:
                 if batches == wanted:
                     return found[:count], each, ""
                 if each is kept:
-                    why = why or f"the global batches of its stages would be {batches} in place of {wanted}"
+                    why = why or f"the global batches of its stages would be {batches} instead of {wanted}"
         return (), words, why
 
     def _sleep(self, seconds: float) -> None:
@@ -419,14 +414,14 @@ class Launch:
             time.sleep(_POLL_S)
 
     def _newest(self) -> int:
-        """Step of the newest complete checkpoint that this host can see; 0 if there is none."""
+        """Return the step of the newest complete checkpoint that this host can see, or 0."""
         complete = (self._run_dir / "checkpoints").glob("step-*/manifest.json")
         steps = (path.parent.name.removeprefix("step-") for path in complete)
         return max((int(step) for step in steps if step.isdecimal()), default=0)
 
 
 def _not_started(step: int, why: str) -> Attempt:
-    """A restart whose hosts were not ready after all."""
+    """Return a restart whose hosts were not ready."""
     attempt = Attempt(began_s=time.monotonic(), resumes_at=step)
     attempt.fault = {"step": step, "signature": f"not started: {why}", "text": why}
     return attempt

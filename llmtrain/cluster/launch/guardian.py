@@ -1,9 +1,9 @@
-"""Signals and ends the processes of a launch on its hosts; and the guardian, which does so when the launch is killed.
+"""Signals and ends the processes of a launch on its hosts; its guardian does so after the launch is killed.
 
 Processes are found by the launch's mark, never by name: DeepSpeed itself uses `pkill -f`, which ends every DeepSpeed
 job of the user on those hosts (multinode_runner.py), and its launcher passes signals on to one rank after another, up
-to 30 s apart (launch.py). Without the guardian, rank 0 of a killed launch would die as soon as it prints into a pipe
-that nobody reads; it asks the ranks to save and leave.
+to 30 s apart (launch.py). Without the guardian, rank 0 of a killed launch would die at its next print into a pipe that
+nobody reads; the guardian asks the ranks to save and leave.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ for base in /dev/shm "${TMPDIR:-/tmp}"; do rm -rf "$base/llmtrain-watch-$(id -u)
 
 
 def signal_ranks(hosts: Sequence[str], mark: str, ranks: Iterable[dict[str, Any]], number: int) -> int:
-    """Send a signal to all ranks of the message `place` at once; returns the number that got it."""
+    """Send a signal to all ranks of the message `place` at once; return the number that got it."""
     text = "".join(f"{int(each['pid'])} {int(each['rank'])}\n" for each in ranks)
     here, answers = _everywhere(hosts, _SIGNAL, (mark, str(number)), text, _REACH_S)
     outputs = [here, *(answer.stdout for answer in answers)]
@@ -62,14 +62,14 @@ def signal_ranks(hosts: Sequence[str], mark: str, ranks: Iterable[dict[str, Any]
 
 
 def end_all(hosts: Sequence[str], mark: str, grace_s: float = 0.0) -> list[str]:
-    """End every process of the launch that is left after `grace_s`. Returns a line for each fault."""
+    """End every process of the launch after `grace_s`. Returns a line for each fault."""
     arguments = (mark, str(round(2 * grace_s)))
     _, answers = _everywhere(hosts, _END, arguments, "", _REACH_S + grace_s)
     lines = []
     for answer in answers:
         if answer.code is None and answer.trouble is not None:
             lines.append(
-                f"{answer.host}: {answer.trouble.text}; what runs there ends itself when it finds itself alone"
+                f"{answer.host}: {answer.trouble.text}; its processes end themselves when they find themselves alone"
             )
         elif answer.code != 0:
             lines.append(f"{answer.host}: processes of this run cannot be ended: {answer.stdout.strip()}")
@@ -97,7 +97,7 @@ _SAVES_S = 1800.0
 
 
 class Guardian:
-    """Guards one attempt. A context manager around all of it."""
+    """Guards one complete attempt, as a context manager."""
 
     def __init__(self, hosts: Sequence[str], mark: str, folder: str, secret: str | None, output: int) -> None:
         """`folder`: launch's own files; `secret`: path from `deliver`; `output`: descriptor of the job's output."""
@@ -120,7 +120,6 @@ class Guardian:
         self._process.wait()
 
     def met(self, ranks: Sequence[dict[str, Any]]) -> None:
-        """Pass on the ranks of the message `place`."""
         self._send(ranks=[{"pid": each["pid"], "rank": each["rank"]} for each in ranks])
 
     def _send(self, **facts: Any) -> None:
@@ -131,7 +130,7 @@ class Guardian:
 
 
 def take_over(known: dict[str, Any], output: int) -> None:
-    """Act for a killed launch: a first Ctrl-C's request to the ranks, then launch's own clean-up."""
+    """Act for a killed launch: send a first Ctrl-C's request to the ranks, then clean up."""
     hosts, mark = known["hosts"], known["mark"]
     ranks = known.get("ranks", [])
     if ranks:
@@ -148,7 +147,7 @@ def take_over(known: dict[str, Any], output: int) -> None:
 
 
 def _hand_on(output: int) -> None:
-    """Print the job's output until no process is left that could write any."""
+    """Print the job's output until no process is left to write any."""
     with open(output, "rb") as stream:
         for raw in stream:
             if messages.parse(raw.decode("utf-8", "replace")) is None:
@@ -162,7 +161,7 @@ def _say(text: str) -> None:
 
 
 def main(output: int) -> int:
-    """Entry point of the process: reads JSON lines from standard input, which ends when launch has ended."""
+    """Read JSON lines from standard input, which ends with launch."""
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # it ends with launch, and not before
     known: dict[str, Any] = {}

@@ -16,7 +16,7 @@ from llmtrain.base import log, untrusted
 from llmtrain.base.rank import messages
 
 TRAIN = ("llmtrain", "train")
-"""Arguments of `python -m` for a rank, before --config; the same for a clone and for an installed wheel."""
+"""Arguments of `python -m` for a rank, before --config, in a clone and an installed wheel."""
 _REST_S = 12.0
 """Time after the end of the process: a host's agent may hold its output a little longer, and report a fault."""
 
@@ -32,7 +32,7 @@ def say(text: str) -> None:
 
 
 class Job:
-    """A started job that no Ctrl-C of the terminal reaches; its context kills what is left of the session."""
+    """A started job that no Ctrl-C of the terminal reaches; its context kills the rest of the session."""
 
     def __init__(self, argv: Sequence[str], env: Mapping[str, str]) -> None:
         self._messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
@@ -41,7 +41,7 @@ class Job:
             env=dict(env),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            # On a terminal nothing may write into the live line behind launch's back.
+            # On a terminal nothing else may write into the live line.
             stderr=subprocess.STDOUT if on_terminal() else None,
             start_new_session=True,
         )
@@ -57,7 +57,7 @@ class Job:
 
     @property
     def output(self) -> int:
-        """Descriptor of the pipe into which it prints, for `Guardian`; this process reads it."""
+        """Descriptor of its output pipe, for `Guardian`; this process reads it."""
         assert self._process.stdout is not None
         return self._process.stdout.fileno()
 
@@ -78,7 +78,7 @@ class Job:
                         sys.stdout.buffer.flush()
 
     def take(self, wait_s: float) -> list[dict[str, Any]]:
-        """The messages since the last call; waits for the first one at most `wait_s`."""
+        """Return the messages since the last call; wait for the first one at most `wait_s`."""
         found: list[dict[str, Any]] = []
         with contextlib.suppress(queue.Empty):
             found.append(self._messages.get(timeout=wait_s))
@@ -87,7 +87,8 @@ class Job:
         return found
 
     def code(self) -> int | None:
-        """Exit code, once it has ended; negative: the signal. Only `__exit__` reaps, so `kill` hits no other."""
+        """Return the exit code, once it has ended; negative: the signal. Only `__exit__` reaps, so `kill` hits no
+        other."""
         if self._process.returncode is not None:
             return self._process.returncode
         ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -96,12 +97,11 @@ class Job:
         return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
     def rest(self) -> list[dict[str, Any]]:
-        """The messages that were still on their way at the end of the process."""
+        """Return the messages still in transit at the end of the process."""
         self._reader.join(_REST_S)
         return self.take(0.0)
 
     def signal(self, number: int) -> None:
-        """Signal the process alone."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._process.pid, number)
 

@@ -1,4 +1,4 @@
-"""The two ways to start a job's ranks on its hosts: DeepSpeed's launcher over pdsh, and Slurm's srun."""
+"""Two ways to start a job's ranks on its hosts: DeepSpeed's launcher over pdsh, and Slurm's srun."""
 
 from __future__ import annotations
 
@@ -54,30 +54,31 @@ class Launcher(ABC):
 
     @abstractmethod
     def command(self, plan: Plan) -> list[str]:
-        """Its command, for --dry-run: with names in place of the values that only a start has."""
+        """Return its command, for --dry-run: names replace values that only a start has."""
 
     @abstractmethod
     def start(self, plan: Plan) -> AbstractContextManager[Job]:
-        """The started job; nothing of it is left on any host that answers when the context ends. Raises ConfigError."""
+        """Return the started job; nothing is left on any host that answers when the context ends. Raises
+        ConfigError."""
 
     def met(self, ranks: Sequence[dict[str, Any]]) -> None:  # noqa: B027  # some find the ranks without
-        """Takes the ranks of the message `place`."""
+        """Take the ranks of the message `place`."""
 
     @abstractmethod
     def ask_to_leave(self, plan: Plan, job: Job, ranks: Sequence[dict[str, Any]], number: int) -> None:
-        """Asks the ranks to save and leave, with this signal where it can choose one."""
+        """Ask the ranks to save and leave, with this signal if it can choose one."""
 
     @abstractmethod
     def end(self, plan: Plan, job: Job) -> None:
-        """Ends all processes of the job at once."""
+        """End all processes of the job at once."""
 
     @abstractmethod
     def answering(self, hosts: Sequence[Host]) -> tuple[Host, ...]:
-        """The hosts on which it can still start something."""
+        """Return the hosts on which it can still start something."""
 
 
 class Pdsh(Launcher):
-    """DeepSpeed's launcher: pdsh and ssh to other hosts, neither of them where this machine is the only host."""
+    """DeepSpeed's launcher: pdsh and ssh to other hosts, neither if this machine is the only host."""
 
     def __init__(self, mark: str, needs: Needs | None = None) -> None:
         self._mark, self._needs = mark, needs
@@ -135,7 +136,7 @@ class Pdsh(Launcher):
         return tuple(host for host in hosts if host.name not in answers or answers[host.name].code == 0)
 
     def _examine(self, plan: Plan, port: int) -> str | None:
-        """The first host's address as the others know it, by doctor's preflight. Raises ConfigError."""
+        """Return the first host's address as the others know it, by doctor's preflight. Raises ConfigError."""
         if self._examined:  # the hosts were in order, and `answering` finds those that have gone since
             return None
         self._examined = True
@@ -149,7 +150,7 @@ class Pdsh(Launcher):
 
 
 class Slurm(Launcher):
-    """srun, within an allocation; all that it starts is a job step of this name."""
+    """srun, within an allocation; each start is a job step of this name."""
 
     def __init__(self, mark: str) -> None:
         self._step = f"llmtrain-{mark}"
@@ -170,7 +171,7 @@ class Slurm(Launcher):
                 yield job
 
     def ask_to_leave(self, plan: Plan, job: Job, ranks: Sequence[dict[str, Any]], number: int) -> None:
-        # In a thread: it may take a minute, and a second Ctrl-C must be heard meanwhile.
+        # In a thread: it may take a minute, during which a second Ctrl-C must be heard.
         threading.Thread(target=self._ask, args=(job,), name="ask", daemon=True).start()
 
     def _ask(self, job: Job) -> None:
@@ -193,7 +194,7 @@ class Slurm(Launcher):
 
 @contextlib.contextmanager
 def _folder() -> Iterator[Path]:
-    """A folder for the files of a start. Removes those of launches that were killed together with their guardian."""
+    """Yield a folder for a start's files; remove those of launches that were killed with their guardian."""
     for old in Path(tempfile.gettempdir()).glob("llmtrain-launch-*"):
         with contextlib.suppress(OSError):
             if time.time() - old.stat().st_mtime > 60:  # a young one may not be locked yet
@@ -208,7 +209,7 @@ def _folder() -> Iterator[Path]:
 
 
 def launcher_of(name: str, mark: str, needs: Needs | None = None) -> Launcher:
-    """The launcher of `--launcher`. `mark`: of this launch; `needs`: of its run, for the preflight."""
+    """Return the launcher of `--launcher`. `mark`: of this launch; `needs`: of its run, for the preflight."""
     return Slurm(mark) if name == "slurm" else Pdsh(mark, needs)
 
 
@@ -224,7 +225,7 @@ _FACTS = (
 
 
 def _cores_and_port(plan: Plan) -> tuple[dict[str, int], int]:
-    """The cores of each host, and a free port of the first one. Raises ConfigError, which names hosts that fail."""
+    """Return the cores of each host, and a free port of the first one. Raises ConfigError, which names failed hosts."""
     if plan.alone:
         found = _facts_here()
         return {plan.names[0]: found["cores"]}, found["port"]

@@ -28,11 +28,11 @@ from llmtrain.cluster.launch.job import TRAIN, on_terminal
 # A cut link must not hold pdsh for as long as TCP tries (15 minutes): ssh gives up after 15 s.
 _SSH_OPTIONS = "-oBatchMode=yes -oConnectTimeout=10 -oServerAliveInterval=5 -oServerAliveCountMax=2"
 _MAX_COMMAND = (128 << 10) - 1
-"""Longest argument that Linux takes (MAX_ARG_STRLEN); pdsh and sshd make one argument of the whole command."""
+"""Longest argument in Linux (MAX_ARG_STRLEN); pdsh and sshd make one argument of the complete command."""
 _STARTS = ("--no_local_rank", "--module")
 """DeepSpeed's flags for `python -m`; a rank knows its number by LOCAL_RANK."""
 _SPARE = 512
-"""Bytes of the command kept free for values that are not known yet: address, port, threads, the secrets' file."""
+"""Bytes of the command kept free for later values: address, port, threads, the secrets' file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Facts about the run that launch needs."""
+    """Facts about the run for launch."""
 
     folder: str
     resume: str
@@ -64,7 +64,7 @@ class Run:
     batches: Sequence[int]
     """Sequences per optimizer step, of each stage of its data: a restart on fewer hosts keeps them."""
     resolve: Callable[[Sequence[str], int], Sequence[int]]
-    """Return the batches of a command line on so many ranks. Raises ConfigError: the run is not valid on them."""
+    """Return the batches of a command line on a number of ranks. Raises ConfigError: the run is not valid on them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,12 +91,12 @@ class Plan:
         return is_alone(self.hosts)
 
     def sending(self, **variables: str) -> Plan:
-        """This plan with further variables that travel openly."""
+        """Return a plan with further variables that travel openly."""
         return replace(self, travel=replace(self.travel, open={**self.travel.open, **variables}))
 
 
 def make_plan(options: Options, hosts: Sequence[Host], mark: str, words: Sequence[str] = ()) -> Plan:
-    """The plan for some of the hosts; `words` in place of the command line's. Raises ConfigError."""
+    """Return the plan for some of the hosts; `words` replace the command line's. Raises ConfigError."""
     given = read_env_file(options.env_file) if options.env_file else {}
     ours = {messages.SUPERVISED: "1", messages.LAUNCH: mark}
     ours |= {messages.VERBOSE: "1"} if options.verbose else {}
@@ -114,7 +114,7 @@ def check(plan: Plan) -> None:
         return
     problems = [path_problem(path) for path in (os.getcwd(), sys.executable)]
     problems += [
-        f"the argument {word!a} has a line break, and no shell can hand it on: put the value into the YAML"
+        f"the argument {word!a} has a line break, and no shell can pass it on: put the value into the YAML"
         for word in plan.words
         if "\n" in word or "\r" in word
     ]
@@ -129,8 +129,7 @@ def check(plan: Plan) -> None:
 
 
 def command_length(plan: Plan) -> int:
-    """Length in bytes of the command that DeepSpeed's launcher has pdsh run on a host (multinode_runner.py,
-    PDSHRunner)."""
+    """Return the bytes of the command for a host from DeepSpeed's launcher (multinode_runner.py, PDSHRunner)."""
     world = json.dumps({host.name: list(host.devices) for host in plan.hosts})
     exports = len(os.fsencode(deepspeed_env(plan.travel.open))) + len('export ""; ') * len(plan.travel.open)
     words = [os.getcwd(), sys.executable, "-u -m deepspeed.launcher.launch --node_rank=0", *_STARTS, *TRAIN]
@@ -140,13 +139,13 @@ def command_length(plan: Plan) -> int:
 
 
 def check_programs(plan: Plan) -> None:
-    """Raises ConfigError when pdsh is missing where it is needed."""
+    """Raises ConfigError when pdsh is needed and missing."""
     if not plan.alone and shutil.which("pdsh") is None:
         raise ConfigError(f"{NO_PDSH[0]}: {NO_PDSH[1]}")
 
 
 def command(plan: Plan, folder: Path | str, address: str, port: int | str) -> list[str]:
-    """The command of DeepSpeed's launcher; `folder` is to hold the files of `write_files`."""
+    """Return the command of DeepSpeed's launcher; `folder` is to hold the files of `write_files`."""
     only = include_of(plan.hosts)
     return [
         *(sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", f"{folder}/hosts", "--no_ssh_check"),
@@ -162,13 +161,14 @@ def command(plan: Plan, folder: Path | str, address: str, port: int | str) -> li
 
 
 def write_files(plan: Plan, folder: Path) -> None:
-    """The hostfile and the environment file that `command` and `environment` name."""
+    """Write the hostfile and the environment file of `command` and `environment`."""
     (folder / "hosts").write_text(render(plan.hosts))
     (folder / "environment").write_text("" if plan.alone else deepspeed_env(plan.travel.open))
 
 
 def environment(plan: Plan, folder: Path | str, environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of DeepSpeed's launcher. Without ssh the ranks inherit it; else it holds nothing private."""
+    """Return the environment of DeepSpeed's launcher. Without ssh the ranks inherit it; else it holds nothing
+    private."""
     if plan.alone:
         return {**environ, **plan.travel.open, **plan.travel.private, "DS_ENV_FILE": f"{folder}/environment"}
     kept = {name: value for name, value in environ.items() if name not in plan.travel.private}
@@ -177,7 +177,7 @@ def environment(plan: Plan, folder: Path | str, environ: Mapping[str, str]) -> d
 
 
 def address_of_first(hosts: Sequence[Host]) -> str:
-    """The address by which the other hosts reach the first one. Raises ConfigError: its name is not known."""
+    """Return the address by which the other hosts reach the first one. Raises ConfigError: its name is not known."""
     first = _resolve(hosts[0].name)
     if first.startswith("127.") and len(hosts) > 1:
         # Debian's /etc/hosts gives a host's own name 127.0.1.1: the other hosts see the address that faces them.
@@ -200,12 +200,12 @@ def _resolve(name: str) -> str:
 
 
 def threads(plan: Plan, cores: Mapping[str, int]) -> int:
-    """OMP threads of each rank, so that the ranks of a host do not fight for its cores."""
+    """Return OMP threads of each rank, so that the ranks of a host do not fight for its cores."""
     return max(1, min((cores[host.name] // host.slots for host in plan.hosts if host.name in cores), default=1))
 
 
 def describe(plan: Plan, options: Options, argv: Sequence[str]) -> str:
-    """The text of --dry-run. It shows no value of a variable: the name is enough to see if it travels."""
+    """Return the text of --dry-run, with names of variables and no values."""
     hosts = units.counted(len(plan.hosts), "host")
     lines = [f"{hosts}, {units.counted(plan.world_size, 'rank')}"]
     width = max(len(host.name) for host in plan.hosts)
@@ -228,7 +228,7 @@ def describe(plan: Plan, options: Options, argv: Sequence[str]) -> str:
 
 
 def place_lines(plan: Plan, ranks: list[dict[str, Any]]) -> list[str]:
-    """The placement: one line for each rank, with the hostfile's name beside the host's own where they differ."""
+    """Return one line for each rank, with the hostfile's name and the host's own if they differ."""
     lines = []
     for each in ranks:
         name = host_of_rank(plan.hosts, each["rank"]) or each["host"]
@@ -238,6 +238,6 @@ def place_lines(plan: Plan, ranks: list[dict[str, Any]]) -> list[str]:
 
 
 def host_of_rank(hosts: Sequence[Host], rank: int) -> str:
-    """The name in the hostfile of the host that a rank runs on; empty when there are fewer ranks."""
+    """Return the hostfile's name of a rank's host, or "" when there are fewer ranks."""
     names = [host.name for host in hosts for _ in range(host.slots)]
     return names[rank] if rank < len(names) else ""

@@ -1,6 +1,6 @@
-"""Slurm: the hosts from its variables, srun in place of ssh. As a program: the task that srun starts for each rank.
+"""Slurm: the hosts from its variables, srun instead of ssh. As a program: the task that srun starts for each rank.
 
-No host is asked anything here: Slurm has started this on all of them, or it has not.
+No host is asked here: Slurm has started this on all of them, or it has not.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PIECE = re.compile(r"([^\[\],]*)(?:\[([^\[\]]*)\])?")
 
 
 def expand(nodelist: str) -> list[str]:
-    """The names in a list as Slurm writes it: `node[001-004,007],gpu-a`, `rack[1-2]n[01-16]`. Raises ConfigError."""
+    """Return the names in Slurm's list: `node[001-004,007],gpu-a`, `rack[1-2]n[01-16]`. Raises ConfigError."""
     names: list[str] = []
     at = 0
     while at <= len(nodelist):
@@ -44,7 +44,7 @@ def expand(nodelist: str) -> list[str]:
             if piece[2] is None:
                 break
         if at < len(nodelist) and nodelist[at] != ",":
-            raise _wrong(nodelist, f"has {nodelist[at]!a} where it cannot stand")
+            raise _wrong(nodelist, f"has a misplaced {nodelist[at]!a}")
         for name in word:
             if (problem := name_problem(name)) is not None:
                 raise _wrong(nodelist, problem)
@@ -61,7 +61,7 @@ def _numbers(text: str, nodelist: str) -> list[str]:
     for part in text.split(","):
         matched = _RANGE.fullmatch(part)
         if matched is None or len(part) > 20:
-            raise _wrong(nodelist, f"has {part!a} between brackets, where numbers and ranges stand")
+            raise _wrong(nodelist, f"has {part!a} between brackets, instead of numbers and ranges")
         first, last = int(matched[1]), int(matched[2] or matched[1])
         if not 0 <= last - first < MAX_HOSTS:
             raise _wrong(nodelist, f"has the range {part!a}")
@@ -75,12 +75,12 @@ def _wrong(nodelist: str, why: str) -> ConfigError:
 
 
 def tasks_per_node(text: str, nodes: int) -> list[int]:
-    """`8(x4),4` -> 8 8 8 8 4. Raises ConfigError unless it is about `nodes` nodes."""
+    """`8(x4),4` -> 8 8 8 8 4. Raises ConfigError for another number of nodes."""
     counts: list[int] = []
     for part in text.split(","):
         matched = _TASKS.fullmatch(part)
         if matched is None:
-            raise ConfigError(f"SLURM_TASKS_PER_NODE={text!a} has {part!a} where COUNT or COUNT(xNODES) stands")
+            raise ConfigError(f"SLURM_TASKS_PER_NODE={text!a} has {part!a} instead of COUNT or COUNT(xNODES)")
         counts += [int(matched[1])] * int(matched[2] or 1)
     if len(counts) != nodes:
         rule = f"is about {len(counts)} nodes, and SLURM_JOB_NODELIST about {nodes}"
@@ -89,7 +89,7 @@ def tasks_per_node(text: str, nodes: int) -> list[int]:
 
 
 def hosts_of(environ: Mapping[str, str]) -> tuple[Host, ...]:
-    """The hosts of this allocation, one slot for each task. Raises ConfigError."""
+    """Return the hosts of this allocation, one slot for each task. Raises ConfigError."""
     missing = [name for name in ("SLURM_JOB_NODELIST", "SLURM_TASKS_PER_NODE") if not environ.get(name)]
     if missing:
         raise ConfigError(
@@ -105,8 +105,8 @@ def hosts_of(environ: Mapping[str, str]) -> tuple[Host, ...]:
 
 
 def command(hosts: Sequence[Host], words: Sequence[str], step: str) -> list[str]:
-    """The srun command for a process per rank, words and environment unchanged. `step`: a name for `ask_to_leave`. Rank
-    0 is on SLURM_HOSTFILE's first host, whatever order Slurm has."""
+    """Return the srun command for a process per rank, words and environment unchanged. `step`: a name for
+    `ask_to_leave`. Rank 0 is on SLURM_HOSTFILE's first host, regardless of Slurm's order."""
     # srun waits until the step before has given back its cores and GPUs. A step that has lost a host never does so
     # (Slurm 22.05, sbatch --no-kill), and the step on the hosts that are left would wait for ever.
     fewer = len(hosts) < int(os.environ.get("SLURM_JOB_NUM_NODES") or 0)
@@ -146,7 +146,7 @@ def _slurm(*words: str) -> str:
 
 
 def hostfile(hosts: Sequence[Host]) -> str:
-    """Content of SLURM_HOSTFILE: a line for each rank."""
+    """Return SLURM_HOSTFILE: a line for each rank."""
     return "".join(f"{host.name}\n" * host.slots for host in hosts)
 
 
@@ -157,7 +157,7 @@ def check_programs() -> None:
 
 
 def answering(hosts: Sequence[Host]) -> tuple[Host, ...]:
-    """The hosts on which Slurm can still start something."""
+    """Return the hosts on which Slurm can still start something."""
 
     def answers(host: Host) -> bool:
         words = ("srun", "--nodes=1", "--ntasks=1", f"--nodelist={host.name}", "--overlap", "true")
@@ -173,7 +173,7 @@ def answering(hosts: Sequence[Host]) -> tuple[Host, ...]:
 
 
 def become_rank(environ: MutableMapping[str, str]) -> None:
-    """From Slurm's variables of a task to those of a rank, as DeepSpeed's launcher sets them. Raises ConfigError."""
+    """Turn Slurm's variables of a task into a rank's, like DeepSpeed's launcher. Raises ConfigError."""
     try:
         nodes = int(environ["SLURM_STEP_NUM_NODES"])
         local = tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"], nodes)
@@ -189,7 +189,7 @@ def become_rank(environ: MutableMapping[str, str]) -> None:
 
 
 def main(words: list[str]) -> int:
-    """Entry point of a task: it becomes the rank, so that Slurm's signals reach it."""
+    """Become the rank, so that Slurm's signals reach it."""
     become_rank(os.environ)
     os.execv(sys.executable, [sys.executable, "-u", "-m", *TRAIN, *words])
 

@@ -40,7 +40,7 @@ _HELLO_S = 5.0
 
 
 class Line:
-    """One connection. No method waits for the peer or raises; `closed` is True once it has ended."""
+    """One connection. No method waits for the peer or raises; `closed` is True after its end."""
 
     def __init__(self, connected: socket.socket) -> None:
         """Raises OSError when the other side has gone already."""
@@ -57,7 +57,7 @@ class Line:
         return self._socket.fileno()
 
     def send(self, message: dict[str, Any]) -> None:
-        """Queue a message, and hand over what the kernel takes now."""
+        """Queue a message, and give the kernel as much as it takes now."""
         if self.closed:
             return
         self._out += json.dumps(message, separators=(",", ":")).encode() + b"\n"
@@ -75,7 +75,7 @@ class Line:
                 self.close()
 
     def receive(self) -> list[dict[str, Any]]:
-        """The messages that have come since the last call."""
+        """Return the messages since the last call."""
         self.flush()
         while not self.closed:
             try:
@@ -168,7 +168,6 @@ def call(address: str, port: int, hello: dict[str, Any], timeout_s: float) -> Li
 
 
 def answers(address: str, port: int, timeout_s: float = 1.0) -> bool:
-    """True if an agent listens there."""
     try:
         with socket.create_connection((address, port), timeout=timeout_s):
             return True
@@ -189,11 +188,10 @@ _TICK_S, _SOONEST_S = 0.5, 0.1
 hosts."""
 _REPORT_S = 1.0
 _ROOT_LOST_S = 12.0
-"""Silence that counts as the loss of the root: longer than verdict.SILENT_S, so that the root's decision comes
-first."""
+"""Silence of a lost root: longer than verdict.SILENT_S, so that the root's decision comes first."""
 _UNREACHED_S = 30.0
 _LOST_S, _BUSY_S = 4.0, 30.0
-"""Time for the ssh connections of `deepspeed` to end by themselves: where a host is lost, and where all answer."""
+"""Time for the ssh connections of `deepspeed` to end by themselves: if a host is lost, and if all answer."""
 _PEERS = 8
 """Peers whose addresses the root sends to each agent."""
 _ANSWERS_S = 5.0  # for the stacks of other hosts, and their GPUs' state
@@ -206,7 +204,7 @@ _NOTE_WITHIN_S = 9.5
 
 
 class _Notes:
-    """Writes an agent's events down, each in a process of its own: no full disk and no W&B holds up the agent."""
+    """Writes an agent's events, each in a process of its own: no full disk and no W&B holds up the agent."""
 
     def __init__(self, run_dir: str) -> None:
         self._run_dir = run_dir
@@ -233,7 +231,7 @@ class _Notes:
         self._open.append((process, time.monotonic()))
 
     def reap(self) -> None:
-        """Kill those that are done or over their time, with all that they started. Call it often."""
+        """Kill finished and late processes with all their children. Call it often."""
         still = []
         for process, began_s in self._open:
             if process.poll() is None and time.monotonic() - began_s < _NOTE_WITHIN_S:
@@ -245,7 +243,6 @@ class _Notes:
         self._open = still
 
     def finish(self) -> None:
-        """Wait until all have ended."""
         while self._open:
             self.reap()
             time.sleep(0.05)
@@ -293,12 +290,12 @@ class Agent:
             wait([], max(0.0, now + _SOONEST_S - began), endings)
             wait(lines, _TICK_S, endings)
             now = time.monotonic()
-            if now - began > SILENT_S / 2:  # no wait is so long. What the agent does itself may be, and is no sleep
+            if now - began > SILENT_S / 2:  # no wait takes this long; the agent's own work may, and is no sleep
                 self.judge.woke(now)
             self._check_folder()
             reports = self.ranks.observe(now)
             finished = self._finished()
-            now = time.monotonic()  # reports that came meanwhile are not older
+            now = time.monotonic()  # new reports are not older
             self._hear(reports, finished, now)
             if self.job is None:
                 self.job = read_json(self.folder / JOB)  # written by local rank 0
@@ -335,8 +332,8 @@ class Agent:
             self.warned_of_removal = True
             watched = "and stays watched" if self.ranks.complete() else "but not all of its ranks are watched any more"
             _say(
-                f"warning: something outside the run has removed what lies in {self.folder}, its heartbeats (systemd "
-                f"does at a log-out, with RemoveIPC=yes). The run goes on, {watched}"
+                f"warning: something outside the run has removed the files in {self.folder}, its heartbeats (systemd "
+                f"does at a log-out, with RemoveIPC=yes). The run continues, {watched}"
             )
         if removed:
             with contextlib.suppress(OSError):
@@ -375,7 +372,7 @@ class Agent:
                 line.send({"do": "go on", "peers": peers})
 
     def _take_in(self, now: float) -> dict[str, Any]:
-        """Pass the other hosts' reports to the judge; returns their answers of `captured`, by host."""
+        """Pass the other hosts' reports to the judge; return their answers of `captured`, by host."""
         answers = {}
         for host, line in list(self.server.lines.items()):
             for message in line.receive():
@@ -393,7 +390,7 @@ class Agent:
         return answers
 
     def _report(self, reports: list[dict[str, Any]], finished: bool, now: float) -> dict[str, Any] | None:
-        """Report to the root; returns its order to end, if one has come."""
+        """Report to the root; return its order to end, if one has come."""
         if self.job is None:
             return None
         root = self.job["root"]
@@ -421,7 +418,7 @@ class Agent:
         return order
 
     def _call_root(self, now: float) -> None:
-        """Connect to the root. From the first connection on, its silence counts as the loss of its host."""
+        """Connect to the root. After the first connection, its silence counts as the loss of its host."""
         assert self.job is not None
         root, ranks = self.job["root"], self.job["hosts"]
         first = self.line is None
@@ -468,7 +465,7 @@ class Agent:
         deadline, mute = now + _ANSWERS_S, {host.name for host in silent if host.silent_s or host.closed}
         while self.is_root and self.server.lines.keys() - answers.keys() - mute and time.monotonic() < deadline:
             wait(list(self.server.lines.values()), 0.1)
-            answers |= self._take_in(time.monotonic())  # the job may go on: no report may be lost
+            answers |= self._take_in(time.monotonic())  # the job may continue: no report may be lost
         ranks = {r.rank: r for r in self.judge.ranks()}
         for host, answer in answers.items():
             for report in answer["stacks"]:
@@ -489,7 +486,7 @@ class Agent:
         )
 
     def _unheard(self) -> list[RankFacts]:
-        """As the root: the ranks of all hosts as unknown, for those whose agent has not connected yet."""
+        """As the root: return the ranks of all hosts as unknown, for hosts whose agent has not connected yet."""
         hosts = self.job["hosts"] if self.job is not None and self.is_root else {}
         return [RankFacts(rank=rank, host=host, state="unknown") for host, there in hosts.items() for rank in there]
 
@@ -557,7 +554,6 @@ class Agent:
             self.notes.write("pause_over", {"lasted_s": round(lasted_s, 1)})
 
     def close(self) -> None:
-        """Close the connections and remove the folder."""
         if self.line is not None:
             self.line.flush()
             self.line.close()
@@ -575,7 +571,6 @@ def _say(text: str) -> None:
 
 
 def main() -> int:
-    """Entry point of the process."""
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # it ends after its ranks, and not before
     with contextlib.suppress(OSError):  # root only: a starved agent on a busy host would look like a lost host

@@ -1,7 +1,7 @@
-"""Table of causes: why a job does not go on, from what its hosts have reported.
+"""Table of causes: why a job makes no progress, by the reports of its hosts.
 
 Each row is a function of the facts that returns a cause or None. The first cause counts, so certain ones (a dead host)
-stand before likely ones (an expert without tokens).
+come before likely ones (an expert without tokens).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _stopped(facts: JobFacts) -> Cause | None:
         ranks=stopped,
         says=f"{who(stopped)} <is|are> stopped (SIGSTOP, or a debugger holds <it|them>) in {stopped[0].phase}, and "
         f"<has|have> not moved for {max(r.idle_s for r in stopped):.0f} s.",
-        remedy=f"On {stopped[0].host}, `kill -CONT {pids}` {lets} <it|them> go on; ask who stops processes there.",
+        remedy=f"On {stopped[0].host}, `kill -CONT {pids}` {lets} <it|them> continue; ask who stops processes there.",
     )
 
 
@@ -157,7 +157,7 @@ def rank_0_only(facts: JobFacts) -> Cause | None:
 
 
 def _uneven(facts: JobFacts) -> Cause | None:
-    """Some ranks are in another step, or ask for data, or evaluate, while the rest wait for them in a step."""
+    """Some ranks are in another step, ask for data, or evaluate, while the rest wait for them in a step."""
     those = live(facts)
     waiting = [r for r in those if r.inside and r.phase in _STEP_PHASES]
     odd = [r for r in those if r.phase in ("data", "evaluate", "end") and r not in waiting]
@@ -191,8 +191,7 @@ def _uneven(facts: JobFacts) -> Cause | None:
 
 
 def _expert(facts: JobFacts) -> Cause | None:
-    """ZeRO 3 gathers an expert's parameters when it is used: an expert with tokens on some ranks only is gathered by
-    those."""
+    """ZeRO 3 gathers an expert's parameters on use: an expert with tokens on some ranks only is gathered by those."""
     those = live(facts)
     if (
         not facts.alike
@@ -281,7 +280,7 @@ def _network(facts: JobFacts) -> Cause | None:
 
 
 def _behind(facts: JobFacts) -> Cause | None:
-    """The ranks with the fewest collectives are behind: on a GPU a rank hands them over, so none is inside one."""
+    """The ranks with the fewest collectives are behind: a GPU's rank only starts them, so none is inside one."""
     those = live(facts)
     fewest = min((r.collectives for r in those), default=0)
     behind = [r for r in those if r.collectives == fewest]
@@ -330,8 +329,7 @@ _FILE_CALLS = ("read", "write", "readinto", "fsync", "open", "pread", "copyfileo
 
 
 def _in_file(rank: RankFacts) -> bool:
-    """True if its innermost line of Python is a call on files. C functions have no frames: the caller's name must
-    do."""
+    """True if its innermost line of Python is a file call. C functions have no frames: the caller's name must do."""
     return bool(rank.stack) and (
         rank.stack[0].function in _FILE_CALLS
         or rank.stack[0].file.endswith(("llmtrain/checkpoint/durable.py", "/shutil.py", "/pathlib.py"))
@@ -339,7 +337,7 @@ def _in_file(rank: RankFacts) -> bool:
 
 
 def _as_waiting(rank: RankFacts) -> RankFacts:
-    """The rank inside the collective that its device is in, as it would be without a device."""
+    """Return the rank as inside its device's collective, like a rank without a device."""
     pending = _pending(rank)
     if rank.inside or pending is None:
         return rank
@@ -353,7 +351,7 @@ def _pending(rank: RankFacts) -> Recorded | None:
 
 
 def never_began(facts: JobFacts) -> Cause | None:
-    """Ranks that have not handed over the collective in which the devices of peers of its group wait."""
+    """Some ranks have not started the collective in which the devices of their group wait."""
     those = {rank.rank: rank for rank in live(facts)}
     for waiting in those.values():
         group = _pending(waiting)
@@ -392,7 +390,7 @@ STALLS = (
     *(_stopped, _in_plugin, _left_early, _disk, _connecting, _unheard, rank_0_only, _uneven, _expert, _mismatch),
     *(never_began, _one_computes, _network, _behind, _devices_wait, _unknown),
 )
-"""The first cause counts: certain ones stand before likely ones."""
+"""The first cause counts: certain ones come before likely ones."""
 
 
 def _silent_host(facts: JobFacts) -> Cause | None:
@@ -426,7 +424,7 @@ def _silent_host(facts: JobFacts) -> Cause | None:
 
 
 def _broken_gpu(facts: JobFacts) -> Cause | None:
-    """The driver reports a broken GPU or link in a host's kernel log; that counts more than the ranks' own errors."""
+    """The driver reports a broken GPU or link in a host's kernel log, which counts more than the ranks' own errors."""
     if any(r.state == "dead" and r.error and not is_secondary(r) and not device_fault(r.error) for r in facts.ranks):
         return None  # an error of the program's own
     for host in facts.hosts:
@@ -456,7 +454,7 @@ def _memory(host: HostFacts | None) -> str:
 
 
 def _device(facts: JobFacts) -> Cause | None:
-    """A rank died of its device, or of a library of the device's: by an exception, or by NCCL's watchdog."""
+    """A rank died by its device or the device's library: by an exception, or by NCCL's watchdog."""
     rows: dict[int, DeviceFault] = {}
     for rank in facts.ranks:
         found = device_fault(rank.error or rank.said) if rank.state == "dead" and not is_secondary(rank) else None
@@ -485,7 +483,7 @@ def _device(facts: JobFacts) -> Cause | None:
 
 
 def _timed_out(facts: JobFacts) -> Cause | None:
-    """NCCL's watchdog has ended ranks for a collective that took too long, and nobody died of anything else."""
+    """NCCL's watchdog has ended ranks for a slow collective, and no rank died by another fault."""
     late = [r for r in facts.ranks if r.state == "dead" and timed_out(r.said)]
     if not late or any(r.state == "dead" and not is_secondary(r) for r in facts.ranks):
         return None
@@ -499,7 +497,7 @@ def _timed_out(facts: JobFacts) -> Cause | None:
         f"#{what.number} of <its|their> process group took longer than {what.limit_s:.0f} s (fault.timeout_s). Another "
         "rank never came to it, or the network or a device is stuck.",
         remedy="`llmtrain doctor` measures GPUs and network; a fault.stall_timeout_s below fault.timeout_s lets the "
-        "watch ask the ranks where they stand before NCCL ends them.",
+        "watch ask the ranks for their places before NCCL ends them.",
     )
 
 
@@ -525,7 +523,7 @@ def _aborted(facts: JobFacts) -> Cause | None:
 
 
 def _dead(facts: JobFacts) -> Cause | None:
-    """The rank that died first for a reason of its own; the others died because it was gone."""
+    """One rank died first for a reason of its own; the others died because it was gone."""
     dead = [r for r in facts.ranks if r.state == "dead"]
     if not dead:
         return None
@@ -624,7 +622,7 @@ def numbered(text: str, count: int) -> str:
 
 
 def explain(facts: JobFacts) -> Explanation:
-    """One paragraph: the ranks that differ, their places, the cause, a remedy; also for an unknown cause."""
+    """Return one paragraph: the ranks that differ, their places, the cause, a remedy; also for an unknown cause."""
     facts = replace(facts, ranks=tuple(map(_as_waiting, facts.ranks)))
     cause = next(found for row in CAUSES if (found := row(facts)) is not None)
     host = cause.host or (cause.ranks[0].host if len({r.host for r in cause.ranks}) == 1 else "")

@@ -1,7 +1,5 @@
-"""Ends the processes of a job on this host, and no others.
-
-They are its ranks, all below them, and all with the job's mark in their environment (a data worker whose rank is dead).
-"""
+"""Ends the processes of a job on this host: its ranks, all below them, and all with the job's mark in their environment
+(a data worker whose rank is dead)."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ _JOB = ("--world_info=", "--master_addr=", "--master_port=")
 
 
 def end_host(ranks: list[Process], launcher: Process | None, mark: str) -> list[int]:
-    """End all processes of the job on this host; returns the ids of those that stay (in a system call, say)."""
+    """End all processes of the job on this host; return the ids of those that stay (in a system call, say)."""
     deadline = time.monotonic() + _WITHIN_S
     began = time.monotonic()
     known: set[Process] = set(ranks)
@@ -48,7 +46,7 @@ def end_host(ranks: list[Process], launcher: Process | None, mark: str) -> list[
 
 
 def _family(known: set[Process], mark: str) -> set[Process]:
-    """All processes below the known ones or with the mark, without this one."""
+    """Return all processes below the known ones or with the mark, without this one."""
     below = descendants({process.pid for process in known if process.alive()})
     marked = {pid for pid in pids() if has_mark(pid, mark)}
     found = (identify(pid) for pid in (below | marked) - {os.getpid()})
@@ -79,7 +77,7 @@ def _connections(job: tuple[str, ...]) -> list[Process]:
 
 
 def job_of(launcher: int) -> tuple[str, ...] | None:
-    """Arguments that only this job's processes have: its hosts and port. None unless it is DeepSpeed's launcher as
+    """Return arguments that only this job's processes have, its hosts and port. None: it is not DeepSpeed's launcher as
     `deepspeed` starts it."""
     argv = words(launcher)
     found = [next((word for word in argv if word.startswith(start)), "") for start in _JOB]
@@ -91,7 +89,7 @@ def _is_launcher(words: list[str]) -> bool:
 
 
 def close_output() -> None:
-    """Redirect output to /dev/null: an ssh connection stays open as long as a process can write to it."""
+    """Redirect output to /dev/null: an ssh connection stays open while a process can write to it."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)

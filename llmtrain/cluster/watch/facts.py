@@ -1,4 +1,4 @@
-"""Facts of a job that does not go on: collected on every host, read by the tables of causes."""
+"""Facts of a job without progress: collected on every host, read by the tables of causes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,12 @@ from llmtrain.base.rank.stacks import Frame, Recorded, own_line, place
 
 @dataclass(frozen=True, kw_only=True)
 class RankFacts:
-    """Facts of one rank."""
-
     rank: int
     host: str
     pid: int = 0
     state: str = "running"
     """running | stopped (SIGSTOP, a debugger) | disk (in a system call that no signal ends) | dead | left (ended by
-    itself) | unknown (on a host of which nothing is heard)."""
+    itself) | unknown (on a silent host)."""
     step: int = 0
     """Optimizer steps done."""
     phase: str = "start"
@@ -41,15 +39,15 @@ class RankFacts:
     code: int | None = None
     """The exit code that it chose itself."""
     signal: str = ""
-    """The signal that ended it, where that is known."""
+    """The signal that ended it, if known."""
     native: bool = False
-    """A thread without Python raised it: one of a library's own."""
+    """A thread without Python raised it: a library's own."""
     error: str = ""
     """The exception that ended it, as "ValueError: ..."."""
     error_at: str = ""
     """file:line of that exception, innermost line of the project first."""
     refusal: str = ""
-    """The user's mistake with which it left, where the others do not know it."""
+    """The user's mistake with which it left, if the others do not know it."""
     stack: tuple[Frame, ...] = ()
     """Innermost first; empty for a rank that could not answer."""
     waits_in: str = ""
@@ -63,13 +61,13 @@ class RankFacts:
     plugin: str = ""
     """The method of a plugin that runs, as "parts.count: after_step"."""
     said: str = ""
-    """The line of its standard error that reports a fault below Python, for a rank that a signal ended."""
+    """The line of its standard error with a fault below Python, for a rank that a signal ended."""
     recorded: tuple[Recorded, ...] = ()
     """NCCL's flight recorder, read at a stall."""
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> RankFacts:
-        """Parse what `to_json` gave on another host of the job. Raises TypeError, KeyError, ValueError."""
+        """Parse `to_json` of another host of the job. Raises TypeError, KeyError, ValueError."""
         known = {item.name for item in fields(cls)}
         given = {key: value for key, value in raw.items() if key in known}
         given["stack"] = tuple(Frame(str(f), int(n), str(w)) for f, n, w in raw.get("stack", ()))
@@ -83,11 +81,9 @@ class RankFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class HostFacts:
-    """Facts of one host."""
-
     name: str
     silent_s: float = 0.0
-    """Seconds since its agent was last heard; 0 while it is."""
+    """Seconds since its agent was last heard; 0: it is heard."""
     closed: bool = False
     """Its agent has ended without a message, and the connection was closed: the host's kernel still answered."""
     oom_kills: int = 0
@@ -95,19 +91,19 @@ class HostFacts:
     xids: tuple[str, ...] = ()
     """Lines of its kernel log with recent faults that the NVIDIA driver reports."""
     gpu_health: str = ""
-    """nvidia-smi's errors of its GPUs' memory; empty without any, or when it was not asked."""
+    """nvidia-smi's errors of its GPUs' memory; empty without any, or unasked."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobFacts:
-    """All facts that the table of causes reads."""
+    """All facts for the table of causes."""
 
     trigger: str
     """dead_rank | silent_host | stall | pause: the last one may pass."""
     ranks: tuple[RankFacts, ...]
     hosts: tuple[HostFacts, ...]
     here: str = ""
-    """The host that collected the facts: that of rank 0, once the ranks have met."""
+    """The host that collected the facts: rank 0's, once the ranks have met."""
     stalled_s: float = 0.0
     """Seconds without progress of any rank."""
     alike: bool = True
@@ -118,7 +114,6 @@ class JobFacts:
 
     @property
     def step(self) -> int:
-        """The last optimizer step that any rank has done."""
         return max((r.step for r in self.ranks), default=0)
 
 
@@ -131,13 +126,13 @@ class Explanation:
     cause: str
     """Short name of the cause in the table."""
     host: str
-    """The host that differs; "" where none does."""
+    """The host that differs, or ""."""
     ranks: list[int] = field(default_factory=list)
     """The ranks that differ."""
     step: int = 0
     """Optimizer steps done."""
     signature: str = ""
-    """Equal for two faults of the same kind at the same step: a restart would meet it again."""
+    """Equal for two faults of one kind at one step: a restart would meet it again."""
     text: str = ""
     """The paragraph."""
     unfit: bool = False
@@ -158,7 +153,7 @@ OTHER_WAY = (
 
 @dataclass(frozen=True, kw_only=True)
 class Cause:
-    """The cause that a row of the table has found."""
+    """A cause from a row of the table."""
 
     name: str
     ranks: Sequence[RankFacts]
@@ -167,7 +162,7 @@ class Cause:
     """One or two sentences: the fault and its reason. `<is|are>`: for one rank, for several."""
     remedy: str
     host: str = ""
-    """The host that differs, where it is not that of `ranks`."""
+    """The host that differs, if it is not the one of `ranks`."""
     detail: str = ""
     """Distinguishes two faults of this kind; part of the signature."""
     unfit: bool = False
@@ -176,7 +171,7 @@ class Cause:
 
 
 def live(facts: JobFacts) -> list[RankFacts]:
-    """The ranks whose activity is known."""
+    """Return the ranks with known activity."""
     return [r for r in facts.ranks if r.state not in ("dead", "left", "unknown")]
 
 
@@ -186,7 +181,7 @@ def is_secondary(rank: RankFacts) -> bool:
 
 
 def minority(ranks: Sequence[RankFacts], key: Callable[[RankFacts], object]) -> list[RankFacts]:
-    """The ranks with the rarest key; of equally rare ones, those with the fewest collectives."""
+    """Return the ranks with the rarest key; on a tie those with the fewest collectives."""
     groups: dict[object, list[RankFacts]] = {}
     for rank in ranks:
         groups.setdefault(key(rank), []).append(rank)
@@ -194,7 +189,7 @@ def minority(ranks: Sequence[RankFacts], key: Callable[[RankFacts], object]) -> 
 
 
 def stands(rank: RankFacts) -> str:
-    """ " at file:line (function)", or nothing where that is not known."""
+    """Return " at file:line (function)", or "" if unknown."""
     frame = own_line(rank.stack)
     return f" at {place(frame)}" if frame else ""
 
@@ -204,7 +199,7 @@ def call(rank: RankFacts) -> str:
 
 
 def where(ranks: Iterable[RankFacts]) -> str:
-    """ "rank 0 waits in all_reduce #120, in backward at ...; ranks 1-3 ..." for groups that stand alike."""
+    """Return "rank 0 waits in all_reduce #120, in backward at ...; ranks 1-3 ..." for groups at one place."""
     groups: dict[str, list[RankFacts]] = {}
     for rank in ranks:
         if rank.inside:
@@ -224,7 +219,7 @@ def where(ranks: Iterable[RankFacts]) -> str:
 
 
 def who(ranks: Sequence[RankFacts]) -> str:
-    """ "rank 3 on node-2", "ranks 0-3 on node-1"; of several hosts, each."""
+    """Return "rank 3 on node-2", "ranks 0-3 on node-1"; of several hosts, each."""
     hosts: dict[str, list[RankFacts]] = {}
     for rank in ranks:
         hosts.setdefault(rank.host, []).append(rank)
@@ -233,7 +228,7 @@ def who(ranks: Sequence[RankFacts]) -> str:
 
 
 def rank_list(ranks: Iterable[RankFacts]) -> str:
-    """ "rank 3", "ranks 0-3, 7"."""
+    """Return "rank 3", "ranks 0-3, 7"."""
     numbers = sorted(r.rank for r in ranks)
     text = units.spans(numbers, most=6)
     return f"rank {text}" if len(numbers) == 1 else f"ranks {text}"
@@ -244,5 +239,5 @@ def names(hosts: Sequence[HostFacts]) -> str:
 
 
 def first_words(error: str) -> str:
-    """The error without the parts that differ between two of a kind: addresses, ports, process ids."""
+    """Return the error without the parts that differ between two equal ones: addresses, ports, process ids."""
     return re.sub(r"0x[0-9a-f]+|\[[^]]*\]:?\d*|\b\d{4,}\b", "#", error.splitlines()[0] if error else "")[:160]

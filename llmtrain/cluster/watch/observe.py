@@ -21,9 +21,9 @@ from llmtrain.cluster.watch.facts import HostFacts, RankFacts
 
 _SAMPLE_S = 2.0
 _BUSY_SHARE, _BUSY_BYTES = 0.1, 256 << 10
-"""Share of a processor, and bytes, in a sample from which a rank is busy: an idle rank's threads use far less."""
+"""Share of a processor, and bytes, in a sample of a busy rank: an idle rank's threads use far less."""
 _GROWS_BYTES = 16 << 20
-"""Memory growth in a sample that counts as work: unlike a busy processor, it cannot go on for ever."""
+"""Memory growth in a sample that counts as work: unlike a busy processor, it cannot last for ever."""
 _COMPUTES = ("start", "export", "compile")
 """Phases that advance with the processor, whatever the rank's device is."""
 _OWN_PACE = ("model", "resume", "save", "end")
@@ -55,7 +55,7 @@ class _Seen:
     """One rank, as last observed."""
 
     page: int
-    """Descriptors of its heartbeat, its stacks and the questions for one: they outlive the names of the files."""
+    """Descriptors of its heartbeat, its stacks and the requests for them: they outlive the names of the files."""
     stack: int
     ask: int
     beat: Beat
@@ -71,10 +71,10 @@ class _Seen:
 
 
 class HostRanks:
-    """The ranks whose heartbeats lie in a folder."""
+    """The ranks with heartbeats in a folder."""
 
     def __init__(self, folder: Path, host: str, local_size: int, connects_s: float = 0.0) -> None:
-        """`connects_s`: silence of a rank during its first connections that does not count as a stall."""
+        """`connects_s`: silence of a rank during its first connections that is no stall."""
         self._folder, self._host, self._local_size = folder, host, local_size
         self._connects_s = connects_s
         self._seen: dict[int, _Seen] = {}
@@ -82,7 +82,7 @@ class HostRanks:
         """Size of each rank's stacks before the last request."""
 
     def observe(self, now: float) -> list[dict[str, Any]]:
-        """A report of each rank, as `Judge.hear` takes it. `now`: time.monotonic()."""
+        """Return a report of each rank for `Judge.hear`. `now`: time.monotonic()."""
         if len(self._seen) < self._local_size:
             self._look_for_new()
         reports = []
@@ -94,7 +94,7 @@ class HostRanks:
         return reports
 
     def endings(self) -> list[int]:
-        """File descriptors that become readable when a rank ends."""
+        """Return file descriptors that become readable when a rank ends."""
         return [seen.pidfd for seen in self._seen.values() if seen.pidfd is not None]
 
     def nameless(self) -> bool:
@@ -117,8 +117,8 @@ class HostRanks:
         return any(seen.beat.on_device for seen in self._seen.values())
 
     def capture(self, *, record: bool = False) -> list[dict[str, Any]]:
-        """The reports with each rank's Python stack, in about a second. `record`: with NCCL's flight recorder, in two
-        more; only for a job that is to be ended, as a rank calls the driver for it."""
+        """Return the reports with each rank's Python stack, in about a second. `record`: with NCCL's flight recorder,
+        in two more; only for a job that is to be ended, as a rank calls the driver for it."""
         self._take_stacks()
         if record:
             self._ask_for_records()
@@ -145,7 +145,7 @@ class HostRanks:
         self._without_answer()
 
     def _without_answer(self) -> list[int]:
-        """The ranks that do not show their stack in time."""
+        """Return the ranks that do not show their stack in time."""
         deadline = time.monotonic() + _STACK_S
         sizes: dict[int, int] = {}
         while True:
@@ -172,7 +172,7 @@ class HostRanks:
         whole = _content(self._seen[report["rank"]].stack)
         text = whole[self._written.get(report["rank"], 0) :]
         if not text and report["state"] == "dead":  # faulthandler wrote the stack of a crash
-            text = whole[max(0, whole.rfind(b"Fatal Python error: ")) :]  # behind the answers to earlier questions
+            text = whole[max(0, whole.rfind(b"Fatal Python error: ")) :]  # after the answers to earlier questions
             crash = _CRASHES.get(text.partition(b"\n")[0].decode(errors="replace"), "")
             report["signal"] = report["signal"] or crash
             report["native"] = bool(crash) and b"\nCurrent thread" not in text
@@ -241,7 +241,7 @@ class HostRanks:
         )
 
     def _sample(self, seen: _Seen, found: Stat, idle_s: float, now: float) -> None:
-        """Sample the resources that a silent rank and the processes below it use."""
+        """Sample the resources of a silent rank and the processes below it."""
         if idle_s < _SAMPLE_S:
             seen.use, seen.computes, seen.works = None, True, True
             return
@@ -259,10 +259,8 @@ class HostRanks:
         seen.sampled_s, seen.use = now, use
 
     def _active(self, seen: _Seen, facts: RankFacts) -> bool:
-        """True for a silent rank that works for an unknown time or waits for others to join.
-
-        A processor that polls for a device does not count: the device's progress is its heartbeat (engine/progress.py).
-        """
+        """True for a silent rank that works for an unknown time or waits for others to join. A processor that polls for
+        a device does not count: the device's progress is its heartbeat (engine/progress.py)."""
         if facts.state != "running" or facts.inside:
             return False
         if facts.phase == "rendezvous":
@@ -285,7 +283,7 @@ class HostRanks:
 
 
 def _used(pid: int, found: Stat) -> _Use:
-    """Resources used by a process, whose /proc stat is `found`, and by those below it."""
+    """Return the resources used by a process, whose /proc stat is `found`, and by those below it."""
     below_s, moved, resident = 0.0, processes.bytes_moved(pid), found.resident
     for each in processes.descendants({pid}):
         below = processes.stat(each)
@@ -295,7 +293,6 @@ def _used(pid: int, found: Stat) -> _Use:
 
 
 def _text(path: Path) -> str:
-    """Empty when there is no such file."""
     try:
         return path.read_text(errors="replace")
     except OSError:
@@ -326,7 +323,7 @@ _WITHIN_S = 2.5
 
 
 def captured(ranks: HostRanks, stall_s: float, *, ends: bool) -> dict[str, Any]:
-    """This host's facts for an explanation, within 3 s: `stacks`; of a job on GPUs that `ends` also `xids` and
+    """Return this host's facts for an explanation, within 3 s: `stacks`; if a job on GPUs is to end, also `xids` and
     `gpu_health` (HostFacts), as questions to the driver may hold a rank up."""
     if not ends or not ranks.on_device():
         return {"stacks": ranks.capture()}
@@ -338,6 +335,6 @@ def captured(ranks: HostRanks, stall_s: float, *, ends: bool) -> dict[str, Any]:
 
 
 def with_gpus(host: HostFacts, answer: dict[str, Any]) -> HostFacts:
-    """`host` with the GPU facts of its answer of `captured`."""
+    """Return `host` with the GPU facts from `captured`."""
     xids = tuple(str(line) for line in answer.get("xids", ()))
     return replace(host, xids=xids, gpu_health=str(answer.get("gpu_health", "")))

@@ -1,7 +1,5 @@
-"""The watch for your own training script that DeepSpeed's launcher starts; docs/watch.md shows one.
-
-It uses nothing else of llmtrain. Without the launcher a script runs as if these calls were not there.
-"""
+"""The watch for your own training script under DeepSpeed's launcher; docs/watch.md shows one. It uses nothing else of
+llmtrain. Without the launcher these calls do nothing."""
 
 from __future__ import annotations
 
@@ -21,8 +19,8 @@ during = heart.during
 
 @contextlib.contextmanager
 def watch(folder: str, *, stall_timeout_s: float = 300.0, start_timeout_s: float = 300.0) -> Iterator[None]:
-    """Explain a job that fails or hangs, and end all its processes. Wraps all of a rank's work, from before torch is
-    imported; an exception, or sys.exit with a code but 0, is a failure. `folder`: faults are appended to its
+    """Explain a job that fails or hangs, and end all its processes. Wrap all of a rank's work, from before the import
+    of torch; an exception, or sys.exit with a code but 0, is a failure. `folder`: faults are appended to its
     events.jsonl. `stall_timeout_s`: without a step, phase or collective. `start_timeout_s`: for the ranks to meet."""
     with rank_side.outcome_reported():
         rank_side.begin(
@@ -60,7 +58,7 @@ def met(torch: Any) -> None:
 
 @contextlib.contextmanager
 def step(number: int) -> Iterator[None]:
-    """Wraps an optimizer step, without the wait for its data. `number`: optimizer steps done after it."""
+    """Wrap an optimizer step, without the wait for its data. `number`: optimizer steps done after it."""
     heart.begin_step()
     heart.phase("forward")
     yield

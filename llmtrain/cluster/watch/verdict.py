@@ -1,4 +1,4 @@
-"""Decides from its hosts' reports if a job goes on. Pure logic: times are passed in."""
+"""Decides from the hosts' reports if a job continues. Pure logic: times are passed in."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any, Literal
 from llmtrain.cluster.watch.facts import HostFacts, RankFacts, is_secondary
 
 SILENT_S = 10.0
-"""Silence after which a host is lost, unless steps are done meanwhile."""
+"""Silence of a lost host, unless other ranks complete steps."""
 _MORE_NEWS_S = 1.5
-"""Time after a first dead rank for reports of what else has happened."""
+"""Time after a first dead rank for further reports."""
 _STEPS_WITHOUT_S = 8.0
 _OTHERS_LEAVE_S, _ALL_LEAVE_S = 30.0, 600.0
-"""Time for all ranks to leave: after one that met a user's mistake or a signal to the job; after the end of the run,
+"""Time for all ranks to leave: after one left with a user's mistake or a signal to the job; after the end of the run,
 while W&B is closed and libraries end."""
 
 
@@ -29,7 +29,7 @@ class Host:
     closed: bool = False
     oom_kills: int = 0
     finished: bool = False
-    """All its ranks have left, and its agent, too."""
+    """All its ranks and its agent have left."""
 
     @property
     def waited_for(self) -> bool:
@@ -44,11 +44,12 @@ class Verdict:
     """dead_rank | silent_host | stall | pause | leave: the last one is no fault, see `text`."""
     stalled_s: float = 0.0
     text: str = ""
-    """Empty: the rank that has left has said it."""
+    """Empty: the rank that left has reported it."""
 
 
 class Judge:
-    """Takes the reports of hosts (`hear`) and decides now and then (`decide`). All times are of one monotonic clock."""
+    """Takes the reports of hosts (`hear`) and decides at intervals (`decide`). All times are from one monotonic
+    clock."""
 
     def __init__(self, stall_s: float, now: float, silent_s: float = SILENT_S) -> None:
         self._stall_s, self._silent_s = stall_s, silent_s
@@ -65,10 +66,8 @@ class Judge:
         return list(self._hosts.values())
 
     def hear(self, name: str, message: dict[str, Any], now: float) -> None:
-        """Take a host's report: `ranks` as RankFacts.to_json with `beats` and `active` beside them, `oom_kills`.
-
-        Raises TypeError, KeyError, ValueError when it is no such report.
-        """
+        """Take a host's report: `ranks` as RankFacts.to_json with `beats` and `active`, `oom_kills`. Raises TypeError,
+        KeyError, ValueError for anything else."""
         host = self._hosts.setdefault(name, Host(name, now))
         host.heard_s, host.closed = now, False
         host.oom_kills = int(message.get("oom_kills", 0))
@@ -88,11 +87,10 @@ class Judge:
             host.finished = True
 
     def expect(self, name: str, ranks: list[RankFacts], now: float) -> None:
-        """Add a host from which only signs of life will come."""
+        """Add a host that will only send signs of life."""
         self._hosts[name] = Host(name, now, {r.rank: r for r in ranks})
 
     def heard(self, name: str, now: float) -> None:
-        """Take a sign of life."""
         self._hosts[name].heard_s, self._hosts[name].closed = now, False
 
     def close(self, name: str, now: float) -> None:
@@ -102,13 +100,13 @@ class Judge:
             host.closed, host.heard_s = True, now
 
     def woke(self, now: float) -> None:
-        """Hold the time so far against nobody: this machine has slept."""
+        """Restart the limits of hosts and progress: this machine has slept."""
         self._progress_s = now
         for host in self._hosts.values():
             host.heard_s = now
 
     def decide(self, now: float) -> Verdict | None:
-        """Return a verdict if the job is to be ended. Call it every few seconds, after all reports that have come."""
+        """Return a verdict if the job is to be ended. Call it every few seconds, after all new reports."""
         ranks = self.ranks()
         live = [r for r in ranks if _lives(r)]
         leaving = bool(live) and all(r.code is not None for r in live)
@@ -129,7 +127,7 @@ class Judge:
 
     @property
     def ended(self) -> bool:
-        """True if rank 0 has ended the run, after all that the ranks do together: nothing later is a fault."""
+        """True if rank 0 has ended the run, after all common work: nothing later is a fault."""
         return any(r.rank == 0 and r.code == 0 and r.state != "dead" for h in self.hosts for r in h.ranks.values())
 
     def waits(self, now: float) -> bool:
@@ -146,7 +144,7 @@ class Judge:
         return sorted((r for host in self._hosts.values() for r in host.ranks.values()), key=lambda r: r.rank)
 
     def host_facts(self, now: float) -> tuple[HostFacts, ...]:
-        """Facts of all hosts; silent are those that are lost, or nearly so."""
+        """Return facts of all hosts; silent are those that are lost, or nearly so."""
         return tuple(
             HostFacts(
                 name=host.name,
@@ -167,7 +165,7 @@ class Judge:
         if wordless and (refused := [r for r in ranks if r.state == "left" and r.code]):
             # DeepSpeed's launcher ends a host's ranks when the first of them has left, and takes their exit status.
             first = refused[0]
-            voiced = first.rank == min(r.rank for r in ranks if r.host == first.host)  # one voice a host: cli.py
+            voiced = first.rank == min(r.rank for r in ranks if r.host == first.host)  # one message a host: cli.py
             return None if live else Verdict("leave", text="" if voiced or not first.refusal else _has_left(first))
         if all(is_secondary(r) for r in dead):
             if all(r.signal for r in dead) and not any(r.error for r in dead):
@@ -208,7 +206,7 @@ def _lives(rank: RankFacts) -> bool:
 
 
 class Pauses:
-    """Finds the begin and end of a pause that is long enough to be explained to the user."""
+    """Finds the begin and end of a pause long enough to be explained to the user."""
 
     SHARE, LEAST_S, MOST_S = 0.2, 5.0, 60.0
 
@@ -217,7 +215,7 @@ class Pauses:
         self._lasted_s = 0.0
 
     def feed(self, stalled_s: float) -> tuple[Literal["begins", "over", ""], float]:
-        """("begins", "over" or "", seconds without progress)."""
+        """Return ("begins", "over" or "", seconds without progress)."""
         before, self._lasted_s = self._lasted_s, stalled_s if stalled_s > self._after_s else 0.0
         if self._lasted_s:
             return ("" if before else "begins"), self._lasted_s
@@ -225,7 +223,7 @@ class Pauses:
 
 
 class Stragglers:
-    """Finds ranks whose own time per step is above that of the others, over many steps."""
+    """Finds ranks whose own time per step is above the others', over many steps."""
 
     WINDOW_STEPS, WINDOW_S, WINDOWS = 20, 10.0, 3
     MARGIN, MARGIN_S = 0.25, 0.02
@@ -237,8 +235,8 @@ class Stragglers:
         self._named: set[int] = set()
 
     def feed(self, own: dict[int, tuple[int, float]], now: float) -> dict[int, tuple[float, float]]:
-        """The ranks newly found slow in three windows in a row: (seconds a step, the others' median). `own`: by rank,
-        (steps timed, own seconds in them) since the launch."""
+        """Return the ranks newly found slow in three windows in a row: (seconds a step, the others' median). `own`: by
+        rank, (steps timed, own seconds in them) since the launch."""
         if self._began_s is None or self._since.keys() != own.keys():
             self._since, self._began_s = dict(own), now
             return {}

@@ -262,7 +262,7 @@ def test_a_restart_that_would_train_another_batch_is_refused(recipe: Path, monke
     monkeypatch.setattr(made._launcher, "answering", lambda hosts: hosts[:1])
     why = made._prepare_restart(Attempt(began_s=0.0, resumes_at=10), "step 13: host_lost", 0.0)
     assert why == (
-        "the run cannot go on with 1 host: the global batches of its stages would be [16, 2] in place of [16, 4]"
+        "the run cannot continue with 1 host: the global batches of its stages would be [16, 2] instead of [16, 4]"
     )
 
 

@@ -170,7 +170,7 @@ def test_a_pause_may_pass():
     said = explain(job(waiting(0), waiting(1, state="stopped", inside=False), trigger="pause"))
     assert said.what == "pause" and said.ranks == [1]
     assert said.text.startswith("no progress for 31 s after step 21: rank 1 on node-2 is stopped")
-    assert "`kill -CONT 1001` lets it go on" in said.text
+    assert "`kill -CONT 1001` lets it continue" in said.text
 
 
 def test_signatures_are_equal_for_the_same_error_at_the_same_step():
