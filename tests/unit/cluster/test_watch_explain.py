@@ -16,9 +16,12 @@ IN_BACKWARD = (
     Frame("/x/llmtrain/base/rank/heartbeat.py", 77, "counted"),
     Frame("/x/.venv/lib/python3.11/site-packages/deepspeed/runtime/zero/stage_1_and_2.py", 2384, "allreduce_bucket"),
     Frame("/x/llmtrain/engine/step.py", 97, "forward_backward"),
-    Frame("/x/llmtrain/training/loop.py", 180, "loop"),
+    Frame("/x/llmtrain/training/run.py", 180, "train_steps"),
 )
-IN_DATA = (Frame("/x/llmtrain/data/loader.py", 88, "__next__"), Frame("/x/llmtrain/training/loop.py", 172, "loop"))
+IN_DATA = (
+    Frame("/x/llmtrain/data/loader.py", 88, "__next__"),
+    Frame("/x/llmtrain/training/run.py", 172, "train_steps"),
+)
 CLOSED = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.77.0.3]:34954."
 
 
@@ -195,7 +198,7 @@ DUMP = """Thread 0x00007f1d4a7fc6c0 [Thread-1] (most recent call first):
 
 Current thread 0x00007f1e0a2b5740 [python] (most recent call first):
   File "/x/llmtrain/data/loader.py", line 88 in __next__
-  File "/x/llmtrain/training/loop.py", line 172 in loop
+  File "/x/llmtrain/training/run.py", line 172 in train_steps
 """
 
 
