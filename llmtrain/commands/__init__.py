@@ -1,1 +1,1 @@
-"""One file a command: its arguments and what it prints."""
+"""One file a command: its arguments and its output."""

@@ -1,4 +1,4 @@
-"""`llmtrain config check|show`: what a run will do, before it costs anything."""
+"""`llmtrain config check|show`: the work of a run, before it costs anything."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """`llmtrain data show|export|where DATA`: the content of a prepared folder, for people and for Megatron.
 
-`show` prints rows of conversations as the model gets them, with the counted tokens marked; of texts the documents.
+`show` prints rows of conversations with the counted tokens marked; of texts the documents.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ def _train(argv: list[str], parts: Sequence[Part] = ()) -> tuple[ResolvedRun, in
         let_segments_grow()
         if resolved.run.train.deterministic:  # without it cuBLAS may add in any order, and torch refuses its products
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        # Only now torch and DeepSpeed: what can be known without them is answered in a fraction of a second.
+        # Only now torch and DeepSpeed: earlier errors are reported in a fraction of a second.
         with none_while_importing():
             from llmtrain.training.examine import examine
 
@@ -163,7 +163,7 @@ def _result(resolved: ResolvedRun) -> Result:
     from llmtrain.tracking.local import read_rows
 
     folder = RunDirectory(resolved.run_dir, resolved.run.checkpoint.dir)
-    history, _ = read_rows(folder.path / "metrics.jsonl")  # of rank 0's host
+    history, _ = read_rows(folder.path / "metrics.jsonl")  # from rank 0's host
     return Result(
         run_dir=folder.path,
         checkpoint=next(iter(complete_checkpoints(folder.checkpoints)), None),

@@ -1,7 +1,7 @@
 """`llmtrain data where`: the documents that a step of a run has read, and the steps that have read a document.
 
-Nothing is logged for it: the order of a run's sequences is computed (data/stream/order.py), prepared folders keep the
-origin of each document (data/origins.py), and events.jsonl records the data of each step.
+Both are computed: from the order of a run's sequences (data/stream/order.py), the origin of each document in prepared
+folders (data/origins.py), and events.jsonl.
 """
 
 from __future__ import annotations

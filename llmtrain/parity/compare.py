@@ -104,11 +104,8 @@ class Verdict:
 
 
 def compare(got: Trace, want: list[Trace], *, fp32: bool, split: bool) -> Verdict:
-    """Compare `got` with the plain training in several orders of summation; the first one is the reference.
-
-    The tolerance is SPREADS times the spread of the orders, in fp32 at least a fixed amount; docs/developers/parity.md
-    has the reasons.
-    """
+    """Compare `got` with several orders of summation of the plain training; the first one is the reference. The
+    tolerance is SPREADS times their spread, in fp32 at least a fixed amount (reasons in docs/developers/parity.md)."""
     curves = [_curve(got, want, "loss", loss_tolerance(split) if fp32 else 0.0)]
     curves.append(_curve(got, want, "gradient norm", NORM if fp32 else 0.0))
     last = len(want[0].parameters) - 1

@@ -245,7 +245,7 @@ def report(title: str, verdict: Verdict, likely: str = "", passes: str = "PASS")
 
 def _precisions(user: Wanted, cpu: bool) -> list[str]:
     own = "bf16" if user.precision == "fp16" and cpu else user.precision
-    if user.run.model.fp8 is not None and not cpu:  # whose products come out in bf16
+    if user.run.model.fp8 is not None and not cpu:  # fp8 products come out in bf16
         return [own]
     return list(dict.fromkeys(["fp32", own]))
 

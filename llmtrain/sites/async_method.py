@@ -2,8 +2,8 @@
 
 A site's line is the common parameters plus the sum of its own steps since the meeting. It trains on the mean of the
 newest known lines, weighted by their tokens, like a parameter server's; the next meeting makes the mean of all lines
-the common parameters. A change whose ground is `late` more updates of another site behind than USUAL is weighted by (1
-+ late) ** -0.5, after C. Xie et al., "Asynchronous Federated Optimization", arXiv 1903.03934.
+the common parameters. A change is weighted by (1 + late) ** -0.5, where `late` counts another site's updates since the
+change's ground beyond USUAL (C. Xie et al., "Asynchronous Federated Optimization", arXiv 1903.03934).
 """
 
 from __future__ import annotations

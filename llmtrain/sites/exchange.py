@@ -88,10 +88,10 @@ class Exchange:
         part: slice,
         deadline_s: float,
     ) -> Fetched:
-        """Fetch the data of a round until `deadline_s` (time.monotonic()). `sources`: sites whose parameters count.
-        `healers`: sites with the common state; empty if this site has it. `own`: this rank's parameters, or its changes
-        after decoding. `common`: [size]; a fetched common state replaces it. `leader`: its report must match the
-        healers' data. `part`: slice that the round synchronises."""
+        """Fetch the data of a round. `sources`: sites whose parameters count. `healers`: sites with the common state;
+        empty if this site has it. `own`: this rank's parameters, or its changes after decoding. `common`: [size]; a
+        fetched common state replaces it. `leader`: its report must match the healers' data. `part`: slice of the round.
+        `deadline_s`: time.monotonic()."""
         found: dict[str, Array] = {}
         failed: dict[str, str] = {}
         round_ = leader.round
@@ -131,9 +131,9 @@ class Exchange:
         round_: int,
         deadline_s: float,
     ) -> tuple[Fetched, dict[str, Clock]]:
-        """Fetch the other sites' newest changes since the last meeting, without waiting for a site. `known`: site ->
-        version that this site has. `own`: this site's changes after `steps`, the reference for outliers. `round_`: of
-        the meeting. Returns (newer changes, site -> clock)."""
+        """Fetch the other sites' newest changes since the last meeting, without waiting. `known`: site -> version that
+        this site has. `own`: this site's changes after `steps`, the reference for outliers. `round_`: of the meeting.
+        Returns (newer changes, site -> clock)."""
         told = from_rank_0(self._ranks, lambda: {each.id: self._clock(each, round_, deadline_s) for each in sources})
         clocks = {site: each for site, each in told.items() if isinstance(each, Clock)}
         found, failed = {self._site: own}, {site: each for site, each in told.items() if isinstance(each, str)}

@@ -91,7 +91,7 @@ def measured(path: str) -> Line:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise stop("--measured", path, f"is no file of measured lines ({error})",
                    "write one with `llmtrain doctor --sites HOST:PORT --out FILE`") from error  # fmt: skip
-    return Line(rate=min(rates), rtt_s=rtt_s, window=math.inf)  # what one connection carries is what was measured
+    return Line(rate=min(rates), rtt_s=rtt_s, window=math.inf)  # the measured rate is one connection's
 
 
 def step_seconds(folder: str) -> float:
@@ -208,7 +208,7 @@ def smallest(job: Job, line: Line, method: SitesConfig, compress: str, goal: flo
     100,000 steps."""
     endless, parts = replace(job, steps=None), method.parts
 
-    def reaches(units: int) -> bool:  # of what the method can do
+    def reaches(units: int) -> bool:
         return with_sites(endless, line, method.synchronising(units * parts), compress).computing >= goal
 
     if not isinstance(method, Periodic):

@@ -1,8 +1,5 @@
-"""Membership of the sites in a run, by torchft's lighthouse, the coordinator; no other part of torchft is used.
-
-In `meet` every participant gets the same list of participants with their messages. A silent participant is left out
-after seconds.
-"""
+"""Membership of the sites in a run, by torchft's lighthouse, the coordinator; no other part of torchft is used. `meet`
+returns the same participants and messages to each, without a participant that is silent for seconds."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Arithmetic of a round: the outer step, updates that are too large, and compressed differences.
 
 A site adds the loss of a compression to its next difference (error feedback; F. Seide et al., "1-Bit Stochastic
-Gradient Descent", Interspeech 2014): after any number of rounds the decoded sum differs from the true sum by the last
-round's loss only.
+Gradient Descent", Interspeech 2014): the sum after decoding differs from the true sum by the last round's loss only.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ def outer_step(
 ) -> tuple[Array, Array]:
     """Return (common, momentum) after the outer update, as new arrays, bit-equal on every site: numpy rounds after each
     operation on every processor, and sums run in the order of the names. `found`: site -> its parameters; if empty,
-    nothing changes. `weights`: tokens by site, for the mean. All arrays: fp32 [n]."""
+    nothing changes. `weights`: tokens by site. All arrays: fp32 [n]."""
     common, momentum = common.copy(), momentum.copy()
     total = sum(weights[site] for site in sorted(found))
     if not total:
@@ -59,9 +58,8 @@ their summed change is 500 times one step's if all steps agree in direction, 22 
 
 def outsized(squares: Mapping[str, float], steps: Mapping[str, float], own: str) -> dict[str, str]:
     """Return site -> reason for each update that is too large, compared with the lower median of the changes per step,
-    or with this site's own if that is larger: of more than two sites, one cannot make others look too large. `squares`:
-    site -> squared L2 norm of its change over its ranks. `steps`: optimizer steps in it. `own`: may be missing in
-    `squares`."""
+    or with this site's own if that is larger: of three sites or more, one cannot make others look too large. `squares`:
+    site -> squared L2 norm of its change. `steps`: optimizer steps in it. `own`: may be missing in `squares`."""
     changes = {site: math.sqrt(square) / max(steps[site], 1.0) for site, square in squares.items()}
     if not changes:
         return {}

@@ -55,8 +55,8 @@ class Meetings:
         common: Mapping[str, Any],
         longest_s: float = _LONGEST_S,
     ) -> None:
-        """`members`: the membership on rank 0, None on others. `site`: its id. `run`: checksum of `common`, settings
-        that all sites share. `longest_s`: limit of one request: the other ranks wait for it in a collective."""
+        """`members`: on rank 0, None on others. `site`: its id. `run`: checksum of `common`, settings that all sites
+        share. `longest_s`: limit of one request, for which the other ranks wait in a collective."""
         self._longest_s = min(longest_s, _LONGEST_S)
         self._ranks, self._members, self._site, self._run, self._common = ranks, members, site, run, common
         self.before: list[str] = []
@@ -74,8 +74,8 @@ class Meetings:
     ) -> list[PeerStatus]:
         """Return the status of all sites that come to synchronise, this one included. `said`: this site's status.
         `deadline_s`: time.monotonic(). `least`: sites that must be there. `joins`: this site trains nothing yet, and
-        waits while any peer lives. `patience_s`: beyond the deadline after a failed synchronisation, as one of two
-        sites must wait while the other trains. Raises RoundFailed, StopAsked."""
+        waits while any peer lives. `patience_s`: beyond the deadline after a failure, as one of two sites must wait
+        while the other trains. Raises RoundFailed, StopAsked."""
         said = {"phase": "meet", "run": self._run, "common": self._common, "together": len(self.before), **said}
         began_s, self._waits_for = time.monotonic(), []
         while True:
@@ -118,8 +118,8 @@ class Meetings:
     def commit(
         self, round_: int, told: Collection[str], have: list[str] | None, deadline_s: float
     ) -> tuple[list[str], list[str]]:
-        """Return (sites that make this outer step, sites whose parameters all have). Half of the sites that have met,
-        or fewer, make it only if the others are gone: a slow site would else make another step. `told`: ids that have
+        """Return (sites that make this outer step, sites whose parameters all have). At most half of the sites that
+        have met make it only if the others are gone: a slow site would else make another step. `told`: ids that have
         met. `have`: ids whose parameters this one has; None: it cannot make the step. Raises RoundFailed: no votes
         until `deadline_s`; MeetAgain: the peers have given up this round."""
         said = {"phase": "commit", "run": self._run, "round": round_, "have": have}
@@ -252,9 +252,9 @@ def leader_of(
     impossible: Callable[[PeerStatus], str],
 ) -> tuple[PeerStatus | None, dict[str, str]]:
     """Return (the site whose state counts or None, id -> reason why a state does not count). A training site accepts a
-    state ahead of its own from more than half of the sites that it knew (`known`), or from one in `trusted`. A joining
-    one accepts the report of more than half of the training sites; if all only start, the furthest one. `impossible`:
-    returns why a reported position is impossible, or ""."""
+    state ahead of its own from more than half of the sites in `known`, or from one in `trusted`. A joining one accepts
+    the report of more than half of the training sites; if all only start, the furthest one. `impossible`: returns why a
+    reported position is impossible, or ""."""
     mine = next(each for each in told if each.id == own)
     refused = {each.id: why for each in told if each is not mine and (why := impossible(each))}
     others = [each for each in told if each is not mine and each.id not in refused]

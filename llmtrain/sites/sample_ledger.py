@@ -1,7 +1,7 @@
 """Ledger of samples: disjoint blocks of the global order, dealt to the sites again at every synchronisation.
 
-Every site holds an equal ledger and updates it from the same facts, so only those are sent. The sites' numbers of steps
-let all arrive at the next synchronisation together.
+Every site updates an equal ledger from the same facts, so only facts are sent. The numbers of steps let all sites
+arrive at the next synchronisation together.
 """
 
 from __future__ import annotations

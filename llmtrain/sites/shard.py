@@ -151,7 +151,7 @@ class Shard:
 
     def __init__(self, engine: Engine, frozen: Collection[str], fragments: int = 1, ranks: Ranks | None = None) -> None:
         """`frozen`: parameters that do not train and are never sent. `fragments`: parts that synchronise in turn; each
-        begins with a block of its own. `ranks`: of the site, which call it together; None: no element is replicated."""
+        begins with a block of its own. `ranks`: of the site; None: no element is replicated."""
         self._engine = engine
         pieces = [piece for piece in engine.state() if piece.kind == PARAM and piece.name not in frozen]
         self._pieces: list[tuple[int, int, StateTensor]] = []
@@ -272,7 +272,7 @@ def read_back(shard: Shard, folder: Path, kinds: Collection[str], ranks: Ranks) 
 
 
 def standing(kept: Mapping[str, Any], folder: Path) -> tuple[Ledger, str, int, int, list[int]]:
-    """Return (ledger, id, round, sequences since it, tokens since that of each fragment) from trainer.json. Raises
+    """Return (ledger, id, round, sequences since it, tokens since each fragment's) from trainer.json. Raises
     CheckpointError."""
     try:
         round_, trained = natural(kept["round"]), natural(kept["trained"])

@@ -2,8 +2,8 @@
 
 A round: every rank serves its parameters; rank 0 meets the other sites at the coordinator; every rank fetches its own
 elements from the other sites' ranks; in a second meeting rank 0 reports the received parameters. From all reports every
-site knows whose parameters all have, and makes the same outer step. A site that misses the second meeting skips the
-outer step and copies the result in the next round. No rank waits for another site longer than the round's limit.
+site knows whose parameters all have, and makes the same outer step. A site that misses the second meeting copies the
+result in the next round. No rank waits for another site longer than the round's limit.
 """
 
 from __future__ import annotations
@@ -106,9 +106,9 @@ class Site:
         members: Callable[[str, str, float], Members] = TorchftMembers,
     ) -> None:
         """`common`: settings that must be equal on all sites, JSON values. `share`: size of this site's step. `tell`:
-        takes an event's kind and fields. `frozen`: parameters that do not train. `last_step`: completes the run; None:
-        unknown. `members`: makes the membership from address, id and seconds to connect. Raises AgreedError: the
-        coordinator does not answer, torchft is missing, the address is a public one."""
+        takes an event's kind and fields. `last_step`: completes the run; None: unknown. `members`: makes the membership
+        from address, id and seconds to connect. Raises AgreedError: the coordinator does not answer, torchft is
+        missing, the address is public."""
         self._ranks, self._settings, self._share, self._tell = ranks, settings, share, tell
         common = json.loads(json.dumps({**common, **shapes(engine)}))
         run = xxhash.xxh3_64_hexdigest(json.dumps(common, sort_keys=True).encode())
@@ -439,7 +439,7 @@ class Site:
             self._trained, self._weights = 0, [0] * len(self._weights)
         else:
             values = anchor[part]
-            if sent.live is not None:  # keep what has been trained since
+            if sent.live is not None:  # keep the steps trained since
                 values = values + (self._shard.read(part)[part] - sent.live)
             self._shard.write(values, part)
             self._trained -= sent.said["trained"]

@@ -1,7 +1,7 @@
 """TLS between the sites of a run: its own certificates, secured connections, and listeners for them.
 
 `llmtrain sites keys` makes an authority and a folder for each member, with openssl. A member proves its name by a
-certificate of the authority, and refuses every peer that cannot (TLS 1.3, both sides).
+certificate, and refuses every peer that cannot (TLS 1.3, both sides).
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def differs(coordinator: str, keys: Keys | None) -> str:
         with contextlib.ExitStack() as stack:
             try:
                 blind.wrap_socket(stack.enter_context(connection())).close()
-            except OSError:  # it speaks no TLS, or is going
+            except OSError:  # the other side speaks no TLS, or is closing
                 plain = stack.enter_context(connection())
                 plain.sendall(_QUESTION)
                 if keys is None or plain.recv(5) != b"HTTP/":
@@ -113,7 +113,7 @@ def differs(coordinator: str, keys: Keys | None) -> str:
         with contextlib.ExitStack() as stack:
             secured = stack.enter_context(keys.connect(stack.enter_context(connection()), COORDINATOR))
             secured.sendall(_QUESTION)
-            secured.recv(1)  # who is refused learns of it here: TLS 1.3 greets first
+            secured.recv(1)  # a refusal arrives here: TLS 1.3 greets first
     except ssl.SSLError as error:
         return f"{words(error)}. Make both folders with one `llmtrain sites keys --out`"
     except (OSError, ValueError):
@@ -271,7 +271,7 @@ class Listener:
         try:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(connection)
-                connection.settimeout(self._handshake_s)  # in this thread: a slow peer holds nobody up
+                connection.settimeout(self._handshake_s)  # in this thread: a slow peer delays no other
                 try:
                     secured = stack.enter_context(self._secure(connection))
                 except OSError as error:

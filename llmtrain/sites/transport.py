@@ -1,7 +1,7 @@
 """Transport of parameters from a site's rank that owns them to another site's rank that needs them.
 
-A rank serves the elements that it owns, and others ask for the elements that they own themselves. No rank ever holds a
-complete model; the sites may differ in their number of ranks and sharding. One request on a connection:
+No rank ever holds a complete model; the sites may differ in their number of ranks and sharding. One request on a
+connection:
 
     4 bytes, length of a JSON object: run, to, round, kind, take
     4 bytes, length of a JSON object: either error, or bytes
@@ -61,9 +61,9 @@ class Server:
     def __init__(
         self, host: str, *, run: str, member: str, pieces: Pieces, limit_s: float, keys: Keys | None = None
     ) -> None:
-        """`host`: to listen on, at any free port. `run`: checksum of the settings that sites share; other requests are
-        refused. `member`: this site's id, so that a later process at this address is not mistaken for it. `pieces`:
-        contents of the arrays. `limit_s`: longest connection. `keys`: only members are answered, encrypted."""
+        """`run`: checksum of the settings that sites share; other requests are refused. `member`: this site's id, so
+        that a later process at this address is not mistaken for it. `pieces`: contents of the arrays. `limit_s`:
+        longest connection. `keys`: only members are answered, encrypted."""
         self._run, self._member, self._limit_s = run, member, limit_s
         self._index = [[at, name, *_packed(region)] for at, name, region in pieces]
         self._arrays: dict[str, tuple[int, Array]] = {}
@@ -95,7 +95,7 @@ class Server:
                 answer = self._answer(asked)
             except OSError:
                 raise
-            except Exception as error:  # whatever a stranger's header makes of it
+            except Exception as error:  # a stranger's header may cause any error
                 line.send_header({"error": f"refused: {error}"})
             else:
                 self._send(line, *answer)

@@ -75,9 +75,9 @@ def look(
     timeout_s: float = 25.0,
     ssh_port: int | None = None,
 ) -> Survey:
-    """Ask each host, for at most `timeout_s`, all questions that it can answer alone. `files`: equal on all hosts, YAML
-    and DeepSpeed JSON. `folders`: read by the run. `own_folders`: `run_dir` may differ by host. `port`: of the
-    rendezvous, 0: unasked. `ops`: DeepSpeed's, for the run."""
+    """Ask each host all questions that it can answer alone. `files`: equal on all hosts, YAML and DeepSpeed JSON.
+    `folders`: read by the run. `own_folders`: `run_dir` may differ by host. `port`: of the rendezvous, 0: unasked.
+    `timeout_s`: for each host."""
     folder = os.getcwd()
     names = [host.name for host in hosts]
     where = probe.nearest(run_dir or folder)
@@ -90,7 +90,7 @@ def look(
         "package": str(PACKAGE),
         "files": [os.path.abspath(file) for file in files],
         "variables": VARIABLES,
-        "extensions": os.environ.get("TORCH_EXTENSIONS_DIR"),  # it goes with a launch to its hosts
+        "extensions": os.environ.get("TORCH_EXTENSIONS_DIR"),  # a launch passes it to its hosts
         "folders_read": {each.path: each.files for each in folders},
         "folders": {name: os.path.abspath(path) for name, path in written.items()},
         "hosts": names,

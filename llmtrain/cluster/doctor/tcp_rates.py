@@ -1,7 +1,7 @@
 """Round trip and rate between hosts over plain TCP. Piped into each host's Python over ssh, like probe.py.
 
 Standard library only, and Python 3.8 on. Every host takes its pairs in the order of the plan, so that no host is in two
-measurements at a time; the first of a pair measures, the second answers.
+measurements at a time; the first of a pair measures.
 """
 
 from __future__ import annotations

@@ -295,7 +295,7 @@ def is_here(name: str) -> bool:
 
 
 def _addresses(name: str) -> set[str]:
-    """Return IPv4 addresses, or if there are none those of IPv6: the ranks meet by the first."""
+    """Return IPv4 addresses, or else IPv6 ones: the ranks meet by the first."""
     for family in (socket.AF_INET, socket.AF_INET6):
         try:
             return {str(found[4][0]).partition("%")[0] for found in socket.getaddrinfo(name, None, family)}

@@ -196,7 +196,7 @@ class Answer:
     code: int | None
     """The command's exit code; None when it did not run to its end, for the reason in `trouble`."""
     stdout: str
-    """The command's own output, without what start files print. Bytes that are not UTF-8 are kept as surrogates."""
+    """The command's own output, without output of start files. Bytes that are not UTF-8 are kept as surrogates."""
     stderr: str
     """Standard error of ssh and the command together."""
     elapsed_s: float
@@ -216,8 +216,8 @@ def on_hosts(
     here: bool = False,
 ) -> dict[str, Answer]:
     """Run `command` on each host, or without ssh on this machine (`here`: hostfile.is_alone), with `input` as standard
-    input. No shell expands a word. A host has `timeout_s` seconds and is ended there after it; the total is ceil(hosts
-    / fan_out) * (timeout_s + 1). Raises ConfigError: there is no ssh program."""
+    input. No shell expands a word. A host is stopped after `timeout_s`; the total is ceil(hosts / fan_out) * (timeout_s
+    + 1). Raises ConfigError: there is no ssh program."""
     program = "" if here else shutil.which("ssh")
     if program is None:
         raise ConfigError("no program `ssh` on PATH: install it (Debian: apt-get install openssh-client)")
@@ -338,7 +338,7 @@ class _Talk:
         self._end = re.compile(rb"\n" + self._mark + rb" (\d+)\r?\n")
         self.out = bytearray()
         self.err = bytearray()
-        self.tail = bytearray()  # of standard output, when more came than is kept
+        self.tail = bytearray()  # end of standard output, if it exceeds the kept bytes
         self.overrun = False
         self.dropped = False
 

@@ -1,11 +1,11 @@
-"""Environment variables: the user's --env-file, those that reach the ranks of other hosts, secrets.
+"""Environment variables: the user's --env-file, variables for the ranks of other hosts, secrets.
 
 DeepSpeed passes on four prefixes and `.deepspeed_env`, unescaped, in the argv of pdsh and ssh: W&B's and Hugging Face's
 variables are left out, a token is in `ps` on every host, and `$(...)` runs. Here an allow-list travels, escaped, and
 secrets travel in a file of mode 0600 through ssh's standard input.
 
-An --env-file is a strict part of a POSIX shell's grammar: `. FILE` gives the same values. Nothing is expanded, nothing
-runs, and text that a shell would expand is refused.
+An --env-file is a strict part of a POSIX shell's grammar: `. FILE` gives the same values. Text that a shell would
+expand is refused.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ _REMOVE = 'rm -f "$HOME/.llmtrain/secrets/$1"'
 
 
 def deliver(hosts: Sequence[str], variables: Mapping[str, str]) -> str:
-    """Write `variables` through ssh's standard input to a file of mode 0600 on each host; its path, from ~, is the
-    value for LLMTRAIN_SECRETS. Raises ConfigError: some hosts did not take it; then no host keeps it."""
+    """Write `variables` through ssh's standard input to a file of mode 0600 on each host; return its path, from ~, for
+    LLMTRAIN_SECRETS. Raises ConfigError: some hosts did not take it; then no host keeps it."""
     name = secrets.token_hex(16)
     text = "".join(f"{key}={value}\0" for key, value in variables.items())
     size = len(text.encode("utf-8", "surrogateescape"))

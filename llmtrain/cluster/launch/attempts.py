@@ -288,7 +288,7 @@ class Launch:
             return attempt, self._watch(plan, attempt, job)
 
     def _watch(self, plan: Plan, attempt: Attempt, job: Job) -> int:
-        """Follow the job to its end; return the exit code of its starter."""
+        """Follow the job to its end; return its starter's exit code."""
         answered = 0
         by_force = False
         while (code := job.code()) is None or any(rank.alive() for rank in attempt.here):  # they notice it, and save
@@ -396,7 +396,7 @@ class Launch:
         why, wanted = "", list(self._run.batches)
         kept = (*words, "--train.global_batch", str(wanted[0]), "--train.accumulation", "null")
         for count in range(len(found), self._options.min_hosts - 1, -1):
-            for each in (words, kept):  # where micro_batch alone is given, the accumulation goes up
+            for each in (words, kept):  # with a micro_batch alone, the accumulation goes up
                 try:
                     batches = list(self._run.resolve(each, sum(host.slots for host in found[:count])))
                 except ConfigError as error:
@@ -421,7 +421,6 @@ class Launch:
 
 
 def _not_started(step: int, why: str) -> Attempt:
-    """Return a restart whose hosts were not ready."""
     attempt = Attempt(began_s=time.monotonic(), resumes_at=step)
     attempt.fault = {"step": step, "signature": f"not started: {why}", "text": why}
     return attempt

@@ -163,7 +163,7 @@ def _say(text: str) -> None:
 def main(output: int) -> int:
     """Read JSON lines from standard input, which ends with launch."""
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # it ends with launch, and not before
+        signal.signal(number, signal.SIG_IGN)  # the guardian ends with launch
     known: dict[str, Any] = {}
     for line in sys.stdin:
         with contextlib.suppress(ValueError):  # killed while it wrote

@@ -22,12 +22,10 @@ _REST_S = 12.0
 
 
 def on_terminal() -> bool:
-    """True if the job's output, errors included, goes to a terminal."""
     return sys.stdout.isatty() and sys.stderr.isatty()
 
 
 def say(text: str) -> None:
-    """Print a line of launch's own, on standard error."""
     print(untrusted.shown(text, lines=True), file=sys.stderr, flush=True)
 
 

@@ -91,7 +91,6 @@ class Plan:
         return is_alone(self.hosts)
 
     def sending(self, **variables: str) -> Plan:
-        """Return a plan with further variables that travel openly."""
         return replace(self, travel=replace(self.travel, open={**self.travel.open, **variables}))
 
 
@@ -161,7 +160,6 @@ def command(plan: Plan, folder: Path | str, address: str, port: int | str) -> li
 
 
 def write_files(plan: Plan, folder: Path) -> None:
-    """Write the hostfile and the environment file of `command` and `environment`."""
     (folder / "hosts").write_text(render(plan.hosts))
     (folder / "environment").write_text("" if plan.alone else deepspeed_env(plan.travel.open))
 
@@ -238,6 +236,5 @@ def place_lines(plan: Plan, ranks: list[dict[str, Any]]) -> list[str]:
 
 
 def host_of_rank(hosts: Sequence[Host], rank: int) -> str:
-    """Return the hostfile's name of a rank's host, or "" when there are fewer ranks."""
     names = [host.name for host in hosts for _ in range(host.slots)]
     return names[rank] if rank < len(names) else ""

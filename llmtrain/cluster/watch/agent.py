@@ -75,7 +75,6 @@ class Line:
                 self.close()
 
     def receive(self) -> list[dict[str, Any]]:
-        """Return the messages since the last call."""
         self.flush()
         while not self.closed:
             try:
@@ -454,7 +453,6 @@ class Agent:
         self.notes.finish()
 
     def _facts(self, verdict: Verdict) -> JobFacts:
-        """Collect the stacks of the ranks of all hosts, and all other facts."""
         ends = verdict.trigger != "pause"
         if self.is_root:
             for line in self.server.lines.values():
@@ -572,7 +570,7 @@ def _say(text: str) -> None:
 
 def main() -> int:
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # it ends after its ranks, and not before
+        signal.signal(number, signal.SIG_IGN)  # the agent ends after its ranks
     with contextlib.suppress(OSError):  # root only: a starved agent on a busy host would look like a lost host
         os.setpriority(os.PRIO_PROCESS, 0, -10)
     settings = json.loads(sys.argv[1])

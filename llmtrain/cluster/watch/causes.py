@@ -362,7 +362,7 @@ def never_began(facts: JobFacts) -> Cause | None:
             for member in group.ranks
             if member in those and those[member].recorded and _begun(those[member], group.group) < group.pending
         ]
-        absent = [rank for rank in missing if _pending(rank) is None]  # the other missing ranks wait for somebody, too
+        absent = [rank for rank in missing if _pending(rank) is None]  # the other missing ranks wait, too
         if not absent:
             continue
         first = absent[0]

@@ -37,7 +37,7 @@ def end_host(ranks: list[Process], launcher: Process | None, mark: str) -> list[
         time.sleep(0.1)
     if launcher is not None and ours:
         # It sees them dead within a second and exits with their code. After a signal `deepspeed` would exit with 0, as
-        # it looks for codes above 0 (launcher/runner.py main); SIGTERM does so, too, while its Python shuts down.
+        # it looks for codes above 0 (launcher/runner.py main); a SIGTERM during its Python's shutdown also gives 0.
         deadline = time.monotonic() + _LAUNCHER_LEAVES_S
         while launcher.alive() and time.monotonic() < deadline:
             time.sleep(0.1)

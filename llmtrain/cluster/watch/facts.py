@@ -96,8 +96,6 @@ class HostFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class JobFacts:
-    """All facts for the table of causes."""
-
     trigger: str
     """dead_rank | silent_host | stall | pause: the last one may pass."""
     ranks: tuple[RankFacts, ...]
@@ -171,7 +169,6 @@ class Cause:
 
 
 def live(facts: JobFacts) -> list[RankFacts]:
-    """Return the ranks with known activity."""
     return [r for r in facts.ranks if r.state not in ("dead", "left", "unknown")]
 
 

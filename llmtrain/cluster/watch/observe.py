@@ -109,11 +109,9 @@ class HostRanks:
         return len(self._seen) >= self._local_size
 
     def gone(self) -> bool:
-        """True if no observed rank runs any more."""
         return not any(process.alive() for process in self.processes())
 
     def on_device(self) -> bool:
-        """True if a rank of this host computes on a device."""
         return any(seen.beat.on_device for seen in self._seen.values())
 
     def capture(self, *, record: bool = False) -> list[dict[str, Any]]:
@@ -201,7 +199,7 @@ class HostRanks:
             seen.exit_status = found.exit_status
         ended = found is None or not there or found.state in "ZX"
         if ended:
-            beat = seen.beat = read(seen.page) or beat  # it may have left since it was read
+            beat = seen.beat = read(seen.page) or beat  # the rank may have left after the first reading
         if ended and seen.pidfd is not None:
             os.close(seen.pidfd)
             seen.pidfd = None
@@ -335,6 +333,5 @@ def captured(ranks: HostRanks, stall_s: float, *, ends: bool) -> dict[str, Any]:
 
 
 def with_gpus(host: HostFacts, answer: dict[str, Any]) -> HostFacts:
-    """Return `host` with the GPU facts from `captured`."""
     xids = tuple(str(line) for line in answer.get("xids", ()))
     return replace(host, xids=xids, gpu_health=str(answer.get("gpu_health", "")))

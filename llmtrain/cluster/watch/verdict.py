@@ -131,7 +131,7 @@ class Judge:
         return any(r.rank == 0 and r.code == 0 and r.state != "dead" for h in self.hosts for r in h.ranks.values())
 
     def waits(self, now: float) -> bool:
-        """True if ranks are still expected to leave; after the end of the run those of a silent host are not."""
+        """True if ranks are still expected to leave; after the end of the run a silent host's ranks are not."""
         reporting = [h for h in self.hosts if not self.ended or not (h.closed or now - h.heard_s > self._silent_s)]
         return any(host.waited_for for host in reporting)
 
