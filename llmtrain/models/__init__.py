@@ -1,9 +1,9 @@
-"""A Hugging Face model -> this rank's module, and its loss."""
+"""Builds this rank's module of a Hugging Face model, and its loss."""
 
 import logging
 
-# transformers and peft import torchao and bitsandbytes wherever they are installed, which remark in each process that
-# kernels for other products than training's do not load, and torch that torchao is not written for the newest version.
+# transformers and peft import torchao and bitsandbytes if they are installed. In each process these warn that kernels
+# for other products than training's do not load, and torch warns that torchao is not written for the newest version.
 for _name in ("torchao", "torch.utils._pytree", "bitsandbytes.backends.cpu.ops"):
     logging.getLogger(_name).setLevel(logging.ERROR)
 # An optimizer that DeepSpeed does not know is a plugin's, which is tried before the run begins.

@@ -1,8 +1,8 @@
-"""Adapters: low-rank matrices beside linear maps of the decoder layers, computed by the peft library.
+"""Adapters: low-rank matrices on linear maps of the decoder layers, computed by the peft library.
 
-Every layer of an adapter is made by peft on the meta device, beside the model's skeleton, and then put around a map of
-the module that trains, however that was made: peft reads no value, so partitioned weights do not trouble it. Tensors
-have the names of a PEFT file without its `base_model.model.`: X.lora_A.weight, X.lora_B.weight and, of DoRA,
+peft makes every layer of an adapter on the meta device, with the model's skeleton; the layer then wraps a map of the
+module that trains, built in any way: peft reads no value, so partitioned weights do not trouble it. Tensors have the
+names of a PEFT file without its `base_model.model.`: X.lora_A.weight, X.lora_B.weight and, for DoRA,
 X.lora_magnitude_vector, where X is the map. The map's own weight keeps its Hugging Face name.
 """
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 ALL = "all-linear"
 _OTHERS = ("bias", "rank_pattern", "alpha_pattern", "trainable_token_indices")
-"""Settings of peft that the section has no keys for."""
+"""Settings of peft without a key in the section."""
 
 
 def scale(adapter: AdapterConfig) -> float:
@@ -49,7 +49,7 @@ def scale(adapter: AdapterConfig) -> float:
 
 
 def target_paths(hf: PreTrainedModel, adapter: AdapterConfig, places: Places | None = None) -> list[str]:
-    """The maps that get an adapter, in the model's order. `places`: where the user wrote what, for messages.
+    """The maps that get an adapter, in the model's order. `places`: lines of the user's settings, for messages.
 
     Raises ConfigError: a pattern matches none.
     """
@@ -60,8 +60,8 @@ def target_paths(hf: PreTrainedModel, adapter: AdapterConfig, places: Places | N
         if pattern != ALL and not any(fnmatchcase(path, pattern) for path in linear):
             for path, what in other_maps(hf).items():
                 if fnmatchcase(path, pattern) or pattern.startswith(f"{path}."):
-                    rule = f"names {path}, {what}: adapters stand beside torch.nn.Linear"
-                    remedy = "name other maps; in adapter.modules_to_save it would train whole"
+                    rule = f"names {path}, {what}: only torch.nn.Linear can have an adapter"
+                    remedy = "name other maps; in adapter.modules_to_save it would train completely"
                     raise stop("adapter.targets", pattern, rule, remedy, (places or {}).get("adapter.targets"))
             near = nearest(pattern, linear)
             rule = "matches no linear map (torch.nn.Linear) of the decoder layers"
@@ -76,7 +76,7 @@ def target_paths(hf: PreTrainedModel, adapter: AdapterConfig, places: Places | N
 
 
 def other_maps(hf: PreTrainedModel) -> dict[str, str]:
-    """Modules of the decoder layers that multiply and get no adapter: path -> what they are."""
+    """Modules of the decoder layers that multiply but get no adapter: path -> description."""
     inside = {id(module) for module in decoder_layers(hf).modules()}
     found = {}
     for path, module in hf.named_modules():
@@ -90,9 +90,9 @@ def other_maps(hf: PreTrainedModel) -> dict[str, str]:
 
 
 def saved_paths(hf: PreTrainedModel, adapter: AdapterConfig, places: Places | None = None) -> list[str]:
-    """The modules that train whole with the adapter, in the model's order: a reward model's score always, of modules
-    that share a tensor the first. Raises ConfigError: a pattern matches no module with own parameters, a target, or a
-    module of modules."""
+    """The modules that train completely with the adapter, in the model's order; always a reward model's score, and the
+    first of modules that share a tensor. Raises ConfigError: a pattern matches no module with own parameters, a target,
+    or a module of modules."""
     key, place = "adapter.modules_to_save", (places or {}).get("adapter.modules_to_save")
     own = {path: module for path, module in hf.named_modules() if dict(module.named_parameters(recurse=False))}
     patterns = [*adapter.modules_to_save, *([SCORE] if gives_scores(hf.config) else [])]
@@ -107,8 +107,8 @@ def saved_paths(hf: PreTrainedModel, adapter: AdapterConfig, places: Places | No
             rule = f"it names {path}, which has parameters of its own and modules with others ({within[0]})"
             raise stop(key, adapter.modules_to_save, rule, f"name modules within it, such as {path}.*", place)
         if both := [target for target in targets if f"{target}.".startswith(f"{path}.")]:
-            rule = f"it names {path}, and adapter.targets names {both[0]}: a map has an adapter or trains whole"
-            raise stop(key, adapter.modules_to_save, rule, "name it in one of the two", place)
+            rule = f"it names {path}, and adapter.targets names {both[0]}: a map has an adapter or trains completely"
+            raise stop(key, adapter.modules_to_save, rule, "list it in only one of the two", place)
         if [other for other in own if other.endswith(path) and other not in chosen]:
             rule = f"peft, which goes by the ends of names, would take more modules than {path}"
             raise stop(key, adapter.modules_to_save, rule, "name those as well, or none of them", place)
@@ -120,7 +120,7 @@ def saved_paths(hf: PreTrainedModel, adapter: AdapterConfig, places: Places | No
 
 
 def saved_names(hf: PreTrainedModel, adapter: AdapterConfig) -> set[str]:
-    """The parameters of those modules; a tied one by its first name. Raises ConfigError."""
+    """The parameters of `saved_paths`; a tied one by its first name. Raises ConfigError."""
     paths = saved_paths(hf, adapter)
     chosen = {id(parameter) for path in paths for parameter in hf.get_submodule(path).parameters()}
     return {name for name, parameter in hf.named_parameters() if id(parameter) in chosen}
@@ -151,9 +151,9 @@ def lora_config(
     saved: Collection[str] = (),
     places: Places | None = None,
 ) -> Any:
-    """peft's LoraConfig of this adapter on these maps: by the last parts of their names where they are unique, as vLLM
-    wants it; where peft would take a name for the experts', by `target_parameters` (without dropout). `saved`: modules
-    that train whole. Raises ConfigError: peft is not installed, or has no DoRA for such a map."""
+    """peft's LoraConfig of this adapter on these maps: by the last parts of their names if these are unique, which vLLM
+    requires; by `target_parameters` (without dropout) if peft would take a name for the experts'. `saved`: modules that
+    train completely. Raises ConfigError: peft is not installed, or has no DoRA for such maps."""
     need_peft(f"adapter.r = {adapter.r}")
     from peft import LoraConfig
 
@@ -162,7 +162,7 @@ def lora_config(
     taken = _taken_for_experts(hf, {path.rpartition(".")[2] for path in wanted})
     weights = sorted(path for path in wanted if path.rpartition(".")[2] in taken)
     if weights and adapter.dora:
-        rule = f"beside experts in one tensor peft can load no DoRA of {weights[0]}, whose name it takes for theirs"
+        rule = f"with experts in one tensor peft can load no DoRA of {weights[0]}, whose name it takes for theirs"
         remedy = f"set it to false, or name maps in adapter.targets that end in none of {', '.join(sorted(taken))}"
         raise stop("adapter.dora", True, rule, remedy, (places or {}).get("adapter.dora"))
     maps = wanted - set(weights)
@@ -184,8 +184,8 @@ def lora_config(
 
 
 def _taken_for_experts(hf: PreTrainedModel, short: Iterable[str]) -> set[str]:
-    """Last parts of names that peft 0.21 reads as the experts' maps of transformers 4, now in one tensor: it would
-    adapt that tensor, and no map of a dense layer or of the shared experts."""
+    """Ends of names that peft 0.21 takes for the experts' maps in transformers 4, now in one tensor: it would
+    adapt that tensor, but no dense or shared map."""
     from peft import LoraConfig
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
@@ -209,7 +209,7 @@ def adapted(skeleton: PreTrainedModel, adapter: AdapterConfig) -> PreTrainedMode
     from peft import inject_adapter_in_model
 
     config.target_modules, config.target_parameters, config.lora_dropout = set(paths), None, adapter.dropout
-    # Of a plain module peft does not know the family, and adapts the maps that it is told.
+    # peft does not know the family of a plain module, and adapts the given maps.
     holder: Any = nn.ModuleDict({"hf": copy.deepcopy(skeleton)})
     inject_adapter_in_model(config, holder, low_cpu_mem_usage=True)
     hf: Any = holder["hf"]
@@ -227,9 +227,9 @@ def put_around(
     *,
     packed: bool = False,
 ) -> list[nn.Module]:
-    """Give maps of `hf` (or of a pipeline's stage) the layers that `like` has, with uninitialised values. Returns them.
-    `share`: called with each path and new layer, to take a tensor-parallel part. `packed`: the maps get room for 4 bits
-    an element."""
+    """Give maps of `hf` (or of a pipeline's stage) the layers that `like` has, with uninitialised values. Returns the
+    layers. `share`: called with each path and new layer, to take a tensor-parallel part. `packed`: the maps get room
+    for 4 bits an element."""
     from peft.tuners.lora import LoraLayer
 
     from llmtrain.models.lora import scaled_first
@@ -254,7 +254,7 @@ def put_around(
 
 @contextlib.contextmanager
 def without_adapter(module: nn.Module) -> Iterator[None]:
-    """In which a module with peft's layers computes what its base does, to the bit."""
+    """Context in which PEFT layers return exactly their base layer's output."""
     from peft.tuners.lora import LoraLayer
 
     layers = [layer for layer in module.modules() if isinstance(layer, LoraLayer)]
@@ -268,7 +268,7 @@ def without_adapter(module: nn.Module) -> Iterator[None]:
 
 
 def _name(path: str, layer: nn.Module) -> None:
-    """Note at each parameter of an adapter's layer, and of the map within, the name that it has everywhere else."""
+    """Record the name outside of peft at each parameter of an adapter's layer and its map."""
     for name, parameter in layer.named_parameters():
         held = local_parameter("", parameter)
         shard = Shard(shape=held.shape, region=held.region, copy=held.copy)
@@ -276,7 +276,7 @@ def _name(path: str, layer: nn.Module) -> None:
 
 
 def plain_name(name: str) -> str:
-    """The name that a tensor has everywhere else, from the one in a model with peft's layers."""
+    """Convert a tensor's name in a model with peft's layers to its name everywhere else."""
     plain = name.replace(".base_layer.", ".").replace(".original_module.", ".").replace(".modules_to_save.", ".")
     plain = plain.replace(".default.", ".").removesuffix(".default")
     return plain.removesuffix(".weight") if plain.endswith(f"{MAGNITUDE}.weight") else plain
@@ -285,8 +285,8 @@ def plain_name(name: str) -> str:
 def read_peft(
     adapter: AdapterConfig, shapes: dict[str, tuple[int, ...]], tied: dict[str, str] | None = None
 ) -> dict[str, Tensor]:
-    """The tensors of the folder `adapter.start` by name, flat, in fp32. `shapes`: of the run's adapter and of modules
-    that train whole. `tied`: see `aliases`. Raises ConfigError: there is no adapter, or another one."""
+    """The flat fp32 tensors in the folder `adapter.start`, by name. `shapes`: of the run's adapter and of modules that
+    train completely. `tied`: see `aliases`. Raises ConfigError: there is no adapter, or another one."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -313,7 +313,7 @@ def read_peft(
             raise refuse(f"its {key} is {settings[key]!r}, which adapters here do not have", "merge it with peft first")
     weights = {f"{name.removesuffix(A)}.weight" for name in shapes if name.endswith(A)}
     if others := sorted(set(parameters) - weights):  # see lora_config
-        rule = f"its target_parameters name {others[0]}, beside which the run has no adapter"
+        rule = f"its target_parameters name {others[0]}, where the run has no adapter"
         raise refuse(rule, "merge it with peft first")
     for other, name in (tied or {}).items():
         if other in tensors and name in tensors and not torch.equal(tensors.pop(other), tensors[name]):
@@ -331,8 +331,8 @@ def read_peft(
 
 
 class AdaptedSource:
-    """The model's own values, and the first ones of an adapter: A uniform as in peft (up to 1 / sqrt(inputs)), drawn
-    from the run's seed and its own name, B zero, a magnitude the length of its row of W."""
+    """The model's own values, and an adapter's first ones: A uniform as in peft (up to 1 / sqrt(inputs)), from the
+    run's seed and its own name, B zero, a magnitude the length of its row of W."""
 
     def __init__(
         self,
@@ -341,7 +341,7 @@ class AdaptedSource:
         seed: int,
         given: dict[str, Tensor] | None = None,
     ) -> None:
-        """`shapes`: of the adapter's tensors. `given`: their values, flat, and those of modules that train whole."""
+        """`shapes`: of the adapter's tensors. `given`: flat values of these, and of modules that train completely."""
         self.base, self.origin, self._given = base, base.origin, given or {}
         self._shapes, self._seed = shapes, seed
 

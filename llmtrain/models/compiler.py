@@ -1,4 +1,4 @@
-"""torch.compile on this machine: whether it works, how many cores it takes, and how it is left out for a while.
+"""torch.compile on this machine: a trial, its share of the cores, and a way to switch it off for a while.
 
 On CUDA it needs Triton, a C compiler and Python's header files, on a CPU a C++ compiler. Not every machine has them,
 and training works without.
@@ -31,8 +31,8 @@ _answers: dict[str, str | None] = {}
 
 
 def trouble(device: torch.device) -> str | None:
-    """Why nothing can be compiled for this kind of device; None: it can. Tried once, on a small function; success is
-    kept in the user's cache folder, a failure is a warning."""
+    """The reason why nothing can be compiled for this kind of device; None: it can. Tried once, on a small function;
+    success is recorded in the user's cache folder, a failure is a warning."""
     if device.type not in _answers:
         _answers[device.type] = None
         known = cache_folder() / "compiler" / _circumstances(device)
@@ -48,7 +48,7 @@ def trouble(device: torch.device) -> str | None:
 
 
 def _circumstances(device: torch.device) -> str:
-    """Hash of what a trial's answer depends on: host, device, versions, compilers, headers, torch's variables."""
+    """Hash of the facts behind a trial's answer: host, device, versions, compilers, headers, torch's variables."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     files = [shutil.which(os.environ.get(key) or usual) for key, usual in (("CC", "gcc"), ("CXX", "g++"))]
     files += [sysconfig.get_path("include") + "/Python.h", getattr(importlib.util.find_spec("triton"), "origin", None)]
@@ -65,10 +65,10 @@ def do_without(device: torch.device, reason: str) -> None:
 
 
 def _attempt(kind: str) -> str | None:
-    """The error of compiling a small function for a kind of device; None if it works."""
+    """The error of a small function's compilation for a kind of device; None if it works."""
     try:
         share_cores()
-        # Not from the cache: the compiler that filled it may be gone, or be another host's with the same home.
+        # Not from the cache: the compiler that filled it may be gone, or belong to another host with the same home.
         with fresh_compilation_cache():
             try:
                 two = torch.compile(_twice, dynamic=False)(torch.ones(64, device=kind))
@@ -85,14 +85,13 @@ def _twice(values: Tensor) -> Tensor:
 
 
 def _line(error: Exception) -> str:
-    message, _, _ = str(error).partition("Set TORCHDYNAMO_VERBOSE")  # what follows is advice for torch's developers
+    message, _, _ = str(error).partition("Set TORCHDYNAMO_VERBOSE")  # the rest is advice for torch's developers
     return " ".join(f"{type(error).__name__}: {message}".split())[:300]
 
 
 def share_cores() -> None:
-    """Let inductor compile on this rank's share of the cores: by default each rank starts a process for every core,
-    up to 32. The environment variable TORCHINDUCTOR_COMPILE_THREADS stays as it is if the user has set it.
-    """
+    """Let inductor compile on this rank's share of the cores: by default each rank starts a process for every core, up
+    to 32. A value that the user has set in TORCHINDUCTOR_COMPILE_THREADS stays."""
     if _THREADS in os.environ:
         return
     os.environ[_THREADS] = str(min(32, cores_of_a_rank()))  # the package reads it when it is imported
@@ -101,9 +100,8 @@ def share_cores() -> None:
 
 @contextlib.contextmanager
 def uncompiled() -> Iterator[None]:
-    """Run what is compiled as plain PyTorch. For a few tokens: each new shape would be compiled, and torch would
-    take shapes that change for dynamic ones.
-    """
+    """Run compiled functions as plain PyTorch. For a few tokens: each new shape would be compiled, and torch would take
+    shapes that change for dynamic ones."""
     if "torch._dynamo" not in sys.modules:  # nothing is compiled in this process, and the import takes seconds
         yield
         return

@@ -1,7 +1,7 @@
 """The divergence of a head's next-token distribution from a teacher's, without the [tokens, vocabulary] logits.
 
 As in loss.py, tokens go through both heads in chunks, and a chunk's gradients are computed in the forward pass, while
-its logits exist. All sums over the vocabulary are in fp32. Of the teacher there are logits, or its k likeliest words.
+its logits exist. All sums over the vocabulary are in fp32. The teacher gives logits, or its k likeliest words.
 """
 
 from __future__ import annotations
@@ -18,36 +18,37 @@ from torch import Tensor
 from llmtrain.models.loss import IGNORE, HeadForm, Vocabulary, in_chunks, scaled_gradients
 
 FIGURES = 4
-"""A distillation's loss, divergence, next-token loss, entropy of the teacher."""
+"""Number of a distillation's figures: loss, divergence, next-token loss, entropy of the teacher."""
 _TABLES = 8
-"""A chunk has about so many [tokens, vocabulary] in fp32 at one time, so it has so many times fewer tokens than the one
-of the next-token loss, which has one."""
+"""Number of [tokens, vocabulary] tables in fp32 that a chunk needs at one time. The next-token loss needs one, so a
+chunk here has this many times fewer tokens."""
 
 TeacherLogits = Callable[[slice], Tensor]
-"""Gives the teacher's logits of some of a micro-batch's N tokens, fp32 [tokens, V], of the whole vocabulary."""
+"""The teacher's logits for some of a micro-batch's N tokens, fp32 [tokens, V] with all words."""
 
 NOTHING = -1e4
-"""Stands for log(0): its exponential is 0 in fp32, and so is its product with that."""
+"""Replaces log(0): its exponential is 0 in fp32, and so is the product of both."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TopWords:
     """A teacher's distribution at the loss's temperature as k + 1 events: its k likeliest words, and any other word.
-    The student's is read as the same events: D is at most the D of complete distributions, and equal for k = V."""
+    The student's distribution is split into these events: D is at most the D of complete distributions, and equal for
+    k = V."""
 
     words: Tensor
     """int64 [N, k], no word twice in a row of a counted token."""
     logs: Tensor
-    """fp32 [N, k + 1]: log-probabilities of the words, and the logarithm of the mass of the others; NOTHING for none.
-    Anything finite where the token does not count."""
+    """fp32 [N, k + 1]: log-probabilities of the words, and the logarithm of the other words' mass; NOTHING for none.
+    Anything finite for a token that does not count."""
 
     def of(self, rows: slice) -> TopWords:
-        """Some of the N tokens'."""
+        """Select some of the N tokens."""
         return TopWords(words=self.words[rows], logs=self.logs[rows])
 
 
 TeacherSays = Callable[[slice], Tensor | TopWords]
-"""As `TeacherLogits`; or their likeliest words."""
+"""`TeacherLogits`, or the likeliest words of the tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,7 @@ class Terms:
 
 
 def few_of(chunk: int) -> int:
-    """Tokens of a chunk here, from the number that the next-token loss has."""
+    """Tokens of a chunk here, from the next-token loss's chunk."""
     return max(1, chunk // _TABLES)
 
 
@@ -84,8 +85,8 @@ def distilled_sums(
 ) -> Tensor:
     """Sums over the counted tokens, nats, fp32 [4]: loss, D, next-token loss, the entropy of p.
 
-    A gradient goes through the first alone. Arguments as of `chunked_nll_sum` in loss.py. Of `TopWords`, D and the
-    entropy are those of the k + 1 events.
+    Only the loss has a gradient. Arguments: see `chunked_nll_sum` in loss.py. With `TopWords`, D and the entropy are
+    those of the k + 1 events.
     """
     flat_NH = hidden.reshape(-1, hidden.shape[-1])
     about = (few_of(chunk), form, vocabulary, teacher, terms)
@@ -196,7 +197,7 @@ def _apart_in_events(
     first, count = _part(vocabulary, log_q_CV)
     own_Ck = words_Ck - first
     mine_Ck = (own_Ck >= 0) & (own_Ck < count)
-    # A word of another rank points behind this rank's: a column that is cut off again.
+    # A word of another rank points past this rank's: at a column that is cut off again.
     own_Ck = own_Ck.masked_fill(~mine_Ck, count)
     wide_CX = F.pad(log_q_CV, (0, 1), value=0.0)
     log_q_Ck = _added_up(wide_CX.gather(1, own_Ck), vocabulary)
@@ -207,13 +208,13 @@ def _apart_in_events(
     entropy_C1 = -(log_p_CE.exp() * log_p_CE).sum(1, keepdim=True)
     if pull_CE is None:
         return divergence_C1, None, entropy_C1
-    # An event's pull is shared by its words as its probability is.
+    # The words of an event share its pull in proportion to their probabilities.
     pull_CX = F.pad(others_CV.sub_(log_rest_C1).exp_().mul_(pull_CE[:, -1:]), (0, 1))
     return divergence_C1, pull_CX.scatter_(1, own_Ck, pull_CE[:, :-1])[:, :count].contiguous(), entropy_C1
 
 
 def top_words(values_CV: Tensor, k: int, temperature: float) -> TopWords:
-    """The teacher's log-probabilities, from its fp32 logits over the whole vocabulary."""
+    """The teacher's k likeliest words with their log-probabilities, from its fp32 logits of all words."""
     log_p_CV = _log_softmax(values_CV, temperature, None)
     logs_Ck, words_Ck = log_p_CV.topk(k, dim=1)
     log_rest_C1 = _log_of_sum(log_p_CV.scatter(1, words_Ck, -math.inf), None)
@@ -221,7 +222,7 @@ def top_words(values_CV: Tensor, k: int, temperature: float) -> TopWords:
 
 
 def _log_of_sum(logs_CV: Tensor, vocabulary: Vocabulary | None) -> Tensor:
-    """The logarithm of the summed exponentials [C, 1]; NOTHING, or hardly more, where they are all 0."""
+    """The logarithm of the summed exponentials [C, 1]; NOTHING, or hardly more, if all are 0."""
     most_C1 = logs_CV.amax(1, keepdim=True).clamp_(min=NOTHING)
     if vocabulary is not None:
         vocabulary.take_largest(most_C1)
@@ -253,12 +254,12 @@ def _divergence(
     sums_CK = _added_up(torch.cat(parts, dim=1), vocabulary)
     of_q_C1 = sums_CK[:, :1]
     divergence_C1 = share * of_q_C1 if beta == 1.0 else share * of_q_C1 + beta * sums_CK[:, 1:]
-    # dD/dq is share (log q - log m): what is left of m's own derivative and those of p and q is 0.
+    # dD/dq is share (log q - log m): the rest of m's own derivative and those of p and q is 0.
     return divergence_C1, ratio_CV.sub_(of_q_C1).mul_(q_CV).mul_(share) if wants_gradient else None
 
 
 def _log_softmax(values_CV: Tensor, temperature: float, vocabulary: Vocabulary | None) -> Tensor:
-    """Log-probabilities of values / temperature. Student and teacher take the same roundings."""
+    """Log-probabilities of values / temperature. Student and teacher have the same roundings."""
     most_C1 = values_CV.amax(1, keepdim=True)
     if vocabulary is not None:
         vocabulary.take_largest(most_C1)

@@ -1,7 +1,7 @@
-"""Mixtures of experts: where a transformers model has them, what its routers choose, and the loss that balances them.
+"""Mixtures of experts: finds the blocks of a transformers model, watches its routers, and computes the balancing loss.
 
-Found by structure, not by a table of names: a module is a block of experts if a child of it holds matrices of E experts
-(3-D parameters [E, ., .], or a list of E equal modules) and another holds a matrix [E, H], the router's.
+Blocks are found by structure, not by a table of names: a module is a block of experts if a child of it holds matrices
+of E experts (3-D parameters [E, ., .], or a list of E equal modules) and another holds a matrix [E, H], the router's.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class ExpertBlock:
     router: nn.Module
     """Its forward gives the logits [tokens, E], alone or first in a tuple with the chosen experts (integers)."""
     experts: tuple[nn.Module, ...]
-    """The modules that hold the matrices of the experts."""
+    """The modules with the experts' matrices."""
     count: int
-    """E: of the whole model, also where a rank holds some of them only."""
+    """E, the model's number of experts, also if a rank holds only some."""
 
     @property
     def are_modules(self) -> bool:
-        """True if each expert is a module of its own, in a list."""
+        """True if each expert is a separate module in a list."""
         return any(isinstance(part, nn.ModuleList) for part in self.experts)
 
 
@@ -59,7 +59,7 @@ def expert_blocks(hf: nn.Module) -> list[ExpertBlock]:
 
 
 def _experts_in(module: nn.Module) -> int:
-    """Number of experts whose matrices a module holds; 0 if it holds none."""
+    """Number of experts whose matrices a module holds; 0 for none."""
     if isinstance(module, nn.ModuleList):
         kinds = {type(child) for child in module}
         return len(module) if len(kinds) == 1 and any(True for _ in module.parameters()) else 0
@@ -80,34 +80,34 @@ def _router(block: nn.Module, experts: tuple[nn.Module, ...], count: int) -> nn.
 
 
 def avoid_grouped_product(hf: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Choose transformers' loop over the experts where its default, torch's grouped product, refuses their widths."""
+    """Choose transformers' loop over the experts if its default, torch's grouped product, refuses their widths."""
     if not all(fit_grouped_product(module, dtype) for module in hf.modules() if hasattr(module, "is_transposed")):
         loop_over_experts(hf.config)
 
 
 def fit_grouped_product(experts: nn.Module, dtype: torch.dtype) -> bool:
-    """True if torch's grouped product takes these experts' matrices: rows of a multiple of 16 bytes, which a
+    """True if torch's grouped product accepts the experts' matrices: their rows need multiples of 16 bytes, which a
     tensor-parallel shard may not have ("strides should be multiple of 16 bytes" in the first forward pass)."""
     matrices = [p for p in experts.parameters() if len(shape_of(p)) == 3]
     return not any(size * dtype.itemsize % 16 for matrix in matrices for size in shape_of(matrix)[1:])
 
 
 def shape_of(parameter: nn.Parameter) -> tuple[int, ...]:
-    """Under ZeRO 3, too, where the parameter itself is empty between its uses."""
+    """Shape of a parameter, also under ZeRO 3, where it is empty between its uses."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def experts_per_token(config: PreTrainedConfig) -> int | None:
-    """Number of experts that compute a token, or None if the configuration does not say."""
+    """Number of experts that compute a token; None if the configuration lacks it."""
     text = config.get_text_config()
     names = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
     return next((int(k) for k in (getattr(text, name, None) for name in names) if isinstance(k, int)), None)
 
 
 def idle_parameters(hf: nn.Module, config: PreTrainedConfig, among: Collection[Tensor]) -> int:
-    """Elements of expert matrices that a token does not meet: those of the experts that are not chosen for it.
+    """Elements of expert matrices that a token does not use, because their experts are not chosen for it.
 
-    `among`: of these parameters only.
+    `among`: count these parameters only.
     """
     chosen = experts_per_token(config)
     if chosen is None:
@@ -120,20 +120,20 @@ def idle_parameters(hf: nn.Module, config: PreTrainedConfig, among: Collection[T
 
 
 def balance_coefficient(config: PreTrainedConfig) -> float:
-    """Factor on the load-balancing loss, by transformers' own rule: `router_aux_loss_coef` acts where
-    `output_router_logits` is true; else 0."""
+    """Factor on the load-balancing loss, by transformers' own rule: `router_aux_loss_coef` if `output_router_logits` is
+    true; else 0."""
     text = config.get_text_config()
     wanted = bool(getattr(text, "output_router_logits", False))
     return float(getattr(text, "router_aux_loss_coef", None) or 0.0) if wanted else 0.0
 
 
 def check_stages(config: PreTrainedConfig) -> None:
-    """Raises ModelError where the stages of a pipeline would lose the load-balancing loss in silence."""
+    """Refuse stages of a pipeline that would silently lose the load-balancing loss. Raises ModelError."""
     if coefficient := balance_coefficient(config):
         raise ModelError(
             f"pipeline.stages: the model's load-balancing loss (output_router_logits is true, router_aux_loss_coef is "
             f"{coefficient}) is made of the routers of all layers, and no stage has them all. Set output_router_logits "
-            "to false in the model's configuration, or use ZeRO 3 or expert_parallel in place of the pipeline."
+            "to false in the model's configuration, or use ZeRO 3 or expert_parallel instead of the pipeline."
         )
 
 
@@ -151,13 +151,13 @@ def set_leaf_modules(hf: nn.Module, blocks: list[ExpertBlock]) -> None:
 
 
 def has_experts(hf: nn.Module) -> bool:
-    """True if some module sends each token to some of its experts, also in no `ExpertBlock`."""
+    """True if some module sends each token to some of its experts, also outside of every `ExpertBlock`."""
     return bool(expert_blocks(hf) or _holders(hf))
 
 
 def _holders(hf: nn.Module) -> list[nn.Module]:
-    """The modules with experts' matrices, those of no block as well: LongCat-Flash has more experts in one matrix than
-    in the other, and DBRX stacks all in 2 dimensions."""
+    """The modules with experts' matrices, also outside of blocks: LongCat-Flash has more experts in one matrix than in
+    the other, and DBRX stacks all in 2 dimensions."""
     return [
         module
         for module in hf.modules()
@@ -173,19 +173,19 @@ class RoutingFigures:
     aux_loss: float
     """Mean over micro-batches of the load-balancing loss, before its coefficient."""
     tokens_LE: list[list[int]]
-    """Tokens that each expert of each block got."""
+    """Number of tokens that each expert of each block got."""
 
 
 class Routing:
     """Watches the routers: the load-balancing loss of each forward pass in training, and counts of tokens.
 
-    The loss is the one of transformers' `load_balancing_loss_func` (Switch Transformer, arXiv 2101.03961, eqs. 4-6):
-    E * sum_e f_e P_e, f_e being the share of (token, layer) pairs sent to expert e (they add up to the experts per
-    token) and P_e the mean probability that the routers give it. f and P are taken over the micro-batches that all
-    ranks do at the same time: one process with the same accumulation sees the same loss, whatever the ranks.
-    (Transformers takes them over the micro-batch of each rank: the product of means then depends on how many ranks
-    there are.) f cannot be differentiated, so an all-reduce of E counts is all that this needs. With accumulation the
-    loss of a step is the mean over its micro-batches: the f of a whole global batch is known only after its last pass.
+    The loss follows transformers' `load_balancing_loss_func` (Switch Transformer, arXiv 2101.03961, eqs. 4-6): E *
+    sum_e f_e P_e, f_e being the share of (token, layer) pairs sent to expert e (they add up to the experts per token)
+    and P_e the mean probability that the routers give it. f and P are taken over the micro-batches that all ranks do at
+    the same time: one process with the same accumulation has the same loss as any number of ranks. (Transformers takes
+    them over the micro-batch of each rank: the product of means then depends on the number of ranks.) f cannot be
+    differentiated, so an all-reduce of E counts is enough. With accumulation the loss of a step is the mean over its
+    micro-batches: the f of a complete global batch is known only after its last pass.
     """
 
     def __init__(self, blocks: list[ExpertBlock], config: PreTrainedConfig, group: Any) -> None:
@@ -203,7 +203,7 @@ class Routing:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Notes what the routers say, once each; not what they say again when activations are recomputed."""
+        """Record each router's output once, without the recomputation of activations."""
         self._noted = {}
         try:
             yield
@@ -225,8 +225,8 @@ class Routing:
         self._noted[index] = (logits, chosen)
 
     def balance(self) -> Tensor | None:
-        """This rank's part of the loss of the pass that was watched, times the coefficient: over all ranks, the parts
-        add up. None where there is nothing to add to the loss."""
+        """This rank's part of the watched pass's loss, times the coefficient; the ranks' parts add up. None: nothing to
+        add to the loss."""
         noted, self._noted = self._noted, None
         assert noted is not None and len(noted) == self.layers, "a router of the model was not asked"
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.coefficient > 0):
@@ -254,7 +254,7 @@ class Routing:
 
     @torch.no_grad()
     def _count(self, tokens_LE: Tensor, part: Tensor) -> None:
-        """Sums stay on the device: nothing is read here."""
+        """Add to the sums on the device; the host reads nothing."""
         if self._tokens_LE is None or self._aux_sum is None:
             self._tokens_LE = torch.zeros_like(tokens_LE, dtype=torch.float64)
             self._aux_sum = torch.zeros_like(part, dtype=torch.float64)
@@ -267,7 +267,7 @@ class Routing:
 
         Args:
             control: group of all ranks, on the host.
-            counts: whether this rank's numbers count: they are the same on ranks that share their tokens.
+            counts: add this rank's numbers; true for one of the ranks that share their tokens.
         """
         passes, self._passes = self._passes, 0
         empty = torch.zeros(self.layers * self.experts + 1, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""fp8: which linear maps of a model multiply in 8-bit floats, and what a run says of it.
+"""fp8: chooses the linear maps that multiply in 8-bit floats, and describes the choice in the log.
 
 P. Micikevicius et al., "FP8 Formats for Deep Learning", arXiv 2209.05433. The maps are those of the torchao library
 (`models/fp8_linear.py`); weights, gradients and optimizer stay in the run's precision, and no file has an fp8 tensor.
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MULTIPLE = 16
-"""The products want inputs and outputs of whole 16 bytes."""
+"""The products need inputs and outputs in multiples of 16 bytes."""
 _OURS = "lora_"
 """Prefix of the names of an adapter's own maps: their inner side is too narrow to gain anything."""
 
 
 def maps_of(layer: nn.Module) -> tuple[dict[str, nn.Linear], dict[str, str]]:
     """The linear maps of a decoder layer by path: (those for fp8, the others with the reason). Routers choose experts,
-    and experts get any number of tokens, an inner side of a product: both stay as they are."""
+    and experts get any number of tokens, an inner side of a product: both are excluded."""
     blocks = expert_blocks(layer)
     routed = {m for block in blocks for part in (block.router, *block.experts) for m in part.modules()}
     chosen: dict[str, nn.Linear] = {}
@@ -47,7 +47,7 @@ def maps_of(layer: nn.Module) -> tuple[dict[str, nn.Linear], dict[str, str]]:
 
 
 def check_maps(hf: PreTrainedModel, recipe: str, places: Places) -> None:
-    """Raises ConfigError: torchao is not installed, or there is no map that fp8 is for. `hf`: the whole skeleton."""
+    """Raises ConfigError: torchao is not installed, or no map can use fp8. `hf`: the complete skeleton."""
     if importlib.util.find_spec("torchao") is None:
         rule = "fp8 is computed by the torchao library, which is not installed here"
         remedy = "install it: pip install 'llmtrain[fp8]'; or remove the key"
@@ -59,7 +59,7 @@ def check_maps(hf: PreTrainedModel, recipe: str, places: Places) -> None:
 
 
 def line(hf: PreTrainedModel, recipe: str, *, emulated: bool) -> str:
-    """A line for the log. `hf`: the whole skeleton."""
+    """A line for the log. `hf`: the complete skeleton."""
     layers = decoder_layers(hf)
     found = [maps_of(layer) for layer in layers]
     count, rest = sum(len(chosen) for chosen, _ in found), sum(len(others) for _, others in found)
@@ -78,7 +78,7 @@ def use_fp8(layers: Iterable[nn.Module], recipe: str, *, emulated: bool) -> None
 
     Args:
         recipe: rowwise or tensorwise.
-        emulated: round to fp8 and multiply in fp32, as a CPU does.
+        emulated: round to fp8 and multiply in fp32, for a CPU.
     """
     from llmtrain.models.fp8_linear import convert
 
@@ -88,7 +88,7 @@ def use_fp8(layers: Iterable[nn.Module], recipe: str, *, emulated: bool) -> None
 
 @contextlib.contextmanager
 def without_fp8(module: nn.Module) -> Iterator[None]:
-    """In which a module's maps multiply in its own precision: what is proved of a model's structure is proved so."""
+    """Context in which a module's maps multiply in the module's precision, for proofs of its structure."""
     layers: list[Any] = [layer for layer in module.modules() if getattr(layer, "multiplies_in_fp8", False)]
     try:
         for layer in layers:

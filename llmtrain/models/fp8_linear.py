@@ -1,8 +1,8 @@
-"""torchao's linear map in fp8, with less kept for the backward pass. Imported where torchao is known to be there.
+"""torchao's linear map in fp8, with less kept for the backward pass. Import it only with torchao installed.
 
-Each of the three products of a map (output, input's gradient, weight's gradient) takes both factors in 8 bits, scaled
-by their largest absolute value: of the whole tensor (tensorwise; gradients in e5m2), or of each row along the side that
-is summed over (rowwise; all in e4m3, scales rounded to powers of two). Scales are of the values at hand.
+Each of the three products of a map (output, input's gradient, weight's gradient) has both factors in 8 bits, scaled by
+the largest absolute value of the complete tensor (tensorwise; gradients in e5m2), or of each row along the side that is
+summed over (rowwise; all in e4m3, scales rounded to powers of two). Scales come from the current values.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Fp8Linear(Float8Linear):
     """A linear map whose products are in fp8. The weight is a parameter like any other."""
 
     multiplies_in_fp8 = True
-    """False: as torch.nn.Linear."""
+    """False: compute like torch.nn.Linear."""
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., inputs] -> [..., outputs]."""
@@ -45,8 +45,8 @@ class Fp8Linear(Float8Linear):
 
 @torch.compiler.allow_in_graph
 class _Product(torch.autograd.Function):
-    """x W^T by torchao's function, which would keep a view of W: under ZeRO 3 that is the whole gathered weight, until
-    the backward pass. Here the parameter is kept, which is empty until it is gathered again."""
+    """x W^T by torchao's function, which would keep a view of W: under ZeRO 3 that is the gathered weight, until the
+    backward pass. Here the parameter is kept, which is empty until it is gathered again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, products: Any, config: Float8LinearConfig) -> Tensor:

@@ -1,4 +1,4 @@
-"""A model's head as an objective sees it: the likelihoods of labels, whatever the ranks share; or a score."""
+"""A model's head for objectives: the likelihoods of labels, also with shared vocabulary or rows; or a score."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 _WORTH_IT = 0.9
-"""Share of the tokens above which leaving the others out of the head spares less than finding them costs."""
+"""Share of tokens in the head above which a search for the others costs more than it saves."""
 
 
 class SharedRows(Protocol):
@@ -31,25 +31,25 @@ class SharedRows(Protocol):
     degree: int
 
     def of_all(self, own: Tensor) -> Tensor:
-        """[degree, ...] from [...] of each of these ranks, by rank. A gradient goes back to where a part came from."""
+        """[degree, ...] from [...] of each of these ranks, by rank. A gradient returns to the rank of its part."""
         ...
 
 
 class Head:
-    """The last linear layer of a model; a shared vocabulary (tensor parallelism) or shared rows (sequence parallelism)
-    are its affair, not its caller's."""
+    """The last linear layer of a model. It hides a shared vocabulary (tensor parallelism) or shared rows (sequence
+    parallelism) from its caller."""
 
     def __init__(self, hf: PreTrainedModel, chunk: int) -> None:
         """`chunk`: tokens whose logits exist at one time.
 
-        Raises: ModelError, where it is no linear layer.
+        Raises: ModelError: not a linear layer.
         """
         layer = score_layer(hf) if gives_scores(hf.config) else hf.get_output_embeddings()
         if not isinstance(layer, nn.Linear):
             raise ModelError(f"model: the head of {type(hf).__name__} is no linear layer ({type(layer).__name__}).")
         self.form = HeadForm.of(hf.config)
         self.shared_rows: SharedRows | None = None
-        """Set under sequence parallelism: the hidden state is of this rank's columns."""
+        """Set under sequence parallelism, where the hidden state has this rank's columns only."""
         self._layer: Any = layer
         self._vocabulary: Any = getattr(layer, "vocabulary", None)  # its shard, under tensor parallelism
         self._chunk = chunk
@@ -63,23 +63,20 @@ class Head:
 
     def nll_sum(self, hidden: Tensor, labels: Tensor, counted: int | None = None) -> Tensor:
         """Summed negative log-likelihood (nats) of the counted `labels` [b, T], already shifted, for a `Loss`.
-        `hidden`: [b, t, H], rows that the loss was given. `counted`: number of counted labels, if known: the head skips
-        the others. Under sequence parallelism the sum over this rank's columns."""
+        `hidden`: [b, t, H], rows of the loss's input. `counted`: number of counted labels, if known: the head skips the
+        others. Under sequence parallelism the sum over this rank's columns."""
         return self._likelihoods(chunked_nll_sum, *self._counted(hidden, labels, counted))
 
     def nll_sums(self, hidden: Tensor, labels: Tensor, counted: int | None, z_loss: float) -> Tensor:
-        """As `nll_sum`, with a z-loss of this coefficient in the gradient, and the summed squares of log Z: fp32
-        [2]."""
+        """`nll_sum` with a z-loss of this coefficient in the gradient, and the summed squares of log Z: fp32 [2]."""
         compute = functools.partial(chunked_nll_sums, z_loss=z_loss)
         return self._likelihoods(compute, *self._counted(hidden, labels, counted))
 
     def token_nll(self, hidden: Tensor, labels: Tensor, counted: int | None = None) -> Tensor:
-        """The negative log-likelihood of each label (nats, fp32 [b, T]), 0 where it is not counted.
+        """The negative log-likelihood of each label (nats, fp32 [b, T]), 0 for labels that do not count.
 
         For an objective that is no sum over tokens; its backward pass computes the logits a second time. Ranks that
-        share the rows get the same: what is made of it goes through `once`.
-
-        Args: as of `nll_sum`.
+        share the rows get equal values, so their sums go through `once`. Arguments: see `nll_sum`.
         """
         labels = self.own(labels)
         rows = self._counted_rows(labels, counted)
@@ -92,18 +89,18 @@ class Head:
         """Scores of texts that end here, by a model with a score head: fp32 [...], for a `Loss`.
 
         Args:
-            hidden: [..., H], chosen places of what the loss was given.
+            hidden: [..., H], chosen places of the loss's input.
         """
         scores: Tensor = F.linear(hidden.float(), self._layer.weight.float())
         return scores.squeeze(-1)
 
     def scores_at(self, hidden: Tensor, places: Tensor) -> Tensor:
-        """Scores, fp32 [A], at `places` (int64 [A]) of whole rows [B, T], flattened.
+        """Scores, fp32 [A], at `places` (int64 [A]) of complete rows [B, T], flattened.
 
-        Ranks that share the rows get the same: what is made of it goes through `once`.
+        Ranks that share the rows get equal values, so their sums go through `once`.
 
         Args:
-            hidden: [B, t, H], what the loss was given.
+            hidden: [B, t, H], the loss's input.
         """
         shared = self.shared_rows
         if shared is None:
@@ -114,23 +111,23 @@ class Head:
         return shared.of_all(own.where(part % shared.degree == shared.rank, 0.0)).sum(0)
 
     def own(self, rows: Tensor) -> Tensor:
-        """Slice whole rows [B, T, ...] to this rank's columns [B, t, ...]."""
+        """Slice complete rows [B, T, ...] to this rank's columns [B, t, ...]."""
         shared = self.shared_rows
         return rows if shared is None else rows.chunk(shared.degree, dim=1)[shared.rank]
 
     def whole(self, columns: Tensor) -> Tensor:
-        """Whole rows [B, T, ...] from each rank's columns [B, t, ...]."""
+        """Gather complete rows [B, T, ...] from each rank's columns [B, t, ...]."""
         shared = self.shared_rows
         return columns if shared is None else shared.of_all(columns).transpose(0, 1).flatten(1, 2)
 
     def once(self, sums: Tensor) -> Tensor:
-        """This rank's part of sums that all ranks which share the rows have."""
+        """Divide sums that are equal on all ranks with the same rows, so that the ranks' parts add up."""
         shared = self.shared_rows
         return sums if shared is None else sums / shared.degree
 
     def distilled_sums(self, hidden: Tensor, labels: Tensor, teacher: TeacherSays, terms: Terms) -> Tensor:
         """Sums over the counted tokens, nats, fp32 [4]: loss, divergence from the teacher, next-token loss, the
-        teacher's entropy; the first has a gradient. Arguments as of `nll_sum`. Under sequence parallelism over this
+        teacher's entropy; only the loss has a gradient. Arguments: see `nll_sum`. Under sequence parallelism over this
         rank's columns."""
         from llmtrain.models.distillation import distilled_sums
 
@@ -141,7 +138,7 @@ class Head:
         """The k likeliest next words at each of N places, without a gradient; for a `Loss`.
 
         Args:
-            hidden: [N, H], chosen places of what the loss was given.
+            hidden: [N, H], chosen places of the loss's input.
         """
         from llmtrain.models.distillation import TopWords, few_of, top_words
 
@@ -155,11 +152,11 @@ class Head:
         return TopWords(words=torch.cat([each.words for each in found]), logs=torch.cat([each.logs for each in found]))
 
     def values(self, hidden: Tensor) -> Tensor:
-        """Logits as the loss sees them, fp32 [..., V], of [..., H]: of a model whose weights are whole here."""
+        """Logits after the head's form, fp32 [..., V], from [..., H]; all rows of the weight must be here."""
         return self.form.apply(F.linear(hidden, self._layer.weight, self._layer.bias).float())
 
     def _counted(self, hidden: Tensor, labels: Tensor, counted: int | None) -> tuple[Tensor, Tensor]:
-        """Hidden states and labels of this rank, of all tokens or of those that count and few others."""
+        """Hidden states and labels of this rank: all tokens, or the counted ones and few others."""
         labels = self.own(labels)
         rows = self._counted_rows(labels, counted)
         if rows is None:
@@ -167,9 +164,9 @@ class Head:
         return hidden.flatten(0, 1).index_select(0, rows), labels.flatten()[rows]
 
     def _counted_rows(self, labels: Tensor, counted: int | None) -> Tensor | None:
-        """int64 [K]: tokens with all `counted` among them, in their order; None: all tokens.
+        """int64 [K]: tokens with all `counted` among them, in order; None: all tokens.
 
-        The device is not asked how many they are: the host would wait for it. Compiled kernels get whole chunks.
+        The device is not asked for their number, because the host would wait. Compiled kernels get complete chunks.
         """
         if counted is None or self.shared_rows is not None:
             return None
@@ -187,7 +184,7 @@ class Head:
         return compute(hidden, layer.weight, layer.bias, labels, **about)
 
     def _forward(self, hidden: Tensor, loss: Loss | None = None) -> Tensor:
-        """The layer as it was (logits), or a loss."""
+        """The plain layer (logits), or a loss."""
         layer = self._layer
         if loss is None:
             compute = F.linear if self._vocabulary is None else self._vocabulary.logits

@@ -33,7 +33,7 @@ class LanguageModel(nn.Module):
         self.notes: list[str] = []
         """Lines for the log about the way this model was built."""
         self.balance: Tensor | None = None
-        """After a forward pass in training: this rank's part of the load-balancing loss, if it is to be added."""
+        """After a forward pass in training: this rank's part of the load-balancing loss, if there is one to add."""
         if hf.base_model is hf:
             raise ModelError(
                 f"model: {type(hf).__name__} cannot be asked for its hidden state without its logits (it has no "
@@ -43,7 +43,7 @@ class LanguageModel(nn.Module):
         self.noise: Neftune | None = None
         """Noise on the embeddings, in training."""
         self.wants_logits = False
-        """The loss gets transformers' own logits in place of the hidden state."""
+        """The loss gets transformers' own logits instead of the hidden state."""
 
     @property
     def config(self) -> PreTrainedConfig:
@@ -55,13 +55,13 @@ class LanguageModel(nn.Module):
         return [local_parameter(name, tensor) for name, tensor in named_tensors(self.hf)]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor of the whole model, by Hugging Face name."""
-        shapes = getattr(self.hf, "whole_shapes", None)  # a tensor-parallel rank may lack what belongs to others' heads
+        """Shape of every tensor of the model by Hugging Face name."""
+        shapes = getattr(self.hf, "whole_shapes", None)  # a tensor-parallel rank may lack tensors of others' heads
         return shapes or {held.name: held.shape for held in self.local_parameters()}
 
     def forward(self, inputs: Tensor, loss: Loss, positions: Tensor | None = None) -> Tensor:
-        """The result of `loss` of the decoder's output. `inputs`: [B, T]. `positions`: [B, T], beginning at 0 with each
-        document; None: a row is one sequence."""
+        """The result of `loss` for the decoder's output. `inputs`: [B, T]. `positions`: [B, T], beginning at 0 with
+        each document; None: a row is one sequence."""
         if self.wants_logits:
             return loss(self.head, self.logits(inputs))
         return self.head.compute(loss, self.hidden(inputs, positions))
@@ -75,7 +75,7 @@ class LanguageModel(nn.Module):
             return self.decoded(input_ids=inputs, **given)
 
     def decoded(self, **given: Any) -> Tensor:
-        """The output of transformers' decoder. In training its routers, if it has some, are watched."""
+        """The output of transformers' decoder. In training its routers, if any, are watched."""
         routing = self.routing if self.training else None
         with contextlib.nullcontext() if routing is None else routing.watching():
             hidden_BTH = self.hf.base_model(**given, **self._plainly()).last_hidden_state
@@ -83,7 +83,7 @@ class LanguageModel(nn.Module):
         return hidden_BTH
 
     def logits(self, inputs: Tensor) -> Tensor:
-        """transformers' own logits of [B, T] tokens, computed by each rank for itself."""
+        """transformers' own logits of [B, T] tokens, computed on each rank by itself."""
         with at_the_last_place(self.config):
             return self.hf(input_ids=inputs, **self._plainly()).logits
 
@@ -94,7 +94,7 @@ class LanguageModel(nn.Module):
 
 
 def compare_losses(hf: PreTrainedModel, ours: float, theirs: float) -> None:
-    """Raises ModelError when the loss in chunks is not the one of transformers' logits, by more than rounding."""
+    """Raises ModelError: the loss in chunks differs from that of transformers' logits by more than rounding."""
     tolerance = 1e-4 if hf.dtype == torch.float32 else 3e-2
     if not abs(ours - theirs) <= tolerance * max(1.0, abs(theirs)):
         raise ModelError(
@@ -106,9 +106,9 @@ def compare_losses(hf: PreTrainedModel, ours: float, theirs: float) -> None:
 
 @contextlib.contextmanager
 def documents_in_rows(positions: Tensor | None) -> Iterator[None]:
-    """Tell transformers which tokens of a row belong together: those of a document, or all without `positions`.
+    """Set the tokens of a row that belong together for transformers: those of a document, or all without `positions`.
 
-    See `patches.documents_are` for what it would do by itself.
+    See `documents_are` for transformers' own behaviour.
     """
     with documents_are(None if positions is None else (positions == 0).cumsum(-1)):
         yield

@@ -1,8 +1,8 @@
-"""Names of a model's parameters in the files of a Hugging Face folder, and the part of one that each tensor is.
+"""Maps a model's parameters to the tensors in a Hugging Face folder's files.
 
-transformers 5 keeps the experts of a layer as one parameter and renames others, but its files stay as they were (one
-tensor for each expert). The rules are transformers' own: it is asked to turn the model's tensors into the file's, on
-the meta device, and each result is followed back to the parameter that it is a view of.
+transformers 5 keeps the experts of a layer as one parameter and renames others, but its files keep the old form (one
+tensor for each expert). The rules are transformers' own: it turns the model's tensors into the file's, on the meta
+device, and each result is followed back to the parameter that it is a view of.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DERIVED = (".inv_freq", ".masked_bias", ".attn.bias")
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor of a file is the elements [start, start + numel) of a flat parameter."""
+    """A tensor in a file that is the elements [start, start + numel) of a flat parameter."""
 
     parameter: str
     start: int
@@ -47,24 +47,24 @@ class Placement:
     """Places of a model's parameters in one folder."""
 
     parts: dict[str, list[tuple[str, Part]]]
-    """Parameter -> (tensor of a file, what it is), in the order of the elements."""
+    """Parameter -> (tensor of a file, its part), in the order of the elements."""
     twins: dict[str, str] = field(default_factory=dict)
     """A tensor that repeats a tied weight -> the tied parameter."""
     derived: list[str] = field(default_factory=list)
-    """Tensors that the model computes itself and nobody needs."""
+    """Tensors that the model computes itself."""
     surplus: list[str] = field(default_factory=list)
-    """Tensors that the model has no place for."""
+    """Tensors without a place in the model."""
 
 
 class _FollowViews(TorchFunctionMode):
-    """Lets `contiguous` return the view: a copy would hide which part of which parameter it is."""
+    """Lets `contiguous` return the view: a copy would hide its part of a parameter."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return args[0] if func is torch.Tensor.contiguous else func(*args, **(kwargs or {}))
 
 
 class FolderLayout:
-    """The tensors that transformers writes for a model, and the other way around.
+    """Maps a model's parameters to the tensors that transformers writes, and back.
 
     Raises:
         ModelError: transformers converts a parameter in a way that is no cut into consecutive parts.
@@ -77,7 +77,7 @@ class FolderLayout:
 
         self.skeleton = skeleton
         self.shapes = tensor_shapes(skeleton)
-        """Shape of every parameter by the model's name, frozen ones included; a tied one is there once."""
+        """Shape of every parameter by the model's name, frozen ones included; a tied one once."""
         self.frozen = set(frozen_tensors(skeleton))
         """Names of the parameters that do not train."""
         every = dict(named_tensors(skeleton, remove_duplicate=False))
@@ -96,9 +96,9 @@ class FolderLayout:
         """Tensor -> (group, elements of the group): `save_pretrained` puts tensors that share memory into one file."""
 
     def place(self, tensors: Iterable[str]) -> Placement:
-        """Which tensors of a folder hold which parameters; names may be transformers' new or old ones, or the model's
-        own, with the decoder's prefix or without. Raises ModelError: two tensors are the same part, or a conversion is
-        not supported."""
+        """Find the tensors of each parameter; names may be transformers' new or old ones, or the model's own, with the
+        decoder's prefix or without. Raises ModelError: two tensors are the same part, or a conversion is not supported.
+        """
         from transformers.core_model_loading import dot_natural_key
 
         found, unread = Placement(parts={}), patterns_not_loaded(self.skeleton)
@@ -150,7 +150,7 @@ class FolderLayout:
         return {name: value for name, value in self._known.items() if name not in skipped}
 
     def _model_name(self, tensor: str) -> tuple[str, bool]:
-        """The model's name of the parameter that a tensor belongs to, and whether it is a part of it."""
+        """(the model's name of a tensor's parameter, True if the tensor is a part of it)."""
         from transformers.core_model_loading import rename_source_key
 
         prefix = self.skeleton.base_model_prefix

@@ -1,4 +1,4 @@
-"""peft's layer beside a linear map with less to compute. Imported where peft is known to be there."""
+"""peft's LoRA layer with less to compute. Import it only with peft installed."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from torch import Tensor
 
 
 class ScaledFirst(Linear):
-    """Wx + B (s A x) in place of peft's Wx + s (B A x), s = alpha / r: the product with s, and its gradient's, are of
-    r features of a token and not of all outputs. Where s is a power of two, both round alike.
-    """
+    """Computes Wx + B (s A x) instead of peft's Wx + s (B A x), s = alpha / r: s multiplies r features of a token, not
+    all outputs, and so does the gradient. If s is a power of two, both have equal rounding."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """x: [..., in]. Returns [..., out]."""
@@ -27,7 +26,7 @@ class ScaledFirst(Linear):
 
 
 def scaled_first(layer: Any) -> Any:
-    """The layer, which becomes a `ScaledFirst` where it is peft's of a linear map and no variant (DoRA)."""
+    """Turn a layer into a `ScaledFirst` if it is peft's of a linear map and no variant (DoRA)."""
     if type(layer) is Linear and not layer.lora_variant:
         layer.__class__ = ScaledFirst
     return layer

@@ -1,12 +1,12 @@
 """The summed cross-entropy of a language-model head, without the [tokens, vocabulary] logits.
 
-Tokens go through the head in chunks. As the loss is a scalar, each chunk's gradients are computed right there
-in the forward pass (while its logits exist) and only scaled in the backward pass, so nothing is recomputed:
-the method of Liger's fused linear cross-entropy (arXiv 2410.10989), written for any device.
+Tokens go through the head in chunks. Because the loss is a scalar, each chunk's gradients are computed in the forward
+pass (while its logits exist) and only scaled in the backward pass, so nothing is recomputed: the method of Liger's
+fused linear cross-entropy (arXiv 2410.10989), written for any device.
 
-What is done to each logit is written twice. On a CPU every pass is in place, with one exponential. A GPU waits for its
-memory in such passes (fp32 logits, read and written anew by each): there torch.compile makes two kernels, of which the
-first reads the logits, and the second reads them again and writes their gradient, both in the model's precision.
+The operations on each logit are written twice. On a CPU every pass is in place, with one exponential. A GPU waits for
+its memory in such passes (each reads and writes fp32 logits): there torch.compile makes two kernels, of which the first
+reads the logits, and the second reads them again and writes their gradient, both in the model's precision.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class HeadForm:
 
     @classmethod
     def of(cls, config: object) -> HeadForm:
-        """Reads the field names that transformers' configurations use."""
+        """Read the settings from the fields of a transformers configuration."""
         scale = getattr(config, "logit_scale", None) or 1.0
         divisor = getattr(config, "logits_scaling", None) or 1.0
         return cls(scale=scale / divisor, softcap=getattr(config, "final_logit_softcapping", None))
 
     def apply(self, logits: Tensor) -> Tensor:
-        """fp32 logits as the loss sees them; changes its argument in place."""
+        """Apply scale and cap to fp32 logits, in place."""
         if self.scale != 1.0:
             logits = logits.mul_(self.scale)
         if self.softcap is not None:
@@ -61,10 +61,10 @@ class Vocabulary(Protocol):
 
     @property
     def count(self) -> int:
-        """Its number of vocabulary entries."""
+        """Number of this rank's words."""
 
     def take_largest(self, values: Tensor) -> None:
-        """Put the largest of all ranks into each element."""
+        """Put the maximum over all ranks into each element."""
 
     def add_up(self, values: Tensor) -> None:
         """Put the sum over all ranks into each element."""
@@ -74,9 +74,9 @@ class _Labels(NamedTuple):
     """The labels [N] by token, as [N, 1]."""
 
     counts: Tensor
-    """True if the token counts; or the factor on its gradient, 0 where it does not."""
+    """True if the token counts; or the factor on its gradient, 0 if it does not count."""
     word: Tensor
-    """Its label's column among this rank's logits, 0 where there is none."""
+    """The column of its label among this rank's logits, 0 for none."""
     mine: Tensor
     """True if this rank has the label's logit."""
 
@@ -108,12 +108,12 @@ _Elementwise = Callable[[Tensor, _Labels, _About, bool], tuple[Tensor, Tensor | 
 
 
 def _in_place(logits_CV: Tensor, labels: _Labels, about: _About, wants_gradient: bool) -> tuple[Tensor, Tensor | None]:
-    """Return what is kept of each token of a chunk (`_kept`), and its logits' gradient in fp32; changes the logits."""
+    """The kept figures of each token in a chunk (`_kept`), and the logits' gradient in fp32; changes the logits."""
     form, vocabulary = about.form, about.vocabulary
     logits_CV = form.apply(logits_CV.float())
     slope_CV = None if form.softcap is None else 1.0 - (logits_CV / form.softcap).square()
-    # One exponential serves the loss and its gradient, and every pass is in place: log_softmax or logsumexp
-    # would need a second [C, V] and a second exponential.
+    # One exponential serves the loss and its gradient, and every pass is in place: log_softmax or logsumexp would need
+    # a second [C, V] and a second exponential.
     most_C1 = logits_CV.amax(1, keepdim=True)
     if vocabulary is not None:
         vocabulary.take_largest(most_C1)
@@ -133,7 +133,7 @@ def _in_place(logits_CV: Tensor, labels: _Labels, about: _About, wants_gradient:
 
 
 def _fused(logits_CV: Tensor, labels: _Labels, about: _About, wants_gradient: bool) -> tuple[Tensor, Tensor | None]:
-    """As `_in_place`, in two compiled kernels; the gradient has the logits' dtype."""
+    """`_in_place` in two compiled kernels; the gradient has the logits' dtype."""
     form, vocabulary = about.form, about.vocabulary
     most_C1, sum_C1, chosen_C1 = _compiled(_softmax_sums)(logits_CV, labels.word, form)
     if vocabulary is not None:
@@ -154,8 +154,8 @@ def _fused(logits_CV: Tensor, labels: _Labels, about: _About, wants_gradient: bo
 def _kept(
     most_C1: Tensor, sum_C1: Tensor, chosen_C1: Tensor, labels: _Labels, about: _About
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(the losses [C, 1], and with a z-loss the squares of log Z behind them [C, 2]; what each exponential is
-    multiplied with in the gradient of the logits; what is taken from it at the label).
+    """(the losses [C, 1], and with a z-loss also the squares of log Z [C, 2]; the factor on each exponential in the
+    logits' gradient; the value subtracted at the label).
 
     `sum`: of the exponentials below `most`; `chosen`: the label's logit less `most`.
     """
@@ -196,22 +196,22 @@ def _logits_gradient(
 
 
 def _widened(values: Tensor) -> Tensor:
-    return values.to(torch.float32, copy=True)  # `apply` works in place; in a kernel, no copy is left of this
+    return values.to(torch.float32, copy=True)  # `apply` works in place; a kernel keeps no copy
 
 
 @functools.cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    # A run has two shapes at most: a chunk, and what is left of a micro-batch after the last whole one.
+    # A run has at most two shapes: a chunk, and the rest of a micro-batch after the last complete one.
     return torch.compile(function, dynamic=False)
 
 
 def _elementwise(device: torch.device) -> _Elementwise:
-    """The faster way on the device."""
+    """The faster implementation for the device."""
     return _fused if device.type == "cuda" and compiler.trouble(device) is None else _in_place
 
 
 def has_one_shape(device: torch.device) -> bool:
-    """True if kernels are compiled there for the shape of a whole chunk."""
+    """True if the device has kernels compiled for the shape of a complete chunk."""
     return _elementwise(device) is _fused
 
 
@@ -223,7 +223,7 @@ def _add_gradients(
     grad_weight: Tensor | None,
     grad_bias: Tensor | None,
 ) -> None:
-    """Uses a chunk's gradient of the logits: fills its rows of the hidden state's, adds to the head's (fp32)."""
+    """Use a chunk's gradient of the logits: fill its rows of the hidden state's gradient, add to the head's (fp32)."""
     if grad_bias is not None:
         grad_bias += grad_CV.sum(0, dtype=torch.float32)
     low_CV = grad_CV.to(weight.dtype)
@@ -241,8 +241,8 @@ def _add_gradients(
 
 @functools.cache
 def adds_in_fp32(kind: str, dtype: torch.dtype) -> bool:
-    """True if a kind of device adds a product to an fp32 sum without rounding it first; tried once. A GPU that does not
-    is named in a warning."""
+    """True if a kind of device adds a product to an fp32 sum without rounding it first; tried once, with a warning on a
+    GPU that does not."""
     works = _tried_in_fp32(kind, dtype)
     if kind != "cpu" and not works:
         warn_once(
@@ -253,7 +253,7 @@ def adds_in_fp32(kind: str, dtype: torch.dtype) -> bool:
 
 
 def _tried_in_fp32(kind: str, dtype: torch.dtype) -> bool:
-    """torch has it for CUDA only, and its rules for the sum's dtype have changed between versions."""
+    """Try it: torch has it for CUDA only, and its rules for the sum's dtype have changed between versions."""
     total = torch.ones(16, 16, device=kind)
     factor = torch.full((16, 16), 1.0 + 2.0**-7, device=kind, dtype=dtype)  # its square has more bits than bf16
     want = total + factor.float() @ factor.float()
@@ -265,7 +265,7 @@ def _tried_in_fp32(kind: str, dtype: torch.dtype) -> bool:
 
 
 _SCALED_AT_ONCE = 1024
-"""Rows."""
+"""Number of rows."""
 
 
 def _scale(values: Tensor, factor: Tensor) -> Tensor:
@@ -280,7 +280,7 @@ def _scale(values: Tensor, factor: Tensor) -> Tensor:
 
 
 def scaled_gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """`ctx.grads` of hidden state, weight and bias (and the head's dtype) times the factor, once."""
+    """Multiply `ctx.grads` of hidden state, weight and bias (and the head's dtype) by the factor, once."""
     hidden, weight, bias, dtype = ctx.grads
     ctx.grads = None
     # The factor carries the loss scale of fp16: multiply in fp32 before the result is narrowed.
@@ -291,18 +291,18 @@ def scaled_gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tens
 
 
 _Wanted = tuple[bool, bool, bool]
-"""True for each of hidden state, weight and bias of the head that wants a gradient."""
+"""True for each of hidden state, weight and bias that needs a gradient."""
 
 
 OfChunk = Callable[[Tensor, slice], tuple[Tensor, Tensor | None]]
-"""Takes the logits of some tokens [C, V], in the head's dtype, which it may change, and which of the N they are: what
-is kept of each token, fp32 [C, K], and the gradient of the logits, None where none is wanted."""
+"""Maps some tokens' logits [C, V], in the head's dtype, which it may change, and their slice of the N tokens to kept
+figures of each token, fp32 [C, K], and the logits' gradient, None if none is wanted."""
 
 
 def in_chunks(
     leaves: tuple[Tensor, Tensor, Tensor | None], chunk: int, wanted: _Wanted, of_chunk: OfChunk
 ) -> tuple[list[Tensor], tuple[Tensor | None, Tensor | None, Tensor | None]]:
-    """(what is kept of each chunk's tokens, gradients of the leaves: hidden [N, H], weight [V, H], bias [V]).
+    """(kept figures of each chunk's tokens, gradients of the leaves: hidden [N, H], weight [V, H], bias [V]).
 
     `chunk`: tokens whose logits exist at one time.
     """
@@ -321,14 +321,14 @@ def in_chunks(
         if grad_CV is not None:
             own_hidden = None if grad_hidden is None else grad_hidden[rows]
             _add_gradients(grad_CV, hidden_CH, weight, own_hidden, grad_weight, grad_bias)
-        del grad_CV  # before there are the next chunk's logits
+        del grad_CV  # before the next chunk's logits exist
     return kept, (grad_hidden, grad_weight, grad_bias)
 
 
 def _token_losses(
     leaves: tuple[Tensor, Tensor, Tensor | None], labels: _Labels, about: _About, wanted: _Wanted
 ) -> tuple[list[Tensor], tuple[Tensor | None, Tensor | None, Tensor | None]]:
-    """(what is kept of each chunk's tokens, gradients of the leaves)."""
+    """(kept figures of each chunk's tokens, gradients of the leaves)."""
     elementwise = _elementwise(leaves[0].device)
 
     def of_chunk(logits_CV: Tensor, rows: slice) -> tuple[Tensor, Tensor | None]:
@@ -361,7 +361,7 @@ class _ChunkedNLL(torch.autograd.Function):
 class _TokenNLL(torch.autograd.Function):
     """-log p(label) of each token, fp32 [N]; inputs as for the sum.
 
-    A token's factor is known in the backward pass only, which therefore computes the logits again.
+    The backward pass computes the logits again, because a token's factor is known only there.
     """
 
     @staticmethod
@@ -392,13 +392,11 @@ def chunked_nll_sums(
     vocabulary: Vocabulary | None = None,
     z_loss: float,
 ) -> Tensor:
-    """Sums over the counted tokens, fp32 [2]: the negative log-likelihood (nats), and the square of log Z, the
-    logarithm of the sum of the exponentials of the logits as the loss sees them.
+    """Sums over the counted tokens, fp32 [2]: the negative log-likelihood (nats), and the square of log Z, where Z sums
+    the exponentials of the head's logits.
 
-    A gradient goes through the first alone: it is that of the first plus `z_loss`, above 0, times the second (PaLM,
-    arXiv 2204.02311, section 5).
-
-    Args: others as of `chunked_nll_sum`.
+    Only the first has a gradient: its own plus `z_loss`, above 0, times the second's (PaLM, arXiv 2204.02311, section
+    5). Other arguments: see `chunked_nll_sum`.
     """
     flat_NH = hidden.reshape(-1, hidden.shape[-1])
     sums: Tensor = _ChunkedNLL.apply(flat_NH, weight, bias, labels.reshape(-1), _About(chunk, form, vocabulary, z_loss))
@@ -433,7 +431,7 @@ def token_nll(
     form: HeadForm,
     vocabulary: Vocabulary | None = None,
 ) -> Tensor:
-    """The negative log-likelihood of each label (nats, fp32, the shape of `labels`), 0 where it does not count.
+    """The negative log-likelihood of each label (nats, fp32, the shape of `labels`), 0 for labels that do not count.
 
     Arguments as for the sum. The backward pass computes the logits a second time.
     """

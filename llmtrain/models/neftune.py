@@ -8,13 +8,14 @@ from torch import Tensor, nn
 
 
 class Neftune:
-    """Noise of alpha / sqrt(L d) x U(-1, 1) on each of the d elements of an embedding in training, L being the tokens
-    of its text. It is drawn from torch's stream, as dropout is, and equal on the ranks that share an embedding."""
+    """Adds noise of alpha / sqrt(L d) x U(-1, 1) to each element of an embedding in training, with d features and L
+    tokens in the text. It comes from torch's stream, like dropout, and is equal on the ranks that share an embedding.
+    """
 
     def __init__(self, embedding: nn.Module, alpha: float) -> None:
         self._alpha = alpha
         self.lengths_BT: Tensor | None = None
-        """L of each token that goes through the embedding next."""
+        """L of each token in the next embedding."""
         embedding.register_forward_hook(self._add)
 
     def look(self, inputs_BT: Tensor, positions_BT: Tensor | None) -> None:
@@ -30,12 +31,12 @@ class Neftune:
 
 
 def drawn(embedded: Tensor) -> Tensor:
-    """Random numbers between -1 and 1, of its shape."""
+    """Random numbers between -1 and 1 in the shape of `embedded`."""
     return torch.empty_like(embedded).uniform_(-1.0, 1.0)
 
 
 def text_lengths(inputs_BT: Tensor, positions_BT: Tensor | None) -> Tensor:
-    """Tokens of each token's text, int64 [B, T]: of its document, where `positions` are given, else of its row."""
+    """Length of each token's text, int64 [B, T]: its document if `positions` are given, else its row."""
     length = inputs_BT.shape[1]
     if positions_BT is None:
         return torch.full((1, 1), length, device=inputs_BT.device).expand_as(inputs_BT)

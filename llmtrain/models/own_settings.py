@@ -1,4 +1,4 @@
-"""Learning rate and weight decay of single parameters, where a run gives them their own."""
+"""Learning rate and weight decay of single parameters."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from llmtrain.optim.optimizers import Optimizer
 
 
 class OwnSettings(NamedTuple):
-    """Settings of one parameter beside those of the optimizer."""
+    """Settings of one parameter in addition to the optimizer's."""
 
     lr_factor: float = 1.0
     """Factor on the learning rate of its group."""
     weight_decay: float | None = None
-    """None: that of `optim.decay`."""
+    """None: `optim.decay` decides."""
 
 
 def own_settings(spec: ModelSpec, optim: Optimizer, places: Places | None = None) -> dict[str, OwnSettings]:
-    """Those of each parameter that trains, by its Hugging Face name; of a tied one by its first.
+    """Settings of each trained parameter by its Hugging Face name; a tied one has its first.
 
     Raises:
         ConfigError: a pattern matches nothing that trains, or two of a map give one parameter two values.
@@ -43,7 +43,7 @@ def own_settings(spec: ModelSpec, optim: Optimizer, places: Places | None = None
 
 
 def trained_names(spec: ModelSpec) -> dict[str, list[str]]:
-    """All names of each parameter that trains, by its first."""
+    """All names of each trained parameter, by its first name."""
     tied: dict[int, list[str]] = {}
     for path, parameter in spec.adapted.named_parameters(remove_duplicate=False):
         tied.setdefault(id(parameter), []).append(local_parameter(path, parameter).name)
@@ -74,7 +74,7 @@ def _by_pattern(key: str, values: dict[str, float], names: dict[str, list[str]],
 
 
 def _depths(hf: nn.Module) -> Iterator[tuple[str, int]]:
-    """Layers between a parameter and the head, by name: of the last decoder layer 0, of an embedding all of them."""
+    """Layers between a parameter and the head, by name: 0 for the last decoder layer, all for an embedding."""
     layers = decoder_layers(hf)
     inside = {id(parameter) for parameter in layers.parameters()}
     depth = {id(p): len(layers) - 1 - index for index, layer in enumerate(layers) for p in layer.parameters()}

@@ -1,13 +1,13 @@
-"""The description of each parameter that a rank holds, by its form of parallelism: nothing else knows its shards. And
-the tensors that no step changes.
+"""Describes each parameter that a rank holds, by its form of parallelism, which no other module does; lists frozen
+tensors.
 
-No step changes a family's own constants, such as the bias that corrects a router's choice of experts, and parameters
-that a run freezes. transformers has the first as parameters without a gradient (Ernie 4.5 MoE, AFMoE, Laguna) or as
-buffers that belong into a folder's files (DeepSeek-V3, GLM-4 MoE, dots1). Here all of them are buffers: each rank
-that has the module has the whole tensor in fp32, as DeepSpeed partitions, rounds and updates parameters only (ZeRO 1,
-2 and 3 of 0.19.8 have no master of a parameter without a gradient). The second stay parameters, without a gradient, in
-the precision of the forward pass: their values are in the module alone, partitioned under ZeRO 3, and checkpoints hold
-them in that precision.
+No step changes a family's own constants, for example the bias that corrects a router's choice of experts, and
+parameters that a run freezes. transformers has the first as parameters without a gradient (Ernie 4.5 MoE, AFMoE,
+Laguna) or as buffers that belong into a folder's files (DeepSeek-V3, GLM-4 MoE, dots1). Here all of them are buffers:
+each rank with the module has the complete tensor in fp32, because DeepSpeed partitions, rounds and updates parameters
+only (ZeRO 1, 2 and 3 of 0.19.8 have no master of a parameter without a gradient). The second stay parameters, without a
+gradient, in the precision of the forward pass: their values are in the module alone, partitioned under ZeRO 3, and
+checkpoints hold them in that precision.
 """
 
 from __future__ import annotations
@@ -27,76 +27,76 @@ from llmtrain.models.transformers_private import passing_buffers
 from llmtrain.storage.region import Region, whole
 
 A, B, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
-"""Suffixes that an adapter's tensors have after the path of their linear map."""
+"""Suffixes of an adapter's tensors after the path of their linear map."""
 WEIGHTS, CONFIG, PREFIX = "adapter_model.safetensors", "adapter_config.json", "base_model.model."
-"""The files of a PEFT folder, and what the names of its tensors begin with."""
+"""The files of a PEFT folder, and the prefix of its tensors' names."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Packed:
-    """A parameter in fewer bits, and the full-precision values that it stands for."""
+    """Access to the full-precision values of a parameter in fewer bits."""
 
     dtype: torch.dtype
     values: Callable[[], Tensor]
-    """Makes them anew."""
+    """Computes the values at each call."""
     write: Callable[[], AbstractContextManager[Tensor]]
-    """A context that gives memory for the flat values, and packs what is in it at the end."""
+    """A context that gives memory for the flat values, and packs them at the end."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LocalParameter:
-    """A tensor of this rank's module and the Hugging Face tensor that it is, or is a shard of."""
+    """A tensor of this rank's module with the Hugging Face tensor that it equals or is a shard of."""
 
     name: str
-    """Hugging Face name. Several shards of one tensor on a rank (experts) have the same."""
+    """Hugging Face name. Several shards of one tensor on a rank (experts) share it."""
     parameter: Tensor
-    """As the module holds it; under ZeRO 3 a parameter is partitioned, `ds_shape` is the shape of the shard."""
+    """The module's tensor; under ZeRO 3 a parameter is partitioned, `ds_shape` is the shape of the shard."""
     shape: tuple[int, ...]
-    """Shape of the whole Hugging Face tensor."""
+    """Shape of the complete Hugging Face tensor."""
     region: Region
     """Positions of the row-major flat parameter's elements in the flat Hugging Face tensor."""
     copy: tuple[int, int] = (0, 1)
-    """This is copy (index, of) among the ranks of other tensor-parallel and pipeline positions: a norm that every
+    """(index, count) of this copy among the ranks of other tensor-parallel and pipeline positions: a norm that every
     tensor-parallel rank holds, an embedding tied over two stages. Data-parallel replicas do not count here."""
 
     @property
     def packed(self) -> Packed | None:
-        """The full-precision tensor that a parameter in fewer bits stands for."""
+        """Access to the full-precision values of a parameter in fewer bits; None for any other."""
         return getattr(self.parameter, "llmtrain_packed", None)
 
     def values(self) -> Tensor:
-        """The flat values, [region.numel]: the parameter's own, or those that it stands for."""
+        """The flat full-precision values, [region.numel]."""
         return (self.parameter.detach() if self.packed is None else self.packed.values()).reshape(-1)
 
     @property
     def trains(self) -> bool:
-        """True if the optimizer has it; models/parameters.py lists the others."""
+        """True if the optimizer has it."""
         return isinstance(self.parameter, nn.Parameter) and self.parameter.requires_grad
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """Attribute of a parameter that is not the whole of a Hugging Face tensor, or not its only copy."""
+    """Attribute of a parameter that is a part of a Hugging Face tensor, or not its only copy."""
 
     shape: tuple[int, ...]
     region: Region
     copy: tuple[int, int] = (0, 1)
     name: str = ""
-    """Its Hugging Face name, where the module that holds it has another."""
+    """Its Hugging Face name, if its module has another."""
 
 
 def set_shard(parameter: Tensor, shard: Shard) -> None:
-    """The note stays with the object, whatever DeepSpeed does to its values."""
+    """Attach a shard to the object, so that it survives DeepSpeed's changes of the values."""
     parameter.llmtrain_shard = shard  # type: ignore[attr-defined]
 
 
 def set_packed(parameter: Tensor, packed: Packed) -> None:
-    """Note it at the object, as `set_shard` does."""
+    """Attach it to the object, see `set_shard`."""
     parameter.llmtrain_packed = packed  # type: ignore[attr-defined]
 
 
 def local_parameter(name: str, parameter: Tensor) -> LocalParameter:
-    """A parameter by its Hugging Face name: the whole tensor, unless it says otherwise."""
+    """Describe a parameter by its Hugging Face name: the complete tensor, unless a shard is attached."""
     shard: Shard | None = getattr(parameter, "llmtrain_shard", None)
     if shard is None:  # under ZeRO 3 the parameter itself is empty between its uses
         shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
@@ -106,7 +106,7 @@ def local_parameter(name: str, parameter: Tensor) -> LocalParameter:
 
 
 def freeze(hf: nn.Module) -> None:
-    """Make buffers of the parameters that do not train. Those on the meta device, or partitioned, become NaN.
+    """Turn the parameters that do not train into buffers. Those on the meta device, or partitioned, become NaN.
 
     Raises:
         ModelError: the model's files hold a tensor of integers, which no checkpoint here can hold.
@@ -166,7 +166,7 @@ def frozen_names(hf: nn.Module, model: ModelConfig, places: Places | None = None
 
 
 def frozen_tensors(module: nn.Module, *, remove_duplicate: bool = True) -> dict[str, Tensor]:
-    """Tensors of the module's weights that do not train, by name. `freeze` has seen the module."""
+    """Weights of the module that do not train, by name. Call `freeze` before."""
     passing = {
         f"{path}.{name}" if path else name
         for path, part in module.named_modules(remove_duplicate=remove_duplicate)
@@ -177,11 +177,11 @@ def frozen_tensors(module: nn.Module, *, remove_duplicate: bool = True) -> dict[
 
 
 def named_tensors(module: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
-    """The parameters, and after them what does not train: all that a checkpoint holds of a model, by name."""
+    """Parameters, then frozen tensors: all tensors in a checkpoint of a model, by name."""
     yield from module.named_parameters(remove_duplicate=remove_duplicate)
     yield from frozen_tensors(module, remove_duplicate=remove_duplicate).items()
 
 
 def tensor_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Their shapes."""
+    """Shapes of `named_tensors`."""
     return {name: tuple(tensor.shape) for name, tensor in named_tensors(module)}

@@ -1,8 +1,8 @@
-"""QLoRA: the frozen maps beside an adapter in 4 bits, packed one after another as their values come.
+"""QLoRA: the frozen maps of an adapted model in 4 bits, packed one after another while they are loaded.
 
 T. Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", arXiv 2305.14314: NF4, in blocks of 64 elements
-with a scale each in fp32 (4.5 bits an element), by the bitsandbytes library. Forward and backward pass compute with
-the values that the blocks stand for, in the precision that the map had.
+with a scale each in fp32 (4.5 bits an element), by the bitsandbytes library. Forward and backward pass compute with the
+unpacked values, in the precision that the map had.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from llmtrain.models.parameters import Packed, Shard, local_parameter, set_packe
 
 _BLOCK = 64
 _AT_A_TIME = 1 << 14
-"""Blocks: 1 M elements."""
+"""Number of blocks: 1 M elements."""
 
 
 def need_bitsandbytes() -> None:
@@ -38,14 +38,14 @@ def packed_line(module: nn.Module) -> str:
     """A line for the log on the packed maps of `module`."""
     maps = [each for each in module.modules() if isinstance(each, PackedLinear)]
     before, after = (sum(getattr(each, name) for each in maps) for name in ("plain_bytes", "nbytes"))
-    return f"frozen maps beside the adapter in 4 bits (NF4): {after / 2**30:.3g} GiB, were {before / 2**30:.3g}"
+    return f"frozen maps below the adapter in 4 bits (NF4): {after / 2**30:.3g} GiB, were {before / 2**30:.3g}"
 
 
 class PackedLinear(nn.Module):
     """A linear map whose frozen weight is in blocks of 4 bits."""
 
     def __init__(self, linear: nn.Linear, device: torch.device, dtype: torch.dtype) -> None:
-        """Has no values yet. `linear`: on the meta device: its weight, of `dtype`, never has memory as a whole."""
+        """Has no values yet. `linear`: on the meta device; its complete weight, of `dtype`, never has memory."""
         super().__init__()
         held = local_parameter("", linear.weight)
         self._shape, self._dtype = linear.weight.shape, dtype
@@ -70,7 +70,7 @@ class PackedLinear(nn.Module):
 
     @contextlib.contextmanager
     def write(self) -> Iterator[Tensor]:
-        """A context that gives memory for the flat weight, and packs what is in it at the end.
+        """A context that gives memory for the flat weight, and packs it at the end.
 
         Raises ConfigError: bitsandbytes cannot do it on this device.
         """
@@ -79,7 +79,7 @@ class PackedLinear(nn.Module):
         yield values[:size]
         try:
             self._pack(values.view(-1, _BLOCK))
-        except Exception as error:  # whatever a device without kernels makes of it
+        except Exception as error:  # any error of a device without kernels
             raise ConfigError(
                 f"adapter.quantize = nf4: bitsandbytes cannot pack a weight on {device} ({error}). Remove the key: "
                 "ZeRO 3 shards the frozen weights, offload_param keeps them on the host."
@@ -87,8 +87,8 @@ class PackedLinear(nn.Module):
 
     @torch.no_grad()
     def _pack(self, blocks: Tensor) -> None:
-        """`blocks`: one to a row. bitsandbytes 0.50 on CPU unpacks blocks that go on in the next row with the wrong
-        scales. A few at a time: what it makes lies beside the whole map."""
+        """`blocks`: one to a row, because bitsandbytes 0.50 on CPU unpacks blocks that continue in the next row with
+        the wrong scales. Packs a few at a time, so that its temporary memory stays small."""
         from bitsandbytes.functional import QuantState, quantize_4bit
 
         for low in range(0, len(blocks), _AT_A_TIME):
@@ -101,7 +101,7 @@ class PackedLinear(nn.Module):
                                  code=state.code, quant_type="nf4")  # fmt: skip
 
     def values(self) -> Tensor:
-        """The weight that the blocks stand for, [outputs, inputs]."""
+        """The unpacked weight, [outputs, inputs]."""
         from bitsandbytes.functional import dequantize_4bit
 
         blocks: Tensor = dequantize_4bit(self.weight.data, self._state)

@@ -14,17 +14,17 @@ from llmtrain.models.skeleton import load_config
 from llmtrain.models.transformers_private import warnings_of_rope
 
 _EXTENDS = ("llama3", "yarn", "longrope")
-"""Types of scaling that are told the length before them (transformers, modeling_rope_utils.py)."""
+"""Types of scaling that need the length before them (transformers, modeling_rope_utils.py)."""
 
 
 def turns(plan: Iterable[tuple[Mapping[str, Any], int]]) -> list[tuple[Mapping[str, Any], int]]:
-    """Return the RoPE changes of the stages. A resumed run repeats all, since each change starts from the length after
-    the one before. `plan`: (fields, tokens of a sequence) of each stage."""
+    """The RoPE changes of the stages. A resumed run repeats all, since each change starts from the length after the one
+    before. `plan`: (fields, tokens of a sequence) of each stage."""
     return [change for change, _ in groupby(stage for stage in plan if stage[0])]
 
 
 def turned(fields: Mapping[str, Any], plan: Iterable[tuple[Mapping[str, Any], int]]) -> Mapping[str, Any]:
-    """Return the fields of a model's config.json after these changes. Raises ModelError: see `set_rope`."""
+    """The fields of a model's config.json after these changes. Raises ModelError: see `set_rope`."""
     if not (changes := turns(plan)):
         return fields
     config: Any = load_config(ModelConfig(config=dict(fields)))
@@ -34,9 +34,9 @@ def turned(fields: Mapping[str, Any], plan: Iterable[tuple[Mapping[str, Any], in
 
 
 def refuse(model: Any, given: Mapping[str, Any], length: int, own: Mapping[str, Any] | None = None) -> str | None:
-    """The reason why a model cannot have these fields; None: it can. The model stays as it is.
+    """The reason why a model cannot have these fields; None: it can. The model does not change.
 
-    `own`: those of the fields that may not be without effect, as they are of no stage before; None: all.
+    `own`: the fields that must have an effect, because no earlier stage has them; None: all.
     """
     try:
         set_rope(copy.deepcopy(model), given, length, given if own is None else own)
@@ -46,14 +46,14 @@ def refuse(model: Any, given: Mapping[str, Any], length: int, own: Mapping[str, 
 
 
 def set_rope(model: Any, given: Mapping[str, Any], length: int, own: Mapping[str, Any] | None = None) -> None:
-    """Lay fields over `rope_parameters` of the model's config, and make its rotary embeddings anew.
+    """Lay fields over `rope_parameters` of the model's config, and rebuild its rotary embeddings.
 
     Args:
         model: a transformers model, or one with parts of it.
-        given: such as {"rope_theta": 1e6} or {"rope_type": "yarn", "factor": 4}; of a family with positions of several
-            kinds of layers by kind.
+        given: for example {"rope_theta": 1e6} or {"rope_type": "yarn", "factor": 4}; by kind of layer if a family has
+            positions of several kinds.
         length: tokens of a sequence from now on; the config's `max_position_embeddings` becomes at least that.
-        own: fields that transformers must know for this rope_type, and whose values it must not doubt.
+        own: fields that transformers must know for this rope_type, with values that it accepts.
 
     Raises:
         ModelError: the family has none, or transformers refuses a field.
@@ -64,7 +64,7 @@ def set_rope(model: Any, given: Mapping[str, Any], length: int, own: Mapping[str
         raise ModelError("the model has no rotary positions")
     configs = {id(module.config): module.config for module in rotary}
     whole = model.config.get_text_config(decoder=True)
-    configs[id(whole)] = whole  # what an export writes
+    configs[id(whole)] = whole  # an export writes this one
     for config in configs.values():
         _change(config, given, length, own or {})
     for module in rotary:
@@ -110,7 +110,7 @@ def _change(config: Any, given: Mapping[str, Any], length: int, own: Mapping[str
 def _laid(before: Mapping[str, Any], given: Mapping[str, Any], longest: int) -> dict[str, Any]:
     if not isinstance(given, Mapping):
         raise ModelError("they are a map of fields")
-    if "type" in given:  # transformers reads it where there is no rope_type, which every config has by now
+    if "type" in given:  # transformers reads it only without a rope_type, which every config has by now
         raise ModelError(f"the field is called rope_type: write rope_type: {given['type']}")
     after = {**before, **given}
     if after.get("rope_type") in _EXTENDS:

@@ -1,7 +1,7 @@
-"""A decoder with a score in place of likelihoods: transformers' ForSequenceClassification with one label.
+"""A decoder with a score instead of likelihoods: transformers' ForSequenceClassification with one label.
 
-What a configuration makes is told by the configuration itself, as in a folder's config.json: `architectures` names the
-class, and `id2label` has one entry. So checkpoints, exports and small copies need no other mark.
+The configuration itself names the kind of model, as in a folder's config.json: `architectures` names the class, and
+`id2label` has one entry. So checkpoints, exports and small copies need no other mark.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _SUFFIX = "ForSequenceClassification"
 def gives_scores(config: PreTrainedConfig) -> bool:
     """True if a model of this configuration gives one score for a text."""
     names = getattr(config, "architectures", None)
-    listed = names if isinstance(names, list) else []  # whatever a file has there
+    listed = names if isinstance(names, list) else []  # a file may have anything there
     return any(str(name).endswith(_SUFFIX) for name in listed) and config.num_labels == 1
 
 
 def with_score(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A copy that makes a model of the same decoder with a score. Raises ModelError: transformers has no such class."""
+    """A copy of the configuration for a decoder with a score. Raises ModelError: transformers has no such class."""
     kind = score_class(config)
     if kind is None:
         raise ModelError(
@@ -47,7 +47,7 @@ def with_score(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def score_layer(hf: PreTrainedModel) -> nn.Linear:
-    """The head. Raises ModelError: it is no linear layer called `score`."""
+    """The score head. Raises ModelError: it is no linear layer called `score`."""
     layer = getattr(hf, "score", None)
     if not isinstance(layer, nn.Linear) or layer.out_features != 1 or layer.bias is not None:
         raise ModelError(
@@ -59,8 +59,8 @@ def score_layer(hf: PreTrainedModel) -> nn.Linear:
 
 @contextlib.contextmanager
 def at_the_last_place(config: PreTrainedConfig) -> Iterator[None]:
-    """In which transformers' classes read a score at the last token, whatever it is: none is taken for padding, which
-    a pipeline's last stage, without tokens, could not tell. Other models are left as they are."""
+    """Context in which transformers' classes read a score at the last token, even a padding token, which a pipeline's
+    last stage, without tokens, could not recognise. Other models are unchanged."""
     if not gives_scores(config):
         yield
         return

@@ -1,4 +1,4 @@
-"""A transformers model from a run's model section: its configuration, the model, its skeleton."""
+"""Builds a transformers model from a run's model section: its configuration, the model, its skeleton."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""The JSON's precisions."""
+"""Type by the JSON's precision."""
 _MOST = 10_000  # layers, labels or experts
 _COUNT = re.compile(r"^(?!.*size).*(layer|label|expert)")
 
@@ -34,7 +34,7 @@ class TooLargeError(ModelError):
 def load_config(model: ModelConfig, *, trust_remote_code: bool = False) -> PreTrainedConfig:
     """The transformers config of `model.pretrained` or `model.config`, with the tokens of `model.vocabulary`.
 
-    Code that a folder carries runs with `trust_remote_code` only; no key of a run sets it.
+    A folder's code runs with `trust_remote_code` only; no key of a run sets it.
     """
     config = _given_config(model, trust_remote_code=trust_remote_code)
     try:
@@ -79,7 +79,7 @@ def _given_config(model: ModelConfig, *, trust_remote_code: bool) -> PreTrainedC
 
 
 def refuse_code(file: Path, fields: Any) -> None:
-    """Refuse a configuration by which transformers would load code. Raises ModelError."""
+    """Refuse a configuration that makes transformers load code. Raises ModelError."""
     if key := untrusted.names_code(fields):
         raise ModelError(
             f"{file}: it asks for Python code of its own ({key}), which is not run. If transformers has this model "
@@ -89,7 +89,7 @@ def refuse_code(file: Path, fields: Any) -> None:
 
 
 def _refuse_endless(fields: dict[str, Any]) -> None:
-    """A count that transformers would build so many objects for, until the memory is full. Raises ModelError."""
+    """Refuse a count for which transformers would build objects until the memory is full. Raises ModelError."""
     for key, value in fields.items():
         if isinstance(value, dict):
             _refuse_endless(value)
@@ -109,11 +109,11 @@ def auto_class(config: PreTrainedConfig) -> Any:
 def construct(
     config: PreTrainedConfig, attention: str, dtype: torch.dtype, *, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """The transformers model with parameters that nobody has initialised; `freeze` has seen it. Raises ModelError."""
+    """The transformers model with uninitialised parameters, after `freeze`. Raises ModelError."""
     from transformers.initialization import no_init_weights
 
     none = f"model.attention {attention}: transformers has none for {config.model_type}; set model.attention to eager."
-    # With sdpa transformers 5.17 leaves out the cap of the scores (Gemma-2): other logits, and nothing said.
+    # With sdpa transformers 5.17 leaves out the cap of the scores (Gemma-2): other logits, without a warning.
     if attention == "sdpa" and getattr(config.get_text_config(), "attn_logit_softcapping", None):
         raise ModelError(none)
     if attention == transformers_private.VARLEN:
@@ -126,7 +126,7 @@ def construct(
                 config, attn_implementation=attention, dtype=dtype, trust_remote_code=trust_remote_code
             )
         hf.tie_weights()
-    except Exception as error:  # whatever a configuration with strange numbers makes transformers or torch raise
+    except Exception as error:  # any error of transformers or torch about strange numbers
         if "does not support" in str(error):  # sdpa or flash attention, which not every family has
             raise ModelError(none) from error
         if re.search("allocate memory|calculation overflowed", str(error)):  # each tensor has memory for a moment
@@ -156,15 +156,14 @@ def construct(
 def skeleton(config: PreTrainedConfig, *, attention: str = "eager", trust_remote_code: bool = False) -> PreTrainedModel:
     """The transformers model with its parameters on the meta device (names and shapes) and real fp32 buffers.
 
-    `config` stays as it is.
+    `config` does not change.
     """
     with transformers_private.parameters_on_meta():
         return construct(copy.deepcopy(config), attention, torch.float32, trust_remote_code=trust_remote_code)
 
 
 def materialise(hf: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Give each parameter on the meta device uninitialised memory and move the buffers; ties, and what is noted at a
-    parameter, stay."""
+    """Give each parameter on the meta device uninitialised memory and move the buffers; ties and shards stay."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in hf.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
@@ -180,10 +179,10 @@ def materialise(hf: nn.Module, device: torch.device, dtype: torch.dtype) -> None
 
 
 def restore_buffers(hf: nn.Module, exact: nn.Module, device: torch.device) -> None:
-    """Give buffers their values back: zero.Init rounds what a constructor makes, rotary frequencies among it."""
+    """Restore buffers' values: zero.Init rounds a constructor's buffers, for example rotary frequencies."""
     values = dict(exact.named_buffers())
     for name, buffer in hf.named_buffers():
-        buffer.data = values[name].to(device, copy=True)  # `exact` goes on being asked for its own
+        buffer.data = values[name].to(device, copy=True)  # `exact` keeps its own
 
 
 def decoder_layers(hf: nn.Module) -> nn.ModuleList:
@@ -195,15 +194,15 @@ def decoder_layers(hf: nn.Module) -> nn.ModuleList:
 
 
 def layer_configs(text: Any) -> list[Any]:
-    """The configuration of each layer where they differ (`per_layer_config`), else the only one.
+    """The configuration of each layer if they differ (`per_layer_config`), else the only one.
 
-    Of what differs from layer to layer, transformers lets nobody ask the whole.
+    transformers raises an error for a field that differs between layers.
     """
     return list(text.per_layer_config) if text.is_heterogeneous else [text]
 
 
 def language_model(hf: PreTrainedModel) -> PreTrainedModel:
-    """A skeleton of the language model that has the same decoder, under the same names."""
+    """A skeleton of the language model with the same decoder, under the same names."""
     config = copy.deepcopy(hf.config)
     config.architectures = None
     return skeleton(config)

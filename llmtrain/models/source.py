@@ -1,7 +1,7 @@
 """Sources of parameters' values: random numbers, a Hugging Face folder, or a checkpoint.
 
-Whatever the source, the engine asks for slices of flat tensors by Hugging Face name, so no rank ever needs
-the whole model, and the result does not depend on the number of ranks.
+The engine asks every source for slices of flat tensors by Hugging Face name, so no rank ever needs the complete model,
+and the result does not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _CHUNK = 4 << 20
-"""Elements that are compared at a time."""
+"""Number of elements compared at a time."""
 _MOST_IN_FILE, _MOST_IN_FOLDER = 100_000, 1_000_000
-"""Tensors of a folder from outside: 400,000 names took 18 CPU-seconds to look through. 61 layers of 384 experts of 3
-maps, each with a scale and a zero point, are 210,816, and such a folder has dozens of files."""
+"""Limits on tensors in an external folder: 400,000 names took 18 CPU-seconds to look through. 61 layers with 384
+experts and 3 maps each, with a scale and a zero point per map, have 210,816 tensors in dozens of files."""
 
 
 class ParameterSource(Protocol):
     """Values of parameters by Hugging Face name."""
 
     origin: str
-    """The key and the value that named this source, for messages."""
+    """The key and value that named this source, for messages."""
 
     def order(self) -> list[str]:
-        """All names, in the order in which reading them is cheapest."""
+        """All names, in the cheapest order for reading."""
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
@@ -53,11 +53,11 @@ class ParameterSource(Protocol):
         """Elements [start, stop) of the flat tensor `name`, on any device, in the source's precision."""
 
     def read_region(self, name: str, region: Region) -> Tensor:
-        """The elements of a region of the flat tensor `name`, likewise."""
+        """The elements of a region of the flat tensor `name`, see `read`."""
 
 
 class RandomSource:
-    """The model's own initialisation, one block (decoder layer, embedding, ...) at a time, each with a seed made of the
+    """The model's own initialisation, one block (decoder layer, embedding, ...) at a time, each with a seed from the
     run's seed and the block's name: the values depend neither on the number of ranks nor on the ZeRO stage."""
 
     def __init__(self, skeleton: PreTrainedModel, seed: int, device: torch.device) -> None:
@@ -68,7 +68,7 @@ class RandomSource:
         self._device = device
         self._shapes = tensor_shapes(skeleton)
         self.frozen = set(frozen_tensors(skeleton))
-        """Names of what does not train."""
+        """Names of the tensors that do not train."""
         self._block_of: dict[str, str] = {}
         for block, module in _blocks(skeleton):
             for name, _ in named_tensors(module):
@@ -98,9 +98,9 @@ class RandomSource:
         made = self._model.get_submodule(block)
         module = copy.deepcopy(made).to_empty(device=self._device).float()
         for parameter in module.parameters():
-            parameter.fill_(float("nan"))  # what the model's own code leaves out must not pass as a weight
+            parameter.fill_(float("nan"))  # a weight that the model's own code does not set must not pass
         for name, tensor in frozen_tensors(module).items():
-            tensor.copy_(made.get_buffer(name))  # of these the constructor knows the values
+            tensor.copy_(made.get_buffer(name))  # the constructor sets their values
         digest = hashlib.sha256(f"{self._seed}:{block}".encode()).digest()
         devices = [self._device] if self._device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
@@ -119,7 +119,7 @@ class RandomSource:
         return values
 
     def _left_out(self, name: str, value: Tensor) -> None:
-        """A parameter that the family's own code gives no value. Raises ModelError."""
+        """Refuse a parameter that the family's own code does not initialise. Raises ModelError."""
         raise ModelError(
             f"model.config: {type(self._model).__name__} does not initialise its parameter {name}. "
             "Start from a folder with weights instead (model.pretrained)."
@@ -127,7 +127,7 @@ class RandomSource:
 
 
 def _blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Split a model into the members of its module lists and the modules beside them."""
+    """Split a model into the members of its module lists and the modules outside of lists."""
     has_list = any(isinstance(m, nn.ModuleList) for m in module.modules())
     own_tensors = any("." not in name for name, _ in named_tensors(module))
     if not has_list or own_tensors:
@@ -144,7 +144,7 @@ def _blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Modul
 
 
 class SafetensorsSource:
-    """A Hugging Face folder; threads may read. With a `layout` it has the model's parameter names, also where the files
+    """A Hugging Face folder; threads may read. With a `layout` it has the model's parameter names, also if the files
     keep a parameter in parts; without one, the files' names. Raises ModelError: an index, shard or parameter is
     missing, broken or contradictory, or a path leaves the folder."""
 
@@ -167,7 +167,7 @@ class SafetensorsSource:
                 raise self._wrong(f"{path} is one file too many: at most {_MOST_IN_FOLDER} tensors are read.")
             for name in file.entries:
                 if name in self.file_of:
-                    raise self._wrong(f"{name} stands in {self.file_of[name].path} and in {path}.")
+                    raise self._wrong(f"{name} is in {self.file_of[name].path} and in {path}.")
                 self.file_of[name] = file
         if weight_map is not None:
             self._compare(weight_map)
@@ -190,15 +190,15 @@ class SafetensorsSource:
         return self._shapes[name]
 
     def dtypes(self, name: str) -> set[str]:
-        """safetensors' names of the types in which the files keep a parameter."""
+        """safetensors' names of the types of a parameter in the files."""
         return {self.file_of[tensor].entries[tensor].dtype for tensor, _ in self._parts[name]}
 
     def places(self, name: str) -> list[tuple[str, str, Region]]:
-        """(file, tensor in it, which elements of the flat parameter that is), in the order of the elements."""
+        """(file, tensor in it, its elements of the flat parameter), in the order of the elements."""
         return [(self.file_of[t].path.name, t, Region(p.start, p.numel)) for t, p in self._parts[name]]
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Reads only these elements. Parts of several types come as fp32."""
+        """Read only these elements. Parts with several types give fp32."""
         parts = [(t, p) for t, p in self._parts[name] if p.start < stop and start < p.start + p.numel]
         kinds = {self.file_of[tensor].entries[tensor].dtype for tensor, _ in parts}
         out = torch.empty(stop - start, dtype=self._dtype(name, *kinds) if len(kinds) == 1 else torch.float32)
@@ -211,7 +211,7 @@ class SafetensorsSource:
         return out
 
     def read_region(self, name: str, region: Region) -> Tensor:
-        """Reads only these elements; rows of less than 1 KiB with the gaps between them."""
+        """Read only these elements; rows of less than 1 KiB with the gaps between them."""
         if region.contiguous:
             return self.read(name, region.start, region.start + region.numel)
         parts = [(t, Region(p.start, p.numel)) for t, p in self._parts[name]]
@@ -226,7 +226,7 @@ class SafetensorsSource:
         return out
 
     def read_tensor(self, tensor: str, start: int, stop: int, out: Tensor | None = None) -> Tensor:
-        """Elements of one tensor by the file's name, into `out` where it has the same type. Raises ModelError."""
+        """Elements of one tensor by the file's name, into `out` if the types agree. Raises ModelError."""
         file = self.file_of[tensor]
         dtype = self._dtype(tensor, file.entries[tensor].dtype)
         if out is None or out.dtype != dtype:
@@ -277,7 +277,7 @@ class SafetensorsSource:
     def _whole_shape(self, name: str, layout: FolderLayout | None) -> tuple[int, ...]:
         (tensor, part), *others = self._parts[name]
         shape = self.file_of[tensor].entries[tensor].shape
-        if layout is None or name not in layout.shapes:  # a surplus tensor is only what its file says
+        if layout is None or name not in layout.shapes:  # a surplus tensor has only its file's shape
             return shape
         return layout.shapes[name] if others or shape == part.shape else shape
 
@@ -328,12 +328,12 @@ class SafetensorsSource:
                 raise self._wrong(f"{held.path} holds {name}, which {INDEX} does not list.")
 
     def _refuse_other_twin(self, tensor: str, name: str) -> None:
-        """A tied weight that a folder holds twice has one value: transformers 5 unties two that differ, and older ones
+        """Compare the two copies of a tied weight in a folder: transformers 5 unties two that differ, and older ones
         drop the second. Raises ModelError."""
         size = numel(self._shapes[name])
         same = self.file_of[tensor].entries[tensor].shape == self._shapes[name]
         for start in range(0, size if same else 0, _CHUNK):
-            stop = min(size, start + _CHUNK)  # of the folder's own values, which a subclass may have more of
+            stop = min(size, start + _CHUNK)  # of the folder's own values; a subclass may have more
             one, two = self.read_tensor(tensor, start, stop), SafetensorsSource.read(self, name, start, stop)
             same = same and torch.equal(one.float(), two.float())
         if not same:
@@ -346,7 +346,7 @@ class SafetensorsSource:
 def refuse_other_shapes(
     source: ParameterSource, shapes: dict[str, tuple[int, ...]], *, surplus_too: bool = False
 ) -> None:
-    """The source must hold the model's parameters, whose names and shapes are given; with `surplus_too` others as well.
+    """Refuse a source without the model's parameters, given by names and shapes; `surplus_too` also refuses others.
 
     Raises:
         ModelError: the source lacks a parameter, has one more, or one of another shape.
@@ -374,10 +374,10 @@ def refuse_other_shapes(
 
 
 def refuse_escape(folder: Path, path: Path) -> Path:
-    """`path`, a file of a model folder, unless it is a link to somewhere else (`leads_out`).
+    """Return `path`, a file of a model folder, unless it is a link to somewhere else (`leads_out`).
 
     Raises:
-        ModelError: naming the link and its target.
+        ModelError: names the link and its target.
     """
     if (real := leads_out(folder, path)) is None:
         return path
@@ -385,9 +385,9 @@ def refuse_escape(folder: Path, path: Path) -> Path:
 
 
 class ScoredSource:
-    """A folder's values without its language model's head; where the folder has no score, a new one.
+    """A folder's values without its language model's head; a folder without a score gets a new one.
 
-    A new head is drawn as transformers initialises the class, from the run's seed: it is the same on all ranks.
+    A new head is drawn by transformers' initialisation of the class from the run's seed, and is equal on all ranks.
     """
 
     def __init__(self, base: SafetensorsSource, layout: FolderLayout, seed: int, device: torch.device) -> None:

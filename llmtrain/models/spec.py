@@ -1,4 +1,4 @@
-"""A model without its values: what a launch knows of it is found out once, and handed to all that ask."""
+"""A model without its values: facts that a launch finds once and shares."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """Sizes that the throughput figures need."""
+    """Sizes for the throughput figures."""
 
     parameters: int
     matmul_parameters: int
-    """Weights that are multiplied with the activations of a token: all matrices but the embedding, with a tied head
-    counted once, and of the experts only those that a token meets."""
+    """Weights that are multiplied with a token's activations: all matrices but the embedding, with a tied head counted
+    once, and only the experts that a token uses."""
     frozen_matmul_parameters: int
     """Names of the parameters that do not train."""
     forward_matmul_parameters: int
-    """Frozen ones that no gradient passes either: in layers below everything that trains."""
+    """Frozen ones without a gradient through them: in layers below everything that trains."""
     trained: int
-    """Parameters that train."""
+    """Number of parameters that train."""
     layers: int
     forward_layers: int
     """Layers below everything that trains."""
@@ -51,20 +51,20 @@ class ModelFacts:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ModelSpec:
-    """Configuration, names, shapes and sizes of a run's model. Nobody changes what it holds."""
+    """Configuration, names, shapes and sizes of a run's model. Do not change its members."""
 
     model: ModelConfig
-    """The run's section, its attention chosen; whether layers are compiled may not be decided yet."""
+    """The run's section with a chosen attention; the choice of compilation may still be open."""
     config: PreTrainedConfig
-    """As given. To build with it is to change it: take a copy."""
+    """The given configuration. A build changes its configuration: take a copy."""
     skeleton: PreTrainedModel
-    """The parameters are on the meta device, ties are ties, buffers are real ones in fp32. No adapter is in it."""
+    """Has parameters on the meta device, with ties, and real buffers in fp32. Has no adapter."""
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     """The run's section."""
 
     @classmethod
     def of(cls, model: ModelConfig, adapter: AdapterConfig | None = None, *, scores: bool = False) -> ModelSpec:
-        """`scores`: it gives a score for a text, as objective.name reward wants it.
+        """`scores`: build a score for a text, for objective.name reward.
 
         Raises ModelError: transformers cannot build the model, or not with `model.attention`; it gives scores unasked.
         """
@@ -82,7 +82,7 @@ class ModelSpec:
         return cls(model=model, config=config, skeleton=hf, adapter=adapter or AdapterConfig())
 
     def own_skeleton(self) -> PreTrainedModel:
-        """A skeleton with the run's attention that the caller may turn into something else."""
+        """A skeleton with the run's attention that the caller may change."""
         attention = self.model.attention
         if attention != _unless_flash(attention):
             return skeleton(self.config, attention=attention)
@@ -90,7 +90,7 @@ class ModelSpec:
 
     @property
     def scores(self) -> bool:
-        """True if it gives a score for a text, in place of likelihoods."""
+        """True if the model gives a score for a text instead of likelihoods."""
         return gives_scores(self.config)
 
     @cached_property
@@ -104,12 +104,13 @@ class ModelSpec:
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor by its Hugging Face name, frozen ones included; a tied one is there once."""
+        """Shape of every tensor by its Hugging Face name, frozen ones included; a tied one once."""
         return {held.name: held.shape for held in (local_parameter(*item) for item in named_tensors(self.adapted))}
 
     @cached_property
     def frozen(self) -> frozenset[str]:
-        """The parameters that the run does not train: beside an adapter the model's, but for modules that train whole.
+        """The parameters that the run does not train; with an adapter the model's, except modules that train
+        completely.
 
         Raises ConfigError: see `frozen_names` and `saved_paths`.
         """
@@ -119,7 +120,7 @@ class ModelSpec:
 
     @cached_property
     def saved(self) -> frozenset[str]:
-        """The model's own parameters that train beside its adapter. Raises ConfigError: see `saved_paths`."""
+        """The model's own parameters that train with its adapter. Raises ConfigError: see `saved_paths`."""
         if self.adapter.r is None:
             return frozenset()
         from llmtrain.models.adapter import saved_names
@@ -128,15 +129,15 @@ class ModelSpec:
 
     @cached_property
     def layout(self) -> FolderLayout:
-        """The tensors of a folder of this model. Raises ModelError: such folders cannot be read or written."""
+        """The tensors in a folder of this model. Raises ModelError: such folders cannot be read or written."""
         return FolderLayout(self.skeleton)
 
     @cached_property
     def facts(self) -> ModelFacts:
-        """Sizes. Raises ModelError: the configuration does not tell them."""
+        """Sizes. Raises ModelError: the configuration lacks them."""
         try:
             return self._facts()
-        except AttributeError as error:  # BLT: several models, and no width of the whole
+        except AttributeError as error:  # BLT: several models without a common width
             raise ModelError(
                 f"model: the configuration of {type(self.skeleton).__name__} has no {error.name}, so the sizes of the "
                 "model are not known here. Take another family."
@@ -170,10 +171,10 @@ class ModelSpec:
         )
 
     def initial_weights(self, seed: int, device: torch.device) -> ParameterSource:
-        """Where the weights of a new run come from.
+        """The source of a new run's weights.
 
         Raises:
-            ModelError: the folder's files are not whole.
+            ModelError: the folder's files are incomplete.
             ConfigError: the adapter to begin with is another.
         """
         source: ParameterSource
@@ -191,9 +192,9 @@ class ModelSpec:
     def folder_source(
         self, folder: Path, seed: int = 0, device: torch.device | None = None
     ) -> SafetensorsSource | ScoredSource:
-        """The weights of a folder of this model. `seed`, `device`: of a score that it lacks.
+        """The weights in a folder of this model. `seed`, `device`: for a score that it lacks.
 
-        Raises ModelError: its files are not whole.
+        Raises ModelError: its files are incomplete.
         """
         kind: type[SafetensorsSource] = SafetensorsSource
         if self.model.vocabulary is not None:
@@ -208,7 +209,7 @@ class ModelSpec:
         return ScoredSource(held, self.layout, seed, device or torch.device("cpu"))
 
     def given_adapter(self) -> dict[str, Tensor]:
-        """What `adapter.start` holds: see `read_peft`. Raises ConfigError: it is another adapter's."""
+        """Values from `adapter.start`: see `read_peft`. Raises ConfigError: another adapter's."""
         from llmtrain.models.adapter import aliases, read_peft
 
         saved = {name: self.shapes[name] for name in self.saved}
@@ -232,7 +233,7 @@ def _layers_below(hf: PreTrainedModel, frozen: set[Any]) -> list[nn.Module]:
 
 
 def _unless_flash(attention: str) -> str:
-    """Flash attention cannot be constructed where there is no GPU, and `check` runs there: eager in its place."""
+    """Replace flash attention by eager: it cannot be constructed without a GPU, and `check` runs on any host."""
     return "eager" if attention.startswith("flash") else attention
 
 

@@ -1,4 +1,4 @@
-"""The model that another one learns from: frozen, whole on every rank that computes a loss."""
+"""The teacher model of a distillation: frozen and complete on every rank that computes a loss."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ KEY = "objective.teacher"
 
 
 class Teacher:
-    """A transformers model in evaluation mode; no gradient, optimizer or checkpoint knows of it. Ranks that share the
+    """A transformers model in evaluation mode, without gradient, optimizer or checkpoint. Ranks that share the
     student's rows share the teacher's."""
 
     def __init__(self, language: LanguageModel) -> None:
         self._language = language.eval().requires_grad_(False)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Its weights, live, by Hugging Face name."""
+        """Its live weights by Hugging Face name."""
         return dict(named_tensors(self._language.hf))
 
     def to_empty(self, device: str) -> list[Tensor]:
@@ -49,9 +49,9 @@ class Teacher:
 
     @torch.no_grad()
     def logits(self, inputs: Tensor, positions: Tensor | None) -> TeacherLogits:
-        """Gives the logits of this rank's columns [B, t] of the tokens [B, T], which count as B x t.
+        """Return a function that gives the logits of this rank's columns [B, t] of the tokens [B, T], counted as B x t.
 
-        `positions`: [B, T], beginning anew with each document that a row holds; None: a row is one sequence.
+        `positions`: [B, T], starting at 0 with each document in a row; None: a row is one sequence.
         """
         hidden_NH = self._language.hidden(inputs, positions).flatten(0, 1)
         head = self._language.head
@@ -64,7 +64,7 @@ class Teacher:
 
 
 def teacher_model(objective: Objective, student: ModelConfig) -> ModelConfig:
-    """The teacher as a model section; it computes attention as the student does."""
+    """The teacher as a model section, with the student's attention."""
     return ModelConfig(pretrained=objective.teacher, revision=objective.teacher_revision, attention=student.attention,
                        loss_chunk_tokens=student.loss_chunk_tokens)  # fmt: skip
 
@@ -76,9 +76,10 @@ def load_teacher(
     device: torch.device,
     language: Callable[[PreTrainedModel, int], LanguageModel] = LanguageModel,
 ) -> Teacher:
-    """A teacher with its weights in the run's precision. Raises ModelError: the folder is not whole.
+    """A teacher with its weights in the run's precision. Raises ModelError: the folder is incomplete.
 
-    `language`: from a model and the tokens of a chunk; another one where ranks share each row.
+    `language`: makes the model, from a transformers model and the tokens of a chunk; another one if ranks share each
+    row.
     """
     spec = ModelSpec.of(model)
     source = _source(spec)
@@ -97,7 +98,7 @@ def empty_teacher(
     device: torch.device,
     language: Callable[[PreTrainedModel, int], LanguageModel] = LanguageModel,
 ) -> Teacher:
-    """A teacher whose weights have no values. Arguments as of `load_teacher`."""
+    """A teacher whose weights have no values. Arguments: see `load_teacher`."""
     with device:
         hf = construct(copy.deepcopy(spec.config), spec.model.attention, DTYPES[precision])
     restore_buffers(hf, spec.skeleton, device)
@@ -112,7 +113,7 @@ def _source(spec: ModelSpec) -> SafetensorsSource:
 
 
 def teacher_checksums(model: ModelConfig, index: int, of: int) -> dict[str, int]:
-    """Of one part in `of` of the teacher's tensors, as its files have them, by name. Raises ModelError."""
+    """Checksums for part `index` in `of` of the teacher's tensors in its files, by name. Raises ModelError."""
     source = _source(ModelSpec.of(model))
     found = {}
     for name in sorted(source.order())[index::of]:
@@ -125,7 +126,7 @@ def teacher_checksums(model: ModelConfig, index: int, of: int) -> dict[str, int]
 def check_teacher(
     model: ModelConfig, student: ModelSpec, tokenizer_dir: Path, places: Places, *, sequence: int = 1
 ) -> None:
-    """The teacher is whole, and gives logits of the words that the data and the student mean.
+    """Check that the teacher is complete, and that its words are those of the data and the student.
 
     `tokenizer_dir`: of the data; `sequence`: ranks that share each row. Raises ConfigError or ModelError.
     """

@@ -1,7 +1,7 @@
-"""Names of transformers and torch that are private, or public and replaced: all that llmtrain/models uses of them.
+"""Names of transformers and torch that are private, or public and replaced: all that llmtrain/models uses.
 
-Each entry says what it reads or replaces, and what for. Verified with transformers 5.17 and 5.23, torch 2.11 and 2.13.
-Where a name is gone, the entry raises AttributeError or ImportError with that name: nothing goes on without it.
+Each entry names the private object and its purpose. Verified with transformers 5.17 and 5.23, torch 2.11 and 2.13. If a
+name is gone, the entry raises AttributeError or ImportError with that name: nothing continues without it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ATTENTION_KERNELS = (
 """Ops that torch's scaled_dot_product_attention becomes, for model.recompute.keep; torch has no public name."""
 
 OperatorMode = TorchDispatchMode
-"""torch.utils._python_dispatch.TorchDispatchMode, which torch documents and has no public place for: sees operators."""
+"""torch.utils._python_dispatch.TorchDispatchMode, which torch documents without a public place: sees operators."""
 
 VARLEN = "varlen"
 """Name of models/varlen.py's attention in transformers: the value of `model.attention`."""
@@ -38,7 +38,7 @@ _PACKED_SINCE = (5, 23)
 
 
 def _set(owner: Any, name: str, new: Any) -> Any:
-    """Returns what it was. To set a name that is gone would go unnoticed: AttributeError."""
+    """Set a name and return its old value. Raises AttributeError: the name is gone, which setattr would not notice."""
     before = getattr(owner, name)
     setattr(owner, name, new)
     return before
@@ -55,7 +55,7 @@ def _replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def warnings_of_rope() -> Iterator[list[str]]:
-    """Collects the warnings of transformers.modeling_rope_utils: unknown fields, values that cannot be."""
+    """Collects the warnings of transformers.modeling_rope_utils: unknown fields, impossible values."""
     told: list[str] = []
     logger = logging.getLogger("transformers.modeling_rope_utils")
     handler = logging.Handler()
@@ -97,7 +97,7 @@ def documents_are(documents_BT: Tensor | None) -> Iterator[None]:
 def masks_of_whole_rows(places_BT: Tensor) -> Iterator[None]:
     """Replaces masking_utils._preprocess_mask_arguments and packed_sequence_compatibility_function.
 
-    transformers then makes masks for rows with these positions, although the model sees some of their columns only.
+    transformers then makes masks for rows with these positions, although the model sees only some columns.
     """
     from transformers import masking_utils
 
@@ -127,7 +127,7 @@ def _transformers() -> tuple[int, ...]:
 
 
 def stand_before_attention(attend: Callable[..., Any]) -> None:
-    """Replaces AttentionInterface.get_interface, once in a process, which all models ask: every attention goes through
+    """Replaces AttentionInterface.get_interface, once in a process, for all models: every attention goes through
     `attend(inner, module, query, key, value, ...)`, `inner` being the function that transformers chose."""
     from transformers.modeling_utils import AttentionInterface
 
@@ -145,28 +145,28 @@ def stand_before_attention(attend: Callable[..., Any]) -> None:
 
 @contextlib.contextmanager
 def attention_is(config: PreTrainedConfig, name: str) -> Iterator[None]:
-    """Replaces config._attn_implementation: the model asks for this function without transformers' checks of it."""
+    """Replaces config._attn_implementation: the model asks for this function without transformers' checks."""
     with _replaced(config, "_attn_implementation", name):
         yield
 
 
 def attention_of(config: PreTrainedConfig) -> str:
-    """PreTrainedConfig._attn_implementation: the name of the function that the model's attention asks for."""
+    """PreTrainedConfig._attn_implementation: the name of the model's attention function."""
     return str(config._attn_implementation)
 
 
 def loop_over_experts(config: PreTrainedConfig) -> None:
-    """Sets config._experts_implementation, which a public argument does at construction only: the eager loop."""
+    """Sets config._experts_implementation, which has a public argument only at construction, to the eager loop."""
     _set(config, "_experts_implementation", "eager")
 
 
 def build_with(kind: type[PreTrainedModel], config: PreTrainedConfig, **kwargs: Any) -> PreTrainedModel:
-    """PreTrainedModel._from_config: of this very class, for which AutoModelForCausalLM may have another."""
+    """PreTrainedModel._from_config: of this class, for which AutoModelForCausalLM may have another."""
     return kind._from_config(config, **kwargs)
 
 
 def initialise(hf: PreTrainedModel, part: nn.Module) -> None:
-    """PreTrainedModel._init_weights, for a part that is not in the model: init_weights does the whole model."""
+    """PreTrainedModel._init_weights, for a part outside of the model: init_weights does the complete model."""
     part.apply(hf._init_weights)
 
 
@@ -176,7 +176,7 @@ def takes_flash_attention(hf: PreTrainedModel) -> bool:
 
 
 def loads_as_causal_model(config: PreTrainedConfig) -> bool:
-    """AutoModelForCausalLM._model_mapping: whether a folder with this configuration loads as such a model."""
+    """AutoModelForCausalLM._model_mapping: True if a folder with this configuration loads as a causal model."""
     from transformers import AutoModelForCausalLM
 
     return type(config) in AutoModelForCausalLM._model_mapping
@@ -206,7 +206,7 @@ def passing_buffers(module: nn.Module) -> set[str]:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """UntypedStorage._cdata: tells storages on the meta device apart, whose data_ptr is 0."""
+    """UntypedStorage._cdata: distinguishes storages on the meta device, whose data_ptr is 0."""
     return tensor.untyped_storage()._cdata
 
 
@@ -215,10 +215,10 @@ _NO_MATRIX = re.compile(r"^Conv1d|^Embedding|bias|A_log|\.D$|time_mix|scale|rel_
 
 
 def matrices(part: nn.Module) -> Iterator[tuple[nn.Parameter, int, int, bool]]:
-    """(matrix [.., rows, columns] of linear maps, its rows and columns, whether its rows are a map's inputs)
+    """(matrix [.., rows, columns] of linear maps, its rows and columns, True if its rows are a map's inputs)
 
-    torch.nn.Linear has a row for each output; GPT-2's Conv1D and some families' experts have one for each input. No
-    matrices are kernels of convolutions, embeddings, and what is stacked: biases of experts, decay rates of states.
+    torch.nn.Linear has a row for each output; GPT-2's Conv1D and some families' experts have one for each input.
+    Kernels of convolutions, embeddings and stacked values (biases of experts, decay rates of states) are no matrices.
     tests/unit/models/test_matrices.py reads them off the products of every family.
     """
     for module in part.modules():
@@ -264,7 +264,7 @@ def fresh_compilation_cache() -> Iterator[None]:
 
 
 def set_compile_threads(count: int) -> None:
-    """torch._inductor.config.compile_threads, which torch reads from the environment when it is imported only."""
+    """torch._inductor.config.compile_threads, which torch reads from the environment only at its import."""
     from torch._inductor import config
 
     _set(config, "compile_threads", count)

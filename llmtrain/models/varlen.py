@@ -1,7 +1,7 @@
 """Attention within the documents of a row, without a mask: `model.attention: varlen`.
 
 A mask of [B, 1, T, T] costs a byte for each pair of tokens (17 GB for a row of 131,072), and the kernels compute every
-pair. torch's variable-length attention takes the bounds of the documents instead and computes what lies within them.
+pair. torch's variable-length attention takes the bounds of the documents and computes the pairs within them.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from llmtrain.models.transformers_private import VARLEN, varlen_backward
 class Documents:
     """Bounds of the documents of a micro-batch, its rows concatenated.
 
-    Both tensors have one shape whatever the documents are: compiled layers would have a graph for each other one.
+    Both tensors have one shape for all documents, because compiled layers would have a graph for each other shape.
     """
 
     bounds: Tensor
     """int32 [tokens + 1] on the device: the first token of each document, then the number of tokens up to the end."""
     sizes: Tensor
-    """int64 [2] in host memory: how many documents there are, and the tokens of the longest."""
+    """int64 [2] in host memory: number of documents, and the tokens of the longest."""
 
     @classmethod
     def of(cls, positions: Tensor, device: torch.device) -> Documents:
@@ -47,7 +47,7 @@ class Documents:
 
     @classmethod
     def rows(cls, rows: int, length: int, device: torch.device) -> Documents:
-        """Each row is one document."""
+        """Make each row one document."""
         bounds = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=device)
         return cls(bounds=bounds, sizes=torch.tensor([rows, length]))
 
@@ -56,7 +56,7 @@ _current: Documents | None = None
 
 
 def set_documents(documents: Documents | None) -> None:
-    """For the attention of every layer from now on, recomputation in the backward pass included.
+    """Set the documents for the attention of every layer from now on, recomputation in the backward pass included.
 
     None: each row is one document.
     """
@@ -65,16 +65,16 @@ def set_documents(documents: Documents | None) -> None:
 
 
 kernel = "documents one by one"
-"""Name of what computes this attention in the process; `choose_kernel` sets that of a GPU."""
+"""Name of the process's kernel for this attention; `choose_kernel` sets a GPU's."""
 _FA3 = "flash_attn_interface"
-"""The module of FlashAttention 3's package, as torch looks for it; PyPI has none, it is built from its sources."""
+"""The module of FlashAttention 3's package that torch looks for; PyPI has none, it is built from its sources."""
 
 
 def choose_kernel(device: torch.device) -> str:
-    """Let torch use FlashAttention 3 where the GPU is a Hopper and the package is there; else 2 stays. For the whole
-    process, so sdpa's flash kernel, too.
+    """Let torch use FlashAttention 3 if the GPU is a Hopper and the package is there; else 2 stays. It holds for the
+    process, so sdpa's flash kernel changes, too.
 
-    Returns a line that says which it is, and why not the faster one.
+    Returns a line with the choice, and the reason against the faster one.
     """
     global kernel
     kernel = "FlashAttention 2"
@@ -87,7 +87,7 @@ def choose_kernel(device: torch.device) -> str:
         from torch.nn.attention import activate_flash_attention_impl
 
         activate_flash_attention_impl("FA3")
-    except Exception as error:  # another build's library, a torch that knows none, whatever the package raises
+    except Exception as error:  # another build's library, a torch that knows none, any error of the package
         said = str(error).partition("\n")[0] or type(error).__name__
         return f"{usual}, as {_FA3} cannot be used: {said}"
     kernel = "FlashAttention 3"
@@ -95,7 +95,7 @@ def choose_kernel(device: torch.device) -> str:
 
 
 def register() -> None:
-    """Let transformers know the name. Its models then ask for no mask and call `attend`."""
+    """Register the name with transformers. Its models then ask for no mask and call `attend`."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(VARLEN, attend)
@@ -113,18 +113,18 @@ def attend(
     sliding_window: int | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within documents, as transformers calls it.
+    """Causal attention within documents, with transformers' arguments.
 
     Args:
         query, key, value: [B, heads, T, D]; keys and values may have fewer heads, which several share.
-        attention_mask: None: `register` sees to it.
-        sliding_window: a token sees so many tokens, itself included.
+        attention_mask: None, by `register`.
+        sliding_window: number of tokens that a token sees, itself included.
 
     Returns:
         [B, T, heads, D], and no weights.
 
     Raises:
-        ModelError: the model's attention does something to the scores that no such kernel computes.
+        ModelError: the model's attention changes the scores in a way that no such kernel computes.
     """
     odd = [name for name in ("softcap", "s_aux") if more.get(name) is not None]
     if odd or dropout or attention_mask is not None or more.get("is_causal") is False:
@@ -141,7 +141,7 @@ def attend(
     return out.unflatten(0, (rows, length)), None
 
 
-# An operator, which torch.compile does not look into: the kernel wants the number of documents and the longest as
+# An operator, which torch.compile does not look into: the kernel needs the number of documents and the longest as
 # Python's numbers, and each other one would be another graph (8 of them in 3 steps, then no compiled layer any more).
 @torch.library.custom_op("llmtrain::within_documents", mutates_args=())
 def within_documents(
@@ -150,7 +150,7 @@ def within_documents(
     """Causal attention within documents (see `Documents`): [tokens, heads, D] each.
 
     Returns:
-        the same of the queries, and what the backward pass wants of each head and token.
+        the output for the queries, and the backward pass's sums of each head and token.
     """
     forward, _ = _kernels(query.device)
     out, sums = forward(query, key, value, *_bounds(bounds, sizes), scale, window)
@@ -202,7 +202,7 @@ within_documents.register_autograd(_gradients, setup_context=_keep)
 
 
 def _bounds(bounds: Tensor, sizes: Tensor) -> tuple[Tensor, int]:
-    """[documents + 1] of them, without the empty ones at the end; the tokens of the longest document."""
+    """[documents + 1] bounds, without the empty ones at the end; the tokens of the longest document."""
     documents, longest = sizes.tolist()
     return bounds[: documents + 1], longest
 
@@ -213,13 +213,13 @@ def _kernels(device: torch.device) -> tuple[Any, Any]:
 
 
 def _window(window: int | None) -> tuple[int, int]:
-    """As torch has it: so many tokens to the left of a token, and to its right."""
+    """torch's form: tokens to the left of a token, and to its right."""
     return (-1 if window is None else window - 1, 0)
 
 
 @cache
 def _shares_heads() -> bool:
-    """torch 2.11 takes equally many heads only."""
+    """True if fewer heads may have keys: torch 2.11 accepts equally many only."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -228,7 +228,7 @@ def _shares_heads() -> bool:
 def _flash(
     query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scale: float | None, window: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Flash attention, in bf16 and fp16; torch makes an error of other precisions."""
+    """Flash attention, in bf16 and fp16; torch raises an error for other precisions."""
     from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
     more: dict[str, Any] = {}
@@ -263,7 +263,7 @@ def _flash_backward(
 def _one_by_one(
     query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scale: float | None, window: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Attention within documents for a device without such a kernel."""
+    """Attention within documents for a device without a kernel for it."""
     out, grouped = torch.empty_like(query), query.shape[1] != key.shape[1]
     for at in _slices(bounds):
         q, k, v = (each[at].transpose(0, 1).unsqueeze(0) for each in (query, key, value))
@@ -277,7 +277,7 @@ def _one_by_one_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor, bounds: Tensor,
     longest: int, scale: float | None, window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """As the definition says, in fp32: no autograd reaches into an operator. [shared heads, T, T] at a time."""
+    """Gradients by definition, in fp32: no autograd reaches into an operator. [shared heads, T, T] at a time."""
     of_q, of_k, of_v = (torch.empty_like(each) for each in (query, key, value))
     shared, scale = query.shape[1] // key.shape[1], query.shape[2] ** -0.5 if scale is None else scale
     for at in _slices(bounds):
@@ -300,7 +300,7 @@ def _slices(bounds: Tensor) -> list[slice]:
 
 
 def _seen(length: int, window: int | None, device: torch.device) -> Tensor:
-    """Return the attention mask of one document, True where a token sees another: bool [length, length]."""
+    """The attention mask of one document, True where a token sees another: bool [length, length]."""
     at = torch.arange(length, device=device)
     behind = at[:, None] - at
     return (behind >= 0) & (behind < (length if window is None else window))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _CHUNK = 1 << 22
-"""Elements that are read at one time."""
+"""Number of elements read at one time."""
 
 
 def grown_names(hf: PreTrainedModel) -> set[str]:
@@ -35,11 +35,11 @@ def grown_names(hf: PreTrainedModel) -> set[str]:
 def check_growth(
     hf: PreTrainedModel, model: ModelConfig, frozen: Collection[str], key: str, places: Places | None = None
 ) -> None:
-    """`model.vocabulary` has the folder's tokens and more, and what grows trains.
+    """Check that `model.vocabulary` has the folder's tokens and more, and that the grown parameters train.
 
     Args:
-        key: by which parameters would be named that are to train.
-        places: where the user wrote what, for messages.
+        key: the setting that would name parameters to train.
+        places: lines of the user's settings, for messages.
 
     Raises: ConfigError.
     """
@@ -58,7 +58,8 @@ def check_growth(
 
 class GrownSource(SafetensorsSource):
     """A folder whose embedding and head have fewer rows than the model's: each new row is the mean of the folder's, in
-    their type (Hewitt, https://nlp.stanford.edu/~johnhew/vocab-expansion.html). A function of the files alone."""
+    their type (Hewitt, https://nlp.stanford.edu/~johnhew/vocab-expansion.html). The result depends on the files alone.
+    """
 
     def __init__(self, folder: Path, layout: FolderLayout) -> None:
         super().__init__(folder, layout)

@@ -1,7 +1,7 @@
-"""Recomputation in the backward pass: what a decoder layer keeps until then, where that waits, MLPs over slices.
+"""Recomputation in the backward pass, with a choice of the kept tensors and their place; MLPs over slices.
 
 A recomputed layer keeps its input; its forward pass runs again when its gradients are wanted. The layers do that here,
-not in transformers' own code, which recomputes all of them or none.
+because transformers' own code recomputes all of them or none.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from llmtrain.models.varlen import within_documents  # noqa: F401  (defines the 
 
 ATTENTION = (*ATTENTION_KERNELS, torch.ops.llmtrain.within_documents.default)
 """Operators whose results `keep: attention` keeps: the output [B, T, heads x size] and the sums of the softmax. They
-are the one part of a layer whose time grows with the square of the sequence length. On a GPU the kernel is chosen anew
-for each shape and mask."""
+are the one part of a layer whose time grows with the square of the sequence length. On a GPU the kernel is chosen for
+each shape and mask."""
 
 
 def recompute(layers: Iterable[nn.Module], *, keep_attention: bool, on_host: bool, compiled: bool) -> None:
@@ -58,11 +58,11 @@ def _policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
 
 
 class _Keep(OperatorMode):
-    """Puts aside what attention gave in the forward pass of a layer, and the state of the random numbers behind it: its
-    dropout draws some, and the recomputation's next ones are to be those that followed.
+    """Keeps the results of attention in the forward pass of a layer, and the random state after it: attention's dropout
+    draws numbers, and the recomputation must continue with the next ones.
 
-    Torch's own mode counts every operator and ends a run whose recomputation has others: under ZeRO 3 what is gathered
-    ahead in the one is gathered within the layer in the other.
+    Torch's own mode counts every operator and ends a run whose recomputation has others: under ZeRO 3 a weight may be
+    gathered ahead in one pass and within the layer in the other.
     """
 
     def __init__(self, pack: Callable[[Tensor], Any]) -> None:
@@ -80,7 +80,7 @@ class _Keep(OperatorMode):
 
 
 class _Give(OperatorMode):
-    """Gives it again in the recomputation, in place of attention."""
+    """Returns the kept results instead of attention in the recomputation."""
 
     def __init__(self, kept: deque[Any], unpack: Callable[[Any], Tensor]) -> None:
         super().__init__()
@@ -95,12 +95,12 @@ class _Give(OperatorMode):
 
 
 def random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """The states of the host's random numbers and of a GPU's; nothing waits for the device."""
+    """The states of the host's random numbers and of a GPU's; does not wait for the device."""
     return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
 
 def set_random_state(device: torch.device, state: tuple[Tensor, Tensor | None]) -> None:
-    """Go on from what `random_state` gave."""
+    """Restore the states from `random_state`."""
     cpu, cuda = state
     torch.set_rng_state(cpu)
     if cuda is not None:
@@ -124,8 +124,8 @@ class OnHost(tuple[torch.device, torch.Size, list[Tensor]]):
 
 
 def to_host(tensor: Tensor) -> OnHost:
-    """A copy in host memory, in pieces of 64 MiB: torch rounds each request for pinned memory up to a power of two, 4.3
-    GB for the 3.3 GB that a layer of 8B keeps of 400,000 tokens."""
+    """Copy to host memory in pieces of 64 MiB: torch rounds each request for pinned memory up to a power of two, 4.3 GB
+    for the 3.3 GB that an 8B layer keeps for 400,000 tokens."""
     pieces = []
     for part in tensor.detach().reshape(-1).split(_PIECE_BYTES // tensor.element_size()):
         piece = torch.empty(part.shape, dtype=part.dtype, pin_memory=tensor.is_cuda)
@@ -134,7 +134,7 @@ def to_host(tensor: Tensor) -> OnHost:
 
 
 def from_host(kept: OnHost) -> Tensor:
-    """The tensor that `to_host` was given."""
+    """The tensor that `to_host` copied."""
     device, shape, pieces = kept
     whole = torch.empty(shape.numel(), dtype=pieces[0].dtype, device=device)
     for piece, room in zip(pieces, whole.split(max(1, pieces[0].numel())), strict=True):

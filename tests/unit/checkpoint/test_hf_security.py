@@ -88,7 +88,7 @@ def test_a_tensor_in_two_shards(folder):
     first, second = shards(folder)[:2]
     name = next(iter(load_file(first)))
     save_file({**load_file(second), name: load_file(first)[name]}, second)
-    refused(folder, rf"{name} stands in .*model-00001.* and in .*model-00002")
+    refused(folder, rf"{name} is in .*model-00001.* and in .*model-00002")
 
 
 def test_links_that_leave_the_folder(folder):
