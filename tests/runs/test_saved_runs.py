@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 import yaml
 
 from llmtrain import cli
@@ -36,15 +37,20 @@ OF_A_MACHINE = re.compile(r"time|elapsed|per_s|share|stall|memory|seconds|_s$|by
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy, which is the working folder: the paths of the runs are relative."""
+    """A copy, which is the working folder. Paths of runs are relative, except the folder of frozen parameters."""
     shutil.copytree(SAVED, tmp_path / "saved")
+    for path in (tmp_path / "saved/runs").glob("*/checkpoints/*/manifest.json"):
+        raw = json.loads(path.read_text())["manifest"]
+        if "frozen" in raw:
+            raw["frozen"]["folder"] = str(tmp_path / "saved/base")
+            digest = xxhash.xxh3_64_hexdigest(json.dumps(raw, separators=(",", ":")).encode())
+            path.write_text(json.dumps({"manifest": raw, "xxh3": digest}, separators=(",", ":")))
     monkeypatch.chdir(tmp_path / "saved")
     return tmp_path / "saved"
 
 
 def exported(folder: Path) -> str:
     """Hash of the names and values of a Hugging Face folder."""
-    import xxhash
     from safetensors.numpy import load_file
 
     [path] = folder.glob("*.safetensors")
