@@ -23,7 +23,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "data": ("llmtrain.commands.data", "show rows of prepared conversations, and their counted tokens"),
     "launch": ("llmtrain.commands.launch", "train on the hosts of a hostfile: start, watch, start again after a fault"),
     "reference": ("llmtrain.commands.reference", "write a reference model's or teacher's figures into prepared data"),
-    "doctor": ("llmtrain.commands.doctor", "examine the hosts of a hostfile, and say how to fix what is wrong"),
+    "doctor": ("llmtrain.commands.doctor", "examine the hosts of a hostfile, and name a remedy for each fault"),
     "train": ("llmtrain.commands.train", "train in this process; on many ranks, `launch` or `deepspeed` starts it"),
     "sites": ("llmtrain.commands.sites", "start the coordinator of sites that train one model, or show who is there"),
     "parity": ("llmtrain.commands.parity", "hold a small copy of a run against plain PyTorch in one process"),
@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:
         if not _reader_is_gone():
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still in the buffer
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the rest of the buffer
         return 141  # as a program that SIGPIPE ends
 
 

@@ -15,13 +15,13 @@ from typing import Any
 
 
 def child_environment(**more: str) -> dict[str, str]:
-    """This process's environment and `more`, with llmtrain on PYTHONPATH: installed or not, the child finds it."""
+    """This process's environment and `more`, with llmtrain on PYTHONPATH."""
     search = (str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH"))
     return {**os.environ, **more, "PYTHONPATH": os.pathsep.join(filter(None, search))}
 
 
 def of_module(module: str, *words: str) -> list[str]:
-    """The command that runs a module. -P: a folder of the user's may have a queue.py, which is not Python's."""
+    """The command that runs a module. -P: the user's folder may have a queue.py that is not Python's."""
     return [sys.executable, "-P", "-m", module, *words]
 
 
@@ -42,7 +42,7 @@ class Child:
     """Runs a program that reads and writes JSON lines (`Parent` is its side); only `end` and `close` wait for it."""
 
     def __init__(self, words: Sequence[str], *, pass_fds: Sequence[int] = ()) -> None:
-        """`pass_fds`: open files that it gets, under the same numbers."""
+        """`pass_fds`: open files for the program, under the same numbers."""
         self._process = subprocess.Popen(
             words,
             stdin=subprocess.PIPE,
@@ -55,12 +55,11 @@ class Child:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._in, self._out, self._lines = self._process.stdin, self._process.stdout, Lines()
         self.is_closed = False
-        """It has closed its output, as at its end."""
+        """The program has closed its output, or ended."""
         os.set_blocking(self._out.fileno(), False)
 
     @property
     def pid(self) -> int:
-        """Id of the process."""
         return self._process.pid
 
     @property
@@ -69,17 +68,17 @@ class Child:
         return self._process.poll()
 
     def fileno(self) -> int:
-        """Return the descriptor of its output, for a selector."""
+        """Return the output's descriptor, for a selector."""
         return self._out.fileno()
 
     def send(self, message: Any) -> None:
-        """Send a message, if it still runs."""
+        """Send a message, if the program still runs."""
         with contextlib.suppress(BrokenPipeError):
             self._in.write(json.dumps(message).encode() + b"\n")
             self._in.flush()
 
     def received(self) -> list[dict[str, Any]]:
-        """Return its messages since the last call."""
+        """Return the messages since the last call."""
         found: list[dict[str, Any]] = []
         while data := self._out.read(1 << 16):
             found += self._lines.of(data)
@@ -87,7 +86,7 @@ class Child:
         return found
 
     def end(self, within_s: float) -> None:
-        """Let it see the end of its input, and kill it after `within_s`."""
+        """Close the program's input, and kill it after `within_s`."""
         with contextlib.suppress(BrokenPipeError):
             self._in.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -95,7 +94,6 @@ class Child:
         self.close()
 
     def close(self) -> None:
-        """Kill it."""
         self._process.kill()
         self._process.wait()
         with contextlib.suppress(BrokenPipeError):
@@ -104,7 +102,7 @@ class Child:
 
 
 class Parent:
-    """A child's side. What a library prints goes to standard error from here on, and not between the messages."""
+    """A child's side. From here on a library's prints go to standard error, not between the messages."""
 
     def __init__(self) -> None:
         self._answers = os.fdopen(os.dup(1), "w")
@@ -122,7 +120,7 @@ class Parent:
         threading.Thread(target=read, daemon=True).start()
 
     def asked(self, within_s: float | None = None) -> Any:
-        """Return the next message; None if none comes within this time."""
+        """Return the next message; None if none comes in time."""
         try:
             return self._asked.get(timeout=within_s)
         except queue.Empty:
@@ -136,6 +134,6 @@ class Parent:
 
 
 def read_marked(text: str, mark: str) -> dict[str, Any] | None:
-    """The JSON object in the last line of a program's output that begins with `mark`; None where there is none."""
+    """The JSON object in the output's last line that begins with `mark`; None without one."""
     lines = [line for line in text.splitlines() if line.startswith(mark)]
     return dict(json.loads(lines[-1].removeprefix(mark))) if lines else None

@@ -102,7 +102,7 @@ def mapped(line: str, bound: Bound | None = None, remedy: str = "", default: Any
 def joined(default: Any, json_key: str, bound: Bound, remedy: str) -> Any:
     """A dataclass field that the DeepSpeed JSON may give instead, under `json_key`.
 
-    Its value is None until the YAML and the JSON are joined; if neither gives it, `default`.
+    Its value is None until YAML and JSON are joined; if neither gives it, `default`.
     """
     return field(default=None, metadata={"bound": bound, "remedy": remedy, "json": json_key, "default": default})
 
@@ -159,7 +159,7 @@ class Choice:
 
     @classmethod
     def refusal(cls, name: str) -> tuple[str, str]:
-        """(rule, remedy) for a field of other choices, worded the same for YAML, command line and JSON."""
+        """(rule, remedy) for a field of other choices, the same for YAML, command line and JSON."""
         return cls.refusal_of(cls.owners(name))
 
     @classmethod
@@ -195,7 +195,7 @@ class Entry:
 
 
 def refuse_taken(cls: type, name: str, known: Mapping[str, type]) -> None:
-    """Raise ValueError if another module's class has this name: a plugin replaces none of ours."""
+    """Raise ValueError if another module's class has this name."""
     if name in known and known[name].__module__ != cls.__module__:
         raise ValueError(f"the name {name!r} of class {cls.__name__} is taken by {known[name].__qualname__}")
 

@@ -19,7 +19,8 @@ _ACCELERATORS = (
 
 
 def name_cpu() -> None:
-    """Name the CPU as DeepSpeed's accelerator on a host without accelerators; DeepSpeed guesses it with a warning.
+    """Name the CPU as DeepSpeed's accelerator on a host without accelerators, which DeepSpeed would guess with a
+    warning.
 
     With an empty CUDA_VISIBLE_DEVICES, DeepSpeed's launcher would show all GPUs to the ranks again.
     """

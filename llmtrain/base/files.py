@@ -39,7 +39,7 @@ def _locked(handle: int, wait: bool, shared: bool = False) -> int:
 
 
 def cache_folder() -> Path:
-    """This user's folder for copies of remote files: LLMTRAIN_CACHE, or llmtrain in the user's cache folder."""
+    """This user's folder for copies of remote files."""
     given = os.environ.get("LLMTRAIN_CACHE")
     return Path(given or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "llmtrain").expanduser().absolute()
 

@@ -63,7 +63,7 @@ another thread writes then is erased with the line, or goes to a closed stream."
 
 
 def pass_on(text: str) -> None:
-    """Write lines of another process above the live line, from any thread. Raises OSError, ValueError."""
+    """Write another process's lines above the live line, from any thread. Raises OSError, ValueError."""
     with _SCREEN:
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -142,12 +142,10 @@ class Progress:
             self._bar.stop()
 
     def advance(self, count: int) -> None:
-        """Add `count` to the number of completed units."""
         with self._lock:
             self.show(self._done + count)
 
     def show(self, done: int) -> None:
-        """Set the number of completed units."""
         self._done = done
         if self._bar is not None:
             self._bar.update(self._task, completed=done)

@@ -134,12 +134,11 @@ class CachedFolder:
 
     @property
     def shown(self) -> str:
-        """The URL, redacted for messages."""
         return redact_text(self.url)
 
     @property
     def _sums(self) -> dict[str, str]:
-        """The manifest's checksums of files that come when the folder is opened."""
+        """The manifest's checksums of small files."""
         rows = {
             Path(shard.file).with_suffix(".rows").name: shard.rows
             for shards in self.manifest.shards.values() for shard in shards if shard.rows
@@ -174,7 +173,7 @@ class CachedFolder:
         replace_file(self.path / _VERSIONS, json.dumps(known).encode())
 
     def _known(self) -> dict[str, str]:
-        """Versions of the files that were downloaded when the folder was opened."""
+        """Versions of the small files here."""
         try:
             known = untrusted.loads((self.path / _VERSIONS).read_bytes())
         except (OSError, ValueError):
@@ -234,8 +233,8 @@ class CachedFolder:
             raise self._gone(name) from None
         if found != self._listed[name]:
             raise DataError(
-                f"{self.shown}/{name}: was changed since it was opened, so its tokens are not those of the run; put "
-                "back what was there, or prepare into a folder of another name"
+                f"{self.shown}/{name}: was changed since it was opened, so its tokens differ from the run's; put "
+                "the former file back, or prepare into a folder of another name"
             )
 
     def _gone(self, name: str) -> DataError:
@@ -262,7 +261,7 @@ class CachedFolder:
 
 
 def _hold(folder: Path) -> int:
-    """Create a folder and hold a shared lock on it; a process that deletes it holds it exclusively. Raises OSError."""
+    """Create a folder and hold a shared lock on it; a process that deletes it locks it exclusively. Raises OSError."""
     while True:
         folder.mkdir(exist_ok=True)
         with contextlib.suppress(FileNotFoundError):

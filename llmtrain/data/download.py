@@ -64,7 +64,6 @@ class _Download:
             time.sleep(_AGAIN_S)
 
     def _fitting(self, batch: list[tuple[str, str]]) -> list[tuple[str, str]]:
-        """The first shards for which there is room."""
         while batch:
             wanted = sum(self._set(url).bytes_of(file) for url, file in batch)
             if make_room(self._cache.root, wanted, self._cache.gib * GIB):

@@ -117,14 +117,13 @@ def template_notes(chat: dict[str, Any]) -> list[str]:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest atomically."""
     replace_file(
         folder / NAME, json.dumps({"format": FORMAT, "version": VERSION, **asdict(manifest)}, indent=1).encode() + b"\n"
     )
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises DataError when the folder is not a complete prepared folder of this format."""
+    """Raises DataError when the folder is not a complete prepared folder."""
     path = folder / NAME
     if not path.is_file():
         state = "is not there" if not folder.exists() else f"holds no {NAME}, so it is not (or not fully) prepared"
@@ -137,7 +136,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def parse_manifest(content: bytes, name: str) -> Manifest:
-    """Parse a manifest. `name`: of the file, for messages. Raises DataError: it is no manifest."""
+    """Parse a manifest. `name`: of the file, for messages. Raises DataError."""
     try:
         values = untrusted.loads(content)
         if values.pop("format") != FORMAT:
@@ -152,7 +151,7 @@ def parse_manifest(content: bytes, name: str) -> Manifest:
         if not isinstance(manifest.source, dict) or not isinstance(manifest.settings, dict):
             raise ValueError("its source and its settings are no sections")
         if manifest.tokens != {split: sum(shard.tokens for shard in shards[split]) for split in SPLITS}:
-            raise ValueError("its tokens are not those of its shards")
+            raise ValueError("its tokens do not fit its shards")
         if manifest.chat is not None and type(manifest.chat["longest"]) is not int:
             raise ValueError("its longest row is no whole number")
         if any(bool(shard.rows) != (manifest.chat is not None) for split in SPLITS for shard in shards[split]):

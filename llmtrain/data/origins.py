@@ -39,7 +39,6 @@ class Origin:
 
 
 def origins_path(shard: Path) -> Path:
-    """Path of a shard's file of origins."""
     return shard.with_suffix(".origins.parquet")
 
 
@@ -104,7 +103,6 @@ class Origins:
                     return
 
     def of_rows(self, rows: Sequence[int]) -> Iterator[Origin]:
-        """The documents at these places in the split."""
         for row in rows:
             index = int(np.searchsorted(self._before, row, "right")) - 1
             yield self._origin(index, *divmod(row - int(self._before[index]), _GROUP))
@@ -175,7 +173,6 @@ class _File:
         return DataError(f"{self._path}: is damaged ({error}); copy the folder again, or prepare it again")
 
     def group_at(self, token: int) -> int:
-        """The group with the document of a token of the shard."""
         return bisect_left(self._ends, token + 1)
 
     def groups_with(self, file: str, record: int | None) -> Iterator[int]:

@@ -39,7 +39,6 @@ def entry_of(chat: dict[str, Any] | None) -> np.dtype | None:
 
 
 def rows_path(shard: Path) -> Path:
-    """Path of a shard's file of rows."""
     return shard.with_suffix(".rows")
 
 
@@ -118,11 +117,9 @@ class TokenStream:
         return cached.read(parts)
 
     def shard_of(self, token: int) -> str:
-        """File with a token of the split."""
         return self._shards[bisect_right(self._starts, token) - 1].file
 
     def is_here(self, index: int) -> bool:
-        """True if a shard is on this host."""
         return self._cached is None or self._paths[index].is_file()
 
     def counted(self, start: int, length: int) -> np.ndarray | None:
@@ -282,7 +279,6 @@ class PreparedSet:
 
     @property
     def in_store(self) -> bool:
-        """True if the folder is in an object store, with parts of it on this host."""
         return self._cached is not None
 
     def split(self, name: Split) -> TokenStream:
@@ -304,7 +300,7 @@ class PreparedSet:
         return [] if self._cached is None else [(self._cached.url, shard.file) for shard in self.manifest.shards[split]]
 
     def bytes_of(self, file: str) -> int:
-        """Size of a file of a folder in a store."""
+        """Size of a file in the store."""
         assert self._cached is not None
         return self._cached.size(file) or 0
 
@@ -338,12 +334,11 @@ class PreparedSet:
         return found
 
     def sum_of(self, shard: Shard, path: Path) -> FileSum:
-        """A shard's checksum, for a copy at `path`."""
         length = shard.tokens * self.dtype.itemsize
         return FileSum(path, shard.xxh3, self.dtype, self.manifest.vocab_size, shard.begin, length, self._cached)
 
     def verify(self) -> None:
-        """Compare the checksum of every file, and a shard's largest id, with the manifest. Raises DataError."""
+        """Compare the checksums of all files, and the shards' largest ids, with the manifest. Raises DataError."""
         for file in self.sums():
             file.compare()
 

@@ -258,7 +258,7 @@ def refuse_unsafe(folder: Path) -> None:
         raise DataError(f"{path}: cannot be read as JSON ({error}); save the tokenizer again") from error
     if key:
         raise DataError(
-            f"{folder / 'tokenizer_config.json'}: it asks for Python code of its own ({key}), which is not run. "
+            f"{folder / 'tokenizer_config.json'}: it asks for Python code of its own ({key}), which is not run.  "
             f"tokenizer.json needs none: remove {key} from the file"
         )
     for part in ("normalizer", "decoder"):

@@ -53,7 +53,7 @@ class Distill(Objective, choice="distill"):
         Figure(
             name="distill/divergence",
             unit="nats/token",
-            meaning="Distillation: the student's divergence from the teacher, by itself.",
+            meaning="Distillation: the student's divergence from the teacher.",
         ),
         Figure(
             name="distill/next_token_loss",

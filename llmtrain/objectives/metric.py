@@ -10,7 +10,7 @@ from llmtrain.objectives.objective import Tensor
 
 
 class Metric(Entry, section="metrics"):
-    """A weighted mean over counted tokens of all ranks and micro-batches, independent of their distribution.
+    """A weighted mean over counted tokens, independent of their distribution over ranks and micro-batches.
 
     A plugin's metric is a dataclass with a name (`class Rare(Metric, entry="rare")`): its fields are below
     `metrics.rare`, and its figure is `eval/rare`.

@@ -52,7 +52,6 @@ class Objective(Choice, section="objective"):
 
     @property
     def reported(self) -> tuple[Figure, ...]:
-        """The figures for the values of the fields."""
         return self.figures
 
     @property
@@ -62,7 +61,6 @@ class Objective(Choice, section="objective"):
 
     @property
     def teacher(self) -> str | None:
-        """Model to learn from; None: no model."""
         return None
 
     @property

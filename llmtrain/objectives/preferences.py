@@ -345,8 +345,8 @@ class Kto(Referenced, choice="kto"):
     def terms(self, answers: Answers) -> tuple[Tensor, ...]:
         """1 - sigmoid(b (d - z)) for a desired answer, 1 - sigmoid(b (z - d)) for another, each with its kind's weight.
 
-        z >= 0 is the mean of d over the prompts of the global batch, each with the answer to another one: an estimate
-        of the divergence from the reference, without a gradient (arXiv 2402.01306).
+        z >= 0 is the mean of d over the global batch's prompts, each with the answer to another one: an estimate of the
+        divergence from the reference, without a gradient (arXiv 2402.01306).
         """
         above = self.beta * (answers.ratio - answers.kl)
         margins = above.where(answers.desirable, -above)

@@ -18,7 +18,6 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update all parameters that have a gradient."""
         assert closure is None
         for group in self.param_groups:
             parameters: list[Tensor] = [p for p in group["params"] if p.grad is not None]

@@ -122,14 +122,12 @@ def _steps(values: Array, most: int) -> tuple[Array, Any]:
 
 
 def _to_bytes(column: Array) -> Bytes:
-    """Return fp32 [n, 1] as bytes [n, 4]."""
     import numpy as np
 
     return np.ascontiguousarray(column, "<f4").view(np.uint8)
 
 
 def _scale_of(records: Bytes) -> Array:
-    """Return the fp32 [n, 1] in the first four bytes of each record."""
     import numpy as np
 
     return np.ascontiguousarray(records[:, :4]).view("<f4").astype(np.float32)

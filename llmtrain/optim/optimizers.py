@@ -151,7 +151,7 @@ class Muon(AdamW, choice="muon"):
              "remove data_types, or use ZeRO 2, or adamw",
              {"optim.name": "muon", "zero_optimization.stage": 1, "data_types.grad_accum_dtype": "fp32"}),
         Rule(("bf16.bf16_optimizer_states", "optim.name"), lambda m: m.bf16_moments,
-             "Muon's momentum is kept by DeepSpeed, in a precision of its own", "remove it, or use adamw or lion",
+             "Muon's momentum is kept by DeepSpeed, in its own precision", "remove it, or use adamw or lion",
              {"optim.name": "muon", "bf16.bf16_optimizer_states": True}),
         Rule(("tensor_parallel.autotp_size", "optim.name"), lambda m: m.degrees.tensor > 1,
              "Muon orthogonalises full matrices, and each tensor-parallel rank has a part of them",

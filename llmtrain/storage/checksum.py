@@ -47,7 +47,7 @@ def checksum(values: Tensor, start: int = 0) -> int:
 
 
 def weights_hash(checksums: Mapping[str, int]) -> str:
-    """Hash of a model: of the checksums of all parameters by name."""
+    """Hash of a model's parameter checksums, by name."""
     return xxhash.xxh3_128_hexdigest(json.dumps(sorted(checksums.items())).encode())
 
 
@@ -170,7 +170,7 @@ def _double_row() -> npt.NDArray[np.int64]:
 
 @cache
 def _row() -> npt.NDArray[np.int64]:
-    """Odd factors of the positions within a block (splitmix64 of 1, 2, ...)."""
+    """Odd factors per position in a block (splitmix64 of 1, 2, ...)."""
     return np.array([as_int64(_mixed(i + 1) | 1) for i in range(_BLOCK)], dtype=np.int64)
 
 
@@ -179,7 +179,6 @@ def _block_factor(block: int) -> int:
 
 
 def _block_factors(blocks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """`_block_factor` of each block."""
     value = (~blocks).astype(np.uint64) * np.uint64(_GOLDEN)
     value = (value ^ value >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ value >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)

@@ -40,8 +40,8 @@ def fetch(
 
     Args:
         revision: as returned before; the store is not asked if all files are here. None: the present one.
-        choices: each takes the names of the files and the folder here, with the files of earlier choices, and returns
-            the names to download.
+        choices: each takes all names and the folder here, with the files of earlier choices, and returns the names to
+            download.
         wrong: makes an error from a clause that names the rule, and the remedy.
 
     Returns: the folder, and its revision. Raises what `wrong` makes; a choice may raise too.
@@ -90,7 +90,7 @@ def fetch(
 def alone(lock: Path) -> Iterator[None]:
     """Run the block in one process of this host, or of all hosts that share the folder.
 
-    A folder that cannot be written may still be complete, and some file systems have no locks: then no process waits.
+    Without locks, or without write access to the folder (it may be complete), no process waits.
     """
     handle = None
     with contextlib.suppress(OSError):
@@ -116,13 +116,12 @@ def announce(name: str, files: Mapping[str, int], place: Path, remedy: str, wron
 
 
 def _files(store: Store) -> dict[str, Stored]:
-    """Files of the folder and one level below, as in models' folders, without names that no path can have."""
+    """Files of the folder and one level below, without names that no path can have."""
     found = store.files()
     return {name: stored for name, stored in found.items() if name.count("/") < 2 and ".." not in name.split("/")}
 
 
 def _revision(files: Mapping[str, Stored]) -> str:
-    """40 hexadecimal digits, as in a commit."""
     lines = [json.dumps([name, stored.bytes, stored.version]) for name, stored in sorted(files.items())]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:40]
 
@@ -174,8 +173,8 @@ def clear(store: Store, *, first: Collection[str] = (), last: Collection[str]) -
 def scratch_for(url: str, wrong: Wrong) -> Iterator[Path]:
     """A path on this host's disk for an upload to a URL, the same at each start of a command, so that it can continue.
 
-    It is removed when the block ends without an error. Raises what `wrong` makes: another process writes the path, or
-    it cannot be created.
+    Removed when the block ends without an error. Raises what `wrong` makes: another process writes the path, or it
+    cannot be created.
     """
     folder = cache_folder() / "uploads" / hashlib.sha256(url.encode()).hexdigest()[:16]
     try:

@@ -80,7 +80,7 @@ class Stored:
 
 
 class Store:
-    """A folder in an object store, or a single file with the name ''. Its methods may be called in several threads.
+    """A folder in an object store, or a single file with the name ''. Its methods are safe in several threads.
 
     They raise FileNotFoundError for a missing file, and StoreError, without secrets, for all else.
     """
@@ -127,13 +127,11 @@ class Store:
             return
 
     def matching(self, pattern: str) -> dict[str, Stored]:
-        """The files whose names, relative to the folder, match a glob."""
         found = self._tried(lambda: self._files.glob(self._path(pattern), detail=True))
         root = self._root.rstrip("/")
         return {path[len(root) + 1 :]: _stored(info) for path, info in sorted(found.items()) if info["type"] == "file"}
 
     def stat(self, name: str = "") -> Stored:
-        """Size and version of a file."""
 
         def once() -> Stored:
             self._files.invalidate_cache()
@@ -187,7 +185,6 @@ class Store:
         self._sent(lambda: self._moved(once, size))
 
     def write(self, content: bytes, name: str) -> None:
-        """Upload bytes from memory."""
         self._sent(lambda: self._tried(lambda: self._files.pipe_file(self._path(name), content)))
 
     def remove(self, names: Sequence[str]) -> None:
@@ -241,7 +238,6 @@ class _Limit:
         self._limit_s = self._until = limit_s
 
     def alive(self, *_: object, **__: object) -> None:
-        """Note a sign of life."""
         self._until = time.monotonic() + _SILENCE_S
 
     def result(self, call: Callable[[], Result]) -> Result:

@@ -32,7 +32,6 @@ class Region:
 
     @property
     def contiguous(self) -> bool:
-        """True if the elements are contiguous in the tensor."""
         return not self.runs
 
     def spans(self) -> Iterator[tuple[int, int, int]]:
@@ -83,12 +82,10 @@ class Region:
 
     @property
     def first(self) -> int:
-        """The first element's place in the tensor."""
         return self._place(0) if self.numel else self.start
 
     @property
     def end(self) -> int:
-        """One past the last element in the tensor."""
         return self._place(self.numel - 1) + 1 if self.numel else self.start
 
     def _place(self, index: int) -> int:
@@ -147,7 +144,6 @@ class Block:
 
     @property
     def last(self) -> int:
-        """Last element in the tensor."""
         return self.position + (self.rows - 1) * self.stride + self.length - 1
 
     def row(self, index: int) -> Block:

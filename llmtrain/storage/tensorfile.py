@@ -68,7 +68,7 @@ def numel(shape: tuple[int, ...]) -> int:
 
 
 class TensorFile:
-    """An open safetensors file. Close it, or use it as a context manager. Reads are safe from several threads.
+    """An open safetensors file, also a context manager. Reads are safe from several threads.
 
     Raises:
         TensorFileError: cut short, a header larger than the file or not JSON, an unknown type, a shape that does not

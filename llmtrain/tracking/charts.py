@@ -85,9 +85,8 @@ class Curves:
 def smooth(values: Sequence[float]) -> list[float]:
     """Mean over a centred window: a fiftieth of the curve, at least 5 points.
 
-    Centred, because a running average lags behind a loss that falls fast. Within half a window of an end, the values
-    are the straight line through the last complete window (as in Savitzky and Golay's filter), so that the curve does
-    not end on the raw last value.
+    Centred, because a running average lags a loss that falls fast. Within half a window of an end, the values are the
+    straight line through the last complete window (as in Savitzky and Golay's filter).
     """
     reach = max(2, len(values) // 100)
     width = 2 * reach + 1
@@ -228,8 +227,8 @@ def launches(name: str | None, rows: Iterable[dict[str, Any]], events: Iterable[
 
 
 def others_of(seen: Seen, known: Iterable[str]) -> dict[str, list[Span]]:
-    """The sites without a folder in the report, as a site that met them saw them: there (shown as computing, because no
-    file shows it wait), or away from their last common synchronisation on."""
+    """The sites without a folder in the report, as a site that met them saw them: there (shown as computing), or away
+    from their last common synchronisation on."""
     names = sorted({name for _, sites in seen.met for name in sites} - set(known))
     end = max((span[1] for span in seen.own), default=0.0)
     found = {}
@@ -310,7 +309,6 @@ def site_facts(done: list[dict[str, Any]], failed: list[dict[str, Any]]) -> list
 
 
 def _joined(spans: list[Span]) -> list[Span]:
-    """Join neighbours with the same state, and leave out empty spans."""
     out: list[Span] = []
     for low, high, state in spans:
         if out and out[-1][2] == state and out[-1][1] >= low:

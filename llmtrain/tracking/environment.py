@@ -74,7 +74,6 @@ def new_run_id() -> str:
 
 
 def versions() -> dict[str, str | None]:
-    """Installed versions by package; None for a missing package."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -135,6 +134,5 @@ def describe_environment(
 
 
 def write_environment(run_dir: Path | str, environment: Mapping[str, Any]) -> None:
-    """Write environment.json into the run folder, atomically. Raises OSError."""
     text = json.dumps(to_json(dict(environment)), indent=2, allow_nan=False)
     replace_file(Path(run_dir) / "environment.json", text.encode() + b"\n")

@@ -18,14 +18,13 @@ from llmtrain.tracking.local import JsonLines
 
 
 def write_event(run_dir: Path, kind: str, event: dict[str, Any]) -> None:
-    """Append a line to the run's events.jsonl."""
     events = JsonLines(run_dir / "events.jsonl")
     events.write({"time_unix_s": time.time(), "kind": kind, **redact(event)})
     events.close()
 
 
 def tell_wandb(run_dir: Path, run_id: str, tracking: dict[str, Any], event: dict[str, Any]) -> None:
-    """Mark the run as failed, with the paragraph in its summary under `fault`. May raise any error, and may hang."""
+    """Mark the run as failed, with the paragraph in its summary under `fault`. May raise or hang."""
     from llmtrain.tracking.wandb_sink import QUIET, choose_mode
 
     mode, _ = choose_mode(tracking["wandb"])
@@ -48,7 +47,6 @@ def tell_wandb(run_dir: Path, run_id: str, tracking: dict[str, Any], event: dict
 
 
 def main() -> int:
-    """Entry point of the process."""
     asked = json.load(sys.stdin)
     run_dir, event, run = Path(asked["run_dir"]), asked["event"], asked["run"]
     write_event(run_dir, asked["kind"], event)

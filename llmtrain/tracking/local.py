@@ -97,7 +97,7 @@ def repair(path: Path) -> None:
 def truncate_after(path: Path, step: int) -> int:
     """Drop the rows whose `step` is above `step`, atomically; return their number. Raises OSError.
 
-    A run that resumes from an older checkpoint repeats those steps, and each step must appear once.
+    A run that resumes from an older checkpoint repeats those steps.
     """
     if not path.is_file():
         return 0
@@ -205,19 +205,16 @@ class LocalFiles(Sink):
         self._held = [HeldFile(run_dir / name) for name in RUN_FILES if (run_dir / name).exists()]
 
     def log(self, row: dict[str, Any], *, more: bool) -> None:
-        """Append a row of metrics."""
         self._put_back(row.get("step"))
         self._metrics.write(row)
 
     def event(self, kind: str, fields: dict[str, Any]) -> None:
-        """Append an event."""
         self._events.write({"time_unix_s": time.time(), "kind": kind, **fields})
 
     def end_steps(self) -> None:
         """Rows may follow, from the last evaluation."""
 
     def close(self, *, exit_code: int) -> None:
-        """Flush to the disk and close."""
         self._put_back(None)
         for held in self._held:
             os.close(held.fd)
@@ -225,7 +222,7 @@ class LocalFiles(Sink):
         self._events.close()
 
     def _put_back(self, step: Any) -> None:
-        """Restore files that a process outside the run has removed from its folder."""
+        """Restore files that a process outside the run has removed."""
         with contextlib.suppress(OSError):  # metrics.jsonl reports it
             if gone := [held.path.name for held in self._held if held.put_back()]:
                 log.warn(

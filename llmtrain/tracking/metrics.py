@@ -129,7 +129,7 @@ OF_SET = "eval/NAME/FIGURE"
 
 
 def metrics() -> dict[str, Metric]:
-    """Every key of metrics.jsonl and W&B: those of any run, and the objectives' figures."""
+    """Every key of metrics.jsonl and W&B, for any run and objective."""
     figures = {figure.name: figure for objective in Objective.CHOICES.values() for figure in objective.figures}
     return {
         **_OF_A_RUN,
@@ -144,7 +144,7 @@ def metrics() -> dict[str, Metric]:
 
 
 def metric_of(key: str) -> Metric | None:
-    """Find the definition of a key of any set, host, task or place in a list. None: unknown."""
+    """The definition of a key for any set, host, task or place in a list. None: unknown."""
     kind, _, rest = key.partition("/")
     figure, known = rest.partition("/")[2], metrics()
     named = {"eval": ("eval/NAME/", "eval/"), "hosts": ("hosts/HOST/",)}.get(kind, ()) if figure else ()
@@ -264,8 +264,7 @@ _PEAK_TFLOPS_16BIT: tuple[tuple[str, float], ...] = (
 def peak_flops(device_name: str, dtype: str) -> float | None:
     """Dense peak FLOP/s of one device by its driver's name, for dtype "bf16" or "fp16".
 
-    None if unknown: another device, a MIG slice (a part of one), or fp32, whose peak depends on whether TF32 is
-    allowed.
+    None if unknown: another device, a MIG slice, or fp32, whose peak depends on TF32.
     """
     if dtype not in ("bf16", "fp16") or " MIG " in device_name:
         return None
@@ -281,8 +280,7 @@ class Throughput:
     """Speed between two log points.
 
     `step` once per optimizer step; `pause` around evaluation and `checkpoint_stall` around saving, whose time is left
-    out of the speed; `take` at a log point, after the loss was read (that read waits for the device, so the clock is
-    right on CUDA).
+    out; `take` at a log point, after the loss was read (which waits for the device, so the clock is right on CUDA).
     """
 
     def __init__(

@@ -66,7 +66,7 @@ class MLflow(Sink, entry="mlflow"):
                 self.log(row, more=False)
 
     def log(self, row: dict[str, Any], *, more: bool) -> None:
-        """Add a point to each metric of the row without a point at this or a later step."""
+        """Add a point to each metric that has none at this or a later step."""
         from mlflow.entities import Metric
 
         step, at_ms = row["step"], int(1000 * row.get("time_unix_s", time.time()))
@@ -84,7 +84,6 @@ class MLflow(Sink, entry="mlflow"):
         self._client.set_terminated(self._id, "FAILED" if exit_code else "KILLED" if self._stopped else "FINISHED")
 
     def _last_of(self, key: str) -> int:
-        """The last step of a metric in MLflow."""
         if key not in self._last:
             history = self._client.get_metric_history(self._id, key) if self._resumed else []
             self._last[key] = max((point.step for point in history), default=-1)
@@ -103,5 +102,4 @@ class MLflow(Sink, entry="mlflow"):
 
 
 def _key(name: str) -> str:
-    """Replace characters that MLflow refuses."""
     return re.sub(r"[^\w./ -]", "_", name)[:250]

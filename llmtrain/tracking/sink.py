@@ -25,7 +25,7 @@ class TrackingConfig:
     tags: list[str] = field(default_factory=list)
     """W&B tags."""
     group: str | None = None
-    """W&B group: runs that its pages show together, such as those of a sweep or of several sites."""
+    """W&B group: runs that its pages show together, such as a sweep's or several sites'."""
     job_type: str | None = None
     """W&B job type within the group, such as pretrain."""
     artifacts: Literal["none", "reference"] = "none"
@@ -37,7 +37,7 @@ class Sink(Entry, section="trackers"):
 
     One of the YAML's `trackers`, such as a plugin's, is a dataclass with a name (`class Csv(Sink, entry="csv")`): its
     fields are below `trackers.csv`. Its methods run on a separate thread, one after another; they may wait and raise.
-    Those of the console and the local files do neither: training calls them.
+    Methods of the console and the local files do neither: training calls them.
     """
 
     MODULES: ClassVar[tuple[str, ...]] = ()
@@ -69,12 +69,12 @@ class Sink(Entry, section="trackers"):
         """Write everything out, in at most 20 s. `exit_code`: 1 if the run has failed, else 0."""
 
     def abandon(self) -> None:
-        """End everything that would hold up the process. Training calls it after a method that raised or does not
-        return, on its own thread and without a time limit: it must not wait for the tracker."""
+        """End everything that would hold up the process. Training calls it on its own thread, after a method that
+        raised or does not return, without a time limit: it must not wait for the tracker."""
 
 
 def scalars(row: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers in a row of metrics; those of a list as KEY/INDEX."""
+    """The numbers in a row of metrics; a list's as KEY/INDEX."""
     found: dict[str, float] = {}
     for key, value in row.items():
         if isinstance(value, (int, float)) and key not in ("step", "time_unix_s"):

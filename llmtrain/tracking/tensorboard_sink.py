@@ -52,7 +52,6 @@ class TensorBoard(Sink, entry="tensorboard"):
         self._text(f"events/{kind}", fields)
 
     def close(self, *, exit_code: int) -> None:
-        """Write the status, and close the file."""
         self._text("status", {"status": "failed" if exit_code else "ended"})
         self._writer.close()
 

@@ -38,7 +38,7 @@ class Console(Sink):
     Args:
         total_steps: of the run, if known.
         epochs: length of the run, if given in epochs; then lines show the epoch.
-        norm: vector whose norm is `grad_norm`. With Muon, DeepSpeed's ZeRO clips and measures the update.
+        norm: vector whose norm is `grad_norm`.
         show: takes the progress text ("": no more) and the completed share, for a terminal that another process owns.
             Without it a terminal at standard output gets a live line.
     """
@@ -162,11 +162,11 @@ Status = Literal["finished", "stopped", "failed"]
 class Tracker:
     """Metrics and events of one launch.
 
-    `config`: W&B's configuration (YAML, DeepSpeed dict, environment); secrets in it are redacted. `norm` and `show`:
-    see `Console`. `start_step`: step of the resumed checkpoint (0: a new run); rows of later steps, from before a
-    crash, are dropped, because training writes them again. `trackers`: the run's `trackers`, by name; `where`: from an
-    exception of theirs to the place in the user's code. With `enabled=False` (ranks other than 0) every call is a
-    no-op. No method raises for a full disk or a failing W&B.
+    `config`: W&B's configuration (YAML, DeepSpeed dict, environment), redacted here. `norm` and `show`: see `Console`.
+    `start_step`: step of the resumed checkpoint (0: a new run); rows of later steps are dropped, because training
+    writes them again. `trackers`: the run's `trackers`, by name; `where`: from an exception of theirs to the place in
+    the user's code. With `enabled=False` (ranks other than 0) every call is a no-op. No method raises for a full disk
+    or a failing W&B.
     """
 
     def __init__(
@@ -264,7 +264,7 @@ class Queued:
     """Passes every call on to a tracker's thread, in order. No method waits or raises."""
 
     def __init__(self, name: str, sink: Sink, where: Callable[[BaseException], str]) -> None:
-        """`name`: the tracker's key in the run's YAML. `where`: from an exception to the place in the user's code."""
+        """`name`: the tracker's key in the YAML. `where`: from an exception to the place in the user's code."""
         self._name, self._sink, self._where = name, sink, where
         self._calls: queue.Queue[Callable[[], Any] | None] = queue.Queue()
         self._dropped, self._failed, self._abandoned = 0, False, False
@@ -286,7 +286,7 @@ class Queued:
         self._calls.put_nowait(None)
 
     def join(self, deadline_s: float) -> None:
-        """Wait until the tracker is done, at most until `deadline_s` of time.monotonic()."""
+        """Wait for the tracker, at most until `deadline_s` of time.monotonic()."""
         self._thread.join(max(0.0, deadline_s - time.monotonic()))
         if self._thread.is_alive():
             log.warn(f"{self._name} did not finish in time; metrics.jsonl holds everything")

@@ -81,7 +81,7 @@ def _default_url() -> str:
 def wandb_setting() -> tuple[Mode, str] | None:
     """The mode that W&B or Hugging Face's Trainer would obey, and its source; None: none is set.
 
-    A word that W&B does not know causes a warning, and keeps the run offline.
+    An unknown word causes a warning, and keeps the run offline.
     """
     if os.environ.get("WANDB_DISABLED", "").strip().lower() in _TRUE:
         return "disabled", "WANDB_DISABLED"
@@ -129,7 +129,7 @@ def reachable(url: str) -> bool:
 
 
 def choose_mode(asked: str) -> tuple[Mode, str]:
-    """The W&B mode for `tracking.wandb`, and the reason. W&B's settings decide if the configuration says auto.
+    """The W&B mode for `tracking.wandb`, and the reason. With auto, W&B's settings decide.
 
     May take seconds (a connection is tried), so this runs in the sink's thread.
     """
@@ -235,7 +235,6 @@ class WandbSink(Sink):
             log.warn_once(f"{file} cannot be written ({error.strerror}): after a kill, W&B may get a row twice")
 
     def _catch_up(self, online: bool, start_step: int) -> None:
-        """Send missing rows up to `start_step`."""
         sent = self._sent
         if online:
             sent.step = getattr(self._run, "starting_step", 0) - 1
@@ -333,7 +332,6 @@ class WandbSink(Sink):
             importlib.import_module("wandb").teardown()
 
     def _count(self, row: dict[str, Any]) -> None:
-        """Keep the best values of evaluation figures."""
         for key, value in row.items():
             mode = mode_of(key) if key.startswith("eval/") else None
             if mode is not None and isinstance(value, int | float) and math.isfinite(value):
@@ -341,7 +339,6 @@ class WandbSink(Sink):
                 self._summary[f"best/{key}"] = max(known, value) if mode == "max" else min(known, value)
 
     def _refer(self, checkpoint: Path) -> None:
-        """Log a checkpoint as an artifact: a reference to each file, and none of their content."""
         import wandb
 
         try:
@@ -368,7 +365,7 @@ class WandbSink(Sink):
             # W&B's own metadata file holds the raw command line; our redacted environment is in the config.
             "x_disable_meta": True,
             "x_save_requirements": False,
-            # wandb-core does not write out what it holds when it is killed: 15 s of rows by default.
+            # A killed wandb-core loses its rows in memory: 15 s of rows by default.
             "x_transaction_log_flush_interval": 1.0,
         }
         # Settings with x_ come and go between W&B versions; one that is gone must not cost the dashboard.

@@ -154,12 +154,11 @@ _TIMED_OUT = re.compile(
     r"Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(?P<number>\d+), OpType=(?P<name>\w+),"
     r".*?Timeout\(ms\)=(?P<limit>\d+)\)"
 )
-# Of standard error: torch's logging of errors, what std::terminate prints of an exception, NCCL's own log.
+# Lines of standard error: torch's logging of errors, std::terminate's report of an exception, NCCL's log.
 _ENDS = re.compile(r"\s*(?:(?:\[rank\d+\]:)?\[[EF]\d+ [^\]]*\]|what\(\):|.*NCCL WARN)\s*(?P<said>.+)$")
 
 
 def device_fault(text: str) -> DeviceFault | None:
-    """The first row that matches a text; None if it reports no fault of a device or its libraries."""
     return next((row for row in FAULTS if row.matches(text)), None)
 
 
@@ -177,7 +176,7 @@ def with_reason(message: str) -> str:
 
 
 def telling_line(output: str) -> str:
-    """The first line of standard error that reports a fault, not a warning; later lines are its consequences."""
+    """The first line of standard error that reports a fault; later lines are its consequences."""
     for line in output.splitlines():
         if match := _ENDS.match(line):
             said = match["said"].strip()

@@ -33,8 +33,8 @@ _NAME = re.compile(r"llmtrain-watch-\d+-(?P<pid>\d+)-(?P<started>\d+)-.*")
 
 
 def make_folder() -> Path:
-    """Create the folder for this launcher and port, the same for all ranks of a host. Its name ends with the launch's
-    mark, for launch/guardian.py. Raises OSError."""
+    """Create the folder for this launcher and port, shared by a host's ranks. Its name ends with the launch's mark, for
+    launch/guardian.py. Raises OSError."""
     parent = processes.stat(os.getppid())
     started, port = parent.started if parent else 0, os.environ.get("MASTER_PORT", "0")
     mark = os.environ.get(messages.LAUNCH, "")
@@ -47,8 +47,8 @@ def make_folder() -> Path:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             log.warn(
                 f"{base} of {socket.gethostname()} is full ({units.size(free)} free): the watch keeps its files in "
-                f"{tempfile.gettempdir()}, and what else needs it will fail (NCCL between the GPUs of a host). Look "
-                f"with `ls -la {base}` and delete what no process uses, or mount -o remount,size=50% {base}"
+                f"{tempfile.gettempdir()}, and others that need it will fail (NCCL between the GPUs of a host). Look "
+                f"with `ls -la {base}` and delete unused files, or mount -o remount,size=50% {base}"
             )
         base = Path(tempfile.gettempdir())
     folder = base / name

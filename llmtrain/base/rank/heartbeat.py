@@ -93,7 +93,7 @@ class Heartbeat:
         self._use(mmap.mmap(-1, _SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), rank=0, local_rank=0)
 
     def connect(self, path: Path, *, rank: int, local_rank: int) -> None:
-        """Write into a new file that the agent reads, with all counts at 0. Raises OSError."""
+        """Write into a new file that the agent reads. Raises OSError."""
         self._use(_shared(path), rank=rank, local_rank=local_rank)
         os.rename(path.with_suffix(".new"), path)  # a reader finds a complete page or none
 
@@ -185,7 +185,6 @@ class Heartbeat:
         return waited_s
 
     def idle_s(self) -> float:
-        """Seconds since the last beat."""
         return time.monotonic() - float(self._times[_BEAT_S])
 
     def on_device(self) -> None:
@@ -193,7 +192,6 @@ class Heartbeat:
         self._words[_AT["on_device"]] = 1
 
     def gave(self) -> None:
-        """Count a mark put into the device's queue."""
         self._words[_GIVEN] += 1
 
     def device_did(self, count: int) -> None:
@@ -228,7 +226,7 @@ def _call(plugin: str, method: str) -> bytes:
 
 
 def named(name: str) -> bytes:
-    """Return a collective's name in the form that `Heartbeat.enter` takes."""
+    """Encode a collective's name for `Heartbeat.enter`."""
     return name.encode(errors="replace")[:NAME_BYTES].ljust(NAME_BYTES, b"\0")
 
 
@@ -246,7 +244,7 @@ def _shared(path: Path) -> mmap.mmap:
 
 
 def read(page: Path | int) -> Beat | None:
-    """The state of a rank; None without a valid page. `page`: a descriptor outlives the name of the file."""
+    """The state of a rank; None without a valid page. `page`: a descriptor outlives the file's name."""
     try:
         raw = os.pread(page, _SIZE, 0) if isinstance(page, int) else page.read_bytes()
     except OSError:

@@ -18,9 +18,9 @@ _ELSEWHERE = "192.0.2.1"  # reserved for documentation: the route to it leads ou
 
 
 def choose_interfaces(backend: str) -> str | None:
-    """Set unset GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface towards MASTER_ADDR, NCCL's also to its
-    likes (`_alike`): NCCL would take bridges and tunnels and hang. Loopback only where MASTER_ADDR or all ranks are
-    local. Returns gloo's interface or None. Raises ConfigError: the user's value, or MASTER_ADDR, is unknown."""
+    """Set unset GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface towards MASTER_ADDR, NCCL's also to equal
+    cards (`_alike`): NCCL would take bridges and tunnels and hang. Loopback only if MASTER_ADDR or all ranks are local.
+    Returns gloo's interface or None. Raises ConfigError: the user's value, or MASTER_ADDR, is unknown."""
     here = _addresses()
     _check(GLOO, here)
     if backend == "nccl":
@@ -77,7 +77,7 @@ def interface_towards(master: str, here: dict[str, list[str]]) -> str | None:
 
 
 def _own_address(target: str) -> str | None:
-    """The address that this host would send from, found without sending. None without a route. Raises ConfigError."""
+    """The address that this host would send from. None without a route. Raises ConfigError."""
     try:
         family, _, _, _, where = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
     except OSError as error:

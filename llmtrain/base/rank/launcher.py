@@ -12,8 +12,8 @@ from llmtrain.base.rank.messages import SECRETS
 
 
 def load_secrets() -> list[str]:
-    """Put the secrets that `deliver` wrote into this process's environment, before they are read; returns their names.
-    Raises ConfigError: the file of LLMTRAIN_SECRETS is missing, or other users could read or write it."""
+    """Put the secrets of `deliver` into this process's environment, before they are read; returns their names. Raises
+    ConfigError: the file of LLMTRAIN_SECRETS is missing, or open to other users."""
     shown = os.environ.get(SECRETS)
     if shown is None:
         return []
@@ -41,7 +41,7 @@ def load_secrets() -> list[str]:
 def refuse_missing_hostfile() -> None:
     """Refuse a run that `deepspeed --hostfile FILE` has started on this host alone because FILE does not exist.
 
-    DeepSpeed only warns. The rank finds the command among its ancestors. Raises ConfigError.
+    DeepSpeed only warns. Raises ConfigError.
     """
     parent = psutil.Process().parent()
     for _ in range(4):
@@ -49,7 +49,7 @@ def refuse_missing_hostfile() -> None:
             if parent is None:
                 return
             words, folder, parent = parent.cmdline(), parent.cwd(), parent.parent()
-        except (psutil.Error, OSError):  # of another user, or gone
+        except (psutil.Error, OSError):  # another user's, or gone
             return
         if not any(os.path.basename(word) in ("deepspeed", "ds", "deepspeed.launcher.runner") for word in words[:4]):
             continue

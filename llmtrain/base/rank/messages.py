@@ -51,7 +51,6 @@ def emit(kind: str, **fields: Any) -> None:
 
 @contextlib.contextmanager
 def waiting(every_s: float = 30.0) -> Iterator[None]:
-    """Send `wait` every `every_s` seconds while the block runs."""
     done = threading.Event()
 
     def tell() -> None:
@@ -68,7 +67,6 @@ def waiting(every_s: float = 30.0) -> Iterator[None]:
 
 
 def supervised() -> bool:
-    """True if a supervisor reads this process's messages."""
     return os.environ.get(SUPERVISED) == "1"
 
 

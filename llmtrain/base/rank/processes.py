@@ -61,12 +61,11 @@ def bytes_moved(pid: int) -> int:
 
 
 def pids() -> list[int]:
-    """Ids of all visible processes."""
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
 def words(pid: int) -> list[str]:
-    """The command line; empty for a process that has ended or belongs to another user."""
+    """The command line; empty if the process has ended or is another user's."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             return file.read().decode(errors="replace").split("\0")[:-1]
@@ -84,7 +83,6 @@ def has_mark(pid: int, mark: str) -> bool:
 
 
 def descendants(roots: set[int]) -> set[int]:
-    """All processes below the given ones, without them."""
     children: dict[int, list[int]] = {}
     for pid in pids():
         found = stat(pid)
@@ -101,7 +99,7 @@ def descendants(roots: set[int]) -> set[int]:
 
 
 def oom_kills() -> int:
-    """Processes that this machine's kernel has killed for lack of memory; 0 if unknown."""
+    """Processes that the kernel has killed for lack of memory; 0 if unknown."""
     try:
         with open("/proc/vmstat", "rb") as file:
             for line in file:

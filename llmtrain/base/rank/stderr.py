@@ -24,8 +24,7 @@ _own: int | None = None
 
 def keep_end(path: Path, start: Callable[[list[str], int], None]) -> None:
     """Pass standard error through a process that keeps its last 64 KiB in `path`. `start`: starts a process that is no
-    child of this one, from words and a descriptor for its standard input. Raises OSError; standard error is then
-    unchanged."""
+    child of this one, from words and a descriptor for its standard input. Raises OSError, without a change."""
     global _own
     reading, writing = os.pipe()
     try:
@@ -57,7 +56,7 @@ def mend() -> None:
 
 
 def main(path: Path) -> int:
-    """Entry point of the process: copies standard input to standard error until all writers have closed it."""
+    """Copy standard input to standard error until all writers have closed it."""
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     end, is_open = bytearray(), True

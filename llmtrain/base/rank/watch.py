@@ -98,7 +98,9 @@ def begin(*, stall_timeout_s: float, start_timeout_s: float, run_dir: str, agent
         try:
             stderr.keep_end(of_rank(folder, rank, "stderr"), _start)
         except OSError as error:
-            log.warn(f"the watch will miss what NCCL prints before it ends a rank: {error.strerror} ({error.filename})")
+            log.warn(
+                f"the watch will miss NCCL's last lines before it ends a rank: {error.strerror} ({error.filename})"
+            )
     _thread.start_new_thread(_answer, (asked, _stack_file.fileno(), threading.get_ident()))  # forks come before threads
     _folder, alone_s = folder, None
     os.environ[MARK] = str(folder)  # marks every process that this rank starts
@@ -121,7 +123,7 @@ def _on_gpu() -> bool:
 
 
 def agent_address() -> dict[str, Any] | None:
-    """The address of this host's agent, on local rank 0; None elsewhere, and if the agent has not started."""
+    """The address of this host's agent, on local rank 0; None elsewhere, or without an agent."""
     agent = None
     if _folder is not None and os.environ.get("LOCAL_RANK", "0") == "0":
         deadline = time.monotonic() + _AGENT_STARTS_S
@@ -210,7 +212,7 @@ def outcome_reported() -> Iterator[None]:
 
 
 def failed(error: BaseException) -> bool:
-    """Report an exception that is a bug and ends this rank. True if the agent has received it."""
+    """Report a bug that ends this rank. True if the agent has received it."""
     global _has_failed
     if _folder is None or heart.is_leaving() or isinstance(error, (UserError, SystemExit, KeyboardInterrupt)):
         return False

@@ -238,7 +238,6 @@ def strings(value: Any) -> Iterator[str]:
 
 
 def _answer(record: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    """The messages of `chosen` or `rejected`."""
     given = record.get(name)
     if isinstance(given, str):
         return [{"role": "assistant", "content": given}]
@@ -262,7 +261,7 @@ def _prompt(record: dict[str, Any], field: str) -> list[dict[str, Any]]:
 
 
 def _raw_messages(record: dict[str, Any], field: str) -> tuple[list[Any], int]:
-    """(messages with roles as transformers names them, number of prompt messages)"""
+    """(messages with transformers' roles, number of prompt messages)"""
     for name in (field, *_LISTS):
         if record.get(name) is not None:
             messages = record[name]
@@ -310,7 +309,6 @@ def _from_sharegpt(message: Any) -> Any:
 
 
 def _parsed(value: Any, what: str) -> Any:
-    """`value`, parsed as JSON if it is a string."""
     if not isinstance(value, str):
         return value
     try:
@@ -353,7 +351,6 @@ def _message(raw: dict[str, Any], place: int) -> dict[str, Any]:
 
 
 def _thoughts(message: dict[str, Any], role: str, place: int) -> dict[str, str]:
-    """An answer's thoughts under the keys that templates read."""
     given = {key: message[key] for key in THOUGHTS if message.get(key) is not None}
     if wrong := [key for key, thoughts in given.items() if not isinstance(thoughts, str)]:
         raise RefusedError(f"message {place}: {wrong[0]} is {_kind(given[wrong[0]])}, not a string")

@@ -116,7 +116,7 @@ class ChatEncoder:
         special = {token.content for token in added if token.special} | set(self._stops)
         named = str(self._tokenizer.chat_template)
         written = {token.content for token in added if token.content in named and not token.content.isspace()}
-        # An answer may hold what its template writes (<think>, <tool_call>), but no special token.
+        # An answer may hold its template's markup (<think>, <tool_call>), but no special token.
         self._control = {True: _any_of(special), False: _any_of(special | written)}
         self._bos = self._tokenizer.bos_token_id
         one = self._ids("x")
@@ -131,7 +131,7 @@ class ChatEncoder:
         self.vocab_size = max(max(self._backend.get_vocab(with_added_tokens=True).values()) + 1, len(self._tokenizer))
 
     def _check_variables(self, folder: Path) -> None:
-        """Raises DataError: the template does not read a variable that the options set."""
+        """Raises DataError: the template does not read a variable of the options."""
         if not self._options.variables:
             return
         try:
@@ -146,7 +146,6 @@ class ChatEncoder:
 
     @property
     def dated(self) -> bool:
-        """True if the template has written the date into rows."""
         return self._template.dated
 
     def rows(self, text: str) -> list[Row]:
@@ -168,7 +167,7 @@ class ChatEncoder:
         return self._rows(conversation(text, self._options.field))
 
     def _pair(self, chosen: list[Row], rejected: list[Row]) -> list[Row]:
-        """Check that both rows have the same prompt, different answers, and fit into `max_tokens` together."""
+        """Check that both rows have one prompt, different answers, and fit into `max_tokens` together."""
         pair = [_only(chosen, "chosen"), _only(rejected, "rejected")]
         begins = [int(row.counted.argmax()) for row in pair]
         if begins[0] != begins[1] or not np.array_equal(pair[0].ids[: begins[0]], pair[1].ids[: begins[0]]):
@@ -232,7 +231,6 @@ class ChatEncoder:
         return {key: part if key == "role" else self._as_text(part, answer=answer) for key, part in message.items()}
 
     def _as_text(self, value: Any, *, answer: bool) -> Any:
-        """`value` with a mark in every control token that its strings spell."""
         if isinstance(value, dict):
             return {self._as_text(k, answer=answer): self._as_text(v, answer=answer) for k, v in value.items()}
         if isinstance(value, list):
@@ -428,7 +426,6 @@ class ChatEncoder:
         return "\n".join(" ".join(part.split()) for part in self._added.split(text))
 
     def _finished(self, row: _Growing) -> list[Row]:
-        """The row, or its parts according to `too_long`."""
         ids, counted = as_ids(row.ids, self.vocab_size), np.array(row.counted, dtype=bool)
         counted[0] = False  # no token predicts it
         if self._bos is not None and self._bos not in self._stops.values():
@@ -486,7 +483,6 @@ def _shared(first: list[int], second: list[int]) -> int:
 
 
 def _differs(found: str, wanted: str) -> str:
-    """Describe the place where two texts begin to differ."""
     found, wanted = plain(found), plain(wanted)
     at = next((i for i, (a, b) in enumerate(zip(found, wanted, strict=False)) if a != b), min(len(found), len(wanted)))
     return f"{found[max(0, at - 10) : at + 20]!r} where {wanted[max(0, at - 10) : at + 20]!r} was expected"

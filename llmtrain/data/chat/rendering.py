@@ -85,7 +85,7 @@ class Template:
         """A rendering so far has read the clock."""
 
     def source(self, tools: list[dict[str, Any]] | None) -> str:
-        """The template that transformers takes for a conversation. Raises RenderError: there is none."""
+        """The template for a conversation. Raises RenderError: there is none."""
         try:
             return str(self._tokenizer.get_chat_template(tools=tools))
         except ValueError as error:
@@ -102,7 +102,6 @@ class Template:
         return self._read[source]
 
     def render(self, wanted: Sequence[Wanted]) -> list[Rendered | RenderError]:
-        """The renderings, each a text or an error."""
         found: list[Rendered | RenderError] = []
         for answer in _PROCESS.ask([self._request(each) for each in wanted]):
             if isinstance(answer, RenderError):
@@ -214,7 +213,7 @@ class _Process:
                 died = self._died(process)
                 self._end()
                 found += [died] * (len(requests) - len(found))
-            except BaseException:  # Ctrl-C: what it answers later is nobody's
+            except BaseException:  # Ctrl-C: nobody would read later answers
                 self._end()
                 raise
             return found
@@ -283,7 +282,6 @@ class _Process:
         process.wait()
 
     def close(self) -> None:
-        """End the child, if there is one."""
         with self._lock:
             self._end()
 
@@ -346,7 +344,7 @@ def _answer(bounds: _Bounds, utils: Any, clock: Any, known: list[str], request: 
 
 
 def _main() -> None:
-    """Answer requests, a line each, until the input ends. Standard output carries only answers."""
+    """Answer requests, a line each, until the input ends."""
     import datetime
 
     bounds = _Bounds(*map(int, sys.argv[1:]))

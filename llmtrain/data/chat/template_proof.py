@@ -94,7 +94,7 @@ class Marked:
                     self._check_read(leaf, literals, text, render)
                 literals += 1
             elif not _holds(answer if here else before, leaf):
-                if here and wider is None:  # a prompt may end with what a message begins with (<think>)
+                if here and wider is None:  # a prompt may end with a message's beginning (<think>)
                     found = header()
                     wider = dense(text[len(found) :]) if prompt.startswith(found) else answer
                 if wider is None or not here or not _holds(wider, leaf):
@@ -162,7 +162,7 @@ class Marked:
         return call | {"function": function}
 
     def _mark(self, value: Any, place: int, key: str, *, marks: bool = True) -> Any:
-        """`value` with marks in its strings, which become leaves; keys of objects are strings too."""
+        """`value` with marks in its strings, keys included, which become leaves."""
         if isinstance(value, dict):
             return {self._mark(name, place, key): self._mark(part, place, key) for name, part in value.items()}
         if isinstance(value, list):
@@ -212,7 +212,6 @@ def dense(text: str) -> str:
 
 
 def plain(text: str) -> str:
-    """Remove the marks."""
     return text.replace(SPLIT, "")
 
 
@@ -242,7 +241,7 @@ def _spellings(text: str) -> Iterator[str]:
     yield spelt
     yield json.dumps(text)[1:-1]
     yield repr(text)[1:-1]
-    yield repr(f'"{text}')[2:-1]  # within single quotes, whatever quotes it holds
+    yield repr(f'"{text}')[2:-1]  # in single quotes, with any quotes inside
     yield text.replace("'", r"\'")
     yield text.replace('"', r"\"")
     yield json.dumps(spelt, ensure_ascii=False)[1:-1]

@@ -166,7 +166,6 @@ class Lesson:
 
     @property
     def split(self) -> Split:
-        """The lesson's split."""
         return "validation" if draw(f"{self.family} {self.subject}".encode()) < _HELD_OUT else "train"
 
     def messages(self) -> list[dict[str, Any]]:
@@ -190,7 +189,7 @@ def run_tool(name: str, arguments: dict[str, str]) -> str:
 
 @functools.cache
 def lessons(source: str, split: Split) -> tuple[Lesson, ...]:
-    """The lessons of a source for one split, shuffled; those of stdlib-preference have a wrong answer."""
+    """A source's lessons for one split, shuffled; those of stdlib-preference have a wrong answer."""
     made = [lesson for lesson in (*_sums(), *_calls(), *_documented()) if lesson.split == split]
     if source == "stdlib-preference":
         made = [lesson for family in ("functions", "sums") for lesson in _with_wrong(made, family)]
@@ -201,7 +200,6 @@ def lessons(source: str, split: Split) -> tuple[Lesson, ...]:
 
 
 def records(source: str, split: Split) -> Iterator[dict[str, Any]]:
-    """The records that `prepare` reads, in the forms of jsonl."""
     if source == "stdlib-choices":
         yield from _with_choices(lessons(source, split))
         return
@@ -213,7 +211,6 @@ def records(source: str, split: Split) -> Iterator[dict[str, Any]]:
 
 
 def lines(source: str, split: Split) -> list[str]:
-    """`records` as lines of JSON."""
     return [json.dumps(record, ensure_ascii=False) for record in records(source, split)]
 
 
@@ -274,7 +271,6 @@ def _calls() -> Iterator[Lesson]:
 
 
 def _has_short_name(character: str) -> bool:
-    """True for a letter with one normal form and a name that fits a short row."""
     plain = unicodedata.category(character)[0] == "L" and unicodedata.normalize("NFKC", character) == character
     return plain and 0 < len(unicodedata.name(character, "")) <= 45
 
@@ -301,7 +297,6 @@ def _with_wrong(made: list[Lesson], family: str) -> list[Lesson]:
 
 
 def _with_choices(asked: tuple[Lesson, ...]) -> Iterator[dict[str, Any]]:
-    """Each question with its answer among answers to others."""
     draws = random.Random("choices")
     answers = sorted({lesson.answer for lesson in asked})
     for lesson in asked:

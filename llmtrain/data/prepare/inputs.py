@@ -25,7 +25,7 @@ _LEAST = 256 << 10
 
 
 def is_file(path: str) -> bool:
-    """True if the file is there. Raises StoreError."""
+    """Raises StoreError."""
     if not is_url(path):
         return os.path.isfile(path)
     try:
@@ -132,7 +132,7 @@ def open_file(path: str, *, stop: int | None = None, seeking: bool = False) -> B
 
 
 def arrow_file(path: str, *, seeking: bool) -> Any:
-    """A file for pyarrow: `seeking`, or read from beginning to end (mapped on this host). Reads raise OSError."""
+    """A file for pyarrow: `seeking`, or read from its beginning (mapped on this host). Reads raise OSError."""
     import pyarrow
 
     if is_url(path):

@@ -98,12 +98,11 @@ class OutFolder:
         """Copy missing files to `here`."""
 
     def take(self, own: Path) -> None:
-        """Move the files of a unit from the worker's folder; the record, which marks the unit done, is last."""
+        """Move a unit's files from the worker's folder; the record, which marks the unit done, is last."""
         for name in _of_unit(own):
             (own / name).replace(self.here / name)
 
     def remove(self, names: Iterable[str]) -> None:
-        """Delete files or folders, if they exist."""
         for path in (self.here / name for name in names):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
@@ -242,7 +241,7 @@ def seen(out: str) -> Iterator[Path]:
 
 @contextmanager
 def _scratch(url: str, role: str, places: int) -> Iterator[Path]:
-    """An empty folder of this host until the block ends. Raises: OSError; BlockingIOError: all places are held."""
+    """An empty folder of this host for the block. Raises: OSError; BlockingIOError: all places are held."""
     name = f"llmtrain-prepare-{os.getuid()}-{socket.gethostname()}-{xxhash.xxh3_64_hexdigest(url.encode())}-{role}"
     for place in range(places):
         path = Path(tempfile.gettempdir(), f"{name}-{place}")

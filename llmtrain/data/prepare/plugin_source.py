@@ -45,7 +45,6 @@ _open: dict[str, Source] = {}
 
 
 def classes() -> dict[str, type[Source]]:
-    """The plugins' sources by name."""
     return Entry.SECTIONS["sources"]
 
 
@@ -101,7 +100,7 @@ def records_of(label: str) -> Iterator[object]:
 
 
 def _told(error: BaseException, label: str, method: str) -> BaseException:
-    """The error to raise for an error in a plugin's method; Ctrl-C is passed on unchanged."""
+    """The error for an error in a plugin's method; Ctrl-C is unchanged."""
     if isinstance(error, KeyboardInterrupt):
         return error
     what = f"{type(error).__name__}: {error}".removesuffix(": ")

@@ -73,7 +73,7 @@ class ProcessLink(Child):
         raise Lost(f"{self.name} (process {self._process.pid}) {how} ({hint})")
 
     def end(self, within_s: float = _ENDED_S) -> None:
-        """End the workers, which then leave nothing in the folder for temporary files."""
+        """End the workers, which then leave no temporary files."""
         super().end(within_s)
 
 
@@ -88,7 +88,7 @@ class SocketLink:
         return self._connection.fileno()
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send a message, if they are still there."""
+        """Send a message, if the workers are still there."""
         with contextlib.suppress(OSError):
             self._connection.sendall(json.dumps(message).encode() + b"\n")
 
@@ -102,7 +102,7 @@ class SocketLink:
         return self._lines.of(data)
 
     def end(self) -> None:
-        """Let the workers see the end of their input."""
+        """Close the workers' input."""
         self._connection.close()
 
 
@@ -123,7 +123,6 @@ class Place:
 
 
 def local(processes: int) -> list[Place]:
-    """Workers on this machine."""
     return [Place(partial(ProcessLink, "a worker", of_module("llmtrain.data.prepare.worker")))] * processes
 
 
@@ -230,7 +229,7 @@ def main() -> None:
     plan, stored = settings.pop("plan"), is_url(settings["out"])
     with contextlib.ExitStack() as stack:
         try:
-            with contextlib.suppress(*([OSError] if stored else [])):  # a host of its own may have no such folder
+            with contextlib.suppress(*([OSError] if stored else [])):  # another host may not have the folder
                 os.chdir(folder)
             here = stack.enter_context(out_folder.seen(settings["out"]))
             found = (here / PLAN).read_text()

@@ -189,7 +189,7 @@ def _make_tokenizer(settings: PrepareSettings, work: list[Unit], out: OutFolder)
 def _examine_ids(
     settings: PrepareSettings, field: str, files: list[SourceFile], work: list[Unit], encoder: tokenize.Encoder
 ) -> None:
-    """Check the first ids of some files and some records. Raises DataError: they are from another tokenizer."""
+    """Check the first ids of some files and records. Raises DataError: they are from another tokenizer."""
     samples = token_corpora.beginnings([file.path for file in files if file.kind == "tokens"], encoder.separator_id)
     rows = token_corpora.TokenEncoder(Path(str(settings.tokenizer)), field, np.dtype(np.int64), counted=False)
     pieces = [piece for unit in work for piece in unit.pieces if piece.kind != "tokens"]
@@ -401,7 +401,7 @@ def _manifest(
             if documents[split] and not any(record["chat"][split]["counted"] for record in records):
                 given = settings.sources if split == "train" else settings.validation_sources or settings.sources
                 raise DataError(f"--source {' '.join(given)}: no token of its {split} rows is counted, so there is "
-                                "nothing to learn or to measure; give records of which some are")  # fmt: skip
+                                "nothing to learn or to measure; give records with counted tokens")  # fmt: skip
     except DataError:
         clear(out)
         raise
@@ -625,7 +625,6 @@ def start_or_continue(out: OutFolder, plan: dict[str, Any]) -> dict[str, Any]:
 
 
 def clear(out: OutFolder) -> None:
-    """Delete all files of `prepare` in the folder."""
     out.remove([*_made(out.sizes()), REJECTED, SAMPLE, "tokenizer", UNFINISHED])
 
 
@@ -636,6 +635,5 @@ def _bytes_of_shards(manifest: Manifest) -> dict[str, int]:
 
 
 def _made(names: Iterable[str]) -> list[str]:
-    """The names of shards' files among these names."""
     patterns = ("*-*.bin", "*-*.rows", "*.origins.parquet")
     return [name for name in names if "/" not in name and any(fnmatchcase(name, each) for each in patterns)]

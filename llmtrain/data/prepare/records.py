@@ -85,7 +85,6 @@ def read_piece(
 
 
 def reject(piece: Piece, document: Document, reason: str) -> Rejection:
-    """Reject an accepted document."""
     unit = "line" if piece.kind in ("text", "jsonl", "made") else "row"
     return Rejection(piece.label, unit, document.number, reason)
 
@@ -273,7 +272,7 @@ _BEGINNINGS = (
     (b"\x89PNG\r\n", "a PNG picture, which has no text: leave it out"),
     (b"\xff\xd8\xff", "a JPEG picture, which has no text: leave it out"),
     (b"GIF8", "a GIF picture, which has no text: leave it out"),
-    (b"PK\x03\x04", "a ZIP archive, as those of Word and EPUB are: convert it to text first, such as by pandoc"),
+    (b"PK\x03\x04", "a ZIP archive, as for Word and EPUB: convert it to text first, such as by pandoc"),
 )
 """First bytes of a file -> a reason to reject it."""
 
@@ -351,7 +350,7 @@ def _read_array(piece: Piece, field: str | None, max_bytes: int) -> Iterator[Doc
     """The objects of one list, decoded one by one: the file is never completely in memory."""
     limit, number = 6 * max_bytes + _CHUNK, 0
     with inputs.open_file(piece.path) as raw, io.TextIOWrapper(raw, "utf-8-sig") as stream:
-        text, at, ended = "", 0, False  # what is in memory, and where the next record begins in it
+        text, at, ended = "", 0, False  # the text in memory, and the place of the next record in it
         while True:
             found = _next_record(text, at, first=number == 0)
             if isinstance(found, str) and not ended and len(text) - at <= limit:
@@ -378,7 +377,6 @@ def _read_array(piece: Piece, field: str | None, max_bytes: int) -> Iterator[Doc
 
 
 def _goes_on(stream: TextIO) -> bool:
-    """Return True if a stream has more than white space."""
     try:
         return any(block.strip() for block in iter(lambda: stream.read(_CHUNK), ""))
     except UnicodeDecodeError:
@@ -532,14 +530,14 @@ def _values(batch: Any, field: str | None) -> Iterator[object]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Remove the keys whose value is null, at any depth: Arrow gives every record the keys of all."""
+    """Remove keys with null values, at any depth: Arrow gives every record the keys of all."""
     if isinstance(value, dict):
         return {key: _without_nulls(part) for key, part in value.items() if part is not None}
     return [_without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
 def _named(value: object) -> dict[str, str]:
-    """Placeholder for a value without a JSON form (bytes, a date), which cannot be taken for a text."""
+    """Placeholder for a value without a JSON form (bytes, a date)."""
     return {type(value).__name__: repr(value)}
 
 

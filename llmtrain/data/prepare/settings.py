@@ -63,7 +63,7 @@ class PrepareSettings:
 
     @property
     def chat(self) -> ChatOptions | None:
-        """Options for making rows; None for text. Raises DataError when the tokenizer's files cannot be read."""
+        """Options for making rows; None for text. Raises DataError when the tokenizer is unreadable."""
         if self.format == "choices":
             return ChatOptions(field="" if self.field == "text" else self.field, stop_tokens=(), choices=True)
         if self.format == "token-rows":
@@ -102,7 +102,7 @@ class PrepareSettings:
 
     @property
     def fraction(self) -> float:
-        """The held-out share of `sources`: all questions of multiple choice are for evaluation."""
+        """The held-out share of `sources`: all of multiple choice."""
         if self.format == "choices":
             return 1.0
         if self.validation_fraction is not None:

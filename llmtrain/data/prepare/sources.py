@@ -70,7 +70,7 @@ def chosen(names: Sequence[str], source: OnHub) -> list[str]:
         raise DataError(f"--source {what}: it has no file {files}, but {', '.join(names[:5]) or 'none at all'}")
     found = [n for n in names if n.lower().endswith(_DATA)]
     if not found:
-        raise DataError(f"--source {what}: it has no parquet and no jsonl files; name files of it: {what}/FILES")
+        raise DataError(f"--source {what}: it has no parquet and no jsonl files; name its files: {what}/FILES")
     splits = {_split_of(n): n for n in reversed(found)}
     if len(splits) > 1:
         first = splits.get("train") or found[0]
@@ -106,7 +106,7 @@ def _tokenizer(given: str | None) -> str | None:
 
 
 def _source(given: str, option: str) -> str:
-    """Download a source on the Hub; returns its name with the commit as revision. Any other source is unchanged."""
+    """Download a source on the Hub; returns its name with the commit. Any other source is unchanged."""
     if (source := parts_of(given)) is None:
         return given
     wrong = _wrong(f"{option} {given}", source.revision)
@@ -270,7 +270,7 @@ def _expand(source: str, form: str, option: str) -> list[SourceFile]:
 
 
 def _with_ids(source: str, paths: list[str], option: str) -> list[str]:
-    """The files of a folder or a glob that can hold token ids, without indexes and notes."""
+    """The files that can hold token ids, without indexes and notes."""
     paths = [path for path in paths if not token_corpora.is_index(path)]
     found = [path for path in paths if path.endswith(_RECORDS) or token_corpora.layout_of(path) is not None]
     notes = [path for path in paths if path not in set(found)]
@@ -334,7 +334,7 @@ def _say_out(out: list[str], root: str, option: str) -> None:
 
 
 def _hub_files(found: OnHub, form: str) -> list[SourceFile]:
-    """Files of the commit that `fetched` has chosen. Time 0 on every host, because the commit fixes them."""
+    """Files of the commit that `fetched` has chosen. Time 0 on every host."""
     assert found.revision is not None
     root = found.repository.snapshot(found.revision)
     names = chosen(known_files(found.repository, found.revision), found)
@@ -344,7 +344,7 @@ def _hub_files(found: OnHub, form: str) -> list[SourceFile]:
 
 
 def _store_files(source: str, form: str, option: str) -> list[SourceFile]:
-    """Files of an object store, with the names and the order of a local copy. Their labels are URLs."""
+    """Files of an object store, with the names and the order of a local copy; labels are URLs."""
     shown = redact_text(source)
     if (problem := problem_of(source)) is not None:
         raise DataError(f"{option} {shown}: {problem[0]}; {problem[1]}")
@@ -530,7 +530,7 @@ def _is_saved_dataset(folder: str, option: str) -> bool:
 
 
 def _dataset_files(folder: str) -> list[SourceFile]:
-    """The Arrow files that `Dataset.save_to_disk` wrote, in row order (with any selection applied)."""
+    """The Arrow files by `Dataset.save_to_disk`, in row order (with any selection applied)."""
     entries = _read_json(os.path.join(folder, "state.json")).get("_data_files") or []
     name = os.path.basename(os.path.abspath(folder))
     for entry in entries:
@@ -546,7 +546,7 @@ def _dataset_files(folder: str) -> list[SourceFile]:
 
 
 def _saved_in_store(root: str, urls: Collection[str], option: str) -> list[str] | None:
-    """The URLs of a saved dataset's files, in row order; None: the folder is no saved dataset."""
+    """The URLs of a saved dataset's files, in row order; None: no saved dataset."""
     if f"{root}/dataset_dict.json" in urls:
         splits = _read_json(f"{root}/dataset_dict.json").get("splits", [])
         named = " or ".join(f"{root}/{split}" for split in splits)

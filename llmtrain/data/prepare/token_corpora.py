@@ -79,7 +79,6 @@ class Layout(ABC):
 
     @classmethod
     def index_of(cls, path: str) -> str:
-        """The path, or URL, of a file's index."""
         return os.path.splitext(path)[0] + cls.index
 
     @classmethod
@@ -132,14 +131,14 @@ class Megatron(Layout):
         else:
             raise ValueError(f"{index} begins as neither version of Megatron's index")
         if version != 1 or len(lengths) != count or len(starts) != count or len(documents) != borders:
-            raise ValueError(f"{index} is of another version, or cut off")
+            raise ValueError(f"{index} has another version, or is cut off")
         ends = starts + lengths
         documents = documents if borders else np.arange(count + 1)
         if count and ((starts[1:] != ends[:-1]).any() or starts[0] or (lengths < 0).any()):
             raise ValueError(f"{index} orders its sequences differently from the file; write the index again")
         tokens = int(ends[-1]) if count else 0
         if documents[0] or documents[-1] != count or (np.diff(documents) < 0).any():
-            raise ValueError(f"the documents of {index} are not those of its sequences")
+            raise ValueError(f"the documents of {index} do not fit its sequences")
         if (size := inputs.size(path)) != tokens * dtype.itemsize:
             raise ValueError(f"it has {size} bytes, and {index} is of {tokens} ids of {dtype.itemsize} bytes")
         before = np.concatenate([[0], ends])
@@ -230,7 +229,6 @@ LAYOUTS: tuple[type[Layout], ...] = (Megatron, Datatrove, Npy)
 
 
 def layout_of(path: str) -> type[Layout] | None:
-    """The layout of a file; None: unknown."""
     return next((layout for layout in LAYOUTS if layout.takes(path)), None)
 
 
@@ -240,7 +238,6 @@ def is_index(path: str) -> bool:
 
 
 def indexes(path: str) -> list[str]:
-    """The files with the ends of a file's documents."""
     layout = layout_of(path)
     beside = [f"{path}.index", *([layout.index_of(path)] if layout is not None and layout.index else [])]
     return [each for each in beside if inputs.is_file(each)]
@@ -277,7 +274,7 @@ class TokenEncoder:
         self._field, self._dtype, self._counted = field, dtype, counted
 
     def outside(self, ids: np.ndarray, first: int) -> str:
-        """A sentence on the first id outside the vocabulary; empty: there is none. `first`: place of the first id."""
+        """A sentence on the first id outside the vocabulary, or empty. `first`: place of the first id."""
         if not len(ids) or (ids.min() >= 0 and ids.max() < self.vocab_size):
             return ""
         wrong = (ids < 0) | (ids >= self.vocab_size)

@@ -155,7 +155,7 @@ class _ShardWriter:
         self.documents += len(rows)
 
     def of_chat(self) -> dict[str, int]:
-        """The manifest's figures of conversations: counted tokens, and tokens of the longest row or pair."""
+        """The manifest's figures: counted tokens, and tokens of the longest row or pair."""
         together = 2 if self._chat is not None and self._chat.pairs else 1
         lengths = np.array(self._lengths, dtype=np.int64).reshape(-1, together).sum(1)
         return {"counted": sum(int(row.sum()) for row in self._counted), "longest": int(lengths.max(initial=0))}
@@ -429,7 +429,6 @@ def _write_tokens(
 def _any_held_out(
     ids: np.ndarray, starts: np.ndarray, ends: np.ndarray, settings: WorkerSettings, held_out: _HeldOut
 ) -> bool:
-    """True if one of the documents, each with an end token, is in --validation-source."""
     if settings.held_out is None:
         return False
     documents = zip(starts.tolist(), ends.tolist(), strict=True)
@@ -475,7 +474,7 @@ def _as_they_lie(
 
 
 def encoder_of(folder: Path, settings: WorkerSettings) -> AnyEncoder:
-    """The encoder that makes rows with the tokenizer in a folder. Raises DataError: it cannot be loaded."""
+    """The encoder for rows. Raises DataError: it cannot be loaded."""
     chat = settings.chat
     if settings.ids_field is not None:
         return TokenEncoder(folder, settings.ids_field, np.dtype(settings.dtype), counted=chat is not None)
@@ -485,7 +484,7 @@ def encoder_of(folder: Path, settings: WorkerSettings) -> AnyEncoder:
 
 
 def main() -> None:
-    """The worker's loop. Its first line is the settings, each further line a unit; it ends when the input ends."""
+    """The worker's loop. Its first line is the settings, each further line a unit."""
     parent = Parent()
     parent.listen()
     settings = WorkerSettings.from_dict(parent.asked())

@@ -130,12 +130,10 @@ class TeacherColumn:
 
     @property
     def dtype(self) -> np.dtype:
-        """Type of the ids on disk."""
         return np.dtype("<u2" if self.vocabulary <= 1 << 16 else "<u4")
 
     @property
     def bytes_a_place(self) -> int:
-        """Bytes of one place in both files."""
         return 4 * (self.top_k + 1) + self.dtype.itemsize * self.top_k
 
 
@@ -233,7 +231,6 @@ class ColumnWriter:
             raise self._unwritable(error) from error
 
     def discard(self) -> None:
-        """Delete unfinished files."""
         for files in self._files.values():
             for path in files:
                 _partial(path).unlink(missing_ok=True)
@@ -274,7 +271,7 @@ def read_column(folder: PreparedSet, wanted: TeacherColumn) -> tuple[TeacherColu
         found = TeacherColumn(**untrusted.loads(path.read_bytes(), infinite=True))
         there, here = asdict(found), {key: value for key, value in asdict(wanted).items() if key != "model"}
         if any(type(there[key]) is not type(here[key]) for key in here):
-            raise TypeError("a value in it is of another type")
+            raise TypeError("a value in it has another type")
     except (OSError, ValueError, TypeError) as error:
         raise DataError(f"{path}: cannot be read ({error}); {NEW_COLUMN}") from error
     if found.data != wanted.data:

@@ -46,7 +46,6 @@ class Course:
 
     @classmethod
     def of_one(cls, data: TrainData, batch: Batch) -> Course:
-        """A course with one data set and one batch."""
         stage = Stage(first_step=0, data=DataConfig(), batch=batch, schedule=Constant(), schedule_from=0)
         return cls(Stages((stage,)), [data])
 
@@ -85,7 +84,6 @@ class Course:
         self._since, self._before = step, record
 
     def describe(self, stage: int) -> dict[str, Any]:
-        """A stage's entry for the record."""
         batch, number = self.stages[stage].batch, self.first_number + stage
         first = max(self._since, self.stages[stage].first_step)
         return {

@@ -59,7 +59,6 @@ class Repository:
         return _cache() / ".locks" / self.folder.name
 
     def snapshot(self, commit: str) -> Path:
-        """The folder for the files of a commit."""
         return self.folder / "snapshots" / commit
 
 
@@ -70,14 +69,13 @@ def _cache() -> Path:
 
 
 def endpoint() -> str:
-    """The address of the Hub: HF_ENDPOINT or the default."""
     from huggingface_hub import constants
 
     return constants.ENDPOINT
 
 
 def local_folder(given: str, commit: str | None) -> Path:
-    """The folder of a model that is named by a path, or by ORG/NAME or a URL and a commit."""
+    """The folder of a model named by a path, or by ORG/NAME or a URL and a commit."""
     if commit is not None and COMMIT.fullmatch(commit) and is_url(given):
         return place_of(given) / commit
     if commit is not None and COMMIT.fullmatch(commit) and is_name(given):

@@ -95,7 +95,7 @@ def explain(error: BaseException | None, repository: Repository, revision: str |
             return Diagnosis(f"{type(error).__name__}: {text}")
         text = (
             f"{where} it cannot be reached from {socket.gethostname()}: {text}. Correct the path, or see to the "
-            "network (HTTPS_PROXY, HF_ENDPOINT); what is in the cache needs none"
+            "network (HTTPS_PROXY, HF_ENDPOINT); cached files need none"
         )
         return Diagnosis(text, unreachable=True)
     return Diagnosis(text)
@@ -111,7 +111,6 @@ def _chain(error: BaseException) -> tuple[list[BaseException], int | None]:
 
 
 def explain_push(error: BaseException, name: str) -> str:
-    """Diagnosis of a failed upload."""
     status = _chain(error)[1]
     if status == 401:
         return f"the Hub ({endpoint()}) does not take the token that is set. Renew HF_TOKEN."
@@ -205,7 +204,7 @@ def _ask(repository: Repository, revision: str | None, wrong: Wrong) -> tuple[st
         info = HfApi().repo_info(
             repository.name, repo_type=repository.kind, revision=revision, files_metadata=True, timeout=30.0
         )
-    except Exception as error:  # the HTTP library's own classes, and those of huggingface_hub
+    except Exception as error:  # classes of the HTTP library and huggingface_hub
         message = explain(error, repository, revision)
         if message.unreachable and (found := _in_cache(repository, revision)):
             log.warn(f"{repository.name}: the Hub does not answer, the cache's commit {found[0]} is taken")
@@ -223,7 +222,7 @@ def _ask(repository: Repository, revision: str | None, wrong: Wrong) -> tuple[st
 
 
 def _files_noted(repository: Repository, commit: str) -> Files:
-    """The Hub's earlier answer about a commit, from the cache."""
+    """The Hub's earlier answer about a commit."""
     files = _read_note(repository, commit).get("files") or {}
     return {name: (size, checksum) for name, (size, checksum) in files.items()}
 
@@ -298,7 +297,7 @@ def _download(repository: Repository, commit: str, missing: Mapping[str, int], w
         for name in missing:
             if not (repository.snapshot(commit) / name).is_file():
                 hf_hub_download(repository.name, name, repo_type=repository.kind, revision=commit)
-    except Exception as error:  # the HTTP library's own classes, those of huggingface_hub, and the disk's
+    except Exception as error:  # classes of the HTTP library, huggingface_hub and the disk
         raise wrong(explain(error, repository, commit)) from error
 
 
@@ -337,7 +336,7 @@ def _note(repository: Repository, name: str, values: dict[str, Any]) -> None:
 
 
 def _refer(repository: Repository, revision: str, commit: str) -> None:
-    """Record the commit of a branch as huggingface_hub does, for offline use."""
+    """Record a branch's commit as huggingface_hub does, for offline use."""
     with contextlib.suppress(OSError):
         path = repository.folder / "refs" / revision
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -366,7 +365,7 @@ def check_push(name: str) -> None:
         raise PushError(f"--push {name}: no token. Set HF_TOKEN to one with write access, or run `hf auth login`.")
     try:
         HfApi().whoami()
-    except Exception as error:  # the HTTP library's own classes, and those of huggingface_hub
+    except Exception as error:  # classes of the HTTP library and huggingface_hub
         raise PushError(f"--push {name}: {explain_push(error, name)}") from error
 
 
@@ -386,7 +385,7 @@ def push(folder: Path, name: str, *, public: bool = False, leave_out: tuple[str,
         done = api.upload_folder(
             repo_id=name, folder_path=folder, ignore_patterns=list(leave_out), commit_message=message
         )
-    except Exception as error:  # the HTTP library's own classes, those of huggingface_hub, RuntimeError of an upload
+    except Exception as error:  # classes of the HTTP library and huggingface_hub, RuntimeError of an upload
         raise PushError(
             f"--push {name}: {explain_push(error, name)} {folder} is complete; the same command pushes it."
         ) from error

@@ -125,9 +125,9 @@ def test_check_reads_the_data_when_asked(here: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     "key, value, words",
     [
-        ("tokens", {}, "its tokens are not those of its shards"),
-        ("tokens", None, "its tokens are not those of its shards"),
-        ("tokens", {"train": 10**9, "validation": 10**9}, "its tokens are not those of its shards"),
+        ("tokens", {}, "its tokens do not fit its shards"),
+        ("tokens", None, "its tokens do not fit its shards"),
+        ("tokens", {"train": 10**9, "validation": 10**9}, "its tokens do not fit its shards"),
         ("source", "x", "its source and its settings are no sections"),
     ],
 )

@@ -132,7 +132,7 @@ def test_a_column_of_something_else_is_refused(config: DataConfig) -> None:
     made.write_text(text[:-20])
     assert "cannot be read" in refused(config)
     made.write_text(text.replace('"top_k": 3', '"top_k": "3"'))
-    assert "a value in it is of another type" in refused(config)
+    assert "a value in it has another type" in refused(config)
     made.write_text(text)
     numbers = folder / f"{stem}-train.f32"
     data = bytearray(numbers.read_bytes())

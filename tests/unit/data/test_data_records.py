@@ -143,7 +143,7 @@ def test_truncated_and_corrupt_streams(tmp_path: Path, suffix: str) -> None:
         (b"\x89PNG\r\n\x1a\n", "line 1: it is a PNG picture, which has no text: leave it out"),
         (b"\xff\xd8\xff\xe0", "line 1: it is a JPEG picture"),
         (b"GIF89a\xff", "line 1: it is a GIF picture"),
-        (b"PK\x03\x04\xff", "line 1: it is a ZIP archive, as those of Word and EPUB are"),
+        (b"PK\x03\x04\xff", "line 1: it is a ZIP archive, as for Word and EPUB"),
         (b"", "line 1: empty document"),
         (b" \n\t\n", "line 1: empty document"),
         (b"x" * (LIMIT + 1), "line 1: huge document"),
