@@ -115,7 +115,6 @@ def as_list(value: Any) -> list[Any]:
 
 
 def section(gpu: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
-    """Return a nested section of a GPU's report; empty if it is missing."""
     for name in names:
         inner = gpu.get(name)
         gpu = inner if isinstance(inner, Mapping) else {}

@@ -162,7 +162,7 @@ def _turns(interactive: bool) -> Iterator[str]:
 
 
 def _command(name: str, talk: Conversation, adapter: bool) -> bool:
-    """Obey a command. Returns True if the adapter is on."""
+    """Returns True if the adapter is on."""
     if name == "clear":
         talk.clear()
         _note("cleared")

@@ -150,7 +150,7 @@ def _give(ranks: list[int]) -> str:
 
 
 def _read_data(checked: Checked) -> str:
-    """Compare the data of all stages, sets and choices with its checksums; return a line about it. Raises DataError."""
+    """Compare all data with its checksums; return a line about it. Raises DataError."""
     files = [
         file for data in (checked.data, *checked.later, *checked.sets.values()) for file in data.sums(origins=True)
     ]
@@ -165,8 +165,7 @@ def _read_data(checked: Checked) -> str:
 
 
 def summary(resolved: ResolvedRun, facts: ModelFacts | None = None) -> str:
-    """Return a few lines: the batch equation, the length, the parallel layout and precision, the model's size if known,
-    and the notes."""
+    """Return a few lines about batch, length, layout and precision, the model's size if known, and the notes."""
     train, batch, mix = resolved.run.train, resolved.batch, resolved.mix
     lines = [f"batch:   {batch.equation()} ({units.count(batch.tokens)} tokens a step)"]
     for number, stage in enumerate(resolved.stages.stages[1:], 1):
@@ -201,7 +200,6 @@ def summary(resolved: ResolvedRun, facts: ModelFacts | None = None) -> str:
 
 
 def _optimizer(resolved: ResolvedRun) -> str:
-    """List the optimizer's values by their origin: the YAML, the JSON, or a default."""
     found: dict[str, list[str]] = {}
     for key in SHARED:
         section, name = key.split(".")

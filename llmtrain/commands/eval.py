@@ -116,7 +116,7 @@ def _served(server: str) -> tuple[str, int | None]:
 
 @contextmanager
 def _server(target: Target, server: str, batch_size: int) -> Iterator[Any]:
-    """Make lm-eval's model of a server's completions, with the target's tokenizer. Raises UserError."""
+    """Raises UserError."""
     from lm_eval.models.openai_completions import LocalCompletionsAPI
 
     server = server.rstrip("/")
@@ -178,7 +178,6 @@ def scores_of(results: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def table(scores: dict[str, dict[str, float]]) -> list[str]:
-    """Return aligned lines, one per metric, with its standard error."""
     lines = [("TASK", "METRIC", "VALUE", "STANDARD ERROR")]
     for task, metrics in scores.items():
         for metric, value in metrics.items():

@@ -57,7 +57,7 @@ def _texts(given: Path | str | Sequence[Path | str]) -> tuple[str, ...]:
 
 
 def _options() -> argparse.ArgumentParser:
-    """Make the parser of `llmtrain prepare`; the plugins are imported already."""
+    """The plugins are imported already."""
     parser = argparse.ArgumentParser(
         prog="llmtrain prepare",
         description="Tokenize a corpus into memory-mapped shards with a train and a validation split.",

@@ -43,7 +43,6 @@ class Run:
     unreadable_lines: int
 
     def shown_settings(self) -> dict[str, str]:
-        """Return the command, then the settings that are not null."""
         argv = self.environment.get("argv")
         words = {"command": shlex.join(map(str, argv))} if isinstance(argv, list) else {}
         return words | {key: value for key, value in self.settings.items() if key != "norm" and value != "null"}
@@ -112,7 +111,7 @@ def _finite(value: Any) -> float | None:
 
 
 def curves_of(run: Run) -> Curves:
-    """Return the finite values of each metric by step; the later of two rows with one step counts."""
+    """Return the finite values of each metric by step; of two rows with equal steps the later counts."""
     found: dict[str, dict[float, float]] = {}
     for row in run.rows:
         for name, value in row.items():
@@ -257,7 +256,6 @@ _MOST = 1e300  # a sum of such values is one, too
 
 
 def charts_of(runs: list[Run]) -> list[dict[str, Any]]:
-    """Return one chart for each metric, with the curves of all runs, as charts.py draws it."""
     all_curves = [curves_of(run) for run in runs]
     charts = []
     own = dict.fromkeys(chart for objective in Objective.CHOICES.values() for chart in objective.charts)
@@ -392,7 +390,6 @@ def _samples(run: Run) -> tuple[str, str]:
 
 
 def _side_by_side(runs: list[Run], columns: list[dict[str, str]], *, mark: bool) -> str:
-    """Return a table with a row for each key of any column, in the order of appearance."""
     keys = dict.fromkeys(key for column in columns for key in column)
     rows = [(key, *(column.get(key, "") for column in columns)) for key in keys]
     return _table(("", *(run.name for run in runs)) if len(runs) > 1 else (), rows, mark=mark)
@@ -448,7 +445,7 @@ def _table(head: Sequence[str], rows: Sequence[tuple[str, ...]], *, mark: bool =
 
 
 def _page(title: str, subtitle: str, tables: Sequence[tuple[str, str]], charts: Sequence[dict[str, Any]]) -> str:
-    """Return the complete page. `tables`: headings and tables; the first is above the curves, the others below."""
+    """`tables`: headings and tables; the first is above the curves, the others below."""
     figures = "".join(f'<figure id="{chart["id"]}">{svg(chart)}</figure>' for chart in charts)
     first, *others = [f"<h2>{html.escape(heading)}</h2>{body}" for heading, body in tables]
     return (

@@ -391,6 +391,5 @@ def _rest(mine: Tensor, expected: Tensor, factor: float) -> float:
 
 
 def _common(names: list[str]) -> str:
-    """Return the names with "*" for layer numbers, shortened."""
     kinds = list(dict.fromkeys(re.sub(r"\d+", "*", name) for name in names))
     return ", ".join(kinds[:3]) + (", ..." if len(kinds) > 3 else "")

@@ -59,7 +59,6 @@ def compare_course(user: Wanted, worlds: Sequence[int]) -> tuple[list[str], bool
 
 
 def _other(got: tuple[Any, ...], right: tuple[Any, ...], step: int, first: int) -> str:
-    """Return the first difference as text, or ""."""
     for name, mine, want in zip(_NAMES, got, right, strict=True):
         if mine != want and not (name == "rate" and math.isclose(mine, want, rel_tol=1e-9, abs_tol=1e-12)):
             since = f", resumed at {first}" if first else ""

@@ -262,8 +262,8 @@ def _of_answers(model: Any, config: Objective, answers: Answers, rows: list[int]
 
 
 def _rows(tokens: Tokens, rows: list[int]) -> list[Tensor]:
-    """Return [inputs, labels], int64 [rows, T], then a teacher's column, if any. A label is -100 after the row's last
-    label that counts and at a masked document start."""
+    """Return [inputs, labels], int64 [rows, T], then a teacher's column, if any. A label is the next token, or -100
+    after the row's last counted label and at a masked document start."""
     inputs, labels = [], []
     for row in rows:
         window, counted = tokens.window(row)

@@ -113,7 +113,7 @@ class Plain:
 
 
 def differences(run: RunConfig, precision: str) -> tuple[str, list[str]]:
-    """Return (description, differences) of the run's first sequences. Raises DataError: it cannot be read."""
+    """Return (description, differences) of the run's first sequences. Raises DataError."""
     data, column = TrainData(run.data), run.objective.reference == "column"
     if column:
         data.take_reference(precision)

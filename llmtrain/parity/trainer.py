@@ -117,7 +117,7 @@ def whole_tensors(engine: Engine, ranks: Ranks, kind: str = PARAM) -> dict[str, 
 
 
 def main(argv: list[str]) -> int:
-    """Run all trainings of the plan; a failure is written to FOLDER for the command."""
+    """A failure is written to FOLDER for the command."""
     folder = Path(argv[0])
     warnings.filterwarnings("ignore", category=FutureWarning)
     with failure_reported(folder):

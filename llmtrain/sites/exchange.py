@@ -276,7 +276,7 @@ class Blocks:
         self.count = sum(count for _, count in self.runs)
 
     def wanted(self, record: int) -> list[tuple[Rectangle, Rectangle]]:
-        """Return the records as pairs of byte ranges: in the other rank's array, and in an array of `count` records."""
+        """Return the records as byte ranges in the other rank's array, and in one of `count` records."""
         pairs: list[tuple[Rectangle, Rectangle]] = []
         at = 0
         for first, count in self.runs:

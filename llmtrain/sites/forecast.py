@@ -132,7 +132,6 @@ class Job:
         return sum(self.fragments)
 
     def messages(self, method: SitesConfig) -> Sequence[int]:
-        """Return the parameters of each message; they are sent in turn."""
         return (self.parameters,) if method.parts == 1 else self.fragments
 
 
@@ -268,8 +267,6 @@ def _meet_s(line: Line) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """All results of the command."""
-
     job: Job
     line: Line
     goal: float
@@ -294,7 +291,7 @@ def sizes(run: RunConfig) -> tuple[int, ...]:
 
 
 def advise(job: Job, line: Line, settings: SitesConfig, goal: float) -> Advice:
-    """Forecast all methods at the run's sites.sync_every, and find the smallest that reaches the goal."""
+    """Forecast all methods, and find the smallest sites.sync_every that reaches the goal."""
     methods = ways(settings)
     if isinstance(settings, Periodic):
         methods = {name: each.synchronising(settings.sync_every) for name, each in methods.items()}

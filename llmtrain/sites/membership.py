@@ -64,7 +64,6 @@ class Member:
 
 
 def name_of(member: str) -> str:
-    """Return the site's name in an id."""
     return member.partition(":")[0]
 
 
@@ -93,7 +92,6 @@ class Heard:
 
     @property
     def there(self) -> bool:
-        """It is alive."""
         return self.silent_s < SILENT_S
 
 
@@ -213,7 +211,7 @@ class TorchftMembers:
 
 
 def own_address(coordinator: str, *, encrypted: bool) -> str:
-    """Return the address of this host that reaches the coordinator. Raises SitesError."""
+    """Return this host's address that reaches the coordinator. Raises SitesError."""
     host, _, port = coordinator.rpartition(":")
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
@@ -290,7 +288,6 @@ class PeerStatus:
         return name_of(self.id)
 
     def difference(self, common: Mapping[str, Any]) -> str:
-        """Return a message that names the settings in which it differs from `common`."""
         keys = sorted(key for key in {*common, *self.common} if common.get(key) != self.common.get(key))
         return (
             f"site {self.site} trains something else: its {shown(', '.join(keys) or 'configuration', 200)} differ(s). "

@@ -72,7 +72,6 @@ class Ledger:
 
 
 def steps_of(spans: Sequence[Span], batch: int) -> Iterator[int]:
-    """Yield the first sample of each step of a block."""
     for begin, end in spans:
         yield from range(begin, end, batch)
 
@@ -100,7 +99,7 @@ class _Pool:
         return taken
 
     def rest(self) -> tuple[tuple[Span, ...], int]:
-        """Return (returned spans that were not dealt, the first sample that was never dealt)."""
+        """Return (returned spans, the first sample that was never dealt)."""
         return tuple((begin, end) for begin, end in self._spans if end is not None), self._spans[-1][0]
 
 

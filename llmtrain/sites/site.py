@@ -189,7 +189,6 @@ class Site:
         return self._step, self._starts.pop()
 
     def _say_ended(self, past: list[Heard]) -> None:
-        """Warn that this site is alone though others have trained this run at the coordinator."""
         names, step = ", ".join(sorted({each.site for each in past})), max(each.step for each in past)
         ended = self._last_step is not None and step >= self._last_step
         log.warn(
@@ -305,7 +304,7 @@ class Site:
         return True
 
     def _set_off(self) -> None:
-        """Start a round: blocking, or in the background during the next steps."""
+        """Start a round: blocking, or in the background."""
         overlap = self._overlap
         if self._last_step is not None:
             overlap = min(overlap, self._last_step - self._step - self._ahead)
@@ -453,7 +452,6 @@ class Site:
         return self._shard.parts[round_ % len(self._shard.parts)]
 
     def _publish(self, overlap: int = 0) -> Sent:
-        """Serve this rank's values of the fragment that is due."""
         self._stands_s, part = time.monotonic(), self._part(self._round)
         if self._newest is not None:
             self._newest.settle()

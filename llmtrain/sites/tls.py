@@ -122,7 +122,6 @@ def differs(coordinator: str, keys: Keys | None) -> str:
 
 
 def _name(connection: ssl.SSLSocket) -> str | None:
-    """Return the member that the peer's certificate names."""
     told: Any = (connection.getpeercert() or {}).get("subjectAltName", ())
     uris = [value for kind, value in told if kind == "URI" and value.startswith(_URI)]
     return uris[0].removeprefix(_URI) if len(uris) == 1 else None
@@ -284,7 +283,7 @@ class Listener:
 
 
 class Forwarder(Listener):
-    """Forwards plain connections over TLS, because torchft does not support TLS."""
+    """Relays connections between TLS and plain sockets, because torchft does not support TLS."""
 
     def __init__(self, listen: tuple[str, int], to: tuple[str, int], *, accept: Connect, connect: Connect) -> None:
         """`accept`, `connect`: secure an accepted connection, and one to `to`. Raises OSError: no such address."""

@@ -74,7 +74,6 @@ class Server:
         self.address = self._listener.address
 
     def publish(self, round_: int, arrays: Mapping[str, Array]) -> None:
-        """Serve these arrays of this round instead of all earlier ones."""
         self._arrays = {kind: (round_, array) for kind, array in arrays.items()}
 
     def sent_bytes(self) -> int:

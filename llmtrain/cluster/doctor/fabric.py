@@ -198,7 +198,7 @@ def examine(survey: Survey, ssh_port: int | None = None) -> tuple[Fabric, list[F
 
 
 def _packed(pairs: Sequence[tuple[str, str]]) -> list[list[tuple[str, str]]]:
-    """Pack pairs into rounds with each host at most once, each pair into the first round where it fits."""
+    """Pack pairs into rounds with each host at most once."""
     packed: list[list[tuple[str, str]]] = []
     for pair in pairs:
         fits = (each for each in packed if not any(set(pair) & set(other) for other in each))
@@ -349,7 +349,6 @@ _IN_FOLDER = 'cd "$1" && shift && PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" e
 
 
 def has_peers(survey: Survey) -> bool:
-    """True if there is more than one rank to try: several hosts, or one with several GPUs."""
     names = [host.name for host in survey.hosts if host.name in survey.facts]
     return len(names) > 1 or any(len(each) > 1 for each in _here(survey, names).values())
 
@@ -413,7 +412,7 @@ def _here(survey: Survey, names: Sequence[str]) -> dict[str, list[tuple[int, int
 
 
 def _rounds(here: Mapping[str, Sequence[tuple[int, int]]]) -> list[list[tuple[int, int]]]:
-    """Return every pair of a host's ranks once, on all hosts at once, no rank twice in a round."""
+    """Return every pair of a host's ranks once, on all hosts at once."""
     of_hosts = [rounds([str(rank) for rank, _ in own]) for own in here.values() if len(own) > 1]
     together = zip_longest(*of_hosts, fillvalue=())
     return [[(int(a), int(b)) for own in each for a, b in own] for each in together]

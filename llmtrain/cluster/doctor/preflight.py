@@ -276,8 +276,7 @@ def compressed(names: Sequence[str], shown: int = 8) -> str:
 
 
 def of_this_host(survey: Survey) -> list[Finding]:
-    """Return findings on the host that a launch starts from: `.deepspeed_env`, and the program that starts other
-    hosts."""
+    """Return findings on the launching host: `.deepspeed_env`, and the program that starts other hosts."""
     if survey.alone:
         return []
     first = survey.hosts[0].name
@@ -315,7 +314,7 @@ for name in ask["ops"]:
 
 
 def _build_ops(survey: Survey, ssh_port: int | None = None) -> tuple[list[str], list[Finding]]:
-    """Build the missing ops of the run on all hosts. Returns a line for each success, and findings."""
+    """Build the run's missing ops on all hosts. Returns a line for each success, and findings."""
     wanted: dict[str, tuple[list[str], Mapping[str, float]]] = {}
     for host, facts in survey.facts.items():
         ops = facts.get("ops")

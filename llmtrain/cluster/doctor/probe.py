@@ -51,7 +51,6 @@ def run(argv: list[str], timeout_s: float = 8.0) -> str | None:
 
 
 def read(path: str) -> str:
-    """Return a file's text; "" when it cannot be read."""
     try:
         with open(path, errors="replace") as file:
             return file.read()
@@ -100,7 +99,7 @@ def look_devices(ask: Facts) -> Facts:
 
 
 def look_code(ask: Facts) -> Facts:
-    """Return the working folder's commit, and a checksum of the package's own files, which run."""
+    """Return the working folder's commit, and a checksum of the package's own files."""
     folder, package = ask["folder"], ask["package"]
     git = ["git", "-c", "safe.directory=*", "-C", folder]
     commit, status = run([*git, "rev-parse", "HEAD"]), run([*git, "status", "--porcelain", "-uno"])
@@ -130,7 +129,7 @@ def look_config(ask: Facts) -> Facts:
 
 
 def look_folders(ask: Facts) -> Facts:
-    """Return facts of each folder that the run reads: if it exists, its missing files, samples of the others."""
+    """Return facts of each folder that the run reads, with samples of its files."""
     found = {}
     for path, names in ask.get("folders_read", {}).items():
         paths = [os.path.join(path, name) for name in names]
@@ -154,7 +153,6 @@ def look_folders(ask: Facts) -> Facts:
 
 
 def size_of(path: str) -> int | None:
-    """Return a file's bytes; None when there is none."""
     try:
         status = os.stat(path)
     except OSError:
@@ -210,7 +208,6 @@ def look_disk(ask: Facts) -> Facts:
 
 
 def try_to_write(folder: str) -> str | None:
-    """Try to make a file in a folder: None, or the reason why not."""
     name = os.path.join(folder, f".llmtrain-doctor-{os.getpid()}-{time.time_ns()}")
     try:
         with open(name, "xb") as file:

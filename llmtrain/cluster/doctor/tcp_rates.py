@@ -127,8 +127,7 @@ class Host:
             time.sleep(0.1)
 
     def measure(self, peer: str) -> Facts:
-        """Return a peer's round trip in seconds and its `rates`, once its pair has its turn. Raises OSError,
-        ValueError."""
+        """Return a peer's round trip in seconds and its `rates`. Raises OSError, ValueError."""
         with self.connect(peer, self.ask["patience_s"], "pair") as held:
             held.settimeout(self.ask["pair_limit_s"])
             if read_line(held) != "go":
@@ -204,7 +203,6 @@ def processor_times() -> list:
 
 
 def read_line(link: socket.socket) -> str:
-    """Read a line, without its end, or up to the connection's end."""
     line = b""
     while not line.endswith(b"\n"):
         byte = link.recv(1)

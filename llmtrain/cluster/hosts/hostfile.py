@@ -104,7 +104,6 @@ def _parse(raw: bytes) -> tuple[list[Host], list[str]]:
 
 
 def _decoded(line: bytes, number: int) -> tuple[str, str | None]:
-    """Return (text of one line, None), or ("", problem)."""
     if number == 1 and line.startswith(b"\xef\xbb\xbf"):
         return "", "a byte order mark before the first character: save the file as UTF-8 without BOM"
     try:
@@ -251,8 +250,7 @@ def include_of(hosts: Sequence[Host]) -> str:
 
 
 def this_machine() -> Host:
-    """Return this machine with all of its NVIDIA GPUs, or with two ranks on its CPU if it has none or they are
-    hidden."""
+    """Return this machine with all of its NVIDIA GPUs, or two ranks on its CPU if it has none or they are hidden."""
     slots = 0
     if os.environ.get("CUDA_VISIBLE_DEVICES") != "" and os.environ.get("DS_ACCELERATOR") != "cpu":
         with contextlib.suppress(

@@ -146,7 +146,6 @@ def _agent_has_keys() -> bool:
 
 
 def _quick(argv: list[str]) -> subprocess.CompletedProcess[str]:
-    """Run a command of OpenSSH that uses no network."""
     try:
         return subprocess.run(argv, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=5)
     except (OSError, subprocess.TimeoutExpired):
@@ -392,7 +391,6 @@ class _Talk:
 
     @property
     def began(self) -> bool:
-        """True if the host has started our command."""
         return self._mark in self.out
 
     def _ended(self) -> re.Match[bytes] | None:

@@ -152,7 +152,7 @@ def deliver(hosts: Sequence[str], variables: Mapping[str, str]) -> str:
 
 
 def remove(hosts: Sequence[str], path: str) -> list[str]:
-    """Remove the files of `deliver`; returns the hosts that may still have one because they do not answer."""
+    """Remove the files of `deliver`; return the silent hosts, which may still have one."""
     name = path.rpartition("/")[2]
     assert re.fullmatch("[0-9a-f]{32}", name), path
     answers = on_hosts(hosts, ("/bin/sh", "-c", _REMOVE, "sh", name), timeout_s=15.0)

@@ -238,7 +238,7 @@ class Launch:
         self._live: log.LiveLine | None = None
 
     def run(self) -> int:
-        """Run attempts until the job is complete, asked to leave, refused, or not to be restarted. Raises UserError."""
+        """Run attempts until the job ends or is not to be restarted. Raises UserError."""
         # nohup, and a shell that starts it in the background, have some of them ignored: so they stay.
         handled = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
         before = {number: signal.signal(number, self._on_signal) for number in handled}
@@ -340,7 +340,7 @@ class Launch:
             say("\n".join(place_lines(plan, attempt.ranks)))
 
     def _prepare_restart(self, attempt: Attempt, signature: str, wait_s: float) -> str | None:
-        """Wait, find the hosts, choose those for the restart; return the reason if there are none."""
+        """Choose the hosts for a restart; return the reason if there are none."""
         say(f"launch: restart {self._supervisor.restarts} of {self._options.max_restarts} in {wait_s:.0f} s")
         self._sleep(wait_s)
         if attempt.fault and attempt.fault.get("unfit"):
@@ -414,7 +414,6 @@ class Launch:
             time.sleep(_POLL_S)
 
     def _newest(self) -> int:
-        """Return the step of the newest complete checkpoint that this host can see, or 0."""
         complete = (self._run_dir / "checkpoints").glob("step-*/manifest.json")
         steps = (path.parent.name.removeprefix("step-") for path in complete)
         return max((int(step) for step in steps if step.isdecimal()), default=0)

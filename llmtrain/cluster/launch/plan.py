@@ -138,7 +138,6 @@ def command_length(plan: Plan) -> int:
 
 
 def check_programs(plan: Plan) -> None:
-    """Raises ConfigError when pdsh is needed and missing."""
     if not plan.alone and shutil.which("pdsh") is None:
         raise ConfigError(f"{NO_PDSH[0]}: {NO_PDSH[1]}")
 
@@ -203,7 +202,7 @@ def threads(plan: Plan, cores: Mapping[str, int]) -> int:
 
 
 def describe(plan: Plan, options: Options, argv: Sequence[str]) -> str:
-    """Return the text of --dry-run, with names of variables and no values."""
+    """Return the text of --dry-run, with names of variables but no values."""
     hosts = units.counted(len(plan.hosts), "host")
     lines = [f"{hosts}, {units.counted(plan.world_size, 'rank')}"]
     width = max(len(host.name) for host in plan.hosts)

@@ -157,8 +157,6 @@ def check_programs() -> None:
 
 
 def answering(hosts: Sequence[Host]) -> tuple[Host, ...]:
-    """Return the hosts on which Slurm can still start something."""
-
     def answers(host: Host) -> bool:
         words = ("srun", "--nodes=1", "--ntasks=1", f"--nodelist={host.name}", "--overlap", "true")
         environ = {name: value for name, value in os.environ.items() if name != "SLURM_HOSTFILE"}

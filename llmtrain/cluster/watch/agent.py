@@ -484,7 +484,7 @@ class Agent:
         )
 
     def _unheard(self) -> list[RankFacts]:
-        """As the root: return the ranks of all hosts as unknown, for hosts whose agent has not connected yet."""
+        """Return the ranks of hosts whose agent has not connected to this root yet."""
         hosts = self.job["hosts"] if self.job is not None and self.is_root else {}
         return [RankFacts(rank=rank, host=host, state="unknown") for host, there in hosts.items() for rank in there]
 
@@ -504,7 +504,7 @@ class Agent:
         self.notes.write("fault", _event(explanation, facts), self.about)
 
     def _end_everywhere(self, lost: bool) -> None:
-        """End the job on all hosts at once and wait for the others. `lost`: a host does not answer."""
+        """End the job on all hosts at once. `lost`: a host does not answer."""
         for line in self.server.lines.values():
             line.send({"do": "end", "lost": lost})
             line.flush()
@@ -537,7 +537,6 @@ class Agent:
             self.notes.write("straggler", event)
 
     def _report_pauses(self, now: float) -> None:
-        """Explain a job without progress long before it is ended for that."""
         change, lasted_s = self.pauses.feed(self.judge.stalled_s(now))
         if change == "begins":
             facts = self._facts(Verdict("pause", stalled_s=lasted_s))

@@ -56,7 +56,6 @@ def _stopped(facts: JobFacts) -> Cause | None:
 
 
 def _in_plugin(facts: JobFacts) -> Cause | None:
-    """A method of a user's plugin does not return."""
     those = [r for r in live(facts) if r.plugin]
     if not those:
         return None
@@ -86,7 +85,6 @@ def _left_early(facts: JobFacts) -> Cause | None:
 
 
 def _disk(facts: JobFacts) -> Cause | None:
-    """A rank waits for a file: the kernel reports it, or its stack ends in a file call."""
     free = [r for r in facts.ranks if r.state in ("running", "disk") and not r.inside]
     at = [r for r in free if r.state == "disk" or _in_file(r)]
     if not at or len(at) == len(live(facts)) > 1:
@@ -107,7 +105,6 @@ def _disk(facts: JobFacts) -> Cause | None:
 
 
 def _connecting(facts: JobFacts) -> Cause | None:
-    """The ranks have met, but their process groups do not connect."""
     stuck = [r for r in live(facts) if r.phase == "connect" and not r.inside]
     if not stuck:
         return None
@@ -122,7 +119,7 @@ def _connecting(facts: JobFacts) -> Cause | None:
 
 
 def _unheard(facts: JobFacts) -> Cause | None:
-    """A host was lost before its agent had connected to the root, or cannot connect; all may wait for its ranks."""
+    """A host was lost before its agent connected to the root, or cannot connect."""
     unheard = [r for r in facts.ranks if r.state == "unknown"]
     those = live(facts)
     if not unheard or not all(r.inside or r.on_device for r in those):
@@ -157,7 +154,7 @@ def rank_0_only(facts: JobFacts) -> Cause | None:
 
 
 def _uneven(facts: JobFacts) -> Cause | None:
-    """Some ranks are in another step, ask for data, or evaluate, while the rest wait for them in a step."""
+    """Some ranks are in another step, ask for data, or evaluate, while the rest wait in a step."""
     those = live(facts)
     waiting = [r for r in those if r.inside and r.phase in _STEP_PHASES]
     odd = [r for r in those if r.phase in ("data", "evaluate", "end") and r not in waiting]
@@ -233,7 +230,6 @@ def _mismatch(facts: JobFacts) -> Cause | None:
 
 
 def _one_computes(facts: JobFacts) -> Cause | None:
-    """All but a few ranks wait in a collective: the few hold them up."""
     those = live(facts)
     free = [r for r in those if not r.inside]
     if not free or len(free) == len(those) > 1:
@@ -298,7 +294,6 @@ def _behind(facts: JobFacts) -> Cause | None:
 
 
 def _devices_wait(facts: JobFacts) -> Cause | None:
-    """No rank is inside a collective, and no counts differ: all wait for their devices."""
     those = live(facts)
     if not all(r.on_device for r in those) or any(r.inside for r in those):
         return None
@@ -454,7 +449,6 @@ def _memory(host: HostFacts | None) -> str:
 
 
 def _device(facts: JobFacts) -> Cause | None:
-    """A rank died by its device or the device's library: by an exception, or by NCCL's watchdog."""
     rows: dict[int, DeviceFault] = {}
     for rank in facts.ranks:
         found = device_fault(rank.error or rank.said) if rank.state == "dead" and not is_secondary(rank) else None
@@ -622,7 +616,7 @@ def numbered(text: str, count: int) -> str:
 
 
 def explain(facts: JobFacts) -> Explanation:
-    """Return one paragraph: the ranks that differ, their places, the cause, a remedy; also for an unknown cause."""
+    """Return one paragraph: the ranks that differ, their places, the cause, a remedy."""
     facts = replace(facts, ranks=tuple(map(_as_waiting, facts.ranks)))
     cause = next(found for row in CAUSES if (found := row(facts)) is not None)
     host = cause.host or (cause.ranks[0].host if len({r.host for r in cause.ranks}) == 1 else "")

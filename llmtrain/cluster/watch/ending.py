@@ -20,7 +20,7 @@ _JOB = ("--world_info=", "--master_addr=", "--master_port=")
 
 
 def end_host(ranks: list[Process], launcher: Process | None, mark: str) -> list[int]:
-    """End all processes of the job on this host; return the ids of those that stay (in a system call, say)."""
+    """End all processes of the job on this host; return the ids of those that stay."""
     deadline = time.monotonic() + _WITHIN_S
     began = time.monotonic()
     known: set[Process] = set(ranks)
@@ -46,7 +46,6 @@ def end_host(ranks: list[Process], launcher: Process | None, mark: str) -> list[
 
 
 def _family(known: set[Process], mark: str) -> set[Process]:
-    """Return all processes below the known ones or with the mark, without this one."""
     below = descendants({process.pid for process in known if process.alive()})
     marked = {pid for pid in pids() if has_mark(pid, mark)}
     found = (identify(pid) for pid in (below | marked) - {os.getpid()})

@@ -225,7 +225,6 @@ def who(ranks: Sequence[RankFacts]) -> str:
 
 
 def rank_list(ranks: Iterable[RankFacts]) -> str:
-    """Return "rank 3", "ranks 0-3, 7"."""
     numbers = sorted(r.rank for r in ranks)
     text = units.spans(numbers, most=6)
     return f"rank {text}" if len(numbers) == 1 else f"ranks {text}"

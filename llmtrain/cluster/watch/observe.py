@@ -105,7 +105,6 @@ class HostRanks:
         return [Process(seen.beat.pid, seen.beat.started) for seen in self._seen.values()]
 
     def complete(self) -> bool:
-        """True if every rank of this host has been observed."""
         return len(self._seen) >= self._local_size
 
     def gone(self) -> bool:
@@ -239,7 +238,6 @@ class HostRanks:
         )
 
     def _sample(self, seen: _Seen, found: Stat, idle_s: float, now: float) -> None:
-        """Sample the resources of a silent rank and the processes below it."""
         if idle_s < _SAMPLE_S:
             seen.use, seen.computes, seen.works = None, True, True
             return
