@@ -54,7 +54,7 @@ class Activations:
     kept: int
     """Alive between its forward and its backward pass."""
     most: int
-    """Alive at one time in either."""
+    """Largest number alive at one time in either."""
 
 
 Keep = Literal["attention"] | None
@@ -147,13 +147,13 @@ def held_bytes(resolved: ResolvedRun, spec: ModelSpec) -> float:
 
 
 class LiveBytes(OperatorMode):
-    """The bytes of the storages made within it that are alive, beyond those of `others`, and the most there were."""
+    """Live bytes of the storages made in this context, except those of `others`, and their maximum."""
 
     def __init__(self, others: Iterable[Tensor]) -> None:
         super().__init__()
         self.most = self._now = 0
         self.ran: Counter[str] = Counter()
-        """Operators by name."""
+        """Counts of operators by name."""
         self._others = {storage_of(tensor) for tensor in others}
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
 
@@ -164,7 +164,7 @@ class LiveBytes(OperatorMode):
         return made
 
     def add(self, made: Any) -> None:
-        """Count the tensors in it."""
+        """Count the tensors in `made`."""
         for tensor in made if isinstance(made, (tuple, list)) else (made,):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
@@ -174,11 +174,11 @@ class LiveBytes(OperatorMode):
                     continue
                 self._live[key] = StorageWeakRef(storage), size
                 self._now += size - (0 if held is None else held[1])
-        if self._now > self.most:  # who is gone by now is looked for only where it matters
+        if self._now > self.most:  # freed storages are searched only when it matters
             self.most = max(self.most, self.now())
 
     def now(self) -> int:
-        """Bytes that are alive."""
+        """Live bytes now."""
         self._live = {key: held for key, held in self._live.items() if not held[0].expired()}
         self._now = sum(size for _, size in self._live.values())
         return self._now
@@ -197,12 +197,12 @@ def count_activations(
         run=replace(run, model=model),
         mix=replace(mix, zero_stage=0, degrees=Degrees(), recomputes=layers is not None, keep_attention=bool(keep)),
     )
-    if model.attention.startswith("flash"):  # a package for GPUs, whose kernel keeps what sdpa's keeps
+    if model.attention.startswith("flash"):  # a package for GPUs, whose kernel keeps the same tensors as sdpa
         spec = replace(spec, model=replace(spec.model, attention="sdpa"))
     sizes = ((stage.batch.micro_batch, stage.data.sequence_length) for stage in resolved.stages)
     rows, length = max(sizes, key=lambda size: (size[0] * size[1], size[1]))
     tokens = length // mix.degrees.sequence
-    adds_in_fp32("cpu", DTYPES[mix.precision])  # which looks at numbers, the first time
+    adds_in_fp32("cpu", DTYPES[mix.precision])  # it reads values the first time
     module: Any = build_model(alone, spec, torch.device("meta"), None).train()  # type: ignore[arg-type]
     teacher = _teacher(run, spec.model, mix.precision)
     with without_memory():
@@ -224,7 +224,7 @@ def count_activations(
 
 
 def _teacher(run: RunConfig, student: ModelConfig, precision: str) -> Teacher | None:
-    """The model that a run distils, on the meta device."""
+    """The run's teacher, on the meta device."""
     if run.objective.teacher is None or run.objective.top_k is not None:
         return None
     from llmtrain.models.teacher import empty_teacher, teacher_model
@@ -257,6 +257,6 @@ def _loss(
 
 
 def _column(inputs: Tensor, top_k: int) -> TeacherSays:
-    """A teacher's column of the data, which is there until the backward pass has ended."""
+    """A teacher's column of the data, which lives until the backward pass has ended."""
     words = inputs.new_zeros(inputs.numel(), top_k)
     return TopWords(words=words, logs=torch.zeros(inputs.numel(), top_k + 1)).of

@@ -129,7 +129,7 @@ MODEL_CASES = [
     ),
     Wrong(
         "measured shares of experts",
-        ('train.balance = "measured"', "all ranks compute alike", "set it to equal"),
+        ('train.balance = "measured"', "of equal size on all ranks", "set it to equal"),
         {**_model(model_type="mixtral", num_local_experts=4), "train": {"balance": "measured"}},
     ),
     Wrong(

@@ -1,6 +1,6 @@
-"""DeepSpeed's private names: all that llmtrain/models/parallel uses of them. Verified with DeepSpeed 0.19.8.
+"""DeepSpeed's private names: all that llmtrain/models/parallel uses. Verified with DeepSpeed 0.19.8.
 
-Where a name is gone, importing this file or calling the entry raises ImportError or AttributeError with that name.
+If a name is gone, the import of this file or a call of the entry raises ImportError or AttributeError with that name.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 all_to_all = _dim_zero_all_to_all
 """sequence.layer._dim_zero_all_to_all(group, [S, ...]): piece i goes to rank i; differentiable. The public
-single_all_to_all cuts and joins dimensions that are not ours."""
+single_all_to_all cuts and joins other dimensions."""
 
 
 def overrides(base: type) -> Callable[[_Method], _Method]:
-    """A method that stands for DeepSpeed's private one of the same name: if that is gone, nobody would call ours."""
+    """Mark a method that replaces DeepSpeed's private one of the same name, and fail if that is gone: nobody would call
+    ours."""
 
     def checked(method: _Method) -> _Method:
         getattr(base, method.__name__)
@@ -44,16 +45,17 @@ def overrides(base: type) -> Callable[[_Method], _Method]:
 
 
 def set_bounds(pipeline: PipelineModule, start: int, stop: int) -> None:
-    """PipelineModule._set_bounds: which layers of the chain this rank builds, for a _partition_layers of our own."""
+    """PipelineModule._set_bounds: the layers of the chain that this rank builds, for a _partition_layers of our own."""
     pipeline._set_bounds(start=start, stop=stop)
 
 
 def rank_among_experts(degree: int, stages: int) -> int:
-    """This rank's place among the `degree` ranks of its stage that share the experts; makes DeepSpeed's groups of them.
+    """This rank's place among the `degree` ranks of its stage that share the experts; makes DeepSpeed's groups for
+    them.
 
     groups._get_expert_parallel_group_dict, _get_expert_data_parallel_group_dict, _create_expert_and_data_parallel,
-    _get_expert_parallel_rank: what the engine itself calls for AutoEP, later than we need them. Their names do not tell
-    the stages: an earlier engine of this process may have had others.
+    _get_expert_parallel_rank: the engine's own calls for AutoEP, which come later than we need them. Their names leave
+    out the stages: an earlier engine of this process may have had others.
     """
     name = f"ep_size_{degree}"
     alike, shared = groups._get_expert_data_parallel_group_dict(), groups._get_expert_parallel_group_dict()
@@ -70,19 +72,19 @@ def ranks_with_the_same_experts(name: str) -> dist.ProcessGroup:
 
 
 def activate_in_pytorch() -> None:
-    """moe.ep_experts.EXPERT_ACTIVATIONS: without the fused kernels, which are Triton's. Beside a grouped product AutoEP
-    takes them on any device, and no CPU runs them. For the whole process."""
+    """moe.ep_experts.EXPERT_ACTIVATIONS: removes the fused kernels, which are Triton's. With a grouped product AutoEP
+    uses them on any device, and no CPU runs them. For the complete process."""
     for name, form in EXPERT_ACTIVATIONS.items():
         EXPERT_ACTIVATIONS[name] = replace(form, fused_fn=None, packed_fused_fn=None)
 
 
 class TravellingTokens(AutoEPMoELayer):
-    """AutoEPMoELayer whose ranks tell each other how many tokens they send, and the host, while the device works on.
+    """AutoEPMoELayer that exchanges token counts among ranks, and copies them to the host, while the device works on.
 
-    torch's all-to-all takes those numbers from the host. AutoEP reads them where it needs them, and the device then has
+    torch's all-to-all reads these numbers on the host. AutoEP reads them at the point of use, and the device then has
     nothing to do until the host has queued the next kernels; its async_split_plan is for CUDA, and its shared experts
-    come last. Here a copy is on its way behind the router, and shared experts and the sorting of tokens are queued
-    before the host waits for it: once a layer and forward pass.
+    come last. Here a copy starts after the router, and shared experts and the sorting of tokens are queued before the
+    host waits for it: once a layer and forward pass.
     """
 
     @overrides(AutoEPMoELayer)
@@ -108,8 +110,8 @@ class TravellingTokens(AutoEPMoELayer):
         return rest + routed_BTH.view_as(rest)
 
     def _announce(self, counts_E: torch.Tensor) -> tuple[torch.Tensor, Callable[[], list[list[int]]]]:
-        """(tokens that come here [ranks, local experts], a function that waits for how many go to each rank, and come
-        from it)."""
+        """(tokens that come here [ranks, local experts], a function that waits for the numbers to each rank, and from
+        it)."""
         came_E = torch.empty_like(counts_E)
         dist.all_to_all_single(came_E, counts_E, group=self.ep_group)
         came_RL = came_E.view(self.ep_size, -1)
@@ -128,7 +130,7 @@ class TravellingTokens(AutoEPMoELayer):
 
 
 def replace_block(surgeon: Any, spec: Any, degree: int, rank: int) -> None:
-    """AutoEP._replace_moe_layer_without_retarget: put this rank's experts into the place of a block.
+    """AutoEP._replace_moe_layer_without_retarget: replace a block by this rank's experts.
 
     Not its public replace_moe_layers: that also turns transformers' recorders of router logits to the new modules, and
     fails with transformers 5.23 (auto_ep_presets/base.py 326: _CanRecordRegistry.get takes no default).

@@ -1,8 +1,8 @@
-"""Expert parallelism: each rank holds some of the experts of each block, and tokens travel to them.
+"""Expert parallelism: each rank holds some experts of each block, and tokens travel to them.
 
-DeepSpeed's AutoEP replaces the blocks (module_inject/auto_ep*.py). llmtrain asks it to do so before the engine is
-built: the parameters are then never whole on any rank (but for one block at a time under ZeRO 3), and the optimizer's
-groups are made from what is really there.
+DeepSpeed's AutoEP replaces the blocks (module_inject/auto_ep*.py). llmtrain asks for it before the engine is built: the
+parameters are then never complete on any rank (except one block at a time under ZeRO 3), and the optimizer's groups are
+made from the local ones.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ if TYPE_CHECKING:
 
 _TOKENS = 24
 _ROUNDING = 1e-3
-"""Tolerance of logits and gradients relative to their spread. Measured: at most 6e-5 where the function is the same,
-0.2 and more where it is another."""
+"""Tolerance of logits and gradients relative to their spread. Measured: at most 6e-5 for the same function, at least
+0.2 for another."""
 _HERE_ONLY = ("comm_backend", "async_split_plan", "combine_impl", "row_weighting_impl", "gate_up_impl")
-"""Keys of the section that choose kernels and ways of sending: no other function, and of GPUs."""
+"""Keys that choose kernels and ways of sending on GPUs, without a change of results."""
 
 
 def prepare_experts(
     hf: PreTrainedModel, blocks: list[ExpertBlock], mix: Mix, section: dict[str, Any], device: torch.device, mesh: Mesh
 ) -> Routing:
-    """Make a mixture of experts, whose blocks these are, ready for training.
+    """Make a mixture with these blocks of experts ready for training.
 
-    `section`: the JSON's `expert_parallel`. Raises: ModelError, when the run asks of the experts what they cannot do.
+    `section`: the JSON's `expert_parallel`. Raises: ModelError: the experts do not support the run's settings.
     """
     check_gradients(blocks, mix)
     if mix.degrees.expert > 1:
@@ -65,7 +65,7 @@ def prepare_experts(
 
 
 def check_gradients(blocks: list[ExpertBlock], mix: Mix) -> None:
-    """Each expert's parameters have a gradient on every rank where ZeRO needs one. Raises ModelError."""
+    """Check that each expert's parameters have a gradient on every rank if ZeRO needs one. Raises ModelError."""
     if mix.zero_stage in (1, 2) and mix.degrees.data > 1:
         for block in blocks:
             if block.are_modules:
@@ -82,14 +82,14 @@ def describe_experts(mix: Mix, routing: Routing) -> str:
     if mix.degrees.expert > 1:
         text += f", sharded over {mix.degrees.expert} ranks (DeepSpeed's AutoEP)"
     elif mix.zero_stage == 3:
-        text += ", each a leaf module of ZeRO 3: gathered as a whole, whichever experts a rank's tokens choose"
+        text += ", each a leaf module of ZeRO 3: gathered completely for any choice of experts"
     if routing.coefficient:
         return f"{text}; load-balancing loss x {routing.coefficient}"
     return f"{text}; no load-balancing loss (the model's output_router_logits is false, or its coefficient 0)"
 
 
 def sharded_blocks(hf: nn.Module) -> list[ExpertBlock]:
-    """The blocks that `shard_experts` has put into a model."""
+    """The blocks that `shard_experts` made."""
     from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 
     return [
@@ -102,11 +102,11 @@ def sharded_blocks(hf: nn.Module) -> list[ExpertBlock]:
 
 
 def find_experts(hf: PreTrainedModel, mix: Mix, section: dict[str, Any]) -> tuple[AutoEP, list[Any]]:
-    """DeepSpeed's AutoEP for a transformers model, with what it found of its blocks of experts.
+    """DeepSpeed's AutoEP for a transformers model, with the blocks of experts that it found.
 
     Raises:
         ModelError: AutoEP does not know this family, its blocks compute another function, or the experts cannot be
-            dealt out evenly.
+            divided evenly.
     """
     from deepspeed.module_inject.auto_ep import AutoEP
     from deepspeed.module_inject.auto_ep_config import (
@@ -126,7 +126,7 @@ def find_experts(hf: PreTrainedModel, mix: Mix, section: dict[str, Any]) -> tupl
             _prove_blocks(hf, section, degree)
     except ModelError:
         raise
-    except ValueError as error:  # what AutoEP raises of all that it cannot do
+    except ValueError as error:  # AutoEP's error for everything that it cannot do
         raise _refusal(hf, section, degree, str(error)) from error
     if not specs:
         raise ModelError(
@@ -139,7 +139,7 @@ def find_experts(hf: PreTrainedModel, mix: Mix, section: dict[str, Any]) -> tupl
 def shard_experts(
     hf: PreTrainedModel, found: tuple[AutoEP, list[Any]], mix: Mix, section: dict[str, Any], device: torch.device
 ) -> None:
-    """Replace the blocks of experts by ones that hold this rank's experts only. `found`: by `find_experts`, before a
+    """Replace the blocks of experts by ones with this rank's experts only. `found`: from `find_experts`, before a
     pipeline takes layers out. `section`: the JSON's `expert_parallel`. Raises ModelError."""
     degree, zero3 = mix.degrees.expert, mix.zero_stage == 3
     rank = rank_among_experts(degree, mix.degrees.pipeline)
@@ -159,7 +159,7 @@ def shard_experts(
             _name_frozen(block, spec, frozen)
             if zero3:
                 _partition(block, hf)
-    except ValueError as error:  # what AutoEP raises of all that it cannot do
+    except ValueError as error:  # AutoEP's error for everything that it cannot do
         raise _refusal(hf, section, degree, str(error)) from error
     if not zero3:
         materialise(hf, device, DTYPES[mix.precision])
@@ -170,9 +170,9 @@ def shard_experts(
 
 
 def _prove_blocks(hf: PreTrainedModel, section: dict[str, Any], degree: int) -> None:
-    """Hold AutoEP's blocks against transformers' own before any of the model is replaced.
+    """Compare AutoEP's blocks with transformers' own before any part of the model is replaced.
 
-    Raises: ModelError; ValueError, where AutoEP says what it cannot do of a small copy.
+    Raises: ModelError; ValueError: AutoEP cannot handle a small copy.
     """
     preset = section.get("preset_model")
     try:
@@ -184,7 +184,7 @@ def _prove_blocks(hf: PreTrainedModel, section: dict[str, Any], degree: int) -> 
         ) from error
     except ValueError:
         raise
-    except Exception as error:  # whatever the code of two libraries makes of blocks that do not fit it
+    except Exception as error:  # any error of two libraries about blocks that do not fit
         found = f"they do not run ({type(error).__name__}: {' '.join(str(error).split())})"
     else:
         if apart <= _ROUNDING:
@@ -198,25 +198,25 @@ def _prove_blocks(hf: PreTrainedModel, section: dict[str, Any], degree: int) -> 
 
 
 def apart_from_transformers(hf: PreTrainedModel, section: dict[str, Any]) -> float:
-    """How far the logits of a small copy of the model move when AutoEP replaces its blocks of experts, over their
-    standard deviation (of a single logit, over its size); the larger one of this and the same of the embedding's
-    gradient. On the CPU, in fp32.
+    """Distance between the logits of a small copy with AutoEP's blocks and with transformers', over their standard
+    deviation (for a single logit, over its size); the larger one of this and the embedding's gradient in the same
+    measure. On the CPU, in fp32.
 
-    `section`: the JSON's `expert_parallel`. Raises: ValueError, where AutoEP cannot; whatever a forward pass raises;
-    ModelError: there is no small copy.
+    `section`: the JSON's `expert_parallel`. Raises: ValueError: AutoEP cannot; any error of a forward pass; ModelError:
+    there is no small copy.
     """
     from deepspeed.module_inject.auto_ep import AutoEP
     from deepspeed.module_inject.auto_ep_config import parse_autoep_config
 
     small = probe_copy(hf)
     draw = torch.Generator().manual_seed(2)
-    for tensor in frozen_tensors(small).values():  # a correction of the routers that is 0 would hide that it is lost
+    for tensor in frozen_tensors(small).values():  # a correction of the routers that is 0 would hide its loss
         tensor.add_(0.3 * torch.randn(tensor.shape, generator=draw))
     ids = torch.arange(_TOKENS).unsqueeze(0) * 7 % small.config.get_text_config().vocab_size
     theirs = _pass(small, ids)
     given = {key: value for key, value in section.items() if key not in _HERE_ONLY}
     if given.get("top_k") == experts_per_token(hf.config):
-        given.pop("top_k")  # of the copy it may be another
+        given.pop("top_k")  # the copy's may differ
     surgeon = AutoEP(small, parse_autoep_config({**given, "enabled": True, "autoep_size": 1, "use_grouped_mm": False}))
     with torch.random.fork_rng(devices=[]):
         for spec in surgeon.ep_parser():
@@ -238,19 +238,19 @@ def _pass(small: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def fitting_presets(hf: PreTrainedModel, section: dict[str, Any]) -> list[str]:
-    """AutoEP's presets whose blocks compute in a small copy what transformers' do."""
+    """AutoEP's presets whose blocks match transformers' in a small copy."""
     from deepspeed.module_inject.auto_ep_config import available_preset_names
 
     found = []
     for name in available_preset_names():
-        with contextlib.suppress(Exception):  # it does not fit: AutoEP says so, or its forward pass fails
+        with contextlib.suppress(Exception):  # it does not fit: AutoEP refuses it, or its forward pass fails
             if apart_from_transformers(hf, {**section, "preset_model": name}) <= _ROUNDING:
                 found.append(name)
     return found
 
 
 def _offer(hf: PreTrainedModel, section: dict[str, Any]) -> str:
-    """The ways around, as a clause."""
+    """The remedies, as a clause."""
     around = "remove the section: all ranks then hold all experts (ZeRO 3 partitions them)"
     if fitting := fitting_presets(hf, section):
         return f"Set expert_parallel.preset_model to {' or '.join(fitting)}, which does there, or {around}"
@@ -258,7 +258,7 @@ def _offer(hf: PreTrainedModel, section: dict[str, Any]) -> str:
 
 
 def _refusal(hf: PreTrainedModel, section: dict[str, Any], degree: int, reason: str) -> ModelError:
-    """AutoEP's reason with the ways around it."""
+    """AutoEP's reason with the remedies."""
     begin, family = f"expert_parallel.autoep_size {degree}: ", hf.config.model_type
     if "detection is ambiguous" in reason:
         return ModelError(
@@ -267,11 +267,12 @@ def _refusal(hf: PreTrainedModel, section: dict[str, Any], degree: int, reason: 
         )
     reason = " ".join(reason.split())
     around = "remove the section: all ranks then hold all experts (ZeRO 3 partitions them)"
-    return ModelError(f"{begin}DeepSpeed cannot share the experts of a {family} model ({reason}). To go on, {around}.")
+    reason = f"{begin}DeepSpeed cannot share the experts of a {family} model ({reason})"
+    return ModelError(f"{reason}. To continue, {around}.")
 
 
 def _filled(hf: PreTrainedModel, section: dict[str, Any], mix: Mix) -> dict[str, Any]:
-    """The JSON's section, with the way to multiply that these experts have."""
+    """The JSON's section, with the kind of product that these experts support."""
     parts = (part for block in expert_blocks(hf) for part in block.experts)
     grouped = all(fit_grouped_product(part, DTYPES[mix.precision]) for part in parts)
     grouped &= section.get("use_grouped_mm", True)
@@ -279,7 +280,7 @@ def _filled(hf: PreTrainedModel, section: dict[str, Any], mix: Mix) -> dict[str,
 
 
 def _name_parameters(block: Any, spec: Any, before: dict[str, tuple[int, ...]], rank: int) -> None:
-    """Note which part of which Hugging Face tensor each new parameter is."""
+    """Record each new parameter's part of a Hugging Face tensor."""
     here = spec.num_experts // block.ep_size
     prefix = spec.moe_module_name
     fused, down = (f"{prefix}.{spec.experts_name}.{name}" for name in (spec.expert_w1_name, spec.expert_w2_name))
@@ -306,7 +307,7 @@ def _name_parameters(block: Any, spec: Any, before: dict[str, tuple[int, ...]], 
 
 
 def _name_frozen(block: Any, spec: Any, frozen: dict[str, Tensor]) -> None:
-    """Frozen tensors likewise: AutoEP takes the bias of a score along, under a name of its own."""
+    """Record frozen tensors, too: AutoEP keeps the bias of a score under another name."""
     prefix, here = spec.moe_module_name, frozen_tensors(block)
     path, renamed = spec.e_score_correction_bias_path, "router.e_score_correction_bias"
     theirs = {name: renamed if name == f"{path}.e_score_correction_bias" else name for name in frozen}
@@ -321,7 +322,7 @@ def _name_frozen(block: Any, spec: Any, frozen: dict[str, Tensor]) -> None:
 
 
 def _partition(block: Any, hf: nn.Module) -> None:
-    """ZeRO 3: over the ranks that hold the same experts, as the engine's own _partition_autoep_zero3_experts does."""
+    """ZeRO 3: partition over the ranks with the same experts, like the engine's own _partition_autoep_zero3_experts."""
     convert = next(p.convert_to_zero_parameters for p in hf.parameters() if hasattr(p, "convert_to_zero_parameters"))
     parameters = list(block.experts.parameters())
     for parameter in parameters:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def set_up_layers(hf: PreTrainedModel, layers: Sequence[nn.Module], model: ModelConfig, mix: Mix) -> None:
-    """Let the decoder `layers` of `hf` that are here compute as the model section of the run says."""
+    """Set up the local decoder `layers` of `hf` by the model section of the run."""
     if model.mlp_tile_tokens is not None:  # it takes the model apart: 1,000 lines that other runs do not load
         from llmtrain.models.parallel.recompute import tile_mlps
         from llmtrain.models.structure.projections import dense_mlps
@@ -33,17 +33,17 @@ def set_up_layers(hf: PreTrainedModel, layers: Sequence[nn.Module], model: Model
                   compiled=bool(model.compile_layers))  # fmt: skip
     if model.compile_layers:
         for layer in layers:
-            # Not layer.compile(), which takes the layer's hooks in: ZeRO 3 gathers and lets go in them. A run has one
-            # shape, and static kernels are faster.
+            # Not layer.compile(), which takes the layer's hooks in: ZeRO 3 gathers and releases weights in them. A run
+            # has one shape, and static kernels are faster.
             layer.forward = torch.compile(layer.forward, dynamic=False)
             layer.register_forward_pre_hook(_ask_for_a_gradient, with_kwargs=True)
-            if mix.zero_stage == 3:  # as a whole: the hooks of what is in it would break the graph
+            if mix.zero_stage == 3:  # as one unit: hooks of inner modules would break the graph
                 set_z3_leaf_module(layer, True)
 
 
 def _ask_for_a_gradient(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Let the hidden state that enters a trained layer have a gradient, also behind frozen embeddings: all trained
-    layers are then one graph, and ZeRO 3 lets a layer's weights go after its backward pass instead of before."""
+    """Give the hidden state before a trained layer a gradient, also after frozen embeddings: all trained layers are
+    then one graph, and ZeRO 3 releases a layer's weights after its backward pass instead of before."""
     if torch.is_grad_enabled() and any(p.requires_grad for p in layer.parameters()):
         given = (*args, *kwargs.values())
         hidden = next(t for t in given if isinstance(t, Tensor) and t.is_floating_point())

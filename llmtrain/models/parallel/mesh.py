@@ -1,4 +1,4 @@
-"""The process groups of the degrees of parallelism: also what DeepSpeed calls an mpu."""
+"""The process groups of the degrees of parallelism: also DeepSpeed's mpu."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from llmtrain.config.topology import Degrees
 
 
 def site() -> Any:
-    """The group of all ranks that one DeepSpeed engine spans: torch's world, as DeepSpeed takes it for granted."""
+    """The group of all ranks of one DeepSpeed engine: torch's world, which DeepSpeed takes for granted."""
     return dist.group.WORLD
 
 
 def make_groups(groups: list[list[int]], rank: int) -> Any:
-    """The process group of `rank`, out of groups that hold each rank of the world once. Every rank has to call it.
+    """Make the process group of `rank`; `groups` hold each rank of the world once. Every rank must call it.
 
-    With NCCL it is one collective, ncclCommSplit, however many groups there are: torch's new_group makes it one for
-    each group, also on the ranks outside of it (distributed_c10d.py perform_nocolor_split), 1,024 of them on 512 ranks.
-    With gloo a rank outside of a group has nothing to do.
+    With NCCL it is one collective, ncclCommSplit, for any number of groups: torch's new_group makes one for each group,
+    also on the ranks outside of it (distributed_c10d.py perform_nocolor_split), 1,024 of them on 512 ranks. With gloo a
+    rank outside of a group has nothing to do.
     """
     mine = next(index for index, ranks in enumerate(groups) if rank in ranks)
     if site().bound_device_id is not None:
@@ -33,15 +33,15 @@ def make_groups(groups: list[list[int]], rank: int) -> Any:
 
 
 def host_group(ranks: Sequence[int] | None, limit_s: float) -> Any:
-    """A gloo group of these ranks of the world, or of all (None): for what computes on the host. Every rank calls it.
+    """A gloo group for computations on the host; None: all ranks of the world. Every rank calls it.
 
-    Beside NCCL torch lets the ranks outside of a group split the world's communicator, whatever the group's backend is
+    With NCCL torch lets the ranks outside of a group split the world's communicator, for any backend of the group
     (distributed_c10d.py _new_process_group_helper): a collective of all ranks, in which they wait for ever, as members
-    of a gloo group never enter it. So the world looks unbound meanwhile. (`use_local_synchronization`, with which the
-    others enter nothing either, hangs where ranks have made different numbers of groups: it is part of the name.)
+    of a gloo group never enter it. So the world looks unbound in the meantime. (`use_local_synchronization`, with which
+    the others enter nothing either, hangs if ranks have made different numbers of groups: it is part of the name.)
 
     Args:
-        limit_s: how long its collectives wait for a rank.
+        limit_s: time limit for its collectives.
     """
     limit = timedelta(seconds=limit_s)
     if ranks is None:
@@ -56,12 +56,12 @@ def host_group(ranks: Sequence[int] | None, limit_s: float) -> Any:
 
 @cache
 def mesh_of(degrees: Degrees) -> Mesh:
-    """The groups for these degrees, made once a process group. Every rank of the world has to call it."""
+    """The groups for these degrees, made once a process group. Every rank of the world must call it."""
     return Mesh(degrees)
 
 
 class Mesh:
-    """This rank's groups. The `get_` methods are what DeepSpeed asks of an mpu (its utils/groups.py, utils/bwc.py); its
+    """This rank's groups. The `get_` methods are DeepSpeed's mpu interface (its utils/groups.py, utils/bwc.py); its
     "model parallel" ranks are the tensor-parallel ones here. There is no get_sequence_parallel_world_size on purpose:
     with it, ZeRO of 0.19.8 averages gradients over different groups by stage and bucket (zero/stage3.py
     __avg_scatter_grads against __avg_scatter_contiguous_grads), S times too small. Without it, every stage averages
@@ -75,16 +75,16 @@ class Mesh:
         self.place = degrees.place(self.rank)
         self._made: dict[tuple[int, ...], Any] = {}
         self.sequence = self._group("sequence") if degrees.sequence > 1 else None
-        """Ranks that share each row; None where nobody does."""
-        # DeepSpeed takes sums over the group that an mpu gives it, and None would mean all ranks.
+        """Ranks that share each row; None without sequence parallelism."""
+        # DeepSpeed sums over the group that an mpu gives it, and None would mean all ranks.
         self.tensor = self._group("tensor") if degrees.tensor > 1 or self.mpu is not None else None
-        """Ranks that share each matrix; None where nobody does and nobody asks."""
+        """Ranks that share each matrix; None without tensor parallelism and without an mpu."""
         self.data = self._group("data")
         self.data_and_sequence = self._group("data", "sequence")
         """Ranks with the same parameters: ZeRO partitions over them, gradients are averaged over them."""
 
     def _group(self, *along: str) -> Any:
-        """The group that this rank is in. What has the same ranks is one group; all ranks are the site's."""
+        """The group with this rank. Equal sets of ranks share one group; all ranks have the site's."""
         groups = self.degrees.groups(*along)
         mine = tuple(next(ranks for ranks in groups if self.rank in ranks))
         if len(groups) == 1:
@@ -95,7 +95,7 @@ class Mesh:
 
     @property
     def mpu(self) -> Mesh | None:
-        """For deepspeed.initialize: None when all ranks work data-parallel, and for a pipeline (it brings its own)."""
+        """For deepspeed.initialize: None if all ranks work data-parallel, and for a pipeline (it brings its own)."""
         plain = self.degrees.tensor == self.degrees.sequence == 1
         return None if plain or self.degrees.pipeline > 1 else self
 

@@ -36,7 +36,7 @@ from llmtrain.models.spec import ModelSpec
 from llmtrain.models.structure.decoder_parts import AbsentAfter, AbsentBefore, AbsentLayer, Anatomy, anatomy_of
 from llmtrain.models.structure.projections import projections
 
-# Which layers stand on which pipeline stage, and how long stages wait for each other. Standard library only.
+# Layers of each pipeline stage, and the time that stages wait. Standard library only.
 
 
 _KEY = "pipeline.partition"
@@ -44,25 +44,25 @@ _KEY = "pipeline.partition"
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """Parameters of the parts of a model."""
+    """Parameters in each part of a model."""
 
     before: float
     """The embedding's, on the first stage only."""
     layers: tuple[float, ...]
     after: float
-    """Final norm's and head's, on the last stage only; a tied head counts here as well."""
+    """Final norm's and head's, on the last stage only, with a tied head."""
 
 
 def bubble_share(stages: int, micro_batches: int) -> float:
-    """Share of a step's time in which a stage waits, when all stages take equally long: (S - 1) / (M + S - 1).
+    """Share of a step's time in which a stage waits, if all stages take equally long: (S - 1) / (M + S - 1).
 
-    The schedule is 1F1B (Narayanan et al., arXiv 1806.03377): a step takes as long as M + S - 1 micro-batches.
+    The schedule is 1F1B (Narayanan et al., arXiv 1806.03377): a step takes the time of M + S - 1 micro-batches.
     """
     return (stages - 1) / (micro_batches + stages - 1)
 
 
 def explain(layers: Sequence[int], micro_batches: int) -> str:
-    """One line for a person about stages, micro-batches and the bubble. `layers`: of each stage."""
+    """One line for a person about stages, micro-batches and the bubble. `layers`: number in each stage."""
     stages = len(layers)
     share = bubble_share(stages, micro_batches)
     line = (
@@ -77,7 +77,7 @@ def explain(layers: Sequence[int], micro_batches: int) -> str:
 
 
 def given(counts: Sequence[int], layers: int, stages: int) -> tuple[int, ...]:
-    """The user's layer counts per stage. Raises ModelError when they cannot be."""
+    """The user's layer counts per stage. Raises ModelError: impossible counts."""
     _check_stages(layers, stages)
     if len(counts) != stages or sum(counts) != layers or min(counts) < 1:
         raise ModelError(
@@ -89,7 +89,7 @@ def given(counts: Sequence[int], layers: int, stages: int) -> tuple[int, ...]:
 
 
 def uniform(layers: int, stages: int) -> tuple[int, ...]:
-    """Layers as evenly as they go: the middle gets one more first, the stage with the head last."""
+    """Layers divided evenly: the middle gets one more first, the stage with the head last."""
     _check_stages(layers, stages)
     each, more = divmod(layers, stages)
     middle = sorted(range(stages), key=lambda stage: (abs(2 * stage - stages + 1), stage))
@@ -97,7 +97,7 @@ def uniform(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def balanced(weights: Weights, stages: int) -> tuple[int, ...]:
-    """Layer counts for which the heaviest stage is as light as can be, and the others as equal as that allows."""
+    """Layer counts with the lightest possible heaviest stage, and the others as equal as that allows."""
     _check_stages(len(weights.layers), stages)
     heaviest, _ = _best(weights, stages, lambda so_far, own: max(so_far, own))
     _, counts = _best(weights, stages, lambda so_far, own: so_far + own * own if own <= heaviest else math.inf)
@@ -105,10 +105,10 @@ def balanced(weights: Weights, stages: int) -> tuple[int, ...]:
 
 
 def _best(weights: Weights, stages: int, join: Callable[[float, float], float]) -> tuple[float, tuple[int, ...]]:
-    """The counts with the least cost; `join`: cost of the stages before, weight of a stage -> cost of them all."""
+    """Cost and counts of the cheapest partition; `join`: (cost of earlier stages, a stage's weight) -> total cost."""
     layers = len(weights.layers)
     sums = [0.0, *accumulate(weights.layers)]
-    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}  # layers that are placed: cost, counts
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}  # number of placed layers: cost, counts
     for stage in range(stages):
         left = stages - stage - 1
         ends = (weights.before if stage == 0 else 0.0) + (weights.after if left == 0 else 0.0)
@@ -131,10 +131,8 @@ def _check_stages(layers: int, stages: int) -> None:
         )
 
 
-# A pipeline stage: the transformers model itself with the parts of other stages taken out.
-#
-# So masks, rotary embeddings and whatever else transformers hands to a layer are made by its own code on every
-# stage.
+# A pipeline stage: the transformers model itself without the parts of other stages.
+# So masks, rotary embeddings and all other inputs of a layer are made by transformers' own code on every stage.
 
 
 if TYPE_CHECKING:
@@ -142,7 +140,7 @@ if TYPE_CHECKING:
 
 
 class Entrance(AbsentLayer):
-    """The last absent layer before a stage's own: here the received hidden state enters, and the output of the absent
+    """The last absent layer before a stage's own: the received hidden state enters here, and the output of the absent
     parts is dropped, since the first stage has scaled and projected its embeddings."""
 
     received: Tensor | None = None
@@ -160,7 +158,7 @@ class Stage(nn.Module):
     def __init__(self, hf: PreTrainedModel, entrance: Entrance | None) -> None:
         super().__init__()
         self.hf = hf
-        self._entrance = (entrance,)  # no submodule a second time
+        self._entrance = (entrance,)  # not a submodule a second time
         self.noise: Neftune | None = None
         """Noise on the embeddings, in training; on the first stage."""
         self.conclude: Callable[[Tensor], Tensor] | None = None
@@ -169,7 +167,7 @@ class Stage(nn.Module):
         """True if the last stage's `conclude` gets transformers' own logits instead."""
 
     def forward(self, given: Tensor | tuple[Tensor, Tensor]) -> Tensor | tuple[Tensor, Tensor]:
-        """Tokens or hidden states, with positions [B, T] if there are documents in the rows; the same comes out."""
+        """Tokens or hidden states, with positions [B, T] if there are documents in the rows; returns the same form."""
         first, positions = given if isinstance(given, tuple) else (given, None)
         kwargs: dict[str, Any] = {"use_cache": False}
         if positions is not None:
@@ -181,7 +179,8 @@ class Stage(nn.Module):
                 self.noise.lengths_BT = text_lengths(first, positions)
         else:
             entrance.received = first
-            # Of its shape only: some models scale the embeddings in place (CTRL), and would scale what was received.
+            # Only its shape is read: some models scale the embeddings in place (CTRL), and would scale the received
+            # state.
             kwargs["inputs_embeds"] = torch.zeros_like(first)
         with documents_in_rows(positions):
             if self.wants_logits:
@@ -200,7 +199,7 @@ class Part:
 
     layers: range
     first: bool
-    """The embedding, and what else makes the first hidden state."""
+    """The embedding, and all other modules before the first layer."""
     last: bool
     """Final norm and head."""
 
@@ -214,9 +213,9 @@ def build_stage(
     *,
     shard: Callable[[PreTrainedModel], None] | None = None,
 ) -> Stage:
-    """Turn the model's skeleton into a stage; what is left of it gets uninitialised memory on the device.
+    """Turn the model's skeleton into a stage; its parts get uninitialised memory on the device.
 
-    `shard` gives memory to a rank's shards instead, where ranks share matrices or experts.
+    `shard` gives memory to a rank's shards instead, if ranks share matrices or experts.
     """
     entrance = _cut(hf, anatomy, part, dtype)
     if shard is not None:
@@ -227,7 +226,8 @@ def build_stage(
 
 
 def _cut(hf: PreTrainedModel, anatomy: Anatomy, part: Part, dtype: torch.dtype) -> Entrance | None:
-    """Take the other stages' parts out of a model. Returns where the hidden state enters; None on the first stage."""
+    """Take the other stages' parts out of a model. Returns the module that the hidden state enters; None on the first
+    stage."""
     as_tuple = anatomy.layers_return_tuples
     absent: dict[str, nn.Module] = {
         layer.path: AbsentLayer(as_tuple) for index, layer in enumerate(anatomy.layers) if index not in part.layers
@@ -248,7 +248,7 @@ if TYPE_CHECKING:
 
 
 class _Tie(TiedLayerSpec):
-    """Tells DeepSpeed that a module of two stages has one weight; in the chain of layers it does nothing."""
+    """Declares to DeepSpeed that modules of two stages have one weight; in the chain of layers it does nothing."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__("embedding", nn.Module, forward_fn=lambda _, passing: passing)
@@ -272,7 +272,7 @@ class PipelineLanguageModel(PipelineModule):
     ) -> None:
         degrees, place = mesh.degrees, mesh.place
         stages = degrees.pipeline
-        specs: list[Any] = [LayerSpec(nn.Identity)] * stages  # DeepSpeed builds those of this rank's stage only
+        specs: list[Any] = [LayerSpec(nn.Identity)] * stages  # DeepSpeed builds only those of this rank's stage
         specs[place.pipeline] = stage
         bounds = list(range(stages + 1))
         if tied is not None:
@@ -287,8 +287,8 @@ class PipelineLanguageModel(PipelineModule):
             if name != "weight":  # DeepSpeed takes a tied head's bias for a copy, too, and leaves it out of the norm
                 parameter.ds_pipe_replicated = False  # type: ignore[attr-defined]
         if place.pipeline == stages - 1:
-            # Not as DeepSpeed's loss_fn, which runs outside of the engine's forward pass and its hooks: BF16_Optimizer,
-            # which DeepSpeed takes by itself, lost the head's gradients so.
+            # Not DeepSpeed's loss_fn, which runs outside of the engine's forward pass and its hooks: BF16_Optimizer,
+            # DeepSpeed's default, lost the head's gradients that way.
             stage.conclude = self._loss
             self.head = Head(stage.hf, chunk)
         self.notes: list[str] = []
@@ -300,7 +300,7 @@ class PipelineLanguageModel(PipelineModule):
         self.losses: deque[Loss] = deque()
         """Micro-batches whose forward pass has not begun; on the last stage."""
         self.sums: list[Tensor] = []
-        """Their sums since the list was emptied; on the last stage."""
+        """Sums of the micro-batches since the list was emptied; on the last stage."""
 
     @overrides(PipelineModule)
     def _partition_layers(self, method: list[int] = ()) -> None:  # type: ignore[assignment]
@@ -310,7 +310,7 @@ class PipelineLanguageModel(PipelineModule):
 
     @property
     def hf(self) -> PreTrainedModel:
-        """The transformers model as far as it is here."""
+        """The local part of the transformers model."""
         return self.stage.hf
 
     @property
@@ -323,7 +323,7 @@ class PipelineLanguageModel(PipelineModule):
         return self._parameters_here
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor of the whole model, by Hugging Face name."""
+        """Shape of every tensor of the model by Hugging Face name."""
         return self._shapes
 
     def _loss(self, hidden: Tensor) -> Tensor:
@@ -405,7 +405,7 @@ def layer_counts(asked: str | tuple[int, ...], stages: int, hf: PreTrainedModel,
 
 
 def parameters_of(hf: PreTrainedModel, anatomy: Anatomy) -> Weights:
-    """Elements of the parts' parameters; a head tied to the embedding is held by the last stage as well."""
+    """Elements of the parts' parameters; the last stage also holds a head tied to the embedding."""
 
     def count(*paths: str) -> int:
         return sum(p.numel() for path in paths for p in hf.get_submodule(path).parameters())
@@ -418,7 +418,7 @@ def parameters_of(hf: PreTrainedModel, anatomy: Anatomy) -> Weights:
 
 
 def _local_parameters(hf: nn.Module, anatomy: Anatomy, copy: int) -> list[LocalParameter]:
-    """A tied weight bears the embedding's name on the last stage, too; of it there is a copy 0 and a copy 1."""
+    """This stage's parameters. A tied weight has the embedding's name on the last stage, too, with copies 0 and 1."""
     found = []
     tied = [f"{anatomy.embedding}.weight", f"{anatomy.head}.weight"] if anatomy.tied else []
     for name, parameter in named_tensors(hf):

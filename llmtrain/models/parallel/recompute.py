@@ -142,14 +142,12 @@ def from_host(kept: OnHost) -> Tensor:
     return whole.view(shape)
 
 
-# The MLPs of a decoder over slices of the sequence: what they keep for the backward pass is one slice's.
-#
+# The MLPs of a decoder over slices of the sequence: they keep one slice's tensors for the backward pass.
 # An MLP's inner width is three to four times the hidden size, and it holds several tensors of it: with recomputed
-# layers it is what a long sequence needs most memory for. Each token goes through it alone, so slices of the
-# sequence can go one after another, and again in the backward pass (ALST, arXiv 2506.13996).
-#
-# DeepSpeed's TiledMLP sums a weight's gradient over the slices in the parameter's own dtype and ZeRO has to learn
-# when the last one is in. Ours sums in fp32 and gives each gradient once: the same for every ZeRO stage.
+# layers it needs most of a long sequence's memory. Each token goes through it alone, so slices of the sequence can go
+# one after another, and again in the backward pass (ALST, arXiv 2506.13996).
+# DeepSpeed's TiledMLP sums a weight's gradient over the slices in the parameter's own dtype, and must report the last
+# slice to ZeRO. Ours sums in fp32 and returns each gradient once, in every ZeRO stage.
 
 
 class _Tiled(torch.autograd.Function):
@@ -214,7 +212,7 @@ def _in_tiles(run: Callable[[Tensor], Tensor], tile: int, tokens_NH: Tensor) -> 
 
 @contextlib.contextmanager
 def _random_numbers(device: torch.device, state: tuple[Tensor, Tensor | None] | None) -> Iterator[None]:
-    """Dropout with the forward pass's random numbers."""
+    """Restore the forward pass's random numbers, for dropout."""
     if state is None:
         yield
         return

@@ -1,11 +1,11 @@
 """Sequence parallelism (Ulysses, arXiv 2309.14509): ranks share each row, and within attention they share its heads.
 
-A rank has the columns [s T / S, (s + 1) T / S) of every row in all of the model, except where tokens look at each
-other: there an all-to-all gives it all T tokens of its shard of the heads, the model's own attention function runs on
-them with the mask of whole rows, and another all-to-all brings the result back.
+A rank has the columns [s T / S, (s + 1) T / S) of every row in all of the model, except in attention: there an
+all-to-all gives it all T tokens of its shard of the heads, the model's own attention function runs on them with the
+mask of complete rows, and another all-to-all brings the result back.
 
 DeepSpeed's own wrapper for transformers (UlyssesSPAttentionHF, 0.19.8) drops the mask: sliding windows and documents
-are lost in silence with sdpa, eager attention (soft caps) is refused, and it serves one model a process. Ours uses
+are silently lost with sdpa, eager attention (soft caps) is refused, and it serves one model a process. Ours uses
 DeepSpeed's all-to-all only.
 """
 
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 
 class SequenceLanguageModel(LanguageModel):
-    """A language model whose rows are shared by the ranks of a group: each gets the same complete rows, and so knows
-    their length and documents for the masks, and takes its columns."""
+    """A language model whose rows are shared by the ranks of a group: each gets the same complete rows, finds their
+    length and documents for the masks, and takes its columns."""
 
     def __init__(self, hf: PreTrainedModel, chunk: int, group: Any) -> None:
         super().__init__(hf, chunk)
@@ -45,7 +45,7 @@ class SequenceLanguageModel(LanguageModel):
         exchange_heads(hf, self._exchange)
 
     def hidden(self, inputs: Tensor, positions: Tensor | None) -> Tensor:
-        """The decoder's output for this rank's columns of whole rows [B, T]."""
+        """The decoder's output for this rank's columns; `inputs`: complete rows [B, T]."""
         rows, length = inputs.shape
         assert length % self._exchange.degree == 0, (length, self._exchange.degree)
         places = torch.arange(length, device=inputs.device).expand(rows, -1) if positions is None else positions
@@ -56,13 +56,14 @@ class SequenceLanguageModel(LanguageModel):
             return self.decoded(input_ids=self.head.own(inputs), position_ids=self.head.own(places))
 
     def logits(self, inputs: Tensor) -> Tensor:
-        """Each rank computes all columns, without the others."""
+        """Compute all columns on each rank by itself."""
         with self._exchange.suspended():
             return super().logits(inputs)
 
 
 class Exchange:
-    """Columns for heads and back, within a group of ranks. With T tokens a row, S ranks, t = T / S and h = H / S."""
+    """Exchanges columns for heads and back within a group of ranks. With T tokens a row, S ranks, t = T / S and h = H /
+    S."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
@@ -70,12 +71,12 @@ class Exchange:
         self.rank = dist.get_rank(group)
         self.active = True
         self.places_BT: Tensor | None = None
-        """Positions of whole rows, for attention functions that find the documents in them."""
+        """Positions of complete rows, for attention functions that find the documents in them."""
         register_all_to_all_group(group)
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
-        """Let the model compute whole rows by itself."""
+        """Context in which the model computes complete rows by itself."""
         self.active = False
         try:
             yield
@@ -83,7 +84,7 @@ class Exchange:
             self.active = True
 
     def of_all(self, own: Tensor) -> Tensor:
-        """[S, ...] from [...] of each rank, by rank; its gradient is the sum of those that the ranks have."""
+        """[S, ...] from [...] of each rank, by rank; its gradient is the sum of the ranks' gradients."""
         return all_to_all(self.group, own.expand(self.degree, *own.shape).contiguous())
 
     def to_heads(self, x_BHtD: Tensor) -> Tensor:
@@ -101,12 +102,12 @@ class Exchange:
         return came.permute(1, 2, 0, 3, 4).reshape(rows, length // self.degree, self.degree * heads, size)
 
     def attend(self, inner: Callable[..., Any], module: Any, qkv: tuple[Tensor, ...], *args: Any, **kwargs: Any) -> Any:
-        """The attention function `inner` of transformers on this rank's heads of whole rows."""
+        """Run transformers' attention function `inner` on this rank's heads of complete rows."""
         query, key, value = qkv
         if query.shape[1] % self.degree:
             raise ModelError(f"model: its {query.shape[1]} attention heads cannot be shared by {self.degree} ranks; "
                              f"{_KEY} can be {divisors(query.shape[1])}.")  # fmt: skip
-        # Too few key/value heads are repeated, as far as it takes to give each rank its own.
+        # Too few key/value heads are repeated until each rank has its own.
         copies = self.degree // math.gcd(key.shape[1], self.degree)
         if copies > 1:
             key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
@@ -120,7 +121,8 @@ class Exchange:
 
 @contextlib.contextmanager
 def _groups_of(attention: Any, groups: int) -> Iterator[None]:
-    """transformers' attention functions read from the module how many query heads share a key head."""
+    """Context that sets the number of query heads per key head in the module, where transformers' attention functions
+    read it."""
     before = getattr(attention, "num_key_value_groups", None)
     if before in (None, groups):
         yield
@@ -133,7 +135,7 @@ def _groups_of(attention: Any, groups: int) -> Iterator[None]:
 
 
 def exchange_heads(hf: PreTrainedModel, exchange: Exchange) -> None:
-    """Send every attention of the model through the exchange. Raises ModelError where that is not enough."""
+    """Send every attention of the model through the exchange. Raises ModelError: the model needs more than that."""
     check_attention(hf)
     stand_before_attention(_attend)
     module: Any
@@ -147,7 +149,7 @@ def exchange_heads(hf: PreTrainedModel, exchange: Exchange) -> None:
 def _attend(
     inner: Callable[..., Any], module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """Attention functions for modules with an exchange; other modules keep transformers' own."""
+    """Replace attention functions for modules with an exchange; other modules keep transformers' own."""
     exchange: Exchange | None = getattr(module, "llmtrain_exchange", None)
     if exchange is None or not exchange.active:
         return inner(module, query, key, value, *args, **kwargs)
@@ -155,9 +157,9 @@ def _attend(
 
 
 def _see_the_last_position(rotary: Any, exchange: Exchange) -> None:
-    """Let rotary embeddings know how long a row is: beyond a length, some kinds (longrope, dynamic) turn otherwise.
+    """Give rotary embeddings the length of a row: beyond a length, some kinds (longrope, dynamic) turn differently.
 
-    They take the length from the largest position that they are given, so each rank gives the row's last one, too.
+    They read the length from the largest position, so each rank also gives the row's last one.
     """
     own = rotary.forward
 
@@ -174,10 +176,10 @@ def _see_the_last_position(rotary: Any, exchange: Exchange) -> None:
 
 
 def check_attention(hf: PreTrainedModel) -> None:
-    """Prove that tokens of the model look at each other through transformers' attention functions only.
+    """Prove that the model's tokens see each other through transformers' attention functions only.
 
-    A small copy runs with attention that gives every token its own value: no token may then feel another.
-    Raises ModelError.
+    A small copy runs with attention that gives every token its own value: no token may then depend on another. Raises
+    ModelError.
     """
     name = type(hf).__name__
     if "position_ids" not in inspect.signature(hf.base_model.forward).parameters:
@@ -187,7 +189,7 @@ def check_attention(hf: PreTrainedModel) -> None:
     other = ids.clone()
     other[0, 5] = 2
     with torch.no_grad(), attention_seen(small) as calls:
-        with contextlib.suppress(ModelError):  # attention of its own may want a mask of another kind, as Falcon's
+        with contextlib.suppress(ModelError):  # attention of its own may want a mask of another kind, like Falcon's
             run_decoder(small, ids)
         if not calls:
             raise ModelError(
@@ -203,7 +205,7 @@ def check_attention(hf: PreTrainedModel) -> None:
     with torch.no_grad(), attention_seen(small, compute=_own_value):
         try:
             one, two = (run_decoder(small, tokens) for tokens in (ids, other))
-        except ModelError as error:  # a model may ask more of its attention
+        except ModelError as error:  # a model may need more from its attention
             watched = "It was run with its attention watched, as ranks that share rows do it"
             raise ModelError(f"{error} {watched}; set {_KEY} to 1.") from error
     # Not to the bit: a token that goes to another expert changes the shapes, and so the rounding, of the products.
@@ -220,5 +222,5 @@ _KEY = "sequence_parallel_size"
 
 
 def _own_value(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attention in which a token sees itself only."""
+    """Attention in which a token sees only itself."""
     return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2).contiguous()

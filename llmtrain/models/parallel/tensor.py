@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 
 
 class Span:
-    """The stretch of a layer in which each rank of the group has its own shard of the activations.
+    """A part of a layer in which each rank has its own shard of the activations.
 
-    It begins where a column map reads the replicated activation and ends where the next row map sums what the ranks
-    have. Maps that read the same activation share one sum of its gradient. Dropout within the stretch draws from a
-    stream of random numbers of its own on each rank, outside of it all ranks draw the same.
+    It begins where a column map reads the replicated activation and ends where the next row map sums the ranks'
+    outputs. Maps that read the same activation share one sum of its gradient. Inside, dropout draws from a separate
+    stream of random numbers on each rank; outside, all ranks draw the same.
     """
 
     def __init__(self, group: Any, *, dropout: bool) -> None:
@@ -56,7 +56,7 @@ class Span:
         self._outside: Any = None
 
     def enter(self, replicated: Tensor, *, training: bool) -> Tensor:
-        """The activation for a map whose output is this rank's shard."""
+        """Return the input of a map whose output is this rank's shard."""
         if self._dropout and training and self._outside is None:
             self._outside = _own_stream(replicated.device, self.rank)
         if not (torch.is_grad_enabled() and replicated.requires_grad):
@@ -66,7 +66,7 @@ class Span:
         return self._read[1]
 
     def leave(self) -> None:
-        """Sum the ranks' outputs, so that what follows is replicated again."""
+        """End the span before the ranks' outputs are summed."""
         self._read = None
         if self._outside is not None:
             _common_stream(self._outside)
@@ -74,22 +74,22 @@ class Span:
 
 
 def copied(replicated: Tensor, group: Any) -> Tensor:
-    """Identity forward; sums the ranks' gradients, each a part of the whole one, backward."""
+    """Identity forward; the sum of the ranks' gradients backward."""
     return _Copied.apply(replicated, group)
 
 
 def summed(parts: Tensor, group: Any) -> Tensor:
-    """The sum over the group, in place; its gradient is the same on all ranks."""
+    """The sum over the group, in place; its gradient is equal on all ranks."""
     return _Summed.apply(parts, group)
 
 
 def gathered(shard: Tensor, group: Any, dim: int) -> Tensor:
-    """All shards side by side along `dim`, for a computation of which each rank then uses its own part."""
+    """All shards joined along `dim`, for a computation of which each rank then uses its own part."""
     return _Gathered.apply(shard, group, dim)
 
 
 class Column(LinearLayer):
-    """A linear map of which this rank computes some outputs. The weight is [outputs, inputs], or [inputs, outputs]."""
+    """A linear map with some of the outputs on this rank. The weight is [outputs, inputs], or [inputs, outputs]."""
 
     def __init__(self, linear: nn.Module, span: Span, *, transposed: bool, inside: bool, name: str) -> None:
         super().__init__(linear, span.group, skip_partition=True, name=name)
@@ -105,11 +105,11 @@ class Column(LinearLayer):
 
     @overrides(LinearLayer)
     def _mark_uc_metadata(self) -> None:
-        """Our checkpoints know shards as regions (storage/region.py)."""
+        """Do nothing: our checkpoints describe shards as regions (storage/region.py)."""
 
 
 class Row(LinearAllreduce):
-    """A linear map of which this rank has some inputs. The bias is added once, to the sum."""
+    """A linear map with some of the inputs on this rank. The bias is added once, to the sum."""
 
     def __init__(self, linear: nn.Module, span: Span, *, transposed: bool, name: str) -> None:
         super().__init__(linear, span.group, name=name)
@@ -124,7 +124,7 @@ class Row(LinearAllreduce):
 
     @overrides(LinearAllreduce)
     def _tp_partition(self, params_list: Sequence[Any]) -> None:
-        """The parameter is a shard already."""
+        """Do nothing: the parameter is a shard already."""
 
     @overrides(LinearAllreduce)
     def _mark_uc_metadata(self) -> None:
@@ -132,7 +132,7 @@ class Row(LinearAllreduce):
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
-    """Saves the parameter itself for the backward pass, no view of it: ZeRO 3 frees what the parameter holds."""
+    """Save the parameter itself for the backward pass, no view of it, because ZeRO 3 frees the parameter's memory."""
     if not transposed:
         return F.linear(input, weight, bias)  # under ZeRO 3 DeepSpeed's, which keeps no view either
     flat = input.reshape(-1, input.shape[-1])
@@ -175,19 +175,19 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        grad = grad.contiguous()  # each rank has the gradient that comes through its own part of the result
+        grad = grad.contiguous()  # each rank has the gradient through its own part of the result
         dist.all_reduce(grad, group=ctx.group)
         return grad.chunk(dist.get_world_size(ctx.group), ctx.dim)[dist.get_rank(ctx.group)], None, None
 
 
 def _own_stream(device: torch.device, rank: int) -> tuple[torch.Generator, Any]:
-    """Let the default generator continue with numbers of this rank's own, which follow from its state alone, so that
+    """Let the default generator continue with numbers for this rank alone, which follow from its state, so that
     recomputation draws the same. Returns the arguments of `_common_stream`."""
     if device.type == "cuda":
         generator = torch.cuda.default_generators[device.index or 0]
         seed, offset = generator.initial_seed(), generator.get_offset()  # known to the host: nothing waits
         generator.manual_seed(_mixed(seed, offset, rank))
-        return generator, (seed, offset + 4)  # moved on: the next stretch draws others
+        return generator, (seed, offset + 4)  # advanced: the next span draws others
     generator = torch.default_generator
     number = int(torch.randint(2**62, (), device="cpu"))
     state = generator.get_state()
@@ -213,8 +213,8 @@ def sharded_model(
     spec: ModelSpec, mix: Mix, exact: dict[str, Any], device: torch.device, mesh: Mesh
 ) -> tuple[PreTrainedModel, str]:
     """The transformers model with this rank's uninitialised shards (under ZeRO 3 partitions), and a note if some
-    attention is whole on every rank, else "". `exact`: DeepSpeed's dict. Raises ModelError: it cannot be sharded over
-    so many ranks."""
+    attention is complete on every rank, else "". `exact`: DeepSpeed's dict. Raises ModelError: this number of ranks
+    cannot share it."""
     hf = spec.own_skeleton()
     like = language_model(hf) if spec.scores else hf  # its logits prove the parts of the decoder
     anatomy = anatomy_of(like)
@@ -234,7 +234,7 @@ def _leave(parameter: nn.Parameter) -> None:
 
 
 def _partition(exact: dict[str, Any], mesh: Mesh) -> Callable[[nn.Parameter], None]:
-    """ZeRO 3's partitioning of one new parameter over the ranks that hold the same shard."""
+    """ZeRO 3's partitioning of one new parameter over the ranks with the same shard."""
     import deepspeed
 
     convert: Callable[..., None] | None = None
@@ -264,16 +264,16 @@ def shard_model(
     *,
     settle: Callable[[nn.Parameter], None] = _leave,
 ) -> None:
-    """Leave this rank's shards in `hf`, on the meta device before, and let its modules work with the group's other
-    ranks. `anatomy`, `plan`: of the complete model. `settle`: called with each new parameter (ZeRO 3 partitions it).
-    Raises ModelError, when the model cannot be sharded over so many ranks."""
+    """Keep this rank's shards in `hf`, on the meta device before, and connect its modules to the group's other ranks.
+    `anatomy`, `plan`: of the complete model. `settle`: called with each new parameter (ZeRO 3 partitions it). Raises
+    ModelError: this number of ranks cannot share it."""
     set_autotp_mode(training=True)
     rank, degree = dist.get_rank(group), dist.get_world_size(group)
     modules: dict[str, Any] = dict(hf.named_modules())
     experts = {layer.experts: modules[layer.experts] for layer in anatomy.layers if layer.experts in modules}
     check_degree(plan, degree, {path: _expert_width(path, module) for path, module in experts.items()})
     hf.whole_shapes = tensor_shapes(hf)  # type: ignore[assignment]
-    # A score has one row, and is whole on every rank, as the hidden state is that it reads.
+    # A score has one row, and is complete on every rank, like its input, the hidden state.
     tables = [path for path in (anatomy.embedding, anatomy.head) if path in modules]
     weights = {path: next(modules[path].parameters(), None) for path in tables}
     # Each by its own rows: Moshi's embedding has one more than there are words. Another stage's table has none.
@@ -314,8 +314,8 @@ def shard_model(
 
 
 def share_adapter(plan: Projections, group: Any, path: str, layer: Any) -> None:
-    """Leave a rank its part of a map's adapter (peft's `layer`, on the meta device): some outputs of B for a "column",
-    some inputs of A for a "row". In a row the parts of the r features between are summed, in a column their gradient.
+    """Give a rank its part of a map's adapter (peft's `layer`, on the meta device): outputs of B for a "column", inputs
+    to A for a "row". In a row the r features between are summed over the ranks, in a column their gradient.
     Raises ModelError."""
     rank, degree = dist.get_rank(group), dist.get_world_size(group)
     entry = next((entry for entry in plan.maps if entry.path == path), None)
@@ -341,8 +341,8 @@ def share_adapter(plan: Projections, group: Any, path: str, layer: Any) -> None:
 
 
 def check_degree(plan: Projections, degree: int, expert_widths: dict[str, int] | None = None) -> None:
-    """Whether `degree` ranks can each have equally much of the model. Raises ModelError naming the degrees that can."""
-    numbers = {"query heads (num_attention_heads)": plan.heads, "key/value heads": plan.kv_heads}  # 0: whole
+    """Check that `degree` ranks can have equal parts of the model. Raises ModelError with the possible degrees."""
+    numbers = {"query heads (num_attention_heads)": plan.heads, "key/value heads": plan.kv_heads}  # 0: not sharded
     numbers |= {"features within an MLP": math.gcd(*plan.widths)} if plan.widths else {}
     numbers |= {f"features within {path}": width for path, width in (expert_widths or {}).items()}
     common = math.gcd(*numbers.values())
@@ -357,7 +357,7 @@ def check_degree(plan: Projections, degree: int, expert_widths: dict[str, int] |
 
 
 _Shards = dict[nn.Parameter, tuple[Shard, tuple[int, ...]]]
-"""Parameter of the whole model -> (what this rank has of it, its shape). Parameters that are not in it are whole."""
+"""Parameter of the complete model -> (this rank's shard, its shape). All other parameters are complete on each rank."""
 
 
 def _cut(parameter: Any, dim: int, rank: int, degree: int, sections: Any = None) -> tuple[Shard, tuple[int, ...]]:
@@ -393,7 +393,7 @@ def _vocabulary_shards(modules: dict[str, Any], vocabularies: dict[str, Vocabula
 
 
 def _expert_width(path: str, experts: Any) -> int:
-    """Features within each expert. transformers names and lays out the weights of all fused experts alike."""
+    """Features within each expert. All fused experts of transformers have the same names and layouts."""
     names = {name for name, _ in experts.named_parameters()}
     known = ({"gate_up_proj", "down_proj"}, {"up_proj", "down_proj"})
     if names not in known or not hasattr(experts, "is_transposed") or getattr(experts, "has_post_expert_norm", False):
@@ -405,7 +405,7 @@ def _expert_width(path: str, experts: Any) -> int:
 
 
 def _expert_shards(experts: Any, rank: int, degree: int) -> _Shards:
-    """Every rank has a share of each expert's width."""
+    """Give every rank a share of each expert's width."""
     into = experts.gate_up_proj if experts.has_gate else experts.up_proj
     outputs, inputs = (2, 1) if experts.is_transposed else (1, 2)
     width = into.shape[outputs]
@@ -417,7 +417,7 @@ def _expert_shards(experts: Any, rank: int, degree: int) -> _Shards:
 
 
 def _norm_shards(modules: dict[str, Any], plan: Projections, rank: int, degree: int) -> _Shards:
-    """Norms with weights for each head. Where each head has a module of its own, the others' modules go."""
+    """Norms with weights for each head. If each head has its own norm module, those of other ranks are removed."""
     found: _Shards = {}
     lists: dict[str, list[str]] = {}
     for norm in plan.norms:
@@ -443,7 +443,7 @@ def _replace_parameters(
     dtype: torch.dtype,
     settle: Callable[[nn.Parameter], None],
 ) -> None:
-    """Every parameter becomes this rank's, once, however many modules hold it."""
+    """Replace every parameter by this rank's, once for all modules that hold it."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in hf.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
@@ -453,7 +453,7 @@ def _replace_parameters(
                 own, local = shards.get(parameter, (Shard(shape=shape, region=whole(shape), copy=place), shape))
                 new = nn.Parameter(torch.empty(local, dtype=dtype, device=device), parameter.requires_grad)
                 set_shard(new, own)
-                # DeepSpeed's gradient norm counts what has this mark on every rank, the rest on the first.
+                # DeepSpeed's gradient norm counts parameters with this mark on every rank, the others on the first.
                 new.tensor_model_parallel = parameter in shards  # type: ignore[attr-defined]
                 settle(new)
                 made[parameter] = new
@@ -478,7 +478,7 @@ def _sum_of(grad: Tensor, group: Any) -> Tensor:
 
 
 def _gather_around(module: nn.Module, group: Any) -> None:
-    """Let a module that normalises across heads see all of them; this rank goes on with its part of the result."""
+    """Let a module that normalises across heads see all of them; this rank keeps its part of the result."""
     own = module.forward
     rank, degree = dist.get_rank(group), dist.get_world_size(group)
 
@@ -489,8 +489,8 @@ def _gather_around(module: nn.Module, group: Any) -> None:
 
 
 def _sum_around(experts: nn.Module, group: Any) -> None:
-    """Sum over the ranks the output of experts that each have a share of the width, and the gradients of their inputs
-    and of the router's weights."""
+    """Sum over the ranks the output of experts with shares of the width, and the gradients for their inputs and the
+    router's weights."""
     own = experts.forward
 
     def forward(experts: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
@@ -507,9 +507,8 @@ def _read(value: Any, group: Any) -> Any:
 
 
 # A vocabulary sharded over a tensor-parallel group: rows of the embedding and of the head, and the loss.
-#
-# The method is Megatron-LM's (arXiv 1909.08053, section 3), in the chunks of models/loss.py: a rank has the logits
-# of its own words, and the group sums what the softmax needs, two numbers a token.
+# The method is Megatron-LM's (arXiv 1909.08053, section 3), in the chunks of models/loss.py: a rank has the logits of
+# its own words, and the group sums two numbers a token for the softmax.
 
 
 @dataclass(frozen=True)
@@ -523,7 +522,7 @@ class VocabularyShard:
 
     @classmethod
     def of(cls, total: int, group: Any) -> VocabularyShard:
-        """That of this rank."""
+        """Return this rank's vocabulary shard."""
         rank, degree = dist.get_rank(group), dist.get_world_size(group)
         counts = _counts(total, degree)
         return cls(group, sum(counts[:rank]), counts[rank], total)
@@ -537,11 +536,11 @@ class VocabularyShard:
         return torch.cat([part[..., :count] for part, count in zip(parts, counts, strict=True)], dim=-1)
 
     def shared(self, hidden: Tensor) -> Tensor:
-        """The hidden state, which all ranks have alike, for `chunked_nll_sum` of models/loss.py from their shards."""
+        """The hidden state, equal on all ranks, as input for `chunked_nll_sum` of models/loss.py on the shards."""
         return copied(hidden, self.group)
 
     def take_largest(self, values: Tensor) -> None:
-        """Put the largest of all ranks into each element."""
+        """Put the maximum over all ranks into each element."""
         dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
 
     def add_up(self, values: Tensor) -> None:
@@ -557,7 +556,7 @@ def _counts(total: int, degree: int) -> list[int]:
 def shard_embedding(embedding: nn.Embedding, vocabulary: VocabularyShard) -> None:
     """Let an embedding whose weight is a shard look up all words: every rank adds its own, the others add zeros.
 
-    The module's own forward stays in between: some scale what they look up (Gemma 3).
+    The module's own forward stays in between: some scale their output (Gemma 3).
     """
     own = embedding.forward
     padding = embedding.padding_idx

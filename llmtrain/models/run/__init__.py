@@ -1,1 +1,1 @@
-"""A resolved run's model: the refusals, and this rank's module."""
+"""Builds this rank's module of a resolved run's model, and refuses unfit models."""

@@ -1,4 +1,4 @@
-"""This rank's module of a resolved run, in the form of parallelism that the run asks for."""
+"""This rank's module of a resolved run, in the run's form of parallelism."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def build_model(
             put_around(hf, spec.adapted, device, DTYPES[mix.precision], packed=packed)
             if packed and mix.degrees.expert == 1:
                 materialise(hf, device, DTYPES[mix.precision])  # all but the packed maps
-        if model.fp8 is not None:  # before the ranks divide the experts, whose routers are found beside all of them
+        if model.fp8 is not None:  # before the ranks divide the experts, which show the routers
             from llmtrain.models.fp8 import use_fp8
 
             use_fp8(decoder_layers(hf), model.fp8, emulated=device.type == "cpu")
@@ -93,7 +93,7 @@ def build_model(
 
 
 def _check_trained(language: LanguageModel | PipelineLanguageModel, run: RunConfig, places: Places, mesh: Mesh) -> None:
-    """DeepSpeed's optimizers want parameters on every stage. Raises: ConfigError."""
+    """Require trained parameters on every stage, which DeepSpeed's optimizers need. Raises: ConfigError."""
     if any(held.trains for held in language.local_parameters()):
         return
     key, patterns = next(
@@ -111,7 +111,7 @@ def _check_trained(language: LanguageModel | PipelineLanguageModel, run: RunConf
 
 @contextlib.contextmanager
 def _divided(spec: ModelSpec, key: str, degree: int) -> Iterator[None]:
-    """Turn errors about a family into ones that name the key that asks to divide it, and a remedy."""
+    """Turn errors about a family into ones that name the key that divides it, and a remedy."""
     try:
         yield
     except ModelError as error:
@@ -135,14 +135,14 @@ def _own_part(
         with _divided(spec, "tensor_parallel.autotp_size", mix.degrees.tensor):
             return sharded_model(spec, mix, exact, device, mesh)
     if mix.zero_stage < 3 and (mix.degrees.expert > 1 or spec.adapter.quantize is not None):
-        return spec.own_skeleton(), ""  # on the meta device: what is shared or packed is never here as a whole
+        return spec.own_skeleton(), ""  # on the meta device: a shared or packed parameter is never complete here
     with contextlib.ExitStack() as stack:
         if mix.zero_stage == 3:
             import deepspeed
 
-            # The skeleton was made before: what transformers imports in here loses its decorated constructors when it
-            # ends, the one of the experts among them (partition_parameters.py _init_subclass and _disable_class).
-            # Not given `dtype`: on a device without fp16, DeepSpeed 0.19.8 then takes bf16 whatever was asked for
+            # The skeleton was made before: constructors that transformers imports and decorates in here lose their
+            # decoration when it ends, for example the experts' (partition_parameters.py _init_subclass and
+            # _disable_class). Not given `dtype`: on a device without fp16, DeepSpeed 0.19.8 then always takes bf16
             # (partition_parameters.py _set_dtype); from its config it takes the right one.
             stack.enter_context(deepspeed.zero.Init(config_dict_or_path=exact, mpu=mesh.mpu))
         else:

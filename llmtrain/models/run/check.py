@@ -1,4 +1,4 @@
-"""The refusals of a run's model that need no device and no other ranks."""
+"""Refusals of a run's model that need no device and no other ranks."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ _COUNTS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "max_position_embeddings",
 )  # fmt: skip
-"""transformers' common names of what a model has at least one of; a family's `attribute_map` gives its own names."""
+"""transformers' common names of counts that are at least one; a family's `attribute_map` gives its own names."""
 _EARLIER = {"rope_theta", "rope_scaling", "partial_rotary_factor"}  # now within rope_parameters
 _ANYWHERE = {"model_type", "torch_dtype", "num_labels", "output_attentions"}  # PreTrainedConfig takes them
 _TOKENS = {f"{kind}_token_id" for kind in ("bos", "eos", "pad", "sep", "cls", "mask", "unk")}
-"""Fields that name tokens of a text; those of pictures and sounds may lie beyond its vocabulary."""
+"""Fields that name tokens of a text; those of pictures and sounds may be beyond its vocabulary."""
 _DIVISORS = ("eps", "epsilon", "rope_theta", "logits_scaling", "softcapping", "soft_cap", "softcap")
-"""Ends of the names of what a model divides by, or takes the root of."""
+"""Ends of names: a model divides by these fields, or takes their root."""
 _FAMILY = "model.config.model_type"
 
 
@@ -84,7 +84,7 @@ def _family(model_type: str, problems: Problems) -> Any:
 
 
 class _Section:
-    """One configuration: the model's, or one within it."""
+    """Checks one config dict: the model's or a nested one."""
 
     def __init__(self, family: Any, prefix: str, problems: Problems) -> None:
         self._family, self._prefix = family, prefix
@@ -107,7 +107,7 @@ class _Section:
                 self._check_value(key, value)
 
     def _vocabulary(self, given: dict[str, Any]) -> int | None:
-        """Tokens of the vocabulary; None: another section has it."""
+        """Number of tokens in the vocabulary; None: another section has it."""
         name = self._family.attribute_map.get("vocab_size", "vocab_size")
         default = self._fields[name].default if name in self._fields else None
         found = given.get("vocab_size", given.get(name, default))
@@ -124,19 +124,19 @@ class _Section:
         self._add(key, value, rule, remedy)
 
     def _inner(self, key: str, value: dict[str, Any]) -> Any:
-        """The class of a configuration within this one, such as text_config."""
+        """The class of a nested configuration, for example text_config."""
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
         within = self._family.sub_configs.get(key)
         if within is None or hasattr(within, "attribute_map"):
             return within
-        # AutoConfig: the section tells the kind, else the family does (transformers 5.17 cannot say which).
+        # AutoConfig: the section names the kind, else the family does (transformers 5.17 cannot).
         default = getattr(self._family, "sub_configs_defaults", {}).get(key)
         kind = str(value.get("model_type", getattr(default, "model_type", None)))
         return CONFIG_MAPPING[kind] if kind in CONFIG_MAPPING else None  # noqa: SIM401  # a mapping without get
 
     def _check_value(self, key: str, value: Any) -> None:
-        """The type, by the validators of transformers' own class, and what no number and no count can be."""
+        """Check a value's type by the validators of transformers' class, and refuse impossible numbers and counts."""
         name = self._family.attribute_map.get(key, key)
         field = self._fields.get(name)
         default = getattr(self._family, "default_theta", None) if field is None else field.default
@@ -169,7 +169,7 @@ class _Section:
                 self._add(key, value, "transformers has no activation function of this name", remedy)
 
     def _wrong_type(self, name: str, value: Any, field: Any) -> tuple[str, str] | None:
-        """Rule and remedy for a value that the field's type hint, or a validator of the class, does not take."""
+        """Rule and remedy for a value that the field's type hint, or a validator of the class, refuses."""
         if _is_readable(field.type):
             made, words = read(field.type, value, name, Problems()), type_name(field.type)
             if made is WRONG:
@@ -191,7 +191,7 @@ class _Section:
         return None
 
     def _check_rope(self, rope: dict[str, Any], prefix: str) -> None:
-        """One dict, or one for each kind of layer."""
+        """Check RoPE settings: one dict, or one dict per layer type."""
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
         numbers = {key for key, kind in RopeParameters.__annotations__.items() if {int, float} & set(get_args(kind))}
@@ -227,7 +227,7 @@ class _Section:
 
 
 def _impossible(name: str, value: Any, default: Any) -> str | None:
-    """The rule that a number breaks, or one of a list; None: it breaks none. mamba's default limit is infinite."""
+    """The rule that a number, or one in a list, breaks; None: it breaks none. mamba's default limit is infinite."""
     numbers = [n for n in (value if isinstance(value, (list, tuple)) else [value]) if type(n) in (int, float)]
     divides = name.endswith(_DIVISORS) and default != 0
     if divides and any(not 0 < number < math.inf for number in numbers):
@@ -239,7 +239,7 @@ def _impossible(name: str, value: Any, default: Any) -> str | None:
 
 
 def _not_positive(name: str, value: Any) -> str | None:
-    """The rule that a number of rotary positions breaks: each is a factor, but for scales of which 0 means none."""
+    """The rule that a number of rotary positions breaks: each is a factor, but for scales a 0 means none."""
     if type(value) not in (int, float):
         return None
     if name.startswith("mscale"):
@@ -248,8 +248,8 @@ def _not_positive(name: str, value: Any) -> str | None:
 
 
 def _outside(value: Any, vocabulary: int | None, field: Any) -> str | None:
-    """The rule that a token, or one of several, breaks; None: each is in the vocabulary, or the family's default,
-    which is there in a configuration without the field as well."""
+    """The rule that a token, or one of several, breaks; None: each is in the vocabulary, or the family's default, which
+    a configuration without the field has, too."""
     if vocabulary is None or (field is not None and value == field.default):
         return None
     tokens = [token for token in (value if isinstance(value, list) else [value]) if type(token) is int]
@@ -267,7 +267,7 @@ def _is_readable(kind: Any) -> bool:
 
 
 def _sources(family: Any) -> list[str]:
-    """The Python text of the family's classes above PreTrainedConfig, and of the modules beside them that read it."""
+    """The Python text of the family's classes above PreTrainedConfig, and of modules that read it."""
     from transformers import PreTrainedConfig
 
     own = [kind for kind in family.__mro__ if issubclass(kind, PreTrainedConfig) and kind is not PreTrainedConfig]
@@ -283,7 +283,7 @@ def _sources(family: Any) -> list[str]:
 
 
 def _read_by(family: Any) -> set[str]:
-    """Fields that a family has without declaring them: it writes them to a file, takes them, or asks for them."""
+    """Fields that a family has without a declaration: it writes them to a file, accepts them, or reads them."""
     found: set[str] = set()
     with contextlib.suppress(Exception):  # a few families have no defaults for all fields
         found |= set(family().to_dict())
@@ -297,18 +297,17 @@ def _read_by(family: Any) -> set[str]:
 
 
 _FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
-_REHEARSED_TOKENS = 16  # of the rehearsal: sizes that do not fit show at any length
+_REHEARSED_TOKENS = 16  # for the rehearsal: wrong sizes show at any length
 _SHAPES = re.compile(
     r"must match|cannot be multiplied|is invalid for input of size|[Ss]izes of tensors|expected size"
     r"|k not in range"
 )
-"""Beginnings of torch's errors about sizes that do not fit. Other errors on the meta device say
-nothing about the model."""
+"""Beginnings of torch's errors about wrong sizes. Other errors on the meta device say nothing about the model."""
 
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Without transformers' own remarks: training makes them, too."""
+    """Silence transformers' own remarks, which training repeats."""
     from transformers.utils import logging
 
     level = logging.get_verbosity()
@@ -321,10 +320,10 @@ def _quietly() -> Iterator[None]:
 
 @_quietly()
 def check_model(resolved: ResolvedRun) -> tuple[ModelSpec, tuple[str, ...]]:
-    """Build the run's model on the meta device and let tokens through. Returns it, and notes for the user.
+    """Build the run's model on the meta device and run tokens through it. Returns it, and notes for the user.
 
     Raises:
-        ConfigError: a field of `model.config`, or a value of the run that does not go with the model.
+        ConfigError: a field of `model.config`, or a value of the run that does not fit the model.
         ModelError: transformers cannot build it.
     """
     run, model, places = resolved.run, resolved.run.model, resolved.places
@@ -372,7 +371,7 @@ def check_model(resolved: ResolvedRun) -> tuple[ModelSpec, tuple[str, ...]]:
     _check_recomputed(hf, model.recompute.layers, problems)
     _check_experts(hf, resolved, problems)
     if run.train.balance != "equal" and expert_blocks(hf):
-        rule = "the routers of a mixture of experts are balanced over micro-batches that all ranks compute alike"
+        rule = "the routers of a mixture of experts are balanced over micro-batches of equal size on all ranks"
         problems.add("train.balance", run.train.balance, rule, "set it to equal")
         problems.raise_if_any()
     _check_copy(hf, key, model.loss_chunk_tokens)
@@ -383,7 +382,7 @@ def check_model(resolved: ResolvedRun) -> tuple[ModelSpec, tuple[str, ...]]:
 
 
 def _check_recomputed(hf: PreTrainedModel, asked: int | str | None, problems: Problems) -> None:
-    """The model has as many layers as are to be recomputed."""
+    """Require at least `asked` layers in the model."""
     layers, key = len(decoder_layers(hf)), "model.recompute.layers"
     if isinstance(asked, int) and asked > layers:
         problems.add(key, asked, f"the model has {layers} decoder layers", "write all")
@@ -394,18 +393,18 @@ def _check_recomputed(hf: PreTrainedModel, asked: int | str | None, problems: Pr
 
 
 def _check_adapter(hf: PreTrainedModel, adapter: AdapterConfig, places: Places) -> tuple[str, ...]:
-    """The adapter's targets are there. Returns a note on maps that get none. Raises ConfigError."""
+    """Check that the adapter's targets exist. Returns a note on maps without an adapter. Raises ConfigError."""
     from llmtrain.models.adapter import lora_config, other_maps, saved_paths, target_paths  # most runs have none
 
     lora_config(hf, adapter, target_paths(hf, adapter, places), saved_paths(hf, adapter, places), places)
-    beside = other_maps(hf)
+    others = other_maps(hf)
     return tuple(
-        f"adapter: {path} ({what}) gets none; one of {len(beside)} such" for path, what in [*beside.items()][:1]
+        f"adapter: {path} ({what}) gets none; one of {len(others)} such" for path, what in [*others.items()][:1]
     )
 
 
 def _load_config(model: ModelConfig, key: str, problems: Problems) -> None:
-    """Let the family's own class check the fields against each other, and tell its words without its stack."""
+    """Let the family's own class check the fields together, and report its words without its stack."""
     try:
         load_config(model)
     except ModelError as error:
@@ -427,7 +426,7 @@ def _load_config(model: ModelConfig, key: str, problems: Problems) -> None:
 
 
 def check_weights(spec: ModelSpec) -> None:
-    """The folder that the run starts from holds every tensor of the model, in its shape, and so does its adapter's.
+    """Check that the folder of a run's first weights, and its adapter's, hold every tensor in its shape.
 
     Raises ModelError or ConfigError.
     """
@@ -439,7 +438,7 @@ def check_weights(spec: ModelSpec) -> None:
 
 
 def _check_heads(text: Any, key: str, problems: Problems) -> None:
-    """A key/value head serves equally many attention heads, in every layer."""
+    """Require equally many attention heads per key/value head, in every layer."""
     for config in layer_configs(text):
         heads, kv_heads = (getattr(config, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
         if isinstance(heads, int) and isinstance(kv_heads, int) and kv_heads and heads % kv_heads:
@@ -463,7 +462,7 @@ def _check_flash(hf: PreTrainedModel, attention: str, problems: Problems) -> Non
 def _check_length(
     hf: PreTrainedModel, length: int, key: str, problems: Problems, *, later: bool = False
 ) -> tuple[str, ...]:
-    """A sequence may not have more positions than a table of them; beyond what rotary ones were made for: a note.
+    """Refuse sequences longer than a table of positions; return a note on lengths beyond a rotary model's own.
 
     `later`: the length of a stage after the first.
     """
@@ -474,7 +473,7 @@ def _check_length(
     name = f"{key}.{config.attribute_map.get('max_position_embeddings', 'max_position_embeddings')}"
     if length <= longest:
         return ()
-    # Positions are looked up in a table, learned or computed once? OPT's and XGLM's have two rows more.
+    # OPT's and XGLM's tables of positions, learned or computed once, have two more rows.
     words = hf.get_input_embeddings()
     tables: list[torch.Tensor] = [m.weight for m in hf.modules() if isinstance(m, nn.Embedding) and m is not words]
     tables += [buffer for buffer in hf.buffers() if buffer.dim() == 2]
@@ -493,7 +492,7 @@ def _check_length(
 
 
 def _check_rope(hf: PreTrainedModel, key: str, stage: Stage, own: dict[str, Any], problems: Problems) -> None:
-    """The model can have the stage's rotary positions. `own`: the fields that are of no stage before."""
+    """Check that the model accepts the stage's rotary positions. `own`: the fields that no earlier stage has."""
     from llmtrain.models import rope  # most runs have none
 
     if why := rope.refuse(hf, stage.rope, stage.data.sequence_length, own):
@@ -502,7 +501,7 @@ def _check_rope(hf: PreTrainedModel, key: str, stage: Stage, own: dict[str, Any]
 
 
 def _check_experts(hf: PreTrainedModel, resolved: ResolvedRun, problems: Problems) -> None:
-    """Experts that ranks share are there, and DeepSpeed can share them. Raises ConfigError, ModelError."""
+    """Check that there are experts to share, and that DeepSpeed can share them. Raises ConfigError, ModelError."""
     section = resolved.expert_parallel
     if (section.get("enabled") or resolved.degrees.expert > 1) and not expert_blocks(hf):
         key = "autoep_size" if "autoep_size" in section else "enabled"
@@ -518,7 +517,7 @@ def _check_experts(hf: PreTrainedModel, resolved: ResolvedRun, problems: Problem
 
 
 def _check_stages(hf: PreTrainedModel, asked: str | tuple[int, ...], stages: int) -> None:
-    """As many layers as the stages of the pipeline ask for. Raises ModelError."""
+    """Check that the pipeline's stages have enough layers. Raises ModelError."""
     from llmtrain.models.parallel import pipeline  # imports all that cuts a model
 
     check_stages(hf.config)
@@ -530,15 +529,15 @@ def _check_stages(hf: PreTrainedModel, asked: str | tuple[int, ...], stages: int
 
 
 def _check_copy(hf: PreTrainedModel, key: str, chunk: int) -> None:
-    """What a small copy of the model shows: it does not see the tokens that it should predict, and our loss is its own.
+    """Check on a small copy that no token sees the one that it should predict, and that our loss is the model's own.
 
-    Raises ModelError. Where no small copy of the model works, nothing is known.
+    Raises ModelError. If no small copy of the model works, nothing is checked.
     """
     try:
         small = probe_copy(hf)
     except ModelError:
         return
-    language = LanguageModel(small, chunk)  # refuses a head that is no linear layer, as training does
+    language = LanguageModel(small, chunk)  # refuses a head that is no linear layer, like training
     try:
         ids = torch.arange(12).unsqueeze(0) + 3
         other, labels = ids.clone(), ids.roll(-1, dims=1)
@@ -554,7 +553,7 @@ def _check_copy(hf: PreTrainedModel, key: str, chunk: int) -> None:
             ours = float(language(ids, lambda head, hidden: head.nll_sum(hidden, counted))) / (ids.shape[1] - 1)
     except ModelError:
         raise
-    except Exception:  # the copy's sizes do not go together, or it asks for more than tokens
+    except Exception:  # the copy's sizes do not fit together, or it needs more than tokens
         return
     if not logits.isfinite().all():
         raise ModelError(
@@ -568,7 +567,7 @@ def _check_copy(hf: PreTrainedModel, key: str, chunk: int) -> None:
 
 
 def _refuse_both_directions(hf: PreTrainedModel, before: torch.Tensor, after: torch.Tensor, key: str) -> None:
-    """Raises ModelError: a later token changes what the model says of earlier ones."""
+    """Raises ModelError: a later token changes the output for earlier ones."""
     if not torch.allclose(before, after, atol=1e-5):
         raise ModelError(
             f"{key}: {type(hf).__name__} reads in both directions, so it sees the token that it should predict. "
@@ -577,7 +576,7 @@ def _refuse_both_directions(hf: PreTrainedModel, before: torch.Tensor, after: to
 
 
 def _check_export(spec: ModelSpec) -> None:
-    """The folder that the run ends with can be written and loaded. Raises ModelError."""
+    """Check that the run's final folder can be written and loaded. Raises ModelError."""
     try:
         hf, _ = spec.skeleton, spec.layout
         if not spec.scores and not loads_as_causal_model(hf.config):
@@ -590,7 +589,7 @@ def _check_export(spec: ModelSpec) -> None:
 
 
 class _Attended(OperatorMode):
-    """Calls of models/varlen.py's operator, and the widest head of them."""
+    """Counts calls of models/varlen.py's operator, and their widest head."""
 
     calls = widest = 0
 
@@ -607,12 +606,12 @@ _WIDEST_HEAD = 256  # of FlashAttention
 def why_not_varlen(spec: ModelSpec) -> str:
     """The reason why a model that was made for attention within documents cannot train with it; "": it can."""
     hf: Any = copy.deepcopy(spec.skeleton)
-    hf.to("meta", torch.bfloat16).train()  # the grouped product of experts is of that alone
+    hf.to("meta", torch.bfloat16).train()  # the grouped product of experts needs bf16
     ids = torch.zeros(1, _REHEARSED_TOKENS, dtype=torch.long, device="meta")
     try:
         with torch.no_grad(), documents_in_rows(None), _Attended() as seen:
             hf(input_ids=ids, use_cache=False)
-    except Exception as error:  # what it does to scores, or heads that differ in size
+    except Exception as error:  # it changes scores, or has heads of several sizes
         return f"{type(hf).__name__} does not go with varlen ({str(error).partition('. Set ')[0].splitlines()[0]})"
     if seen.calls < spec.facts.layers:
         return f"only {seen.calls} of the {spec.facts.layers} layers of {type(hf).__name__} would go through varlen"
@@ -620,7 +619,7 @@ def why_not_varlen(spec: ModelSpec) -> str:
 
 
 def _rehearse(hf: PreTrainedModel, key: str, tokens: int) -> None:
-    """Let tokens through the model on the meta device: sizes that do not fit show there. Raises ModelError."""
+    """Run tokens through the model on the meta device to find wrong sizes. Raises ModelError."""
     model: Any = hf  # transformers' own types of `to` and of a call say less
     model.to("meta")
     ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
@@ -633,5 +632,5 @@ def _rehearse(hf: PreTrainedModel, key: str, tokens: int) -> None:
                 f"{key}: the sizes of this {type(hf).__name__} do not go together: a forward pass ends with: {text}. "
                 "Compare heads, widths and what else its configuration counts with those of a published model."
             ) from error
-    except Exception:  # a model may do what the meta device cannot: nothing is known then
+    except Exception:  # a model may need more than the meta device can do: nothing is known then
         return

@@ -1,9 +1,10 @@
-"""The parts of a transformers decoder, found by what its modules do in a forward pass, not by their names.
+"""Finds the parts of a transformers decoder by a forward pass, not by their names.
 
-A small copy of the model (small_copy.py) runs once with every module watched: what runs before the first layer, after
-the last one, beside them. Then the parts are proved: each layer runs alone, without all others, on the hidden state
-that it got in the whole model, and has to give the same bits. Whatever travels between layers by another way (keys and
-values of another layer, a second stream, something computed from the tokens) makes that fail: the model is refused.
+A small copy of the model (small_copy.py) runs once with every module watched, which sorts the modules into those before
+the first layer, after the last one, and outside of this order. Then the parts are proved: each layer runs alone,
+without all others, on its hidden state from the complete model, and must give the same bits. Any other connection
+between layers (keys and values of another layer, a second stream, values computed from the tokens) makes that fail: the
+model is refused.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from llmtrain.models.loss import HeadForm
 from llmtrain.models.parameters import named_tensors
 from llmtrain.models.structure.small_copy import Watch, attention_seen, check_same_structure, probe_copy, run_copy
 
-# Stand-ins for the parts of a decoder that a rank does not have: transformers' own forward then runs without them.
+# Replacements for the parts of a decoder that a rank does not have: transformers' own forward then runs without them.
 
 
 class AbsentLayer(nn.Module):
-    """In the place of a decoder layer: hands the hidden state on."""
+    """Replaces a decoder layer and returns its input unchanged."""
 
     def __init__(self, as_tuple: bool) -> None:
         super().__init__()
@@ -36,7 +37,7 @@ class AbsentLayer(nn.Module):
 
 
 class AbsentBefore(nn.Module):
-    """In the place of what makes the first hidden state (embeddings, their norm, a projection): zeros of its shape."""
+    """Replaces modules before the first layer (embeddings, norm, projection) and returns zeros of their shape."""
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -49,7 +50,7 @@ class AbsentBefore(nn.Module):
 
 
 class AbsentAfter(nn.Module):
-    """In the place of the final norm or projection: hands the hidden state on."""
+    """Replaces the final norm or projection and returns its input unchanged."""
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         return hidden_states
@@ -64,11 +65,11 @@ _TOKENS = (2, 12)
 
 @dataclass(frozen=True, kw_only=True)
 class Before:
-    """A module that has a part in the first layer's hidden state."""
+    """A module that contributes to the first layer's hidden state."""
 
     path: str
     width: int
-    """Last dimension of what it returns, in the full model."""
+    """Last dimension of its output in the full model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +80,7 @@ class Layer:
     sliding: bool
     """Its attention looks back over a window only."""
     experts: str | None
-    """Path of the module that holds the weights of all its experts as 3-D parameters [experts, ...]."""
+    """Path of the module with the weights of all its experts as 3-D parameters [experts, ...]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +89,7 @@ class Anatomy:
 
     embedding: str
     before: tuple[Before, ...]
-    """The embedding and all else that makes the first hidden state, in the order of running."""
+    """The embedding and all other modules before the first layer, in the order of running."""
     layer_list: str
     """The nn.ModuleList; layer i is `f"{layer_list}.{i}"`."""
     layers: tuple[Layer, ...]
@@ -147,7 +148,7 @@ def _refuse_other_kinds(hf: PreTrainedModel) -> None:
 
 
 def _layer_list(hf: nn.Module) -> str:
-    """Path of the one list of layers that is not part of another."""
+    """Path of the only list of layers that no other contains."""
     lists = {
         path: m for path, m in hf.named_modules() if isinstance(m, nn.ModuleList) and any(True for _ in m.parameters())
     }
@@ -172,7 +173,7 @@ def probe_tokens(small: PreTrainedModel) -> Tensor:
 
 
 def _parts(hf: nn.Module, layer_list: str) -> list[str]:
-    """All children of the trunk and of the modules around it, but for the list of layers and what contains it."""
+    """All children of the trunk and its parents, except the list of layers and its parents."""
     names = layer_list.split(".")
     chain = [".".join(names[:depth]) for depth in range(len(names) + 1)]
     found = []
@@ -185,7 +186,7 @@ def _parts(hf: nn.Module, layer_list: str) -> list[str]:
 
 
 def _check_parameters(hf: nn.Module, layer_list: str, others: list[str]) -> None:
-    """Each parameter belongs to one part; head and embedding may be one parameter."""
+    """Check that each parameter belongs to one part; head and embedding may be one parameter."""
     name = type(hf).__name__
     owners: dict[int, str] = {}
     for path in [*layer_paths(hf, layer_list), *others]:
@@ -194,7 +195,7 @@ def _check_parameters(hf: nn.Module, layer_list: str, others: list[str]) -> None
             if owner != path and not (owner in others and path in others):
                 raise ModelError(
                     f"model: {name} has one parameter in {owner} and in {path} ({inner}): layers that share weights "
-                    "cannot stand on different ranks."
+                    "cannot be on different ranks."
                 )
     for inner, parameter in named_tensors(hf):
         if id(parameter) not in owners:
@@ -202,7 +203,7 @@ def _check_parameters(hf: nn.Module, layer_list: str, others: list[str]) -> None
 
 
 class _Found:
-    """Observations of a run of the small copy."""
+    """Observations from a run of the small copy."""
 
     def __init__(self, small: PreTrainedModel, layer_list: str) -> None:
         self._small, self._parts, self._ids = small, _parts(small, layer_list), probe_tokens(small)
@@ -224,7 +225,7 @@ class _Found:
         return ModelError(f"model: {type(self._small).__name__} cannot be taken apart: {reason}.")
 
     def _check_chain(self) -> None:
-        """Each layer gets what the one before it gave, and nothing else that a parameter has a part in."""
+        """Check that each layer gets the output of the one before, and no other input that depends on parameters."""
         for index, call in enumerate(self._layers):
             if call.hidden is None or call.result is None:
                 raise self._no(f"layer {index} does not map one hidden state to one hidden state")
@@ -244,8 +245,8 @@ class _Found:
         return max(called, key=lambda path: self._calls[path][-1].begin)
 
     def sort_parts(self, head: str) -> tuple[list[str], list[str]]:
-        """Paths before and after the layers. What is beside them has no parameters, and every rank with a layer needs
-        it: rotary embeddings."""
+        """Paths before and after the layers. All other modules have no parameters, and every rank with a layer needs
+        them: rotary embeddings."""
         first, last = self._layers[0].begin, self._layers[-1].end
         before: list[str] = []
         after: list[str] = []
@@ -273,7 +274,7 @@ class _Found:
         return before, after
 
     def embedding(self, before: list[str]) -> str:
-        """The one that gets the tokens."""
+        """Path of the module that embeds the tokens."""
         words = self._small.config.vocab_size
         modules = {path: self._small.get_submodule(path) for path in before}
         given = [path for path, m in modules.items() if isinstance(m, nn.Embedding) and m.num_embeddings >= words]
@@ -286,13 +287,13 @@ class _Found:
         return self._calls[path][0].outputs()[0].shape[-1]
 
     def sliding(self) -> list[bool]:
-        """By layer of the small copy."""
+        """True for each layer of the small copy with a window."""
         windows = {call.path: call.window for call in self._attended}
         inside = [[w for path, w in windows.items() if path.startswith(f"{call.path}.")] for call in self._layers]
         return [any(window is not None for window in of_layer) for of_layer in inside]
 
     def prove(self, before: list[str], after: list[str], head: str) -> None:
-        """Run each layer, and what comes after, without the others. Raises ModelError where a bit differs."""
+        """Run each layer, and the modules after them, without the others. Raises ModelError: a bit differs."""
         small, count = self._small, len(self._layers)
         own = {
             path: small.get_submodule(path) for path in [*before, *(call.path for call in self._layers), *after, head]
@@ -323,7 +324,7 @@ class _Found:
         try:
             hidden = small.base_model(input_ids=self._ids, use_cache=False).last_hidden_state
             plain = form.apply(small.get_submodule(head)(hidden).float())
-        except Exception as error:  # there is something between the base model and the head
+        except Exception as error:  # there is a module between the base model and the head
             raise self._no(f"{head} does not take what {type(small.base_model).__name__} gives ({error})") from error
         if not torch.allclose(plain, self._logits.float(), rtol=1e-5, atol=1e-6):
             raise self._no(
@@ -344,7 +345,7 @@ def _put(hf: nn.Module, modules: dict[str, nn.Module]) -> None:
 
 
 def _layers(hf: PreTrainedModel, layer_list: str, sliding: list[bool]) -> Iterator[Layer]:
-    """The layers of the full model; those of the copy say which kinds there are."""
+    """The layers of the full model, with the kinds of the copy's layers."""
     types = getattr(hf.config, "layer_types", None)
     for index, path in enumerate(layer_paths(hf, layer_list)):
         of_type = "sliding" in types[index] or "chunked" in types[index] if types else all(sliding)
@@ -352,7 +353,7 @@ def _layers(hf: PreTrainedModel, layer_list: str, sliding: list[bool]) -> Iterat
 
 
 def _experts(hf: nn.Module, path: str) -> str | None:
-    """Path of the experts in the layer at `path`, or None; a convolution has one such parameter only."""
+    """Path of the experts in the layer at `path`, or None; a convolution has only one 3-D parameter."""
     for inner, module in hf.get_submodule(path).named_modules():
         counts = [p.shape[0] for p in module.parameters(recurse=False) if p.dim() == 3]
         if inner and len(counts) >= 2 and len(set(counts)) == 1:

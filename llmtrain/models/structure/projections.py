@@ -1,9 +1,9 @@
-"""The sharding of a decoder layer's linear maps, found by what depends on what, not by their names.
+"""Finds the sharding of a decoder layer's linear maps by their dependencies, not by their names.
 
-One layer of a small copy runs with its graph cut behind every module that has parameters. What a map reads then tells
-what it is: the hidden state, which all ranks hold (its outputs can be sharded: "column"), or what such maps or the
-attention made (its inputs are sharded: "row"). Which output of a fused map belongs to which head, or to which input of
-the next map, is read from gradients. sharding_proof.py then plays the ranks, and the layer must come out the same.
+One layer of a small copy runs with its graph cut after every module that has parameters. The input of a map decides its
+kind: the hidden state, which all ranks hold (its outputs can be sharded: "column"), or the output of such maps or of
+the attention (its inputs are sharded: "row"). Gradients assign each output of a fused map to a head, or to an input of
+the next map. sharding_proof.py then plays the ranks, and the layer must give the same result.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 
 
 _SMALL = 1e-3
-"""Largest distance of an index read from gradients to a whole number."""
+"""Largest distance between an index read from gradients and an integer."""
 
 
 @dataclass(eq=False)
 class Node:
-    """A module with parameters of its own, in one run."""
+    """A module with its own parameters, in one run."""
 
     path: str
     """Within the layer."""
@@ -51,15 +51,15 @@ class Node:
     linear: bool
     transposed: bool
     in_list: bool
-    """It is an item of a module list."""
+    """True for an item of a module list."""
     inputs: list[Tensor]
     """Its inputs: experts get the router's weights, too."""
     leaves: list[Tensor] = field(default_factory=list)
     """Its output, as a new leaf of the graph."""
     role: str = ""
-    """"column", "row", "inner" (acts on a shard of the features), "stream" (on what all ranks hold), or in low-rank
-    attention "entry" (a whole map of whose output the heads read a part as it is), "behind" (acts on what an entry
-    gave) and "inside" (a column map that reads that)."""
+    """"column", "row", "inner" (acts on a shard of the features), "stream" (acts on replicated features), or in
+    low-rank attention "entry" (a complete map; heads read parts of its output unchanged), "behind" (acts on an entry's
+    output) and "inside" (a column map after that)."""
 
     @property
     def given(self) -> Tensor:
@@ -68,12 +68,12 @@ class Node:
 
 
 class LayerGraph:
-    """One run of a layer. Raises ModelError where its maps are connected in a way that ranks cannot shard."""
+    """One run of a layer. Raises ModelError: ranks cannot shard maps that are connected in this way."""
 
     def __init__(
         self, layer: nn.Module, call: Call, kv_heads: int, attended: list[Attended], mlps: list[str] | None = None
     ) -> None:
-        """`mlps`: paths of the only modules to be sharded; all else stays whole."""
+        """`mlps`: paths of the only modules to be sharded; all others stay complete."""
         assert call.hidden is not None
         self._layer, self._call, self._kv, self._attended, self._mlps = layer, call, kv_heads, attended, mlps
         self.tokens = call.hidden.shape[0] * call.hidden.shape[1]
@@ -83,7 +83,7 @@ class LayerGraph:
         self._give_roles()
         self._first = self.nodes
         inner = {node.path for node in self.nodes if node.role == "inner"}
-        if inner:  # a second run without them shows which output goes to which head
+        if inner:  # a second run without them assigns outputs to heads
             roles = {node.path: node.role for node in self.nodes}
             norms = [node for node in self.nodes if node.role == "inner"]
             self._run(passed=inner)
@@ -160,13 +160,13 @@ class LayerGraph:
             return tuple(self._cut(item, node) for item in value)
         if not (isinstance(value, Tensor) and value.is_floating_point()):
             return value
-        # Behind a map any value will do; a rectifier must not be shut for all tokens.
+        # After a map any value is valid; but a rectifier must not be shut for all tokens.
         new = torch.randn(value.shape, generator=self._draw) if node.linear else value.detach().clone()
         node.leaves.append(new.requires_grad_())
-        return new.clone()  # which the layer may change in place (OLMo's clip_qkv), as it may not change a leaf
+        return new.clone()  # the layer may change it in place (OLMo's clip_qkv), which a leaf forbids
 
     def _reads(self, value: Tensor) -> set[int]:
-        """The nodes (by index; -1: the hidden state, -2: attention) that a value is made of."""
+        """The nodes (by index; -1: the hidden state, -2: attention) that a value depends on."""
         if not value.requires_grad:
             return set()
         begins = [(-1, self.hidden), *([] if self.attended is None else [(-2, self.attended)])]
@@ -177,7 +177,7 @@ class LayerGraph:
         return {index for (index, _), grad in zip(begins, grads, strict=True) if grad is not None}
 
     def _give_roles(self) -> None:
-        """Classify the nodes from first to last; a map whose output joins what all ranks hold turns out to be whole."""
+        """Classify the nodes from first to last; a map whose output joins replicated features becomes complete."""
         reads = [set().union(*(self._reads(value) for value in node.inputs)) for node in self.nodes]
         end = self._reads(self.output)
         heads = [self._reads(tensor) for tensor in self.heads]
@@ -199,9 +199,9 @@ class LayerGraph:
                     node.role = "stream"
                 (inner if node.role in ("column", "inner") else stream).add(index)
             joined |= end & inner
-            for index in set().union(*heads) - inner - {-1}:  # heads made by two maps (low-rank): the first is whole
+            for index in set().union(*heads) - inner - {-1}:  # heads made by two maps (low-rank): the first is complete
                 joined |= reads[index] & inner
-            for index in reversed(range(len(self.nodes))):  # and with a norm what it reads
+            for index in reversed(range(len(self.nodes))):  # and with a norm its inputs
                 if index in joined and self.nodes[index].role == "inner":
                     joined |= reads[index] & inner
             joined = {index for index in joined if index >= 0}
@@ -213,8 +213,9 @@ class LayerGraph:
         self._check_heads(reads, end, heads)
 
     def _check_heads(self, reads: list[set[int]], end: set[int], heads: list[set[int]]) -> None:
-        """Queries, keys and values come from column maps. In low-rank attention all heads have a part of what a whole
-        map gives besides (a rotary key): its gradient, and that of what else is made of it, is a sum over the ranks."""
+        """Check that queries, keys and values come from column maps. In low-rank attention all heads read a part of a
+        complete map's output directly (a rotary key): its gradient, and that of all values made from it, is a sum over
+        the ranks."""
         columns = {index for index, node in enumerate(self.nodes) if node.role in ("column", "inner")}
         entries: set[int] = set()
         for name, read in zip(("queries", "keys", "values"), heads, strict=bool(heads)):
@@ -234,7 +235,7 @@ class LayerGraph:
             raise self.no("its output and its heads are made of the same")
 
     def heads_and_size(self, node: Node) -> tuple[int, int]:
-        """(heads, features of one) where an inner module acts: on queries, or on keys and values."""
+        """(heads, features of one) for an inner module: those of queries, or keys and values."""
         if not self.heads:
             return 0, 0
         query, other = ((heads.shape[1], heads.shape[-1]) for heads in self.heads[:2])
@@ -247,8 +248,8 @@ class LayerGraph:
         return query if features == query[0] * query[1] else other
 
     def _owners(self, target: Tensor, count: int, source: Tensor) -> Tensor | None:
-        """For each feature of `source` [F] the one index along the last dimension of `target` (`count` long) that it
-        has a part in; -1: in none. Returns None where a feature has a part in several.
+        """For each feature of `source` [F] the one index along the last dimension of `target` (`count` long) that
+        depends on it; -1: none. Returns None if several depend on a feature.
 
         The elements of `target` are summed twice, the second time weighted with their index: the quotient of the
         gradients is the index. `source`: [..., F] for each token, or [B, T, heads, size] with F = heads * size.
@@ -270,7 +271,7 @@ class LayerGraph:
         return torch.where(plain.abs().amax(0) > 1e-20, found.long() - 1, -1)
 
     def sections(self, node: Node) -> tuple[int, ...] | None:
-        """The parts of a column map's outputs within which shards lie side by side."""
+        """The parts of a column map's outputs that are cut into shards separately."""
         (source,) = node.leaves
         owners = torch.full((source.shape[-1],), -1)
         readers = [self._by_head(tensor) for tensor in self.heads]
@@ -301,7 +302,7 @@ class LayerGraph:
         return grouped.permute(0, 3, 2, 4, 1), self._kv
 
     def _by_feature(self, row: Node) -> tuple[Tensor, int]:
-        """The inputs of a row map: feature by feature, or behind attention by their key/value head."""
+        """The inputs of a row map: by feature, or after attention by their key/value head."""
         if -2 not in self._reads(row.given):
             return row.given, row.given.shape[-1]
         return row.given.unflatten(-1, (self._kv, -1)).transpose(-1, -2), self._kv
@@ -316,9 +317,9 @@ class LayerGraph:
         return sizes if len(sizes) > 1 else None
 
     def check_row(self, node: Node) -> None:
-        """A row map behind attention must read the heads one after another."""
+        """Require that a row map after attention reads the heads one after another."""
         if self.attended is None or -2 not in self._reads(node.given):
-            return  # not behind attention
+            return  # not after attention
         features = node.given.shape[-1]
         order = self._owners(node.given, features, self.attended)
         if order is None or order.tolist() != list(range(features)):
@@ -327,12 +328,13 @@ class LayerGraph:
 
 @dataclass(frozen=True, kw_only=True)
 class Projections:
-    """Modules that a tensor-parallel group shards, for all layers, by path. Experts are in the anatomy."""
+    """Paths of the modules that a tensor-parallel group shards, for all layers. Experts are in the anatomy."""
 
     maps: tuple[Map, ...]
     norms: tuple[InnerNorm, ...]
     entries: tuple[str, ...]
-    """Whole maps of low-rank attention, of whose outputs each rank's heads read a part: gradients are summed there."""
+    """Complete maps of low-rank attention with outputs that each rank's heads read in part: gradients are summed there.
+    """
     attentions: tuple[str, ...]
     """Modules that call the attention function."""
     local_numbers: tuple[str, ...]
@@ -342,9 +344,9 @@ class Projections:
     """Query heads."""
     kv_heads: int
     widths: tuple[int, ...]
-    """Sharded features of the maps outside of attention, of which each rank needs a whole number."""
+    """Sharded features of maps other than attention's; each number must be a multiple of the ranks."""
     whole: str
-    """A note where the attention of some layers cannot be sharded, with the reason."""
+    """A note with the reason if the attention of some layers cannot be sharded."""
 
 
 @dataclass(frozen=True)
@@ -355,17 +357,17 @@ class _OfLayer:
     norms: list[InnerNorm]
     entries: list[str]
     attention: str
-    """Empty: it is whole on each rank."""
+    """Empty: attention is not sharded."""
     numbers: tuple[str, ...]
     whole: str
-    """The reason why attention is whole."""
+    """The reason why attention is not sharded."""
 
 
 def projections(hf: PreTrainedModel, anatomy: Anatomy) -> Projections:
-    """Of a model (it may be on the meta device), found and rehearsed on a small copy.
+    """Find the projections of a model (it may be on the meta device) and rehearse them on a small copy.
 
     Raises:
-        ModelError: no layer has anything that can be sharded, with the reason.
+        ModelError: no layer has a part that can be sharded, with the reason.
     """
     small = probe_copy(hf)
     config = small.config
@@ -410,12 +412,12 @@ def _of_layer(
 
 
 def _kind(layer: nn.Module) -> frozenset[tuple[str, int]]:
-    """Layers of one kind have the same parameters, but for numbers in names and for sizes."""
+    """Kind of a layer: its parameters, without numbers in names and without sizes."""
     return frozenset((re.sub(r"\d+", "*", name), p.dim()) for name, p in layer.named_parameters())
 
 
 def _maps(graph: LayerGraph) -> list[Map]:
-    """Paths within the layer."""
+    """The maps by paths within the layer."""
     found = []
     for node in graph.nodes:
         if node.role in ("column", "inside", "row"):
@@ -487,7 +489,7 @@ def _of_whole_model(
     if whole:
         count, reason = len(anatomy.layers), whole.removeprefix("model: ").removesuffix(".")
         whole = (
-            f"the attention of {count - len(attentions)} of {count} layers is whole on every rank; their MLPs and "
+            f"the attention of {count - len(attentions)} of {count} layers is complete on every rank; their MLPs and "
             f"experts are sharded ({reason})"
         )
     return Projections(
@@ -504,7 +506,7 @@ def _of_whole_model(
 
 
 def _alike(path: str, layer: nn.Module) -> list[str]:
-    """The place within a layer of the full model: numbers of a module list (experts, heads) in a path are any."""
+    """Paths in a layer of the full model that match `path`, with any numbers of module lists (experts, heads)."""
     paths = [""]
     for name in path.split("."):
         found = []
@@ -522,7 +524,7 @@ def _unique(found: list[Any]) -> tuple[Any, ...]:
 
 
 def _full_sections(entry: Map, module: Any) -> tuple[int, ...] | None:
-    """In the full model a fused map has the same parts in proportion."""
+    """Scale the parts of a fused map to the full model."""
     if entry.sections is None:
         return None
     total, small = module.weight.shape[1 if entry.transposed else 0], sum(entry.sections)
@@ -532,7 +534,7 @@ def _full_sections(entry: Map, module: Any) -> tuple[int, ...] | None:
     return full
 
 
-# The MLPs of a decoder, found by what its modules do in a forward pass, not by their names.
+# The MLPs of a decoder, found by a forward pass, not by their names.
 
 
 if TYPE_CHECKING:
@@ -570,7 +572,7 @@ def _layer_paths(hf: nn.Module) -> list[str]:
 
 
 def mlps_of(layer: nn.Module, call: Call) -> list[str]:
-    """Paths within a layer of a small copy, which `call` ran.
+    """Paths of the MLPs within a layer of a small copy; `call`: its run.
 
     An MLP maps [B, T, H] to [B, T, H] token by token, through at least two matrices, and holds no experts.
     """

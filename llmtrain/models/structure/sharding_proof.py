@@ -1,4 +1,4 @@
-"""A decoder layer played by several ranks in one process: what they have in sum must be what one has."""
+"""Proof by threads that play several ranks in one process: their sum must equal the unsharded decoder layer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llmtrain.base.errors import ModelError
 from llmtrain.models.structure.small_copy import Call
 
 _SECONDS = 60.0
-"""A rank of the rehearsal that waits longer for the others gives up."""
+"""Longest time that a rank of the rehearsal waits for the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,10 +30,10 @@ class Map:
     transposed: bool
     """The weight is [inputs, outputs] (transformers' Conv1D)."""
     sections: tuple[int, ...] | None
-    """Outputs of the parts of a fused map, each of which is sharded; None: they are one part."""
+    """Outputs of each part of a fused map, which are sharded separately; None: one part."""
     bias: bool
     inside: bool = False
-    """True if its input is whole, with a gradient that is summed over the ranks elsewhere (Projections.entries)."""
+    """True if its input is complete, with a gradient that is summed over the ranks elsewhere (Projections.entries)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +42,9 @@ class InnerNorm:
 
     path: str
     kind: str
-    """"each_head": all heads use the same weights, so each rank has a part of their gradient.
-    "across_heads": it normalises over the heads of all ranks (its weights are as long as the last dimension).
-    "own_heads": the first dimension of its weights counts heads.
-    "one_head": one of a list of modules, of which each acts on the head of its number."""
+    """"each_head": all heads use the same weights, so each rank has a part of their gradient. "across_heads": it
+    normalises over the heads of all ranks (its weights are as long as the last dimension). "own_heads": the first
+    dimension of its weights counts heads. "one_head": in a list of modules, each acts on the head of its number."""
 
 
 class _Meeting:
@@ -94,8 +93,8 @@ def _shard(tensor: Tensor, dim: int, sections: tuple[int, ...] | None, rank: int
 def rehearse(
     layer: nn.Module, call: Call, maps: list[Map], norms: list[InnerNorm], attention: str, *, heads: int, kv_heads: int
 ) -> tuple[str, ...]:
-    """The fewest names of the attention module's attributes that must be divided by the number of ranks. `attention`:
-    its path; empty where it stays whole. Raises ModelError: no division gives the layer's output."""
+    """The fewest attributes of the attention module that must be divided by the number of ranks. `attention`: its path;
+    empty if it is not sharded. Raises ModelError: no division gives the layer's output."""
     degree = next((d for d in range(2, kv_heads + 1) if kv_heads % d == 0), 1) if attention else 2
     module = layer.get_submodule(attention)
     size = getattr(module, "head_dim", None) or 0
@@ -159,7 +158,7 @@ def _gathering(forward: Callable[[Tensor], Tensor], rank: int, meeting: _Meeting
 
 
 def divide_heads(module: Any, numbers: tuple[str, ...], degree: int) -> None:
-    """Let an attention module work on a rank's heads: its numbers, and those in its own copy of the config."""
+    """Let an attention module work on a rank's heads: divide its numbers, and those in its own copy of the config."""
     for name in numbers:
         setattr(module, name, getattr(module, name) // degree)
     if hasattr(module, "config"):
@@ -178,7 +177,7 @@ def _play(ranks: list[nn.Module], call: Call) -> tuple[list[Tensor], Exception |
         try:
             with torch.no_grad():
                 outputs[index] = _result(ranks[index](*call.args, **call.kwargs))
-        except Exception as error:  # whatever the layer's code makes of shards: the next choice is tried
+        except Exception as error:  # any error of the layer's code about shards: the next choice is tried
             if not isinstance(error, threading.BrokenBarrierError):
                 errors.append(error)
             for barrier in barriers:

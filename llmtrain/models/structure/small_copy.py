@@ -1,9 +1,8 @@
-"""A small copy of a model, and the record of its run: which modules run when, what they get and give, what attention
-sees.
+"""Makes a small copy of a model, and records its run: order of modules, inputs and outputs, attention.
 
-A copy has a transformers config with the structure of the other and tiny sizes. Kept: ties, biases, norms, activation,
-kinds of layers, rotary kind and share, heads per key/value head, whether the heads fill the hidden size, expert layers,
-caps and scales. Made small: layers, heads, widths, experts, vocabulary, positions.
+A copy has a transformers config with the same structure and tiny sizes. Kept: ties, biases, norms, activation, kinds of
+layers, rotary kind and share, heads per key/value head, heads that fill the hidden size or not, expert layers, caps and
+scales. Made small: layers, heads, widths, experts, vocabulary, positions.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_exp
 _CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k", "moe_k")
 _WINDOWS = ("sliding_window", "window_size")
 _STATE_HEADS = (("mamba_n_heads", "mamba_d_head"), ("n_mamba_heads", "mamba_headdim"))
-"""Number and size of a state-space layer's heads, which together are mamba_expand times the hidden size."""
+"""Number and size of a state-space layer's heads; their product is mamba_expand times the hidden size."""
 _VOCABULARY_UNIT = 64
 
 
@@ -58,13 +57,13 @@ def shrunk_config(
     _shrink_positions(size_of, fields, positions, rotary_dim)
     try:
         return type(config).from_dict(fields)
-    except Exception as error:  # whatever the config's own checks raise
+    except Exception as error:  # any error of the config's own checks
         reason = " ".join(str(error).split())  # transformers' validators write several lines
         raise ModelError(f"model: no small copy of a {config.model_type} model can be made: {reason}") from error
 
 
 def without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A copy of the config with every dropout at 0: what can be compared between runs."""
+    """A copy of the config with every dropout at 0, so that runs can be compared."""
     calm = copy.deepcopy(config)
     for key, value in config.to_dict().items():
         if isinstance(value, float) and re.search(r"drop", key):
@@ -73,7 +72,8 @@ def without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def check_same_structure(hf: nn.Module, small: nn.Module) -> None:
-    """Both have the same parameters, but for numbers in names and for sizes. Raises ModelError naming one."""
+    """Check that both have the same parameters, apart from numbers in names and sizes. Raises ModelError with one of
+    them."""
     there, here = _structure(hf), _structure(small)
     if different := sorted(there ^ here):
         name, dimensions = different[0]
@@ -109,7 +109,7 @@ class _Sizes:
 
 
 def _shrink_heads(size_of: _Sizes, fields: dict[str, Any], kv_heads: int) -> int:
-    """Heads and all widths. Returns the number of rotary features of a head (0: none are rotated)."""
+    """Shrink heads and all widths. Returns the number of rotary features of a head (0: none are rotated)."""
     hidden, heads = size_of.get("hidden_size"), size_of.get("num_attention_heads")
     kind = fields.get("model_type")
     if fields.get("text_config"):
@@ -176,12 +176,12 @@ def _width(value: int, hidden: int, small: int) -> int:
 
 
 def _divisor(count: int, least: int) -> int:
-    """The smallest divisor of `count` that is at least `least`; `count` where it is smaller already."""
+    """The smallest divisor of `count` that is at least `least`; `count` itself if that is smaller."""
     return next((d for d in range(min(least, count), count + 1) if count % d == 0), count)
 
 
 def _shrink_layers(size_of: _Sizes, fields: dict[str, Any], layers: int) -> None:
-    """The first layer of each kind, then the first others, in their order."""
+    """Keep the first layer of each kind, then the first others, in order."""
     lists = {key: value for key, value in fields.items() if isinstance(value, list)}
     count = size_of.get("num_hidden_layers") or len(lists.get(size_of.name("layer_types"), []))  # Nemotron-H
     if not isinstance(count, int) or not count:
@@ -209,7 +209,7 @@ def _shrink_layers(size_of: _Sizes, fields: dict[str, Any], layers: int) -> None
         fields["per_layer_config"] = {new: own[layer] for new, layer in enumerate(kept) if layer in own}
     if isinstance(dense, int):
         fields["first_k_dense_replace"] = sum(layer < dense for layer in kept)
-    if "attention_types" in fields:  # GPT-Neo: the list again, as patterns and how often each is repeated
+    if "attention_types" in fields:  # GPT-Neo: the list again, as patterns with numbers of repeats
         fields["attention_types"] = [[fields["attention_layers"], 1]]
     if size_of.get("num_hidden_layers") is not None:
         size_of.put("num_hidden_layers", len(kept))
@@ -224,7 +224,7 @@ def _repeats(fields: dict[str, Any]) -> list[tuple[int, int]]:
 
 
 def _ascending(value: list[Any], count: int) -> bool:
-    """Numbers of layers, rather than a number for each layer."""
+    """True for numbers of layers, False for a number for each layer."""
     if not all(type(item) is int and item < count for item in value):
         return False
     return all(one < other for one, other in itertools.pairwise(value))
@@ -297,22 +297,22 @@ class Call:
     kwargs: dict[str, Any] = field(default_factory=dict)
     output: Any = None
     grown: str = ""
-    """An input besides the hidden state that parameters had a part in when the module began."""
+    """An input other than the hidden state that depends on parameters at the module's begin."""
 
     @property
     def hidden(self) -> Tensor | None:
-        """The hidden state that it gets."""
+        """The module's input hidden state."""
         first = self.args[0] if self.args else self.kwargs.get("hidden_states")
         return first if isinstance(first, Tensor) and first.dim() == 3 else None
 
     @property
     def result(self) -> Tensor | None:
-        """The hidden state that it gives."""
+        """The module's output hidden state."""
         given = self.output[0] if isinstance(self.output, tuple) and self.output else self.output
         return given if isinstance(given, Tensor) and given.dim() == 3 else None
 
     def same_result(self, other: Call) -> bool:
-        """To the bit."""
+        """True if both results are equal to the bit."""
         return self.result is not None and other.result is not None and torch.equal(self.result, other.result)
 
     def inputs(self) -> list[Tensor]:
@@ -322,7 +322,7 @@ class Call:
         return list(_tensors(self.output))
 
     def other_tensors(self) -> list[Tensor]:
-        """All inputs but the hidden state."""
+        """All inputs except the hidden state."""
         return [tensor for tensor in self.inputs() if tensor is not self.hidden]
 
 
@@ -343,7 +343,7 @@ class Attended:
 
 
 class Watch:
-    """Records the calls of some modules while it is entered; `replace`: the hidden state that they get instead."""
+    """Context that records the calls of some modules; `replace`: a hidden state that they get instead of theirs."""
 
     def __init__(self, hf: nn.Module, paths: list[str], replace: Tensor | None = None) -> None:
         self.calls: list[Call] = []
@@ -389,7 +389,7 @@ class Watch:
 def with_hidden(
     args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call with this hidden state in the place of its own."""
+    """The arguments of a call with its hidden state replaced."""
     return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
 
 
@@ -405,7 +405,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def probe_copy(hf: PreTrainedModel) -> PreTrainedModel:
-    """A small real copy on the CPU in fp32, with random parameters and no dropout, whose class is the model's own.
+    """A small real copy on the CPU in fp32, with random parameters and no dropout, in the model's own class.
 
     Raises ModelError.
     """
@@ -415,7 +415,7 @@ def probe_copy(hf: PreTrainedModel) -> PreTrainedModel:
     try:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             small = build_with(type(hf), copy.deepcopy(config), attn_implementation="eager", dtype=torch.float32)
-    except Exception as error:  # whatever a configuration with other numbers makes transformers or torch raise
+    except Exception as error:  # any error of transformers or torch about a configuration with other numbers
         raise ModelError(f"model: no small copy of {type(hf).__name__} can be built: {error}") from error
     freeze(small)
     if (size := sum(p.numel() for p in small.parameters())) > _MOST:
@@ -436,14 +436,14 @@ def run_copy(small: PreTrainedModel, ids: Tensor) -> Tensor:
 
 
 def run_decoder(small: PreTrainedModel, ids: Tensor) -> Tensor:
-    """The hidden states that its head would get, [B, T, H]. Raises ModelError."""
+    """The input hidden states of its head, [B, T, H]. Raises ModelError."""
     return _run(small, small.base_model, ids).last_hidden_state
 
 
 def _run(small: PreTrainedModel, part: nn.Module, ids: Tensor) -> Any:
     try:
         return part(input_ids=ids, use_cache=False)
-    except Exception as error:  # whatever transformers' code makes of small sizes or of missing parts
+    except Exception as error:  # any error of transformers' code about small sizes or missing parts
         raise ModelError(
             f"model: a small copy of {type(small).__name__} does not run: {type(error).__name__}: {error}"
         ) from error
@@ -453,11 +453,12 @@ def _run(small: PreTrainedModel, part: nn.Module, ids: Tensor) -> Any:
 def attention_seen(
     small: PreTrainedModel, *, cut: bool = False, compute: Callable[..., Tensor] | None = None
 ) -> Iterator[list[Attended]]:
-    """Let the model's attention go through a function that records its calls; models with code of their own do not.
+    """Record the calls of the model's attention through a function of ours; models with code of their own do not call
+    it.
 
     Args:
-        cut: the graph ends there, and begins again with what attention gives.
-        compute: what attention gives, [B, T, heads, size] from query, key and value; default: attention.
+        cut: the graph ends there, and begins again with attention's output.
+        compute: replaces attention: [B, T, heads, size] from query, key and value.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

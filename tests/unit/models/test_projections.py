@@ -131,7 +131,7 @@ def test_attention_of_another_kind_stays_whole() -> None:
     assert of_layer(found, "model.layers.3") == {**ATTENTION, **MLP}
     assert norms == {f"model.layers.3.self_attn.{k}_norm" for k in "qk"}
     assert found.attentions == ("model.layers.3.self_attn",)
-    assert found.whole.startswith("the attention of 3 of 4 layers is whole on every rank")
+    assert found.whole.startswith("the attention of 3 of 4 layers is complete on every rank")
 
     hf = meta({"model_type": "falcon", **GPT2_LIKE})
     found = projections(hf, anatomy_of(hf))
