@@ -204,7 +204,7 @@ class CachedFolder:
         finally:
             arriving.unlink(missing_ok=True)
         raise DataError(
-            f"{self.shown}/{name}: its checksum is not that in {NAME}, fetched twice: the file was changed "
+            f"{self.shown}/{name}: its checksum is not that of {NAME}, fetched twice: the file was changed "
             "or is damaged; upload the folder again"
         )
 

@@ -156,7 +156,7 @@ class Taught:
     def read(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(words int64 [n, k], logs fp32 [n, k + 1]) of places [n]. Raises DataError when they are damaged."""
         words, logs = self.words[places].astype(np.int64), self.logs[places].astype(np.float32)
-        right = np.abs(np.exp(logs).sum(1) - 1) < 0.01  # not of NaN, nor of unwritten places
+        right = np.abs(np.exp(logs).sum(1) - 1) < 0.01  # False for NaN and unwritten places
         if not right.all() or int(words.max(initial=0)) >= self.vocabulary:
             raise DataError(f"{self.path}: its numbers are no probabilities of words: it is damaged; {NEW_COLUMN}")
         return words, logs
