@@ -26,8 +26,6 @@ _CONFIG = ("run", "deepspeed", "model_config", "versions", "optimizer", "vocab_s
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """One tensor that differs."""
-
     kind: str
     name: str
     elements: int

@@ -73,7 +73,7 @@ class DurableFile:
             self._wait()
 
     def close(self) -> tuple[int, str]:
-        """(bytes, xxh3-64 in hexadecimal) of the durable file."""
+        """Returns (bytes, xxh3-64 in hexadecimal) of the durable file."""
         if self._filled:
             padded = -(-self._filled // _PAGE) * _PAGE
             self._digest.update(memoryview(self._buffers[0])[: self._filled])

@@ -42,7 +42,7 @@ TYPES = ("F32", "BF16", "F16")
 
 
 class FrozenSourceError(CheckpointError):
-    """The folder has changed. The checkpoint itself may be intact."""
+    """The folder has changed; the checkpoint may be intact."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class FrozenSource:
         return [self.folder / file for file in dict.fromkeys(f for parts in self.parts.values() for f, _, _ in parts)]
 
     def error(self, wrong: str) -> FrozenSourceError:
-        """Make an error with the fault (`wrong`: a clause that names file and tensor), the rule, and the remedy."""
+        """`wrong`: a clause that names file and tensor."""
         remedy = (
             "Put that folder, or a link to it, in its place again; or move what is there away: a resume then takes "
             "model.pretrained"
@@ -129,8 +129,7 @@ _RUNS = 4096  # a fused matrix has two or three sections; one with sections for 
 
 
 def uncovered(regions: Sequence[Region], shape: Sequence[int]) -> str | None:
-    """The first gap, overlap or piece beyond the tensor; None when the pieces cover each element once. Its cost is
-    independent of the pieces' sizes."""
+    """The first gap, overlap or piece beyond the tensor; None: each element is covered once."""
     total = math.prod(shape)
     strides = {region.stride for region in regions if region.runs}
     if not strides:
@@ -275,8 +274,6 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class FileEntry:
-    """One file of the checkpoint and its pieces."""
-
     bytes: int
     xxh3: str
     """xxh3-64 of the complete file, hexadecimal."""
@@ -387,7 +384,7 @@ class Manifest:
 
 
 def keys(pieces: list[Piece]) -> list[str]:
-    """Names of these pieces in a file, in order: `kind/NAME`, further ones of a tensor `kind/NAME#1`."""
+    """Names in a file: `kind/NAME`, further ones of a tensor `kind/NAME#1`."""
     seen: dict[str, int] = {}
     found = []
     for piece in pieces:
@@ -408,18 +405,17 @@ def _kind(value: Any) -> str:
 
 
 def step_folder(checkpoints: Path, step: int) -> Path:
-    """checkpoints/step-00000500."""
     return checkpoints / f"step-{step:08d}"
 
 
 def step_of(folder: Path) -> int | None:
-    """The step in a checkpoint folder's name; None for any other name."""
+    """None: not a checkpoint's name."""
     match = _STEP_DIR.fullmatch(folder.name)
     return int(match[1]) if match else None
 
 
 def complete_checkpoints(checkpoints: Path) -> list[Path]:
-    """Folders that have a manifest, newest step first."""
+    """Newest step first."""
     found = [p for p in _children(checkpoints) if step_of(p) is not None and (p / MANIFEST).is_file()]
     return sorted(found, key=lambda p: step_of(p) or 0, reverse=True)
 
@@ -446,7 +442,7 @@ def open_file(path: Path) -> int:
 
 
 def read_file(path: Path) -> bytes:
-    """Read the manifest or trainer.json. Raises OSError."""
+    """Raises OSError."""
     with open(open_file(path), "rb") as file:
         if os.fstat(file.fileno()).st_size > _JSON_LIMIT:
             raise OSError(errno.EFBIG, f"it has more than {_JSON_LIMIT} bytes")
@@ -454,7 +450,7 @@ def read_file(path: Path) -> bytes:
 
 
 def read_trainer(folder: Path) -> dict[str, Any]:
-    """Read trainer.json of a checkpoint. Raises CheckpointError."""
+    """Raises CheckpointError."""
     path = folder / TRAINER
     try:
         trainer = untrusted.loads(read_file(path), infinite=True)
@@ -512,7 +508,7 @@ def hash_file(path: Path, advance: Callable[[int], None] = lambda count: None) -
 
 
 def problems(folder: Path, manifest: Manifest, names: list[str], *, contents: bool = True) -> list[str]:
-    """Faults of these files: missing, another size and, with `contents`, another checksum."""
+    """Missing files, other sizes and, with `contents`, other checksums."""
     found = []
     for name in names:
         path, entry = folder / name, manifest.files[name]

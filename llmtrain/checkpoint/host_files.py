@@ -41,8 +41,6 @@ _CHUNK = 16 << 20  # bytes sent at a time
 
 @dataclass(frozen=True)
 class _Offer:
-    """One folder's files of a checkpoint."""
-
     manifest: str
     """Its checksum: hosts may have different checkpoints of one step, because one was never completed."""
     files: frozenset[str]
@@ -65,8 +63,6 @@ def _offer(folder: Path) -> _Offer | None:
 
 @dataclass(frozen=True)
 class _Version:
-    """One checkpoint, and each leader's files of it."""
-
     has: dict[int, frozenset[str]]
     example: _Offer
 
@@ -89,7 +85,7 @@ def _versions(offers: Iterable[tuple[int, _Offer | None]]) -> list[_Version]:
 
 
 def whole(mine: list[Path], where: CheckpointFolder, ranks: Ranks) -> tuple[list[Path], dict[Path, str]]:
-    """The checkpoints that all folders hold together, newest first, and the faults of the others."""
+    """The checkpoints that all folders hold together, newest first, and the others' faults."""
     # The names are the same on all hosts, paths are not.
     named = {path.name if path.parent == where.path else str(path): path for path in mine}
     offers = {name: _offer(path) for name, path in named.items()} if where.leads else {}

@@ -36,8 +36,6 @@ _LEFTOVER = re.compile(r"step-[0-9]{8,18}.*\.(tmp|trash|damaged)")
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One folder in a run's checkpoints/."""
-
     path: Path | str
     """Folder, or URL."""
     state: str
@@ -116,7 +114,7 @@ def checkpoints_of(path: Path) -> Path:
 
 
 def step_folders(path: Path) -> list[Path]:
-    """Every folder in a run's checkpoints/ with a checkpoint's name, complete or not, newest first."""
+    """Complete or not, newest first."""
     folder = checkpoints_of(path)
     found = [p for p in folder.iterdir() if p.is_dir() and step_of(p) is not None] if folder.is_dir() else []
     return sorted(found, key=lambda p: step_of(p) or 0, reverse=True)
@@ -137,7 +135,7 @@ def rows(path: Path) -> list[Row]:
 
 
 def best_wanted(checkpoints: Path) -> Best | None:
-    """Read checkpoint.keep_best from the newest readable checkpoint; None: the run keeps no best ones."""
+    """Read it from the newest readable checkpoint; None: the run keeps no best ones."""
     for folder in complete_checkpoints(checkpoints):
         with contextlib.suppress(CheckpointError):
             return Best.of(read_trainer(folder))

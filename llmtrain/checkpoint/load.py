@@ -53,8 +53,6 @@ _PARAMETERS_ALONE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Resumed:
-    """State that a run continues from."""
-
     folder: Path
     trainer: dict[str, Any]
     """Content of trainer.json."""
@@ -146,7 +144,7 @@ def _rate_jump(step: int, saved: dict[str, Any], now: dict[str, Any]) -> list[st
 
 
 def _rate(state: dict[str, Any], step: int) -> float | None:
-    """The learning rate of optimizer step `step` (0 is the first) by a trainer state; None: not recorded."""
+    """`step`: 0 is the first optimizer step. None: not recorded."""
     try:
         run, stages = state["run"], saved_stages(state["run"])
         train, epochs = run["train"], run["train"].get("epochs")
@@ -160,7 +158,7 @@ def _rate(state: dict[str, Any], step: int) -> float | None:
 
 
 def _needed(engine: Engine, folder: Path, weights_only: bool) -> set[str]:
-    """The files of a checkpoint that this rank reads; none if it is damaged, which `_open` reports."""
+    """Files that this rank reads; none of a damaged checkpoint, which `_open` reports."""
     try:
         reader = CheckpointReader(folder)
     except CheckpointError:
@@ -366,7 +364,6 @@ def _refuse_other_adapter(saved: dict[str, Any], now: dict[str, Any], folder: Pa
 
 
 def _other_data(saved: dict[str, Any], now: dict[str, Any]) -> str:
-    """Name the changed fields of `data`."""
     there, here = ((state.get("run") or {}).get("data") or {} for state in (saved, now))
     keys = ("path", "mixture", "sequence_length", "seed")
     found = [

@@ -43,8 +43,6 @@ _LAST_TRIES = 3
 
 
 class Mirrored:
-    """Checkpoints in an object store."""
-
     def __init__(self, url: str, *, again: bool = False) -> None:
         """`again`: see `Store`; without it the caller tries again."""
         self._url, self._again = url, again
@@ -55,7 +53,7 @@ class Mirrored:
         return Store(self._url, again=self._again)
 
     def complete(self) -> dict[int, bytes]:
-        """The complete checkpoints: step -> manifest, newest first."""
+        """step -> manifest, newest first."""
         sizes: dict[int, dict[str, int]] = {}
         for step, name, size in self._files():
             sizes.setdefault(step, {})[name] = size
@@ -70,7 +68,7 @@ class Mirrored:
                 yield step, name, stored.bytes
 
     def _manifest(self, step: int, sizes: dict[str, int]) -> bytes | None:
-        """The manifest of a step, if all its files are in the store."""
+        """None: not all its files are in the store."""
         if MANIFEST not in sizes:
             return None
         with tempfile.TemporaryDirectory() as folder:
@@ -92,7 +90,6 @@ class Mirrored:
         return [step for step in others if (step, MANIFEST) in files]
 
     def run(self, step: int) -> str | None:
-        """Id of the run that wrote a checkpoint."""
         return _run_id(untrusted.loads(self.store.read(_name(step, TRAINER)), infinite=True))
 
     def put(self, folder: Path, step: int) -> int:
@@ -122,7 +119,6 @@ class Mirrored:
         self.drop(lambda step: step not in stays and (step < min(stays, default=0) or step in found))
 
     def drop(self, chosen: Callable[[int], bool]) -> None:
-        """Delete all files of the chosen steps."""
         there: dict[int, list[str]] = {}
         for step, name, _ in self._files():
             if chosen(step):
@@ -169,7 +165,6 @@ def refuse_other(url: str, checkpoints: Path, *, continues: bool) -> None:
 
 
 def _run_dir(trainer: Any) -> Any:
-    """The run folder that a checkpoint was written for; None: not recorded."""
     for key in ("run", "train", "run_dir"):
         trainer = trainer.get(key) if isinstance(trainer, dict) else None
     return trainer
@@ -239,7 +234,7 @@ class _Mirroring:
         self._pause_s, self._not_before = _POLL_S, 0.0
 
     def newest(self) -> Path | None:
-        """The newest checkpoint, if it is not mirrored."""
+        """None: it is mirrored."""
         found = complete_checkpoints(self._checkpoints)
         return found[0] if found and step_of(found[0]) != self._done else None
 

@@ -17,8 +17,6 @@ from llmtrain.checkpoint.verify import verify, verify_frozen
 
 @dataclass(frozen=True)
 class Pruned:
-    """Result of `prune`, done or planned."""
-
     lines: list[str]
     failed: bool
     """Something could not be deleted."""

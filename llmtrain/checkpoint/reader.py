@@ -22,8 +22,6 @@ from llmtrain.storage.tensorfile import TensorFile, TensorFileError
 
 @dataclass(frozen=True)
 class _Held:
-    """A piece and its place."""
-
     region: Region
     file: str
     """File in the checkpoint's folder; for a frozen parameter the path in its source."""
@@ -66,11 +64,9 @@ class CheckpointReader:
         return sums | {(PARAM, name): sums[self._kind, name] for name in self._instead}
 
     def tensors(self) -> set[tuple[str, str]]:
-        """(kind, name) of every tensor."""
         return set(self._where)
 
     def kinds(self) -> set[str]:
-        """param and the optimizer's moments."""
         return {kind for kind, _ in self._where}
 
     def order(self) -> list[str]:
@@ -80,11 +76,11 @@ class CheckpointReader:
         return tuple(self.manifest.tensors[name])
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """fp32 values [start, stop) of the flat parameter."""
+        """In fp32."""
         return self.read_kind(PARAM, name, start, stop)
 
     def read_region(self, name: str, region: Region) -> Tensor:
-        """fp32 values of a region of the flat parameter."""
+        """In fp32."""
         return self.read_kind_region(PARAM, name, region)
 
     def read_kind(self, kind: str, name: str, start: int, stop: int) -> Tensor:
@@ -110,7 +106,7 @@ class CheckpointReader:
         return out
 
     def files_of(self, kind: str, name: str, region: Region) -> set[str]:
-        """The files of the checkpoint that a read of the region opens. Raises CheckpointError."""
+        """Files that a read of the region opens. Raises CheckpointError."""
         return {held.file for held, _ in self._held(kind, name, region)} & self.manifest.files.keys()
 
     def _held(self, kind: str, name: str, region: Region) -> Iterator[tuple[_Held, list[Shared]]]:

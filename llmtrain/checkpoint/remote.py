@@ -27,8 +27,6 @@ _STEP = re.compile(r"step-([0-9]{1,18})")
 
 
 class Remote:
-    """The checkpoints of a run that a URL names."""
-
     def __init__(self, url: str) -> None:
         """Raises CheckpointError: the store cannot be used."""
         self._given = redact_text(url)

@@ -41,14 +41,14 @@ class Best:
 
     @classmethod
     def chosen(cls, settings: KeepBest) -> Best | None:
-        """Read the choice from a run's settings; None: the run keeps no best ones."""
+        """None: the run keeps no best ones."""
         if settings.metric is None:
             return None
         return cls(metric=settings.metric, keep=settings.keep, mode=settings.mode or "min")
 
     @classmethod
     def of(cls, trainer: Mapping[str, Any]) -> Best | None:
-        """Read the choice from a checkpoint's trainer.json, every type checked; None: the run keeps no best ones."""
+        """Read it from a trainer.json, every type checked; None: the run keeps no best ones."""
         found: Any = trainer.get("run")
         for key in ("checkpoint", "keep_best"):
             found = found.get(key) if isinstance(found, dict) else None
@@ -68,13 +68,13 @@ class Best:
         return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
     def first(self, found: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
-        """The best (step, figure), best first; of equal figures the earlier."""
+        """Best first; of equal figures the earlier."""
         sign = -1 if self.mode == "max" else 1
         return sorted(found, key=lambda each: (sign * each[1], each[0]))[: self.keep]
 
 
 def best_of(checkpoints: Path, best: Best | None, good: Callable[[Path], bool] = looks_good) -> dict[Path, float]:
-    """The best good checkpoints with their figures, best first."""
+    """With their figures, best first."""
     if best is None:
         return {}
     found = {}

@@ -109,7 +109,7 @@ def claim(folder: Path, key: str, locks: contextlib.ExitStack) -> None:
 
 
 def tidy(checkpoints: Path) -> None:
-    """Delete what killed saves and deletions left."""
+    """Delete leftovers of killed saves and deletions."""
     with leftovers(checkpoints) as found:
         remove(found)
 
@@ -121,8 +121,6 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointFolder:
-    """One rank's view of a folder of checkpoints."""
-
     path: Path
     leaders: tuple[int, ...]
     """By rank: the rank that makes, completes and deletes checkpoints in the folder of this rank."""
@@ -132,17 +130,15 @@ class CheckpointFolder:
 
     @property
     def split(self) -> bool:
-        """The ranks see several folders: each holds the files of its own ranks."""
+        """True if ranks see different folders, each with the files of its own ranks."""
         return len(set(self.leaders)) > 1
 
     @property
     def leads(self) -> bool:
-        """This rank is its folder's leader."""
         return self.leaders[self.rank] == self.rank
 
     @property
     def members(self) -> list[int]:
-        """The ranks that see this rank's folder."""
         mine = self.leaders[self.rank]
         return [rank for rank, leader in enumerate(self.leaders) if leader == mine]
 
@@ -215,6 +211,5 @@ def _read(mark: Path) -> int | None:
 
 
 def origin(run: RunConfig) -> dict[str, Any]:
-    """Record of the path or URL that a run starts from."""
     path = run.resume if is_url(run.resume) else str(Path(run.resume).resolve())
     return {"path": path, "weights_only": run.resume_weights_only}

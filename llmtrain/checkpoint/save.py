@@ -143,13 +143,11 @@ class HostCopy:
         return None if self._writer is None else self._writer.answer()
 
     def drop_writer(self) -> None:
-        """Give up a writer that failed."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
 
     def close(self) -> None:
-        """Release memory and process."""
         self._done.wait()
         self.drop_writer()
         self._closing.set()
@@ -174,8 +172,6 @@ class _Stage(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Result of a save."""
-
     step: int
     path: Path | None
     """The complete checkpoint, or None when the save failed."""
@@ -245,7 +241,6 @@ class Saver:
 
     @property
     def busy(self) -> bool:
-        """A save is under way."""
         return self._stage is not _Stage.IDLE
 
     def prepare(self) -> None:
@@ -355,7 +350,6 @@ class Saver:
         )
 
     def drain(self) -> Outcome | None:
-        """Wait for the save that is under way, if any."""
         self.before_update()
         while self.busy:
             message = torch.tensor(self.status(), dtype=torch.int64)
@@ -388,7 +382,7 @@ class Saver:
         return f"rank-{rank:05d}.safetensors"
 
     def _fall_back(self, errors: list[str | None]) -> bool:
-        """True if any rank has an error: saves then go without a copy."""
+        """Save without a copy from now on if any rank has an error. Returns True then."""
         if not any(errors):
             return False
         log.warn(f"checkpoint.mode async: {next(e for e in errors if e)}. Saving without a copy: training waits.")
@@ -397,7 +391,7 @@ class Saver:
         return True
 
     def _make_folder(self, name: str) -> str | None:
-        """On a leader: make the folder to write into. Returns the reason for a failure."""
+        """On a leader. Returns the reason for a failure."""
         checkpoints = self._folder.path
         try:
             checkpoints.mkdir(parents=True, exist_ok=True)
@@ -439,7 +433,7 @@ class Saver:
             return self._lost(error)
 
     def _lost(self, error: BaseException) -> dict[str, Any]:
-        """Drop a dead writer; the next save gets a new one."""
+        """The next save gets a new writer."""
         if self._copy is not None:
             self._copy.drop_writer()
         if self._stage is _Stage.ENDING and not self._errors:
@@ -490,7 +484,7 @@ class Saver:
         return [f"rank {rank} could not {what}: {a['error']}" for rank, a in enumerate(answers) if a and "error" in a]
 
     def _lead(self, message: dict[str, Any]) -> None:
-        """Send a message to the writer, on the folder's leader only."""
+        """To the folder's leader only."""
         if not self._folder.leads:
             return
         if not self.asynchronous:

@@ -72,7 +72,6 @@ class RankFile:
         self.bytes = end
 
     def holds(self, pieces: Sequence[StateTensor]) -> bool:
-        """True if the layout is for these pieces."""
         return _entries(pieces) == self.pieces
 
 
@@ -81,7 +80,7 @@ def _entries(pieces: Sequence[StateTensor]) -> list[Piece]:
 
 
 def write_piece(file: DurableFile, piece: StateTensor) -> int:
-    """Append the part that this rank owns, a chunk at a time; returns its checksum."""
+    """Append this rank's part, a chunk at a time; returns its checksum."""
     region, total = piece.own_region, 0
     with piece.open() as view:
         values = view[piece.own]

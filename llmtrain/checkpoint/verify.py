@@ -72,7 +72,7 @@ def verify(
 
 
 def verify_frozen(folder: Path) -> list[str]:
-    """Faults of a checkpoint's frozen parameters in their folder; reads all their bytes."""
+    """Faults of the frozen parameters in their folder; reads all their bytes."""
     try:
         changed = wrong_frozen(Manifest.read(folder).frozen)
     except CheckpointError:
@@ -81,7 +81,7 @@ def verify_frozen(folder: Path) -> list[str]:
 
 
 def wrong_frozen(source: FrozenSource, names: Iterable[str] | None = None) -> FrozenSourceError | None:
-    """The first fault of a checkpoint's frozen parameters (those of `names`) in their folder. Reads all their bytes."""
+    """The first fault of the frozen parameters (those of `names`) in their folder. Reads all their bytes."""
     some = source.only(source.parts.keys() if names is None else set(names))
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(os.cpu_count()) as pool:
         try:
@@ -97,7 +97,7 @@ def wrong_frozen(source: FrozenSource, names: Iterable[str] | None = None) -> Fr
 
 
 def _frozen_sum(source: FrozenSource, files: dict[str, TensorFile], name: str) -> int | None:
-    """The checksum of a frozen parameter in its folder's files; None if a part is missing."""
+    """None if a part is missing in the folder's files."""
     total = 0
     for file, tensor, region in source.parts[name]:
         entry = files[file].entries.get(tensor)

@@ -43,7 +43,6 @@ _OTHERS = ("bias", "rank_pattern", "alpha_pattern", "trainable_token_indices")
 
 
 def scale(adapter: AdapterConfig) -> float:
-    """Factor on B A x."""
     assert adapter.r is not None
     return adapter.alpha / (math.sqrt(adapter.r) if adapter.rslora else adapter.r)
 
@@ -120,7 +119,7 @@ def saved_paths(hf: PreTrainedModel, adapter: AdapterConfig, places: Places | No
 
 
 def saved_names(hf: PreTrainedModel, adapter: AdapterConfig) -> set[str]:
-    """The parameters of `saved_paths`; a tied one by its first name. Raises ConfigError."""
+    """A tied one by its first name. Raises ConfigError."""
     paths = saved_paths(hf, adapter)
     chosen = {id(parameter) for path in paths for parameter in hf.get_submodule(path).parameters()}
     return {name for name, parameter in hf.named_parameters() if id(parameter) in chosen}
@@ -202,7 +201,7 @@ def _taken_for_experts(hf: PreTrainedModel, short: Iterable[str]) -> set[str]:
 
 
 def adapted(skeleton: PreTrainedModel, adapter: AdapterConfig) -> PreTrainedModel:
-    """A copy of the skeleton with the adapter's layers, on the meta device like it. Raises ConfigError."""
+    """A copy with the adapter's layers, on the meta device. Raises ConfigError."""
     if adapter.quantize is not None:
         need_bitsandbytes()
     config = lora_config(skeleton, adapter, paths := target_paths(skeleton, adapter))

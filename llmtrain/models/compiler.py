@@ -59,13 +59,12 @@ def _circumstances(device: torch.device) -> str:
 
 
 def do_without(device: torch.device, reason: str) -> None:
-    """Record `reason` as the `trouble` of this kind of device."""
     _answers[device.type] = reason
     warn_once(f"torch.compile is not used on this device ({device.type}), which takes longer: {reason}")
 
 
 def _attempt(kind: str) -> str | None:
-    """The error of a small function's compilation for a kind of device; None if it works."""
+    """None if a small function compiles."""
     try:
         share_cores()
         # Not from the cache: the compiler that filled it may be gone, or belong to another host with the same home.

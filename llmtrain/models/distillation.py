@@ -43,7 +43,6 @@ class TopWords:
     Anything finite for a token that does not count."""
 
     def of(self, rows: slice) -> TopWords:
-        """Select some of the N tokens."""
         return TopWords(words=self.words[rows], logs=self.logs[rows])
 
 
@@ -230,7 +229,6 @@ def _log_of_sum(logs_CV: Tensor, vocabulary: Vocabulary | None) -> Tensor:
 
 
 def _part(vocabulary: Vocabulary | None, values_CV: Tensor) -> tuple[int, int]:
-    """(first word, number of words) of this rank."""
     return (0, values_CV.shape[1]) if vocabulary is None else (vocabulary.first, vocabulary.count)
 
 

@@ -39,7 +39,7 @@ class ExpertBlock:
 
     @property
     def are_modules(self) -> bool:
-        """True if each expert is a separate module in a list."""
+        """True for separate modules in a list."""
         return any(isinstance(part, nn.ModuleList) for part in self.experts)
 
 
@@ -59,7 +59,7 @@ def expert_blocks(hf: nn.Module) -> list[ExpertBlock]:
 
 
 def _experts_in(module: nn.Module) -> int:
-    """Number of experts whose matrices a module holds; 0 for none."""
+    """0: it holds none."""
     if isinstance(module, nn.ModuleList):
         kinds = {type(child) for child in module}
         return len(module) if len(kinds) == 1 and any(True for _ in module.parameters()) else 0
@@ -98,7 +98,7 @@ def shape_of(parameter: nn.Parameter) -> tuple[int, ...]:
 
 
 def experts_per_token(config: PreTrainedConfig) -> int | None:
-    """Number of experts that compute a token; None if the configuration lacks it."""
+    """None: the configuration lacks it."""
     text = config.get_text_config()
     names = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
     return next((int(k) for k in (getattr(text, name, None) for name in names) if isinstance(k, int)), None)

@@ -47,7 +47,6 @@ class LanguageModel(nn.Module):
 
     @property
     def config(self) -> PreTrainedConfig:
-        """The transformers configuration."""
         return self.hf.config
 
     def local_parameters(self) -> list[LocalParameter]:
@@ -67,7 +66,7 @@ class LanguageModel(nn.Module):
         return self.head.compute(loss, self.hidden(inputs, positions))
 
     def hidden(self, inputs: Tensor, positions: Tensor | None) -> Tensor:
-        """The decoder's output [B, T, H]."""
+        """[B, T, H]."""
         given = {} if positions is None else {"position_ids": positions}
         if self.noise is not None:
             self.noise.look(inputs, positions)
@@ -88,7 +87,7 @@ class LanguageModel(nn.Module):
             return self.hf(input_ids=inputs, **self._plainly()).logits
 
     def _plainly(self) -> dict[str, Any]:
-        """Keyword arguments of forward that switch off the cache and the routers' logits."""
+        """Switch off the cache and the routers' logits."""
         has_routers = hasattr(self.config, "output_router_logits")
         return {"use_cache": False, **({"output_router_logits": False} if has_routers else {})}
 

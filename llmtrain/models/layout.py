@@ -44,8 +44,6 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Places of a model's parameters in one folder."""
-
     parts: dict[str, list[tuple[str, Part]]]
     """Parameter -> (tensor of a file, its part), in the order of the elements."""
     twins: dict[str, str] = field(default_factory=dict)
@@ -71,7 +69,6 @@ class FolderLayout:
     """
 
     def __init__(self, skeleton: PreTrainedModel) -> None:
-        """`skeleton`: the transformers model with its parameters on the meta device."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter
 

@@ -29,8 +29,6 @@ IGNORE = -100
 
 @dataclass(frozen=True, kw_only=True)
 class HeadForm:
-    """Operations on the logits after the head's matrix product."""
-
     scale: float = 1.0
     """Factor on the logits (Cohere's logit_scale, 1 / Granite's logits_scaling)."""
     softcap: float | None = None
@@ -38,7 +36,6 @@ class HeadForm:
 
     @classmethod
     def of(cls, config: object) -> HeadForm:
-        """Read the settings from the fields of a transformers configuration."""
         scale = getattr(config, "logit_scale", None) or 1.0
         divisor = getattr(config, "logits_scaling", None) or 1.0
         return cls(scale=scale / divisor, softcap=getattr(config, "final_logit_softcapping", None))
@@ -94,8 +91,6 @@ class _Labels(NamedTuple):
 
 
 class _About(NamedTuple):
-    """Settings of the loss."""
-
     chunk: int
     """Tokens whose logits exist at one time."""
     form: HeadForm
@@ -206,7 +201,6 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _elementwise(device: torch.device) -> _Elementwise:
-    """The faster implementation for the device."""
     return _fused if device.type == "cuda" and compiler.trouble(device) is None else _in_place
 
 
@@ -328,7 +322,7 @@ def in_chunks(
 def _token_losses(
     leaves: tuple[Tensor, Tensor, Tensor | None], labels: _Labels, about: _About, wanted: _Wanted
 ) -> tuple[list[Tensor], tuple[Tensor | None, Tensor | None, Tensor | None]]:
-    """(kept figures of each chunk's tokens, gradients of the leaves)."""
+    """See `in_chunks`."""
     elementwise = _elementwise(leaves[0].device)
 
     def of_chunk(logits_CV: Tensor, rows: slice) -> tuple[Tensor, Tensor | None]:

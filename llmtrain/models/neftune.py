@@ -31,7 +31,7 @@ class Neftune:
 
 
 def drawn(embedded: Tensor) -> Tensor:
-    """Random numbers between -1 and 1 in the shape of `embedded`."""
+    """In the shape of `embedded`, between -1 and 1."""
     return torch.empty_like(embedded).uniform_(-1.0, 1.0)
 
 

@@ -16,8 +16,6 @@ from llmtrain.optim.optimizers import Optimizer
 
 
 class OwnSettings(NamedTuple):
-    """Settings of one parameter in addition to the optimizer's."""
-
     lr_factor: float = 1.0
     """Factor on the learning rate of its group."""
     weight_decay: float | None = None
@@ -43,7 +41,7 @@ def own_settings(spec: ModelSpec, optim: Optimizer, places: Places | None = None
 
 
 def trained_names(spec: ModelSpec) -> dict[str, list[str]]:
-    """All names of each trained parameter, by its first name."""
+    """By its first name."""
     tied: dict[int, list[str]] = {}
     for path, parameter in spec.adapted.named_parameters(remove_duplicate=False):
         tied.setdefault(id(parameter), []).append(local_parameter(path, parameter).name)
@@ -51,12 +49,11 @@ def trained_names(spec: ModelSpec) -> dict[str, list[str]]:
 
 
 def matching(pattern: str, names: dict[str, list[str]]) -> list[str]:
-    """The parameters of `trained_names` that a pattern matches by any of their names."""
+    """By any of their names."""
     return [first for first, tied in names.items() if any(fnmatchcase(name, pattern) for name in tied)]
 
 
 def _by_pattern(key: str, values: dict[str, float], names: dict[str, list[str]], places: Places) -> dict[str, float]:
-    """The value of each parameter that a pattern matches."""
     found: dict[str, tuple[str, float]] = {}
     for pattern, value in values.items():
         matched = matching(pattern, names)

@@ -65,7 +65,7 @@ class LocalParameter:
         return getattr(self.parameter, "llmtrain_packed", None)
 
     def values(self) -> Tensor:
-        """The flat full-precision values, [region.numel]."""
+        """Flat, in full precision: [region.numel]."""
         return (self.parameter.detach() if self.packed is None else self.packed.values()).reshape(-1)
 
     @property
@@ -91,7 +91,6 @@ def set_shard(parameter: Tensor, shard: Shard) -> None:
 
 
 def set_packed(parameter: Tensor, packed: Packed) -> None:
-    """Attach it to the object, see `set_shard`."""
     parameter.llmtrain_packed = packed  # type: ignore[attr-defined]
 
 
@@ -183,5 +182,4 @@ def named_tensors(module: nn.Module, *, remove_duplicate: bool = True) -> Iterat
 
 
 def tensor_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Shapes of `named_tensors`."""
     return {name: tuple(tensor.shape) for name, tensor in named_tensors(module)}

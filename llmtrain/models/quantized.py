@@ -35,7 +35,6 @@ def need_bitsandbytes() -> None:
 
 
 def packed_line(module: nn.Module) -> str:
-    """A line for the log on the packed maps of `module`."""
     maps = [each for each in module.modules() if isinstance(each, PackedLinear)]
     before, after = (sum(getattr(each, name) for each in maps) for name in ("plain_bytes", "nbytes"))
     return f"frozen maps below the adapter in 4 bits (NF4): {after / 2**30:.3g} GiB, were {before / 2**30:.3g}"
@@ -60,12 +59,10 @@ class PackedLinear(nn.Module):
 
     @property
     def nbytes(self) -> int:
-        """Size of the packed blocks and their scales."""
         return int(self.weight.nbytes + self._scales.nbytes)
 
     @property
     def plain_bytes(self) -> int:
-        """Size of the weight before it is packed."""
         return self._shape.numel() * self._dtype.itemsize
 
     @contextlib.contextmanager
@@ -101,7 +98,7 @@ class PackedLinear(nn.Module):
                                  code=state.code, quant_type="nf4")  # fmt: skip
 
     def values(self) -> Tensor:
-        """The unpacked weight, [outputs, inputs]."""
+        """[outputs, inputs]."""
         from bitsandbytes.functional import dequantize_4bit
 
         blocks: Tensor = dequantize_4bit(self.weight.data, self._state)

@@ -18,7 +18,7 @@ _EXTENDS = ("llama3", "yarn", "longrope")
 
 
 def turns(plan: Iterable[tuple[Mapping[str, Any], int]]) -> list[tuple[Mapping[str, Any], int]]:
-    """The RoPE changes of the stages. A resumed run repeats all, since each change starts from the length after the one
+    """The RoPE changes of the stages. A resumed run repeats all, since each starts from the length after the one
     before. `plan`: (fields, tokens of a sequence) of each stage."""
     return [change for change, _ in groupby(stage for stage in plan if stage[0])]
 
@@ -34,10 +34,8 @@ def turned(fields: Mapping[str, Any], plan: Iterable[tuple[Mapping[str, Any], in
 
 
 def refuse(model: Any, given: Mapping[str, Any], length: int, own: Mapping[str, Any] | None = None) -> str | None:
-    """The reason why a model cannot have these fields; None: it can. The model does not change.
-
-    `own`: the fields that must have an effect, because no earlier stage has them; None: all.
-    """
+    """The reason against these fields; None: the model can have them. The model does not change. `own`: the fields that
+    must have an effect, because no earlier stage has them; None: all."""
     try:
         set_rope(copy.deepcopy(model), given, length, given if own is None else own)
     except ModelError as error:

@@ -47,7 +47,7 @@ def with_score(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def score_layer(hf: PreTrainedModel) -> nn.Linear:
-    """The score head. Raises ModelError: it is no linear layer called `score`."""
+    """Raises ModelError: no linear layer called `score`."""
     layer = getattr(hf, "score", None)
     if not isinstance(layer, nn.Linear) or layer.out_features != 1 or layer.bias is not None:
         raise ModelError(

@@ -89,7 +89,7 @@ def refuse_code(file: Path, fields: Any) -> None:
 
 
 def _refuse_endless(fields: dict[str, Any]) -> None:
-    """Refuse a count for which transformers would build objects until the memory is full. Raises ModelError."""
+    """Refuse a count of objects that would fill the memory. Raises ModelError."""
     for key, value in fields.items():
         if isinstance(value, dict):
             _refuse_endless(value)
@@ -100,7 +100,7 @@ def _refuse_endless(fields: dict[str, Any]) -> None:
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """transformers' class that makes and loads the models of this configuration: language models, or scores."""
+    """transformers' class for this configuration: a language model, or scores."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     return AutoModelForSequenceClassification if gives_scores(config) else AutoModelForCausalLM
@@ -186,7 +186,7 @@ def restore_buffers(hf: nn.Module, exact: nn.Module, device: torch.device) -> No
 
 
 def decoder_layers(hf: nn.Module) -> nn.ModuleList:
-    """The list of decoder layers: the longest module list of the decoder."""
+    """The longest module list of the decoder."""
     lists = [m for m in hf.modules() if isinstance(m, nn.ModuleList)]
     if not lists:
         raise ModelError(f"model: {type(hf).__name__} has no list of decoder layers.")
@@ -202,7 +202,7 @@ def layer_configs(text: Any) -> list[Any]:
 
 
 def language_model(hf: PreTrainedModel) -> PreTrainedModel:
-    """A skeleton of the language model with the same decoder, under the same names."""
+    """With the same decoder, under the same names."""
     config = copy.deepcopy(hf.config)
     config.architectures = None
     return skeleton(config)

@@ -39,8 +39,6 @@ experts and 3 maps each, with a scale and a zero point per map, have 210,816 ten
 
 
 class ParameterSource(Protocol):
-    """Values of parameters by Hugging Face name."""
-
     origin: str
     """The key and value that named this source, for messages."""
 
@@ -119,7 +117,7 @@ class RandomSource:
         return values
 
     def _left_out(self, name: str, value: Tensor) -> None:
-        """Refuse a parameter that the family's own code does not initialise. Raises ModelError."""
+        """Raises ModelError: the family's own code does not initialise a parameter."""
         raise ModelError(
             f"model.config: {type(self._model).__name__} does not initialise its parameter {name}. "
             "Start from a folder with weights instead (model.pretrained)."
@@ -151,7 +149,7 @@ class SafetensorsSource:
     def __init__(
         self, folder: str | Path, layout: FolderLayout | None = None, *, asked_by: str = "model.pretrained"
     ) -> None:
-        """`asked_by`: the key or command that named the folder, for messages."""
+        """`asked_by`: the key or command that named the folder."""
         self.folder = Path(folder)
         self.origin = f"{asked_by}: {self.folder}"
         self._asked_by = asked_by
@@ -282,7 +280,7 @@ class SafetensorsSource:
         return layout.shapes[name] if others or shape == part.shape else shape
 
     def _weight_map(self) -> dict[str, str] | None:
-        """The index {tensor: file name}, or None where there is a single file."""
+        """{tensor: file name}, or None for a single file."""
         index, single = self.folder / INDEX, self.folder / SINGLE
         if not index.is_file():
             if single.is_file():

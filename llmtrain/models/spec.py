@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """Sizes for the throughput figures."""
-
     parameters: int
     matmul_parameters: int
     """Weights that are multiplied with a token's activations: all matrices but the embedding, with a tied head counted
@@ -82,7 +80,7 @@ class ModelSpec:
         return cls(model=model, config=config, skeleton=hf, adapter=adapter or AdapterConfig())
 
     def own_skeleton(self) -> PreTrainedModel:
-        """A skeleton with the run's attention that the caller may change."""
+        """The caller may change it."""
         attention = self.model.attention
         if attention != _unless_flash(attention):
             return skeleton(self.config, attention=attention)
@@ -90,12 +88,11 @@ class ModelSpec:
 
     @property
     def scores(self) -> bool:
-        """True if the model gives a score for a text instead of likelihoods."""
         return gives_scores(self.config)
 
     @cached_property
     def adapted(self) -> PreTrainedModel:
-        """The skeleton with the run's adapter, if it has one. Raises ConfigError: see `models/adapter.py`."""
+        """With the run's adapter, if any. Raises ConfigError: see `models/adapter.py`."""
         if self.adapter.r is None:
             return self.skeleton
         from llmtrain.models.adapter import adapted
@@ -134,7 +131,7 @@ class ModelSpec:
 
     @cached_property
     def facts(self) -> ModelFacts:
-        """Sizes. Raises ModelError: the configuration lacks them."""
+        """Raises ModelError: the configuration lacks them."""
         try:
             return self._facts()
         except AttributeError as error:  # BLT: several models without a common width
@@ -217,7 +214,6 @@ class ModelSpec:
 
     @property
     def adapter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the adapter's tensors by name."""
         own = self.shapes.keys() - tensor_shapes(self.skeleton).keys()
         return {name: shape for name, shape in self.shapes.items() if name in own}
 

@@ -39,7 +39,6 @@ class Teacher:
         self._language = language.eval().requires_grad_(False)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Its live weights by Hugging Face name."""
         return dict(named_tensors(self._language.hf))
 
     def to_empty(self, device: str) -> list[Tensor]:
@@ -64,7 +63,6 @@ class Teacher:
 
 
 def teacher_model(objective: Objective, student: ModelConfig) -> ModelConfig:
-    """The teacher as a model section, with the student's attention."""
     return ModelConfig(pretrained=objective.teacher, revision=objective.teacher_revision, attention=student.attention,
                        loss_chunk_tokens=student.loss_chunk_tokens)  # fmt: skip
 
@@ -98,7 +96,7 @@ def empty_teacher(
     device: torch.device,
     language: Callable[[PreTrainedModel, int], LanguageModel] = LanguageModel,
 ) -> Teacher:
-    """A teacher whose weights have no values. Arguments: see `load_teacher`."""
+    """Without values; arguments: see `load_teacher`."""
     with device:
         hf = construct(copy.deepcopy(spec.config), spec.model.attention, DTYPES[precision])
     restore_buffers(hf, spec.skeleton, device)

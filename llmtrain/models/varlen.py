@@ -47,7 +47,6 @@ class Documents:
 
     @classmethod
     def rows(cls, rows: int, length: int, device: torch.device) -> Documents:
-        """Make each row one document."""
         bounds = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=device)
         return cls(bounds=bounds, sizes=torch.tensor([rows, length]))
 
@@ -208,7 +207,6 @@ def _bounds(bounds: Tensor, sizes: Tensor) -> tuple[Tensor, int]:
 
 
 def _kernels(device: torch.device) -> tuple[Any, Any]:
-    """(forward, backward) of a kind of device."""
     return (_flash, _flash_backward) if device.type == "cuda" else (_one_by_one, _one_by_one_backward)
 
 
@@ -219,7 +217,7 @@ def _window(window: int | None) -> tuple[int, int]:
 
 @cache
 def _shares_heads() -> bool:
-    """True if fewer heads may have keys: torch 2.11 accepts equally many only."""
+    """True if keys may have fewer heads than queries; torch 2.11 needs equal numbers."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -295,7 +293,6 @@ def _one_by_one_backward(
 
 
 def _slices(bounds: Tensor) -> list[slice]:
-    """The tokens of each document."""
     return [slice(first, end) for first, end in itertools.pairwise(bounds.tolist())]
 
 

@@ -119,7 +119,7 @@ class Merge:
             self._scale = scale(adapter)
 
     def check(self) -> None:
-        """Compare the adapter's values with their checksums. Raises CheckpointError."""
+        """Raises CheckpointError: a value differs from its checksum."""
         sums = self._reader.checksums()
         for name in sorted(self.trained):
             if checksum(self._reader.read(name, 0, numel(self._reader.shape(name)))) != sums[PARAM, name]:
@@ -134,7 +134,7 @@ class Merge:
         return values.to(self._dtype).float() if name in self.trained else values
 
     def value(self, name: str, start: int, stop: int) -> Tensor:
-        """Elements of a flat parameter of the model, merged. Raises CheckpointError."""
+        """Elements of a flat parameter, merged. Raises CheckpointError."""
         return self(name, start, self.read(name, start, stop))
 
     def __call__(self, name: str, start: int, values: Tensor) -> Tensor:
@@ -339,7 +339,7 @@ def export_hf(
 
 
 def _plan(checkpoint: Path, files: WeightFiles, check: Check, *, merge: bool, ema: bool) -> dict[str, str]:
-    """Identity of an export; a restart continues an interrupted one with an equal identity."""
+    """A restart continues an interrupted export with an equal plan."""
     shards = json.dumps({name: asdict(shard) for name, shard in files.shards.items()})
     plan = {"to-hf": str(checkpoint.resolve()), "manifest": hash_file(checkpoint / MANIFEST), "check": check}
     return (
@@ -501,7 +501,7 @@ def _weight_files(
 
 
 class _Rounding:
-    """Reads a tensor of a file from the checkpoint in the file's type, and adds up checksums of all chunks."""
+    """Reads a file's tensors from the checkpoint in the file's type, and adds up checksums."""
 
     def __init__(
         self, reader: CheckpointReader, layout: FolderLayout, files: WeightFiles, merge: Merge, *, rounded: bool
@@ -528,7 +528,7 @@ class _Rounding:
         return out
 
     def value(self, name: str, start: int, stop: int) -> Tensor:
-        """Elements of a parameter with the file's rounding, in fp32."""
+        """Elements with the file's rounding, in fp32."""
         values = self._merge(name, start, self._reader.read(name, start, stop))
         return values.to(DTYPE_OF[self._dtype_of_parameter[name]]).float()
 
@@ -551,7 +551,7 @@ def _write_weights(
     *,
     rounded: bool,
 ) -> dict[str, int]:
-    """Write the weight files and compare the source with its manifest. Returns the checksums of the written values."""
+    """Write the files and compare the source with its manifest. Returns the checksums of the written values."""
     rounding = _Rounding(reader, layout, files, merge, rounded=rounded)
 
     def write(path: Path, shard: Shard, progress: log.Progress) -> dict[str, Any]:
@@ -595,7 +595,7 @@ def _prove(
     *,
     trust_remote_code: bool,
 ) -> None:
-    """Read the folder again by transformers, and compare it with the checkpoint. Raises ProofError."""
+    """Read the folder by transformers, and compare it with the checkpoint. Raises ProofError."""
     written = SafetensorsSource(folder, layout, asked_by="to-hf")
     if odd := sorted(written.file_of.keys() ^ files.parts.keys()):
         raise ProofError(f"{folder}: {odd[0]} is there and should not be, or the other way around. Nothing was kept.")
@@ -613,8 +613,6 @@ _LAST_IN_STORE = ("config.json", CONFIG)
 
 
 class ExportStore:
-    """A URL for the exports of one run."""
-
     def __init__(self, url: str, checkpoint: Path, asked_by: str) -> None:
         """Raises CheckpointError: the store cannot be used, or holds something else."""
         self._url, self._asked_by = redact_text(url), asked_by
@@ -626,11 +624,10 @@ class ExportStore:
             self._refuse_others()
 
     def wrong(self, text: str) -> CheckpointError:
-        """Make an error that names the key or command and the URL."""
         return CheckpointError(f"{self._asked_by} {self._url}: {text}.")
 
     def put(self, folder: Path) -> str:
-        """Upload an export and replace an earlier one. Returns a description of the result. Raises CheckpointError."""
+        """Replace an earlier export. Returns a description. Raises CheckpointError."""
         with told(self.wrong, folder):
             before = self._refuse_others()
             if before:

@@ -45,8 +45,6 @@ MAX_SHARD_BYTES = 5 * 10**9
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """One weight file."""
-
     tensors: dict[str, str]
     """Tensor -> safetensors' name of its type, in the order of the file."""
     metadata: dict[str, str]
@@ -56,8 +54,6 @@ class Shard:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightFiles:
-    """The weight files of a folder."""
-
     shards: dict[str, Shard]
     """By file name, in the order of writing."""
     parts: dict[str, Part]
@@ -65,7 +61,6 @@ class WeightFiles:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(ITEM_BYTES[d] * self.parts[t].numel for s in self.shards.values() for t, d in s.tensors.items())
 
     def dtype_of(self) -> dict[str, str]:
@@ -73,7 +68,7 @@ class WeightFiles:
         return {tensor: dtype for shard in self.shards.values() for tensor, dtype in shard.tensors.items()}
 
     def index(self, parameters: int) -> str | None:
-        """The text of model.safetensors.index.json in the form of `save_pretrained`; None for a single file."""
+        """model.safetensors.index.json in the form of `save_pretrained`; None for a single file."""
         if list(self.shards) == [SINGLE]:
             return None
         weight_map = {tensor: file for file, shard in self.shards.items() for tensor in shard.tensors}
@@ -157,7 +152,6 @@ _BESIDE_LIMIT = 256 << 20  # bytes; the largest tokenizers have 40 MB
 
 
 def run_id(checkpoint: Path, trainer: Mapping[str, Any]) -> str:
-    """Return the id of the run that wrote a checkpoint, for its exports."""
     return str(trainer.get("wandb_id") or checkpoint.resolve().parent.parent)
 
 
@@ -268,7 +262,7 @@ def _refuse_other_tokenizer(folder: Path, trainer: Mapping[str, Any]) -> None:
 
 
 def copy_into(folder: Path, source: Path, file: Path) -> Path:
-    """Copy a file of `beside_weights(source)` to the same place in another folder; returns the copy."""
+    """Copy a file of `beside_weights(source)`; returns the copy."""
     target = folder / file.relative_to(source)
     target.parent.mkdir(exist_ok=True)
     shutil.copy2(file, target)
@@ -276,7 +270,6 @@ def copy_into(folder: Path, source: Path, file: Path) -> Path:
 
 
 def write_mark(folder: Path, checkpoint: Path, trainer: Mapping[str, Any], **more: Any) -> None:
-    """Record the folder's checkpoint and files."""
     mark = {
         "run": run_id(checkpoint, trainer),
         "checkpoint": str(checkpoint.resolve()),

@@ -78,7 +78,6 @@ def import_hf(folder: Path, out: Path, *, check: Check = "auto", trust_remote_co
 
 
 def _configuration(folder: Path, *, trust_remote_code: bool) -> tuple[ModelConfig, dict[str, Any]]:
-    """The model section for the folder, and its config.json."""
     path = folder / "config.json"
     if not path.is_file():
         raise ModelError(f"{_ASKED_BY}: {folder} has no config.json. Give a Hugging Face model folder.")
@@ -182,7 +181,7 @@ def _trainer(
 
 
 def _clear(partial: Path) -> None:
-    """Remove everything but the checkpoint of an earlier start."""
+    """Keep only the checkpoint of an earlier start."""
     step = step_folder(partial / "checkpoints", 0)
     for child in (*partial.glob("*"), *partial.glob("checkpoints/*")):
         if child not in (step.parent, step, step.with_name(step.name + ".tmp")):

@@ -37,8 +37,6 @@ _ENDS = ("generation_config.json", "config.json")
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Sampling of the next token."""
-
     max_tokens: int = 128
     """Largest number of tokens to generate."""
     temperature: float = 0.8
@@ -58,7 +56,7 @@ class Sampling:
 
 
 def _refuse_nan(ids: Any, scores: Any) -> Any:
-    """Return the scores [batch, vocabulary] of the next token. Raises ModelError: NaN."""
+    """Raises ModelError: a score [batch, vocabulary] is NaN."""
     if scores.isnan().any():
         raise ModelError("the model gives scores that are no numbers (NaN): its weights are damaged, or training has "
                          "diverged. `llmtrain checkpoint verify` finds damage. Name another checkpoint.")  # fmt: skip
@@ -67,8 +65,6 @@ def _refuse_nan(ids: Any, scores: Any) -> Any:
 
 @dataclass(frozen=True)
 class Answerer:
-    """A model in memory with its tokenizer."""
-
     model: Any
     """A transformers model in evaluation mode."""
     tokenizer: Any
@@ -103,7 +99,6 @@ class Answerer:
         return cls(model.eval(), tokenizer, folder, base != folder, _ends(base, folder, tokenizer))
 
     def switch(self, on: bool) -> None:
-        """Turn the adapter on or off."""
         if on:
             self.model.enable_adapters()
         else:
@@ -166,8 +161,7 @@ def _is_model_there(url: str) -> bool:
 
 
 def _base(folder: Path) -> Path:
-    """The folder of the base model: `folder` itself, or the one that an adapter names. Raises ModelError, or
-    ConfigError: no peft."""
+    """`folder` itself, or the base that its adapter names. Raises ModelError, or ConfigError: no peft."""
     if not (folder / CONFIG).is_file():
         return folder
     from llmtrain.models.adapter import need_peft
@@ -252,7 +246,6 @@ def _load_magnitudes(folder: Path, model: Any) -> None:
 
 
 def is_model(folder: Path) -> bool:
-    """True if it has the configuration of a model or of an adapter."""
     return any((folder / name).is_file() for name in ("config.json", CONFIG))
 
 
@@ -282,7 +275,7 @@ def _ends(base: Path, folder: Path, tokenizer: Any) -> tuple[int, ...]:
 
 
 def _hf_folder(path: Path, scratch: Path, *, best: bool = False) -> Path:
-    """The Hugging Face folder to use: `path` itself, or the newest or `best` state of a run, exported if need be."""
+    """`path` itself, or the newest or `best` state of a run, exported if need be."""
     if is_model(path) and not best:
         return path
     from llmtrain.checkpoint.listing import best_checkpoints, find_checkpoints, read_while_there
@@ -314,7 +307,7 @@ def _hf_folder(path: Path, scratch: Path, *, best: bool = False) -> Path:
 
 
 def _mark(export: Path) -> dict[str, Any] | None:
-    """An export's record of its checkpoint; None when there is no export."""
+    """None: no export."""
     if not is_model(export):
         return None
     try:
@@ -328,7 +321,7 @@ def _mark(export: Path) -> dict[str, Any] | None:
 
 
 def add_options(parser: argparse.ArgumentParser, usual: Sampling) -> None:
-    """Add the model's path, and a flag for each field of Sampling with the values of `usual` as defaults."""
+    """Add the model's path, and a flag for each field of Sampling with defaults from `usual`."""
     parser.add_argument(
         "folder",
         metavar="RUN_OR_FOLDER",
@@ -347,7 +340,7 @@ def add_options(parser: argparse.ArgumentParser, usual: Sampling) -> None:
 
 
 def _number(kind: Callable[[str], Any], rule: str, right: Callable[[Any], bool]) -> Callable[[str], Any]:
-    """An argparse type: a number for which `right` holds; `rule` is the condition in words."""
+    """An argparse type for numbers with `right`; `rule` is its condition in words."""
 
     def read(text: str) -> Any:
         value = kind(text)

@@ -46,13 +46,10 @@ class ProofError(CheckpointError):
 
 @dataclass
 class Report:
-    """Steps and proofs of a conversion, for people."""
-
     path: Path
     lines: list[str] = field(default_factory=list)
 
     def add(self, what: str, text: str) -> None:
-        """Add one line."""
         self.lines.append(f"{what:<11} {text}")
 
 
@@ -64,8 +61,6 @@ class Values(Protocol):
 
 @dataclass(frozen=True)
 class Extent:
-    """Smallest and largest value of a tensor."""
-
     low: float
     high: float
     finite: bool

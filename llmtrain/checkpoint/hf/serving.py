@@ -121,7 +121,6 @@ _SETTINGS = "generation_config.json"
 
 
 def chat_folders(trainer: Mapping[str, Any]) -> list[Path]:
-    """The existing folders of conversations that the run learnt from."""
     tokenizer = tokenizer_here(trainer)
     if tokenizer is None or "source" in trainer:
         return []
@@ -175,8 +174,6 @@ def ends_of(folders: list[Path]) -> list[int]:
 
 @dataclass
 class _Compared:
-    """Counts of compared and skipped turns."""
-
     conversations: int = 0
     turns: int = 0
     spelled: int = 0

@@ -46,8 +46,6 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Target:
-    """The Hugging Face model class on the meta device."""
-
     model: Any
     shapes: Shapes
     """Shapes of the parameters, in order; a tied one once."""
@@ -166,7 +164,7 @@ def _pipeline(theirs: Shapes, target: Target, where: Path) -> dict[str, str]:
 
 
 def _blocks(target: Target) -> list[tuple[str, Shapes]]:
-    """(prefix of the names, shapes by suffix) of each decoder layer."""
+    """(prefix of the names, shapes by suffix) of each layer."""
     layers: nn.ModuleList = decoder_layers(target.model)
     (base,) = [name for name, module in target.model.named_modules() if module is layers]
     return [(f"{base}.{index}.", tensor_shapes(layer)) for index, layer in enumerate(layers)]
@@ -284,8 +282,6 @@ _SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 @dataclass(frozen=True)
 class _Import:
-    """A DeepSpeed checkpoint with resolved names."""
-
     files: Files
     state: State
     names: dict[str, str]
@@ -522,7 +518,7 @@ def _version(state: dict[str, Any]) -> str | None:
 
 
 def _loss_scale(source: _Import) -> dict[str, float]:
-    """The dynamic loss scaler's numbers; empty outside fp16 training."""
+    """Empty outside fp16 training."""
     if source.precision() != "fp16" or not source.kinds:
         return {}
     if source.files.zero:

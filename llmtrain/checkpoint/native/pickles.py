@@ -118,7 +118,6 @@ def _has_parts(value: Any) -> bool:
 
 
 def _parts(value: Any) -> list[Any]:
-    """The values in a value of plain data."""
     if isinstance(value, Mapping):
         return [*value.keys(), *value.values()]
     if isinstance(value, (list, tuple, set)):
@@ -356,7 +355,7 @@ class PickleFile:
 
 
 class _Sink:
-    """A file object for torch.save that calls `write` with a memoryview."""
+    """Passes torch.save's output to `write` as memoryviews."""
 
     def __init__(self, write: Callable[[memoryview], None]) -> None:
         self._write = write

@@ -58,7 +58,7 @@ class Files:
 
     @property
     def state(self) -> dict[str, Any]:
-        """Entries that all model files share: global_steps, ds_config, ..."""
+        """Entries that all model files share: global_steps, ..."""
         return self.models[0].tree
 
 

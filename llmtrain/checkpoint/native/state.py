@@ -36,15 +36,13 @@ class Span:
     numel: int
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of the parameter, in the precision of the file."""
+        """Elements in the precision of the file."""
         first = self.offset + start - self.start
         return self.file.read(self.tensor, first, first + stop - start)
 
 
 @dataclass
 class State:
-    """A checkpoint's contents by DeepSpeed's parameter names."""
-
     spans: dict[tuple[str, str], list[Span]] = field(default_factory=dict)
     """(kind, name) -> the parts, in order."""
     twins: dict[tuple[str, str], list[Span]] = field(default_factory=dict)
@@ -307,7 +305,7 @@ def add_copies_as_masters(state: State, names: list[str]) -> None:
 
 
 def read_spans(spans: list[Span], start: int, stop: int) -> Tensor:
-    """fp32 elements [start, stop) of a flat parameter."""
+    """In fp32."""
     parts = [
         span.read(max(start, span.start), min(stop, span.start + span.numel))
         for span in spans

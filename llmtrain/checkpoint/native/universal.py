@@ -137,7 +137,7 @@ def _read_again(path: Path, expected: int) -> None:
 
 
 def _optimizer_state(count: Tensor) -> dict[str, Any]:
-    """Optimizer state that all ranks share. ZeRO 1 and 2 look at the top, ZeRO 3 one level below."""
+    """ZeRO 1 and 2 look at the top, ZeRO 3 one level below."""
     groups: list[dict[str, Any]] = [{} for _ in range(_GROUPS)]
     return {
         "ds_version": _VERSION,

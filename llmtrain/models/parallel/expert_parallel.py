@@ -77,7 +77,6 @@ def check_gradients(blocks: list[ExpertBlock], mix: Mix) -> None:
 
 
 def describe_experts(mix: Mix, routing: Routing) -> str:
-    """A line for the log."""
     text = f"{routing.layers} blocks of {routing.experts} experts"
     if mix.degrees.expert > 1:
         text += f", sharded over {mix.degrees.expert} ranks (DeepSpeed's AutoEP)"
@@ -89,7 +88,6 @@ def describe_experts(mix: Mix, routing: Routing) -> str:
 
 
 def sharded_blocks(hf: nn.Module) -> list[ExpertBlock]:
-    """The blocks that `shard_experts` made."""
     from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 
     return [
@@ -250,7 +248,6 @@ def fitting_presets(hf: PreTrainedModel, section: dict[str, Any]) -> list[str]:
 
 
 def _offer(hf: PreTrainedModel, section: dict[str, Any]) -> str:
-    """The remedies, as a clause."""
     around = "remove the section: all ranks then hold all experts (ZeRO 3 partitions them)"
     if fitting := fitting_presets(hf, section):
         return f"Set expert_parallel.preset_model to {' or '.join(fitting)}, which does there, or {around}"
@@ -258,7 +255,6 @@ def _offer(hf: PreTrainedModel, section: dict[str, Any]) -> str:
 
 
 def _refusal(hf: PreTrainedModel, section: dict[str, Any], degree: int, reason: str) -> ModelError:
-    """AutoEP's reason with the remedies."""
     begin, family = f"expert_parallel.autoep_size {degree}: ", hf.config.model_type
     if "detection is ambiguous" in reason:
         return ModelError(

@@ -62,10 +62,10 @@ def mesh_of(degrees: Degrees) -> Mesh:
 
 class Mesh:
     """This rank's groups. The `get_` methods are DeepSpeed's mpu interface (its utils/groups.py, utils/bwc.py); its
-    "model parallel" ranks are the tensor-parallel ones here. There is no get_sequence_parallel_world_size on purpose:
-    with it, ZeRO of 0.19.8 averages gradients over different groups by stage and bucket (zero/stage3.py
-    __avg_scatter_grads against __avg_scatter_contiguous_grads), S times too small. Without it, every stage averages
-    over all ranks that have data and sequence."""
+    "model parallel" ranks are the tensor-parallel ones here. There is no get_sequence_parallel_world_size: with it,
+    ZeRO of 0.19.8 averages gradients over different groups by stage and bucket (zero/stage3.py __avg_scatter_grads
+    against __avg_scatter_contiguous_grads), S times too small. Without it, every stage averages over all ranks with
+    data and sequence."""
 
     def __init__(self, degrees: Degrees) -> None:
         self.site = site()

@@ -44,8 +44,6 @@ _KEY = "pipeline.partition"
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """Parameters in each part of a model."""
-
     before: float
     """The embedding's, on the first stage only."""
     layers: tuple[float, ...]
@@ -77,7 +75,7 @@ def explain(layers: Sequence[int], micro_batches: int) -> str:
 
 
 def given(counts: Sequence[int], layers: int, stages: int) -> tuple[int, ...]:
-    """The user's layer counts per stage. Raises ModelError: impossible counts."""
+    """Raises ModelError: impossible counts."""
     _check_stages(layers, stages)
     if len(counts) != stages or sum(counts) != layers or min(counts) < 1:
         raise ModelError(
@@ -153,8 +151,6 @@ class Entrance(AbsentLayer):
 
 
 class Stage(nn.Module):
-    """Decoder layers and ends of one stage."""
-
     def __init__(self, hf: PreTrainedModel, entrance: Entrance | None) -> None:
         super().__init__()
         self.hf = hf
@@ -195,8 +191,6 @@ class Stage(nn.Module):
 
 @dataclass(frozen=True)
 class Part:
-    """Parts of the model that a stage has."""
-
     layers: range
     first: bool
     """The embedding, and all other modules before the first layer."""
@@ -248,7 +242,7 @@ if TYPE_CHECKING:
 
 
 class _Tie(TiedLayerSpec):
-    """Declares to DeepSpeed that modules of two stages have one weight; in the chain of layers it does nothing."""
+    """Declares one weight of two stages to DeepSpeed; in the chain of layers it does nothing."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__("embedding", nn.Module, forward_fn=lambda _, passing: passing)
@@ -310,16 +304,14 @@ class PipelineLanguageModel(PipelineModule):
 
     @property
     def hf(self) -> PreTrainedModel:
-        """The local part of the transformers model."""
+        """The local part."""
         return self.stage.hf
 
     @property
     def config(self) -> PreTrainedConfig:
-        """The transformers configuration."""
         return self.stage.hf.config
 
     def local_parameters(self) -> list[LocalParameter]:
-        """This rank's part of each Hugging Face tensor."""
         return self._parameters_here
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -418,7 +410,7 @@ def parameters_of(hf: PreTrainedModel, anatomy: Anatomy) -> Weights:
 
 
 def _local_parameters(hf: nn.Module, anatomy: Anatomy, copy: int) -> list[LocalParameter]:
-    """This stage's parameters. A tied weight has the embedding's name on the last stage, too, with copies 0 and 1."""
+    """A tied weight has the embedding's name on the last stage, too, with copies 0 and 1."""
     found = []
     tied = [f"{anatomy.embedding}.weight", f"{anatomy.head}.weight"] if anatomy.tied else []
     for name, parameter in named_tensors(hf):

@@ -100,7 +100,6 @@ def random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
 
 
 def set_random_state(device: torch.device, state: tuple[Tensor, Tensor | None]) -> None:
-    """Restore the states from `random_state`."""
     cpu, cuda = state
     torch.set_rng_state(cpu)
     if cuda is not None:
@@ -134,7 +133,6 @@ def to_host(tensor: Tensor) -> OnHost:
 
 
 def from_host(kept: OnHost) -> Tensor:
-    """The tensor that `to_host` copied."""
     device, shape, pieces = kept
     whole = torch.empty(shape.numel(), dtype=pieces[0].dtype, device=device)
     for piece, room in zip(pieces, whole.split(max(1, pieces[0].numel())), strict=True):

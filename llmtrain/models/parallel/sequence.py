@@ -56,7 +56,7 @@ class SequenceLanguageModel(LanguageModel):
             return self.decoded(input_ids=self.head.own(inputs), position_ids=self.head.own(places))
 
     def logits(self, inputs: Tensor) -> Tensor:
-        """Compute all columns on each rank by itself."""
+        """All columns, on each rank by itself."""
         with self._exchange.suspended():
             return super().logits(inputs)
 
@@ -222,5 +222,4 @@ _KEY = "sequence_parallel_size"
 
 
 def _own_value(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attention in which a token sees only itself."""
     return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2).contiguous()

@@ -471,7 +471,6 @@ def _drops(modules: Iterable[nn.Module]) -> bool:
 
 
 def _sum_of(grad: Tensor, group: Any) -> Tensor:
-    """Sum the ranks' parts of a gradient."""
     grad = grad.clone()
     dist.all_reduce(grad, group=group)
     return grad
@@ -522,13 +521,12 @@ class VocabularyShard:
 
     @classmethod
     def of(cls, total: int, group: Any) -> VocabularyShard:
-        """Return this rank's vocabulary shard."""
         rank, degree = dist.get_rank(group), dist.get_world_size(group)
         counts = _counts(total, degree)
         return cls(group, sum(counts[:rank]), counts[rank], total)
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Logits [..., V] from the shards; no gradient goes through them."""
+        """[..., V] from the shards, without a gradient."""
         own = F.linear(hidden, weight, bias).detach()
         counts = _counts(self.total, dist.get_world_size(self.group))
         parts = [own.new_empty(*own.shape[:-1], counts[0]) for _ in counts]
@@ -540,11 +538,9 @@ class VocabularyShard:
         return copied(hidden, self.group)
 
     def take_largest(self, values: Tensor) -> None:
-        """Put the maximum over all ranks into each element."""
         dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
 
     def add_up(self, values: Tensor) -> None:
-        """Put the sum over all ranks into each element."""
         dist.all_reduce(values, group=self.group)
 
 

@@ -93,7 +93,7 @@ def build_model(
 
 
 def _check_trained(language: LanguageModel | PipelineLanguageModel, run: RunConfig, places: Places, mesh: Mesh) -> None:
-    """Require trained parameters on every stage, which DeepSpeed's optimizers need. Raises: ConfigError."""
+    """DeepSpeed's optimizers need trained parameters on every stage. Raises ConfigError."""
     if any(held.trains for held in language.local_parameters()):
         return
     key, patterns = next(
@@ -111,7 +111,7 @@ def _check_trained(language: LanguageModel | PipelineLanguageModel, run: RunConf
 
 @contextlib.contextmanager
 def _divided(spec: ModelSpec, key: str, degree: int) -> Iterator[None]:
-    """Turn errors about a family into ones that name the key that divides it, and a remedy."""
+    """Name the key that divides the model in errors about the family, with a remedy."""
     try:
         yield
     except ModelError as error:

@@ -68,7 +68,7 @@ def check_fields(given: dict[str, Any], problems: Problems) -> None:
 
 
 def _family(model_type: str, problems: Problems) -> Any:
-    """The configuration class of a causal language model, or None with a problem added."""
+    """None: not a causal language model, with a problem added."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
@@ -107,7 +107,7 @@ class _Section:
                 self._check_value(key, value)
 
     def _vocabulary(self, given: dict[str, Any]) -> int | None:
-        """Number of tokens in the vocabulary; None: another section has it."""
+        """None: another section has it."""
         name = self._family.attribute_map.get("vocab_size", "vocab_size")
         default = self._fields[name].default if name in self._fields else None
         found = given.get("vocab_size", given.get(name, default))
@@ -124,7 +124,6 @@ class _Section:
         self._add(key, value, rule, remedy)
 
     def _inner(self, key: str, value: dict[str, Any]) -> Any:
-        """The class of a nested configuration, for example text_config."""
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
         within = self._family.sub_configs.get(key)
@@ -191,7 +190,7 @@ class _Section:
         return None
 
     def _check_rope(self, rope: dict[str, Any], prefix: str) -> None:
-        """Check RoPE settings: one dict, or one dict per layer type."""
+        """One dict, or one dict per layer type."""
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
         numbers = {key for key, kind in RopeParameters.__annotations__.items() if {int, float} & set(get_args(kind))}
@@ -307,7 +306,6 @@ _SHAPES = re.compile(
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Silence transformers' own remarks, which training repeats."""
     from transformers.utils import logging
 
     level = logging.get_verbosity()
@@ -382,7 +380,6 @@ def check_model(resolved: ResolvedRun) -> tuple[ModelSpec, tuple[str, ...]]:
 
 
 def _check_recomputed(hf: PreTrainedModel, asked: int | str | None, problems: Problems) -> None:
-    """Require at least `asked` layers in the model."""
     layers, key = len(decoder_layers(hf)), "model.recompute.layers"
     if isinstance(asked, int) and asked > layers:
         problems.add(key, asked, f"the model has {layers} decoder layers", "write all")
@@ -517,7 +514,7 @@ def _check_experts(hf: PreTrainedModel, resolved: ResolvedRun, problems: Problem
 
 
 def _check_stages(hf: PreTrainedModel, asked: str | tuple[int, ...], stages: int) -> None:
-    """Check that the pipeline's stages have enough layers. Raises ModelError."""
+    """Raises ModelError: too few layers."""
     from llmtrain.models.parallel import pipeline  # imports all that cuts a model
 
     check_stages(hf.config)

@@ -74,8 +74,6 @@ class Before:
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """A decoder layer."""
-
     path: str
     sliding: bool
     """Its attention looks back over a window only."""
@@ -162,12 +160,10 @@ def _layer_list(hf: nn.Module) -> str:
 
 
 def layer_paths(hf: nn.Module, layer_list: str) -> list[str]:
-    """Paths of the items of a module list."""
     return [f"{layer_list}.{name}" for name, _ in hf.get_submodule(layer_list).named_children()]
 
 
 def probe_tokens(small: PreTrainedModel) -> Tensor:
-    """Tokens for a run of a small copy."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(0, min(small.config.vocab_size, 512), _TOKENS, generator=generator)
 
@@ -203,8 +199,6 @@ def _check_parameters(hf: nn.Module, layer_list: str, others: list[str]) -> None
 
 
 class _Found:
-    """Observations from a run of the small copy."""
-
     def __init__(self, small: PreTrainedModel, layer_list: str) -> None:
         self._small, self._parts, self._ids = small, _parts(small, layer_list), probe_tokens(small)
         paths = layer_paths(small, layer_list)
@@ -274,7 +268,6 @@ class _Found:
         return before, after
 
     def embedding(self, before: list[str]) -> str:
-        """Path of the module that embeds the tokens."""
         words = self._small.config.vocab_size
         modules = {path: self._small.get_submodule(path) for path in before}
         given = [path for path, m in modules.items() if isinstance(m, nn.Embedding) and m.num_embeddings >= words]

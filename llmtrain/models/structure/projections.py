@@ -43,8 +43,6 @@ _SMALL = 1e-3
 
 @dataclass(eq=False)
 class Node:
-    """A module with its own parameters, in one run."""
-
     path: str
     """Within the layer."""
     module: nn.Module
@@ -63,7 +61,6 @@ class Node:
 
     @property
     def given(self) -> Tensor:
-        """The first of its inputs."""
         return self.inputs[0]
 
 
@@ -364,11 +361,8 @@ class _OfLayer:
 
 
 def projections(hf: PreTrainedModel, anatomy: Anatomy) -> Projections:
-    """Find the projections of a model (it may be on the meta device) and rehearse them on a small copy.
-
-    Raises:
-        ModelError: no layer has a part that can be sharded, with the reason.
-    """
+    """Find the projections and rehearse them on a small copy; `hf` may be on the meta device. Raises ModelError: no
+    layer has a part that can be sharded."""
     small = probe_copy(hf)
     config = small.config
     heads = config.num_attention_heads
@@ -417,7 +411,6 @@ def _kind(layer: nn.Module) -> frozenset[tuple[str, int]]:
 
 
 def _maps(graph: LayerGraph) -> list[Map]:
-    """The maps by paths within the layer."""
     found = []
     for node in graph.nodes:
         if node.role in ("column", "inside", "row"):
@@ -524,7 +517,6 @@ def _unique(found: list[Any]) -> tuple[Any, ...]:
 
 
 def _full_sections(entry: Map, module: Any) -> tuple[int, ...] | None:
-    """Scale the parts of a fused map to the full model."""
     if entry.sections is None:
         return None
     total, small = module.weight.shape[1 if entry.transposed else 0], sum(entry.sections)
@@ -542,11 +534,7 @@ if TYPE_CHECKING:
 
 
 def dense_mlps(hf: PreTrainedModel) -> list[nn.Module]:
-    """Every dense MLP of the decoder; the model may be on the meta device.
-
-    Raises:
-        ModelError: there are none.
-    """
+    """Every dense MLP of the decoder, which may be on the meta device. Raises ModelError: there are none."""
     small = probe_copy(hf)
     paths = _layer_paths(small)
     with torch.no_grad(), Watch(small, paths) as watch:

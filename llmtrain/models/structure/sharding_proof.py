@@ -22,8 +22,6 @@ _SECONDS = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Map:
-    """A linear map inside a decoder layer."""
-
     path: str
     column: bool
     """Its outputs are sharded; else its inputs are."""
@@ -56,7 +54,6 @@ class _Meeting:
         self._held: list[Any] = [None] * degree
 
     def all(self, rank: int, mine: Tensor) -> list[Tensor]:
-        """Each rank's tensor."""
         self._held[rank] = mine
         self.barrier.wait(_SECONDS)
         brought = list(self._held)
@@ -65,8 +62,6 @@ class _Meeting:
 
 
 class _ShardedMap(nn.Module):
-    """A rank's shard of a linear map."""
-
     def __init__(self, module: Any, entry: Map, rank: int, meeting: _Meeting) -> None:
         super().__init__()
         dim = int(entry.column == entry.transposed)

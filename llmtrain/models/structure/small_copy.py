@@ -256,7 +256,7 @@ def _shrink_vocabulary(size_of: _Sizes, fields: dict[str, Any], vocabulary: int)
 
 
 def _ropes(fields: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rotary settings: one, or one for each kind of layer."""
+    """One, or one for each kind of layer."""
     given = fields.get("rope_parameters") or {}
     nested = [value for value in given.values() if isinstance(value, dict)]
     return nested or ([given] if given else [])
@@ -287,8 +287,6 @@ _NAME = "llmtrain_probe"
 
 @dataclass(kw_only=True)
 class Call:
-    """One run of a module."""
-
     path: str
     begin: int
     """Its place among all beginnings and ends."""
@@ -312,7 +310,7 @@ class Call:
         return given if isinstance(given, Tensor) and given.dim() == 3 else None
 
     def same_result(self, other: Call) -> bool:
-        """True if both results are equal to the bit."""
+        """To the bit."""
         return self.result is not None and other.result is not None and torch.equal(self.result, other.result)
 
     def inputs(self) -> list[Tensor]:
@@ -322,14 +320,11 @@ class Call:
         return list(_tensors(self.output))
 
     def other_tensors(self) -> list[Tensor]:
-        """All inputs except the hidden state."""
         return [tensor for tensor in self.inputs() if tensor is not self.hidden]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attended:
-    """One call of the attention function."""
-
     path: str
     """Module that called."""
     query: Tensor
@@ -389,7 +384,6 @@ class Watch:
 def with_hidden(
     args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call with its hidden state replaced."""
     return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
 
 
@@ -431,7 +425,7 @@ def probe_copy(hf: PreTrainedModel) -> PreTrainedModel:
 
 
 def run_copy(small: PreTrainedModel, ids: Tensor) -> Tensor:
-    """Its logits. Raises ModelError."""
+    """Raises ModelError."""
     return _run(small, small, ids).logits
 
 
@@ -453,8 +447,7 @@ def _run(small: PreTrainedModel, part: nn.Module, ids: Tensor) -> Any:
 def attention_seen(
     small: PreTrainedModel, *, cut: bool = False, compute: Callable[..., Tensor] | None = None
 ) -> Iterator[list[Attended]]:
-    """Record the calls of the model's attention through a function of ours; models with code of their own do not call
-    it.
+    """Route the model's attention through a function that records its calls; models with their own code bypass it.
 
     Args:
         cut: the graph ends there, and begins again with attention's output.
