@@ -1,1 +1,1 @@
-"""One run: its setup, its loop and what takes part beside the step."""
+"""One run: its setup, its loop and its parts."""

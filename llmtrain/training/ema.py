@@ -37,7 +37,7 @@ class Ema(Part):
     key = "ema"
 
     def __init__(self, setup: Setup) -> None:
-        """The means begin with the parameters as they are now."""
+        """The means begin with the current parameters."""
         self._engine, self._ranks, self._settings = setup.engine, setup.ranks, setup.run.ema
         self._pieces = [
             piece for piece in setup.engine.state() if piece.kind == PARAM and piece.name not in setup.spec.frozen
@@ -50,7 +50,7 @@ class Ema(Part):
                 self._means.append(live.detach().clone())
 
     def begin(self, position: Position) -> None:
-        """Tell the memory, and where the means begin if that is not the run's beginning."""
+        """Log the memory used, and the first step of the means if a resume has begun them."""
         if self._ranks.rank == 0:
             size = units.size(sum(4 * mean.numel() for mean in self._means))
             since = (
@@ -62,7 +62,7 @@ class Ema(Part):
 
     @torch.no_grad()
     def after_step(self, done: Done) -> None:
-        """Follow the parameters; a step that was skipped has left them alone."""
+        """Update the means, except after a skipped step."""
         assert self._settings.decay is not None
         if done.update.skipped or not is_due(self._settings.every, done.steps):
             return
@@ -72,7 +72,7 @@ class Ema(Part):
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """In which the model computes with the means. All ranks enter it together; afterwards all is as before."""
+        """Context in which the model uses the averaged weights. All ranks enter it together."""
         self._exchange()
         try:
             yield
@@ -98,12 +98,12 @@ class Ema(Part):
         ]
 
     def to_json(self) -> dict[str, Any]:
-        """Return what they were made with: only its presence is read."""
+        """Return the settings of the means; a resume reads only the entry's presence."""
         return {"decay": self._settings.decay, "every": self._settings.every}
 
     @torch.no_grad()
     def restore(self, kept: Any, folder: Path) -> None:
-        """Take the means of a checkpoint of any layout. Raises AgreedError: it has others, or it is damaged."""
+        """Read the means of a checkpoint of any layout. Raises AgreedError: a mean is missing or damaged."""
         mine: dict[str, int] = {}
         with together(self._ranks), contextlib.closing(CheckpointReader(folder)) as reader:
             if lost := sorted({piece.name for piece in self._pieces} - {n for k, n in reader.tensors() if k == EMA}):

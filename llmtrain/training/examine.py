@@ -35,36 +35,35 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Checked:
-    """A run that has passed its checks, with its data open: what `training/setup.py` makes an engine from."""
+    """A run that has passed its checks, with its data open: the input of `training/setup.py`."""
 
     resolved: ResolvedRun
     spec: ModelSpec
     data: TrainData
-    """Data of the first stage, with the columns that the objective reads."""
+    """Data of the first stage, with the objective's columns."""
     later: tuple[TrainData, ...] = ()
-    """Data of the stages after it: the same object where it is the same data."""
+    """Data of the later stages; equal data is one object."""
     references: list[str] | None = None
-    """Hashes of the weights behind the reference's log-probabilities, each once; None: no such column."""
+    """Distinct hashes of the weights that computed the reference's log-probabilities; None: no reference column."""
     teachers: list[str] = field(default_factory=list)
-    """Hashes of the weights behind the teacher's columns, each once."""
+    """Distinct hashes of the weights that computed the teacher's columns."""
     teacher_config: dict[str, Any] | None = None
     """Configuration of the teacher; None: no teacher, or columns without a configuration."""
     sets: dict[str, EvalSet] = field(default_factory=dict)
-    """The sets of the section `eval`, by name, with the same columns."""
+    """The sets of the section `eval`, by name, with the objective's columns."""
     choices: dict[str, ChoiceSet] = field(default_factory=dict)
-    """Its sets of multiple-choice questions."""
+    """Sets of multiple-choice questions, by name."""
     prompts: Prompts | None = None
 
 
 def examine(resolved: ResolvedRun) -> Checked:
-    """Check everything that can be known of a run without its device and its other ranks, and add notes to the run.
+    """Check a run without its device and its other ranks, and add notes to the run.
 
-    `config check` and every rank of `train` call it, so that both refuse the same. `load` imports neither torch nor
-    DeepSpeed, and comes first.
+    `config check` and every rank of `train` call it, so that both refuse the same runs.
 
     Raises:
         ConfigError: DeepSpeed refuses the dict, or the values do not go with the model.
-        ModelError: transformers cannot build the model, or the folder's weights are not whole.
+        ModelError: transformers cannot build the model, or the folder's weights are not complete.
         DataError: the prepared data cannot be used for this run.
     """
     run = resolved.run
@@ -154,19 +153,19 @@ def stage_data(stages: Stages) -> list[TrainData]:
 
 
 def stage_key(stage: Stage) -> str:
-    """Key of a stage's data in messages; none for the first, which is the section `data`."""
+    """Key of a stage's data in messages; empty for the first, which is the section `data`."""
     return f"data.stages, from step {stage.first_step}" if stage.first_step else ""
 
 
 def in_stages(stages: Stages, data: Sequence[TrainData]) -> list[tuple[Stage, TrainData]]:
-    """Each data set of a run once, with the first stage that has it. `data`: of each stage."""
+    """Return each data set once, with its first stage. `data`: one per stage."""
     return [(stage, each) for number, (stage, each) in enumerate(zip(stages, data, strict=True))
             if each not in data[:number]]  # fmt: skip
 
 
 @contextlib.contextmanager
 def naming(key: str) -> Iterator[None]:
-    """Begin a DataError with a key, if it is not ""."""
+    """Begin the message of a DataError with a key, if there is one."""
     try:
         yield
     except DataError as error:
@@ -174,8 +173,8 @@ def naming(key: str) -> Iterator[None]:
 
 
 def take_columns(every: Mapping[str, TrainData], take: Callable[[TrainData], list[str]]) -> list[str]:
-    """Hashes of the weights behind the columns of a run's data, each once. `take`: reads the columns of one data set.
-    Raises DataError, also where two columns have different weights."""
+    """Return distinct hashes of the weights that computed the columns. `take`: reads the columns of one data set.
+    Raises DataError, also if two columns have different weights."""
     weights: list[str] = []
     for key, data in every.items():
         with naming(key):
@@ -187,8 +186,8 @@ def take_columns(every: Mapping[str, TrainData], take: Callable[[TrainData], lis
 
 
 def config_of_columns(every: Iterable[TrainData], config: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return the configuration of the model behind a run's columns. `config`: of a model that the run names. Raises
-    DataError, where a column has another configuration."""
+    """Return the configuration of the model that computed a run's columns. `config`: of a model named by the run.
+    Raises DataError: a column has another configuration."""
     from llmtrain.checkpoint.meaning import other_meaning
 
     for data in every:
@@ -201,7 +200,7 @@ def config_of_columns(every: Iterable[TrainData], config: dict[str, Any] | None)
 
 
 def _check_tokenizer(key: str, manifest: Manifest, data: TrainData) -> None:
-    """Raises DataError where the ids of a set are another tokenizer's."""
+    """Raises DataError: the set has ids of another tokenizer."""
     if manifest.tokenizer_fingerprint != data.manifests[0].tokenizer_fingerprint:
         raise DataError(f"{key}: was prepared with another tokenizer than the data that the run trains on; "
                         f"prepare it again with --tokenizer {data.tokenizer_dir}")  # fmt: skip
@@ -214,7 +213,7 @@ def _cut(choices: dict[str, ChoiceSet], length: int) -> list[str]:
 
 
 def _try_plugins(resolved: ResolvedRun) -> None:
-    """Compute the run's plugins once, on a few numbers. Raises ModelError, with key, method and line."""
+    """Call the run's plugins once, on a few numbers. Raises ModelError, with key, method and line."""
     import torch
 
     from llmtrain.engine.losses.named import sample_terms
@@ -233,7 +232,7 @@ def _try_plugins(resolved: ResolvedRun) -> None:
 
 
 def rate_of(stages: Stages, step: int, *, max_steps: int | None) -> float:
-    """The factor on the peak learning rates at a step. Raises ModelError: a plugin's class gives none."""
+    """Return the factor on the peak learning rates. Raises ModelError: a plugin's class gives none."""
     schedule = stages.at(step).schedule
     key = f"schedule.name {schedule.name}"
     factor = called(schedule, key, "after_warmup", lambda: stages.factor(step, max_steps))
@@ -244,13 +243,13 @@ def rate_of(stages: Stages, step: int, *, max_steps: int | None) -> float:
 
 
 _MANY_EPOCHS = 1.5
-"""Beyond these the run's start says how often it reads its data: 96 times over 671 tokens looked like any other run."""
+"""Above it the run's start reports the epochs: a run of 96 epochs over 671 tokens looked like any other."""
 USEFUL_EPOCHS = 4
-"""Up to these, repeated text teaches about as much as new one (N. Muennighoff et al., "Scaling Data-Constrained
+"""Up to this number, repeated text teaches about as much as new text (N. Muennighoff et al., "Scaling Data-Constrained
 Language Models", NeurIPS 2023)."""
 LITTLE_NEW = f"beyond {USEFUL_EPOCHS} epochs text that is repeated teaches ever less (arXiv:2305.16264)"
 _NO_DEVICE_BYTES = 2 << 40
-"""Limit for weights, gradients and optimizer state on one rank: no accelerator has it, nor a host's share for one."""
+"""Limit for weights, gradients and optimizer state on one rank: no accelerator or host has more for one."""
 
 
 def _epochs(resolved: ResolvedRun, data: list[TrainData]) -> list[str]:
@@ -270,12 +269,12 @@ def _epochs(resolved: ResolvedRun, data: list[TrainData]) -> list[str]:
 
 
 def state_bytes(resolved: ResolvedRun, facts: ModelFacts) -> tuple[float, float]:
-    """About how much weights, gradients, masters and moments take: in all, and on one rank. Activations come on top."""
+    """Estimate bytes of weights, gradients, masters and moments, without activations: (in all, on one rank)."""
     return sum(_state_parts(resolved, facts).values()), sum(bytes_of_a_rank(resolved, facts).values())
 
 
 def bytes_of_a_rank(resolved: ResolvedRun, facts: ModelFacts) -> dict[str, float]:
-    """About how much "weights", "gradients" and "optimizer", its masters and moments, take on one rank."""
+    """Estimate the bytes of "weights", "gradients" and "optimizer" (masters and moments) on one rank."""
     mix, degrees = resolved.mix, resolved.degrees
     own = degrees.pipeline * degrees.tensor
     shards = degrees.world_size // own

@@ -1,4 +1,4 @@
-"""The process beside a run that downloads the shards of sets in object stores, one on each host (data/download.py)."""
+"""The part of a run that downloads shards from object stores, by a process on each host (data/download.py)."""
 
 from __future__ import annotations
 
@@ -52,6 +52,6 @@ class Fetching(Part):
                 log.warn(f"shards do not arrive ({message['error']}); what is missing is read at each step")
 
     def close(self, error: BaseException | None) -> None:
-        """End the process. What has half arrived does not count."""
+        """End the process. A shard that is not complete is dropped."""
         if self._process is not None:
             self._process.close()

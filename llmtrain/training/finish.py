@@ -1,4 +1,4 @@
-"""The end of a run, on rank 0: export, a sample, the figures, and where everything lies."""
+"""The end of a run, on rank 0: export, a sample, the figures, and the paths of the results."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _CONCENTRATIONS = (0.1, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
 @dataclass(frozen=True, kw_only=True)
 class _Counts:
-    """Training counts looked up at the validation positions [N], and of the whole vocabulary."""
+    """Training counts at the N validation positions, and for all words of the vocabulary."""
 
     unigram: np.ndarray
     """Occurrences of each token, [vocab_size]."""
@@ -51,13 +51,13 @@ class _Counts:
 
 
 def ngram_baselines(data: TrainData, *, sequences: int) -> tuple[float, float]:
-    """(unigram, bigram) loss in nats per counted token of the first `sequences` validation sequences. A model that has
-    learnt anything beats both; the smoothing constants are chosen on the validation tokens, which flatters them only.
+    """(unigram, bigram) loss in nats per counted token of the first `sequences` validation sequences. The smoothing
+    constants are chosen on the validation tokens, which favours the baselines.
 
-    The positions are those that `validation_batches` counts. Unigram: add-k. Bigram: absolute discounting with a
-    Dirichlet prior, both backing off to that unigram (the hierarchical Pitman-Yor model of Y. W. Teh, ACL 2006,
-    with one table per type); a discount of 0 makes it plain Dirichlet smoothing. A mixture's training tokens are
-    taken in its shares, at most 16 Mi in all. Raises DataError when there is no validation sequence.
+    Positions are those counted by `validation_batches`. Unigram: add-k. Bigram: absolute discounting with a Dirichlet
+    prior, both backing off to that unigram (the hierarchical Pitman-Yor model of Y. W. Teh, ACL 2006, with one table
+    per type); a discount of 0 makes it plain Dirichlet smoothing. A mixture's training tokens are taken in its shares,
+    at most 16 Mi in all. Raises DataError when there is no validation sequence.
     """
     total = min(sequences, data.validation_sequences)
     if total == 0:
@@ -124,7 +124,7 @@ _Block = tuple[np.ndarray, np.ndarray | None]
 
 
 def _spread(stream: TokenStream, wanted: int) -> list[_Block]:
-    """All tokens of a stream, or `wanted` in blocks spread evenly over it."""
+    """Return all tokens of a stream, or `wanted` in evenly spread blocks."""
     if wanted >= stream.tokens:
         return [(stream.read(0, stream.tokens), stream.counted(0, stream.tokens))]
     number = -(-wanted // _BLOCK_TOKENS)
@@ -148,8 +148,8 @@ def finish(
     validation_loss: float | None,
     device: torch.device,
 ) -> str:
-    """Print the run's result; write the Hugging Face folder and the sample if the run asks for them. `data`: of its
-    last stage. `validation_loss`: None with train.eval off. Returns the last words."""
+    """Print the result; write the Hugging Face folder and the sample if the run asks for them. `data`: of the last
+    stage. `validation_loss`: None with train.eval off. Returns the last line for the user."""
     newest = complete_checkpoints(folder.checkpoints)[0]
     lines = [("run folder", str(folder.path)), ("checkpoint", str(newest))]
     if run.train.export:
@@ -173,7 +173,7 @@ def finish(
 
 
 def _upload(url: str, checkpoint: Path, folder: RunDirectory, tracker: Tracker) -> None:
-    """The export is on this host's disk: a store that fails costs the run nothing."""
+    """Upload the export; a failure is a warning, since the export is on this host's disk."""
     from llmtrain.checkpoint.hf.exporting import ExportStore  # most runs have none
 
     done = in_thread(lambda: ExportStore(url, checkpoint, "train.export_to").put(folder.export), "upload")
@@ -192,7 +192,7 @@ def _upload(url: str, checkpoint: Path, folder: RunDirectory, tracker: Tracker) 
 
 
 def _sample(folder: RunDirectory, prompt: str, sampling: Sampling, tracker: Tracker, device: torch.device) -> None:
-    """Beside the engine, which still holds its shards: where they leave no room, the run has ended well without."""
+    """Generate a sample; a warning if the engine's shards leave no room for the exported model."""
     try:
         text = generate(folder.export, prompt, sampling, device={"": device})
     except RuntimeError as error:
@@ -206,7 +206,7 @@ def _sample(folder: RunDirectory, prompt: str, sampling: Sampling, tracker: Trac
 
 
 def stopped(checkpoints: Path | None, step: int, reason: str | None) -> str:
-    """The last line of a run that was asked to stop: what was saved, and where. None: it had not begun."""
+    """The last line of a run that was asked to stop. `checkpoints`: None: the run had not begun."""
     if checkpoints is None:
         return f"stopped ({reason}) while it waited for the other sites, at step {step}; the same command begins again"
     where = step_folder(checkpoints, step)
@@ -214,7 +214,7 @@ def stopped(checkpoints: Path | None, step: int, reason: str | None) -> str:
 
 
 def _print_baselines(data: TrainData, tracker: Tracker) -> None:
-    """Unigram and bigram losses of the same training tokens, where that takes a moment only."""
+    """Print unigram and bigram losses of the same training tokens, if there are few."""
     train_tokens = sum(stream.tokens for stream in data.streams("train"))
     if train_tokens > _BASELINE_TOKENS:
         return

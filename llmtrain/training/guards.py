@@ -27,9 +27,9 @@ from llmtrain.training.step import Position, Request, is_due
 
 
 def unmoved(engine: Engine, ranks: Ranks, ending: str) -> tuple[list[str], int]:
-    """(parameters that no gradient has reached yet, of how many), of those whose names end so.
+    """Return (parameters that no gradient has reached yet, number of parameters) among the names with this ending.
 
-    Every moment begins as zero, and stays zero until there is a gradient. All ranks call it together, after a step.
+    A moment is zero until its parameter has a gradient. All ranks call it together, after a step.
     """
     reached = set()
     for piece in engine.state():
@@ -43,7 +43,7 @@ def unmoved(engine: Engine, ranks: Ranks, ending: str) -> tuple[list[str], int]:
 
 
 _AT_ONCE = 4 << 30
-"""Bytes of data that a resume compares with their checksums before its first step; more beside the steps."""
+"""Bytes of data that a resume compares with checksums before its first step; more are compared during the steps."""
 _BEAT_S = 1.0
 
 
@@ -62,7 +62,7 @@ class Limits(Part):
 
 
 class SkippedSteps(Part):
-    """Reports a step that the optimizer has skipped with its samples, and ends the run after too many in a row."""
+    """Reports a skipped step with its samples, and ends the run after too many in a row."""
 
     def __init__(self, launch: Launch) -> None:
         self._setup, self._tracker, self._checkpoints = launch.setup, launch.tracker, launch.folder.checkpoints
@@ -73,7 +73,7 @@ class SkippedSteps(Part):
         return {"skipped_steps": done.position.skipped_steps}
 
     def after_step(self, done: Done) -> None:
-        """Raises TrainingStopped, on all ranks alike."""
+        """Raises TrainingStopped, on all ranks."""
         if not done.update.skipped:
             self._in_a_row = 0
             return
@@ -110,13 +110,13 @@ class SkippedSteps(Part):
 
 
 class AdapterCheck(Part):
-    """Checks after the first update that every B has got a gradient, though A gets none yet: B is zero."""
+    """Checks after the first update that every B has got a gradient (A gets none yet, as B is zero)."""
 
     def __init__(self, launch: Launch) -> None:
         self._setup = launch.setup
 
     def after_step(self, done: Done) -> None:
-        """Raises TrainingStopped, on all ranks alike."""
+        """Raises TrainingStopped, on all ranks."""
         if done.position.optimizer_step != 1 or done.update.skipped:
             return
         still, count = unmoved(self._setup.engine, self._setup.ranks, B)
@@ -136,15 +136,15 @@ class AdapterCheck(Part):
 
 
 class DataChanged(TrainingStopped):
-    """The prepared data is not what its manifest says."""
+    """The prepared data differs from its manifest."""
 
     exit_code = DataError.exit_code
 
 
 class DataCheck(Part):
-    """Compares the data's files with their checksums beside a run's first steps, on a thread of each rank.
+    """Compares the data's files with their checksums during the first steps, on a thread of each rank.
 
-    Ranks that see the same files share them. A difference ends the run before its first save.
+    Ranks on the same disk divide the files. A difference ends the run before its first save.
     """
 
     def __init__(self, launch: Launch) -> None:
@@ -157,7 +157,7 @@ class DataCheck(Part):
         self._launch = launch
         self._closed, self._settled = False, False
         self._comparison: Future[str] | None = None
-        """The fault that the thread finds; empty: none."""
+        """The error found by the thread; empty: none."""
 
     def begin(self, position: Position) -> None:
         """Start the threads. Raises DataChanged, on all ranks."""
@@ -181,7 +181,7 @@ class DataCheck(Part):
             self.close(None)
 
     def _look(self, *, waits: bool) -> None:
-        """Read how far the ranks are; `waits`: until all have finished. Raises DataChanged, on all ranks."""
+        """Read the ranks' results. `waits`: for all of them. Raises DataChanged, on all ranks."""
         assert self._comparison is not None
         while waits and not wait([self._comparison], _BEAT_S).done:
             heart.beat()

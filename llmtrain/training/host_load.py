@@ -19,7 +19,7 @@ _MIB = 1 << 20
 
 
 class HostLoad(Part):
-    """Gathers the load of all hosts, of a run on several: W&B's own monitor sees rank 0's host alone."""
+    """Gathers the load of all hosts in a run on several: W&B's own monitor sees rank 0's host alone."""
 
     def __init__(self, ranks: Ranks) -> None:
         """`ranks`: on several hosts."""
@@ -30,7 +30,7 @@ class HostLoad(Part):
         self._passed, self._at_s = _bytes_passed(), time.monotonic()
 
     def figures(self, done: Done) -> dict[str, Any]:
-        """The figures of all hosts. All ranks call it together."""
+        """Return the figures of all hosts. All ranks call it together."""
         everyone: list[dict[str, float]] = from_all(self._ranks, self._own())
         found: dict[str, Any] = {}
         for host, own in zip(self._hosts, everyone, strict=True):
@@ -55,13 +55,13 @@ class HostLoad(Part):
 
 
 def _bytes_passed() -> int:
-    """Bytes that the host's networks have sent and received, its own loop left out."""
+    """Bytes sent and received by the host's networks, without loopback."""
     counters = psutil.net_io_counters(pernic=True)
     return sum(each.bytes_sent + each.bytes_recv for name, each in counters.items() if name != "lo")
 
 
 def _of_gpu(device: torch.device) -> dict[str, float]:
-    """Memory and load of this rank's GPU; nothing on a CPU. The load only where nvidia-ml-py is installed."""
+    """Memory and load of this rank's GPU; empty on a CPU. The load needs nvidia-ml-py."""
     if device.type != "cuda":
         return {}
     free, total = torch.cuda.mem_get_info(device)

@@ -24,7 +24,7 @@ from llmtrain.storage.object_store import is_url
 
 
 def needs(configs: Sequence[str], run: RunConfig, mix: Mix, run_dir: str) -> Needs:
-    """Requirements of a run on its hosts. `configs`: its YAMLs."""
+    """Return the requirements. `configs`: the run's YAMLs."""
     return Needs(
         files=(*configs, run.deepspeed),
         folders=tuple(_read_by(run)),
@@ -35,7 +35,7 @@ def needs(configs: Sequence[str], run: RunConfig, mix: Mix, run_dir: str) -> Nee
 
 
 def _read_by(run: RunConfig) -> Iterator[Folder]:
-    """The folders that each host's ranks read, and which files in them."""
+    """Yield the folders and files that the ranks on each host read."""
     data: dict[tuple[str, str], set[int]] = {}
     for each in data_of(run.data):
         for path in each.folders:
@@ -71,9 +71,9 @@ def _read_by(run: RunConfig) -> Iterator[Folder]:
 
 
 def _of_data(run: RunConfig, folder: Path, lengths: set[int]) -> tuple[str, ...]:
-    """The files of a prepared folder that the run opens; of one with a broken manifest that alone.
+    """Return the files of a prepared folder that the run opens; only the manifest if it is broken.
 
-    `lengths`: of the sequences in which the run reads it."""
+    `lengths`: sequence lengths in which the run reads the folder."""
     try:
         manifest = read_manifest(folder)
     except DataError:
@@ -90,7 +90,7 @@ def _of_data(run: RunConfig, folder: Path, lengths: set[int]) -> tuple[str, ...]
 
 
 def _weights(folder: Path) -> list[str]:
-    """The files with the weights of a model's folder; none where that cannot be told: the run will say why."""
+    """Return the weight files of a model's folder; none for a broken folder, on which the run reports the error."""
     with contextlib.suppress(ModelError, OSError):
         names = os.listdir(folder)
         return [name for name in (INDEX,) if name in names] + list(weights(ModelError)(names, folder))
@@ -105,13 +105,13 @@ _WIDE = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 def sent_bytes(resolved: ResolvedRun) -> float | None:
-    """About what a rank of a ring sends in an optimizer step of a data-parallel run, in the mean over the ranks; None:
-    not known without its model.
+    """Estimate the bytes that a rank sends on a ring per optimizer step of a data-parallel run (mean over ranks); None:
+    unknown without the model.
 
-    What is gathered, scattered or reduced to one rank passes (P - 1) / P of itself, what is added up on all ranks twice
-    that: gradients once a step at ZeRO 0 and 1, of each micro-batch at ZeRO 2 and 3; the parameters are gathered once a
-    step at ZeRO 1 and 2, for each micro-batch at ZeRO 3, and again in the backward pass but for the last ones of the
-    model. tests/ranks/test_link.py counts them.
+    A gather, scatter or reduce to one rank sends (P - 1) / P of its bytes, an all-reduce twice as many. Gradients are
+    reduced once a step at ZeRO 0 and 1, per micro-batch at ZeRO 2 and 3; parameters are gathered once a step at ZeRO 1
+    and 2, per micro-batch at ZeRO 3, and again in the backward pass except for the model's last ones.
+    tests/ranks/test_link.py counts them.
     """
     run, degrees, stage = resolved.run, resolved.degrees, resolved.zero_stage
     parameters, micro_batches = _parameters(run), resolved.batch.accumulation
@@ -136,7 +136,7 @@ _REUSE = 1_000_000_000
 
 
 def _parameters(run: RunConfig) -> float | None:
-    """About how many train, by the usual fields of a config.json; None where one is missing, or a part is frozen."""
+    """Estimate the trained parameters from usual fields in config.json; None if one is missing, or a part is frozen."""
     given = run.model.config or run.model.pretrained
     if run.adapter.r is not None or run.model.freeze or run.model.train_only:
         return None

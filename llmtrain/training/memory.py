@@ -49,7 +49,7 @@ room for two of them (engine/deepspeed/build.py)."""
 
 @dataclass(frozen=True, kw_only=True)
 class Activations:
-    """Bytes that a micro-batch makes, without parameters and gradients."""
+    """Bytes of a micro-batch's activations."""
 
     kept: int
     """Alive between its forward and its backward pass."""
@@ -62,8 +62,7 @@ Count = Callable[[int | Literal["all"] | None, Keep], Activations]
 
 
 def decide_recomputation(resolved: ResolvedRun, spec: ModelSpec, ranks: Ranks) -> tuple[ResolvedRun, list[str]]:
-    """Put a number in place of auto, the same on all ranks, before the model is there; returns a note with the
-    bytes."""
+    """Replace auto by a number, the same on all ranks, before the model exists; returns a note with the bytes."""
     chosen, note = layers_for(min(from_all(ranks, free_bytes(ranks.device))), resolved, spec)
     mix = replace(resolved.mix, recomputes=chosen.layers is not None, keep_attention=chosen.keep is not None)
     run = replace(resolved.run, model=replace(resolved.run.model, recompute=chosen))
@@ -71,7 +70,7 @@ def decide_recomputation(resolved: ResolvedRun, spec: ModelSpec, ranks: Ranks) -
 
 
 def layers_for(free: int, resolved: ResolvedRun, spec: ModelSpec) -> tuple[RecomputeConfig, str]:
-    """The layers that a rank with so many free bytes recomputes, and the numbers behind it in words."""
+    """Return the layers to recompute with `free` bytes on a rank, and a note with the numbers."""
     others = held_bytes(resolved, spec)
     chosen, words = fewest_layers(
         lambda layers, keep: count_activations(resolved, spec, layers, keep),
@@ -87,9 +86,8 @@ def layers_for(free: int, resolved: ResolvedRun, spec: ModelSpec) -> tuple[Recom
 
 
 def keeps(resolved: ResolvedRun) -> tuple[Keep, ...]:
-    """Choices of the results that recomputed layers keep, the first one first: attention's, if they all fit. They take
-    one of the 24 tensors of a layer of Llama 3 8B, and spare the one kernel that grows with the square of the
-    length."""
+    """Choices for the results that recomputed layers keep, in order of preference. Attention's take one of 24 tensors
+    in a layer of Llama 3 8B, and spare the only kernel that grows with the square of the length."""
     model = resolved.run.model
     if model.recompute.keep is not None:
         return (model.recompute.keep,)
@@ -97,8 +95,8 @@ def keeps(resolved: ResolvedRun) -> tuple[Keep, ...]:
 
 
 def fewest_layers(count: Count, layers: int, room: float, kept: tuple[Keep, ...]) -> tuple[RecomputeConfig, str]:
-    """As few of the `layers` as activations of `room` bytes ask for, and the numbers in words. `kept`: choices of what
-    recomputed layers keep; if activations fit with none, the last one with all layers."""
+    """Return the fewest layers whose recomputation lets activations fit into `room` bytes, and the numbers in words.
+    `kept`: choices for kept results; if none fits, the last one is used with all layers."""
     plain = count(None, None)
     if plain.most <= room:
         return RecomputeConfig(), f"none of {layers} layers, whose activations take {units.size(plain.most)}"
@@ -119,15 +117,15 @@ def fewest_layers(count: Count, layers: int, room: float, kept: tuple[Keep, ...]
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that this rank can have: of its device, or its share of the host's."""
+    """Free memory on this rank's device, or its share of the host's."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return int(psutil.virtual_memory().available) // ranks_of_this_host()
 
 
 def held_bytes(resolved: ResolvedRun, spec: ModelSpec) -> float:
-    """About what a rank's device holds beside activations: what trains, the values that an online reference began with,
-    and DeepSpeed's buffers of a backward pass. (A teacher is there before the free bytes are asked for.)"""
+    """Estimate the bytes on a rank's device without activations: the model and its optimizer, first values for an
+    online reference, DeepSpeed's buffers. (A teacher is loaded before free bytes are measured.)"""
     mix, facts = resolved.mix, spec.facts
     held = bytes_of_a_rank(resolved, facts)
     on_host = {"optimizer"} if mix.offload_optimizer else set()
@@ -147,7 +145,7 @@ def held_bytes(resolved: ResolvedRun, spec: ModelSpec) -> float:
 
 
 class LiveBytes(OperatorMode):
-    """Live bytes of the storages made in this context, except those of `others`, and their maximum."""
+    """Counts the live bytes of storages made inside the context, without those of `others`, and their peak."""
 
     def __init__(self, others: Iterable[Tensor]) -> None:
         super().__init__()
@@ -164,7 +162,7 @@ class LiveBytes(OperatorMode):
         return made
 
     def add(self, made: Any) -> None:
-        """Count the tensors in `made`."""
+        """Count the tensors in the result of an operator."""
         for tensor in made if isinstance(made, (tuple, list)) else (made,):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
@@ -187,8 +185,8 @@ class LiveBytes(OperatorMode):
 def count_activations(
     resolved: ResolvedRun, spec: ModelSpec, layers: int | Literal["all"] | None, keep: Literal["attention"] | None
 ) -> Activations:
-    """Count them for this rank's share of the run's largest micro-batch, with `layers` recomputed; without
-    pipeline, tensor and expert parallelism, copies on the host and packed weights, which refuse `auto`."""
+    """Count activations for this rank's share of the largest micro-batch, with `layers` recomputed; without pipeline,
+    tensor and expert parallelism, offload and packed weights, which refuse `auto`."""
     run, mix = resolved.run, resolved.mix
     again = RecomputeConfig(layers=layers, keep=keep)
     model = replace(run.model, recompute=again, compile_layers=False, fp8=None)
@@ -224,7 +222,7 @@ def count_activations(
 
 
 def _teacher(run: RunConfig, student: ModelConfig, precision: str) -> Teacher | None:
-    """The run's teacher, on the meta device."""
+    """Return the run's teacher on the meta device."""
     if run.objective.teacher is None or run.objective.top_k is not None:
         return None
     from llmtrain.models.teacher import empty_teacher, teacher_model
@@ -235,8 +233,8 @@ def _teacher(run: RunConfig, student: ModelConfig, precision: str) -> Teacher | 
 def _loss(
     objective: Objective, spec: ModelSpec, teacher: Teacher | None, inputs: Tensor, positions: Tensor | None
 ) -> Loss:
-    """Substitute for a run's loss function: it takes as much of the head, and all that is as large as tokens x words or
-    the hidden state. What an objective computes of the tokens' likelihoods is small, and may be a plugin's."""
+    """Substitute for a run's loss function with the same large tensors (tokens x vocabulary, hidden states). An
+    objective's own terms of the tokens' likelihoods are small, and may be a plugin's."""
     column = None if objective.top_k is None else _column(inputs, objective.top_k)
 
     def of_hidden(head: Head, hidden: Tensor) -> Tensor:
@@ -257,6 +255,6 @@ def _loss(
 
 
 def _column(inputs: Tensor, top_k: int) -> TeacherSays:
-    """A teacher's column of the data, which lives until the backward pass has ended."""
+    """A teacher's column of the data, alive until the backward pass has ended."""
     words = inputs.new_zeros(inputs.numel(), top_k)
     return TopWords(words=words, logs=torch.zeros(inputs.numel(), top_k + 1)).of

@@ -1,4 +1,4 @@
-"""A run's side of checkpoint/mirror.py: the process beside it, and what a launch without checkpoints fetches."""
+"""A run's side of checkpoint/mirror.py: its process, and the fetch for a launch without checkpoints."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from llmtrain.tracking.tracker import Tracker
 
 _AT_THE_END_S, _WHEN_STOPPED_S = 1800.0, 20.0
-"""Limits for how long the end of a run waits for its last checkpoint; one that was asked to stop has little time."""
+"""Limits of the wait for the last checkpoint, at a complete run's end and at a stop, which has little time."""
 _RESTART_S = 10.0
 """Least time between two starts of the process."""
 
 
 def look(run: RunConfig, folder: CheckpointFolder, ranks: Ranks) -> None:
-    """Fetch the mirror's newest checkpoint for a run that continues by itself and has none; else refuse a mirror with
+    """Fetch the mirror's newest checkpoint for a run with `resume: auto` and none on disk; else refuse a mirror with
     another run's checkpoints. All ranks call it together. Raises AgreedError."""
     url = run.checkpoint.mirror
     if url is None:
@@ -51,10 +51,10 @@ def look(run: RunConfig, folder: CheckpointFolder, ranks: Ranks) -> None:
 
 
 class Mirror:
-    """The process that mirrors a folder of checkpoints, and what it tells."""
+    """The process that mirrors a folder of checkpoints, and its messages."""
 
     def __init__(self, settings: CheckpointConfig, folder: Path, tracker: Tracker, best: Best | None) -> None:
-        """Start the process. `best`: the choice of the best checkpoints, which stay."""
+        """Start the process. `best`: the rule for the best checkpoints, which are kept."""
         self._url, self._folder, self._tracker = redact_text(str(settings.mirror)), folder, tracker
         self._failing = False
         self._words = of_module(
@@ -67,7 +67,7 @@ class Mirror:
         self._process, self._began_s = Child(self._words), time.monotonic()
 
     def listen(self) -> None:
-        """Forward its messages to the tracker, and start it again if it has ended; never waits."""
+        """Forward messages to the tracker, and restart the process if it has ended; never waits."""
         self._pass_on()
         if (code := self._process.code) is not None and time.monotonic() - self._began_s > _RESTART_S:
             log.warn(f"checkpoint.mirror {self._url}: its process has ended (code {code}), and is started again")
@@ -88,7 +88,7 @@ class Mirror:
             self._failing = failing
 
     def finish(self, *, complete: bool) -> None:
-        """Wait until the newest checkpoint is mirrored; of a run that was asked to stop not for long."""
+        """Wait until the newest checkpoint is mirrored; only briefly if the run was asked to stop."""
         limit_s = _AT_THE_END_S if complete else _WHEN_STOPPED_S
         until = time.monotonic() + limit_s
         self.listen()
@@ -105,5 +105,5 @@ class Mirror:
             )
 
     def close(self) -> None:
-        """End the process. What it has half uploaded does not count."""
+        """End the process. An upload that is not complete is dropped."""
         self._process.close()

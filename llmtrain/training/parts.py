@@ -1,4 +1,4 @@
-"""`Part`: what takes part in a run beside the step itself, such as saving, evaluation or the exchange between sites."""
+"""`Part`: a component of a run next to the step, such as saving, evaluation or the exchange between sites."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True)
 class Done(Step):
-    """A step that is done, and where the run stands after it."""
+    """A completed step, and the state of the run after it."""
 
     position: Position
     """After the step, and after the parts before this one in the list."""
     steps: range
-    """Optimizer steps that the position has passed: one, or more where other sites have trained further."""
+    """Optimizer steps that the position has passed: one, or more if other sites have trained further."""
     complete: bool
     """The run has all of its steps."""
     data_wait_s: float
@@ -71,45 +71,45 @@ class Done(Step):
 
 
 class Part(Entry, section="parts"):
-    """Takes part in a run beside the step. All ranks call every method together; each default does nothing.
+    """A component of a run. All ranks call every method together; each default does nothing.
 
-    `training/run.py` has the list of a run's parts. Its order is the order in which the loop calls them. A plugin's
-    part is a dataclass with a name (`class Count(Part, entry="count")`): its fields stand below `parts.count`.
+    `training/run.py` lists the parts in the order of their calls. A plugin's part is a dataclass with a name (`class
+    Count(Part, entry="count")`), whose fields are set below `parts.count`.
     """
 
     key = ""
     """Name of its entry in a checkpoint's trainer.json; empty: it has none."""
     ended = ""
-    """Reason for which the run is complete before its last step, the same on all ranks; empty: it goes on. A plugin's
-    part has no such word: it asks for an end by `request`."""
+    """Reason for completing the run before its last step, the same on all ranks; empty: none. A plugin's part asks for
+    an end by `request` instead."""
 
     def open(self, launch: Launch) -> None:
-        """Called once at first, on a part of a plugin. `launch`: the run's objects, such as its engine and data."""
+        """Called once at first, for a plugin's part. `launch`: the run's objects, such as its engine and data."""
 
     def begin(self, position: Position) -> Position | None:
-        """Called before the first step. Returns where the run goes on instead; None, as a plugin's part always does: at
+        """Called before the first step. Returns the position to continue from; None, as a plugin's part always returns:
         `position`."""
         return None
 
     def request(self) -> Request:
-        """Return this rank's share of the next step's all-reduce; of a plugin's part `stop` and `save` alone."""
+        """Return this rank's entry in the next step's all-reduce; a plugin's part may set `stop` and `save` alone."""
         return Request()
 
     def before_update(self) -> None:
-        """Called when the gradients are there and the optimizer has not written yet."""
+        """Called between the backward pass and the optimizer's update."""
 
     def after_step(self, done: Done) -> Position | None:
-        """Called after each step. Returns where the run goes on instead; None, as a plugin's part always does: at
+        """Called after each step. Returns the position to continue from; None, as a plugin's part always returns:
         `done.position`."""
         return None
 
     def figures(self, done: Done) -> dict[str, Any]:
-        """Return its figures for the row of metrics of a step that is logged, by their keys in tracking/metrics.py;
-        those of a plugin's part are logged as NAME/KEY. Rank 0's count."""
+        """Return figures for the metrics of a logged step, by their keys in tracking/metrics.py; those of a plugin's
+        part are logged as NAME/KEY. Rank 0's are used."""
         return {}
 
     def state(self) -> list[StateTensor]:
-        """Return the tensors that a checkpoint keeps of it."""
+        """Return the tensors that a checkpoint saves."""
         return []
 
     def to_json(self) -> Any:
@@ -117,7 +117,7 @@ class Part(Entry, section="parts"):
         return None
 
     def restore(self, kept: Any, folder: Path) -> None:
-        """Called before `begin`: go on from the checkpoint in `folder`. `kept`: what `to_json` returned there."""
+        """Called before `begin` to restore the state of the checkpoint in `folder`. `kept`: its result of `to_json`."""
 
     def close(self, error: BaseException | None) -> None:
-        """Called once at the end of the launch, however it ends. `error`: what ended it, if something did."""
+        """Called once at the end of the launch. `error`: the exception that ended it, if any."""

@@ -1,4 +1,4 @@
-"""The parts that plugins bring to a run: an exception in one ends the run on all ranks, after a save."""
+"""Parts of plugins: an exception in one ends the run on all ranks, after a save."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 class Lost(ModelError):
-    """A part has changed what a save would need."""
+    """A part has changed state that a save needs."""
 
 
 class Surroundings:
-    """State of the run that the method of a part leaves as it finds it. No device is asked."""
+    """State of the run that a part's method must not change. Reading it never waits for a device."""
 
     def __init__(self, module: nn.Module, zero_stage: int) -> None:
         self._module = module
@@ -50,7 +50,7 @@ class Surroundings:
         return [each.requires_grad for each in self._parameters]
 
     def seen(self) -> dict[str, Any]:
-        """Return the state that can be put back, by the words that tell of its change."""
+        """Return the state that can be restored, by its description in messages."""
         return {
             "torch.set_grad_enabled": torch.is_grad_enabled(),
             "torch.set_default_dtype": torch.get_default_dtype(),
@@ -60,11 +60,12 @@ class Surroundings:
         }
 
     def kept(self) -> tuple[bool, list[int]]:
-        """Return the state that cannot: whether there are process groups, and torch's counts of changed parameters."""
+        """Return the state that cannot be restored: (process groups exist, torch's counters of changes by
+        parameter)."""
         return dist.is_initialized(), [each._version for each in self._mastered]
 
     def compare(self, seen: dict[str, Any], kept: tuple[bool, list[int]]) -> None:
-        """Put back what is another now. Raises RuntimeError, or Lost."""
+        """Restore changed state. Raises RuntimeError for a change; Lost if it cannot be restored."""
         (groups, before), (groups_now, after) = kept, self.kept()
         if groups and not groups_now:
             raise Lost("it has destroyed the process groups of the run (destroy_process_group)")
@@ -95,11 +96,11 @@ class Surroundings:
 
 
 class Guarded(Part):
-    """A plugin's part. After its first exception on a rank it is called no more there, and the rank asks all to stop:
-    they train one step further, save, and `close_all` ends them alike."""
+    """A plugin's part. After its first exception on a rank, that rank never calls the part again and asks all to stop:
+    they train one more step, save, and `close_all` ends them with one error."""
 
     def __init__(self, name: str, part: Part, ranks: Ranks, surroundings: Surroundings) -> None:
-        """`part`: as the run's configuration has it."""
+        """`part`: from the run's configuration."""
         self.name, self.key, self._ranks = name, f"parts.{name}", ranks
         self._part, self._surroundings = part, surroundings
         self.failure: str | None = None
@@ -107,7 +108,7 @@ class Guarded(Part):
 
     @property
     def asks(self) -> str:
-        """The reason for which it asks all ranks to stop; empty: it does not."""
+        """Reason for asking all ranks to stop; empty: none."""
         return self.failure or (f"{self.key} asked to stop" if self._stops else "")
 
     def open(self, launch: Launch) -> None:
@@ -179,7 +180,7 @@ class Guarded(Part):
 
 
 def _is(given: T, *kinds: type) -> T:
-    """Raise TypeError where a plugin's method has returned what the loop cannot use."""
+    """Raise TypeError for a result of another type than the loop needs."""
     if not isinstance(given, kinds):
         wanted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
         raise TypeError(f"it returns {type(given).__name__}; wanted is {wanted}")
@@ -187,14 +188,14 @@ def _is(given: T, *kinds: type) -> T:
 
 
 def _asked(given: Request) -> Request:
-    """Raise TypeError where a part asks for more than is its own to ask for: the ranks would wait for each other."""
+    """Raise TypeError for a request with other fields than `stop` and `save`: ranks would wait for each other."""
     if given not in (Request(stop=stop, save=save) for stop in (False, True) for save in (False, True)):
         raise TypeError(f"it returns {given}; wanted is Request() with stop=True, save=True or both")
     return given
 
 
 def _figures(given: dict[str, Any]) -> dict[str, Any]:
-    """Raise TypeError for what is no figure. A tensor or an array of one element is a number."""
+    """Raise TypeError for a value that is no number. A tensor or an array with one element is a number."""
     found = {_is(key, str): value.item() if hasattr(value, "item") else value for key, value in given.items()}
     for key, value in found.items():
         for number in value if isinstance(value, list | tuple) else [value]:
@@ -204,7 +205,7 @@ def _figures(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def guarded(launch: Launch) -> list[Part]:
-    """The parts of a run's `parts` section, opened, in their order there. All ranks call it. Raises AgreedError."""
+    """Open the parts of the section `parts`, in order. All ranks call it. Raises AgreedError."""
     setup = launch.setup
     surroundings = Surroundings(setup.engine.module, setup.resolved.zero_stage)
     made = [Guarded(name, part, setup.ranks, surroundings) for name, part in setup.run.parts.items()]
@@ -214,7 +215,7 @@ def guarded(launch: Launch) -> list[Part]:
 
 
 def first_failure(parts: Sequence[Part], ranks: Ranks) -> str | None:
-    """The failure of a plugin's part on the first rank that has one. All ranks call it."""
+    """Return a plugin part's failure from the first rank with one. All ranks call it."""
     mine = next((part.failure for part in parts if isinstance(part, Guarded) and part.failure), None)
     found = ((rank, failure) for rank, failure in enumerate(from_all(ranks, mine)) if failure)
     return next((f"rank {rank}: {failure}" if ranks.world_size > 1 else failure for rank, failure in found), None)
@@ -223,7 +224,7 @@ def first_failure(parts: Sequence[Part], ranks: Ranks) -> str | None:
 def close_all(parts: Sequence[Part], ranks: Ranks) -> None:
     """Close the parts of plugins after a run has saved, the last first. All ranks call it.
 
-    Raises: AgreedError, where one has failed on a rank, here or before.
+    Raises: AgreedError, if one has failed on a rank, here or before.
     """
     for part in reversed(parts):
         if isinstance(part, Guarded):

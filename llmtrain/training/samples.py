@@ -20,7 +20,7 @@ _ROUND = 16
 
 
 def continuations(setup: Setup, prompts: Prompts) -> list[str]:
-    """The text after each prompt. All ranks call it together, with the same prompts; each continues some of them."""
+    """Return the text after each prompt. All ranks call it together, with the same prompts; each continues some."""
     batch, shared = setup.resolved.batch, _ROUND * setup.resolved.degrees.sequence
     longest = max(map(len, prompts.ids)) + prompts.tokens
     length = min(-(-longest // shared) * shared, setup.run.data.sequence_length)

@@ -1,4 +1,4 @@
-"""The part of a run that saves checkpoints, and reports on them."""
+"""The part of a run that saves and reports checkpoints."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Saving(Part):
             self._mirror = Mirror(self._settings, folder.path, launch.tracker, self._best)
 
     def request(self) -> Request:
-        """Send if this rank was asked to save, and how far its part of the save under way is."""
+        """Send this rank's request for a save, and the status of its part of the save under way."""
         ended, failed = self._saver.status()
         self._signalled = self._requests.take_save()
         minutes = self._settings.every_minutes if self._ranks.rank == 0 else None
@@ -63,18 +63,18 @@ class Saving(Part):
         return Request(save=self._signalled or due, save_ended=ended, save_failed=failed)
 
     def is_due(self, done: Done) -> bool:
-        """True if all ranks save after the step; after the last one the caller asks for it."""
+        """True if all ranks save after the step; the save after the last step is made by `last`."""
         due = done.agreed.save or is_due(self._settings.every_steps, done.steps)
         return not done.last and (due or self._evaluation.is_best(done.position.step))
 
     def before_update(self) -> None:
-        """Wait until the optimizer may write over what is saved."""
+        """Wait until the optimizer may overwrite the tensors that are being saved."""
         self._saver.before_update()
 
     def after_step(self, done: Done) -> None:
-        """Go on with the save under way, if all ranks have come so far, and begin one if it is due.
+        """Advance the save under way if all ranks are ready, and begin one if it is due.
 
-        Raises: TrainingStopped or CheckpointError, after too many saves that failed in a row.
+        Raises: TrainingStopped or CheckpointError, after too many failed saves in a row.
         """
         self._report(self._saver.advance(done.agreed.save_ended, done.agreed.save_failed))
         if self._mirror is not None:
@@ -89,7 +89,7 @@ class Saving(Part):
             self._end_unsaved(done.position)
 
     def close(self, error: BaseException | None) -> None:
-        """Give the memory back; an end that all ranks have agreed on waits for the save under way."""
+        """Free the memory; an end that all ranks have agreed on waits for the save under way."""
         if isinstance(error, TrainingStopped):
             self._settle()
         if self._mirror is not None:
@@ -105,7 +105,7 @@ class Saving(Part):
         return self._start.trainer.to_json(position, entries)
 
     def save(self, position: Position) -> None:
-        """Begin a checkpoint. A failed save is reported and training goes on."""
+        """Begin a checkpoint. A failed save is reported and training continues."""
         step = position.step
         self._began_s = began_s = time.monotonic()
         if self._saver.busy:
@@ -133,9 +133,10 @@ class Saving(Part):
             self._settle()
 
     def _end_unsaved(self, position: Position) -> NoReturn:
-        """End a run that cannot save: write its state once more, with what retention would then delete deleted before.
+        """End a run that cannot save: write its state, after deleting the checkpoints that retention would delete
+        anyway.
 
-        Raises TrainingStopped where that succeeds, else CheckpointError.
+        Raises TrainingStopped if the save succeeds, else CheckpointError.
         """
         failed = f"{self._failed_in_a_row} checkpoints in a row failed; fault.max_failed_saves is {self._max_failed}"
         if self._folder.leads:
@@ -149,10 +150,10 @@ class Saving(Part):
                               "kept the others from being written, and the same command goes on.")  # fmt: skip
 
     def last(self, position: Position, *, complete: bool, exports: bool) -> None:
-        """The checkpoint at the end of a launch; if rank 0 `exports` it, its folder gets all files. `complete`: the run
-        has all of its steps.
+        """Write the last checkpoint of a launch. `exports`: rank 0 exports it, so its folder gets the files of all
+        hosts. `complete`: the run has done all steps.
 
-        Raises CheckpointError when it cannot be written.
+        Raises CheckpointError.
         """
         self._save_last(position)
         if self._settings.mirror is not None:

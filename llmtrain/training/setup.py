@@ -57,7 +57,7 @@ _PROVED_TOKENS = 32
 
 
 class Setup:
-    """A checked run on its ranks: first an engine whose parameters have no values, then what it trains with.
+    """A checked run on its ranks: an engine without parameter values at first, then everything for its training.
 
     All ranks call every method together. The order is: `Setup(...)`, `refer_to`, values (`write`, `start_from` or a
     checkpoint), `prove`, `session`.
@@ -70,12 +70,12 @@ class Setup:
             self.spec, notes = with_attention(checked.resolved, checked.spec, ranks.device)
         self.resolved = replace(checked.resolved, notes=(*checked.resolved.notes, *notes))
         self.course = Course(self.resolved.stages, (checked.data, *checked.later))
-        """Data and batch by the step."""
+        """Data and batch for each step."""
         self.choices, self.prompts = checked.choices, checked.prompts
         self.mesh = mesh_of(self.resolved.degrees)
         self.references = checked.references
-        """Hashes of the weights behind the reference's log-probabilities, each once: of the columns' model; if computed
-        at each step, of the modules that train whole beside the adapter."""
+        """Distinct hashes of the reference's weights: of the columns' model, or, with an online reference, of the
+        modules that train in full next to the adapter."""
         with together(ranks):
             reads_column = self.run.objective.top_k is not None
             student, precision = self.spec.model, self.resolved.precision
@@ -86,11 +86,11 @@ class Setup:
         self.teacher_config = checked.teacher_config
         self.engine = start_engine(self.resolved, self.spec, ranks, self.mesh)
         self.began_with: str | None = None
-        """Hash of the initial weights if this launch has initialised them; None: they come from elsewhere."""
+        """Hash of the initial weights if this launch has initialised them; None: it has resumed."""
         self._base: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
 
     def refer_to(self, source: ParameterSource) -> None:
-        """Let an objective with an online reference compare with these values, which it reads again at each step.
+        """Let an objective with an online reference compare with these values.
 
         Raises: AgreedError.
         """
@@ -105,13 +105,13 @@ class Setup:
         return with_reference(objective, self.run.objective, self._base)
 
     def write(self, source: ParameterSource) -> dict[str, int]:
-        """Give the parameters these values, and prove that they arrived. Returns what `write_weights` does."""
+        """Give the parameters these values, and prove that they arrived. Returns the result of `write_weights`."""
         return write_weights(self.engine, source, self.ranks)
 
     def start_from(self, source: ParameterSource) -> dict[str, int]:
-        """Begin the run with these values. Returns what `write_weights` does.
+        """Begin the run with these values. Returns the result of `write_weights`.
 
-        Raises: AgreedError, also when the column of the reference was computed from other weights.
+        Raises: AgreedError, also if the column of the reference was computed from other weights.
         """
         checksums = self.write(source)
         self.began_with = weights_hash(reference_checksums(self.spec, checksums))
@@ -124,8 +124,8 @@ class Setup:
         return checksums
 
     def prove(self) -> None:
-        """Prove on a few tokens that the loss is the one of the model's own logits; of a run that has just begun, also
-        the figures that are known without training. Raises AgreedError."""
+        """Prove on a few tokens that the loss equals the loss of the model's own logits; in a new run also prove
+        figures that are known without training. Raises AgreedError."""
         if is_of_plugin(self.run.objective):
             from llmtrain.training.proofs import prove_alike
 
@@ -142,15 +142,15 @@ class Setup:
                         self.mesh.place, self.ranks, own_teacher=self.teacher == self.began_with)  # fmt: skip
 
     def session(self, step: int = 0) -> Session:
-        """The steps of the run. `step`: optimizer steps done before, skipped ones included."""
+        """Return the steps of the run. `step`: optimizer steps done before, skipped ones included."""
         in_training = {name: metric for name, metric in self.run.metrics.items() if metric.in_training}
         rate = partial(rate_of, self.resolved.stages, max_steps=self.resolved.max_steps)
         return Session(self.engine, self.ranks, self.resolved.degrees, rate, seed=self.run.train.seed,
                        objective=with_metrics(self.objective, in_training), step=step)  # fmt: skip
 
     def loader(self, start_index: int = 0, sequences: Sequence[int] | None = None, *, step: int = 0) -> TrainLoader:
-        """This rank's batches. `sequences`: of a step, by data-parallel rank; None: equally many. `step`: steps of the
-        run before the first one."""
+        """Return this rank's batches. `sequences`: per step, by data-parallel rank; None: equal shares. `step`: steps
+        done before."""
         batch = self.resolved.stages.at(step).batch
         return TrainLoader(
             self.course.at(step).data,
@@ -168,8 +168,8 @@ class Setup:
 
 
 def with_attention(resolved: ResolvedRun, spec: ModelSpec, device: torch.device) -> tuple[ModelSpec, list[str]]:
-    """Choose an attention for model.attention auto. Returns the model with it, and a note on isolated documents, for
-    which a GPU computes a mask of all pairs of tokens. Raises ConfigError: a mask is too large."""
+    """Choose the attention for model.attention auto. Returns the model and a note on isolated documents, which need a
+    mask over all pairs of tokens in sdpa. Raises ConfigError: a mask is too large."""
     run, asked = resolved.run, resolved.run.model.attention
     if not run.data.isolate_documents or asked not in ("auto", "sdpa"):
         return spec, []
@@ -200,9 +200,9 @@ def with_attention(resolved: ResolvedRun, spec: ModelSpec, device: torch.device)
 
 
 def start_engine(resolved: ResolvedRun, spec: ModelSpec, ranks: Ranks, mesh: Mesh) -> Engine:
-    """The engine of a run; its parameters have no values yet.
+    """Make the engine of a run; its parameters have no values yet.
 
-    Raises: UserError, on all ranks alike.
+    Raises: UserError, on all ranks.
     """
     with together(ranks):
         check_device(resolved.precision, spec.model.attention, resolved.run.model.fp8, resolved.run.deepspeed)
@@ -240,8 +240,8 @@ def start_engine(resolved: ResolvedRun, spec: ModelSpec, ranks: Ranks, mesh: Mes
 
 
 def teacher_of(run: RunConfig, student: ModelConfig, precision: str, ranks: Ranks, mesh: Mesh) -> Teacher | None:
-    """The run's teacher, on the ranks that compute a loss: a pipeline's last stages, or all. Raises ModelError, on this
-    rank alone."""
+    """Load the teacher on ranks that compute a loss: a pipeline's last stages, or all. Raises ModelError, on this rank
+    alone."""
     objective = run.objective
     if objective.teacher is None or mesh.place.pipeline != mesh.degrees.pipeline - 1:
         return None
@@ -267,8 +267,8 @@ def teacher_hash(run: RunConfig, ranks: Ranks) -> str | None:
 
 
 def taught_by(run: RunConfig, columns: list[str], ranks: Ranks) -> str | None:
-    """Return the hash of the teacher. `columns`: hashes recorded in the data. All ranks call it. Raises AgreedError,
-    where they differ."""
+    """Return the hash of the teacher. `columns`: hashes recorded in the data. All ranks call it. Raises AgreedError:
+    they differ."""
     named = teacher_hash(run, ranks)
     made = {*columns, *([named] if named is not None else [])}
     if len(made) > 1:
@@ -279,8 +279,8 @@ def taught_by(run: RunConfig, columns: list[str], ranks: Ranks) -> str | None:
 
 
 def _compiles_layers(spec: ModelSpec, mix: Mix, ranks: Ranks, *, one_shape: bool) -> bool:
-    """The answer to model.compile_layers, the same on all ranks. `one_shape`: all micro-batches of the run have one
-    shape. Raises ConfigError, when it is true and some rank cannot compile."""
+    """Decide model.compile_layers, the same on all ranks. `one_shape`: all micro-batches of the run have one shape.
+    Raises ConfigError: the setting is true, and a rank cannot compile."""
     wanted, device = spec.model.compile_layers, ranks.device
     if not wanted and device.type != "cuda":  # on CUDA there is the loss to compile, and Muon
         return False
@@ -300,9 +300,9 @@ def _compiles_layers(spec: ModelSpec, mix: Mix, ranks: Ranks, *, one_shape: bool
 
 
 def _agreed_trouble(ranks: Ranks) -> str | None:
-    """The reason why torch.compile is not used; one rank that cannot is enough.
+    """Reason against torch.compile on any rank.
 
-    Compiled code rounds otherwise: what ranks hold alike would part where only some of them have it.
+    Compiled code rounds differently: equal values would diverge if only some ranks used it.
     """
     reasons = from_all(ranks, compiler.trouble(ranks.device))
     for rank, reason in enumerate(reasons):
@@ -314,11 +314,9 @@ def _agreed_trouble(ranks: Ranks) -> str | None:
 
 
 def write_weights(engine: Engine, source: ParameterSource, ranks: Ranks) -> dict[str, int]:
-    """Give the engine's parameters their first values, and prove that they arrived where the forward pass reads them.
+    """Write the parameters' first values, and prove that the forward pass reads them.
 
-    Raises AgreedError on all ranks.
-
-    Returns what `prove_weights` does.
+    Returns the result of `prove_weights`. Raises AgreedError on all ranks.
     """
     with together(ranks):
         arrived = fill_parameters(engine, source)
@@ -329,15 +327,15 @@ def write_weights(engine: Engine, source: ParameterSource, ranks: Ranks) -> dict
 
 
 def reference_checksums(spec: ModelSpec, checksums: dict[str, int]) -> dict[str, int]:
-    """Checksums of the first values that decide the model's results: with a new adapter (B = 0), those of the base
-    model, so that one column of `llmtrain reference` serves every seed and set of targets."""
+    """Checksums of the first values: for a new adapter (B = 0) the base model's, so that one column of `llmtrain
+    reference` serves every seed and set of targets."""
     if spec.adapter.start is not None:
         return checksums
     return {name: value for name, value in checksums.items() if name not in spec.adapter_shapes}
 
 
 def source_checksums(source: ParameterSource, names: Collection[str], ranks: Ranks) -> dict[str, int]:
-    """Of whole tensors. All ranks call it: each reads a part. Raises AgreedError."""
+    """Checksums of complete tensors. All ranks call it: each reads a part. Raises AgreedError."""
     with together(ranks):
         mine = {
             name: checksum(source.read(name, 0, numel(source.shape(name))).reshape(-1))
@@ -347,8 +345,8 @@ def source_checksums(source: ParameterSource, names: Collection[str], ranks: Ran
 
 
 def base_of(engine: Engine, spec: ModelSpec, source: ParameterSource) -> Callable[[], AbstractContextManager[None]]:
-    """A context in which the model computes as it did when its adapter was new. `source`: has the first values of the
-    modules that train whole. All ranks enter it together."""
+    """A context in which the model computes without its adapter. `source`: first values of modules that train in full.
+    All ranks enter it together."""
     kept: dict[tuple[str, Region, bool], Tensor] = {}
 
     def first(copy: ForwardCopy) -> Tensor:
@@ -369,8 +367,8 @@ def base_of(engine: Engine, spec: ModelSpec, source: ParameterSource) -> Callabl
 
 
 def prove_loss(engine: Engine, row: Tensor, ranks: Ranks, *, isolate_documents: bool) -> None:
-    """Prove on the first tokens of `row` [T] that our loss is the one of the model's own logits and, if asked, that
-    documents are isolated. Raises AgreedError, on all ranks."""
+    """Prove on the first tokens of `row` [T] that our loss equals the loss of the model's own logits and, if asked,
+    that documents are isolated. Raises AgreedError, on all ranks."""
     few = row[:_PROVED_TOKENS].unsqueeze(0)
     # A stage that fails leaves the others waiting for its activations: they cannot hear of it, so it ends as a fault.
     failures = contextlib.nullcontext() if engine.stages else _failures_in_transformers()
@@ -385,10 +383,7 @@ def prove_loss(engine: Engine, row: Tensor, ranks: Ranks, *, isolate_documents: 
 
 @contextlib.contextmanager
 def _failures_in_transformers() -> Iterator[None]:
-    """What transformers' own code raises in a first forward pass is said to the user, who chose the model's fields.
-
-    Raises: ModelError.
-    """
+    """Report an exception inside transformers in the first forward pass as a ModelError: the user chose the fields."""
     try:
         yield
     except (UserError, torch.OutOfMemoryError):  # memory runs out on one rank, and the others would wait for it

@@ -12,8 +12,7 @@ from llmtrain.training.step import Position, Request
 
 
 class StageBorders(Part):
-    """Tells in which stage the run is, when it begins and where another one begins, and gives the model the rotary
-    positions of the stage that it computes."""
+    """Reports the stage of a run at its start and at each change, and sets the model's rotary positions for it."""
 
     def __init__(self, launch: Launch) -> None:
         setup, self._tracker, self._loader = launch.setup, launch.tracker, launch.loader
@@ -22,21 +21,22 @@ class StageBorders(Part):
         self._several = len(self._course.stages) > 1 or self._course.first_number > 0
         self._step = 0
         self._turned = 0
-        """Changes of the model's rotary positions that it has had."""
+        """Changes of the rotary positions that were applied to the model."""
 
     def begin(self, position: Position) -> None:
-        """Tell the stage of the first step. What is evaluated or saved before it is of the step before."""
+        """Report the stage of the first step. An evaluation or a save before it uses the stage of the step before."""
         self._step = position.step
         self._turn(self._course.done(position.step).stage)
         self._tell(position)
 
     def request(self) -> Request:
-        """Change the rotary positions before the first step of a stage: until here the model is that of the last."""
+        """Change the rotary positions before the first step of a stage; evaluations and saves until here use the old
+        ones."""
         self._turn(self._course.at(self._step).stage)
         return Request()
 
     def after_step(self, done: Done) -> None:
-        """Tell the stage of the next step if it is another one, and where the data goes on if a part has moved it."""
+        """Report the next step's stage if it changes, and the next sequence if a part has moved the data."""
         trained, self._step, index = self._step + 1, done.position.step, done.position.sample_index
         if not done.last and self._course.at(self._step).stage != done.batch.stage:
             self._tell(done.position)
@@ -48,7 +48,7 @@ class StageBorders(Part):
         return {"data/stage": self._course.first_number + done.batch.stage} if self._several else {}
 
     def _turn(self, stage: int) -> None:
-        """Give the model the rotary positions of a stage, and before those the ones of the stages before it."""
+        """Apply the rotary positions of the earlier stages and of this one to the model, in order."""
         if self._course.stages[stage].rope:
             from llmtrain.models.rope import set_rope, turns  # most runs have none
 
@@ -58,7 +58,7 @@ class StageBorders(Part):
                 self._turned += 1
 
     def _tell(self, position: Position) -> None:
-        """Write down what is read from here on, for `llmtrain data where`; of several stages tell which one it is."""
+        """Record the data read from here on, for `llmtrain data where`; with several stages log the new one."""
         stage = self._course.at(position.step).stage
         of, data = self._course.stages[stage], self._course.data[stage]
         self._tracker.event(

@@ -1,6 +1,6 @@
 """One step of a training after another: what the ranks agree on, random numbers, learning rate, gradient, update.
 
-What happens between steps (logs, evaluation, checkpoints, an outer optimizer) are the parts of a run (parts.py).
+Work between steps (logs, evaluation, checkpoints, an outer optimizer) is done by the parts of a run (parts.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from llmtrain.engine.losses.with_metrics import quotients
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """The counters of a run; with the parameters and moments they are all that a checkpoint needs."""
+    """The counters of a run; a checkpoint needs nothing else but parameters and moments."""
 
     step: int = 0
     """Optimizer steps done, skipped ones included."""
@@ -67,19 +67,19 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """A step that is done. Reading a tensor here waits for the device: do it at log points only."""
+    """A completed step. Reading a tensor here waits for the device: do it at log points only."""
 
     batch: StepBatch
     agreed: Agreement
     sums: list[Tensor]
-    """The objective's of each of this rank's micro-batches, fp32 [figures]."""
+    """Sums of the objective for each micro-batch on this rank, fp32 [figures]."""
     lr_factor: float
     """Factor on the peak learning rates."""
     update: Update
 
 
 class Session:
-    """The steps of a run with an engine whose parameters have their values. All ranks call it together."""
+    """The steps of a run, for an engine with initialised parameters. All ranks call each method together."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Session:
         objective: LossFunction = NEXT_TOKEN,
         step: int = 0,
     ) -> None:
-        """`rate`: from a step's number (0 is the first) to the factor on the peak learning rates. `seed`: of dropout.
+        """`rate`: maps a step's number (0 is the first) to the factor on the peak learning rates. `seed`: for dropout.
         `step`: optimizer steps done before, skipped ones included."""
         self.engine, self.objective = engine, objective
         self.step_number = step
@@ -108,8 +108,8 @@ class Session:
         request: Request = Request(),  # frozen
         before_update: Callable[[], None] = lambda: None,
     ) -> Step:
-        """Train on this rank's part of a global batch; calls `before_update` before the optimizer writes. Raises
-        TrainingStopped, on all ranks: fp16 has no smaller loss scale left."""
+        """Train on this rank's part of a global batch. Raises TrainingStopped, on all ranks: fp16 has no smaller loss
+        scale left."""
         if isinstance(self.objective, LooksAhead):
             self.objective.look(batch.micro_batches, self.engine.evaluate)
         counted = sum(map(self.objective.weight, batch.micro_batches))
@@ -136,7 +136,7 @@ class Session:
         return Step(batch=batch, agreed=agreement(), sums=sums, lr_factor=lr_factor, update=update)
 
     def figures(self, step: Step) -> dict[str, float]:
-        """The objective's, over the global batch of a step. Waits for the device; every rank must call it."""
+        """Return the objective's figures over the global batch. Waits for the device; every rank must call it."""
         means = self.engine.means(torch.stack(step.sums).sum(0), step.agreed.weight)
         return quotients(dict(zip(self.objective.figures, means, strict=True)))
 
@@ -147,6 +147,6 @@ def is_due(every: int | None, steps: range) -> bool:
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
-    """Make the dropout of a step a pure function of (seed, step, rank), so resume needs no generator's state. The ranks
-    of a tensor-parallel group give the same `rank`; Span lets them differ where each has its own heads or features."""
+    """Make a step's dropout a pure function of (seed, step, rank), so that a resume needs no generator state. Ranks in
+    a tensor-parallel group give the same `rank`; Span lets them differ for their own heads or features."""
     torch.manual_seed(((seed * 1_000_003 + step) * 65_537 + rank) % 2**64)  # torch takes no more bits
