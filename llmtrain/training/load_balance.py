@@ -1,12 +1,12 @@
 """Load balancing: each data-parallel group takes as many sequences of a step as its measured speed allows.
 
-The loss of a step is per token of the global batch, whoever computes it: other shares are the same training, as another
-number of ranks is. All ranks read the same measurements and decide the same from them, without another message.
+The loss is per token of the global batch, so other shares are the same training, like another number of ranks. All
+ranks decide from the same measurements, without another message.
 
-A rank's speed is measured without its waiting for others. On the processor: the time of a step's forward and backward
-passes less that inside collectives. On a GPU, where the host waits for nothing and collectives stand in the device's
-queue: events around a forward pass. Under ZeRO 3 that pass waits for parameters, so there the events stand around each
-module that has some, after they have come.
+A rank's speed excludes waiting for others. On the processor: the time of a step's forward and backward passes minus the
+time inside collectives. On a GPU, where the host does not wait and collectives are in the device's queue: events around
+a forward pass. Under ZeRO 3 that pass waits for parameters, so events surround each module that has some, after their
+arrival.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ LEAST_GAIN = 0.03
 
 
 def share_out(seconds: Sequence[float], total: int, *, least: int, most: int, unit: int) -> tuple[int, ...]:
-    """The shares of `total` sequences with which the slowest group ends first: from `least` to `most`, in steps of
-    `unit`. `seconds`: of a sequence, by group."""
+    """Return the shares of `total` sequences that minimise the time of the slowest group: from `least` to `most`, in
+    steps of `unit`. `seconds`: per sequence, by group."""
     shares = [least] * len(seconds)
     ends = [(each * (least + unit), least, group) for group, each in enumerate(seconds) if least + unit <= most]
     heapq.heapify(ends)
@@ -57,13 +57,13 @@ def share_out(seconds: Sequence[float], total: int, *, least: int, most: int, un
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """Other shares from the next step on, and why."""
+    """New shares from the next step on, with the reason."""
 
     before: tuple[int, ...]
     """Sequences of a step by group."""
     after: tuple[int, ...]
     before_s: float
-    """Computing of a step: of the group that ends last."""
+    """Computing time of the slowest group in a step."""
     after_s: float
     """Computing of a step after the change, as the measured speeds predict it."""
     equal_s: float
@@ -81,7 +81,7 @@ class Change:
 
 
 class Balance:
-    """The shares of a launch, from the measured speeds of its ranks."""
+    """The shares of a launch, by the measured speeds of its ranks."""
 
     def __init__(self, groups: Sequence[int], *, global_batch: int, accumulation: int, at_once: bool) -> None:
         """`groups`: the data-parallel group of each rank. `at_once`: the ranks wait for each other in every micro-batch
@@ -96,7 +96,7 @@ class Balance:
         self._forget()
 
     def restore(self, kept: Any) -> None:
-        """Take the shares of a checkpoint's entry; those that fit nothing here are forgotten."""
+        """Take the shares of a checkpoint's entry; ignore shares that do not fit this launch."""
         given = kept.get("sequences") if isinstance(kept, dict) else None
         if not isinstance(given, list) or not all(type(each) is int for each in given):
             return
@@ -109,9 +109,9 @@ class Balance:
         self._window: list[list[int]] = []
 
     def measured(self, paces: Sequence[int]) -> Change | None:
-        """Once a step: the nanoseconds that each rank has computed for a sequence lately, 0 where it does not know.
+        """Take the nanoseconds per sequence on each rank (0: unknown), once a step.
 
-        Returns: other shares, if they are worth it; `sequences` has them from now on.
+        Returns: new shares, if they are worth it; `sequences` has them from now on.
         """
         if not all(paces):
             return None
@@ -152,20 +152,20 @@ class Pace(Protocol):
     """A rank's own speed."""
 
     def measured(self, micros: Sequence[MicroBatch]) -> contextlib.AbstractContextManager[None]:
-        """In which these are computed, forward and backward."""
+        """A context around the forward and backward passes of these micro-batches."""
         ...
 
     def take(self) -> int:
-        """Nanoseconds that a sequence took in a step since the last call; 0: not known."""
+        """Nanoseconds per sequence in a step since the last call; 0: unknown."""
         ...
 
     def forget(self) -> None:
-        """Drop what was measured so far."""
+        """Drop the measurements so far."""
         ...
 
 
 class HostPace:
-    """Measures on the processor. Collectives are those that `count_collectives` counts."""
+    """Measures on the processor, without the collectives that `count_collectives` counts."""
 
     def __init__(self, waited_s: Callable[[], float] = heart.waited_s, clock: Callable[[], float] = time.monotonic):
         self._waited_s, self._clock = waited_s, clock
@@ -191,7 +191,7 @@ class DevicePace:
     """Measures the first forward pass of a step on a GPU. Nothing waits for the device."""
 
     def __init__(self, module: nn.Module, *, gathers: bool, new_event: Callable[[], Event] | None = None) -> None:
-        """`gathers`: parameters come when their module begins (ZeRO 3); its hooks are there already."""
+        """`gathers`: parameters are gathered when their module begins (ZeRO 3); DeepSpeed's hooks are registered."""
         self._new_event = new_event or functools.partial(torch.cuda.Event, enable_timing=True)
         self._wanted = self._inside = False
         self._open: list[Event] = []
@@ -244,7 +244,7 @@ class DevicePace:
 
 
 class LoadBalance(Part):
-    """Measures this launch's ranks, and changes how the sequences of a step are divided among them."""
+    """Measures this launch's ranks, and divides the sequences of a step among them."""
 
     key = "shares"
 
@@ -270,7 +270,7 @@ class LoadBalance(Part):
         return self._balance.sequences
 
     def restore(self, kept: Any, folder: Path) -> None:
-        """Take the shares of the launch before; those that fit nothing here are forgotten."""
+        """Take the shares of the launch before; ignore shares that do not fit this one."""
         self._balance.restore(kept)
         self._loader.share(self.sequences)
 
@@ -283,7 +283,7 @@ class LoadBalance(Part):
         return Request(pace=self.pace.take())
 
     def after_step(self, done: Done) -> None:
-        """Take other shares from the next step on, if it is worth it."""
+        """Take new shares from the next step on, if they are worth it."""
         if (change := self._balance.measured(done.agreed.paces)) is None:
             return
         self.pace.forget()

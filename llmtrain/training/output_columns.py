@@ -1,8 +1,8 @@
-"""Outputs of the reference or teacher model, computed once for all epochs: the work of `llmtrain reference RUN.yaml`.
+"""Outputs of the reference or teacher model, computed once for all epochs by `llmtrain reference RUN.yaml`.
 
-A model goes over the run's data with the run's parallelism, and its outputs become a column of the prepared folders.
-For a preference objective it is the model that training starts from, so that the first step's log-ratio is exactly 0;
-for distillation it is the teacher. The columns' files: data/stream/columns.py.
+A model runs on the data with the run's parallelism, and its outputs become a column of the prepared folders. For a
+preference objective this is the initial model, so that the first step's log-ratio is exactly 0; for distillation the
+teacher. The columns' files: data/stream/columns.py.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ _WORDS = "words.json"
 
 
 def write(resolved: ResolvedRun) -> None:
-    """Write the columns that the run's objective compares with into its data folders. `resolved`: for the launcher's
-    number of ranks. Raises UserError."""
+    """Write the objective's columns into the run's data folders. `resolved`: for the launcher's number of ranks. Raises
+    UserError."""
     resolved = with_base(resolved)
     teacher = teacher_model(resolved.run.objective, resolved.run.model) if resolved.run.objective.top_k else None
     given = resolved
@@ -87,7 +87,7 @@ def write(resolved: ResolvedRun) -> None:
 
 
 def write_on_ranks_here(words: list[str], cpu: bool, count: int) -> None:
-    """`write`, on `count` ranks that are started on this machine. `words`: the run's. Raises UserError."""
+    """Run `write` on `count` new ranks on this machine. `words`: the run's arguments. Raises UserError."""
     with tempfile.TemporaryDirectory(prefix="llmtrain-reference-") as made, ending_on_sigterm():
         (Path(made) / _WORDS).write_text(json.dumps(words))
         with LocalRanks(Path(made), count, cpu=cpu, module=__name__, shows=True) as started:
@@ -98,8 +98,8 @@ def write_on_ranks_here(words: list[str], cpu: bool, count: int) -> None:
 
 
 def of_teacher(resolved: ResolvedRun, teacher: ModelConfig) -> ResolvedRun:
-    """A run of the teacher. All that can be frozen is, so that neither masters nor moments take memory: of a layer its
-    norms are left, since a pipeline's stage needs something that trains."""
+    """Return a run of the teacher that trains norms alone, so that masters and moments take no memory: a pipeline's
+    stage needs a trained parameter."""
     few = [name for name, each in ModelSpec.of(teacher).skeleton.named_parameters() if each.dim() == 1]
     model = replace(teacher, train_only=few)
     run = replace(resolved.run, model=model, adapter=AdapterConfig(), resume="none", resume_weights_only=False)
@@ -108,8 +108,8 @@ def of_teacher(resolved: ResolvedRun, teacher: ModelConfig) -> ResolvedRun:
 
 
 def _folders(resolved: ResolvedRun) -> list[tuple[DataConfig, int]]:
-    """The prepared folders that the run's stages and its evaluation read, each as data of its own, with a micro-batch
-    for it. Of texts that are read in sequences of several lengths there is a column for each."""
+    """Return (data, micro-batch) for each prepared folder of the stages and the evaluation; texts have a column per
+    sequence length."""
     read = [(stage, folder) for stage in resolved.stages for folder in stage.data.folders]
     read += [(resolved.stages[0], folder) for folder in resolved.run.eval.sets.values()]
     found: dict[tuple[str, int | None], tuple[DataConfig, int]] = {}
@@ -121,10 +121,10 @@ def _folders(resolved: ResolvedRun) -> list[tuple[DataConfig, int]]:
 
 
 def write_teacher(checked: Checked, ranks: Ranks, asked: RunConfig) -> None:
-    """The teacher's column of each of the run's data folders. All ranks call it together. Raises UserError on all of
-    them, and leaves no part of a column.
+    """Write the teacher's column of each data folder. All ranks call it together. Raises UserError on all of them, and
+    leaves no part of a column.
 
-    `checked`: a run of the teacher. `asked`: the run that will learn from it.
+    `checked`: a run of the teacher. `asked`: the run of the student.
     """
     setup = Setup(checked, ranks)
     resolved, engine, vocabulary = setup.resolved, setup.engine, setup.spec.facts.vocab_size
@@ -151,8 +151,8 @@ def write_teacher(checked: Checked, ranks: Ranks, asked: RunConfig) -> None:
 def _write_teacher(
     engine: Engine, data: TrainData, column: TeacherColumn, writer: ColumnWriter | None, form: tuple[int, Mesh, Ranks]
 ) -> float:
-    """Write one folder's column. `writer`: on rank 0. `form`: micro-batch, mesh and ranks. Returns the mean mass of the
-    words left out."""
+    """Write one folder's column. `writer`: on rank 0. `form`: micro-batch, mesh and ranks. Returns the mean probability
+    of words outside the column."""
     micro_batch, mesh, ranks = form
     place, data_parallel = mesh.place, mesh.degrees.data
     dealt = (micro_batch, place.data, data_parallel, ranks.device.type == "cuda")
@@ -187,9 +187,9 @@ def _write_teacher(
 def _with_progress(
     batches: Iterator[MicroBatch], at_once: int, what: str, rows: int, rows_together: int, ranks: Ranks
 ) -> Iterator[list[MicroBatch]]:
-    """The micro-batches, so many at a time; rank 0 tells how far the ranks are.
+    """Yield lists of `at_once` micro-batches, with a progress line on rank 0.
 
-    `rows_together`: of all ranks' micro-batches that are computed at the same time.
+    `rows_together`: rows that all ranks compute in one micro-batch each.
     """
     done = 0
     with log.Progress(what, rows, unit="row") if ranks.rank == 0 else contextlib.nullcontext() as progress:
@@ -203,7 +203,7 @@ def _with_progress(
 def _take(
     writer: ColumnWriter, data: TrainData, split: Split, found: Iterable[tuple[list[int], np.ndarray, np.ndarray]]
 ) -> None:
-    """Write micro-batches: their samples, words and logarithms."""
+    """Write the samples, words and logarithms of micro-batches."""
     for samples, words, logs in found:
         if not np.isfinite(logs).all():
             raise ModelError("objective.teacher: its probabilities are not finite; look at its weights, or compute in "
@@ -213,7 +213,7 @@ def _take(
 
 
 def write_columns(checked: Checked, ranks: Ranks) -> None:
-    """The column of each of the run's data folders. All ranks call it together. Raises UserError on all of them."""
+    """Write the reference's column of each data folder. All ranks call it together. Raises UserError on all of them."""
     setup = Setup(checked, ranks)
     run, resolved, engine = setup.run, setup.resolved, setup.engine
     setup.start_from(setup.spec.initial_weights(run.train.seed, ranks.device))
@@ -234,7 +234,8 @@ def write_columns(checked: Checked, ranks: Ranks) -> None:
 def column(
     engine: Engine, config: DataConfig, split: Split, dealt: tuple[int, int, int, bool], ranks: Ranks
 ) -> np.ndarray:
-    """fp32 [numbers] of a split of one folder. `dealt`: micro-batch, this rank's place, data-parallel ranks, pinned."""
+    """Return fp32 [numbers] for a split of one folder. `dealt`: micro-batch, this rank's place, data-parallel ranks,
+    pinned."""
     with together(ranks):
         data = TrainData(config, trains=False)
     train = split == "train"
@@ -257,7 +258,7 @@ def column(
 
 
 def main(argv: list[str]) -> int:
-    """One rank of `write_on_ranks_here`, with a launcher's environment. `argv`: the folder of the words."""
+    """Run a rank of `write_on_ranks_here`. `argv`: the folder with the arguments."""
     folder = Path(argv[0])
     with failure_reported(folder):
         world_size = int(os.environ["WORLD_SIZE"])

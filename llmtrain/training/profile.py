@@ -1,4 +1,4 @@
-"""`profile.steps`: traces of torch's profiler for each rank, memory over time, and a page that says it in words."""
+"""`profile.steps`: traces of torch's profiler for each rank, memory over time, and a summary page."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PHASES = ("data wait", "forward", "backward", "optimizer", "rest")
 
 
 class Profile(Part):
-    """Profiles the asked steps of this launch. Between them and outside of them it does nothing."""
+    """Profiles the asked steps of this launch."""
 
     def __init__(self, launch: Launch) -> None:
         self._setup, self._speed = launch.setup, launch.speed
@@ -80,7 +80,7 @@ class Profile(Part):
 
     @contextlib.contextmanager
     def _timed(self, holder: Any, name: str, phase: str) -> Iterator[None]:
-        """Count the time of a function, and name it in the trace."""
+        """Measure the time of a function, and name it in the trace."""
         function: Callable[..., Any] = getattr(holder, name)
         own, inside = name in vars(holder), [0]
 
@@ -102,7 +102,7 @@ class Profile(Part):
             setattr(holder, name, function) if own else delattr(holder, name)
 
     def _end(self, step: int) -> None:
-        """Write the files. All ranks call it together; what cannot be written is a warning."""
+        """Write the files. All ranks call it together; a failed write is a warning."""
         took_s, ranks = time.perf_counter() - self._began_s, self._setup.ranks
         assert self._open is not None
         with self._speed.pause(), heart.during("save"):
@@ -135,7 +135,7 @@ class Profile(Part):
                     log.warn(f"{self._folder / 'profile.md'} cannot be written: {error}")
 
     def _state(self) -> dict[str, int]:
-        """Bytes that this rank holds from step to step, by what they are."""
+        """Bytes that this rank holds between steps, by kind."""
         engine, found = self._setup.engine, {"parameters (forward copies)": 0}
         for copy in engine.copies():
             found["parameters (forward copies)"] += copy.values.numel() * copy.values.element_size()
@@ -157,7 +157,7 @@ class Profile(Part):
 
 
 def memory_timeline(trace: Path, device: str) -> list[tuple[float, int]]:
-    """(ms from the first, allocated bytes of the device) of the memory events of a trace, in order."""
+    """Return (ms since the first event, allocated bytes) for each memory event of a trace, in order."""
     wanted = 1 if device == "cuda" else 0  # torch's numbers of device types
     with gzip.open(trace, "rt", encoding="utf-8") as file:
         events = json.load(file)["traceEvents"]
@@ -170,7 +170,7 @@ def memory_timeline(trace: Path, device: str) -> list[tuple[float, int]]:
 
 
 def page_of(steps: range, everyone: list[dict[str, Any]], operators: list[tuple[str, int, float]], device: str) -> str:
-    """The page in Markdown. `everyone`: seconds of a step and bytes, for each rank; `operators`: rank 0's."""
+    """Return the page in Markdown. `everyone`: seconds of a step and bytes, for each rank; `operators`: rank 0's."""
     slowest = max(range(len(everyone)), key=lambda rank: everyone[rank]["step_s"])
     mean = {key: sum(each[key] for each in everyone) / len(everyone) for key in ("step_s", "collectives", *_PHASES)}
     first, *others = sorted(_PHASES, key=lambda phase: -mean[phase])

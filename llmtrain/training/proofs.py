@@ -1,8 +1,8 @@
-"""Proofs of an objective before the first step: identities, whatever the data and the model, and a plugin's functions.
+"""Proofs of an objective before the first step: identities for any data and model, and a plugin's functions.
 
-A reference is the model that training starts from, so each answer's log-probability is the reference's own; an answer
-that is preferred to itself has the margin 0 and a loss that is a number; a student that is its own teacher has the
-divergence 0. A run proves them through its own data, engine and loss function.
+The reference is the initial model, so each answer has the reference's log-probability; an answer that is preferred to
+itself has the margin 0 and a finite loss; a student that is its own teacher has the divergence 0. A run proves them
+with its own data, engine and loss function.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _ONE_FUNCTION = 1e-4
 
 
 class Apart(PerAnswer):
-    """Distance of each answer's log-probability from the reference's, per counted token: the mean over the answers."""
+    """Mean distance of answers' log-probabilities from the reference, per counted token."""
 
     def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
         """[1]."""
@@ -60,15 +60,15 @@ class Apart(PerAnswer):
 
 
 class FromItself(DistillLoss):
-    """A distillation whose teacher is the student itself, as its likeliest words."""
+    """A distillation from the student's own likeliest words."""
 
     def _says(self, head: Head, hidden: Tensor, micro: MicroBatch) -> TeacherSays:
         return head.top_words(hidden.flatten(0, 1), _WORDS, self._terms.temperature).of
 
 
 def twice(window: Window) -> Window:
-    """A sequence with the window's first answer two times, cut at its beginning where both would not fit: preferred to
-    itself, or judged both ways."""
+    """Return a sequence with the window's first answer twice, to prefer it to itself or judge it both ways; the
+    beginning is cut if both do not fit."""
     assert window.positions is not None and window.rows is not None
     length = len(window.inputs)
     begins = np.flatnonzero(window.positions == 0)
@@ -91,7 +91,7 @@ def twice(window: Window) -> Window:
 
 @dataclass(frozen=True)
 class Known:
-    """The numbers of one run that are known before its first step."""
+    """The figures of a run that are known before its first step."""
 
     run: RunConfig
     precision: str
@@ -197,8 +197,8 @@ def _off(value: float, known: float, tolerated: float) -> bool:
 
 
 def prove_alike(objective: Objective, ranks: Ranks) -> None:
-    """Prove that what a plugin's objective computes is a function of its argument: that all ranks get the same from the
-    same numbers, in two calls. All ranks call it together. Raises: AgreedError."""
+    """Prove that a plugin's objective is a function of its argument: equal results on all ranks, in two calls. All
+    ranks call it together. Raises: AgreedError."""
     with together(ranks), torch.random.fork_rng(devices=[]):
         mine = []
         for _ in range(2):
@@ -230,9 +230,9 @@ def prove_start(
     *,
     own_teacher: bool,
 ) -> None:
-    """Prove with the first values, on a few sequences, the figures that are known without training. `reference`: adds
-    the run's reference to an objective. `of`: the data, and the first stage that has it. `own_teacher`: the teacher has
-    the weights that training starts from. Raises AgreedError."""
+    """Prove on a few sequences the figures that are known without training. `reference`: adds the run's reference to an
+    objective. `of`: the data and its first stage. `own_teacher`: the teacher has the initial weights. Raises
+    AgreedError."""
     run, (stage, data) = resolved.run, of
     batch, key = stage.batch, stage_key(stage)
     dealt = (place.data, batch.data_parallel, ranks.device.type == "cuda")

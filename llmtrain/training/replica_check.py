@@ -1,8 +1,8 @@
-"""Compares the values that several ranks hold, and the optimizer's masters with what the forward pass reads.
+"""Compares values held by several ranks, and the optimizer's masters with the parameters of the forward pass.
 
-Each rank says which elements of which Hugging Face tensor its parameters are (`local_parameters`, by way of
-`Engine.copies`), and one small hash of each tensor that two ranks both hold is compared: of data-parallel replicas,
-norms that every tensor-parallel rank holds, an embedding tied over two stages, what ZeRO 3 keeps gathered.
+Each rank names the elements of Hugging Face tensors that it holds (`local_parameters`, by way of `Engine.copies`), and
+a small hash is compared for each tensor on two ranks or more: data-parallel replicas, norms on every tensor-parallel
+rank, an embedding tied over two stages, parameters that ZeRO 3 keeps gathered.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _SHOWN = 80  # characters of a value
 
 @dataclass(frozen=True)
 class Difference:
-    """A fact or tensor that differs among the ranks that hold it."""
+    """A fact or tensor that differs among its ranks."""
 
     name: str
     """Hugging Face name of a parameter, or the name of a fact."""
@@ -50,7 +50,7 @@ class Difference:
 
     @property
     def odd(self) -> tuple[int, ...]:
-        """The ranks that differ from most; all that hold it, where no value is held by most."""
+        """Ranks that differ from the majority; without a majority, all ranks that hold the value."""
         everyone = sum(map(len, self.groups))
         if 2 * len(self.groups[0]) > everyone:
             return tuple(sorted(rank for group in self.groups[1:] for rank in group))
@@ -58,11 +58,11 @@ class Difference:
 
 
 def tensor_hash(values: Tensor) -> Tensor:
-    """Hash of a tensor's bits, on its device: an int64 scalar. Nothing waits for it.
+    """Hash of a tensor's bits: an int64 scalar on its device, without a wait.
 
-    Equal bits give equal hashes wherever they lie in memory; NaNs are bits like others. One changed bit always changes
-    it. Words of 64 bits are added up in rows, and each row's sum is multiplied by an odd factor of its own (modulo
-    2^64). Reads the tensor once: 37 GB/s on one core.
+    Equal bits give equal hashes at any address, NaNs included, and one changed bit always changes the hash. Words of 64
+    bits are added up in rows, and each row's sum is multiplied by an odd factor of its own (modulo 2^64). Reads the
+    tensor once: 37 GB/s on one core.
     """
     flat = values.detach().reshape(-1)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
@@ -75,7 +75,7 @@ def tensor_hash(values: Tensor) -> Tensor:
 
 
 def _add(total: Tensor, flat: Tensor, first_row: int) -> Tensor:
-    """Add the hash of aligned elements that begin with that row to `total`."""
+    """Add the hash of aligned elements, which begin at `first_row`, to `total`."""
     per_word = 8 // flat.element_size()
     whole = flat.numel() // per_word
     words = flat[: whole * per_word].view(torch.int64)
@@ -95,17 +95,17 @@ def _add(total: Tensor, flat: Tensor, first_row: int) -> Tensor:
 
 
 class Replicas:
-    """Compares what the ranks hold. Every rank calls `differences` together with the others."""
+    """Compares the ranks' tensors and facts. All ranks call `differences` together."""
 
     def __init__(self, engine: Engine, ranks: Ranks) -> None:
         self._engine, self._ranks = engine, ranks
         self._rows: dict[int, int] = {}
-        """Row of the message by key, of what two ranks or more hold."""
+        """Row in the message for each key that two ranks or more hold."""
 
     def differences(self, facts: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> list[Difference]:
-        """All differences, the same list on all ranks: facts first, then parameters. Costs one pass over the
-        parameters, one wait for the device, one all-reduce on the host. `own`: facts of the ranks that give the same
-        name."""
+        """Return all differences, the same list on all ranks: facts first, then parameters. Costs one pass over the
+        parameters, one wait for the device, one all-reduce on the host. `own`: facts compared among the ranks that give
+        the same name."""
         held = [(_key(name), name, json.dumps(value)) for name, value in (*facts.items(), *(own or {}).items())]
         hashes = [_number(shown) for _, _, shown in held]
         copies = list(self._engine.copies())
@@ -123,7 +123,7 @@ class Replicas:
         return self._compare(held, hashes)
 
     def _shared(self, keys: Sequence[int]) -> dict[int, int]:
-        """The keys that two ranks or more have, numbered; the same on all ranks."""
+        """Number the keys that two ranks or more have; the same on all ranks."""
         group = self._ranks.control
         longest = torch.tensor([len(keys)])
         dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=group)
@@ -156,7 +156,7 @@ class Replicas:
 
 
 def _differences(everyone: Sequence[Sequence[tuple[int, str, str, int]]]) -> list[Difference]:
-    """`everyone`: of each rank, (row, name, shown, hash) of what is not the same."""
+    """`everyone`: for each rank, (row, name, shown, hash) of differing entries."""
     by_row: dict[int, dict[int, list[int]]] = {}
     words: dict[tuple[int, int], tuple[str, str]] = {}
     for rank, entries in enumerate(everyone):
@@ -174,7 +174,7 @@ def _differences(everyone: Sequence[Sequence[tuple[int, str, str, int]]]) -> lis
 
 
 def describe(differences: Sequence[Difference], seats: Sequence[Seat]) -> str:
-    """One sentence: what differs, and on which rank of which host."""
+    """Return a sentence with the first difference, its ranks and hosts."""
     first = differences[0]
     hosts = {seat.rank: seat.host for seat in seats}
 
@@ -207,19 +207,18 @@ _key = _number
 
 
 class ReplicasDiffer(TrainingStopped):
-    """Replicas have diverged. Restartable: most bit flips are transient, and the newest checkpoint is of ranks that
-    agreed."""
+    """Replicas have diverged. Restartable: most bit flips are transient, and ranks agreed at the newest checkpoint."""
 
     passing = True
 
 
 class MastersDiffer(TrainingStopped):
-    """The optimizer keeps other values than the forward pass reads: a checkpoint would hold what nobody trained."""
+    """The optimizer's masters differ from the forward pass: a checkpoint would hold untrained values."""
 
 
 class ReplicaCheck(Part):
-    """Compares the ranks every `fault.check_every` steps and before each checkpoint, and each time the optimizer's
-    masters with what the forward pass reads; that before a launch's first checkpoint in any case."""
+    """Compares the ranks every `fault.check_every` steps and before each checkpoint, each time with the masters against
+    the forward pass; the masters also before a launch's first checkpoint in any case."""
 
     def __init__(self, launch: Launch) -> None:
         self._launch, setup = launch, launch.setup
@@ -244,8 +243,8 @@ class ReplicaCheck(Part):
                 self.check(asdict(done.position), done.batch, done.lr_factor)
 
     def check(self, position: Mapping[str, int], batch: StepBatch, lr_factor: float) -> None:
-        """Compare the ranks after a step, and the masters with the values of the forward pass. Raises ReplicasDiffer or
-        MastersDiffer, on all ranks."""
+        """Compare the ranks, and the masters with the forward pass. Raises ReplicasDiffer or MastersDiffer, on all
+        ranks."""
         step = position["step"]
         if self._compares_ranks:
             # The ranks of a data-parallel group work on the same sequences.

@@ -1,4 +1,4 @@
-"""Parts that write rows of metrics: the figures of the steps that are logged, and evaluation."""
+"""Parts that write rows of metrics: the figures of logged steps, and evaluation."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 
 class Evaluation(Part):
-    """Measures the validation sequences, the sets of the section `eval` and its multiple-choice questions every
-    `train.eval_every` steps. The figures choose the best checkpoints, and may end the run early."""
+    """Measures the validation sequences and the sets and questions of the section `eval` every `train.eval_every`
+    steps. The figures choose the best checkpoints, and may end the run early."""
 
     key = "evaluation"
 
@@ -87,11 +87,11 @@ class Evaluation(Part):
 
     @property
     def decides(self) -> bool:
-        """The last checkpoint is to tell the figures of the last evaluation."""
+        """True if the last checkpoint must record the last evaluation."""
         return self._best is not None
 
     def to_json(self) -> dict[str, Any] | None:
-        """Return the figures of the last evaluation, and how long it has been no better."""
+        """Return the figures of the last evaluation, and the state of `train.stop_early`."""
         if self._last is None and self._patience is None:
             return None
         step, figures = self._last or (None, {})
@@ -100,13 +100,13 @@ class Evaluation(Part):
         return {"step": step, "figures": finite, **early}
 
     def restore(self, kept: dict[str, Any], folder: Path) -> None:
-        """Go on to count evaluations."""
+        """Restore the count of evaluations."""
         if self._patience is not None and (early := kept.get("stop_early")):
             self._patience.restore(early)
             self.ended = self._patience.reason
 
     def is_due(self, done: Done) -> bool:
-        """True if the step is followed by an evaluation; after the last step of a run the caller asks for it."""
+        """True if an evaluation follows the step; after the last step the caller evaluates."""
         setup = self._setup
         every = setup.run.train.eval_every
         wanted = bool(self._measured or setup.choices or setup.prompts)
@@ -120,7 +120,7 @@ class Evaluation(Part):
 
     def evaluate(self, position: Position) -> dict[str, float]:
         """Write the figures of all sets over all ranks, and return them by their keys in tracking/metrics.py. A second
-        call at one step returns what the first one did."""
+        call at one step returns the first result."""
         setup = self._setup
         if self._last is not None and self._last[0] == position.step:
             return self._last[1]
@@ -178,7 +178,7 @@ class Evaluation(Part):
         return self._bytes[key]
 
     def _figures(self, index: int) -> dict[str, float]:
-        """Figures of one set, under its prefix."""
+        """Return the figures of one set, under its prefix."""
         measured, engine = self._measured[index], self._setup.engine
         objective = with_metrics(self._setup.objective, self._setup.run.metrics)
         if isinstance(objective, LooksAhead):
@@ -191,17 +191,17 @@ class Evaluation(Part):
 
 
 class BestSteps:
-    """The best evaluated steps of a run whose checkpoints are there or under way."""
+    """The best evaluated steps among checkpoints that exist or are being saved."""
 
     def __init__(self, best: Best, there: Iterable[tuple[int, float]]) -> None:
-        """`there`: (step, figure) of checkpoints that the run has."""
+        """`there`: (step, figure) of existing checkpoints."""
         self._best, self._steps = best, dict(best.first(there))
 
     def __contains__(self, step: int) -> bool:
         return step in self._steps
 
     def take(self, step: int, figures: Mapping[str, float]) -> None:
-        """Count an evaluation; one that is not finite is never among the best."""
+        """Count an evaluation; a figure that is not finite is never among the best."""
         value = figures.get(self._best.metric, math.nan)  # a plugin's, of weights that are all 0, is not there
         if math.isfinite(value):
             others = ((each, kept) for each, kept in self._steps.items() if each != step)
@@ -213,7 +213,7 @@ class BestSteps:
 
 
 class Patience:
-    """Counts evaluations that are no better than the best before them: `train.stop_early`."""
+    """Counts evaluations without improvement: `train.stop_early`."""
 
     def __init__(self, settings: StopEarly) -> None:
         self._settings = settings
@@ -234,7 +234,7 @@ class Patience:
 
     @property
     def reason(self) -> str:
-        """The sentence with which the run ends; empty: it goes on."""
+        """Reason for ending the run; empty: none."""
         if self._waited < self._settings.patience:
             return ""
         newest, was = "not finite" if self._newest is None else f"{self._newest:.4f}", "none was finite"
@@ -249,7 +249,7 @@ class Patience:
         return {"best": self._best, "best_step": self._best_step, "waited": self._waited, "newest": self._newest}
 
     def restore(self, kept: Mapping[str, Any]) -> None:
-        """Go on from what `to_json` gave."""
+        """Restore the state of `to_json`."""
         self._best, self._best_step, self._waited = kept["best"], kept["best_step"], kept["waited"]
         self._newest = kept.get("newest")
 
@@ -269,7 +269,7 @@ class Measured:
 
 
 def evaluation_batches(setup: Setup, measured: Measured) -> Iterator[MicroBatch]:
-    """This rank's share of the sequences. Raises DataError when there are none."""
+    """Yield this rank's share of the sequences. Raises DataError: there are none."""
     return validation_batches(
         measured.data,
         sequences=measured.sequences,
@@ -281,7 +281,7 @@ def evaluation_batches(setup: Setup, measured: Measured) -> Iterator[MicroBatch]
 
 
 def choice_log_probs(setup: Setup, choices: ChoiceSet) -> np.ndarray:
-    """fp32 [rows]: the log-probability of each choice, nats. All ranks call it together, and have the same."""
+    """fp32 [rows]: log-probability of each choice in nats, the same on all ranks. All ranks call it together."""
     from llmtrain.engine.losses.answers import LogProbs  # most runs measure texts alone
 
     batch, collect = setup.resolved.batch, LogProbs()
@@ -292,7 +292,7 @@ def choice_log_probs(setup: Setup, choices: ChoiceSet) -> np.ndarray:
 
 
 class Logging(Part):
-    """A row of metrics every `train.log_every` steps, and of the last step."""
+    """Writes a row of metrics every `train.log_every` steps, and for the last step."""
 
     def __init__(self, launch: Launch) -> None:
         self._launch, setup = launch, launch.setup
@@ -338,7 +338,7 @@ class Logging(Part):
 
 
 def flops_of(setup: Setup, stage: int) -> TokenFlops:
-    """FLOPs of a token, in sequences of that stage's length."""
+    """FLOPs per token in sequences of that stage's length."""
     sizes = setup.spec.facts
     return flops_per_token(
         matmul_params=sizes.matmul_parameters,
@@ -352,7 +352,7 @@ def flops_of(setup: Setup, stage: int) -> TokenFlops:
 
 
 def throughput_of(setup: Setup, step: int = 0) -> Throughput:
-    """The speed of the run between two log points. `step`: where it goes on."""
+    """The speed of the run between two log points. `step`: the step to continue from."""
     flops = flops_of(setup, setup.resolved.stages.number(step))
     peak = peak_flops(device_name(setup.ranks.device), setup.resolved.precision)
     return Throughput(flops=flops, devices=setup.ranks.world_size, peak=peak)

@@ -1,4 +1,4 @@
-"""The state from which a launch goes on: initial weights or which checkpoint, and trainer.json beside its tensors."""
+"""The state that a launch continues from: initial weights or a checkpoint, and trainer.json next to its tensors."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 
 class TrainerState:
-    """trainer.json: what a resume needs beside the tensors, and what it compares."""
+    """trainer.json: state that a resume needs next to the tensors, and settings that it compares."""
 
     def __init__(self, setup: Setup) -> None:
         """All ranks call it together."""
         self._engine, self._course = setup.engine, setup.course
         self.wandb_id = from_rank_0(setup.ranks, new_run_id)
         self.began_from: dict[str, Any] | None = None
-        """The checkpoint of another run that this one began from, see checkpoint/load.py."""
+        """The checkpoint of another run that this one started from, see checkpoint/load.py."""
         run, data, mix = setup.run, setup.data, setup.resolved.mix
         self.settings: dict[str, Any] = {
             "optimizer": run.optim.name,
@@ -60,7 +60,7 @@ class TrainerState:
         """The entries that do not change during a launch."""
 
     def to_json(self, position: Position, entries: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return the file's content. `entries`: of the run's parts, by their keys."""
+        """Return the file's content. `entries`: entries of the run's parts, by key."""
         return {
             **asdict(position),
             "loss_scale": self._engine.loss_scale(),
@@ -76,12 +76,12 @@ class TrainerState:
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """The state from which a launch goes on."""
+    """The state that a launch continues from."""
 
     trainer: TrainerState
     position: Position
     frozen: FrozenSource
-    """Parameters that checkpoints name and do not hold."""
+    """Parameters that checkpoints name without their values."""
     saved_step: int | None
     """The step whose checkpoint the run's folder holds already."""
     folder: Path | None
@@ -93,7 +93,7 @@ class Start:
 
 
 def resume_or_start(setup: Setup, folder: RunDirectory, checkpoints: CheckpointFolder) -> Start:
-    """Give the parameters their values: from a checkpoint, or from the model section. All ranks call it together.
+    """Give the parameters their values, from a checkpoint or from the model section. All ranks call it together.
 
     Raises: AgreedError.
     """
@@ -142,7 +142,7 @@ def resume_or_start(setup: Setup, folder: RunDirectory, checkpoints: CheckpointF
 
 
 def _sampling(folder: Path | None) -> dict[str, Any]:
-    """The sampling defaults of the folder that the run starts from."""
+    """Sampling defaults of the initial model's folder."""
     if folder is None:
         return {}
     from llmtrain.checkpoint.hf.serving import sampling_defaults
@@ -159,9 +159,9 @@ def _frozen_lines(source: FrozenSource) -> list[str]:
 def agreed_candidates(
     run: RunConfig, folder: RunDirectory, where: CheckpointFolder, ranks: Ranks
 ) -> tuple[list[Path], bool, dict[Path, str]]:
-    """(`candidates`, own, what is not whole and why): the same on every rank, from what the leaders find.
+    """Return (`candidates`, own, incomplete folders with reasons), the same on every rank, from the leaders' findings.
 
-    On a shared file system each rank looking for itself could see another newest one.
+    On a shared file system, ranks that look alone could see different newest checkpoints.
     """
     found: tuple[list[str], bool, str | None] = ([], False, None)
     if where.leads:
@@ -185,8 +185,8 @@ def agreed_candidates(
 
 
 def candidates(run: RunConfig, folder: RunDirectory) -> tuple[list[Path], bool]:
-    """Checkpoints to try, newest first, and whether they are this run's own. With a path in `resume`, the run folder's
-    own checkpoints win if they began from that path. Raises CheckpointError: they do not go together."""
+    """Checkpoints to try, newest first; True: this run's own. With a path in `resume`, the run folder's own checkpoints
+    win if they began from that path. Raises CheckpointError: they began elsewhere."""
     own = complete_checkpoints(folder.checkpoints)
     if run.resume == "none":
         folder.refuse_old_checkpoints()
@@ -216,8 +216,8 @@ def candidates(run: RunConfig, folder: RunDirectory) -> tuple[list[Path], bool]:
 
 
 def _named(given: str) -> list[Path]:
-    """The checkpoints that a path or URL means, newest first: of a run's folder all that are whole, as for other
-    commands; of a URL the newest, fetched."""
+    """Return the checkpoints of a path or URL, newest first: all complete ones of a run's folder, as in other commands;
+    the newest of a URL, fetched."""
     from llmtrain.checkpoint.listing import find_checkpoints
 
     if is_url(given):

@@ -45,7 +45,7 @@ from llmtrain.training.step import Position, Request
 
 
 def train(checked: Checked) -> int:
-    """One launch of a run on this rank. Returns the exit code; raises UserError, AgreedError on all ranks."""
+    """Run one launch on this rank. Returns the exit code; raises UserError, AgreedError on all ranks."""
     resolved, run = checked.resolved, checked.resolved.run
     # torch 2.13 renames collectives that DeepSpeed 0.19.8 calls; nobody here can act on it.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
@@ -87,7 +87,7 @@ def train(checked: Checked) -> int:
 
 
 def _train(setup: Setup, folder: RunDirectory, checkpoints: CheckpointFolder, requests: StopRequests) -> None:
-    """Everything that the ranks do together."""
+    """Do everything that needs all ranks."""
     ranks, began_s = setup.ranks, time.monotonic()
     heart.phase("resume")
     start = resume_or_start(setup, folder, checkpoints)
@@ -137,8 +137,8 @@ def _train(setup: Setup, folder: RunDirectory, checkpoints: CheckpointFolder, re
 
 
 def _parts(launch: Launch) -> Iterator[Part]:
-    """Make the parts of the run, in the order in which the loop calls them. Modules that few runs need are imported by
-    these. Raises AgreedError."""
+    """Make the parts of the run, in the order of their calls. Modules that few runs need are imported here. Raises
+    AgreedError."""
     setup, run = launch.setup, launch.setup.run
     yield Limits(launch)
     yield SkippedSteps(launch)
@@ -182,7 +182,7 @@ def _parts(launch: Launch) -> Iterator[Part]:
 
 
 def train_steps(launch: Launch) -> tuple[Position, bool]:
-    """Train until the run is complete, its time is up, or someone asks to stop. Closes the loader.
+    """Train until the run is complete, its time is up, or a stop is asked for. Closes the loader.
 
     Returns: (counters of the run, False if it was asked to stop).
     """
@@ -232,7 +232,7 @@ def _after(position: Position, skipped: bool, sample_index: int, tokens: int) ->
 
 
 def _close(parts: list[Part], kind: Any, error: BaseException | None, trace: Any) -> None:
-    """Close the parts, the last first, each of them whatever the others raise."""
+    """Close all parts, the last first, even if some raise."""
     if isinstance(error, Exception) and not isinstance(error, TrainingStopped):
         watch.failed(error)  # now: closing W&B may take 20 s, and the other hosts' ranks wait for this one
     with contextlib.ExitStack() as stack:
@@ -269,8 +269,8 @@ def _reason(launch: Launch) -> tuple[str, bool]:
 
 
 def _conclude(launch: Launch, position: Position, reason: str | None, *, began: bool) -> str:
-    """Save for the last time, evaluate, export. `reason`: why the run stopped early. `began`: False before its first
-    step. Returns rank 0's last words."""
+    """Save for the last time, evaluate, export. `reason`: of an early stop. `began`: False before the first step.
+    Returns rank 0's last line."""
     setup, folder, tracker = launch.setup, launch.folder, launch.tracker
     evaluation, complete, last_words = launch.part(Evaluation), reason is None, ""
     tracker.end_progress()
@@ -325,7 +325,7 @@ def _write_files(setup: Setup, folder: RunDirectory) -> dict[str, Any]:
 
 
 def _announce(launch: Launch) -> None:
-    """Print on rank 0 what is about to run."""
+    """Print a summary of the run on rank 0."""
     setup, start, resolved = launch.setup, launch.start, launch.setup.resolved
     run, batch, mix, sizes = resolved.run, resolved.batch, resolved.mix, setup.spec.facts
     lines = [*resolved.notes, *setup.engine.module.notes, *start.lines]
