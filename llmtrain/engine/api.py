@@ -1,8 +1,8 @@
-"""The engine of a run: it computes, updates, and shows its state. No engine is named here.
+"""The interface of a run's engine.
 
-A run drives it in this order: `forward_backward` with the micro-batches of one step, `update`, and so on;
-`evaluate` between steps. Whatever reads or writes the optimizer's state (checkpoints, initial weights, comparison of
-replicas) goes through `state`, and calls `refresh` after writing parameters.
+A run calls `forward_backward` with the micro-batches of a step, then `update`; `evaluate` between steps. Readers and
+writers of the optimizer's state (checkpoints, initial weights, comparison of replicas) use `state`, and call `refresh`
+after writing parameters.
 """
 
 from __future__ import annotations
@@ -29,20 +29,19 @@ class StateTensor:
     name: str
     """Hugging Face name of the parameter."""
     kind: str
-    """PARAM, or the optimizer's name of a moment."""
+    """PARAM, or the optimizer's name for a moment."""
     region: Region
     """Elements of the flat Hugging Face tensor."""
     own: slice
-    """The part of the piece that this rank writes to checkpoints: replicas share the work, every element has one
-    owner."""
+    """The part that this rank writes to checkpoints: replicas share the work, every element has one owner."""
     replica: tuple[int, int]
-    """(index, of): the pieces with one index, over all ranks, are the whole tensor."""
+    """(index, of): the pieces with one index, over all ranks, make up the complete tensor."""
     dtype: torch.dtype
     device: torch.device
     open: Callable[[], AbstractContextManager[Tensor]]
-    """A context that gives the live values, [region.numel]. Writing into them changes the optimizer."""
+    """A context with the live values, [region.numel]. Writing to them changes the optimizer."""
     write: Callable[[], AbstractContextManager[Tensor]] | None = None
-    """For a quantized parameter, whose `open` gives copies: a context that takes all of its values and packs them."""
+    """For a quantized parameter, whose `open` gives copies: a context that takes all values and packs them."""
 
     @property
     def own_region(self) -> Region:
@@ -61,9 +60,9 @@ class ForwardCopy:
     values: Tensor
     """[region.numel]."""
     replica: tuple[int, int]
-    """(index, of): the copies with one index, over all ranks, are the whole tensor."""
+    """(index, of): the copies with one index, over all ranks, make up the complete tensor."""
     partition: bool
-    """It is gathered from the ranks before it is used (ZeRO 3)."""
+    """The parameter is gathered from the ranks before use (ZeRO 3)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,13 +70,13 @@ class Update:
     """Result of an optimizer step. Reading a tensor here waits for the device: do it at log points only."""
 
     skipped: bool
-    """The gradient (or the loss) was not finite, or nothing counted: the parameters were left alone."""
+    """The parameters did not change: the gradient or the loss was not finite, or no token counted."""
     grad_norm: Tensor | float | None
     """Global gradient norm before clipping."""
 
 
 class Engine(Protocol):
-    """One rank's engine. All ranks call every method together, but for `state`, `copies`, `refresh` and the counters.
+    """One rank's engine. All ranks call every method together, except for `state`, `copies`, `refresh` and counters.
 
     The forward pass reads copies of the parameters (`copies`), the optimizer keeps fp32 masters and moments (`state`).
     """
@@ -85,84 +84,84 @@ class Engine(Protocol):
     module: LanguageModel
     device: torch.device
     forward_dtype: torch.dtype
-    """The precision that the configuration gives the forward pass."""
+    """The configured precision of the forward pass."""
     partitions_parameters: bool
-    """The forward pass gathers its parameters from partitions that the ranks hold (ZeRO 3)."""
+    """The forward pass gathers its parameters from partitions on the ranks (ZeRO 3)."""
     layout_keys: tuple[str, ...]
-    """Keys of the configuration, with their values, that change where the engine keeps parameters: for messages."""
+    """Configured keys and values that change the layout of parameters in the engine: for messages."""
     stages: bool
-    """Ranks wait for activations of other ranks: an error on one of them leaves others waiting."""
+    """Ranks wait for activations: an error on one rank leaves others waiting."""
 
     def forward_backward(
         self, micros: Sequence[MicroBatch], weight: Callable[[], int], objective: LossFunction = NEXT_TOKEN
     ) -> list[Tensor]:
-        """The gradient of the loss over a global batch.
+        """Compute the gradient of the loss over a global batch.
 
         Args:
-            micros: this rank's micro-batches of it.
-            weight: of the global batch, by the objective; asked for after the first forward pass, so that the ranks'
-                agreement overlaps with it.
-            objective: what is minimised.
+            micros: this rank's part of the batch.
+            weight: returns the batch's weight by the objective; called after the first forward pass, so that the
+                ranks' agreement overlaps with the pass.
+            objective: the loss to minimise.
 
-        Returns: its sums of each micro-batch, fp32 [figures] on the device.
+        Returns: sums of the objective for each micro-batch, fp32 [figures] on the device.
         """
         ...
 
     def update(self, lr_factor: float) -> Update:
-        """The optimizer step with peak learning rates x `lr_factor`.
+        """Step the optimizer with peak learning rates x `lr_factor`.
 
         Raises:
-            TrainingStopped: fp16 has no smaller loss scale left; on all ranks alike.
+            TrainingStopped: on all ranks: fp16 has no smaller loss scale left.
         """
         ...
 
     def evaluate(
         self, micros: Iterable[MicroBatch], objective: LossFunction = NEXT_TOKEN
     ) -> tuple[dict[str, float], int]:
-        """(the objective's figures, their weight) over all ranks. Every rank must get equally many micro-batches."""
+        """Return (the objective's figures, their weight) over all ranks, each with an equal number of micro-batches."""
         ...
 
     def means(self, sums: Tensor, weight: int) -> list[float]:
-        """Means over all ranks of their sums [figures], for a global batch of that weight. Waits for the device."""
+        """Return means over all ranks of `sums` [figures], for the global batch's weight. Waits for the device."""
         ...
 
     def routing(self) -> RoutingFigures | None:
-        """Statistics of the routers of a mixture of experts since the last call; None without experts."""
+        """Return router statistics of a mixture of experts since the last call; None without experts."""
         ...
 
     def check_head(self, inputs: Tensor) -> None:
-        """Prove on `inputs` [1, T] that the loss is the one of transformers' own logits. Raises ModelError."""
+        """Prove on `inputs` [1, T] that the loss equals the loss of transformers' logits. Raises ModelError."""
         ...
 
     def check_isolation(self, inputs: Tensor) -> None:
-        """Prove on `inputs` [1, T], as two documents, that nothing of one reaches the other. Raises ModelError."""
+        """Prove on `inputs` [1, T], as two documents, that they are isolated. Raises ModelError."""
         ...
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Full shape of every parameter by Hugging Face name; also of those that other ranks hold."""
+        """Return the full shape of every parameter on any rank, by Hugging Face name."""
         ...
 
     def state(self) -> list[StateTensor]:
-        """All of this rank's pieces, in an order that stays. Moments are there before the first step."""
+        """Return all pieces on this rank, in a fixed order. Moments exist before the first step."""
         ...
 
     def copies(self) -> Iterator[ForwardCopy]:
-        """Yield what the forward pass reads on this rank; quantized parameters have their values in `state` alone."""
+        """Yield the parameters of this rank's forward pass; quantized ones have values in `state` alone."""
         ...
 
     def reading_instead(
         self, names: Collection[str], values: Callable[[ForwardCopy], Tensor]
     ) -> AbstractContextManager[None]:
-        """A context in which the forward pass reads other values of these parameters; masters and moments do not
-        change. `values`: from a copy to its values, [region.numel]. All ranks call it together."""
+        """A context in which the forward pass reads other values for these parameters; masters and moments do not
+        change. `values`: maps a copy to values, [region.numel]. All ranks call it together."""
         ...
 
     def refresh(self) -> None:
-        """Make what the forward pass reads equal to the (rounded) fp32 masters."""
+        """Copy the (rounded) fp32 masters into the parameters of the forward pass."""
         ...
 
     def optimizer_step(self) -> int:
-        """Applied optimizer steps (skipped ones do not count), as the optimizer's bias correction knows them."""
+        """Return the applied optimizer steps, without skipped ones, as in the optimizer's bias correction."""
         ...
 
     def set_optimizer_step(self, step: int) -> None:
@@ -170,13 +169,13 @@ class Engine(Protocol):
         ...
 
     def loss_scale(self) -> dict[str, float]:
-        """The dynamic loss scaler's numbers (fp16); empty in other precisions."""
+        """Return the dynamic loss scaler's numbers (fp16); empty in other precisions."""
         ...
 
     def set_loss_scale(self, numbers: dict[str, float]) -> None:
-        """Restore what `loss_scale` gave."""
+        """Restore the numbers of `loss_scale`."""
         ...
 
     def close(self) -> None:
-        """Give its memory and hooks back."""
+        """Free the memory and remove the hooks."""
         ...

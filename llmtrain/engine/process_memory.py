@@ -1,7 +1,7 @@
 """Memory of a rank's process: the collection of Python's cycles by all ranks together, and glibc's freed memory.
 
-Left alone, each rank searches through all its objects when its own counter says so: 0.2 to 0.3 s (DeepSpeed issue 8451)
-in another step on each rank, and in each of these steps all the others wait for one.
+By default each rank searches all objects by its own counter: 0.2 to 0.3 s (DeepSpeed issue 8451) in a different step on
+each rank, and in each of these steps the others wait for one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep what is freed: by default each step maps its large tensors anew, and the kernel zeroes every page.
+    """Let glibc keep freed memory: by default each step maps its large tensors again, and the kernel zeroes every page.
 
     Measured on a 6 M model with ZeRO 1: 5,660 page faults a step without it, 1 with it.
     """
@@ -25,7 +25,7 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Undo `keep_freed_memory` from 1 MiB on: what is kept is cut up, and a long sequence needs large pieces.
+    """Undo `keep_freed_memory` from 1 MiB on: kept memory is fragmented, and a long sequence needs large pieces.
 
     Measured on a 7 M model with tiled MLPs: a step of 4,096 tokens took 0.69 GiB with it, 0.58 GiB without.
     """
@@ -39,8 +39,8 @@ def return_freed_memory() -> None:
 
 @contextlib.contextmanager
 def none_while_importing() -> Iterator[None]:
-    """Within it nothing is collected, and what it leaves is not looked at again: torch, DeepSpeed and transformers are
-    400,000 objects, through which Python would go six times while they come, and DeepSpeed again when it begins."""
+    """A context without collection, whose objects are never searched again: torch, DeepSpeed and transformers are
+    400,000 objects, which Python would search six times during the imports, and DeepSpeed again at its start."""
     gc.disable()
     try:
         yield
@@ -51,7 +51,7 @@ def none_while_importing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def collected_by_hand() -> Iterator[None]:
-    """Within it nothing is collected but by `gc.collect`, which looks at what was made since."""
+    """A context in which only `gc.collect` collects, from the objects made inside."""
     gc.collect()
     gc.freeze()
     gc.disable()

@@ -1,8 +1,8 @@
 """Reports of the device's and torch.compile's work to the watch.
 
-A rank that waits for its device polls (cudaStreamSynchronize does, and NCCL's threads): a busy processor is no sign of
-progress there. So an event goes into the device's queue with every micro-batch, and a thread beats when the device has
-come to it. Compiling, which the processor does pace, is a phase of its own.
+A rank that waits for its device polls (cudaStreamSynchronize, NCCL's threads): a busy processor is no sign of progress
+there. So an event enters the device's queue with every micro-batch, and a thread beats when the device reaches the
+event. Compilation, which the processor paces, is a separate phase.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _POLL_S = 0.25
 
 
 class Event(Protocol):
-    """As torch.cuda.Event: a place in the device's queue, with the time when the device was there."""
+    """Interface of torch.cuda.Event: a place in the device's queue, with the time of its completion."""
 
     def record(self) -> None: ...
 
@@ -42,14 +42,14 @@ class DeviceProgress:
         beats.on_device()
 
     def mark(self) -> None:
-        """A micro-batch, or an update, has been handed to the device."""
+        """Record that a micro-batch or an update was given to the device."""
         event = self._new_event()
         event.record()
         self._beats.gave()
         self._ahead.append(event)
 
     def look(self) -> None:
-        """Beat for the marks that the device has come to; from any thread. Raises RuntimeError: the device failed."""
+        """Beat for the marks that the device has reached; from any thread. Raises RuntimeError: the device failed."""
         done = 0
         while self._ahead and self._ahead[0].query():
             self._ahead.popleft()
@@ -62,7 +62,7 @@ _progress: DeviceProgress | None = None
 
 
 def begin(device: torch.device, tend: Callable[[Any], None]) -> None:
-    """Tell of this rank's device from now on, once a process. Nothing happens without CUDA.
+    """Start to report this rank's device, once a process. Does nothing without CUDA.
 
     `tend`: called with `flight_recorder` a few times a second (base/rank/watch.py).
     """
@@ -75,7 +75,7 @@ def begin(device: torch.device, tend: Callable[[Any], None]) -> None:
 
 
 def mark() -> None:
-    """See `DeviceProgress.mark`; without a device nothing."""
+    """Call `DeviceProgress.mark` if there is a device."""
     if _progress is not None:
         _progress.mark()
 
@@ -90,7 +90,7 @@ def _tend(progress: DeviceProgress, device: torch.device, tend: Callable[[Any], 
 
 
 def flight_recorder() -> Mapping[str, Any]:
-    """What NCCL's flight recorder holds; torch's builds for CUDA have it. Raises AttributeError without."""
+    """Return the contents of NCCL's flight recorder. Raises AttributeError: torch is a build without CUDA."""
     trace: bytes = torch._C._distributed_c10d._dump_nccl_trace_json()  # type: ignore[attr-defined]
     found: dict[str, Any] = json.loads(trace)
     return found
@@ -100,7 +100,7 @@ _warned = False
 
 
 def tell_compilation() -> None:
-    """While torch.compile compiles, whichever thread it is in, the rank is in the phase `compile`. Once a process."""
+    """Set the phase `compile` during torch.compile's compilation in any thread. Called once a process."""
     global _warned
     if _warned:
         return

@@ -25,15 +25,15 @@ from llmtrain.storage.tensorfile import numel
 Key = tuple[str, str]
 """(kind, Hugging Face name) of a tensor of the optimizer's state."""
 _CHUNK = 1 << 18
-"""Elements at a time: so few that malloc gives their room to the next ones."""
+"""Elements at a time: few enough for malloc to reuse their memory."""
 _DEVICE_CHUNK = 1 << 22
 """For a GPU: a copy of 1 MiB would be mostly its launch."""
 
 
 @torch.no_grad()
 def fill_parameters(engine: Engine, source: ParameterSource) -> dict[Key, int]:
-    """Fill the fp32 masters of this rank from the source, which may lack none and have no more; `refresh` has to
-    follow. Returns the checksums of packed pieces, taken before packing. Raises ModelError."""
+    """Fill the fp32 masters of this rank from a source with the same parameters; `refresh` has to follow. Returns the
+    checksums of packed pieces, taken before packing. Raises ModelError."""
     check_names(engine, source)
     here: dict[str, list[StateTensor]] = {}
     for piece in engine.state():
@@ -49,8 +49,8 @@ def fill_parameters(engine: Engine, source: ParameterSource) -> dict[Key, int]:
 
 
 def fill(piece: StateTensor, read: Callable[[Region], Tensor]) -> int | None:
-    """Fill a piece from `read`, which gives a region of the flat Hugging Face tensor; to a GPU through page-locked
-    memory, while the host reads the next chunk. Returns the checksum of a piece that is packed."""
+    """Fill a piece from `read`, which returns a region of the flat Hugging Face tensor; a GPU is filled through
+    page-locked memory while the host reads the next chunk. Returns the checksum of a packed piece."""
     heart.beat()
     on_device = piece.device.type == "cuda"
     chunk = _DEVICE_CHUNK if on_device else _CHUNK
@@ -68,7 +68,7 @@ def fill(piece: StateTensor, read: Callable[[Region], Tensor]) -> int | None:
 
 
 def fill_rounding(piece: StateTensor, read: Callable[[Region], Tensor]) -> int:
-    """Fill, and return the checksum of what was read for the part that this rank owns."""
+    """Fill a piece, and return the checksum of the values read for this rank's own part."""
     own = piece.region.part(piece.own.start, piece.own.stop)
     total = 0
 
@@ -86,7 +86,7 @@ def fill_rounding(piece: StateTensor, read: Callable[[Region], Tensor]) -> int:
 
 @dataclass(frozen=True)
 class Apart:
-    """Parameters that the optimizer keeps with other values than the forward pass reads."""
+    """Parameters whose masters differ from the forward pass."""
 
     names: tuple[str, ...]
     """Hugging Face names."""
@@ -94,7 +94,7 @@ class Apart:
     """Ranks on which they differ."""
 
     def message(self, engine: Engine, ranks: Ranks) -> str:
-        """Parameters, ranks and keys of the configuration that may be the cause, and what to do."""
+        """Return a message with the parameters, the ranks, possible causes in the configuration and a remedy."""
         hosts = {seat.rank: seat.host for seat in ranks.seats}
         on = ", ".join(f"{rank} ({hosts[rank]})" if rank in hosts else str(rank) for rank in self.ranks[:4])
         more = f" and {len(self.ranks) - 4} more" if len(self.ranks) > 4 else ""
@@ -112,9 +112,9 @@ class Apart:
 
 @torch.no_grad()
 def apart(engine: Engine, ranks: Ranks) -> Apart | None:
-    """Compare the masters on this rank with the values of its forward pass; the same answer on all ranks. Checkpoints
-    hold masters: an engine with them under wrong names would save values that nobody trained (round_robin_gradients
-    did). A master may differ by its rounding to the copy's precision alone."""
+    """Compare the masters with the parameters of the forward pass, up to rounding; the same answer on all ranks.
+    Checkpoints hold masters: an engine with wrong names for them would save untrained values (round_robin_gradients
+    did)."""
     copies: dict[str, list[ForwardCopy]] = {}
     for copy in engine.copies():
         copies.setdefault(copy.name, []).append(copy)
@@ -129,7 +129,7 @@ def apart(engine: Engine, ranks: Ranks) -> Apart | None:
 
 
 def _differs(piece: StateTensor, copies: Iterable[ForwardCopy]) -> Tensor:
-    """True if an element of a master is another number than in any copy on this rank that holds it, or in none."""
+    """True if an element of a master differs from a copy on this rank, or no copy holds the region."""
     heart.beat()
     region, read = piece.region, False
     with piece.open() as view:
@@ -152,7 +152,7 @@ def _differs(piece: StateTensor, copies: Iterable[ForwardCopy]) -> Tensor:
 
 
 def prove_masters(engine: Engine, ranks: Ranks) -> None:
-    """Before a first step. Raises ModelError, on all ranks alike, where masters and forward pass differ."""
+    """Raises ModelError, on all ranks: masters and forward pass differ before the first step."""
     if found := apart(engine, ranks):
         raise ModelError(found.message(engine, ranks))
 
@@ -160,9 +160,9 @@ def prove_masters(engine: Engine, ranks: Ranks) -> None:
 def prove_weights(
     engine: Engine, source: ParameterSource, ranks: Ranks, arrived: Mapping[Key, int] | None = None
 ) -> dict[str, int]:
-    """Compare checksums of the assembled parameters with those of the source (DeepSpeed #7848: silent random weights).
-    `arrived`: from `fill_parameters`. Returns the source's checksums; of random numbers none. Raises ModelError, with
-    the parameters that differ."""
+    """Compare checksums of the assembled parameters with the source (DeepSpeed #7848: silent random weights).
+    `arrived`: from `fill_parameters`. Returns the source's checksums; none for random numbers. Raises ModelError, with
+    the differing parameters."""
     if isinstance(source, RandomSource):
         return {}
     check_names(engine, source)
@@ -195,10 +195,9 @@ def differing_tensors(
     rounded: Mapping[Key, int] | None = None,
     arrived: Mapping[Key, int] | None = None,
 ) -> list[Key]:
-    """(kind, name) of each tensor in memory that differs from `expected` (checksums of complete tensors), or whose
-    copies in the forward pass differ from the rounded master; the same list on all ranks. `rounded`: checksums of the
-    exact values behind a view in lower precision, of this rank's parts. `arrived`: checksums of pieces before they were
-    packed."""
+    """Return (kind, name) of each tensor that differs from `expected` (checksums of complete tensors), or whose copies
+    in the forward pass differ from the rounded master; the same list on all ranks. `rounded`: checksums of this rank's
+    exact values before rounding to a view in lower precision. `arrived`: checksums of pieces before packing."""
     shapes, rounded, arrived = engine.shapes(), rounded or {}, arrived or {}
     parts = [_Part(key, (0, 1), 0, value) for key, value in rounded.items()]
     bad = set()
@@ -227,7 +226,7 @@ def differing_tensors(
 
 @dataclass(frozen=True)
 class _Part:
-    """A rank's part of a replica of a tensor."""
+    """A rank's part of a tensor replica."""
 
     key: Key
     replica: tuple[int, int]
@@ -244,8 +243,8 @@ def _wrong(
     *,
     every: bool = True,
 ) -> set[Key]:
-    """Tensors of which a replica, put together over all ranks, has another checksum than expected. `every`: a replica
-    that lacks elements is wrong."""
+    """Return the tensors with a replica that, summed over all ranks, has another checksum than expected. `every`: a
+    replica without all elements is wrong, too."""
     keys = sorted(expected)
     place = {key: index for index, key in enumerate(keys)}
     counts = torch.ones(len(keys), dtype=torch.int64)
@@ -269,7 +268,8 @@ def _wrong(
 
 
 def _sum_on(values: Tensor, device: torch.device) -> int:
-    """Checksum of a flat tensor in host memory: a GPU has copied and hashed it in a fraction of a core's time."""
+    """Checksum of a flat tensor in host memory, on the GPU if there is one: copy and hash take a fraction of a core's
+    time."""
     if device.type != "cuda":
         return checksum(values)
     parts = range(0, values.numel(), _DEVICE_CHUNK)
@@ -283,7 +283,7 @@ def _sum(piece: StateTensor, low: int, high: int) -> int:
 
 
 def _rounded_sum(piece: StateTensor, dtype: torch.dtype) -> int:
-    """Checksum of the part that this rank owns, in another precision."""
+    """Checksum of this rank's own part, rounded to `dtype`."""
     region, total = piece.own_region, 0
     with piece.open() as view:
         values, size = view[piece.own], _CHUNK if view.device.type == "cpu" else _DEVICE_CHUNK
@@ -301,7 +301,7 @@ def _address(piece: StateTensor) -> int:
 def _differing_copies(
     engine: Engine, masters: Mapping[Key, int], shapes: Mapping[str, tuple[int, ...]], ranks: Ranks
 ) -> set[Key]:
-    """Parameters whose copies on this rank, or put together from several ranks' parts, differ from the masters."""
+    """Return parameters whose copies on this rank, or assembled from several ranks, differ from the masters."""
     dtype = engine.forward_dtype
     # What is packed has no other copy than its only values.
     live = [piece for piece in engine.state() if piece.kind == PARAM and piece.write is None]
@@ -338,9 +338,5 @@ def _differing_copies(
 
 
 def check_names(engine: Engine, source: ParameterSource) -> None:
-    """The source must hold the model's parameters: the same names and shapes.
-
-    Raises:
-        ModelError: the source lacks a parameter, has one more, or one of another shape.
-    """
+    """Raises ModelError: the source lacks a parameter, or has an extra one or another shape."""
     refuse_other_shapes(source, engine.shapes())

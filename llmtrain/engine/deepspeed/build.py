@@ -44,8 +44,8 @@ def build_engine(
     ranks: Ranks,
     mesh: Mesh,
 ) -> ZeroEngine:
-    """The engine for a model without values. `own`: settings of single parameters, by Hugging Face name. `exact`:
-    DeepSpeed's dict. Raises ConfigError: DeepSpeed or torch lacks a feature that a run depends on."""
+    """Make the engine for a model without values. `own`: settings of single parameters, by Hugging Face name. `exact`:
+    DeepSpeed's dict. Raises ConfigError: DeepSpeed or torch lacks a feature that a run needs."""
     patches.check()
     if mix.mlp_tiles and get_accelerator().device_name() == "cpu":
         return_freed_memory()
@@ -89,17 +89,17 @@ def build_engine(
 _MOST_LIVE = 8_000_000_000
 """Elements: 16 GB in bf16, for two layers of 405B. All experts of a layer of DeepSeek-V3 are 11e9, and come alone."""
 _MOST_WHOLE = 1_000_000_000
-"""Elements: 2 GB in bf16, for an adapter of rank 64 beside all maps of 70B."""
+"""Elements: 2 GB in bf16, for an adapter of rank 64 on all maps of 70B."""
 
 
 def _room(model: nn.Module, mix: Mix) -> dict[str, int]:
-    """Keys of zero_optimization that count elements, for this model: DeepSpeed's defaults where they suit it.
+    """Element counts of zero_optimization for this model: DeepSpeed's defaults where they fit.
 
-    A bucket of gradients holds no more than there are: the default's 2 GB in fp32 would be there for an adapter, too.
-    Under ZeRO 3 the next module that is gathered as a whole (a compiled layer, all experts of a layer) is on its way
-    while this one computes: the defaults have room for a matrix or two. Adapters stay whole on each rank up to
-    `_MOST_WHOLE`: shared, each of their tensors was a gather in every forward, recomputed and backward pass, 3,400 tiny
-    ones a micro-batch of 70B, where DeepSpeed's threshold of 100,000 elements lets no lora_A of a wide model stay.
+    A bucket is no larger than the gradients: the default allocates 2 GB in fp32 for an adapter, too. Under ZeRO 3 the
+    next module that is gathered in one piece (a compiled layer, all experts of a layer) arrives while this one
+    computes: the defaults have room for a matrix or two. Adapters stay complete on each rank up to `_MOST_WHOLE`:
+    partitioned, they took 3,400 tiny gathers per micro-batch of 70B in forward, recomputed and backward passes, as
+    DeepSpeed's threshold of 100,000 elements lets no lora_A of a wide model stay.
     """
     fields = DeepSpeedZeroConfig.model_fields
     trained = sum(prod(shape_of(p)) for p in model.parameters() if p.requires_grad)
@@ -120,7 +120,7 @@ def _room(model: nn.Module, mix: Mix) -> dict[str, int]:
 
 
 def _layout_keys(exact: dict[str, Any]) -> tuple[str, ...]:
-    """Switches of zero_optimization that are not as DeepSpeed has them by itself, with their values."""
+    """Switches of zero_optimization that differ from DeepSpeed's defaults, with their values."""
     fields, found = DeepSpeedZeroConfig.model_fields, []
     for key, value in (exact.get("zero_optimization") or {}).items():
         usual = fields[key].default if key in fields else None
@@ -130,7 +130,7 @@ def _layout_keys(exact: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _guard_step(optimizer: torch.optim.Optimizer, clip_norm: float, mesh: Mesh) -> None:
-    """Make step() clip, publish the norm, and skip when it is not finite, as DeepSpeed's ZeRO optimizers do."""
+    """Make step() clip, publish the norm, and skip if the norm is not finite, like DeepSpeed's ZeRO optimizers."""
     plain_step: Callable[..., Any] = optimizer.step
 
     def step(closure: None = None) -> None:
@@ -162,7 +162,7 @@ def _mark_gradients(model: nn.Module) -> None:
 
 
 def _total_norm(parameters: list[nn.Parameter], mesh: Mesh) -> torch.Tensor:
-    """Norm of the whole gradient: shards count on every tensor-parallel rank, what all of them hold on the first."""
+    """Norm of the complete gradient: shards count on every tensor-parallel rank, replicated parameters on the first."""
     if mesh.degrees.expert > 1:
         return _norm_with_shared_experts([p for p in parameters if p.grad is not None])
     if mesh.degrees.tensor == 1:
@@ -176,7 +176,7 @@ def _total_norm(parameters: list[nn.Parameter], mesh: Mesh) -> torch.Tensor:
 
 
 def _norm_with_shared_experts(parameters: list[nn.Parameter]) -> torch.Tensor:
-    """Norm of the gradients where each rank holds some of the experts."""
+    """Norm of the gradients with experts divided among the ranks."""
     own = [p for p in parameters if is_moe_param(p)]
     if not own:
         return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])

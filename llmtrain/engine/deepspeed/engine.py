@@ -1,4 +1,4 @@
-"""DeepSpeed's engine as a run drives it, without a pipeline; the same for every ZeRO stage."""
+"""DeepSpeed's engine behind `engine/api.py`, without a pipeline, for every ZeRO stage."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ _WINDOWED = ("sliding", "chunked", "compressed", "window")
 
 
 def gets_mask(config: PreTrainedConfig, length: int, *, documents: bool) -> bool:
-    """True if transformers gives torch's attention a mask tensor for rows of `length` tokens, in any layer;
-    `documents`: attention stays within the documents of a row. Without a mask it is just causal."""
+    """True if transformers gives torch's attention a mask tensor for rows of `length` tokens, in any layer; else
+    attention is just causal. `documents`: attention stays within documents."""
     return documents or any(_layer_gets_mask(layer, length) for layer in layer_configs(config.get_text_config()))
 
 
@@ -64,7 +64,7 @@ def _layer_gets_mask(config: PreTrainedConfig, length: int) -> bool:
 
 @contextlib.contextmanager
 def without_cudnn() -> Iterator[None]:
-    """Leave cuDNN's kernel out of torch's choice."""
+    """Keep torch from choosing cuDNN's kernel."""
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
@@ -74,11 +74,11 @@ def without_cudnn() -> Iterator[None]:
 
 
 _SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-"""Fields of the loss scaler; fp16.loss_scale decides which of them exist."""
+"""Fields of the loss scaler; their existence depends on fp16.loss_scale."""
 
 
 def state_of(engine: DeepSpeedEngine) -> State:
-    """The class for this engine's way of keeping optimizer state; only that one is imported."""
+    """Return the optimizer state for this engine's ZeRO stage; only its class is imported."""
     stage = engine.zero_optimization_stage()
     if stage == 3:
         from llmtrain.engine.deepspeed.state import Zero3State
@@ -92,12 +92,12 @@ def state_of(engine: DeepSpeedEngine) -> State:
 
 
 class _LastScore:
-    """The score of a row's last token: what a proof compares. Of rows [1, T]."""
+    """The score of the last token in rows [1, T], for a proof."""
 
     figures: tuple[str, ...] = ("loss",)
 
     def __init__(self, *, given: bool = False) -> None:
-        """`given`: the model's own scores come in place of the hidden state."""
+        """`given`: `sums` gets the model's own scores instead of the hidden state."""
         self._given = given
 
     def weight(self, micro: MicroBatch) -> int:
@@ -112,7 +112,7 @@ class _LastScore:
 
 
 class _OfLogits(NextTokenLoss):
-    """The next-token loss of logits in place of the hidden state, by torch."""
+    """The next-token loss by torch, from logits instead of the hidden state."""
 
     def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
         logits, labels = (head.own(each).flatten(0, 1) for each in (hidden.float(), micro.labels))
@@ -120,7 +120,7 @@ class _OfLogits(NextTokenLoss):
 
 
 class ZeroEngine:
-    """Runs micro-batches through DeepSpeed's engine with the loss weighted by what counts in the global batch."""
+    """Runs micro-batches through DeepSpeed's engine, with the loss divided by the global batch's weight."""
 
     stages = False
 
@@ -140,12 +140,12 @@ class ZeroEngine:
         self._varlen = transformers_private.attention_of(self.module.config) == transformers_private.VARLEN
         self.partitions_parameters = self._state.partitions_parameters
         self._must_look = self.partitions_parameters
-        """True until it is known that ZeRO 3 takes every gradient."""
+        """True until a check has shown that ZeRO 3 takes every gradient."""
 
     def forward_backward(
         self, micros: Sequence[MicroBatch], weight: Callable[[], int], objective: LossFunction = NEXT_TOKEN
     ) -> list[Tensor]:
-        """The gradient of a step: the sums of each micro-batch."""
+        """Compute the gradient of a step; returns the sums of each micro-batch."""
         self._accumulate(len(micros))
         sums: list[Tensor] = []
         for micro in micros:
@@ -155,17 +155,17 @@ class ZeroEngine:
         return sums
 
     def _accumulate(self, steps: int) -> None:
-        """Let the next optimizer step take so many micro-batches (a stage of a run may change them)."""
+        """Set the micro-batches of the next optimizer step (a stage of a run may change them)."""
         engine = self.deepspeed
         if steps != engine.gradient_accumulation_steps():
             engine.set_train_batch_size(steps * engine.train_micro_batch_size_per_gpu() * engine.dp_world_size)
             engine.micro_steps = 0  # whose remainder tells DeepSpeed the last micro-batch of a step
 
     def micro_step(self, micro: MicroBatch, weight: Callable[[], int], objective: LossFunction) -> Tensor:
-        """Forward and backward pass of one micro-batch; its sums.
+        """Forward and backward pass of one micro-batch; returns its sums.
 
-        DeepSpeed divides by the accumulation steps and averages over the ranks with other tokens, as if all held
-        equally many; the factor undoes both.
+        DeepSpeed divides by the accumulation steps and averages over the ranks with other tokens, as if their numbers
+        were equal; the factor undoes both.
         """
         engine = self.deepspeed
         equal_shares = engine.gradient_accumulation_steps() * engine.seq_dp_world_size
@@ -181,7 +181,7 @@ class ZeroEngine:
         return sums.detach()
 
     def update(self, lr_factor: float) -> Update:
-        """The optimizer step; a step that is not finite is skipped."""
+        """Step the optimizer, unless the gradient is not finite."""
         for group in self._state.base.param_groups:
             group["lr"] = group["peak_lr"] * lr_factor
         heart.phase("step")
@@ -210,9 +210,9 @@ class ZeroEngine:
 
     @contextlib.contextmanager
     def _scale_of_the_gradients(self) -> Iterator[None]:
-        """A context after which a dynamic loss scale grows (fp16). DeepSpeed 0.19.8 raises it before it divides the
-        gradients (zero/stage_1_and_2.py and stage3.py, step): a step after `loss_scale_window` good ones had half of
-        its gradient."""
+        """A context after which a dynamic loss scale grows (fp16). DeepSpeed 0.19.8 raises the scale before dividing
+        the gradients (zero/stage_1_and_2.py and stage3.py, step): a step after `loss_scale_window` good ones had half
+        of its gradient."""
         scaler = self._scaler()
         if scaler is None:
             yield
@@ -230,7 +230,7 @@ class ZeroEngine:
         self.deepspeed.step()
 
     def routing(self) -> RoutingFigures | None:
-        """Statistics of the routers of a mixture of experts since the last call; every rank calls it, at log points."""
+        """Return router statistics of a mixture of experts since the last call; every rank calls it, at log points."""
         routing = self.module.routing
         if routing is None:
             return None
@@ -240,7 +240,7 @@ class ZeroEngine:
     def evaluate(
         self, batches: Iterable[MicroBatch], objective: LossFunction = NEXT_TOKEN
     ) -> tuple[dict[str, float], int]:
-        """(the objective's figures, their weight) over all ranks. Every rank must get equally many micro-batches."""
+        """Return (the objective's figures, their weight) over all ranks, each with an equal number of micro-batches."""
         module = self.module
         module.eval()
         sums = torch.zeros(len(objective.figures), dtype=torch.float64, device=self._ranks.device)
@@ -258,20 +258,20 @@ class ZeroEngine:
         return self._figures(objective, sums, weight)
 
     def _figures(self, objective: LossFunction, sums: Tensor, weight: int) -> tuple[dict[str, float], int]:
-        """What `evaluate` returns, from this rank's sums and weight."""
+        """Return the result of `evaluate` from this rank's sums and weight."""
         *totals, counted = self.means(torch.cat([sums.cpu(), torch.tensor([weight], dtype=torch.float64)]), 1)
         means = (each / (counted or torch.nan) for each in totals)
         return dict(zip(objective.figures, means, strict=True)), int(counted)
 
     def means(self, sums: Tensor, weight: int) -> list[float]:
-        """Means over all ranks of their sums, for a global batch of that weight. Waits for the device; a collective."""
+        """Return means over all ranks of `sums`, for the global batch's weight. Waits for the device; a collective."""
         total = sums.double().cpu() * self._own_sums
         dist.all_reduce(total, group=self._ranks.control)
         return [float(each) / (weight or torch.nan) for each in total]
 
     def check_head(self, inputs: Tensor) -> None:
-        """Compare our loss (or score) on `inputs` [1, T] with the one of transformers' own logits: a head that scales
-        or caps them in an unknown way would train on a wrong loss in silence. Raises ModelError."""
+        """Compare our loss (or score) on `inputs` [1, T] with the loss of transformers' logits: a head that scales or
+        caps logits in an unknown way would silently train on a wrong loss. Raises ModelError."""
         inputs = self._shareable(inputs)
         micro = MicroBatch(inputs=inputs, labels=inputs.roll(-1, dims=1), sample_indices=[])
         scores = gives_scores(self.module.config)
@@ -288,7 +288,7 @@ class ZeroEngine:
         self.module.wants_logits = wanted
 
     def check_isolation(self, inputs: Tensor) -> None:
-        """Prove on `inputs` [1, T], as two documents in a row, that nothing of the first reaches the second.
+        """Prove on `inputs` [1, T], as two documents in a row, that the first does not affect the second.
 
         Raises:
             ModelError: the model attends across documents in spite of data.isolate_documents.
@@ -313,7 +313,7 @@ class ZeroEngine:
             )
 
     def _attention(self, micros: list[MicroBatch]) -> AbstractContextManager[None]:
-        """A context for the forward and backward pass: without cuDNN where attention gets a mask tensor."""
+        """A context for the forward and backward pass, without cuDNN if attention gets a mask tensor."""
         masked = self._ranks.device.type == "cuda" and any(
             gets_mask(self.module.config, micro.inputs.shape[1], documents=micro.positions is not None)
             for micro in micros
@@ -321,7 +321,7 @@ class ZeroEngine:
         return without_cudnn() if masked else contextlib.nullcontext()
 
     def _shareable(self, inputs: Tensor) -> Tensor:
-        """As many columns as the ranks of a row can share."""
+        """Return the largest number of columns that the ranks of a row can share."""
         return inputs[:, : inputs.shape[1] // self.mesh.degrees.sequence * self.mesh.degrees.sequence]
 
     def _sums(self, micro: MicroBatch, objective: LossFunction) -> Tensor:
@@ -339,25 +339,25 @@ class ZeroEngine:
     # State
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Full shape of every parameter of the model."""
+        """Return the full shape of every parameter."""
         return self.module.shapes()
 
     def state(self) -> list[StateTensor]:
-        """All of this rank's pieces of the optimizer's state."""
+        """Return this rank's pieces of the optimizer's state."""
         return self._state.tensors()
 
     def copies(self) -> Iterator[ForwardCopy]:
-        """The values that the forward pass reads on this rank."""
+        """Yield the parameters of this rank's forward pass."""
         return self._state.copies()
 
     def reading_instead(
         self, names: Collection[str], values: Callable[[ForwardCopy], Tensor]
     ) -> AbstractContextManager[None]:
-        """In which the forward pass reads other values of these parameters."""
+        """A context in which the forward pass reads other values for these parameters."""
         return self._state.reading_instead(names, values)
 
     def refresh(self) -> None:
-        """Make what the forward pass reads equal to the masters."""
+        """Copy the masters into the parameters of the forward pass."""
         self._state.refresh()
 
     def optimizer_step(self) -> int:
@@ -373,12 +373,12 @@ class ZeroEngine:
                 state["step"] = step
 
     def loss_scale(self) -> dict[str, float]:
-        """The dynamic loss scaler's numbers (fp16)."""
+        """Return the dynamic loss scaler's numbers (fp16)."""
         scaler = self._scaler()
         return {} if scaler is None else {key: getattr(scaler, key) for key in _SCALER_KEYS if hasattr(scaler, key)}
 
     def set_loss_scale(self, numbers: dict[str, float]) -> None:
-        """Restore what `loss_scale` gave."""
+        """Restore the numbers of `loss_scale`."""
         scaler = self._scaler()
         if scaler is not None:
             for key, value in numbers.items():
@@ -388,6 +388,6 @@ class ZeroEngine:
         return self.deepspeed.optimizer.loss_scaler if self.deepspeed.fp16_enabled() else None
 
     def close(self) -> None:
-        """Take DeepSpeed's hooks off the module, and give its buffers back."""
+        """Remove DeepSpeed's hooks from the module, and free its buffers."""
         self.deepspeed.destroy()
         groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # DeepSpeed refuses to make a second one (hpZ)

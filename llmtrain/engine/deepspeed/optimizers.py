@@ -1,4 +1,4 @@
-"""The optimizers: who is stepped by which, and how it is built."""
+"""Parameter groups and the construction of optimizers."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
 
 MOMENTUM = "momentum_buffer"
 MOMENTS = "moments"
-"""Key of a parameter group: the kinds of moments that the optimizer keeps of each of its tensors -> their dtype."""
+"""Key of a parameter group: kind of the optimizer's moments -> their dtype."""
 _CHUNK = 1 << 24  # elements that have fp32 moments at once: 128 MiB with AdamW
 
 
 def moments_of(optimizer: Any, flat: Tensor, settings: dict[str, Any]) -> dict[str, Tensor]:
-    """The moments of a tensor that `optimizer` steps, by kind, each as long as the tensor.
+    """Return the moments of an optimizer's tensor by kind, each as long as the tensor.
 
-    What the optimizer would create at its first step is created now, with the step counter at 0.
+    State that the optimizer would create at its first step is created, with the step counter at 0.
     """
     state = optimizer.state[flat]
     kinds: dict[str, torch.dtype] = settings[MOMENTS]
@@ -60,17 +60,17 @@ def moments_of(optimizer: Any, flat: Tensor, settings: dict[str, Any]) -> dict[s
 
 
 class Bf16Moments(torch.optim.Optimizer):
-    """An optimizer that works element by element, with moments in bf16 between its steps, as DeepSeek-V3 was trained
-    (arXiv 2412.19437, 3.3.3). DeepSpeed has them with bf16 masters only, which lose updates below 2^-9 of a weight."""
+    """An elementwise optimizer with moments in bf16 between steps, as in the training of DeepSeek-V3 (arXiv 2412.19437,
+    3.3.3). DeepSpeed has them with bf16 masters only, which lose updates below 2^-9 of a weight."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
-        """`inner`: AdamW or Lion over groups that name their moments (`MOMENTS`); its own state is not used."""
+        """`inner`: AdamW or Lion over groups with `MOMENTS`; the state inside is not used."""
         super().__init__(inner.param_groups, inner.defaults)
         self._inner = inner
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One update of all parameters that have a gradient."""
+        """Update all parameters that have a gradient."""
         assert closure is None
         for group in self.param_groups:
             for parameter in [p for p in group["params"] if p.grad is not None]:
@@ -97,10 +97,9 @@ class Bf16Moments(torch.optim.Optimizer):
 
 @contextlib.contextmanager
 def op_build_lock() -> Iterator[None]:
-    """Hold the right to build ops in torch's folder of extensions, on all hosts that share it. torch guards a build
-    with a file that a killed process leaves behind; every later run then waits for ever, in silence. Our lock ends with
-    its process. A torch lock file found under it is stale, or of a program that has it open and does not know our
-    lock."""
+    """Hold a lock on op builds in torch's folder of extensions, on all hosts that share the folder. A killed process
+    leaves torch's lock file, and every later run silently waits for ever; our lock ends with its process. A torch lock
+    file found under our lock is stale, or open in a program that does not know ours."""
     from torch.utils.cpp_extension import _get_build_directory
 
     from llmtrain.base.rank.op_builds import BUILD_LOCK, users_of
@@ -130,11 +129,11 @@ def parameter_groups(
     largest: float = math.inf,
     moments: torch.dtype = torch.float32,
 ) -> list[dict[str, Any]]:
-    """The parameter groups, of equal settings each: optim.decay selects which get weight decay, `own` has what single
-    parameters have instead, by Hugging Face name, or nothing; Muon's matrices are groups of their own.
+    """Return parameter groups by equal settings: optim.decay selects the parameters with weight decay, `own` has
+    settings of single parameters by Hugging Face name; Muon's matrices are separate groups.
 
-    Each group carries `peak_lr`, which the schedule multiplies, and its kinds of `moments`. None has more than
-    `largest` elements on this rank, but for a tensor that has more: it is alone.
+    A group carries `peak_lr`, which the schedule multiplies, and its kinds of `moments`. It has at most `largest`
+    elements on this rank; a larger tensor is alone.
     """
     # DeepSpeed scales Muon's updates by sqrt(max(1, rows / columns)), the definition by outputs and inputs: where rows
     # are inputs, that is sqrt(outputs / inputs) times as much, whichever of the two are more.
@@ -177,7 +176,7 @@ def parameter_groups(
 def build_optimizer(
     model: LanguageModel, optim: Optimizer, own: Mapping[str, OwnSettings], mix: Mix
 ) -> torch.optim.Optimizer:
-    """The run's optimizer, over the parameters of `model` that train. `own`: see `parameter_groups`."""
+    """Build the optimizer of the trained parameters. `own`: see `parameter_groups`."""
     device = torch.device(get_accelerator().device_name())
     import_muon(compiled=isinstance(optim, Muon) and device.type != "cpu" and compiler.trouble(device) is None)
     cuts = mix.zero_stage in (1, 2) and not mix.offload_optimizer
@@ -203,11 +202,11 @@ def build_optimizer(
 
 _ROWS, _COLUMNS, _STEPS = 6, 4, 3
 _CLOSE = {"rtol": 1e-5, "atol": 1e-7}
-"""fp32 rounding: kernels for lists of tensors may add in another order."""
+"""fp32 rounding: kernels for lists of tensors may sum in another order."""
 
 
 def build_guarded(optim: Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """The torch optimizer that a class makes of the engine's groups, with a step counter for each of its tensors.
+    """Build the torch optimizer of a class from the engine's groups, with a step counter for each tensor.
 
     Raises: ConfigError.
     """
@@ -219,8 +218,8 @@ def build_guarded(optim: Optimizer, groups: list[dict[str, Any]]) -> torch.optim
 
 
 def prove_by_element(optim: Optimizer) -> None:
-    """Prove that the optimizer steps each element by itself, with moments that begin at zero: then partitions train
-    like complete tensors, and checkpoints hold its moments. Raises ConfigError, with the reason."""
+    """Prove that the optimizer steps each element independently, with moments that begin at zero: then partitions train
+    like complete tensors, and checkpoints can hold the moments. Raises ConfigError, with the reason."""
     key = f"optim.name {optim.name}"
     if optim.whole_gradients:
         raise ConfigError(f"{key}: it inherits from an optimizer that steps matrices as a whole, and ZeRO partitions "
@@ -279,7 +278,7 @@ def _step(optim: Optimizer, step: Callable[[], Any]) -> None:
 
 
 def _guard(optim: Optimizer, optimizer: torch.optim.Optimizer) -> None:
-    """Let its step name the plugin when it raises or hangs, and count its steps where it does not."""
+    """Make the step name the plugin in an error or a hang, and count steps if the plugin does not."""
     plain = optimizer.step
 
     @functools.wraps(plain)
@@ -296,10 +295,10 @@ def _guard(optim: Optimizer, optimizer: torch.optim.Optimizer) -> None:
 
 
 def import_muon(*, compiled: bool) -> None:
-    """Import DeepSpeed's Muon, which every engine asks for whatever its optimizer, with torch.compile or without.
+    """Import DeepSpeed's Muon, which every engine needs whatever its optimizer, with torch.compile or without.
 
-    The import of torch.compile's backend takes a second of every start. It asks for a compiler, which not every machine
-    has; on a CPU compiling would take 20 s and a folder in /tmp, and gain nothing: the time is in the matrix products.
+    torch.compile's backend takes a second of every start and needs a compiler, which not every machine has; on a CPU
+    compiling would take 20 s and a folder in /tmp without a gain: the time is in the matrix products.
     """
     original, names = f"{_MUON}.original_muon", (f"{_MUON}.original_muon", f"{_MUON}.muon_optimizer")
     if original in sys.modules and hasattr(sys.modules[original].muon_update, "_torchdynamo_orig_callable") == compiled:
@@ -317,8 +316,8 @@ def import_muon(*, compiled: bool) -> None:
 
 
 def _set_newton_schulz_dtype(precision: str) -> None:
-    """Run Muon's Newton-Schulz iteration in fp32 for a run in fp32. DeepSpeed takes fp16 on GPUs and processors with
-    AVX512-FP16, which changes the update of a matrix by up to 2 % (measured), and with the layout."""
+    """Use fp32 in Muon's Newton-Schulz iteration for a run in fp32. DeepSpeed uses fp16 on GPUs and processors with
+    AVX512-FP16, which changes the update of a matrix by up to 2 % (measured), depending on the layout."""
     from deepspeed.runtime.zero.muon import original_muon
 
     theirs = inspect.unwrap(original_muon.ns_compute_dtype)  # an earlier engine of this process may have been fp32

@@ -1,8 +1,8 @@
-"""The private names of DeepSpeed and torch that this folder reads or replaces, and a check that they are still there.
+"""The private names of DeepSpeed and torch that this folder reads or replaces, and a check for them.
 
-An update of either may take any of them away. Where Python would not notice (an attribute that nobody reads any more, a
-method that nobody calls), the run would go on and mean something else: so a start refuses a package that lacks one.
-`tests/unit/engine/test_private_names.py` holds this table to the code.
+An update may remove any of them. If Python does not notice (an attribute that is no longer read, a method that is no
+longer called), a run would silently compute something else: so a start refuses a package that lacks one.
+`tests/unit/engine/test_private_names.py` compares this table with the code.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import torch.distributed as dist
 from llmtrain.base.errors import ConfigError
 
 VERIFIED = "0.19.8"
-"""The DeepSpeed whose private parts were read; zero_step.py compares the code of what it replaces."""
+"""The DeepSpeed whose private parts were read; zero_step.py compares the code that it replaces."""
 
 
 @dataclass(frozen=True)
 class Private:
-    """Names of one module, and what they are for."""
+    """Names of one module, and their use."""
 
     module: str
     names: tuple[str, ...]
@@ -129,10 +129,10 @@ PRIVATE = (
 
 
 def check() -> None:
-    """Look for all of them in what is loaded and in the sources of the installed packages: about 5 ms.
+    """Look for all names in loaded modules and in sources of installed packages: about 5 ms.
 
     Raises:
-        ConfigError: one is gone.
+        ConfigError: a name is missing.
     """
     for private in PRIVATE:
         text, loaded = _source(private.module), sys.modules.get(private.module)
@@ -149,7 +149,7 @@ def check() -> None:
 
 
 def _source(module: str) -> str:
-    """Empty when there is no such module. Nothing is imported: torch.compile's backend would take two seconds."""
+    """Return a module's source, empty without the module. No import: torch.compile's backend would take two seconds."""
     package, *inside = module.split(".")
     spec = importlib.util.find_spec(package)
     assert spec is not None and spec.origin is not None, package

@@ -1,4 +1,4 @@
-"""DeepSpeed's pipeline engine as a run drives it."""
+"""DeepSpeed's pipeline engine behind `engine/api.py`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from llmtrain.models.parallel.pipeline import PipelineLanguageModel
 
 
 class PipelineZeroEngine(ZeroEngine):
-    """Runs DeepSpeed's 1F1B schedule. The last stage speaks for the loss; it is zero on the others."""
+    """Runs DeepSpeed's 1F1B schedule. The last stage has the loss, which is zero on the others."""
 
     stages = True
 
@@ -44,7 +44,7 @@ class PipelineZeroEngine(ZeroEngine):
     def forward_backward(
         self, micros: Sequence[MicroBatch], weight: Callable[[], int], objective: LossFunction = NEXT_TOKEN
     ) -> list[Tensor]:
-        """The gradient of a step. Not through train_batch(): that waits for the device and broadcasts the loss."""
+        """Compute the gradient of a step without train_batch(), which waits for the device and broadcasts the loss."""
         engine, module = self.deepspeed, self._pipeline
         self._accumulate(len(micros))
         if micros[0].inputs.shape != self._shape:
@@ -60,10 +60,10 @@ class PipelineZeroEngine(ZeroEngine):
         PipelineEngine._exec_optimizer_step(self.deepspeed)
 
     def routing(self) -> None:
-        """Mixtures of experts have no pipeline."""
+        """Return None: mixtures of experts have no pipeline."""
 
     def _run(self, micros: list[MicroBatch], schedule: Any, objective: LossFunction) -> list[Tensor]:
-        """Follow a schedule; the sums of each micro-batch on the last stage, zeros elsewhere."""
+        """Follow a schedule; returns the sums of each micro-batch on the last stage, zeros elsewhere."""
         engine, module = self.deepspeed, self._pipeline
         module.sums = []
         module.losses.clear()
@@ -76,7 +76,7 @@ class PipelineZeroEngine(ZeroEngine):
         return sums or [torch.zeros(len(objective.figures), device=self._ranks.device) for _ in micros]
 
     def _inputs(self, micros: list[MicroBatch], objective: LossFunction) -> Iterator[tuple[Any, None]]:
-        """Inputs of the first stage; DeepSpeed would hand labels to the last one."""
+        """Yield inputs of the first stage, with None for the labels that DeepSpeed would give the last one."""
         for micro in micros:
             heart.beat()
             progress.mark()  # behind what the schedule has handed over of earlier ones
@@ -89,7 +89,7 @@ class PipelineZeroEngine(ZeroEngine):
     def evaluate(
         self, batches: Iterable[MicroBatch], objective: LossFunction = NEXT_TOKEN
     ) -> tuple[dict[str, float], int]:
-        """Over all stages: the last one has the loss."""
+        """Evaluate over all stages: the last one has the loss."""
         engine, module = self.deepspeed, self._pipeline
         micros = list(batches)
         module.eval()
@@ -111,16 +111,16 @@ class PipelineZeroEngine(ZeroEngine):
 
 
 def _reduce_tied(engine: PipelineEngine) -> None:
-    """Sum the gradient of a tied weight over its two stages. DeepSpeed's _exec_reduce_tied_grads looks at `weight.grad`
-    alone, which is None where ZeRO accumulates in another precision (data_types.grad_accum_dtype)."""
+    """Sum the gradient of a tied weight over its two stages. DeepSpeed's _exec_reduce_tied_grads reads only
+    `weight.grad`, which is None if ZeRO accumulates in another precision (data_types.grad_accum_dtype)."""
     for weight, group in engine.module.get_tied_weights_and_groups():
         if weight.requires_grad:
             dist.all_reduce(engine.optimizer.get_param_gradient_attribute(weight), group=group)
 
 
 def _check_groups(engine: PipelineEngine, ranks: Ranks) -> None:
-    """With an offloaded optimizer DeepSpeed sums gradient norms over the stages group by group: with fewer groups on
-    one of them, all would wait.
+    """Refuse different numbers of groups: with an offloaded optimizer DeepSpeed sums gradient norms over the stages
+    group by group, and would wait for a stage with fewer.
 
     Raises:
         AgreedError: on every rank.

@@ -1,4 +1,4 @@
-"""The process group: DeepSpeed's accelerator says which backend, and its ops may not reach beyond this rank."""
+"""The process group, with the backend of DeepSpeed's accelerator."""
 
 from __future__ import annotations
 

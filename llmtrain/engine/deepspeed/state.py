@@ -1,9 +1,8 @@
-"""The live optimizer state of this rank as pieces of Hugging Face tensors, and the ways of keeping it without ZeRO.
+"""The live optimizer state of this rank as pieces of Hugging Face tensors.
 
-One class for each way that DeepSpeed keeps it: whole tensors here, flat partitions in zero12.py and zero3.py, on the
-device or on the host. What a rank holds of which tensor is what the model's `local_parameters` say, cut by the
-partition; the group that a parameter is partitioned or replicated over is the one that DeepSpeed uses for it. What does
-not train (models/parameters.py) has its values in the module alone, and the forward pass reads those.
+One class for each layout in DeepSpeed: complete tensors without ZeRO, flat partitions with it, on the device or on the
+host. A rank holds the model's `local_parameters`, cut by the partition; a parameter is partitioned or replicated over
+DeepSpeed's group for it. Frozen parameters (models/parameters.py) have their values in the module alone.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class Home:
     replica: tuple[int, int]
 
     def tensor(self, kind: str, view: Tensor, *, writes: bool = True) -> StateTensor:
-        """State of this kind, [numel] in `view`. `writes`: this rank owns its share of the replica's elements."""
+        """Return state of this kind, [numel] in `view`. `writes`: this rank owns its share of the replica."""
         index, of = self.replica
         low, high = (self.held.region.numel * i // of - self.start for i in (index, index + 1))
         own = slice(min(max(low, 0), self.numel), min(max(high, 0), self.numel)) if writes else slice(0, 0)
@@ -59,7 +58,7 @@ def base_optimizer(engine: DeepSpeedEngine) -> Any:
 
 
 class State(ABC):
-    """The state of one engine; a class for each way that DeepSpeed keeps it."""
+    """The optimizer state of one engine."""
 
     partitions_parameters = False
 
@@ -76,7 +75,7 @@ class State(ABC):
 
     @abstractmethod
     def refresh(self) -> None:
-        """Make the parameters that the forward pass reads equal to the (rounded) fp32 masters."""
+        """Copy the (rounded) fp32 masters into the parameters of the forward pass."""
 
     def local_parameters(self) -> list[LocalParameter]:
         """This rank's part of each tensor of the model."""
@@ -87,7 +86,7 @@ class State(ABC):
         return found
 
     def tensors(self) -> list[StateTensor]:
-        """All pieces. State that the optimizer would create at its first step is created now."""
+        """Return all pieces, with state that the optimizer would create at its first step."""
         found = []
         for home in self.homes():
             moments = self.moments(home.flat)
@@ -104,7 +103,7 @@ class State(ABC):
         return found
 
     def _packed(self, held: LocalParameter, packed: Packed) -> StateTensor:
-        """Return a frozen quantized parameter: opening it unpacks the values, and it is written as a whole."""
+        """Return a frozen quantized parameter: `open` unpacks the values, `write` takes all of them."""
         home = Home(held, held.parameter, 0, 0, held.region.numel, self.replica(held))
         made = home.tensor(PARAM, held.parameter.detach())
         return replace(made, dtype=packed.dtype, open=lambda: nullcontext(held.values()), write=packed.write)
@@ -114,20 +113,20 @@ class State(ABC):
         return Home(held, held.parameter.detach().reshape(-1), 0, 0, held.region.numel, self.replica(held))
 
     def moments(self, flat: Tensor) -> dict[str, Tensor]:
-        """The moments of a tensor that the optimizer steps, by kind; they lie as its elements do."""
+        """Return the moments of an optimizer's tensor by kind, in the order of its elements."""
         return moments_of(self.base, flat, self.settings(flat))
 
     def settings(self, flat: Tensor) -> dict[str, Any]:
-        """The parameter group of a tensor that the optimizer steps."""
+        """Return the parameter group of an optimizer's tensor."""
         group: dict[str, Any] = next(g for g in self.base.param_groups if any(p is flat for p in g["params"]))
         return group
 
     def whole_moments(self) -> Iterator[StateTensor]:
-        """Moments that are kept for a whole parameter although its master is partitioned."""
+        """Yield moments of complete parameters whose masters are partitioned."""
         return iter(())
 
     def replica(self, held: LocalParameter) -> tuple[int, int]:
-        """(index, of) among all ranks that hold the same elements, where nothing is partitioned."""
+        """Return (index, of) among the ranks with the same elements, for a parameter without partitions."""
         parameter: Any = held.parameter
         if hasattr(parameter, "ds_process_group"):
             group = parameter.ds_process_group
@@ -139,16 +138,16 @@ class State(ABC):
         return held.copy[0] * size + dist.get_rank(group), held.copy[1] * size
 
     def copies(self) -> Iterator[ForwardCopy]:
-        """The values that the forward pass reads on this rank."""
+        """Yield the parameters of this rank's forward pass."""
         for held in self.local_parameters():
             if held.packed is None:
                 yield self.copy(held)
 
     @contextmanager
     def reading_instead(self, names: Collection[str], values: Callable[[ForwardCopy], Tensor]) -> Iterator[None]:
-        """In which the forward pass reads other values of these parameters.
+        """A context in which the forward pass reads other values for these parameters.
 
-        Not put back after an error: gathering is a collective, and the others may be elsewhere.
+        An error leaves them changed: gathering is a collective, and the other ranks may be elsewhere.
         """
         self.part()
         here = [copy for copy in self.copies() if copy.name in names]
@@ -163,13 +162,13 @@ class State(ABC):
         self.gather()
 
     def part(self) -> None:  # noqa: B027  # nothing to do where nothing is gathered
-        """Before `copies` are written: let go of what the forward pass has gathered of them."""
+        """Before `copies` are written: release gathered parameters."""
 
     def gather(self) -> None:  # noqa: B027
-        """After they were written: gather what is to be there between the steps."""
+        """After `copies` were written: gather the parameters that stay gathered between steps."""
 
     def copy(self, held: LocalParameter) -> ForwardCopy:
-        """A parameter as the forward pass reads it, whole."""
+        """Return a complete parameter of the forward pass."""
         return ForwardCopy(
             name=held.name, region=held.region, values=held.values(), replica=self.replica(held), partition=False
         )
@@ -221,8 +220,8 @@ class Zero12State(State):
                 yield Home(held, flat, offset, start, numel, held.copy)
 
     def _partition(self, index: int) -> Iterator[tuple[Tensor, int, int, int]]:
-        """(parameter, offset in this rank's partition, first element, elements) of a group, read from the flat buffer's
-        own table: the addresses in `_hp_mapping` are wrong with round_robin_gradients."""
+        """Yield (parameter, offset in this rank's partition, first element, elements) of a group from the flat buffer's
+        table: the addresses in `_hp_mapping` are wrong with round_robin_gradients."""
         optimizer = self.optimizer
         size = int(optimizer.partition_size[index])
         begin = size * dist.get_rank(optimizer.real_dp_process_group[index])
@@ -233,11 +232,11 @@ class Zero12State(State):
                 yield parameter, low - begin, low - place, high - low
 
     def moments(self, flat: Tensor) -> dict[str, Tensor]:
-        """Muon's momentum is kept otherwise: see `whole_moments`."""
+        """Return no moments for Muon, whose momentum comes from `whole_moments`."""
         return {} if self.settings(flat).get("use_muon") else super().moments(flat)
 
     def whole_moments(self) -> Iterator[StateTensor]:
-        """Muon's momentum of every parameter that touches this rank's partition, in full."""
+        """Yield Muon's complete momentum of every parameter in this rank's partition, even if partly."""
         optimizer = self.optimizer
         here = {id(held.parameter): held for held in self.local_parameters()}
         for index, group in enumerate(self.base.param_groups):
@@ -268,7 +267,7 @@ class Zero12State(State):
             self.optimizer.update_lp_params()
 
     def _send_in_pieces(self) -> None:
-        """DeepSpeed's update_lp_params for gloo, whose all-gather takes the memory of all parameters a second time."""
+        """DeepSpeed's update_lp_params for gloo, whose all-gather needs a second copy of all parameters."""
         partitioned = self.optimizer.parallel_partitioned_bit16_groups
         masters, groups = self.optimizer.single_partition_of_fp32_groups, self.optimizer.real_dp_process_group
         for partitions, master, group in zip(partitioned, masters, groups, strict=True):
@@ -295,7 +294,7 @@ class Zero3State(State):
                 yield Home(held, optimizer.fp32_partitioned_groups_flat[group], offset, start, numel, held.copy)
 
     def untrained(self, held: LocalParameter) -> Home:
-        """A parameter is partitioned, a buffer whole."""
+        """Return the place of a parameter's partition, or of a complete buffer."""
         parameter: Any = held.parameter
         if not hasattr(parameter, "ds_tensor"):
             return super().untrained(held)
@@ -303,7 +302,7 @@ class Zero3State(State):
         return Home(held, parameter.ds_tensor.detach().reshape(-1), 0, start, numel, held.copy)
 
     def settings(self, flat: Tensor) -> dict[str, Any]:
-        """DeepSpeed takes the flat tensors out of the groups between steps, and knows where each belongs."""
+        """Return the group by DeepSpeed's index: between steps the flat tensors are not in the groups."""
         optimizer = self.optimizer
         index = next(i for i, other in enumerate(optimizer.fp32_partitioned_groups_flat) if other is flat)
         group: dict[str, Any] = self.base.param_groups[optimizer.sub_group_to_group_id[index]]
@@ -317,11 +316,11 @@ class Zero3State(State):
         self.gather()
 
     def part(self) -> None:
-        """Partition the gathered parameters again: DeepSpeed would take a gathered one for up to date."""
+        """Partition gathered parameters again: DeepSpeed would not gather the new values of a gathered one."""
         self.optimizer._partition_all_parameters()
 
     def gather(self) -> None:
-        """Small parameters stay gathered between steps: the partitions alone would leave them as they were."""
+        """Gather the small parameters that stay gathered between steps, which still have the old values."""
         persistent = self.optimizer.persistent_parameters
         if persistent:
             persistent[0].all_gather(persistent)

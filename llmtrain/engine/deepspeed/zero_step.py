@@ -2,13 +2,13 @@
 
 DeepSpeed 0.19.8 looks at each tensor's extremes, takes each tensor's norm in a copy, reads four numbers on the host and
 multiplies every gradient by the clipping factor, also where that is 1: 4,153 kernels a step for 290 tensors (measured).
-Here one norm over the lists of gradients answers all of it: it is finite exactly if every gradient is. DeepSpeed
-copies what a bucket has reduced into a second set of gradients before the first is gone, 2 bytes a parameter: here it
-goes where it is summed. And where it reduces on a stream of its own (overlap_comm), it stops the host until the device
-has done everything, after each micro-batch and before each reduction to one rank: here one stream waits for the other.
+Here one norm over the lists of gradients replaces them: the norm is finite exactly if every gradient is. DeepSpeed
+copies the gradients of a reduced bucket into a second set before the first is freed, 2 bytes a parameter: here they are
+added to the sums directly. With a separate stream for reductions (overlap_comm), DeepSpeed stops the host until the
+device is idle, after each micro-batch and before each reduction to one rank: here one stream waits for the other.
 
-What is replaced are private methods of DeepSpeed. Their code is known by its checksum, so that another version of it
-ends in an error and never in a step that means something else.
+The replaced methods are private to DeepSpeed. Their code is compared by checksum, so that another version ends in an
+error, never in a different step.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _AROUND = (
     "reduce_independent_p_g_buckets_and_remove_grads",
     "average_tensor",
 )
-"""DeepSpeed's methods that call these, and those whose work they take over."""
+"""DeepSpeed's methods that call the replaced ones, or that they make superfluous."""
 _KNOWN = {
     "optimizer": "c43335cf9841228b51b8d337ea356780f94466cc9b1737f30dbc8530e6e3c59e",
     "engine": "fd92e39132a68153677825b76c147cc57c0ebc503073e04e3f3313326a4dc141",
@@ -69,7 +69,7 @@ class OneNormZero(DeepSpeedZeroOptimizer):
     """DeepSpeed's optimizer of ZeRO 1 and 2; `shorten_step` makes one of a live DeepSpeedZeroOptimizer."""
 
     def copy_grads_in_partition(self, param: Any, group_idx: int | None = None) -> None:
-        """Take a reduced gradient out of its bucket: into the sum of the micro-batches before, if there is one."""
+        """Move a reduced gradient from its bucket into the sum of earlier micro-batches, if there is one."""
         if self._use_compact_grad_partition_buffer(group_idx):  # fp32 sums, which have it already
             super().copy_grads_in_partition(param, group_idx)
             return
@@ -82,8 +82,8 @@ class OneNormZero(DeepSpeedZeroOptimizer):
             self.clear_grad_attribute(param)
 
     def get_all_grad_tensors(self, tensor_list: list[Any], dtype: torch.dtype) -> list[Tensor]:
-        """The gradients of a micro-batch that are not in the sums: all of the first one, none of the others. Without
-        contiguous_gradients all of each: `copy_grads_in_partition` is never called."""
+        """Return a micro-batch's gradients that are not in the sums: all for the first one, none for the others.
+        Without contiguous_gradients always all: `copy_grads_in_partition` is never called."""
         index = next(i for i, parameters in enumerate(self.params_in_partition) if parameters is tensor_list)
         if self.contiguous_gradients and self.all_grad_tensors.get(index) is not None:
             return []
@@ -95,8 +95,8 @@ class OneNormZero(DeepSpeedZeroOptimizer):
     ) -> Tensor | bool | None:
         """Return the fp32 sums for a reduced gradient; False for a matrix of Muon, whose gradient has no sums.
 
-        DeepSpeed has None for them, joins them to the neighbour before them in the bucket, and then forgets its sums:
-        most norms and biases of a run never trained.
+        DeepSpeed returns None for a matrix, joins it to its predecessor in the bucket, and then loses the sums of that
+        one: most norms and biases of a run never trained.
         """
         found = super()._get_compact_grad_partition_slice(group_idx, partition_id, param_id, num_elements)
         own = partition_id == dist.get_rank(self.real_dp_process_group[group_idx])
@@ -114,14 +114,15 @@ class OneNormZero(DeepSpeedZeroOptimizer):
 
     @property
     def _overlaps(self) -> bool:
-        """True if buckets are reduced on a stream beside the backward pass; without buckets DeepSpeed's waits stay."""
+        """True if a separate stream reduces buckets during the backward pass; without buckets DeepSpeed's waits
+        stay."""
         return (
             bool(self.overlap_comm) and self.contiguous_gradients and not get_accelerator().resolves_data_dependency()
         )
 
     @contextlib.contextmanager
     def _on_one_stream(self) -> Iterator[None]:
-        """In which DeepSpeed takes the current stream for the one that reduces, and so waits for nothing."""
+        """A context in which DeepSpeed reduces on the current stream, so it does not wait."""
         self.overlap_comm = False
         try:
             yield
@@ -129,7 +130,7 @@ class OneNormZero(DeepSpeedZeroOptimizer):
             self.overlap_comm = True
 
     def independent_gradient_partition_epilogue(self) -> None:
-        """The end of a micro-batch. What the device does next waits for the reductions; the host goes on."""
+        """End a micro-batch: the device's next work waits for the reductions, the host continues."""
         if not self._overlaps:
             super().independent_gradient_partition_epilogue()
             return
@@ -139,25 +140,25 @@ class OneNormZero(DeepSpeedZeroOptimizer):
             super().independent_gradient_partition_epilogue()
 
     def allreduce_and_copy(self, *given: Any, **named: Any) -> None:
-        """Reduce a part of a bucket, to one rank or all: within `average_tensor`, so on the stream of reductions, which
-        has waited for the bucket."""
+        """Reduce a part of a bucket to one rank or all, inside `average_tensor`: the stream of reductions has waited
+        for the bucket."""
         with self._on_one_stream() if self._overlaps else contextlib.nullcontext():
             super().allreduce_and_copy(*given, **named)
 
     def _record_gradient_stream(self, tensor: Tensor, stream: Any) -> None:
-        """A gradient larger than a bucket is let go while it is reduced: its memory is not to be used before. Buckets
-        live until `independent_gradient_partition_epilogue`."""
+        """Protect a gradient larger than a bucket, which is freed during its reduction, from reuse. Buckets live until
+        `independent_gradient_partition_epilogue`."""
         if self._overlaps and tensor.numel() > self.reduce_bucket_size:
             tensor.record_stream(stream)
         else:
             super()._record_gradient_stream(tensor, stream)
 
     def has_overflow(self, partition_gradients: bool = True) -> bool:
-        """True if a gradient of any rank is not finite, where no norm is wanted; else the norm says it."""
+        """True if a gradient on any rank is not finite and no norm is computed, which would show the same."""
         return not self.compute_grad_norm and not math.isfinite(self.scaled_global_norm())
 
     def scaled_global_norm(self, norm_type: int = 2) -> float:
-        """L2 norm of the whole gradient times the loss scale; infinite if a gradient of any rank is not finite.
+        """L2 norm of the complete gradient times the loss scale; infinite if a gradient on any rank is not finite.
 
         Every rank calls it. Waits for the device, once.
         """
@@ -182,8 +183,8 @@ class OneNormZero(DeepSpeedZeroOptimizer):
         return math.sqrt(value) if math.isfinite(value) else math.inf
 
     def _counted_gradients(self, index: int) -> list[Tensor]:
-        """This rank's gradients of a group: what all tensor-parallel ranks hold counts on the first of them, and what
-        two pipeline stages hold on one."""
+        """Return this rank's gradients in a group: replicated ones count on the first tensor-parallel rank, and on one
+        of two pipeline stages."""
         gradients = [g for g in self.averaged_gradients[index] if not getattr(g, "_zero_padding", False)]
         parameters = self.params_in_partition[index]  # padding may come behind its gradients
         counts = [
@@ -197,7 +198,8 @@ class OneNormZero(DeepSpeedZeroOptimizer):
         return [gradient for gradient, wanted in zip(gradients, counts, strict=False) if wanted]
 
     def unscale_and_clip_grads(self, grad_groups_flat: list[Tensor], total_norm: float | None) -> None:
-        """Divide flat gradients by the loss scale and by what `total_norm` (with the loss scale) exceeds the clip."""
+        """Divide flat gradients by the loss scale and the excess of `total_norm` (with the loss scale) over the
+        clip."""
         factor = self.loss_scale
         if self.clip_grad > 0:
             assert total_norm is not None
@@ -208,9 +210,9 @@ class OneNormZero(DeepSpeedZeroOptimizer):
 
 
 def shorten_step(engine: DeepSpeedEngine) -> None:
-    """Give a new engine of ZeRO 1 or 2 the step of this module; others, and an offloaded optimizer, keep DeepSpeed's.
+    """Give a new engine of ZeRO 1 or 2 this module's step; others, and an offloaded optimizer, keep DeepSpeed's.
 
-    Raises: ConfigError, for a DeepSpeed whose step is not known here.
+    Raises: ConfigError, for an unknown DeepSpeed.
     """
     if type(engine.optimizer) is DeepSpeedZeroOptimizer and not engine.optimizer.cpu_offload:
         _check("optimizer", DeepSpeedZeroOptimizer, (*_REPLACED, *_AROUND))
@@ -240,7 +242,7 @@ def choosing_optimizers() -> Iterator[None]:
 
 
 def _check(what: str, owner: type, names: tuple[str, ...]) -> None:
-    """Raises ConfigError where these methods are not those of a DeepSpeed that this module was written for."""
+    """Raises ConfigError: these methods differ from the DeepSpeed that this module was written for."""
     missing = [name for name in names if not hasattr(owner, name)]
     text = "" if missing else "".join(inspect.getsource(getattr(owner, name)) for name in names)
     if missing or hashlib.sha256(text.encode()).hexdigest() != _KNOWN[what]:

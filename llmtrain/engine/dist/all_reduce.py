@@ -28,11 +28,11 @@ _SMALL = (4 << 10, 256 << 10, 4 << 20, 32 << 20)
 SIZES_BYTES: dict[str, tuple[int, ...]] = {"gloo": _SMALL, "nccl": (*_SMALL, 256 << 20, 1 << 30)}
 PAIR_BYTES = {"gloo": 4 << 20, "nccl": 256 << 20}
 BUDGET_S = 0.5
-"""For one size; the next one is left out when this one has taken more."""
+"""Time for one size; after a slower one, larger sizes are left out."""
 
 
 def main(argv: list[str]) -> int:
-    """0: done. 1: it failed, and the line says why."""
+    """Print the answer. Returns 0, or 1 after a failure, whose reason is in the line."""
     ask = json.loads(argv[0])
     answer = _each_of(ask) if len(ask["here"]) > 1 else _alone(ask)
     print("\n" + ask["mark"] + json.dumps(answer), flush=True)
@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
 
 
 def _each_of(ask: dict[str, Any]) -> dict[str, Any]:
-    """Start a process for each rank of this host; returns the answer of the first of them, or the first error."""
+    """Start a process for each rank of this host; returns the first rank's answer, or the first error."""
     alone = [{**ask, "here": [one], "local_size": len(ask["here"])} for one in ask["here"]]
     words = [[sys.executable, "-m", "llmtrain.engine.dist.all_reduce", json.dumps(each)] for each in alone]
     started = [subprocess.Popen(each, stdout=subprocess.PIPE, text=True) for each in words]
@@ -66,7 +66,7 @@ def _alone(ask: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure(ask: dict[str, Any]) -> dict[str, Any]:
-    """Take part as one rank of `ask["ranks"]`; returns the answer. Raises RuntimeError: ranks are missing, or sums are
+    """Measure as one rank of `ask["ranks"]`; returns the answer. Raises RuntimeError: ranks are missing, or sums are
     wrong."""
     (rank, number), world_size = ask["here"][0], len(ask["ranks"])
     os.environ.update(
@@ -110,7 +110,7 @@ def _all_reduces(ask: dict[str, Any], rank: int, device: torch.device) -> list[d
 
 
 def _pairs(ask: dict[str, Any], rank: int, device: torch.device) -> list[list[float]]:
-    """[lower rank, higher rank, bytes a second each way] of the pairs of which this rank is the lower."""
+    """Return [this rank, peer, bytes a second each way] for the pairs with a higher peer."""
     found = []
     mine, theirs = (torch.zeros(PAIR_BYTES[ask["backend"]] // 4, device=device) for _ in range(2))
     for each in ask["rounds"]:
@@ -133,8 +133,7 @@ def _pairs(ask: dict[str, Any], rank: int, device: torch.device) -> list[list[fl
 
 
 def _store(ask: dict[str, Any], rank: int, world_size: int) -> dist.TCPStore:
-    """Open the store, which rank 0 serves, and wait until all ranks have. Raises RuntimeError, which names the
-    missing."""
+    """Open the store on rank 0, and wait until all ranks have. Raises RuntimeError, which names missing ranks."""
     limit = timedelta(seconds=ask["limit_s"])
     store = dist.TCPStore(ask["address"], ask["port"], world_size, rank == 0, timeout=limit, wait_for_workers=False)
     store.set(f"here/{rank}", socket.gethostname())
@@ -150,7 +149,7 @@ def _store(ask: dict[str, Any], rank: int, world_size: int) -> dist.TCPStore:
 
 
 def _once(values: torch.Tensor, rank: int, ask: dict[str, Any]) -> float:
-    """One all-reduce, checked; its seconds."""
+    """Return the seconds of an all-reduce, whose result is checked."""
     values.fill_(rank + 1.0)
     _wait_for(values.device)
     started = time.perf_counter()

@@ -75,7 +75,7 @@ class StopRequests:
         self._stop(what)
 
     def _watch(self) -> None:
-        """Look once a second for requests that send no signal."""
+        """Look once a second for requests without a signal."""
         launchers = watch.launchers()  # `deepspeed` killed with SIGKILL leaves its ranks running
         # One rank of a host looks: on a shared file system all of them would ask the same server.
         file = self._preempt_file if os.environ.get("LOCAL_RANK", "0") == "0" else None
@@ -94,7 +94,7 @@ class StopRequests:
 
 
 class StopAsked(Exception):
-    """A rank was asked to stop before the first step; all ranks know."""
+    """A rank was asked to stop before the first step; raised on all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +118,7 @@ class Agreement:
 
 
 class Agree:
-    """One small all-reduce a step, on the host, started early and read late: it costs no device synchronisation."""
+    """One small all-reduce a step, on the host, started early and read late, without a device synchronisation."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._group, self._rank, self._count = ranks.control, ranks.rank, ranks.world_size
@@ -157,7 +157,7 @@ class Agree:
 
 
 def from_rank_0(ranks: Ranks, make: Callable[[], T]) -> T:
-    """The value that rank 0 makes, on all ranks."""
+    """Return the value made by rank 0, on all ranks."""
     box: list[Any] = [make() if ranks.rank == 0 else None]
     dist.broadcast_object_list(box, group=ranks.control, group_src=0)
     made: T = box[0]
@@ -165,7 +165,7 @@ def from_rank_0(ranks: Ranks, make: Callable[[], T]) -> T:
 
 
 def from_all(ranks: Ranks, value: T) -> list[T]:
-    """Every rank's value, in order of rank, on all ranks. All ranks must call it."""
+    """Return every rank's value, in order of rank, on all ranks. All ranks must call it."""
     values: list[Any] = [None] * ranks.world_size
     dist.all_gather_object(values, value, group=ranks.control)
     return values
@@ -175,8 +175,8 @@ _IN_TOUCH_S = 1.0
 
 
 def at_length(ranks: Ranks, call: Callable[[], T]) -> T:
-    """Return the result of a long call on this rank. All ranks must call it, and keep in touch meanwhile, so that none
-    waits in a collective for too long. Raises the call's error, once all have ended."""
+    """Return the result of a long call on this rank. All ranks must call it, and exchange messages until all calls have
+    ended, so that none waits in a collective for too long. Raises the call's error at the end."""
     future = in_thread(call, "at length")
     while not all(from_all(ranks, bool(wait([future], _IN_TOUCH_S).done))):
         pass
@@ -184,14 +184,14 @@ def at_length(ranks: Ranks, call: Callable[[], T]) -> T:
 
 
 def to_rank_0(ranks: Ranks, value: T) -> list[T]:
-    """Every rank's value, in order of rank, on rank 0; nothing on the others. All ranks must call it."""
+    """Return every rank's value, in order of rank, on rank 0; an empty list elsewhere. All ranks must call it."""
     values: list[Any] = [None] * ranks.world_size if ranks.rank == 0 else []
     dist.gather_object(value, values or None, group=ranks.control, group_dst=0)
     return values
 
 
 class AgreedError(UserError):
-    """A user's mistake that one rank met and all ranks know of: only rank 0 needs to print it."""
+    """A user's mistake on one rank, raised on all ranks: only rank 0 needs to print the message."""
 
     everywhere = True
 
@@ -202,7 +202,7 @@ class AgreedError(UserError):
 
 @contextlib.contextmanager
 def together(ranks: Ranks) -> Iterator[None]:
-    """End all ranks with a UserError that one of them meets in here; alone it would leave the others in a collective.
+    """End all ranks with a UserError that one of them raises inside; alone it would leave the others in a collective.
 
     Raises:
         AgreedError: on every rank.

@@ -50,8 +50,8 @@ def own_device() -> torch.device:
 
 
 def device_index(local_rank: int, ranks: int, visible: int, kind: str = "cuda") -> int:
-    """The index of a rank's device among `visible` ones, as one of `ranks` on its host: the only one, where a scheduler
-    shows each task its own (srun --gpus-per-task=1, Kubernetes). Raises ConfigError."""
+    """Return the index of a rank's device among `visible` ones; 0 if a scheduler shows each task one device (srun
+    --gpus-per-task=1, Kubernetes). `ranks`: on this host, for the message. Raises ConfigError."""
     if local_rank < visible:
         return local_rank
     if visible == 1:
@@ -79,7 +79,7 @@ def _renumber(accelerator: Any, local_rank: int, index: int) -> None:
 
 
 def _refuse_idle_gpus() -> None:
-    """A CPU build of torch, or a driver that does not answer, would train on the processor in silence."""
+    """Raises ConfigError: a CPU build of torch, or a broken driver, would silently train on the processor."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
     if os.environ.get("DS_ACCELERATOR") or hidden or not Path("/dev/nvidia0").exists():
         return
@@ -99,14 +99,14 @@ def device_name(device: torch.device) -> str:
 
 
 def device_id(device: torch.device) -> str:
-    """An id that no other device of this host has: a GPU's UUID; empty for the CPU."""
+    """A GPU's UUID; empty for the CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 def use_deterministic_kernels() -> None:
-    """Use only kernels that add in a fixed order. CUBLAS_WORKSPACE_CONFIG must be set before cuBLAS starts.
+    """Use only kernels that sum in a fixed order. CUBLAS_WORKSPACE_CONFIG must be set before cuBLAS starts.
 
-    An operation that has no such kernel raises torch's RuntimeError, which names it.
+    An operation without a deterministic kernel raises torch's RuntimeError with its name.
     """
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it would write each new tensor once more
@@ -139,7 +139,7 @@ def check_device(precision: str, attention: str, fp8: str | None, json_path: str
 
 
 def _check_fp8(recipe: str, precision: str, json_path: str) -> None:
-    """Raises ConfigError: this GPU has no products in fp8, or the run is not in the precision that they come out in."""
+    """Raises ConfigError: this GPU has no products in fp8, or the run's precision is not that of their results."""
     cuda = get_accelerator().device_name() == "cuda"
     capability = torch.cuda.get_device_capability() if cuda else (0, 0)
     if capability < _FP8_CAPABILITY:

@@ -22,7 +22,7 @@ from llmtrain.base.errors import UserError
 
 
 class RankError(Exception):
-    """A rank ended with an exception that is no user's mistake, was killed, or did not end. The message tells all."""
+    """A rank ended with an exception other than a user's mistake, was killed, or did not end."""
 
 
 class Ranks:
@@ -38,9 +38,9 @@ class Ranks:
         shows: bool = False,
         timeout_s: float | None = None,
     ) -> None:
-        """`shows`: rank 0 prints as the command itself; the output of the others is kept for `wait`'s messages.
+        """`shows`: rank 0 prints to the command's output; other output is kept for `wait`'s messages.
 
-        `timeout_s`: for all ranks to end, None for ever.
+        `timeout_s`: limit for all ranks to end; None: no limit.
         """
         self._timeout_s = math.inf if timeout_s is None else timeout_s
         self._folder = folder
@@ -82,7 +82,7 @@ class Ranks:
         self.close()
 
     def wait(self) -> None:
-        """Wait until all have ended well. Raises UserError, or RankError with the first traceback."""
+        """Wait until all have ended without an error. Raises UserError, or RankError with the first traceback."""
         deadline = time.monotonic() + self._timeout_s
         while any(code is None for code in self._codes()):
             if any(self._codes()):
@@ -108,7 +108,7 @@ class Ranks:
         raise RankError(f"rank {first['rank']} of {self._world_size}:\n{first['text']}")
 
     def close(self) -> None:
-        """Kill what still runs, and wait until it is gone."""
+        """Kill the processes that still run, and wait for their end."""
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 if process.poll() is None:
@@ -128,7 +128,7 @@ class Ranks:
 
 @contextlib.contextmanager
 def failure_reported(folder: Path) -> Iterator[None]:
-    """Leave a failure in the folder for the command, then end. Wraps everything that a rank does."""
+    """Write a failure into the folder for the command, then end. Wraps all work of a rank."""
     try:
         yield
     except BaseException as error:
@@ -141,7 +141,7 @@ def failure_reported(folder: Path) -> Iterator[None]:
 
 
 def _end_with_parent() -> Callable[[], Any] | None:
-    """A function for a new process: the kernel then kills it when the command dies, however it dies (Linux)."""
+    """Return a function for a new process that lets the kernel kill the process when the command dies (Linux)."""
     try:
         control = ctypes.CDLL(None).prctl
     except (OSError, AttributeError):
@@ -152,7 +152,7 @@ def _end_with_parent() -> Callable[[], Any] | None:
 
 @contextlib.contextmanager
 def ending_on_sigterm() -> Iterator[None]:
-    """Treat SIGTERM as Ctrl-C: contexts inside are closed, and no process is left."""
+    """Treat SIGTERM as Ctrl-C, so that contexts inside are closed, and no process is left."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt

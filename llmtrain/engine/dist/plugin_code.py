@@ -20,8 +20,8 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def calling(key: str, method: str) -> Iterator[None]:
-    """In which a plugin's method runs: the watch names it, and a process that was forked in it does not come back, as a
-    second rank that waits for the others and keeps the launcher from ending."""
+    """A context for a plugin's method, which the watch names. A process forked inside ends with the context, instead of
+    continuing as a second rank that keeps the launcher from ending."""
     rank = os.getpid()
     try:
         with heart.calling(key, method), _bounded():
@@ -37,8 +37,8 @@ def calling(key: str, method: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _bounded() -> Iterator[None]:
-    """Raise TimeoutError in a plugin's method after `fault.stall_timeout_s` without progress, if no watch runs. C code
-    gets the error when it returns to Python."""
+    """Raise TimeoutError in a plugin's method after `fault.stall_timeout_s` without progress, if no watch runs; in C
+    code only at its return to Python."""
     limit_s = watch.alone_s
     main = threading.current_thread() is threading.main_thread()
     if limit_s is None or not main or signal.getitimer(signal.ITIMER_REAL)[0]:  # within another method, or a test

@@ -18,15 +18,15 @@ class Seat:
     local_rank: int
     """Index among the ranks of its host."""
     device: str
-    """The driver's name of it."""
+    """The driver's name of the device."""
     pid: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """This process among the ranks of its site: those that one engine spans, numbered from 0.
+    """This process among the ranks of one engine (a site), numbered from 0.
 
-    No collective of a step, a save or a check may reach beyond them: each names its group, and numbers ranks within it.
+    Collectives of a step, a save or a check stay within the site: each names a group, and numbers ranks within it.
     """
 
     rank: int

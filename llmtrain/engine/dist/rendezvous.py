@@ -1,8 +1,7 @@
-"""Rendezvous of the ranks on one store, with a limit and an error that names missing or different ranks; process
-groups.
+"""Rendezvous of the ranks on one store, with a limit and an error that names missing or different ranks.
 
-torch's own start tells little: for a rank that does not come, every other rank waits 10 or 30 minutes. And gloo takes
-the address of the host name, which on many machines is 127.0.0.1: of two such hosts one dies, and the other waits.
+With torch's own start, every rank waits 10 or 30 minutes for a missing one. And gloo uses the address of the host name,
+which on many machines is 127.0.0.1: of two such hosts one dies, and the other waits.
 """
 
 from __future__ import annotations
@@ -44,14 +43,14 @@ from llmtrain.tracking.sink import TrackingConfig
 
 _COMPARED = ("python", "llmtrain", "torch", "deepspeed", "transformers")
 _TELL_S = 30.0
-"""Between two lines about who is still missing."""
+"""Interval between two lines about missing ranks."""
 _GRACE_S = 30.0
-"""The other ranks wait this much longer than rank 0: it is rank 0 that knows who is missing."""
+"""Extra wait of the other ranks, since rank 0 knows the missing ones."""
 _SHOWN = 5
 
 
 class RendezvousError(UserError):
-    """The ranks of this launch have not come together."""
+    """The ranks of this launch have not met."""
 
     passing = True
 
@@ -73,16 +72,16 @@ class Meeting:
 
 
 def meet(*, device: torch.device, backend: str, settings: Mapping[str, Any], limit_s: float) -> Meeting:
-    """Wait for all ranks of the launch and make sure that they run the same thing.
+    """Wait for all ranks of the launch, and compare their versions and settings.
 
-    Takes RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from the environment, and sets the interface that
-    each backend uses where the user has not.
+    Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, and sets each backend's interface if the user has
+    not.
 
     Args:
         device: of this rank.
-        backend: that of the device's collectives, "nccl" or "gloo".
-        settings: what must be the same on all ranks; any nesting of dicts and lists.
-        limit_s: how long rank 0 waits for the others, and they for it.
+        backend: of the device's collectives, "nccl" or "gloo".
+        settings: values that must be equal on all ranks; any nesting of dicts and lists.
+        limit_s: limit of rank 0's wait for the others, and of theirs for rank 0.
 
     Raises:
         RendezvousError: ranks are missing or differ, the port is in use, rank 0 cannot be reached. On all ranks that
@@ -126,7 +125,7 @@ def meet(*, device: torch.device, backend: str, settings: Mapping[str, Any], lim
 _meetings: dict[str, int] = {}
 """Address -> the number of this process's latest meeting there, from 0: a script may train several times."""
 _served: dict[str, dist.TCPStore] = {}
-"""Address -> the store that this process serves there, of the latest address alone."""
+"""Address -> the store that this process serves there, for the latest address alone."""
 
 
 def _number() -> int:
@@ -138,7 +137,7 @@ def _address() -> str:
 
 
 def _serve(world_size: int) -> dist.TCPStore:
-    """The store, in this process. Raises RendezvousError."""
+    """Serve the store in this process. Raises RendezvousError."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if port and _number() and _address() in _served:  # the other ranks may have connected to it already
         return _served[_address()]
@@ -162,7 +161,7 @@ def _serve(world_size: int) -> dist.TCPStore:
 
 
 def _user_of(port: int) -> str:
-    """The process that listens there, as far as this user may see it."""
+    """Return words for the process that listens on the port, if this user may see it."""
     with contextlib.suppress(psutil.Error, OSError):
         for each in psutil.net_connections("tcp"):
             if each.laddr and each.laddr.port == port and each.status == psutil.CONN_LISTEN and each.pid:
@@ -171,7 +170,7 @@ def _user_of(port: int) -> str:
 
 
 def _connect(seat: Seat, limit_s: float) -> dist.TCPStore:
-    """Rank 0's store, as soon as it is there. Raises RendezvousError."""
+    """Connect to rank 0's store, with retries. Raises RendezvousError."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     deadline = time.monotonic() + limit_s
     pause_s, trouble = 0.05, ""
@@ -211,7 +210,7 @@ def _why_unreachable(host: str) -> str:
 
 
 def _gather(store: dist.Store, about: dict[str, Any], world_size: int, limit_s: float) -> list[dict[str, Any]]:
-    """As rank 0: wait for the others, compare them, send the verdict. The seats in order of rank; raises
+    """As rank 0: wait for the others, compare them, send the verdict. Returns the seats in order of rank; raises
     RendezvousError."""
     expected = _launched_hosts()
     came: dict[int, dict[str, Any]] = {0: about}
@@ -250,7 +249,8 @@ def _gather(store: dist.Store, about: dict[str, Any], world_size: int, limit_s: 
 
 
 def _follow(store: dist.Store, about: dict[str, Any], limit_s: float) -> list[dict[str, Any]]:
-    """As any other rank: report to rank 0, and read the verdict. The seats in order of rank; raises RendezvousError."""
+    """As any other rank: report to rank 0, and read the verdict. Returns the seats in order of rank; raises
+    RendezvousError."""
     seat = Seat(**about["seat"])
     if store.add(_key("came", seat.rank), 1) > 1:
         problem = (
@@ -282,7 +282,7 @@ def _key(what: str, rank: int | None = None) -> str:
 
 @functools.cache
 def _launch() -> str:
-    """Identity of this launch: another one may come to the same port.
+    """Identity of this launch, to detect another one on the same port.
 
     The mark of `llmtrain launch`; on a single host DeepSpeed's launcher, the parent of all ranks. Else empty.
     """
@@ -298,7 +298,7 @@ def _me(seat: Seat) -> str:
 
 
 def _launched_hosts() -> dict[int, str]:
-    """Host of each rank by the arguments of DeepSpeed's launcher, the parent of this process; empty without it."""
+    """Host of each rank, from the arguments of the parent process, DeepSpeed's launcher; empty without it."""
     with contextlib.suppress(psutil.Error, ValueError, AttributeError):
         for word in psutil.Process(os.getppid()).cmdline():
             if word.startswith("--world_info="):
@@ -321,7 +321,7 @@ def _missing(came: Mapping[int, Any], world_size: int, expected: Mapping[int, st
 
 
 def _differences(everyone: Sequence[Mapping[str, Any]]) -> str:
-    """Values that differ between ranks, in one message; empty if none do."""
+    """Return a message with values that differ between ranks; empty if none do."""
     for what, remedy in (
         ("versions", "Install the same versions on all hosts"),
         ("settings", "Give all hosts the same YAML, JSON and command line"),
@@ -336,7 +336,7 @@ def _differences(everyone: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _shared_devices(everyone: Sequence[Mapping[str, Any]]) -> str:
-    """Ranks of one host on one GPU, which NCCL would refuse with an error of its own; empty without any."""
+    """Return a message on ranks of one host that share a GPU, which NCCL refuses; empty without any."""
     by_device: dict[tuple[str, str], list[int]] = {}
     for each in everyone:
         if each["device_id"]:
@@ -372,7 +372,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _log_interfaces(everyone: Sequence[Mapping[str, Any]]) -> None:
-    """One line, where there are several hosts."""
+    """Log the interfaces in a line, for several hosts."""
     chosen = {each["seat"]["host"]: each["interface"] for each in everyone}
     if len(chosen) == 1:
         return
@@ -385,7 +385,7 @@ def _log_interfaces(everyone: Sequence[Mapping[str, Any]]) -> None:
 
 
 def connect_all(meeting: Meeting, backend: str, device: torch.device, limit_s: float) -> Any:
-    """Make the process group of all ranks, and a gloo group of the same, which is returned. Raises RendezvousError."""
+    """Make the process group of all ranks, and return their gloo group. Raises RendezvousError."""
     limit, world_size = timedelta(seconds=limit_s), len(meeting.seats)
     rank = int(os.environ["RANK"])
     # As DeepSpeed would (comm/torch.py): a rank alone has no peer, and with a device every later group costs a split.
@@ -408,7 +408,7 @@ def another_group(ranks: Ranks, limit_s: float) -> Ranks:
 
 
 def _not_connected(who: str, backend: str, message: str) -> RendezvousError:
-    """An error for a failed connection. `message`: message of `backend`, "nccl" or "gloo"."""
+    """Return an error for a failed connection. `message`: from `backend`, "nccl" or "gloo"."""
     name, variable = ("NCCL", NCCL) if backend == "nccl" else (backend, GLOO)
     head = f"{who} has met the others at {os.environ['MASTER_ADDR']}, but {name} cannot connect it to them"
     fault = device_fault(message)
@@ -424,7 +424,7 @@ def _not_connected(who: str, backend: str, message: str) -> RendezvousError:
 
 def leave_all(error: BaseException | None) -> None:
     """Leave the process groups without waiting for ranks that may be gone. NCCL waits for its collectives and peers:
-    after an `error` of one rank alone that is left to the end of the process."""
+    after an `error` on one rank alone, the end of the process destroys them."""
     alone = error is not None and not getattr(error, "everywhere", False)
     if dist.is_initialized() and not (alone and dist.get_backend() == "nccl"):
         # DeepSpeed keeps the groups that it has made, too: a second run in this process would meet the first one's.

@@ -22,7 +22,7 @@ from llmtrain.objectives.preferences import Answers, OverAnswers
 
 
 def answers_in(micro: MicroBatch) -> AnswerBatch:
-    """The micro-batch of a loader of preferences or of unpaired answers."""
+    """Return the micro-batch as one of preferences or unpaired answers."""
     assert isinstance(micro, AnswerBatch)
     return micro
 
@@ -44,9 +44,9 @@ def counted_tokens(micro: AnswerBatch) -> Tensor:
 
 
 def answers_of(head: Head, hidden: Tensor, micro: AnswerBatch) -> tuple[Tensor, Tensor]:
-    """(log-probability, counted tokens) of each answer of a micro-batch, fp32 [A]; on all ranks that share its rows.
+    """Return (log-probability, counted tokens) of each answer, fp32 [A], on all ranks that share the rows.
 
-    hidden: [B, t, H], what the loss was given.
+    hidden: [B, t, H], the loss function's argument.
     """
     nll, answers = head.token_nll(hidden, micro.labels, micro.counted).flatten(), micro.answers.flatten()
     # The last one is of tokens that belong to no answer. Summed in fp64: a GPU adds in any order, and one answer's
@@ -57,7 +57,7 @@ def answers_of(head: Head, hidden: Tensor, micro: AnswerBatch) -> tuple[Tensor, 
 
 
 def last_tokens(batch: AnswerBatch) -> Tensor:
-    """int64 [A]: where each answer's last counted token lies in the micro-batch's inputs, flattened."""
+    """int64 [A]: index of each answer's last counted token in the flattened inputs."""
     labels, answers = batch.labels.flatten(), batch.answers.flatten()
     places = torch.arange(labels.numel(), device=labels.device).where(labels != IGNORE, -1)
     none = places.new_full((len(batch.rows) + 1,), -1)  # the last one is of tokens that belong to no answer
@@ -99,7 +99,7 @@ class UnpairedLoss(PerAnswer):
         self._kl = 0.0
 
     def look(self, micros: list[MicroBatch], evaluate: Evaluate) -> None:
-        """The divergence from the reference: `Answers.kl`."""
+        """Measure the divergence from the reference, for `Answers.kl`."""
         others = [micro.mismatched for micro in micros if isinstance(micro, UnpairedBatch)]
         self._kl = max(0.0, evaluate(others, _LogRatio())[0]["loss"])
 
@@ -123,12 +123,12 @@ class _LogRatio(PerAnswer):
 
 
 class LogProbs(PerAnswer):
-    """A loss function that keeps the log-probabilities of answers, micro-batch by micro-batch."""
+    """A loss function that collects the log-probabilities of answers."""
 
     def __init__(self) -> None:
         self.found: list[tuple[Tensor, Tensor]] = []
-        """(rows of the split, int64 [A]; log-probabilities, fp32 [A]) of each, on the device; in a pipeline on the last
-        stage only."""
+        """(rows of the split, int64 [A]; log-probabilities, fp32 [A]) for each micro-batch, on the device; in a
+        pipeline on the last stage only."""
 
     def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
         """[1]."""
@@ -138,8 +138,8 @@ class LogProbs(PerAnswer):
         return head.once(-log_prob.sum().unsqueeze(0))
 
     def of_all(self, ranks: Ranks, count: int) -> np.ndarray:
-        """fp32 [count]: what all ranks have found, by row of the split; NaN where nobody has. All ranks call it
-        together."""
+        """fp32 [count]: the log-probabilities of all ranks, by row of the split; NaN for rows without one. All ranks
+        call it together."""
         mine = [np.concatenate([part.cpu().numpy() for part in parts]) for parts in zip(*self.found, strict=True)]
         values = np.full(count, np.nan, dtype=np.float32)
         for found in filter(None, from_all(ranks, mine)):
@@ -148,18 +148,18 @@ class LogProbs(PerAnswer):
 
 
 class OnlineReference:
-    """A loss function whose reference is the run's own base: before each step it goes over the global batch without a
-    gradient. A forward pass more a step, and neither a second model nor a column in the data."""
+    """A loss function with the run's own base as its reference, computed on the global batch before each step: one more
+    forward pass a step, without a second model or a column in the data."""
 
     def __init__(self, loss: LossFunction, base: Callable[[], AbstractContextManager[None]]) -> None:
-        """`base`: a context in which the model computes as its base does."""
+        """`base`: a context in which the model computes as its base."""
         self.figures = loss.figures
         self._loss, self._base = loss, base
         self._known: dict[tuple[int, ...], Tensor] = {}
-        """By a micro-batch's samples: of its answers, fp32 [A]."""
+        """A micro-batch's samples -> log-probabilities of its answers, fp32 [A]."""
 
     def look(self, micros: list[MicroBatch], evaluate: Evaluate) -> None:
-        """The reference's log-probabilities; then what the loss function itself wants to know."""
+        """Compute the reference's log-probabilities, then call `look` of the loss function."""
         given = [answers_in(micro) for micro in micros]
         unpaired = [micro for micro in given if isinstance(micro, UnpairedBatch)]
         others = [micro.mismatched for micro in unpaired]

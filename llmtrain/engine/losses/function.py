@@ -1,4 +1,4 @@
-"""Contract of the functions that a run minimises or measures over micro-batches, and the loss of pretraining."""
+"""Protocol of the functions that a run minimises or measures over micro-batches, and the loss of pretraining."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class LossFunction(Protocol):
     ranks, divided by their summed weight."""
 
     figures: tuple[str, ...]
-    """Names of what is summed, divided by the same weight and reported: "loss" first, whose gradient is taken."""
+    """Names of the sums that are divided by the weight and reported: first "loss", which is minimised."""
 
     def weight(self, micro: MicroBatch) -> int:
         """Share of a micro-batch in the divisor: counted tokens, rows, pairs. Its tensors are on the host."""
         ...
 
     def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
-        """The figures of a micro-batch of complete rows: fp32 [figures]; ranks that share rows add them up. In a
-        pipeline the last stage calls it, under ZeRO 3 it runs inside the head's forward. `hidden`: [B, T, H], the
+        """Return the sums of a micro-batch of complete rows: fp32 [figures]; ranks that share rows add them up. A
+        pipeline's last stage calls it; under ZeRO 3 it runs inside the head's forward. `hidden`: [B, T, H], the
         decoder's output; under sequence parallelism this rank's columns."""
         ...
 
@@ -38,7 +38,7 @@ class PerToken:
     figures: tuple[str, ...] = ("loss",)
 
     def weight(self, micro: MicroBatch) -> int:
-        """Labels that count."""
+        """Counted labels."""
         return int((micro.labels != IGNORE).sum())
 
 
@@ -51,7 +51,7 @@ class LooksAhead(Protocol):
     """A loss function whose value for one row depends on the other rows of the global batch."""
 
     def look(self, micros: list[MicroBatch], evaluate: Evaluate) -> None:
-        """Learn what it needs of a global batch, without a gradient, before `sums` is asked. `micros`: this rank's."""
+        """Measure the global batch, without a gradient, before `sums` is called. `micros`: this rank's."""
         ...
 
 
@@ -61,8 +61,8 @@ def figures_of(objective: Objective) -> tuple[str, ...]:
 
 
 def checked_terms(key: str, objective: Objective, method: str, terms: Any, like: Tensor) -> tuple[Tensor, ...]:
-    """The terms in fp32. Raises ModelError: they are not a loss with a gradient, and the figures, each shaped `like`
-    the argument."""
+    """Return the terms in fp32. Raises ModelError: they are not a loss with a gradient, and the figures, each shaped
+    `like` the argument."""
     count, wanted = len(objective.figures), tuple(like.shape)
     tensors = isinstance(terms, tuple) and all(isinstance(term, Tensor) for term in terms)
     given = [tuple(term.shape) for term in terms] if tensors else _kinds(terms)
@@ -92,7 +92,7 @@ NEXT_TOKEN = NextTokenLoss()
 
 
 class WithZLoss(NextTokenLoss):
-    """The loss with a z-loss: the gradient is of both."""
+    """The loss with a z-loss, whose gradient is added."""
 
     figures = ("loss", "z_loss")
 

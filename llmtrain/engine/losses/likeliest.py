@@ -22,7 +22,7 @@ class DistillLoss(PerToken):
     """The loss of `models/distillation.py`, per counted token."""
 
     def __init__(self, objective: Distill, teacher: Teacher | None) -> None:
-        """`teacher`: None on a rank that computes no loss, and where the data has a teacher's column."""
+        """`teacher`: None on a rank that computes no loss, and for data with a teacher's column."""
         self.figures = figures_of(objective)
         self._terms = Terms(beta=objective.beta, temperature=objective.temperature, alpha=objective.alpha)
         self._teacher = teacher
@@ -40,17 +40,16 @@ class DistillLoss(PerToken):
 
 
 class Likeliest(PerToken):
-    """Keeps a model's likeliest words in place of each label, micro-batch by micro-batch: the teacher's column of
-    `llmtrain reference`."""
+    """Collects a model's likeliest words at each label, for the teacher's column of `llmtrain reference`."""
 
     def __init__(self, top_k: int, temperature: float) -> None:
         self._top_k, self._temperature = top_k, temperature
         self.found: list[tuple[list[int], Tensor, Tensor]] = []
-        """(samples of a micro-batch, words int64 [n, k], logs fp32 [n, k + 1]: see `TopWords`) of its n counted labels,
-        on the host, of all ranks that share their rows; in a pipeline on the last stage only."""
+        """(samples of a micro-batch, words int64 [n, k], logs fp32 [n, k + 1]: see `TopWords`) for n counted labels, on
+        the host, complete on all ranks that share the rows; in a pipeline on the last stage only."""
 
     def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
-        """[1]: the mass that the words leave to all others."""
+        """[1]: the probability of all other words."""
         counted = micro.labels != IGNORE
         own = head.own(counted)
         likeliest = head.top_words(hidden[own], self._top_k, self._temperature)
@@ -63,11 +62,11 @@ class Likeliest(PerToken):
 
 
 class NextWord:
-    """The likeliest next token of each row, by which an engine of any form continues texts. The figures are the ids: an
-    engine adds figures up over all ranks, so each rank gets all ids."""
+    """The likeliest next token of each row, to continue texts with any engine. The figures are the ids: an engine sums
+    figures over all ranks, so each rank gets all ids."""
 
     def __init__(self, rows: int) -> None:
-        """`rows`: of all micro-batches of all ranks; their sample indices number them."""
+        """`rows`: number over all micro-batches on all ranks; sample indices are row numbers."""
         self.figures: tuple[str, ...] = ("loss", *(f"row {index}" for index in range(rows)))
 
     def weight(self, micro: MicroBatch) -> int:
@@ -75,7 +74,8 @@ class NextWord:
         return len(micro.sample_indices)
 
     def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
-        """[1 + rows]: no loss, and of this micro-batch's rows the ids; fp32 holds whole numbers below 2^24."""
+        """[1 + rows]: 0 for the loss, then the ids of this micro-batch's rows; fp32 is exact for integers below
+        2^24."""
         here = head.own(micro.labels != IGNORE)
         words = head.top_words(hidden[here], 1, 1.0).words[:, 0]
         samples = torch.tensor([0, *micro.sample_indices], device=hidden.device)[1:]
@@ -83,5 +83,5 @@ class NextWord:
         return torch.zeros(len(self.figures), device=hidden.device).index_add(0, rows, words.float())
 
     def ids(self, found: dict[str, float], weight: int) -> list[int]:
-        """The id of each row, from an engine's figures and their weight."""
+        """Return the id of each row, from an engine's figures and their weight."""
         return [round(found[name] * weight) for name in self.figures[1:]]

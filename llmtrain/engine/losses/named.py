@@ -1,4 +1,4 @@
-"""The loss function of each kind of objective that a run can name.
+"""The loss function for each kind of objective.
 
 An objective whose class has `losses` or `terms` needs nothing here.
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def loss_of(objective: Objective, teacher: Teacher | None = None) -> LossFunction:
-    """The loss function of an objective, but for a reference that is computed at each step.
+    """Return the loss function of an objective, without an online reference.
 
     `teacher`: for distillation, on the ranks that compute a loss.
     """
@@ -49,9 +49,9 @@ def loss_of(objective: Objective, teacher: Teacher | None = None) -> LossFunctio
 def with_reference(
     loss: LossFunction, objective: Objective, base: Callable[[], AbstractContextManager[None]]
 ) -> LossFunction:
-    """The loss function as a run minimises it: with a reference that is computed at each step, where it wants that.
+    """Return the loss function with an online reference, if the objective has one.
 
-    `base`: a context in which the model computes as it did when training started.
+    `base`: a context in which the model computes with its first values.
     """
     if objective.reference != "online":
         return loss
@@ -75,15 +75,15 @@ class TokenLoss(PerToken):
 
 
 def terms_of(objective: ByToken, nll: Tensor) -> tuple[Tensor, ...]:
-    """The terms of tokens, fp32 [N] each. Raises ModelError where a plugin's class gives others."""
+    """Return the terms of tokens, fp32 [N] each. Raises ModelError: a plugin's class gives other shapes."""
     key = f"objective.name {objective.name}"
     terms = called(objective, key, "terms", lambda: objective.terms(nll))
     return checked_terms(key, objective, "terms", (terms,) if isinstance(terms, Tensor) else terms, nll)
 
 
 def sample_terms(objective: Objective) -> tuple[str, list[float]]:
-    """(the method, its values) of an objective by the token or over answers, for a few numbers that are always the
-    same. Raises ModelError as a step does."""
+    """Return (the method, its values) of an objective by the token or over answers, for a few fixed numbers. Raises
+    ModelError like a step."""
     numbers = torch.linspace(0.25, 4.0, 8)
     if isinstance(objective, ByToken):
         return "terms", torch.cat(terms_of(objective, numbers)).tolist()

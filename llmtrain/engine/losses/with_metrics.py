@@ -1,4 +1,4 @@
-"""A loss function with a user's metrics beside it: sums of values and of weights, whose quotient is the figure."""
+"""A loss function with a user's metrics: sums of values and of weights, whose quotient is the figure."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _VALUES, _WEIGHTS = "metrics.{}: values", "metrics.{}: weights"
 
 
 def with_metrics(loss: LossFunction, metrics: Mapping[str, Metric]) -> LossFunction:
-    """The loss function with these metrics beside it; without any, itself."""
+    """Add the metrics to the loss function."""
     return WithMetrics(loss, metrics) if metrics else loss
 
 
 class WithMetrics:
-    """The sums of a loss function, then those of the metrics, of which nothing is a gradient."""
+    """Sums of a loss function, followed by the sums of metrics, which have no gradient."""
 
     def __init__(self, loss: LossFunction, metrics: Mapping[str, Metric]) -> None:
         self._loss, self._metrics = loss, metrics
@@ -52,8 +52,8 @@ class WithMetrics:
 
 
 def sums_of(name: str, metric: Metric, nll: Tensor, labels: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """(sum of values x weights, sum of weights) over the tokens that count, fp32. Other tokens stay among the
-    arguments, so that the host need not wait for their number. Raises ModelError: a plugin's class gives other
+    """Return (sum of values x weights, sum of weights) over the counted tokens, fp32. Other tokens stay in the
+    arguments, so that the host does not wait for their number. Raises ModelError: a plugin's class gives other
     results."""
     key, nll, labels = f"metrics.{name}", nll.where(counts, 1.0), labels.where(counts, 0)
     given: Any = called(metric, key, "values", lambda: metric.values(nll, labels))
@@ -68,7 +68,7 @@ def sums_of(name: str, metric: Metric, nll: Tensor, labels: Tensor, counts: Tens
 
 
 def quotients(figures: Mapping[str, float]) -> dict[str, float]:
-    """Figures of `WithMetrics` with each metric's own in place of its two sums; without one whose weights are all 0."""
+    """Return the figures of `WithMetrics` with one quotient per metric; a metric with the weight 0 has none."""
     found = {}
     for key, value in figures.items():
         name = key.removeprefix("metrics.").removesuffix(": values")
