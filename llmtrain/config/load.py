@@ -355,7 +355,7 @@ def _typed_words(words: list[tuple[str, str]], problems: Problems) -> tuple[dict
 
 
 def _field_of(key: str) -> tuple[str | None, Any]:
-    """Return the field of a flag, itself or with an entry of its map, and the type of the value; None: unknown."""
+    """Return the field of a flag, which may name an entry in a map, and the value's type; None: unknown."""
     if key in schema():
         return key, schema()[key]
     for field, kind in schema().items():

@@ -129,7 +129,7 @@ def _import(word: str, spec: ModuleSpec, digest: str) -> Plugin:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        remedy = "Correct the file; `python FILE.py` shows the whole traceback"
+        remedy = "Correct the file; `python FILE.py` shows the complete traceback"
         if isinstance(error, ModuleNotFoundError):
             package = str(error.name).partition(".")[0]
             remedy = f"Install it on all hosts (pip install {package}), or correct the import"

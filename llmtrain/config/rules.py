@@ -181,7 +181,7 @@ def figures_of(run: RunConfig) -> list[str]:
 
 
 def _sets(wrong: Callable[[str], bool]) -> Callable[[RunConfig], list[str]]:
-    """Return the condition of a rule about the names of sets and of folders of choices."""
+    """Return the condition of a rule about names in eval.sets and eval.choices."""
     return lambda run: [f"eval.{field}.{name}" for field, names in (("sets", run.eval.sets),
                         ("choices", run.eval.choices)) for name in names if wrong(name)]  # fmt: skip
 
@@ -289,7 +289,7 @@ _OF_DATA_STAGES: tuple[Rule, ...] = (
 
 
 _FP8_TOKENS = 16
-"""Divisor of the number of tokens in a product of fp8."""
+"""Divisor of the token count in an fp8 product."""
 _FP8, _LORA, _NF4 = {"model.fp8": "rowwise"}, {"adapter.r": 8}, {"adapter.r": 8, "adapter.quantize": "nf4"}
 
 # fmt: off

@@ -58,8 +58,8 @@ _PRIVATE = tuple(
     map(ipaddress.ip_network, ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "127.0.0.0/8", "169.254.0.0/16",
                                "::1/128", "fc00::/7", "fe80::/10"))
 )  # fmt: skip
-"""Networks of one owner, of one line and of one host. Others are not private: a provider's customers share
-100.64.0.0/10, some route 240.0.0.0/4, and 6to4, Teredo and NAT64 hold public addresses."""
+"""Networks of one owner, one line and one host. Others are not private: a provider's customers share 100.64.0.0/10,
+some route 240.0.0.0/4, and 6to4, Teredo and NAT64 hold public addresses."""
 
 
 def private(address: str) -> bool:

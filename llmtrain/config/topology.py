@@ -1,4 +1,4 @@
-"""How ranks share the work, and the table of legal mixes of ways of training. Standard library only."""
+"""Degrees of parallelism, and the table of legal combinations with other settings. Standard library only."""
 
 from __future__ import annotations
 
@@ -54,8 +54,7 @@ class Degrees:
     tensor: int = 1
     """Ranks that share each matrix."""
     expert: int = 1
-    """Ranks that share the experts of each layer: a divisor of the `data` times `sequence` ranks, so no factor of the
-    world size."""
+    """Ranks that share each layer's experts: a divisor of `data` times `sequence`, so no factor of the world size."""
 
     @property
     def world_size(self) -> int:

@@ -331,7 +331,7 @@ def _differing_copies(
         elif value != wanted[key]:
             bad.add(key)
     if engine.partitions_parameters:
-        here = {part.key for part in partitions}  # each rank has a part of every parameter; buffers are whole
+        here = {part.key for part in partitions}  # each rank has a part of every parameter; buffers are complete
         bad |= _wrong(partitions, {key: wanted[key] for key in wanted if key in here}, shapes, ranks)
     # Only the shards that are there are looked at: ZeRO 3 keeps some parameters gathered, ZeRO 0 has no copies.
     return bad | _wrong(shards, wanted, shapes, ranks, every=False)

@@ -199,7 +199,7 @@ def _sample(folder: RunDirectory, prompt: str, sampling: Sampling, tracker: Trac
         if device_fault(str(error)) is not OUT_OF_MEMORY:
             raise
         again = f'llmtrain generate {folder.path} --prompt "..."'
-        log.warn(f"no sample: {device} has no room for the exported model beside the engine. Later: {again}")
+        log.warn(f"no sample: {device} has no room for the exported model next to the engine. Later: {again}")
         return
     tracker.event("sample", text=text)
     log.info(f"sample: {text}")
@@ -219,7 +219,7 @@ def _print_baselines(data: TrainData, tracker: Tracker) -> None:
     if train_tokens > _BASELINE_TOKENS:
         return
     length = data.sequence_length
-    # So many whatever train.eval_sequences is: the figures of two runs on the same data are to be the same.
+    # Independent of train.eval_sequences: two runs on the same data report equal figures.
     sequences = min(data.validation_sequences, max(1, _BASELINE_VALIDATION_TOKENS // length))
     unigram, bigram = ngram_baselines(data, sequences=sequences)
     counted = {"train_tokens": train_tokens, "validation_tokens": sequences * length}

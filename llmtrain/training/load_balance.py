@@ -42,13 +42,13 @@ LEAST_GAIN = 0.03
 
 
 def share_out(seconds: Sequence[float], total: int, *, least: int, most: int, unit: int) -> tuple[int, ...]:
-    """Return the shares of `total` sequences that minimise the time of the slowest group: from `least` to `most`, in
-    steps of `unit`. `seconds`: per sequence, by group."""
+    """Return shares of `total` sequences that minimise the slowest group's time: from `least` to `most`, in steps of
+    `unit`. `seconds`: per sequence, by group."""
     shares = [least] * len(seconds)
     ends = [(each * (least + unit), least, group) for group, each in enumerate(seconds) if least + unit <= most]
     heapq.heapify(ends)
     for _ in range((total - sum(shares)) // unit):
-        *_, group = heapq.heappop(ends)  # of two that would end alike the one that has less
+        *_, group = heapq.heappop(ends)  # of two with the same end the one that has less
         shares[group] += unit
         if shares[group] + unit <= most:
             heapq.heappush(ends, (seconds[group] * (shares[group] + unit), shares[group], group))

@@ -83,7 +83,7 @@ class Mirror:
             if failing and not self._failing:
                 log.warn(
                     f"checkpoint.mirror {self._url}: step {message['step']} cannot be mirrored ({message['error']}); "
-                    "training goes on, and it is tried again"
+                    "training continues, and it is tried again"
                 )
             self._failing = failing
 

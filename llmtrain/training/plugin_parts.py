@@ -230,5 +230,5 @@ def close_all(parts: Sequence[Part], ranks: Ranks) -> None:
         if isinstance(part, Guarded):
             part.close(None)
     if failure := first_failure(parts, ranks):
-        raise AgreedError(f"{failure}. The run has saved; mend the plugin, and the same command continues",
+        raise AgreedError(f"{failure}. The run has saved; fix the plugin, and the same command continues",
                           PluginError.exit_code)  # fmt: skip

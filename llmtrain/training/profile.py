@@ -188,8 +188,8 @@ def page_of(steps: range, everyone: list[dict[str, Any]], operators: list[tuple[
         "",
         "Forward: the forward and backward passes without autograd's backward, in a pipeline with the waits for other "
         "stages. Rest: what the host does between these: logging, agreement of the ranks, checkpoints."
-        + (" On a GPU these are the host's times: it fills the device's queue and goes on, and what waits for the "
-           "device counts for the device's work before." if device == "cuda" else ""),
+        + (" On a GPU these are the host's times: it fills the device's queue and continues, and a "
+           "phase that waits for the device includes the device's work before." if device == "cuda" else ""),
         "",
         f"| rank | step, ms | {', ms | '.join(_PHASES)}, ms | collectives, ms |",
         "|" + "---|" * (len(_PHASES) + 3),

@@ -160,7 +160,7 @@ class Known:
             yield ModelError(
                 f"{self._begin} an answer that is preferred to itself has the margin {found['pairs/margin']:.4g} and "
                 f"the loss {found['loss']:.6g}; by the definition they are 0 and {known.loss:.6g}. The answers of a "
-                "sequence are told apart wrongly: please report it with your JSON."
+                "sequence are separated wrongly: please report it with your JSON."
             )
 
     def _itself(self, objective: Distill) -> Iterator[UserError]:

@@ -69,7 +69,7 @@ def tensor_hash(values: Tensor) -> Tensor:
     size = flat.element_size()
     if flat.data_ptr() % 8 == 0 and flat.storage_offset() * size % 8 == 0:
         return _add(total, flat, 0)
-    for low in range(0, flat.numel(), _PIECE * 8 // size):  # a copy lies where words can be read
+    for low in range(0, flat.numel(), _PIECE * 8 // size):  # a copy is aligned to words
         _add(total, flat[low : low + _PIECE * 8 // size].clone(), low * size // 8 // _ROW)
     return total
 
@@ -169,7 +169,7 @@ def _differences(everyone: Sequence[Sequence[tuple[int, str, str, int]]]) -> lis
         name = words[row, ordered[0][0]][0]
         values = tuple(words[row, value][1][:_SHOWN] for value, _ in ordered)
         found.append(Difference(name, tuple(tuple(ranks) for _, ranks in ordered), values))
-    # ZeRO 3 on one rank: what is gathered is the partition itself, and would be told twice.
+    # ZeRO 3 on one rank: a gathered parameter is the partition itself, and would be reported twice.
     return sorted(set(found), key=lambda each: (not each.shown[0], each.name))
 
 
@@ -191,7 +191,7 @@ def describe(differences: Sequence[Difference], seats: Sequence[Seat]) -> str:
         sentence = f"{first.name} on {on(first.odd)} {verb} from {on(first.groups[0])}, which should hold the same"
     else:
         sides = " and ".join(on(ranks) for ranks in first.groups[:4])
-        sentence = f"{first.name} differs between {sides}, which should hold the same; no majority tells who is right"
+        sentence = f"{first.name} differs between {sides}, which should hold the same; there is no majority"
     if len(differences) > 1:
         ranks = Counter(rank for each in differences for rank in each.odd)
         sentence += f" ({len(differences) - 1} more such, most often on rank {ranks.most_common(1)[0][0]})"

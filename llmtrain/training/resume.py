@@ -199,7 +199,7 @@ def candidates(run: RunConfig, folder: RunDirectory) -> tuple[list[Path], bool]:
     if meant.parent == folder.checkpoints.resolve():
         if run.resume_weights_only:
             raise CheckpointError(
-                f"resume: {run.resume} with resume_weights_only begins a new run, but the checkpoint lies in the run "
+                f"resume: {run.resume} with resume_weights_only begins a new run, but the checkpoint is in the run "
                 f"folder {folder.path} itself. Give the new run a train.run_dir of its own."
             )
         folder.refuse_going_back(run.resume)
@@ -216,7 +216,7 @@ def candidates(run: RunConfig, folder: RunDirectory) -> tuple[list[Path], bool]:
 
 
 def _named(given: str) -> list[Path]:
-    """Return the checkpoints of a path or URL, newest first: all complete ones of a run's folder, as in other commands;
+    """Return the checkpoints of a path or URL, newest first: all complete ones in a run's folder, as in other commands;
     the newest of a URL, fetched."""
     from llmtrain.checkpoint.listing import find_checkpoints
 

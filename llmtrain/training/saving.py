@@ -146,8 +146,8 @@ class Saving(Part):
             self._save_last(position)
         except CheckpointError as error:
             raise CheckpointError(f"{failed}. {error}") from error
-        raise TrainingStopped(f"{failed}. The run has ended, and its state at step {position.step} is saved. Mend what "
-                              "kept the others from being written, and the same command goes on.")  # fmt: skip
+        raise TrainingStopped(f"{failed}. The run has ended, and its state at step {position.step} is saved. Fix the "
+                              "cause of the failed saves, and the same command continues.")  # fmt: skip
 
     def last(self, position: Position, *, complete: bool, exports: bool) -> None:
         """Write the last checkpoint of a launch. `exports`: rank 0 exports it, so its folder gets the files of all
@@ -191,7 +191,7 @@ class Saving(Part):
     def _lost(self, step: int) -> str:
         """The message of a failed last save, with its remedy."""
         before = f"step {self._saved_step}" if self._saved_step else "the beginning"
-        return f"The training up to step {step} is not saved. Mend that, and the same command goes on from {before}."
+        return f"The training up to step {step} is not saved. Fix that, and the same command continues from {before}."
 
     def _report(self, outcome: Outcome | None) -> None:
         if outcome is None:
@@ -216,4 +216,4 @@ class Saving(Part):
         self._evaluation.lost(step)
         self._tracker.event("save_failed", step=step, error=error)
         times = f"{self._failed_in_a_row} of {self._max_failed} in a row"
-        log.warn(f"checkpoint at step {step} failed ({times}), training goes on: {error}")
+        log.warn(f"checkpoint at step {step} failed ({times}), training continues: {error}")

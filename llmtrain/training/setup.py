@@ -74,8 +74,8 @@ class Setup:
         self.choices, self.prompts = checked.choices, checked.prompts
         self.mesh = mesh_of(self.resolved.degrees)
         self.references = checked.references
-        """Distinct hashes of the reference's weights: of the columns' model, or, with an online reference, of the
-        modules that train in full next to the adapter."""
+        """Distinct hashes of the reference's weights: the columns' model, or, with an online reference, of the modules
+        that train in full next to the adapter."""
         with together(ranks):
             reads_column = self.run.objective.top_k is not None
             student, precision = self.spec.model, self.resolved.precision
@@ -327,8 +327,8 @@ def write_weights(engine: Engine, source: ParameterSource, ranks: Ranks) -> dict
 
 
 def reference_checksums(spec: ModelSpec, checksums: dict[str, int]) -> dict[str, int]:
-    """Checksums of the first values: for a new adapter (B = 0) the base model's, so that one column of `llmtrain
-    reference` serves every seed and set of targets."""
+    """Checksums of the first values: for a new adapter (B = 0) the base model's, so that a column of `llmtrain
+    reference` serves all seeds and targets."""
     if spec.adapter.start is not None:
         return checksums
     return {name: value for name, value in checksums.items() if name not in spec.adapter_shapes}

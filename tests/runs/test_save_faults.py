@@ -108,7 +108,7 @@ def test_a_disk_that_stays_full_ends_the_run_before_days_are_lost(small_data, tm
     told = launch.output()
     assert "2 of 2 in a row" in told and "2 checkpoints in a row failed; fault.max_failed_saves is 2" in told
     saved = int(complete_checkpoints(disk)[0].name[5:])
-    assert f"the same command goes on from step {saved}" in told
+    assert f"the same command continues from step {saved}" in told
     assert max(losses(small_disk)) <= saved + 3 * 5  # every 5 steps
 
     assert all_intact(small_disk)

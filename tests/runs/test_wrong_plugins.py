@@ -131,7 +131,7 @@ class Mine(Part, entry="mine"):
 slow = pytest.mark.slow
 LOSS, RATE = "objective.name loss: terms", "schedule.name rate: after_warmup gives"
 PART = "parts.mine: after_step at step 6"
-SAVED = "The run has saved; mend the plugin"
+SAVED = "The run has saved; fix the plugin"
 ENDED: list[tuple[str, str, tuple[str, ...]]] = [
     ("loss", "sum", (f"{LOSS} gives [()]; wanted is",)),
     ("loss", "number", (f"{LOSS} gives (float); wanted is",)),

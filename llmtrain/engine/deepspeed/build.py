@@ -57,11 +57,11 @@ def build_engine(
         _guard_step(optimizer, optim.clip_norm, mesh)
     elif mix.zero_stage == 0 and mix.degrees.tensor > 1:
         _mark_gradients(model)
-    if mix.degrees.sequence > 1:  # what DeepSpeed does when it is told of the sequence-parallel ranks (mesh.py)
+    if mix.degrees.sequence > 1:  # DeepSpeed's own choice if it knows the sequence-parallel ranks (mesh.py)
         config["communication_data_type"] = config.get("seq_parallel_communication_data_type", "fp32")
     if mix.degrees.pipeline > 1:
-        # Every tensor-parallel rank has the whole hidden state and sends it to its counterpart: DeepSpeed's way to send
-        # a share each and gather it costs two more messages and an all-gather for every micro-batch.
+        # Every tensor-parallel rank has the complete hidden state and sends it to its counterpart: in DeepSpeed each
+        # sends a share, and the gather costs two more messages and an all-gather for every micro-batch.
         config["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
     if mix.zero_stage > 0:
         config["zero_optimization"] = {**_room(model, mix), **exact["zero_optimization"]}

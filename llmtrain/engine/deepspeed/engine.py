@@ -159,7 +159,7 @@ class ZeroEngine:
         engine = self.deepspeed
         if steps != engine.gradient_accumulation_steps():
             engine.set_train_batch_size(steps * engine.train_micro_batch_size_per_gpu() * engine.dp_world_size)
-            engine.micro_steps = 0  # whose remainder tells DeepSpeed the last micro-batch of a step
+            engine.micro_steps = 0  # DeepSpeed finds the last micro-batch of a step by the remainder
 
     def micro_step(self, micro: MicroBatch, weight: Callable[[], int], objective: LossFunction) -> Tensor:
         """Forward and backward pass of one micro-batch; returns its sums.

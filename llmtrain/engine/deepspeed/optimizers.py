@@ -149,7 +149,7 @@ def parameter_groups(
         parameter, (factor, decay) = held.parameter, own[held.name] if own else (1.0, None)
         is_muon = id(parameter) in rates
         parameter.use_muon = is_muon  # type: ignore[attr-defined]  # DeepSpeed's ZeRO reads this tag
-        decays = optim.decay == "all" or len(getattr(parameter, "ds_shape", parameter.shape)) >= 2  # of the whole
+        decays = optim.decay == "all" or len(getattr(parameter, "ds_shape", parameter.shape)) >= 2  # in full
         name = "muon" if is_muon else ("decay" if decays else "no_decay")
         shared = is_moe_param(parameter)
         if shared:  # DeepSpeed finds the ranks that hold the same experts by the name of the group

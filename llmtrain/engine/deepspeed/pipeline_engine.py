@@ -93,7 +93,7 @@ class PipelineZeroEngine(ZeroEngine):
         engine, module = self.deepspeed, self._pipeline
         micros = list(batches)
         module.eval()
-        # The first message tells the shape, which all micro-batches of a call have: told of each one, a stage would
+        # The first message has the shape of all micro-batches in a call: with a shape in each message, a stage would
         # wait for its device each time.
         assert len({micro.inputs.shape for micro in micros}) == 1
         engine.reset_activation_shape()

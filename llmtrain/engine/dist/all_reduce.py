@@ -114,7 +114,7 @@ def _pairs(ask: dict[str, Any], rank: int, device: torch.device) -> list[list[fl
     found = []
     mine, theirs = (torch.zeros(PAIR_BYTES[ask["backend"]] // 4, device=device) for _ in range(2))
     for each in ask["rounds"]:
-        dist.barrier()  # no pair is measured beside one of another round
+        dist.barrier()  # pairs of two rounds are never measured at the same time
         peer = next((sum(pair) - rank for pair in each if rank in pair), None)
         if peer is None:
             continue

@@ -147,7 +147,7 @@ def _check_fp8(recipe: str, precision: str, json_path: str) -> None:
         has = f" (compute capability {capability[0]}.{capability[1]})" if cuda else ""
         raise ConfigError(
             f"model.fp8 is {recipe}, and this device, {device}{has}, has no products in fp8: NVIDIA's GPUs have them "
-            "from compute capability 8.9 on (Ada, Hopper, Blackwell). Set model.fp8 to null, or take such a GPU."
+            "from compute capability 8.9 on (Ada, Hopper, Blackwell). Set model.fp8 to null, or use one of these GPUs."
         )
     if precision != "bf16":
         raise ConfigError(

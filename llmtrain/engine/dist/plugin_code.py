@@ -68,7 +68,7 @@ def called(owner: object, key: str, method: str, call: Callable[[], T]) -> T:
         with calling(key, method):
             return call()
     except BaseException as error:
-        # During a run a signal only raises a flag; where Python's own handler stands, it was the user's Ctrl-C.
+        # During a run a signal only raises a flag; with Python's own handler, it was the user's Ctrl-C.
         if isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             raise
         what = f"{type(error).__name__}: {error}".removesuffix(": ")

@@ -282,7 +282,7 @@ class Told:
     "error", [torch.OutOfMemoryError(gpu_texts.OUT_OF_MEMORY), RuntimeError(gpu_texts.CUBLAS_ALLOC)], ids=type
 )
 def test_a_run_ends_well_where_its_sample_finds_no_memory(run, error, monkeypatch, capsys):
-    """The exported model lies beside the engine on the GPU: an 8B model has no room there."""
+    """The exported model is on the GPU next to the engine: an 8B model has no room there."""
 
     def generate(*_: object, **__: object) -> str:
         raise error
@@ -291,7 +291,7 @@ def test_a_run_ends_well_where_its_sample_finds_no_memory(run, error, monkeypatc
     monkeypatch.setattr(finish, "generate", generate)
     finish._sample(folder, "walk", Sampling(), tracker, torch.device("cuda", 0))
     assert tracker.events == []
-    assert f"cuda:0 has no room for the exported model beside the engine. Later: llmtrain generate {run}" in (
+    assert f"cuda:0 has no room for the exported model next to the engine. Later: llmtrain generate {run}" in (
         capsys.readouterr().err
     )
     monkeypatch.setattr(error, "args", ("CUDA error: device-side assert triggered",))
