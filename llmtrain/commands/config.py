@@ -1,4 +1,4 @@
-"""`llmtrain config check|show`: the work of a run, before it costs anything."""
+"""`llmtrain config check|show`: the settings of a run, checked and shown before it costs anything."""
 
 from __future__ import annotations
 

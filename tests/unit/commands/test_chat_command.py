@@ -97,7 +97,7 @@ def test_with_its_adapter_and_without(talker, tmp_path, chat):
     code, out, err = chat(["/adapter", "one"], talker)
     assert (code, out) == (0, "hi\n") and "has no adapter" in err
     code, _, err = chat(["one"], talker, "--no-adapter")
-    assert code == 2 and "is a whole model" in err
+    assert code == 2 and "is a complete model" in err
 
 
 def test_of_a_run_its_newest_state_answers(talker, tmp_path, chat):
