@@ -177,11 +177,10 @@ def _needed(engine: Engine, folder: Path, weights_only: bool) -> set[str]:
 def _open(
     folder: Path, pretrained: Path | None, where: CheckpointFolder, ranks: Ranks, *, parts: bool
 ) -> tuple[CheckpointReader, dict[str, Any]]:
-    """Return the reader and trainer.json after a check of everything but the values: all ranks together, each file
-    once.
+    """Check everything but the values, on all ranks together, each file once.
 
     `pretrained`: the folder for frozen parameters if theirs is gone. `parts`: also check the values of the run's parts
-    (EMA, sites), because parts read them when no older checkpoint can be taken any more.
+    (EMA, sites), which read them when no older checkpoint can be taken any more.
 
     Raises:
         FrozenSourceError: the frozen parameters are missing.
@@ -240,9 +239,9 @@ def _joined(shares: list[list[str]]) -> list[str]:
 def load_checkpoint(
     engine: Engine, reader: CheckpointReader, trainer: dict[str, Any], ranks: Ranks, *, weights_only: bool = False
 ) -> None:
-    """Fill the engine from a checkpoint of any layout and prove that every value arrived; each rank reads its own
-    slices in chunks of a few MiB. `weights_only` leaves the optimizer unchanged. Raises DamagedCheckpoint,
-    FrozenSourceError, CheckpointError: other moments; ModelError: other parameters or shapes."""
+    """Fill the engine from a checkpoint of any layout and prove that every value arrived; each rank reads its slices in
+    chunks of a few MiB. `weights_only` leaves the optimizer unchanged. Raises DamagedCheckpoint, FrozenSourceError,
+    CheckpointError: other moments; ModelError: other parameters or shapes."""
     live = engine.state()
     check_names(engine, reader)
     if not weights_only:

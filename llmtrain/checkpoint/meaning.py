@@ -29,8 +29,8 @@ _SCALED = re.compile(r'"rope_type": "(?!default")')
 
 
 def other_meaning(there: Mapping[str, Any] | None, here: Mapping[str, Any] | None) -> list[str]:
-    """Return `key: A -> B` for each field of two config.json that changes the model's function. This transformers reads
-    both, with the defaults of the family's class; a field unknown to that class counts only if both have it."""
+    """`key: A -> B` for each field of two config.json that changes the model's function, read with the defaults of the
+    family's class; a field unknown to that class counts only if both have it."""
     if there is None or here is None or (there := _plain(there)) == (here := _plain(here)):
         return []
     with contextlib.suppress(Exception):  # of a newer version, or with its own code: the given fields are compared

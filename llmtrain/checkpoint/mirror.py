@@ -139,8 +139,7 @@ def _name(step: int, name: str) -> str:
 
 def refuse_other(url: str, checkpoints: Path, *, continues: bool) -> None:
     """Refuse a store with checkpoints of another run, or newer ones of this run (unless it `continues` from its
-    folder), because their steps would be mixed. The mirror's process reports a store that cannot be read. Raises
-    CheckpointError."""
+    folder). The mirror's process reports a store that cannot be read. Raises CheckpointError."""
     here = complete_checkpoints(checkpoints) if continues else []
     try:
         store = Mirrored(url)
@@ -171,10 +170,8 @@ def _run_dir(trainer: Any) -> Any:
 
 
 def fetch_newest(url: str, checkpoints: Path, run_dir: str, beat: Callable[[], None]) -> Path | None:
-    """Fetch the newest complete checkpoint into an empty folder and compare its checksums; None: the store has none.
-
-    Raises CheckpointError: the store cannot be read, no checkpoint is intact, or another run than `run_dir` wrote it.
-    """
+    """Fetch the newest complete checkpoint into an empty folder and compare its checksums; None: there is none. Raises
+    CheckpointError: the store cannot be read, no checkpoint is intact, or another run than `run_dir` wrote it."""
     written_for: Any = None
     try:
         store = Mirrored(url)

@@ -24,8 +24,8 @@ class Pruned:
 
 def prune(run: Path, keep: int, dry_run: bool) -> Pruned:
     """Delete all but the `keep` newest good checkpoints, those of checkpoint.keep_best, the newest that verifies, and,
-    while its frozen parameters are gone, those with another source; and leftovers that no process locks. Raises
-    CheckpointError: no checkpoint verifies, or `keep` is below 1."""
+    while its frozen parameters are gone, those with another source; also unlocked leftovers. Raises CheckpointError: no
+    checkpoint verifies, or `keep` is below 1."""
     if keep < 1:
         raise CheckpointError(f"--keep {keep}: at least one checkpoint stays. Give 1 or more.")
     checkpoints = checkpoints_of(run)

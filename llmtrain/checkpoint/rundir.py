@@ -157,9 +157,9 @@ def open_checkpoints(folder: RunDirectory, run: RunConfig, ranks: Ranks) -> Iter
 
 
 def find_folder(path: Path, ranks: Ranks, *, own: bool = False) -> CheckpointFolder:
-    """Make the folder at `path` if it is missing, and find the ranks that share it, on all ranks together.
+    """Make the folder at `path` if it is missing, and find the ranks that share it.
 
-    `own`: each host may have its own folder there. Raises CheckpointError, with one text on all ranks.
+    `own`: each host may have its own folder there. All ranks call it together, and raise the same CheckpointError.
     """
     hosts = tuple(seat.host for seat in ranks.seats) or ("this host",) * ranks.world_size
     mark = path / from_rank_0(ranks, lambda: f".seen-{secrets.token_hex(8)}")

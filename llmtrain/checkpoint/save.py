@@ -95,8 +95,8 @@ def will_lack(checkpoints: Path, bytes_each: int, keep: int) -> str | None:
 
 
 class HostCopy:
-    """An image of a rank's file with its writer. A thread gets and page-locks the memory, which takes seconds for 15
-    GB, and stays until `close`: the kernel kills the writer when the thread that started it ends (PR_SET_PDEATHSIG)."""
+    """An image of a rank's file with its writer. A thread gets and page-locks the memory (seconds for 15 GB) and stays
+    until `close`: the kernel kills the writer when the thread that started it ends (PR_SET_PDEATHSIG)."""
 
     def __init__(self, plan: RankFile, table: dict[str, Any], device: torch.device) -> None:
         """`table`: facts for the writer (`writer.perform`)."""
@@ -195,9 +195,8 @@ class Saver:
         frozen: FrozenSource = NOWHERE,
         more: Callable[[], list[StateTensor]] = list,
     ) -> None:
-        """`mix`: precision and parallel degrees, recorded in the checkpoint. `frozen`: parameters that it names but
-        does not hold. `more`: tensors that it holds in addition to the engine's state; they stay unchanged between a
-        step and the next update."""
+        """`mix`: recorded in the checkpoint. `frozen`: parameters that it names but does not hold. `more`: further
+        tensors for it, which stay unchanged between a step and the next update."""
         self._engine, self._folder, self._ranks, self._frozen = engine, folder, ranks, frozen
         self._more = more
         self._keep, kept = settings.keep, Best.chosen(settings.keep_best)

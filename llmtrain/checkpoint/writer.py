@@ -112,7 +112,7 @@ def commit(
 
 
 def perform(message: dict[str, Any], table: dict[str, Any], image: memoryview | None) -> dict[str, Any]:
-    """Do the job of a message and return the answer: {"error"} for a fault of the disk.
+    """Do the job of a message; {"error"} for a fault of the disk.
 
     Args:
         table: "own": the pieces of this rank's image; a leader's also "pieces" of every file, "tensors" (shapes) and

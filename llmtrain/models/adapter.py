@@ -89,9 +89,9 @@ def other_maps(hf: PreTrainedModel) -> dict[str, str]:
 
 
 def saved_paths(hf: PreTrainedModel, adapter: AdapterConfig, places: Places | None = None) -> list[str]:
-    """The modules that train completely with the adapter, in the model's order; always a reward model's score, and the
-    first of modules that share a tensor. Raises ConfigError: a pattern matches no module with own parameters, a target,
-    or a module of modules."""
+    """The modules that train completely, in the model's order; always a reward model's score, and the first of modules
+    that share a tensor. Raises ConfigError: a pattern matches no module with own parameters, a target, or a module of
+    modules."""
     key, place = "adapter.modules_to_save", (places or {}).get("adapter.modules_to_save")
     own = {path: module for path, module in hf.named_modules() if dict(module.named_parameters(recurse=False))}
     patterns = [*adapter.modules_to_save, *([SCORE] if gives_scores(hf.config) else [])]
@@ -150,9 +150,9 @@ def lora_config(
     saved: Collection[str] = (),
     places: Places | None = None,
 ) -> Any:
-    """peft's LoraConfig of this adapter on these maps: by the last parts of their names if these are unique, which vLLM
-    requires; by `target_parameters` (without dropout) if peft would take a name for the experts'. `saved`: modules that
-    train completely. Raises ConfigError: peft is not installed, or has no DoRA for such maps."""
+    """peft's LoraConfig for these maps: by the last parts of their names if these are unique, which vLLM requires; by
+    `target_parameters` (without dropout) if peft would take a name for the experts'. `saved`: modules that train
+    completely. Raises ConfigError: peft is not installed, or has no DoRA for such maps."""
     need_peft(f"adapter.r = {adapter.r}")
     from peft import LoraConfig
 
@@ -226,9 +226,9 @@ def put_around(
     *,
     packed: bool = False,
 ) -> list[nn.Module]:
-    """Give maps of `hf` (or of a pipeline's stage) the layers that `like` has, with uninitialised values. Returns the
-    layers. `share`: called with each path and new layer, to take a tensor-parallel part. `packed`: the maps get room
-    for 4 bits an element."""
+    """Give maps of `hf` (or a pipeline's stage) the layers of `like`, with uninitialised values, and return them.
+    `share`: called with each path and new layer, to take a tensor-parallel part. `packed`: the maps get room for 4 bits
+    an element."""
     from peft.tuners.lora import LoraLayer
 
     from llmtrain.models.lora import scaled_first
@@ -330,8 +330,8 @@ def read_peft(
 
 
 class AdaptedSource:
-    """The model's own values, and an adapter's first ones: A uniform as in peft (up to 1 / sqrt(inputs)), from the
-    run's seed and its own name, B zero, a magnitude the length of its row of W."""
+    """The model's own values, and an adapter's first ones: A uniform up to 1 / sqrt(inputs), like peft, from the run's
+    seed and its name, B zero, a magnitude the length of its row of W."""
 
     def __init__(
         self,

@@ -33,8 +33,7 @@ NOTHING = -1e4
 @dataclass(frozen=True, kw_only=True)
 class TopWords:
     """A teacher's distribution at the loss's temperature as k + 1 events: its k likeliest words, and any other word.
-    The student's distribution is split into these events: D is at most the D of complete distributions, and equal for
-    k = V."""
+    The student's is split equally: D is at most the D of complete distributions, and equal for k = V."""
 
     words: Tensor
     """int64 [N, k], no word twice in a row of a counted token."""
@@ -82,11 +81,8 @@ def distilled_sums(
     teacher: TeacherSays,
     terms: Terms,
 ) -> Tensor:
-    """Sums over the counted tokens, nats, fp32 [4]: loss, D, next-token loss, the entropy of p.
-
-    Only the loss has a gradient. Arguments: see `chunked_nll_sum` in loss.py. With `TopWords`, D and the entropy are
-    those of the k + 1 events.
-    """
+    """Sums over the counted tokens, nats, fp32 [4]: loss, D, next-token loss, the entropy of p; with `TopWords`, D and
+    the entropy of the k + 1 events. Only the loss has a gradient. Arguments: see `chunked_nll_sum` in loss.py."""
     flat_NH = hidden.reshape(-1, hidden.shape[-1])
     about = (few_of(chunk), form, vocabulary, teacher, terms)
     total, others = _Distilled.apply(flat_NH, weight, bias, labels.reshape(-1), about)

@@ -138,9 +138,9 @@ def check_stages(config: PreTrainedConfig) -> None:
 
 
 def set_leaf_modules(hf: nn.Module, blocks: list[ExpertBlock]) -> None:
-    """Let ZeRO 3 gather the parameters of all experts when they begin: ranks whose tokens choose different experts
-    would wait for each other for ever (DeepSpeed #7461), also for a loop over one parameter, whose activations ZeRO 3
-    counts. JetMoE's attention stays: it calls only `map` and `reduce` of its block, which would get no gradient."""
+    """Let ZeRO 3 gather the parameters of all experts at once: ranks whose tokens choose different experts would wait
+    for each other for ever (DeepSpeed #7461), also for a loop over one parameter, whose activations ZeRO 3 counts.
+    JetMoE's attention stays: it calls only `map` and `reduce` of its block, which would get no gradient."""
     from deepspeed.utils import set_z3_leaf_module
 
     for block in blocks:

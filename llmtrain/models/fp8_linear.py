@@ -45,8 +45,8 @@ class Fp8Linear(Float8Linear):
 
 @torch.compiler.allow_in_graph
 class _Product(torch.autograd.Function):
-    """x W^T by torchao's function, which would keep a view of W: under ZeRO 3 that is the gathered weight, until the
-    backward pass. Here the parameter is kept, which is empty until it is gathered again."""
+    """x W^T by torchao's function, which would keep a view of W (under ZeRO 3 the gathered weight) until the backward
+    pass. Here the parameter is kept, which is empty until it is gathered again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, products: Any, config: Float8LinearConfig) -> Tensor:

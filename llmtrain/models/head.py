@@ -73,10 +73,11 @@ class Head:
         return self._likelihoods(compute, *self._counted(hidden, labels, counted))
 
     def token_nll(self, hidden: Tensor, labels: Tensor, counted: int | None = None) -> Tensor:
-        """The negative log-likelihood of each label (nats, fp32 [b, T]), 0 for labels that do not count.
+        """The negative log-likelihood of each label (nats, fp32 [b, T]), 0 for labels that do not count; for an
+        objective that is no sum over tokens.
 
-        For an objective that is no sum over tokens; its backward pass computes the logits a second time. Ranks that
-        share the rows get equal values, so their sums go through `once`. Arguments: see `nll_sum`.
+        The backward pass computes the logits a second time. Ranks that share the rows get equal values, so their sums
+        go through `once`. Arguments: see `nll_sum`.
         """
         labels = self.own(labels)
         rows = self._counted_rows(labels, counted)

@@ -93,9 +93,8 @@ class FolderLayout:
         """Tensor -> (group, elements of the group): `save_pretrained` puts tensors that share memory into one file."""
 
     def place(self, tensors: Iterable[str]) -> Placement:
-        """Find the tensors of each parameter; names may be transformers' new or old ones, or the model's own, with the
-        decoder's prefix or without. Raises ModelError: two tensors are the same part, or a conversion is not supported.
-        """
+        """Find the tensors of each parameter by transformers' new or old names, or the model's own, with the decoder's
+        prefix or without. Raises ModelError: two tensors are the same part, or a conversion is not supported."""
         from transformers.core_model_loading import dot_natural_key
 
         found, unread = Placement(parts={}), patterns_not_loaded(self.skeleton)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 
 class ScaledFirst(Linear):
-    """Computes Wx + B (s A x) instead of peft's Wx + s (B A x), s = alpha / r: s multiplies r features of a token, not
-    all outputs, and so does the gradient. If s is a power of two, both have equal rounding."""
+    """Wx + B (s A x) instead of peft's Wx + s (B A x), s = alpha / r: s multiplies r features of a token, not all
+    outputs, also in the gradient. If s is a power of two, both have equal rounding."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """x: [..., in]. Returns [..., out]."""

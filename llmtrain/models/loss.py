@@ -149,8 +149,8 @@ def _fused(logits_CV: Tensor, labels: _Labels, about: _About, wants_gradient: bo
 def _kept(
     most_C1: Tensor, sum_C1: Tensor, chosen_C1: Tensor, labels: _Labels, about: _About
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(the losses [C, 1], and with a z-loss also the squares of log Z [C, 2]; the factor on each exponential in the
-    logits' gradient; the value subtracted at the label).
+    """(the losses [C, 1], with a z-loss also the squares of log Z [C, 2]; the factor on each exponential in the logits'
+    gradient; the value subtracted at the label).
 
     `sum`: of the exponentials below `most`; `chosen`: the label's logit less `most`.
     """

@@ -8,9 +8,8 @@ from torch import Tensor, nn
 
 
 class Neftune:
-    """Adds noise of alpha / sqrt(L d) x U(-1, 1) to each element of an embedding in training, with d features and L
-    tokens in the text. It comes from torch's stream, like dropout, and is equal on the ranks that share an embedding.
-    """
+    """Adds noise of alpha / sqrt(L d) x U(-1, 1) to an embedding's d features in training; L: tokens of the text. It
+    comes from torch's stream, like dropout, and is equal on the ranks that share an embedding."""
 
     def __init__(self, embedding: nn.Module, alpha: float) -> None:
         self._alpha = alpha

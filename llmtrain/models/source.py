@@ -55,8 +55,8 @@ class ParameterSource(Protocol):
 
 
 class RandomSource:
-    """The model's own initialisation, one block (decoder layer, embedding, ...) at a time, each with a seed from the
-    run's seed and the block's name: the values depend neither on the number of ranks nor on the ZeRO stage."""
+    """The model's own initialisation, one block (decoder layer, embedding, ...) at a time, with a seed from the run's
+    seed and the block's name: the values do not depend on the number of ranks or the ZeRO stage."""
 
     def __init__(self, skeleton: PreTrainedModel, seed: int, device: torch.device) -> None:
         """`skeleton`: the transformers model on the meta device."""
@@ -142,9 +142,9 @@ def _blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Modul
 
 
 class SafetensorsSource:
-    """A Hugging Face folder; threads may read. With a `layout` it has the model's parameter names, also if the files
-    keep a parameter in parts; without one, the files' names. Raises ModelError: an index, shard or parameter is
-    missing, broken or contradictory, or a path leaves the folder."""
+    """A Hugging Face folder; threads may read. Names are the model's with a `layout`, also if files keep a parameter in
+    parts, else the files'. Raises ModelError: an index, shard or parameter is missing, broken or contradictory, or a
+    path leaves the folder."""
 
     def __init__(
         self, folder: str | Path, layout: FolderLayout | None = None, *, asked_by: str = "model.pretrained"
@@ -383,10 +383,8 @@ def refuse_escape(folder: Path, path: Path) -> Path:
 
 
 class ScoredSource:
-    """A folder's values without its language model's head; a folder without a score gets a new one.
-
-    A new head is drawn by transformers' initialisation of the class from the run's seed, and is equal on all ranks.
-    """
+    """A folder's values without its language model's head. If the folder has no score, transformers' initialisation
+    draws one from the run's seed, equal on all ranks."""
 
     def __init__(self, base: SafetensorsSource, layout: FolderLayout, seed: int, device: torch.device) -> None:
         self.base, self.origin = base, base.origin

@@ -48,7 +48,7 @@ class Teacher:
 
     @torch.no_grad()
     def logits(self, inputs: Tensor, positions: Tensor | None) -> TeacherLogits:
-        """Return a function that gives the logits of this rank's columns [B, t] of the tokens [B, T], counted as B x t.
+        """Compute the logits of this rank's columns [B, t] of the tokens [B, T], counted as B x t.
 
         `positions`: [B, T], starting at 0 with each document in a row; None: a row is one sequence.
         """

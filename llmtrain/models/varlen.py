@@ -70,11 +70,8 @@ _FA3 = "flash_attn_interface"
 
 
 def choose_kernel(device: torch.device) -> str:
-    """Let torch use FlashAttention 3 if the GPU is a Hopper and the package is there; else 2 stays. It holds for the
-    process, so sdpa's flash kernel changes, too.
-
-    Returns a line with the choice, and the reason against the faster one.
-    """
+    """Let torch use FlashAttention 3 in this process (also for sdpa's flash kernel) if the GPU is a Hopper and the
+    package is there; else 2 stays. Returns a line with the choice, and the reason against the faster one."""
     global kernel
     kernel = "FlashAttention 2"
     usual = f"attention within documents: {kernel}"

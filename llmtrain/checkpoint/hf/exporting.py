@@ -397,11 +397,8 @@ def layout_of(model: ModelConfig, *, trust_remote_code: bool) -> FolderLayout:
 
 
 def _target(checkpoint: Path, out: Path, trainer: Mapping[str, Any], report: Report) -> Path:
-    """The folder to write: `out`, or a neighbour that replaces an earlier export at `out` at the end; the report says
-    so.
-
-    Raises CheckpointError: `out` is something else, or has files that the export did not write.
-    """
+    """`out`, or a neighbour that replaces an earlier export at `out` at the end, which the report says. Raises
+    CheckpointError: `out` is something else, or has files that the export did not write."""
     if not out.exists():
         return out
     ours = out.resolve().parent == checkpoint.resolve().parent.parent  # the run's own export, by any command

@@ -134,8 +134,7 @@ def prove_logits(
     trust_remote_code: bool,
 ) -> None:
     """Compare the logits of `folder`, loaded by transformers, with those of a model filled from `values`: (parameter,
-    start, stop) -> elements, rounded as in the folder. Both run in fp32, one decoder layer in memory at a time. Raises
-    ProofError."""
+    start, stop) -> elements, rounded as in the folder. Both run in fp32, layer by layer. Raises ProofError."""
     # transformers keeps tensors of one type unchanged; of several types it would round some to the model's.
     kind = auto_class(layout.skeleton.config)
     loads_as = next(iter(dtypes)) if len(dtypes) == 1 else torch.float32

@@ -53,9 +53,8 @@ class TooMuch(ValueError):
 
 
 def names(data: bytes) -> Iterator[tuple[str, str]]:
-    """(instruction, the name that it asks for or "") of each instruction of a pickle; nothing is built. Tuples are
-    measured here, because torch may hash one while it reads; `measure` does the rest. Raises TooMuch; ValueError,
-    IndexError: it is no pickle."""
+    """(instruction, the name that it asks for or "") for each instruction of a pickle. Measures tuples, because torch
+    may hash one while it reads; `measure` does the rest. Raises TooMuch; ValueError, IndexError: it is no pickle."""
     stack: list[_Size | None] = []  # depth and values of each; None is a mark
     memo: dict[Any, _Size | None] = {}
     total = 0

@@ -81,10 +81,10 @@ def activate_in_pytorch() -> None:
 class TravellingTokens(AutoEPMoELayer):
     """AutoEPMoELayer that exchanges token counts among ranks, and copies them to the host, while the device works on.
 
-    torch's all-to-all reads these numbers on the host. AutoEP reads them at the point of use, and the device then has
-    nothing to do until the host has queued the next kernels; its async_split_plan is for CUDA, and its shared experts
-    come last. Here a copy starts after the router, and shared experts and the sorting of tokens are queued before the
-    host waits for it: once a layer and forward pass.
+    torch's all-to-all reads these counts on the host. AutoEP waits for them where it needs them, and the device is idle
+    until the host has queued the next kernels; its async_split_plan is for CUDA, and its shared experts come last. Here
+    a copy starts after the router, and shared experts and the sorting of tokens are queued before the host waits, once
+    a layer and forward pass.
     """
 
     @overrides(AutoEPMoELayer)

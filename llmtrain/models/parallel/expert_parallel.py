@@ -196,9 +196,8 @@ def _prove_blocks(hf: PreTrainedModel, section: dict[str, Any], degree: int) -> 
 
 
 def apart_from_transformers(hf: PreTrainedModel, section: dict[str, Any]) -> float:
-    """Distance between the logits of a small copy with AutoEP's blocks and with transformers', over their standard
-    deviation (for a single logit, over its size); the larger one of this and the embedding's gradient in the same
-    measure. On the CPU, in fp32.
+    """Distance of a small copy's logits with AutoEP's blocks from transformers', over their standard deviation (a
+    single logit's size), or the same for the embedding's gradient, if larger. On the CPU, in fp32.
 
     `section`: the JSON's `expert_parallel`. Raises: ValueError: AutoEP cannot; any error of a forward pass; ModelError:
     there is no small copy.

@@ -58,8 +58,8 @@ def _policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
 
 
 class _Keep(OperatorMode):
-    """Keeps the results of attention in the forward pass of a layer, and the random state after it: attention's dropout
-    draws numbers, and the recomputation must continue with the next ones.
+    """Keeps the results of attention in a layer's forward pass, and the random state after it, from which the
+    recomputation continues after attention's dropout.
 
     Torch's own mode counts every operator and ends a run whose recomputation has others: under ZeRO 3 a weight may be
     gathered ahead in one pass and within the layer in the other.

@@ -213,8 +213,8 @@ def sharded_model(
     spec: ModelSpec, mix: Mix, exact: dict[str, Any], device: torch.device, mesh: Mesh
 ) -> tuple[PreTrainedModel, str]:
     """The transformers model with this rank's uninitialised shards (under ZeRO 3 partitions), and a note if some
-    attention is complete on every rank, else "". `exact`: DeepSpeed's dict. Raises ModelError: this number of ranks
-    cannot share it."""
+    attention is not sharded, else "". `exact`: DeepSpeed's dict. Raises ModelError: this number of ranks cannot share
+    it."""
     hf = spec.own_skeleton()
     like = language_model(hf) if spec.scores else hf  # its logits prove the parts of the decoder
     anatomy = anatomy_of(like)
@@ -264,9 +264,9 @@ def shard_model(
     *,
     settle: Callable[[nn.Parameter], None] = _leave,
 ) -> None:
-    """Keep this rank's shards in `hf`, on the meta device before, and connect its modules to the group's other ranks.
-    `anatomy`, `plan`: of the complete model. `settle`: called with each new parameter (ZeRO 3 partitions it). Raises
-    ModelError: this number of ranks cannot share it."""
+    """Keep this rank's shards in `hf`, on the meta device before, and connect its modules to the group. `anatomy`,
+    `plan`: of the complete model. `settle`: called with each new parameter (ZeRO 3 partitions it). Raises ModelError:
+    this number of ranks cannot share it."""
     set_autotp_mode(training=True)
     rank, degree = dist.get_rank(group), dist.get_world_size(group)
     modules: dict[str, Any] = dict(hf.named_modules())
@@ -315,8 +315,7 @@ def shard_model(
 
 def share_adapter(plan: Projections, group: Any, path: str, layer: Any) -> None:
     """Give a rank its part of a map's adapter (peft's `layer`, on the meta device): outputs of B for a "column", inputs
-    to A for a "row". In a row the r features between are summed over the ranks, in a column their gradient.
-    Raises ModelError."""
+    to A for a "row". In a row the r features between are summed, in a column their gradient. Raises ModelError."""
     rank, degree = dist.get_rank(group), dist.get_world_size(group)
     entry = next((entry for entry in plan.maps if entry.path == path), None)
     if path in plan.entries or (entry is not None and entry.inside):

@@ -30,7 +30,7 @@ def build_model(
     resolved: ResolvedRun, spec: ModelSpec, device: torch.device, mesh: Mesh
 ) -> LanguageModel | PipelineLanguageModel:
     """The module with uninitialised parameters. Only the chosen form is imported: all of them are 2,500 lines. Raises
-    ModelError: transformers cannot build it, or not in this form. Raises ConfigError: a rank has nothing to train."""
+    ModelError: transformers cannot build it (in this form); ConfigError: a rank has nothing to train."""
     model, mix = resolved.run.model, resolved.mix
     language: LanguageModel | PipelineLanguageModel
     if mix.degrees.pipeline > 1:
@@ -127,8 +127,8 @@ def _divided(spec: ModelSpec, key: str, degree: int) -> Iterator[None]:
 def _own_part(
     spec: ModelSpec, mix: Mix, exact: dict[str, Any], device: torch.device, mesh: Mesh
 ) -> tuple[PreTrainedModel, str]:
-    """This rank's model without a pipeline, and a note for the user, or "". It has the rank's shards, or under ZeRO 3
-    partitions, of every parameter; shared experts and maps to be packed may be on the meta device."""
+    """This rank's model without a pipeline, and a note for the user, or "". Parameters are shards, under ZeRO 3
+    partitions; shared experts and maps to be packed may be on the meta device."""
     if mix.degrees.tensor > 1:
         from llmtrain.models.parallel.tensor import sharded_model
 

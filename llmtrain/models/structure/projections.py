@@ -210,7 +210,7 @@ class LayerGraph:
         self._check_heads(reads, end, heads)
 
     def _check_heads(self, reads: list[set[int]], end: set[int], heads: list[set[int]]) -> None:
-        """Check that queries, keys and values come from column maps. In low-rank attention all heads read a part of a
+        """Queries, keys and values must come from column maps. In low-rank attention all heads read a part of a
         complete map's output directly (a rotary key): its gradient, and that of all values made from it, is a sum over
         the ranks."""
         columns = {index for index, node in enumerate(self.nodes) if node.role in ("column", "inner")}

@@ -45,9 +45,9 @@ def shrunk_config(
     vocabulary: int = 512,
     positions: int = 64,
 ) -> PreTrainedConfig:
-    """A config of the same family and structure with about these sizes; no size grows. At least one of each kind of
-    layer stays; `kv_heads` and `experts` divide the model's numbers; the vocabulary keeps its remainder modulo 64.
-    Raises ModelError: transformers refuses the small config."""
+    """A config of the same family and structure with about these sizes; none grows. One layer of each kind stays;
+    `kv_heads` and `experts` divide the model's numbers; the vocabulary keeps its remainder modulo 64. Raises
+    ModelError: transformers refuses the small config."""
     fields = copy.deepcopy(config.to_dict())
     size_of = _Sizes(config, fields)
     rotary_dim = _shrink_heads(size_of, fields, kv_heads)
