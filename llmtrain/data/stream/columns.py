@@ -158,7 +158,7 @@ class Taught:
         words, logs = self.words[places].astype(np.int64), self.logs[places].astype(np.float32)
         right = np.abs(np.exp(logs).sum(1) - 1) < 0.01  # False for NaN and unwritten places
         if not right.all() or int(words.max(initial=0)) >= self.vocabulary:
-            raise DataError(f"{self.path}: its numbers are no probabilities of words: it is damaged; {NEW_COLUMN}")
+            raise DataError(f"{self.path}: holds numbers that are no probabilities: it is damaged; {NEW_COLUMN}")
         return words, logs
 
 

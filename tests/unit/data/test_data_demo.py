@@ -227,7 +227,7 @@ def test_prepared(source: str, every: int, tmp_path: Path, tokenizer: Path) -> N
     ("words", "said"),
     [
         (["--validation-fraction", "0.1"], "holds a tenth of its questions out by itself"),
-        (["--validation-source", "README.md"], "stands alone"),
+        (["--validation-source", "README.md"], "must be the only source"),
         (["--format", "preference"], "has the format chat"),
     ],
 )
