@@ -87,7 +87,7 @@ def noisy_part(run: ResolvedRun, *args: Any) -> Any:
 def content(form: Form) -> Form:
     """What the cell trains: the same in every layout."""
     tree = {"bf16": json.loads(form.extra).get("bf16", {"enabled": True})} if form.precision == "bf16" else {}
-    return replace(form, ranks=2, zero=0, pipeline=1, tensor=1, sequence=1, expert=1, recompute="{}",
+    return replace(form, ranks=2, zero=0, offload="", pipeline=1, tensor=1, sequence=1, expert=1, recompute="{}",
                    extra=json.dumps(tree))  # fmt: skip
 
 
