@@ -79,7 +79,7 @@ def test_a_full_and_a_read_only_disk_cost_checkpoints_and_not_the_run(small_data
     failed = wait_for(launch, small_disk, "save_failed")
     for text in (
         "no space for a checkpoint",
-        "must stay free for logs",
+        "must stay free for the run's logs",
         "MiB are free",
         "llmtrain checkpoint prune",
         "would free",
