@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from llmtrain.checkpoint.format import Manifest, frozen_source
-from llmtrain.checkpoint.hf import exporting as exported
 from llmtrain.checkpoint.hf.exporting import export_hf
 from llmtrain.checkpoint.hf.proofs import ProofError, Report
 from llmtrain.config.run import AdapterConfig, ModelConfig
@@ -274,7 +273,7 @@ def is_what_peft_loads(path: Path, out: Path, base: str, case: Case, values: dic
         assert proved(export_hf(path, out / "merged", merge=True), "adapter") < 1e-5
         assert float((load(str(out / "merged"))(tokens).logits - want).abs().max()) < 1e-5
     for merge in (False, True):  # what the export believes of the scale is not what peft computes with
-        other = patch.object(exported, "scale", lambda adapter: 0.9 * scale(adapter))
+        other = patch("llmtrain.models.adapter.scale", lambda adapter: 0.9 * scale(adapter))
         with other, pytest.raises(ProofError, match="peft's layers"):
             export_hf(path, out / "wrong", merge=merge)
     assert not (out / "wrong").exists()
