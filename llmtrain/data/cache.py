@@ -4,8 +4,7 @@ A folder of the cache holds one folder of a store, as it was with one manifest. 
 manifest, or it is missing. Small files come when the folder is opened; shards come in the background, as far as they
 fit (data/download.py); parts of a missing shard are read from the store.
 
-A process that has a folder open holds a shared lock on it. A folder without a lock may be deleted to make room, the
-least recently used one first.
+A process that has a folder open holds a shared lock on it. A folder without a lock may be deleted to make room.
 """
 
 from __future__ import annotations
@@ -66,10 +65,7 @@ class StoreGone(DataError):
 
 
 def opened(url: str, root: Path) -> CachedFolder:
-    """The host's copy of a prepared folder in a store, shared by its users within a process.
-
-    Raises DataError: it is no prepared folder, or cannot be read.
-    """
+    """The host's copy of a prepared folder in a store, shared within the process. Raises DataError."""
     if (wrong := problem_of(url)) is not None:
         raise DataError(f"{redact_text(url)}: {wrong[0]}; {wrong[1]}")
     url = url.rstrip("/")
@@ -81,7 +77,7 @@ def opened(url: str, root: Path) -> CachedFolder:
 
 
 def copied(folder: Path) -> CachedFolder | None:
-    """Open the copy in a folder of a cache, such as one that a checkpoint names; None: the folder is no copy.
+    """Open the copy in a folder of a cache.
 
     Raises DataError: its store has changed, or cannot be read.
     """
@@ -138,7 +134,6 @@ class CachedFolder:
 
     @property
     def _sums(self) -> dict[str, str]:
-        """The manifest's checksums of small files."""
         rows = {
             Path(shard.file).with_suffix(".rows").name: shard.rows
             for shards in self.manifest.shards.values() for shard in shards if shard.rows
@@ -146,7 +141,7 @@ class CachedFolder:
         return {"tokenizer/tokenizer.json": self.manifest.tokenizer_fingerprint, **rows}
 
     def size(self, name: str) -> int | None:
-        """Bytes of a file in the store; None: no such file."""
+        """Bytes of a file in the store."""
         return self._listed[name].bytes if name in self._listed else None
 
     def fetch(self, names: Collection[str]) -> None:
@@ -304,8 +299,7 @@ def bytes_of(folder: Path) -> int:
 
 
 def make_room(root: Path, wanted: int, bound: float) -> bool:
-    """Delete folders that no process has open, the least recently used first, until `wanted` bytes fit; False: they do
-    not.
+    """Delete folders that no process has open, the least recently used first; False: `wanted` bytes do not fit.
 
     The caller is the only process that downloads shards into this cache.
     """
@@ -345,7 +339,7 @@ _waits: dict[int, tuple[float, str]] = {}
 
 
 def waiting() -> tuple[float, str] | None:
-    """(seconds, store) of this process's longest wait for a store; None without one."""
+    """(seconds, store) of this process's longest wait for a store."""
     now = time.monotonic()
     return max(((now - since, of) for since, of in list(_waits.values())), default=None)
 

@@ -136,7 +136,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def parse_manifest(content: bytes, name: str) -> Manifest:
-    """Parse a manifest. `name`: of the file, for messages. Raises DataError."""
+    """`name`: of the file, for messages. Raises DataError."""
     try:
         values = untrusted.loads(content)
         if values.pop("format") != FORMAT:

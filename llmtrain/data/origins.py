@@ -49,7 +49,6 @@ def write_origins(
 
     Args:
         lengths: tokens of each document, int [documents].
-        files: names of the source's files.
         places: each document's file, an index of `files`, int [documents].
         records: each document's line, row or first token, int [documents].
     """
@@ -181,7 +180,7 @@ class _File:
                 yield group
 
     def read(self, group: int) -> _Group:
-        """A group's documents. Raises DataError: the file is damaged."""
+        """Raises DataError: the file is damaged."""
         if group not in self._cached:
             try:
                 table = self._file.read_row_group(group)

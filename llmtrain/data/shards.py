@@ -260,7 +260,7 @@ class PreparedSet:
     """A complete folder of `llmtrain prepare`, on this host or in a store. Opening it checks the shards' sizes."""
 
     def __init__(self, folder: str | Path, cache: Cache = Cache()) -> None:  # noqa: B008  (frozen)
-        """`folder`: a path, also in a cache, or a URL. `cache`: this host's folder for stores' data.
+        """`folder`: a path, also in a cache, or a URL.
 
         Raises DataError when the folder is not complete, or cannot be read.
         """
@@ -290,7 +290,7 @@ class PreparedSet:
             self._cached.fetch(names)
 
     def origins(self, split: Split) -> Origins:
-        """Origins of a split's documents. Raises DataError: the folder was prepared without them."""
+        """Raises DataError: the folder was prepared without origins."""
         shards = self.manifest.shards[split]
         self.fetch([origins_path(Path(shard.file)).name for shard in shards])
         return Origins(self.folder, shards)
@@ -300,7 +300,6 @@ class PreparedSet:
         return [] if self._cached is None else [(self._cached.url, shard.file) for shard in self.manifest.shards[split]]
 
     def bytes_of(self, file: str) -> int:
-        """Size of a file in the store."""
         assert self._cached is not None
         return self._cached.size(file) or 0
 
@@ -321,8 +320,7 @@ class PreparedSet:
         return self.bytes_of(file)
 
     def sums(self, *, origins: bool = False) -> list[FileSum]:
-        """Each file with its checksum from the manifest: tokenizer, shards, files of rows; with `origins` also the
-        documents' origins, which no run reads."""
+        """With `origins` also the documents' origins, which no run reads."""
         found = [FileSum(self.tokenizer_dir / "tokenizer.json", self.manifest.tokenizer_fingerprint)]
         for shard in (shard for split in SPLITS for shard in self.manifest.shards[split]):
             path = self.folder / shard.file

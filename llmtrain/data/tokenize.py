@@ -123,7 +123,6 @@ def cut_of(tokenizer: Tokenizer) -> str | None:
 
 
 def _settings(part: Any) -> dict[str, Any]:
-    """Fields of a part of a tokenizer, as in tokenizer.json."""
     found: dict[str, Any] = {} if part is None else json.loads(part.__getstate__())
     return found
 
@@ -227,7 +226,6 @@ def copy_tokenizer(source: Path, folder: Path, chat_template: Path | None = None
 
 
 def named_templates(folder: Path) -> list[Path]:
-    """The files of a model folder's further templates."""
     return sorted(file for file in (folder / NAMED_TEMPLATES).glob("*.jinja") if file.is_file())
 
 
@@ -364,7 +362,7 @@ def stop_tokens(folder: Path, named: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def separator_token(folder: Path) -> str:
-    """The token that ends a document: the tokenizer's eos_token. DataError when it names none."""
+    """The tokenizer's eos_token. Raises DataError when it names none."""
     token = named_token(folder, "eos_token")
     if token is None:
         raise DataError(
@@ -375,8 +373,7 @@ def separator_token(folder: Path) -> str:
 
 
 class Encoder:
-    """A tokenizer made safe for corpora: no truncation, no padding, and special tokens in a text stay text: a document
-    with "<|endoftext|>" does not end there."""
+    """A tokenizer made safe for corpora: no truncation, no padding, and special tokens in a text stay text."""
 
     def __init__(self, folder: Path) -> None:
         """Raises DataError when the folder is no usable tokenizer."""
@@ -417,7 +414,6 @@ class Encoder:
         return [as_ids(encoding.ids, self.vocab_size) for encoding in encodings]
 
     def id_of(self, token: str) -> int | None:
-        """The id of a token of the vocabulary; None: no such token."""
         return self._tokenizer.token_to_id(token)
 
     def decode(self, ids: list[int]) -> str:
@@ -486,7 +482,6 @@ def _length_of(tokenizer: Tokenizer) -> Any:
 
 
 def _kinds(tokenizer: Tokenizer) -> set[str]:
-    """Types of the tokenizer's decoder and of its steps."""
     if tokenizer.decoder is None:
         return set()
     settings = json.loads(tokenizer.decoder.__getstate__())

@@ -2,8 +2,7 @@
 
 messages [{role, content, tool_calls, reasoning_content}] with tools and chat_template_kwargs; sharegpt conversations
 [{from, value}]; alpaca instruction, input, output, system, history; prompt + completion. Any other record is refused
-with a reason. A preference record gives two conversations: the prompt with the chosen answer, and with the rejected
-one. An unpaired record gives one conversation, and whether its answer is desired.
+with a reason.
 """
 
 from __future__ import annotations
@@ -444,7 +443,6 @@ def _tools(tools: Any) -> list[dict[str, Any]] | None:
 
 
 def name_of(tool: dict[str, Any]) -> Any:
-    """The name of a tool, which may be within `function`."""
     function = tool.get("function")
     return (function if isinstance(function, dict) else tool).get("name")
 

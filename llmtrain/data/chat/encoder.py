@@ -1,9 +1,8 @@
 """Encodes conversations as token ids with a counted bit for each, and proves that a server will see the same ids.
 
-transformers renders (rendering.py); no template is written here. A row is a server's input and output: the ids of the
-rendered prompt (with its generation prompt), then the answer up to the token where generation stops. While the next
-prompt begins with the row, the row continues; a template that changes earlier turns (Qwen3 drops thoughts) gives one
-row per answer.
+transformers renders (rendering.py). A row is a server's input and output: the ids of the rendered prompt (with its
+generation prompt), then the answer up to the token where generation stops. While the next prompt begins with the row,
+the row continues; a template that changes earlier turns (Qwen3 drops thoughts) gives one row per answer.
 """
 
 from __future__ import annotations
@@ -38,8 +37,6 @@ _BEYOND_BOUNDS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions:
-    """Options for turning conversations into rows."""
-
     field: str
     """Field of a record that holds the messages, if there is one."""
     stop_tokens: tuple[str, ...]
@@ -90,8 +87,6 @@ class _Growing:
 
 
 class ChatEncoder:
-    """A tokenizer with its template, for one worker."""
-
     def __init__(self, folder: Path, options: ChatOptions) -> None:
         """Raises DataError when transformers cannot load the tokenizer or does not know a stop token."""
         from transformers import AutoTokenizer
@@ -149,12 +144,7 @@ class ChatEncoder:
         return self._template.dated
 
     def rows(self, text: str) -> list[Row]:
-        """The rows of a record.
-
-        Raises:
-            RefusedError: the record is refused.
-            DataError: its template takes too much time or memory, again and again.
-        """
+        """Raises RefusedError, and DataError: the template takes too much time or memory, again and again."""
         if SPLIT in text:
             raise RefusedError(f"it holds the private-use character U+{ord(SPLIT):X}")
         if self._options.pairs:

@@ -49,8 +49,6 @@ class BoundsError(RenderError):
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """Output of a template."""
-
     text: str
     spans: list[tuple[int, int]] | None
     """Character ranges that `{% generation %}` encloses; None: not asked for, or the template has none."""
@@ -74,7 +72,6 @@ class Template:
         self, tokenizer: Any, *, moment: str | None = None, variables: Mapping[str, Any] | None = None
     ) -> None:
         """Args:
-        tokenizer: of transformers.
         moment: time that the clock shows, ISO 8601 in local time; None: the present.
         variables: chat_template_kwargs of all conversations; a conversation's own override them.
         """
@@ -191,7 +188,7 @@ class _Process:
         self._lock = threading.Lock()
 
     def ask(self, requests: list[dict[str, Any]]) -> list[dict[str, Any] | RenderError]:
-        """An answer to each request. After a request beyond the bounds, the others get its error too."""
+        """After a request beyond the bounds, the others get its error too."""
         with self._lock:
             process = self._started()
             lines = [self._line(request) for request in requests]
@@ -344,7 +341,6 @@ def _answer(bounds: _Bounds, utils: Any, clock: Any, known: list[str], request: 
 
 
 def _main() -> None:
-    """Answer requests, a line each, until the input ends."""
     import datetime
 
     bounds = _Bounds(*map(int, sys.argv[1:]))
@@ -353,8 +349,6 @@ def _main() -> None:
     from transformers.utils import chat_template_utils as utils
 
     class Clock(datetime.datetime):
-        """Clock that templates read instead of datetime."""
-
         moment: datetime.datetime | None = None
         asked = False
 

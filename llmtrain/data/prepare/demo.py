@@ -13,7 +13,7 @@ modules that the interpreter has compiled in are imported, since they have no fi
 
 A question is for training or held out by its subject alone: 17 + 8 and 8 + 17 are one subject, and so are all functions
 called `join`. So a question that is held out of one source is held out of the others. Multiple choice has only the
-held-out functions: which of four sentences is the documentation of this one?
+held-out functions.
 """
 
 from __future__ import annotations
@@ -151,8 +151,6 @@ _CHOICES = 4
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """A question with its answer."""
-
     family: Family
     subject: str
     """Key of the draw that decides if it is held out."""

@@ -121,7 +121,6 @@ def open_file(path: str, *, stop: int | None = None, seeking: bool = False) -> B
     """A stream of a file's bytes. Its reads raise OSError.
 
     Args:
-        path: of a file, or its URL.
         stop: for a URL: place after which little is read, if anything.
         seeking: for a URL: read requested parts only, without reading ahead.
     """

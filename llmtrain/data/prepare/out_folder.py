@@ -133,7 +133,6 @@ class StoredFolder(OutFolder):
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Raises DataError: another command of this host holds the folder, or the store cannot be used."""
         try:
             with _scratch(self.name, "command", 1) as self.here:
                 files = self._store.files()

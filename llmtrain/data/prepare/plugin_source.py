@@ -59,7 +59,6 @@ def use(words: Sequence[str], values: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def named_in(source: str) -> str | None:
-    """The name of the plugin's source before the colon; None without one."""
     name, colon, _ = source.partition(":")
     return name if colon and name in _open else None
 

@@ -84,16 +84,13 @@ class SocketLink:
         self.name, self._connection, self._lines = name, connection, Lines()
 
     def fileno(self) -> int:
-        """Return the descriptor that becomes readable."""
         return self._connection.fileno()
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send a message, if the workers are still there."""
         with contextlib.suppress(OSError):
             self._connection.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> list[dict[str, Any]]:
-        """The messages that have arrived. Raises Lost."""
         data = b""
         with contextlib.suppress(OSError):
             data = self._connection.recv(1 << 16)
@@ -102,7 +99,6 @@ class SocketLink:
         return self._lines.of(data)
 
     def end(self) -> None:
-        """Close the workers' input."""
         self._connection.close()
 
 
@@ -112,8 +108,6 @@ Link = ProcessLink | SocketLink
 
 @dataclass(frozen=True)
 class Place:
-    """A place where workers are started."""
-
     open: Callable[[], Link]
     """Raises Lost."""
     workers: int | None = 1

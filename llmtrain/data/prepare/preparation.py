@@ -305,7 +305,6 @@ def _dtype(work: list[Unit], encoder: tokenize.Encoder) -> np.dtype:
 
 
 def _record(out: OutFolder, unit: Unit) -> dict[str, Any] | None:
-    """The unit's record, if the unit is done."""
     path = out.here / record_name(unit.index)
     record: dict[str, Any] = json.loads(path.read_bytes()) if path.exists() else {}
     return record if "lines" in record else None  # an earlier version's has none
@@ -380,7 +379,7 @@ def _manifest(
     records: list[dict[str, Any]],
     out: OutFolder,
 ) -> Manifest:
-    """The manifest. Raises DataError for an empty split, and clears the folder for other settings."""
+    """Raises DataError for an empty split, and clears the folder for other settings."""
     encoder = tokenize.Encoder(out.here / "tokenizer")
     continued = _continued(work, records)
     shards: dict[str, tuple[Shard, ...]] = {
@@ -442,10 +441,7 @@ def _by_unit(work: list[Unit], records: list[dict[str, Any]]) -> dict[int, dict[
 
 
 def _lines_before(work: list[Unit], records: dict[int, dict[str, Any]], wanted: set[int]) -> dict[int, int]:
-    """Map each wanted unit whose first file continues from an earlier unit to that file's number of earlier lines.
-
-    Lines of an unfinished unit are counted by reading it once.
-    """
+    """Map each wanted unit whose first file continues from an earlier unit to that file's number of earlier lines."""
     found: dict[int, int] = {}
     lines, unread = 0, list[Piece]()
     for unit in work:

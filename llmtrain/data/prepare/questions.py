@@ -30,8 +30,6 @@ _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question, and the continuations to choose from."""
-
     context: str
     choices: list[str]
     answer: int

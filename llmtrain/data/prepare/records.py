@@ -1,8 +1,7 @@
 """Reads the documents in a piece of a file, one at a time; an unusable record becomes a `Rejection`.
 
 Memory stays flat: compressed files are streamed, jsonl is read line by line with a limit, parquet and Arrow in small
-batches. A file that breaks in the middle (truncated gzip, corrupt row group) gives its earlier documents and one
-rejection.
+batches. A file that breaks in the middle gives its earlier documents and one rejection.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Cuts a user's sources (files, folders, globs, `stdlib`, `hf:ORG/NAME`) into work units, by the input alone.
 
 A worker turns a unit into one pair of shards (train and validation). The cut into units never depends on the number of
-processes; so any number of processes writes the same bytes.
+processes.
 """
 
 from __future__ import annotations
@@ -210,9 +210,8 @@ class Unit:
 def find_files(sources: Iterable[str], form: str = "auto", *, option: str = "--source") -> list[SourceFile]:
     """All input files of `sources`, each once, in an order that only their names decide.
 
-    Links that lead out of a folder are skipped with a warning. `form` is auto (by the file's name, and whether it
-    begins as a list), text, jsonl, parquet, or one of conversations or token ids. Raises DataError, which names
-    `option`, for a missing source.
+    `form` is auto , text, jsonl, parquet, or one of conversations or token ids. Raises DataError, which names `option`,
+    for a missing source.
     """
     found: dict[str, SourceFile] = {}
     for source in sources:
@@ -224,7 +223,6 @@ def find_files(sources: Iterable[str], form: str = "auto", *, option: str = "--s
 
 
 def place_of(path: str) -> str:
-    """Return the canonical path of a file; a URL is returned unchanged."""
     return path if is_url(path) else os.path.realpath(path)
 
 

@@ -245,7 +245,7 @@ def indexes(path: str) -> list[str]:
 
 @functools.lru_cache(maxsize=1)  # a worker gets the pieces of a file one after the other
 def read(path: str) -> TokenFile:
-    """The ids of a file. Raises DataError: its layout is unknown, or it is damaged."""
+    """Raises DataError: the file's layout is unknown, or it is damaged."""
     layout = layout_of(path)
     if layout is None:
         known = "; ".join(f"{each.title}: {' or '.join(each.names)}" for each in LAYOUTS)

@@ -1,8 +1,7 @@
 """Worker processes of `llmtrain prepare`: units arrive as JSON lines, shards go to the folder, results are returned.
 
-A worker is started as `python -m llmtrain.data.prepare.worker`; its parent is prepare/pools.py. A unit leaves
-`train-NNNNN.bin`, `validation-NNNNN.bin` and, last, its record `unfinished/unit-NNNNN.json`; without the record the
-unit does not count as done. It is written in the worker's own folder: a host that seemed lost may continue.
+A unit leaves `train-NNNNN.bin`, `validation-NNNNN.bin` and, last, its record `unfinished/unit-NNNNN.json`; without the
+record the unit does not count as done. It is written in the worker's own folder: a host that seemed lost may continue.
 """
 
 from __future__ import annotations
@@ -47,8 +46,6 @@ _BATCH_DOCUMENTS = 256
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSettings:
-    """Settings for all units."""
-
     out: str
     here: str
     """Folder on this host with the plan and the tokenizer: `out`, or a copy of a store's files (out_folder.py)."""
@@ -221,8 +218,8 @@ def process_unit(
     encoder: AnyEncoder,
     progress: Callable[[int], None],
 ) -> dict[str, Any]:
-    """Tokenize `unit` and write its shards and its record; returns the record. A unit with too many rejected records is
-    not read to its end and leaves no file. `progress` gets bytes of text done.
+    """Write the shards and the record of `unit`; return the record. A unit with too many rejected records is not read
+    to its end and leaves no file. `progress` gets bytes of text done.
 
     Raises DataError, without leaving a file, when the output cannot be written.
     """
@@ -474,7 +471,7 @@ def _as_they_lie(
 
 
 def encoder_of(folder: Path, settings: WorkerSettings) -> AnyEncoder:
-    """The encoder for rows. Raises DataError: it cannot be loaded."""
+    """Raises DataError: the encoder cannot be loaded."""
     chat = settings.chat
     if settings.ids_field is not None:
         return TokenEncoder(folder, settings.ids_field, np.dtype(settings.dtype), counted=chat is not None)

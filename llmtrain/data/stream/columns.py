@@ -2,15 +2,14 @@
 
 A reference's column, for preferences: reference-SPLIT.f32 has a little-endian fp32 number, an answer's log-probability
 in nats, for each row. For unpaired answers a second number per row follows: for the row's prompt with its partner's
-answer (`windows.partners`). reference.json, written last, names the weights, the data and the precision.
+answer (`windows.partners`). reference.json is written last.
 
 A teacher's column, for distillation: for each token that the loss counts, the k tokens that the teacher finds
 likeliest. teacher-SPLIT.f32 has k + 1 little-endian fp32 for each: the natural logarithms of their probabilities at a
 temperature, likeliest first, and of the mass of all others; teacher-SPLIT.words has the k ids, uint16 if the teacher's
-vocabulary allows it, else uint32. teacher.json, written last, names the weights, the data, k and the temperature.
-Places of conversations are their counted tokens that follow another token of their row, row by row. A text's token is
-predicted from its window alone, so places of texts are the labels of the windows, of one sequence length T, and the
-files' names begin with teacher-T: a run whose stages have two lengths reads two columns.
+vocabulary allows it, else uint32. teacher.json is written last. Places of conversations are their counted tokens that
+follow another token of their row, row by row. A text's token is predicted from its window alone, so places of texts are
+the labels of the windows, of one sequence length T, and the files' names begin with teacher-T.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ class AnswerBatch(MicroBatch):
 
 @dataclass(frozen=True, kw_only=True)
 class UnpairedBatch(AnswerBatch):
-    """Micro-batch of unpaired answers with their labels."""
+    """Unpaired answers with their labels."""
 
     desirable: torch.Tensor
     """bool [A]."""
@@ -187,8 +187,7 @@ class TrainLoader:
 
     Step at sample i covers samples [i, i + global_batch). Micro-batch m of rank r takes rows (m * data_parallel + r) *
     micro_batch and the micro_batch - 1 after it; with unequal shares the rows of `order.rows_of`. In a run with stages,
-    data and batch are the stage's. A daemon thread builds steps a few ahead; `next` raises its errors. Close the loader
-    (or use it as a context) to end the thread.
+    data and batch are the stage's. A daemon thread builds steps a few ahead; `next` raises its errors.
     """
 
     def __init__(
@@ -297,7 +296,6 @@ class TrainLoader:
         self._begin()
 
     def build(self, step: int) -> StepBatch:
-        """Build this rank's micro-batches for one step."""
         reading = self._course.at(step)
         batch, micro_batches = reading.batch, []
         shares = self._sequences or (batch.micro_batch * batch.accumulation,) * batch.data_parallel

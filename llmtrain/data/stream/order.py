@@ -37,8 +37,8 @@ class Mixture:
     tree (Huffman's, on the weights). An inner node splits its first k sequences between its two branches by rounding:
     the left one gets floor(k * p + 1/2), p its exact share. That count grows by 0 or 1 as k grows by 1, so each
     sequence goes to one branch, and the counts of all sets for any k follow from the root down without replay. Shares
-    are exact fractions, so nothing drifts: the count of a set among the first k stays within 2 of k times its share
-    (within 1 for two or three sets), because a node's error shrinks by the share of each branch below.
+    are exact fractions: the count of a set among the first k stays within 2 of k times its share (within 1 for two or
+    three sets), because a node's error shrinks by the share of each branch below.
     """
 
     def __init__(self, weights: Sequence[float | Fraction]) -> None:

@@ -40,7 +40,7 @@ class TrainData:
     """The sequences of a run: endless training sequences 0, 1, 2, ..., and the validation sequences.
 
     Training sequence k belongs to one set of the mixture; each set has its own epochs, every epoch in its own order.
-    Both are pure functions of k and the seed, so a position is one integer and a seek costs nothing.
+    Both are pure functions of k and the seed.
     """
 
     _members: Sequence[_Member] = ()
@@ -93,7 +93,6 @@ class TrainData:
         """Hash of the data, the sequence length, the seed and the mixture: all that decides the training sequences."""
 
     def sums(self, *, origins: bool = False) -> list[FileSum]:
-        """The files of all sets with their checksums. origins: see `PreparedSet.sums`."""
         return [file for member in self._members for file in member.prepared.sums(origins=origins)]
 
     def take_reference(self, precision: str) -> list[str]:
@@ -187,13 +186,11 @@ class TrainData:
         return self.window_at(index)[:2]
 
     def window_at(self, index: int) -> Window:
-        """Training sequence `index` >= 0."""
         member, window = self.place_of(index)
         return self._read(self._members[member].train, window)
 
     @property
     def in_store(self) -> bool:
-        """True if a set is in an object store."""
         return any(member.prepared.in_store for member in self._members)
 
     def fetch(self, indices: Sequence[int]) -> None:
@@ -201,7 +198,6 @@ class TrainData:
         self._fetch(indices, self.place_of, "train")
 
     def fetch_validation(self, indices: Sequence[int]) -> None:
-        """`fetch` for validation sequences."""
         self._fetch(indices, self._validation_place, "validation")
 
     def _fetch(self, indices: Sequence[int], place: Callable[[int], tuple[int, int]], split: Split) -> None:
@@ -213,7 +209,6 @@ class TrainData:
             windows.fetch([window for of, window in places if of == number])
 
     def shards_in_store(self, split: Split) -> list[tuple[str, str]]:
-        """(URL, file) of the shards of sets in stores."""
         return [shard for member in self._members for shard in member.prepared.shards_in_store(split)]
 
     def shards_next(self, index: int, sequences: int) -> list[tuple[str, str]]:
@@ -244,7 +239,7 @@ class TrainData:
                 return
 
     def origins_of(self, member: int, split: Split = "train") -> Origins:
-        """Origins of a set's documents. Raises DataError: it was prepared without them."""
+        """Raises DataError: the set was prepared without origins."""
         return self._members[member].prepared.origins(split)
 
     def windows_of(self, member: int) -> Texts | Conversations:
@@ -270,7 +265,6 @@ class TrainData:
                             "have no loss; raise train.eval_sequences or eval.sequences, or leave it out")  # fmt: skip
 
     def _validation_place(self, index: int) -> tuple[int, int]:
-        """(set, its window) of a validation sequence."""
         member, position = self._mixture.locate(index)
         return member, permute(self._validation_windows[member], 0, 0, member, position)
 
@@ -318,11 +312,9 @@ class EvalSet(TrainData):
             )
 
     def validation_window_at(self, index: int) -> Window:
-        """Sequence `index` < validation_sequences, in the same order in every run."""
         return self.window_at(index) if self.whole else super().validation_window_at(index)
 
     def fetch_validation(self, indices: Sequence[int]) -> None:
-        """`fetch` for sequences of the measured split."""
         if self.whole:
             self.fetch(indices)
         else:

@@ -197,7 +197,6 @@ class Conversations:
         return self._order[self._first[index] : self._first[index + 1]]
 
     def fetch(self, indices: Iterable[int]) -> None:
-        """Read these windows from a store concurrently. Raises DataError."""
         rows = (row for index in indices for own in self._rows(index).tolist() for row in self._read_for(own))
         self.stream.fetch((int(self._starts[row]), int(self._lengths[row])) for row in rows)
 
@@ -212,7 +211,6 @@ class Conversations:
         return known.of_rows(self._rows(index).tolist())
 
     def windows_with(self, origin: Origin) -> range:
-        """The window with a row."""
         window = int(np.searchsorted(self._first, np.flatnonzero(self._order == origin.index)[0], "right")) - 1
         return range(window, window + 1)
 
@@ -255,7 +253,7 @@ class Conversations:
 
 
 class Preferences(Conversations):
-    """Windows of complete pairs: both answers are in one micro-batch, on any number of ranks."""
+    """Windows of complete pairs: both answers are in one micro-batch."""
 
     together = 2
     reference: np.ndarray | None = None
@@ -334,5 +332,4 @@ class Unpaired(Conversations):
 
 
 def kind_of(chat: dict[str, Any]) -> type[Conversations]:
-    """The class of windows for the rows of the manifest's `chat`."""
     return Preferences if chat.get("pairs") else Unpaired if chat.get("unpaired") else Conversations
