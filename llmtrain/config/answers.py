@@ -62,12 +62,10 @@ def _answer_of(name: str, value: Any) -> tuple[str, str]:
 
 
 def unknown_flag(key: str, text: str, problems: Problems) -> None:
-    """Report a flag that is no field."""
     problems.add(f"--{key}", text, *_answer(key, text, "--"), COMMAND_LINE)
 
 
 def unknown(cls: type[Any], key: str, value: Any, problems: Problems) -> None:
-    """Report a key that is no field of `cls`."""
     section, _, name = key.rpartition(".")
     if "[" not in key:
         rule, remedy = _answer(key, value, "")
@@ -81,7 +79,6 @@ def unknown(cls: type[Any], key: str, value: Any, problems: Problems) -> None:
 
 
 def _names(cls: type[Any]) -> list[str]:
-    """Return the fields of a section and of all its choices."""
     choices = cls.CHOICES.values() if issubclass(cls, Choice) else ()
     selector = [cls.SELECTOR] if issubclass(cls, Choice) else []
     return [*selector, *dict.fromkeys(item.name for each in (cls, *choices) for item in fields(each) if item.init)]
@@ -186,7 +183,6 @@ def _here(ours: str, dashes: str) -> str:
 
 
 def _lead(ours: str) -> str | None:
-    """Return the field at the beginning of the page's answer."""
     lead = re.match(r"`([\w.]+)`", ours)
     return lead[1] if lead and lead[1] in schema() else None
 
@@ -208,7 +204,7 @@ def _its_fields(section: str, value: Any, dashes: str) -> str:
 
 
 def other_method(value: Any) -> str | None:
-    """Return migrate.md's answer for a training method that llmtrain lacks, such as grpo; None: it has no answer."""
+    """Return migrate.md's answer for a training method that llmtrain lacks, such as grpo."""
     known = dict(_elsewhere().get(str(value).lower(), ()))
     return known.get("others")
 

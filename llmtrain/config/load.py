@@ -46,7 +46,7 @@ def load(
     *,
     epoch: Callable[[DataConfig], int] | None = None,
 ) -> ResolvedRun:
-    """`parse` and `resolve` in one: what the training process calls.
+    """`parse` and `resolve` in one, for the training process.
 
     Raises: ConfigError.
     """
@@ -59,7 +59,7 @@ def parse(argv: list[str], *, check_paths: bool = True) -> Parsed:
     """The typed run of `RUN.yaml ... [--SECTION.FIELD VALUE ...]` (or --config RUN.yaml), not yet joined with the JSON.
 
     Of several YAMLs the later wins, value by value, and the command line is the last; without train.run_dir the last
-    YAML names the run's folder. `--help` prints every field and exits. `check_paths=False` skips the checks of files.
+    YAML names the run's folder. `check_paths=False` skips the checks of files.
 
     Raises: ConfigError with every mistake found.
     """
@@ -136,7 +136,6 @@ def _from_step_0(run: RunConfig, problems: Problems) -> RunConfig:
 
 
 def _read_prompts(run: RunConfig, path: str, problems: Problems) -> RunConfig:
-    """Return the run with its prompts read from the file."""
     key, lines = "train.sample_prompts", []
     try:
         lines = [line for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
@@ -161,7 +160,6 @@ def run_words(argv: list[str]) -> list[str]:
 
 
 def configs_in(words: Sequence[str]) -> list[str]:
-    """Return the YAMLs in the words from `run_words`."""
     return [path for flag, path in itertools.pairwise(words) if flag == "--config"]
 
 
@@ -214,7 +212,7 @@ def command_words(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[arg
 
 
 def _split(argv: list[str]) -> tuple[list[str], list[tuple[str, str]]]:
-    """Return the paths of the run's YAMLs and the (dotted key, text) overrides."""
+    """Return the YAMLs' paths and the (dotted key, text) overrides."""
     pairs = [(key, value) for key, value, _ in _pairs(argv)]
     configs = [value for key, value in pairs if key == "config"]
     if not configs:

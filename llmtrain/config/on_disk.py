@@ -62,7 +62,6 @@ def check_on_disk(run: RunConfig, problems: Problems) -> None:
 
 
 def _check_packages(run: RunConfig, problems: Problems) -> None:
-    """Refuse trackers whose packages are not installed."""
     for name, tracker in run.trackers.items():
         packages = {module.partition(".")[0] for module in tracker.MODULES}
         if missing := sorted(package for package in packages if importlib.util.find_spec(package) is None):
@@ -234,7 +233,6 @@ def _of_others(path: str, own: re.Pattern[str]) -> str | None:
 
 
 def _within(path: str, folder: str) -> bool:
-    """Return True if a path is a folder or is in it."""
     inner, outer = os.path.realpath(path), os.path.realpath(folder)
     return inner == outer or inner.startswith(f"{outer.rstrip('/')}/")
 
@@ -243,7 +241,6 @@ _AGAIN = "make or copy the folder again"
 
 
 def _read_manifest(key: str, path: str, problems: Problems) -> dict[str, Any] | None:
-    """The manifest of a prepared folder here or in an object store."""
     folder = Path(path)
     manifest = folder / "manifest.json"
     if is_url(path):
@@ -325,7 +322,7 @@ def _exists(key: str, path: str, remedy: str, problems: Problems) -> bool:
 def _json_object(
     key: str, shown: str, file: Path | bytes, remedy: str, problems: Problems, what: str = ""
 ) -> dict[str, Any] | None:
-    """Return the JSON object of a file. `shown`: the value in a message. `what`: the beginning of its rule."""
+    """`shown`: the value in a message. `what`: the beginning of its rule."""
     try:
         tree = untrusted.loads(file if isinstance(file, bytes) else file.read_bytes(), infinite=True)
     except (OSError, ValueError) as error:
@@ -350,7 +347,6 @@ def _check_teacher_folder(run: RunConfig, problems: Problems) -> None:
 
 
 def _check_revision(key: str, revision: str | None, folder: str, problems: Problems) -> None:
-    """Refuse a revision of a folder on this host."""
     if revision is not None:
         problems.add(key, revision, f"goes with a name on the Hub, and {folder} is a folder here",
                      "remove it, or write ORG/NAME of a repository")  # fmt: skip

@@ -85,13 +85,13 @@ def pair(one: str, other: str) -> dict[str, dict[str, Any]] | None:
 
 
 def against(sections: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
-    """Return (reason, remedy) of the rules that these sections break in any form; empty: they go together."""
+    """Return (reason, remedy) of the rules that these sections break in any form."""
     model = {"pretrained": "FOLDER", **sections.get("model", {})}
     return _broken(rules.RULES, _read({**BASE, **sections, "model": model}))
 
 
 def refusals(adapter: AdapterConfig, form: Mix) -> list[tuple[str, str]]:
-    """Return (reason, remedy) of the rules that an adapter breaks in a form with any objective; empty: none."""
+    """Return (reason, remedy) of the rules that an adapter breaks in a form with any objective."""
     case = rules.Case(run=RunConfig(deepspeed="the JSON", adapter=adapter), mix=form)
     return _broken(clashes(form), form) + _broken(rules.OF_FORMS, case)
 
@@ -253,7 +253,6 @@ PAGES: dict[str, Callable[[], str]] = {
 
 
 def write_into(page: Path, generated: str) -> None:
-    """Replace the text between the markers of the page."""
     text = page.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)

@@ -40,8 +40,6 @@ _MOST_CARRIED = 96 << 10
 
 @dataclass(frozen=True, kw_only=True)
 class Plugin:
-    """A plugin that this process has imported."""
-
     given: str
     """The word on the command line."""
     path: Path
@@ -54,7 +52,6 @@ class Plugin:
 
     @property
     def name(self) -> str:
-        """The file's name without .py, or the module's."""
         return self.path.parent.name if self.path.stem == "__init__" else self.path.stem
 
 
@@ -71,7 +68,6 @@ _changed_ok = False
 
 
 def changed_ok() -> bool:
-    """True if the run may continue from a checkpoint of other plugins."""
     return _changed_ok
 
 
@@ -110,7 +106,6 @@ def _forget_all() -> None:
 
 
 def entries(section: str) -> list[str]:
-    """Names that the run's plugins have brought to a section of entries."""
     return [name for name, cls in Entry.SECTIONS.get(section, {}).items() if _within(cls, _modules)]
 
 
@@ -163,7 +158,7 @@ class _Source(SourceLoader):
 def carried() -> dict[str, str]:
     """The environment variable with which the ranks of other hosts import the files of this process's plugins.
 
-    Empty: there are none. Raises ConfigError for files that are too large.
+    Raises ConfigError for files that are too large.
     """
     files = {plugin.given: base64.b64encode(zlib.compress(plugin.source, 9)).decode() for plugin in _current
              if plugin.source is not None}  # fmt: skip
@@ -267,12 +262,11 @@ def _call(method: FunctionType) -> str:
 
 
 def is_of_plugin(entry: object) -> bool:
-    """True for an object of a class that a plugin has brought."""
     return _within(type(entry), _modules)
 
 
 def place_of(error: BaseException) -> str:
-    """`FILE line N: ` of the plugin in which an exception of a run arose; empty: in none."""
+    """`FILE line N: ` of the plugin in which an exception of a run arose."""
     for plugin in _current:
         if line := _line(error, plugin.path):
             return f"{plugin.given} {line}"
@@ -285,12 +279,11 @@ def words() -> list[str]:
 
 
 def hashes() -> dict[str, str]:
-    """Name -> SHA-256 of the run's plugins."""
     return {plugin.name: plugin.sha256 for plugin in _current}
 
 
 def _line(error: BaseException, path: Path) -> str:
-    """`line N: ` of the plugin's file in which the error arose; empty: not there."""
+    """`line N: ` of the plugin's file in which the error arose."""
     if isinstance(error, SyntaxError) and error.filename == str(path):
         return f"line {error.lineno}: "
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]

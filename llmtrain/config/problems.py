@@ -53,7 +53,6 @@ class Problems:
         """Notes for the user on values that were adapted."""
 
     def typed(self, key: str) -> bool:
-        """True for a key that the command line gives."""
         return self.places.get(key) == COMMAND_LINE
 
     def add(self, key: str, value: Any, rule: str, remedy: str, place: str | None = None) -> None:
@@ -68,7 +67,6 @@ class Problems:
 
     @property
     def keys(self) -> frozenset[str]:
-        """Keys of the mistakes so far."""
         return frozenset(self._keys)
 
     def __contains__(self, key: str) -> bool:
@@ -79,7 +77,6 @@ class Problems:
         return len(self._entries)
 
     def error(self) -> ConfigError:
-        """Return all mistakes, at least one, as one error."""
         assert self._entries
         if len(self._entries) == 1:
             return ConfigError(self._entries[0])
@@ -124,7 +121,7 @@ _FILLERS = {"of", "n", "num", "number", "size", "count", "value", "the"}
 
 
 def closest(word: str, known: Iterable[str]) -> str | None:
-    """Return the known word that `word` probably means: misspelt, or made of the same words. None: there is none.
+    """Return the known word that `word` probably means: misspelt, or made of the same words.
 
     Similar letters alone are not enough: by them `epochs` was optim.eps, `report_to` train.export, and `grpo` rpo.
     """
@@ -137,7 +134,7 @@ def closest(word: str, known: Iterable[str]) -> str | None:
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """Return the known word with the most letters of `word`, as an example. None: none is similar."""
+    """Return the known word with the most letters of `word`, as an example."""
     lowered = {k.lower(): k for k in known}
     found = difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=0.6)
     return lowered[found[0]] if found else None

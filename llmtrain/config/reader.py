@@ -1,7 +1,4 @@
-"""`read` makes typed values from plain data by type hints.
-
-It reads the sections of a run, stages, entries of plugins, and saved runs.
-"""
+"""`read` makes typed values from plain data by type hints."""
 
 from __future__ import annotations
 
@@ -84,7 +81,6 @@ def read(kind: Any, value: Any, key: str, problems: Problems) -> Any:
     Args:
         kind: a type hint: dataclasses, choices, lists, tuples, maps, literals, numbers, text, and unions of these.
         value: plain data, as YAML and JSON have it.
-        key: its dotted key, for messages.
     """
     kinds = list(members(kind))
     if value is None and type(None) in kinds:
@@ -238,7 +234,6 @@ def _section(cls: type[Any], given: Any, key: str, problems: Problems) -> Any:
 
 
 def _entries(section: str, given: Any, problems: Problems) -> Any:
-    """The entries of a section by their names, each an object of its class."""
     known, made = Entry.SECTIONS.get(section, {}), {}
     if not isinstance(given, dict) and given is not None:
         problems.add(section, given, "is a section", "write `NAME: {FIELD: VALUE}` below it")
@@ -275,7 +270,6 @@ def _chosen(
 
 
 def read_field(item: Field[Any], kind: Any, value: Any, key: str, problems: Problems) -> Any:
-    """Read a field of a dataclass, and check its bound."""
     made = read(kind, value, key, problems)
     if made is not WRONG and not problems.saved:
         _check(item, made, key, problems)

@@ -84,7 +84,7 @@ def resolve(
 def with_stages(
     run: RunConfig, degrees: Degrees, world: str, epoch: Callable[[DataConfig], int] | None, problems: Problems
 ) -> tuple[RunConfig, Stages, int | None]:
-    """Return the run with the values of its stages filled in, the stages, and the steps of the run.
+    """Return the run with filled-in stages, the stages, and the run's steps.
 
     Raises: DataError, where epochs are asked for and the data cannot be read.
     """
@@ -101,7 +101,7 @@ def with_stages(
 
 
 def _stages(run: RunConfig, degrees: Degrees, world: str, problems: Problems) -> Stages:
-    """Return the stages with their batches. The previous stage completes a batch with fewer than two numbers."""
+    """The previous stage completes a batch with fewer than two numbers."""
     given, data = _numbers(run.train), data_of(run.data)
     batches: list[Batch] = []
     for number, (each, stage) in enumerate(zip(data, [None, *run.data.stages], strict=True)):
@@ -179,7 +179,6 @@ def solve(
 
 
 def _with_modes(run: RunConfig) -> RunConfig:
-    """Return the run with the modes of its metrics filled in."""
     best, early = run.checkpoint.keep_best, run.train.stop_early
     if best.metric is not None and best.mode is None:
         run = replace(run, checkpoint=replace(run.checkpoint, keep_best=replace(best, mode=mode_of(best.metric))))
@@ -216,7 +215,6 @@ def _notes_of_stages(run: RunConfig, stages: Stages, max_steps: int | None) -> l
 
 
 def _measures(run: RunConfig) -> bool:
-    """True for a run that measures something every train.eval_every steps."""
     return bool(run.train.eval or run.eval.sets or run.eval.choices or run.train.sample_prompts)
 
 
@@ -235,7 +233,6 @@ def _unread(run: RunConfig, given: Iterable[str]) -> list[str]:
 
 
 def _odd_values(run: RunConfig, max_steps: int | None) -> list[str]:
-    """Return notes on unusual values."""
     train, notes = run.train, []
     if max_steps is not None and (train.eval_every or 0) > max_steps and _measures(run):
         notes.append(f"train.eval_every {train.eval_every}: the run has {max_steps} steps, so only its end is measured")

@@ -36,7 +36,7 @@ def refuse(
     *trees: Mapping[str, Any],
     key_of: Callable[[str], str] = str,
 ) -> None:
-    """Report each rule that a subject breaks, with the values of its keys and where they were written.
+    """Report each rule that a subject breaks.
 
     A rule about a refused key is skipped. `trees`: DeepSpeed's JSON, for keys that no run has. `key_of`: from a key of
     a stage's view to the key of the complete run.
@@ -95,7 +95,6 @@ def check_values(run: RunConfig, problems: Problems) -> None:
 
 
 def check_masks(run: RunConfig, mix: Mix, stages: Stages, problems: Problems) -> None:
-    """Check the rules of isolated documents for each stage."""
     for (view, written), stage in zip(stage_views(run), stages, strict=True):
         refuse(OF_MASKS, Case(run=view, mix=mix, batch=stage.batch), view, problems, key_of=written)
 
@@ -144,7 +143,6 @@ def _starts_here(run: RunConfig) -> bool:
 
 
 def _last_profiled(run: RunConfig) -> int | None:
-    """The last step of profile.steps; None: it is no range."""
     try:
         return profiled_steps(run.profile.steps)[1]
     except ValueError:
@@ -152,7 +150,6 @@ def _last_profiled(run: RunConfig) -> int | None:
 
 
 def _compares(run: RunConfig) -> str:
-    """Return the beginning of a reason about an objective with a reference."""
     return f"objective.name {run.objective.name} compares with the model that training starts from"
 
 
@@ -181,7 +178,6 @@ def figures_of(run: RunConfig) -> list[str]:
 
 
 def _sets(wrong: Callable[[str], bool]) -> Callable[[RunConfig], list[str]]:
-    """Return the condition of a rule about names in eval.sets and eval.choices."""
     return lambda run: [f"eval.{field}.{name}" for field, names in (("sets", run.eval.sets),
                         ("choices", run.eval.choices)) for name in names if wrong(name)]  # fmt: skip
 
@@ -251,7 +247,6 @@ _OF_EVALUATION: tuple[Rule, ...] = (
 
 
 def _in_stages(name: str, wrong: Callable[[RunConfig, StageConfig], Any]) -> Callable[[RunConfig], list[str]]:
-    """Return the condition of a rule about a field of single stages."""
     return lambda r: [f"data.stages[{n}].{name}" for n, stage in enumerate(r.data.stages) if wrong(r, stage)]
 
 
@@ -444,7 +439,6 @@ class Case:
 
     @property
     def degrees(self) -> Degrees:
-        """Parallelism degrees."""
         return self.mix.degrees
 
     @property

@@ -384,12 +384,10 @@ class ResolvedRun:
 
     @property
     def degrees(self) -> Degrees:
-        """Parallelism degrees."""
         return self.mix.degrees
 
     @property
     def precision(self) -> Literal["fp32", "bf16", "fp16"]:
-        """Precision of the model's arithmetic."""
         return self.mix.precision
 
     @property

@@ -74,7 +74,7 @@ class Entry:
 
 @functools.cache
 def sections() -> dict[str, type[Any]]:
-    """The sections of a run with their classes; of a section with choices its base class."""
+    """Classes of a run's sections; of a section with choices its base class."""
     hints = get_type_hints(RunConfig)
     return {item.name: hints[item.name] for item in fields(RunConfig) if is_dataclass(hints[item.name])}
 
@@ -92,18 +92,15 @@ def subsections() -> dict[str, type[Any]]:
 
 @functools.cache
 def choices() -> dict[str, type[Choice]]:
-    """The sections whose class is selected by a name."""
     return {name: cls for name, cls in sections().items() if issubclass(cls, Choice)}
 
 
 def default_choice(section: str) -> str:
-    """The choice of a section that names none."""
     default: Any = RunConfig.__dataclass_fields__[section].default_factory
     return str(default.selected())
 
 
 def entry_sections() -> dict[str, dict[str, type[Any]]]:
-    """Return the sections of a run with entries, and their classes by name."""
     return {name: known for name, known in choice.Entry.SECTIONS.items() if name in ENTRIES}
 
 
@@ -169,7 +166,6 @@ def _selector(section: str, cls: type[Choice]) -> Entry:
 
 
 def _with_choices(doc: str, choices: Mapping[str, type]) -> str:
-    """The docstring of a field, and those of the classes that its values name."""
     described = (f"{name}: {' '.join((inspect.getdoc(cls) or '').split())}" for name, cls in choices.items())
     return " ".join((doc, *described))
 
@@ -192,13 +188,11 @@ def _docstrings(module: ModuleType) -> dict[tuple[str, str], str]:
 
 
 def _doc(cls: type, field: str) -> str:
-    """The docstring of a field, from the class that declares it."""
     found = (_docstrings(sys.modules[each.__module__]).get((each.__name__, field)) for each in cls.__mro__[:-1])
     return next((doc for doc in found if doc is not None), "")  # a plugin's field may have none
 
 
 def is_required(item: Field[Any]) -> bool:
-    """True if the field has no default."""
     return item.default is MISSING and item.default_factory is MISSING
 
 

@@ -1,4 +1,4 @@
-"""The data of a run and its stages: which data, batch and schedule a step has, as a function of its number.
+"""The data of a run and its stages, as functions of a step's number.
 
 Order, tokens, epochs, the run's length, evaluation and learning rate are computed from `Stages`, and nothing else says
 when a stage begins. No file is read here.
@@ -142,11 +142,9 @@ class Stages:
         return self.stages[number]
 
     def number(self, step: int) -> int:
-        """The stage of a step."""
         return bisect_right(self.stages, step, key=lambda stage: stage.first_step) - 1
 
     def at(self, step: int) -> Stage:
-        """The stage of a step."""
         return self.stages[self.number(step)]
 
     def sequences(self, step: int, of: Sequence[int]) -> int:
@@ -208,7 +206,6 @@ class Stages:
         return Stages(tuple(made))
 
     def _steps(self, number: int, step: int) -> int:
-        """Steps of a stage before a step."""
         first = self.stages[number].first_step
         last = self.stages[number + 1].first_step if number + 1 < len(self.stages) else step
         return max(0, min(step, last) - first)
@@ -233,7 +230,6 @@ def _identity(data: DataConfig) -> tuple[object, ...]:
 
 
 def data_of(config: DataConfig) -> list[DataConfig]:
-    """The data of each stage."""
     found = [replace(config, stages=[])]
     for stage in config.stages:
         data = found[-1]
@@ -246,7 +242,7 @@ def data_of(config: DataConfig) -> list[DataConfig]:
 
 
 def stages_of(config: DataConfig, schedule: Schedule, batches: Sequence[Batch]) -> Stages:
-    """The stages of a run. `schedule`: of the run's beginning. `batches`: of each stage."""
+    """`schedule`: of the run's beginning. `batches`: of each stage."""
     found: list[Stage] = []
     firsts = [0, *(stage.from_step for stage in config.stages)]
     given = [schedule, *(stage.schedule for stage in config.stages)]

@@ -1,9 +1,9 @@
 """YAML without its traps: plain scalars, maps and lists only.
 
-PyYAML keeps the last of two equal keys, reads `3e-4` as a string, `off` as false and `1:30` as 90, and builds
-Python objects for tags. Here a duplicate key, a tag, an anchor or an alias is an error with its line number,
-and scalars mean what YAML 1.2 says (`off` is text, which a field of true or false takes for false). The reader works
-on parser events: no constructor is ever looked up. `dump` writes a typed run that `load` reads to the same run.
+PyYAML keeps the last of two equal keys, reads `3e-4` as a string, `off` as false and `1:30` as 90, and builds Python
+objects for tags. Here a duplicate key, a tag, an anchor or an alias is an error with its line number, and scalars mean
+what YAML 1.2 says (`off` is text, which a field of true or false takes for false). The reader works on parser events:
+no constructor is ever looked up.
 """
 
 from __future__ import annotations

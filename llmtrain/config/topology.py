@@ -58,11 +58,9 @@ class Degrees:
 
     @property
     def world_size(self) -> int:
-        """Ranks."""
         return self.pipeline * self.data * self.sequence * self.tensor
 
     def place(self, rank: int) -> Place:
-        """Coordinates of global rank `rank`."""
         assert 0 <= rank < self.world_size, (rank, self)
         rest, tensor = divmod(rank, self.tensor)
         rest, sequence = divmod(rest, self.sequence)
@@ -70,7 +68,6 @@ class Degrees:
         return Place(pipeline=pipeline, data=data, sequence=sequence, tensor=tensor)
 
     def rank(self, place: Place) -> int:
-        """Return the global rank at a place."""
         return ((place.pipeline * self.data + place.data) * self.sequence + place.sequence) * self.tensor + place.tensor
 
     def groups(self, *along: str) -> list[list[int]]:
@@ -125,7 +122,6 @@ class Mix:
 
     @property
     def precision(self) -> Literal["fp32", "bf16", "fp16"]:
-        """Precision of the model's arithmetic."""
         return "fp16" if self.fp16 else "bf16" if self.bf16 else "fp32"
 
     @property
@@ -239,5 +235,4 @@ RULES: tuple[Rule, ...] = (
 
 
 def clashes(mix: Mix) -> list[Rule]:
-    """The rules that this mix breaks, in the order of the table; empty when it is legal."""
     return [rule for rule in (*RULES, *Optimizer.CHOICES[mix.optimizer].rules) if rule.broken(mix)]

@@ -36,7 +36,7 @@ DEGREE_KEYS = {
 
 
 def join_values(run: RunConfig, tree: dict[str, Any], problems: Problems) -> RunConfig:
-    """The run with every shared field filled in from YAML, JSON or default, except the three batch sizes.
+    """Fill in every shared field from YAML, JSON or default, except the three batch sizes.
 
     Batch sizes that neither file has stay None: `batch.solve` finds them. `problems.places` gets the JSON's keys, and
     the keys of the YAML whose values are from the JSON.
@@ -76,7 +76,6 @@ def join_values(run: RunConfig, tree: dict[str, Any], problems: Problems) -> Run
 
 
 def _differ(yaml_key: str, ours: Any, json_key: str, theirs: Any, run: RunConfig, problems: Problems) -> None:
-    """Report a value that differs between the two files."""
     place = problems.places.get(yaml_key, "the YAML or its default")
     problems.add_text(
         yaml_key,
@@ -383,7 +382,6 @@ _SWITCHES = {
 
 
 def _switched_off(tree: dict[str, Any], path: str) -> list[str]:
-    """Return notes about keys of sections that are off."""
     known, stage = table.LEAVES, lookup(tree, "zero_optimization.stage") or 0
     idle: dict[str, tuple[str, ...]] = {}  # reason -> keys and sections
     for part, switch in _SWITCHES.items():

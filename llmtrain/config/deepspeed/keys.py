@@ -62,7 +62,7 @@ class Key:
     """Words that a text may be; empty: any."""
 
     def outside(self, value: Any) -> tuple[str, str] | None:
-        """Return rule and remedy for a value outside the key's bounds; None: it is within them, or has none."""
+        """Return rule and remedy for a value outside the key's bounds."""
         if self.one_of and value not in (*self.one_of, *(refused for refused, _ in self.values)):
             return f"must be {' or '.join(self.one_of)}", f'write "{self.one_of[0]}"'
         if self.kind not in ("int", "num"):
@@ -77,7 +77,6 @@ class Key:
         return rule, f"correct the number{usual}"
 
     def why_not(self, value: Any, stage: int) -> Why | None:
-        """Return the reason why this value is refused at a ZeRO stage; None: it is accepted."""
         for refused, why in self.values:
             if _equal(value, refused):
                 return why
@@ -86,7 +85,6 @@ class Key:
         return self.at.get(stage)
 
     def is_read(self, stage: int) -> bool:
-        """Return True if something reads the key at this ZeRO stage."""
         return not self.unread and stage in self.stages
 
 
@@ -118,7 +116,6 @@ def _no(default: Any, rule: str, remedy: str = "remove it", **more: Any) -> Key:
 
 
 def _all(defaults: Section, **verdict: Any) -> Section:
-    """Keys with one verdict."""
     return {name: _key(default, **verdict) for name, default in defaults.items()}
 
 

@@ -155,7 +155,7 @@ def checked(path: str, problems: Problems) -> tuple[dict[str, Any], tuple[str, .
 
 
 class _Check:
-    """Compares the file with the table: unknown and removed keys, wrong types, bounds, refused values."""
+    """Compares the file with the table."""
 
     def __init__(self, path: str, problems: Problems, stage: int) -> None:
         self._path, self._problems, self._stage = path, problems, stage
