@@ -64,15 +64,12 @@ class Child:
 
     @property
     def code(self) -> int | None:
-        """Exit code, None while it runs."""
         return self._process.poll()
 
     def fileno(self) -> int:
-        """Return the output's descriptor, for a selector."""
         return self._out.fileno()
 
     def send(self, message: Any) -> None:
-        """Send a message, if the program still runs."""
         with contextlib.suppress(BrokenPipeError):
             self._in.write(json.dumps(message).encode() + b"\n")
             self._in.flush()
@@ -120,20 +117,18 @@ class Parent:
         threading.Thread(target=read, daemon=True).start()
 
     def asked(self, within_s: float | None = None) -> Any:
-        """Return the next message; None if none comes in time."""
         try:
             return self._asked.get(timeout=within_s)
         except queue.Empty:
             return None
 
     def tell(self, message: Mapping[str, Any]) -> None:
-        """Send a message, if the parent still runs."""
         with contextlib.suppress(OSError):
             self._answers.write(json.dumps(message) + "\n")
             self._answers.flush()
 
 
 def read_marked(text: str, mark: str) -> dict[str, Any] | None:
-    """The JSON object in the output's last line that begins with `mark`; None without one."""
+    """The JSON object in the output's last line that begins with `mark`."""
     lines = [line for line in text.splitlines() if line.startswith(mark)]
     return dict(json.loads(lines[-1].removeprefix(mark))) if lines else None

@@ -54,7 +54,6 @@ class Bound:
         return f"at least {_number(self.at_least)}" if self.at_least else "0 or greater"
 
     def json_schema(self) -> dict[str, float]:
-        """The limits as keywords of JSON Schema."""
         limits = {"exclusiveMinimum": self.above, "minimum": self.at_least, "maximum": self.at_most,
                   "exclusiveMaximum": self.below}  # fmt: skip
         return {keyword: limit for keyword, limit in limits.items() if limit is not None}

@@ -1,4 +1,4 @@
-"""Locks on folders, the refusal of a run folder in use, atomic writes, and the cache folder. Standard library only."""
+"""Locks on folders, the refusal of a run folder in use, atomic writes, and the cache folder."""
 
 from __future__ import annotations
 

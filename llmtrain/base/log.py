@@ -51,7 +51,6 @@ def warn(message: str) -> None:
 
 
 def warn_once(message: str) -> None:
-    """`warn`, once per text."""
     if message not in _warned_of:
         _warned_of.add(message)
         warn(message)

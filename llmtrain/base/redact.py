@@ -1,4 +1,4 @@
-"""Keep keys, tokens and passwords out of files, W&B and error texts. Standard library only."""
+"""Keep keys, tokens and passwords out of files, W&B and error texts."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _parameter(found: re.Match[str]) -> str:
 
 
 def redact(value: Any, key: str = "") -> Any:
-    """A copy of nested dicts and lists whose secret values read `[redacted]`; tuples become lists."""
+    """A copy of nested dicts and lists whose secret values read `[redacted]`."""
     if isinstance(value, Mapping):
         return {str(name): redact(item, str(name)) for name, item in value.items()}
     if isinstance(value, (list, tuple)):

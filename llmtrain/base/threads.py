@@ -1,4 +1,4 @@
-"""Calls in separate threads, and the cores for a process's threads. Standard library only."""
+"""Calls in separate threads, and the cores for a process's threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers as people read them. Standard library only."""
+"""Numbers as people read them."""
 
 from __future__ import annotations
 

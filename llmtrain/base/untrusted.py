@@ -1,7 +1,5 @@
 """Safe reading of files and texts from outside: no file may crash its reader or name code to load, and no text may
 control a terminal.
-
-Standard library only.
 """
 
 from __future__ import annotations
@@ -88,8 +86,8 @@ def word(value: Any) -> str:
 def shown(text: object, most: int | None = None, *, lines: bool = False) -> str:
     """Text from outside, for a log, a terminal or a report, with control characters escaped.
 
-    Use it for every text from a peer, a host, a file or a server. Control sequences, halves of surrogate pairs and
-    marks that turn the direction of writing become `\\x1b`, `\\ud800`, `\\u202e`.
+    Control sequences, halves of surrogate pairs and marks that turn the direction of writing become `\\x1b`, `\\ud800`,
+    `\\u202e`.
 
     Args:
         most: characters; a longer text ends in `...`.

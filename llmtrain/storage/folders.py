@@ -1,7 +1,6 @@
 """Folders in stores: downloaded completely, once per host, into this user's cache, or written here and uploaded.
 
-A folder's revision is a digest of its files' names, sizes and versions: a changed folder is another revision,
-downloaded next to the one that a run began with.
+A folder's revision is a digest of its files' names, sizes and versions.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def fetch(
     choices: Sequence[Callable[[Sequence[str], Path], Sequence[str]]],
     wrong: Callable[[str], UserError],
 ) -> tuple[Path, str]:
-    """Files of a folder in a store, on this host. One process of a host downloads, the others wait.
+    """Files of a folder in a store. One process of a host downloads, the others wait.
 
     Args:
         revision: as returned before; the store is not asked if all files are here. None: the present one.

@@ -38,12 +38,11 @@ _MODIFIED = ("LastModified", "last_modified", "mtime", "created")
 
 
 def is_url(text: str) -> bool:
-    """True for the URL of a store, as opposed to a path of this host."""
     return _URL.match(text) is not None
 
 
 def problem_of(url: str, *, writes: bool = False) -> tuple[str, str] | None:
-    """(rule, remedy) for an unusable URL; None: it is usable. Without network."""
+    """(rule, remedy) for an unusable URL. Without network."""
     import fsspec
 
     protocol, sign, rest = url.partition("://")
@@ -70,8 +69,6 @@ class StoreError(OSError):
 
 @dataclass(frozen=True)
 class Stored:
-    """A file of a store."""
-
     bytes: int
     version: str
     """Changes with the content; empty: the store gives none."""

@@ -46,8 +46,6 @@ class TensorFileError(UserError):
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One tensor of a file."""
-
     dtype: str
     """Name of the type as in `ITEM_BYTES`."""
     shape: tuple[int, ...]

@@ -74,7 +74,6 @@ def rows_after(metrics: Path, size: int, step: int) -> list[dict[str, Any]]:
 
 
 def _number(value: Any) -> Any:
-    """Parse metrics.jsonl's strings for NaN and infinities."""
     return float(value) if value in ("NaN", "Infinity", "-Infinity") else value
 
 
@@ -95,10 +94,7 @@ def repair(path: Path) -> None:
 
 
 def truncate_after(path: Path, step: int) -> int:
-    """Drop the rows whose `step` is above `step`, atomically; return their number. Raises OSError.
-
-    A run that resumes from an older checkpoint repeats those steps.
-    """
+    """Drop the rows whose `step` is above `step`, atomically; return their number. Raises OSError."""
     if not path.is_file():
         return 0
     lines = path.read_bytes().splitlines(keepends=True)
@@ -158,7 +154,6 @@ class JsonLines:
         )
 
     def write(self, row: dict[str, Any]) -> None:
-        """Write one line in one write()."""
         if self._file is None:
             return
         line = json.dumps(to_json(row), allow_nan=False, separators=(",", ":")).encode() + b"\n"
@@ -222,7 +217,6 @@ class LocalFiles(Sink):
         self._events.close()
 
     def _put_back(self, step: Any) -> None:
-        """Restore files that a process outside the run has removed."""
         with contextlib.suppress(OSError):  # metrics.jsonl reports it
             if gone := [held.path.name for held in self._held if held.put_back()]:
                 log.warn(

@@ -144,7 +144,7 @@ def metrics() -> dict[str, Metric]:
 
 
 def metric_of(key: str) -> Metric | None:
-    """The definition of a key for any set, host, task or place in a list. None: unknown."""
+    """The definition of a key for any set, host, task or place in a list."""
     kind, _, rest = key.partition("/")
     figure, known = rest.partition("/")[2], metrics()
     named = {"eval": ("eval/NAME/", "eval/"), "hosts": ("hosts/HOST/",)}.get(kind, ()) if figure else ()
@@ -153,7 +153,7 @@ def metric_of(key: str) -> Metric | None:
 
 
 def mode_of(metric: str) -> Literal["min", "max"] | None:
-    """Return the direction in which a figure improves; None: unknown by its name."""
+    """Return the direction in which a figure improves."""
     last = metric.rpartition("/")[2]
     if last in ("perplexity", "bits_per_byte", "divergence") or last.endswith("loss"):
         return "min"
@@ -183,7 +183,6 @@ def perplexity(loss: float) -> float:
 
 
 def routing_metrics(aux_loss: float, tokens_LE: list[list[int]]) -> dict[str, float | list[float] | list[int]]:
-    """The metrics of a mixture of experts, from the tokens per layer and expert."""
     per_layer = [round(max(row) * len(row) / (sum(row) or math.nan), 3) for row in tokens_LE]
     return {
         "moe/aux_loss": aux_loss,

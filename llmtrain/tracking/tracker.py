@@ -210,10 +210,7 @@ class Tracker:
             self.event("rewind", step=start_step, dropped_rows=files.dropped_rows)
 
     def log(self, row: dict[str, Any], *, more: bool = False) -> None:
-        """Write one row with `step` and keys of tracking/metrics.py; adds the two times.
-
-        `more`: another row of the same step follows.
-        """
+        """Write one row with `step` and keys of tracking/metrics.py; adds the two times."""
         if not self._sinks:
             return
         if unknown := sorted(key for key in row if metric_of(key) is None and not self._of_plugin(key)):

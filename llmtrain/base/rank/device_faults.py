@@ -13,8 +13,6 @@ from itertools import pairwise
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceFault:
-    """A row of the table."""
-
     name: str
     """Name of the cause."""
     pattern: str

@@ -1,6 +1,6 @@
 """Messages from a running job to its supervisor: each is one line of JSON on standard output.
 
-Nothing is printed unless LLMTRAIN_SUPERVISED is 1, so a user who starts a job by hand sees no such line.
+Nothing is printed unless LLMTRAIN_SUPERVISED is 1.
 
     kind        fields
     wait        the ranks cannot meet yet: files are being fetched; sent repeatedly
@@ -71,14 +71,14 @@ def supervised() -> bool:
 
 
 def show_progress() -> Callable[[str, float | None], None] | None:
-    """The function that shows progress on the supervisor's terminal; None without one."""
+    """The function that shows progress on the supervisor's terminal."""
     if not supervised() or os.environ.get(TERMINAL) != "1":
         return None
     return lambda text, share: emit("progress", text=text, share=share)
 
 
 def parse(line: str) -> dict[str, Any] | None:
-    """The message in a line of a job's output, or None. pdsh puts "host: " before a line."""
+    """The message in a line of a job's output. pdsh puts "host: " before a line."""
     _, mark, rest = line.partition(MARK)
     if not mark:
         return None

@@ -137,7 +137,6 @@ class Process:
         return found is not None and found.started == self.started and found.state not in "ZX"
 
     def send(self, number: int) -> None:
-        """Send a signal, unless the id belongs to another process now."""
         if self.alive():
             with contextlib.suppress(OSError):
                 os.kill(self.pid, number)

@@ -11,8 +11,6 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Frame:
-    """A frame of a rank's Python stack."""
-
     file: str
     line: int
     function: str
@@ -54,7 +52,7 @@ def short(file: str) -> str:
 
 
 def own_line(stack: Sequence[Frame]) -> Frame | None:
-    """The innermost line outside of libraries: one that the user can read."""
+    """The innermost line outside of libraries."""
     ours = [f for f in stack if "/llmtrain/" in f.file or not re.search(r"/lib(64)?/python[\d.]+/", f.file)]
     around = [f for f in ours if not f.file.endswith(_WRAPS)]
     return next(iter(around or ours or stack), None)

@@ -178,7 +178,7 @@ def left(code: int) -> None:
 
 @contextlib.contextmanager
 def outcome_reported() -> Iterator[None]:
-    """Report the rank's end to the agent and to the supervisor. Wraps all work of a rank."""
+    """Report a rank's end to agent and supervisor."""
     global _launchers
     _launchers = _parents()  # now: after seconds of imports a launcher that has been killed is no parent any more
     try:

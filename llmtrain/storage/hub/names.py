@@ -25,25 +25,22 @@ REVISION = re.compile(r"(?!.*(?:\.\.|//))[A-Za-z0-9_][A-Za-z0-9._/-]*")
 
 
 def is_name(text: str) -> bool:
-    """True if the text has a repository's form ORG/NAME and no path on this host has the name: a local path wins."""
+    """True if the text has a repository's form ORG/NAME and no path on this host has the name."""
     formed = bool(_NAME.fullmatch(text)) and "--" not in text and ".." not in text
     return formed and not text.startswith("runs/") and not os.path.lexists(text)
 
 
 def folder_here(text: str) -> Path | None:
-    """The path of a command's word whose first part is a folder on this host; None: the word may be a name."""
+    """The path of a command's word whose first part is a folder on this host."""
     return Path(text) if Path(text).parent.is_dir() else None
 
 
 def is_remote(text: str) -> bool:
-    """True if the text names a remote model: on the Hub, or the URL of a folder in a store."""
     return is_url(text) or is_name(text)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Repository:
-    """One repository."""
-
     kind: Kind
     name: str
     """ORG/NAME."""
@@ -55,7 +52,6 @@ class Repository:
 
     @property
     def lock(self) -> Path:
-        """A folder that is locked during downloads."""
         return _cache() / ".locks" / self.folder.name
 
     def snapshot(self, commit: str) -> Path:
@@ -84,7 +80,7 @@ def local_folder(given: str, commit: str | None) -> Path:
 
 
 def leads_out(folder: Path, path: Path) -> Path | None:
-    """Return a file's real path if links lead out of the folder; None: it is in the folder.
+    """Return a file's real path if links lead out of the folder.
 
     Allowed are links within the folder, and those of the Hugging Face cache (snapshots/REVISION/NAME -> blobs/DIGEST,
     which may be one to the store of all repositories).

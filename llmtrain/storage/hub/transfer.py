@@ -1,8 +1,7 @@
 """Downloads from the Hub and uploads to it. One process of a host downloads files into the cache, and verifies them.
 
 The list of files and their checksums is asked for once and noted in the cache, so that cached files need no network
-again. The other ranks of a launch find the note of the first. For an upload, the token comes from HF_TOKEN or `hf auth
-login`, and is never shown.
+again. For an upload, the token comes from HF_TOKEN or `hf auth login`, and is never shown.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 def explain(error: BaseException | None, repository: Repository, revision: str | None) -> Diagnosis:
-    """Diagnosis of an unusable repository. `error`: huggingface_hub's; None: HF_HUB_OFFLINE is set."""
+    """`error`: huggingface_hub's; None: HF_HUB_OFFLINE is set."""
     from huggingface_hub import get_token
 
     asked, hub, name = f"revision {revision or 'main'}", f"the Hub ({endpoint()})", repository.name
@@ -222,7 +221,6 @@ def _ask(repository: Repository, revision: str | None, wrong: Wrong) -> tuple[st
 
 
 def _files_noted(repository: Repository, commit: str) -> Files:
-    """The Hub's earlier answer about a commit."""
     files = _read_note(repository, commit).get("files") or {}
     return {name: (size, checksum) for name, (size, checksum) in files.items()}
 
