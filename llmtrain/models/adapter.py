@@ -1,9 +1,8 @@
 """Adapters: low-rank matrices on linear maps of the decoder layers, computed by the peft library.
 
-peft makes every layer of an adapter on the meta device, with the model's skeleton; the layer then wraps a map of the
-module that trains, built in any way: peft reads no value, so partitioned weights do not trouble it. Tensors have the
-names of a PEFT file without its `base_model.model.`: X.lora_A.weight, X.lora_B.weight and, for DoRA,
-X.lora_magnitude_vector, where X is the map. The map's own weight keeps its Hugging Face name.
+peft makes the layers on the meta device, and reads no value of the map that a layer then wraps: the weights may be
+partitioned. Tensors have the names of a PEFT file without its `base_model.model.`: X.lora_A.weight, X.lora_B.weight
+and, for DoRA, X.lora_magnitude_vector, where X is the map. The map's own weight keeps its Hugging Face name.
 """
 
 from __future__ import annotations
@@ -133,7 +132,7 @@ def aliases(hf: PreTrainedModel) -> dict[str, str]:
 
 
 def need_peft(what: str) -> None:
-    """Raises ConfigError: peft is not installed, and `what` (a key and its value, or a folder) needs it."""
+    """`what`: a key and its value, or a folder. Raises ConfigError: peft is not installed."""
     try:
         import peft  # noqa: F401
     except ImportError as error:
@@ -340,7 +339,7 @@ class AdaptedSource:
         seed: int,
         given: dict[str, Tensor] | None = None,
     ) -> None:
-        """`shapes`: of the adapter's tensors. `given`: flat values of these, and of modules that train completely."""
+        """`shapes`: of the adapter's tensors. `given`: flat values; also of modules that train completely."""
         self.base, self.origin, self._given = base, base.origin, given or {}
         self._shapes, self._seed = shapes, seed
 

@@ -1,7 +1,6 @@
 """torch.compile on this machine: a trial, its share of the cores, and a way to switch it off for a while.
 
-On CUDA it needs Triton, a C compiler and Python's header files, on a CPU a C++ compiler. Not every machine has them,
-and training works without.
+On CUDA it needs Triton, a C compiler and Python's header files, on a CPU a C++ compiler. Training works without.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ _answers: dict[str, str | None] = {}
 
 
 def trouble(device: torch.device) -> str | None:
-    """The reason why nothing can be compiled for this kind of device; None: it can. Tried once, on a small function;
-    success is recorded in the user's cache folder, a failure is a warning."""
+    """The reason why nothing can be compiled for this kind of device; None: it can. Tried once; success is recorded in
+    the user's cache folder, a failure is a warning."""
     if device.type not in _answers:
         _answers[device.type] = None
         known = cache_folder() / "compiler" / _circumstances(device)
@@ -48,7 +47,7 @@ def trouble(device: torch.device) -> str | None:
 
 
 def _circumstances(device: torch.device) -> str:
-    """Hash of the facts behind a trial's answer: host, device, versions, compilers, headers, torch's variables."""
+    """Hash of the facts that decide a trial's answer."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     files = [shutil.which(os.environ.get(key) or usual) for key, usual in (("CC", "gcc"), ("CXX", "g++"))]
     files += [sysconfig.get_path("include") + "/Python.h", getattr(importlib.util.find_spec("triton"), "origin", None)]

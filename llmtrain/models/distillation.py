@@ -1,7 +1,6 @@
 """The divergence of a head's next-token distribution from a teacher's, without the [tokens, vocabulary] logits.
 
-As in loss.py, tokens go through both heads in chunks, and a chunk's gradients are computed in the forward pass, while
-its logits exist. All sums over the vocabulary are in fp32. The teacher gives logits, or its k likeliest words.
+The method: see loss.py. All sums over the vocabulary are in fp32.
 """
 
 from __future__ import annotations
@@ -209,7 +208,7 @@ def _apart_in_events(
 
 
 def top_words(values_CV: Tensor, k: int, temperature: float) -> TopWords:
-    """The teacher's k likeliest words with their log-probabilities, from its fp32 logits of all words."""
+    """`values_CV`: the teacher's fp32 logits of all words."""
     log_p_CV = _log_softmax(values_CV, temperature, None)
     logs_Ck, words_Ck = log_p_CV.topk(k, dim=1)
     log_rest_C1 = _log_of_sum(log_p_CV.scatter(1, words_Ck, -math.inf), None)

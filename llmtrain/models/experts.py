@@ -1,7 +1,7 @@
 """Mixtures of experts: finds the blocks of a transformers model, watches its routers, and computes the balancing loss.
 
-Blocks are found by structure, not by a table of names: a module is a block of experts if a child of it holds matrices
-of E experts (3-D parameters [E, ., .], or a list of E equal modules) and another holds a matrix [E, H], the router's.
+A module is a block of experts if a child of it holds matrices of E experts (3-D parameters [E, ., .], or a list of E
+equal modules) and another holds a matrix [E, H], the router's.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ExpertBlock:
 
 
 def expert_blocks(hf: nn.Module) -> list[ExpertBlock]:
-    """The blocks of experts in the order of the layers; none in a dense model."""
+    """In the order of the layers; none in a dense model."""
     found = []
     for name, module in hf.named_modules():
         counts = {child: _experts_in(child) for child in module.children()}
@@ -93,7 +93,7 @@ def fit_grouped_product(experts: nn.Module, dtype: torch.dtype) -> bool:
 
 
 def shape_of(parameter: nn.Parameter) -> tuple[int, ...]:
-    """Shape of a parameter, also under ZeRO 3, where it is empty between its uses."""
+    """Also under ZeRO 3, where a parameter is empty between its uses."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
@@ -120,15 +120,14 @@ def idle_parameters(hf: nn.Module, config: PreTrainedConfig, among: Collection[T
 
 
 def balance_coefficient(config: PreTrainedConfig) -> float:
-    """Factor on the load-balancing loss, by transformers' own rule: `router_aux_loss_coef` if `output_router_logits` is
-    true; else 0."""
+    """Factor on the load-balancing loss, by transformers' own rule."""
     text = config.get_text_config()
     wanted = bool(getattr(text, "output_router_logits", False))
     return float(getattr(text, "router_aux_loss_coef", None) or 0.0) if wanted else 0.0
 
 
 def check_stages(config: PreTrainedConfig) -> None:
-    """Refuse stages of a pipeline that would silently lose the load-balancing loss. Raises ModelError."""
+    """Raises ModelError: stages of a pipeline would silently lose the load-balancing loss."""
     if coefficient := balance_coefficient(config):
         raise ModelError(
             f"pipeline.stages: the model's load-balancing loss (output_router_logits is true, router_aux_loss_coef is "
@@ -151,7 +150,7 @@ def set_leaf_modules(hf: nn.Module, blocks: list[ExpertBlock]) -> None:
 
 
 def has_experts(hf: nn.Module) -> bool:
-    """True if some module sends each token to some of its experts, also outside of every `ExpertBlock`."""
+    """True also for experts outside of every `ExpertBlock`."""
     return bool(expert_blocks(hf) or _holders(hf))
 
 
@@ -168,7 +167,7 @@ def _holders(hf: nn.Module) -> list[nn.Module]:
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingFigures:
-    """Statistics of the routers in training since the last call, over all ranks."""
+    """Since the last call, over all ranks."""
 
     aux_loss: float
     """Mean over micro-batches of the load-balancing loss, before its coefficient."""
@@ -182,8 +181,7 @@ class Routing:
     The loss follows transformers' `load_balancing_loss_func` (Switch Transformer, arXiv 2101.03961, eqs. 4-6): E *
     sum_e f_e P_e, f_e being the share of (token, layer) pairs sent to expert e (they add up to the experts per token)
     and P_e the mean probability that the routers give it. f and P are taken over the micro-batches that all ranks do at
-    the same time: one process with the same accumulation has the same loss as any number of ranks. (Transformers takes
-    them over the micro-batch of each rank: the product of means then depends on the number of ranks.) f cannot be
+    the same time (in transformers, on each rank), so that the loss does not depend on the number of ranks. f cannot be
     differentiated, so an all-reduce of E counts is enough. With accumulation the loss of a step is the mean over its
     micro-batches: the f of a complete global batch is known only after its last pass.
     """
@@ -263,7 +261,7 @@ class Routing:
         self._passes += 1
 
     def take(self, control: Any, *, counts: bool) -> RoutingFigures:
-        """The figures since the last call; every rank calls it. Waits for the device.
+        """Every rank calls it. Waits for the device.
 
         Args:
             control: group of all ranks, on the host.

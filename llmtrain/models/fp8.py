@@ -74,7 +74,7 @@ def line(hf: PreTrainedModel, recipe: str, *, emulated: bool) -> str:
 
 
 def use_fp8(layers: Iterable[nn.Module], recipe: str, *, emulated: bool) -> None:
-    """Let the maps of these decoder layers multiply in fp8. Parameters stay the same objects.
+    """Parameters stay the same objects.
 
     Args:
         recipe: rowwise or tensorwise.

@@ -20,7 +20,7 @@ from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_
 
 
 def convert(layer: nn.Module, maps: Iterable[nn.Linear], recipe: str, *, emulated: bool) -> None:
-    """Turn these maps of `layer` into `Fp8Linear`. Parameters stay the same objects."""
+    """Parameters stay the same objects."""
     config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulated)
     chosen = {id(linear) for linear in maps}
     convert_to_float8_training(layer, config=config, module_filter_fn=lambda module, _: id(module) in chosen)
@@ -30,7 +30,7 @@ def convert(layer: nn.Module, maps: Iterable[nn.Linear], recipe: str, *, emulate
 
 
 class Fp8Linear(Float8Linear):
-    """A linear map whose products are in fp8. The weight is a parameter like any other."""
+    """The weight is a parameter like any other."""
 
     multiplies_in_fp8 = True
     """False: compute like torch.nn.Linear."""

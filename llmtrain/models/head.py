@@ -73,8 +73,7 @@ class Head:
         return self._likelihoods(compute, *self._counted(hidden, labels, counted))
 
     def token_nll(self, hidden: Tensor, labels: Tensor, counted: int | None = None) -> Tensor:
-        """The negative log-likelihood of each label (nats, fp32 [b, T]), 0 for labels that do not count; for an
-        objective that is no sum over tokens.
+        """The negative log-likelihood of each label (nats, fp32 [b, T]), 0 for labels that do not count.
 
         The backward pass computes the logits a second time. Ranks that share the rows get equal values, so their sums
         go through `once`. Arguments: see `nll_sum`.
@@ -127,8 +126,7 @@ class Head:
         return sums if shared is None else sums / shared.degree
 
     def distilled_sums(self, hidden: Tensor, labels: Tensor, teacher: TeacherSays, terms: Terms) -> Tensor:
-        """Sums over the counted tokens, nats, fp32 [4]: loss, divergence from the teacher, next-token loss, the
-        teacher's entropy; only the loss has a gradient. Arguments: see `nll_sum`. Under sequence parallelism over this
+        """The four sums of models/distillation.py. Arguments: see `nll_sum`. Under sequence parallelism over this
         rank's columns."""
         from llmtrain.models.distillation import distilled_sums
 
@@ -185,7 +183,6 @@ class Head:
         return compute(hidden, layer.weight, layer.bias, labels, **about)
 
     def _forward(self, hidden: Tensor, loss: Loss | None = None) -> Tensor:
-        """The plain layer (logits), or a loss."""
         layer = self._layer
         if loss is None:
             compute = F.linear if self._vocabulary is None else self._vocabulary.logits

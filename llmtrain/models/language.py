@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class LanguageModel(nn.Module):
-    """A transformers causal LM whose forward gives a loss. Its parameters are `hf.` + Hugging Face names."""
+    """Its parameters are `hf.` + Hugging Face names."""
 
     def __init__(self, hf: PreTrainedModel, chunk: int) -> None:
         super().__init__()
@@ -50,11 +50,11 @@ class LanguageModel(nn.Module):
         return self.hf.config
 
     def local_parameters(self) -> list[LocalParameter]:
-        """This rank's part of each Hugging Face tensor; a tied one appears once."""
+        """A tied tensor appears once."""
         return [local_parameter(name, tensor) for name, tensor in named_tensors(self.hf)]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor of the model by Hugging Face name."""
+        """By Hugging Face name."""
         shapes = getattr(self.hf, "whole_shapes", None)  # a tensor-parallel rank may lack tensors of others' heads
         return shapes or {held.name: held.shape for held in self.local_parameters()}
 
@@ -74,7 +74,7 @@ class LanguageModel(nn.Module):
             return self.decoded(input_ids=inputs, **given)
 
     def decoded(self, **given: Any) -> Tensor:
-        """The output of transformers' decoder. In training its routers, if any, are watched."""
+        """Watches the routers, if any, in training."""
         routing = self.routing if self.training else None
         with contextlib.nullcontext() if routing is None else routing.watching():
             hidden_BTH = self.hf.base_model(**given, **self._plainly()).last_hidden_state
@@ -87,7 +87,6 @@ class LanguageModel(nn.Module):
             return self.hf(input_ids=inputs, **self._plainly()).logits
 
     def _plainly(self) -> dict[str, Any]:
-        """Switch off the cache and the routers' logits."""
         has_routers = hasattr(self.config, "output_router_logits")
         return {"use_cache": False, **({"output_router_logits": False} if has_routers else {})}
 
@@ -105,9 +104,6 @@ def compare_losses(hf: PreTrainedModel, ours: float, theirs: float) -> None:
 
 @contextlib.contextmanager
 def documents_in_rows(positions: Tensor | None) -> Iterator[None]:
-    """Set the tokens of a row that belong together for transformers: those of a document, or all without `positions`.
-
-    See `documents_are` for transformers' own behaviour.
-    """
+    """Set the tokens of a row that belong together for transformers: all, or with `positions` those of a document."""
     with documents_are(None if positions is None else (positions == 0).cumsum(-1)):
         yield

@@ -62,11 +62,7 @@ class _FollowViews(TorchFunctionMode):
 
 
 class FolderLayout:
-    """Maps a model's parameters to the tensors that transformers writes, and back.
-
-    Raises:
-        ModelError: transformers converts a parameter in a way that is no cut into consecutive parts.
-    """
+    """Raises ModelError: transformers converts a parameter in a way that is no cut into consecutive parts."""
 
     def __init__(self, skeleton: PreTrainedModel) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping

@@ -1,12 +1,12 @@
 """The summed cross-entropy of a language-model head, without the [tokens, vocabulary] logits.
 
 Tokens go through the head in chunks. Because the loss is a scalar, each chunk's gradients are computed in the forward
-pass (while its logits exist) and only scaled in the backward pass, so nothing is recomputed: the method of Liger's
-fused linear cross-entropy (arXiv 2410.10989), written for any device.
+pass (while its logits exist) and only scaled in the backward pass: the method of Liger's fused linear cross-entropy
+(arXiv 2410.10989).
 
 The operations on each logit are written twice. On a CPU every pass is in place, with one exponential. A GPU waits for
-its memory in such passes (each reads and writes fp32 logits): there torch.compile makes two kernels, of which the first
-reads the logits, and the second reads them again and writes their gradient, both in the model's precision.
+its memory in such passes (each reads and writes fp32 logits): there torch.compile makes two kernels, both in the
+model's precision.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class HeadForm:
         return cls(scale=scale / divisor, softcap=getattr(config, "final_logit_softcapping", None))
 
     def apply(self, logits: Tensor) -> Tensor:
-        """Apply scale and cap to fp32 logits, in place."""
+        """Changes fp32 logits in place."""
         if self.scale != 1.0:
             logits = logits.mul_(self.scale)
         if self.softcap is not None:
@@ -296,10 +296,7 @@ figures of each token, fp32 [C, K], and the logits' gradient, None if none is wa
 def in_chunks(
     leaves: tuple[Tensor, Tensor, Tensor | None], chunk: int, wanted: _Wanted, of_chunk: OfChunk
 ) -> tuple[list[Tensor], tuple[Tensor | None, Tensor | None, Tensor | None]]:
-    """(kept figures of each chunk's tokens, gradients of the leaves: hidden [N, H], weight [V, H], bias [V]).
-
-    `chunk`: tokens whose logits exist at one time.
-    """
+    """(kept figures of each chunk's tokens, gradients of the leaves: hidden [N, H], weight [V, H], bias [V])."""
     hidden, weight, bias = leaves
     kept: list[Tensor] = []
     grad_hidden = torch.empty_like(hidden) if wanted[0] else None
@@ -322,7 +319,6 @@ def in_chunks(
 def _token_losses(
     leaves: tuple[Tensor, Tensor, Tensor | None], labels: _Labels, about: _About, wanted: _Wanted
 ) -> tuple[list[Tensor], tuple[Tensor | None, Tensor | None, Tensor | None]]:
-    """See `in_chunks`."""
     elementwise = _elementwise(leaves[0].device)
 
     def of_chunk(logits_CV: Tensor, rows: slice) -> tuple[Tensor, Tensor | None]:
@@ -426,9 +422,7 @@ def token_nll(
     vocabulary: Vocabulary | None = None,
 ) -> Tensor:
     """The negative log-likelihood of each label (nats, fp32, the shape of `labels`), 0 for labels that do not count.
-
-    Arguments as for the sum. The backward pass computes the logits a second time.
-    """
+    Arguments: see `chunked_nll_sum`."""
     flat_NH = hidden.reshape(-1, hidden.shape[-1])
     found: Tensor = _TokenNLL.apply(flat_NH, weight, bias, labels.reshape(-1), _About(chunk, form, vocabulary))
     return found.view(labels.shape)

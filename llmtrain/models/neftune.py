@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 
 class Neftune:
-    """Adds noise of alpha / sqrt(L d) x U(-1, 1) to an embedding's d features in training; L: tokens of the text. It
-    comes from torch's stream, like dropout, and is equal on the ranks that share an embedding."""
+    """Adds noise of alpha / sqrt(L d) x U(-1, 1) to an embedding's d features; L: tokens of the text. The noise comes
+    from torch's stream, like dropout, and is equal on the ranks that share an embedding."""
 
     def __init__(self, embedding: nn.Module, alpha: float) -> None:
         self._alpha = alpha
@@ -18,7 +18,6 @@ class Neftune:
         embedding.register_forward_hook(self._add)
 
     def look(self, inputs_BT: Tensor, positions_BT: Tensor | None) -> None:
-        """Remember the lengths of the texts that go through the embedding next."""
         self.lengths_BT = text_lengths(inputs_BT, positions_BT)
 
     def _add(self, embedding: nn.Module, _: object, embedded_BTD: Tensor) -> Tensor:
@@ -30,7 +29,6 @@ class Neftune:
 
 
 def drawn(embedded: Tensor) -> Tensor:
-    """In the shape of `embedded`, between -1 and 1."""
     return torch.empty_like(embedded).uniform_(-1.0, 1.0)
 
 

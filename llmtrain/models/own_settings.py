@@ -49,7 +49,6 @@ def trained_names(spec: ModelSpec) -> dict[str, list[str]]:
 
 
 def matching(pattern: str, names: dict[str, list[str]]) -> list[str]:
-    """By any of their names."""
     return [first for first, tied in names.items() if any(fnmatchcase(name, pattern) for name in tied)]
 
 

@@ -1,5 +1,4 @@
-"""Describes each parameter that a rank holds, by its form of parallelism, which no other module does; lists frozen
-tensors.
+"""Describes each parameter that a rank holds, by its form of parallelism; lists frozen tensors.
 
 No step changes a family's own constants, for example the bias that corrects a router's choice of experts, and
 parameters that a run freezes. transformers has the first as parameters without a gradient (Ernie 4.5 MoE, AFMoE,
@@ -61,7 +60,6 @@ class LocalParameter:
 
     @property
     def packed(self) -> Packed | None:
-        """Access to the full-precision values of a parameter in fewer bits; None for any other."""
         return getattr(self.parameter, "llmtrain_packed", None)
 
     def values(self) -> Tensor:

@@ -1,7 +1,7 @@
 """A decoder with a score instead of likelihoods: transformers' ForSequenceClassification with one label.
 
 The configuration itself names the kind of model, as in a folder's config.json: `architectures` names the class, and
-`id2label` has one entry. So checkpoints, exports and small copies need no other mark.
+`id2label` has one entry.
 """
 
 from __future__ import annotations

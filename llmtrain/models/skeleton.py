@@ -32,10 +32,7 @@ class TooLargeError(ModelError):
 
 
 def load_config(model: ModelConfig, *, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """The transformers config of `model.pretrained` or `model.config`, with the tokens of `model.vocabulary`.
-
-    A folder's code runs with `trust_remote_code` only; no key of a run sets it.
-    """
+    """A folder's code runs with `trust_remote_code` only; no key of a run sets it."""
     config = _given_config(model, trust_remote_code=trust_remote_code)
     try:
         config.get_text_config()
@@ -79,7 +76,7 @@ def _given_config(model: ModelConfig, *, trust_remote_code: bool) -> PreTrainedC
 
 
 def refuse_code(file: Path, fields: Any) -> None:
-    """Refuse a configuration that makes transformers load code. Raises ModelError."""
+    """Raises ModelError: the configuration makes transformers load code."""
     if key := untrusted.names_code(fields):
         raise ModelError(
             f"{file}: it asks for Python code of its own ({key}), which is not run. If transformers has this model "
@@ -100,7 +97,6 @@ def _refuse_endless(fields: dict[str, Any]) -> None:
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """transformers' class for this configuration: a language model, or scores."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     return AutoModelForSequenceClassification if gives_scores(config) else AutoModelForCausalLM
@@ -179,7 +175,7 @@ def materialise(hf: nn.Module, device: torch.device, dtype: torch.dtype) -> None
 
 
 def restore_buffers(hf: nn.Module, exact: nn.Module, device: torch.device) -> None:
-    """Restore buffers' values: zero.Init rounds a constructor's buffers, for example rotary frequencies."""
+    """zero.Init rounds a constructor's buffers, for example rotary frequencies."""
     values = dict(exact.named_buffers())
     for name, buffer in hf.named_buffers():
         buffer.data = values[name].to(device, copy=True)  # `exact` keeps its own

@@ -56,10 +56,9 @@ class ParameterSource(Protocol):
 
 class RandomSource:
     """The model's own initialisation, one block (decoder layer, embedding, ...) at a time, with a seed from the run's
-    seed and the block's name: the values do not depend on the number of ranks or the ZeRO stage."""
+    seed and the block's name."""
 
     def __init__(self, skeleton: PreTrainedModel, seed: int, device: torch.device) -> None:
-        """`skeleton`: the transformers model on the meta device."""
         self.origin = "model.config"
         self._model = skeleton
         self._seed = seed
@@ -196,7 +195,7 @@ class SafetensorsSource:
         return [(self.file_of[t].path.name, t, Region(p.start, p.numel)) for t, p in self._parts[name]]
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Read only these elements. Parts with several types give fp32."""
+        """Parts with several types give fp32."""
         parts = [(t, p) for t, p in self._parts[name] if p.start < stop and start < p.start + p.numel]
         kinds = {self.file_of[tensor].entries[tensor].dtype for tensor, _ in parts}
         out = torch.empty(stop - start, dtype=self._dtype(name, *kinds) if len(kinds) == 1 else torch.float32)
@@ -209,7 +208,7 @@ class SafetensorsSource:
         return out
 
     def read_region(self, name: str, region: Region) -> Tensor:
-        """Read only these elements; rows of less than 1 KiB with the gaps between them."""
+        """Reads rows of less than 1 KiB with the gaps between them."""
         if region.contiguous:
             return self.read(name, region.start, region.start + region.numel)
         parts = [(t, Region(p.start, p.numel)) for t, p in self._parts[name]]
@@ -344,11 +343,7 @@ class SafetensorsSource:
 def refuse_other_shapes(
     source: ParameterSource, shapes: dict[str, tuple[int, ...]], *, surplus_too: bool = False
 ) -> None:
-    """Refuse a source without the model's parameters, given by names and shapes; `surplus_too` also refuses others.
-
-    Raises:
-        ModelError: the source lacks a parameter, has one more, or one of another shape.
-    """
+    """Raises ModelError: the source lacks a parameter, has one of another shape or, if `surplus_too`, has one more."""
     available = set(source.order())
     missing = sorted(shapes.keys() - available)
     if missing:
@@ -372,11 +367,7 @@ def refuse_other_shapes(
 
 
 def refuse_escape(folder: Path, path: Path) -> Path:
-    """Return `path`, a file of a model folder, unless it is a link to somewhere else (`leads_out`).
-
-    Raises:
-        ModelError: names the link and its target.
-    """
+    """Raises ModelError: `path`, a file of a model folder, is a link to somewhere else (`leads_out`)."""
     if (real := leads_out(folder, path)) is None:
         return path
     raise ModelError(f"{path} is a link to {real}, outside of the folder. Put a copy of the file in its place.")

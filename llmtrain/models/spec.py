@@ -49,7 +49,7 @@ class ModelFacts:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ModelSpec:
-    """Configuration, names, shapes and sizes of a run's model. Do not change its members."""
+    """Do not change its members."""
 
     model: ModelConfig
     """The run's section with a chosen attention; the choice of compilation may still be open."""
@@ -126,7 +126,7 @@ class ModelSpec:
 
     @cached_property
     def layout(self) -> FolderLayout:
-        """The tensors in a folder of this model. Raises ModelError: such folders cannot be read or written."""
+        """Raises ModelError: folders of this model cannot be read or written."""
         return FolderLayout(self.skeleton)
 
     @cached_property
@@ -168,12 +168,7 @@ class ModelSpec:
         )
 
     def initial_weights(self, seed: int, device: torch.device) -> ParameterSource:
-        """The source of a new run's weights.
-
-        Raises:
-            ModelError: the folder's files are incomplete.
-            ConfigError: the adapter to begin with is another.
-        """
+        """Raises ModelError: the folder's files are incomplete; ConfigError: the adapter to begin with is another."""
         source: ParameterSource
         if self.model.folder is not None:
             source = self.folder_source(self.model.folder, seed, device)
@@ -189,10 +184,7 @@ class ModelSpec:
     def folder_source(
         self, folder: Path, seed: int = 0, device: torch.device | None = None
     ) -> SafetensorsSource | ScoredSource:
-        """The weights in a folder of this model. `seed`, `device`: for a score that it lacks.
-
-        Raises ModelError: its files are incomplete.
-        """
+        """`seed`, `device`: for a score that the folder lacks. Raises ModelError: its files are incomplete."""
         kind: type[SafetensorsSource] = SafetensorsSource
         if self.model.vocabulary is not None:
             from llmtrain.models.vocabulary import GrownSource

@@ -32,8 +32,7 @@ KEY = "objective.teacher"
 
 
 class Teacher:
-    """A transformers model in evaluation mode, without gradient, optimizer or checkpoint. Ranks that share the
-    student's rows share the teacher's."""
+    """Without gradient, optimizer or checkpoint. Ranks that share the student's rows share the teacher's."""
 
     def __init__(self, language: LanguageModel) -> None:
         self._language = language.eval().requires_grad_(False)
@@ -42,16 +41,13 @@ class Teacher:
         return dict(named_tensors(self._language.hf))
 
     def to_empty(self, device: str) -> list[Tensor]:
-        """Give it tensors without values on a device, and return them."""
+        """Returns its tensors, without values."""
         self._language.to_empty(device=device)
         return [*self._language.parameters(), *self._language.buffers()]
 
     @torch.no_grad()
     def logits(self, inputs: Tensor, positions: Tensor | None) -> TeacherLogits:
-        """Compute the logits of this rank's columns [B, t] of the tokens [B, T], counted as B x t.
-
-        `positions`: [B, T], starting at 0 with each document in a row; None: a row is one sequence.
-        """
+        """Compute the logits of this rank's columns [B, t] of the tokens [B, T], counted as B x t."""
         hidden_NH = self._language.hidden(inputs, positions).flatten(0, 1)
         head = self._language.head
 
@@ -74,11 +70,8 @@ def load_teacher(
     device: torch.device,
     language: Callable[[PreTrainedModel, int], LanguageModel] = LanguageModel,
 ) -> Teacher:
-    """A teacher with its weights in the run's precision. Raises ModelError: the folder is incomplete.
-
-    `language`: makes the model, from a transformers model and the tokens of a chunk; another one if ranks share each
-    row.
-    """
+    """`language`: makes the model, from a transformers model and the tokens of a chunk; another one if ranks share each
+    row. Raises ModelError: the folder is incomplete."""
     spec = ModelSpec.of(model)
     source = _source(spec)
     refuse_other_shapes(source, tensor_shapes(spec.skeleton))

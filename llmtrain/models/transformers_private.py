@@ -1,7 +1,7 @@
 """Names of transformers and torch that are private, or public and replaced: all that llmtrain/models uses.
 
-Each entry names the private object and its purpose. Verified with transformers 5.17 and 5.23, torch 2.11 and 2.13. If a
-name is gone, the entry raises AttributeError or ImportError with that name: nothing continues without it.
+Verified with transformers 5.17 and 5.23, torch 2.11 and 2.13. If a name is gone, the entry raises AttributeError or
+ImportError with that name.
 """
 
 from __future__ import annotations
@@ -219,7 +219,6 @@ def matrices(part: nn.Module) -> Iterator[tuple[nn.Parameter, int, int, bool]]:
 
     torch.nn.Linear has a row for each output; GPT-2's Conv1D and some families' experts have one for each input.
     Kernels of convolutions, embeddings and stacked values (biases of experts, decay rates of states) are no matrices.
-    tests/unit/models/test_matrices.py reads them off the products of every family.
     """
     for module in part.modules():
         for name, parameter in module.named_parameters(recurse=False):

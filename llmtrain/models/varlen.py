@@ -91,7 +91,7 @@ def choose_kernel(device: torch.device) -> str:
 
 
 def register() -> None:
-    """Register the name with transformers. Its models then ask for no mask and call `attend`."""
+    """Let transformers' models ask for no mask and call `attend`."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(VARLEN, attend)
@@ -113,7 +113,6 @@ def attend(
 
     Args:
         query, key, value: [B, heads, T, D]; keys and values may have fewer heads, which several share.
-        attention_mask: None, by `register`.
         sliding_window: number of tokens that a token sees, itself included.
 
     Returns:

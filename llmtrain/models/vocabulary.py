@@ -37,11 +37,7 @@ def check_growth(
 ) -> None:
     """Check that `model.vocabulary` has the folder's tokens and more, and that the grown parameters train.
 
-    Args:
-        key: the setting that would name parameters to train.
-        places: lines of the user's settings, for messages.
-
-    Raises: ConfigError.
+    `key`: the setting that would name parameters to train. Raises ConfigError.
     """
     if model.vocabulary is None:
         return
@@ -58,8 +54,7 @@ def check_growth(
 
 class GrownSource(SafetensorsSource):
     """A folder whose embedding and head have fewer rows than the model's: each new row is the mean of the folder's, in
-    their type (Hewitt, https://nlp.stanford.edu/~johnhew/vocab-expansion.html). The result depends on the files alone.
-    """
+    their type (Hewitt, https://nlp.stanford.edu/~johnhew/vocab-expansion.html)."""
 
     def __init__(self, folder: Path, layout: FolderLayout) -> None:
         super().__init__(folder, layout)

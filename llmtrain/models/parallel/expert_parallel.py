@@ -51,10 +51,7 @@ _HERE_ONLY = ("comm_backend", "async_split_plan", "combine_impl", "row_weighting
 def prepare_experts(
     hf: PreTrainedModel, blocks: list[ExpertBlock], mix: Mix, section: dict[str, Any], device: torch.device, mesh: Mesh
 ) -> Routing:
-    """Make a mixture with these blocks of experts ready for training.
-
-    `section`: the JSON's `expert_parallel`. Raises: ModelError: the experts do not support the run's settings.
-    """
+    """`section`: the JSON's `expert_parallel`. Raises ModelError: the experts do not support the run's settings."""
     check_gradients(blocks, mix)
     if mix.degrees.expert > 1:
         shard_experts(hf, find_experts(hf, mix, section), mix, section, device)
@@ -138,7 +135,7 @@ def shard_experts(
     hf: PreTrainedModel, found: tuple[AutoEP, list[Any]], mix: Mix, section: dict[str, Any], device: torch.device
 ) -> None:
     """Replace the blocks of experts by ones with this rank's experts only. `found`: from `find_experts`, before a
-    pipeline takes layers out. `section`: the JSON's `expert_parallel`. Raises ModelError."""
+    pipeline takes layers out. Raises ModelError."""
     degree, zero3 = mix.degrees.expert, mix.zero_stage == 3
     rank = rank_among_experts(degree, mix.degrees.pipeline)
     if device.type != "cuda" or mix.precision != "bf16":
@@ -197,10 +194,9 @@ def _prove_blocks(hf: PreTrainedModel, section: dict[str, Any], degree: int) -> 
 
 def apart_from_transformers(hf: PreTrainedModel, section: dict[str, Any]) -> float:
     """Distance of a small copy's logits with AutoEP's blocks from transformers', over their standard deviation (a
-    single logit's size), or the same for the embedding's gradient, if larger. On the CPU, in fp32.
+    single logit's size), or that of the embedding's gradient, if larger. On the CPU, in fp32.
 
-    `section`: the JSON's `expert_parallel`. Raises: ValueError: AutoEP cannot; any error of a forward pass; ModelError:
-    there is no small copy.
+    Raises: ValueError: AutoEP cannot; any error of a forward pass; ModelError: there is no small copy.
     """
     from deepspeed.module_inject.auto_ep import AutoEP
     from deepspeed.module_inject.auto_ep_config import parse_autoep_config

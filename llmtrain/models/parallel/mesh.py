@@ -56,7 +56,7 @@ def host_group(ranks: Sequence[int] | None, limit_s: float) -> Any:
 
 @cache
 def mesh_of(degrees: Degrees) -> Mesh:
-    """The groups for these degrees, made once a process group. Every rank of the world must call it."""
+    """Made once a process group. Every rank of the world must call it."""
     return Mesh(degrees)
 
 

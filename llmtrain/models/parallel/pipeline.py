@@ -52,7 +52,7 @@ class Weights:
 
 
 def bubble_share(stages: int, micro_batches: int) -> float:
-    """Share of a step's time in which a stage waits, if all stages take equally long: (S - 1) / (M + S - 1).
+    """Share of a step's time in which a stage waits, if all stages take equally long.
 
     The schedule is 1F1B (Narayanan et al., arXiv 1806.03377): a step takes the time of M + S - 1 micro-batches.
     """
@@ -60,7 +60,7 @@ def bubble_share(stages: int, micro_batches: int) -> float:
 
 
 def explain(layers: Sequence[int], micro_batches: int) -> str:
-    """One line for a person about stages, micro-batches and the bubble. `layers`: number in each stage."""
+    """A line for a person. `layers`: number in each stage."""
     stages = len(layers)
     share = bubble_share(stages, micro_batches)
     line = (
@@ -253,7 +253,7 @@ class _Tie(TiedLayerSpec):
 
 
 class PipelineLanguageModel(PipelineModule):
-    """This rank's stage for DeepSpeed's pipeline engine. The last stage gives the loss of a micro-batch."""
+    """The last stage gives the loss of a micro-batch."""
 
     def __init__(
         self,
@@ -304,7 +304,6 @@ class PipelineLanguageModel(PipelineModule):
 
     @property
     def hf(self) -> PreTrainedModel:
-        """The local part."""
         return self.stage.hf
 
     @property
@@ -315,11 +314,10 @@ class PipelineLanguageModel(PipelineModule):
         return self._parameters_here
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor of the model by Hugging Face name."""
         return self._shapes
 
     def _loss(self, hidden: Tensor) -> Tensor:
-        """The weighted loss of a micro-batch; its sums go into `sums`."""
+        """The weighted loss of a micro-batch."""
         loss = self.losses.popleft()
         sums = loss(self.head, hidden) if self.stage.wants_logits else self.head.compute(loss, hidden)
         self.sums.append(sums.detach())

@@ -1,7 +1,6 @@
 """Recomputation in the backward pass, with a choice of the kept tensors and their place; MLPs over slices.
 
-A recomputed layer keeps its input; its forward pass runs again when its gradients are wanted. The layers do that here,
-because transformers' own code recomputes all of them or none.
+Transformers' own code recomputes all layers or none.
 """
 
 from __future__ import annotations
@@ -95,7 +94,7 @@ class _Give(OperatorMode):
 
 
 def random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """The states of the host's random numbers and of a GPU's; does not wait for the device."""
+    """Does not wait for the device."""
     return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
 
@@ -181,7 +180,7 @@ class _Tiled(torch.autograd.Function):
 
 
 def tiled(mlp: nn.Module, tile: int) -> Callable[[Tensor], Tensor]:
-    """The forward of `mlp` over `tile` tokens at a time. In and out: [B, T, H]."""
+    """In and out: [B, T, H]."""
     own = mlp.forward
     drops = any(isinstance(module, nn.Dropout) and module.p > 0 for module in mlp.modules())
 
@@ -220,7 +219,7 @@ def _random_numbers(device: torch.device, state: tuple[Tensor, Tensor | None] | 
 
 
 def tile_mlps(mlps: Iterable[nn.Module], tile: int) -> None:
-    """Let each of these MLPs work on `tile` tokens at a time. Call it before DeepSpeed takes the model."""
+    """Call it before DeepSpeed takes the model."""
     for mlp in mlps:
         mlp.forward = tiled(mlp, tile)
         set_z3_leaf_module(mlp, True)  # ZeRO 3: its weights are gathered once for all slices, not for each

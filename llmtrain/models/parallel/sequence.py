@@ -5,8 +5,7 @@ all-to-all gives it all T tokens of its shard of the heads, the model's own atte
 mask of complete rows, and another all-to-all brings the result back.
 
 DeepSpeed's own wrapper for transformers (UlyssesSPAttentionHF, 0.19.8) drops the mask: sliding windows and documents
-are silently lost with sdpa, eager attention (soft caps) is refused, and it serves one model a process. Ours uses
-DeepSpeed's all-to-all only.
+are silently lost with sdpa, eager attention (soft caps) is refused, and it serves one model a process.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ if TYPE_CHECKING:
 
 
 class SequenceLanguageModel(LanguageModel):
-    """A language model whose rows are shared by the ranks of a group: each gets the same complete rows, finds their
-    length and documents for the masks, and takes its columns."""
+    """Each rank of the group gets the same complete rows, finds their length and documents for the masks, and takes its
+    columns."""
 
     def __init__(self, hf: PreTrainedModel, chunk: int, group: Any) -> None:
         super().__init__(hf, chunk)
@@ -45,7 +44,7 @@ class SequenceLanguageModel(LanguageModel):
         exchange_heads(hf, self._exchange)
 
     def hidden(self, inputs: Tensor, positions: Tensor | None) -> Tensor:
-        """The decoder's output for this rank's columns; `inputs`: complete rows [B, T]."""
+        """`inputs`: complete rows [B, T]. Returns [B, t, H]."""
         rows, length = inputs.shape
         assert length % self._exchange.degree == 0, (length, self._exchange.degree)
         places = torch.arange(length, device=inputs.device).expand(rows, -1) if positions is None else positions
@@ -56,14 +55,12 @@ class SequenceLanguageModel(LanguageModel):
             return self.decoded(input_ids=self.head.own(inputs), position_ids=self.head.own(places))
 
     def logits(self, inputs: Tensor) -> Tensor:
-        """All columns, on each rank by itself."""
         with self._exchange.suspended():
             return super().logits(inputs)
 
 
 class Exchange:
-    """Exchanges columns for heads and back within a group of ranks. With T tokens a row, S ranks, t = T / S and h = H /
-    S."""
+    """With T tokens a row, S ranks, t = T / S and h = H / S."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
@@ -84,7 +81,6 @@ class Exchange:
             self.active = True
 
     def of_all(self, own: Tensor) -> Tensor:
-        """[S, ...] from [...] of each rank, by rank; its gradient is the sum of the ranks' gradients."""
         return all_to_all(self.group, own.expand(self.degree, *own.shape).contiguous())
 
     def to_heads(self, x_BHtD: Tensor) -> Tensor:
@@ -102,7 +98,7 @@ class Exchange:
         return came.permute(1, 2, 0, 3, 4).reshape(rows, length // self.degree, self.degree * heads, size)
 
     def attend(self, inner: Callable[..., Any], module: Any, qkv: tuple[Tensor, ...], *args: Any, **kwargs: Any) -> Any:
-        """Run transformers' attention function `inner` on this rank's heads of complete rows."""
+        """`inner`: transformers' attention function."""
         query, key, value = qkv
         if query.shape[1] % self.degree:
             raise ModelError(f"model: its {query.shape[1]} attention heads cannot be shared by {self.degree} ranks; "
@@ -135,7 +131,7 @@ def _groups_of(attention: Any, groups: int) -> Iterator[None]:
 
 
 def exchange_heads(hf: PreTrainedModel, exchange: Exchange) -> None:
-    """Send every attention of the model through the exchange. Raises ModelError: the model needs more than that."""
+    """Send every attention of the model through the exchange. Raises ModelError: see `check_attention`."""
     check_attention(hf)
     stand_before_attention(_attend)
     module: Any

@@ -66,7 +66,6 @@ class Span:
         return self._read[1]
 
     def leave(self) -> None:
-        """End the span before the ranks' outputs are summed."""
         self._read = None
         if self._outside is not None:
             _common_stream(self._outside)

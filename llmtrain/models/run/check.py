@@ -390,7 +390,7 @@ def _check_recomputed(hf: PreTrainedModel, asked: int | str | None, problems: Pr
 
 
 def _check_adapter(hf: PreTrainedModel, adapter: AdapterConfig, places: Places) -> tuple[str, ...]:
-    """Check that the adapter's targets exist. Returns a note on maps without an adapter. Raises ConfigError."""
+    """Returns a note on maps without an adapter. Raises ConfigError."""
     from llmtrain.models.adapter import lora_config, other_maps, saved_paths, target_paths  # most runs have none
 
     lora_config(hf, adapter, target_paths(hf, adapter, places), saved_paths(hf, adapter, places), places)
@@ -489,7 +489,7 @@ def _check_length(
 
 
 def _check_rope(hf: PreTrainedModel, key: str, stage: Stage, own: dict[str, Any], problems: Problems) -> None:
-    """Check that the model accepts the stage's rotary positions. `own`: the fields that no earlier stage has."""
+    """`own`: the fields that no earlier stage has."""
     from llmtrain.models import rope  # most runs have none
 
     if why := rope.refuse(hf, stage.rope, stage.data.sequence_length, own):
@@ -498,7 +498,7 @@ def _check_rope(hf: PreTrainedModel, key: str, stage: Stage, own: dict[str, Any]
 
 
 def _check_experts(hf: PreTrainedModel, resolved: ResolvedRun, problems: Problems) -> None:
-    """Check that there are experts to share, and that DeepSpeed can share them. Raises ConfigError, ModelError."""
+    """Raises ConfigError: there are no experts; ModelError: DeepSpeed cannot share them."""
     section = resolved.expert_parallel
     if (section.get("enabled") or resolved.degrees.expert > 1) and not expert_blocks(hf):
         key = "autoep_size" if "autoep_size" in section else "enabled"
@@ -564,7 +564,6 @@ def _check_copy(hf: PreTrainedModel, key: str, chunk: int) -> None:
 
 
 def _refuse_both_directions(hf: PreTrainedModel, before: torch.Tensor, after: torch.Tensor, key: str) -> None:
-    """Raises ModelError: a later token changes the output for earlier ones."""
     if not torch.allclose(before, after, atol=1e-5):
         raise ModelError(
             f"{key}: {type(hf).__name__} reads in both directions, so it sees the token that it should predict. "
@@ -573,7 +572,7 @@ def _refuse_both_directions(hf: PreTrainedModel, before: torch.Tensor, after: to
 
 
 def _check_export(spec: ModelSpec) -> None:
-    """Check that the run's final folder can be written and loaded. Raises ModelError."""
+    """Raises ModelError: the run's final folder cannot be written or loaded."""
     try:
         hf, _ = spec.skeleton, spec.layout
         if not spec.scores and not loads_as_causal_model(hf.config):

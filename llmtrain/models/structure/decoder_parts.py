@@ -1,10 +1,9 @@
 """Finds the parts of a transformers decoder by a forward pass, not by their names.
 
 A small copy of the model (small_copy.py) runs once with every module watched, which sorts the modules into those before
-the first layer, after the last one, and outside of this order. Then the parts are proved: each layer runs alone,
-without all others, on its hidden state from the complete model, and must give the same bits. Any other connection
-between layers (keys and values of another layer, a second stream, values computed from the tokens) makes that fail: the
-model is refused.
+the first layer, after the last one, and outside of this order. Then each layer runs alone on its hidden state from the
+complete model, and must give the same bits. Any other connection between layers (keys and values of another layer, a
+second stream, values computed from the tokens) makes that fail: the model is refused.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 One layer of a small copy runs with its graph cut after every module that has parameters. The input of a map decides its
 kind: the hidden state, which all ranks hold (its outputs can be sharded: "column"), or the output of such maps or of
 the attention (its inputs are sharded: "row"). Gradients assign each output of a fused map to a head, or to an input of
-the next map. sharding_proof.py then plays the ranks, and the layer must give the same result.
+the next map.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ class LayerGraph:
             raise self.no("its output and its heads are made of the same")
 
     def heads_and_size(self, node: Node) -> tuple[int, int]:
-        """(heads, features of one) for an inner module: those of queries, or keys and values."""
+        """(heads, features of one) for an inner module."""
         if not self.heads:
             return 0, 0
         query, other = ((heads.shape[1], heads.shape[-1]) for heads in self.heads[:2])
@@ -361,8 +361,7 @@ class _OfLayer:
 
 
 def projections(hf: PreTrainedModel, anatomy: Anatomy) -> Projections:
-    """Find the projections and rehearse them on a small copy; `hf` may be on the meta device. Raises ModelError: no
-    layer has a part that can be sharded."""
+    """`hf` may be on the meta device. Raises ModelError: no layer has a part that can be sharded."""
     small = probe_copy(hf)
     config = small.config
     heads = config.num_attention_heads

@@ -63,7 +63,6 @@ def shrunk_config(
 
 
 def without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A copy of the config with every dropout at 0, so that runs can be compared."""
     calm = copy.deepcopy(config)
     for key, value in config.to_dict().items():
         if isinstance(value, float) and re.search(r"drop", key):
@@ -72,8 +71,7 @@ def without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def check_same_structure(hf: nn.Module, small: nn.Module) -> None:
-    """Check that both have the same parameters, apart from numbers in names and sizes. Raises ModelError with one of
-    them."""
+    """Raises ModelError: the parameters differ, apart from numbers in names and sizes."""
     there, here = _structure(hf), _structure(small)
     if different := sorted(there ^ here):
         name, dimensions = different[0]
@@ -109,7 +107,7 @@ class _Sizes:
 
 
 def _shrink_heads(size_of: _Sizes, fields: dict[str, Any], kv_heads: int) -> int:
-    """Shrink heads and all widths. Returns the number of rotary features of a head (0: none are rotated)."""
+    """Returns the number of rotary features of a head (0: none are rotated)."""
     hidden, heads = size_of.get("hidden_size"), size_of.get("num_attention_heads")
     kind = fields.get("model_type")
     if fields.get("text_config"):
@@ -299,18 +297,15 @@ class Call:
 
     @property
     def hidden(self) -> Tensor | None:
-        """The module's input hidden state."""
         first = self.args[0] if self.args else self.kwargs.get("hidden_states")
         return first if isinstance(first, Tensor) and first.dim() == 3 else None
 
     @property
     def result(self) -> Tensor | None:
-        """The module's output hidden state."""
         given = self.output[0] if isinstance(self.output, tuple) and self.output else self.output
         return given if isinstance(given, Tensor) and given.dim() == 3 else None
 
     def same_result(self, other: Call) -> bool:
-        """To the bit."""
         return self.result is not None and other.result is not None and torch.equal(self.result, other.result)
 
     def inputs(self) -> list[Tensor]:
