@@ -1,4 +1,4 @@
-"""Files that survive a power cut: written past the page cache, hashed as the bytes pass, fsynced. No torch import."""
+"""Files that survive a power cut. No torch import."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _UNDER_WAY = 2  # pieces given to the disk: one is written, the next one waits, 
 
 
 class DurableFile:
-    """A new file, written from front to end. `close` makes it durable and returns its size and xxh3-64.
+    """A new file, written from front to end. `close` makes it durable and returns its size and xxh3-64 in hexadecimal.
 
     The disk writes while the next piece is hashed. Data goes by O_DIRECT where the file system has it (a checkpoint
     would push everything else out of the page cache), from the caller's memory where that is aligned to 4096 bytes,
@@ -73,7 +73,6 @@ class DurableFile:
             self._wait()
 
     def close(self) -> tuple[int, str]:
-        """Returns (bytes, xxh3-64 in hexadecimal) of the durable file."""
         if self._filled:
             padded = -(-self._filled // _PAGE) * _PAGE
             self._digest.update(memoryview(self._buffers[0])[: self._filled])

@@ -6,7 +6,7 @@ checkpoints/step-00000500/
   manifest.json            written last: no manifest, no checkpoint
 
 Frozen parameters from a Hugging Face folder are left out: no step changes them, and they may be nearly all of a model.
-The manifest names the folder and their checksums; readers of the checkpoint read them from that folder.
+The manifest names the folder and their checksums.
 """
 
 from __future__ import annotations
@@ -57,7 +57,6 @@ class FrozenSource:
     """By Hugging Face name: (file, tensor in it, which elements of the flat parameter that is)."""
 
     def only(self, names: Collection[str]) -> FrozenSource:
-        """Restrict the source to these parameters."""
         kept = [name for name in self.parts if name in names]
         checksums = {name: self.checksums[name] for name in kept}
         return replace(self, checksums=checksums, parts={name: self.parts[name] for name in kept})
@@ -282,8 +281,6 @@ class FileEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The table of contents; its presence makes the folder a checkpoint."""
-
     step: int
     tensors: dict[str, list[int]]
     """Full shape by Hugging Face name."""

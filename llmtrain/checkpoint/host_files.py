@@ -1,7 +1,6 @@
 """Finds complete checkpoints whose files are on several hosts, each in its own folder, and fetches their files.
 
-With one folder for all ranks there is nothing to do. Else a host gets the files that its ranks read and its folder
-lacks from another host, over the network.
+A host gets the files that its ranks read and its folder lacks from another host, over the network.
 """
 
 from __future__ import annotations

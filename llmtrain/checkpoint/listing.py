@@ -231,7 +231,7 @@ def _unlisted(folder: Path, state: str, detail: str) -> Row:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Bytes of the files below a folder; deleted files count as 0."""
+    """Deleted files count as 0."""
     total = 0
     for place, _, files in os.walk(folder):
         for name in files:

@@ -2,7 +2,7 @@
 
 `python -m llmtrain.checkpoint.mirror` is a process of its own, so that no step waits for the network. A checkpoint
 counts in the store once its manifest and all files in the manifest are there with their sizes: an upload that ends
-early has no effect. Access is by fsspec, whose drivers find their credentials in environment and files.
+early has no effect.
 """
 
 from __future__ import annotations

@@ -202,7 +202,6 @@ def build_checkpoint(
         shapes: by Hugging Face name.
         moments: optimizer moments: kind -> the names that have it. Empty for weights alone.
         read: (kind, name, start, stop) -> the flat fp32 elements; called from several threads.
-        trainer: content of trainer.json.
         plan: identifies the conversion, so that a restart continues the same one.
         advance: gets the bytes written.
         read_again: read every byte back before it gets its name, unless the caller does so itself.

@@ -89,8 +89,7 @@ def best_of(checkpoints: Path, best: Best | None, good: Callable[[Path], bool] =
 def outdated(
     checkpoints: Path, keep: int, good: Callable[[Path], bool] = looks_good, *, best: Best | None = None
 ) -> list[Path]:
-    """The complete checkpoints older than the `keep` (at least 1) newest good ones, newest first, without the `best`.
-    The newest good one is never among them."""
+    """The complete checkpoints older than the `keep` (at least 1) newest good ones, newest first; not the `best`."""
     kept = 0
     found = complete_checkpoints(checkpoints)
     for index, folder in enumerate(found):
@@ -104,7 +103,7 @@ def outdated(
 
 
 def remove(folders: list[Path], complain: Callable[[str], None] = log.warn) -> list[Path]:
-    """Delete checkpoints and return the deleted ones. `complain` gets each failure; none is raised."""
+    """Returns the deleted ones. `complain` gets each failure; none is raised."""
     gone = []
     for folder in folders:
         problem = "not all of it could be deleted"

@@ -109,7 +109,6 @@ def claim(folder: Path, key: str, locks: contextlib.ExitStack) -> None:
 
 
 def tidy(checkpoints: Path) -> None:
-    """Delete leftovers of killed saves and deletions."""
     with leftovers(checkpoints) as found:
         remove(found)
 

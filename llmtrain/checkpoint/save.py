@@ -128,7 +128,6 @@ class HostCopy:
 
     @property
     def image(self) -> HostImage:
-        """The memory, after `problem` returned None."""
         assert self._image is not None
         return self._image
 
@@ -139,7 +138,6 @@ class HostCopy:
         return self._writer
 
     def answer(self) -> dict[str, Any] | None:
-        """The writer's next answer, or None if there is none yet. Raises WriterDied."""
         return None if self._writer is None else self._writer.answer()
 
     def drop_writer(self) -> None:
@@ -243,7 +241,7 @@ class Saver:
         return self._stage is not _Stage.IDLE
 
     def prepare(self) -> None:
-        """Lay out the files, and begin to get the memory for asynchronous saves, so that the first one finds it."""
+        """Lay out the files, and begin to get the memory for asynchronous saves."""
         if self._plan is not None:
             return
         self._plan = RankFile(self._pieces())
@@ -312,7 +310,6 @@ class Saver:
         self._blocked_s = time.monotonic() - self._began_s
 
     def before_update(self) -> None:
-        """Wait, before the optimizer writes, until the old values are copied."""
         began_s = time.monotonic()
         self._snapshot.wait_before_update()
         if self.busy:

@@ -52,7 +52,7 @@ _RANK_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 class RankFile:
-    """Layout of a rank's file: a safetensors header, then the owned part of each piece in order."""
+    """A safetensors header, then the owned part of each piece in order."""
 
     def __init__(self, pieces: Sequence[StateTensor]) -> None:
         self.pieces = _entries(pieces)
@@ -141,7 +141,6 @@ def lock_pages(address: int, size: int) -> bool:
 
 
 def unlock_pages(address: int, size: int) -> None:
-    """Undo `lock_pages` for the bytes that were locked."""
     for low in range(0, size, _LOCKED_AT_ONCE):
         torch.cuda.cudart().cudaHostUnregister(address + low)
 
@@ -166,7 +165,7 @@ class Snapshot:
         self.error: BaseException | None = None
 
     def start(self, pieces: Sequence[StateTensor], slots: Sequence[Tensor], then: Any) -> None:
-        """Begin to copy this rank's part of each piece; another thread calls `then()` at the end, without `error`."""
+        """Another thread calls `then()` after the copy if there is no `error`."""
         if self._thread is not None:
             self._thread.join()  # of a save that failed early: a later error of its thread is not this save's
         self.error, self._waiting = None, None

@@ -72,7 +72,7 @@ def verify(
 
 
 def verify_frozen(folder: Path) -> list[str]:
-    """Faults of the frozen parameters in their folder; reads all their bytes."""
+    """Reads all bytes of the frozen parameters."""
     try:
         changed = wrong_frozen(Manifest.read(folder).frozen)
     except CheckpointError:

@@ -144,7 +144,7 @@ def perform(message: dict[str, Any], table: dict[str, Any], image: memoryview | 
 
 
 def main(memory: int, size: int, parent: int) -> int:
-    """Entry point of the process. `memory`: a file descriptor. The first message is the table."""
+    """`memory`: a file descriptor. The first message is the table."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         return 1  # the rank died before the kernel knew of the signal

@@ -134,7 +134,6 @@ class Merge:
         return values.to(self._dtype).float() if name in self.trained else values
 
     def value(self, name: str, start: int, stop: int) -> Tensor:
-        """Elements of a flat parameter, merged. Raises CheckpointError."""
         return self(name, start, self.read(name, start, stop))
 
     def __call__(self, name: str, start: int, values: Tensor) -> Tensor:
@@ -279,7 +278,7 @@ def export_hf(
 ) -> Report:
     """Write `out` so that AutoModelForCausalLM.from_pretrained loads it; a tied weight is written once.
 
-    A reward model loads by AutoModelForSequenceClassification; a run with an adapter gives a PEFT folder.
+    A reward model loads by AutoModelForSequenceClassification.
 
     Args:
         dtype: fp32, bf16 or fp16; default: the precision of the training, or the types of the folder that the
@@ -384,7 +383,7 @@ def _export_adapter(
 
 
 def layout_of(model: ModelConfig, *, trust_remote_code: bool) -> FolderLayout:
-    """The tensors in a model's files. Raises ModelError for every configuration that transformers cannot build."""
+    """Raises ModelError for every configuration that transformers cannot build."""
     try:
         config = load_config(model, trust_remote_code=trust_remote_code)
         return FolderLayout(skeleton(config, trust_remote_code=trust_remote_code))
@@ -421,7 +420,7 @@ def _target(checkpoint: Path, out: Path, trainer: Mapping[str, Any], report: Rep
 
 
 def refuse_more(out: str, mark: Mapping[str, Any], there: Collection[str]) -> None:
-    """Refuse to replace an earlier export with additional files. `mark`: its record. Raises CheckpointError."""
+    """Raises CheckpointError: an earlier export has additional files. `mark`: its record."""
     written = mark.get("files")
     if isinstance(written, list) and (more := sorted(set(there).difference(written, [MARK]))):
         others = f" and {len(more) - 1} more" if len(more) > 1 else ""
@@ -592,7 +591,7 @@ def _prove(
     *,
     trust_remote_code: bool,
 ) -> None:
-    """Read the folder by transformers, and compare it with the checkpoint. Raises ProofError."""
+    """Raises ProofError."""
     written = SafetensorsSource(folder, layout, asked_by="to-hf")
     if odd := sorted(written.file_of.keys() ^ files.parts.keys()):
         raise ProofError(f"{folder}: {odd[0]} is there and should not be, or the other way around. Nothing was kept.")

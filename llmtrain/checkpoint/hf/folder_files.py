@@ -163,7 +163,6 @@ def write_others(
     files: WeightFiles,
     report: Report,
 ) -> None:
-    """Write configuration, generation configuration, tokenizer, index, and the record of their origin."""
     checkpoint, imported = reader.folder, "source" in trainer
     beside = copy_beside(folder, trainer, checkpoint, report)
     as_they_came = layout.frozen | reader.frozen_types().keys()

@@ -34,8 +34,7 @@ _ASKED_BY = "from-hf"
 def import_hf(folder: Path, out: Path, *, check: Check = "auto", trust_remote_code: bool = False) -> Report:
     """Write `out`/checkpoints/step-00000000 with the parameters of a Hugging Face folder in fp32.
 
-    `out` has the layout of a run folder. It also keeps the files that are no weights, so that to-hf restores the folder
-    byte by byte.
+    `out` also keeps the files that are no weights, so that to-hf restores the folder byte by byte.
 
     Raises:
         CheckpointError: `out` exists, or another process writes it.
@@ -204,7 +203,7 @@ def _prove(
     *,
     trust_remote_code: bool,
 ) -> None:
-    """Read the checkpoint again and compare it with the folder. Raises ProofError."""
+    """Raises ProofError."""
     reader = CheckpointReader(step)
     expected = {name: value for (kind, name), value in reader.manifest.checksums().items() if kind == PARAM}
     check_extents(read_back(reader, layout, expected, "reading back"), layout, report)

@@ -76,8 +76,8 @@ class Answerer:
 
     @classmethod
     def load(cls, folder: Path, device: Any = "auto") -> Answerer:
-        """Load a Hugging Face or PEFT folder. `device`: `auto` uses all accelerators, then the host. Raises ModelError:
-        no usable tokenizer, an unknown base model, or a reward model; ConfigError: peft is not installed."""
+        """`folder`: Hugging Face or PEFT. `device`: see `load`. Raises ModelError: no usable tokenizer, an unknown base
+        model, or a reward model; ConfigError: peft is not installed."""
         base = _base(folder)
         config = load_config(ModelConfig(pretrained=str(base)))  # refuses a folder that would run code
         peft = untrusted.loads((folder / CONFIG).read_bytes()) if (folder / CONFIG).is_file() else {}
@@ -275,7 +275,6 @@ def _ends(base: Path, folder: Path, tokenizer: Any) -> tuple[int, ...]:
 
 
 def _hf_folder(path: Path, scratch: Path, *, best: bool = False) -> Path:
-    """`path` itself, or the newest or `best` state of a run, exported if need be."""
     if is_model(path) and not best:
         return path
     from llmtrain.checkpoint.listing import best_checkpoints, find_checkpoints, read_while_there
@@ -321,7 +320,7 @@ def _mark(export: Path) -> dict[str, Any] | None:
 
 
 def add_options(parser: argparse.ArgumentParser, usual: Sampling) -> None:
-    """Add the model's path, and a flag for each field of Sampling with defaults from `usual`."""
+    """`usual`: the defaults of the flags."""
     parser.add_argument(
         "folder",
         metavar="RUN_OR_FOLDER",

@@ -98,11 +98,7 @@ def read_back(values: Values, layout: FolderLayout, expected: Mapping[str, int],
 
 
 def check_extents(extents: Mapping[str, Extent], layout: FolderLayout, report: Report) -> None:
-    """Refuse empty and non-finite tensors, and a matrix of one value if a new model has other values.
-
-    Raises:
-        ProofError: names the tensors.
-    """
+    """Raises ProofError: a tensor is empty or not finite, or a matrix has one value, unlike a new model's."""
     parts = layout.tensors
     odd = [f"{name} holds NaN or infinity" for name, extent in extents.items() if not extent.finite]
     odd += [f"{name} is empty" for name in extents if parts[name].numel == 0]

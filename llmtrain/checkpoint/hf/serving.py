@@ -1,8 +1,7 @@
 """Proof that a server with an exported folder makes the training rows' tokens, and stops at the end of answers.
 
 The data folder keeps its first conversations (data/chat/encoder.py). For each turn, transformers renders and tokenizes
-the earlier messages with the folder's own files, like a server: the ids must equal the row's ids before the answer. The
-model's configuration names the same tokens for the begin and end of a text as its tokenizer.
+the earlier messages with the folder's own files, like a server: the ids must equal the row's ids before the answer.
 """
 
 from __future__ import annotations

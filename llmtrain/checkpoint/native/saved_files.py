@@ -43,7 +43,7 @@ class Files:
         return [*self.models, *zero, *self.layers.values(), *self.shared, *parameters]
 
     def verify(self, advance: Callable[[int], None]) -> None:
-        """Read every byte of every file. Raises CheckpointError."""
+        """Raises CheckpointError."""
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             for job in [pool.submit(file.verify, advance) for file in self.all()]:
                 job.result()

@@ -299,7 +299,6 @@ def place_tied(state: State, files: Files) -> None:
 
 
 def add_copies_as_masters(state: State, names: list[str]) -> None:
-    """Take the module's copies as masters of parameters without masters."""
     for name in names:
         state.spans[PARAM, name] = [state.copies[name]]
 
