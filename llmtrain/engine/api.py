@@ -1,8 +1,7 @@
 """The interface of a run's engine.
 
 A run calls `forward_backward` with the micro-batches of a step, then `update`; `evaluate` between steps. Readers and
-writers of the optimizer's state (checkpoints, initial weights, comparison of replicas) use `state`, and call `refresh`
-after writing parameters.
+writers of the optimizer's state use `state`, and call `refresh` after writing parameters.
 """
 
 from __future__ import annotations
@@ -153,7 +152,7 @@ class Engine(Protocol):
         self, names: Collection[str], values: Callable[[ForwardCopy], Tensor]
     ) -> AbstractContextManager[None]:
         """A context in which the forward pass reads other values for these parameters; masters and moments do not
-        change. `values`: maps a copy to values, [region.numel]. All ranks call it together."""
+        change. `values`: maps a copy to values, [region.numel]."""
         ...
 
     def refresh(self) -> None:

@@ -75,7 +75,6 @@ def begin(device: torch.device, tend: Callable[[Any], None]) -> None:
 
 
 def mark() -> None:
-    """Call `DeviceProgress.mark` if there is a device."""
     if _progress is not None:
         _progress.mark()
 

@@ -49,8 +49,8 @@ def fill_parameters(engine: Engine, source: ParameterSource) -> dict[Key, int]:
 
 
 def fill(piece: StateTensor, read: Callable[[Region], Tensor]) -> int | None:
-    """Fill a piece from `read`, which returns a region of the flat Hugging Face tensor; a GPU is filled through
-    page-locked memory while the host reads the next chunk. Returns the checksum of a packed piece."""
+    """Fill a piece from `read`, which returns a region of the flat Hugging Face tensor. Returns the checksum of a
+    packed piece."""
     heart.beat()
     on_device = piece.device.type == "cuda"
     chunk = _DEVICE_CHUNK if on_device else _CHUNK
@@ -94,7 +94,6 @@ class Apart:
     """Ranks on which they differ."""
 
     def message(self, engine: Engine, ranks: Ranks) -> str:
-        """Return a message with the parameters, the ranks, possible causes in the configuration and a remedy."""
         hosts = {seat.rank: seat.host for seat in ranks.seats}
         on = ", ".join(f"{rank} ({hosts[rank]})" if rank in hosts else str(rank) for rank in self.ranks[:4])
         more = f" and {len(self.ranks) - 4} more" if len(self.ranks) > 4 else ""

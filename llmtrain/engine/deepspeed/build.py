@@ -176,7 +176,6 @@ def _total_norm(parameters: list[nn.Parameter], mesh: Mesh) -> torch.Tensor:
 
 
 def _norm_with_shared_experts(parameters: list[nn.Parameter]) -> torch.Tensor:
-    """Norm of the gradients with experts divided among the ranks."""
     own = [p for p in parameters if is_moe_param(p)]
     if not own:
         return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])

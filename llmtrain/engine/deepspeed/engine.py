@@ -64,7 +64,6 @@ def _layer_gets_mask(config: PreTrainedConfig, length: int) -> bool:
 
 @contextlib.contextmanager
 def without_cudnn() -> Iterator[None]:
-    """Keep torch from choosing cuDNN's kernel."""
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
@@ -78,7 +77,6 @@ _SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 def state_of(engine: DeepSpeedEngine) -> State:
-    """Return the optimizer state for this engine's ZeRO stage; only its class is imported."""
     stage = engine.zero_optimization_stage()
     if stage == 3:
         from llmtrain.engine.deepspeed.state import Zero3State
@@ -101,7 +99,6 @@ class _LastScore:
         self._given = given
 
     def weight(self, micro: MicroBatch) -> int:
-        """Rows."""
         return len(micro.inputs)
 
     def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
@@ -145,7 +142,6 @@ class ZeroEngine:
     def forward_backward(
         self, micros: Sequence[MicroBatch], weight: Callable[[], int], objective: LossFunction = NEXT_TOKEN
     ) -> list[Tensor]:
-        """Compute the gradient of a step; returns the sums of each micro-batch."""
         self._accumulate(len(micros))
         sums: list[Tensor] = []
         for micro in micros:
@@ -181,7 +177,6 @@ class ZeroEngine:
         return sums.detach()
 
     def update(self, lr_factor: float) -> Update:
-        """Step the optimizer, unless the gradient is not finite."""
         for group in self._state.base.param_groups:
             group["lr"] = group["peak_lr"] * lr_factor
         heart.phase("step")
@@ -230,7 +225,6 @@ class ZeroEngine:
         self.deepspeed.step()
 
     def routing(self) -> RoutingFigures | None:
-        """Return router statistics of a mixture of experts since the last call; every rank calls it, at log points."""
         routing = self.module.routing
         if routing is None:
             return None
@@ -240,7 +234,6 @@ class ZeroEngine:
     def evaluate(
         self, batches: Iterable[MicroBatch], objective: LossFunction = NEXT_TOKEN
     ) -> tuple[dict[str, float], int]:
-        """Return (the objective's figures, their weight) over all ranks, each with an equal number of micro-batches."""
         module = self.module
         module.eval()
         sums = torch.zeros(len(objective.figures), dtype=torch.float64, device=self._ranks.device)
@@ -258,20 +251,17 @@ class ZeroEngine:
         return self._figures(objective, sums, weight)
 
     def _figures(self, objective: LossFunction, sums: Tensor, weight: int) -> tuple[dict[str, float], int]:
-        """Return the result of `evaluate` from this rank's sums and weight."""
         *totals, counted = self.means(torch.cat([sums.cpu(), torch.tensor([weight], dtype=torch.float64)]), 1)
         means = (each / (counted or torch.nan) for each in totals)
         return dict(zip(objective.figures, means, strict=True)), int(counted)
 
     def means(self, sums: Tensor, weight: int) -> list[float]:
-        """Return means over all ranks of `sums`, for the global batch's weight. Waits for the device; a collective."""
         total = sums.double().cpu() * self._own_sums
         dist.all_reduce(total, group=self._ranks.control)
         return [float(each) / (weight or torch.nan) for each in total]
 
     def check_head(self, inputs: Tensor) -> None:
-        """Compare our loss (or score) on `inputs` [1, T] with the loss of transformers' logits: a head that scales or
-        caps logits in an unknown way would silently train on a wrong loss. Raises ModelError."""
+        """Catch a head that scales or caps logits in an unknown way, which would silently train on a wrong loss."""
         inputs = self._shareable(inputs)
         micro = MicroBatch(inputs=inputs, labels=inputs.roll(-1, dims=1), sample_indices=[])
         scores = gives_scores(self.module.config)
@@ -288,11 +278,6 @@ class ZeroEngine:
         self.module.wants_logits = wanted
 
     def check_isolation(self, inputs: Tensor) -> None:
-        """Prove on `inputs` [1, T], as two documents in a row, that the first does not affect the second.
-
-        Raises:
-            ModelError: the model attends across documents in spite of data.isolate_documents.
-        """
         inputs = self._shareable(inputs)
         half = inputs.shape[1] // 2
         positions = torch.arange(inputs.shape[1]).remainder(half).unsqueeze(0)
@@ -313,7 +298,6 @@ class ZeroEngine:
             )
 
     def _attention(self, micros: list[MicroBatch]) -> AbstractContextManager[None]:
-        """A context for the forward and backward pass, without cuDNN if attention gets a mask tensor."""
         masked = self._ranks.device.type == "cuda" and any(
             gets_mask(self.module.config, micro.inputs.shape[1], documents=micro.positions is not None)
             for micro in micros
@@ -321,7 +305,6 @@ class ZeroEngine:
         return without_cudnn() if masked else contextlib.nullcontext()
 
     def _shareable(self, inputs: Tensor) -> Tensor:
-        """Return the largest number of columns that the ranks of a row can share."""
         return inputs[:, : inputs.shape[1] // self.mesh.degrees.sequence * self.mesh.degrees.sequence]
 
     def _sums(self, micro: MicroBatch, objective: LossFunction) -> Tensor:
@@ -339,33 +322,26 @@ class ZeroEngine:
     # State
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the full shape of every parameter."""
         return self.module.shapes()
 
     def state(self) -> list[StateTensor]:
-        """Return this rank's pieces of the optimizer's state."""
         return self._state.tensors()
 
     def copies(self) -> Iterator[ForwardCopy]:
-        """Yield the parameters of this rank's forward pass."""
         return self._state.copies()
 
     def reading_instead(
         self, names: Collection[str], values: Callable[[ForwardCopy], Tensor]
     ) -> AbstractContextManager[None]:
-        """A context in which the forward pass reads other values for these parameters."""
         return self._state.reading_instead(names, values)
 
     def refresh(self) -> None:
-        """Copy the masters into the parameters of the forward pass."""
         self._state.refresh()
 
     def optimizer_step(self) -> int:
-        """Applied steps, by the first counter of the optimizer."""
         return next((int(state["step"]) for state in self._state.base.state.values() if "step" in state), 0)
 
     def set_optimizer_step(self, step: int) -> None:
-        """Set every step counter of the optimizer."""
         for state in self._state.base.state.values():
             if torch.is_tensor(state.get("step")):
                 state["step"].fill_(step)
@@ -373,12 +349,10 @@ class ZeroEngine:
                 state["step"] = step
 
     def loss_scale(self) -> dict[str, float]:
-        """Return the dynamic loss scaler's numbers (fp16)."""
         scaler = self._scaler()
         return {} if scaler is None else {key: getattr(scaler, key) for key in _SCALER_KEYS if hasattr(scaler, key)}
 
     def set_loss_scale(self, numbers: dict[str, float]) -> None:
-        """Restore the numbers of `loss_scale`."""
         scaler = self._scaler()
         if scaler is not None:
             for key, value in numbers.items():
@@ -388,6 +362,5 @@ class ZeroEngine:
         return self.deepspeed.optimizer.loss_scaler if self.deepspeed.fp16_enabled() else None
 
     def close(self) -> None:
-        """Remove DeepSpeed's hooks from the module, and free its buffers."""
         self.deepspeed.destroy()
         groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # DeepSpeed refuses to make a second one (hpZ)

@@ -70,7 +70,6 @@ class Bf16Moments(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update all parameters that have a gradient."""
         assert closure is None
         for group in self.param_groups:
             for parameter in [p for p in group["params"] if p.grad is not None]:
@@ -80,7 +79,6 @@ class Bf16Moments(torch.optim.Optimizer):
                 self.state[parameter]["step"] += 1
 
     def _step(self, group: dict[str, Any], parameter: Tensor, kept: dict[str, Tensor], part: slice) -> None:
-        """Step the elements `part` of a parameter."""
         assert parameter.grad is not None
         piece = parameter.detach().view(-1)[part]
         piece.grad = parameter.grad.view(-1)[part].to(piece.dtype)
@@ -98,8 +96,7 @@ class Bf16Moments(torch.optim.Optimizer):
 @contextlib.contextmanager
 def op_build_lock() -> Iterator[None]:
     """Hold a lock on op builds in torch's folder of extensions, on all hosts that share the folder. A killed process
-    leaves torch's lock file, and every later run silently waits for ever; our lock ends with its process. A torch lock
-    file found under our lock is stale, or open in a program that does not know ours."""
+    leaves torch's lock file, and every later run silently waits for ever; our lock ends with its process."""
     from torch.utils.cpp_extension import _get_build_directory
 
     from llmtrain.base.rank.op_builds import BUILD_LOCK, users_of
@@ -176,7 +173,6 @@ def parameter_groups(
 def build_optimizer(
     model: LanguageModel, optim: Optimizer, own: Mapping[str, OwnSettings], mix: Mix
 ) -> torch.optim.Optimizer:
-    """Build the optimizer of the trained parameters. `own`: see `parameter_groups`."""
     device = torch.device(get_accelerator().device_name())
     import_muon(compiled=isinstance(optim, Muon) and device.type != "cpu" and compiler.trouble(device) is None)
     cuts = mix.zero_stage in (1, 2) and not mix.offload_optimizer
@@ -297,8 +293,7 @@ def _guard(optim: Optimizer, optimizer: torch.optim.Optimizer) -> None:
 def import_muon(*, compiled: bool) -> None:
     """Import DeepSpeed's Muon, which every engine needs whatever its optimizer, with torch.compile or without.
 
-    torch.compile's backend takes a second of every start and needs a compiler, which not every machine has; on a CPU
-    compiling would take 20 s and a folder in /tmp without a gain: the time is in the matrix products.
+    torch.compile's backend takes a second of each start and needs a compiler; on a CPU it compiles 20 s for no gain.
     """
     original, names = f"{_MUON}.original_muon", (f"{_MUON}.original_muon", f"{_MUON}.muon_optimizer")
     if original in sys.modules and hasattr(sys.modules[original].muon_update, "_torchdynamo_orig_callable") == compiled:

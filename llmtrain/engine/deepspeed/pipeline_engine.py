@@ -89,7 +89,6 @@ class PipelineZeroEngine(ZeroEngine):
     def evaluate(
         self, batches: Iterable[MicroBatch], objective: LossFunction = NEXT_TOKEN
     ) -> tuple[dict[str, float], int]:
-        """Evaluate over all stages: the last one has the loss."""
         engine, module = self.deepspeed, self._pipeline
         micros = list(batches)
         module.eval()

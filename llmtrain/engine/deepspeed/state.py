@@ -58,8 +58,6 @@ def base_optimizer(engine: DeepSpeedEngine) -> Any:
 
 
 class State(ABC):
-    """The optimizer state of one engine."""
-
     partitions_parameters = False
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
@@ -109,7 +107,6 @@ class State(ABC):
         return replace(made, dtype=packed.dtype, open=lambda: nullcontext(held.values()), write=packed.write)
 
     def untrained(self, held: LocalParameter) -> Home:
-        """Place of a frozen parameter's only values: in the module."""
         return Home(held, held.parameter.detach().reshape(-1), 0, 0, held.region.numel, self.replica(held))
 
     def moments(self, flat: Tensor) -> dict[str, Tensor]:
@@ -138,17 +135,13 @@ class State(ABC):
         return held.copy[0] * size + dist.get_rank(group), held.copy[1] * size
 
     def copies(self) -> Iterator[ForwardCopy]:
-        """Yield the parameters of this rank's forward pass."""
         for held in self.local_parameters():
             if held.packed is None:
                 yield self.copy(held)
 
     @contextmanager
     def reading_instead(self, names: Collection[str], values: Callable[[ForwardCopy], Tensor]) -> Iterator[None]:
-        """A context in which the forward pass reads other values for these parameters.
-
-        An error leaves them changed: gathering is a collective, and the other ranks may be elsewhere.
-        """
+        """After an error the other values stay: gathering is a collective, and the other ranks may be elsewhere."""
         self.part()
         here = [copy for copy in self.copies() if copy.name in names]
         trained = [copy.values.clone() for copy in here]
@@ -168,7 +161,6 @@ class State(ABC):
         """After `copies` were written: gather the parameters that stay gathered between steps."""
 
     def copy(self, held: LocalParameter) -> ForwardCopy:
-        """Return a complete parameter of the forward pass."""
         return ForwardCopy(
             name=held.name, region=held.region, values=held.values(), replica=self.replica(held), partition=False
         )
@@ -210,8 +202,6 @@ _PIECE = 1 << 20  # elements sent at once
 
 
 class Zero12State(State):
-    """The state of DeepSpeed's optimizer of ZeRO 1 and 2."""
-
     def homes(self) -> Iterator[Home]:
         here = {id(held.parameter): held for held in self.local_parameters()}
         for index, flat in enumerate(self.optimizer.single_partition_of_fp32_groups):
@@ -281,8 +271,6 @@ class Zero12State(State):
 
 
 class Zero3State(State):
-    """The state of DeepSpeed's optimizer of ZeRO 3."""
-
     partitions_parameters = True
 
     def homes(self) -> Iterator[Home]:
@@ -294,7 +282,6 @@ class Zero3State(State):
                 yield Home(held, optimizer.fp32_partitioned_groups_flat[group], offset, start, numel, held.copy)
 
     def untrained(self, held: LocalParameter) -> Home:
-        """Return the place of a parameter's partition, or of a complete buffer."""
         parameter: Any = held.parameter
         if not hasattr(parameter, "ds_tensor"):
             return super().untrained(held)

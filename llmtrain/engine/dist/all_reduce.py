@@ -32,7 +32,7 @@ BUDGET_S = 0.5
 
 
 def main(argv: list[str]) -> int:
-    """Print the answer. Returns 0, or 1 after a failure, whose reason is in the line."""
+    """Returns 0, or 1 after a failure, whose reason is in the line."""
     ask = json.loads(argv[0])
     answer = _each_of(ask) if len(ask["here"]) > 1 else _alone(ask)
     print("\n" + ask["mark"] + json.dumps(answer), flush=True)

@@ -2,7 +2,7 @@
 
 DeepSpeed's launcher signals its ranks one after another, up to 30 s apart, and kills each 30 s after its signal
 (launcher/launch.py). So a rank never acts on a signal alone: it raises a flag, the flags of all ranks are joined at the
-next step boundary, and then all save and leave together, well before the first kill.
+next step boundary, and then all save and leave together.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 class StopRequests:
     """A context in which SIGTERM, SIGINT, SIGHUP, a vanished launcher or the file `preempt_file` ask to stop, and
-    SIGUSR1 asks to save; at its end the earlier handlers are put back."""
+    SIGUSR1 asks to save."""
 
     def __init__(self, preempt_file: str | None = None) -> None:
         self._preempt_file = preempt_file

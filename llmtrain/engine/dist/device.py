@@ -94,12 +94,10 @@ def _refuse_idle_gpus() -> None:
 
 
 def device_name(device: torch.device) -> str:
-    """The driver's name of the device; "cpu" without one."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def device_id(device: torch.device) -> str:
-    """A GPU's UUID; empty for the CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 

@@ -108,7 +108,6 @@ class Ranks:
         raise RankError(f"rank {first['rank']} of {self._world_size}:\n{first['text']}")
 
     def close(self) -> None:
-        """Kill the processes that still run, and wait for their end."""
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 if process.poll() is None:

@@ -11,8 +11,6 @@ import torch.distributed as dist
 
 @dataclass(frozen=True, kw_only=True)
 class Seat:
-    """The process of a rank: its host, device and id."""
-
     rank: int
     host: str
     local_rank: int

@@ -78,7 +78,6 @@ def meet(*, device: torch.device, backend: str, settings: Mapping[str, Any], lim
     not.
 
     Args:
-        device: of this rank.
         backend: of the device's collectives, "nccl" or "gloo".
         settings: values that must be equal on all ranks; any nesting of dicts and lists.
         limit_s: limit of rank 0's wait for the others, and of theirs for rank 0.
@@ -372,7 +371,6 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _log_interfaces(everyone: Sequence[Mapping[str, Any]]) -> None:
-    """Log the interfaces in a line, for several hosts."""
     chosen = {each["seat"]["host"]: each["interface"] for each in everyone}
     if len(chosen) == 1:
         return

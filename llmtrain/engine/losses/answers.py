@@ -22,7 +22,6 @@ from llmtrain.objectives.preferences import Answers, OverAnswers
 
 
 def answers_in(micro: MicroBatch) -> AnswerBatch:
-    """Return the micro-batch as one of preferences or unpaired answers."""
     assert isinstance(micro, AnswerBatch)
     return micro
 
@@ -33,7 +32,6 @@ class PerAnswer:
     figures: tuple[str, ...] = ("loss",)
 
     def weight(self, micro: MicroBatch) -> int:
-        """Answers."""
         return len(answers_in(micro).rows)
 
 
@@ -72,11 +70,9 @@ class PairLoss:
         self.figures, self._objective = figures_of(objective), objective
 
     def weight(self, micro: MicroBatch) -> int:
-        """Pairs."""
         return len(answers_in(micro).rows) // 2
 
     def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
-        """[figures]."""
         batch = answers_in(micro)
         if self._objective.scores:
             score, tokens = head.scores_at(hidden, last_tokens(batch)).view(-1, 2), counted_tokens(batch).view(-1, 2)
@@ -104,7 +100,6 @@ class UnpairedLoss(PerAnswer):
         self._kl = max(0.0, evaluate(others, _LogRatio())[0]["loss"])
 
     def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
-        """[figures]."""
         assert isinstance(micro, UnpairedBatch)
         log_prob, tokens = answers_of(head, hidden, micro)
         answers = Answers(log_prob=log_prob, tokens=tokens, reference=micro.reference, desirable=micro.desirable,
@@ -148,8 +143,7 @@ class LogProbs(PerAnswer):
 
 
 class OnlineReference:
-    """A loss function with the run's own base as its reference, computed on the global batch before each step: one more
-    forward pass a step, without a second model or a column in the data."""
+    """A loss function with the run's own base as its reference, computed on the global batch before each step."""
 
     def __init__(self, loss: LossFunction, base: Callable[[], AbstractContextManager[None]]) -> None:
         """`base`: a context in which the model computes as its base."""
@@ -159,7 +153,6 @@ class OnlineReference:
         """A micro-batch's samples -> log-probabilities of its answers, fp32 [A]."""
 
     def look(self, micros: list[MicroBatch], evaluate: Evaluate) -> None:
-        """Compute the reference's log-probabilities, then call `look` of the loss function."""
         given = [answers_in(micro) for micro in micros]
         unpaired = [micro for micro in given if isinstance(micro, UnpairedBatch)]
         others = [micro.mismatched for micro in unpaired]
@@ -177,11 +170,9 @@ class OnlineReference:
         self._loss.look(there, evaluate)
 
     def weight(self, micro: MicroBatch) -> int:
-        """The loss function's."""
         return self._loss.weight(micro)
 
     def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
-        """The loss function's."""
         known = self._known[tuple(micro.sample_indices)]
         return self._loss.sums(head, hidden, replace(answers_in(micro), reference=known))
 

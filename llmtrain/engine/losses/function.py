@@ -38,7 +38,6 @@ class PerToken:
     figures: tuple[str, ...] = ("loss",)
 
     def weight(self, micro: MicroBatch) -> int:
-        """Counted labels."""
         return int((micro.labels != IGNORE).sum())
 
 
@@ -56,7 +55,6 @@ class LooksAhead(Protocol):
 
 
 def figures_of(objective: Objective) -> tuple[str, ...]:
-    """Names of the sums of an objective's loss function."""
     return ("loss", *(figure.name for figure in objective.figures))
 
 

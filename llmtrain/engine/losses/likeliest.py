@@ -70,7 +70,6 @@ class NextWord:
         self.figures: tuple[str, ...] = ("loss", *(f"row {index}" for index in range(rows)))
 
     def weight(self, micro: MicroBatch) -> int:
-        """Rows."""
         return len(micro.sample_indices)
 
     def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:

@@ -67,7 +67,6 @@ class TokenLoss(PerToken):
         self.figures, self._objective = figures_of(objective), objective
 
     def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
-        """[figures]."""
         counts = (micro.labels != IGNORE).flatten()
         nll = head.token_nll(hidden, micro.labels, micro.counted).flatten()
         terms = terms_of(self._objective, nll.where(counts, 1.0))  # of 0 a formula may have no gradient

@@ -21,7 +21,6 @@ _VALUES, _WEIGHTS = "metrics.{}: values", "metrics.{}: weights"
 
 
 def with_metrics(loss: LossFunction, metrics: Mapping[str, Metric]) -> LossFunction:
-    """Add the metrics to the loss function."""
     return WithMetrics(loss, metrics) if metrics else loss
 
 
@@ -39,7 +38,6 @@ class WithMetrics:
         return self._loss.weight(micro)
 
     def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
-        """[figures]."""
         return torch.cat([self._loss.sums(head, hidden, micro), self._of_metrics(head, hidden, micro)])
 
     @torch.no_grad()
