@@ -50,7 +50,6 @@ class Ema(Part):
                 self._means.append(live.detach().clone())
 
     def begin(self, position: Position) -> None:
-        """Log the memory used, and the first step of the means if a resume has begun them."""
         if self._ranks.rank == 0:
             size = units.size(sum(4 * mean.numel() for mean in self._means))
             since = (
@@ -62,7 +61,6 @@ class Ema(Part):
 
     @torch.no_grad()
     def after_step(self, done: Done) -> None:
-        """Update the means, except after a skipped step."""
         assert self._settings.decay is not None
         if done.update.skipped or not is_due(self._settings.every, done.steps):
             return
@@ -72,7 +70,7 @@ class Ema(Part):
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Context in which the model uses the averaged weights. All ranks enter it together."""
+        """Context in which the model uses the averaged weights."""
         self._exchange()
         try:
             yield
@@ -91,19 +89,18 @@ class Ema(Part):
         self._engine.refresh()
 
     def state(self) -> list[StateTensor]:
-        """Return the means, in the pieces of their parameters."""
         return [
             replace(piece, kind=EMA, open=lambda mean=mean: contextlib.nullcontext(mean))  # type: ignore[misc]
             for piece, mean in zip(self._pieces, self._means, strict=True)
         ]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the settings of the means; a resume reads only the entry's presence."""
+        """A resume reads only the entry's presence."""
         return {"decay": self._settings.decay, "every": self._settings.every}
 
     @torch.no_grad()
     def restore(self, kept: Any, folder: Path) -> None:
-        """Read the means of a checkpoint of any layout. Raises AgreedError: a mean is missing or damaged."""
+        """Raises AgreedError: a mean is missing or damaged."""
         mine: dict[str, int] = {}
         with together(self._ranks), contextlib.closing(CheckpointReader(folder)) as reader:
             if lost := sorted({piece.name for piece in self._pieces} - {n for k, n in reader.tensors() if k == EMA}):

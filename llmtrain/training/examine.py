@@ -57,7 +57,7 @@ class Checked:
 
 
 def examine(resolved: ResolvedRun) -> Checked:
-    """Check a run without its device and its other ranks, and add notes to the run.
+    """Check a run, and add notes to the run.
 
     `config check` and every rank of `train` call it, so that both refuse the same runs.
 

@@ -20,7 +20,6 @@ class Fetching(Part):
         self._process: Child | None = None
 
     def begin(self, position: Position) -> None:
-        """Start the process, on one rank of each host."""
         shards = self._shards(position)
         if not shards or self._setup.ranks.seats[self._setup.ranks.rank].local_rank != 0:
             return
@@ -42,7 +41,7 @@ class Fetching(Part):
         return list(dict.fromkeys(found))
 
     def after_step(self, done: Done) -> None:
-        """Forward the process's messages to the tracker. Raises DataError, on this rank: a shard is damaged."""
+        """Raises DataError, on this rank: a shard is damaged."""
         for message in [] if self._process is None else self._process.received():
             kind = message.pop("kind")
             self._tracker.event(kind, **message)
@@ -52,6 +51,6 @@ class Fetching(Part):
                 log.warn(f"shards do not arrive ({message['error']}); what is missing is read at each step")
 
     def close(self, error: BaseException | None) -> None:
-        """End the process. A shard that is not complete is dropped."""
+        """Drop a shard that is not complete."""
         if self._process is not None:
             self._process.close()

@@ -214,7 +214,6 @@ def stopped(checkpoints: Path | None, step: int, reason: str | None) -> str:
 
 
 def _print_baselines(data: TrainData, tracker: Tracker) -> None:
-    """Print unigram and bigram losses of the same training tokens, if there are few."""
     train_tokens = sum(stream.tokens for stream in data.streams("train"))
     if train_tokens > _BASELINE_TOKENS:
         return

@@ -55,7 +55,7 @@ class Limits(Part):
         self._max_minutes, self._began_s = launch.setup.run.train.max_minutes, launch.began_s
 
     def request(self) -> Request:
-        """Return the flags of this rank; rank 0's clock counts."""
+        """Rank 0's clock counts."""
         minutes = self._max_minutes
         up = minutes is not None and self._ranks.rank == 0 and time.monotonic() - self._began_s > 60 * minutes
         return Request(stop=self._requests.stop_reason is not None, time_up=up)
@@ -69,7 +69,6 @@ class SkippedSteps(Part):
         self._in_a_row = 0
 
     def figures(self, done: Done) -> dict[str, Any]:
-        """Return the steps skipped so far."""
         return {"skipped_steps": done.position.skipped_steps}
 
     def after_step(self, done: Done) -> None:
@@ -160,7 +159,7 @@ class DataCheck(Part):
         """The error found by the thread; empty: none."""
 
     def begin(self, position: Position) -> None:
-        """Start the threads. Raises DataChanged, on all ranks."""
+        """Raises DataChanged, on all ranks."""
         stats = [os.stat(file.path) for file in self._files if file.path.is_file()]
         own = hashlib.sha256(repr([(stat.st_ino, stat.st_ctime_ns) for stat in stats]).encode()).hexdigest()
         everyone = from_all(self._ranks, own)  # copies on two hosts have other numbers and times
@@ -191,7 +190,6 @@ class DataCheck(Part):
         self._settled = None not in found
 
     def close(self, error: BaseException | None) -> None:
-        """End the thread."""
         self._closed = True
         if self._comparison is not None:
             wait([self._comparison])

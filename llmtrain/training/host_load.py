@@ -30,7 +30,6 @@ class HostLoad(Part):
         self._passed, self._at_s = _bytes_passed(), time.monotonic()
 
     def figures(self, done: Done) -> dict[str, Any]:
-        """Return the figures of all hosts. All ranks call it together."""
         everyone: list[dict[str, float]] = from_all(self._ranks, self._own())
         found: dict[str, Any] = {}
         for host, own in zip(self._hosts, everyone, strict=True):
@@ -55,7 +54,6 @@ class HostLoad(Part):
 
 
 def _bytes_passed() -> int:
-    """Bytes sent and received by the host's networks, without loopback."""
     counters = psutil.net_io_counters(pernic=True)
     return sum(each.bytes_sent + each.bytes_recv for name, each in counters.items() if name != "lo")
 

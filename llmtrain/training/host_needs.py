@@ -24,7 +24,7 @@ from llmtrain.storage.object_store import is_url
 
 
 def needs(configs: Sequence[str], run: RunConfig, mix: Mix, run_dir: str) -> Needs:
-    """Return the requirements. `configs`: the run's YAMLs."""
+    """`configs`: the run's YAMLs."""
     return Needs(
         files=(*configs, run.deepspeed),
         folders=tuple(_read_by(run)),
@@ -111,7 +111,6 @@ def sent_bytes(resolved: ResolvedRun) -> float | None:
     A gather, scatter or reduce to one rank sends (P - 1) / P of its bytes, an all-reduce twice as many. Gradients are
     reduced once a step at ZeRO 0 and 1, per micro-batch at ZeRO 2 and 3; parameters are gathered once a step at ZeRO 1
     and 2, per micro-batch at ZeRO 3, and again in the backward pass except for the model's last ones.
-    tests/ranks/test_link.py counts them.
     """
     run, degrees, stage = resolved.run, resolved.degrees, resolved.zero_stage
     parameters, micro_batches = _parameters(run), resolved.batch.accumulation

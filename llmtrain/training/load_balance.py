@@ -1,7 +1,7 @@
 """Load balancing: each data-parallel group takes as many sequences of a step as its measured speed allows.
 
-The loss is per token of the global batch, so other shares are the same training, like another number of ranks. All
-ranks decide from the same measurements, without another message.
+The loss is per token of the global batch, so other shares are the same training. All ranks decide from the same
+measurements, without another message.
 
 A rank's speed excludes waiting for others. On the processor: the time of a step's forward and backward passes minus the
 time inside collectives. On a GPU, where the host does not wait and collectives are in the device's queue: events around
@@ -165,8 +165,6 @@ class Pace(Protocol):
 
 
 class HostPace:
-    """Measures on the processor, without the collectives that `count_collectives` counts."""
-
     def __init__(self, waited_s: Callable[[], float] = heart.waited_s, clock: Callable[[], float] = time.monotonic):
         self._waited_s, self._clock = waited_s, clock
         self._found = 0
@@ -270,20 +268,16 @@ class LoadBalance(Part):
         return self._balance.sequences
 
     def restore(self, kept: Any, folder: Path) -> None:
-        """Take the shares of the launch before; ignore shares that do not fit this one."""
         self._balance.restore(kept)
         self._loader.share(self.sequences)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the shares."""
         return {"sequences": list(self.sequences)}
 
     def request(self) -> Request:
-        """Send this rank's speed."""
         return Request(pace=self.pace.take())
 
     def after_step(self, done: Done) -> None:
-        """Take new shares from the next step on, if they are worth it."""
         if (change := self._balance.measured(done.agreed.paces)) is None:
             return
         self.pace.forget()

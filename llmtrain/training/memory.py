@@ -1,9 +1,8 @@
 """The number of layers for model.recompute.layers: auto: as few as the device's memory asks for.
 
-Bytes of a micro-batch's activations are counted on tensors without memory. torch's FakeTensorMode knows the shape of
-each result and computes none, so that a step of 8B takes seconds and no memory. Its tensors say that they are on a CPU,
-whose attention kernel keeps what a GPU's flash kernel keeps. Layers are counted without torch.compile and fp8, with
-which they keep less. Bytes are those of the tensors: what an allocator loses between them is not among them.
+Bytes of a micro-batch's activations are counted on tensors without memory (torch's FakeTensorMode). The tensors say
+that they are on a CPU, whose attention kernel keeps what a GPU's flash kernel keeps. Layers are counted without
+torch.compile and fp8, with which they keep less. Losses of an allocator are not counted.
 """
 
 from __future__ import annotations
@@ -162,7 +161,6 @@ class LiveBytes(OperatorMode):
         return made
 
     def add(self, made: Any) -> None:
-        """Count the tensors in the result of an operator."""
         for tensor in made if isinstance(made, (tuple, list)) else (made,):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
@@ -176,7 +174,6 @@ class LiveBytes(OperatorMode):
             self.most = max(self.most, self.now())
 
     def now(self) -> int:
-        """Live bytes now."""
         self._live = {key: held for key, held in self._live.items() if not held[0].expired()}
         self._now = sum(size for _, size in self._live.values())
         return self._now
@@ -222,7 +219,6 @@ def count_activations(
 
 
 def _teacher(run: RunConfig, student: ModelConfig, precision: str) -> Teacher | None:
-    """Return the run's teacher on the meta device."""
     if run.objective.teacher is None or run.objective.top_k is not None:
         return None
     from llmtrain.models.teacher import empty_teacher, teacher_model

@@ -54,7 +54,7 @@ class Mirror:
     """The process that mirrors a folder of checkpoints, and its messages."""
 
     def __init__(self, settings: CheckpointConfig, folder: Path, tracker: Tracker, best: Best | None) -> None:
-        """Start the process. `best`: the rule for the best checkpoints, which are kept."""
+        """`best`: the rule for the best checkpoints, which are kept."""
         self._url, self._folder, self._tracker = redact_text(str(settings.mirror)), folder, tracker
         self._failing = False
         self._words = of_module(
@@ -105,5 +105,5 @@ class Mirror:
             )
 
     def close(self) -> None:
-        """End the process. An upload that is not complete is dropped."""
+        """Drop an upload that is not complete."""
         self._process.close()

@@ -203,7 +203,6 @@ def _with_progress(
 def _take(
     writer: ColumnWriter, data: TrainData, split: Split, found: Iterable[tuple[list[int], np.ndarray, np.ndarray]]
 ) -> None:
-    """Write the samples, words and logarithms of micro-batches."""
     for samples, words, logs in found:
         if not np.isfinite(logs).all():
             raise ModelError("objective.teacher: its probabilities are not finite; look at its weights, or compute in "

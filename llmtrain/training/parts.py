@@ -43,7 +43,6 @@ class Launch:
     """The parts made so far, in the order in which the loop calls them."""
 
     def part(self, kind: type[Kind]) -> Kind:
-        """Return the run's part of that class."""
         return next(part for part in self.parts if isinstance(part, kind))
 
 

@@ -100,7 +100,6 @@ class Guarded(Part):
     they train one more step, save, and `close_all` ends them with one error."""
 
     def __init__(self, name: str, part: Part, ranks: Ranks, surroundings: Surroundings) -> None:
-        """`part`: from the run's configuration."""
         self.name, self.key, self._ranks = name, f"parts.{name}", ranks
         self._part, self._surroundings = part, surroundings
         self.failure: str | None = None

@@ -28,8 +28,6 @@ _PHASES = ("data wait", "forward", "backward", "optimizer", "rest")
 
 
 class Profile(Part):
-    """Profiles the asked steps of this launch."""
-
     def __init__(self, launch: Launch) -> None:
         self._setup, self._speed = launch.setup, launch.speed
         self._folder = launch.folder.path / "profile"
@@ -102,7 +100,7 @@ class Profile(Part):
             setattr(holder, name, function) if own else delattr(holder, name)
 
     def _end(self, step: int) -> None:
-        """Write the files. All ranks call it together; a failed write is a warning."""
+        """Write the files. A failed write is a warning."""
         took_s, ranks = time.perf_counter() - self._began_s, self._setup.ranks
         assert self._open is not None
         with self._speed.pause(), heart.during("save"):

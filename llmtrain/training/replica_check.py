@@ -235,7 +235,6 @@ class ReplicaCheck(Part):
         self._compares_ranks = self._ranks.world_size > 1 and self._every > 0
 
     def after_step(self, done: Done) -> None:
-        """Check if it is due. Raises as `check`."""
         saves = done.last or self._launch.part(Saving).is_due(done)
         due = self._compares_ranks and (saves or is_due(self._every, done.steps))
         if due or (saves and self._agreed_step is None):
@@ -243,8 +242,7 @@ class ReplicaCheck(Part):
                 self.check(asdict(done.position), done.batch, done.lr_factor)
 
     def check(self, position: Mapping[str, int], batch: StepBatch, lr_factor: float) -> None:
-        """Compare the ranks, and the masters with the forward pass. Raises ReplicasDiffer or MastersDiffer, on all
-        ranks."""
+        """Raises ReplicasDiffer or MastersDiffer, on all ranks."""
         step = position["step"]
         if self._compares_ranks:
             # The ranks of a data-parallel group work on the same sequences.

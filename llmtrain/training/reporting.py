@@ -77,7 +77,6 @@ class Evaluation(Part):
         """Step and figures of this launch's last evaluation."""
 
     def is_best(self, step: int) -> bool:
-        """True if the evaluation at that step is among the best."""
         return self._best is not None and step in self._best
 
     def lost(self, step: int) -> None:
@@ -91,7 +90,6 @@ class Evaluation(Part):
         return self._best is not None
 
     def to_json(self) -> dict[str, Any] | None:
-        """Return the figures of the last evaluation, and the state of `train.stop_early`."""
         if self._last is None and self._patience is None:
             return None
         step, figures = self._last or (None, {})
@@ -100,7 +98,6 @@ class Evaluation(Part):
         return {"step": step, "figures": finite, **early}
 
     def restore(self, kept: dict[str, Any], folder: Path) -> None:
-        """Restore the count of evaluations."""
         if self._patience is not None and (early := kept.get("stop_early")):
             self._patience.restore(early)
             self.ended = self._patience.reason
@@ -113,7 +110,6 @@ class Evaluation(Part):
         return wanted and (done.complete if done.last else is_due(every, done.steps))
 
     def after_step(self, done: Done) -> None:
-        """Evaluate if it is due and more steps follow."""
         if self.is_due(done) and not done.last:
             with self._speed.pause():
                 self.evaluate(done.position)
@@ -158,7 +154,6 @@ class Evaluation(Part):
                 log.info(f"the run is complete at step {step}: {reason}")
 
     def _sample(self, step: int) -> None:
-        """Continue train.sample_prompts."""
         prompts = self._setup.prompts
         if prompts is None:
             return
@@ -178,7 +173,6 @@ class Evaluation(Part):
         return self._bytes[key]
 
     def _figures(self, index: int) -> dict[str, float]:
-        """Return the figures of one set, under its prefix."""
         measured, engine = self._measured[index], self._setup.engine
         objective = with_metrics(self._setup.objective, self._setup.run.metrics)
         if isinstance(objective, LooksAhead):
@@ -201,14 +195,13 @@ class BestSteps:
         return step in self._steps
 
     def take(self, step: int, figures: Mapping[str, float]) -> None:
-        """Count an evaluation; a figure that is not finite is never among the best."""
+        """A figure that is not finite is never among the best."""
         value = figures.get(self._best.metric, math.nan)  # a plugin's, of weights that are all 0, is not there
         if math.isfinite(value):
             others = ((each, kept) for each, kept in self._steps.items() if each != step)
             self._steps = dict(self._best.first([*others, (step, value)]))
 
     def lost(self, step: int) -> None:
-        """There is no checkpoint of that step: its save has failed."""
         self._steps.pop(step, None)
 
 
@@ -222,7 +215,6 @@ class Patience:
         self._best_step = self._waited = 0
 
     def take(self, step: int, figures: Mapping[str, float]) -> None:
-        """Count an evaluation."""
         value = figures.get(str(self._settings.metric), math.nan)
         self._newest = value if math.isfinite(value) else None
         sign = -1 if self._settings.mode == "max" else 1
@@ -245,11 +237,9 @@ class Patience:
         return f"{self._settings.metric} {how} ({was}; train.stop_early)"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the entry of a checkpoint."""
         return {"best": self._best, "best_step": self._best_step, "waited": self._waited, "newest": self._newest}
 
     def restore(self, kept: Mapping[str, Any]) -> None:
-        """Restore the state of `to_json`."""
         self._best, self._best_step, self._waited = kept["best"], kept["best_step"], kept["waited"]
         self._newest = kept.get("newest")
 
@@ -304,7 +294,6 @@ class Logging(Part):
         self._counts_comm = ranks.world_size > 1 and ranks.device.type == "cpu" and not background
 
     def after_step(self, done: Done) -> None:
-        """Count the step, and log it if it is due."""
         comm = (done.step_s, done.comm_s) if self._counts_comm else None
         if self._setup.course.stages[done.batch.stage].first_step == done.position.step - 1:
             self._speed.flops = flops_of(self._setup, done.batch.stage)
@@ -352,7 +341,7 @@ def flops_of(setup: Setup, stage: int) -> TokenFlops:
 
 
 def throughput_of(setup: Setup, step: int = 0) -> Throughput:
-    """The speed of the run between two log points. `step`: the step to continue from."""
+    """`step`: the step to continue from."""
     flops = flops_of(setup, setup.resolved.stages.number(step))
     peak = peak_flops(device_name(setup.ranks.device), setup.resolved.precision)
     return Throughput(flops=flops, devices=setup.ranks.world_size, peak=peak)

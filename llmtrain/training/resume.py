@@ -60,7 +60,7 @@ class TrainerState:
         """The entries that do not change during a launch."""
 
     def to_json(self, position: Position, entries: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return the file's content. `entries`: entries of the run's parts, by key."""
+        """`entries`: entries of the run's parts, by key."""
         return {
             **asdict(position),
             "loss_scale": self._engine.loss_scale(),
@@ -76,8 +76,6 @@ class TrainerState:
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """The state that a launch continues from."""
-
     trainer: TrainerState
     position: Position
     frozen: FrozenSource
@@ -142,7 +140,6 @@ def resume_or_start(setup: Setup, folder: RunDirectory, checkpoints: CheckpointF
 
 
 def _sampling(folder: Path | None) -> dict[str, Any]:
-    """Sampling defaults of the initial model's folder."""
     if folder is None:
         return {}
     from llmtrain.checkpoint.hf.serving import sampling_defaults

@@ -1,4 +1,4 @@
-"""One launch of a run on this rank, from the process group to the exported folder. Reads as a recipe."""
+"""One launch of a run on this rank, from the process group to the exported folder."""
 
 from __future__ import annotations
 
@@ -325,7 +325,6 @@ def _write_files(setup: Setup, folder: RunDirectory) -> dict[str, Any]:
 
 
 def _announce(launch: Launch) -> None:
-    """Print a summary of the run on rank 0."""
     setup, start, resolved = launch.setup, launch.start, launch.setup.resolved
     run, batch, mix, sizes = resolved.run, resolved.batch, resolved.mix, setup.spec.facts
     lines = [*resolved.notes, *setup.engine.module.notes, *start.lines]

@@ -26,8 +26,6 @@ _TELL_S = 1.0
 
 
 class Saving(Part):
-    """The checkpoints of one launch."""
-
     def __init__(self, launch: Launch) -> None:
         """Raises AgreedError: the ranks' pieces do not cover each tensor once."""
         setup, folder, start, parts = launch.setup, launch.checkpoints, launch.start, launch.parts
@@ -55,7 +53,6 @@ class Saving(Part):
             self._mirror = Mirror(self._settings, folder.path, launch.tracker, self._best)
 
     def request(self) -> Request:
-        """Send this rank's request for a save, and the status of its part of the save under way."""
         ended, failed = self._saver.status()
         self._signalled = self._requests.take_save()
         minutes = self._settings.every_minutes if self._ranks.rank == 0 else None
@@ -68,7 +65,6 @@ class Saving(Part):
         return not done.last and (due or self._evaluation.is_best(done.position.step))
 
     def before_update(self) -> None:
-        """Wait until the optimizer may overwrite the tensors that are being saved."""
         self._saver.before_update()
 
     def after_step(self, done: Done) -> None:
@@ -89,7 +85,7 @@ class Saving(Part):
             self._end_unsaved(done.position)
 
     def close(self, error: BaseException | None) -> None:
-        """Free the memory; an end that all ranks have agreed on waits for the save under way."""
+        """An end that all ranks have agreed on waits for the save under way."""
         if isinstance(error, TrainingStopped):
             self._settle()
         if self._mirror is not None:
@@ -97,7 +93,6 @@ class Saving(Part):
         self._saver.__exit__()
 
     def _settle(self) -> None:
-        """Wait for the save under way."""
         self._report(self._saver.drain())
 
     def _trainer(self, position: Position) -> dict[str, Any]:
@@ -189,7 +184,6 @@ class Saving(Part):
             log.warn(f"checkpoint at step {step} failed and is tried once more: {outcome.error}")
 
     def _lost(self, step: int) -> str:
-        """The message of a failed last save, with its remedy."""
         before = f"step {self._saved_step}" if self._saved_step else "the beginning"
         return f"The training up to step {step} is not saved. Fix that, and the same command continues from {before}."
 

@@ -105,7 +105,6 @@ class Setup:
         return with_reference(objective, self.run.objective, self._base)
 
     def write(self, source: ParameterSource) -> dict[str, int]:
-        """Give the parameters these values, and prove that they arrived. Returns the result of `write_weights`."""
         return write_weights(self.engine, source, self.ranks)
 
     def start_from(self, source: ParameterSource) -> dict[str, int]:
@@ -142,15 +141,14 @@ class Setup:
                         self.mesh.place, self.ranks, own_teacher=self.teacher == self.began_with)  # fmt: skip
 
     def session(self, step: int = 0) -> Session:
-        """Return the steps of the run. `step`: optimizer steps done before, skipped ones included."""
+        """`step`: optimizer steps done before, skipped ones included."""
         in_training = {name: metric for name, metric in self.run.metrics.items() if metric.in_training}
         rate = partial(rate_of, self.resolved.stages, max_steps=self.resolved.max_steps)
         return Session(self.engine, self.ranks, self.resolved.degrees, rate, seed=self.run.train.seed,
                        objective=with_metrics(self.objective, in_training), step=step)  # fmt: skip
 
     def loader(self, start_index: int = 0, sequences: Sequence[int] | None = None, *, step: int = 0) -> TrainLoader:
-        """Return this rank's batches. `sequences`: per step, by data-parallel rank; None: equal shares. `step`: steps
-        done before."""
+        """`sequences`: per step, by data-parallel rank; None: equal shares. `step`: steps done before."""
         batch = self.resolved.stages.at(step).batch
         return TrainLoader(
             self.course.at(step).data,

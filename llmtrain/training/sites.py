@@ -16,8 +16,6 @@ from llmtrain.training.step import Position
 
 
 class Sites(Part):
-    """Exchanges with the other sites."""
-
     key = "outer"
 
     def __init__(self, launch: Launch) -> None:
@@ -47,29 +45,26 @@ class Sites(Part):
         )
 
     def restore(self, kept: Any, folder: Path) -> None:
-        """Continue from the checkpoint's state of the site. Raises AgreedError: a damaged file."""
+        """Raises AgreedError: a damaged file."""
         self._site.restore(folder, kept)
 
     def begin(self, position: Position) -> Position:
-        """Join the other sites. Raises, on all ranks: SitesError; StopAsked, if a rank was asked before any step."""
+        """Raises, on all ranks: SitesError; StopAsked, if a rank was asked before any step."""
         step, index = self._site.begin(
             position.step, position.sample_index, self._start_timeout_s, lambda: self._requests.stop_reason is not None
         )
         return replace(position, step=step, sample_index=index)
 
     def after_step(self, done: Done) -> Position:
-        """Exchange with the other sites if it is due. Raises TrainingStopped, on all ranks."""
+        """Raises TrainingStopped, on all ranks."""
         step, index = self._site.after_update(done.position.step, done.step_s, complete=done.complete)
         return replace(done.position, step=step, sample_index=index)
 
     def state(self) -> list[StateTensor]:
-        """Return the common parameters, the outer momentum and the codec's residuals."""
         return self._site.state()
 
     def to_json(self) -> dict[str, Any]:
-        """Return the site's progress between two exchanges."""
         return self._site.to_json()
 
     def close(self, error: BaseException | None) -> None:
-        """End the connections."""
         self._site.__exit__(None if error is None else type(error), error, None)

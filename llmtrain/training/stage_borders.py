@@ -24,7 +24,7 @@ class StageBorders(Part):
         """Changes of the rotary positions that were applied to the model."""
 
     def begin(self, position: Position) -> None:
-        """Report the stage of the first step. An evaluation or a save before it uses the stage of the step before."""
+        """An evaluation or a save before the first step uses the stage of the step before."""
         self._step = position.step
         self._turn(self._course.done(position.step).stage)
         self._tell(position)
@@ -36,7 +36,6 @@ class StageBorders(Part):
         return Request()
 
     def after_step(self, done: Done) -> None:
-        """Report the next step's stage if it changes, and the next sequence if a part has moved the data."""
         trained, self._step, index = self._step + 1, done.position.step, done.position.sample_index
         if not done.last and self._course.at(self._step).stage != done.batch.stage:
             self._tell(done.position)
@@ -44,7 +43,6 @@ class StageBorders(Part):
             self._tracker.event("reads", step=self._step, next=index, trained=trained)
 
     def figures(self, done: Done) -> dict[str, Any]:
-        """Return the stage of the step."""
         return {"data/stage": self._course.first_number + done.batch.stage} if self._several else {}
 
     def _turn(self, stage: int) -> None:

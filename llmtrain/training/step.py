@@ -108,8 +108,7 @@ class Session:
         request: Request = Request(),  # frozen
         before_update: Callable[[], None] = lambda: None,
     ) -> Step:
-        """Train on this rank's part of a global batch. Raises TrainingStopped, on all ranks: fp16 has no smaller loss
-        scale left."""
+        """Raises TrainingStopped, on all ranks: fp16 has no smaller loss scale left."""
         if isinstance(self.objective, LooksAhead):
             self.objective.look(batch.micro_batches, self.engine.evaluate)
         counted = sum(map(self.objective.weight, batch.micro_batches))
@@ -136,7 +135,7 @@ class Session:
         return Step(batch=batch, agreed=agreement(), sums=sums, lr_factor=lr_factor, update=update)
 
     def figures(self, step: Step) -> dict[str, float]:
-        """Return the objective's figures over the global batch. Waits for the device; every rank must call it."""
+        """Return the objective's figures over the global batch. Waits for the device."""
         means = self.engine.means(torch.stack(step.sums).sum(0), step.agreed.weight)
         return quotients(dict(zip(self.objective.figures, means, strict=True)))
 
