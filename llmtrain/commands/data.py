@@ -67,8 +67,6 @@ class Run:
 
 @dataclass(frozen=True)
 class Shown:
-    """A row for people."""
-
     heading: str
     runs: list[Run]
 

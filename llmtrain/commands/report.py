@@ -31,8 +31,6 @@ _EVENTS_SHOWN = 200
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Content of a run folder's files."""
-
     name: str
     rows: list[dict[str, Any]]
     events: list[dict[str, Any]]

@@ -89,8 +89,6 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """The outcome of one comparison."""
-
     worst: dict[str, Difference]
     """By kind: the difference with the largest ratio to its tolerance."""
     first: list[Difference] = field(default_factory=list)

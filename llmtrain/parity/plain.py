@@ -297,7 +297,6 @@ def rate_of_step(schedule: Schedule, number: int, steps: int) -> float:
 
 
 def _balance_coefficient(config: PreTrainedConfig) -> float:
-    """Return the coefficient of a router's load-balancing loss, or 0."""
     return config.router_aux_loss_coef if getattr(config, "output_router_logits", False) else 0.0
 
 

@@ -108,7 +108,6 @@ def base_of(model: nn.Module, masters: dict[str, Tensor]) -> nn.Module:
 
 
 def frozen_beside(model: nn.Module, adapter: AdapterConfig) -> set[str]:
-    """Return the names of the parameters that the run's adapter freezes."""
     named = list(model.named_parameters(remove_duplicate=False))
     whole = {
         id(p)

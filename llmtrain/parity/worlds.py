@@ -225,7 +225,7 @@ def bluntness(name: str, verdict: Verdict, *, sharp: bool) -> list[str]:
 
 
 def report(title: str, verdict: Verdict, likely: str = "", passes: str = "PASS") -> list[str]:
-    """Return the lines of one comparison. `passes`: the word for a pass."""
+    """`passes`: the word for a pass."""
     lines = [f"  {passes if verdict.passed else 'FAIL'}  {title}"]
     for kind, worst in verdict.worst.items():
         where = f"step {worst.step}" + (f", {worst.name}" if worst.name else "")

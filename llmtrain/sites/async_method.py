@@ -55,9 +55,8 @@ class Newest:
         tell: Callable[..., None],
         settings: Async,
     ) -> None:
-        """`shard`: this rank's own parameters. `exchange`: with its own process group unless `overlap_steps` is 0.
-        `server`: publishes this rank's changes. `form`: format of changes, without error feedback. `tell`: takes an
-        event's kind and fields."""
+        """`exchange`: with its own process group unless `overlap_steps` is 0. `form`: format of changes, without error
+        feedback. `tell`: takes an event's kind and fields."""
         self._ranks, self._shard, self._exchange, self._server = ranks, shard, exchange, server
         self._form, self._tell = form, tell
         self._every, self._overlap, self._limit_s = settings.sync_every, settings.overlap_steps, settings.timeout_s

@@ -68,8 +68,8 @@ class Exchange:
         keys: Keys | None,
         most_steps: int,
     ) -> None:
-        """`site`: its id. `run`: checksum of the settings that the sites share. `form`: format of changes; None: fp32
-        parameters. `most_steps`: limit on a site's steps between two synchronisations; larger reports are capped."""
+        """`run`: checksum of the settings that the sites share. `form`: format of changes; None: fp32 parameters.
+        `most_steps`: limit on a site's steps between two synchronisations; larger reports are capped."""
         self.ranks = self._ranks = ranks
         self._shard, self._site, self._run, self._form = shard, site, run, form
         self._healer = ""
@@ -88,10 +88,9 @@ class Exchange:
         part: slice,
         deadline_s: float,
     ) -> Fetched:
-        """Fetch the data of a round. `sources`: sites whose parameters count. `healers`: sites with the common state;
-        empty if this site has it. `own`: this rank's parameters, or its changes after decoding. `common`: [size]; a
-        fetched common state replaces it. `leader`: its report must match the healers' data. `part`: slice of the round.
-        `deadline_s`: time.monotonic()."""
+        """`sources`: sites whose parameters count. `healers`: sites with the common state; empty if this site has it.
+        `own`: this rank's parameters, or its changes after decoding. `common`: [size]; a fetched common state replaces
+        it. `leader`: its report must match the healers' data. `part`: of the round. `deadline_s`: time.monotonic()."""
         found: dict[str, Array] = {}
         failed: dict[str, str] = {}
         round_ = leader.round
@@ -153,7 +152,6 @@ class Exchange:
         return self._joined(found, failed, None, received, squares, behind), clocks
 
     def _clock(self, site: PeerStatus, round_: int, deadline_s: float) -> Clock | str:
-        """Return a site's clock, or the reason of the failure."""
         read = np.zeros(3, "<i8")
         peer = self._peers_of(site)[0]
         try:

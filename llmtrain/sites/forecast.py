@@ -114,8 +114,6 @@ def step_seconds(folder: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Properties of a run for a forecast."""
-
     fragments: tuple[int, ...]
     """Trained parameters of each part of a model that is synchronised in parts."""
     sites: int
@@ -128,7 +126,6 @@ class Job:
 
     @property
     def parameters(self) -> int:
-        """Trained parameters."""
         return sum(self.fragments)
 
     def messages(self, method: SitesConfig) -> Sequence[int]:

@@ -55,8 +55,8 @@ class Meetings:
         common: Mapping[str, Any],
         longest_s: float = _LONGEST_S,
     ) -> None:
-        """`members`: on rank 0, None on others. `site`: its id. `run`: checksum of `common`, settings that all sites
-        share. `longest_s`: limit of one request, for which the other ranks wait in a collective."""
+        """`members`: on rank 0, None on others. `run`: checksum of `common`, settings that all sites share.
+        `longest_s`: limit of one request, for which the other ranks wait in a collective."""
         self._longest_s = min(longest_s, _LONGEST_S)
         self._ranks, self._members, self._site, self._run, self._common = ranks, members, site, run, common
         self.before: list[str] = []

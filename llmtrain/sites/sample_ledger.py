@@ -16,8 +16,6 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A site's request for samples."""
-
     site: str
     batch: int
     """Sequences of an optimizer step."""

@@ -105,10 +105,9 @@ class Site:
         last_step: int | None = None,
         members: Callable[[str, str, float], Members] = TorchftMembers,
     ) -> None:
-        """`common`: settings that must be equal on all sites, JSON values. `share`: size of this site's step. `tell`:
-        takes an event's kind and fields. `last_step`: completes the run; None: unknown. `members`: makes the membership
-        from address, id and seconds to connect. Raises AgreedError: the coordinator does not answer, torchft is
-        missing, the address is public."""
+        """`common`: settings that must be equal on all sites, JSON values. `tell`: takes an event's kind and fields.
+        `last_step`: completes the run; None: unknown. `members`: makes the membership from address, id and seconds to
+        connect. Raises AgreedError: the coordinator does not answer, torchft is missing, the address is public."""
         self._ranks, self._settings, self._share, self._tell = ranks, settings, share, tell
         common = json.loads(json.dumps({**common, **shapes(engine)}))
         run = xxhash.xxh3_64_hexdigest(json.dumps(common, sort_keys=True).encode())
@@ -200,7 +199,6 @@ class Site:
         self._tell("alone", step=self._step, others=sorted({each.site for each in past}), at=step)
 
     def state(self) -> list[StateTensor]:
-        """Return the tensors for a checkpoint."""
         found = pieces(self._shard, COMMON, lambda: self._anchor)
         if self._settings.keeps_momentum:
             found += pieces(self._shard, MOMENTUM, lambda: self._momentum)
@@ -212,15 +210,13 @@ class Site:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """Return the position between two synchronisations, for a checkpoint."""
         return {
             "was": self._was, "round": self._round, "trained": self._trained, "weights": self._weights,
             "ledger": None if self._ledger is None else self._ledger.to_json(),
         }  # fmt: skip
 
     def restore(self, folder: Path, kept: Mapping[str, Any]) -> None:
-        """Restore a checkpoint, before `begin`. `kept`: from `to_json`. Raises AgreedError: the checkpoint is
-        damaged."""
+        """Call before `begin`. `kept`: from `to_json`. Raises AgreedError: the checkpoint is damaged."""
         found = read_back(self._shard, folder, (COMMON, MOMENTUM, RESIDUAL, LINE), self._ranks)
         with together(self._ranks):
             self._ledger, self._was, self._round, self._trained, weights = standing(kept, folder)
@@ -547,7 +543,7 @@ def connect(
     settings: SitesConfig, rank: int, run: str, site: str, pieces: Pieces, members: Callable[[str, str, float], Members]
 ) -> tuple[Keys | None, Server, Members | None]:
     """Return (this site's keys if it has some, the server of this rank's elements, the membership on rank 0). `run`:
-    checksum of the shared settings. `site`: its id. `pieces`: elements of this rank. Raises SitesError."""
+    checksum of the shared settings. Raises SitesError."""
     assert settings.coordinator is not None
     keys = Keys(Path(settings.keys), "sites.keys") if settings.keys is not None else None
     host = settings.listen or own_address(settings.coordinator, encrypted=keys is not None)

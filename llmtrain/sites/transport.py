@@ -62,8 +62,8 @@ class Server:
         self, host: str, *, run: str, member: str, pieces: Pieces, limit_s: float, keys: Keys | None = None
     ) -> None:
         """`run`: checksum of the settings that sites share; other requests are refused. `member`: this site's id, so
-        that a later process at this address is not mistaken for it. `pieces`: contents of the arrays. `limit_s`:
-        longest connection. `keys`: only members are answered, encrypted."""
+        that a later process at this address is not mistaken for it. `limit_s`: longest connection. `keys`: only members
+        are answered, encrypted."""
         self._run, self._member, self._limit_s = run, member, limit_s
         self._index = [[at, name, *_packed(region)] for at, name, region in pieces]
         self._arrays: dict[str, tuple[int, Array]] = {}

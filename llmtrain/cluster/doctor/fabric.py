@@ -48,8 +48,6 @@ _START_S = 12.0
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """Measurements of one pair of hosts."""
-
     first: str
     second: str
     trip_s: float = 0.0
@@ -81,8 +79,6 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True)
 class Fabric:
-    """Measurements of one examination."""
-
     pairs: tuple[Pair, ...]
     all_reduce: Mapping[str, Any] = field(default_factory=dict)
     """Result of `measure_all_reduce`."""

@@ -68,7 +68,6 @@ def preflight(
 
     Args:
         hosts: of read_hostfile, or select.
-        run: the run to start there.
         port: of the rendezvous; 0: do not look at it.
         ssh_port: of every sshd, where it is not 22.
         timeout_s: for each host.
@@ -101,7 +100,6 @@ def preflight(
 
 
 def in_order(findings: Sequence[Finding], hosts: Sequence[Host]) -> tuple[Finding, ...]:
-    """Sort red findings first, then in the order of the hosts."""
     order = {host.name: index for index, host in enumerate(hosts)}
     key = lambda each: (each.level != "red", order.get(each.host, 0), CHECKS.index(each.check))  # noqa: E731
     return tuple(sorted(findings, key=key))
@@ -118,8 +116,6 @@ _MARKS = {"red": ("FAIL", "bold red"), "yellow": ("warn", "yellow"), "ok": ("ok"
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Findings of one examination."""
-
     survey: Survey
     findings: tuple[Finding, ...]
     checked: frozenset[str]

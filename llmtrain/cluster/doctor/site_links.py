@@ -22,8 +22,6 @@ _TRIPS = 30
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Measurements of the line between two sites."""
-
     site: str
     """HOST:PORT of the other side."""
     trip_s: float

@@ -24,8 +24,6 @@ Facts = dict  # Python 3.8 knows no dict[str, ...] at run time
 
 
 class Host:
-    """One host's part of the measurement."""
-
     def __init__(self, ask: Facts) -> None:
         self.ask = ask
         self.me = ask["host"]

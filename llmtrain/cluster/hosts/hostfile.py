@@ -52,8 +52,6 @@ class HostfileError(ConfigError):
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """One host of a job."""
-
     name: str
     slots: int
     """Ranks to start; always len(devices)."""

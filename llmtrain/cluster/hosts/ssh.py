@@ -1,8 +1,7 @@
 """Runs one command on many hosts at once through ssh: bounded in time, output and processes, with the reason of each
 failure.
 
-DeepSpeed asks one host, hides ssh's messages and reports any failure as "not reachable" (launcher/runner.py). ssh's
-messages are always English: it never loads LC_MESSAGES.
+ssh's messages are always English: it never loads LC_MESSAGES.
 """
 
 from __future__ import annotations
@@ -189,8 +188,6 @@ __all__ = ["Answer", "Trouble", "on_hosts"]
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer of one host."""
-
     host: str
     code: int | None
     """The command's exit code; None when it did not run to its end, for the reason in `trouble`."""

@@ -43,8 +43,6 @@ _MAX_OPEN_BYTES = 8 << 10
 
 @dataclass(frozen=True, kw_only=True)
 class Travel:
-    """Variables that go to the hosts."""
-
     open: dict[str, str]
     """Through DeepSpeed's command line: all users of a host can read them."""
     private: dict[str, str]

@@ -40,8 +40,6 @@ Kind = Literal["complete", "stopped", "preempted", "refused", "fault"]
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """End of one attempt."""
-
     kind: Kind
     code: int
     """Exit code of the launch if this was the last attempt."""
@@ -99,7 +97,7 @@ class Attempt:
         return self.resumes_at if self.checkpoint is None else self.checkpoint
 
     def outcome(self, code: int) -> Outcome:
-        """Return the outcome. `code`: exit code of DeepSpeed's launcher or srun; negative: the signal that ended it."""
+        """`code`: exit code of DeepSpeed's launcher or srun; negative: the signal that ended it."""
         end = self.end or {}
         status, step = end.get("status"), self.newest
         if status == "complete":
@@ -147,8 +145,6 @@ class Attempt:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """Decision after the end of an attempt."""
-
     restart: bool
     wait_s: float = 0.0
     """Before the restart."""
@@ -220,8 +216,6 @@ _WAIT_SPARE_S, _WAIT_NEEDED_S = 30.0, 600.0
 
 
 class Launch:
-    """Runs all attempts of one `llmtrain launch`."""
-
     def __init__(self, options: Options, mark: str, run: Run) -> None:
         self._run = run
         self._options, self._mark = options, mark
@@ -238,7 +232,7 @@ class Launch:
         self._live: log.LiveLine | None = None
 
     def run(self) -> int:
-        """Run attempts until the job ends or is not to be restarted. Raises UserError."""
+        """Raises UserError."""
         # nohup, and a shell that starts it in the background, have some of them ignored: so they stay.
         handled = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
         before = {number: signal.signal(number, self._on_signal) for number in handled}
@@ -280,7 +274,6 @@ class Launch:
         return code
 
     def _attempt(self) -> tuple[Attempt, int]:
-        """Start the job and follow it to its end; nothing is left on any host that answers."""
         plan = make_plan(self._options, self._hosts, self._mark, self._words)
         resumes_at = self._newest()
         with self._launcher.start(plan) as job:

@@ -1,9 +1,8 @@
 """Signals and ends the processes of a launch on its hosts; its guardian does so after the launch is killed.
 
 Processes are found by the launch's mark, never by name: DeepSpeed itself uses `pkill -f`, which ends every DeepSpeed
-job of the user on those hosts (multinode_runner.py), and its launcher passes signals on to one rank after another, up
-to 30 s apart (launch.py). Without the guardian, rank 0 of a killed launch would die at its next print into a pipe that
-nobody reads; the guardian asks the ranks to save and leave.
+job of the user on those hosts (multinode_runner.py). Without the guardian, rank 0 of a killed launch would die at its
+next print into a pipe that nobody reads; the guardian asks the ranks to save and leave.
 """
 
 from __future__ import annotations

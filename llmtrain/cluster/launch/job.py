@@ -60,7 +60,6 @@ class Job:
         return self._process.stdout.fileno()
 
     def _read(self) -> None:
-        """Print the lines for the user, queue the messages for the supervisor."""
         assert self._process.stdout is not None
         with self._process.stdout as stream:
             for raw in stream:

@@ -209,7 +209,6 @@ def _folder() -> Iterator[Path]:
 
 
 def launcher_of(name: str, mark: str, needs: Needs | None = None) -> Launcher:
-    """Return the launcher of `--launcher`. `mark`: of this launch; `needs`: of its run, for the preflight."""
     return Slurm(mark) if name == "slurm" else Pdsh(mark, needs)
 
 

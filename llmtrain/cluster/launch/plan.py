@@ -69,8 +69,6 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One start of a job."""
-
     hosts: tuple[Host, ...]
     words: tuple[str, ...]
     """Arguments of `llmtrain train`: --config RUN.yaml and the overrides."""

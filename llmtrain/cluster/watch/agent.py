@@ -248,8 +248,6 @@ class _Notes:
 
 
 class Agent:
-    """Watches the ranks of one host."""
-
     def __init__(self, settings: dict[str, Any]) -> None:
         """Raises OSError."""
         self.folder = Path(settings["folder"])

@@ -151,8 +151,6 @@ OTHER_WAY = (
 
 @dataclass(frozen=True, kw_only=True)
 class Cause:
-    """A cause from a row of the table."""
-
     name: str
     ranks: Sequence[RankFacts]
     """The ranks that differ."""
