@@ -430,7 +430,7 @@ def refuse_other_run(
     _refuse_other_plugins(saved.get("plugins") or {}, now.get("plugins") or {}, folder)
     if saved.get("data_fingerprint") is None:
         return [
-            f"{folder} does not name its data: this run's data is assumed, from sequence"
+            f"{folder} does not name its data: this run's data is assumed, from sequence "
             f"{saved.get('sample_index') or 0} on"
         ]
     return []

@@ -80,9 +80,12 @@ class Launches(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.ran: Counter[str] = Counter()
+        self.last = ""
+        """The operator that ran last."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.ran[function.overloadpacket.__name__] += 1
+        self.last = function.overloadpacket.__name__
+        self.ran[self.last] += 1
         return function(*args, **(kwargs or {}))
 
 
