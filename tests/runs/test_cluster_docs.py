@@ -75,7 +75,7 @@ def test_a_mistake_is_told_before_anything_starts(place: Workplace) -> None:
 
 def test_what_the_page_says_of_the_program() -> None:
     told = TEXT[TEXT.index("Those of launch") : TEXT.index("## Slurm")]
-    codes = [int(code) for code in re.findall(r"(?:: |;\s)(\d+), ", told)]
+    codes = [int(code) for code in re.findall(r"(?:: |;\s)(\d+),\s", told)]
     assert codes == [0, attempts.FAULT_CODE, 2, 3, attempts.PREEMPTED_CODE, attempts.INTERRUPTED_CODE]
     assert f"| `--max-restarts N` | {MAX_RESTARTS} |" in TEXT
     assert all(name.startswith(PREFIXES) for name in re.findall(r"`([A-Z]+_?)\*`", TEXT))
