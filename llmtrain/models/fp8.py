@@ -28,8 +28,8 @@ _OURS = "lora_"
 
 
 def maps_of(layer: nn.Module) -> tuple[dict[str, nn.Linear], dict[str, str]]:
-    """The linear maps of a decoder layer by path: (those for fp8, the others with the reason). Excluded are routers and
-    experts, whose number of tokens, an inner side of a product, varies."""
+    """The linear maps of a decoder layer by path: (those for fp8, the others with the reason). Routers stay in bf16
+    because they choose experts, experts because their number of tokens, an inner side of a product, varies."""
     blocks = expert_blocks(layer)
     routed = {m for block in blocks for part in (block.router, *block.experts) for m in part.modules()}
     chosen: dict[str, nn.Linear] = {}

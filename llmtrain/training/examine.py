@@ -132,8 +132,7 @@ def examine(resolved: ResolvedRun) -> Checked:
     whole = [f"eval.sets.{name}: {run.eval.sets[name]} has no validation split, and all of its sequences count"
              for name, each in sets.items() if each.whole]  # fmt: skip
     notes = (*notes, *_epochs(resolved, [data, *later]), *_too_large(resolved, spec), *whole)
-    notes = (*notes, *_cut(choices, run.data.sequence_length))
-    resolved = replace(resolved, notes=(*resolved.notes, *notes))
+    resolved = replace(resolved, notes=(*resolved.notes, *notes, *_cut(choices, run.data.sequence_length)))
     return Checked(resolved=resolved, spec=spec, data=data, later=tuple(later), references=references, sets=sets,
                    teachers=teachers, teacher_config=None if run.objective.reference else compared, choices=choices,
                    prompts=prompts)  # fmt: skip

@@ -23,7 +23,7 @@ def test_words_on_added_lines(
 
     (tmp_path / "gone.py").unlink()
     (tmp_path / "a.py").write_text(
-        '"""An old line stands."""\nstands = beside = 1\n\n\ndef f():\n    """Returns a whole number."""\n'
+        '"""An old line stands."""\nstands = beside = f"{beside}"\n\n\ndef f():\n    """Returns a whole number."""\n'
     )
     assert prose.main() == 0, "names in the code and a whole number are fine"
 

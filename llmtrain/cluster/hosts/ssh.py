@@ -1,6 +1,7 @@
 """Runs one command on many hosts at once through ssh: bounded in time, output and processes, with the reason of each
 failure.
 
+DeepSpeed's own check asks one host, hides ssh's messages and reports each failure as "not reachable".
 ssh's messages are always English: it never loads LC_MESSAGES.
 """
 

@@ -143,7 +143,8 @@ class LogProbs(PerAnswer):
 
 
 class OnlineReference:
-    """A loss function with the run's own base as its reference, computed on the global batch before each step."""
+    """A loss function with the run's own base as its reference, computed on the global batch before each step: one more
+    forward pass a step, without a second model or a column in the data."""
 
     def __init__(self, loss: LossFunction, base: Callable[[], AbstractContextManager[None]]) -> None:
         """`base`: a context in which the model computes as its base."""
