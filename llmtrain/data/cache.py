@@ -375,8 +375,9 @@ def each(ask: Callable[[Item], Result], items: Sequence[Item], of: str = "", unt
                 thread.join(1.0)
                 if threading.current_thread() is threading.main_thread():  # a reader's thread proves nothing
                     heart.beat()
-                if time.monotonic() > until + _AGAIN_S:
-                    raise StoreGone(f"{of}: does not answer {socket.gethostname()}; look at the network")
+                if thread.is_alive() and time.monotonic() > until + _AGAIN_S:
+                    silence = StoreGone(f"{of}: does not answer {socket.gethostname()}; look at the network")
+                    raise errors[0] if errors else silence
     finally:
         del _waits[threading.get_ident()]
     if errors:
