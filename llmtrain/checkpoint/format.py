@@ -29,7 +29,7 @@ from llmtrain.base import untrusted
 from llmtrain.base.errors import CheckpointError
 from llmtrain.base.untrusted import natural, word
 from llmtrain.optim.optimizers import PARAM
-from llmtrain.storage.hub.names import commit_of, here
+from llmtrain.storage.addresses import commit_of, here
 from llmtrain.storage.region import Region
 from llmtrain.storage.tensorfile import TensorFile
 

@@ -20,8 +20,9 @@ from llmtrain.checkpoint.format import MANIFEST, TRAINER, Manifest, step_of
 from llmtrain.checkpoint.listing import find_checkpoints
 from llmtrain.checkpoint.mirror import Mirrored
 from llmtrain.checkpoint.verify import verify
-from llmtrain.storage.folders import alone, announce, place_of
-from llmtrain.storage.object_store import Store, StoreError, is_url, problem_of
+from llmtrain.storage.addresses import is_url, place_of
+from llmtrain.storage.folders import alone, announce
+from llmtrain.storage.object_store import Store, StoreError, problem_of
 
 _STEP = re.compile(r"step-([0-9]{1,18})")
 

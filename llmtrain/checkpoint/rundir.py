@@ -21,7 +21,7 @@ from llmtrain.checkpoint.retain import leftovers, remove
 from llmtrain.config.run import RunConfig
 from llmtrain.engine.dist.control import from_all, from_rank_0, together
 from llmtrain.engine.dist.ranks import Ranks
-from llmtrain.storage.object_store import is_url
+from llmtrain.storage.addresses import is_url
 
 
 class RunDirectory:

@@ -18,7 +18,7 @@ from llmtrain.base import log
 from llmtrain.base.errors import CheckpointError
 from llmtrain.checkpoint.listing import best_checkpoints, find_checkpoints, read_while_there, rows, step_folders, table
 from llmtrain.commands import completion
-from llmtrain.storage.object_store import is_url
+from llmtrain.storage.addresses import is_url
 
 if TYPE_CHECKING:
     from llmtrain.checkpoint.hf.proofs import Report
@@ -100,7 +100,7 @@ def _average(args: argparse.Namespace) -> int:
 def _to_hf(args: argparse.Namespace) -> int:
     from llmtrain.checkpoint.hf.exporting import MARK, export_hf
     from llmtrain.checkpoint.remote import checkpoints_at
-    from llmtrain.storage.hub.transfer import check_push, push
+    from llmtrain.storage.hub import check_push, push
 
     if args.push is not None:
         if is_url(args.out):
@@ -124,7 +124,7 @@ def _to_hf(args: argparse.Namespace) -> int:
 
     def to_its_place(checkpoint: Path) -> Report:
         if is_url(args.out):
-            from llmtrain.checkpoint.hf.exporting import export_to_store
+            from llmtrain.checkpoint.hf.export_store import export_to_store
 
             return export_to_store(checkpoint, args.out, partial(export, checkpoint))
         return export(checkpoint, Path(args.out))
@@ -141,8 +141,8 @@ def _to_hf(args: argparse.Namespace) -> int:
 
 def _from_hf(args: argparse.Namespace) -> int:
     from llmtrain.checkpoint.hf.from_hf import import_hf
-    from llmtrain.storage.hub.names import folder_here
-    from llmtrain.storage.hub.transfer import model_folder
+    from llmtrain.storage.addresses import folder_here
+    from llmtrain.storage.hub import model_folder
 
     folder = folder_here(args.folder) or model_folder(args.folder, asked_by="from-hf")
     report = import_hf(folder, args.out, check=args.check, trust_remote_code=args.trust_remote_code)

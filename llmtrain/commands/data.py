@@ -23,8 +23,9 @@ from llmtrain.data.manifest import SPLITS, Split, template_notes
 from llmtrain.data.prepare.token_corpora import Megatron
 from llmtrain.data.shards import PreparedSet, TokenStream
 from llmtrain.data.tokenize import Encoder
+from llmtrain.storage.addresses import is_url
 from llmtrain.storage.folders import scratch_for, told, upload
-from llmtrain.storage.object_store import Store, is_url, problem_of
+from llmtrain.storage.object_store import Store, problem_of
 
 _STYLES = {(True, False): "bold green", (True, True): "bold magenta", (False, False): "dim", (False, True): "cyan"}
 """Terminal style of each (counted, special token)."""

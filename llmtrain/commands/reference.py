@@ -12,7 +12,7 @@ from llmtrain.config.resolve import resolve
 from llmtrain.config.run import RunConfig
 from llmtrain.data.stream.epoch import sequences_of_epoch
 from llmtrain.objectives.by_token import Distill
-from llmtrain.storage.object_store import is_url
+from llmtrain.storage.addresses import is_url
 
 USAGE = """\
 usage: llmtrain reference RUN.yaml [--SECTION.FIELD VALUE ...]

@@ -23,7 +23,7 @@ from llmtrain.config.pinned import with_base
 from llmtrain.config.run import FaultConfig, ResolvedRun
 from llmtrain.data.stream.epoch import sequences_of_epoch
 from llmtrain.engine.process_memory import none_while_importing
-from llmtrain.storage.object_store import is_url
+from llmtrain.storage.addresses import is_url
 
 if TYPE_CHECKING:
     from llmtrain.training.parts import Part

@@ -15,8 +15,7 @@ from llmtrain.base.redact import redact_text
 from llmtrain.config.problems import Places, Problems, stop
 from llmtrain.config.run import RunConfig, stage_views
 from llmtrain.objectives.objective import Objective
-from llmtrain.storage.hub.names import COMMIT, is_remote
-from llmtrain.storage.object_store import Store, StoreError, is_url, problem_of
+from llmtrain.storage.addresses import COMMIT, is_remote, is_url
 
 
 def check_on_disk(run: RunConfig, problems: Problems) -> None:
@@ -45,8 +44,8 @@ def check_on_disk(run: RunConfig, problems: Problems) -> None:
         _check_resume(run.resume, problems)
     _check_run_dir(run, problems)
     for key, url in (("checkpoint.mirror", run.checkpoint.mirror), ("train.export_to", run.train.export_to)):
-        if url is not None and (found := problem_of(url, writes=True)):
-            problems.add(key, redact_text(url), *found)
+        if url is not None:
+            _is_usable(key, url, problems, writes=True)
     model_vocab = run.model.vocabulary or (model or {}).get("vocab_size")
     key, given, room = "model.pretrained", run.model.pretrained, "model.vocabulary"
     if run.model.config is not None:
@@ -167,8 +166,7 @@ def has_checkpoints(run: RunConfig) -> bool:
 def _check_resume(path: str, problems: Problems) -> None:
     """Check for a checkpoint, a run with some, or RUN/step-N. A store is checked when it is fetched."""
     if is_url(path):
-        if found := problem_of(path):
-            problems.add("resume", redact_text(path), *found)
+        _is_usable("resume", path, problems)
         return
     step = re.fullmatch(r"step-([0-9]{1,18})", Path(path).name)
     if step and not os.path.exists(path):
@@ -244,7 +242,7 @@ def _read_manifest(key: str, path: str, problems: Problems) -> dict[str, Any] | 
     folder = Path(path)
     manifest = folder / "manifest.json"
     if is_url(path):
-        return _read_in_store(key, path, problems)
+        return _read_in_store(key, path, problems) if _is_usable(key, path, problems) else None
     if not os.path.exists(path):
         rule = "a dataset on the Hub is prepared first" if path.startswith("hf:") else "no such folder"
         rule, remedy = f"{rule} (looked from {Path.cwd()})", _to_prepare(path, None)
@@ -261,18 +259,28 @@ def _read_manifest(key: str, path: str, problems: Problems) -> dict[str, Any] | 
 
 
 def _read_in_store(key: str, url: str, problems: Problems) -> dict[str, Any] | None:
-    shown, found = redact_text(url), problem_of(url)
-    if found is None:
-        try:
-            data = Store(url).read("manifest.json")
-            return _json_object(key, shown, data, "upload the folder again", problems, "its manifest.json ")
-        except FileNotFoundError:
-            found = "no prepared folder: it has no manifest.json", "correct the URL, or upload the folder again"
-        except StoreError as error:
-            remedy = "correct address or access; credentials are those of the store's driver"
-            found = f"cannot be read ({error})", remedy
+    from llmtrain.storage.object_store import Store, StoreError
+
+    shown = redact_text(url)
+    try:
+        data = Store(url).read("manifest.json")
+        return _json_object(key, shown, data, "upload the folder again", problems, "its manifest.json ")
+    except FileNotFoundError:
+        found = "no prepared folder: it has no manifest.json", "correct the URL, or upload the folder again"
+    except StoreError as error:
+        remedy = "correct address or access; credentials are those of the store's driver"
+        found = f"cannot be read ({error})", remedy
     problems.add(key, shown, *found)
     return None
+
+
+def _is_usable(key: str, url: str, problems: Problems, *, writes: bool = False) -> bool:
+    """Check the URL of a store, without network."""
+    from llmtrain.storage.object_store import problem_of  # most runs name no store
+
+    if found := problem_of(url, writes=writes):
+        problems.add(key, redact_text(url), *found)
+    return found is None
 
 
 def _to_prepare(path: str, source: str | None) -> str:
@@ -356,8 +364,6 @@ def _check_url(key: str, given: str | None, revision: str | None, problems: Prob
     """Check the URL of a model, and refuse a revision other than a commit from a run's record."""
     if given is None or not is_url(given):
         return
-    if found := problem_of(given):
-        problems.add(key, redact_text(given), *found)
-    elif revision is not None and not COMMIT.fullmatch(revision):
+    if _is_usable(key, given, problems) and revision is not None and not COMMIT.fullmatch(revision):
         where = f"{key.rpartition('.')[0]}.{'teacher_' if key.endswith('teacher') else ''}revision"
         problems.add(where, revision, f"goes with a name on the Hub, and {key} is a URL", "remove it")  # fmt: skip

@@ -12,8 +12,7 @@ from llmtrain.config.on_disk import reads_weights
 from llmtrain.config.problems import Places, stop
 from llmtrain.config.run import ResolvedRun, RunConfig
 from llmtrain.objectives.by_token import Distill
-from llmtrain.storage.hub.names import COMMIT, endpoint, is_remote
-from llmtrain.storage.object_store import is_url
+from llmtrain.storage.addresses import COMMIT, endpoint, is_remote, is_url
 
 
 def with_base(resolved: ResolvedRun) -> ResolvedRun:
@@ -52,7 +51,7 @@ def _commit(
     run: RunConfig, keys: _Keys, name: str, asked: str | None, places: Places, *, weights_too: bool
 ) -> tuple[str, str]:
     """Fetch a repository. Returns (its commit, a note)."""
-    from llmtrain.storage.hub.transfer import (  # a run without a name on the Hub reads none of it
+    from llmtrain.storage.hub import (  # a run without a name on the Hub reads none of it
         fetch_model,
         settings,
         weights,

@@ -24,7 +24,7 @@ from llmtrain.config.topology import Degrees, Mix
 from llmtrain.objectives.by_token import Distill, NextToken
 from llmtrain.objectives.objective import Objective
 from llmtrain.optim.schedules import Schedule
-from llmtrain.storage.hub.names import REVISION
+from llmtrain.storage.addresses import REVISION
 from llmtrain.tracking.metrics import mode_of
 
 

@@ -33,7 +33,7 @@ from llmtrain.objectives.objective import Objective
 from llmtrain.optim.optimizers import AdamW, Optimizer
 from llmtrain.optim.outer_methods import DiLoCo, SitesConfig
 from llmtrain.optim.schedules import Cosine, Schedule
-from llmtrain.storage.hub.names import local_folder
+from llmtrain.storage.addresses import local_folder
 from llmtrain.tracking import mlflow_sink, tensorboard_sink  # noqa: F401  (they bring `trackers`)
 from llmtrain.tracking.sink import TrackingConfig
 

@@ -22,7 +22,7 @@ from llmtrain.base.errors import DataError
 from llmtrain.data.cache import Cache, CachedFolder, copied, opened
 from llmtrain.data.manifest import NAME, SPLITS, Shard, Split, read_manifest
 from llmtrain.data.origins import Origins, origins_path
-from llmtrain.storage.object_store import is_url
+from llmtrain.storage.addresses import is_url
 
 _CHUNK = 4 << 20
 """Bytes that a checksum comparison reads at a time."""

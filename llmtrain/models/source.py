@@ -23,7 +23,7 @@ from llmtrain.models.parameters import frozen_tensors, named_tensors, tensor_sha
 from llmtrain.models.score import WEIGHT
 from llmtrain.models.skeleton import language_model
 from llmtrain.models.transformers_private import initialise
-from llmtrain.storage.hub.names import INDEX, SINGLE, leads_out
+from llmtrain.storage.addresses import INDEX, SINGLE, leads_out
 from llmtrain.storage.pieces import DTYPE_OF, byte_view, pick, read_shared
 from llmtrain.storage.region import Region, shared
 from llmtrain.storage.tensorfile import TensorFile, TensorFileError, numel

@@ -18,15 +18,11 @@ from pathlib import Path
 from llmtrain.base import units, untrusted
 from llmtrain.base.errors import UserError
 from llmtrain.base.files import cache_folder, lock_folder, replace_file
+from llmtrain.storage.addresses import place_of
 from llmtrain.storage.object_store import Store, Stored, StoreError, problem_of
 
 _SPARE = 64 << 20
 """Bytes that a download leaves free."""
-
-
-def place_of(url: str) -> Path:
-    """The cache folder for a URL, with a folder for each revision."""
-    return cache_folder() / "stores" / hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:32]
 
 
 def fetch(

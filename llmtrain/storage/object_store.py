@@ -25,7 +25,6 @@ Result = TypeVar("Result")
 
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az"}
 """Protocol -> the extra of llmtrain that brings its driver."""
-_URL = re.compile(r"[a-z][a-z0-9+.-]*://")
 _PAUSES_S = (0.5, 1.0, 2.0, 4.0)
 """Pauses before further tries."""
 _SILENCE_S, _SLOWEST = 300.0, 1e6
@@ -35,10 +34,6 @@ _FINAL = (PermissionError, IsADirectoryError, NotADirectoryError, ValueError, Im
 _VERSIONS = ("ETag", "etag", "generation", "blob_id", "content_md5", "LastModified", "last_modified", "mtime")
 """Names under which drivers give a file's version, the most reliable first."""
 _MODIFIED = ("LastModified", "last_modified", "mtime", "created")
-
-
-def is_url(text: str) -> bool:
-    return _URL.match(text) is not None
 
 
 def problem_of(url: str, *, writes: bool = False) -> tuple[str, str] | None:

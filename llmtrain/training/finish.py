@@ -174,7 +174,7 @@ def finish(
 
 def _upload(url: str, checkpoint: Path, folder: RunDirectory, tracker: Tracker) -> None:
     """Upload the export; a failure is a warning, since the export is on this host's disk."""
-    from llmtrain.checkpoint.hf.exporting import ExportStore  # most runs have none
+    from llmtrain.checkpoint.hf.export_store import ExportStore  # most runs have none
 
     done = in_thread(lambda: ExportStore(url, checkpoint, "train.export_to").put(folder.export), "upload")
     until = time.monotonic() + _UPLOAD_S

@@ -18,9 +18,8 @@ from llmtrain.config.topology import Mix
 from llmtrain.data.manifest import SPLITS, read_manifest
 from llmtrain.data.stream.columns import column_stem
 from llmtrain.optim.optimizers import Optimizer
-from llmtrain.storage.hub.names import INDEX, is_name
-from llmtrain.storage.hub.transfer import weights
-from llmtrain.storage.object_store import is_url
+from llmtrain.storage.addresses import INDEX, is_name, is_url
+from llmtrain.storage.hub import weights
 
 
 def needs(configs: Sequence[str], run: RunConfig, mix: Mix, run_dir: str) -> Needs:

@@ -18,7 +18,7 @@ from llmtrain.config.run import RunConfig
 from llmtrain.data.stream.course import RECORD
 from llmtrain.engine.dist.control import from_all, from_rank_0, together
 from llmtrain.engine.dist.ranks import Ranks
-from llmtrain.storage.object_store import is_url
+from llmtrain.storage.addresses import is_url
 from llmtrain.tracking.environment import new_run_id, versions
 from llmtrain.training.step import Position
 

@@ -1,7 +1,6 @@
 """Export of a checkpoint to a Hugging Face folder: streamed, restartable, proved. No GPU, no torch.distributed.
 
-An adapter becomes a PEFT folder, or is added to the model's own weights. In an object store an export is refused where
-something else is, and replaces an earlier one of the same run.
+An adapter becomes a PEFT folder, or is added to the model's own weights.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from torch import Tensor, nn
 
 from llmtrain.base import log, units, untrusted
 from llmtrain.base.errors import CheckpointError, ModelError, UserError
-from llmtrain.base.redact import redact_text
 from llmtrain.checkpoint.durable import remove_tree, sync
 from llmtrain.checkpoint.format import EMA, MANIFEST, TRAINER, hash_file, problems, read_trainer
 from llmtrain.checkpoint.hf.folder_files import (
@@ -61,10 +59,8 @@ from llmtrain.models.score import gives_scores
 from llmtrain.models.skeleton import load_config, skeleton
 from llmtrain.models.source import SafetensorsSource
 from llmtrain.optim.optimizers import PARAM
+from llmtrain.storage.addresses import is_name, is_url
 from llmtrain.storage.checksum import checksum
-from llmtrain.storage.folders import clear, scratch_for, told, upload
-from llmtrain.storage.hub.names import is_name
-from llmtrain.storage.object_store import Store, is_url, problem_of
 from llmtrain.storage.pieces import DTYPE_OF
 from llmtrain.storage.tensorfile import numel
 
@@ -602,59 +598,3 @@ def _prove(
     report.add("round trip", f"{len(rounded)} parameters read back, equal to the source bit by bit once rounded")
     kinds = {DTYPE_OF[kind] for kind in files.dtype_of().values()}
     prove_logits(layout, values, folder, check, report, dtypes=kinds, trust_remote_code=trust_remote_code)
-
-
-_LAST_IN_STORE = ("config.json", CONFIG)
-"""Files that readers look for first: of a model, of an adapter."""
-
-
-class ExportStore:
-    def __init__(self, url: str, checkpoint: Path, asked_by: str) -> None:
-        """Raises CheckpointError: the store cannot be used, or holds something else."""
-        self._url, self._asked_by = redact_text(url), asked_by
-        self._run = run_id(checkpoint, read_trainer(checkpoint))
-        if found := problem_of(url, writes=True):
-            raise self.wrong("; ".join(found))
-        with told(self.wrong):
-            self._store = Store(url)
-            self._refuse_others()
-
-    def wrong(self, text: str) -> CheckpointError:
-        return CheckpointError(f"{self._asked_by} {self._url}: {text}.")
-
-    def put(self, folder: Path) -> str:
-        """Replace an earlier export. Returns a description. Raises CheckpointError."""
-        with told(self.wrong, folder):
-            before = self._refuse_others()
-            if before:
-                clear(self._store, first=(MARK,), last=_LAST_IN_STORE)
-            words = upload(folder, self._store, first=(MARK,), last=_LAST_IN_STORE)
-        replaced = f", instead of the export of step {before.get('step')}" if before else ""
-        return f"{self._url}: {words}{replaced}"
-
-    def _refuse_others(self) -> Mapping[str, Any]:
-        """The record of an earlier export; empty: there is none."""
-        there = self._store.files()
-        if not there.keys() - {MARK}:  # an upload or a deletion that ended early
-            return {}
-        try:
-            mark = untrusted.loads(self._store.read(MARK), infinite=True) if MARK in there else {}
-            ours = mark["run"] == self._run
-        except (ValueError, KeyError, TypeError):
-            mark, ours = {}, False
-        if not ours:
-            raise self.wrong(
-                "files are there that are no earlier export of this run; nothing was written. Give another address"
-            )
-        refuse_more(self._url, mark, there.keys())
-        return mark
-
-
-def export_to_store(checkpoint: Path, url: str, export: Callable[[Path], Report]) -> Report:
-    """Have `export` write a folder on this host's disk, and upload it. Raises CheckpointError."""
-    store = ExportStore(url, checkpoint, "to-hf")
-    with scratch_for(url, store.wrong) as folder:
-        report = export(folder)
-        report.lines[:] = [line.replace(str(folder), redact_text(url)) for line in report.lines]
-        report.add("uploaded", store.put(folder))
-    return report

@@ -33,7 +33,7 @@ from llmtrain.data import tokenize
 from llmtrain.models.layout import FolderLayout, Part
 from llmtrain.models.score import gives_scores
 from llmtrain.models.source import INDEX, SINGLE, SafetensorsSource, refuse_escape
-from llmtrain.storage.hub.names import local_folder
+from llmtrain.storage.addresses import local_folder
 from llmtrain.storage.tensorfile import ITEM_BYTES, TensorFile, header_bytes, numel
 
 DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}

@@ -27,8 +27,8 @@ from llmtrain.models.parameters import CONFIG, MAGNITUDE, PREFIX, WEIGHTS
 from llmtrain.models.score import gives_scores
 from llmtrain.models.skeleton import TooLargeError, load_config
 from llmtrain.models.source import SafetensorsSource, refuse_escape, refuse_other_shapes
-from llmtrain.storage.hub.names import folder_here
-from llmtrain.storage.object_store import Store, StoreError, is_url
+from llmtrain.storage.addresses import folder_here, is_url
+from llmtrain.storage.object_store import Store, StoreError
 from llmtrain.storage.tensorfile import TensorFile, TensorFileError
 
 _ENDS = ("generation_config.json", "config.json")
@@ -147,7 +147,7 @@ def usable_folder(path: str, asked_by: str, *, best: bool = False) -> Iterator[P
         elif (here := folder_here(path)) is not None:
             yield _hf_folder(here, Path(scratch), best=best)
         else:
-            from llmtrain.storage.hub.transfer import model_folder
+            from llmtrain.storage.hub import model_folder
 
             yield _hf_folder(model_folder(path, asked_by=asked_by), Path(scratch), best=best)
 
@@ -165,7 +165,7 @@ def _base(folder: Path) -> Path:
     if not (folder / CONFIG).is_file():
         return folder
     from llmtrain.models.adapter import need_peft
-    from llmtrain.storage.hub.transfer import model_folder
+    from llmtrain.storage.hub import model_folder
 
     need_peft(str(folder))
     try:

@@ -24,7 +24,7 @@ from llmtrain.data.cache import Cache
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.tokenize import named_token
 from llmtrain.models.parameters import CONFIG
-from llmtrain.storage.object_store import is_url
+from llmtrain.storage.addresses import is_url
 
 if TYPE_CHECKING:
     from llmtrain.data.chat.conversation import Conversation

@@ -14,7 +14,8 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 
 from llmtrain.base.errors import DataError
-from llmtrain.storage.object_store import Store, StoreError, is_url
+from llmtrain.storage.addresses import is_url
+from llmtrain.storage.object_store import Store, StoreError
 
 AT_ONCE = 32
 """Concurrent requests to a store: each takes a round trip, and no time of this host."""

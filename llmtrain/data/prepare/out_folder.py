@@ -27,7 +27,8 @@ from llmtrain.base.redact import redact_text
 from llmtrain.data import manifest as manifests
 from llmtrain.data.chat.encoder import NAME as SAMPLE
 from llmtrain.data.prepare.inputs import AT_ONCE
-from llmtrain.storage.object_store import Store, StoreError, is_url, problem_of
+from llmtrain.storage.addresses import is_url
+from llmtrain.storage.object_store import Store, StoreError, problem_of
 
 UNFINISHED = "unfinished"
 PLAN = f"{UNFINISHED}/plan.json"

@@ -35,7 +35,7 @@ from llmtrain.data.prepare import out_folder
 from llmtrain.data.prepare.out_folder import PLAN
 from llmtrain.data.prepare.sources import Unit
 from llmtrain.data.prepare.worker import WorkerSettings
-from llmtrain.storage.object_store import is_url
+from llmtrain.storage.addresses import is_url
 
 _MODULE = "llmtrain.data.prepare.pools"
 _STARTS = 3

@@ -26,10 +26,10 @@ from llmtrain.base.errors import DataError
 from llmtrain.base.redact import redact_text
 from llmtrain.base.units import counted
 from llmtrain.data.prepare import demo, inputs, plugin_source, token_corpora
-from llmtrain.storage.hub.names import REVISION, Repository, is_name, leads_out
-from llmtrain.storage.hub.transfer import Wrong, fetch, fetch_model, known_files
-from llmtrain.storage.hub.transfer import settings as tokenizer_files
-from llmtrain.storage.object_store import Store, Stored, StoreError, is_url, problem_of
+from llmtrain.storage.addresses import REVISION, Repository, is_name, is_url, leads_out
+from llmtrain.storage.hub import Wrong, fetch, fetch_model, known_files
+from llmtrain.storage.hub import settings as tokenizer_files
+from llmtrain.storage.object_store import Store, Stored, StoreError, problem_of
 
 if TYPE_CHECKING:
     from llmtrain.data.prepare.settings import PrepareSettings

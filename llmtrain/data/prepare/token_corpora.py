@@ -25,7 +25,8 @@ from llmtrain.data.chat.conversation import RefusedError
 from llmtrain.data.chat.encoder import Row
 from llmtrain.data.prepare import inputs
 from llmtrain.data.tokenize import Encoder
-from llmtrain.storage.object_store import StoreError, is_url
+from llmtrain.storage.addresses import is_url
+from llmtrain.storage.object_store import StoreError
 
 TOKEN_FORMATS = ("tokens", "token-rows")
 """Values of --format whose sources are token ids."""

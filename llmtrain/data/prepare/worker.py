@@ -38,7 +38,7 @@ from llmtrain.data.prepare.sources import Unit, refuse_changed
 from llmtrain.data.prepare.token_corpora import TokenEncoder
 from llmtrain.data.shards import CHOICE, JUDGED, rows_path
 from llmtrain.data.tokenize import Encoder
-from llmtrain.storage.object_store import is_url
+from llmtrain.storage.addresses import is_url
 
 _BATCH_BYTES = 1 << 19  # text encoded in one call: enough to amortise it, little enough to stay flat
 _BATCH_DOCUMENTS = 256

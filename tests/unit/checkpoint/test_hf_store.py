@@ -11,7 +11,8 @@ import pytest
 from safetensors.torch import load_file
 
 from llmtrain.base.errors import CheckpointError
-from llmtrain.checkpoint.hf.exporting import ExportStore, export_hf
+from llmtrain.checkpoint.hf.export_store import ExportStore
+from llmtrain.checkpoint.hf.exporting import export_hf
 from llmtrain.checkpoint.hf.folder_files import MARK
 from llmtrain.storage import object_store
 from llmtrain.storage.object_store import Store

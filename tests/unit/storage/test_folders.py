@@ -11,9 +11,9 @@ from llmtrain.base.errors import ModelError, UserError
 from llmtrain.data.prepare.settings import PrepareSettings
 from llmtrain.data.prepare.sources import fetched
 from llmtrain.storage import object_store
-from llmtrain.storage.folders import fetch, place_of
-from llmtrain.storage.hub.names import local_folder
-from llmtrain.storage.hub.transfer import model_folder
+from llmtrain.storage.addresses import local_folder, place_of
+from llmtrain.storage.folders import fetch
+from llmtrain.storage.hub import model_folder
 from llmtrain.storage.object_store import Store
 from tests.helpers.stores import fetched_files
 

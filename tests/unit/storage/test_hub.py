@@ -32,8 +32,8 @@ from llmtrain.models.skeleton import load_config
 from llmtrain.models.source import INDEX, SafetensorsSource
 from llmtrain.models.teacher import teacher_model
 from llmtrain.objectives.objective import Objective
-from llmtrain.storage.hub import transfer as fetching
-from llmtrain.storage.hub.names import is_name
+from llmtrain.storage import hub as fetching
+from llmtrain.storage.addresses import is_name
 from tests.helpers.hf_folders import checkpoint_of, model_folder, new_model
 from tests.helpers.hub_server import TOKEN, Hub, serving
 

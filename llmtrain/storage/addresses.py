@@ -1,15 +1,15 @@
-"""Names on the Hugging Face Hub, and their folders in this host's cache. No network."""
+"""Addresses of folders: URLs in object stores, names on the Hugging Face Hub; their places in the cache. No network."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from llmtrain.storage.folders import place_of
-from llmtrain.storage.object_store import is_url
+from llmtrain.base.files import cache_folder
 
 Kind = Literal["model", "dataset"]
 
@@ -17,11 +17,21 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 """Index of the weights' files, if there are several."""
 
+_URL = re.compile(r"[a-z][a-z0-9+.-]*://")
 _PART = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?"
 _NAME = re.compile(rf"{_PART}/{_PART}")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 REVISION = re.compile(r"(?!.*(?:\.\.|//))[A-Za-z0-9_][A-Za-z0-9._/-]*")
 """A branch, a tag or a commit: it becomes a part of a path."""
+
+
+def is_url(text: str) -> bool:
+    return _URL.match(text) is not None
+
+
+def place_of(url: str) -> Path:
+    """The cache folder for a URL, with a folder for each revision."""
+    return cache_folder() / "stores" / hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:32]
 
 
 def is_name(text: str) -> bool:

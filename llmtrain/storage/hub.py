@@ -28,8 +28,7 @@ from llmtrain.base.errors import ModelError, UserError
 from llmtrain.base.files import replace_file
 from llmtrain.base.redact import redact_text
 from llmtrain.storage import folders
-from llmtrain.storage.hub.names import COMMIT, INDEX, SINGLE, Repository, endpoint, is_remote
-from llmtrain.storage.object_store import is_url
+from llmtrain.storage.addresses import COMMIT, INDEX, SINGLE, Repository, endpoint, is_remote, is_url
 
 _NETWORK = ("TransportError", "ConnectionError", "TimeoutError", "LocalEntryNotFoundError")
 

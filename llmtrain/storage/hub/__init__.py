@@ -1,1 +1,0 @@
-"""Repositories on the Hugging Face Hub: names, this host's cache, downloading, publishing."""
