@@ -61,7 +61,7 @@ def pytest_unconfigure() -> None:
 def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
     """Each test has the marker of its make target. A row for a folder that is collected must fit a test."""
     targets.mark(items)
-    if session.testsfailed or any(config.getoption(name) for name in ("lf", "ignore", "ignore_glob")):
+    if session.testsfailed or any(config.getoption(name, None) for name in ("lf", "ignore", "ignore_glob")):
         return  # modules are missing
     folders = [Path(arg).resolve() for arg in config.args if Path(arg).is_dir()]
     if len(folders) == len(config.args) and (rows := targets.unused(items, folders)):
