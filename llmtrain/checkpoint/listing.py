@@ -1,4 +1,4 @@
-"""Finds the checkpoints at a path, and lists a run's folder. No torch."""
+"""Finds the checkpoints at a path; lists a run's folder, and deletes its old checkpoints by hand. No torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,6 +16,7 @@ from llmtrain.base.errors import CheckpointError, UserError
 from llmtrain.checkpoint.format import (
     MANIFEST,
     TRAINER,
+    FrozenSource,
     Manifest,
     complete_checkpoints,
     disagreements,
@@ -25,7 +26,8 @@ from llmtrain.checkpoint.format import (
     step_folder,
     step_of,
 )
-from llmtrain.checkpoint.retain import Best, best_of
+from llmtrain.checkpoint.retain import Best, best_of, leftovers, lock, outdated, remove
+from llmtrain.checkpoint.verify import verify, verify_frozen
 from llmtrain.optim.optimizers import PARAM
 
 T = TypeVar("T")
@@ -283,3 +285,64 @@ def lines_of(cells: Sequence[Sequence[str]]) -> list[str]:
     """Align columns, two blanks apart."""
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
+
+
+@dataclass(frozen=True)
+class Pruned:
+    lines: list[str]
+    failed: bool
+    """Something could not be deleted."""
+
+
+def prune(run: Path, keep: int, dry_run: bool) -> Pruned:
+    """Delete all but the `keep` newest good checkpoints, those of checkpoint.keep_best, the newest that verifies, and,
+    while its frozen parameters are gone, those with another source; also unlocked leftovers. Raises CheckpointError: no
+    checkpoint verifies, or `keep` is below 1."""
+    if keep < 1:
+        raise CheckpointError(f"--keep {keep}: at least one checkpoint stays. Give 1 or more.")
+    checkpoints = checkpoints_of(run)
+    lines = []
+    for newest in complete_checkpoints(checkpoints):
+        damage = verify(newest, whole=False)
+        if not damage:
+            break
+        lines.append(f"damaged  {newest}  {damage[0]}")
+    else:
+        listed = "; ".join(lines) or "it holds no complete checkpoint"
+        raise CheckpointError(f"{run}: no checkpoint verifies, so nothing was deleted. {listed}.")
+    best = best_wanted(checkpoints)
+    doomed = [folder for folder in outdated(checkpoints, keep, best=best) if folder != newest]
+    if changed := verify_frozen(newest):
+        lines.append(f"intact, without its frozen parameters  {newest}  {changed[0]}")
+        doomed = [folder for folder in doomed if _frozen_of(folder) in (None, _frozen_of(newest))]
+    problems: list[str] = []
+    with _leftovers(checkpoints) as leftovers:
+        total = 0
+        for folder in [*doomed, *leftovers]:
+            size = folder_bytes(folder)
+            if not dry_run and not remove([folder], problems.append):
+                continue
+            total += size
+            lines.append(f"{'would delete' if dry_run else 'deleted'}  {folder}  {units.size(size)}")
+    kept = [folder for folder in complete_checkpoints(checkpoints) if folder not in doomed]
+    lines += [f"could not delete  {problem}" for problem in problems]
+    lines.append(
+        f"{units.size(total)} {'would be ' if dry_run else ''}freed, {len(kept)} checkpoints kept, "
+        f"{newest.name} verified"
+    )
+    return Pruned(lines, bool(problems))
+
+
+def _frozen_of(folder: Path) -> FrozenSource | None:
+    try:
+        return Manifest.read(folder).frozen
+    except CheckpointError:
+        return None
+
+
+@contextlib.contextmanager
+def _leftovers(checkpoints: Path) -> Iterator[list[Path]]:
+    """Folders that killed processes left, if no live launch may be writing there."""
+    with contextlib.ExitStack() as locks:
+        free = lock(checkpoints.parent, locks) and lock(checkpoints, locks)
+        yield locks.enter_context(leftovers(checkpoints)) if free else []

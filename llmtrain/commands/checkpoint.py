@@ -79,7 +79,7 @@ def _diff(args: argparse.Namespace) -> int:
 
 
 def _prune(args: argparse.Namespace) -> int:
-    from llmtrain.checkpoint.prune import prune
+    from llmtrain.checkpoint.listing import prune
 
     done = prune(args.run_folder, args.keep, args.dry_run)
     log.put("\n".join(done.lines))

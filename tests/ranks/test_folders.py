@@ -17,8 +17,7 @@ import torch
 from llmtrain.base.errors import UserError
 from llmtrain.checkpoint.format import MANIFEST, TRAINER, Manifest
 from llmtrain.checkpoint.host_files import fetch_all
-from llmtrain.checkpoint.listing import rows
-from llmtrain.checkpoint.prune import prune
+from llmtrain.checkpoint.listing import prune, rows
 from llmtrain.checkpoint.retain import looks_good
 from llmtrain.checkpoint.rundir import find_folder
 from llmtrain.checkpoint.save import Outcome, Saver

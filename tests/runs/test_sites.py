@@ -19,7 +19,7 @@ import torch
 from llmtrain.checkpoint.format import complete_checkpoints
 from llmtrain.checkpoint.native.universal import export_universal
 from llmtrain.checkpoint.reader import CheckpointReader
-from llmtrain.commands.where import sequences, spans
+from llmtrain.commands.data import sequences, spans
 from llmtrain.config.run import DataConfig
 from llmtrain.sites.membership import heard_at, heard_on
 from tests.helpers import forked

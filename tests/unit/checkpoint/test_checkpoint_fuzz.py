@@ -26,8 +26,7 @@ from llmtrain.base.errors import CheckpointError, ModelError, UserError
 from llmtrain.checkpoint.diff import diff
 from llmtrain.checkpoint.format import MANIFEST, TRAINER, Manifest, read_trainer
 from llmtrain.checkpoint.hf.exporting import export_hf
-from llmtrain.checkpoint.listing import rows, table
-from llmtrain.checkpoint.prune import prune
+from llmtrain.checkpoint.listing import prune, rows, table
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.checkpoint.retain import looks_good
 from llmtrain.checkpoint.verify import verify

@@ -15,7 +15,7 @@ import pytest
 from llmtrain.base.files import lock_folder
 from llmtrain.base.rank import folder, processes, watch
 from llmtrain.base.rank.heartbeat import PHASES, Heartbeat, named, read
-from llmtrain.cluster.watch import ending, observe
+from llmtrain.cluster.watch import agent, observe
 from llmtrain.cluster.watch.agent import Server, answers, call, wait
 from llmtrain.cluster.watch.facts import RankFacts
 
@@ -113,12 +113,12 @@ def test_only_the_very_process_is_ended(sleeper):
     me = processes.identify(sleeper.pid)
     processes.Process(me.pid, me.started + 1).send(signal.SIGKILL)  # the id was given to another one
     assert me.alive()
-    assert ending.end_host([processes.Process(me.pid, me.started + 1)], None, "/another") == []
+    assert agent.end_host([processes.Process(me.pid, me.started + 1)], None, "/another") == []
     assert me.alive()
 
 
 def test_an_orphan_is_found_by_its_mark(sleeper):
-    assert ending.end_host([], None, "/marked") == []
+    assert agent.end_host([], None, "/marked") == []
     assert not processes.identify(sleeper.pid) or not processes.identify(sleeper.pid).alive()
 
 
@@ -136,8 +136,8 @@ def test_only_the_jobs_own_connections_are_hung_up(monkeypatch):
         while not all(job[0] in processes.words(each.pid) for each in (launcher, *ssh)):
             time.sleep(0.01)
         monkeypatch.setenv("LLMTRAIN_LAUNCH", "aaaa")
-        assert ending.job_of(vague.pid) is None and ending.job_of(launcher.pid) == job
-        ending.end_ssh(job, 0.0)
+        assert agent.job_of(vague.pid) is None and agent.job_of(launcher.pid) == job
+        agent.end_ssh(job, 0.0)
         assert ssh[0].wait(10) == -signal.SIGTERM and ssh[1].poll() is None
     finally:
         for each in (launcher, vague, *ssh):
@@ -166,7 +166,7 @@ def test_what_a_rank_has_started_ends_with_it(tmp_path):
     code = "import subprocess, time; p = subprocess.Popen(['sleep', '300']); print(p.pid, flush=True); time.sleep(300)"
     rank = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     child = processes.identify(int(rank.stdout.readline()))
-    assert ending.end_host([processes.identify(rank.pid)], None, "/nothing") == []
+    assert agent.end_host([processes.identify(rank.pid)], None, "/nothing") == []
     assert not child.alive() and rank.wait(10) == -signal.SIGKILL
 
 
