@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from llmtrain.cluster.doctor import fabric, site_links
+from llmtrain.cluster.doctor import fabric
 from llmtrain.cluster.doctor.preflight import (
     MASTER_PORT,
     WITHOUT_TERMINAL,
@@ -35,10 +35,6 @@ def main(argv: list[str]) -> int:
     parser = _parser()
     completion.offer(parser)
     args, words = command_words(parser, argv)
-    if args.sites:
-        return site_links.examine(args.sites, args.out, args.json)
-    if args.hostfile is None:
-        parser.error("the following arguments are required: --hostfile")
     hosts = select(read_hostfile(args.hostfile), args.include, args.exclude)
     started = time.monotonic()
     run = None
@@ -68,17 +64,12 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         allow_abbrev=False,
     )
-    parser.add_argument("--hostfile", help="a line `NAME slots=COUNT` for each host; or --sites")
+    parser.add_argument("--hostfile", required=True, help="a line `NAME slots=COUNT` for each host")
     parser.add_argument("--include", help="hosts and devices to take, as deepspeed's")
     parser.add_argument("--exclude", help="hosts and devices to leave out, as deepspeed's")
     parser.add_argument("--master-port", type=int, default=MASTER_PORT, help="of the rendezvous (default 29500)")
     parser.add_argument("--ssh-port", type=int, help="of every sshd, where ~/.ssh/config does not say it")
     parser.add_argument("--quick", action="store_true", help="do not measure the network between the hosts")
     parser.add_argument("--build-ops", action="store_true", help="compile the DeepSpeed ops that the run needs, now")
-    parser.add_argument(
-        "--sites", nargs="+", metavar="HOST:PORT", help="measure the lines to other sites, which run `llmtrain sites "
-        "measure --listen HOST:PORT`, and nothing else",
-    )  # fmt: skip
-    parser.add_argument("--out", metavar="FILE", help="of --sites: a file for `llmtrain sites plan --measured`")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     return parser

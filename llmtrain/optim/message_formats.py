@@ -1,6 +1,6 @@
 """Formats in which sites send the changes of their parameters: the values of `sites.compress`.
 
-A new one is a class here: `pack`, `unpack` and their costs. Each writes a record of a fixed size for each block of
+A new one is a class here: `pack` and `unpack`. Each writes a record of a fixed size for each block of
 `BLOCK` elements, so that any blocks can be served without their neighbours, and every site decodes a record to the same
 bits. numpy is imported inside the functions, because the configuration reads the formats' names without numpy.
 """
@@ -25,10 +25,6 @@ class Format:
 
     record: ClassVar[int]
     """Bytes of a block."""
-    encode_s: ClassVar[float]
-    """Seconds of one core per sent element, the sender's decoding included."""
-    decode_s: ClassVar[float]
-    """Seconds of one core per element received from one site."""
 
     def __init_subclass__(cls, *, name: str) -> None:
         super().__init_subclass__()
@@ -49,7 +45,6 @@ class Bf16(Format, name="bf16"):
     """The upper 16 bits of each fp32 change, off by 2^-8 of it at most."""
 
     record = 2 * BLOCK
-    encode_s, decode_s = 8e-9, 2.4e-9
 
     @staticmethod
     def pack(values: Array) -> Bytes:
@@ -72,7 +67,6 @@ class Int8(Format, name="int8"):
     """Steps of 1/127 of a block's largest change, off by half a step at most."""
 
     record = 4 + BLOCK
-    encode_s, decode_s = 7e-9, 2.0e-9
 
     @staticmethod
     def pack(values: Array) -> Bytes:
@@ -92,7 +86,6 @@ class Int4(Format, name="int4"):
     """Steps of 1/7 of a block's largest change, two to a byte, off by half a step at most."""
 
     record = 4 + BLOCK // 2
-    encode_s, decode_s = 8e-9, 2.7e-9
 
     @staticmethod
     def pack(values: Array) -> Bytes:

@@ -1,13 +1,13 @@
 """Outer methods: the section `sites` of a run, and the rule that makes common parameters from the sites'.
 
-A new one is a class here: its fields and their rules, its outer step, and its numbers for `sites plan`. Exchanges other
-than rounds have their own file in sites/, as `async` has.
+A new one is a class here: its fields and their rules, and its outer step. Exchanges other than rounds have their own
+file in sites/, as `async` has.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from llmtrain.base.choice import AT_LEAST_1, BELOW_1, NOT_NEGATIVE, POSITIVE, SECONDS, Choice, HostPath, bounded
 from llmtrain.base.rule import Rule
@@ -34,10 +34,6 @@ class SitesConfig(Choice, section="sites", selector="method"):
     """Fields in which the sites of a run may differ."""
     overlaps: ClassVar[bool] = False
     """Training continues while a message travels."""
-    outer_s: ClassVar[float] = 8e-9
-    """Seconds of one core that the outer step takes per element."""
-    recommended: ClassVar[bool] = False
-    """`sites plan` may recommend it."""
     rules: ClassVar[tuple[Rule, ...]] = ()
     """Combinations of fields that are refused. The subject of `broken` is the run."""
 
@@ -103,24 +99,6 @@ class SitesConfig(Choice, section="sites", selector="method"):
         """Change the common parameters and the outer momentum in place, fp32 [n]. `mean`: of the sites, fp64 [n]."""
         common[:] = mean
 
-    def synchronising(self, sync_every: int) -> Self:
-        """The method with another `sync_every`, if it has one."""
-        return self
-
-    @property
-    def least_period(self) -> int:
-        """The smallest `sync_every` that the other fields allow."""
-        return 1
-
-    def waits_s(self, travel_s: float, step_s: float) -> float:
-        """Mean seconds per round that training waits for a message.
-
-        Args:
-            travel_s: from the question to the message's arrival.
-            step_s: of an optimizer step.
-        """
-        return travel_s
-
 
 @dataclass(frozen=True, kw_only=True)
 class Periodic(SitesConfig):
@@ -139,9 +117,6 @@ class Periodic(SitesConfig):
     def period(self) -> int:
         return self.sync_every
 
-    def synchronising(self, sync_every: int) -> Self:
-        return replace(self, sync_every=sync_every)
-
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSgd(Periodic, choice="local_sgd"):
@@ -154,9 +129,6 @@ class DiLoCo(Periodic, choice="diloco"):
 
     # In the form of torch.optim.SGD (A. Douillard et al., arXiv 2311.08105, algorithm 1):
     # g = common - mean;  momentum <- beta momentum + g;  common <- common - lr (g + beta momentum)
-
-    outer_s = 22e-9
-    recommended = True
 
     outer_lr: float = bounded(0.7, POSITIVE, "0.7 is the default")
     """Learning rate of the outer step."""
@@ -229,13 +201,6 @@ class Streaming(DiLoCo, choice="streaming"):
     def round_steps(self) -> int:
         return self.sync_every // self.fragments
 
-    @property
-    def least_period(self) -> int:
-        return self.fragments * (1 + self.overlap_steps)
-
-    def waits_s(self, travel_s: float, step_s: float) -> float:
-        return max(0.0, travel_s - self.overlap_steps * step_s)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Async(Periodic, choice="async"):
@@ -270,11 +235,3 @@ class Async(Periodic, choice="async"):
     @property
     def round_steps(self) -> int:
         return self.sync_every * self.meet_every
-
-    @property
-    def least_period(self) -> int:
-        return 1 + self.overlap_steps
-
-    def waits_s(self, travel_s: float, step_s: float) -> float:
-        meetings = 1 / self.meet_every
-        return meetings * travel_s + (1 - meetings) * max(0.0, travel_s - self.overlap_steps * step_s)

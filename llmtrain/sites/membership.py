@@ -347,12 +347,7 @@ def start_coordinator(bind: str, wait_s: float, keys: Keys | None) -> Any:
             "`pip install 'llmtrain[sites]'`."
         ) from error
     if keys is None:
-        private_address(
-            "--bind",
-            bind,
-            "what sites say is neither encrypted nor signed. Join the sites by a tunnel "
-            "(WireGuard, ssh) and give its address",
-        )
+        _check_private("--bind", bind)
     try:
         server = LighthouseServer(
             bind=bind if keys is None else "127.0.0.1:0",
@@ -370,8 +365,8 @@ def start_coordinator(bind: str, wait_s: float, keys: Keys | None) -> Any:
     return server
 
 
-def private_address(flag: str, address: str, public_rule: str) -> tuple[str, int]:
-    """Return (host, port) of HOST:PORT. Raises UserError: it is none, or the host has a public address."""
+def _check_private(flag: str, address: str) -> None:
+    """Raises UserError: the address is no HOST:PORT, or the host has a public one."""
     host, colon, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not (host and colon and port.isdecimal() and int(port) < 1 << 16):
@@ -383,5 +378,7 @@ def private_address(flag: str, address: str, public_rule: str) -> tuple[str, int
             f"{flag} {address}: {error.strerror}. Give HOST:PORT, a private address of this host."
         ) from error
     if public := sorted(each for each in found if not private(each)):
-        raise UserError(f"{flag} {address}: {public[0]} is no private address, and {public_rule}.")
-    return host, int(port)
+        raise UserError(
+            f"{flag} {address}: {public[0]} is no private address, and what sites say is neither encrypted nor signed. "
+            "Join the sites by a tunnel (WireGuard, ssh) and give its address."
+        )

@@ -154,7 +154,7 @@ def test_the_shell_completes(line: str, offered: set[str]) -> None:
 
 
 RUN_COMMANDS = [
-    "train", "config check", "config show", "reference", "parity", "sites plan --rate 1mbit --rtt 1ms",
+    "train", "config check", "config show", "reference", "parity",
     "launch --hostfile hosts", "launch --hostfile hosts --", "doctor --hostfile hosts",
 ]  # fmt: skip
 

@@ -9,10 +9,9 @@ of all sites together; a word like `diloco:sites.sync_every=50` sets further key
 
 A step takes at least `--pace-s` seconds, its CPU time included, so that sites that share this machine's cores do not
 wait for each other: the share of computing is that time over the time from the first step's end to the last's. Bytes
-are what the switch took from a host in between, headers included. The last two columns are what `llmtrain sites plan`
-predicts for both, given the median step (of `ddp`: `--pace-s`). A row of `ddp` has fewer steps over
-the network (`--ddp-steps`), in bf16, as its gradients then travel; and the loss of the same steps in one process, in
-fp32 as of all other ways.
+are what the switch took from a host in between, headers included. A row of `ddp` has fewer steps over the network
+(`--ddp-steps`), in bf16, as its gradients then travel; and the loss of the same steps in one process, in fp32 as of all
+other ways.
 
 `--start-steps` trains a model in one process first, at a constant learning rate, from which all ways start, and keeps
 it in `--start`, from where the next command takes it; `--seeds` trains each way once for each, in other orders of the
@@ -31,7 +30,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,8 +66,6 @@ class Row(NamedTuple):
     """Of a site, with what it waits."""
     losses: list[float]
     """Of validation, after all steps, of each seed."""
-    planned: tuple[float, float]
-    """Bytes and seconds of a step, as `llmtrain sites plan` has them."""
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -184,9 +180,8 @@ def loss_of(run: Path) -> float:
     return float([row["eval/loss"] for row in rows if "eval/loss" in row][-1])
 
 
-def over_network(lab: Lab, ranks: Sequence[Rank], pace_s: float) -> tuple[float, float, float]:
-    """(bytes that a host sends in a step, seconds of a step, those of the median step), from the end of the first step
-    to that of the last."""
+def over_network(lab: Lab, ranks: Sequence[Rank], pace_s: float) -> tuple[float, float]:
+    """(bytes that a host sends in a step, seconds of a step), from the end of the first step to that of the last."""
     wait(ranks, until=1)
     first, before = min(len(rank.steps()) for rank in ranks), [host.bytes()[0] for host in lab.hosts]
     wait(ranks)
@@ -196,29 +191,7 @@ def over_network(lab: Lab, ranks: Sequence[Rank], pace_s: float) -> tuple[float,
     used_s = statistics.median(used for each in steps for _, used in each)
     if used_s > pace_s:
         print(f"  a step computes for {used_s:.2f} s: --pace-s {pace_s:g} is too short", flush=True)
-    usual_s = statistics.median(after - before for each in steps for (before, _), (after, _) in pairwise(each[first:]))
-    return sent / done, max(each[-1][0] - each[first - 1][0] for each in steps) / done, usual_s
-
-
-def planned(
-    home: Path, words: Sequence[str], options: argparse.Namespace, *, steps: int, step_s: float, plain: bool = False
-) -> tuple[float, float]:
-    """What `llmtrain sites plan` says to a run: (bytes, seconds) of its steps after the first, as they are measured.
-
-    `step_s`: of a step without a synchronisation, which the median one is. `plain`: of ddp, not of sites.
-    """
-    from llmtrain.config.load import load
-    from llmtrain.sites import forecast
-
-    run = load(["--config", str(home / "recipe.yaml"), *words], 1).run
-    job = forecast.Job(fragments=forecast.sizes(run), sites=options.sites, ranks=1, step_s=step_s, steps=steps)
-    line = forecast.Line(rate=options.rate_mbit * 1e6 / 8, rtt_s=options.rtt_ms / 1e3)
-    if plain:
-        found = forecast.data_parallel(job, line)
-        return found.bytes_per_step, step_s + found.wait_s
-    found = forecast.with_sites(job, line, run.sites, run.sites.compress)
-    more = steps / (steps - 1)  # the last synchronisation's bytes are in what is measured, and its time is not
-    return found.bytes_per_step * more, step_s + found.wait_s * more
+    return sent / done, max(each[-1][0] - each[first - 1][0] for each in steps) / done
 
 
 @contextmanager
@@ -257,13 +230,12 @@ def ddp(options: argparse.Namespace, folder: Path) -> Row:
             Rank(host, home, host.name, ["--train.eval", "false"], RANK=str(number), **world)
             for number, host in enumerate(lab.hosts)
         ]
-        sent, step_s, _ = over_network(lab, ranks, options.pace_s)
-    told = planned(home, [], options, steps=options.ddp_steps, step_s=options.pace_s, plain=True)
+        sent, step_s = over_network(lab, ranks, options.pace_s)
     homes = [recipe(folder / f"alone-{seed}", options, batch, options.steps, seed) for seed in options.seeds]
     for at in range(0, len(homes), options.sites):
         some = homes[at : at + options.sites]
         wait([Rank(None, each, each.name, [], MASTER_PORT=str(free_port())) for each in some])
-    return Row("ddp", sent, step_s, [loss_of(each / "run") for each in homes], told)
+    return Row("ddp", sent, step_s, [loss_of(each / "run") for each in homes])
 
 
 def sites(way: str, options: argparse.Namespace, folder: Path) -> Row:
@@ -271,15 +243,14 @@ def sites(way: str, options: argparse.Namespace, folder: Path) -> Row:
     method, *more = way.split(":")
     keys = [word for pair in more for word in ("--" + pair).split("=", 1)]
     found = [_of_seed(method, keys, options, folder, f"{way}-{seed}", seed) for seed in options.seeds]
-    sent, step_s, bytes_, seconds, losses = (list(each) for each in zip(*found, strict=True))
-    mean = statistics.mean
-    return Row(way, mean(sent), mean(step_s), losses, (mean(bytes_), mean(seconds)))
+    sent, step_s, losses = (list(each) for each in zip(*found, strict=True))
+    return Row(way, statistics.mean(sent), statistics.mean(step_s), losses)
 
 
 def _of_seed(
     method: str, keys: list[str], options: argparse.Namespace, folder: Path, name: str, seed: int
-) -> tuple[float, float, float, float, float]:
-    """A run a site: (bytes and seconds of a step, both as planned, loss)."""
+) -> tuple[float, float, float]:
+    """A run a site: (bytes and seconds of a step, loss)."""
     chosen = ["--sites.method", method, "--sites.pace", "equal", *keys]  # as many tokens in each way
     with shaped(options, folder) as lab:
         address = f"{lab.hosts[0].address}:{PORT}"
@@ -295,12 +266,11 @@ def _of_seed(
                 Rank(host, home, host.name, ["--sites.name", host.name, *words], PACE_S=str(options.pace_s))
                 for host, home in zip(lab.hosts, homes, strict=True)
             ]
-            sent, step_s, usual_s = over_network(lab, ranks, options.pace_s)
+            sent, step_s = over_network(lab, ranks, options.pace_s)
         finally:
             coordinator.kill()
             coordinator.wait()
-    told = planned(homes[0], chosen, options, steps=options.steps, step_s=usual_s)
-    return sent, step_s, *told, loss_of(homes[0] / "run")
+    return sent, step_s, loss_of(homes[0] / "run")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -314,8 +284,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{options.sites} sites, {options.rate_mbit:g} Mbit/s, {options.rtt_ms:g} ms, {options.steps} steps of "
           f"{options.batch * 128} tokens a site and {options.pace_s:g} s")  # fmt: skip
     print(
-        f"{'way':40}{'bytes/step':>12}{'of ddp':>9}{'step, s':>9}{'computing':>11}{'loss':>8}{'of ddp':>8}"
-        f"{'planned':>12}{'step, s':>9}",
+        f"{'way':40}{'bytes/step':>12}{'of ddp':>9}{'step, s':>9}{'computing':>11}{'loss':>8}{'of ddp':>8}",
         flush=True,
     )
     with tempfile.TemporaryDirectory(prefix="llmtrain-bench-") as made:
@@ -332,8 +301,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             ratios = [own / of for own, of in zip(row.losses, plain.losses, strict=True)] if plain else []
             worse = f"{statistics.mean(ratios):.3f}" if plain else ""
             print(f"{row.way:40}{row.bytes_per_step:>12,.0f}{fewer:>9}{row.step_s:>9.2f}"
-                  f"{options.pace_s / row.step_s:>11.1%}{statistics.mean(row.losses):>8.4f}{worse:>8}"
-                  f"{row.planned[0]:>12,.0f}{row.planned[1]:>9.2f}", flush=True)  # fmt: skip
+                  f"{options.pace_s / row.step_s:>11.1%}{statistics.mean(row.losses):>8.4f}{worse:>8}",
+                  flush=True)  # fmt: skip
             if len(row.losses) > 1:
                 each = ", ".join(map("{:.4f}".format, row.losses))
                 print(f"  of each seed: {each}; of ddp: {', '.join(map('{:.4f}'.format, ratios))}", flush=True)

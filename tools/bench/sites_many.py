@@ -7,7 +7,7 @@ heartbeat, that meet twice a round and say what a site of that many says. Its CP
 
 rounds: the real rounds (`sites/site.py`, `exchange.py`, `transport.py`) of sites that are threads of this process, over
 the loopback; an array stands for a model, and a meeting in this process for the coordinator. The CPU time is that of
-the process over the number of sites: one core shared by all. Beside it stands what `llmtrain sites plan` computes with.
+the process over the number of sites: one core shared by all.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ import torch  # noqa: E402
 
 from llmtrain.engine.api import StateTensor  # noqa: E402
 from llmtrain.optim.outer_methods import DiLoCo  # noqa: E402
-from llmtrain.sites import exchange, forecast, quorum, site  # noqa: E402
+from llmtrain.sites import exchange, quorum, site  # noqa: E402
 from llmtrain.sites.membership import Member, TorchftMembers  # noqa: E402
 from llmtrain.sites.sample_ledger import (  # noqa: E402
     Ledger,
@@ -49,6 +49,8 @@ from llmtrain.sites.sample_ledger import (  # noqa: E402
 from llmtrain.storage.region import Region  # noqa: E402
 
 TENSORS = 8
+MEETINGS = 2
+"""Number of meetings in a round."""
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -109,7 +111,7 @@ def meetings(options: argparse.Namespace) -> None:
             messages = [said(count, number, round_) for number in range(count)]
             sizes = [len(json.dumps(message)) for message in messages]
             began_s, before = time.monotonic(), cpu_s(process)
-            for _ in range(forecast.MEETINGS):
+            for _ in range(MEETINGS):
                 met = list(pool.map(lambda pair: pair[0].meet(pair[1], 60.0), zip(clients, messages, strict=True)))
                 assert all(len(members) == count for members in met), [len(members) for members in met]
             costs.append(cpu_s(process) - before)
@@ -118,7 +120,7 @@ def meetings(options: argparse.Namespace) -> None:
             client.close()
     cost, span = statistics.median(costs[1:]), statistics.median(spans[1:])
     share = beats + cost / options.every_s
-    sent_mb = forecast.MEETINGS * count * sum(sizes) / 1e6
+    sent_mb = MEETINGS * count * sum(sizes) / 1e6
     print(f"coordinator, {count} sites: heartbeats {beats:.2%} of a core; a round's two meetings {cost:.3f} CPU-s, "
           f"{span:.2f} s; {sent_mb:.1f} MB sent a round ({statistics.mean(sizes):,.0f} bytes a site said)")  # fmt: skip
     print(f"coordinator, a round every {options.every_s:g} s: {share:.2%} of a core", flush=True)
@@ -218,13 +220,8 @@ def rounds(count: int, compress: Any, options: argparse.Namespace) -> None:
             spans.append(time.monotonic() - began_s)
     kind, fields = events[-1]
     assert kind == "synchronise" and len(fields["used"]) == count, (kind, fields)
-    job = forecast.Job(fragments=(TENSORS * (options.parameters // TENSORS),), sites=count, ranks=1, step_s=1.0,
-                   steps=None)  # fmt: skip
-    endless = forecast.Line(rate=1e15, rtt_s=0.0, window=1e18)
-    planned = forecast.with_sites(job, endless, DiLoCo(sync_every=1), compress)
     received = fields["received_bytes"]
-    print(f"{count:>6}{compress:>10}{received:>16,}{planned.bytes_per_step / forecast.HEADERS:>16,.0f}"
-          f"{count * (count - 1):>13,}{statistics.median(costs[1:]):>10.3f}{planned.round_s:>10.3f}"
+    print(f"{count:>6}{compress:>10}{received:>16,}{count * (count - 1):>13,}{statistics.median(costs[1:]):>10.3f}"
           f"{statistics.median(spans[1:]):>10.2f}", flush=True)  # fmt: skip
 
 
@@ -239,7 +236,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         meetings(options)
     if options.only != "coordinator":
         print(f"rounds, {options.parameters:,} parameters\n{'sites':>6}{'compress':>10}{'bytes received':>16}"
-              f"{'by formula':>16}{'requests':>13}{'CPU-s':>10}{'formula':>10}{'wall, s':>10}", flush=True)  # fmt: skip
+              f"{'requests':>13}{'CPU-s':>10}{'wall, s':>10}", flush=True)  # fmt: skip
         for count in sorted({2, min(16, options.sites), options.sites}):
             for compress in ("none", "int4"):
                 rounds(count, compress, options)
