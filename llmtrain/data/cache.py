@@ -20,7 +20,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -31,13 +30,12 @@ from llmtrain.base.errors import DataError
 from llmtrain.base.files import cache_folder, lock_file, lock_folder, replace_file
 from llmtrain.base.rank.heartbeat import heart
 from llmtrain.base.redact import redact_text
-from llmtrain.data.manifest import NAME, SAMPLE, Manifest, parse_manifest
+from llmtrain.data.manifest import NAME, SAMPLE, URL, Manifest, parse_manifest
 from llmtrain.storage.object_store import Store, StoreError, problem_of
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-DEFAULT_GIB = 100.0
 _AT_ONCE = 64
 """Concurrent requests: with a round trip of 0.1 s each, 64 sequences then take as long as one."""
 _GIVE_UP_S = 300.0
@@ -45,19 +43,12 @@ _GIVE_UP_S = 300.0
 _AGAIN_S = 2.0
 _LEFT_FREE = 1 << 30
 """Bytes of the disk that stay free."""
-_LOCK, _VERSIONS, _USED, _URL = ".lock", ".versions.json", ".used", ".url"
+_LOCK, _VERSIONS, _USED = ".lock", ".versions.json", ".used"
 
 
-@dataclass(frozen=True)
-class Cache:
-    """Folder and size limit of a host's downloads."""
-
-    folder: str | None = None
-    gib: float = DEFAULT_GIB
-
-    @property
-    def root(self) -> Path:
-        return cache_folder() / "data" if self.folder is None else Path(self.folder).expanduser()
+def root_of(cache: str | None) -> Path:
+    """The folder of a host's downloads. `cache`: data.cache."""
+    return cache_folder() / "data" if cache is None else Path(cache).expanduser()
 
 
 class StoreGone(DataError):
@@ -76,16 +67,9 @@ def opened(url: str, root: Path) -> CachedFolder:
     return found
 
 
-def copied(folder: Path) -> CachedFolder | None:
-    """Open the copy in a folder of a cache.
-
-    Raises DataError: its store has changed, or cannot be read.
-    """
-    try:
-        url = (folder / _URL).read_text()
-    except OSError:
-        return None
-    found = opened(url, folder.parent)
+def copied(folder: Path) -> CachedFolder:
+    """Open the copy in a folder of a cache. Raises DataError: its store has changed, or cannot be read."""
+    found = opened((folder / URL).read_text(), folder.parent)
     if not os.path.samefile(found.path, folder):
         raise DataError(f"{folder}: is a copy of {found.shown}, which has been prepared again since then")
     return found
@@ -118,7 +102,7 @@ class CachedFolder:
             (self.path / _USED).touch()
             if not (self.path / NAME).is_file():
                 with _locked(self.path / _LOCK):
-                    replace_file(self.path / _URL, url.encode())
+                    replace_file(self.path / URL, url.encode())
                     replace_file(self.path / NAME, content)
         except OSError as error:
             raise self._unwritable(error) from error
@@ -304,7 +288,7 @@ def make_room(root: Path, wanted: int, bound: float) -> bool:
     The caller is the only process that downloads shards into this cache.
     """
     # Other folders are not ours to delete.
-    sizes = {path: bytes_of(path) for path in root.iterdir() if (path / _URL).is_file()}
+    sizes = {path: bytes_of(path) for path in root.iterdir() if (path / URL).is_file()}
     over = max(sum(sizes.values()) + wanted - bound, wanted + _LEFT_FREE - shutil.disk_usage(root).free)
     going: dict[Path, int] = {}
     try:

@@ -16,7 +16,7 @@ from llmtrain.base.child import Parent
 from llmtrain.base.errors import DataError
 from llmtrain.base.files import lock_file
 from llmtrain.base.units import GIB
-from llmtrain.data.cache import Cache, each, make_room, remove_partials
+from llmtrain.data.cache import each, make_room, remove_partials, root_of
 from llmtrain.data.shards import PreparedSet
 from llmtrain.storage.object_store import short
 
@@ -30,16 +30,17 @@ _AGAIN_S = 30.0
 class _Download:
     """Downloads shards, several at a time, while they fit into the cache."""
 
-    def __init__(self, cache: Cache, tell: Callable[..., None]) -> None:
-        self._cache, self._tell = cache, tell
+    def __init__(self, cache: str | None, gib: float, tell: Callable[..., None]) -> None:
+        """`cache`, `gib`: data.cache, data.cache_gib."""
+        self._cache, self._root, self._gib, self._tell = cache, root_of(cache), gib, tell
         self._sets: dict[str, PreparedSet] = {}
 
     def go_on(self, shards: list[tuple[str, str]]) -> None:
         """Download shards, (URL of the set, file) each, in this order. Raises DataError: one is damaged."""
         left, failing, full = shards, False, False
-        self._cache.root.mkdir(parents=True, exist_ok=True)
+        self._root.mkdir(parents=True, exist_ok=True)
         while True:
-            handle = lock_file(self._cache.root / _LOCK)
+            handle = lock_file(self._root / _LOCK)
             try:
                 left = [shard for shard in left if not self._path(shard).is_file()]
                 if not left:
@@ -66,7 +67,7 @@ class _Download:
     def _fitting(self, batch: list[tuple[str, str]]) -> list[tuple[str, str]]:
         while batch:
             wanted = sum(self._set(url).bytes_of(file) for url, file in batch)
-            if make_room(self._cache.root, wanted, self._cache.gib * GIB):
+            if make_room(self._root, wanted, self._gib * GIB):
                 break
             batch = batch[:-1]
         return batch
@@ -96,7 +97,7 @@ def main() -> None:
         parent.tell({"kind": kind, **fields})
 
     try:
-        _Download(Cache(asked["folder"], asked["gib"]), tell).go_on([(url, file) for url, file in asked["shards"]])
+        _Download(asked["folder"], asked["gib"], tell).go_on([(url, file) for url, file in asked["shards"]])
     except DataError as error:
         tell("data_store_gone" if error.passing else "data_wrong", error=str(error))
     except Exception as error:  # training continues without it

@@ -19,6 +19,8 @@ from llmtrain.base.files import replace_file
 NAME = "manifest.json"
 SAMPLE = "conversations.jsonl"
 """Some of the conversations, with which an export is checked (chat/encoder.py)."""
+URL = ".url"
+"""The file of a host's copy that holds the address of its folder in a store (cache.py)."""
 FORMAT = "llmtrain-data"
 VERSION = 1
 
@@ -49,6 +51,10 @@ class Shard:
     """Lines of that file before this shard's."""
     bytes: int | None = None
     """Size of a file that is used in place and holds more than this shard; None: the size of the tokens."""
+
+
+def origins_path(shard: Path) -> Path:
+    return shard.with_suffix(".origins.parquet")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ import numpy as np
 import xxhash
 
 from llmtrain.base.errors import DataError
-from llmtrain.data.manifest import Shard
+from llmtrain.data.manifest import Shard, origins_path
 
 _GROUP = 16384
 """Documents that are read at a time."""
@@ -36,10 +36,6 @@ class Origin:
     """Place after its last token, separator included."""
     index: int
     """Its place among the documents of the split."""
-
-
-def origins_path(shard: Path) -> Path:
-    return shard.with_suffix(".origins.parquet")
 
 
 def write_origins(

@@ -13,16 +13,18 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import xxhash
 
 from llmtrain.base.errors import DataError
-from llmtrain.data.cache import Cache, CachedFolder, copied, opened
-from llmtrain.data.manifest import NAME, SPLITS, Shard, Split, read_manifest
-from llmtrain.data.origins import Origins, origins_path
+from llmtrain.data.manifest import NAME, SPLITS, URL, Shard, Split, origins_path, read_manifest
 from llmtrain.storage.addresses import is_url
+
+if TYPE_CHECKING:
+    from llmtrain.data.cache import CachedFolder
+    from llmtrain.data.origins import Origins
 
 _CHUNK = 4 << 20
 """Bytes that a checksum comparison reads at a time."""
@@ -259,14 +261,18 @@ def _chunks(file: FileSum) -> Iterator[bytes]:
 class PreparedSet:
     """A complete folder of `llmtrain prepare`, on this host or in a store. Opening it checks the shards' sizes."""
 
-    def __init__(self, folder: str | Path, cache: Cache = Cache()) -> None:  # noqa: B008  (frozen)
-        """`folder`: a path, also in a cache, or a URL.
+    def __init__(self, folder: str | Path, cache: str | None = None) -> None:
+        """`folder`: a path, also in a cache, or a URL. `cache`: data.cache.
 
         Raises DataError when the folder is not complete, or cannot be read.
         """
         self.name = str(folder)
         """Path or URL for messages."""
-        self._cached = opened(self.name, cache.root) if is_url(self.name) else copied(Path(folder))
+        self._cached = None
+        if is_url(self.name) or (Path(folder) / URL).is_file():
+            from llmtrain.data.cache import copied, opened, root_of  # most sets are in no store
+
+            self._cached = opened(self.name, root_of(cache)) if is_url(self.name) else copied(Path(folder))
         self.name = self.name if self._cached is None else self._cached.shown
         self.folder = Path(folder) if self._cached is None else self._cached.path
         """Path on this host."""
@@ -291,6 +297,8 @@ class PreparedSet:
 
     def origins(self, split: Split) -> Origins:
         """Raises DataError: the folder was prepared without origins."""
+        from llmtrain.data.origins import Origins  # no run reads them
+
         shards = self.manifest.shards[split]
         self.fetch([origins_path(Path(shard.file)).name for shard in shards])
         return Origins(self.folder, shards)

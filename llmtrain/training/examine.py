@@ -21,7 +21,6 @@ from llmtrain.config.deepspeed.read import deep_check
 from llmtrain.config.on_disk import starts_from_model
 from llmtrain.config.run import ResolvedRun
 from llmtrain.config.stages import Stage, Stages
-from llmtrain.data.cache import Cache
 from llmtrain.data.manifest import NEW_COLUMN, Manifest, check_vocabulary
 from llmtrain.data.stream.train_data import EvalSet, Prompts, TrainData
 from llmtrain.engine.dist.plugin_code import called
@@ -78,9 +77,9 @@ def examine(resolved: ResolvedRun) -> Checked:
     if run.eval.choices:
         from llmtrain.data.stream.choices import ChoiceSet
 
-        length, cache = run.data.sequence_length, Cache(run.data.cache, run.data.cache_gib)
-        form = {"sequence_length": length, "shared": resolved.degrees.sequence}
-        choices = {name: ChoiceSet(folder, **form, cache=cache) for name, folder in run.eval.choices.items()}
+        length, shared, cache = run.data.sequence_length, resolved.degrees.sequence, run.data.cache
+        for name, folder in run.eval.choices.items():
+            choices[name] = ChoiceSet(folder, sequence_length=length, shared=shared, cache=cache)
     for name, asked in choices.items():
         _check_tokenizer(f"eval.choices.{name}", asked.prepared.manifest, data)
     for name, each in sets.items():

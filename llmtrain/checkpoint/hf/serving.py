@@ -20,7 +20,6 @@ from llmtrain.base import units, untrusted
 from llmtrain.base.errors import DataError
 from llmtrain.checkpoint.hf.proofs import ProofError, Report
 from llmtrain.data import manifest as manifests
-from llmtrain.data.cache import Cache
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.tokenize import named_token
 from llmtrain.models.parameters import CONFIG
@@ -147,7 +146,7 @@ def _here(name: str, data: Mapping[str, Any]) -> Path | None:
     if not is_url(name):
         return Path(name)
     try:
-        return PreparedSet(name, Cache(data.get("cache"))).folder
+        return PreparedSet(name, data.get("cache")).folder
     except DataError:
         return None
 

@@ -34,8 +34,7 @@ from llmtrain.data import tokenize
 from llmtrain.data.chat.conversation import RefusedError
 from llmtrain.data.chat.encoder import CONVERSATIONS, ChatOptions, write_sample
 from llmtrain.data.chat.encoder import NAME as SAMPLE
-from llmtrain.data.manifest import SPLITS, Manifest, Shard
-from llmtrain.data.origins import origins_path
+from llmtrain.data.manifest import SPLITS, Manifest, Shard, origins_path
 from llmtrain.data.prepare import demo, out_folder, plugin_source, pools, sources, token_corpora
 from llmtrain.data.prepare.out_folder import HELD_OUT, PLAN, REJECTED, UNFINISHED, OutFolder
 from llmtrain.data.prepare.records import Document, Rejection, lines_in, read_piece

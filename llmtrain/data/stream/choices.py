@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from llmtrain.base.errors import DataError
-from llmtrain.data.cache import Cache
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.stream.loader import AnswerBatch
 from llmtrain.data.stream.windows import IGNORED
@@ -33,7 +32,7 @@ class ChoiceSet:
         *,
         sequence_length: int,
         shared: int = 1,
-        cache: Cache = Cache(),  # noqa: B008
+        cache: str | None = None,
     ) -> None:
         """`sequence_length`: tokens that the model may see at once. `shared`: ranks that share a row.
 

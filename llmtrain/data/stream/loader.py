@@ -20,7 +20,6 @@ from llmtrain.base import log, units
 from llmtrain.base.errors import DataError
 from llmtrain.base.rank.heartbeat import heart
 from llmtrain.config.stages import Batch
-from llmtrain.data.cache import waiting
 from llmtrain.data.manifest import check_vocabulary
 from llmtrain.data.stream.course import Course
 from llmtrain.data.stream.order import rows_of
@@ -256,6 +255,8 @@ class TrainLoader:
             try:
                 return self._ready.get(timeout=_BEAT_S)
             except queue.Empty:
+                from llmtrain.data.cache import waiting  # most sets are in no store
+
                 wait = waiting()
             if wait is None:
                 continue

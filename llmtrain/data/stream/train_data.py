@@ -14,9 +14,7 @@ import xxhash
 
 from llmtrain.base.errors import DataError
 from llmtrain.config.run import DataConfig, RunConfig
-from llmtrain.data.cache import Cache
 from llmtrain.data.manifest import SPLITS, Manifest, Split
-from llmtrain.data.origins import Origins
 from llmtrain.data.shards import FileSum, PreparedSet, TokenStream
 from llmtrain.data.stream.order import Mixture, permute, position_of
 from llmtrain.data.stream.windows import IGNORED, Conversations, Preferences, Texts, Unpaired, Window, kind_of
@@ -24,6 +22,7 @@ from llmtrain.data.tokenize import Encoder
 from llmtrain.objectives.by_token import Distill
 
 if TYPE_CHECKING:
+    from llmtrain.data.origins import Origins
     from llmtrain.data.stream.columns import TeacherColumn
 
 
@@ -322,7 +321,7 @@ class EvalSet(TrainData):
 
 
 def _open_member(folder: str, config: DataConfig) -> _Member:
-    prepared = PreparedSet(folder, Cache(config.cache, config.cache_gib))
+    prepared = PreparedSet(folder, config.cache)
     folder, chat = prepared.name, prepared.manifest.chat
     kind = Texts if chat is None else kind_of(chat)
     if chat is not None and chat.get("prompts"):

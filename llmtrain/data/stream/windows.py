@@ -18,8 +18,11 @@ import numpy as np
 
 from llmtrain.base.errors import DataError
 from llmtrain.config.run import DataConfig
-from llmtrain.data.origins import Origin, Origins
 from llmtrain.data.shards import TokenStream
+
+if TYPE_CHECKING:
+    from llmtrain.data.origins import Origin, Origins
+    from llmtrain.data.stream.columns import Taught
 
 IGNORED = -100  # the label that no loss counts; torch's and Hugging Face's default
 
@@ -166,10 +169,6 @@ def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray
             records = records[count:]
     in_windows = np.argsort(window_of, kind="stable")
     return in_windows, np.searchsorted(window_of[in_windows], np.arange(made + 1))
-
-
-if TYPE_CHECKING:
-    from llmtrain.data.stream.columns import Taught
 
 
 class Conversations:

@@ -23,7 +23,6 @@ from llmtrain.checkpoint.hf.folder_files import copy_beside
 from llmtrain.checkpoint.hf.proofs import ProofError, Report
 from llmtrain.checkpoint.hf.serving import prove_serving
 from llmtrain.commands.prepare import main
-from llmtrain.data.cache import Cache
 from llmtrain.data.chat import rendering
 from llmtrain.data.chat.encoder import CONVERSATIONS, NAME
 from llmtrain.data.shards import PreparedSet
@@ -86,7 +85,7 @@ def test_an_export_proves_itself_and_names_the_trained_end(tmp_path: Path, prepa
     turns = sum(len(json.loads(json.loads(line)["record"])["messages"]) // 2 for line in kept)
     assert f"{turns} turns of {len(kept)} conversations" in (found := told(out, data))
     assert f"generation stops at the trained end: {ends[1]}" in found and "not compared" not in found
-    copy = PreparedSet(f"file://{data}", Cache(str(tmp_path / "cache"))).folder
+    copy = PreparedSet(f"file://{data}", str(tmp_path / "cache")).folder
     assert told(out, copy) == found.replace(str(data), str(copy))
     shutil.rmtree(copy)  # as when the cache made room
     run = {"data": {"path": f"file://{data}", "cache": str(tmp_path / "cache")}}

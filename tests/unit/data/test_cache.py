@@ -20,7 +20,7 @@ from llmtrain.base.rank.heartbeat import heart
 from llmtrain.base.units import GIB
 from llmtrain.config.run import DataConfig
 from llmtrain.data import cache as caches
-from llmtrain.data.cache import Cache, make_room
+from llmtrain.data.cache import make_room
 from llmtrain.data.download import _Download
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.stream.train_data import TrainData
@@ -94,15 +94,17 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     Lag.reset()
 
 
-def opened(folder: Path, tmp_path: Path, name: str = "cache", **more: Any) -> tuple[PreparedSet, Cache]:
-    cache = Cache(str(tmp_path / name), **more)
+def opened(folder: Path, tmp_path: Path) -> tuple[PreparedSet, str]:
+    cache = str(tmp_path / "cache")
     return PreparedSet(f"lag://{folder}", cache), cache
 
 
-def download(prepared: PreparedSet, cache: Cache, shards: list[str]) -> list[tuple[str, dict[str, Any]]]:
+def download(
+    prepared: PreparedSet, cache: str, shards: list[str], gib: float = 100.0
+) -> list[tuple[str, dict[str, Any]]]:
     told: list[tuple[str, dict[str, Any]]] = []
     [(url, _), *_] = prepared.shards_in_store("train")
-    _Download(cache, lambda kind, **fields: told.append((kind, fields))).go_on([(url, file) for file in shards])
+    _Download(cache, gib, lambda kind, **fields: told.append((kind, fields))).go_on([(url, file) for file in shards])
     return told
 
 
@@ -189,11 +191,11 @@ def test_the_bound_holds_and_sets_in_use_stay(folder: Path, tmp_path: Path, monk
         del prepared
     live, _ = opened(copies[1], tmp_path)
     os.utime(paths[1] / ".used", (0, 0))
-    root = cache.root
+    root = Path(cache)
     bound = caches.bytes_of(root) - 10_000 + 1000
     monkeypatch.setattr("llmtrain.data.download._AGAIN_S", 0.0)
-    third, cache = opened(copies[2], tmp_path, gib=bound / GIB)
-    assert len(download(third, cache, files)) == 8
+    third, cache = opened(copies[2], tmp_path)
+    assert len(download(third, cache, files, bound / GIB)) == 8
     assert not paths[0].exists() and len(shards_in(live)) == 8 and caches.bytes_of(root) - 10_000 <= bound
     assert not make_room(root, bound, bound)  # both are open: nothing goes, and it does not fit
     assert len(shards_in(live)) == len(shards_in(third)) == 8
