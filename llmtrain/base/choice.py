@@ -1,4 +1,4 @@
-"""Sections of a run in which names select classes, and bounds on the classes' fields.
+"""Sections of a run in which names select classes, bounds on the classes' fields, and rules between settings.
 
     class Schedule(Choice, section="schedule"): ...    a section of one choice: fields that every choice has
     class Wsd(Schedule, choice="wsd"): ...             a choice: its own fields, and the function that does it
@@ -13,13 +13,15 @@ Each choice is a frozen keyword-only dataclass, each entry a keyword-only one. T
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Annotated, Any, ClassVar, Self
 
 HOST_PATH = "~ and $NAME are expanded"
 HostPath = Annotated[str, HOST_PATH]
 """The type of a field that holds a path of a host."""
+_Text = str | Callable[[Any, str], str]
+"""A sentence, or a function that makes it for a subject and the key that breaks the rule."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,3 +204,28 @@ def refuse_taken(cls: type, name: str, known: Mapping[str, type]) -> None:
 def either(names: list[str]) -> str:
     """`a, b or c`."""
     return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+@dataclass(frozen=True, eq=False)
+class Rule:
+    """A combination of settings that is refused: the check, the documentation, `--help` and the tests read this row."""
+
+    keys: tuple[str, ...]
+    """Dotted keys of a run or of its DeepSpeed JSON whose values the message shows."""
+    broken: Callable[[Any], Any]
+    """True (or a list of keys, with `each`) for a subject that breaks the rule."""
+    reason: _Text
+    remedy: _Text
+    example: Mapping[str, Any]
+    """Dotted key -> value: settings that break the rule in an otherwise valid run."""
+    each: bool = False
+    """`broken` returns a list of mistakes: a key that replaces the first of `keys`, or a tuple that replaces `keys`."""
+
+    def breaks(self, subject: Any) -> Iterator[tuple[tuple[str, ...], str, str]]:
+        """(keys, reason, remedy) of each mistake."""
+        found = self.broken(subject)
+        for broken in found if self.each else [self.keys] if found else []:
+            keys = (broken, *self.keys[1:]) if isinstance(broken, str) else broken
+            reason, remedy = (text if isinstance(text, str) else text(subject, keys[0])
+                              for text in (self.reason, self.remedy))  # fmt: skip
+            yield keys, reason, remedy

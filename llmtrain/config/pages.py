@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llmtrain.base.rule import Rule
+from llmtrain.base.choice import Rule
 from llmtrain.config import rules, schema, topology
 from llmtrain.config.deepspeed import keys
 from llmtrain.config.deepspeed.join import join_values, read_facts

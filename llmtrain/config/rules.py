@@ -1,4 +1,4 @@
-"""Rules between the settings of a run, for any number of ranks and for a form: rows of `base/rule.py`.
+"""Rules between the settings of a run, for any number of ranks and for a form: rows of `base/choice.py`.
 
 `refuse` reports the rules that a run breaks. `reader.py` has checked types and bounds before.
 """
@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, is_dataclass
 from itertools import pairwise
 from typing import Any
 
+from llmtrain.base.choice import Rule
 from llmtrain.base.redact import redact_text
-from llmtrain.base.rule import Rule
 from llmtrain.base.units import GIB, divisors, size
 from llmtrain.config import sites_rules
 from llmtrain.config.on_disk import model_config

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 
-from llmtrain.base.rule import Rule
+from llmtrain.base.choice import Rule
 from llmtrain.config.run import RunConfig
 
 _SITE = {"sites.name": "a", "sites.coordinator": "h:1"}

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from llmtrain.base.rule import Rule
+from llmtrain.base.choice import Rule
 from llmtrain.base.threads import usable_cores
 from llmtrain.optim.optimizers import Optimizer
 

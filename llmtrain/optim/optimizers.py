@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from llmtrain.base.choice import BELOW_1, NOT_NEGATIVE, POSITIVE, Bound, Choice, bounded, joined, mapped
-from llmtrain.base.rule import Rule
+from llmtrain.base.choice import BELOW_1, NOT_NEGATIVE, POSITIVE, Bound, Choice, Rule, bounded, joined, mapped
 
 PARAM = "param"
 """Kind of the fp32 master values in an optimizer's state; the other kinds are its names of its moments (`state`)."""

@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from llmtrain.base.choice import AT_LEAST_1, BELOW_1, NOT_NEGATIVE, POSITIVE, SECONDS, Choice, HostPath, bounded
-from llmtrain.base.rule import Rule
+from llmtrain.base.choice import AT_LEAST_1, BELOW_1, NOT_NEGATIVE, POSITIVE, SECONDS, Choice, HostPath, Rule, bounded
 from llmtrain.optim.message_formats import FORMATS
 
 if TYPE_CHECKING:

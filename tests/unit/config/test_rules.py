@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.base.choice import Entry
+from llmtrain.base.choice import Entry, Rule
 from llmtrain.base.errors import ConfigError
-from llmtrain.base.rule import Rule
 from llmtrain.config.load import load, parse
 from llmtrain.config.pages import BASE, RANKS, all_rules, example_of, texts
 from llmtrain.config.problems import show

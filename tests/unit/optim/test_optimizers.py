@@ -10,9 +10,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from llmtrain.base.choice import NOT_NEGATIVE, joined
+from llmtrain.base.choice import NOT_NEGATIVE, Rule, joined
 from llmtrain.base.errors import ConfigError
-from llmtrain.base.rule import Rule
 from llmtrain.config.resolve import resolve
 from llmtrain.config.run import DataConfig, ModelConfig, ResolvedRun, RunConfig, TrainConfig
 from llmtrain.optim.optimizers import AdamW, Muon, Optimizer, norm_of
