@@ -8,9 +8,9 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import replace
 
-from llmtrain.base.devices import name_cpu
 from llmtrain.base.errors import ConfigError
 from llmtrain.base.files import refuse_if_in_use
+from llmtrain.base.imports import name_cpu
 from llmtrain.cluster.hosts.hostfile import Host, is_alone, on_visible_devices, read_hostfile, select, this_machine
 from llmtrain.cluster.launch import slurm
 from llmtrain.cluster.launch.attempts import Launch

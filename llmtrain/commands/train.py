@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmtrain.base.devices import let_segments_grow
 from llmtrain.base.files import refuse_if_in_use
+from llmtrain.base.imports import let_segments_grow
 from llmtrain.base.rank import messages, watch
 from llmtrain.commands import completion
 from llmtrain.config import plugins

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmtrain.base import units
-from llmtrain.base.devices import name_cpu
 from llmtrain.base.errors import ConfigError, DataError, ModelError
+from llmtrain.base.imports import name_cpu
 from llmtrain.config import plugins
 from llmtrain.config.deepspeed.read import deep_check
 from llmtrain.config.on_disk import starts_from_model

@@ -273,7 +273,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from savers import Task
 
-    from llmtrain.base.devices import let_segments_grow
+    from llmtrain.base.imports import let_segments_grow
     from llmtrain.config.run import ModelConfig
     from llmtrain.models.spec import ModelSpec
     from tests.helpers.ranks import RankPool

@@ -32,7 +32,7 @@ from contestants import CLIP_NORM, FP8, SKIPPED, Need, Round, Task, fit_together
 from long_context import PRESETS as LONG  # noqa: E402
 from machine import Card, about, gpu_gib, use, write  # noqa: E402
 
-from llmtrain.base.devices import let_segments_grow  # noqa: E402
+from llmtrain.base.imports import let_segments_grow  # noqa: E402
 from llmtrain.config.run import ModelConfig  # noqa: E402
 
 OURS = "llmtrain"

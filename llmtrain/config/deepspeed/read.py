@@ -13,7 +13,7 @@ from typing import Any
 import hjson
 
 from llmtrain.base.errors import ConfigError
-from llmtrain.base.lean import without
+from llmtrain.base.imports import without
 from llmtrain.base.trees import lookup
 from llmtrain.config.deepspeed import keys as table
 from llmtrain.config.problems import Problems, closest, read_text, show, stop

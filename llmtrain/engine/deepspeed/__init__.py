@@ -1,4 +1,4 @@
-from llmtrain.base.lean import without
+from llmtrain.base.imports import without
 
 with without("mlflow"):
     import deepspeed  # noqa: F401

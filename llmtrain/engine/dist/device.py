@@ -11,7 +11,7 @@ import torch
 
 from llmtrain.base import units
 from llmtrain.base.errors import ConfigError
-from llmtrain.base.lean import without
+from llmtrain.base.imports import without
 from llmtrain.config.topology import ranks_of_this_host
 
 with without("mlflow"):

@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 
-from llmtrain.base.devices import let_segments_grow
+from llmtrain.base.imports import let_segments_grow
 from llmtrain.engine.process_memory import collected_by_hand, none_while_importing
 
 

@@ -1,9 +1,12 @@
-"""Environment variables about devices, which torch and DeepSpeed read when they are imported."""
+"""For the import of torch and DeepSpeed: environment variables about devices, and packages that they must not find."""
 
 from __future__ import annotations
 
 import glob
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _ACCELERATORS = (
     "/dev/nvidia*",
@@ -35,3 +38,18 @@ def let_segments_grow() -> None:
     """
     if glob.glob("/dev/nvidia[0-9]*") and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
+
+@contextmanager
+def without(package: str) -> Iterator[None]:
+    """Context in which Python does not find a package, unless it is already imported.
+
+    DeepSpeed's autotuner imports mlflow wherever it is installed: one CPU second in each process.
+    """
+    if hidden := package not in sys.modules:
+        sys.modules[package] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if hidden:
+            del sys.modules[package]
