@@ -4,7 +4,7 @@ s is the log-probability of an answer, summed over its n counted tokens (with th
 of the reference, w the chosen and l the rejected answer. Each loss is a mean over the pairs (of kto: the answers) of
 the global batch.
 
-A new loss over pairs is a class here, with `losses` and `equal`; its plain definition is in parity/answers.py.
+A new loss over pairs is a class here, with `losses` and `equal`; its plain definition is in parity/plain_objectives.py.
 """
 
 from __future__ import annotations

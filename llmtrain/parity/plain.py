@@ -27,7 +27,6 @@ from llmtrain.objectives.by_token import ByToken, NextToken
 from llmtrain.objectives.objective import Objective
 from llmtrain.optim.optimizers import AdamW, Lion, Muon, Optimizer
 from llmtrain.optim.schedules import Constant, Cosine, Falling, Schedule, Wsd
-from llmtrain.parity.answers import PLAIN, Answers, divergence, plain_loss
 from llmtrain.parity.compare import AVERAGE, Trace
 from llmtrain.parity.plain_maps import (
     adapt_plainly,
@@ -37,8 +36,8 @@ from llmtrain.parity.plain_maps import (
     loud_source,
     pack_plainly,
 )
-from llmtrain.parity.plain_teacher import PlainTeacher
-from llmtrain.parity.tokens import Tokens
+from llmtrain.parity.plain_objectives import PLAIN, PlainTeacher, divergence, plain_loss
+from llmtrain.parity.tokens import Answers, Tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -1,15 +1,17 @@
-"""Synthetic sequences: documents of unequal length, rows with unequal numbers of counted tokens."""
+"""Synthetic data: documents of unequal length, rows with unequal numbers of counted tokens, and preferences."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from llmtrain.config.run import DataConfig
+from llmtrain.config.run import DataConfig, RunConfig
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.data.stream.windows import IGNORED, Window, labels_of, positions_of
 
 SEED = 20_261_121
 _COPY_FROM = 5  # distance in tokens of a repetition, which attention can learn
+_MOST = 4
+"""Maximum number of rows in a window of `Answers`."""
 
 
 class Tokens(TrainData):
@@ -64,3 +66,55 @@ class Tokens(TrainData):
                 tokens[place] = tokens[place - _COPY_FROM]
         tokens[np.flatnonzero(draw.random(length + 1) < 3 / length)] = self.separator_id
         return tokens, length // 4 + int(draw.integers(0, length))
+
+
+class Answers(TrainData):
+    """Windows of two or four rows: pairs, or single answers; window k depends on k alone. Reference log-probabilities
+    are below an untrained model's, so that kto's z is not 0."""
+
+    def __init__(self, config: RunConfig, vocab_size: int) -> None:  # the base class opens folders
+        assert vocab_size >= 8, vocab_size
+        self.sequence_length, self.vocab_size = config.data.sequence_length, vocab_size
+        self.mask_document_starts, self.isolate_documents = False, True
+        self.separator_id = vocab_size - 1
+        self._unpaired = config.objective.data == "unpaired"
+
+    def rows(self, index: int, *, mismatched: bool = False) -> list[tuple[np.ndarray, int, float, bool]]:
+        """Return (ids, start of the answer, reference, desired) of each row."""
+        draw = np.random.default_rng((SEED, index, mismatched))
+        made = []
+        for row in range(_MOST if index % 3 else 2):
+            length = int(draw.integers(4, self.sequence_length // _MOST + 1))
+            ids = draw.integers(0, self.separator_id, length)
+            ids[2:] = np.where(draw.random(length - 2) < 0.5, (ids[1:-1] * 7 + 3) % self.separator_id, ids[2:])
+            begin = int(draw.integers(1, length - 1))
+            made.append((ids, begin, -float(length - begin) * 8 + float(draw.normal()), bool((row + index) % 2)))
+        return made
+
+    def sequence(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return (inputs, labels), int64 [T] each."""
+        return self.window_at(index)[:2]
+
+    def window_at(self, index: int) -> Window:
+        window = self._window(index)
+        if not self._unpaired:
+            return window._replace(desirable=None)
+        return window._replace(mismatched=self._window(index, mismatched=True))
+
+    def _window(self, index: int, *, mismatched: bool = False) -> Window:
+        inputs = np.full(self.sequence_length, self.separator_id, dtype=np.int64)
+        labels, positions = np.full_like(inputs, IGNORED), np.arange(self.sequence_length)
+        at, rows = 0, self.rows(index, mismatched=mismatched)
+        for ids, begin, _, _ in rows:
+            end = at + len(ids)
+            inputs[at:end], labels[at + begin - 1 : end - 1] = ids, ids[begin:]
+            positions[end:] -= end - at
+            at = end
+        return Window(
+            inputs,
+            labels,
+            positions,
+            rows=np.arange(len(rows)) + _MOST * index,
+            reference=np.array([row[2] for row in rows], dtype=np.float32),
+            desirable=np.array([row[3] for row in rows]),
+        )

@@ -24,10 +24,9 @@ from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.models.source import ParameterSource
 from llmtrain.models.spec import ModelSpec
 from llmtrain.optim.optimizers import PARAM
-from llmtrain.parity.answers import Answers
 from llmtrain.parity.compare import AVERAGE, Trace
 from llmtrain.parity.plain_maps import loud_source
-from llmtrain.parity.tokens import Tokens
+from llmtrain.parity.tokens import Answers, Tokens
 from llmtrain.storage.pieces import put
 from llmtrain.training.ema import Ema
 from llmtrain.training.examine import Checked

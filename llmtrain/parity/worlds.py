@@ -23,15 +23,13 @@ from llmtrain.models.run.check import check_model
 from llmtrain.models.skeleton import layer_configs, load_config
 from llmtrain.objectives.by_token import ByToken, Distill
 from llmtrain.objectives.preferences import Pairs
-from llmtrain.parity.answers import PLAIN
 from llmtrain.parity.compare import CEILINGS, COUNT, KINDS, Difference, Trace, Verdict, compare, hint, tie
-from llmtrain.parity.course import compare_course
 from llmtrain.parity.plain import nudged, orders, train_plainly
-from llmtrain.parity.plain_teacher import with_small_teacher
-from llmtrain.parity.run_folder import compare_folder
+from llmtrain.parity.plain_objectives import PLAIN, with_small_teacher
 from llmtrain.parity.small import attention_here, own_settings_here, patterns_here, small_model, targets_here
 from llmtrain.parity.small_run import Wanted, degrees_text, resolve_in, small_run
 from llmtrain.parity.trainer import PLAN
+from llmtrain.parity.untrained import compare_course, compare_folder
 
 _TIMEOUT_S = 900.0
 SAME, PARTS, NO_ANSWER = 0, 1, 3

@@ -38,7 +38,7 @@ from llmtrain.optim.schedules import Cosine
 from llmtrain.parity import plain, plain_maps
 from llmtrain.parity.compare import Trace, Verdict, compare, hint
 from llmtrain.parity.plain import orders, train_plainly
-from llmtrain.parity.plain_teacher import small_teacher
+from llmtrain.parity.plain_objectives import small_teacher
 from llmtrain.parity.small import small_model
 from llmtrain.parity.small_run import resolve_in, small_run, wanted
 from tests.helpers.families import FAMILIES, FROZEN, VARIANTS

@@ -14,8 +14,8 @@ from llmtrain.config.load import parse
 from llmtrain.config.stages import Stages
 from llmtrain.data.stream.course import Course
 from llmtrain.parity import worlds
-from llmtrain.parity.course import compare_course
 from llmtrain.parity.small_run import wanted
+from llmtrain.parity.untrained import compare_course
 from llmtrain.training.stage_borders import StageBorders
 from tests.helpers.config_workplace import write
 

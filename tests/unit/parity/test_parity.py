@@ -208,11 +208,10 @@ def test_the_reference_takes_nothing_from_a_run_but_its_settings_and_its_first_w
         "objectives.objective": "Objective",
         "optim.optimizers": "AdamW Lion Muon Optimizer",
         "optim.schedules": "Constant Cosine Falling Schedule Wsd",
-        "parity.answers": "Answers PLAIN divergence plain_loss",
         "parity.compare": "AVERAGE Trace",
         "parity.plain_maps": "adapt_plainly base_of compute_in_fp8 frozen_beside loud_source pack_plainly",
-        "parity.plain_teacher": "PlainTeacher",
-        "parity.tokens": "Tokens",
+        "parity.plain_objectives": "PLAIN PlainTeacher divergence plain_loss",
+        "parity.tokens": "Answers Tokens",
     }
     taken: dict[str, set[str]] = {}
     for node in ast.walk(tree):

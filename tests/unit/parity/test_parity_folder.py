@@ -14,7 +14,7 @@ from llmtrain.data.shards import PreparedSet
 from llmtrain.data.stream import columns, windows
 from llmtrain.data.stream.columns import numbers, write_reference
 from llmtrain.objectives.objective import Objective
-from llmtrain.parity.run_folder import compare_folder, differences
+from llmtrain.parity.untrained import compare_folder, differences
 from tests.helpers.preference import prepared_preferences, prepared_unpaired
 
 

@@ -1,4 +1,4 @@
-"""A small teacher for a comparison, and distillation in plain PyTorch."""
+"""Objectives in plain PyTorch: each one over answers, and distillation with a small teacher for a comparison."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,13 +19,81 @@ from llmtrain.models.spec import ModelSpec
 from llmtrain.models.teacher import KEY, teacher_model
 from llmtrain.objectives.by_token import Distill
 from llmtrain.objectives.objective import Objective
+from llmtrain.objectives.preferences import Answers as OfPairs
+from llmtrain.objectives.preferences import Pairs
 from llmtrain.parity.small import LoudSource, small_model
+from llmtrain.parity.tokens import Answers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+
+PLAIN = ("dpo", "robust", "ipo", "dpo_norm", "rpo", "simpo", "orpo", "kto", "reward")
+"""Objectives over answers that this module defines."""
 _SEED = 7_919
 """Differs from the student's: a teacher equal to its student teaches nothing."""
+
+
+def plain_loss(
+    model: Any, config: Objective, answers: Answers, windows: list[int], z: float, base: Any = None
+) -> Tensor:
+    """Sum the loss over the pairs, or answers, of some windows; each row goes through the model alone. `base`: the
+    initial model where it is the reference."""
+    o = vars(config)
+    if config.name == "reward":
+        rows = [torch.from_numpy(ids) for window in windows for ids, _, _, _ in answers.rows(window)]
+        each = [model(input_ids=ids[None].to(model.device), use_cache=False).logits[0, 0].float() for ids in rows]
+        rw, rl = torch.stack(each).view(-1, 2).T  # transformers reads the last token where a row comes alone
+        return (torch.log1p((rl - rw).exp()) + o["centering"] * (rw + rl) ** 2).sum()
+    s, d, n, desired = _scored(model, answers, windows, base)
+    beta = o["beta"]
+    if config.name == "kto":
+        wanted = o["desirable_weight"] * (1 - torch.sigmoid(beta * (d - z)))
+        return torch.where(desired, wanted, o["undesirable_weight"] * (1 - torch.sigmoid(beta * (z - d)))).sum()
+    if isinstance(config, Pairs) and config.name not in PLAIN:  # a plugin's own formula is its definition
+        log_probs, tokens, references = (each.view(-1, 2) for each in (s, n, s - d))
+        return config.losses(OfPairs(log_prob=log_probs, tokens=tokens, reference=references,
+                                     log_sigmoid=F.logsigmoid))[0].sum()  # fmt: skip
+    (sw, sl), (dw, dl), (nw, nl) = ((each[::2], each[1::2]) for each in (s, d, n))
+    right, wrong = F.logsigmoid(beta * (dw - dl)), F.logsigmoid(beta * (dl - dw))
+    losses = {
+        "dpo": lambda: -(1 - o["smoothing"]) * right - o["smoothing"] * wrong,
+        "robust": lambda: (o["smoothing"] * wrong - (1 - o["smoothing"]) * right) / (1 - 2 * o["smoothing"]),
+        "ipo": lambda: (dw / nw - dl / nl - 1 / (2 * beta)) ** 2,
+        "dpo_norm": lambda: -F.logsigmoid(beta * (dw / nw - dl / nl)),
+        "rpo": lambda: -right - o["alpha"] * sw / nw,
+        "simpo": lambda: -F.logsigmoid(beta * (sw / nw - sl / nl) - o["gamma"]),
+        "orpo": lambda: -sw / nw - beta * F.logsigmoid(torch.logit((sw / nw).exp()) - torch.logit((sl / nl).exp())),
+    }
+    return losses[config.name]().sum()
+
+
+def divergence(model: Any, answers: Answers, windows: list[int], base: Any = None) -> float:
+    """Return kto's z for a global batch."""
+    with torch.no_grad():
+        return max(0.0, float(_scored(model, answers, windows, base, mismatched=True)[1].mean()))
+
+
+def _log_prob(model: Any, tokens: Tensor, begin: int) -> Tensor:
+    logits = model(input_ids=tokens[None, :-1], use_cache=False).logits[0].float()
+    return -F.cross_entropy(logits[begin - 1 :], tokens[begin:], reduction="sum")
+
+
+def _scored(
+    model: Any, answers: Answers, windows: list[int], base: Any, *, mismatched: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return (log-probability, its difference from the reference's, counted tokens, desired) per row."""
+    found = []
+    for window in windows:
+        for ids, begin, reference, desired in answers.rows(window, mismatched=mismatched):
+            tokens = torch.from_numpy(ids).to(model.device)
+            s, r = _log_prob(model, tokens, begin), float(np.float32(reference))
+            if base is not None:
+                with torch.no_grad():
+                    r = float(_log_prob(base, tokens, begin))
+            found.append((s, s - r, s.new_tensor(len(ids) - begin), desired))
+    s, d, n = (torch.stack(column) for column in list(zip(*found, strict=True))[:3])
+    return s, d, n, torch.tensor([row[3] for row in found], device=s.device)
 
 
 def with_small_teacher(run: RunConfig, student: dict[str, Any], where: Path) -> Distill:
