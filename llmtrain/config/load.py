@@ -25,7 +25,7 @@ from llmtrain.config.stages import StageConfig
 
 _LAUNCHER_FLAGS = ("--local_rank", "--local-rank")
 _NO_FIELDS = ("config", "plugin", "plugin-changed")
-_REMOVED = {("sites", "mean"): "weighted", ("model", "keep_attention"): False}
+_REMOVED = {("sites", "mean"): "weighted", ("sites", "meet_every"): 10, ("model", "keep_attention"): False}
 """Removed fields with the defaults in each config.yaml of former versions, which still load."""
 
 

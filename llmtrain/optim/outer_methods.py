@@ -1,7 +1,6 @@
 """Outer methods: the section `sites` of a run, and the rule that makes common parameters from the sites'.
 
-A new one is a class here: its fields and their rules, and its outer step. Exchanges other than rounds have their own
-file in sites/, as `async` has.
+A new one is a class here: its fields and their rules, and its outer step.
 """
 
 from __future__ import annotations
@@ -31,8 +30,6 @@ class SitesConfig(Choice, section="sites", selector="method"):
         {"name", "coordinator", "start_sites", "timeout_s", "trust", "keys", "listen"}
     )
     """Fields in which the sites of a run may differ."""
-    overlaps: ClassVar[bool] = False
-    """Training continues while a message travels."""
     rules: ClassVar[tuple[Rule, ...]] = ()
     """Combinations of fields that are refused. The subject of `broken` is the run."""
 
@@ -58,16 +55,15 @@ class SitesConfig(Choice, section="sites", selector="method"):
     connect."""
     listen: str | None = None
     """This host's address for the ranks of other sites. Default: the address that reaches the coordinator."""
+    sync_every: int = bounded(100, AT_LEAST_1, "100 is the default")
+    """Optimizer steps between two synchronisations, of the fastest site."""
+    pace: Literal["measured", "equal"] = "measured"
+    """Steps of a slower site in between. measured: fewer, so that all arrive together; equal: the same number."""
 
     def common(self) -> dict[str, Any]:
         """The fields that must be equal on all sites, by their dotted names."""
         names = sorted(self.own() - self.local)
         return {"sites.method": self.method, **{f"sites.{name}": getattr(self, name) for name in names}}
-
-    @property
-    def period(self) -> int:
-        """Optimizer steps between two synchronisations of an element."""
-        return 1
 
     @property
     def parts(self) -> int:
@@ -82,12 +78,7 @@ class SitesConfig(Choice, section="sites", selector="method"):
     @property
     def round_steps(self) -> int:
         """Optimizer steps between two rounds of all sites."""
-        return self.period
-
-    @property
-    def measured(self) -> bool:
-        """True if a site's steps between two synchronisations depend on its measured speed."""
-        return False
+        return self.sync_every
 
     @property
     def keeps_momentum(self) -> bool:
@@ -100,30 +91,12 @@ class SitesConfig(Choice, section="sites", selector="method"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Periodic(SitesConfig):
-    """A method that synchronises every `sync_every` steps."""
-
-    sync_every: int = bounded(100, AT_LEAST_1, "100 is the default")
-    """Optimizer steps between two synchronisations, of the fastest site."""
-    pace: Literal["measured", "equal"] = "measured"
-    """Steps of a slower site in between. measured: fewer, so that all arrive together; equal: the same number."""
-
-    @property
-    def measured(self) -> bool:
-        return self.pace == "measured"
-
-    @property
-    def period(self) -> int:
-        return self.sync_every
-
-
-@dataclass(frozen=True, kw_only=True)
-class LocalSgd(Periodic, choice="local_sgd"):
+class LocalSgd(SitesConfig, choice="local_sgd"):
     """The mean of the sites' parameters."""  # S. Stich, arXiv 1805.09767
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiLoCo(Periodic, choice="diloco"):
+class DiLoCo(SitesConfig, choice="diloco"):
     """A step of SGD with Nesterov's momentum, whose gradient is the last common parameters minus the sites' mean."""
 
     # In the form of torch.optim.SGD (A. Douillard et al., arXiv 2311.08105, algorithm 1):
@@ -154,8 +127,6 @@ class DiLoCo(Periodic, choice="diloco"):
 @dataclass(frozen=True, kw_only=True)
 class Streaming(DiLoCo, choice="streaming"):
     """As diloco, for one fragment of the model after the other, while training continues."""
-
-    overlaps = True
 
     fragments: int = bounded(4, AT_LEAST_1, "4 is the default")
     """Parts of the model that are synchronised in turn, each every sync_every steps."""
@@ -199,38 +170,3 @@ class Streaming(DiLoCo, choice="streaming"):
     @property
     def round_steps(self) -> int:
         return self.sync_every // self.fragments
-
-
-@dataclass(frozen=True, kw_only=True)
-class Async(Periodic, choice="async"):
-    """Every sync_every steps a site sends its changes and takes the others' newest, without waiting; rarely all take
-    the mean."""
-
-    local = SitesConfig.local | {"overlap_steps"}
-    overlaps = True  # not recommended: at the same bytes staler than the others
-
-    overlap_steps: int = bounded(5, NOT_NEGATIVE, "5 is the default")
-    """Optimizer steps that are trained while parameters travel, and kept; 0 waits for the parameters."""
-    meet_every: int = bounded(10, AT_LEAST_1, "10 is the default")
-    """Number of sync_every intervals after which all sites meet, so that none is staler."""
-
-    rules = (
-        Rule(
-            ("sites.overlap_steps", "sites.sync_every"),
-            lambda run: run.sites.name is not None and run.sites.overlap_steps >= run.sites.sync_every,
-            lambda run, _: (
-                f"sites.overlap_steps must be at most {run.sites.sync_every - 1}: less than sites.sync_every"
-            ),
-            "lower it, or raise sites.sync_every",
-            {**_SITE, "sites.method": "async", "sites.sync_every": 5},
-        ),
-    )
-    """The others' changes arrive before the next exchange."""
-
-    @property
-    def travel_steps(self) -> int:
-        return self.overlap_steps
-
-    @property
-    def round_steps(self) -> int:
-        return self.sync_every * self.meet_every

@@ -9,9 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from llmtrain.engine.dist.control import from_all, from_rank_0
+from llmtrain.engine.dist.control import from_all
 from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.optim.message_formats import BLOCK, Format
 from llmtrain.sites.membership import PeerStatus
@@ -22,23 +21,6 @@ from llmtrain.sites.transport import Peer, Rectangle, WireError
 
 CHANGES = "changes"
 """Kind of array: compressed changes of parameters since the last synchronisation."""
-CLOCK, NEWEST = "clock", "newest"
-"""Kinds that `async` serves between meetings: a Clock, and `newest VERSION`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Clock:
-    """Progress of a site since the sites met."""
-
-    version: int
-    """Number of changes sent."""
-    tokens: int
-    """Tokens included in the last change."""
-    steps: int
-    """Optimizer steps included in it."""
-
-    def array(self) -> npt.NDArray[np.int64]:
-        return np.array([self.version, self.tokens, self.steps], "<i8")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,46 +103,6 @@ class Exchange:
         steps = {name: told.trained / told.batch for name, told in sources.items()}
         return self._joined(found, failed, outer, received, squares, steps)
 
-    def newest(
-        self,
-        sources: Sequence[PeerStatus],
-        known: Mapping[str, int],
-        own: Array,
-        steps: int,
-        round_: int,
-        deadline_s: float,
-    ) -> tuple[Fetched, dict[str, Clock]]:
-        """Fetch the other sites' newest changes since the last meeting, without waiting. `known`: site -> version that
-        this site has. `own`: this site's changes after `steps`, the reference for outliers. `round_`: of the meeting.
-        Returns (newer changes, site -> clock)."""
-        told = from_rank_0(self._ranks, lambda: {each.id: self._clock(each, round_, deadline_s) for each in sources})
-        clocks = {site: each for site, each in told.items() if isinstance(each, Clock)}
-        found, failed = {self._site: own}, {site: each for site, each in told.items() if isinstance(each, str)}
-        received = 0
-        for each in sources:
-            if each.id not in clocks or clocks[each.id].version <= known.get(each.id, 0):
-                continue
-            try:
-                kind = f"{NEWEST} {clocks[each.id].version}"
-                found[each.id], size = self._values(each, kind, round_, None, deadline_s)
-            except WireError as error:
-                failed[each.id] = str(error)
-                continue
-            received += size
-        squares = {site: squared_distance(None, values) for site, values in found.items()}
-        behind = {self._site: float(steps), **{site: float(clock.steps) for site, clock in clocks.items()}}
-        return self._joined(found, failed, None, received, squares, behind), clocks
-
-    def _clock(self, site: PeerStatus, round_: int, deadline_s: float) -> Clock | str:
-        read = np.zeros(3, "<i8")
-        peer = self._peers_of(site)[0]
-        try:
-            peer.fetch(CLOCK, round_, [((0, 0, 1, 3), (0, 0, 1, 3))], read, deadline_s)
-        except WireError as error:
-            return str(error)
-        version, tokens, steps = map(int, read)
-        return Clock(version=version, tokens=tokens, steps=steps) if min(read) >= 0 else "its clock makes no sense"
-
     def _false(self, outer: tuple[Array, Array] | None, leader: PeerStatus) -> str:
         """Return why the received state does not match the leader's report; "": it does, or a rank has none."""
         sums = from_all(self._ranks, None if outer is None else [self._shard.checksum(each) for each in outer])
@@ -232,7 +174,7 @@ class Exchange:
             values[at : at + region.numel] = np.nan  # an element sent twice must not hide one that is missing
         received = 0
         for peer, theirs in zip(peers, pairs, strict=True):
-            if self._form and kind.startswith((CHANGES, NEWEST)):  # fills `theirs` from the blocks that hold them
+            if self._form and kind == CHANGES:  # fills `theirs` from the blocks that hold them
                 blocks = Blocks(theirs)
                 records = np.empty(blocks.count * self._form.record, np.uint8)
                 received += peer.fetch(kind, round_, blocks.wanted(self._form.record), records, deadline_s)

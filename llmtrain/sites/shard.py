@@ -234,8 +234,6 @@ COMMON = OUTER + "common"
 MOMENTUM = OUTER + "momentum"
 RESIDUAL = OUTER + "residual"
 """Error feedback: the accumulated loss of this site's messages."""
-LINE = OUTER + "line"
-"""async: the common parameters plus this site's own changes since the last meeting."""
 
 
 def pieces(shard: Shard, kind: str, array: Callable[[], Array]) -> list[StateTensor]:

@@ -33,14 +33,13 @@ from llmtrain.engine.dist.control import from_all, from_rank_0, together
 from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.engine.dist.rendezvous import another_group
 from llmtrain.optim.message_formats import FORMATS
-from llmtrain.optim.outer_methods import Async, SitesConfig
-from llmtrain.sites.async_method import Newest
+from llmtrain.optim.outer_methods import SitesConfig
 from llmtrain.sites.exchange import Exchange, Fetched, checksum_of
 from llmtrain.sites.membership import Heard, Members, PeerStatus, SitesError, TorchftMembers, join, name_of, own_address
 from llmtrain.sites.outer import Bytes, Feedback, outer_step, squared_distance
 from llmtrain.sites.quorum import AGAIN_S, MeetAgain, Meetings, RoundFailed, leader_of
 from llmtrain.sites.sample_ledger import SLOWEST, Ledger, Request, Share, steps_each, steps_of
-from llmtrain.sites.shard import COMMON, LINE, MOMENTUM, RESIDUAL, Array, Shard, pieces, read_back, shapes, standing
+from llmtrain.sites.shard import COMMON, MOMENTUM, RESIDUAL, Array, Shard, pieces, read_back, shapes, standing
 from llmtrain.sites.tls import Keys, differs, to_coordinator
 from llmtrain.sites.transport import Pieces, Server
 
@@ -112,7 +111,7 @@ class Site:
         common = json.loads(json.dumps({**common, **shapes(engine)}))
         run = xxhash.xxh3_64_hexdigest(json.dumps(common, sort_keys=True).encode())
         self._every, self._last_step = settings.round_steps, last_step
-        self._overlap = 0 if isinstance(settings, Async) else settings.travel_steps
+        self._overlap = settings.travel_steps
         self.id = self._was = from_rank_0(ranks, lambda: f"{settings.name}:{secrets.token_hex(4)}")
         self._shard = Shard(engine, frozen, settings.parts, ranks)
         self._anchor = self._shard.read()
@@ -126,9 +125,6 @@ class Site:
         self._addresses = from_all(ranks, self._server.address)
         self._exchange = Exchange(net, self._shard, self.id, run, form, keys, self._every + settings.max_alone_steps)
         self._meetings = Meetings(net, self._members, self.id, run, common, settings.timeout_s)
-        self._newest: Newest | None = None
-        if isinstance(settings, Async):
-            self._newest = Newest(ranks, self._shard, self._exchange, self._server, form, tell, settings)
         self._took_s: list[float] = []
         """Seconds of each step since the last round."""
         self._step = self._round = self._steps = 0
@@ -153,8 +149,6 @@ class Site:
             with contextlib.suppress(RoundFailed):
                 if self._flight is not None:
                     join(self._flight[1])
-                if self._newest is not None:
-                    self._newest.settle()
         self._server.close()
         if self._members is not None:
             self._members.close()
@@ -204,9 +198,6 @@ class Site:
             found += pieces(self._shard, MOMENTUM, lambda: self._momentum)
         if (feedback := self._feedback) is not None:
             found += pieces(self._shard, RESIDUAL, lambda: feedback.residual)
-        if (newest := self._newest) is not None:
-            line = functools.cache(lambda: newest.line(self._shard.read()))  # once a save
-            found += pieces(self._shard, LINE, line)
         return found
 
     def to_json(self) -> dict[str, Any]:
@@ -217,7 +208,7 @@ class Site:
 
     def restore(self, folder: Path, kept: Mapping[str, Any]) -> None:
         """Call before `begin`. `kept`: from `to_json`. Raises AgreedError: the checkpoint is damaged."""
-        found = read_back(self._shard, folder, (COMMON, MOMENTUM, RESIDUAL, LINE), self._ranks)
+        found = read_back(self._shard, folder, (COMMON, MOMENTUM, RESIDUAL), self._ranks)
         with together(self._ranks):
             self._ledger, self._was, self._round, self._trained, weights = standing(kept, folder)
         same = len(weights) == len(self._weights)
@@ -226,8 +217,6 @@ class Site:
         self._momentum = found.get(MOMENTUM, self._momentum)
         if self._feedback is not None and RESIDUAL in found:
             self._feedback.residual = found[RESIDUAL]
-        if self._newest is not None:
-            self._newest.begin(self._anchor, self._round, [], found.get(LINE, self._shard.read()))
 
     def after_update(self, step: int, step_s: float, *, complete: bool) -> tuple[int, int]:
         """Count an optimizer step, and synchronise if it is due.
@@ -253,8 +242,6 @@ class Site:
         if not complete and self._flight is None and self._steps >= self._due:
             self._set_off()
             ends -= 1  # the fastest site's first, if this was its last step
-        elif self._newest is not None and not complete:
-            self._newest.after_step(self._step, self._steps, self._weights[0])
         if complete or self._step == self._last_step:
             for _ in range(ends):  # do not wait again for a site that missed one
                 if not self._try(lambda: self._synchronise(self._deadline())):
@@ -449,19 +436,13 @@ class Site:
 
     def _publish(self, overlap: int = 0) -> Sent:
         self._stands_s, part = time.monotonic(), self._part(self._round)
-        if self._newest is not None:
-            self._newest.settle()
         sums = from_all(self._ranks, [self._shard.checksum(each) for each in (self._anchor, self._momentum)])
         values = self._shard.read(part)
-        if self._newest is not None:
-            values = self._newest.advance(values)
         own, live = values[part], values[part].copy() if overlap else None
         served: dict[str, Array | Bytes] = {"values": values}
         if self._feedback is not None:
             records, own = self._feedback.encode(own - self._anchor[part], part)
             served = {"changes": records}
-        if self._newest is not None:
-            served |= self._newest.served()
         self._server.publish(self._round, {**served, "anchor": self._anchor, "momentum": self._momentum})
         step_s = statistics.median(self._took_s) if self._took_s else 0.0  # 0: no step
         self._took_s.clear()
@@ -471,7 +452,7 @@ class Site:
             "checksum": checksum_of(sums),
             "step": self._step,
             "joined": self._agreed is not None,
-            "step_s": step_s if self._settings.measured else 0.0,
+            "step_s": step_s if self._settings.pace == "measured" else 0.0,
             "batch": self._share.batch,
             "trained": self._trained + overlap * self._share.batch,  # others must not be dealt these
             "weight": self._weights[self._round % len(self._weights)],
@@ -504,8 +485,6 @@ class Site:
         self._was, self._went_on_s = self.id, time.monotonic()
         self._agreed = self._round, at, self._went_on_s
         self._exchange.forget_all_but(done.committed)
-        if self._newest is not None:
-            self._newest.begin(self._anchor, self._round, [by_id[site] for site in done.committed if site != self.id])
 
     def _report(self, done: Round, sent: Sent, norm: float, served: int, given_up: int) -> None:
         """Write the event of a round. `norm`: of the outer step; `served`: bytes sent since the last successful
@@ -571,7 +550,6 @@ _METRICS = {
     "stood_s": "sites/stood_s",
     "participants": "sites/participants",
     "overlapped_steps": "sites/staleness_steps",
-    "late_updates": "sites/late_updates",
     "outer_step_norm": "sites/outer_step_norm",
     "given_up_samples": "sites/given_up_samples",
     "left_out_samples": "sites/left_out_samples",

@@ -75,10 +75,6 @@ _OF_A_RUN: dict[str, Metric] = {
     "sites/staleness_steps": _metric(
         "optimizer steps", "Steps that this site trained between sending its parameters and taking the result."
     ),
-    "sites/late_updates": _metric(
-        "updates",
-        "With `async`: another site's updates since this site's base, beyond 2; its change weighs less.",
-    ),
     "sites/outer_step_norm": _metric("1", "L2 norm of the common parameters' change, over all ranks of the site."),
     "sites/given_up_samples": _metric(
         "sequences",

@@ -289,7 +289,7 @@ class Logging(Part):
         self._setup, self._speed = setup, launch.speed
         # The clock around collectives shows no waiting where a device takes them from a queue, and counts those of
         # another thread, in which sites exchange, with the step's.
-        background = setup.run.sites.name is not None and setup.run.sites.overlaps
+        background = setup.run.sites.name is not None and setup.run.sites.travel_steps > 0
         ranks = setup.ranks
         self._counts_comm = ranks.world_size > 1 and ranks.device.type == "cpu" and not background
 

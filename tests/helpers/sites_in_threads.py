@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from llmtrain.engine.api import StateTensor
-from llmtrain.optim.outer_methods import Periodic, SitesConfig
+from llmtrain.optim.outer_methods import SitesConfig
 from llmtrain.sites.membership import Heard, Member, MembersError
 from llmtrain.sites.site import Site
 from llmtrain.sites.transport import Server
@@ -108,8 +108,7 @@ class Numbers:
 
 def settings_of(name: str, method: str = "local_sgd", **changes: Any) -> SitesConfig:
     """A busy machine may need seconds for a round: `gives_up_after` shortens `timeout_s` for one that must fail."""
-    chosen = SitesConfig.CHOICES[method]
-    paced = {"sync_every": 2, "pace": "equal"} if issubclass(chosen, Periodic) else {}
+    paced = {"sync_every": 2, "pace": "equal"}
     usual = {"coordinator": "127.0.0.1:1", "timeout_s": 60.0, "max_alone_steps": 4, **paced}
     return SitesConfig.of(method, **{**usual, "name": name, **changes})
 

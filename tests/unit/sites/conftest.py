@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmtrain.sites import async_method, exchange, quorum
+from llmtrain.sites import exchange, quorum
 from llmtrain.sites import site as site_module
 from llmtrain.sites.sample_ledger import Share
 from llmtrain.sites.site import Site
@@ -29,9 +29,9 @@ def server() -> Iterator[Server]:
 @pytest.fixture
 def joined(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Site, Numbers, list]]]:
     """Makes sites of one rank."""
-    for module in (site_module, quorum, exchange, async_method):
-        monkeypatch.setattr(module, "from_all", lambda _ranks, value: [value])
     for module in (site_module, quorum, exchange):
+        monkeypatch.setattr(module, "from_all", lambda _ranks, value: [value])
+    for module in (site_module, quorum):
         monkeypatch.setattr(module, "from_rank_0", lambda _ranks, make: make())
     monkeypatch.setattr(site_module, "another_group", lambda ranks, _limit_s: ranks)
     monkeypatch.setattr(site_module, "together", lambda _ranks: contextlib.nullcontext())

@@ -289,7 +289,6 @@ def test_starting_alone_where_more_are_asked_for_ends_in_time(joined) -> None:
 METHODS: dict[str, dict[str, Any]] = {
     "diloco": {"sync_every": 4},
     "streaming": {"sync_every": 8, "fragments": 2, "overlap_steps": 1},
-    "async": {"sync_every": 2, "meet_every": 2, "overlap_steps": 0},
 }
 
 
