@@ -13,7 +13,6 @@ import torch
 
 from llmtrain.base import log, units
 from llmtrain.base.errors import CheckpointError, DataError
-from llmtrain.base.rank.device_faults import OUT_OF_MEMORY, device_fault
 from llmtrain.base.rank.heartbeat import heart
 from llmtrain.base.redact import redact_text
 from llmtrain.base.threads import in_thread
@@ -196,6 +195,8 @@ def _sample(folder: RunDirectory, prompt: str, sampling: Sampling, tracker: Trac
     try:
         text = generate(folder.export, prompt, sampling, device={"": device})
     except RuntimeError as error:
+        from llmtrain.base.rank.device_faults import OUT_OF_MEMORY, device_fault
+
         if device_fault(str(error)) is not OUT_OF_MEMORY:
             raise
         again = f'llmtrain generate {folder.path} --prompt "..."'

@@ -124,7 +124,7 @@ def spins_in_evaluate(rank: int) -> None:
 
 def _as_on_gpus(act: Callable[[], None]) -> None:
     """The ranks compute on devices, as far as the watch knows, and `act` is called when they have met."""
-    from llmtrain.base.rank import watch
+    from llmtrain.base.rank import watched as under_watch
     from llmtrain.base.rank.heartbeat import heart
     from llmtrain.training import run
 
@@ -135,7 +135,7 @@ def _as_on_gpus(act: Callable[[], None]) -> None:
         heart.on_device()
         act()
 
-    run.introduce, watch._on_gpu = introduce, lambda: True
+    run.introduce, under_watch.on_gpu = introduce, lambda: True
 
 
 def never_begins_a_collective(rank: int) -> None:

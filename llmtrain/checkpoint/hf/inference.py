@@ -16,7 +16,6 @@ from typing import Any
 
 from llmtrain.base import log, untrusted
 from llmtrain.base.errors import CheckpointError, ModelError, UserError
-from llmtrain.base.rank.device_faults import device_fault
 from llmtrain.checkpoint.format import MANIFEST, complete_checkpoints, hash_file
 from llmtrain.checkpoint.hf.exporting import export_hf, layout_of
 from llmtrain.checkpoint.hf.folder_files import MARK
@@ -183,6 +182,8 @@ def _loading(folder: Path) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
+        from llmtrain.base.rank.device_faults import device_fault
+
         if device_fault(str(error)) is not None:  # not a fault of the folder
             raise
         raise ModelError(f"{folder}: transformers cannot load it: {_first_line(error)}") from error

@@ -27,9 +27,7 @@ import torch.distributed as dist
 from llmtrain.base import log, units
 from llmtrain.base.errors import UserError
 from llmtrain.base.rank import messages, watch
-from llmtrain.base.rank.device_faults import device_fault, with_reason
 from llmtrain.base.rank.heartbeat import heart
-from llmtrain.base.rank.interfaces import GLOO, NCCL, choose_interfaces
 from llmtrain.base.redact import redact
 from llmtrain.base.threads import in_thread
 from llmtrain.base.trees import leaves
@@ -89,7 +87,11 @@ def meet(*, device: torch.device, backend: str, settings: Mapping[str, Any], lim
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     _meetings[_address()] = _number() + 1 if _address() in _meetings else 0
-    interface = choose_interfaces(backend) if world_size > 1 else None
+    interface = None
+    if world_size > 1:
+        from llmtrain.base.rank.interfaces import choose_interfaces
+
+        interface = choose_interfaces(backend)
     seat = Seat(
         rank=rank,
         host=socket.gethostname(),
@@ -407,6 +409,9 @@ def another_group(ranks: Ranks, limit_s: float) -> Ranks:
 
 def _not_connected(who: str, backend: str, message: str) -> RendezvousError:
     """Return an error for a failed connection. `message`: from `backend`, "nccl" or "gloo"."""
+    from llmtrain.base.rank.device_faults import device_fault, with_reason
+    from llmtrain.base.rank.interfaces import GLOO, NCCL
+
     name, variable = ("NCCL", NCCL) if backend == "nccl" else (backend, GLOO)
     head = f"{who} has met the others at {os.environ['MASTER_ADDR']}, but {name} cannot connect it to them"
     fault = device_fault(message)

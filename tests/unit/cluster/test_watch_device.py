@@ -250,8 +250,8 @@ KEEPS = """
 import os, subprocess, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-from llmtrain.base.rank import stderr, watch
-stderr.keep_end(Path(sys.argv[1]), watch._start)
+from llmtrain.base.rank import stderr, watched
+stderr.keep_end(Path(sys.argv[1]), watched.start)
 os.write(2, b"x" * 100_000 + b"\\n")
 subprocess.run(["sh", "-c", "echo of a child >&2"])
 sys.stdin.readline()

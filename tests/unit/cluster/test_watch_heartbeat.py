@@ -15,6 +15,7 @@ import pytest
 from llmtrain.base.files import lock_folder
 from llmtrain.base.rank import folder, processes, watch
 from llmtrain.base.rank.heartbeat import PHASES, Heartbeat, named, read
+from llmtrain.base.rank.watched import Watched
 from llmtrain.cluster.watch import agent, observe
 from llmtrain.cluster.watch.agent import Server, answers, call, wait
 from llmtrain.cluster.watch.facts import RankFacts
@@ -221,7 +222,7 @@ agent = 'llmtrain.cluster.watch.agent'
 watch.begin(stall_timeout_s=60.0, start_timeout_s=60.0, run_dir=sys.argv[1], agent=agent)
 threading.Thread(target=time.sleep, args=(300,), daemon=True).start()
 def steps():
-    print(watch._folder, flush=True)
+    print(watch._watched.folder, flush=True)
     if sys.argv[3] == 'holds':
         sum(range(10**10))  # C code, which holds Python's lock
     signal.signal(signal.SIGUSR2, signal.SIG_DFL)  # a signal ends this rank
@@ -409,8 +410,7 @@ def test_a_line_that_is_no_json_ends_the_connection():
 )
 def test_only_what_is_said_of_a_lost_peer_is_left_to_the_watch(tmp_path, monkeypatch, error, is_shown):
     """It explains who has gone; any other traceback is the explanation."""
-    monkeypatch.setattr(watch, "_folder", tmp_path)
-    monkeypatch.setattr(watch, "_has_failed", False)
+    monkeypatch.setattr(watch, "_watched", Watched(tmp_path))
     monkeypatch.setattr(watch.heart, "is_leaving", lambda: False)
     monkeypatch.delenv("LLMTRAIN_VERBOSE", raising=False)
 
@@ -426,8 +426,7 @@ def test_only_what_is_said_of_a_lost_peer_is_left_to_the_watch(tmp_path, monkeyp
 
 
 def test_the_reason_that_nccl_gives_is_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(watch, "_folder", tmp_path)
-    monkeypatch.setattr(watch, "_has_failed", False)
+    monkeypatch.setattr(watch, "_watched", Watched(tmp_path))
     monkeypatch.setattr(watch.heart, "is_leaving", lambda: False)
     text = "NCCL error in: NCCLUtils.cpp:94, invalid usage\nncclInvalidUsage: ...\nLast error:\nDuplicate GPU detected"
     assert not watch.failed(RuntimeError(text))

@@ -14,6 +14,7 @@ import torch
 
 from llmtrain.base.rank import folder, watch
 from llmtrain.base.rank.heartbeat import Heartbeat, read
+from llmtrain.base.rank.watched import Watched
 from llmtrain.checkpoint import snapshot
 from llmtrain.cluster.watch import observe
 from llmtrain.data.stream.loader import MicroBatch
@@ -108,7 +109,7 @@ def test_every_micro_batch_and_every_update_leaves_a_mark(monkeypatch: pytest.Mo
 
 
 def test_the_watch_gets_the_flight_recorder_when_it_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "_folder", tmp_path)
+    monkeypatch.setattr(watch, "_watched", Watched(tmp_path))
     monkeypatch.setenv("RANK", "3")
     asked: list[int] = []
 
