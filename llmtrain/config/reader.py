@@ -24,7 +24,7 @@ WRONG: Any = object()
 FORMERLY = {
     "schedule": {"warmup_steps", "decay_steps", "min_ratio"},
     "optim": {"lr", "muon_lr", "muon_momentum", "betas", "eps", "weight_decay", "decay", "clip_norm"},
-    "sites": {"sync_every", "pace", "outer_lr", "outer_momentum", "fragments", "overlap_steps", "meet_every"},
+    "sites": {"sync_every", "pace", "outer_lr", "outer_momentum", "fragments", "overlap_steps"},
     "objective": {"beta", "smoothing", "gamma", "alpha", "desirable_weight", "undesirable_weight", "reference"},
 }
 """Section -> the fields in each config.yaml until November 2026, for every choice."""
