@@ -22,7 +22,7 @@ from llmtrain.commands import completion
 from llmtrain.config import strict_yaml
 from llmtrain.objectives.objective import Chart, Objective
 from llmtrain.optim.optimizers import Optimizer, norm_of
-from llmtrain.tracking.charts import MARKED_BELOW, Curve, Curves, launches, png, site_facts, smooth, svg, timeline
+from llmtrain.tracking.charts import MARKED_BELOW, Curve, Curves, png, site_facts, smooth, svg
 from llmtrain.tracking.local import read_rows
 from llmtrain.tracking.metrics import metric_of, perplexity
 
@@ -397,8 +397,6 @@ def page_of(runs: list[Run], charts: list[dict[str, Any]]) -> str:
     facts = [dict(facts_of(run, curves_of(run))) for run in runs]
     settings = _side_by_side(runs, [run.shown_settings() for run in runs], mark=True)
     tables = [("Figures", _side_by_side(runs, facts, mark=False)), ("Settings", settings)]
-    if sites := timeline([launches(run.settings.get("sites.name"), run.rows, run.events) for run in runs]):
-        tables.append(("Sites", sites))
     tables += [_samples(run) for run in runs if run.of_kind("samples")]
     tables += [_events(run) for run in runs if run.events]
     names = ", ".join(run.name for run in runs)

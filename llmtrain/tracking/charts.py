@@ -5,10 +5,9 @@ matplotlib loads on the first call, with a backend that needs no display.
 
 from __future__ import annotations
 
-import html
 import io
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -109,13 +108,9 @@ def svg(chart: dict[str, Any]) -> str:
     import matplotlib
 
     with matplotlib.rc_context({**_STYLE, "svg.hashsalt": chart["id"]}):
-        return _svg_of(_figure(chart))
-
-
-def _svg_of(figure: Figure) -> str:
-    buffer = io.StringIO()
-    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
+        buffer = io.StringIO()
+        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        _figure(chart).savefig(buffer, format="svg", transparent=True, metadata=nothing)
     text = buffer.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.S)
     for color, variable in _VARIABLES.items():
@@ -180,115 +175,6 @@ def _figure(chart: dict[str, Any]) -> Figure:
     return figure
 
 
-COMPUTING, WAITING, AWAY = "computing", "waiting", "away"
-_COLORS = {COMPUTING: COLORS[2], AWAY: _EDGE, WAITING: COLORS[1]}
-_SHOWN = 2000
-"""Spans of a bar; beyond them the narrowest are left out."""
-
-Span = tuple[float, float, str]
-"""(from, to, state), Unix seconds."""
-
-
-@dataclass(kw_only=True)
-class Seen:
-    """Timeline of a site and its peers, read from the site's run folder."""
-
-    name: str
-    own: list[Span] = field(default_factory=list)
-    met: list[tuple[float, frozenset[str]]] = field(default_factory=list)
-    """(time, names of the sites) of each synchronisation, in order."""
-
-
-def launches(name: str | None, rows: Iterable[dict[str, Any]], events: Iterable[dict[str, Any]]) -> Seen | None:
-    """Timeline from a run folder's metrics and events. None: no site's folder."""
-    ordered = sorted((each for each in [*rows, *events] if _time(each) is not None), key=lambda each: _time(each) or 0)
-    if name is None or not any(each.get("kind") == "synchronise" for each in ordered):
-        return None
-    seen, last = Seen(name=name), None
-    for each in ordered:
-        now, kind = float(each["time_unix_s"]), each.get("kind")
-        if kind in ("launch", "restart"):  # by the command that starts the ranks, before they work
-            continue
-        if last is not None and kind in ("start", "resume"):
-            seen.own.append((last, now, AWAY))
-        elif kind in ("synchronise", "synchronise_failed"):
-            began = max(now - _number(each.get("stood_s", each.get("seconds"))), now if last is None else last)
-            if last is not None:
-                seen.own.append((last, began, COMPUTING))
-            seen.own.append((began, now, WAITING))
-            sites = each.get("sites")
-            if kind == "synchronise" and isinstance(sites, list):
-                seen.met.append((now, frozenset(map(str, sites))))
-        elif last is not None:
-            seen.own.append((last, now, COMPUTING))
-        last = now
-    seen.own = _joined(seen.own)
-    return seen
-
-
-def others_of(seen: Seen, known: Iterable[str]) -> dict[str, list[Span]]:
-    """The sites without a folder in the report, as a site that met them saw them: there (shown as computing), or away
-    from their last common synchronisation on."""
-    names = sorted({name for _, sites in seen.met for name in sites} - set(known))
-    end = max((span[1] for span in seen.own), default=0.0)
-    found = {}
-    for name in names:
-        spans = []
-        for index, (at, sites) in enumerate(seen.met):
-            until = seen.met[index + 1][0] if index + 1 < len(seen.met) else end
-            there = name in sites and (index + 1 == len(seen.met) or name in seen.met[index + 1][1])
-            spans.append((at, until, COMPUTING if there else AWAY))
-        found[name] = _joined(spans)
-    return found
-
-
-def timeline(found: Sequence[Seen | None]) -> str | None:
-    """A chart as HTML, one bar per site; None without sites."""
-    known = [seen for seen in found if seen is not None]
-    if not known:
-        return None
-    bars: dict[str, list[Span]] = {}
-    for seen in known:
-        bars[seen.name] = _joined(sorted([*bars.get(seen.name, []), *seen.own]))
-    for seen in known:
-        for name, spans in others_of(seen, [each.name for each in known]).items():
-            bars.setdefault(name, spans)
-    bars = {name: spans for name, spans in bars.items() if spans}
-    if not bars:
-        return None
-    guests = sorted(set(bars) - {seen.name for seen in known})
-    note = f"{', '.join(guests)}: as the others saw them; `llmtrain report` of their folders too shows when they wait."
-    caption = f'<p class="sub">{html.escape(note)}</p>' if guests else ""
-    return f"<figure>{_bars(bars)}</figure>{caption}"
-
-
-def _bars(bars: dict[str, list[Span]]) -> str:
-    import matplotlib
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter
-
-    begin = min(spans[0][0] for spans in bars.values())
-    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": "sites", "axes.grid": False}):
-        height = 0.8 + 0.3 * len(bars)  # inches
-        figure = Figure(figsize=(_WIDTH, height))
-        axes = figure.add_axes((2 * _LEFT, 0.6 / height, _RIGHT - 2 * _LEFT, 1 - 0.7 / height))
-        for row, name in enumerate(sorted(bars)):
-            shown = sorted(bars[name], key=lambda span: span[0] - span[1])[:_SHOWN]
-            for state, color in _COLORS.items():
-                spans = [(low - begin, high - low) for low, high, each in shown if each == state]
-                # A wait is often narrower than a pixel: a line around it keeps it visible.
-                edge = 0.7 if state == WAITING else 0.0
-                label = "_" if row else state
-                axes.broken_barh(spans, (row - 0.35, 0.7), color=color, linewidth=edge, label=label)
-        names = [name[:24].replace("$", r"\$") for name in sorted(bars)]
-        axes.set_yticks(range(len(names)), names)
-        axes.invert_yaxis()
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: units.duration(max(value, 0.0))))
-        axes.tick_params(length=0)
-        figure.legend(loc="lower left", bbox_to_anchor=(2 * _LEFT - 0.01, 0.0), ncols=3, borderaxespad=0.1)
-        return _svg_of(figure)
-
-
 def site_facts(done: list[dict[str, Any]], failed: list[dict[str, Any]]) -> list[tuple[str, str]]:
     """A run's synchronisations in figures: pairs of label and text, from the events."""
     if not done and not failed:
@@ -306,21 +192,6 @@ def site_facts(done: list[dict[str, Any]], failed: list[dict[str, Any]]) -> list
         ("Sent to other sites", units.size(round(sent))),
         ("Waiting for other sites, sum", units.duration(stood_s)),
     ]
-
-
-def _joined(spans: list[Span]) -> list[Span]:
-    out: list[Span] = []
-    for low, high, state in spans:
-        if out and out[-1][2] == state and out[-1][1] >= low:
-            out[-1] = (out[-1][0], max(high, out[-1][1]), state)
-        elif high > low:
-            out.append((low, high, state))
-    return out
-
-
-def _time(row: dict[str, Any]) -> float | None:
-    value = row.get("time_unix_s")
-    return float(value) if isinstance(value, (int, float)) and 0 < value < 1e11 else None
 
 
 def _number(value: Any) -> float:
