@@ -25,7 +25,10 @@ from llmtrain.config.stages import StageConfig
 
 _LAUNCHER_FLAGS = ("--local_rank", "--local-rank")
 _NO_FIELDS = ("config", "plugin", "plugin-changed")
-_REMOVED = {("sites", "mean"): "weighted", ("sites", "meet_every"): 10, ("model", "keep_attention"): False}
+_REMOVED = {
+    ("sites", "mean"): "weighted", ("sites", "meet_every"): 10, ("tracking", "artifacts"): "none",
+    ("model", "keep_attention"): False,
+}  # fmt: skip
 """Removed fields with the defaults in each config.yaml of former versions, which still load."""
 
 

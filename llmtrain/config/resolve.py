@@ -226,7 +226,6 @@ def _unread(run: RunConfig, given: Iterable[str]) -> list[str]:
         "train.eval_every": not _measures(run) and "train.eval is off, and nothing else is measured",
         "train.sample_tokens": not train.sample_prompts and "there are no train.sample_prompts",
         "checkpoint.when_busy": run.checkpoint.mode == "sync" and "no save is late in checkpoint.mode sync",
-        "tracking.artifacts": run.tracking.wandb == "disabled" and "tracking.wandb is disabled",
     }
     found = {start: sorted(key for key in given if key.startswith(start)) for start, why in unread.items() if why}
     return [f"{', '.join(keys)}: no effect: {unread[start]}" for start, keys in found.items() if keys]

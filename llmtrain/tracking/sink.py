@@ -28,8 +28,6 @@ class TrackingConfig:
     """W&B group: runs that its pages show together, such as a sweep's or several sites'."""
     job_type: str | None = None
     """W&B job type within the group, such as pretrain."""
-    artifacts: Literal["none", "reference"] = "none"
-    """reference: each checkpoint is a version of a W&B artifact that names its files; none is uploaded."""
 
 
 class Sink(Entry, section="trackers"):

@@ -12,7 +12,6 @@ import configparser
 import contextlib
 import importlib
 import json
-import math
 import netrc
 import os
 import socket
@@ -28,7 +27,7 @@ import psutil
 from llmtrain.base import log, untrusted
 from llmtrain.base.redact import redact_text
 from llmtrain.tracking.local import read_rows, rows_after
-from llmtrain.tracking.metrics import metrics, mode_of
+from llmtrain.tracking.metrics import metrics
 from llmtrain.tracking.sink import Sink, TrackingConfig
 
 Mode = Literal["online", "offline", "disabled"]
@@ -180,8 +179,6 @@ class WandbSink(Sink):
             os.environ.setdefault(name, value)
         self._run: Any = None
         self._abandoned = False
-        self._summary: dict[str, float] = {}
-        """Baselines, and the best value so far of each evaluation figure."""
 
     def open(self, run_dir: Path, run_id: str, config: dict[str, Any], start_step: int) -> None:
         """Begin or continue the W&B run, and send missing rows of earlier launches."""
@@ -257,8 +254,6 @@ class WandbSink(Sink):
             self._send({**row, **samples.get(row["step"], {})}, more=True)
         if self.late:  # ends the last of these steps; the scores take the next one
             self._run.log({}, step=sent.step + 1, commit=False)
-        for row in read_rows(self._run_dir / "metrics.jsonl")[0]:
-            self._count(row)
         if online:
             for name in sent.offline:
                 self._take_back(name)
@@ -279,7 +274,6 @@ class WandbSink(Sink):
         """Send a row of a step that earlier launches have not sent. Texts of samples are a table."""
         if self._run is None:
             return
-        self._count(row)
         if self.late:
             self._run.log(row)
         elif row["step"] > self._sent.before:
@@ -296,11 +290,7 @@ class WandbSink(Sink):
         self._sent.step = max(self._sent.step, row["step"])
 
     def event(self, kind: str, fields: dict[str, Any]) -> None:
-        """Prompts become a table, a checkpoint an artifact, baselines go to the summary; all else stays local."""
-        if kind == "save" and self.tracking.artifacts == "reference" and self._run is not None:
-            self._refer(Path(fields["path"]))
-        if kind == "baselines":
-            self._summary |= {f"baselines/{key}": value for key, value in fields.items()}
+        """Prompts become a table; all else stays local."""
         if kind == "samples":
             pairs = list(zip(fields["prompts"], fields["texts"], strict=True))
             self.log({"step": fields["step"], "samples": pairs}, more=True)
@@ -310,8 +300,6 @@ class WandbSink(Sink):
             return
         import wandb
 
-        if self._summary:
-            self._run.summary.update(self._summary)
         self._run.finish(exit_code=exit_code)
         if self._sent.open == Path(self._run.dir).parent.name:
             self._sent.open = None
@@ -330,25 +318,6 @@ class WandbSink(Sink):
             for core in psutil.wait_procs(cores, timeout=2)[1]:
                 core.kill()
             importlib.import_module("wandb").teardown()
-
-    def _count(self, row: dict[str, Any]) -> None:
-        for key, value in row.items():
-            mode = mode_of(key) if key.startswith("eval/") else None
-            if mode is not None and isinstance(value, int | float) and math.isfinite(value):
-                known = self._summary.get(f"best/{key}", value)
-                self._summary[f"best/{key}"] = max(known, value) if mode == "max" else min(known, value)
-
-    def _refer(self, checkpoint: Path) -> None:
-        import wandb
-
-        try:
-            artifact = wandb.Artifact(f"checkpoint-{self._sent.run_id}", type="checkpoint")
-            artifact.metadata = {"path": str(checkpoint.resolve())}
-            artifact.add_reference(checkpoint.resolve().as_uri(), checksum=False)
-            self._run.log_artifact(artifact, aliases=["latest", checkpoint.name])
-        except Exception as error:  # it was pruned in the meantime; or the server, which is asked here, refuses the key
-            reason = redact_text(f"{type(error).__name__}: {error}".strip().splitlines()[0])
-            log.warn_once(f"W&B has no artifact of {checkpoint} ({reason}); metrics continue")
 
     def _init(self, mode: Mode, config: dict[str, Any]) -> Any:
         import wandb

@@ -33,7 +33,7 @@ def read_back(folder: Path) -> dict:
     """Run id, configuration and history rows of one offline folder."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    found: dict = {"config": {}, "rows": [], "metrics": {}, "summary": {}, "exit": None, "artifacts": {}}
+    found: dict = {"config": {}, "rows": [], "metrics": {}, "summary": {}, "exit": None}
     (path,) = folder.glob("*.wandb")
     for payload in records(path.read_bytes()):
         record = Record.FromString(payload)
@@ -49,9 +49,6 @@ def read_back(folder: Path) -> dict:
         elif kind == "summary":
             names = [(item.key or ".".join(item.nested_key), item.value_json) for item in record.summary.update]
             found["summary"] |= {name: json.loads(value) for name, value in names}
-        elif kind == "artifact":
-            files = {entry.path: entry.ref for entry in record.artifact.manifest.contents}
-            found["artifacts"][max(record.artifact.aliases)] = files  # step-N and latest, in any order
         elif kind == "metric":
             found["metrics"][record.metric.name or record.metric.glob_name] = record.metric.step_metric
         elif kind == "exit":

@@ -25,7 +25,6 @@ class Dead(Sink, entry="dead"):
 """
 WORDS = ("--trackers.tensorboard.path", "tensorboard", "--trackers.mlflow.experiment", "mine", "--trackers.dead.why",
          "it is gone", "--tracking.wandb", "offline", "--tracking.group", "sweep", "--tracking.job_type", "pretrain",
-         "--tracking.artifacts", "reference",
          "--ema.decay", "0.9", "--train.log_every", "1", "--train.eval_every", "4", "--checkpoint.every_steps", "4",
          "--schedule.name", "constant")  # fmt: skip
 
@@ -59,15 +58,8 @@ def test_tensorboard_and_mlflow_go_on_over_a_resume_that_repeats_steps(small_dat
         '"complete": true' in texts["events/stop"] and '"lr": 0.002' in texts["config"] and "ended" in texts["status"]
     )
 
-    for folder, saved in zip(sorted((run / "wandb").glob("offline-run-*")), ((4, 8), (8, 10)), strict=True):
-        sent = read_back(folder)
-        assert (sent["group"], sent["job_type"], len(sent["artifacts"])) == ("sweep", "pretrain", 2)
-        measured = [row["eval/loss"] for row in rows(run) if row["step"] <= saved[1] and "eval/loss" in row]
-        if saved == (8, 10):  # those of the first launch count, but for what was trained again
-            assert sent["summary"]["best/eval/loss"] == min(measured) and len(measured) == 3
-        for names in sent["artifacts"].values():
-            (place,) = {ref.rpartition("/")[0] for path, ref in names.items() if path == "manifest.json"}
-            assert place.startswith(f"file://{run}/checkpoints/step-") and int(place.rpartition("-")[2]) in saved
+    launches = [read_back(folder) for folder in (run / "wandb").glob("offline-run-*")]
+    assert [(sent["group"], sent["job_type"]) for sent in launches] == [("sweep", "pretrain")] * 2
 
     client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'mlflow.db'}")
     (place,) = client.search_experiments(filter_string="name = 'mine'")

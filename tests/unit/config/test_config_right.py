@@ -247,12 +247,12 @@ def test_keys_that_others_make_idle_are_noted(here: Path) -> None:
     run = {
         "sites": {"method": "diloco", "start_sites": 2},
         "train": {"max_steps": 100, "eval": False, "eval_every": 5, "sample_tokens": 4},
-        "tracking": {"wandb": "disabled", "artifacts": "reference"},
+        "tracking": {"wandb": "disabled"},
         "checkpoint": {"mode": "sync", "when_busy": "skip"},
     }
     notes = [note.partition(": no effect")[0] for note in loaded(here, run).notes if "no effect" in note]
     assert notes == ["sites.method, sites.start_sites", "train.eval_every", "train.sample_tokens",
-                     "checkpoint.when_busy", "tracking.artifacts"]  # fmt: skip
+                     "checkpoint.when_busy"]  # fmt: skip
     run["train"] |= {"sample_prompts": ["Once"]}
     run |= {"checkpoint": {"when_busy": "skip"}}
     assert not any(key in note for note in loaded(here, run).notes for key in ("train.", "when_busy"))

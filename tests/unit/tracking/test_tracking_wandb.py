@@ -292,22 +292,6 @@ def test_failing_and_hanging_wandb_is_said_once_and_never_waited_for(tmp_path, m
     assert CANARY not in error
 
 
-def test_an_artifact_that_fails_costs_no_row(tmp_path, monkeypatch, capsys):
-    """log_artifact asks the server for the account, and raises where it is not known."""
-    monkeypatch.setenv("WANDB_API_KEY", CANARY)
-    module = fake_wandb(monkeypatch, run=(run := FakeRun()))
-    module.Artifact = lambda *_, **__: types.SimpleNamespace(add_reference=lambda *_, **__: None)
-    run.log_artifact = fail
-    tracker = tracker_of(tmp_path, artifacts="reference")
-    for step in range(1, 4):
-        tracker.call("log", {"step": step, "loss": 1.0}, more=False)
-        tracker.call("event", "save", {"path": str(tmp_path / f"step-{step}")})
-    end(tracker)
-    error = capsys.readouterr().err
-    assert [row["step"] for row in run.rows] == [1, 2, 3] and "W&B has no artifact of" in error
-    assert CANARY not in error and "given up" not in error
-
-
 def test_a_full_queue_drops_rows_and_counts_them(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(trackers, "_MOST_WAITING", 10)
     gate = threading.Event()
