@@ -70,7 +70,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _diff(args: argparse.Namespace) -> int:
-    from llmtrain.checkpoint.diff import diff
+    from llmtrain.checkpoint.arithmetic import diff
     from llmtrain.checkpoint.remote import checkpoints_at
 
     lines, equal = diff(checkpoints_at(args.a)[0], checkpoints_at(args.b)[0])
@@ -87,7 +87,7 @@ def _prune(args: argparse.Namespace) -> int:
 
 
 def _average(args: argparse.Namespace) -> int:
-    from llmtrain.checkpoint.average import average
+    from llmtrain.checkpoint.arithmetic import average
     from llmtrain.checkpoint.remote import checkpoints_at
 
     found = [folder for path in args.sources for folder in checkpoints_at(path, args.last or 1)]

@@ -9,18 +9,11 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 from llmtrain.base.redact import redact
-from llmtrain.tracking.local import JsonLines
-
-
-def write_event(run_dir: Path, kind: str, event: dict[str, Any]) -> None:
-    events = JsonLines(run_dir / "events.jsonl")
-    events.write({"time_unix_s": time.time(), "kind": kind, **redact(event)})
-    events.close()
+from llmtrain.tracking.local import write_event
 
 
 def tell_wandb(run_dir: Path, run_id: str, tracking: dict[str, Any], event: dict[str, Any]) -> None:

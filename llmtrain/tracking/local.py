@@ -18,6 +18,7 @@ from typing import Any
 
 from llmtrain.base import log, untrusted
 from llmtrain.base.files import replace_file
+from llmtrain.base.redact import redact
 from llmtrain.tracking.sink import Sink
 
 RUN_FILES = ("config.yaml", "deepspeed.json", "environment.json")
@@ -181,6 +182,13 @@ class JsonLines:
                 self._warn(error)
         finally:
             os.close(fd)
+
+
+def write_event(run_dir: Path, kind: str, event: dict[str, Any]) -> None:
+    """Add a line to the run's events from a process that is no rank."""
+    events = JsonLines(run_dir / "events.jsonl")
+    events.write({"time_unix_s": time.time(), "kind": kind, **redact(event)})
+    events.close()
 
 
 class LocalFiles(Sink):

@@ -231,7 +231,7 @@ def shown_errors() -> Iterator[set[str]]:
 def test_every_error_on_the_pages_is_real(shown_errors: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from deepspeed.accelerator import get_accelerator
 
-    from llmtrain.checkpoint.diff import differences
+    from llmtrain.checkpoint.arithmetic import differences
     from llmtrain.checkpoint.format import FrozenSource
     from llmtrain.checkpoint.load import refuse_other_run
     from llmtrain.config.load import parse

@@ -34,7 +34,7 @@ _NAME = re.compile(r"llmtrain-watch-\d+-(?P<pid>\d+)-(?P<started>\d+)-.*")
 
 def make_folder() -> Path:
     """Create the folder for this launcher and port, shared by a host's ranks. Its name ends with the launch's mark, for
-    launch/guardian.py. Raises OSError."""
+    launch/job.py. Raises OSError."""
     parent = processes.stat(os.getppid())
     started, port = parent.started if parent else 0, os.environ.get("MASTER_PORT", "0")
     mark = os.environ.get(messages.LAUNCH, "")

@@ -17,7 +17,7 @@ from llmtrain.cluster.hosts.hostfile import Host
 from llmtrain.cluster.launch.job import Job, say
 from llmtrain.cluster.launch.launchers import launcher_of
 from llmtrain.cluster.launch.plan import Options, Plan, Run, host_of_rank, make_plan, place_lines
-from llmtrain.tracking.fault_note import write_event
+from llmtrain.tracking.local import write_event
 
 FAULT_CODE = 1
 """Exit code of a launch that ended by a fault without a restart."""

@@ -1,24 +1,62 @@
-"""The process that starts a job (DeepSpeed's launcher, or srun), in its own session, and its output line by line."""
+"""A job on its hosts: the process that starts it, signals to its ranks, its end, and its guardian.
+
+The process (DeepSpeed's launcher, or srun) has its own session, and its output is read line by line. All others are
+found by the launch's mark, never by name: DeepSpeed itself uses `pkill -f`, which ends every DeepSpeed job of the user
+on those hosts (multinode_runner.py). The guardian, `python -m llmtrain.cluster.launch.job`, acts for a launch that is
+killed: without it, rank 0 would die at its next print into a pipe that nobody reads; with it, the ranks save and leave.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import queue
+import shutil
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from llmtrain.base import log, untrusted
 from llmtrain.base.rank import messages
+from llmtrain.cluster.hosts.hostfile import is_here
+from llmtrain.cluster.hosts.ssh import Answer, on_hosts
+from llmtrain.cluster.hosts.variables import remove
 
 TRAIN = ("llmtrain", "train")
 """Arguments of `python -m` for a rank, before --config, in a clone and an installed wheel."""
 _REST_S = 12.0
 """Time after the end of the process: a host's agent may hold its output a little longer, and report a fault."""
+_REACH_S = 15.0
+
+# A rank is identified by its id, its number and the mark together: a reused id is never hit.
+_SIGNAL = r"""
+while read -r pid rank; do
+  e="/proc/$pid/environ"
+  grep -qzxF "LLMTRAIN_LAUNCH=$1" "$e" 2>/dev/null && grep -qzxF "RANK=$rank" "$e" && kill -"$2" "$pid" && echo "$rank"
+done
+true
+"""
+
+# The agent first: it would take the end of its ranks for a fault. Its folder, with the mark in its name, is removed
+# when no process of the launch is left to use it.
+_END = r"""
+of_job() { grep -lzxF "LLMTRAIN_LAUNCH=$mark" /proc/[0-9]*/environ 2>/dev/null | cut -d/ -f3; }
+mark=$1 tries=$2
+while [ "$tries" -gt 0 ] && [ -n "$(of_job)" ]; do sleep 0.5; tries=$((tries - 1)); done
+ended=$(of_job)
+for p in $ended; do
+  grep -qzxF llmtrain.cluster.watch.agent "/proc/$p/cmdline" 2>/dev/null && kill -9 "$p" 2>/dev/null
+done
+tries=10
+while p=$(of_job) && [ -n "$p" ] && [ "$tries" -gt 0 ]; do kill -9 $p 2>/dev/null; sleep 0.3; tries=$((tries - 1)); done
+echo $ended
+[ -z "$(of_job)" ] || exit 1
+for base in /dev/shm "${TMPDIR:-/tmp}"; do rm -rf "$base/llmtrain-watch-$(id -u)-"*"-$mark"; done
+"""
 
 
 def on_terminal() -> bool:
@@ -106,3 +144,127 @@ class Job:
         """End the process with everything in its session: DeepSpeed's launcher, pdsh, their connections."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
+
+
+def signal_ranks(hosts: Sequence[str], mark: str, ranks: Iterable[dict[str, Any]], number: int) -> int:
+    """Send a signal to all ranks of the message `place` at once; return the number that got it."""
+    text = "".join(f"{int(each['pid'])} {int(each['rank'])}\n" for each in ranks)
+    here, answers = _everywhere(hosts, _SIGNAL, (mark, str(number)), text, _REACH_S)
+    outputs = [here, *(answer.stdout for answer in answers)]
+    return len({word for text in outputs for word in text.split()})
+
+
+def end_all(hosts: Sequence[str], mark: str, grace_s: float = 0.0) -> list[str]:
+    """End every process of the launch after `grace_s`. Returns a line for each fault."""
+    arguments = (mark, str(round(2 * grace_s)))
+    _, answers = _everywhere(hosts, _END, arguments, "", _REACH_S + grace_s)
+    lines = []
+    for answer in answers:
+        if answer.code is None and answer.trouble is not None:
+            lines.append(
+                f"{answer.host}: {answer.trouble.text}; its processes end themselves when they find themselves alone"
+            )
+        elif answer.code != 0:
+            lines.append(f"{answer.host}: processes of this run cannot be ended: {answer.stdout.strip()}")
+    return lines
+
+
+def _everywhere(
+    hosts: Sequence[str], script: str, arguments: Sequence[str], text: str, timeout_s: float
+) -> tuple[str, list[Answer]]:
+    """Run a script here and on all other hosts: (its output here, the answers of the others)."""
+    command = ("/bin/sh", "-c", script, "sh", *arguments)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(text)
+        process.stdin.close()
+        others = [name for name in hosts if not is_here(name)]
+        answers = on_hosts(others, command, input=text, timeout_s=timeout_s) if others else {}
+        return process.stdout.read(), list(answers.values())
+
+
+AGENTS_LEAVE_S = 12.0
+"""Time for the agents to end after the ranks: after a fault they report to W&B."""
+_SAVES_S = 1800.0
+"""Time for the ranks to save and leave; nobody is left to end a rank that hangs."""
+
+
+class Guardian:
+    """Guards one complete attempt, as a context manager."""
+
+    def __init__(self, hosts: Sequence[str], mark: str, folder: str, secret: str | None, output: int) -> None:
+        """`folder`: launch's own files; `secret`: path from `deliver`; `output`: descriptor of the job's output."""
+        self._process = subprocess.Popen(
+            (sys.executable, "-m", "llmtrain.cluster.launch.job", str(output)),
+            stdin=subprocess.PIPE,
+            pass_fds=(output,),
+            start_new_session=True,  # a signal to launch's process group does not reach it
+        )
+        self._send(hosts=list(hosts), mark=mark, folder=folder, secret=secret)
+
+    def __enter__(self) -> Guardian:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._send(ended=True)
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        self._process.wait()
+
+    def met(self, ranks: Sequence[dict[str, Any]]) -> None:
+        self._send(ranks=[{"pid": each["pid"], "rank": each["rank"]} for each in ranks])
+
+    def _send(self, **facts: Any) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # the guardian was killed
+            self._process.stdin.write(json.dumps(facts).encode() + b"\n")
+            self._process.stdin.flush()
+
+
+def take_over(known: dict[str, Any], output: int) -> None:
+    """Act for a killed launch: send a first Ctrl-C's request to the ranks, then clean up."""
+    hosts, mark = known["hosts"], known["mark"]
+    ranks = known.get("ranks", [])
+    if ranks:
+        reached = signal_ranks(hosts, mark, ranks, signal.SIGTERM)
+        _print(f"launch was killed: {reached} of {len(ranks)} ranks were asked to save and leave")
+        printing = threading.Thread(target=_hand_on, args=(output,), daemon=True)
+        printing.start()
+        printing.join(_SAVES_S)
+    for line in end_all(hosts, mark, AGENTS_LEAVE_S if ranks else 0.0):
+        _print(f"warning: {line}")
+    if known["secret"] is not None:
+        remove(hosts, known["secret"])
+    shutil.rmtree(known["folder"], ignore_errors=True)
+
+
+def _hand_on(output: int) -> None:
+    """Print the job's output until no process is left to write any."""
+    with open(output, "rb") as stream:
+        for raw in stream:
+            if messages.parse(raw.decode("utf-8", "replace")) is None:
+                with contextlib.suppress(OSError):
+                    os.write(1, raw)
+
+
+def _print(text: str) -> None:
+    with contextlib.suppress(OSError):
+        os.write(2, f"{text}\n".encode())
+
+
+def main(output: int) -> int:
+    """Read JSON lines from standard input, which ends with launch."""
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the guardian ends with launch
+    known: dict[str, Any] = {}
+    for line in sys.stdin:
+        with contextlib.suppress(ValueError):  # killed while it wrote
+            known.update(json.loads(line))
+    if "mark" in known and not known.get("ended"):
+        take_over(known, output)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

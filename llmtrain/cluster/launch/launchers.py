@@ -29,8 +29,7 @@ from llmtrain.cluster.hosts.hostfile import Host, is_here
 from llmtrain.cluster.hosts.ssh import on_hosts
 from llmtrain.cluster.hosts.variables import deliver, remove
 from llmtrain.cluster.launch import slurm
-from llmtrain.cluster.launch.guardian import AGENTS_LEAVE_S, Guardian, end_all, signal_ranks
-from llmtrain.cluster.launch.job import Job, say
+from llmtrain.cluster.launch.job import AGENTS_LEAVE_S, Guardian, Job, end_all, say, signal_ranks
 from llmtrain.cluster.launch.plan import (
     Plan,
     address_of_first,

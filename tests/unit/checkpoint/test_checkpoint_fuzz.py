@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from llmtrain.base.errors import CheckpointError, ModelError, UserError
-from llmtrain.checkpoint.diff import diff
+from llmtrain.checkpoint.arithmetic import diff
 from llmtrain.checkpoint.format import MANIFEST, TRAINER, Manifest, read_trainer
 from llmtrain.checkpoint.hf.exporting import export_hf
 from llmtrain.checkpoint.listing import prune, rows, table

@@ -1,8 +1,13 @@
-"""`llmtrain checkpoint average A B ... OUT`: the mean of the parameters of several checkpoints of one model."""
+"""`llmtrain checkpoint diff A B`, and `average A B ... OUT`: the mean of the parameters of one model's checkpoints."""
 
 from __future__ import annotations
 
+import math
+import os
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +17,121 @@ from torch import Tensor
 from llmtrain.base import units
 from llmtrain.base.errors import CheckpointError
 from llmtrain.base.log import Progress
-from llmtrain.checkpoint.format import MANIFEST, complete_checkpoints, hash_file, read_trainer, step_folder
+from llmtrain.checkpoint.format import (
+    MANIFEST,
+    NOWHERE,
+    Manifest,
+    complete_checkpoints,
+    differences,
+    hash_file,
+    read_trainer,
+    step_folder,
+)
 from llmtrain.checkpoint.meaning import other_meaning, other_scale
 from llmtrain.checkpoint.output import build_checkpoint
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.checkpoint.verify import wrong_frozen
 from llmtrain.storage.checksum import checksum
 from llmtrain.storage.tensorfile import numel
+
+_CHUNK = 2 << 20  # elements compared at a time by each thread, which takes 130 MiB
+_THREADS = 8
+_CONFIG = ("run", "deepspeed", "model_config", "versions", "optimizer", "vocab_size", "data_fingerprint")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    kind: str
+    name: str
+    elements: int
+    """Number of elements that differ."""
+    largest: float
+    """Largest absolute difference; infinite if only one side is a number."""
+    index: tuple[int, ...]
+    """Index of the largest difference."""
+
+
+def diff(a: Path, b: Path) -> tuple[list[str], bool]:
+    """(lines to print, True if the two differ in their place at most). Raises CheckpointError."""
+    manifests = Manifest.read(a), Manifest.read(b)
+    sources = [manifest.frozen for manifest in manifests]
+    alike = sources.pop() if sources[0] == sources[1] else NOWHERE  # its values are compared with checksums alone
+    if changed := next(filter(None, map(wrong_frozen, sources)), None):
+        raise changed
+    readers = CheckpointReader(a, manifests[0]), CheckpointReader(b, manifests[1])
+    trainers = read_trainer(a), read_trainer(b)
+    lines = [f"A  {a}", f"B  {b}"]
+    # One line for all entries that a conversion does not know, which are None.
+    unequal = [key for key in _CONFIG if (trainers[0].get(key) is None) != (trainers[1].get(key) is None)]
+    recorded = [key for key in _CONFIG if key not in unequal]
+    for what, (left, right) in {
+        "state": [{k: v for k, v in t.items() if k not in (*_CONFIG, "layout")} for t in trainers],
+        "layout": [manifest.layout for manifest in manifests],
+        "config": [{key: trainer.get(key) for key in recorded} for trainer in trainers],
+    }.items():
+        lines += [f"{what:<7}  {line}" for line in differences(left, right)]
+    lines += [f"config   {key}: only in {'A' if trainers[1].get(key) is None else 'B'}" for key in unequal]
+    same = []
+    for key in sorted(readers[0].tensors() | readers[1].tensors(), key=lambda key: (key[1], key[0])):
+        kind, name = key
+        held = [key in reader.tensors() for reader in readers]
+        if not all(held):
+            lines.append(f"tensor   {kind} of {name}: only in {'A' if held[0] else 'B'}")
+        elif readers[0].shape(name) != readers[1].shape(name):
+            lines.append(f"tensor   {kind} of {name}: shape {readers[0].shape(name)} -> {readers[1].shape(name)}")
+        else:
+            same.append(key)
+    found = _compare(readers, [key for key in same if key[1] not in alike.parts])
+    lines += [_line(difference) for difference in found]
+    equal = len(lines) == 2
+    if equal:
+        lines.append(f"equal: {len(same)} tensors")
+    else:
+        most = max(found, key=lambda difference: difference.largest, default=None)
+        summary = f"different: {len(found)} of {len(same)} tensors differ in their values"
+        lines.append(summary + (f", at most by {most.largest:.3g} ({most.kind} of {most.name})" if most else ""))
+    for reader in readers:
+        reader.close()
+    return lines, equal
+
+
+def _line(d: Difference) -> str:
+    place = ", ".join(map(str, d.index))
+    return f"tensor   {d.kind} of {d.name}: by up to {d.largest:.3g} at [{place}], {units.count(d.elements)} elements"
+
+
+def _compare(readers: tuple[CheckpointReader, CheckpointReader], keys: list[tuple[str, str]]) -> list[Difference]:
+    total = sum(8 * numel(readers[0].shape(name)) for _, name in keys)
+    with Progress("comparing", total) as progress, ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
+        found = list(pool.map(lambda key: _compare_tensor(readers, key, progress.advance), keys))
+    return [difference for difference in found if difference is not None]
+
+
+def _compare_tensor(
+    readers: tuple[CheckpointReader, CheckpointReader], key: tuple[str, str], advance: Callable[[int], None]
+) -> Difference | None:
+    kind, name = key
+    shape = readers[0].shape(name)
+    elements, largest, place = 0, -1.0, 0
+    for start in range(0, numel(shape), _CHUNK):
+        stop = min(numel(shape), start + _CHUNK)
+        differ, gap = _gap(*(reader.read_kind(kind, name, start, stop) for reader in readers))
+        elements += int(differ.sum())
+        at = int(gap.argmax())
+        if differ.any() and float(gap[at]) > largest:
+            largest, place = float(gap[at]), start + at
+        advance(8 * (stop - start))
+    if not elements:
+        return None
+    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(place), shape)) if shape else ()
+    return Difference(kind=kind, name=name, elements=elements, largest=largest, index=index)
+
+
+def _gap(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """(which elements differ, by how much). NaN equals NaN, and is infinitely far from a number."""
+    differ = ~((a == b) | (a.isnan() & b.isnan()))
+    gap = (a.double() - b.double()).abs().nan_to_num(nan=math.inf, posinf=math.inf)
+    return differ, gap.where(differ, torch.zeros(()))
 
 
 def average(sources: list[Path], out: Path) -> list[str]:
