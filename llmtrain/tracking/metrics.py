@@ -111,13 +111,6 @@ _OF_A_RUN: dict[str, Metric] = {
         "Negative log-likelihood of the right choices of `eval.choices`, over their bytes; for `eval.sets` as "
         "`eval/bits_per_byte`.",
     ),
-    "hosts/HOST/cpu_percent": _metric(
-        "percent", "In a run on several hosts: load of all cores of a host since the last log point."
-    ),
-    "hosts/HOST/memory_gib": _metric("GiB", "Host memory in use there."),
-    "hosts/HOST/network_mib_per_s": _metric("MiB/s", "Sent and received there since the last log point."),
-    "hosts/HOST/gpu_memory_gib": _metric("GiB", "Memory in use on its fullest GPU."),
-    "hosts/HOST/gpu_percent": _metric("percent", "Load of its busiest GPU, where nvidia-ml-py is installed."),
     "tasks/TASK/METRIC": _metric("as lm-eval", "Scores of a checkpoint by `llmtrain eval`, at the checkpoint's step."),
 }
 OF_SET = "eval/NAME/FIGURE"
@@ -140,10 +133,10 @@ def metrics() -> dict[str, Metric]:
 
 
 def metric_of(key: str) -> Metric | None:
-    """The definition of a key for any set, host, task or place in a list."""
+    """The definition of a key for any set, task or place in a list."""
     kind, _, rest = key.partition("/")
     figure, known = rest.partition("/")[2], metrics()
-    named = {"eval": ("eval/NAME/", "eval/"), "hosts": ("hosts/HOST/",)}.get(kind, ()) if figure else ()
+    named = ("eval/NAME/", "eval/") if kind == "eval" and figure else ()
     keys = (key, *(prefix + figure for prefix in named), re.sub(r"/\d+$", "", key), f"{kind}/TASK/METRIC")
     return next((known[each] for each in keys if each in known), None)
 

@@ -160,10 +160,6 @@ def _parts(launch: Launch) -> Iterator[Part]:
         from llmtrain.training.plugin_parts import guarded
 
         yield from guarded(launch)
-    if len({seat.host for seat in setup.ranks.seats}) > 1:
-        from llmtrain.training.host_load import HostLoad
-
-        yield HostLoad(setup.ranks)
     yield Logging(launch)
     yield Evaluation(launch)
     yield StageBorders(launch)

@@ -102,7 +102,7 @@ def test_the_page_of_plugins_and_its_examples_run(small_data: str, tmp_path: Pat
     output = train(write_recipe(tmp_path, small_data), *words, "--parts.layer_norms.every", "2",
                    "--parts.sample_table.every", "2",
                    "--train.max_steps", "4", "--train.log_every", "2", "--optim.clip_norm", "0")  # fmt: skip
-    for line in ("parts: layer_norms, sample_table", "metrics: rare, likely", "trackers: notify, csv"):
+    for line in ("parts: layer_norms, sample_table, hosts", "metrics: rare, likely", "trackers: notify, csv"):
         assert f"\n{line}\n" in output, output
     assert "untested optimizer" not in output  # it was tried
     found = [row for row in rows(tmp_path / "run") if "loss" in row]
@@ -112,12 +112,13 @@ def test_the_page_of_plugins_and_its_examples_run(small_data: str, tmp_path: Pat
         layers = [row[f"layer_norms/layer_{layer}"] for layer in (0, 1)]
         assert 0 < row["loss"] < row["focal/next_token_loss"]
         assert 0 < sum(norm**2 for norm in layers) ** 0.5 < row["grad_norm"]
+        assert [row[key] > 0 for key in row if re.fullmatch(r"hosts/.+/memory_gib", key)] == [True]
     table = (tmp_path / "run/samples.md").read_text()
     assert re.findall(r"^\| (\d+) \| '.+' \|$", table, flags=re.M) == ["2", "4"]
     notes = (tmp_path / "run/notes.txt").read_text()
     assert ": start 0" in notes and ": stop 4" in notes
     assert json.loads((tmp_path / "run/environment.json").read_text())["plugins"].keys() == {
-        "sqrt_schedule", "layer_norms", "notify", "sample_table", "focal_loss", "page",
+        "sqrt_schedule", "layer_norms", "notify", "sample_table", "focal_loss", "host_load", "page",
     }  # fmt: skip
     code = main(["checkpoint", "to-hf", str(tmp_path / "run"), str(tmp_path / "hf"), "--check", "none"])
     assert code == 0  # what reads a run needs no plugin

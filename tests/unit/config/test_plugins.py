@@ -250,6 +250,7 @@ def test_the_package_exports_few_names_each_of_which_there_is() -> None:
     [
         ("focal_loss", 25),
         ("layer_norms", 35),
+        ("host_load", 40),
         ("notify", 20),
         ("sqrt_schedule", 12),
         ("csv_source", 20),

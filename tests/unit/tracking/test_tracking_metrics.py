@@ -126,14 +126,13 @@ def test_throughput_starts_anew_after_take_and_gives_no_mfu_without_a_peak():
         ("eval/code/bits_per_byte", "bits/byte"),
         ("eval/arc/accuracy_norm", "0 to 1"),
         ("eval/ema/pairs/accuracy", "0 to 1"),
-        ("hosts/node-1/memory_gib", "GiB"),
         ("moe/tokens_per_expert/3", "tokens"),
         ("tasks/arc/acc", "as lm-eval"),
         ("eval/rare", None),
         ("norms/layer_0", None),
     ],
 )
-def test_keys_of_sets_choices_hosts_and_lists_have_the_units_of_their_figures(key, unit):
+def test_keys_of_sets_choices_and_lists_have_the_units_of_their_figures(key, unit):
     found = metric_of(key)
     assert (found and found.unit) == unit
 
