@@ -97,12 +97,6 @@ class Answerer:
             _load_magnitudes(folder, model)
         return cls(model.eval(), tokenizer, folder, base != folder, _ends(base, folder, tokenizer))
 
-    def switch(self, on: bool) -> None:
-        if on:
-            self.model.enable_adapters()
-        else:
-            self.model.disable_adapters()
-
     def room(self, prompt_tokens: int, wanted: int) -> int:
         """Limit the tokens to generate to the model's free positions. Raises ModelError: there are none."""
         positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
