@@ -20,7 +20,6 @@ from llmtrain.base.errors import CheckpointError, UserError
 from llmtrain.base.files import lock_folder
 from llmtrain.checkpoint.durable import DurableFile, remove_tree, sync, write_durably
 from llmtrain.checkpoint.format import MANIFEST, TRAINER, FileEntry, Manifest, Piece
-from llmtrain.checkpoint.verify import verify
 from llmtrain.optim.optimizers import PARAM
 from llmtrain.storage.checksum import checksum
 from llmtrain.storage.pieces import byte_view
@@ -237,8 +236,11 @@ def build_checkpoint(
             step=step, tensors={name: list(s) for name, s in shapes.items()}, files=files, layout=layout
         )
         write_durably(folder.partial / MANIFEST, manifest.to_json())
-        if read_again and (wrong := verify(folder.partial)):
-            raise CheckpointError(f"{out} was not written as it should be, and nothing was kept: {wrong[0]}.")
+        if read_again:
+            from llmtrain.checkpoint.verify import verify
+
+            if wrong := verify(folder.partial):
+                raise CheckpointError(f"{out} was not written as it should be, and nothing was kept: {wrong[0]}.")
         return folder.commit()
 
 

@@ -42,7 +42,6 @@ from llmtrain.checkpoint.snapshot import (
     memory_available,
     write_piece,
 )
-from llmtrain.checkpoint.writer import perform
 from llmtrain.config.run import CheckpointConfig
 from llmtrain.config.topology import Mix
 from llmtrain.engine.api import Engine, StateTensor
@@ -484,6 +483,8 @@ class Saver:
         if not self._folder.leads:
             return
         if not self.asynchronous:
+            from llmtrain.checkpoint.writer import perform  # else in its own process
+
             self._answer = self._guarded(lambda: perform(message, self._table, None))
             return
         assert self._copy is not None

@@ -18,7 +18,7 @@ from llmtrain.tracking.local import write_event
 
 def tell_wandb(run_dir: Path, run_id: str, tracking: dict[str, Any], event: dict[str, Any]) -> None:
     """Mark the run as failed, with the paragraph in its summary under `fault`. May raise or hang."""
-    from llmtrain.tracking.wandb_sink import QUIET, choose_mode
+    from llmtrain.tracking.wandb_mode import QUIET, choose_mode
 
     mode, _ = choose_mode(tracking["wandb"])
     if mode == "disabled":

@@ -18,6 +18,7 @@ from llmtrain.base.redact import redact, redact_text
 from llmtrain.tracking.local import LocalFiles
 from llmtrain.tracking.metrics import loss_unit, metric_of
 from llmtrain.tracking.sink import Sink, TrackingConfig
+from llmtrain.tracking.wandb_mode import asked_mode
 
 _RATE_WINDOW = 5  # newest log points, over which the time per step is averaged for the ETA
 
@@ -200,7 +201,7 @@ class Tracker:
             Console(total_steps=total_steps, epochs=epochs, norm=norm, show=show),
             files,
         ]
-        if tracking.wandb != "disabled":
+        if asked_mode(tracking.wandb)[0] != "disabled":
             from llmtrain.tracking.wandb_sink import WandbSink  # rank 0 alone has one
 
             self._queued.append(Queued("tracking.wandb", WandbSink(tracking=tracking), where))

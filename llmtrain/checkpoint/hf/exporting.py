@@ -51,7 +51,6 @@ from llmtrain.checkpoint.hf.serving import prove_serving
 from llmtrain.checkpoint.meaning import refuse_other_base
 from llmtrain.checkpoint.output import OutputFolder, stream_tensors
 from llmtrain.checkpoint.reader import CheckpointReader
-from llmtrain.checkpoint.verify import wrong_frozen
 from llmtrain.config.run import AdapterConfig, ModelConfig
 from llmtrain.models.layout import FolderLayout
 from llmtrain.models.parameters import CONFIG, MAGNITUDE, PREFIX, WEIGHTS, A, B
@@ -568,6 +567,8 @@ def _write_weights(
         stops = [min(start + CHUNK, numel(reader.shape(name))) for start in beyond]
         before[name] += sum(checksum(reader.read(name, a, b), a) for a, b in zip(beyond, stops, strict=True))
         if before[name] % 2**64 != expected[PARAM, name]:
+            from llmtrain.checkpoint.verify import wrong_frozen
+
             where = [f for f, e in reader.manifest.files.items() if any(p.name == name for p in e.pieces)]
             raise wrong_frozen(reader.manifest.frozen, [name]) or CheckpointError(
                 f"{reader.folder}: the values of {name} are not those that were saved (in {', '.join(where[:3])}). "

@@ -22,12 +22,13 @@ import wandb
 
 from llmtrain.base import log
 from llmtrain.tracking import tracker as trackers
-from llmtrain.tracking import wandb_sink
+from llmtrain.tracking import wandb_mode, wandb_sink
 from llmtrain.tracking.environment import new_run_id
 from llmtrain.tracking.local import JsonLines, truncate_after
 from llmtrain.tracking.sink import TrackingConfig
 from llmtrain.tracking.tracker import Queued, Tracker
-from llmtrain.tracking.wandb_sink import WandbSink, choose_mode
+from llmtrain.tracking.wandb_mode import choose_mode
+from llmtrain.tracking.wandb_sink import WandbSink
 from tests.helpers.wandb_files import read_back
 
 pytestmark = pytest.mark.long
@@ -326,9 +327,11 @@ def test_online_that_fails_falls_back_to_offline_under_the_same_id(tmp_path, mon
     assert "offline, online failed, ConnectionError: no route" in capsys.readouterr().out
 
 
-def test_disabled_does_not_even_import(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(("given", "word"), [("disabled", ""), ("auto", "disabled")])
+def test_disabled_does_not_even_import(tmp_path, monkeypatch, capsys, given, word):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    off = TrackingConfig(wandb="disabled")
+    monkeypatch.setenv("WANDB_MODE", word)
+    off = TrackingConfig(wandb=given)
     Tracker(tmp_path, tracking=off, run_id="r", config={}, total_steps=1, enabled=True).close()
     assert "given up" not in capsys.readouterr().err
 
@@ -483,13 +486,13 @@ def test_base_url_of_the_settings_file(no_credentials):
     folder = no_credentials / ".config" / "wandb"
     folder.mkdir(parents=True)
     (folder / "settings").write_text("[default]\nbase_url = https://wandb.mine\n")
-    assert wandb_sink.base_url() == "https://wandb.mine"
+    assert wandb_mode.base_url() == "https://wandb.mine"
     (folder / "settings").write_text("broken [")
-    default = wandb_sink.base_url()
+    default = wandb_mode.base_url()
     assert default == wandb.Settings().base_url != "https://wandb.mine"
     for host in (urlsplit(default).hostname, "api.wandb.ai"):  # of `wandb login`, now and before
         (no_credentials / ".netrc").write_text(f"machine {host} login user password secret\n")
-        assert wandb_sink.has_api_key(default) and not wandb_sink.has_api_key("https://wandb.mine")
+        assert wandb_mode.has_api_key(default) and not wandb_mode.has_api_key("https://wandb.mine")
 
 
 def test_run_ids_differ_and_leave_seeded_generators_alone(monkeypatch):
