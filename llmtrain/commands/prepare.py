@@ -122,8 +122,8 @@ def _options() -> argparse.ArgumentParser:
     own = "a Python file with sources of your own (extend.md), or a module; may be repeated"
     add("--plugin", action="append", default=argparse.SUPPRESS, metavar="FILE.py", help=own)
     hosts = (
-        "let the cores of several hosts do it: a hostfile, slurm (the nodes of this job) or ray (the cluster of "
-        "RAY_ADDRESS); sources and --out lie in folders that all of them share, or in object stores"
+        "let the cores of several hosts do it: a hostfile, or slurm (the nodes of this job); sources and --out lie in "
+        "folders that all of them share, or in object stores"
     )
     add("--on", default=argparse.SUPPRESS, metavar="HOSTFILE", help=hosts)
     all_cores = "worker processes, with --on of each host (default: all cores)"

@@ -1,7 +1,7 @@
 """Workers of `llmtrain prepare`, on this machine and on others, and their units.
 
 A worker is a process with a pipe. On another host one process, `python -m llmtrain.data.prepare.pools`, has a worker
-for each core, and passes their input and output on: over ssh, srun, or a connection that Ray's task makes to us.
+for each core, and passes their input and output on, over ssh or srun.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import contextlib
 import io
 import json
 import os
-import secrets
 import selectors
 import shlex
 import signal
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.base import log, units
-from llmtrain.base.child import Child, Lines, Parent, child_environment, of_module
+from llmtrain.base.child import Child, Parent, child_environment, of_module
 from llmtrain.base.errors import DataError
 from llmtrain.base.threads import usable_cores
 from llmtrain.cluster.hosts.hostfile import Host, is_here, read_hostfile
@@ -55,7 +54,7 @@ class Lost(Exception):
     """The workers of a link are gone."""
 
 
-class ProcessLink(Child):
+class Link(Child):
     """A process of ours: a worker, or ssh or srun with a host's workers."""
 
     def __init__(self, name: str, words: Sequence[str]) -> None:
@@ -77,35 +76,6 @@ class ProcessLink(Child):
         super().end(within_s)
 
 
-class SocketLink:
-    """A host's workers that have connected to us."""
-
-    def __init__(self, name: str, connection: socket.socket) -> None:
-        self.name, self._connection, self._lines = name, connection, Lines()
-
-    def fileno(self) -> int:
-        return self._connection.fileno()
-
-    def send(self, message: Mapping[str, Any]) -> None:
-        with contextlib.suppress(OSError):
-            self._connection.sendall(json.dumps(message).encode() + b"\n")
-
-    def receive(self) -> list[dict[str, Any]]:
-        data = b""
-        with contextlib.suppress(OSError):
-            data = self._connection.recv(1 << 16)
-        if not data:
-            raise Lost(f"{self.name} has closed its connection")
-        return self._lines.of(data)
-
-    def end(self) -> None:
-        self._connection.close()
-
-
-Link = ProcessLink | SocketLink
-"""Messages to and from one worker, or a host's."""
-
-
 @dataclass(frozen=True)
 class Place:
     open: Callable[[], Link]
@@ -117,20 +87,18 @@ class Place:
 
 
 def local(processes: int) -> list[Place]:
-    return [Place(partial(ProcessLink, "a worker", of_module("llmtrain.data.prepare.worker")))] * processes
+    return [Place(partial(Link, "a worker", of_module("llmtrain.data.prepare.worker")))] * processes
 
 
 # --- other hosts ---
 
 
 def places_on(where: str, processes: int | None) -> list[Place]:
-    """The hosts in a hostfile, in this Slurm job ("slurm") or in a Ray cluster ("ray").
+    """The hosts in a hostfile, or in this Slurm job ("slurm").
 
     `processes`: per host; None: one per core. Raises DataError: a host cannot be reached; ConfigError: the hostfile is
     wrong, or this is no Slurm job.
     """
-    if where == "ray":
-        return _on_ray(processes)
     if where == "slurm":
         named = [(host.name, [*_SRUN, "--nodelist", host.name]) for host in hosts_of(os.environ)]
     else:
@@ -140,7 +108,7 @@ def places_on(where: str, processes: int | None) -> list[Place]:
         named = [(host.name, [] if is_here(host.name) else [*ssh, "--", host.name]) for host in hosts]
     words = _command(processes)
     return [
-        Place(partial(ProcessLink, name, [*before, *(words if before[:1] != ["ssh"] else [shlex.join(words)])]),
+        Place(partial(Link, name, [*before, *(words if before[:1] != ["ssh"] else [shlex.join(words)])]),
               workers=None, starts=_STARTS)
         for name, before in named
     ]  # fmt: skip
@@ -160,56 +128,6 @@ def _refuse_unreachable(hosts: Sequence[Host]) -> None:
             raise DataError(f"--on: {name}: {answer.trouble.text} {answer.trouble.remedy}")
         if answer.code:
             raise DataError(f"--on: {name}: there is no {sys.executable}, this program's Python; install it there")
-
-
-def _on_ray(processes: int | None) -> list[Place]:
-    """A place for each living node of the cluster of `ray start` or RAY_ADDRESS."""
-    try:
-        import ray
-    except ImportError:
-        raise DataError("--on ray: Ray is not installed; pip install 'llmtrain[ray]'") from None
-    try:
-        ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
-    except ConnectionError as error:
-        raise DataError(
-            f"--on ray: no cluster is found ({error}); set RAY_ADDRESS, or start one with ray start"
-        ) from None
-    listener = socket.create_server(("", 0))
-    listener.settimeout(0.2)
-    address, token = (ray.util.get_node_ip_address(), listener.getsockname()[1]), secrets.token_hex(16)
-
-    def serve(words: list[str], address: tuple[str, int], token: str) -> int:
-        """Run as Ray's task on a node: connect to the driver, and connect the workers to it."""
-        import socket
-        import subprocess
-
-        with socket.create_connection(address) as connection:
-            connection.sendall(token.encode())
-            return subprocess.call(words, stdin=connection.fileno(), stdout=connection.fileno())
-
-    def start(node: dict[str, Any]) -> Link:
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        at = NodeAffinitySchedulingStrategy(node_id=node["NodeID"], soft=False)
-        cores = processes or int(node["Resources"].get("CPU", 1))
-        task = ray.remote(serve).options(scheduling_strategy=at, num_cpus=cores, max_retries=0)
-        started, until, name = (
-            task.remote(_command(cores), address, token),
-            time.monotonic() + _REACHED_S,
-            node["NodeID"],
-        )
-        while time.monotonic() < until and not ray.wait([started], timeout=0)[0]:
-            with contextlib.suppress(TimeoutError):
-                connection, _ = listener.accept()
-                given = connection.recv(len(token), socket.MSG_WAITALL)
-                if secrets.compare_digest(given, token.encode()):
-                    return SocketLink(f"node {name}", connection)
-                connection.close()  # not our task
-        ray.cancel(started)
-        raise Lost(f"node {name} has not started its workers")
-
-    nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
-    return [Place(partial(start, node), workers=None, starts=_STARTS) for node in nodes]
 
 
 def main() -> None:

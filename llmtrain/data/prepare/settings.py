@@ -47,7 +47,7 @@ class PrepareSettings:
     max_rejected: int = 0
     processes: int | None = None
     on: str | None = None
-    """Hosts whose cores do the work: a hostfile, "slurm" or "ray" (prepare/pools.py); None: this one's."""
+    """Hosts whose cores do the work: a hostfile or "slurm" (prepare/pools.py); None: this one's."""
     chat_template: str | None = None
     """With the format chat: a file instead of the tokenizer's own template."""
     chat_template_kwargs: str | None = None

@@ -14,7 +14,7 @@ import pytest
 
 from llmtrain.base.errors import DataError
 from llmtrain.data.prepare import pools
-from llmtrain.data.prepare.pools import Place, ProcessLink
+from llmtrain.data.prepare.pools import Place, Link
 from llmtrain.data.prepare.sources import Unit
 from llmtrain.data.prepare.worker import UNFINISHED, WorkerSettings
 from tests.helpers.chat import KINDS, write_tokenizer
@@ -35,7 +35,7 @@ def test_a_host_that_falls_silent_is_lost(
     monkeypatch.setattr(pools, "_BEAT_S", 0.05)
     monkeypatch.setattr(pools, "_SILENT_S", 0.3)
     says_hello = "import sys, time; print('{\"hello\": 1}', flush=True); time.sleep(99)"
-    silent = Place(partial(ProcessLink, "node-2", [sys.executable, "-c", says_hello]), workers=None, starts=2)
+    silent = Place(partial(Link, "node-2", [sys.executable, "-c", says_hello]), workers=None, starts=2)
     never = lambda *_: pytest.fail("nothing was done")  # noqa: E731
     with pytest.raises(DataError, match="no host is left to continue; run the same command again"):
         pools.run_units([Unit(index=0, pieces=())], settings_in(tmp_path), [silent], never, never)
