@@ -1,4 +1,4 @@
-"""`llmtrain data show|export|where DATA`: the content of a prepared folder, for people and for Megatron.
+"""`llmtrain data show|where DATA`: the content of a prepared folder.
 
 `show` prints rows of conversations with the counted tokens marked; of texts the documents. `where` computes the
 documents that a step of a run has read, and the steps that have read a document: from the order of a run's sequences
@@ -8,7 +8,6 @@ documents that a step of a run has read, and the steps that have read a document
 from __future__ import annotations
 
 import argparse
-import html
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -19,21 +18,15 @@ import numpy as np
 
 from llmtrain.base import units, untrusted
 from llmtrain.base.errors import DataError
-from llmtrain.base.files import replace_file
-from llmtrain.base.redact import redact_text
 from llmtrain.commands import completion
 from llmtrain.config.stages import DataConfig
 from llmtrain.config.topology import Degrees
 from llmtrain.data.manifest import SPLITS, Split, template_notes
 from llmtrain.data.origins import Origin
-from llmtrain.data.prepare.token_corpora import Megatron
 from llmtrain.data.shards import PreparedSet, TokenStream
 from llmtrain.data.stream.order import rows_of
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.data.tokenize import Encoder
-from llmtrain.storage.addresses import is_url
-from llmtrain.storage.folders import scratch_for, told, upload
-from llmtrain.storage.object_store import Store, problem_of
 from llmtrain.tracking.local import read_rows
 
 _STYLES = {(True, False): "bold green", (True, True): "bold magenta", (False, False): "dim", (False, True): "cyan"}
@@ -45,26 +38,6 @@ _SHOWN_TOKENS = 2000
 _QUOTED_TOKENS = 24
 """Limit of shown tokens of a document that `where` names."""
 _READ_TOKENS = 4 << 20
-
-_PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1"><title>%(title)s</title><style>
-:root { color-scheme: light dark; --ink: #1a202c; --soft: #718096; --page: #f5f7fa; --card: #fff; --edge: #e2e8f0;
-  --yes: #d3f2de; --yes-ink: #14532d; --token: #e5edff; --token-ink: #3730a3; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e2e8f0; --soft: #8a97a8; --page: #12161d; --card: #1b212b;
-  --edge: #343d4b; --yes: #17402a; --yes-ink: #bdf0d0; --token: #2a3152; --token-ink: #c3cdff; } }
-body { font: 15px/1.55 system-ui, sans-serif; color: var(--ink); background: var(--page); margin: 0; }
-main { max-width: 60rem; margin: 0 auto; padding: 2rem 1.5rem 4rem; }
-h1 { font-size: 1.5rem; margin: 0; overflow-wrap: anywhere; } p, h2 { color: var(--soft); }
-h2 { font-size: .85rem; font-weight: 600; margin: 2rem 0 .4rem; }
-pre { background: var(--card); border: 1px solid var(--edge); border-radius: 10px; padding: 1rem 1.2rem; margin: 0;
-  white-space: pre-wrap; overflow-wrap: anywhere; font: 13.5px/1.6 ui-monospace, monospace; color: var(--soft); }
-.y { background: var(--yes); color: var(--yes-ink); border-radius: 3px; }
-.t { background: var(--token); color: var(--token-ink); border-radius: 4px; padding: 0 .3em; font-size: .88em; }
-.y.t { outline: 1.5px solid var(--yes-ink); }
-</style></head><body><main><h1>%(title)s</h1><p>%(what)s. <span class="y">Counted</span>, not counted, and
-<span class="t">special tokens</span>; one that is counted has <span class="y t">an edge</span>.</p>%(rows)s
-</main></body></html>
-"""
 
 
 @dataclass(frozen=True)
@@ -106,56 +79,6 @@ def _document(stream: TokenStream, separator: int, index: int) -> tuple[int, int
         begin = at + int(ends[-1]) + 1 if len(ends) else begin
         seen, at = seen + len(ends), at + length
     return begin, stream.tokens
-
-
-def _documents(stream: TokenStream, separator: int) -> Iterator[np.ndarray]:
-    """Yield the documents of a split of texts, each with its separator."""
-    begin, at = 0, 0
-    while at < stream.tokens:
-        length = min(_READ_TOKENS, stream.tokens - at)
-        for end in (np.flatnonzero(stream.read(at, length) == separator) + at + 1).tolist():
-            yield stream.read(begin, end - begin)
-            begin = end
-        at += length
-
-
-def _export(data: PreparedSet, split: Split, prefix: str) -> int:
-    """Write a split of texts for Megatron. Raises DataError: the folder has conversations, there is no room, or the
-    store cannot be used."""
-    if data.manifest.chat is not None:
-        raise DataError(
-            f"{data.name}: Megatron's files say not which tokens are counted, and these are conversations; export "
-            "prepared texts"
-        )
-    if not is_url(prefix):
-        written = _write(data, split, Path(prefix), prefix)
-    else:
-        where, _, name = prefix.rpartition("/")
-
-        def wrong(text: str) -> DataError:
-            return DataError(f"--megatron {redact_text(prefix)}: {text}")
-
-        if found := problem_of(prefix, writes=True):
-            raise wrong("; ".join(found))
-        with told(wrong):
-            store = Store(where)
-            if f"{name}.idx" in store.files():
-                raise wrong(f"{name}.idx is there; nothing was written. Give another name")
-        with scratch_for(prefix, wrong) as folder:
-            written = _write(data, split, folder / name, prefix)
-            with told(wrong, folder):
-                upload(folder, store, last=(f"{name}.idx",))
-    print(f"wrote {prefix}.bin and {prefix}.idx: {units.counted(written, 'document')} of {split}")
-    return 0
-
-
-def _write(data: PreparedSet, split: Split, prefix: Path, asked: str) -> int:
-    try:
-        prefix.parent.mkdir(parents=True, exist_ok=True)
-        documents = _documents(data.split(split), data.manifest.separator_id)
-        return Megatron.write(prefix, documents, data.manifest.vocab_size)
-    except OSError as error:
-        raise DataError(f"--megatron {asked}: cannot be written ({error.strerror or error}); make room") from error
 
 
 def shown_row(data: PreparedSet, encoder: Encoder, split: Split, index: int) -> Shown:
@@ -209,15 +132,6 @@ def _print(row: Shown, *, marks: bool) -> None:
     for line in lines:
         line.rstrip()
         console.print(line)
-
-
-def _html(title: str, what: str, rows: list[Shown]) -> str:
-    def span(run: Run) -> str:
-        kind = " ".join(name for name, on in (("y", run.counted), ("t", run.special)) if on)
-        return f'<span class="{kind}">{html.escape(run.text)}</span>' if kind else html.escape(run.text)
-
-    cards = "".join(f"<h2>{row.heading}</h2><pre>{''.join(map(span, row.runs))}</pre>" for row in rows)
-    return _PAGE % {"title": html.escape(title), "what": html.escape(what), "rows": cards}
 
 
 @dataclass(frozen=True)
@@ -399,16 +313,6 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     show.add_argument("--split", choices=SPLITS, default="train", help="which rows")
     show.add_argument("--index", type=int, default=0, metavar="N", help="the first row, from 0")
     show.add_argument("--rows", type=int, default=1, metavar="N", help="how many rows")
-    show.add_argument("--html", type=Path, default=argparse.SUPPRESS, metavar="FILE", help="write a page instead")
-    export: Any = actions.add_parser(
-        "export",
-        description="Write prepared texts for another program.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    export.add_argument("data", metavar="DATA", help="the prepared folder, or its URL")
-    export.add_argument("--split", choices=SPLITS, default="train", help="which documents")
-    what = "write PREFIX.bin and PREFIX.idx, each document with its end token; PREFIX may be a URL"
-    export.add_argument("--megatron", required=True, default=argparse.SUPPRESS, metavar="PREFIX", help=what)
     where: Any = actions.add_parser(
         "where",
         description="Say which documents a step of a run has read, or which steps have read a document.",
@@ -449,24 +353,13 @@ def main(argv: list[str]) -> int:
     data = PreparedSet(args.data)
     chat = data.manifest.chat
     split = cast(Split, args.split)
-    if args.action == "export":
-        return _export(data, split, args.megatron)
     encoder = Encoder(data.tokenizer_dir)
     last = min(args.index + max(1, args.rows), data.manifest.documents[split])
     show = shown_text if chat is None else shown_row
     rows = [show(data, encoder, split, index) for index in range(args.index, max(last, args.index + 1))]
     notes = [] if chat is None else template_notes(chat)
-    if "html" not in args:
-        for line in notes:
-            print(untrusted.shown(line))
-        for row in rows:
-            _print(row, marks=chat is not None)
-        return 0
-    total = data.manifest.tokens[split]
-    counted = total if chat is None else chat["counted"][split]
-    noun = "document" if chat is None else "row"
-    what = f"{units.counted(data.manifest.documents[split], noun)}, {counted} of {total} tokens counted"
-    what = "; ".join((what, *notes))
-    replace_file(args.html, _html(f"{args.data}: {split}", what, rows).encode())
-    print(f"wrote {args.html}: {units.counted(len(rows), noun)}")
+    for line in notes:
+        print(untrusted.shown(line))
+    for row in rows:
+        _print(row, marks=chat is not None)
     return 0

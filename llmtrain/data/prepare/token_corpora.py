@@ -11,8 +11,6 @@ import json
 import os
 import struct
 from abc import ABC, abstractmethod
-from array import array
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -150,33 +148,6 @@ class Megatron(Layout):
         if code not in cls.types:
             raise ValueError(f"{index} says that the ids are of type {code}, which is none of integers")
         return np.dtype(cls.types[code])
-
-    @classmethod
-    def write(cls, prefix: Path, documents: Iterable[np.ndarray], vocab_size: int) -> int:
-        """Write PREFIX.bin and PREFIX.idx, a sequence per document; returns their number. Ids of a vocabulary below
-        65,500 have 2 bytes, as in Megatron. Raises OSError."""
-        code, dtype = (8, "<u2") if vocab_size < 65500 else (4, "<i4")
-        lengths = array("i")
-        partial = [prefix.with_name(f"{prefix.name}{ending}.tmp") for ending in (".bin", ".idx")]
-        try:
-            with open(partial[0], "wb") as stream:
-                for ids in documents:
-                    stream.write(ids.astype(dtype).tobytes())
-                    lengths.append(len(ids))
-                os.fsync(stream.fileno())
-            sizes = np.array(lengths, "<i4")
-            starts = np.cumsum(sizes, dtype="<i8") - sizes
-            with open(partial[1], "wb") as stream:
-                stream.write(b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, len(sizes), len(sizes) + 1))
-                stream.write(sizes.tobytes() + (starts * np.dtype(dtype).itemsize).tobytes())
-                stream.write(np.arange(len(sizes) + 1, dtype="<i8").tobytes())
-                os.fsync(stream.fileno())
-            for path in partial:
-                path.replace(path.with_suffix(""))
-        finally:
-            for path in partial:
-                path.unlink(missing_ok=True)
-        return len(sizes)
 
 
 class Datatrove(Layout):

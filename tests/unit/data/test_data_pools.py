@@ -14,7 +14,7 @@ import pytest
 
 from llmtrain.base.errors import DataError
 from llmtrain.data.prepare import pools
-from llmtrain.data.prepare.pools import Place, Link
+from llmtrain.data.prepare.pools import Link, Place
 from llmtrain.data.prepare.sources import Unit
 from llmtrain.data.prepare.worker import UNFINISHED, WorkerSettings
 from tests.helpers.chat import KINDS, write_tokenizer
