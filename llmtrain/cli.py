@@ -53,17 +53,13 @@ def main(argv: list[str] | None = None) -> int:
             log.reopen()
             sys.stdout.flush()
     except BrokenPipeError:
-        if not _reader_is_gone():
+        # The broken pipe is standard output if `| head` has read enough.
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+        if not any(event & select.POLLERR for _, event in poll.poll(0)):
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the rest of the buffer
         return 141  # as a program that SIGPIPE ends
-
-
-def _reader_is_gone() -> bool:
-    """True if the broken pipe is standard output: `| head` has read enough."""
-    poll = select.poll()
-    poll.register(sys.stdout.fileno(), 0)
-    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _main(words: list[str]) -> int:
@@ -116,26 +112,20 @@ def run(words: list[str] | None = None) -> NoReturn:
     atexit.register(_end, code)  # the first to be registered is the last to run
     words = sys.argv[1:] if words is None else words
     if words[:1] not in (["launch"], ["doctor"]):  # which pass their variables on to other hosts
-        _share_the_cores()
+        from llmtrain.config.topology import cores_of_a_rank
+
+        # Waiting threads sleep: by default they spin, and 20 steps of the quickstart next to other work took 26 s of
+        # CPU time instead of 8 s. One thread for each core of this rank; OpenMP itself knows the affinity. It reads
+        # both variables when torch is loaded, and the user's values remain.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        if (cores := cores_of_a_rank()) < len(os.sched_getaffinity(0)):
+            os.environ.setdefault("OMP_NUM_THREADS", str(cores))
     try:
         code[0] = main(words)
     except SystemExit as error:
         code[0] = error.code if isinstance(error.code, int) else int(error.code is not None)
         raise
     sys.exit(code[0])
-
-
-def _share_the_cores() -> None:
-    """Start one OpenMP thread per core of this rank, and let waiting threads sleep, unless the user has set either.
-
-    By default waiting threads spin: 20 steps of the quickstart next to other work took 26 s of CPU time, and 8 s with
-    sleeping threads. OpenMP reads both variables when torch is loaded.
-    """
-    from llmtrain.config.topology import cores_of_a_rank
-
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    if (cores := cores_of_a_rank()) < len(os.sched_getaffinity(0)):  # OpenMP knows the affinity
-        os.environ.setdefault("OMP_NUM_THREADS", str(cores))
 
 
 def _end(code: list[int]) -> None:

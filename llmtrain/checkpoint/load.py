@@ -98,6 +98,11 @@ def resume(
             continue
         if where.leads and own:  # another run's folder stays unchanged
             set_aside(list(rejected))
+        if weights_only:
+            what = f"took the parameters of {candidate} (step {reader.manifest.step})"
+            taken = [f"{what}; moments, schedule and data begin again"]
+        else:
+            taken = _taken_all(candidate, reader, trainer, here)
         return Resumed(
             folder=candidate,
             trainer=trainer,
@@ -107,7 +112,7 @@ def resume(
             frozen=reader.manifest.frozen,
             lines=[
                 *(f"skipped {text}" for text in rejected.values()),
-                *(_taken_weights(candidate, reader) if weights_only else _taken_all(candidate, reader, trainer, here)),
+                *taken,
                 *meaning,
                 *notes,
             ],
@@ -116,10 +121,6 @@ def resume(
         f"no checkpoint can be resumed from. {' | '.join(rejected.values())}. Name another one (resume: PATH), or "
         "start over in another train.run_dir: training never begins on top of damaged checkpoints."
     )
-
-
-def _taken_weights(folder: Path, reader: CheckpointReader) -> list[str]:
-    return [f"took the parameters of {folder} (step {reader.manifest.step}); moments, schedule and data begin again"]
 
 
 def _taken_all(folder: Path, reader: CheckpointReader, saved: dict[str, Any], now: dict[str, Any]) -> list[str]:

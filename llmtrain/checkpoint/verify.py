@@ -60,7 +60,10 @@ def verify(
     with Progress(f"verifying {folder.name}", total) as bar, ThreadPoolExecutor(os.cpu_count()) as pool:
         jobs = {name: pool.submit(_verify_file, folder, name, manifest, bar.advance, filled) for name in files}
         wrong = {name: found for name, job in jobs.items() if (found := job.result())}
-    lines = [f"{_label(name)}: {text}" for name, text in wrong.items()]
+    lines = []
+    for name, text in wrong.items():
+        of_rank = _RANK_FILE.fullmatch(name)
+        lines.append(f"{name} (rank {int(of_rank[1])}): {text}" if of_rank else f"{name}: {text}")
     if len(wrong) == len(files) > 1 and all((folder / name).exists() for name in wrong):
         lines.insert(0, f"{MANIFEST} belongs to another checkpoint, it seems: no file has the contents that it lists")
     if TRAINER not in wrong:
@@ -105,11 +108,6 @@ def _frozen_sum(source: FrozenSource, files: dict[str, TensorFile], name: str) -
             return None
         total += _checksum(files[file], tensor, Piece(PARAM, name, region, 0))
     return total % 2**64
-
-
-def _label(file: str) -> str:
-    match = _RANK_FILE.fullmatch(file)
-    return f"{file} (rank {int(match[1])})" if match else file
 
 
 def _verify_file(

@@ -42,7 +42,10 @@ def main(argv: list[str]) -> int:
     words = run_words(argv)
     parsed = parse(words)
     _refuse(parsed.run)
-    fewest = _fewest_ranks(parsed)
+    fewest = next((count for count in range(1, _MOST_RANKS + 1) if _goes(parsed, count)), None)
+    if fewest is None:  # the error of one rank says why
+        resolve(parsed.run, 1, places=parsed.places, epoch=sequences_of_epoch)
+        raise AssertionError
     import torch
 
     from llmtrain.training.output_columns import write, write_on_ranks_here
@@ -54,15 +57,6 @@ def main(argv: list[str]) -> int:
     else:
         write_on_ranks_here(words, cpu=gpus < many, count=many)
     return 0
-
-
-def _fewest_ranks(parsed: Parsed) -> int:
-    """Return the smallest number of ranks on which the run resolves. Raises ConfigError: there is none."""
-    found = next((count for count in range(1, _MOST_RANKS + 1) if _goes(parsed, count)), None)
-    if found is None:
-        resolve(parsed.run, 1, places=parsed.places, epoch=sequences_of_epoch)
-        raise AssertionError
-    return found
 
 
 def _goes(parsed: Parsed, ranks: int) -> bool:

@@ -47,7 +47,13 @@ class _Download:
                     return
                 for url, file in left[:_TOGETHER]:  # no other process fetches them now
                     remove_partials(self._set(url).folder, [file])
-                if batch := self._fitting(left[:_TOGETHER]):
+                batch = left[:_TOGETHER]
+                while batch:  # fewer, until there is room for them
+                    wanted = sum(self._set(url).bytes_of(file) for url, file in batch)
+                    if make_room(self._root, wanted, self._gib * GIB):
+                        break
+                    batch = batch[:-1]
+                if batch:
                     each(self._fetch, batch)
                     failing, full = False, False
                     continue
@@ -63,14 +69,6 @@ class _Download:
             finally:
                 os.close(handle)
             time.sleep(_AGAIN_S)
-
-    def _fitting(self, batch: list[tuple[str, str]]) -> list[tuple[str, str]]:
-        while batch:
-            wanted = sum(self._set(url).bytes_of(file) for url, file in batch)
-            if make_room(self._root, wanted, self._gib * GIB):
-                break
-            batch = batch[:-1]
-        return batch
 
     def _set(self, url: str) -> PreparedSet:
         if url not in self._sets:

@@ -74,17 +74,15 @@ def sweep(this: Path) -> None:
     outlive an agent, and containers that share /dev/shm do not see each other's processes."""
     for folder in this.parent.glob(f"llmtrain-watch-{os.getuid()}-*"):
         with contextlib.suppress(OSError):
-            if folder != this and time.time() - folder.stat().st_mtime > _STALE_S and not _is_used(folder):
+            if folder == this or time.time() - folder.stat().st_mtime <= _STALE_S:
+                continue
+            launcher = _NAME.fullmatch(folder.name)
+            beats = [beat for path in folder.glob("rank-*.beat") if (beat := read(path)) is not None]
+            users = [Process(beat.pid, beat.started) for beat in beats]
+            users += [Process(int(launcher["pid"]), int(launcher["started"]))] if launcher else []
+            if not any(user.alive() for user in users):
                 os.close(lock_folder(folder))
                 shutil.rmtree(folder, ignore_errors=True)
-
-
-def _is_used(folder: Path) -> bool:
-    launcher = _NAME.fullmatch(folder.name)
-    beats = [beat for path in folder.glob("rank-*.beat") if (beat := read(path)) is not None]
-    processes = [Process(beat.pid, beat.started) for beat in beats]
-    processes += [Process(int(launcher["pid"]), int(launcher["started"]))] if launcher else []
-    return any(process.alive() for process in processes)
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

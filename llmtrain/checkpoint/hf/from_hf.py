@@ -52,7 +52,11 @@ def import_hf(folder: Path, out: Path, *, check: Check = "auto", trust_remote_co
     partial = out.with_name(out.name + ".tmp")
     lock = claim(partial)
     try:
-        _clear(partial)
+        # An earlier start may have left files: the checkpoint alone is continued.
+        kept_step = step_folder(partial / "checkpoints", 0)
+        for child in (*partial.glob("*"), *partial.glob("checkpoints/*")):
+            if child not in (kept_step.parent, kept_step, kept_step.with_name(kept_step.name + ".tmp")):
+                shutil.rmtree(child) if child.is_dir() else child.unlink()
         step = _write(partial, source, layout, config, report)
         _keep(kept, folder, partial / SOURCE)
         if check != "none":
@@ -177,14 +181,6 @@ def _trainer(
             "precision": next(ours for ours, theirs in DTYPES.items() if theirs == most),
         },
     }, changed
-
-
-def _clear(partial: Path) -> None:
-    """Keep only the checkpoint of an earlier start."""
-    step = step_folder(partial / "checkpoints", 0)
-    for child in (*partial.glob("*"), *partial.glob("checkpoints/*")):
-        if child not in (step.parent, step, step.with_name(step.name + ".tmp")):
-            shutil.rmtree(child) if child.is_dir() else child.unlink()
 
 
 def _keep(files: list[Path], folder: Path, kept: Path) -> None:

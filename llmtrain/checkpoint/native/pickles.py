@@ -109,11 +109,8 @@ def measure(tree: Any) -> None:
                 raise TooMuch("its pickle holds a value that contains itself")
             open_.add(id(value))
             waiting.append((value, True))
-            waiting += [(part, False) for part in parts if id(part) not in sizes and _has_parts(part)]
-
-
-def _has_parts(value: Any) -> bool:
-    return isinstance(value, (Mapping, list, tuple, set, Record))
+            several = (part for part in parts if isinstance(part, (Mapping, list, tuple, set, Record)))
+            waiting += [(part, False) for part in several if id(part) not in sizes]
 
 
 def _parts(value: Any) -> list[Any]:

@@ -91,13 +91,23 @@ def export_universal(checkpoint: Path, out: Path) -> list[str]:
                 for kind in kinds:
                     path = f"{tag}/zero/{name}/{_FILE_OF.get(kind, kind)}.pt"
                     folder.file(path, _writer(lambda k=kind, n=name: {"param": _whole(reader, k, n, sums)}))  # type: ignore[misc]
-                    _read_again(folder.partial / path, sums[kind, name])
+                    file = PickleFile(folder.partial / path)
+                    tensor = file.tensor(file.tree["param"])
+                    if checksum(file.read(tensor, 0, tensor.numel())) != sums[kind, name]:
+                        wrong = f"{folder.partial / path} was not written as it should be"
+                        raise CheckpointError(f"{wrong}: its values are others when read back.")
                     bar.advance(4 * numel(reader.shape(name)))
                 folder.file(f"{tag}/zero/{name}/step.pt", _writer(lambda: count))
-        folder.file(f"{tag}/zero/optimizer_state.pt", _writer(lambda: _optimizer_state(count)))
+        groups: list[dict[str, Any]] = [{} for _ in range(_GROUPS)]
+        optimizer = {  # ZeRO 1 and 2 look at the top, ZeRO 3 one level below
+            "ds_version": _VERSION,
+            "param_groups": groups,
+            "optimizer_state_dict": {"state": {0: {"step": count}}, "param_groups": groups[:1]},
+        }
+        folder.file(f"{tag}/zero/optimizer_state.pt", _writer(lambda: optimizer))
         model = _model_state(reader, trainer)
-        for file in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):  # ZeRO 0-2, and 3
-            folder.file(f"{tag}/{file}", _writer(lambda: model))
+        for state in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):  # ZeRO 0-2, and 3
+            folder.file(f"{tag}/{state}", _writer(lambda: model))
         write_durably(folder.partial / "latest_universal", tag)
         folder.commit()
     return [
@@ -126,24 +136,6 @@ def _whole(reader: CheckpointReader, kind: str, name: str, sums: dict[tuple[str,
             f"{reader.folder}: {kind} of {name} differs from the manifest's checksum. Run verify on it."
         )
     return values.reshape(shape)
-
-
-def _read_again(path: Path, expected: int) -> None:
-    """Compare a written file with the checkpoint's checksum. Raises CheckpointError."""
-    file = PickleFile(path)
-    tensor = file.tensor(file.tree["param"])
-    if checksum(file.read(tensor, 0, tensor.numel())) != expected:
-        raise CheckpointError(f"{path} was not written as it should be: its values are others when read back.")
-
-
-def _optimizer_state(count: Tensor) -> dict[str, Any]:
-    """ZeRO 1 and 2 look at the top, ZeRO 3 one level below."""
-    groups: list[dict[str, Any]] = [{} for _ in range(_GROUPS)]
-    return {
-        "ds_version": _VERSION,
-        "param_groups": groups,
-        "optimizer_state_dict": {"state": {0: {"step": count}}, "param_groups": groups[:1]},
-    }
 
 
 def _model_state(reader: CheckpointReader, trainer: dict[str, Any]) -> dict[str, Any]:

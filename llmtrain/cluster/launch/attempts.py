@@ -243,7 +243,9 @@ class Launch:
                 except ConfigError as error:
                     if self._supervisor.restarts == 0:
                         raise
-                    attempt, code = _not_started(self._newest(), str(error)), FAULT_CODE
+                    attempt, code = Attempt(began_s=time.monotonic(), resumes_at=self._newest()), FAULT_CODE
+                    why = f"not started: {error}"
+                    attempt.fault = {"step": attempt.resumes_at, "signature": why, "text": str(error)}
                 outcome = attempt.outcome(code)
                 decision = self._supervisor.after(attempt, outcome)
                 if outcome.kind == "fault" and not (attempt.ranks and attempt.fault):
@@ -410,9 +412,3 @@ class Launch:
         complete = (self._run_dir / "checkpoints").glob("step-*/manifest.json")
         steps = (path.parent.name.removeprefix("step-") for path in complete)
         return max((int(step) for step in steps if step.isdecimal()), default=0)
-
-
-def _not_started(step: int, why: str) -> Attempt:
-    attempt = Attempt(began_s=time.monotonic(), resumes_at=step)
-    attempt.fault = {"step": step, "signature": f"not started: {why}", "text": why}
-    return attempt

@@ -229,7 +229,16 @@ def take_over(known: dict[str, Any], output: int) -> None:
     if ranks:
         reached = signal_ranks(hosts, mark, ranks, signal.SIGTERM)
         _print(f"launch was killed: {reached} of {len(ranks)} ranks were asked to save and leave")
-        printing = threading.Thread(target=_hand_on, args=(output,), daemon=True)
+
+        def print_output() -> None:
+            """Until no process is left to write any."""
+            with open(output, "rb") as stream:
+                for raw in stream:
+                    if messages.parse(raw.decode("utf-8", "replace")) is None:
+                        with contextlib.suppress(OSError):
+                            os.write(1, raw)
+
+        printing = threading.Thread(target=print_output, daemon=True)
         printing.start()
         printing.join(_SAVES_S)
     for line in end_all(hosts, mark, AGENTS_LEAVE_S if ranks else 0.0):
@@ -237,15 +246,6 @@ def take_over(known: dict[str, Any], output: int) -> None:
     if known["secret"] is not None:
         remove(hosts, known["secret"])
     shutil.rmtree(known["folder"], ignore_errors=True)
-
-
-def _hand_on(output: int) -> None:
-    """Print the job's output until no process is left to write any."""
-    with open(output, "rb") as stream:
-        for raw in stream:
-            if messages.parse(raw.decode("utf-8", "replace")) is None:
-                with contextlib.suppress(OSError):
-                    os.write(1, raw)
 
 
 def _print(text: str) -> None:

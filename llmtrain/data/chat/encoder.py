@@ -178,7 +178,13 @@ class ChatEncoder:
             given = self._template.fitted(given)
         except RenderError as error:
             raise self._failed(error) from error
-        messages = [self._defused(message) for message in given.messages]
+        messages = [
+            {
+                key: part if key == "role" else self._as_text(part, answer=message["role"] == "assistant")
+                for key, part in message.items()
+            }
+            for message in given.messages
+        ]
         tools = None if given.tools is None else [self._as_text(tool, answer=False) for tool in given.tools]
         return replace(given, messages=messages, tools=tools, variables=self._as_text(given.variables, answer=False))
 
@@ -215,10 +221,6 @@ class ChatEncoder:
         return [part for row in rows for part in self._finished(row)]
 
     # Text
-
-    def _defused(self, message: dict[str, Any]) -> dict[str, Any]:
-        answer = message["role"] == "assistant"
-        return {key: part if key == "role" else self._as_text(part, answer=answer) for key, part in message.items()}
 
     def _as_text(self, value: Any, *, answer: bool) -> Any:
         if isinstance(value, dict):
@@ -312,10 +314,12 @@ class ChatEncoder:
         prompt, whole = self._text_of(first), self._text_of(second)
         assert isinstance(second, Rendered)
         if not whole.startswith(prompt):
-            raise RefusedError(
-                f"message {turn}: the template does not write the answer where its generation prompt ends: "
-                f"{_differs(whole, prompt)}{self._other_prompts(given)}"
-            )
+            wrong = f"message {turn}: the template does not write the answer where its generation prompt ends: "
+            wrong += _differs(whole, prompt)
+            # Some of the template's variables may change the prompt (Qwen3.5: enable_thinking).
+            if names := sorted(name for name in self._read(given) if "think" in name or "reason" in name):
+                wrong += f"; chat_template_kwargs may change the prompt: the template reads {', '.join(names)}"
+            raise RefusedError(wrong)
         rest = whole[len(prompt) :]
         if not any(token in rest for token in self._stops):
             rest += self._stop_after(given, turn)
@@ -347,11 +351,6 @@ class ChatEncoder:
         every = self._options.count == "all"
         row.counted += [every] * (len(before) - len(row.counted)) + [True] * (len(ids) - len(before))
         row.text, row.ids, row.end, row.joins = text, ids, end, joins
-
-    def _other_prompts(self, given: Conversation) -> str:
-        """Name the template's variables that may change the prompt (Qwen3.5: enable_thinking), to end an error text."""
-        names = sorted(name for name in self._read(given) if "think" in name or "reason" in name)
-        return f"; chat_template_kwargs may change the prompt: the template reads {', '.join(names)}" if names else ""
 
     def _answer(self, rest: str, turn: int) -> tuple[str, str]:
         """(the answer including the token where generation stops, that token) in the text after the prompt."""

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import re
+import resource
 import selectors
 import signal
 import subprocess
@@ -298,18 +299,7 @@ class _Bounds:
     characters: int
 
 
-def _bound_processor_time(cpu_seconds: int) -> None:
-    """Let the kernel end this process after `cpu_seconds` more of processor time."""
-    import resource
-
-    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    soft = math.ceil(time.process_time()) + cpu_seconds
-    resource.setrlimit(resource.RLIMIT_CPU, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
-
-
 def _bound_memory(memory_mib: int) -> None:
-    import resource
-
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     soft = pages * resource.getpagesize() + (memory_mib << 20)
@@ -372,7 +362,11 @@ def _main() -> None:
             continue
         # All of a batch is read before the first answer: else both ends could wait for the other to read.
         for request in batch:
-            _bound_processor_time(bounds.cpu_seconds)
+            # The kernel ends this process after `cpu_seconds` more of processor time.
+            _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+            soft = math.ceil(time.process_time()) + bounds.cpu_seconds
+            soft = soft if hard == resource.RLIM_INFINITY else min(soft, hard)
+            resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
             if (answer := _answered(bounds, utils, Clock, known, request)) is not None:
                 answers.write(_encoded(answer))
                 answers.flush()

@@ -172,7 +172,11 @@ class _Ranges(io.RawIOBase):
         start, stop = self._place, self._end(self._place, len(buffer))
         if stop <= start:
             return 0
-        data = self._range(start, stop)
+        waiting, self._next = self._next, None
+        if waiting is not None and waiting[:2] == (start, stop):
+            data = waiting[2].result()
+        else:
+            data = self._read(start, stop)
         buffer[: len(data)] = data
         self._place, self._in_a_row = stop, self._in_a_row + 1
         if self._ahead is not None and self._in_a_row > 1 and stop < self._stop:
@@ -187,12 +191,6 @@ class _Ranges(io.RawIOBase):
         if start >= self._stop:
             return min(start + min(count, _LEAST), self._size)
         return min(start + min(count, _LEAST << min(self._in_a_row, 10), _BLOCK), self._stop)
-
-    def _range(self, start: int, stop: int) -> bytes:
-        waiting, self._next = self._next, None
-        if waiting is not None and waiting[:2] == (start, stop):
-            return waiting[2].result()
-        return self._read(start, stop)
 
     def _read(self, start: int, stop: int) -> bytes:
         try:

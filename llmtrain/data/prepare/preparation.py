@@ -380,7 +380,11 @@ def _manifest(
 ) -> Manifest:
     """Raises DataError for an empty split, and clears the folder for other settings."""
     encoder = tokenize.Encoder(out.here / "tokenizer")
-    continued = _continued(work, records)
+    # For each unit the file that continues in it, and the number of its earlier lines.
+    lines_before = _lines_before(work, _by_unit(work, records), {unit.index for unit in work})
+    continued = [
+        (unit.pieces[0].origin, lines_before[unit.index]) if unit.index in lines_before else ("", 0) for unit in work
+    ]
     shards: dict[str, tuple[Shard, ...]] = {
         split: tuple(
             Shard(**record["shards"][split], continues=name, records_before=before)
@@ -427,12 +431,6 @@ def _manifest(
         shards=shards,
         chat=None if settings.chat is None else _chat(settings.chat, records, plan["moment"]),
     )
-
-
-def _continued(work: list[Unit], records: list[dict[str, Any]]) -> list[tuple[str, int]]:
-    """For each unit the file that continues in it, and the number of its earlier lines."""
-    before = _lines_before(work, _by_unit(work, records), {unit.index for unit in work})
-    return [(unit.pieces[0].origin, before[unit.index]) if unit.index in before else ("", 0) for unit in work]
 
 
 def _by_unit(work: list[Unit], records: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
