@@ -18,7 +18,7 @@ from llmtrain.checkpoint.format import step_of
 from llmtrain.checkpoint.retain import Best, best_of
 from llmtrain.data.stream.loader import MicroBatch, validation_batches
 from llmtrain.data.stream.train_data import TrainData, counted_bytes
-from llmtrain.data.tokenize import byte_lengths
+from llmtrain.data.tokenizer_folder import byte_lengths
 from llmtrain.engine.dist.control import from_rank_0, together
 from llmtrain.engine.dist.device import device_name, max_memory_gib
 from llmtrain.engine.losses.function import LooksAhead, NextTokenLoss

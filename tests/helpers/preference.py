@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from llmtrain.data.manifest import Split
 from llmtrain.data.shards import PreparedSet
-from llmtrain.data.stream.windows import partners
+from llmtrain.data.stream.rows import partners
 from tests.helpers.chat import KINDS, Kind, workers_here, write_tokenizer
 
 DEFINITIONS: dict[str, Callable[..., torch.Tensor]] = {

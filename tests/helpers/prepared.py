@@ -11,7 +11,7 @@ import numpy as np
 import xxhash
 
 from llmtrain.data import manifest as manifests
-from llmtrain.data import tokenize
+from llmtrain.data import tokenizer_folder
 from llmtrain.data.manifest import SPLITS, Manifest, Shard
 
 
@@ -27,7 +27,7 @@ def write_prepared(
     """A complete prepared folder. `train` and `validation` are shards of documents of token ids, without separators."""
     (folder / "tokenizer").mkdir(parents=True)
     (folder / "tokenizer" / "tokenizer.json").write_text(tokenizer)
-    tokenizer_fingerprint = tokenize.fingerprint(folder / "tokenizer")
+    tokenizer_fingerprint = tokenizer_folder.fingerprint(folder / "tokenizer")
     dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
     shards: dict[str, tuple[Shard, ...]] = {}
     for split, documents_of in zip(SPLITS, (train, validation), strict=True):

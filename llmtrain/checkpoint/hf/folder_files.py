@@ -29,7 +29,7 @@ from llmtrain.checkpoint.hf.serving import (
 from llmtrain.checkpoint.output import JOURNAL
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.data import manifest as manifests
-from llmtrain.data import tokenize
+from llmtrain.data import tokenizer_folder
 from llmtrain.models.layout import FolderLayout, Part
 from llmtrain.models.score import gives_scores
 from llmtrain.models.source import INDEX, SINGLE, SafetensorsSource, refuse_escape
@@ -253,7 +253,7 @@ def _refuse_other_tokenizer(folder: Path, trainer: Mapping[str, Any]) -> None:
     wanted, manifest = trainer.get("tokenizer"), folder.parent / manifests.NAME
     if wanted is None and manifest.is_file():  # a checkpoint of an older version has no record
         wanted = manifests.read_manifest(folder.parent).tokenizer_fingerprint
-    if wanted is not None and wanted != tokenize.fingerprint(folder):
+    if wanted is not None and wanted != tokenizer_folder.fingerprint(folder):
         raise CheckpointError(
             f"{folder / 'tokenizer.json'} is not the one that the run was trained with: it was changed or is damaged. "
             "Nothing was written. Put the right one there, or move the folder away to export without a tokenizer."
@@ -300,7 +300,7 @@ def beside_weights(folder: Path, *, python: bool) -> list[Path]:
         ModelError: one is a link that leaves the folder.
     """
     found = []
-    for file in (*sorted(folder.iterdir()), *tokenize.named_templates(folder)):
+    for file in (*sorted(folder.iterdir()), *tokenizer_folder.named_templates(folder)):
         plain = file.suffix in _BESIDE or file.name.startswith(("LICENSE", "NOTICE"))
         if (plain or (python and file.suffix == ".py")) and file.is_file() and file.stat().st_size <= _BESIDE_LIMIT:
             found.append(refuse_escape(folder, file))

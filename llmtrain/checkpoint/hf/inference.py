@@ -21,7 +21,7 @@ from llmtrain.checkpoint.hf.exporting import export_hf, layout_of
 from llmtrain.checkpoint.hf.folder_files import MARK
 from llmtrain.checkpoint.meaning import refuse_other_base
 from llmtrain.config.run import ModelConfig
-from llmtrain.data.tokenize import refuse_unsafe
+from llmtrain.data.tokenizer_folder import refuse_unsafe
 from llmtrain.models.parameters import CONFIG, MAGNITUDE, PREFIX, WEIGHTS
 from llmtrain.models.score import gives_scores
 from llmtrain.models.skeleton import TooLargeError, load_config

@@ -21,7 +21,7 @@ from llmtrain.base.errors import DataError
 from llmtrain.checkpoint.hf.proofs import ProofError, Report
 from llmtrain.data import manifest as manifests
 from llmtrain.data.shards import PreparedSet
-from llmtrain.data.tokenize import named_token
+from llmtrain.data.tokenizer_folder import named_token
 from llmtrain.models.parameters import CONFIG
 from llmtrain.storage.addresses import is_url
 

@@ -26,7 +26,8 @@ from llmtrain.data.chat.conversation import Conversation, RefusedError, conversa
 from llmtrain.data.chat.rendering import BoundsError, Rendered, RenderError, Template, Wanted, first_line
 from llmtrain.data.chat.template_proof import SPLIT, Marked, check_generation, plain
 from llmtrain.data.manifest import SAMPLE
-from llmtrain.data.tokenize import as_ids, refuse_unsafe
+from llmtrain.data.tokenize import as_ids
+from llmtrain.data.tokenizer_folder import refuse_unsafe
 
 Count = Literal["assistant", "last", "all"]
 TooLong = Literal["reject", "cut", "split"]

@@ -30,7 +30,7 @@ from llmtrain.base.files import replace_file
 from llmtrain.base.threads import usable_cores
 from llmtrain.config import plugins
 from llmtrain.data import manifest as manifests
-from llmtrain.data import tokenize
+from llmtrain.data import tokenize, tokenizer_folder
 from llmtrain.data.chat.conversation import RefusedError
 from llmtrain.data.chat.encoder import CONVERSATIONS, ChatOptions, write_sample
 from llmtrain.data.chat.encoder import NAME as SAMPLE
@@ -173,7 +173,7 @@ def _make_tokenizer(settings: PrepareSettings, work: list[Unit], out: OutFolder)
     if settings.tokenizer is not None:
         tokenize.Encoder(Path(settings.tokenizer))  # refuse it before anything is written
         template = None if settings.chat_template is None else Path(settings.chat_template)
-        tokenize.copy_tokenizer(Path(settings.tokenizer), folder, template)
+        tokenizer_folder.copy_tokenizer(Path(settings.tokenizer), folder, template)
         out.show("tokenizer")
         return
     assert settings.vocab_size is not None
@@ -409,7 +409,7 @@ def _manifest(
         raise
     content = sum(int(record["content"], 16) for record in records) % (1 << 128)
     names = [[[file.label, file.bytes] for file in part] for part in files if part]
-    tokenizer = tokenize.fingerprint(out.here / "tokenizer")
+    tokenizer = tokenizer_folder.fingerprint(out.here / "tokenizer")
     dtype = "uint16" if _dtype(work, encoder).itemsize == 2 else "uint32"
     return Manifest(
         dtype=dtype,

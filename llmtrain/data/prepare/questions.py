@@ -18,7 +18,8 @@ from llmtrain.base.errors import DataError
 from llmtrain.data.chat.conversation import RefusedError
 from llmtrain.data.chat.encoder import ChatOptions, Row
 from llmtrain.data.chat.rendering import first_line
-from llmtrain.data.tokenize import as_ids, refuse_unsafe
+from llmtrain.data.tokenize import as_ids
+from llmtrain.data.tokenizer_folder import refuse_unsafe
 
 _QUESTIONS = ("question", "question_stem", "ctx", "query", "goal", "prompt", "context")
 _BEFORE = ("context", "passage", "article", "support")

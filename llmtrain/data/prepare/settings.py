@@ -18,7 +18,7 @@ import xxhash
 from llmtrain.base import untrusted
 from llmtrain.base.errors import DataError
 from llmtrain.config.plugins import hashes
-from llmtrain.data import tokenize
+from llmtrain.data import tokenize, tokenizer_folder
 from llmtrain.data.chat.conversation import RefusedError, template_variables
 from llmtrain.data.chat.encoder import ChatOptions
 from llmtrain.data.manifest import Split
@@ -72,7 +72,7 @@ class PrepareSettings:
             return None
         return ChatOptions(
             field="messages" if self.field == "text" else self.field,
-            stop_tokens=tokenize.stop_tokens(Path(str(self.tokenizer)), self.stop_tokens),
+            stop_tokens=tokenizer_folder.stop_tokens(Path(str(self.tokenizer)), self.stop_tokens),
             count=self.count,  # type: ignore[arg-type]  # argparse has checked it
             max_tokens=self.max_tokens,
             too_long=self.too_long,  # type: ignore[arg-type]
@@ -122,9 +122,9 @@ class PrepareSettings:
             **({"plugins": hashes(), "fields": {k: dict(v) for k, v in self.fields.items()}} if self.plugins else {}),
         }
         if self.tokenizer is not None:
-            values["tokenizer"] = tokenize.fingerprint(Path(self.tokenizer))
+            values["tokenizer"] = tokenizer_folder.fingerprint(Path(self.tokenizer))
             if self.format in CHAT_FORMATS and (chat := self.chat) is not None:
-                template = tokenize.chat_template(Path(self.tokenizer), self.chat_template)
+                template = tokenizer_folder.chat_template(Path(self.tokenizer), self.chat_template)
                 values |= {**asdict(chat), "stop_tokens": list(chat.stop_tokens)}
                 del values["pairs"], values["labelled"], values["prompts"], values["choices"]  # `format` says it
                 del values["moment"]

@@ -2,7 +2,7 @@
 
 A reference's column, for preferences: reference-SPLIT.f32 has a little-endian fp32 number, an answer's log-probability
 in nats, for each row. For unpaired answers a second number per row follows: for the row's prompt with its partner's
-answer (`windows.partners`). reference.json is written last.
+answer (`rows.partners`). reference.json is written last.
 
 A teacher's column, for distillation: for each token that the loss counts, the k tokens that the teacher finds
 likeliest. teacher-SPLIT.f32 has k + 1 little-endian fp32 for each: the natural logarithms of their probabilities at a

@@ -17,13 +17,14 @@ from llmtrain.config.run import DataConfig, RunConfig
 from llmtrain.data.manifest import SPLITS, Manifest, Split
 from llmtrain.data.shards import FileSum, PreparedSet, TokenStream
 from llmtrain.data.stream.order import Mixture, permute, position_of
-from llmtrain.data.stream.windows import IGNORED, Conversations, Preferences, Texts, Unpaired, Window, kind_of
-from llmtrain.data.tokenize import Encoder
+from llmtrain.data.stream.windows import IGNORED, Texts, Window
 from llmtrain.objectives.by_token import Distill
 
 if TYPE_CHECKING:
     from llmtrain.data.origins import Origins
     from llmtrain.data.stream.columns import TeacherColumn
+    from llmtrain.data.stream.rows import Conversations
+    from llmtrain.data.tokenize import Encoder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +99,7 @@ class TrainData:
         """Add the reference's log-probabilities to windows of preferences; returns each set's hash of the weights.
         Raises DataError when a set's column is missing or of other data."""
         from llmtrain.data.stream.columns import read_reference
+        from llmtrain.data.stream.rows import Preferences, Unpaired
 
         hashes = []
         for member in self._members:
@@ -323,7 +325,11 @@ class EvalSet(TrainData):
 def _open_member(folder: str, config: DataConfig) -> _Member:
     prepared = PreparedSet(folder, config.cache)
     folder, chat = prepared.name, prepared.manifest.chat
-    kind = Texts if chat is None else kind_of(chat)
+    kind: type[Texts | Conversations] = Texts
+    if chat is not None:
+        from llmtrain.data.stream.rows import kind_of
+
+        kind = kind_of(chat)
     if chat is not None and chat.get("prompts"):
         raise DataError(
             f"{folder} holds prompts, without counted tokens, so there is nothing to learn; they are for objectives "
@@ -368,6 +374,8 @@ class Prompts:
         if not texts:
             return None
         assert isinstance(texts, list), "a file is read with the configuration"
+        from llmtrain.data.tokenize import Encoder
+
         encoder = Encoder(data.tokenizer_dir)
         ids = [each.tolist() for each in encoder.encode(texts)]
         for text, each in zip(texts, ids, strict=True):

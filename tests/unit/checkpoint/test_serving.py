@@ -26,7 +26,7 @@ from llmtrain.commands.prepare import main
 from llmtrain.data.chat import rendering
 from llmtrain.data.chat.encoder import CONVERSATIONS, NAME
 from llmtrain.data.shards import PreparedSet
-from llmtrain.data.tokenize import fingerprint
+from llmtrain.data.tokenizer_folder import fingerprint
 from tests.helpers.chat import CHATML, GENERATION, KINDS, workers_here, write_tokenizer
 from tests.helpers.chat_oracle import FAMILIES, conversations, write_family
 from tests.helpers.hf_folders import checkpoint_of, new_model

@@ -12,7 +12,7 @@ import pytest
 
 from llmtrain.data.chat.conversation import RefusedError
 from llmtrain.data.chat.encoder import ChatEncoder, ChatOptions, Row
-from llmtrain.data.tokenize import stop_tokens
+from llmtrain.data.tokenizer_folder import stop_tokens
 from tests.helpers.chat import CHATML, KINDS, Kind, expected, write_tokenizer
 
 Encoder = Callable[..., ChatEncoder]

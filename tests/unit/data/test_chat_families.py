@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from llmtrain.data.chat.conversation import RefusedError
 from llmtrain.data.chat.encoder import ChatEncoder, ChatOptions
-from llmtrain.data.tokenize import stop_tokens
+from llmtrain.data.tokenizer_folder import stop_tokens
 from tests.helpers.chat_oracle import (
     CHAT,
     FAMILIES,

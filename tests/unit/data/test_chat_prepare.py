@@ -26,9 +26,10 @@ from llmtrain.config.problems import Problems
 from llmtrain.config.run import DataConfig, RunConfig
 from llmtrain.data.manifest import SPLITS
 from llmtrain.data.shards import PreparedSet
+from llmtrain.data.stream.rows import best_fit
 from llmtrain.data.stream.train_data import EvalSet, TrainData, counted_bytes
-from llmtrain.data.stream.windows import best_fit
-from llmtrain.data.tokenize import Encoder, byte_lengths
+from llmtrain.data.tokenize import Encoder
+from llmtrain.data.tokenizer_folder import byte_lengths
 from tests.helpers.chat import KINDS, expected, workers_here, write_tokenizer
 
 pytestmark = pytest.mark.long

@@ -28,7 +28,8 @@ from llmtrain.commands.prepare import main
 from llmtrain.data.prepare import pools
 from llmtrain.data.prepare.sources import Unit
 from llmtrain.data.shards import PreparedSet
-from llmtrain.data.tokenize import Encoder, as_ids, dtype_for, fingerprint
+from llmtrain.data.tokenize import Encoder, as_ids, dtype_for
+from llmtrain.data.tokenizer_folder import fingerprint
 
 pytestmark = pytest.mark.long
 

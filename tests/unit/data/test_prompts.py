@@ -16,7 +16,7 @@ from llmtrain.data.chat.conversation import RefusedError
 from llmtrain.data.chat.encoder import ChatEncoder, ChatOptions
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.stream.train_data import TrainData
-from llmtrain.data.tokenize import stop_tokens
+from llmtrain.data.tokenizer_folder import stop_tokens
 from tests.helpers.chat import CHATML, KINDS, Kind, expected, workers_here, write_tokenizer
 
 ASKED = [

@@ -9,7 +9,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from llmtrain.config.run import DataConfig
 from llmtrain.data.stream.train_data import TrainData, counted_bytes
-from llmtrain.data.tokenize import byte_lengths, train_bpe
+from llmtrain.data.tokenize import train_bpe
+from llmtrain.data.tokenizer_folder import byte_lengths
 from tests.helpers.prepared import write_prepared
 
 TEXTS = ["Größe, naïve façade; 日本語 and 🙂 twice 🙂.\n\n\tx = 1\n", "plain words  with   spaces and é"]

@@ -23,9 +23,9 @@ from llmtrain.data.manifest import SPLITS
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.stream.columns import read_reference, write_reference
 from llmtrain.data.stream.loader import AnswerBatch, TrainLoader, UnpairedBatch, batches_of, validation_batches
+from llmtrain.data.stream.rows import partners
 from llmtrain.data.stream.train_data import TrainData
-from llmtrain.data.stream.windows import partners
-from llmtrain.data.tokenize import stop_tokens
+from llmtrain.data.tokenizer_folder import stop_tokens
 from llmtrain.models import loss
 from llmtrain.models.loss import IGNORE, HeadForm, chunked_nll_sum, token_nll
 from llmtrain.objectives.objective import Objective

@@ -19,8 +19,8 @@ from llmtrain.data.manifest import SPLITS
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.stream.columns import write_reference
 from llmtrain.data.stream.loader import AnswerBatch, MicroBatch, UnpairedBatch, batches_of
+from llmtrain.data.stream.rows import partners
 from llmtrain.data.stream.train_data import TrainData
-from llmtrain.data.stream.windows import partners
 from llmtrain.engine.losses.function import NEXT_TOKEN, LossFunction
 from llmtrain.engine.losses.named import loss_of
 from llmtrain.models.distillation import Terms, distilled_sums
