@@ -1,18 +1,16 @@
-"""`llmtrain sites coordinator|status|keys`: start and watch the sites of a run."""
+"""`llmtrain sites coordinator|status`: start and watch the sites of a run."""
 
 from __future__ import annotations
 
 import argparse
 import signal
 import threading
-from pathlib import Path
 
 from llmtrain.base import log
 from llmtrain.base.errors import UserError
 from llmtrain.base.untrusted import shown
 from llmtrain.commands import completion
 from llmtrain.sites.membership import heard_at, start_coordinator
-from llmtrain.sites.tls import Keys, differs, make_keys, to_coordinator
 
 _BIND = "127.0.0.1:29510"
 
@@ -21,28 +19,17 @@ def _coordinator(args: argparse.Namespace) -> int:
     ended = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())
-    server = start_coordinator(args.bind, args.wait_s, Keys(Path(args.keys), "--keys") if args.keys else None)
+    server = start_coordinator(args.bind, args.wait_s)
     log.info(f"the coordinator listens on {args.bind}; sites give it as --sites.coordinator HOST:PORT")
     ended.wait()
     server.shutdown()
     return 0
 
 
-def _keys(args: argparse.Namespace) -> int:
-    for folder in make_keys(Path(args.out), args.sites, args.days):
-        print(f"{folder}: copy it to {folder.name}'s host")
-    print(f"{Path(args.out) / 'authority'}: keep it; it makes more sites of the run, and belongs to nobody else")
-    return 0
-
-
 def _status(args: argparse.Namespace) -> int:
-    keys = Keys(Path(args.keys), "--keys") if args.keys else None
     try:
-        address = to_coordinator(args.coordinator, keys).address if keys else args.coordinator
-        sites = heard_at(address)
+        sites = heard_at(args.coordinator)
     except (OSError, ValueError) as error:
-        if why := differs(args.coordinator, keys):
-            raise UserError(f"--coordinator {args.coordinator}: {why}.") from error
         raise UserError(
             f"--coordinator {args.coordinator}: no coordinator answers ({shown(error, 200)}). Start it there with "
             f"`llmtrain sites coordinator --bind {args.coordinator}`."
@@ -58,10 +45,6 @@ def _status(args: argparse.Namespace) -> int:
     return 0
 
 
-def _add_keys(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--keys", metavar="DIR", help="a folder that `llmtrain sites keys` has made")
-
-
 def main(argv: list[str]) -> int:
     """Raises UserError."""
     parser = argparse.ArgumentParser(prog="llmtrain sites", description="Several sites that train one model.")
@@ -72,17 +55,10 @@ def main(argv: list[str]) -> int:
         "--wait-s", type=float, default=30.0, metavar="S",
         help="how long a majority of the sites waits for one that is alive and late (30)",
     )  # fmt: skip
-    _add_keys(coordinator)
     coordinator.set_defaults(run=_coordinator)
     status = commands.add_parser("status", help="show which sites are there")
     status.add_argument("--coordinator", default=_BIND, metavar="HOST:PORT", help=f"its address ({_BIND})")
-    _add_keys(status)
     status.set_defaults(run=_status)
-    keys = commands.add_parser("keys", help="make a run's own certificates, a folder for each site")
-    keys.add_argument("--out", required=True, metavar="DIR", help="where the folders are made")
-    keys.add_argument("--sites", nargs="+", required=True, metavar="NAME", help="the sites' names")
-    keys.add_argument("--days", type=int, default=365, help="how long the certificates are valid (365)")
-    keys.set_defaults(run=_keys)
     completion.offer(parser)
     args = parser.parse_args(argv)
     code: int = args.run(args)

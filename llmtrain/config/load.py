@@ -26,8 +26,8 @@ from llmtrain.config.stages import StageConfig
 _LAUNCHER_FLAGS = ("--local_rank", "--local-rank")
 _NO_FIELDS = ("config", "plugin", "plugin-changed")
 _REMOVED = {
-    ("sites", "mean"): "weighted", ("sites", "meet_every"): 10, ("tracking", "artifacts"): "none",
-    ("model", "keep_attention"): False,
+    ("sites", "mean"): "weighted", ("sites", "meet_every"): 10, ("sites", "keys"): None,
+    ("tracking", "artifacts"): "none", ("model", "keep_attention"): False,
 }  # fmt: skip
 """Removed fields with the defaults in each config.yaml of former versions, which still load."""
 
@@ -79,7 +79,7 @@ def parse(argv: list[str], *, check_paths: bool = True) -> Parsed:
         _lay(tree, *_read(path), problems)
     _lay(tree, *_typed_words(words, problems), problems)
     for (section, field), default in _REMOVED.items():
-        if isinstance(given := tree.get(section), dict) and given.get(field) == default:
+        if isinstance(given := tree.get(section), dict) and field in given and given[field] == default:
             del given[field]
     optim = tree.get("optim") or {}
     if isinstance(optim, dict) and optim.get("name") is None and (name := optimizer_in(tree.get("deepspeed"))):

@@ -33,9 +33,9 @@ RULES: tuple[Rule, ...] = (
          lambda r: _is_site(r) and not re.fullmatch(r"[^:/\s]+:[0-9]{1,5}", r.sites.coordinator or ""),
          "must be HOST:PORT", "start `llmtrain sites coordinator` and give its address", {"sites.name": "a"}),
     Rule(("sites.listen",),
-         lambda r: _is_site(r) and r.sites.listen is not None and r.sites.keys is None and not private(r.sites.listen),
+         lambda r: _is_site(r) and r.sites.listen is not None and not private(r.sites.listen),
          "must be an IP address of this host, and no public one: what sites send is neither encrypted nor signed",
-         "give a tunnel's address, or set sites.keys", {**_SITE, "sites.listen": "8.8.8.8"}),
+         "give the address of a tunnel (WireGuard, ssh)", {**_SITE, "sites.listen": "8.8.8.8"}),
     Rule(("sites.timeout_s",), lambda r: _is_site(r) and r.sites.timeout_s >= _longest(r),
          lambda r, _: f"must be less than fault.stall_timeout_s and 3/4 of fault.timeout_s, here {_longest(r):g}: "
                       "while a synchronisation waits, a site shows no progress",
@@ -65,7 +65,7 @@ some route 240.0.0.0/4, and 6to4, Teredo and NAT64 hold public addresses."""
 def private(address: str) -> bool:
     """Return True for an IP address that no other network reaches, also in the form `::ffff:a.b.c.d`.
 
-    0.0.0.0 and :: are every address of a host. Every address that a site listens on without keys is judged here.
+    0.0.0.0 and :: are every address of a host. Every address that a site listens on is judged here.
     """
     try:
         found = ipaddress.ip_address(address)

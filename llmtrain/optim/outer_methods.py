@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from llmtrain.base.choice import AT_LEAST_1, BELOW_1, NOT_NEGATIVE, POSITIVE, SECONDS, Choice, HostPath, Rule, bounded
+from llmtrain.base.choice import AT_LEAST_1, BELOW_1, NOT_NEGATIVE, POSITIVE, SECONDS, Choice, Rule, bounded
 from llmtrain.optim.message_formats import FORMATS
 
 if TYPE_CHECKING:
@@ -26,9 +26,7 @@ _STREAMING = {**_SITE, "sites.method": "streaming"}
 class SitesConfig(Choice, section="sites", selector="method"):
     """Several sites that train one model over a slow network, each with its own launch."""
 
-    local: ClassVar[frozenset[str]] = frozenset(
-        {"name", "coordinator", "start_sites", "timeout_s", "trust", "keys", "listen"}
-    )
+    local: ClassVar[frozenset[str]] = frozenset({"name", "coordinator", "start_sites", "timeout_s", "trust", "listen"})
     """Fields in which the sites of a run may differ."""
     rules: ClassVar[tuple[Rule, ...]] = ()
     """Combinations of fields that are refused. The subject of `broken` is the run."""
@@ -50,9 +48,6 @@ class SitesConfig(Choice, section="sites", selector="method"):
     """Optimizer steps beyond sync_every that this site trains while no synchronisation succeeds."""
     trust: list[str] = field(default_factory=list)
     """Names of sites whose newer state is taken even if no other site confirms it."""
-    keys: HostPath | None = None
-    """This site's folder by `llmtrain sites keys`: connections are encrypted, and only sites with the run's keys
-    connect."""
     listen: str | None = None
     """This host's address for the ranks of other sites. Default: the address that reaches the coordinator."""
     sync_every: int = bounded(100, AT_LEAST_1, "100 is the default")

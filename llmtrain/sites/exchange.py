@@ -16,7 +16,6 @@ from llmtrain.optim.message_formats import BLOCK, Format
 from llmtrain.sites.membership import PeerStatus
 from llmtrain.sites.outer import decode, outsized, squared_distance
 from llmtrain.sites.shard import Array, Shard
-from llmtrain.sites.tls import Keys
 from llmtrain.sites.transport import Peer, Rectangle, WireError
 
 CHANGES = "changes"
@@ -47,7 +46,6 @@ class Exchange:
         site: str,
         run: str,
         form: type[Format] | None,
-        keys: Keys | None,
         most_steps: int,
     ) -> None:
         """`run`: checksum of the settings that the sites share. `form`: format of changes; None: fp32 parameters.
@@ -57,7 +55,7 @@ class Exchange:
         self._healer = ""
         self._liars: set[str] = set()
         """Ids of sites that sent another state than they had reported."""
-        self._keys, self._most_steps = keys, float(most_steps)
+        self._most_steps = float(most_steps)
         self._peers: dict[str, list[Peer]] = {}
 
     def fetch(
@@ -186,7 +184,7 @@ class Exchange:
         return values, received
 
     def _peers_of(self, site: PeerStatus) -> list[Peer]:
-        made = [Peer(a, run=self._run, member=site.id, keys=self._keys) for a in site.addresses]
+        made = [Peer(a, run=self._run, member=site.id) for a in site.addresses]
         return self._peers.setdefault(site.id, made)
 
 

@@ -23,7 +23,6 @@ from llmtrain.base.threads import in_thread
 from llmtrain.base.untrusted import shown
 from llmtrain.config.sites_rules import private
 from llmtrain.sites.sample_ledger import Ledger
-from llmtrain.sites.tls import Forwarder, Keys, as_it_is
 
 T = TypeVar("T")
 
@@ -210,7 +209,7 @@ class TorchftMembers:
                 continue
 
 
-def own_address(coordinator: str, *, encrypted: bool) -> str:
+def own_address(coordinator: str) -> str:
     """Return this host's address that reaches the coordinator. Raises SitesError."""
     host, _, port = coordinator.rpartition(":")
     try:
@@ -222,10 +221,10 @@ def own_address(coordinator: str, *, encrypted: bool) -> str:
         raise SitesError(
             f"sites.coordinator {coordinator}: {error.strerror}. Give HOST:PORT of `llmtrain sites coordinator`."
         ) from error
-    if not encrypted and not private(own):
+    if not private(own):
         raise SitesError(
             f"sites.coordinator {coordinator} is reached from {own}, a public address, and what sites send is neither "
-            "encrypted nor signed. Make keys (sites.keys), or join the sites by a tunnel and name it in sites.listen."
+            "encrypted nor signed. Join the sites by a tunnel (WireGuard, ssh) and name its address in sites.listen."
         )
     return own
 
@@ -336,8 +335,8 @@ def _address(said: object) -> str:
     return str(said)
 
 
-def start_coordinator(bind: str, wait_s: float, keys: Keys | None) -> Any:
-    """Start torchft's lighthouse, which listens on HOST:PORT; with keys behind a forwarder. Raises UserError."""
+def start_coordinator(bind: str, wait_s: float) -> Any:
+    """Start torchft's lighthouse, which listens on HOST:PORT. Raises UserError."""
     os.environ.setdefault("RUST_LOG", "warn")  # else it logs every meeting with all messages
     try:
         from torchft.coordination import LighthouseServer
@@ -346,23 +345,17 @@ def start_coordinator(bind: str, wait_s: float, keys: Keys | None) -> Any:
             f"the coordinator is torchft's lighthouse, which cannot be imported ({error}). Run "
             "`pip install 'llmtrain[sites]'`."
         ) from error
-    if keys is None:
-        _check_private("--bind", bind)
+    _check_private("--bind", bind)
     try:
-        server = LighthouseServer(
-            bind=bind if keys is None else "127.0.0.1:0",
+        return LighthouseServer(
+            bind=bind,
             min_replicas=1,
             join_timeout_ms=round(1000 * wait_s),
             quorum_tick_ms=100,
             heartbeat_timeout_ms=round(1000 * SILENT_S),
         )
-        if keys is not None:
-            host, _, port = bind.rpartition(":")
-            inside = int(server.address().rpartition(":")[2])
-            Forwarder((host.strip("[]"), int(port)), ("127.0.0.1", inside), accept=keys.accept, connect=as_it_is)
     except Exception as error:  # torchft has no class of its own
         raise UserError(f"--bind {bind}: {error}. Give an address of this host and a free port.") from error
-    return server
 
 
 def _check_private(flag: str, address: str) -> None:

@@ -40,7 +40,6 @@ from llmtrain.sites.outer import Bytes, Feedback, outer_step, squared_distance
 from llmtrain.sites.quorum import AGAIN_S, MeetAgain, Meetings, RoundFailed, leader_of
 from llmtrain.sites.sample_ledger import SLOWEST, Ledger, Request, Share, steps_each, steps_of
 from llmtrain.sites.shard import COMMON, MOMENTUM, RESIDUAL, Array, Shard, pieces, read_back, shapes, standing
-from llmtrain.sites.tls import Keys, differs, to_coordinator
 from llmtrain.sites.transport import Pieces, Server
 
 
@@ -121,9 +120,9 @@ class Site:
         net = another_group(ranks, 2 * settings.timeout_s) if settings.travel_steps else ranks
         with together(ranks):
             served = self._shard.regions()
-            keys, self._server, self._members = connect(settings, ranks.rank, run, self.id, served, members)
+            self._server, self._members = connect(settings, ranks.rank, run, self.id, served, members)
         self._addresses = from_all(ranks, self._server.address)
-        self._exchange = Exchange(net, self._shard, self.id, run, form, keys, self._every + settings.max_alone_steps)
+        self._exchange = Exchange(net, self._shard, self.id, run, form, self._every + settings.max_alone_steps)
         self._meetings = Meetings(net, self._members, self.id, run, common, settings.timeout_s)
         self._took_s: list[float] = []
         """Seconds of each step since the last round."""
@@ -520,28 +519,20 @@ class Site:
 
 def connect(
     settings: SitesConfig, rank: int, run: str, site: str, pieces: Pieces, members: Callable[[str, str, float], Members]
-) -> tuple[Keys | None, Server, Members | None]:
-    """Return (this site's keys if it has some, the server of this rank's elements, the membership on rank 0). `run`:
-    checksum of the shared settings. Raises SitesError."""
+) -> tuple[Server, Members | None]:
+    """Return (the server of this rank's elements, the membership on rank 0). `run`: checksum of the shared settings.
+    Raises SitesError."""
     assert settings.coordinator is not None
-    keys = Keys(Path(settings.keys), "sites.keys") if settings.keys is not None else None
-    host = settings.listen or own_address(settings.coordinator, encrypted=keys is not None)
-    server = Server(host, run=run, member=site, pieces=pieces, limit_s=settings.timeout_s, keys=keys)
+    host = settings.listen or own_address(settings.coordinator)
+    server = Server(host, run=run, member=site, pieces=pieces, limit_s=settings.timeout_s)
     if rank:
-        return keys, server, None
-    if keys is None:
-        log.warn(
-            f"site {settings.name} has no sites.keys: nothing that sites send is encrypted or signed. "
-            f"Anyone who reaches {settings.coordinator} or {server.address} can read the parameters, join under any "
-            "name, send updates within the limits, send a state to a site that joins, and stop the meetings"
-        )
-    coordinator = to_coordinator(settings.coordinator, keys).address if keys else settings.coordinator
-    try:
-        return keys, server, members(coordinator, site, settings.timeout_s)
-    except SitesError as error:
-        if why := differs(settings.coordinator, keys):
-            raise SitesError(f"sites.coordinator {settings.coordinator}: {why}.") from error
-        raise SitesError(str(error).replace(coordinator, settings.coordinator)) from error
+        return server, None
+    log.warn(
+        f"site {settings.name}: nothing that sites send is encrypted or signed. Anyone who reaches "
+        f"{settings.coordinator} or {server.address} can read the parameters, join under any name, send updates within "
+        "the limits, send a state to a site that joins, and stop the meetings"
+    )
+    return server, members(settings.coordinator, site, settings.timeout_s)
 
 
 _METRICS = {

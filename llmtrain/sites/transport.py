@@ -8,7 +8,7 @@ connection:
     the elements: fp32, little-endian; or bytes, of compressed blocks
     8 bytes, xxh3_64 of them
 
-With `sites.keys` all of it goes through TLS 1.3; without, nothing is encrypted or signed.
+Nothing is encrypted or signed: sites listen on private addresses, such as a tunnel's.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import socket
 import struct
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,7 +29,6 @@ import xxhash
 
 from llmtrain.base.rank.heartbeat import heart
 from llmtrain.base.untrusted import shown
-from llmtrain.sites.tls import Keys, Listener, as_it_is, words
 from llmtrain.storage.region import Region, shared
 
 Array = npt.NDArray[Any]
@@ -44,7 +44,6 @@ _REQUEST_BYTES = 1 << 22
 _AT_ONCE = 1 << 20
 """Bytes sent or received at a time."""
 _CONNECTIONS = 64
-_HANDSHAKE_S = 10.0
 _LARGEST = 1 << 48
 """More elements than any tensor has."""
 _RUNS = 1 << 10
@@ -58,20 +57,21 @@ class WireError(Exception):
 class Server:
     """Serves this rank's arrays to the ranks of other sites."""
 
-    def __init__(
-        self, host: str, *, run: str, member: str, pieces: Pieces, limit_s: float, keys: Keys | None = None
-    ) -> None:
+    def __init__(self, host: str, *, run: str, member: str, pieces: Pieces, limit_s: float) -> None:
         """`run`: checksum of the settings that sites share; other requests are refused. `member`: this site's id, so
-        that a later process at this address is not mistaken for it. `limit_s`: longest connection. `keys`: only members
-        are answered, encrypted."""
+        that a later process at this address is not mistaken for it. `limit_s`: longest connection. Raises OSError."""
         self._run, self._member, self._limit_s = run, member, limit_s
         self._index = [[at, name, *_packed(region)] for at, name, region in pieces]
         self._arrays: dict[str, tuple[int, Array]] = {}
         self._sent = 0
         self._counting = threading.Lock()
-        secure = as_it_is if keys is None else keys.accept
-        self._listener = Listener((host, 0), _CONNECTIONS, secure, self._serve, min(limit_s, _HANDSHAKE_S))
-        self.address = self._listener.address
+        self._places = threading.BoundedSemaphore(_CONNECTIONS)
+        self._silent: dict[int, tuple[socket.socket, str]] = {}
+        """Connections without a request yet and their hosts, the oldest first, by the ids of their sockets."""
+        self._lock = threading.Lock()
+        self._listener = socket.create_server((host, 0))
+        self.address = "{}:{}".format(*self._listener.getsockname()[:2])
+        threading.Thread(target=self._accept, name="sites-listen", daemon=True).start()
 
     def publish(self, round_: int, arrays: Mapping[str, Array]) -> None:
         self._arrays = {kind: (round_, array) for kind, array in arrays.items()}
@@ -83,21 +83,62 @@ class Server:
         return sent
 
     def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
-    def _serve(self, connection: socket.socket, _host: str, spoken: Callable[[], None]) -> None:
-        with contextlib.suppress(OSError, WireError):
-            line = _Line(connection, time.monotonic() + self._limit_s)
+    def _accept(self) -> None:
+        """Serve each connection in a thread of its own; close silent ones to make room for new ones."""
+        while True:
             try:
-                asked = line.receive_header(_REQUEST_BYTES)
-                spoken()
-                answer = self._answer(asked)
+                connection, (host, *_) = self._listener.accept()
             except OSError:
-                raise
-            except Exception as error:  # a stranger's header may cause any error
-                line.send_header({"error": f"refused: {error}"})
-            else:
-                self._send(line, *answer)
+                if self._listener.fileno() < 0:
+                    return
+                time.sleep(0.1)  # too many open files: others may hold them
+                continue
+            if not self._places.acquire(blocking=False) and not self._freed():
+                connection.close()
+                continue
+            with self._lock:
+                self._silent[id(connection)] = connection, host
+            threading.Thread(target=self._serve, args=(connection,), name="sites-serve", daemon=True).start()
+
+    def _freed(self) -> bool:
+        """End the oldest silent connection of the host with most of them, as strangers could hold all places; True if
+        one has ended."""
+        with self._lock:
+            count = Counter(host for _, host in self._silent.values())
+            most = max(count, key=lambda host: count[host], default=None)
+            oldest = next((id_ for id_, (_, host) in self._silent.items() if host == most), None)
+            if oldest is None:
+                return False
+            connection, _ = self._silent.pop(oldest)
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        return self._places.acquire(timeout=1.0)
+
+    def _has_spoken(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._silent.pop(id(connection), None)
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            with contextlib.suppress(OSError, WireError), connection:
+                line = _Line(connection, time.monotonic() + self._limit_s)
+                try:
+                    asked = line.receive_header(_REQUEST_BYTES)
+                    self._has_spoken(connection)
+                    answer = self._answer(asked)
+                except OSError:
+                    raise
+                except Exception as error:  # a stranger's header may cause any error
+                    line.send_header({"error": f"refused: {error}"})
+                else:
+                    self._send(line, *answer)
+        finally:
+            self._has_spoken(connection)
+            self._places.release()
 
     def _answer(self, asked: Mapping[str, Any]) -> tuple[dict[str, Any], Iterable[Array]]:
         """Return (header, elements). Raises WireError, and others for a malformed request."""
@@ -134,9 +175,8 @@ class Server:
 class Peer:
     """A rank of another site."""
 
-    def __init__(self, address: str, *, run: str, member: str, keys: Keys | None = None) -> None:
-        """`keys`: of this site; the peer must have the certificate of `member`."""
-        self._address, self._run, self._member, self._keys = address, run, member, keys
+    def __init__(self, address: str, *, run: str, member: str) -> None:
+        self._address, self._run, self._member = address, run, member
         self._index: list[tuple[int, str, Region]] | None = None
 
     def covers(self, mine: Pieces, deadline_s: float) -> list[tuple[Rectangle, Rectangle]]:
@@ -201,12 +241,8 @@ class Peer:
         host, _, port = self._address.rpartition(":")
         began_s = time.monotonic()
         try:
-            with contextlib.ExitStack() as stack:
-                address = (host, int(port))
-                connection = socket.create_connection(address, timeout=max(deadline_s - began_s, 0.001))
-                stack.enter_context(connection)
-                if self._keys is not None:
-                    connection = stack.enter_context(self._keys.connect(connection, self._member.partition(":")[0]))
+            address = (host, int(port))
+            with socket.create_connection(address, timeout=max(deadline_s - began_s, 0.001)) as connection:
                 line = _Line(connection, deadline_s, heart.beat)
                 line.send_header({"run": self._run, "to": self._member, "round": round_, "kind": kind, "take": take})
                 header = line.receive_header()
@@ -217,7 +253,7 @@ class Peer:
             waited = f"it has not sent all of it within {time.monotonic() - began_s:.1f} s"
             raise WireError(f"{self._address}: {waited}") from error
         except (OSError, OverflowError, WireError, ValueError) as error:
-            raise WireError(f"{self._address}: {words(error)}") from error
+            raise WireError(f"{self._address}: {shown(error, 200)}") from error
 
 
 class _Line:

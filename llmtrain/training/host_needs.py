@@ -62,9 +62,6 @@ def _read_by(run: RunConfig) -> Iterator[Folder]:
     if run.adapter.start:
         names = ["adapter_config.json", "adapter_model.safetensors"]
         yield Folder(key="adapter.start", path=os.path.abspath(run.adapter.start), files=tuple(names))
-    if run.sites.keys:
-        names = ["ca.pem", "cert.pem", "key.pem"]
-        yield Folder(key="sites.keys", path=os.path.abspath(run.sites.keys), files=tuple(names))
     if run.resume not in ("auto", "none") and not is_url(run.resume) and not has_checkpoints(run):
         yield Folder(key="resume", path=os.path.abspath(run.resume))  # with files of its own on each host, or the same
 

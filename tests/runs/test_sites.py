@@ -130,35 +130,6 @@ def test_two_sites_train_what_the_definition_says(coordinator, small_data, tmp_p
     assert alone == [] and several and all(0 < share < 1 for share in several)
 
 
-@pytest.mark.slow
-def test_two_sites_with_keys_meet_and_one_without_does_not(small_data, tmp_path):
-    """Coordinator and sites as commands; the third has keys of another run."""
-    blocks = re.findall(r"^```bash\n(.*?)\n```", (REPO / "docs/networks.md").read_text(), flags=re.M | re.S)
-    make, use = (block for block in blocks if "keys" in block)
-    for folder in (tmp_path, tmp_path / "others"):
-        folder.mkdir(exist_ok=True)
-        code, output = finish(start_shell(make, folder))
-        assert code == 0 and "copy it to north's host" in output, output
-    bind = f"127.0.0.1:{free_port()}"
-    open_door, look = re.sub(r"(0\.0\.0\.0|10\.8\.0\.1):29510", bind, use).splitlines()
-    coordinator = start_shell(open_door, tmp_path)
-    try:
-        both = ("--sites.start_sites", "2", "--sites.keys")
-        a = start(recipe(tmp_path / "north", small_data), bind, *both, str(tmp_path / "keys/north"))
-        b = start(recipe(tmp_path / "south", small_data, 3), bind, *both, str(tmp_path / "keys/south"), ranks=2)
-        assert a.wait(90) == [0] and b.wait(30) == [0, 0], a.output() + b.output()
-        assert far(parameters(tmp_path / "north"), parameters(tmp_path / "south"))[0] == 0
-        assert [event["used"] for event in synchronised(tmp_path / "north")][1:] == [["north", "south"]] * 3
-        code, output = finish(start_shell(look, tmp_path))
-        assert code == 0 and re.search(r"north .*\nsouth .*took part in the last meeting", output), output
-        other = start(recipe(tmp_path / "C", small_data), bind, *both, str(tmp_path / "others/keys/south"))
-        assert other.wait(90) == [2] and "its keys are of another run" in other.output(), other.output()
-    finally:
-        os.killpg(coordinator.pid, signal.SIGTERM)
-        said, _ = coordinator.communicate(timeout=30)
-    assert "a connection from 127.0.0.1 is refused" in said, said
-
-
 def test_sites_go_on_with_other_hardware_and_one_without_the_other(coordinator, small_data, tmp_path):
     """Two rounds; two more after both have changed ranks and ZeRO stage; then a run without sites.
 

@@ -138,7 +138,7 @@ PUBLIC = [
 
 @pytest.mark.parametrize("bind", [":0", "127.0.0.1", *(f"[{a}]:0" if ":" in a else f"{a}:0" for a in PUBLIC)])
 def test_a_coordinator_listens_on_a_private_address_alone(bind: str) -> None:
-    """Also in the forms of IPv6: [::ffff:0.0.0.0] listened on every address without keys."""
+    """Also in the forms of IPv6: [::ffff:0.0.0.0] listened on every address."""
     with pytest.raises(UserError, match=r"--bind .*(private|HOST:PORT)"):
         command.main(["coordinator", "--bind", bind])
 
@@ -157,7 +157,7 @@ def told_by(server: Server):
 
 def exchange_of_b() -> Exchange:
     shard = SimpleNamespace(size=65, regions=lambda _part: PIECES)
-    return Exchange(SimpleNamespace(), shard, "b:1", "run", None, None, 100)  # type: ignore[arg-type]
+    return Exchange(SimpleNamespace(), shard, "b:1", "run", None, 100)  # type: ignore[arg-type]
 
 
 def test_a_healer_that_sends_slowly_leaves_time_for_the_next(server: Server) -> None:
