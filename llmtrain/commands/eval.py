@@ -7,7 +7,6 @@ import logging
 import os
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,8 +25,6 @@ from llmtrain.tracking.tracker import Queued
 from llmtrain.tracking.wandb_sink import WandbSink
 
 _REMEDY = "pip install 'llmtrain[eval]'"
-_ANSWERS_S = 10.0
-"""Seconds in which a server must list its models."""
 _TO_WANDB_S = 20.0
 
 
@@ -71,14 +68,10 @@ def _run_of(checkpoint: Path, given: Path | None = None) -> Path | None:
     return next((place for place in places if (place / "metrics.jsonl").is_file()), None)
 
 
-def need_lm_eval(*, server: bool) -> None:
+def need_lm_eval() -> None:
     """Raises ConfigError: it is not installed."""
     try:
         import lm_eval  # noqa: F401
-
-        if server:
-            import aiohttp  # noqa: F401
-            import tenacity  # noqa: F401
     except ImportError as error:
         raise ConfigError(
             f"llmtrain eval: the scores are lm-eval's, which is not installed here ({error}). Install it: {_REMEDY}"
@@ -96,47 +89,6 @@ def _model(target: Target, batch_size: int) -> Iterator[Any]:
         loaded = Answerer.load(folder)
         logging.getLogger("lm_eval.models.huggingface").setLevel(logging.ERROR)  # it warns of a model object
         yield HFLM(pretrained=loaded.model, tokenizer=loaded.tokenizer, backend="causal", batch_size=batch_size)
-
-
-def _served(server: str) -> tuple[str, int | None]:
-    """Return (name of a server's first model, tokens of its longest text if given). Raises UserError."""
-    url = f"{server}/models"
-    key = os.environ.get("OPENAI_API_KEY")
-    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
-    try:
-        with urllib.request.urlopen(request, timeout=_ANSWERS_S) as answer:
-            model = untrusted.loads(answer.read())["data"][0]
-        return str(model["id"]), model.get("max_model_len")
-    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"--server {server}: {url} names no model ({error}). Give the address of an OpenAI-compatible server, such "
-            "as http://localhost:8000/v1 of `vllm serve`."
-        ) from error
-
-
-@contextmanager
-def _server(target: Target, server: str, batch_size: int) -> Iterator[Any]:
-    """Raises UserError."""
-    from lm_eval.models.openai_completions import LocalCompletionsAPI
-
-    server = server.rstrip("/")
-    name, longest = _served(server)
-    folder = target.path
-    if target.checkpoint is not None:
-        folder = str(read_trainer(target.checkpoint).get("tokenizer_dir"))
-        if not Path(folder).is_dir():
-            raise UserError(
-                f"--server: the tokenizer of {target.path} was in {folder}, which is gone. Instead of the run, name a "
-                "folder that has it."
-            )
-    yield LocalCompletionsAPI(
-        base_url=f"{server}/completions",
-        model=name,
-        tokenizer=folder,
-        tokenizer_backend="huggingface",
-        batch_size=batch_size,
-        max_length=longest or 2048,
-    )
 
 
 def _tasks(names: list[str], include: list[str]) -> Any:
@@ -249,8 +201,6 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     which.add_argument("--best", action="store_true", help="of a run: the best by checkpoint.keep_best")
     own = "a folder with YAML files of tasks, and of what they name: data, and functions in Python, which are run"
     add("--include-path", action="append", default=argparse.SUPPRESS, metavar="FOLDER", help=own)
-    server = "ask an OpenAI-compatible server that has the model, such as http://localhost:8000/v1, and load none here"
-    add("--server", default=argparse.SUPPRESS, metavar="URL", help=server)
     add("--batch-size", type=_count, default=8, metavar="N", help="texts computed together")
     add(
         "--num-fewshot",
@@ -280,8 +230,8 @@ def main(argv: list[str]) -> int:
     """Raises CheckpointError, ModelError, ConfigError, UserError."""
     args = _arguments(argv)
     options = vars(args)
-    server, limit = options.get("server"), options.get("limit")
-    need_lm_eval(server=server is not None)
+    limit = options.get("limit")
+    need_lm_eval()
     target = target_of(args.folder, options.get("checkpoint"), best=args.best)
     names = [name for name in args.tasks.split(",") if name]
     manager = _tasks(names, options.get("include_path", []))
@@ -289,7 +239,7 @@ def main(argv: list[str]) -> int:
 
     evaluator.get_git_commit_hash = lambda: None  # git would say on the terminal that there is no repository
     shots, size = options.get("num_fewshot"), args.batch_size
-    with _model(target, size) if server is None else _server(target, server, size) as model:
+    with _model(target, size) as model:
         results = simple_evaluate(
             model=model, tasks=names, task_manager=manager, num_fewshot=shots, limit=limit, log_samples=False
         )

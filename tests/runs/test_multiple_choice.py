@@ -7,15 +7,10 @@ import re
 import shlex
 import subprocess
 import sys
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
-from typing import Any
 
 import pytest
-import torch
 import yaml
-from transformers import AutoModelForCausalLM
 
 from tests.helpers.forked import train
 from tests.helpers.launching import REPO, environment, rows, write_recipe
@@ -95,66 +90,15 @@ def test_lm_eval_finds_in_the_export_what_the_run_has_measured(place: tuple[Path
     assert sorted(given) == [(row["step"], row["tasks/mine/acc"]) for row in (rows(run)[-1], told)]
 
 
-class Completions(BaseHTTPRequestHandler):
-    """What lm-eval asks of an OpenAI-compatible server: its models, and the log-probabilities of a prompt's tokens."""
-
-    model: Any
-
-    def do_GET(self) -> None:
-        self._answer({"data": [{"id": "mine", "max_model_len": 2048}]})
-
-    def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        assert asked["model"] == "mine" and asked["echo"] and self.path == "/v1/completions"
-        choices = []
-        for index, ids in enumerate(asked["prompt"]):
-            with torch.no_grad():
-                logs = self.model(torch.tensor([ids])).logits[0].log_softmax(-1)
-            told = [None, *(float(logs[at, word]) for at, word in enumerate(ids[1:])), 0.0]
-            choices.append(
-                {"index": index, "logprobs": {"token_logprobs": told, "top_logprobs": [{"x": 0.0}] * len(told)}}
-            )
-        self._answer({"choices": choices})
-
-    def _answer(self, value: Any) -> None:
-        data = json.dumps(value).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_: Any) -> None:
-        """Nothing."""
-
-
-@pytest.mark.needs("lm_eval", "tenacity")
-@pytest.mark.timeout(300)
-def test_a_servers_scores_are_the_models(place: tuple[Path, str]) -> None:
-    folder, _ = place
-    export = folder / "runs/mine/export"
-    Completions.model = AutoModelForCausalLM.from_pretrained(export)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Completions)
-    Thread(target=server.serve_forever, daemon=True).start()
-    words = [*shlex.split(SCORES), "--limit", "8"]
-    found = []
-    for more in ([], ["--server", f"http://127.0.0.1:{server.server_port}/v1"]):
-        done = subprocess.run([*words, *more], cwd=folder, env=environment(), capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        found.append(done.stdout)
-    server.shutdown()
-    assert found[0] == found[1] and "mine  acc " in found[0]
-
-
 @pytest.mark.parametrize(
     ("words", "text"),
     [
         (["{run}", "--tasks", "mined", "--include-path", "{tasks}"], "there is no such task; did you mean mine?"),
         (["{run}", "--tasks", "mine", "--include-path", "none"], "--include-path none: is no folder"),
         (["{run}", "--tasks", "mine", "--checkpoint", "7"], "step-7: no such folder"),
-        (["{run}", "--tasks", "mine", "--include-path", "{tasks}", "--server", "http://[::1]:9/v1"], "names no model"),
     ],
-)  # fmt: skip
-@pytest.mark.needs("lm_eval", "tenacity")
+)
+@pytest.mark.needs("lm_eval")
 def test_what_cannot_be_scored_is_said_in_a_sentence(place: tuple[Path, str], words: list[str], text: str) -> None:
     folder, _ = place
     given = [word.format(run=folder / "runs/mine", tasks=folder / "tasks") for word in words]
