@@ -14,7 +14,7 @@ from llmtrain.base.choice import either
 from llmtrain.base.errors import ConfigError
 from llmtrain.commands import completion
 from llmtrain.config import strict_yaml
-from llmtrain.config.load import COMMAND_LINE, Parsed, configs_in, parse, plugins_of, run_words
+from llmtrain.config.load import COMMAND_LINE, configs_in, parse, plugins_of, run_words
 from llmtrain.config.on_disk import refuse_if_preempted
 from llmtrain.config.pinned import with_base
 from llmtrain.config.problems import closest, show, stop
@@ -81,7 +81,11 @@ def main(argv: list[str]) -> int:
     reads_data, rest = "--data" in rest, [word for word in rest if word != "--data"]
     words = run_words(rest)
     parsed, files, assumed = parse(words), ", ".join(configs_in(words)), source.startswith("assumed")
-    others = _other_sizes(parsed) if assumed else []
+    others = []  # usual numbers of ranks that fit the run's degrees and batch
+    for ranks in _USUAL_RANKS if assumed else ():
+        with contextlib.suppress(ConfigError):
+            resolve(parsed.run, ranks, places=parsed.places, epoch=sequences_of_epoch)
+            others.append(ranks)
     try:
         resolved = resolve(
             parsed.run, world_size, source, places=parsed.places, notes=parsed.notes, epoch=sequences_of_epoch
@@ -133,16 +137,6 @@ def _with_origins(resolved: ResolvedRun) -> str:
             origin = "default" if value in defaults.get(named, ("null",)) else "computed"
         lines[number - 1] = f"{lines[number - 1]:<{width}}  # {origin}"
     return "\n".join([*lines, ""])
-
-
-def _other_sizes(parsed: Parsed) -> list[int]:
-    """Return usual numbers of ranks above 1 that fit the run's degrees and batch."""
-    fitting = []
-    for ranks in _USUAL_RANKS:
-        with contextlib.suppress(ConfigError):
-            resolve(parsed.run, ranks, places=parsed.places, epoch=sequences_of_epoch)
-            fitting.append(ranks)
-    return fitting
 
 
 def _give(ranks: list[int]) -> str:

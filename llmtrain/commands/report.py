@@ -258,7 +258,11 @@ def charts_of(runs: list[Run]) -> list[dict[str, Any]]:
     charts = []
     own = dict.fromkeys(chart for objective in Objective.CHOICES.values() for chart in objective.charts)
     for number, chart in enumerate((*_CHARTS, *own, *_by_name(all_curves))):
-        title, unit, metrics = chart.title, chart.unit, _with_sets(chart.curves, all_curves)
+        title, unit, metrics = chart.title, chart.unit, list(chart.curves)
+        for metric, _ in chart.curves:
+            if metric.startswith("eval/"):  # named sets have the figures of the validation data, too
+                named = dict.fromkeys(key for run in all_curves for key in run.by_name if set_of(key, metric))
+                metrics += [(key, set_of(key, metric)) for key in named]
         series: list[dict[str, Any]] = []
         for index, (run, curves) in enumerate(zip(runs, all_curves, strict=True)):
             if metrics[0][0] == "grad_norm" and (run.settings.get("norm") == "update") != (title == _UPDATE_NORM):
@@ -302,16 +306,6 @@ def _by_name(of_runs: Sequence[Curves]) -> list[Chart]:
               curves=tuple(curves.items())[:_NAMED_SHOWN])
         for title, curves in list(found.items())[:_NAMED_SHOWN]
     ]  # fmt: skip
-
-
-def _with_sets(curves: Sequence[tuple[str, str]], of_runs: Sequence[Curves]) -> list[tuple[str, str]]:
-    """Add to the curves of validation data those of named sets."""
-    found = list(curves)
-    for metric, _ in curves:
-        if metric.startswith("eval/"):
-            named = dict.fromkeys(key for run in of_runs for key in run.by_name if set_of(key, metric))
-            found += [(key, set_of(key, metric)) for key in named]
-    return found
 
 
 def set_of(key: str, metric: str) -> str:

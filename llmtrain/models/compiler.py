@@ -16,7 +16,6 @@ import sysconfig
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 
 from llmtrain.base.files import cache_folder
 from llmtrain.base.log import warn_once
@@ -69,17 +68,14 @@ def _attempt(kind: str) -> str | None:
         # Not from the cache: the compiler that filled it may be gone, or belong to another host with the same home.
         with fresh_compilation_cache():
             try:
-                two = torch.compile(_twice, dynamic=False)(torch.ones(64, device=kind))
-                works = bool((two == 2).all())
+                # Compiled, the function doubles its values.
+                twice = torch.compile(lambda x: x * 2 if torch.compiler.is_compiling() else x, dynamic=False)
+                works = bool((twice(torch.ones(64, device=kind)) == 2).all())
             except Exception as error:  # torch, Triton and the compilers raise classes of their own
                 return _line(error)
     except Exception as error:
         return _line(error)
     return None if works else "torch runs what it should compile (TORCH_COMPILE_DISABLE, TORCHDYNAMO_DISABLE)"
-
-
-def _twice(values: Tensor) -> Tensor:
-    return values * 2 if torch.compiler.is_compiling() else values
 
 
 def _line(error: Exception) -> str:

@@ -172,7 +172,12 @@ class SafetensorsSource:
         self._parts: dict[str, list[tuple[str, Part]]] = dict(self.placement.parts)
         for name in self.placement.surplus:
             self._parts[name] = [(name, Part(name, 0, self.file_of[name].entries[name].shape))]
-        self._shapes = {name: self._whole_shape(name, layout) for name in self._parts}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        for name, ((tensor, part), *others) in self._parts.items():
+            shape = self.file_of[tensor].entries[tensor].shape
+            # A surplus tensor has only its file's shape.
+            known = None if layout is None else layout.shapes.get(name)
+            self._shapes[name] = known if known is not None and (others or shape == part.shape) else shape
         for tensor, name in self.placement.twins.items():
             self._refuse_other_twin(tensor, name)
 
@@ -270,13 +275,6 @@ class SafetensorsSource:
                 lacking = next(name for name, p in written if p.parameter == parameter and p.start not in there)
                 raise self._wrong(f"{self.folder} lacks {lacking}, a part of the model's {parameter}.")
         return found
-
-    def _whole_shape(self, name: str, layout: FolderLayout | None) -> tuple[int, ...]:
-        (tensor, part), *others = self._parts[name]
-        shape = self.file_of[tensor].entries[tensor].shape
-        if layout is None or name not in layout.shapes:  # a surplus tensor has only its file's shape
-            return shape
-        return layout.shapes[name] if others or shape == part.shape else shape
 
     def _weight_map(self) -> dict[str, str] | None:
         """{tensor: file name}, or None for a single file."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from llmtrain.base.errors import ModelError
 from llmtrain.config.run import AdapterConfig, ModelConfig
@@ -147,14 +147,22 @@ class ModelSpec:
         head = hf.get_output_embeddings()
         looked_up = set() if head is not None and head.weight is embedding else {embedding}
         frozen = {p for name, p in hf.named_parameters() if local_parameter(name, p).name in self.frozen}
-        below = _layers_below(hf, frozen)
+        # The first decoder layers, if nothing up to their end trains: the backward pass does not reach them.
+        layers = decoder_layers(hf)
+        inside = set(layers.parameters())
+        before = takewhile(lambda parameter: parameter not in inside, hf.parameters())
+        below = list(takewhile(lambda layer: frozen.issuperset(layer.parameters()), layers))
+        below = below if frozen.issuperset(before) else []
         forward = {parameter for layer in below for parameter in layer.parameters()}
 
         def multiplied(some: set[Any]) -> int:
             matrices = sum(p.numel() for p in some - looked_up if p.dim() >= 2)
             return matrices - idle_parameters(hf, self.config, some)
 
-        widths = [_attention_width(layer) for layer in layer_configs(text)]
+        widths = []
+        for layer in layer_configs(text):  # features of all heads; a state-space model has none
+            heads = getattr(layer, "num_attention_heads", None) or 0
+            widths.append(heads * (getattr(layer, "head_dim", None) or layer.hidden_size // max(1, heads)))
         return ModelFacts(
             parameters=sum(p.numel() for p in every),
             matmul_parameters=multiplied(every),
@@ -210,22 +218,6 @@ class ModelSpec:
         return {name: shape for name, shape in self.shapes.items() if name in own}
 
 
-def _layers_below(hf: PreTrainedModel, frozen: set[Any]) -> list[nn.Module]:
-    """The first decoder layers, if nothing up to their end trains: the backward pass does not reach them."""
-    layers = decoder_layers(hf)
-    inside = set(layers.parameters())
-    before = takewhile(lambda parameter: parameter not in inside, hf.parameters())
-    if not all(parameter in frozen for parameter in before):
-        return []
-    return list(takewhile(lambda layer: all(p in frozen for p in layer.parameters()), layers))
-
-
 def _unless_flash(attention: str) -> str:
     """Replace flash attention by eager: it cannot be constructed without a GPU, and `check` runs on any host."""
     return "eager" if attention.startswith("flash") else attention
-
-
-def _attention_width(config: PreTrainedConfig) -> int:
-    """Features of all heads of a layer with these settings; 0 for a state-space model, which has no heads."""
-    heads = getattr(config, "num_attention_heads", None) or 0
-    return heads * (getattr(config, "head_dim", None) or config.hidden_size // max(1, heads))

@@ -99,9 +99,10 @@ def masks_of_whole_rows(places_BT: Tensor) -> Iterator[None]:
 
     transformers then makes masks for rows with these positions, although the model sees only some columns.
     """
-    from transformers import masking_utils
+    from transformers import __version__, masking_utils
 
     arguments = masking_utils._preprocess_mask_arguments
+    version = tuple(int(number) for number in __version__.split(".")[:2])
 
     def of_whole_rows(config: PreTrainedConfig, inputs_embeds: Tensor, *args: Any, **kwargs: Any) -> Any:
         whole = inputs_embeds[:, :1].expand(-1, places_BT.shape[1], -1)  # only its shape is read
@@ -109,7 +110,7 @@ def masks_of_whole_rows(places_BT: Tensor) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(_replaced(masking_utils, "_preprocess_mask_arguments", of_whole_rows))
-        if hasattr(masking_utils, "packed_sequence_compatibility_function") or _transformers() >= _PACKED_SINCE:
+        if hasattr(masking_utils, "packed_sequence_compatibility_function") or version >= _PACKED_SINCE:
             packed = masking_utils.packed_sequence_compatibility_function
 
             def within_documents(mask_function: Any, position_ids: Tensor, packed_sequence_mask: Tensor) -> Any:
@@ -118,12 +119,6 @@ def masks_of_whole_rows(places_BT: Tensor) -> Iterator[None]:
             name = "packed_sequence_compatibility_function"
             stack.enter_context(_replaced(masking_utils, name, within_documents))
         yield
-
-
-def _transformers() -> tuple[int, ...]:
-    import transformers
-
-    return tuple(int(number) for number in transformers.__version__.split(".")[:2])
 
 
 def stand_before_attention(attend: Callable[..., Any]) -> None:

@@ -77,16 +77,18 @@ def _worlds(title: str, user: Wanted, worlds: list[int], steps: int, cpu: bool, 
         if isinstance(user.run.objective, Distill):
             objective = with_small_teacher(user.run, fields, Path(made) / "teacher")
             user = replace(user, run=replace(user.run, objective=objective))
+        own = "bf16" if user.precision == "fp16" and cpu else user.precision
+        in_bf16 = user.run.model.fp8 is not None and not cpu  # fp8 products come out in bf16
+        precisions = [own] if in_bf16 else list(dict.fromkeys(["fp32", own]))
         every = {}  # before any rank starts: a later refusal would hide the failure of an earlier world size
         for ranks in worlds:
             folder = Path(made) / f"{ranks}-ranks"
             folder.mkdir(exist_ok=True)
             run = small_run(user, fields, shrunk_by, ranks, steps, cpu=cpu)
             every[folder] = plans = {
-                precision: resolve_in(folder, user, run, shrunk_by, ranks, precision)
-                for precision in _precisions(user, cpu)
+                precision: resolve_in(folder, user, run, shrunk_by, ranks, precision) for precision in precisions
             }
-            check_model(plans["fp32"])  # a model that training refuses is not compared
+            check_model(plans[precisions[0]])  # a model that training refuses is not compared
         lines, same = compare_course(user, worlds)
         print("\n".join(lines), flush=True)
         yield SAME if same else PARTS
@@ -239,13 +241,6 @@ def report(title: str, verdict: Verdict, likely: str = "", passes: str = "PASS")
                 lines.append(f"          {kind} of {len(failed) - 2} more")
         lines.append(f"        likely: {likely}")
     return lines
-
-
-def _precisions(user: Wanted, cpu: bool) -> list[str]:
-    own = "bf16" if user.precision == "fp16" and cpu else user.precision
-    if user.run.model.fp8 is not None and not cpu:  # fp8 products come out in bf16
-        return [own]
-    return list(dict.fromkeys(["fp32", own]))
 
 
 def _words(fields: dict[str, Any]) -> str:

@@ -86,9 +86,15 @@ class Exchange:
             }
         outer, received, unhealed = healing.result()
         failed |= unhealed
-        if healers and (why := self._false(outer, leader)):
-            failed |= {self._healer: why} if self._healer else {}
-            outer = None
+        if healers:
+            sums = from_all(self._ranks, None if outer is None else [self._shard.checksum(each) for each in outer])
+            there = [each for each in sums if each is not None]
+            # Unless a rank has received none, the states of all ranks together must be those of the leader's report.
+            if len(there) == len(sums) and checksum_of(there) != leader.checksum:
+                self._liars.add(self._healer)
+                if self._healer:
+                    failed[self._healer] = "the state that it sent is not the one that it reported"
+                outer = None
         for name in sorted(sources):
             try:
                 found[name], size = (own, 0) if name == self._site else coming[name].result()
@@ -100,15 +106,6 @@ class Exchange:
         squares = {name: squared_distance(base, values) for name, values in found.items()}
         steps = {name: told.trained / told.batch for name, told in sources.items()}
         return self._joined(found, failed, outer, received, squares, steps)
-
-    def _false(self, outer: tuple[Array, Array] | None, leader: PeerStatus) -> str:
-        """Return why the received state does not match the leader's report; "": it does, or a rank has none."""
-        sums = from_all(self._ranks, None if outer is None else [self._shard.checksum(each) for each in outer])
-        there = [each for each in sums if each is not None]
-        if len(there) < len(sums) or checksum_of(there) == leader.checksum:
-            return ""
-        self._liars.add(self._healer)
-        return "the state that it sent is not the one that it reported"
 
     def _healed(
         self, healers: Sequence[PeerStatus], round_: int, deadline_s: float
@@ -162,7 +159,8 @@ class Exchange:
         first, end = (part.start, part.stop) if part else (0, self._shard.size)
         mine = [(at - first, name, region) for at, name, region in self._shard.regions(part)]
         wanted = sum(region.numel for _, _, region in mine)
-        peers = self._peers_of(site)
+        made = [Peer(a, run=self._run, member=site.id) for a in site.addresses]
+        peers = self._peers.setdefault(site.id, made)
         pairs = [peer.covers(mine, deadline_s) for peer in peers]
         elements = sum(rows * length for each in pairs for _, (_, _, rows, length) in each)
         if elements != wanted:
@@ -182,10 +180,6 @@ class Exchange:
         if not np.isfinite(values).all():
             raise WireError(f"its {kind} are not finite")
         return values, received
-
-    def _peers_of(self, site: PeerStatus) -> list[Peer]:
-        made = [Peer(a, run=self._run, member=site.id) for a in site.addresses]
-        return self._peers.setdefault(site.id, made)
 
 
 def checksum_of(ranks: Sequence[Sequence[int]]) -> str:

@@ -198,15 +198,16 @@ class TorchftMembers:
     def _live(self) -> None:
         """Start the heartbeats, once: while they come, the other sites wait for this one."""
         if self._beating is None:
-            self._beating = threading.Thread(target=self._beat, name="sites-heartbeat", daemon=True)
-            self._beating.start()
 
-    def _beat(self) -> None:
-        while not self._closed.wait(_HEARTBEAT_S):
-            try:
-                self._pulse.heartbeat(self.id, timedelta(seconds=_CALL_S))
-            except Exception:  # the coordinator may be away: `meet` reports it
-                continue
+            def beat() -> None:
+                while not self._closed.wait(_HEARTBEAT_S):
+                    try:
+                        self._pulse.heartbeat(self.id, timedelta(seconds=_CALL_S))
+                    except Exception:  # the coordinator may be away: `meet` reports it
+                        continue
+
+            self._beating = threading.Thread(target=beat, name="sites-heartbeat", daemon=True)
+            self._beating.start()
 
 
 def own_address(coordinator: str) -> str:

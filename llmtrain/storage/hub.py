@@ -163,7 +163,11 @@ def fetch(repository: Repository, revision: str | None, choices: Sequence[Choose
             chosen = {name: files.get(name, (None, None)) for name in choose(sorted(files), folder)}
             _complete(repository, commit, chosen, wrong)
         if revision != commit:
-            _refer(repository, revision or "main", commit)
+            with contextlib.suppress(OSError):  # a branch's commit, as huggingface_hub records it for offline use
+                branch = repository.folder / "refs" / (revision or "main")
+                branch.parent.mkdir(parents=True, exist_ok=True)
+                if not branch.is_file() or branch.read_text() != commit:
+                    replace_file(branch, commit.encode())
         _note(repository, "launch", {**asked, "commit": commit})
     return Snapshot(folder=folder, commit=commit)
 
@@ -330,15 +334,6 @@ def _note(repository: Repository, name: str, values: dict[str, Any]) -> None:
     with contextlib.suppress(OSError):
         (repository.folder / _NOTES).mkdir(parents=True, exist_ok=True)
         replace_file(repository.folder / _NOTES / f"{name}.json", json.dumps(values).encode())
-
-
-def _refer(repository: Repository, revision: str, commit: str) -> None:
-    """Record a branch's commit as huggingface_hub does, for offline use."""
-    with contextlib.suppress(OSError):
-        path = repository.folder / "refs" / revision
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if not path.is_file() or path.read_text() != commit:
-            replace_file(path, commit.encode())
 
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}", re.ASCII)

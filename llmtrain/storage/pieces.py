@@ -53,7 +53,10 @@ def read_shared(file: TensorFile, name: str, rows: Shared, out: Tensor) -> None:
     item = ITEM_BYTES[file.entries[name].dtype]
     step = rows.step[1] if rows.rows > 1 else rows.length
     if step > rows.length and (rows.length * item < _SHORT or 20 * (step - rows.length) < rows.length):
-        _read_with_gaps(file, name, rows, out, dtype)
+        for low, count in _some(rows, step):
+            values = torch.empty((count - 1) * step + rows.length, dtype=dtype)
+            file.read_into(name, rows.at[1] + low * step, byte_view(values))
+            _rows(out, rows, 0)[low : low + count].copy_(values.as_strided((count, rows.length), (step, 1)))
         return
     for low, count in _some(rows, rows.length):
         part = _rows(out, rows, 0)[low : low + count]
@@ -66,14 +69,6 @@ def read_shared(file: TensorFile, name: str, rows: Shared, out: Tensor) -> None:
             file.read_rows_into(name, start, step, values.view(torch.uint8).numpy().data)
         if not straight:
             part.copy_(values)
-
-
-def _read_with_gaps(file: TensorFile, name: str, rows: Shared, out: Tensor, dtype: torch.dtype) -> None:
-    step = rows.step[1]
-    for low, count in _some(rows, step):
-        values = torch.empty((count - 1) * step + rows.length, dtype=dtype)
-        file.read_into(name, rows.at[1] + low * step, byte_view(values))
-        _rows(out, rows, 0)[low : low + count].copy_(values.as_strided((count, rows.length), (step, 1)))
 
 
 def _some(rows: Shared, size: int) -> Iterable[tuple[int, int]]:

@@ -132,8 +132,10 @@ class Console(Sink):
             parts.append(f"preferred {right:.1%}")
         if (speed := _number(row, "tokens_per_s")) is not None:
             parts.append(f"{units.count(speed)} {'tok/s' if short else 'tokens/s'}")
-        if (eta_s := self._eta_s(step)) is not None:
-            parts.append(f"{units.duration(eta_s)} left")
+        first_step, first_s = self._points[0]
+        if self._total_steps is not None and step > first_step:
+            per_step_s = (self._points[-1][1] - first_s) / (step - first_step)
+            parts.append(f"{units.duration(max(self._total_steps - step, 0) * per_step_s)} left")
         for key, form, brief in (
             ("lr", "learning rate {:.1e}", "lr {:.1e}"),
             ("grad_norm", self._norm + " norm {:.2f}", "norm {:.2f}"),
@@ -147,13 +149,6 @@ class Console(Sink):
         if skipped := _number(row, "skipped_steps"):
             parts.append(f"skipped {units.counted(round(skipped), 'step')}")
         return "  ".join(parts)
-
-    def _eta_s(self, step: float) -> float | None:
-        first_step, first_s = self._points[0]
-        if self._total_steps is None or step <= first_step:
-            return None
-        per_step_s = (self._points[-1][1] - first_s) / (step - first_step)
-        return max(self._total_steps - step, 0) * per_step_s
 
 
 _CLOSES_S = 20.0

@@ -69,7 +69,13 @@ class WandbSink(Sink):
         if mode == "disabled":
             return
         self._run_dir, self._folder = run_dir, run_dir / "wandb"
-        self._sent = self._read_sent(run_id, start_step or -1)
+        try:
+            kept = _Sent(**untrusted.loads((self._folder / "sent.json").read_bytes()))
+        except (OSError, ValueError, TypeError):
+            kept = None
+        if kept is None or kept.run_id != run_id:  # `wandb clean` deletes uploaded folders, so W&B has the steps
+            kept = _Sent(run_id=run_id, step=start_step or -1, before=start_step or -1)
+        self._sent = kept
         for file in self._folder.glob(f"offline-run-*-{run_id}/run-{run_id}.wandb"):
             # A kill within `wandb.init`, or of the process that notes a fault: `wandb sync` would stop here.
             if file.stat().st_size <= _HEADER_BYTES and file.parent.name != self._sent.open:
@@ -96,14 +102,6 @@ class WandbSink(Sink):
             sent.step = sent.before
         if again or not self.late:
             self._catch_up(online, sys.maxsize if self.late else start_step)
-
-    def _read_sent(self, run_id: str, step: int) -> _Sent:
-        """`step`: for a run without the file. `wandb clean` deletes uploaded folders, so W&B has the step."""
-        try:
-            sent = _Sent(**untrusted.loads((self._folder / "sent.json").read_bytes()))
-        except (OSError, ValueError, TypeError):
-            sent = None
-        return sent if sent is not None and sent.run_id == run_id else _Sent(run_id=run_id, step=step, before=step)
 
     def _save_sent(self) -> None:
         file = self._folder / "sent.json"

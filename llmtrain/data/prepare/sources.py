@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -74,9 +75,11 @@ def chosen(names: Sequence[str], source: OnHub) -> list[str]:
     splits = {_split_of(n): n for n in reversed(found)}
     if len(splits) > 1:
         first = splits.get("train") or found[0]
+        # 'data/train-00000-of-00002.parquet' -> 'data/train-*'
+        pattern = f"{first[: split.end() + 1]}*" if (split := _SPLIT.search(first)) else first
         raise DataError(
             f"--source {what}: its files are of several splits ({', '.join(splits.values())}); name those to use: "
-            f"'{what}/{_pattern(first)}'"
+            f"'{what}/{pattern}'"
         )
     return found
 
@@ -117,12 +120,6 @@ def _source(given: str, option: str) -> str:
 def _split_of(name: str) -> str | None:
     found = _SPLIT.search(name)
     return _SAME.get(found[1].lower(), found[1].lower()) if found else None
-
-
-def _pattern(name: str) -> str:
-    """'data/train-00000-of-00002.parquet' -> 'data/train-*'."""
-    found = _SPLIT.search(name)
-    return f"{name[: found.end() + 1]}*" if found else name
 
 
 def _wrong(what: str, revision: str | None) -> Wrong:
@@ -248,7 +245,8 @@ def _expand(source: str, form: str, option: str) -> list[SourceFile]:
         paths, root = [source], os.path.dirname(source)
     else:
         paths = _matching(source, option)
-        root = _glob_root(source)
+        fixed = list(takewhile(lambda part: not glob.has_magic(part), Path(source).parts))
+        root = str(Path(*fixed)) if fixed else ""
         if not paths and source.startswith(PREFIX):
             raise DataError(
                 f"{option} {source}: a dataset on the Hub has a name of two parts, {PREFIX}ORG/NAME[@REVISION]"
@@ -350,7 +348,11 @@ def _store_files(source: str, form: str, option: str) -> list[SourceFile]:
         root, pattern = source.rstrip("/"), "**"
         found = Store(root).files()
         if not found:
-            root, pattern = _url_root(source)
+            # The folder before the first wildcard is listed: 's3://a/b*/c' -> ('s3://a', 'b*/c').
+            protocol, _, path = source.partition("://")
+            parts = path.split("/")
+            first = next((at for at, part in enumerate(parts) if glob.has_magic(part)), len(parts))
+            root, pattern = f"{protocol}://{'/'.join(parts[:first])}", "/".join(parts[first:])
             found = Store(root).matching(pattern) if pattern else {}
         named = [name for name in found if name[-1:] != "/" and not _hidden(name, pattern)]
         urls = {f"{root}/{name}" if name else root: found[name] for name in named}
@@ -376,14 +378,6 @@ def _store_files(source: str, form: str, option: str) -> list[SourceFile]:
             f"{option} {shown}: cannot be read ({error}); check the URL, the store's credentials on this host and the "
             "network"
         ) from None
-
-
-def _url_root(pattern: str) -> tuple[str, str]:
-    """'s3://a/b*/c' -> ('s3://a', 'b*/c'); without a wildcard the second is empty."""
-    protocol, _, path = pattern.partition("://")
-    parts = path.split("/")
-    first = next((at for at, part in enumerate(parts) if glob.has_magic(part)), len(parts))
-    return f"{protocol}://{'/'.join(parts[:first])}", "/".join(parts[first:])
 
 
 def _hidden(name: str, pattern: str) -> bool:
@@ -419,16 +413,6 @@ def refuse_changed(pieces: Iterable[Piece]) -> None:
     if listed:
         with ThreadPoolExecutor(inputs.AT_ONCE) as threads:
             list(threads.map(check, listed.values()))
-
-
-def _glob_root(pattern: str) -> str:
-    """The folder part before the first wildcard: 'a/b*/c' -> 'a'."""
-    fixed: list[str] = []
-    for part in Path(pattern).parts:
-        if glob.has_magic(part):
-            break
-        fixed.append(part)
-    return str(Path(*fixed)) if fixed else ""
 
 
 def _file(path: str, label: str, kind: Kind) -> SourceFile:

@@ -334,13 +334,6 @@ _UPPER_HALVES = 16
 """Bound of 4-byte ids' upper halves, for vocabularies up to a million."""
 
 
-def _halves(ids: np.ndarray) -> bool:
-    """True if ids of 2 bytes are halves of 4-byte ids: a bare file does not say, and the halves may be valid ids."""
-    if ids.dtype.itemsize != 2 or len(ids) < 64:  # a few may be so by chance
-        return False
-    return bool(ids[1::2].max() < _UPPER_HALVES <= ids[::2].max())
-
-
 def beginnings(paths: list[str], separator_id: int) -> list[tuple[str, np.ndarray]]:
     """(path, first ids) of some of the files. Raises DataError: no end token marks the ends of documents."""
     found = []
@@ -348,7 +341,11 @@ def beginnings(paths: list[str], separator_id: int) -> list[tuple[str, np.ndarra
         file = read(path)
         if not len(file.ids):
             continue
-        if file.ends is None and _halves(file.ids[:_SAMPLED]):
+        # A bare file does not say that its ids of 2 bytes are halves of 4-byte ids, which may be valid ids; a few ids
+        # may look so by chance.
+        some = file.ids[:_SAMPLED]
+        may_be_halves = file.ends is None and some.dtype.itemsize == 2 and len(some) >= 64
+        if may_be_halves and some[1::2].max() < _UPPER_HALVES <= some[::2].max():
             raise DataError(
                 f"{path}: every second id is below {_UPPER_HALVES}, as where ids of 4 bytes are read as of 2; say so "
                 "in its name (X.uint32.npy) or, of datatrove, with X.ds.index or X.ds.metadata next to X.ds"

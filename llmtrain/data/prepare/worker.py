@@ -400,7 +400,11 @@ def _write_tokens(
     starts = np.concatenate([[0], ends[:-1]])
     plain = file.begin is not None and ids.dtype.itemsize == np.dtype(settings.dtype).itemsize
     as_it_is = separated and plain and len(unit.pieces) == 1 and not unit.validation and settings.chat is None
-    if as_it_is and not _any_held_out(ids, starts, ends, settings, held_out):
+    if as_it_is and settings.held_out is not None:
+        documents = zip(starts.tolist(), ends.tolist(), strict=True)
+        hashes = (xxhash.xxh3_128_intdigest(ids[start : end - 1].tobytes()) for start, end in documents)
+        as_it_is = not any(each in held_out for each in hashes)
+    if as_it_is:
         held = int((borders[:-1] >= len(file.ids) * (1 - settings.validation_fraction)).sum())
         begin = (file.begin or 0) + int(borders[0]) * ids.dtype.itemsize
         link = not is_url(piece.path) and not is_url(settings.out)
@@ -421,15 +425,6 @@ def _write_tokens(
             origins[split].append((place, first))
     for split in SPLITS:
         writers[split].write(chosen[split], origins[split], None if settings.chat else encoder.separator_id)
-
-
-def _any_held_out(
-    ids: np.ndarray, starts: np.ndarray, ends: np.ndarray, settings: WorkerSettings, held_out: _HeldOut
-) -> bool:
-    if settings.held_out is None:
-        return False
-    documents = zip(starts.tolist(), ends.tolist(), strict=True)
-    return any(xxhash.xxh3_128_intdigest(ids[start : end - 1].tobytes()) in held_out for start, end in documents)
 
 
 def _as_they_lie(

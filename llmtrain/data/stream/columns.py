@@ -222,7 +222,8 @@ class ColumnWriter:
                 for path, array in zip(files, self._arrays[split], strict=True):
                     if isinstance(array, np.memmap):
                         array.flush()
-                    made[path.name] = _hash(_partial(path))
+                    with open(_partial(path), "rb") as file:
+                        made[path.name] = hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()
                     os.replace(_partial(path), path)
             column = asdict(replace(self._column, files=made))
             replace_file(self._told, json.dumps(column, indent=1).encode() + b"\n")
@@ -251,11 +252,6 @@ def _made(path: Path, dtype: Any, shape: tuple[int, int]) -> np.ndarray:
     return np.memmap(path, dtype=dtype, mode="r+", shape=shape)
 
 
-def _hash(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()
-
-
 def read_column(folder: PreparedSet, wanted: TeacherColumn) -> tuple[TeacherColumn, dict[Split, Taught]]:
     """The column of a folder. `wanted`: its expected identity, without weights, precision and files.
 
@@ -278,12 +274,18 @@ def read_column(folder: PreparedSet, wanted: TeacherColumn) -> tuple[TeacherColu
     for key, name in _COMPARED.items():
         if there[key] != here[key]:
             raise DataError(f"{path}: {name}: {there[key]} there, and {here[key]} in this run; {NEW_COLUMN}")
+    taught: dict[Split, Taught] = {}
     for split in SPLITS:
+        count, arrays = found.places[split], []
         for file, (dtype, width) in _parts(folder.folder, split, found).items():
-            size = found.places[split] * width * dtype.itemsize
+            size = count * width * dtype.itemsize
             if not file.is_file() or file.stat().st_size != size:
                 raise DataError(f"{file}: has not the {size:,} bytes that {path.name} records; {NEW_COLUMN}")
-    return found, {split: _taught(path, split, found) for split in SPLITS}
+            shape = (count, width)  # no empty file can be mapped
+            arrays.append(np.memmap(file, dtype=dtype, mode="r", shape=shape) if count else np.empty(shape, dtype))
+        logs, words = arrays
+        taught[split] = Taught(path=path, words=words, logs=logs, vocabulary=found.vocabulary)
+    return found, taught
 
 
 _COMPARED = {
@@ -293,12 +295,3 @@ _COMPARED = {
     "windows": "data.sequence_length, isolate_documents, mask_document_starts",
     "places": "counted tokens",
 }
-
-
-def _taught(told: Path, split: Split, column: TeacherColumn) -> Taught:
-    count = column.places[split]
-    logs, words = (
-        np.memmap(path, dtype=dtype, mode="r", shape=(count, width)) if count else np.empty((0, width), dtype=dtype)
-        for path, (dtype, width) in _parts(told.parent, split, column).items()
-    )
-    return Taught(path=told, words=words, logs=logs, vocabulary=column.vocabulary)

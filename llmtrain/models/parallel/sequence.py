@@ -198,7 +198,11 @@ def check_attention(hf: PreTrainedModel) -> None:
                     f"model: the attention of {name} has a parameter of its own ({parameter}), with a value for each "
                     f"head; ranks that share heads would need their parts of it. Set {_KEY} to 1."
                 )
-    with torch.no_grad(), attention_seen(small, compute=_own_value):
+
+    def own_value(query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # no token sees another one
+        return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2).contiguous()
+
+    with torch.no_grad(), attention_seen(small, compute=own_value):
         try:
             one, two = (run_decoder(small, tokens) for tokens in (ids, other))
         except ModelError as error:  # a model may need more from its attention
@@ -215,7 +219,3 @@ def check_attention(hf: PreTrainedModel) -> None:
 
 
 _KEY = "sequence_parallel_size"
-
-
-def _own_value(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2).contiguous()

@@ -169,7 +169,9 @@ class _Section:
 
     def _wrong_type(self, name: str, value: Any, field: Any) -> tuple[str, str] | None:
         """Rule and remedy for a value that the field's type hint, or a validator of the class, refuses."""
-        if _is_readable(field.type):
+        # Values are read for hints of numbers, text, words, and lists of these alone.
+        kinds = [get_args(each) if get_origin(each) in (list, tuple) else (each,) for each in members(field.type)]
+        if all(each in _PLAIN or each is ... or get_origin(each) is Literal for several in kinds for each in several):
             made, words = read(field.type, value, name, Problems()), type_name(field.type)
             if made is WRONG:
                 usual = "" if field.default is None else f", such as the family's default, {show(field.default)}"
@@ -257,12 +259,6 @@ def _outside(value: Any, vocabulary: int | None, field: Any) -> str | None:
 
 
 _PLAIN = {int, float, str, bool, type(None)}
-
-
-def _is_readable(kind: Any) -> bool:
-    """True for a type hint of numbers, text, words, and lists of these."""
-    kinds = [get_args(each) if get_origin(each) in (list, tuple) else (each,) for each in members(kind)]
-    return all(each in _PLAIN or each is ... or get_origin(each) is Literal for several in kinds for each in several)
 
 
 def _sources(family: Any) -> list[str]:

@@ -188,7 +188,11 @@ def _shrink_layers(size_of: _Sizes, fields: dict[str, Any], layers: int) -> None
     lists = {key: value for key, value in lists.items() if key not in indices and len(value) == count}
     own = {int(layer): values for layer, values in fields.get("per_layer_config", {}).items()}  # Gemma 4
     dense = fields.get("first_k_dense_replace")
-    repeats = _repeats(fields)
+    # (step, place): layer i is special if i % step == place.
+    sparse = fields.get("decoder_sparse_step") or 1
+    repeats = [(sparse, place) for place in range(sparse)] if sparse > 1 else []
+    periods = [key.removesuffix("_period") for key in fields if key.endswith("_layer_period")]  # Jamba
+    repeats += [(fields[f"{key}_period"], fields.get(f"{key}_offset", 0)) for key in periods]
     kinds: dict[str, int] = {}
     for layer in range(count):
         kind = [value[layer] for value in lists.values()] + [layer in value for value in indices.values()]
@@ -211,14 +215,6 @@ def _shrink_layers(size_of: _Sizes, fields: dict[str, Any], layers: int) -> None
         fields["attention_types"] = [[fields["attention_layers"], 1]]
     if size_of.get("num_hidden_layers") is not None:
         size_of.put("num_hidden_layers", len(kept))
-
-
-def _repeats(fields: dict[str, Any]) -> list[tuple[int, int]]:
-    """(step, place): layer i is special if i % step == place."""
-    step = fields.get("decoder_sparse_step") or 1
-    places = [(step, place) for place in range(step)] if step > 1 else []
-    periods = [key.removesuffix("_period") for key in fields if key.endswith("_layer_period")]  # Jamba
-    return places + [(fields[f"{key}_period"], fields.get(f"{key}_offset", 0)) for key in periods]
 
 
 def _ascending(value: list[Any], count: int) -> bool:
