@@ -34,7 +34,8 @@ from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.checkpoint.retain import set_aside
 from llmtrain.checkpoint.rundir import CheckpointFolder, origin
 from llmtrain.checkpoint.verify import damaged_parts, wrong_frozen
-from llmtrain.config.plugins import CHANGED, FLAG, changed_ok
+from llmtrain.config import plugins
+from llmtrain.config.plugins import CHANGED, FLAG
 from llmtrain.config.problems import show
 from llmtrain.config.reader import saved_stages
 from llmtrain.config.run import RunConfig
@@ -438,7 +439,7 @@ def refuse_other_run(
 
 
 def _refuse_other_plugins(saved: dict[str, str], now: dict[str, str], folder: Path) -> None:
-    if saved == now or changed_ok():
+    if saved == now or plugins.changed_ok:
         return
     remedy = f"give {CHANGED} ok to continue with it, or continue with the code as it was"
     for name in sorted(saved.keys() | now.keys()):

@@ -17,9 +17,9 @@ from llmtrain.cluster.launch.attempts import Launch
 from llmtrain.cluster.launch.launchers import launcher_of
 from llmtrain.cluster.launch.plan import Options, Run, describe, make_plan
 from llmtrain.commands import completion
-from llmtrain.config import plugins
 from llmtrain.config.load import command_words, configs_in, load, run_words
 from llmtrain.config.on_disk import refuse_if_preempted
+from llmtrain.config.plugin_import import carried
 from llmtrain.config.run import ResolvedRun
 from llmtrain.data.stream.epoch import sequences_of_epoch
 from llmtrain.training.host_needs import needs
@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
     resolved = load(
         list(options.words), sum(host.slots for host in options.hosts), "the hosts' slots", epoch=sequences_of_epoch
     )
-    options = replace(options, carried=plugins.carried())
+    options = replace(options, carried=carried())
     mark = secrets.token_hex(8)
     plan = make_plan(options, options.hosts, mark)
     launcher = launcher_of(options.launcher, mark)

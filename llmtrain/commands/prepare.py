@@ -13,7 +13,7 @@ from typing import Any
 from llmtrain.base import untrusted
 from llmtrain.base.errors import DataError, UserError
 from llmtrain.commands import completion
-from llmtrain.config import plugins
+from llmtrain.config.plugin_import import use
 from llmtrain.config.schema import source_entries
 from llmtrain.data.manifest import Manifest
 from llmtrain.data.prepare import plugin_source, preparation
@@ -176,7 +176,7 @@ def main(argv: list[str]) -> int:
 
     previous = signal.signal(signal.SIGTERM, stop)
     try:
-        plugins.use(early.parse_known_args(argv)[0].plugin)  # they bring options
+        use(early.parse_known_args(argv)[0].plugin)  # they bring options
         parser = _options()
         completion.offer(parser)
         if argv and not argv[0].startswith("-"):

@@ -16,7 +16,6 @@ from llmtrain.base.files import refuse_if_in_use
 from llmtrain.base.imports import let_segments_grow
 from llmtrain.base.rank import messages, watch
 from llmtrain.commands import completion
-from llmtrain.config import plugins
 from llmtrain.config.load import load
 from llmtrain.config.on_disk import has_checkpoints, refuse_if_preempted
 from llmtrain.config.pinned import with_base
@@ -102,8 +101,10 @@ def _train(argv: list[str], parts: Sequence[Part] = ()) -> tuple[ResolvedRun, in
 
                 checkpoints_at(resolved.run.resume)
         if parts:
+            from llmtrain.config.plugin_import import check_methods
+
             for part in parts:
-                plugins.check_methods(type(part), "parts")
+                check_methods(type(part), "parts")
             named = {getattr(part, "NAME", type(part).__name__): part for part in parts}
             resolved = replace(resolved, run=replace(resolved.run, parts={**resolved.run.parts, **named}))
         watch.begin(

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from llmtrain.base import untrusted
 from llmtrain.base.choice import Choice, Entry
 from llmtrain.config.deepspeed.keys import KEYS
-from llmtrain.config.problems import COMMAND_LINE, Problems, closest
+from llmtrain.config.problems import COMMAND_LINE, WRITTEN, Problems, closest
 from llmtrain.config.schema import ENTRIES, SHARED, entries, schema, type_name
 
 _PAGE = Path(__file__).parents[1] / "commands/shipped/docs/migrate.md"
@@ -82,20 +82,6 @@ def _names(cls: type[Any]) -> list[str]:
     choices = cls.CHOICES.values() if issubclass(cls, Choice) else ()
     selector = [cls.SELECTOR] if issubclass(cls, Choice) else []
     return [*selector, *dict.fromkeys(item.name for each in (cls, *choices) for item in fields(each) if item.init)]
-
-
-def remedy(key: str) -> str:
-    """Return the remedy for a field that is empty or missing."""
-    return _WRITTEN.get(key, "remove the line for the default")
-
-
-_WRITTEN = {
-    "deepspeed": "write `deepspeed: PATH` of a DeepSpeed JSON; `llmtrain init DIR` writes some, and when to take which",
-    "data.path": "write the path of a folder that `llmtrain prepare` made",
-    "resume": "write auto, none or the path of a checkpoint",
-    "data.stages": "write a list: [{from_step: 1000, path: FOLDER}, ...]",
-}
-"""Field -> the remedy for its value of another type."""
 
 
 def of_section(cls: type[Any], key: str, value: Any) -> tuple[str, str]:
@@ -234,8 +220,8 @@ def of_type(kind: Any, key: str, value: Any) -> tuple[str, str]:
     lines = {entry.key: entry.line for entry in entries() if entry.line}  # form of a line in a map of the user's keys
     if line := next((line for field, line in lines.items() if f"{key}.".startswith(f"{field}.")), None):
         return rule, f"write `{line}` lines below it" if key in schema() else f"write a line `{line}`"
-    if key in _WRITTEN:
-        return rule, _WRITTEN[key]
+    if key in WRITTEN:
+        return rule, WRITTEN[key]
     if number := re.fullmatch(r"(-?\d+),(\d+)", text):
         return rule, f"write {number[1]}.{number[2]}, with a decimal point"
     if share := re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text):

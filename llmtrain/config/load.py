@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from llmtrain.base.choice import Entry
-from llmtrain.config import answers, plugins, rules, strict_yaml
+from llmtrain.config import plugins, rules, strict_yaml
 from llmtrain.config.deepspeed.join import optimizer_in
 from llmtrain.config.deepspeed.keys import KEYS
 from llmtrain.config.on_disk import check_on_disk
@@ -187,7 +187,11 @@ def plugins_of(argv: list[str]) -> list[str]:
                 raise stop(flag, value or None, "needs its value", remedy, COMMAND_LINE)
         else:
             rest.append(word)
-    plugins.use(found, changed=changed)
+    plugins.changed_ok = changed
+    if found or plugins.current:
+        from llmtrain.config.plugin_import import use  # most runs have none
+
+        use(found)
     return rest
 
 
@@ -337,6 +341,8 @@ def _typed_words(words: list[tuple[str, str]], problems: Problems) -> tuple[dict
             continue
         field, kind = _field_of(key)
         if field is None:
+            from llmtrain.config import answers
+
             answers.unknown_flag(key, text, problems)
             continue
         *holders, last = [*field.split("."), *([key[len(field) + 1 :]] if key != field else [])]

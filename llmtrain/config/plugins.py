@@ -6,36 +6,19 @@ No configuration names code: only the command line and Python do.
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import importlib
-import importlib.util
-import inspect
-import json
 import os
-import sys
 import traceback
-import zlib
-from dataclasses import dataclass, fields, is_dataclass
-from importlib import metadata
-from importlib.abc import SourceLoader
-from importlib.machinery import ModuleSpec
+from dataclasses import dataclass
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import ModuleType
 
-from llmtrain.base import log
-from llmtrain.base.choice import Choice, Entry
-from llmtrain.base.errors import ConfigError, TrainingStopped
-from llmtrain.config import schema
-from llmtrain.config.problems import closest, nearest
+from llmtrain.base.choice import Entry
+from llmtrain.base.errors import TrainingStopped
 
 FLAG = "--plugin"
 CHANGED = "--plugin-changed"
-GROUP = "llmtrain.plugins"
 CARRIED = "LLMTRAIN_PLUGINS"
 """Environment variable of a launch's ranks with the files of `--plugin`: JSON, word -> packed bytes."""
-_MOST_CARRIED = 96 << 10
-"""Bytes of that variable; Linux takes 128 KiB for one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,230 +42,44 @@ class PluginError(TrainingStopped):
     """An exception in a plugin's code during a run."""
 
 
-_PREFIX = "llmtrain_plugin_"
-_modules: set[str] = set()
+modules: set[str] = set()
 """Names of all modules that were imported as plugins in this process."""
-_current: list[Plugin] = []
+current: list[Plugin] = []
 """The plugins of the run that was parsed last in this process."""
-_changed_ok = False
-
-
-def changed_ok() -> bool:
-    return _changed_ok
-
-
-def use(given: list[str], *, changed: bool = False) -> None:
-    """Import these plugins, in this order, as those of the run. `changed`: a checkpoint of other plugins is no mistake.
-
-    Raises: ConfigError, with the line of the plugin that is wrong.
-    """
-    global _changed_ok
-    _changed_ok = changed
-    asked = [(word, spec := _found(word), _digest(spec)) for word in given]
-    if [(word, digest) for word, _, digest in asked] == [(plugin.given, plugin.sha256) for plugin in _current]:
-        return
-    _forget_all()
-    try:
-        for word, spec, digest in asked:
-            if (name := spec.name) in [plugin.module.__name__ for plugin in _current]:
-                name = name.removeprefix(_PREFIX)
-                raise ConfigError(f"{FLAG} {word}: another plugin is called {name}, too. Rename one")
-            _current.append(_import(word, spec, digest))
-    except BaseException:  # the names that came before the mistake
-        _forget_all()
-        raise
-    finally:
-        for cached in (schema.sections, schema.subsections, schema.choices, schema.schema, schema.entries,
-                       schema.source_entries):  # fmt: skip
-            cached.cache_clear()
-
-
-def _forget_all() -> None:
-    """Remove the names of plugins from the sections: each run has its own."""
-    _current.clear()
-    for names in [*(base.CHOICES for base in Choice.__subclasses__()), *Entry.SECTIONS.values()]:
-        for name in [name for name, cls in names.items() if _within(cls, _modules)]:
-            del names[name]
+changed_ok = False
+"""A checkpoint of other plugins is no mistake (`--plugin-changed ok`)."""
 
 
 def entries(section: str) -> list[str]:
-    return [name for name, cls in Entry.SECTIONS.get(section, {}).items() if _within(cls, _modules)]
+    return [name for name, cls in Entry.SECTIONS.get(section, {}).items() if within(cls, modules)]
 
 
-def _within(cls: type, modules: set[str]) -> bool:
+def within(cls: type, modules: set[str]) -> bool:
     return any(cls.__module__ == module or cls.__module__.startswith(f"{module}.") for module in modules)
 
 
-def _import(word: str, spec: ModuleSpec, digest: str) -> Plugin:
-    path = Path(str(spec.origin)).resolve()
-    module = importlib.util.module_from_spec(spec)
-    _modules.add(module.__name__)
-    sys.modules[module.__name__] = module  # pickle finds its classes by this name
-    try:
-        assert spec.loader is not None
-        spec.loader.exec_module(module)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        remedy = "Correct the file; `python FILE.py` shows the complete traceback"
-        if isinstance(error, ModuleNotFoundError):
-            package = str(error.name).partition(".")[0]
-            remedy = f"Install it on all hosts (pip install {package}), or correct the import"
-        what = f"{_line(error, path)}{type(error).__name__}: {error}"
-        raise ConfigError(f"{FLAG} {word}: {what}. {remedy}") from None
-    if log.reopen():
-        raise ConfigError(f"{FLAG} {word}: its import closes sys.stdout, where the run prints. Remove that")
-    for cls in vars(module).values():
-        if isinstance(cls, type) and issubclass(cls, (Choice, Entry)) and _within(cls, {module.__name__}):
-            _check_fields(cls, word)
-            check_methods(cls, f"{FLAG} {word}")
-    source = spec.loader.source if isinstance(spec.loader, _Source) else None
-    return Plugin(given=word, path=path, sha256=digest, module=module, source=source)
-
-
-class _Source(SourceLoader):
-    """Loads a file that has been read: here, or by the launch on its host."""
-
-    def __init__(self, path: Path, source: bytes) -> None:
-        self.path, self.source = path, source
-
-    def get_filename(self, fullname: str) -> str:
-        return str(self.path)
-
-    def get_data(self, path: bytes | str) -> bytes:
-        if str(path) != str(self.path):
-            raise OSError("no file of compiled code is kept")
-        return self.source
-
-
-def carried() -> dict[str, str]:
-    """The environment variable with which the ranks of other hosts import the files of this process's plugins.
-
-    Raises ConfigError for files that are too large.
-    """
-    files = {plugin.given: base64.b64encode(zlib.compress(plugin.source, 9)).decode() for plugin in _current
-             if plugin.source is not None}  # fmt: skip
-    if not files:
-        return {}
-    if len(text := json.dumps(files)) > _MOST_CARRIED:
-        largest = max(files, key=lambda word: len(files[word]))
-        raise ConfigError(f"{FLAG} {largest}: the plugins have {len(text) >> 10} KiB, packed, and launch carries "
-                          f"{_MOST_CARRIED >> 10} to the hosts. Install the code as a package on all hosts, and give "
-                          "its name")  # fmt: skip
-    return {CARRIED: text}
-
-
-def _found(word: str) -> ModuleSpec:
-    """The spec of a file, a module or an entry point. Raises ConfigError."""
-    if word.endswith(".py") or "/" in word:
-        path = Path(word).expanduser().resolve()
-        packed = json.loads(os.environ.get(CARRIED, "{}")).get(word)
-        if packed is None and not path.is_file():
-            near = nearest(path.name, (each.name for each in path.parent.glob("*.py")))
-            remedy = (
-                f"Did you mean {Path(word).with_name(near)}?"
-                if near
-                else "Give the path of a Python file, the same on all hosts"
-            )
-            raise ConfigError(f"{FLAG} {word}: no such file (looked from {Path.cwd()}). {remedy}")
-        if not path.stem.isidentifier():
-            raise ConfigError(f"{FLAG} {word}: a file's name becomes a module's name: use letters, digits and _ only")
-        if path.suffix != ".py":
-            raise ConfigError(f"{FLAG} {word}: is no Python file: its name must end with .py")
-        source = path.read_bytes() if packed is None else zlib.decompress(base64.b64decode(packed))
-        made = ModuleSpec(f"{_PREFIX}{path.stem}", _Source(path, source), origin=str(path))
-        made.has_location = True  # __file__
-        return made
-    entry = next((each for each in metadata.entry_points(group=GROUP) if each.name == word), None)
-    try:
-        spec = importlib.util.find_spec(entry.module if entry is not None else word)
-    except (ImportError, ValueError, AttributeError):
-        spec = None
-    if spec is None or spec.origin is None or not Path(spec.origin).is_file():
-        raise ConfigError(f"{FLAG} {word}: neither a file, nor a module that Python finds, nor an installed entry "
-                          f"point of the group {GROUP}. Give FILE.py, or install the package on all hosts")  # fmt: skip
-    return spec
-
-
-def _digest(spec: ModuleSpec) -> str:
-    if isinstance(spec.loader, _Source):
-        return hashlib.sha256(spec.loader.source).hexdigest()
-    path = Path(str(spec.origin)).resolve()
-    files = sorted(path.parent.rglob("*.py")) if path.stem == "__init__" else [path]
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
-
-
-def _check_fields(cls: type, word: str) -> None:
-    """Raises ConfigError where fields would be ignored: they count in a dataclass only."""
-    own = [name for name in vars(cls).get("__annotations__", {}) if not name.isupper()]
-    if own and "__dataclass_fields__" not in vars(cls):
-        frozen = "frozen=True, " if issubclass(cls, Choice) else ""
-        raise ConfigError(f"{FLAG} {word}: class {cls.__name__} has the field {own[0]} and is no dataclass. Write "
-                          f"@dataclass({frozen}kw_only=True) above it")  # fmt: skip
-    if is_dataclass(cls) and (bare := [item.name for item in fields(cls) if item.init and schema.is_required(item)]):
-        raise ConfigError(f"{FLAG} {word}: class {cls.__name__}: the field {bare[0]} has no default. Give it one; None "
-                          "may mean that the user must set it")  # fmt: skip
-
-
-def check_methods(cls: type, given: str) -> None:
-    """Refuse a user's class, from `given`, with a public method that nothing calls or calls otherwise, or without one
-    that it needs. Raises ConfigError."""
-    ours = next(base for base in cls.__mro__ if base.__module__.startswith("llmtrain.")
-                and not _within(base, _modules))  # fmt: skip
-    theirs = cls.__mro__[: cls.__mro__.index(ours)]
-    known = {name: each for name, each in inspect.getmembers(ours, inspect.isfunction) if not name.startswith("_")}
-    own = {name: each for base in reversed(theirs) for name, each in vars(base).items()
-           if isinstance(each, FunctionType) and not name.startswith("_")}  # fmt: skip
-    for name, method in own.items():
-        if name not in known:
-            near = closest(name, known)
-            hint = f"Did you mean {near}? {ours.__name__}" if near else f"{ours.__name__}"
-            raise ConfigError(f"{given}: class {cls.__name__}: nothing calls its method {name}. {hint} has "
-                              f"{', '.join(known)}; the name of a method of your own begins with _")  # fmt: skip
-        wanted = list(inspect.signature(known[name]).parameters.values())
-        by_name = {each.name: None for each in wanted if each.kind is each.KEYWORD_ONLY}
-        try:
-            inspect.signature(method).bind(*[None] * (len(wanted) - len(by_name)), **by_name)
-        except TypeError as error:
-            raise ConfigError(f"{given}: class {cls.__name__}: its method {name} is called as {_call(known[name])}: "
-                              f"{error}") from None  # fmt: skip
-    selectable = "NAME" in vars(cls) or (issubclass(cls, Choice) and cls in cls.CHOICES.values())
-    for name, method in known.items() if selectable else ():
-        if getattr(getattr(cls, name), "__isabstractmethod__", False):
-            raise ConfigError(f"{given}: class {cls.__name__} has no method {_call(method)}: {ours.__name__} needs it")
-
-
-def _call(method: FunctionType) -> str:
-    """`name(argument, *, argument)`."""
-    given = [each.replace(annotation=each.empty) for each in inspect.signature(method).parameters.values()]
-    return f"{method.__name__}{inspect.Signature(given[1:])}"
-
-
 def is_of_plugin(entry: object) -> bool:
-    return _within(type(entry), _modules)
+    return within(type(entry), modules)
 
 
 def place_of(error: BaseException) -> str:
     """`FILE line N: ` of the plugin in which an exception of a run arose."""
-    for plugin in _current:
-        if line := _line(error, plugin.path):
+    for plugin in current:
+        if line := line_of(error, plugin.path):
             return f"{plugin.given} {line}"
     return ""
 
 
 def words() -> list[str]:
     """Values of `--plugin` with which another process of this host imports the same."""
-    return [plugin.given if plugin.source is None or CARRIED in os.environ else str(plugin.path) for plugin in _current]
+    return [plugin.given if plugin.source is None or CARRIED in os.environ else str(plugin.path) for plugin in current]
 
 
 def hashes() -> dict[str, str]:
-    return {plugin.name: plugin.sha256 for plugin in _current}
+    return {plugin.name: plugin.sha256 for plugin in current}
 
 
-def _line(error: BaseException, path: Path) -> str:
+def line_of(error: BaseException, path: Path) -> str:
     """`line N: ` of the plugin's file in which the error arose."""
     if isinstance(error, SyntaxError) and error.filename == str(path):
         return f"line {error.lineno}: "

@@ -33,6 +33,20 @@ COMMAND_LINE = "command line"
 """The place of a flag's value."""
 
 
+WRITTEN = {
+    "deepspeed": "write `deepspeed: PATH` of a DeepSpeed JSON; `llmtrain init DIR` writes some, and when to take which",
+    "data.path": "write the path of a folder that `llmtrain prepare` made",
+    "resume": "write auto, none or the path of a checkpoint",
+    "data.stages": "write a list: [{from_step: 1000, path: FOLDER}, ...]",
+}
+"""Field -> the remedy for its value of another type."""
+
+
+def remedy_of(key: str) -> str:
+    """Return the remedy for a field that is empty or missing."""
+    return WRITTEN.get(key, "remove the line for the default")
+
+
 class Problems:
     """Collects mistakes; `raise_if_any` raises one ConfigError with all of them."""
 

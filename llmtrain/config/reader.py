@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from llmtrain.base.choice import HOST_PATH, Choice, Entry
 from llmtrain.base.redact import redact_text
-from llmtrain.config import answers, strict_yaml
-from llmtrain.config.problems import Problems
+from llmtrain.config import strict_yaml
+from llmtrain.config.problems import Problems, remedy_of
 from llmtrain.config.schema import ENTRIES, default_choice
 from llmtrain.config.stages import Batch, DataConfig, Stages, data_of, stages_of
 from llmtrain.optim.schedules import Schedule
@@ -100,10 +100,22 @@ def read(kind: Any, value: Any, key: str, problems: Problems) -> Any:
         return []
     made = _scalar(kinds, value)
     if made is WRONG:
-        problems.add(key, value, *answers.of_type(kind, key, value))
+        _refuse_type(kind, key, value, problems)
     elif isinstance(made, str) and is_path:
         return host_path(key, made, problems)
     return made
+
+
+def _refuse_type(kind: Any, key: str, value: Any, problems: Problems) -> None:
+    from llmtrain.config import answers  # most runs make no mistake
+
+    problems.add(key, value, *answers.of_type(kind, key, value))
+
+
+def _refuse_unknown(cls: type[Any], key: str, value: Any, problems: Problems) -> None:
+    from llmtrain.config import answers
+
+    answers.unknown(cls, key, value, problems)
 
 
 def members(kind: Any) -> Iterator[Any]:
@@ -161,7 +173,7 @@ def _list(kind: Any, value: list[Any] | tuple[Any, ...], key: str, problems: Pro
     kinds = args if origin is tuple and args[-1] is not ... else args[:1] * len(value)
     found = [_scalar(list(members(each)), one) for each, one in zip(kinds, value, strict=False)]
     if len(kinds) != len(value) or any(one is WRONG for one in found):
-        problems.add(key, value, *answers.of_type(kind, key, value))
+        _refuse_type(kind, key, value, problems)
         return WRONG
     return origin(found)
 
@@ -199,6 +211,8 @@ def _section(cls: type[Any], given: Any, key: str, problems: Problems) -> Any:
     if given is None:
         given = {}
     if not isinstance(given, dict):
+        from llmtrain.config import answers
+
         problems.add(key, given, *answers.of_section(cls, key, given))
         return WRONG
     is_choice = issubclass(cls, Choice)
@@ -211,7 +225,7 @@ def _section(cls: type[Any], given: Any, key: str, problems: Problems) -> Any:
         item = known.get(name)
         if item is None:
             if not problems.saved:
-                answers.unknown(cls, at, value, problems)
+                _refuse_unknown(cls, at, value, problems)
                 made[name] = WRONG
         elif name in ENTRIES and not key:
             made[name] = _entries(name, value, problems)
@@ -222,7 +236,7 @@ def _section(cls: type[Any], given: Any, key: str, problems: Problems) -> Any:
     for name, item in known.items():
         if name not in made and item.default is MISSING and item.default_factory is MISSING:
             at = f"{key}.{name}" if key else name
-            problems.add(at, None, "is required", item.metadata.get("remedy") or answers.remedy(at))
+            problems.add(at, None, "is required", item.metadata.get("remedy") or remedy_of(at))
             made[name] = WRONG
     if any(value is WRONG for value in made.values()):
         return WRONG
@@ -243,7 +257,7 @@ def _entries(section: str, given: Any, problems: Problems) -> Any:
         if name in known:
             made[name] = _section(known[name], values, key, problems)
         else:
-            answers.unknown(Entry, key, values, problems)
+            _refuse_unknown(Entry, key, values, problems)
             made[name] = WRONG
     return WRONG if any(value is WRONG for value in made.values()) else made
 
@@ -257,7 +271,7 @@ def _chosen(
     given, name = {field: value for field, value in given.items() if field != selector}, given.get(selector)
     known = name is None or (isinstance(name, str) and name in base.CHOICES)
     if not known:
-        problems.add(at, name, *answers.of_type(Literal[tuple(base.CHOICES)], at, name))
+        _refuse_type(Literal[tuple(base.CHOICES)], at, name, problems)
     cls = base.CHOICES[name if known and name is not None else default_choice(base.SECTION)]
     dumped = FORMERLY.get(key, {""}) <= {field for field in given if not problems.typed(f"{key}.{field}")}
     for field in [field for field in given if field not in cls.own() and base.owners(field)]:
@@ -302,7 +316,7 @@ def _check_text(value: str, key: str, problems: Problems) -> None:
     if value == "~":
         problems.add(key, value, "is YAML's other word for null, in quotes", "write null")
     elif not value.strip():
-        problems.add(key, value, "is empty", answers.remedy(key))
+        problems.add(key, value, "is empty", remedy_of(key))
     elif not value.isprintable():
         problems.add(key, value, "has control characters, which a terminal obeys", "leave them out")
     elif key.partition(".")[0] in Entry.SECTIONS and _PASSWORD.search(value):

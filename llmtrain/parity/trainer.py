@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from llmtrain.config import plugins
+from llmtrain.config.plugin_import import use
 from llmtrain.config.run import ResolvedRun
 from llmtrain.engine.api import Engine
 from llmtrain.engine.deepspeed.process_group import join_process_group
@@ -122,7 +122,7 @@ def main(argv: list[str]) -> int:
     with failure_reported(folder):
         # The command wrote it into a folder of its own; it may contain objects of plugins' classes.
         given, plan = pickle.loads((folder / PLAN).read_bytes())
-        plugins.use(given)
+        use(given)
         plans, steps = pickle.loads(plan)
         ranks = join_process_group(120.0)
         for name, resolved in plans.items():

@@ -186,12 +186,13 @@ def take_columns(every: Mapping[str, TrainData], take: Callable[[TrainData], lis
 def config_of_columns(every: Iterable[TrainData], config: dict[str, Any] | None) -> dict[str, Any] | None:
     """Return the configuration of the model that computed a run's columns. `config`: of a model named by the run.
     Raises DataError: a column has another configuration."""
-    from llmtrain.checkpoint.meaning import other_meaning
+    columns = [(data.name, model) for data in every for model in data.column_models]
+    if columns:
+        from llmtrain.checkpoint.meaning import other_meaning
 
-    for data in every:
-        for model in data.column_models:
+        for name, model in columns:
             if found := other_meaning(model, config):
-                raise DataError(f"{data.name}: its column is of another configuration of the model: "
+                raise DataError(f"{name}: its column is of another configuration of the model: "
                                 f"{'; '.join(found)}. Give config.json these values back, or {NEW_COLUMN}")  # fmt: skip
             config = config or model
     return config

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from llmtrain.base.choice import Entry
-from llmtrain.config import plugins
+from llmtrain.config import plugin_import
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.engine.dist.control import AgreedError
 from llmtrain.engine.losses.function import NEXT_TOKEN
@@ -91,11 +91,11 @@ def mine(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def with_plugin(path: str, function: Callable[..., Any], *arguments: Any) -> Any:
     """On a rank: call the function in a process that knows the plugin."""
-    plugins.use([path])
+    plugin_import.use([path])
     try:
         return function(*arguments)
     finally:
-        plugins.use([])
+        plugin_import.use([])
 
 
 @pytest.mark.parametrize(

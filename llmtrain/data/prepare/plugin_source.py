@@ -9,7 +9,8 @@ from typing import Any
 
 from llmtrain.base.choice import Entry
 from llmtrain.base.errors import DataError
-from llmtrain.config import plugins
+from llmtrain.config import plugin_import
+from llmtrain.config.plugins import place_of
 from llmtrain.config.problems import Problems
 from llmtrain.config.reader import read
 
@@ -50,7 +51,7 @@ def classes() -> dict[str, type[Source]]:
 
 def use(words: Sequence[str], values: Mapping[str, Mapping[str, Any]]) -> None:
     """Import these plugins, and create their sources with these field values. Raises: ConfigError."""
-    plugins.use(list(words))
+    plugin_import.use(list(words))
     _open.clear()
     problems = Problems()
     made = {name: read(cls, values.get(name, {}), name, problems) for name, cls in classes().items()}
@@ -103,4 +104,4 @@ def _told(error: BaseException, label: str, method: str) -> BaseException:
     if isinstance(error, KeyboardInterrupt):
         return error
     what = f"{type(error).__name__}: {error}".removesuffix(": ")
-    return DataError(f"{label}: {method}: {plugins.place_of(error)}{what}")
+    return DataError(f"{label}: {method}: {place_of(error)}{what}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,7 +14,9 @@ from llmtrain.engine.dist.plugin_code import called
 from llmtrain.engine.losses.function import LooksAhead, LossFunction
 from llmtrain.models.head import Head
 from llmtrain.models.loss import IGNORE
-from llmtrain.objectives.metric import Metric
+
+if TYPE_CHECKING:
+    from llmtrain.objectives.metric import Metric
 
 _VALUES, _WEIGHTS = "metrics.{}: values", "metrics.{}: weights"
 """Names of the two sums of a metric, which `quotients` removes."""

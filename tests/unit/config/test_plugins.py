@@ -17,7 +17,7 @@ from llmtrain import Request
 from llmtrain.base.choice import Entry
 from llmtrain.base.errors import ConfigError
 from llmtrain.cli import main
-from llmtrain.config import plugins
+from llmtrain.config import plugin_import, plugins
 from llmtrain.config.load import parse
 from llmtrain.config.schema import json_schema, run_parser
 from llmtrain.config.strict_yaml import dump
@@ -56,7 +56,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(autouse=True)
 def forgotten() -> object:
     yield
-    plugins.use([])
+    plugin_import.use([])
 
 
 def test_a_plugins_classes_are_fields_of_the_run(here: Path) -> None:
@@ -217,7 +217,7 @@ def test_the_page_has_the_methods_of_each_base() -> None:
     table = dict(re.findall(r"^\| `([A-Z]\w+)` \| ((?:none; )?`\w+\(.*?) \|$", page, flags=re.M))
     for name, shown in table.items():
         known = inspect.getmembers(getattr(llmtrain, name), inspect.isfunction)
-        wanted = {plugins._call(method) for method_name, method in known if not method_name.startswith("_")}
+        wanted = {plugin_import._call(method) for method_name, method in known if not method_name.startswith("_")}
         assert set(re.findall(r"`(\w+\([^`]*\))`", shown)) == wanted, name
     assert set(table) == {"ByToken", "Pairs", "Schedule", "Optimizer", "Metric", "Part", "Sink", "Source"}
 
@@ -281,15 +281,15 @@ def test_the_ported_callbacks_of_the_page_take_part(here: Path, capsys: pytest.C
 def test_ranks_import_the_files_that_the_launch_has_carried(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["run.yaml", "--plugin", "mine.py", "--schedule.name", "steep"]
     parse(words)
-    (variable, packed), *more = plugins.carried().items()
+    (variable, packed), *more = plugin_import.carried().items()
     known = plugins.hashes()
     assert variable == plugins.CARRIED and not more and "\n" not in packed
     monkeypatch.setenv(variable, packed)
-    plugins.use([])
-    assert plugins.carried() == {}
+    plugin_import.use([])
+    assert plugin_import.carried() == {}
     for there in (None, f"{MINE}\nraise RuntimeError('of another host')\n"):  # the launch's content counts
         (here / "mine.py").unlink() if there is None else (here / "mine.py").write_text(there)
-        plugins.use([])
+        plugin_import.use([])
         assert parse(words).run.schedule.factor(1, None) == 2.0**-2 and plugins.hashes() == known
 
 
@@ -297,7 +297,7 @@ def test_a_file_that_no_variable_can_carry_is_refused(here: Path) -> None:
     (here / "mine.py").write_text(f"{MINE}\nTABLE = {os.urandom(1 << 17)!r}\n")
     parse(["run.yaml", "--plugin", "mine.py"])
     with pytest.raises(ConfigError, match=r"--plugin mine\.py: .*Install the code as a package"):
-        plugins.carried()
+        plugin_import.carried()
 
 
 def test_a_figure_of_a_plugins_metric_or_of_the_averages_may_decide(here: Path) -> None:

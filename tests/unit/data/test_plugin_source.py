@@ -11,7 +11,7 @@ import pytest
 import llmtrain
 from llmtrain.base.errors import UserError
 from llmtrain.cli import main
-from llmtrain.config import plugins
+from llmtrain.config import plugin_import, plugins
 from tests.helpers.launching import REPO
 
 CSV = str(REPO / "examples/csv_source.py")
@@ -46,7 +46,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
             rows.writerows([row, f'Row {row} of "table" {number}; {"word " * (row % 7)}\nends.'] for row in range(80))
     (tmp_path / "bad.py").write_text(BAD)
     yield
-    plugins.use([])
+    plugin_import.use([])
 
 
 def test_rows_of_csv_files_become_documents_however_many_processes_there_are(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from llmtrain.base.errors import ConfigError, ModelError
-from llmtrain.config import plugins
+from llmtrain.config import plugin_import
 from llmtrain.engine.deepspeed.optimizers import MOMENTS, build_guarded, moments_of, prove_by_element
 from llmtrain.optim.optimizers import Optimizer
 
@@ -42,7 +42,7 @@ STEP = {
 @pytest.fixture(autouse=True)
 def forgotten() -> object:
     yield
-    plugins.use([])
+    plugin_import.use([])
 
 
 def made(folder: Path, step: str, state: str = "()", build: str = "return Own(groups)") -> Optimizer:
@@ -57,7 +57,7 @@ class Mine(Optimizer, choice="mine"):
     def build(self, groups):
         {build}
 """)
-    plugins.use([str(folder / "mine.py")])
+    plugin_import.use([str(folder / "mine.py")])
     return Optimizer.of("mine", lr=0.1, betas=(0.9, 0.95), weight_decay=0.0, clip_norm=0.0)
 
 

@@ -14,7 +14,7 @@ from llmtrain.base.rank.heartbeat import heart
 from llmtrain.base.rank.stacks import Frame
 from llmtrain.cluster.watch.causes import explain
 from llmtrain.cluster.watch.facts import JobFacts, RankFacts
-from llmtrain.config import plugins
+from llmtrain.config import plugin_import, plugins
 from llmtrain.training import plugin_parts
 from llmtrain.training.plugin_parts import Guarded, Surroundings
 from llmtrain.training.step import Position, Request
@@ -47,12 +47,12 @@ CALLS: dict[str, Any] = {
 @pytest.fixture
 def part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
     (tmp_path / "mine.py").write_text(WRONG)
-    plugins.use([str(tmp_path / "mine.py")])
+    plugin_import.use([str(tmp_path / "mine.py")])
     monkeypatch.setattr(plugin_parts, "together", lambda _: nullcontext())
     from llmtrain.base.choice import Entry
 
     yield Entry.SECTIONS["parts"]["wrong"]()
-    plugins.use([])
+    plugin_import.use([])
 
 
 @pytest.mark.parametrize("what", RAISES)
