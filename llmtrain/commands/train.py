@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llmtrain.base.errors import ConfigError
 from llmtrain.base.files import refuse_if_in_use
 from llmtrain.base.imports import let_segments_grow
 from llmtrain.base.rank import messages, watch
@@ -83,13 +84,9 @@ def _train(argv: list[str], parts: Sequence[Part] = ()) -> tuple[ResolvedRun, in
     source = "WORLD_SIZE, set by the launcher" if "WORLD_SIZE" in os.environ else "started without a launcher"
     with watch.outcome_reported():
         if messages.SECRETS in os.environ:
-            from llmtrain.base.rank.launcher import load_secrets
-
-            load_secrets()
+            messages.load_secrets()
         if "LOCAL_RANK" in os.environ and messages.SUPERVISED not in os.environ:  # `llmtrain launch` has read it
-            from llmtrain.base.rank.launcher import refuse_missing_hostfile
-
-            refuse_missing_hostfile()
+            _refuse_missing_hostfile()
         resolved = load(argv, world_size, source, epoch=sequences_of_epoch)
         if not messages.supervised():
             refuse_if_preempted(resolved.run, resolved.places)
@@ -124,6 +121,33 @@ def _train(argv: list[str], parts: Sequence[Part] = ()) -> tuple[ResolvedRun, in
             from llmtrain.training.run import train
 
         return resolved, train(checked)
+
+
+def _refuse_missing_hostfile() -> None:
+    """Refuse a run that `deepspeed --hostfile FILE` has started on this host alone because FILE does not exist.
+
+    DeepSpeed only warns. Raises ConfigError.
+    """
+    import psutil
+
+    parent = psutil.Process().parent()
+    for _ in range(4):
+        try:
+            if parent is None:
+                return
+            words, folder, parent = parent.cmdline(), parent.cwd(), parent.parent()
+        except (psutil.Error, OSError):  # another user's, or gone
+            return
+        if not any(os.path.basename(word) in ("deepspeed", "ds", "deepspeed.launcher.runner") for word in words[:4]):
+            continue
+        flags = [at for at, word in enumerate(words) if word.partition("=")[0] in ("--hostfile", "-H")]
+        for at in flags[:1]:
+            path = words[at].partition("=")[2] or (words[at + 1] if at + 1 < len(words) else "")
+            if path and not os.path.exists(os.path.join(folder, path)):
+                raise ConfigError(
+                    f"--hostfile {path}: no such file (looked from {folder}), so deepspeed has started this host "
+                    "alone. Correct the path, or leave --hostfile out to train on this host"
+                )
 
 
 def stall_timeout_s(fault: FaultConfig) -> float:

@@ -19,6 +19,8 @@ from llmtrain.config.rules import check_values
 from llmtrain.config.run import DataConfig, EvalConfig, KeepBest, ProfileConfig, ResolvedRun, RunConfig, StopEarly
 from llmtrain.config.topology import Degrees
 
+PLAN = "plan.pickle"
+"""File of the small runs for their ranks (trainer.py)."""
 LR = 3e-4
 """Learning rate of every parity check: the effect of rounding in AdamW, and so each tolerance, is proportional to
 it."""

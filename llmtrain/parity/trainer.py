@@ -26,6 +26,7 @@ from llmtrain.models.spec import ModelSpec
 from llmtrain.optim.optimizers import PARAM
 from llmtrain.parity.compare import AVERAGE, Trace
 from llmtrain.parity.plain_maps import loud_source
+from llmtrain.parity.small_run import PLAN
 from llmtrain.parity.tokens import Answers, Tokens
 from llmtrain.storage.pieces import put
 from llmtrain.training.ema import Ema
@@ -33,8 +34,6 @@ from llmtrain.training.examine import Checked
 from llmtrain.training.parts import Done
 from llmtrain.training.setup import Setup
 from llmtrain.training.step import Position
-
-PLAN = "plan.pickle"
 
 
 def train_small(resolved: ResolvedRun, steps: int, ranks: Ranks) -> Trace:

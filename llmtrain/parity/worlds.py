@@ -27,8 +27,7 @@ from llmtrain.parity.compare import CEILINGS, COUNT, KINDS, Difference, Trace, V
 from llmtrain.parity.plain import nudged, orders, train_plainly
 from llmtrain.parity.plain_objectives import PLAIN, with_small_teacher
 from llmtrain.parity.small import attention_here, own_settings_here, patterns_here, small_model, targets_here
-from llmtrain.parity.small_run import Wanted, degrees_text, resolve_in, small_run
-from llmtrain.parity.trainer import PLAN
+from llmtrain.parity.small_run import PLAN, Wanted, degrees_text, resolve_in, small_run
 from llmtrain.parity.untrained import compare_course, compare_folder
 
 _TIMEOUT_S = 900.0

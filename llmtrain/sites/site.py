@@ -34,9 +34,8 @@ from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.engine.dist.rendezvous import another_group
 from llmtrain.optim.message_formats import FORMATS
 from llmtrain.optim.outer_methods import SitesConfig
-from llmtrain.sites.exchange import Exchange, Fetched, checksum_of
+from llmtrain.sites.exchange import Bytes, Exchange, Feedback, Fetched, checksum_of, outer_step, squared_distance
 from llmtrain.sites.membership import Heard, Members, PeerStatus, SitesError, TorchftMembers, join, name_of, own_address
-from llmtrain.sites.outer import Bytes, Feedback, outer_step, squared_distance
 from llmtrain.sites.quorum import AGAIN_S, MeetAgain, Meetings, RoundFailed, leader_of
 from llmtrain.sites.sample_ledger import SLOWEST, Ledger, Request, Share, steps_each, steps_of
 from llmtrain.sites.shard import COMMON, MOMENTUM, RESIDUAL, Array, Shard, pieces, read_back, shapes, standing

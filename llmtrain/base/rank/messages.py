@@ -1,6 +1,6 @@
-"""Messages from a running job to its supervisor: each is one line of JSON on standard output.
+"""Between a job and its supervisor: the file with a launch's secrets for its ranks, and messages to the supervisor.
 
-Nothing is printed unless LLMTRAIN_SUPERVISED is 1.
+A message is one line of JSON on standard output. Nothing is printed unless LLMTRAIN_SUPERVISED is 1.
 
     kind        fields
     wait        the ranks cannot meet yet: files are being fetched; sent repeatedly
@@ -17,12 +17,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import stat
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from llmtrain.base import log
+from llmtrain.base.errors import ConfigError
 
 MARK = "llmtrain:: "
 SUPERVISED = "LLMTRAIN_SUPERVISED"
@@ -87,3 +89,30 @@ def parse(line: str) -> dict[str, Any] | None:
     except ValueError:
         return None
     return message if isinstance(message, dict) and message.get("kind") in KINDS else None
+
+
+def load_secrets() -> list[str]:
+    """Put the secrets of `deliver` into this process's environment, before they are read; returns their names. Raises
+    ConfigError: the file of LLMTRAIN_SECRETS is missing, or open to other users."""
+    shown = os.environ.get(SECRETS)
+    if shown is None:
+        return []
+    try:
+        handle = os.open(os.path.expanduser(shown), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise ConfigError(
+            f"{SECRETS}={shown}: cannot be read on host {os.uname().nodename} ({error.strerror}). "
+            "`llmtrain launch` writes it and removes it at its end: start the run with it again, or unset the variable"
+        ) from None
+    try:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+            rule = f"must be a plain file of this user with mode 0600, not {stat.filemode(status.st_mode)}"
+            raise ConfigError(f"{SECRETS}={shown}: {rule} of user {status.st_uid}: remove it and launch again")
+        with open(handle, "rb", closefd=False) as file:
+            pairs = [item.partition(b"=") for item in file.read().split(b"\0") if item]
+    finally:
+        os.close(handle)
+    for name, _, value in pairs:
+        os.environb[name] = value
+    return [os.fsdecode(name) for name, _, _ in pairs]

@@ -18,7 +18,7 @@ import pytest
 
 from llmtrain import cli
 from llmtrain.base.errors import ConfigError
-from llmtrain.base.rank.launcher import load_secrets
+from llmtrain.base.rank.messages import load_secrets
 from llmtrain.cluster.hosts import variables
 from llmtrain.cluster.hosts.variables import deepspeed_env, deliver, for_pdsh, travelling
 
@@ -154,7 +154,7 @@ def test_every_byte_arrives_through_deepspeed_and_pdsh(hosts):
 def load_in(home: Path, path: str) -> dict[str, str]:
     """The environment after `load_secrets` in a process that has this home."""
     code = (
-        "import os; from llmtrain.base.rank.launcher import load_secrets; load_secrets(); "
+        "import os; from llmtrain.base.rank.messages import load_secrets; load_secrets(); "
         "os.write(1, b'\\0'.join(name + b'=' + value for name, value in os.environb.items()))"
     )
     environ = {"HOME": str(home), "LLMTRAIN_SECRETS": path, "PATH": os.environ["PATH"]}

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from llmtrain.optim.message_formats import BLOCK, FORMATS
-from llmtrain.sites.exchange import Blocks
-from llmtrain.sites.outer import Feedback, decode, encode
+from llmtrain.sites.exchange import Blocks, Feedback, decode, encode
 from llmtrain.sites.transport import Peer, Server
 from llmtrain.storage.region import Region, shard
 from tests.helpers.sites_in_threads import at_once, soon

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from llmtrain.optim.outer_methods import DiLoCo, LocalSgd
-from llmtrain.sites.outer import LARGEST, outer_step, outsized, squared_distance
+from llmtrain.sites.exchange import LARGEST, outer_step, outsized, squared_distance
 
 
 def test_diloco_is_nesterovs_sgd_on_the_difference() -> None:
