@@ -71,6 +71,9 @@ WITHIN_CLUSTER: dict[str, set[str]] = {
 EXPLAINS = {"causes", "facts"}  # files of cluster/watch that read facts of a job and ask nothing else
 RANK = "commands/train.py"
 STARTED_BY_A_RANK = "cluster/watch/agent.py"
+# Every run imports these, most of them inside a function, and with each the modules that it imports at its top.
+OF_EVERY_RUN = ("cli", "commands/train", "training/examine", "models/run/check", "training/run", "training/finish")
+MOST_MODULES, MOST_LINES = 150, 28_000
 MODULE = re.compile(r"\bllmtrain(?:\.\w+)+")
 SOURCE = re.compile(r"(?:\w+/)+\w+\.py\b")
 
@@ -197,14 +200,34 @@ def test_a_rank_needs_nothing_of_cluster() -> None:
     assert not [str(file.relative_to(PACKAGE)) for file in reached if part_of(file) == "cluster"]
 
 
+def at_the_top(file: Path) -> Iterator[tuple[str, int]]:
+    """The imports of a file that are in no function and no `if TYPE_CHECKING`."""
+    lines = {node.lineno for node in tree_of(file).body if isinstance(node, (ast.Import, ast.ImportFrom))}
+    return ((module, line) for module, line in imported(file) if line in lines)
+
+
+def test_a_plain_run_loads_what_it_needs() -> None:
+    """A part for a store, a plugin, a tracker, several ranks or a mistake is imported where the run asks for it."""
+    reached, todo = set(), [PACKAGE / f"{name}.py" for name in OF_EVERY_RUN]
+    while todo:
+        file = todo.pop()
+        if file not in reached:
+            names = {name for module, _ in at_the_top(file) for name in (module, module.rpartition(".")[0])}
+            packages = {parent / "__init__.py" for parent in file.parents if parent.is_relative_to(PACKAGE)}
+            reached.add(file)
+            todo += (graph()[file] & {ROOT / f"{name.replace('.', '/')}.py" for name in names}) | packages
+    assert len(reached) <= MOST_MODULES
+    assert sum(file.read_text(encoding="utf-8").count("\n") for file in reached) <= MOST_LINES
+
+
 def test_light_parts_import_nothing_heavy() -> None:
     wrong, light = [], [file for file in FILES if str(file.relative_to(PACKAGE)).startswith(LIGHT)]
     light.remove(PACKAGE / "optim/lion.py")  # imported by a `build` of optim/optimizers.py
     for file in light:
         heavy = [(module, line) for module, line in imported(file) if module.split(".")[0] in HEAVY]
         if lazy := LAZILY.get(str(file.relative_to(PACKAGE))):
-            top_level = {node.lineno for node in tree_of(file).body if isinstance(node, (ast.Import, ast.ImportFrom))}
-            heavy = [(module, line) for module, line in heavy if line in top_level or not module.startswith(lazy)]
+            top_level = set(at_the_top(file))
+            heavy = [each for each in heavy if each in top_level or not each[0].startswith(lazy)]
         wrong += [f"{file.relative_to(PACKAGE)} line {line}: {module}" for module, line in heavy]
     assert not wrong, "\n".join(wrong)
     assert len(light) > 60, "the names in LIGHT are those of files"

@@ -48,7 +48,6 @@ from llmtrain.checkpoint.hf.proofs import (
     read_back,
 )
 from llmtrain.checkpoint.hf.serving import prove_serving
-from llmtrain.checkpoint.meaning import refuse_other_base
 from llmtrain.checkpoint.output import OutputFolder, stream_tensors
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.config.run import AdapterConfig, ModelConfig
@@ -364,6 +363,8 @@ def _export_adapter(
         if check != "none":
             prove_serving(folder.partial, trainer, report)
         write_mark(folder.partial, reader.folder, trainer, model_config=trainer["model_config"])
+        from llmtrain.checkpoint.meaning import refuse_other_base
+
         try:
             base = {key: trainer["run"].get("model", {}).get(key) for key in ("pretrained", "revision")}
             refuse_other_base(folder.partial / MARK, load_config(ModelConfig(**base)))

@@ -19,7 +19,6 @@ from llmtrain.base.errors import CheckpointError, ModelError, UserError
 from llmtrain.checkpoint.format import MANIFEST, complete_checkpoints, hash_file
 from llmtrain.checkpoint.hf.exporting import export_hf, layout_of
 from llmtrain.checkpoint.hf.folder_files import MARK
-from llmtrain.checkpoint.meaning import refuse_other_base
 from llmtrain.config.run import ModelConfig
 from llmtrain.data.tokenizer_folder import refuse_unsafe
 from llmtrain.models.parameters import CONFIG, MAGNITUDE, PREFIX, WEIGHTS
@@ -27,7 +26,6 @@ from llmtrain.models.score import gives_scores
 from llmtrain.models.skeleton import TooLargeError, load_config
 from llmtrain.models.source import SafetensorsSource, refuse_escape, refuse_other_shapes
 from llmtrain.storage.addresses import folder_here, is_url
-from llmtrain.storage.object_store import Store, StoreError
 from llmtrain.storage.tensorfile import TensorFile, TensorFileError
 
 _ENDS = ("generation_config.json", "config.json")
@@ -83,6 +81,8 @@ class Answerer:
         if gives_scores(config) or peft.get("task_type") == "SEQ_CLS":
             raise ModelError(f"{folder}: a reward model gives scores and no text. Name the folder of a language model.")
         if base != folder:
+            from llmtrain.checkpoint.meaning import refuse_other_base
+
             refuse_other_base(folder / MARK, config)
         tokenizer = _tokenizer(folder)
         _check_weights(base, config)
@@ -146,6 +146,8 @@ def usable_folder(path: str, asked_by: str, *, best: bool = False) -> Iterator[P
 
 
 def _is_model_there(url: str) -> bool:
+    from llmtrain.storage.object_store import Store, StoreError
+
     try:
         names = Store(url).files()
     except StoreError:  # its reader reports the error
