@@ -30,6 +30,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "eval": ("llmtrain.commands.eval", "score a trained model on tasks of lm-eval, such as hellaswag"),
     "generate": ("llmtrain.commands.generate", "print a continuation of a prompt"),
     "chat": ("llmtrain.commands.chat", "talk with a trained model in the terminal"),
+    "plan": ("llmtrain.commands.plan", "rehearse a run here: its memory on each kind of rank, and whether it fits"),
     "report": ("llmtrain.commands.report", "draw a run's loss, throughput and memory"),
     "checkpoint": ("llmtrain.commands.checkpoint", "list, verify, compare, convert and delete checkpoints"),
 }

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from llmtrain.base.log import warn_once
 from llmtrain.models import compiler
+from llmtrain.models.transformers_private import with_values
 
 IGNORE = -100
 """Label of a position that does not count."""
@@ -246,6 +247,7 @@ def adds_in_fp32(kind: str, dtype: torch.dtype) -> bool:
     return works
 
 
+@with_values()
 def _tried_in_fp32(kind: str, dtype: torch.dtype) -> bool:
     """Try it: torch has it for CUDA only, and its rules for the sum's dtype have changed between versions."""
     total = torch.ones(16, 16, device=kind)

@@ -167,7 +167,8 @@ def materialise(hf: nn.Module, device: torch.device, dtype: torch.dtype) -> None
                 if parameter not in made:
                     values = torch.empty(parameter.shape, dtype=dtype, device=device)
                     made[parameter] = nn.Parameter(values, parameter.requires_grad)
-                    made[parameter].__dict__.update(parameter.__dict__)
+                    own = vars(made[parameter])  # a tensor without memory keeps its device there
+                    own.update({**vars(parameter), **own})
                 setattr(module, name, made[parameter])
         for buffer in module.buffers(recurse=False):
             if not buffer.is_meta:

@@ -20,6 +20,7 @@ from llmtrain.models.parameters import frozen_names, local_parameter, named_tens
 from llmtrain.models.score import gives_scores, with_score
 from llmtrain.models.skeleton import decoder_layers, layer_configs, load_config, skeleton
 from llmtrain.models.source import ParameterSource, RandomSource, SafetensorsSource
+from llmtrain.models.transformers_private import with_values
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -79,6 +80,7 @@ class ModelSpec:
         hf = skeleton(config, attention=_unless_flash(model.attention))
         return cls(model=model, config=config, skeleton=hf, adapter=adapter or AdapterConfig())
 
+    @with_values()
     def own_skeleton(self) -> PreTrainedModel:
         """The caller may change it."""
         attention = self.model.attention

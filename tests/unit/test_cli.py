@@ -154,7 +154,7 @@ def test_the_shell_completes(line: str, offered: set[str]) -> None:
 
 
 RUN_COMMANDS = [
-    "train", "config check", "config show", "reference", "parity",
+    "train", "config check", "config show", "reference", "parity", "plan",
     "launch --hostfile hosts", "launch --hostfile hosts --", "doctor --hostfile hosts",
 ]  # fmt: skip
 
@@ -186,7 +186,8 @@ def test_help_and_a_wrong_word_need_no_torch() -> None:
     code = """
 import sys
 from llmtrain import cli
-for words in (["reference", "--help"], ["parity", "--help"], ["reference", "no.yaml"], ["parity", "no.yaml"]):
+for words in (["reference", "--help"], ["parity", "--help"], ["plan", "--help"], ["reference", "no.yaml"],
+              ["parity", "no.yaml"], ["plan", "no.yaml"]):
     try:
         cli.main(words)
     except SystemExit:

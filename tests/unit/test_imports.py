@@ -27,6 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("sites",),
     ("training",),
     ("parity",),
+    ("plan",),
     ("commands",),
     ("cli",),
     ("__main__",),

@@ -49,7 +49,7 @@ def build_engine(
     patches.check()
     if mix.mlp_tiles and get_accelerator().device_name() == "cpu":
         return_freed_memory()
-    optimizer = build_optimizer(model, optim, own, mix)
+    optimizer = build_optimizer(model, optim, own, mix, ops=not ranks.rehearsed)
     config = dict(exact)
     if mix.zero_stage == 0 and mix.precision == "fp32":
         # DeepSpeed steps on a NaN here: it neither checks nor reports the gradient norm without a wrapper.

@@ -171,8 +171,9 @@ def parameter_groups(
 
 
 def build_optimizer(
-    model: LanguageModel, optim: Optimizer, own: Mapping[str, OwnSettings], mix: Mix
+    model: LanguageModel, optim: Optimizer, own: Mapping[str, OwnSettings], mix: Mix, *, ops: bool = True
 ) -> torch.optim.Optimizer:
+    """`ops`: False: torch's code instead of DeepSpeed's ops, which would read memory: a rehearsed rank has none."""
     device = torch.device(get_accelerator().device_name())
     import_muon(compiled=isinstance(optim, Muon) and device.type != "cpu" and compiler.trouble(device) is None)
     cuts = mix.zero_stage in (1, 2) and not mix.offload_optimizer
@@ -182,7 +183,7 @@ def build_optimizer(
         _set_newton_schulz_dtype(mix.precision)
     if is_of_plugin(optim) or not optim.counts_steps:
         return build_guarded(optim, groups)
-    if mix.offload_optimizer and optim.host_ops and isinstance(optim, AdamW | Lion):
+    if ops and mix.offload_optimizer and optim.host_ops and isinstance(optim, AdamW | Lion):
         with op_build_lock():
             try:
                 return optim.build_on_host(groups)

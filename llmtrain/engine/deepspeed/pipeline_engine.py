@@ -39,6 +39,8 @@ class PipelineZeroEngine(ZeroEngine):
         # Here the engine looks up what to do for an instruction of its schedule; `update` does the optimizer's step.
         ours = {ReduceTiedGrads: _reduce_tied, OptimizerStep: lambda engine, **_: None}
         deepspeed._INSTRUCTION_MAP = {**deepspeed._INSTRUCTION_MAP, **ours}
+        if ranks.rehearsed:
+            deepspeed._recv_tensor_meta = self._received
         deepspeed._compute_loss = False  # what the last stage gives is the loss already
 
     def forward_backward(
@@ -65,6 +67,7 @@ class PipelineZeroEngine(ZeroEngine):
     def _run(self, micros: list[MicroBatch], schedule: Any, objective: LossFunction) -> list[Tensor]:
         """Follow a schedule; returns the sums of each micro-batch on the last stage, zeros elsewhere."""
         engine, module = self.deepspeed, self._pipeline
+        self._first = micros[0]
         module.sums = []
         module.losses.clear()
         engine.total_loss = None
@@ -74,6 +77,13 @@ class PipelineZeroEngine(ZeroEngine):
         progress.mark()
         sums, module.sums = module.sums, []
         return sums or [torch.zeros(len(objective.figures), device=self._ranks.device) for _ in micros]
+
+    def _received(self, _stage: int) -> Tensor | tuple[Tensor, Tensor]:
+        """Return room for a message of the stage before this one, which does not exist."""
+        first, width = self._first, self.module.config.get_text_config().hidden_size
+        room = self.deepspeed._allocate_or_extend_buffers
+        hidden = room(0, [*first.inputs.shape, width], self.forward_dtype)
+        return hidden if first.positions is None else (hidden, room(1, [*first.inputs.shape], torch.int64))
 
     def _inputs(self, micros: list[MicroBatch], objective: LossFunction) -> Iterator[tuple[Any, None]]:
         """Yield inputs of the first stage, with None for the labels that DeepSpeed would give the last one."""

@@ -35,5 +35,7 @@ class Ranks:
     """gloo group over the site for small host-side messages: reading its results never waits for the device."""
     seats: tuple[Seat, ...] = ()
     """The process of each rank, in order of rank."""
+    rehearsed: bool = False
+    """The other ranks do not exist (engine/rehearsed.py): each is taken to say what this one says."""
     store: dist.Store | None = None
     """Keys and values that all ranks see, served by rank 0's process."""

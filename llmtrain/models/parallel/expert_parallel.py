@@ -34,6 +34,7 @@ from llmtrain.models.parallel.mesh import Mesh
 from llmtrain.models.parameters import Shard, frozen_tensors, set_shard
 from llmtrain.models.skeleton import DTYPES, materialise
 from llmtrain.models.structure.small_copy import probe_copy
+from llmtrain.models.transformers_private import with_values
 from llmtrain.storage.region import Region, whole
 
 if TYPE_CHECKING:
@@ -164,6 +165,7 @@ def shard_experts(
         block.__class__ = TravellingTokens
 
 
+@with_values()
 def _prove_blocks(hf: PreTrainedModel, section: dict[str, Any], degree: int) -> None:
     """Compare AutoEP's blocks with transformers' own before any part of the model is replaced.
 

@@ -20,6 +20,7 @@ from llmtrain.base.errors import ModelError
 from llmtrain.models.loss import HeadForm
 from llmtrain.models.parameters import named_tensors
 from llmtrain.models.structure.small_copy import Watch, attention_seen, check_same_structure, probe_copy, run_copy
+from llmtrain.models.transformers_private import with_values
 
 # Replacements for the parts of a decoder that a rank does not have: transformers' own forward then runs without them.
 
@@ -98,6 +99,7 @@ class Anatomy:
     """Head and embedding are one parameter."""
 
 
+@with_values()
 def anatomy_of(hf: PreTrainedModel) -> Anatomy:
     """The parts of a causal language model, proved on a small copy. The model itself may be on the meta device.
 

@@ -32,6 +32,7 @@ from llmtrain.models.structure.small_copy import (
     run_copy,
     with_hidden,
 )
+from llmtrain.models.transformers_private import with_values
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -360,6 +361,7 @@ class _OfLayer:
     """The reason why attention is not sharded."""
 
 
+@with_values()
 def projections(hf: PreTrainedModel, anatomy: Anatomy) -> Projections:
     """`hf` may be on the meta device. Raises ModelError: no layer has a part that can be sharded."""
     small = probe_copy(hf)

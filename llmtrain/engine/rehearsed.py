@@ -1,0 +1,59 @@
+"""A rank without the others: torch's fake process group, in which every collective returns at once."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.module_inject import auto_ep
+from deepspeed.runtime.zero import partitioned_param_coordinator
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from llmtrain.engine import progress
+from llmtrain.engine.dist.ranks import Ranks
+from llmtrain.models.transformers_private import with_values
+
+
+@contextlib.contextmanager
+def rehearsed_ranks(rank: int, world_size: int, slots: int) -> Iterator[Ranks]:
+    """Yield the ranks of a job of which this process alone exists. `slots`: ranks of a host."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank % slots), DS_ACCELERATOR="cpu")
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend="fake", auto_mpi_discovery=False, verbose=False)
+    progress.begin(torch.device("cpu"), lambda *_, **__: None)
+    # What ZeRO 3 compares over the ranks are numbers of one rank here.
+    auto_ep._gate_activation_matches = with_values()(auto_ep._gate_activation_matches)
+    partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda *_: None
+    apply, nn.Module._apply = nn.Module._apply, _apply  # type: ignore[method-assign]
+    try:
+        yield Ranks(
+            rank=rank, world_size=world_size, device=torch.device("cpu"), control=dist.group.WORLD, rehearsed=True
+        )
+    finally:
+        nn.Module._apply = apply  # type: ignore[method-assign]
+        dist.destroy_process_group()
+
+
+_torchs_apply = nn.Module._apply
+
+
+def _apply(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """`Module.to` and its kin: torch swaps tensors without memory for others, which fails for
+    those that are watched."""
+    tensors = [*module.parameters(), *module.buffers()]
+    if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+        return _torchs_apply(module, change, recurse)
+    with torch.no_grad():
+        for tensor in tensors:
+            changed = change(tensor)
+            if changed is not tensor:
+                tensor.data = changed
+    return module

@@ -1,0 +1,170 @@
+"""The answer of `llmtrain plan`: the peak of each kind of rank, what it is made of, and whether it fits."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from llmtrain.base.units import counted, size
+from llmtrain.plan.device import DEVICES, MIB, Held, held_by_a_gpu
+from llmtrain.plan.rehearsal import Rehearsed
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_BAR = 24
+"""Characters of the longest bar."""
+_PHASES = {"model": "when the engine is built", "data": "between steps", "forward": "in the forward pass",
+           "backward": "in the backward pass", "step": "in the optimizer's update",
+           "evaluate": "in an evaluation"}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """Ranks that hold the same."""
+
+    name: str
+    ranks: int
+    rehearsed: Rehearsed
+    ahead: int
+    """Bytes of parameters that ZeRO 3 gathers ahead on a GPU."""
+
+    @property
+    def peak(self) -> int:
+        return self.rehearsed.peak + self.ahead
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """A change of the run, and the peak of its fullest rank then."""
+
+    words: str
+    peak: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    title: str
+    hosts: int
+    slots: int
+    on_gpu: bool
+    memory: int | None
+    """Bytes of a device; None: the user has named none."""
+    device: str
+    """The user's words for it."""
+    kinds: list[Kind]
+    checkpoint: int
+    """Bytes of a checkpoint's tensors."""
+    seconds: float
+    """CPU-seconds of the rehearsal."""
+    changes: list[Change] = field(default_factory=list)
+
+    @property
+    def fullest(self) -> Kind:
+        return max(self.kinds, key=lambda kind: kind.peak)
+
+    @property
+    def others(self) -> list[Held]:
+        return held_by_a_gpu(self.fullest.peak, self.hosts * self.slots) if self.on_gpu else []
+
+    def room(self, memory: int, peak: int | None = None) -> tuple[int, int]:
+        """Bytes that are left of a device: at least, at most. Negative: they are missing."""
+        left = memory - (self.fullest.peak if peak is None else peak)
+        return left - sum(each.high for each in self.others), left - sum(each.low for each in self.others)
+
+    @property
+    def fits(self) -> bool | None:
+        """None: nothing is known of the device, or the range of a GPU's other memory decides."""
+        if self.memory is None:
+            return None
+        least, most = self.room(self.memory)
+        return True if least >= 0 else False if most < 0 else None
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "fits": self.fits, "peak": self.fullest.peak,
+                "other": [asdict(each) for each in self.others]}  # fmt: skip
+
+    def text(self) -> str:
+        lines = [self.title, ""]
+        width = max(len(kind.name) for kind in self.kinds)
+        for kind in self.kinds:
+            when = _PHASES.get(kind.rehearsed.at, kind.rehearsed.at)
+            lines.append(f"{kind.name:<{width}}  {counted(kind.ranks, 'rank'):>9}  peak {size(kind.peak):>10}  {when}; "
+                         f"{size(kind.rehearsed.kept)} between steps")  # fmt: skip
+        lines += ["", f"the peak of {self.fullest.name}, {size(self.fullest.peak)}:"]
+        parts = dict(sorted(self._parts().items(), key=lambda part: -part[1]))
+        longest, widest = max(parts.values()), max(map(len, parts))
+        for label, held in parts.items():
+            bar = "#" * round(_BAR * held / longest)
+            lines.append(f"  {label:<{widest}}  {size(held):>10}  {bar}".rstrip())
+        if self.others:
+            lines += ["", "a GPU holds more than tensors (ranges until `gpu-check` has measured them):"]
+            wide = max(len(each.what) for each in self.others)
+            for each in self.others:
+                lines.append(f"  {each.what:<{wide}}  {size(each.low)} to {size(each.high)}  ({each.source})")
+        lines += ["", *self._verdict(), f"disk: {size(self.checkpoint)} for each checkpoint"]
+        lines.append(f"rehearsed in {self.seconds:.0f} CPU-s: two steps and an evaluation, by the run's own code")
+        return "\n".join(lines)
+
+    def _parts(self) -> dict[str, int]:
+        parts, few = dict(self.fullest.rehearsed.parts), self.fullest.peak // 200
+        rest = sum(held for held in parts.values() if held < few)
+        parts = {label: held for label, held in parts.items() if held >= few}
+        more = {"gathered ahead (CUDA)": self.fullest.ahead, "other": rest}
+        return parts | {label: held for label, held in more.items() if held >= few}
+
+    def _verdict(self) -> list[str]:
+        if self.memory is None and not self.on_gpu:
+            return [f"memory: {size(self.slots * self.fullest.peak)} of tensors on each host"]
+        if self.memory is None:
+            said = {name: self.room(mib * MIB) for name, mib in DEVICES.items()}
+            fitting = [name for name, (least, _) in said.items() if least >= 0]
+            maybe = [name for name, (least, most) in said.items() if least < 0 <= most]
+            return [f"fits {', '.join(fitting) or 'none of the devices that are known here'}"
+                    + (f"; perhaps {', '.join(maybe)}" if maybe else "") + " (--device asks about one)"]  # fmt: skip
+        least, most = self.room(self.memory)
+        left = f"{size(least)} to {size(most)}" if most > least else size(least)
+        if self.fits:
+            return [f"fits {self.device}, {size(self.memory)}: {left} are left ({least / self.memory:.0%} at least)"]
+        short = f"{size(-least)} are missing" if most < 0 else f"between {size(-least)} missing and {size(most)} left"
+        lines = [f"{'does not fit' if most < 0 else 'may not fit'} {self.device}, {size(self.memory)}: {short}"]
+        for change in self.changes:
+            at_least, _ = self.room(self.memory, change.peak)
+            does = "fits" if at_least >= 0 else "not enough alone"
+            lines.append(f"  {change.words}: peak {size(change.peak)}, {does}")
+        return lines
+
+    def figure(self) -> Figure:
+        """Bars by kind of rank, and the memory over one step."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(9, 3 + 0.35 * len(self.kinds)), layout="constrained")
+        bars, step = figure.subplots(2, 1, height_ratios=[1 + len(self.kinds), 4])
+        labels = list(dict.fromkeys(label for kind in self.kinds for label in kind.rehearsed.parts))
+        for place, kind in enumerate(self.kinds):
+            left = 0.0
+            for number, label in enumerate(labels):
+                wide = kind.rehearsed.parts.get(label, 0) / 2**30
+                bars.barh(place, wide, left=left, color=f"C{number % 10}", label=label if place == 0 else None)
+                left += wide
+        bars.set_yticks(range(len(self.kinds)), [kind.name for kind in self.kinds])
+        bars.invert_yaxis()
+        bars.set_xlabel("GiB at the peak")
+        bars.legend(fontsize=7, ncols=2)
+        for kind in self.kinds:
+            step.plot([held / 2**30 for _, held in kind.rehearsed.curve], label=kind.name, linewidth=1)
+        if self.memory is not None:
+            for line in (bars.axvline, step.axhline):
+                line(self.memory / 2**30, color="black", linestyle=":")
+        step.set_xlabel("operators of one step")
+        step.set_ylabel("GiB")
+        step.legend(fontsize=7)
+        return figure
+
+
+def name_of(stage: int, stages: int, pipeline: int) -> str:
+    """Name the kind of the ranks in some stages of a pipeline, counted from 0."""
+    if pipeline == 1:
+        return "every rank"
+    upto = f" to {stage + stages}" if stages > 1 else ""
+    return f"stage {stage + 1}{upto} of {pipeline}"

@@ -1,0 +1,83 @@
+"""The devices that a run is planned for, and what a rehearsal changes to make a target's choices on this machine."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from llmtrain.base.choice import either
+from llmtrain.config.load import COMMAND_LINE
+from llmtrain.config.problems import stop
+from llmtrain.config.run import RunConfig
+
+MIB = 1024**2
+DEVICES = {
+    "a10g-24": 23_028,
+    "rtx4090-24": 24_564,
+    "v100-32": 32_768,
+    "a100-40": 40_960,
+    "l40s-48": 46_068,
+    "h100-80": 81_559,
+    "a100-80": 81_920,
+    "h200-141": 143_771,
+    "b200-180": 183_359,
+}
+"""MiB of memory, as nvidia-smi shows it."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """Memory of a GPU that no tensor holds."""
+
+    what: str
+    low: int
+    high: int
+    source: str
+
+
+CONTEXT = Held("CUDA context and kernels", 300 * MIB, 700 * MIB, "nvidia-smi less torch's reserved bytes")
+WORKSPACES = Held("workspaces of cuBLAS", 9 * MIB, 65 * MIB, "CUBLAS_WORKSPACE_CONFIG: 8.1 MiB, on Hopper 32")
+NCCL = Held("buffers of NCCL", 100 * MIB, 1000 * MIB, "4 MiB (NCCL_BUFFSIZE) a channel, peer and direction")
+_FRAGMENTS = (0.01, 0.06)
+"""Share of the peak that torch's allocator reserves and does not use: blocks of 2 MiB, and gaps."""
+
+
+def held_by_a_gpu(peak: int, world_size: int) -> list[Held]:
+    """Memory of a rank's GPU that no tensor holds."""
+    low, high = (int(share * peak) for share in _FRAGMENTS)
+    fragments = Held("the allocator's unused blocks", low, high, "1 to 6 % with expandable segments")
+    return [CONTEXT, WORKSPACES, *([NCCL] if world_size > 1 else []), fragments]
+
+
+def memory_of(device: str | None, memory: str | None) -> int | None:
+    """Bytes of a device by its name or size. Raises ConfigError: no such device, or no size."""
+    if memory is not None:
+        return parse_size("--memory", memory)
+    if device in (None, "cpu"):
+        return None
+    if device not in DEVICES:
+        remedy = f"write {either(['cpu', *DEVICES])}, or give --memory 80GiB"
+        raise stop("--device", device, "is not in the table of devices", remedy, COMMAND_LINE)
+    return DEVICES[device] * MIB
+
+
+def parse_size(key: str, text: str) -> int:
+    """Bytes of a text such as 80GiB or 1.5TB. Raises ConfigError."""
+    units = {"": 1, "k": 1, "m": 2, "g": 3, "t": 4}
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([kmgt]?)(i?)b?", text.lower())
+    if found is None or float(found[1]) == 0:
+        raise stop(key, text, "is not a size", f"write {key} 80GiB", COMMAND_LINE)
+    power = units[found[2]] if found[2] else 0
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
+
+
+def on_gpu(run: RunConfig) -> RunConfig:
+    """The run with the choices that it makes on a GPU, in terms of kernels that a CPU has.
+
+    Flash attention and varlen keep what torch's own kernel keeps without a mask. Compiled layers and fp8 keep less than
+    eager ones in the run's precision, which are counted.
+    """
+    model, data = replace(run.model, compile_layers=False, fp8=None), run.data
+    if model.attention.startswith("flash") or (data.isolate_documents and model.attention in ("auto", "varlen")):
+        model, data = replace(model, attention="sdpa"), replace(data, isolate_documents=False)
+    return replace(run, model=model, data=data)

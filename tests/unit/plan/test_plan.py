@@ -1,0 +1,116 @@
+"""`llmtrain plan`: its answer, wrong words, and its changes. tests/ranks/test_plan.py proves the peaks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmtrain import cli
+from llmtrain.base.units import GIB
+from llmtrain.config.topology import Degrees
+from llmtrain.plan.device import DEVICES, MIB, parse_size
+from llmtrain.plan.rehearsal import kinds
+
+RUN = """\
+deepspeed: ds.json
+model:
+  config: {model_type: llama, vocab_size: 512, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 4,
+           num_attention_heads: 4, num_key_value_heads: 2, max_position_embeddings: 64}
+data: {path: not/prepared/yet, sequence_length: 64}
+optim: {name: adamw, lr: 1.0e-3}
+train: {micro_batch: 4, max_steps: 10}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text(RUN)
+    write_json(stage=1)
+    return tmp_path
+
+
+def write_json(**zero: Any) -> None:
+    small = {"reduce_bucket_size": 40_000} if zero["stage"] else {}
+    Path("ds.json").write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": {**zero, **small}}))
+
+
+def plan(capsys: pytest.CaptureFixture[str], line: str = "", code: int = 0) -> dict[str, Any]:
+    assert cli.main(["plan", "run.yaml", "--json", *line.split()]) == code
+    found = json.loads(capsys.readouterr().out)
+    assert isinstance(found, dict)
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_static_part_is_that_of_arithmetic(folder: Path, capsys: pytest.CaptureFixture[str], stage: int) -> None:
+    """Bytes of a parameter: 2 for weights, 12 for masters and moments; a quarter of shared ones on four ranks."""
+    write_json(stage=stage, stage3_param_persistence_threshold=0)
+    [kind] = plan(capsys, "--slots 4")["kinds"]
+    parameters = 2 * 512 * 64 + 4 * (64 * (64 + 2 * 32 + 64) + 3 * 64 * 128 + 2 * 64) + 64
+    parts = kind["rehearsed"]["parts"]
+    shares = 4 if stage else 1
+    assert parts["weights"] == pytest.approx(2 * parameters / (4 if stage == 3 else 1), rel=0.01)
+    assert parts["masters"] == pytest.approx(4 * parameters / shares, rel=0.01)
+    assert parts["moments"] == pytest.approx(8 * parameters / shares, rel=0.01)
+    assert kind["ranks"] == 4 and kind["rehearsed"]["peak"] >= kind["rehearsed"]["kept"] > 0
+
+
+def test_the_text_and_the_picture(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run without data on this machine; a device that has far too much room."""
+    assert cli.main(["plan", "run.yaml", "--slots", "2", "--device", "h100-80", "--png", "plan.png"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("run.yaml on 1 host of 2 ranks: ") and "fits h100-80, 79.65 GiB: " in said
+    assert "weights" in said and "moments" in said and "disk: " in said
+    assert Path("plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_does_not_fit_is_told_with_changes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each change is rehearsed: recomputed layers, ZeRO 2, half a micro-batch and offload."""
+    found = plan(capsys, "--slots 2 --memory 3MB", code=1)
+    assert found["fits"] is False
+    changes = {change["words"]: change["peak"] for change in found["changes"]}
+    assert list(changes) == ["model.recompute.layers: all", "zero_optimization.stage 2", "train.micro_batch: 2",
+                             "zero_optimization.offload_optimizer on the CPU"]  # fmt: skip
+    assert changes["model.recompute.layers: all"] < found["peak"] > changes["train.micro_batch: 2"]
+
+
+def test_each_stage_of_a_pipeline(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first stage of a pipeline holds more micro-batches than the last."""
+    tree = {"zero_optimization": {"stage": 1, "reduce_bucket_size": 40_000}, "pipeline": {"stages": 2}}
+    Path("ds.json").write_text(json.dumps(tree))
+    found = plan(capsys, "--slots 2 --train.accumulation 4")
+    assert [(kind["name"], kind["ranks"]) for kind in found["kinds"]] == [("stage 1 of 2", 1), ("stage 2 of 2", 1)]
+
+
+def test_kinds_of_ranks() -> None:
+    assert kinds(Degrees(data=8, tensor=2)) == {0: 1}
+    assert kinds(Degrees(data=2, pipeline=3)) == {0: 1, 2: 1, 4: 1}
+    assert kinds(Degrees(data=2, pipeline=16)) == {0: 1, 2: 14, 30: 1}
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--device h1000", ['--device = "h1000"', "is not in the table", "h100-80"]),
+        ("--memory lots", ['--memory = "lots"', "is not a size", "80GiB"]),
+        ("--slots 0", ["--slots = 0", "at least 1"]),
+        ("--hostfile hosts", ["unequal slots", "give --hosts and --slots"]),
+        ("--slots 3 --deepspeed tensor.json", ["autotp_size", "multiple of 2"]),
+        ("--model.config.num_attention_heads 5", ["num_attention_heads"]),
+    ],
+)
+def test_wrong_words(folder: Path, capsys: pytest.CaptureFixture[str], line: str, said: list[str]) -> None:
+    Path("hosts").write_text("one slots=2\ntwo slots=4\n")
+    Path("tensor.json").write_text(json.dumps({"tensor_parallel": {"autotp_size": 2}}))
+    assert cli.main(["plan", "run.yaml", *line.split()]) == 2
+    error = capsys.readouterr().err
+    assert all(words in error for words in said), error
+
+
+def test_sizes() -> None:
+    assert parse_size("--memory", "80GiB") == 80 * GIB and parse_size("--memory", "1.5TB") == 1_500_000_000_000
+    assert parse_size("--memory", "40960mib") == DEVICES["a100-40"] * MIB
