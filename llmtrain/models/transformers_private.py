@@ -27,6 +27,9 @@ ATTENTION_KERNELS = (
 )
 """Ops that torch's scaled_dot_product_attention becomes, for model.recompute.keep; torch has no public name."""
 
+READ = torch.ops.aten._local_scalar_dense.default
+"""The operator that reads a tensor's only element: `item`, `tolist`, `bool`."""
+
 OperatorMode = TorchDispatchMode
 """torch.utils._python_dispatch.TorchDispatchMode, which torch documents without a public place: sees operators."""
 
@@ -244,6 +247,18 @@ def without_memory() -> contextlib.AbstractContextManager[Any]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def has_values(tensor: Tensor) -> bool:
+    """False: it was made in `without_memory`."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return not isinstance(tensor, FakeTensor)
+
+
+def in_backward() -> bool:
+    """True inside an autograd pass of this thread (torch._C._current_graph_task_id)."""
+    return torch._C._current_graph_task_id() != -1
 
 
 with_values = _disable_current_modes

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 import weakref
 from collections import Counter
 from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from llmtrain.base.rank.heartbeat import heart
-from llmtrain.models.transformers_private import OperatorMode
+from llmtrain.models.transformers_private import READ, OperatorMode, has_values, in_backward, storage_of
 
 _GATHERS = ("partition_parameters.py", "partitioned_param_coordinator.py", "parameter_offload.py")
 _SHARES = ("stage_1_and_2.py", "stage3.py", "bf16_optimizer.py", "unfused_optimizer.py", "fused_optimizer.py")
@@ -45,7 +44,7 @@ class Ledger(OperatorMode):
         self._held: dict[int, tuple[weakref.ref[Any], str, int]] = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is torch.ops.aten._local_scalar_dense.default and not has_values(args[0]):
+        if function is READ and not has_values(args[0]):
             return 1.0 if args[0].dtype.is_floating_point else 0
         made = function(*args, **(kwargs or {}))
         for tensor in made if isinstance(made, (tuple, list)) else (made,):
@@ -56,11 +55,11 @@ class Ledger(OperatorMode):
     @property
     def phase(self) -> str:
         """The part of a run: that of the heartbeat, or backward in an autograd pass (a recomputed forward, too)."""
-        return "backward" if torch._C._current_graph_task_id() != -1 else heart.in_phase()
+        return "backward" if in_backward() else heart.in_phase()
 
     def _see(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
+        key, size = storage_of(tensor), storage.nbytes()
         held = self._held.get(key)
         if held is not None and held[0]() is not None:
             if held[2] != size:
@@ -88,7 +87,7 @@ class Ledger(OperatorMode):
     def mark(self, label: str, tensors: Iterable[Tensor]) -> None:
         """Give the storages of these tensors another label."""
         for tensor in tensors:
-            key = tensor.untyped_storage()._cdata
+            key = storage_of(tensor)
             if (held := self._held.get(key)) is not None:
                 self.bytes[held[1]] -= held[2]
                 self.bytes[label] += held[2]
@@ -96,7 +95,7 @@ class Ledger(OperatorMode):
 
     def _label(self) -> str:
         """Name the origin of a tensor by the function that makes it, the innermost that is known."""
-        frame: FrameType | None = sys._getframe(3)
+        frame: FrameType | None = inspect.currentframe()
         for _ in range(_LOOKED):
             if frame is None:
                 break
@@ -111,9 +110,3 @@ class Ledger(OperatorMode):
         if self.phase == "forward":
             return f"activations of {self.modules[-1]}" if self.modules else "activations"
         return self.phase
-
-
-def has_values(tensor: Tensor) -> bool:
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    return not isinstance(tensor, FakeTensor)

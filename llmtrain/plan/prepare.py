@@ -15,8 +15,7 @@ from llmtrain.config.load import Parsed
 from llmtrain.config.run import ResolvedRun
 from llmtrain.config.stages import Stages
 from llmtrain.models.run.check import check_model
-from llmtrain.parity.answers import Answers
-from llmtrain.parity.tokens import Tokens
+from llmtrain.parity.tokens import Answers, Tokens
 from llmtrain.plan.device import on_gpu as choices_on_gpu
 from llmtrain.training.examine import Checked
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from llmtrain.base.rank.heartbeat import heart
 from llmtrain.config.topology import Degrees
+from llmtrain.engine.deepspeed.rehearsed import rehearsed_ranks
 from llmtrain.engine.dist.ranks import Ranks
-from llmtrain.engine.rehearsed import rehearsed_ranks
 from llmtrain.models.transformers_private import without_memory
 from llmtrain.optim.optimizers import PARAM
 from llmtrain.plan.ledger import Ledger

@@ -300,7 +300,8 @@ def test_process_groups_are_made_in_one_file() -> None:
                     | ast.alias(name="new_group" | "split_group" | "new_subgroups" as name)
                 ):
                     makers.setdefault(str(file.relative_to(PACKAGE)), set()).add(name)
-    assert makers == {"models/parallel/mesh.py": {"new_group", "split_group"}}
+    rehearsed = {"engine/deepspeed/rehearsed.py": {"new_group"}}  # of ranks that do not exist
+    assert makers == {"models/parallel/mesh.py": {"new_group", "split_group"}} | rehearsed
 
 
 def test_modules_and_files_that_strings_name_are_there() -> None:

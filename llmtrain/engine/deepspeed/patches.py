@@ -80,6 +80,8 @@ PRIVATE = (
         "deepspeed.runtime.pipe.engine",
         (
             "_INSTRUCTION_MAP",
+            "_allocate_or_extend_buffers",
+            "_recv_tensor_meta",
             "_compute_loss",
             "_exec_schedule",
             "_exec_optimizer_step",
@@ -88,7 +90,8 @@ PRIVATE = (
             "total_loss",
             "reset_activation_shape",
         ),
-        "the schedule runs without train_batch(), which waits for the device, and without the optimizer's step",
+        "the schedule runs without train_batch(), which waits for the device, and without the optimizer's step; "
+        "a rehearsed stage gets no message that says what comes",
     ),
     Private(
         "deepspeed.runtime.zero.stage_1_and_2",
@@ -119,6 +122,11 @@ PRIVATE = (
             "invalidate_secondary_tensor",
         ),
         "where ZeRO 3 keeps masters, and what its forward pass reads after they were written",
+    ),
+    Private(
+        "deepspeed.module_inject.auto_ep",
+        ("_gate_activation_matches",),
+        "a rehearsed rank computes the probe of the experts' activation with values",
     ),
     Private(
         "deepspeed.runtime.fp16.unfused_optimizer",

@@ -36,6 +36,6 @@ class Ranks:
     seats: tuple[Seat, ...] = ()
     """The process of each rank, in order of rank."""
     rehearsed: bool = False
-    """The other ranks do not exist (engine/rehearsed.py): each is taken to say what this one says."""
+    """The other ranks do not exist (engine/deepspeed/rehearsed.py): each is taken to say what this one says."""
     store: dist.Store | None = None
     """Keys and values that all ranks see, served by rank 0's process."""

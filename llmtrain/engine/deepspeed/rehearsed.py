@@ -33,10 +33,9 @@ def rehearsed_ranks(rank: int, world_size: int, slots: int) -> Iterator[Ranks]:
     auto_ep._gate_activation_matches = with_values()(auto_ep._gate_activation_matches)
     partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda *_: None
     apply, nn.Module._apply = nn.Module._apply, _apply  # type: ignore[method-assign]
+    everyone = dist.new_group(list(range(world_size)))
     try:
-        yield Ranks(
-            rank=rank, world_size=world_size, device=torch.device("cpu"), control=dist.group.WORLD, rehearsed=True
-        )
+        yield Ranks(rank=rank, world_size=world_size, device=torch.device("cpu"), control=everyone, rehearsed=True)
     finally:
         nn.Module._apply = apply  # type: ignore[method-assign]
         dist.destroy_process_group()
@@ -46,8 +45,8 @@ _torchs_apply = nn.Module._apply
 
 
 def _apply(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """`Module.to` and its kin: torch swaps tensors without memory for others, which fails for
-    those that are watched."""
+    """`Module.to` and its kin: torch swaps tensors without memory for others, which fails for ones that
+    are watched."""
     tensors = [*module.parameters(), *module.buffers()]
     if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
         return _torchs_apply(module, change, recurse)
