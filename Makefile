@@ -43,11 +43,13 @@ runs/quickstart/export/config.json:
 	@$(MAKE) --no-print-directory train
 
 data/stdlib-chat/manifest.json: data/stdlib/manifest.json
-	llmtrain prepare --source stdlib-chat --tokenizer data/stdlib/tokenizer \
-	  --chat-template launch/templates/turns.jinja --max-tokens 128 --out data/stdlib-chat
+	llmtrain prepare --plugin examples/lessons.py --format chat --source lessons:chat \
+	  --validation-source lessons:chat/validation --tokenizer data/stdlib/tokenizer --chat-template launch/templates/turns.jinja \
+	  --max-tokens 128 --out data/stdlib-chat
 
 data/stdlib-preference/manifest.json: data/stdlib-chat/manifest.json
-	llmtrain prepare --source stdlib-preference --tokenizer data/stdlib-chat/tokenizer --max-tokens 128 \
+	llmtrain prepare --plugin examples/lessons.py --format preference --source lessons:preference \
+	  --validation-source lessons:preference/validation --tokenizer data/stdlib-chat/tokenizer --max-tokens 128 \
 	  --out data/stdlib-preference
 
 # Conversations, adapters and preferences on the model of `make train`, and how many held-out questions each answers.

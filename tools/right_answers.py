@@ -1,4 +1,4 @@
-"""How many held-out questions of `--source stdlib-chat` a model answers rightly, as a table and a picture.
+"""How many held-out questions of `--source lessons:chat` a model answers rightly, as a table and a picture.
 
     python tools/right_answers.py --data data/stdlib-chat --png runs/answers.png \\
       before=runs/quickstart/export sft=runs/sft/export
@@ -23,7 +23,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from llmtrain.data.prepare.demo import Lesson, lessons, run_tool  # noqa: E402
+from llmtrain.config import plugins  # noqa: E402
+
+plugins.use([str(ROOT / "examples/lessons.py")])
+made: Any = sys.modules["llmtrain_plugin_lessons"]
 
 FAMILIES = ("sums", "calls", "results", "functions")
 CHANCE = {"functions": 0.5}
@@ -87,15 +90,15 @@ class Model:
         return ids
 
 
-def asked(family: str, questions: int) -> list[Lesson]:
+def asked(family: str, questions: int) -> list[Any]:
     """The held-out questions of a family, the first so many."""
     preferred = family == "functions"
-    source = "stdlib-preference" if preferred else "stdlib-chat"
+    kind = "preference" if preferred else "chat"
     wanted = "calls" if family == "results" else family
-    return [lesson for lesson in lessons(source, "validation") if lesson.family == wanted][:questions]
+    return [lesson for lesson in made.lessons(kind, "validation") if lesson.family == wanted][:questions]
 
 
-def right(model: Model, family: str, questions: Sequence[Lesson]) -> list[bool]:
+def right(model: Model, family: str, questions: Sequence[Any]) -> list[bool]:
     """Whether the model answers each of them rightly."""
     if family == "functions":
         return [
@@ -115,7 +118,7 @@ def _called(text: str | None) -> str | None:
         return None
     try:
         call = json.loads(text.removeprefix("call "))
-        return run_tool(call["name"], call["arguments"])
+        return str(made.run_tool(call["name"], call["arguments"]))
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
 

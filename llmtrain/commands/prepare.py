@@ -72,8 +72,7 @@ def _options() -> argparse.ArgumentParser:
         metavar="SOURCE",
         help="files, folders or globs (text, code, jsonl, parquet; .gz and .zst too), a saved `datasets` folder, "
         "hf:ORG/NAME[@REVISION][/FILES] of a dataset on the Hub, the URL of any of these in an object store "
-        "(s3://BUCKET/corpus/*.jsonl.zst, gs://, az://), stdlib: the running Python's own standard library, or "
-        "stdlib-chat, stdlib-preference or stdlib-choices: questions about it, some of them held out",
+        "(s3://BUCKET/corpus/*.jsonl.zst, gs://, az://), or stdlib: the running Python's own standard library",
     )
     add(
         "--out",

@@ -30,6 +30,7 @@ def place(small_data: str, tmp_path_factory: pytest.TempPathFactory, warm: WarmC
     folder = tmp_path_factory.mktemp("choices")
     (folder / "data").mkdir()
     (folder / "data/stdlib").symlink_to(small_data)
+    (folder / "examples").symlink_to(REPO / "examples")
     (folder / "questions.jsonl").write_text("".join(json.dumps(record) + "\n" for record in questions()))
     done = subprocess.run(["bash", "-ec", PREPARES], cwd=folder, env=warm.environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from llmtrain.data.manifest import SPLITS
-from llmtrain.data.prepare.demo import lessons, lines
 from llmtrain.data.tokenize import train_bpe
+from tests.helpers.lessons import lines, made
 from tests.helpers.warm import WarmCommands
 
 pytestmark = pytest.mark.needs("peft")
@@ -46,9 +46,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     folder = tmp_path_factory.mktemp("tune")
-    for name in ("launch", "ds_configs", "tools"):
+    for name in ("launch", "ds_configs", "tools", "examples"):
         (folder / name).symlink_to(ROOT / name)
-    texts = (lesson.answer for lesson in lessons("stdlib-chat", "train"))
+    texts = (lesson.answer for lesson in made.lessons("chat", "train"))
     train_bpe(texts, MODEL["vocab_size"], folder / "data/stdlib/tokenizer")  # type: ignore[arg-type]
     fields = dict(MODEL)
     torch.manual_seed(0)
@@ -66,11 +66,11 @@ def test_the_chain_in_few_steps(place: Path, warm: WarmCommands) -> None:
         if " -- " in command:
             recipe = command.partition(" -- ")[2]
             command = f"llmtrain train --config {recipe} {FEW}"
-        elif found := re.search(r"--source (stdlib-(chat|preference))", command):
+        elif found := re.search(r"--source lessons:(\w+) --validation-source lessons:\w+/validation", command):
             for split in SPLITS:
                 (place / f"{found[1]}-{split}.jsonl").write_text("\n".join(lines(found[1], split)[:200]) + "\n")
             files = f"--source {found[1]}-train.jsonl --validation-source {found[1]}-validation.jsonl"
-            command = command.replace(found[0], f"--format {found[2]} {files}")
+            command = command.replace(found[0], files).replace(" --plugin examples/lessons.py", "")
         elif "right_answers" in command:
             command = command + " --questions 3"
         printed = run(place, command, warm)
@@ -92,7 +92,7 @@ def test_right_answers_counts_what_is_right() -> None:
             self.say = say
 
         def answers(self, conversations: list[list[dict[str, object]]]) -> list[str | None]:
-            known = {lesson.question: lesson for lesson in lessons("stdlib-chat", "validation")}
+            known = {lesson.question: lesson for lesson in made.lessons("chat", "validation")}
             found: list[str | None] = []
             for messages in conversations:
                 lesson = known[str(messages[0]["content"])]
@@ -102,7 +102,7 @@ def test_right_answers_counts_what_is_right() -> None:
             return found
 
         def likelihood(self, question: str, answer: str) -> float:
-            known = {lesson.question: lesson for lesson in lessons("stdlib-chat", "validation")}
+            known = {lesson.question: lesson for lesson in made.lessons("chat", "validation")}
             return float((answer == known[question].answer) == (self.say == "right"))
 
     for family in right_answers.FAMILIES:

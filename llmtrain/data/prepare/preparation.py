@@ -35,7 +35,7 @@ from llmtrain.data.chat.conversation import RefusedError
 from llmtrain.data.chat.encoder import CONVERSATIONS, ChatOptions, write_sample
 from llmtrain.data.chat.encoder import NAME as SAMPLE
 from llmtrain.data.manifest import SPLITS, Manifest, Shard, origins_path
-from llmtrain.data.prepare import demo, out_folder, plugin_source, pools, sources, token_corpora
+from llmtrain.data.prepare import out_folder, plugin_source, pools, sources, token_corpora
 from llmtrain.data.prepare.out_folder import HELD_OUT, PLAN, REJECTED, UNFINISHED, OutFolder
 from llmtrain.data.prepare.records import Document, Rejection, lines_in, read_piece
 from llmtrain.data.prepare.settings import CHAT_FORMATS, PrepareSettings, cut_above
@@ -77,7 +77,6 @@ _LISTED = 1000  # rejections beyond the allowed number that are still listed bef
 
 def prepare(settings: PrepareSettings) -> Manifest:
     """Prepare, or finish, the folder `settings.out`; returns its manifest. Raises DataError."""
-    settings = demo.completed(settings)
     settings.check()
     plugin_source.use(settings.plugins, settings.fields)
     _refuse_unnamed(settings)
@@ -137,8 +136,7 @@ def _find_files(settings: PrepareSettings) -> tuple[list[SourceFile], list[Sourc
     files = [
         file
         for file in find_files(settings.sources, settings.format)
-        if (path := place_of(file.path)) not in taken
-        and (file.kind in ("made", "plugin") or not path.startswith(inside))
+        if (path := place_of(file.path)) not in taken and (file.kind == "plugin" or not path.startswith(inside))
     ]
     if not files:
         raise DataError(

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, TextIO
 
 from llmtrain.base.units import size
 from llmtrain.data.chat.conversation import no_repeats
-from llmtrain.data.prepare import demo, inputs, plugin_source
+from llmtrain.data.prepare import inputs, plugin_source
 from llmtrain.data.prepare.sources import BOM, Piece
 
 _CHUNK = 1 << 20
@@ -73,7 +73,6 @@ def read_piece(
         "csv": _read_csv,
         "parquet": _read_parquet,
         "arrow": _read_arrow,
-        "made": _read_made,
         "plugin": _read_plugin,
     }
     reader = readers[piece.kind]
@@ -84,7 +83,7 @@ def read_piece(
 
 
 def reject(piece: Piece, document: Document, reason: str) -> Rejection:
-    unit = "line" if piece.kind in ("text", "jsonl", "made") else "row"
+    unit = "line" if piece.kind in ("text", "jsonl") else "row"
     return Rejection(piece.label, unit, document.number, reason)
 
 
@@ -430,14 +429,6 @@ def _read_csv(piece: Piece, field: str | None, max_bytes: int) -> Iterator[Docum
                 yield Rejection(piece.label, "row", 0, "empty file")
         except (csv.Error, UnicodeDecodeError, EOFError, zlib.error, gzip.BadGzipFile) as error:
             yield Rejection(piece.label, "row", number, _broken(error) or f"no table as text ({error})")
-
-
-# --- made here ------------------------------------------------------------------------------------
-
-
-def _read_made(piece: Piece, field: str | None, max_bytes: int) -> Iterator[Document | Rejection]:
-    for number, line in enumerate(demo.lines(*demo.parts(piece.path)), 1):
-        yield _check(line, piece, "line", number, max_bytes, field)
 
 
 # --- of a plugin ----------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from llmtrain.base import log, untrusted
 from llmtrain.base.errors import DataError
 from llmtrain.base.redact import redact_text
 from llmtrain.base.units import counted
-from llmtrain.data.prepare import demo, inputs, plugin_source, token_corpora
+from llmtrain.data.prepare import inputs, plugin_source, token_corpora
 from llmtrain.storage.addresses import REVISION, Repository, is_name, is_url, leads_out
 from llmtrain.storage.hub import Wrong, fetch, fetch_model, known_files
 from llmtrain.storage.hub import settings as tokenizer_files
@@ -131,7 +131,7 @@ def _wrong(what: str, revision: str | None) -> Wrong:
     return wrong
 
 
-Kind = Literal["text", "jsonl", "array", "csv", "parquet", "arrow", "tokens", "made", "plugin"]
+Kind = Literal["text", "jsonl", "array", "csv", "parquet", "arrow", "tokens", "plugin"]
 
 STDLIB = "stdlib"
 # Folders of the standard library that are not library code. The name decides: `test` is the big one,
@@ -165,7 +165,7 @@ class SourceFile:
 @dataclass(frozen=True, kw_only=True)
 class Piece:
     """A range of one file: bytes (text, jsonl, array, csv), row groups (parquet), record batches (arrow) or tokens,
-    [start, stop). The path of records without a file (made, or of plugins) is the source's name."""
+    [start, stop). The path of records of plugins is the source's name."""
 
     path: str
     label: str
@@ -226,8 +226,6 @@ def place_of(path: str) -> str:
 def _expand(source: str, form: str, option: str) -> list[SourceFile]:
     if source == STDLIB and not os.path.exists(source):
         return _stdlib_files()
-    if demo.is_made(source):
-        return [_made(source)]
     if plugin_source.named_in(source) is not None:
         return [
             SourceFile(path=label, label=label, kind="plugin", bytes=size, version=changed)
@@ -489,13 +487,6 @@ def _stdlib_files() -> list[SourceFile]:
             if name.endswith(".py") and os.path.getsize(path) > 0:
                 files.append(_file(path, os.path.join(STDLIB, os.path.relpath(path, root)), "text"))
     return sorted(files, key=lambda file: file.label)
-
-
-def _made(source: str) -> SourceFile:
-    """A made source's records as a file; its time is a hash of their content."""
-    data = "\n".join(demo.lines(*demo.parts(source))).encode()
-    content = xxhash.xxh3_64_intdigest(data)
-    return SourceFile(path=source, label=source, kind="made", bytes=len(data), version=content)
 
 
 # --- saved `datasets` folders: Arrow IPC streams next to a state.json that lists them -------------

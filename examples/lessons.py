@@ -1,7 +1,8 @@
-"""Conversations, preferences and multiple choice made of the running Python: `--source stdlib-chat`,
-`stdlib-preference` and `stdlib-choices`.
+"""A source: conversations, preferences and multiple choice about the running Python's library.
 
-Four families:
+    llmtrain prepare --plugin examples/lessons.py --source lessons:chat --validation-source lessons:chat/validation
+
+and `--format chat` (or preference, choices). Four families:
     sums       What is 17 + 8?                       the number
     calls      What is 37 * 45?                      a call of the tool `calculate`, then its result
                What is the Unicode name of X?        a call of the tool `unicode_name`, then its result
@@ -22,8 +23,6 @@ import ast
 import functools
 import importlib
 import inspect
-import json
-import os
 import random
 import re
 import sys
@@ -33,9 +32,9 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from llmtrain.base.errors import DataError
+from llmtrain import Source
 from llmtrain.data.manifest import Split
 from llmtrain.data.prepare.settings import draw
 
@@ -130,15 +129,10 @@ def _topics() -> Iterator[Entry]:
             yield Entry(name, says, topic=True)
 
 
-if TYPE_CHECKING:
-    from llmtrain.data.prepare.settings import PrepareSettings
-
 Family = Literal["sums", "calls", "functions", "topics"]
 
-SOURCES = {"stdlib-chat": "chat", "stdlib-preference": "preference", "stdlib-choices": "choices"}
-"""Name of a --source -> the --format of its records."""
-_VALIDATION = "/validation"
-"""Suffix of a source's name for its held-out part."""
+KINDS = ("chat", "preference", "choices")
+"""Words after `lessons:`, and the --format of their records; with /validation the held-out part."""
 _HELD_OUT = 0.1
 _BELOW = 40
 """Upper bound of a sum's numbers."""
@@ -186,60 +180,41 @@ def run_tool(name: str, arguments: dict[str, str]) -> str:
 
 
 @functools.cache
-def lessons(source: str, split: Split) -> tuple[Lesson, ...]:
-    """A source's lessons for one split, shuffled; those of stdlib-preference have a wrong answer."""
+def lessons(kind: str, split: Split) -> tuple[Lesson, ...]:
+    """Lessons of a kind for one split, shuffled; those of preference have a wrong answer."""
     made = [lesson for lesson in (*_sums(), *_calls(), *_documented()) if lesson.split == split]
-    if source == "stdlib-preference":
+    if kind == "preference":
         made = [lesson for family in ("functions", "sums") for lesson in _with_wrong(made, family)]
-    if source == "stdlib-choices":
+    if kind == "choices":
         made = [lesson for lesson in made if lesson.family == "functions"]
-    random.Random(f"{source} {split}").shuffle(made)
+    random.Random(f"stdlib-{kind} {split}").shuffle(made)
     return tuple(made)
 
 
-def records(source: str, split: Split) -> Iterator[dict[str, Any]]:
-    if source == "stdlib-choices":
-        yield from _with_choices(lessons(source, split))
+def records(kind: str, split: Split) -> Iterator[dict[str, Any]]:
+    if kind == "choices":
+        yield from _with_choices(lessons(kind, split))
         return
-    for lesson in lessons(source, split):
+    for lesson in lessons(kind, split):
         if lesson.wrong is None:
             yield {"messages": lesson.messages()}
         else:
             yield {"prompt": lesson.question, "chosen": lesson.answer, "rejected": lesson.wrong}
 
 
-def lines(source: str, split: Split) -> list[str]:
-    return [json.dumps(record, ensure_ascii=False) for record in records(source, split)]
+@dataclass(kw_only=True)
+class Lessons(Source, entry="lessons"):
+    """Records about the running Python; the held-out ones are a part of their own."""
 
+    def parts(self, words: str) -> list[str]:
+        known = [f"{kind}{part}" for kind in KINDS for part in ("", "/validation")]
+        if words not in known:
+            raise ValueError(f"there is no {words}; take one of {', '.join(known)}")
+        return [words]
 
-def is_made(source: str) -> bool:
-    """True if a user's name is a source of this module; a file of that name takes precedence."""
-    return source.removesuffix(_VALIDATION) in SOURCES and not os.path.exists(source)
-
-
-def parts(source: str) -> tuple[str, Split]:
-    """`stdlib-chat/validation` -> (stdlib-chat, validation); without a suffix the training part, if there is one."""
-    name = source.removesuffix(_VALIDATION)
-    return name, "validation" if name != source or SOURCES[name] == "choices" else "train"
-
-
-def completed(settings: PrepareSettings) -> PrepareSettings:
-    """Return `settings` with a made source's format and validation source. Raises DataError for contrary options."""
-    made = [source for source in (*settings.sources, *settings.validation_sources) if is_made(source)]
-    if not made:
-        return settings
-    name, held_out = parts(made[0])[0], parts(made[0])[0] + _VALIDATION
-    choices = SOURCES[name] == "choices"
-    if settings.sources != (name,) or settings.validation_sources not in ((), *(() if choices else ((held_out,),))):
-        raise DataError(f"--source {name}: must be the only source, since it holds questions out by itself")
-    if settings.validation_fraction is not None:
-        raise DataError(
-            f"--validation-fraction {settings.validation_fraction}: --source {name} holds a tenth of its questions "
-            "out by itself; leave it out"
-        )
-    if settings.format not in ("auto", SOURCES[name]):
-        raise DataError(f"--format {settings.format}: --source {name} has the format {SOURCES[name]}; leave it out")
-    return replace(settings, format=SOURCES[name], validation_sources=() if choices else (held_out,))
+    def records(self, part: str) -> Iterator[dict[str, Any]]:
+        kind, held_out, _ = part.partition("/")
+        yield from records(kind, "validation" if held_out else "train")
 
 
 # --- the families ---------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -22,42 +21,42 @@ from tokenizers import Tokenizer
 
 from llmtrain.commands.prepare import main
 from llmtrain.data.manifest import SPLITS
-from llmtrain.data.prepare import demo as made
-from llmtrain.data.prepare.demo import SOURCES, Lesson, lessons, lines
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.tokenize import SEPARATOR, TURNS, Encoder, train_bpe
 from tests.helpers.chat import workers_here
+from tests.helpers.lessons import FILE, lines, made
 
 ROOT = Path(__file__).parents[3]
+KINDS, lessons = made.KINDS, made.lessons
 TEMPLATE = ROOT / "launch/templates/turns.jinja"
 TEXT = "The quick brown fox called os.path.join(a, b) for 17 + 25 lazy dogs; ünïcödé, Ж, \N{SNOWMAN}."
 
 
-def of(source: str) -> list[Lesson]:
-    return [lesson for split in SPLITS for lesson in lessons(source, split)]
+def of(kind: str) -> list[Any]:
+    return [lesson for split in SPLITS for lesson in lessons(kind, split)]
 
 
 HASHES = """
 import hashlib
-from llmtrain.data.prepare.demo import SOURCES, lines
 from llmtrain.data.manifest import SPLITS
-for source in SOURCES:
+from tests.helpers.lessons import lines, made
+for kind in made.KINDS:
     for split in SPLITS:
-        print(hashlib.sha256("\\n".join(lines(source, split)).encode()).hexdigest())
+        print(hashlib.sha256("\\n".join(lines(kind, split)).encode()).hexdigest())
 """
 
 
 def test_the_same_in_another_process() -> None:
     env = {**os.environ, "PYTHONHASHSEED": "77", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", HASHES], env=env, capture_output=True, text=True, check=True)
-    own = [hashlib.sha256("\n".join(lines(s, split)).encode()).hexdigest() for s in SOURCES for split in SPLITS]
+    own = [hashlib.sha256("\n".join(lines(kind, split)).encode()).hexdigest() for kind in KINDS for split in SPLITS]
     assert done.stdout.split() == own and len(set(own)) == 6
 
 
 def test_every_sum_call_and_name_is_right() -> None:
     seen: Counter[str] = Counter()
     for split in SPLITS:
-        for record in map(json.loads, lines("stdlib-chat", split)):
+        for record in map(json.loads, lines("chat", split)):
             question, *middle, answer = record["messages"]
             if found := re.fullmatch(r"What is (\d+) ([+*]) (\d+)\?", question["content"]):
                 value = {"+": int.__add__, "*": int.__mul__}[found[2]](int(found[1]), int(found[3]))
@@ -94,7 +93,7 @@ def described(name: str) -> Any:
 def test_the_answers_are_what_python_says_of_its_functions() -> None:
     """As inspect finds it in the imported modules, where no C twin with a text of its own is in use."""
     checked = 0
-    for lesson in of("stdlib-chat"):
+    for lesson in of("chat"):
         if lesson.family != "functions":
             continue
         name = lesson.question.removeprefix("What does ").removesuffix(" do?")
@@ -109,7 +108,7 @@ def test_the_answers_are_what_python_says_of_its_functions() -> None:
 def test_the_answers_about_topics_are_pydocs() -> None:
     from pydoc_data import topics
 
-    about = [lesson for lesson in of("stdlib-chat") if lesson.family == "topics"]
+    about = [lesson for lesson in of("chat") if lesson.family == "topics"]
     assert len(about) > 20
     for lesson in about:
         text = topics.topics[lesson.question.removeprefix("What does Python say about ").removesuffix("?")]
@@ -118,19 +117,19 @@ def test_the_answers_about_topics_are_pydocs() -> None:
 
 def test_no_two_questions_have_one_answer_where_one_is_preferred() -> None:
     """Then the wrong answer is wrong. No pair teaches an answer that is held out."""
-    answers = {lesson.question: lesson.answer for lesson in of("stdlib-chat")}
-    held_out = {lesson.answer for lesson in lessons("stdlib-chat", "validation") if lesson.family == "functions"}
+    answers = {lesson.question: lesson.answer for lesson in of("chat")}
+    held_out = {lesson.answer for lesson in lessons("chat", "validation") if lesson.family == "functions"}
     for split in SPLITS:
-        for lesson in lessons("stdlib-preference", split):
+        for lesson in lessons("preference", split):
             assert lesson.wrong != lesson.answer == answers[lesson.question]
             assert split == "validation" or not {lesson.wrong, lesson.answer} & held_out
-    assert sum(lesson.family == "functions" for lesson in of("stdlib-preference")) > 1500
+    assert sum(lesson.family == "functions" for lesson in of("preference")) > 1500
 
 
 def test_a_question_is_held_out_of_all_sources() -> None:
     def subjects(split: str) -> Iterator[tuple[str, str]]:
-        for source in SOURCES:
-            for lesson in lessons(source, split):  # type: ignore[arg-type]
+        for kind in KINDS:
+            for lesson in lessons(kind, split):
                 numbers = re.fullmatch(r"What is (\d+) [+*] (\d+)\?", lesson.question)
                 last = lesson.question.removesuffix(" do?").removesuffix("?").split(" ")[-1].rpartition(".")[2]
                 yield lesson.family, " ".join(sorted(numbers.groups())) if numbers else last
@@ -141,13 +140,13 @@ def test_a_question_is_held_out_of_all_sources() -> None:
 
 
 def test_the_running_pythons_documentation_is_a_set_of_questions() -> None:
-    asked = list(made.records("stdlib-choices", "validation"))
+    asked = list(made.records("choices", "validation"))
     assert len(asked) > 200
     for record in asked:
         assert len(set(record["choices"])) == 4 and record["question"].startswith("What does ")
     places = [record["answer"] for record in asked]
     assert min(places.count(place) for place in range(4)) > len(asked) / 8
-    said = {message["content"] for record in made.records("stdlib-chat", "train") for message in record["messages"]}
+    said = {message["content"] for record in made.records("chat", "train") for message in record["messages"]}
     assert not said & {record["choices"][record["answer"]] for record in asked}
 
 
@@ -184,30 +183,34 @@ def test_the_turns_take_the_place_of_bytes_that_no_text_has(tmp_path: Path) -> N
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("turns") / "tokenizer"
-    texts = (json.loads(line)["messages"][-1]["content"] for line in lines("stdlib-chat", "train"))
+    texts = (json.loads(line)["messages"][-1]["content"] for line in lines("chat", "train"))
     train_bpe(texts, 1024, folder)
     return folder
 
 
-OF_TURNS = [source for source in SOURCES if source != "stdlib-choices"]  # those: test_multiple_choice.py
-
-
-def prepare(source: str, out: Path, tokenizer: Path, *more: str) -> int:
-    given = ["--source", source, "--out", str(out), "--tokenizer", str(tokenizer), "--chat-template", str(TEMPLATE)]
-    return main([*given, "--max-tokens", "128", *more])
+def prepare(out: Path, tokenizer: Path, *more: str) -> int:
+    given = ["--out", str(out), "--tokenizer", str(tokenizer), "--chat-template", str(TEMPLATE), "--max-tokens", "128"]
+    return main([*given, *more])
 
 
 @pytest.mark.parametrize("every", [20, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("source", OF_TURNS)
-def test_prepared(source: str, every: int, tmp_path: Path, tokenizer: Path) -> None:
-    out = tmp_path / "out"
-    with patch.object(made, "lessons", lambda *of: lessons(*of)[::every]), workers_here():
-        assert prepare(source, out, tokenizer) == 0
+@pytest.mark.parametrize("kind", ["chat", "preference"])  # choices: test_multiple_choice.py
+def test_prepared(kind: str, every: int, tmp_path: Path, tokenizer: Path) -> None:
+    """Every so manieth record, from a file; all of them, from the plugin."""
+    out, files = tmp_path / "out", {split: tmp_path / f"{split}.jsonl" for split in SPLITS}
+    for split, file in files.items():
+        file.write_text("\n".join(lines(kind, split)[::every]) + "\n")
+    words = ["--source", str(files["train"]), "--validation-source", str(files["validation"])]
+    if every == 1:
+        named = ["--source", f"lessons:{kind}", "--validation-source", f"lessons:{kind}/validation"]
+        words = ["--plugin", FILE, *named]
+    with workers_here():
+        assert prepare(out, tokenizer, *words, "--format", kind) == 0
     data = PreparedSet(out)
-    rows = 2 if source == "stdlib-preference" else 1
+    rows = 2 if kind == "preference" else 1
     read = Encoder(out / "tokenizer")
     for split in SPLITS:
-        wanted = lessons(source, split)[::every]
+        wanted = lessons(kind, split)[::every]
         assert data.manifest.documents[split] == rows * len(wanted) and data.manifest.rejected == 0
         stream = data.split(split)
         ids = stream.read(0, stream.tokens)
@@ -223,20 +226,10 @@ def test_prepared(source: str, every: int, tmp_path: Path, tokenizer: Path) -> N
                 assert texts[2 * number + 1] == f"<|user|>{lesson.question}<|assistant|>{lesson.wrong}{SEPARATOR}"
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--validation-fraction", "0.1"], "holds a tenth of its questions out by itself"),
-        (["--validation-source", "README.md"], "must be the only source"),
-        (["--format", "preference"], "has the format chat"),
-    ],
-)
-def test_what_the_source_decides_no_option_does(
-    words: list[str], said: str, tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert prepare("stdlib-chat", tmp_path / "out", tokenizer, *words) == 2
-    assert said in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
+def test_a_kind_that_is_none_is_answered(tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--plugin", FILE, "--format", "chat", "--source", "lessons:talk"]
+    assert prepare(tmp_path / "out", tokenizer, *words) == 2
+    assert "there is no talk; take one of chat, chat/validation, preference" in capsys.readouterr().err
 
 
 def test_a_call_that_no_tool_takes() -> None:

@@ -1,0 +1,20 @@
+"""examples/lessons.py as a module, whose source is not among those of this process."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from llmtrain.config import plugins
+from tests.helpers.launching import REPO
+
+FILE = str(REPO / "examples/lessons.py")
+plugins.use([FILE])
+made: Any = sys.modules["llmtrain_plugin_lessons"]
+plugins.use([])
+
+
+def lines(kind: str, split: str) -> list[str]:
+    """The records as a file of JSON lines has them."""
+    return [json.dumps(record, ensure_ascii=False) for record in made.records(kind, split)]
