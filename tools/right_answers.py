@@ -23,9 +23,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from llmtrain.config import plugins  # noqa: E402
+from llmtrain.config import plugin_import  # noqa: E402
 
-plugins.use([str(ROOT / "examples/lessons.py")])
+plugin_import.use([str(ROOT / "examples/lessons.py")])
 made: Any = sys.modules["llmtrain_plugin_lessons"]
 
 FAMILIES = ("sums", "calls", "results", "functions")

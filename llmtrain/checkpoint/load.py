@@ -37,7 +37,7 @@ from llmtrain.checkpoint.verify import damaged_parts, wrong_frozen
 from llmtrain.config import plugins
 from llmtrain.config.plugins import CHANGED, FLAG
 from llmtrain.config.problems import show
-from llmtrain.config.reader import saved_stages
+from llmtrain.config.reader import saved_stages, without_removed
 from llmtrain.config.run import RunConfig
 from llmtrain.engine.api import Engine, StateTensor
 from llmtrain.engine.dist.control import from_all, together
@@ -126,7 +126,10 @@ def resume(
 
 def _taken_all(folder: Path, reader: CheckpointReader, saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     compared = [key for key in ("run", "deepspeed", "model_config", "versions", "layout") if saved.get(key) is not None]
-    changed = differences({k: saved[k] for k in compared}, {k: now[k] for k in compared})
+    former = {key: saved[key] for key in compared}
+    if "run" in former:
+        former["run"] = without_removed(former["run"])
+    changed = differences(former, {key: now[key] for key in compared})
     return [
         f"resumed from {folder} at step {reader.manifest.step}",
         *(f"changed since: {line}" for line in changed),

@@ -17,7 +17,7 @@ from llmtrain.config.deepspeed.join import optimizer_in
 from llmtrain.config.deepspeed.keys import KEYS
 from llmtrain.config.on_disk import check_on_disk
 from llmtrain.config.problems import COMMAND_LINE, Problems, closest, nearest, read_text, show, stop
-from llmtrain.config.reader import WRONG, members, read
+from llmtrain.config.reader import WRONG, members, read, without_removed
 from llmtrain.config.resolve import resolve
 from llmtrain.config.run import DataConfig, ResolvedRun, RunConfig
 from llmtrain.config.schema import ENTRIES, choices, run_parser, schema, sections, subsections
@@ -25,11 +25,6 @@ from llmtrain.config.stages import StageConfig
 
 _LAUNCHER_FLAGS = ("--local_rank", "--local-rank")
 _NO_FIELDS = ("config", "plugin", "plugin-changed")
-_REMOVED = {
-    ("sites", "mean"): "weighted", ("sites", "meet_every"): 10, ("sites", "keys"): None,
-    ("tracking", "artifacts"): "none", ("model", "keep_attention"): False,
-}  # fmt: skip
-"""Removed fields with the defaults in each config.yaml of former versions, which still load."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +73,7 @@ def parse(argv: list[str], *, check_paths: bool = True) -> Parsed:
     for path in configs:
         _lay(tree, *_read(path), problems)
     _lay(tree, *_typed_words(words, problems), problems)
-    for (section, field), default in _REMOVED.items():
-        if isinstance(given := tree.get(section), dict) and field in given and given[field] == default:
-            del given[field]
+    tree = without_removed(tree)
     optim = tree.get("optim") or {}
     if isinstance(optim, dict) and optim.get("name") is None and (name := optimizer_in(tree.get("deepspeed"))):
         tree["optim"] = {**optim, "name": name}

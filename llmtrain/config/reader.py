@@ -29,6 +29,13 @@ FORMERLY = {
 }
 """Section -> the fields in each config.yaml until November 2026, for every choice."""
 
+_REMOVED: dict[str, dict[str, Any]] = {
+    "sites": {"mean": "weighted", "meet_every": 10, "keys": None},
+    "tracking": {"artifacts": "none"},
+    "model": {"keep_attention": False},
+}
+"""Removed fields with the defaults in each config.yaml and checkpoint of former versions, which still load."""
+
 _CODE = {
     "auto_map": "it names Python code to import",
     "class_path": "it names Python code to import",
@@ -46,6 +53,17 @@ _PASSWORD = re.compile(r"://[^/\s@]*:[^/\s@]+@")
 """Matches USER:PASSWORD@ in a URL."""
 _FREE_TEXT = "train.sample_prompt"
 """The field whose text may be empty or have line breaks."""
+
+
+def without_removed(run: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a run's tree without removed fields that have their former defaults."""
+    kept = dict(run)
+    for section, removed in _REMOVED.items():
+        if isinstance(given := kept.get(section), dict):
+            kept[section] = {
+                field: value for field, value in given.items() if field not in removed or value != removed[field]
+            }
+    return kept
 
 
 def read_saved(cls: type[Any], saved: Mapping[str, Any]) -> Any:

@@ -6,13 +6,13 @@ import json
 import sys
 from typing import Any
 
-from llmtrain.config import plugins
+from llmtrain.config import plugin_import
 from tests.helpers.launching import REPO
 
 FILE = str(REPO / "examples/lessons.py")
-plugins.use([FILE])
+plugin_import.use([FILE])
 made: Any = sys.modules["llmtrain_plugin_lessons"]
-plugins.use([])
+plugin_import.use([])
 
 
 def lines(kind: str, split: str) -> list[str]:
