@@ -299,14 +299,6 @@ class _Bounds:
     characters: int
 
 
-def _bound_memory(memory_mib: int) -> None:
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    soft = pages * resource.getpagesize() + (memory_mib << 20)
-    resource.setrlimit(resource.RLIMIT_AS, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-
 def _answer(bounds: _Bounds, utils: Any, clock: Any, known: list[str], request: dict[str, Any]) -> dict[str, Any]:
     if "error" in request:
         return request
@@ -355,7 +347,12 @@ def _main() -> None:
     vars(utils)["datetime"] = Clock  # `strftime_now` looks it up at each call (transformers 5.17 to 5.23)
     known: list[str] = []
     batch: list[bytes] = []
-    _bound_memory(bounds.memory_mib)
+    # Bounded: memory beyond that of the imports, and no core dump.
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    soft = pages * resource.getpagesize() + (bounds.memory_mib << 20)
+    resource.setrlimit(resource.RLIMIT_AS, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for line in sys.stdin.buffer:
         if line.strip():
             batch.append(line)
