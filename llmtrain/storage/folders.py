@@ -1,4 +1,4 @@
-"""Folders in stores: downloaded completely, once per host, into this user's cache, or written here and uploaded.
+"""Folders in stores: downloaded completely, once per host, into this user's cache.
 
 A folder's revision is a digest of its files' names, sizes and versions.
 """
@@ -12,12 +12,12 @@ import os
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from llmtrain.base import units, untrusted
 from llmtrain.base.errors import UserError
-from llmtrain.base.files import cache_folder, lock_folder, replace_file
+from llmtrain.base.files import lock_folder, replace_file
 from llmtrain.storage.addresses import place_of
 from llmtrain.storage.object_store import Store, Stored, StoreError, problem_of
 
@@ -138,62 +138,3 @@ def _complete(
 
 Wrong = Callable[[str], UserError]
 """Makes an error from a clause that names the rule, and the remedy."""
-
-
-def upload(folder: Path, store: Store, *, first: Collection[str] = (), last: Collection[str]) -> str:
-    """Upload a folder's files to an empty folder, or to one with an interrupted upload.
-
-    Args:
-        first: names of files that identify the folder.
-        last: names of files that mark the folder complete for readers.
-
-    Returns the number and the sizes of the files, in words. Raises StoreError: also if a file's size differs there.
-    """
-    names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
-    for name in sorted(names, key=lambda name: (name in last, name not in first, name)):
-        store.put(folder / name, name)
-    total = sum((folder / name).stat().st_size for name in names)
-    return f"{units.counted(len(names), 'file')}, {units.size(total)}"
-
-
-def clear(store: Store, *, first: Collection[str] = (), last: Collection[str]) -> None:
-    """Delete all files of a folder: `last` before the others, `first` at the end."""
-    names = store.files().keys()
-    leading, marks = [name for name in names if name in last], [name for name in names if name in first]
-    for some in (leading, sorted(names - {*leading, *marks}), marks):
-        store.remove(some)
-
-
-@contextlib.contextmanager
-def scratch_for(url: str, wrong: Wrong) -> Iterator[Path]:
-    """A path on this host's disk for an upload to a URL, the same at each start of a command, so that it can continue.
-
-    Removed when the block ends without an error. Raises what `wrong` makes: another process writes the path, or it
-    cannot be created.
-    """
-    folder = cache_folder() / "uploads" / hashlib.sha256(url.encode()).hexdigest()[:16]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = lock_folder(folder)
-    except BlockingIOError:
-        raise wrong("another process of this host is writing it; wait for it") from None
-    except OSError as error:
-        text = f"{folder} cannot be made: {error.strerror}; set LLMTRAIN_CACHE to a folder with room"
-        raise wrong(text) from error
-    try:
-        out = folder / (url.rstrip("/").rpartition("/")[2] or "out")
-        shutil.rmtree(out, ignore_errors=True)  # of a start whose upload failed
-        yield out
-        shutil.rmtree(folder)
-    finally:
-        os.close(lock)
-
-
-@contextlib.contextmanager
-def told(wrong: Wrong, left: Path | None = None) -> Iterator[None]:
-    """Raise errors of a store in the block as `wrong` makes them. `left`: path of the complete local copy."""
-    try:
-        yield
-    except StoreError as error:
-        kept = f"; the complete copy is in {left}" if left is not None else ""
-        raise wrong(f"the store cannot be used ({error}){kept}. Correct the address or the access to it") from error

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from llmtrain.base import untrusted
+from llmtrain.base import units, untrusted
 from llmtrain.base.errors import CheckpointError
+from llmtrain.base.files import cache_folder, lock_folder
 from llmtrain.base.redact import redact_text
 from llmtrain.checkpoint.format import read_trainer
 from llmtrain.checkpoint.hf.exporting import refuse_more
 from llmtrain.checkpoint.hf.folder_files import MARK, run_id
 from llmtrain.checkpoint.hf.proofs import Report
 from llmtrain.models.parameters import CONFIG
-from llmtrain.storage.folders import clear, scratch_for, told, upload
-from llmtrain.storage.object_store import Store, problem_of
+from llmtrain.storage.object_store import Store, StoreError, problem_of
 
 _LAST_IN_STORE = ("config.json", CONFIG)
 """Files that readers look for first: of a model, of an adapter."""
@@ -28,7 +32,7 @@ class ExportStore:
         self._run = run_id(checkpoint, read_trainer(checkpoint))
         if found := problem_of(url, writes=True):
             raise self.wrong("; ".join(found))
-        with told(self.wrong):
+        with self._told():
             self._store = Store(url)
             self._refuse_others()
 
@@ -37,13 +41,50 @@ class ExportStore:
 
     def put(self, folder: Path) -> str:
         """Replace an earlier export. Returns a description. Raises CheckpointError."""
-        with told(self.wrong, folder):
+        names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+        with self._told(folder):
             before = self._refuse_others()
-            if before:
-                clear(self._store, first=(MARK,), last=_LAST_IN_STORE)
-            words = upload(folder, self._store, first=(MARK,), last=_LAST_IN_STORE)
+            if before:  # readers find no export that lacks a file, and the record of its run stays to the end
+                there = self._store.files().keys()
+                leading = [name for name in _LAST_IN_STORE if name in there]
+                for some in (leading, sorted(there - {MARK, *leading}), [MARK]):
+                    self._store.remove(some)
+            for name in sorted(names, key=lambda name: (name in _LAST_IN_STORE, name != MARK, name)):
+                self._store.put(folder / name, name)  # raises StoreError if the file's size differs there
+        total = sum((folder / name).stat().st_size for name in names)
         replaced = f", instead of the export of step {before.get('step')}" if before else ""
-        return f"{self._url}: {words}{replaced}"
+        return f"{self._url}: {units.counted(len(names), 'file')}, {units.size(total)}{replaced}"
+
+    @contextlib.contextmanager
+    def scratch(self, url: str) -> Iterator[Path]:
+        """A path on this host's disk for the export, the same at each start of a command, so that it can continue. It
+        is removed when the block ends without an error. Raises CheckpointError."""
+        folder = cache_folder() / "uploads" / hashlib.sha256(url.encode()).hexdigest()[:16]
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = lock_folder(folder)
+        except BlockingIOError:
+            raise self.wrong("another process of this host is writing it; wait for it") from None
+        except OSError as error:
+            text = f"{folder} cannot be made: {error.strerror}; set LLMTRAIN_CACHE to a folder with room"
+            raise self.wrong(text) from error
+        try:
+            out = folder / (url.rstrip("/").rpartition("/")[2] or "out")
+            shutil.rmtree(out, ignore_errors=True)  # of a start whose upload failed
+            yield out
+            shutil.rmtree(folder)
+        finally:
+            os.close(lock)
+
+    @contextlib.contextmanager
+    def _told(self, left: Path | None = None) -> Iterator[None]:
+        """`left`: path of the complete local copy. Raises CheckpointError for an error of the store in the block."""
+        try:
+            yield
+        except StoreError as error:
+            kept = f"; the complete copy is in {left}" if left is not None else ""
+            text = f"the store cannot be used ({error}){kept}. Correct the address or the access to it"
+            raise self.wrong(text) from error
 
     def _refuse_others(self) -> Mapping[str, Any]:
         """The record of an earlier export; empty: there is none."""
@@ -66,7 +107,7 @@ class ExportStore:
 def export_to_store(checkpoint: Path, url: str, export: Callable[[Path], Report]) -> Report:
     """Have `export` write a folder on this host's disk, and upload it. Raises CheckpointError."""
     store = ExportStore(url, checkpoint, "to-hf")
-    with scratch_for(url, store.wrong) as folder:
+    with store.scratch(url) as folder:
         report = export(folder)
         report.lines[:] = [line.replace(str(folder), redact_text(url)) for line in report.lines]
         report.add("uploaded", store.put(folder))
