@@ -23,9 +23,8 @@ from llmtrain.base import units
 from llmtrain.base.errors import DataError, UserError
 from llmtrain.config.resolve import resolve
 from llmtrain.config.run import ResolvedRun, RunConfig
-from llmtrain.data.stream.course import RECORD, Course
 from llmtrain.data.stream.epoch import sequences_of_epoch
-from llmtrain.data.stream.loader import AnswerBatch, MicroBatch, UnpairedBatch, batches_of
+from llmtrain.data.stream.loader import RECORD, AnswerBatch, Course, MicroBatch, UnpairedBatch, batches_of
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.parity.plain import rate_of_step
 from llmtrain.parity.small_run import Wanted

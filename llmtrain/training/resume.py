@@ -15,7 +15,7 @@ from llmtrain.checkpoint.format import FrozenSource, complete_checkpoints, froze
 from llmtrain.checkpoint.rundir import CheckpointFolder, RunDirectory, origin
 from llmtrain.config.plugins import hashes
 from llmtrain.config.run import RunConfig
-from llmtrain.data.stream.course import RECORD
+from llmtrain.data.stream.loader import RECORD
 from llmtrain.engine.dist.control import from_all, from_rank_0, together
 from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.storage.addresses import is_url

@@ -23,8 +23,7 @@ from llmtrain.config.rules import check_masks
 from llmtrain.config.run import ModelConfig, ResolvedRun, RunConfig
 from llmtrain.config.topology import Mix
 from llmtrain.data.manifest import NEW_COLUMN
-from llmtrain.data.stream.course import Course
-from llmtrain.data.stream.loader import TrainLoader
+from llmtrain.data.stream.loader import Course, TrainLoader
 from llmtrain.engine import progress
 from llmtrain.engine.api import Engine, ForwardCopy
 from llmtrain.engine.deepspeed.build import build_engine

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from llmtrain.config.stages import Batch, DataConfig, StageBatch, StageConfig, stages_of
-from llmtrain.data.stream.course import Course
+from llmtrain.data.stream.loader import Course
 from llmtrain.optim.schedules import Constant
 
 A, B, LONG = (SimpleNamespace(fingerprint=name) for name in ("a", "b", "long"))

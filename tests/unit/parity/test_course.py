@@ -12,7 +12,7 @@ import pytest
 from llmtrain.cli import main
 from llmtrain.config.load import parse
 from llmtrain.config.stages import Stages
-from llmtrain.data.stream.course import Course
+from llmtrain.data.stream.loader import Course
 from llmtrain.parity import worlds
 from llmtrain.parity.small_run import wanted
 from llmtrain.parity.untrained import compare_course
