@@ -25,6 +25,11 @@ def of_module(module: str, *words: str) -> list[str]:
     return [sys.executable, "-P", "-m", module, *words]
 
 
+def _encoded(message: Any) -> bytes:
+    """One line. Values that JSON lacks, such as dates, become texts."""
+    return json.dumps(message, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass") + b"\n"
+
+
 class Lines:
     """JSON objects, one a line, of a stream that arrives in pieces."""
 
@@ -71,13 +76,13 @@ class Child:
 
     def send(self, message: Any) -> None:
         with contextlib.suppress(BrokenPipeError):
-            self._in.write(json.dumps(message).encode() + b"\n")
+            self._in.write(_encoded(message))
             self._in.flush()
 
     def received(self) -> list[dict[str, Any]]:
         """Return the messages since the last call."""
         found: list[dict[str, Any]] = []
-        while data := self._out.read(1 << 16):
+        while data := self._out.read(1 << 20):
             found += self._lines.of(data)
         self.is_closed = data is not None
         return found
@@ -102,7 +107,7 @@ class Parent:
     """A child's side. From here on a library's prints go to standard error, not between the messages."""
 
     def __init__(self) -> None:
-        self._answers = os.fdopen(os.dup(1), "w")
+        self._answers = os.fdopen(os.dup(1), "wb")
         os.dup2(2, 1)
         self._asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
@@ -110,7 +115,7 @@ class Parent:
         """Read messages in a thread. At their end the parent is gone, even by kill -9, and so is this process."""
 
         def read() -> None:
-            for line in sys.stdin:
+            for line in sys.stdin.buffer:
                 self._asked.put(json.loads(line))
             os._exit(0)
 
@@ -124,7 +129,7 @@ class Parent:
 
     def tell(self, message: Mapping[str, Any]) -> None:
         with contextlib.suppress(OSError):
-            self._answers.write(json.dumps(message) + "\n")
+            self._answers.write(_encoded(message))
             self._answers.flush()
 
 

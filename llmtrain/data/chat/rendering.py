@@ -16,17 +16,16 @@ import re
 import resource
 import selectors
 import signal
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from llmtrain.base import untrusted
-from llmtrain.base.child import child_environment
+from llmtrain.base.child import Child, Parent, of_module
 from llmtrain.data.chat.conversation import Conversation
 
 CPU_SECONDS = 10
@@ -172,10 +171,6 @@ def first_line(error: BaseException) -> str:
     return untrusted.shown((str(error).strip().splitlines() or [type(error).__name__])[0], 200)
 
 
-def _encoded(message: dict[str, Any]) -> bytes:
-    return json.dumps(message, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass") + b"\n"
-
-
 # --- the process, from outside --------------------------------------------------------------------
 
 
@@ -183,105 +178,82 @@ class _Process:
     """The child that renders; the first request starts it."""
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
+        self._child: Child | None = None
         self._owner = 0
         self._known: dict[str, int] = {}
         self._lock = threading.Lock()
 
     def ask(self, requests: list[dict[str, Any]]) -> list[dict[str, Any] | RenderError]:
         """After a request beyond the bounds, the others get its error too."""
+        found: list[dict[str, Any] | RenderError] = []
         with self._lock:
-            process = self._started()
-            lines = [self._line(request) for request in requests]
-            found: list[dict[str, Any] | RenderError] = []
             try:
-                assert process.stdin is not None
-                process.stdin.write(b"".join(lines) + b"\n")
-                process.stdin.flush()
-                buffer = bytearray()
-                for _ in requests:
-                    answer = json.loads(self._read_line(process, buffer))
+                child = self._started()
+                child.send(self._message(requests))
+                for answer in _answers(child, len(requests)):
                     if "bounds" in answer:
                         raise BoundsError(answer["bounds"])
                     found.append(RenderError(answer["error"]) if "error" in answer else answer)
             except BoundsError as error:
                 self._end()
                 found += [error] * (len(requests) - len(found))
-            except OSError:  # it has died while it was written to
-                died = self._died(process)
-                self._end()
-                found += [died] * (len(requests) - len(found))
             except BaseException:  # Ctrl-C: nobody would read later answers
                 self._end()
                 raise
-            return found
+        return found
 
-    def _started(self) -> subprocess.Popen[bytes]:
-        if self._process is not None and self._owner == os.getpid() and self._process.poll() is None:
-            return self._process
-        self._known.clear()
-        self._owner = os.getpid()
-        bounds = [str(bound) for bound in (CPU_SECONDS, MEMORY_MIB, CHARACTERS)]
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "llmtrain.data.chat.rendering", *bounds],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=child_environment(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", TRANSFORMERS_VERBOSITY="error"),
-            start_new_session=True,  # Ctrl-C in the terminal reaches the parent alone
-        )
-        return self._process
+    def _started(self) -> Child:
+        if self._child is None or self._owner != os.getpid() or self._child.code is not None:
+            self._known.clear()
+            self._owner = os.getpid()
+            bounds = [str(bound) for bound in (CPU_SECONDS, MEMORY_MIB, CHARACTERS)]
+            self._child = Child(of_module("llmtrain.data.chat.rendering", *bounds))
+        return self._child
 
-    def _line(self, request: dict[str, Any]) -> bytes:
-        """Encode a request; each template's text is sent once."""
-        head = b""
-        if (source := request.get("template", request.get("read"))) is not None:
-            number = self._known.get(source)
-            if number is None:
-                number = self._known[source] = len(self._known)
-                head = _encoded({"known": source})
-            request = {**request, "read" if "read" in request else "template": number}
-        return head + _encoded(request)
-
-    def _read_line(self, process: subprocess.Popen[bytes], buffer: bytearray) -> bytes:
-        """Raises BoundsError: the child is too slow or has died."""
-        assert process.stdout is not None
-        deadline = time.monotonic() + _WAIT_SECONDS
-        with selectors.DefaultSelector() as selector:
-            selector.register(process.stdout, selectors.EVENT_READ)
-            while (at := buffer.find(b"\n")) < 0:
-                if not selector.select(deadline - time.monotonic()):
-                    raise BoundsError(f"it was not rendered within {_WAIT_SECONDS} s")
-                data = os.read(process.stdout.fileno(), 1 << 20)
-                if not data:
-                    raise self._died(process)
-                buffer += data
-        line = bytes(buffer[:at])
-        del buffer[: at + 1]
-        return line
-
-    def _died(self, process: subprocess.Popen[bytes]) -> BoundsError:
-        code = process.wait()
-        if code == -signal.SIGXCPU:
-            return BoundsError(f"one rendering takes more than {CPU_SECONDS} s of processor time")
-        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        return BoundsError(f"the process that rendered it died ({how})")
+    def _message(self, requests: list[dict[str, Any]]) -> dict[str, Any]:
+        """One message, so that the child has read all requests before its first answer: else both ends could wait for
+        the other to read. Each template's text is sent once."""
+        before, numbered = len(self._known), list[dict[str, Any]]()
+        for request in requests:
+            sources = {key: request[key] for key in ("template", "read") if key in request}
+            places: dict[str, Any] = {
+                key: self._known.setdefault(text, len(self._known)) for key, text in sources.items()
+            }
+            numbered.append({**request, **places})
+        return {"known": list(self._known)[before:], "requests": numbered}
 
     def _end(self) -> None:
-        process, self._process = self._process, None
-        if process is None or self._owner != os.getpid():
-            return
-        process.kill()
-        for pipe in (process.stdin, process.stdout):
-            try:
-                if pipe is not None:
-                    pipe.close()
-            except OSError:
-                pass
-        process.wait()
+        child, self._child = self._child, None
+        if child is not None and self._owner == os.getpid():
+            child.close()
 
     def close(self) -> None:
         with self._lock:
             self._end()
+
+
+def _answers(child: Child, count: int) -> Iterator[dict[str, Any]]:
+    """Raises BoundsError: the child is too slow or has died."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(child, selectors.EVENT_READ)
+        while count:
+            if not selector.select(_WAIT_SECONDS):
+                raise BoundsError(f"it was not rendered within {_WAIT_SECONDS} s")
+            answers = child.received()
+            yield from answers
+            count -= len(answers)
+            if count and child.is_closed:
+                raise _died(child)
+
+
+def _died(child: Child) -> BoundsError:
+    child.end(_WAIT_SECONDS)
+    code = child.code
+    assert code is not None
+    if code == -signal.SIGXCPU:
+        return BoundsError(f"one rendering takes more than {CPU_SECONDS} s of processor time")
+    how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    return BoundsError(f"the process that rendered it died ({how})")
 
 
 _PROCESS = _Process()
@@ -326,8 +298,8 @@ def _main() -> None:
     import datetime
 
     bounds = _Bounds(*map(int, sys.argv[1:]))
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
+    parent = Parent()  # it does not listen: a thread would share the bounds
+    os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
     from transformers.utils import chat_template_utils as utils
 
     class Clock(datetime.datetime):
@@ -346,7 +318,6 @@ def _main() -> None:
 
     vars(utils)["datetime"] = Clock  # `strftime_now` looks it up at each call (transformers 5.17 to 5.23)
     known: list[str] = []
-    batch: list[bytes] = []
     # Bounded: memory beyond that of the imports, and no core dump.
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -354,33 +325,21 @@ def _main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for line in sys.stdin.buffer:
-        if line.strip():
-            batch.append(line)
-            continue
-        # All of a batch is read before the first answer: else both ends could wait for the other to read.
-        for request in batch:
+        asked = json.loads(line)
+        known += asked["known"]
+        for request in asked["requests"]:
             # The kernel ends this process after `cpu_seconds` more of processor time.
             _, hard = resource.getrlimit(resource.RLIMIT_CPU)
             soft = math.ceil(time.process_time()) + bounds.cpu_seconds
             soft = soft if hard == resource.RLIM_INFINITY else min(soft, hard)
             resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
-            if (answer := _answered(bounds, utils, Clock, known, request)) is not None:
-                answers.write(_encoded(answer))
-                answers.flush()
-        batch.clear()
-
-
-def _answered(bounds: _Bounds, utils: Any, clock: Any, known: list[str], line: bytes) -> dict[str, Any] | None:
-    try:
-        request = json.loads(line)
-        if "known" not in request:
-            return _answer(bounds, utils, clock, known, request)
-        known.append(request["known"])
-        return None
-    except MemoryError:
-        return {"bounds": f"one rendering takes more than {bounds.memory_mib} MiB of memory"}
-    except Exception as error:  # the template is foreign code
-        return {"error": first_line(error)}
+            try:
+                answer = _answer(bounds, utils, Clock, known, request)
+            except MemoryError:
+                answer = {"bounds": f"one rendering takes more than {bounds.memory_mib} MiB of memory"}
+            except Exception as error:  # the template is foreign code
+                answer = {"error": first_line(error)}
+            parent.tell(answer)
 
 
 if __name__ == "__main__":

@@ -68,10 +68,10 @@ def test_a_template_that_goes_beyond_its_bounds_is_given_up(tmp_path: Path) -> N
 def test_its_process_ends_with_it_and_holds_nothing_between_templates(tmp_path: Path) -> None:
     one = encoder(tmp_path, "{% set x = namespace(n=1) %}")
     assert one.rows(json.dumps(RECORD))
-    child = rendering._PROCESS._process
-    assert child is not None and child.pid != os.getpid() and child.poll() is None
+    child = rendering._PROCESS._child
+    assert child is not None and child.pid != os.getpid() and child.code is None
     rendering.close()
-    assert child.poll() is not None
+    assert child.code is not None
 
 
 def test_a_templates_own_words_reach_no_terminal_as_they_are(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
