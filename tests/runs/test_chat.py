@@ -123,7 +123,6 @@ def test_the_commands_of_the_page_train_on_the_answers(tmp_path: Path, warm: War
         printed += done.stdout
     for shown in blocks("text"):
         assert shown in printed, printed
-    assert (tmp_path / "talks.html").is_file()
     ours = losses(tmp_path / "runs/sft")
     assert [ours[step + 1] for step in range(STEPS)] == pytest.approx(plain_losses(tmp_path, talks), rel=1e-5)
     assert ours[STEPS] < ours[1]
