@@ -136,7 +136,7 @@ def two_steps(site: Site, engine: Numbers, value: float) -> Callable[[], list[in
 
 
 def sends_nothing(server: Server) -> None:
-    server._listener._handle = lambda *_: time.sleep(60)
+    server._serve = lambda *_: time.sleep(60)
 
 
 SENSE = {
