@@ -261,7 +261,7 @@ class ZeroEngine:
         return [float(each) / (weight or torch.nan) for each in total]
 
     def check_head(self, inputs: Tensor) -> None:
-        """Catch a head that scales or caps logits in an unknown way, which would silently train on a wrong loss."""
+        """Catch a layout, a precision or a head that would silently train on a wrong loss."""
         inputs = self._shareable(inputs)
         micro = MicroBatch(inputs=inputs, labels=inputs.roll(-1, dims=1), sample_indices=[])
         scores = gives_scores(self.module.config)
