@@ -17,6 +17,7 @@ from llmtrain.config import strict_yaml
 from llmtrain.config.load import COMMAND_LINE, configs_in, parse, plugins_of, run_words
 from llmtrain.config.on_disk import refuse_if_preempted
 from llmtrain.config.pinned import with_base
+from llmtrain.config.planned import stored
 from llmtrain.config.problems import closest, show, stop
 from llmtrain.config.resolve import resolve
 from llmtrain.config.rules import value_of
@@ -184,11 +185,11 @@ def summary(resolved: ResolvedRun, facts: ModelFacts | None = None) -> str:
     ways += [f"activation checkpointing{of}{kept}"] if mix.recomputes else []
     lines += [f"compute: {', '.join(ways)}", f"optim:   {_optimizer(resolved)}", f"ranks:   {_ranks(resolved.degrees)}"]
     if facts is not None:
-        from llmtrain.training.examine import state_bytes
-
-        whole, of_a_rank = map(units.size, state_bytes(resolved, facts))
-        held = "weights, gradients and optimizer state"
-        lines.append(f"model:   {units.count(facts.parameters)} parameters; {held} {whole}, {of_a_rank} a rank")
+        lines.append(f"model:   {units.count(facts.parameters)} parameters")
+        plans = {"": stored(resolved, on_gpu=True), " on the CPU": stored(resolved, on_gpu=False)}
+        lines += [f"memory:  {plan.text()}{where}" for where, plan in plans.items() if plan is not None]
+        if not any(plans.values()):
+            lines.append("memory:  `llmtrain plan RUN.yaml --hosts N --slots N` rehearses it")
     lines.append(f"run dir: {train.run_dir}")
     return "\n".join([*lines, *(f"note:    {note}" for note in resolved.notes)])
 

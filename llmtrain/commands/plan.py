@@ -6,11 +6,13 @@ import argparse
 import contextlib
 import io
 import json
+import math
 import os
 import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from llmtrain.base import units
 from llmtrain.base.errors import ConfigError
@@ -19,10 +21,11 @@ from llmtrain.cluster.hosts.hostfile import read_hostfile
 from llmtrain.commands import completion
 from llmtrain.config.load import COMMAND_LINE, Parsed, command_words, configs_in, parse, run_words
 from llmtrain.config.pinned import fetched
+from llmtrain.config.planned import Planned, store
 from llmtrain.config.problems import stop
 from llmtrain.config.resolve import resolve
-from llmtrain.config.run import ResolvedRun
-from llmtrain.plan.device import memory_of
+from llmtrain.config.run import RecomputeConfig, ResolvedRun
+from llmtrain.plan.device import Machines, memory_of, parse_size
 
 if TYPE_CHECKING:
     from llmtrain.plan.answer import Plan
@@ -41,24 +44,30 @@ def main(argv: list[str]) -> int:
     """Returns the exit code. Raises UserError."""
     args, words = _arguments(argv)
     hosts, slots, source = _ranks(args)
-    memory = memory_of(args.device, args.memory)
-    title = (
-        f"{', '.join(configs_in(words))} on {units.counted(hosts, 'host')} of {units.counted(slots, 'rank')}{source}"
+    machines = Machines(
+        hosts=hosts,
+        slots=slots,
+        device=args.device or "a device",
+        on_gpu=args.device != "cpu",
+        memory=memory_of(args.device, args.memory),
+        host_memory=None if args.host_memory is None else parse_size("--host-memory", args.host_memory),
     )
-    plan = make_plan(words, hosts, slots, args.device, memory, title)
+    where = f"{units.counted(hosts, 'host')} of {units.counted(slots, 'rank')}{source}"
+    plan = make_plan(words, machines, args.imbalance, f"{', '.join(configs_in(words))} on {where}")
     if args.png:
         drawn = io.BytesIO()
         plan.figure().savefig(drawn, format="png", dpi=150)
         replace_file(Path(args.png), drawn.getvalue())
     print(json.dumps(plan.as_json(), indent=1) if args.json else plan.text())
-    return 0 if plan.fits is not False and (memory is None or plan.fits) else 1
+    asked = machines.memory is not None or machines.host_memory is not None
+    return 0 if plan.fits or not asked else 1
 
 
 def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         prog="llmtrain plan",
         usage="llmtrain plan RUN.yaml [--SECTION.FIELD VALUE ...] [--hostfile HOSTS | --hosts N --slots N] "
-        "[--device NAME | --memory SIZE]",
+        "[--device NAME | --memory SIZE] [--host-memory SIZE]",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -68,6 +77,9 @@ def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--slots", type=int, metavar="N", help="ranks of a host (default 1)")
     parser.add_argument("--device", metavar="NAME", help="cpu, or a GPU such as h100-80; default: any GPU")
     parser.add_argument("--memory", metavar="SIZE", help="memory of a device, such as 80GiB")
+    parser.add_argument("--host-memory", metavar="SIZE", help="memory of a host, such as 1TiB")
+    parser.add_argument("--imbalance", type=float, default=1.0, metavar="X",
+                        help="tokens of the fullest rank's experts over the mean (default 1)")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--png", metavar="FILE", help="draw the ranks' memory, and its course over a step")
     completion.offer_run(parser)
@@ -91,48 +103,78 @@ def _ranks(args: argparse.Namespace) -> tuple[int, int, str]:
     return args.hosts or 1, args.slots or 1, assumed
 
 
-def make_plan(words: list[str], hosts: int, slots: int, device: str | None, memory: int | None, title: str) -> Plan:
+def make_plan(words: list[str], machines: Machines, imbalance: float, title: str) -> Plan:
     """Rehearse the run, and the changes that would make it fit. Raises UserError."""
-    parsed, resolved = _resolved(words, hosts * slots)  # a mistake needs no torch
+    parsed, resolved = _resolved(words, machines.ranks)  # a mistake needs no torch
     os.environ["DS_ACCELERATOR"] = "cpu"
     from llmtrain.plan.answer import Change, Kind, Plan, name_of
-    from llmtrain.plan.prepare import ahead, changes, prepared
-    from llmtrain.plan.rehearsal import kinds, rehearse
+    from llmtrain.plan.rehearsal import Rehearsed, ahead, kinds, prepared, rehearse
+    from llmtrain.training.memory import MARGIN, Activations, fewest_layers, keeps, recomputing
 
-    on_gpu = device != "cpu"
-    checked = prepared(resolved, on_gpu=on_gpu)
+    def rehearsed(run: ResolvedRun, ranks: list[int]) -> dict[int, Rehearsed]:
+        on_gpu = machines.on_gpu
+        found = rehearse(prepared(run, on_gpu=on_gpu), ranks, machines.slots, imbalance=imbalance, on_gpu=on_gpu)
+        return {each.rank: each for each in found}
+
+    def peak(run: ResolvedRun, rank: int) -> int:
+        return rehearsed(run, [rank])[rank].peak + (ahead(run) if machines.on_gpu else 0)
+
+    asked, again = resolved, resolved.run.model.recompute
+    if again.layers == "auto":
+
+        def count(layers: Any, kept: Any) -> Activations:
+            held = peak(recomputing(asked, RecomputeConfig(layers=layers, keep=kept)), 0)
+            return Activations(kept=held, most=held)
+
+        spec = prepared(recomputing(asked, RecomputeConfig()), on_gpu=machines.on_gpu).spec
+        room = math.inf if machines.memory is None else (1 - MARGIN) * machines.memory
+        again, note = fewest_layers(count, spec.facts.layers, room, keeps(asked))
+        resolved = recomputing(asked, again)
+        title += f", recomputing {note.partition(':')[0].partition(',')[0]}"
     degrees, chosen = resolved.degrees, kinds(resolved.degrees)
     alike = degrees.world_size // degrees.pipeline
-    found = {each.rank: each for each in rehearse(checked, list(chosen), slots)}
+    found = rehearsed(resolved, list(chosen))
     plan = Plan(
-        title=f"{title}: {_summary(resolved, checked.spec.facts.parameters)}",
-        hosts=hosts,
-        slots=slots,
-        on_gpu=on_gpu,
-        memory=memory,
-        device=device or "a device",
+        title=f"{title}: {_summary(resolved)}",
+        machines=machines,
         kinds=[
             Kind(
                 name=name_of(degrees.place(rank).pipeline, stages, degrees.pipeline),
                 ranks=stages * alike,
                 rehearsed=found[rank],
-                ahead=ahead(resolved) if on_gpu else 0,
+                ahead=ahead(resolved) if machines.on_gpu else 0,
             )
             for rank, stages in chosen.items()
         ],
         checkpoint=sum(found[rank].saved * stages for rank, stages in chosen.items()) * alike,
         seconds=sum(each.cpu_s for each in found.values()),
     )
-    if memory is None or plan.fits:
-        return plan
-    fullest = plan.fullest.rehearsed.rank
-    with tempfile.TemporaryDirectory() as folder:
-        for said, more in changes(parsed, resolved, Path(folder)):
-            with contextlib.suppress(ConfigError):  # the change goes with another value of the run
-                _, other = _resolved([*words, *more], hosts * slots)
-                (then,) = rehearse(prepared(other, on_gpu=on_gpu), [fullest], slots)
-                plan.changes.append(Change(words=said, peak=then.peak + (ahead(other) if on_gpu else 0)))
+    if plan.lacks_room:
+        fullest = plan.fullest.rehearsed.rank
+        with tempfile.TemporaryDirectory() as folder:
+            for said, more in changes(parsed, resolved, Path(folder)):
+                with contextlib.suppress(ConfigError):  # the change goes with another value of the run
+                    _, other = _resolved([*words, *more], machines.ranks)
+                    if other.run.model.recompute.layers == "auto":
+                        other = recomputing(other, again)
+                    plan.changes.append(Change(words=said, peak=peak(other, fullest)))
+    keep(plan, asked, again if asked is not resolved and machines.memory is not None else None)
     return plan
+
+
+def keep(plan: Plan, resolved: ResolvedRun, again: RecomputeConfig | None) -> None:
+    """Store the answer for `config check` and the run."""
+    answer = Planned(
+        peak=plan.fullest.peak,
+        of_rank_0=plan.kinds[0].peak,
+        more_at_least=sum(each.low for each in plan.others),
+        more_at_most=sum(each.high for each in plan.others),
+        parts=plan.parts(),
+        changes={change.words: change.peak for change in plan.changes},
+        recompute=None if again is None else asdict(again),
+    )
+    with contextlib.suppress(OSError):  # the answer is printed
+        store(resolved, answer, on_gpu=plan.machines.on_gpu)
 
 
 def _resolved(words: list[str], world_size: int) -> tuple[Parsed, ResolvedRun]:
@@ -141,9 +183,39 @@ def _resolved(words: list[str], world_size: int) -> tuple[Parsed, ResolvedRun]:
     return parsed, resolve(run, world_size, "--hosts and --slots", places=parsed.places, epoch=lambda _: _EPOCH)
 
 
-def _summary(resolved: ResolvedRun, parameters: int) -> str:
+def changes(parsed: Parsed, resolved: ResolvedRun, folder: Path) -> Iterator[tuple[str, list[str]]]:
+    """Ways to take less memory, those that cost least time first: (the change in words, more words of the run).
+
+    `folder`: for JSONs with another value.
+    """
+    zero, batch = dict(resolved.deepspeed.get("zero_optimization") or {}), resolved.batch
+    if resolved.run.model.recompute.layers != "all" and not resolved.mix.recomputes:
+        yield "model.recompute.layers: all", ["--model.recompute.layers", "all"]
+    if zero.get("stage", 0) < 3 and resolved.degrees.data > 1:
+        more = {"stage": zero.get("stage", 0) + 1}
+        yield f"zero_optimization.stage {more['stage']}", ["--deepspeed", _other_json(resolved, more, folder)]
+    if batch.micro_batch > 1:
+        half = [f"--train.micro_batch={batch.micro_batch // 2}"]
+        if parsed.run.train.accumulation is not None:
+            half.append(f"--train.accumulation={2 * batch.accumulation}")
+        yield f"train.micro_batch: {batch.micro_batch // 2}", half
+    if zero.get("stage", 0) > 0 and not resolved.mix.offload_optimizer:
+        more = {"offload_optimizer": {"device": "cpu"}}
+        yield "zero_optimization.offload_optimizer on the CPU", ["--deepspeed", _other_json(resolved, more, folder)]
+
+
+def _other_json(resolved: ResolvedRun, zero: dict[str, Any], folder: Path) -> str:
+    """Write the run's JSON with other values of zero_optimization; returns its path."""
+    tree = json.loads(Path(resolved.run.deepspeed).read_text())
+    tree["zero_optimization"] = {**(tree.get("zero_optimization") or {}), **zero}
+    path = folder / f"{'-'.join(zero)}.json"
+    path.write_text(json.dumps(tree))
+    return str(path)
+
+
+def _summary(resolved: ResolvedRun) -> str:
     mix, batch = resolved.mix, resolved.batch
-    ways = [f"{units.count(parameters)} parameters", mix.precision, f"ZeRO {mix.zero_stage}", resolved.optim.name]
+    ways = [mix.precision, f"ZeRO {mix.zero_stage}", resolved.optim.name]
     ways += [f"{name} {degree}" for name, degree in asdict(mix.degrees).items() if degree > 1 and name != "data"]
     ways.append(f"micro-batch of {batch.micro_batch} x {batch.sequence_length} tokens")
     return ", ".join(ways)

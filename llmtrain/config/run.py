@@ -198,6 +198,8 @@ class TrainConfig:
     sample_tokens: int = bounded(32, AT_LEAST_1, "32 is the default")
     """Upper limit of tokens in a continuation. Each takes a forward pass."""
     stop_early: StopEarly = field(default_factory=StopEarly)
+    memory_margin: float | None = bounded(None, BELOW_1, "0.05 keeps 5 % free; null does not look")
+    """Refuse to start if the plan of `llmtrain plan` leaves less than this share of a device's memory; null starts."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -144,6 +144,11 @@ class Engine(Protocol):
         """Return all pieces on this rank, in a fixed order. Moments exist before the first step."""
         ...
 
+    def held(self) -> Iterator[tuple[str, bool, Tensor]]:
+        """Yield all that this rank keeps between steps: (weights, masters, moments, gradients or buckets; in host
+        memory; tensor)."""
+        ...
+
     def copies(self) -> Iterator[ForwardCopy]:
         """Yield the parameters of this rank's forward pass; quantized ones have values in `state` alone."""
         ...

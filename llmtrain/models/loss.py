@@ -234,11 +234,16 @@ def _add_gradients(
         grad_weight += low_CV.t() @ hidden_CH
 
 
-@functools.cache
+TRIED: dict[tuple[str, torch.dtype], bool] = {}
+"""(kind of device, dtype) -> result of `adds_in_fp32`; a rehearsal for a GPU writes the GPU's."""
+
+
 def adds_in_fp32(kind: str, dtype: torch.dtype) -> bool:
     """True if a kind of device adds a product to an fp32 sum without rounding it first; tried once, with a warning on a
     GPU that does not."""
-    works = _tried_in_fp32(kind, dtype)
+    if (kind, dtype) in TRIED:
+        return TRIED[kind, dtype]
+    works = TRIED[kind, dtype] = _tried_in_fp32(kind, dtype)
     if kind != "cpu" and not works:
         warn_once(
             f"torch {torch.__version__} does not add a product in {dtype} to a sum in fp32 on this device ({kind}): "

@@ -27,6 +27,9 @@ ATTENTION_KERNELS = (
 )
 """Ops that torch's scaled_dot_product_attention becomes, for model.recompute.keep; torch has no public name."""
 
+GROUPED = torch.ops.aten._grouped_mm.default
+"""The product of torch's grouped experts."""
+
 READ = torch.ops.aten._local_scalar_dense.default
 """The operator that reads a tensor's only element: `item`, `tolist`, `bool`."""
 
@@ -249,11 +252,9 @@ def without_memory() -> contextlib.AbstractContextManager[Any]:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def has_values(tensor: Tensor) -> bool:
-    """False: it was made in `without_memory`."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    return not isinstance(tensor, FakeTensor)
+def is_without_memory(tensor: Tensor) -> bool:
+    """torch._subclasses.fake_tensor.FakeTensor, or on the meta device: a shape and no elements."""
+    return tensor.is_meta or type(tensor).__name__ == "FakeTensor"
 
 
 def in_backward() -> bool:

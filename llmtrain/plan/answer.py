@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from llmtrain.base.units import counted, size
-from llmtrain.plan.device import DEVICES, MIB, Held, held_by_a_gpu
+from llmtrain.plan.device import DEVICES, MIB, Held, Machines, held_by_a_gpu
+from llmtrain.plan.ledger import HOST
 from llmtrain.plan.rehearsal import Rehearsed
 
 if TYPE_CHECKING:
@@ -45,13 +46,7 @@ class Change:
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     title: str
-    hosts: int
-    slots: int
-    on_gpu: bool
-    memory: int | None
-    """Bytes of a device; None: the user has named none."""
-    device: str
-    """The user's words for it."""
+    machines: Machines
     kinds: list[Kind]
     checkpoint: int
     """Bytes of a checkpoint's tensors."""
@@ -65,7 +60,7 @@ class Plan:
 
     @property
     def others(self) -> list[Held]:
-        return held_by_a_gpu(self.fullest.peak, self.hosts * self.slots) if self.on_gpu else []
+        return held_by_a_gpu(self.fullest.peak, self.machines.ranks) if self.machines.on_gpu else []
 
     def room(self, memory: int, peak: int | None = None) -> tuple[int, int]:
         """Bytes that are left of a device: at least, at most. Negative: they are missing."""
@@ -73,12 +68,26 @@ class Plan:
         return left - sum(each.high for each in self.others), left - sum(each.low for each in self.others)
 
     @property
+    def of_a_host(self) -> int:
+        """Bytes of tensors in a host's memory: of its fullest ranks."""
+        return self.machines.slots * max(
+            kind.rehearsed.host + (0 if self.machines.on_gpu else kind.peak) for kind in self.kinds
+        )
+
+    @property
     def fits(self) -> bool | None:
         """None: nothing is known of the device, or the range of a GPU's other memory decides."""
-        if self.memory is None:
+        if self.machines.host_memory is not None and self.of_a_host > self.machines.host_memory:
+            return False
+        if self.machines.memory is None:
             return None
-        least, most = self.room(self.memory)
+        least, most = self.room(self.machines.memory)
         return True if least >= 0 else False if most < 0 else None
+
+    @property
+    def lacks_room(self) -> bool:
+        """True if the device that the user has named is, or may be, too small."""
+        return self.machines.memory is not None and self.room(self.machines.memory)[0] < 0
 
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "fits": self.fits, "peak": self.fullest.peak,
@@ -92,7 +101,7 @@ class Plan:
             lines.append(f"{kind.name:<{width}}  {counted(kind.ranks, 'rank'):>9}  peak {size(kind.peak):>10}  {when}; "
                          f"{size(kind.rehearsed.kept)} between steps")  # fmt: skip
         lines += ["", f"the peak of {self.fullest.name}, {size(self.fullest.peak)}:"]
-        parts = dict(sorted(self._parts().items(), key=lambda part: -part[1]))
+        parts = dict(sorted(self.parts().items(), key=lambda part: -part[1]))
         longest, widest = max(parts.values()), max(map(len, parts))
         for label, held in parts.items():
             bar = "#" * round(_BAR * held / longest)
@@ -102,35 +111,43 @@ class Plan:
             wide = max(len(each.what) for each in self.others)
             for each in self.others:
                 lines.append(f"  {each.what:<{wide}}  {size(each.low)} to {size(each.high)}  ({each.source})")
-        lines += ["", *self._verdict(), f"disk: {size(self.checkpoint)} for each checkpoint"]
+        lines += ["", *self._verdict(), *self._on_host(), f"disk: {size(self.checkpoint)} for each checkpoint"]
         lines.append(f"rehearsed in {self.seconds:.0f} CPU-s: two steps and an evaluation, by the run's own code")
         return "\n".join(lines)
 
-    def _parts(self) -> dict[str, int]:
-        parts, few = dict(self.fullest.rehearsed.parts), self.fullest.peak // 200
+    def parts(self) -> dict[str, int]:
+        parts, few = self.fullest.rehearsed.parts, self.fullest.peak // 200
+        parts = {label: held for label, held in parts.items() if not label.endswith(HOST)}
         rest = sum(held for held in parts.values() if held < few)
         parts = {label: held for label, held in parts.items() if held >= few}
         more = {"gathered ahead (CUDA)": self.fullest.ahead, "other": rest}
         return parts | {label: held for label, held in more.items() if held >= few}
 
+    def _on_host(self) -> list[str]:
+        if not self.of_a_host:
+            return []
+        room = "" if self.machines.host_memory is None else f", of {size(self.machines.host_memory)}"
+        room += "; that does not fit" if room and self.of_a_host > (self.machines.host_memory or 0) else ""
+        return [f"host: {size(self.of_a_host)} of tensors in the memory of each host{room}"]
+
     def _verdict(self) -> list[str]:
-        if self.memory is None and not self.on_gpu:
-            return [f"memory: {size(self.slots * self.fullest.peak)} of tensors on each host"]
-        if self.memory is None:
+        memory, device = self.machines.memory, self.machines.device
+        if memory is None and not self.machines.on_gpu:
+            return []
+        if memory is None:
             said = {name: self.room(mib * MIB) for name, mib in DEVICES.items()}
-            fitting = [name for name, (least, _) in said.items() if least >= 0]
-            maybe = [name for name, (least, most) in said.items() if least < 0 <= most]
-            return [f"fits {', '.join(fitting) or 'none of the devices that are known here'}"
-                    + (f"; perhaps {', '.join(maybe)}" if maybe else "") + " (--device asks about one)"]  # fmt: skip
-        least, most = self.room(self.memory)
-        left = f"{size(least)} to {size(most)}" if most > least else size(least)
-        if self.fits:
-            return [f"fits {self.device}, {size(self.memory)}: {left} are left ({least / self.memory:.0%} at least)"]
+            fitting = ", ".join(name for name, (least, _) in said.items() if least >= 0)
+            maybe = ", ".join(name for name, (least, most) in said.items() if least < 0 <= most)
+            perhaps = f"; perhaps {maybe}" if maybe else ""
+            return [f"fits {fitting or 'none of the devices that are known here'}{perhaps} (--device asks about one)"]
+        least, most = self.room(memory)
+        if least >= 0:
+            left = f"{size(least)} to {size(most)}" if most > least else size(least)
+            return [f"fits {device}, {size(memory)}: {left} are left ({least / memory:.0%} at least)"]
         short = f"{size(-least)} are missing" if most < 0 else f"between {size(-least)} missing and {size(most)} left"
-        lines = [f"{'does not fit' if most < 0 else 'may not fit'} {self.device}, {size(self.memory)}: {short}"]
+        lines = [f"{'does not fit' if most < 0 else 'may not fit'} {device}, {size(memory)}: {short}"]
         for change in self.changes:
-            at_least, _ = self.room(self.memory, change.peak)
-            does = "fits" if at_least >= 0 else "not enough alone"
+            does = "fits" if self.room(memory, change.peak)[0] >= 0 else "not enough alone"
             lines.append(f"  {change.words}: peak {size(change.peak)}, {does}")
         return lines
 
@@ -140,7 +157,8 @@ class Plan:
 
         figure = Figure(figsize=(9, 3 + 0.35 * len(self.kinds)), layout="constrained")
         bars, step = figure.subplots(2, 1, height_ratios=[1 + len(self.kinds), 4])
-        labels = list(dict.fromkeys(label for kind in self.kinds for label in kind.rehearsed.parts))
+        every = [label for kind in self.kinds for label in kind.rehearsed.parts if not label.endswith(HOST)]
+        labels = list(dict.fromkeys(every))
         for place, kind in enumerate(self.kinds):
             left = 0.0
             for number, label in enumerate(labels):
@@ -153,9 +171,9 @@ class Plan:
         bars.legend(fontsize=7, ncols=2)
         for kind in self.kinds:
             step.plot([held / 2**30 for _, held in kind.rehearsed.curve], label=kind.name, linewidth=1)
-        if self.memory is not None:
+        if self.machines.memory is not None:
             for line in (bars.axvline, step.axhline):
-                line(self.memory / 2**30, color="black", linestyle=":")
+                line(self.machines.memory / 2**30, color="black", linestyle=":")
         step.set_xlabel("operators of one step")
         step.set_ylabel("GiB")
         step.legend(fontsize=7)

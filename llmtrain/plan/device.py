@@ -49,6 +49,24 @@ def held_by_a_gpu(peak: int, world_size: int) -> list[Held]:
     return [CONTEXT, WORKSPACES, *([NCCL] if world_size > 1 else []), fragments]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Machines:
+    hosts: int
+    slots: int
+    """Ranks of each host."""
+    device: str
+    """The user's words for a device."""
+    on_gpu: bool
+    memory: int | None
+    """Bytes of a device; None: the user has named none."""
+    host_memory: int | None
+    """Bytes of a host; None: the user has named none."""
+
+    @property
+    def ranks(self) -> int:
+        return self.hosts * self.slots
+
+
 def memory_of(device: str | None, memory: str | None) -> int | None:
     """Bytes of a device by its name or size. Raises ConfigError: no such device, or no size."""
     if memory is not None:

@@ -3,51 +3,103 @@
 from __future__ import annotations
 
 import inspect
+import re
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from llmtrain.base.rank.heartbeat import heart
-from llmtrain.models.transformers_private import READ, OperatorMode, has_values, in_backward, storage_of
+from llmtrain.config.topology import Mix
+from llmtrain.models.transformers_private import (
+    GROUPED,
+    READ,
+    OperatorMode,
+    in_backward,
+    is_without_memory,
+    storage_of,
+    with_values,
+)
 
-_GATHERS = ("partition_parameters.py", "partitioned_param_coordinator.py", "parameter_offload.py")
-_SHARES = ("stage_1_and_2.py", "stage3.py", "bf16_optimizer.py", "unfused_optimizer.py", "fused_optimizer.py")
-"""Files of DeepSpeed that hold the gathered parameters, and the gradients with their buckets."""
+HOST = " (host)"
+"""End of the label of a tensor in host memory."""
+MESSAGES = "messages of stages"
+
+_MADE_IN = (
+    (r"/zero/(partition_parameters|partitioned_param_coordinator|parameter_offload)\.py", "gathered parameters"),
+    (r"/(models/(head|loss|distillation)|engine/losses/\w+)\.py", "logits and loss"),
+    (r"/training/ema\.py", "ema"),
+    (r"/runtime/pipe/\w+\.py", MESSAGES),
+    (r"/(torch/optim/\w+|optim/\w+|deepspeed/optimizers|zero/muon/\w+)\.py", "optimizer"),
+    (r"/(stage_1_and_2|stage3|bf16_optimizer|unfused_optimizer|fused_optimizer|zero_step)\.py", "gradients"),
+)
+"""Files whose functions make a tensor, and the label; the innermost frame with one decides."""
+_KINDS = (
+    ("norms", r"norm|ln_|layernorm"),
+    ("attention", r"attn|attention|mixer|mamba"),
+    ("experts", r"experts?$|moe|router|gate$"),
+    ("mlp", r"mlp|ffn|feed_forward|dense|fc"),
+    ("embedding", r"embed|wte|wpe"),
+    ("adapters", r"lora_"),
+)
+"""Kinds of layers by a part of a module's name; the innermost part with one decides."""
+_BUCKETS = re.compile("bucket|reduce|average|gather")
+"""Functions of DeepSpeed's optimizers that make buckets and not gradients."""
+_SMALL = 512
+"""Bytes of a tensor whose origin is not worth a look."""
 _LOOKED = 60
 """Frames that are looked at for the origin of a tensor."""
 
 
 class Ledger(OperatorMode):
     """Counts bytes of storages made inside the context, and their peak. Numbers read from tensors without memory
-    are 1.0 or 0.
+    are 1.0 or 0; what is made of a batch alone has values in the steps.
 
-    A storage has one label at a time: `mark` gives it another one, the number of bytes in all does not change.
+    A storage has one label at a time. `mark` gives it another one: only a move between device and host changes the
+    number of bytes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, mix: Mix) -> None:
         super().__init__()
-        self.modules: list[str] = []
-        """Names of the modules whose forward pass runs, the innermost last."""
         self.bytes: Counter[str] = Counter()
         """Bytes alive by label."""
+        self.highest: Counter[str] = Counter()
+        """The most bytes of each label in the last step and after it."""
         self.most, self.at, self.then = 0, "setup", dict[str, int]()
-        """The peak in bytes, the part of the step in which it came, and its bytes by label."""
+        """The peak of the device in bytes, the part of the step in which it came, and all bytes by label."""
+        self.host = 0
+        """The peak of offloaded bytes in host memory."""
         self.curve: list[tuple[str, int]] = []
         """(part of the step, bytes alive) in the last step, whenever the bytes have changed."""
         self.kept = 0
         """Bytes alive at the beginning of the last step."""
-        self._now = 0
+        self._mix = mix
+        self._in_steps = False
+        self._now, self._on_host = 0, 0
         self._held: dict[int, tuple[weakref.ref[Any], str, int]] = {}
+        self._running: list[str] = []
+        """Kinds of the modules whose forward pass runs, the innermost last."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is READ and not has_values(args[0]):
+        kwargs = kwargs or {}
+        if self._in_steps and have_values(args):  # what is made of a batch alone is as real as the batch
+            with with_values():
+                made = function(*args, **kwargs)
+        elif function is READ and not have_values(args):
             return 1.0 if args[0].dtype.is_floating_point else 0
-        made = function(*args, **(kwargs or {}))
-        for tensor in made if isinstance(made, (tuple, list)) else (made,):
+        elif function is GROUPED and args[0].dtype != torch.bfloat16:
+            # torch 2.13 knows the shape of this product for bf16 alone (torch/_meta_registrations.py).
+            first, second, *rest = args
+            made = function(first.bfloat16(), second.bfloat16(), *rest, **kwargs).to(first.dtype)
+        else:
+            made = function(*args, **kwargs)
+        seen = kwargs.get("out", made)  # without memory, a result may be another tensor than `out`
+        for tensor in seen if isinstance(seen, (tuple, list)) else (seen,):
             if isinstance(tensor, Tensor) and tensor.device.type != "meta":
                 self._see(tensor)
         return made
@@ -55,7 +107,39 @@ class Ledger(OperatorMode):
     @property
     def phase(self) -> str:
         """The part of a run: that of the heartbeat, or backward in an autograd pass (a recomputed forward, too)."""
-        return "backward" if in_backward() else heart.in_phase()
+        if in_backward():
+            return "backward"
+        return heart.in_phase() if self._in_steps else "setup"
+
+    def begin_step(self) -> None:
+        self.kept, self.curve, self._in_steps = self._now, [], True
+        self.highest = Counter(self.bytes)
+
+    def mark(self, held: Iterable[tuple[str, bool, Tensor]]) -> None:
+        """Give storages another label, and count those that were made outside: (label, in host memory, tensor)."""
+        for label, on_host, tensor in held:
+            self._mark(tensor, label + HOST * on_host)
+
+    def watch(self, module: nn.Module) -> Iterator[Any]:
+        """Yield handles of hooks that name the activations of a model's modules, and gradients of its parameters."""
+        kinds = {each: _kind(name) for name, each in module.named_modules()}
+
+        def begin(each: nn.Module, _: Any) -> None:
+            self._running.append(kinds.get(each, "other layers"))
+
+        def end(*_: Any) -> None:
+            self._running.pop()
+
+        def give(parameter: Tensor) -> None:
+            gradient = parameter.grad
+            if gradient is not None and gradient.untyped_storage().nbytes() == gradient.nbytes:
+                self._mark(gradient, "gradients")
+
+        yield register_module_forward_pre_hook(begin)
+        yield register_module_forward_hook(end, always_call=True)
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                yield parameter.register_post_accumulate_grad_hook(give)
 
     def _see(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -66,7 +150,11 @@ class Ledger(OperatorMode):
                 self._change(held[1], size - held[2])
                 self._held[key] = (held[0], held[1], size)
             return
-        label = self._label()
+        self._add(tensor, self._label() if size > _SMALL else "small tensors")
+
+    def _add(self, tensor: Tensor, label: str) -> None:
+        storage, key = tensor.untyped_storage(), storage_of(tensor)
+        size = storage.nbytes()
         self._held[key] = (weakref.ref(storage, lambda _: self._free(key)), label, size)
         self._change(label, size)
 
@@ -74,39 +162,74 @@ class Ledger(OperatorMode):
         _, label, size = self._held.pop(key)
         self._change(label, -size)
 
+    def _mark(self, tensor: Tensor, label: str) -> None:
+        held = self._held.get(storage_of(tensor))
+        if held is None:  # made outside
+            self._add(tensor, label)
+        elif held[1] != label:
+            self._held[storage_of(tensor)] = (held[0], label, held[2])
+            self._change(held[1], -held[2])
+            self._change(label, held[2])
+
     def _change(self, label: str, size: int) -> None:
         self.bytes[label] += size
+        self.highest[label] = max(self.highest[label], self.bytes[label])
+        if label.endswith(HOST):
+            self._on_host += size
+            self.host = max(self.host, self._on_host)
+            return
         self._now += size
         self.curve.append((self.phase, self._now))
-        if self._now > self.most:
+        if size > 0 and self._now >= self.most:
             self.most, self.at, self.then = self._now, self.phase, dict(self.bytes)
 
-    def begin_step(self) -> None:
-        self.kept, self.curve = self._now, []
-
-    def mark(self, label: str, tensors: Iterable[Tensor]) -> None:
-        """Give the storages of these tensors another label."""
-        for tensor in tensors:
-            key = storage_of(tensor)
-            if (held := self._held.get(key)) is not None:
-                self.bytes[held[1]] -= held[2]
-                self.bytes[label] += held[2]
-                self._held[key] = (held[0], label, held[2])
-
     def _label(self) -> str:
-        """Name the origin of a tensor by the function that makes it, the innermost that is known."""
-        frame: FrameType | None = inspect.currentframe()
+        """Name what a new tensor holds by the function that makes it, the innermost that is known."""
+        phase, frame = self.phase, inspect.currentframe()
+        assert frame is not None
         for _ in range(_LOOKED):
-            if frame is None:
+            made_in = _made_in(frame.f_code.co_filename)
+            # The engine of a pipeline is below all passes of its schedule.
+            if made_in is not None and not (made_in == MESSAGES and (self._running or phase == "backward")):
+                return self._placed(made_in, phase, frame)
+            if frame.f_back is None:
                 break
-            file = frame.f_code.co_filename
-            if file.endswith(_GATHERS):
-                return "gathered parameters" if self.phase != "model" else "weights"
-            if file.endswith(_SHARES):
-                return "gradients and buckets" if self.phase == "backward" else self.phase
-            if file.endswith(("models/head.py", "models/loss.py")):
-                return "logits and loss"
             frame = frame.f_back
-        if self.phase == "forward":
-            return f"activations of {self.modules[-1]}" if self.modules else "activations"
-        return self.phase
+        if self._running and phase in ("forward", "backward", "evaluate"):
+            return f"activations of {self._running[-1]}"
+        return "gradients of activations" if phase == "backward" else phase
+
+    def _placed(self, label: str, phase: str, frame: FrameType) -> str:
+        """The label of a tensor that a file with this label makes in a part of a run."""
+        offloaded = HOST * self._mix.offload_optimizer
+        if phase == "setup":
+            if label == "gathered parameters":
+                return "weights" + HOST * self._mix.offload_param
+            return "optimizer" + offloaded if label in ("gradients", "optimizer") else label
+        if label == "gradients" and _BUCKETS.search(frame.f_code.co_name):
+            return "buckets"
+        return label + offloaded if label in ("optimizer", "ema") else label
+
+
+_found: dict[str, str | None] = {}
+
+
+def _made_in(file: str) -> str | None:
+    if file not in _found:
+        _found[file] = next((label for pattern, label in _MADE_IN if re.search(pattern, file)), None)
+    return _found[file]
+
+
+def _kind(name: str) -> str:
+    for part in reversed(name.split(".")):
+        for kind, pattern in _KINDS:
+            if re.search(pattern, part):
+                return kind
+    return "other layers"
+
+
+def have_values(args: Sequence[Any]) -> bool:
+    """True for tensors of which each has elements: those of a batch, and what is made of them."""
+    each = [item for arg in args for item in (arg if isinstance(arg, (list, tuple)) else (arg,))]
+    tensors = [item for item in each if isinstance(item, Tensor)]
+    return bool(tensors) and not any(map(is_without_memory, tensors))

@@ -10,14 +10,24 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
+from operator import itemgetter
 from typing import Any
 
+import numpy as np
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
 from llmtrain.base.rank.heartbeat import heart
+from llmtrain.config.run import ResolvedRun
+from llmtrain.config.stages import Stages
 from llmtrain.config.topology import Degrees
 from llmtrain.engine.deepspeed.rehearsed import rehearsed_ranks
 from llmtrain.engine.dist.ranks import Ranks
+from llmtrain.models.loss import TRIED
+from llmtrain.models.run.check import check_model
+from llmtrain.models.skeleton import DTYPES
 from llmtrain.models.transformers_private import without_memory
-from llmtrain.optim.optimizers import PARAM
+from llmtrain.parity.tokens import Answers, Tokens
+from llmtrain.plan.device import on_gpu as choices_on_gpu
 from llmtrain.plan.ledger import Ledger
 from llmtrain.training.ema import Ema
 from llmtrain.training.examine import Checked
@@ -27,6 +37,7 @@ _STEPS = 2
 _EVALUATED = 2
 """Micro-batches of an evaluation."""
 _MOST_STAGES = 8
+_POINTS = 400
 _AT_ONCE = 2
 """Ranks that are rehearsed at a time."""
 
@@ -37,12 +48,17 @@ class Rehearsed:
 
     rank: int
     peak: int
+    """Largest number alive on the device."""
     at: str
     """The part of the run in which the peak comes."""
     parts: dict[str, int]
     """Bytes of the peak by their content."""
     kept: int
     """Alive between two steps."""
+    highest: dict[str, int]
+    """Most bytes of each label in the last step; they need not come together."""
+    host: int
+    """Peak of the tensors in host memory, whose labels in `parts` end with HOST."""
     saved: int
     """Masters and moments that this rank writes to a checkpoint."""
     curve: list[tuple[str, int]]
@@ -50,8 +66,44 @@ class Rehearsed:
     cpu_s: float
 
 
-def rehearse(checked: Checked, ranks: Sequence[int], slots: int) -> Iterator[Rehearsed]:
-    """Rehearse these ranks in processes of their own. `slots`: ranks of a host. Yields each when it is done.
+class _FullRows(Tokens):
+    """Every token counts, as in the fullest rows of a run."""
+
+    def window(self, index: int) -> tuple[np.ndarray, int]:
+        draw = np.random.default_rng(index)
+        return draw.integers(0, self.vocab_size - 1, self.sequence_length + 1), self.sequence_length
+
+
+def prepared(resolved: ResolvedRun, *, on_gpu: bool) -> Checked:
+    """The run's largest stage over full rows. Raises UserError: its model cannot be built, or not so."""
+    largest = max(resolved.stages, key=lambda stage: (stage.batch.micro_batch * stage.batch.sequence_length,
+                                                      stage.batch.sequence_length))  # fmt: skip
+    run = choices_on_gpu(resolved.run) if on_gpu else resolved.run
+    data = replace(largest.data, isolate_documents=run.data.isolate_documents)
+    run = replace(run, data=data)
+    resolved = replace(resolved, run=run, stages=Stages((replace(largest, first_step=0, schedule_from=0, data=data),)))
+    spec, _ = check_model(resolved)
+    vocabulary = spec.facts.vocab_size
+    rows = (
+        _FullRows(data, vocabulary, run.objective.top_k) if run.objective.data == "texts" else Answers(run, vocabulary)
+    )
+    return Checked(resolved=resolved, spec=spec, data=rows)
+
+
+def ahead(resolved: ResolvedRun) -> int:
+    """Bytes of parameters that ZeRO 3 gathers ahead of their use where a device has a queue."""
+    if resolved.zero_stage != 3:
+        return 0
+    usual = int(DeepSpeedZeroConfig.model_fields["prefetch_bucket_size"].default)
+    elements = (resolved.deepspeed.get("zero_optimization") or {}).get("stage3_prefetch_bucket_size", usual)
+    return int(elements) * (4 if resolved.precision == "fp32" else 2)
+
+
+def rehearse(
+    checked: Checked, ranks: Sequence[int], slots: int, *, imbalance: float = 1.0, on_gpu: bool = False
+) -> Iterator[Rehearsed]:
+    """Rehearse these ranks in processes of their own. `slots`: ranks of a host. `imbalance`: see `rehearsed_ranks`.
+    Yields each when it is done.
 
     Raises what the rank raises, as text in a RuntimeError.
     """
@@ -61,7 +113,8 @@ def rehearse(checked: Checked, ranks: Sequence[int], slots: int) -> Iterator[Reh
         while waiting or running:
             while waiting and len(running) < _AT_ONCE:
                 ours, theirs = fork.Pipe(duplex=False)
-                child = fork.Process(target=_in_child, args=(theirs, checked, waiting.pop(0), slots), daemon=True)
+                args = (theirs, checked, waiting.pop(0), slots, imbalance, on_gpu)
+                child = fork.Process(target=_in_child, args=args, daemon=True)
                 child.start()
                 theirs.close()
                 running[ours] = child
@@ -81,14 +134,17 @@ def rehearse(checked: Checked, ranks: Sequence[int], slots: int) -> Iterator[Reh
             child.kill()
 
 
-def _in_child(pipe: Connection, checked: Checked, rank: int, slots: int) -> None:
+def _in_child(pipe: Connection, checked: Checked, rank: int, slots: int, imbalance: float, on_gpu: bool) -> None:
     began_s = time.process_time()
     warnings.simplefilter("ignore")  # about tensors without memory
-    with rehearsed_ranks(rank, checked.resolved.degrees.world_size, slots) as ranks, without_memory():
+    if on_gpu:
+        TRIED["cpu", DTYPES[checked.resolved.precision]] = True
+    world_size = checked.resolved.degrees.world_size
+    with rehearsed_ranks(rank, world_size, slots, imbalance) as ranks, without_memory():
         try:
             ledger, saved = walk(checked, ranks)
         except Exception as error:
-            pipe.send(f"{traceback.format_exc()}")
+            pipe.send(traceback.format_exc())
             raise SystemExit(1) from error
     pipe.send(
         Rehearsed(
@@ -97,11 +153,19 @@ def _in_child(pipe: Connection, checked: Checked, rank: int, slots: int) -> None
             at=ledger.at,
             parts={label: size for label, size in ledger.then.items() if size},
             kept=ledger.kept,
+            highest=dict(+ledger.highest),
+            host=ledger.host,
             saved=saved,
-            curve=ledger.curve,
+            curve=_thin(ledger.curve),
             cpu_s=time.process_time() - began_s,
         )
     )
+
+
+def _thin(curve: list[tuple[str, int]]) -> list[tuple[str, int]]:
+    """The highest point of each of some hundred pieces."""
+    wide = -(-len(curve) // _POINTS)
+    return [max(curve[first : first + wide], key=itemgetter(1)) for first in range(0, len(curve), wide)]
 
 
 def walk(checked: Checked, ranks: Ranks, fill: Callable[[Setup], None] = lambda _: None) -> tuple[Ledger, int]:
@@ -109,13 +173,13 @@ def walk(checked: Checked, ranks: Ranks, fill: Callable[[Setup], None] = lambda 
 
     `fill`: gives the parameters their values, where there is memory for them.
     """
-    ledger = Ledger()
-    heart.phase("model")
+    ledger = Ledger(checked.resolved.mix)
     with ledger:
         setup = Setup(checked, ranks)
     fill(setup)
     with ledger:
-        _name_state(ledger, setup)
+        watching = list(ledger.watch(setup.engine.module))
+        ledger.mark(setup.engine.held())
         session = setup.session()
         ema = None if setup.run.ema.decay is None else Ema(setup)
         with contextlib.closing(setup.loader()) as loader:
@@ -125,22 +189,16 @@ def walk(checked: Checked, ranks: Ranks, fill: Callable[[Setup], None] = lambda 
                 batch = next(loader)
                 batch = replace(batch, micro_batches=batch.micro_batches[: 2 * setup.resolved.degrees.pipeline])
                 session.step(batch)
-                _name_state(ledger, setup)
+                ledger.mark(setup.engine.held())
         if setup.run.train.eval:
             heart.phase("evaluate")
             with contextlib.nullcontext() if ema is None else ema.in_place():
                 setup.engine.evaluate(batch.micro_batches[:_EVALUATED], setup.objective)
+    for handle in watching:
+        handle.remove()
     saved = sum(piece.own_region.numel * piece.dtype.itemsize for piece in setup.engine.state())
     setup.engine.close()
     return ledger, saved
-
-
-def _name_state(ledger: Ledger, setup: Setup) -> None:
-    ledger.mark("weights", setup.engine.module.parameters())
-    ledger.mark("weights", (p.ds_tensor for p in setup.engine.module.parameters() if hasattr(p, "ds_tensor")))
-    for piece in setup.engine.state():
-        with piece.open() as live:
-            ledger.mark("masters" if piece.kind == PARAM else "moments", [live])
 
 
 def kinds(degrees: Degrees) -> dict[int, int]:

@@ -267,11 +267,6 @@ def _epochs(resolved: ResolvedRun, data: list[TrainData]) -> list[str]:
     ]
 
 
-def state_bytes(resolved: ResolvedRun, facts: ModelFacts) -> tuple[float, float]:
-    """Estimate bytes of weights, gradients, masters and moments, without activations: (in all, on one rank)."""
-    return sum(_state_parts(resolved, facts).values()), sum(bytes_of_a_rank(resolved, facts).values())
-
-
 def bytes_of_a_rank(resolved: ResolvedRun, facts: ModelFacts) -> dict[str, float]:
     """Estimate the bytes of "weights", "gradients" and "optimizer" (masters and moments) on one rank."""
     mix, degrees = resolved.mix, resolved.degrees
@@ -292,7 +287,7 @@ def _state_parts(resolved: ResolvedRun, facts: ModelFacts) -> dict[str, float]:
 
 
 def _too_large(resolved: ResolvedRun, spec: ModelSpec) -> list[str]:
-    _, of_a_rank = state_bytes(resolved, spec.facts)
+    of_a_rank = sum(bytes_of_a_rank(resolved, spec.facts).values())
     if of_a_rank < _NO_DEVICE_BYTES:
         return []
     return [

@@ -19,15 +19,14 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from llmtrain.base import units
+from llmtrain.config.planned import stored
 from llmtrain.config.run import ModelConfig, RecomputeConfig, ResolvedRun, RunConfig
 from llmtrain.config.topology import Degrees, ranks_of_this_host
-from llmtrain.engine.dist.control import from_all
+from llmtrain.engine.dist.control import from_all, from_rank_0
 from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.models.distillation import TeacherSays, Terms, TopWords
 from llmtrain.models.head import Head, Loss
-from llmtrain.models.loss import adds_in_fp32
 from llmtrain.models.run.build_for_rank import build_model
-from llmtrain.models.skeleton import DTYPES
 from llmtrain.models.spec import ModelSpec
 from llmtrain.models.transformers_private import OperatorMode, storage_of, without_memory
 from llmtrain.objectives.by_token import Distill, NextToken
@@ -61,11 +60,23 @@ Count = Callable[[int | Literal["all"] | None, Keep], Activations]
 
 
 def decide_recomputation(resolved: ResolvedRun, spec: ModelSpec, ranks: Ranks) -> tuple[ResolvedRun, list[str]]:
-    """Replace auto by a number, the same on all ranks, before the model exists; returns a note with the bytes."""
+    """Replace auto by a number, the same on all ranks, before the model exists: that of a stored plan, else by a count.
+    Returns a note with the bytes."""
+    planned = from_rank_0(ranks, lambda: stored(resolved, on_gpu=ranks.device.type == "cuda"))
+    if planned is not None and planned.recompute is not None:
+        chosen = RecomputeConfig(**planned.recompute)
+        return recomputing(resolved, chosen), [
+            f"model.recompute.layers auto: {chosen.layers or 'none'}: {planned.text()}"
+        ]
     chosen, note = layers_for(min(from_all(ranks, free_bytes(ranks.device))), resolved, spec)
+    return recomputing(resolved, chosen), [note]
+
+
+def recomputing(resolved: ResolvedRun, chosen: RecomputeConfig) -> ResolvedRun:
+    """The run with this recomputation instead of auto."""
     mix = replace(resolved.mix, recomputes=chosen.layers is not None, keep_attention=chosen.keep is not None)
     run = replace(resolved.run, model=replace(resolved.run.model, recompute=chosen))
-    return replace(resolved, run=run, mix=mix), [note]
+    return replace(resolved, run=run, mix=mix)
 
 
 def layers_for(free: int, resolved: ResolvedRun, spec: ModelSpec) -> tuple[RecomputeConfig, str]:
@@ -197,7 +208,6 @@ def count_activations(
     sizes = ((stage.batch.micro_batch, stage.data.sequence_length) for stage in resolved.stages)
     rows, length = max(sizes, key=lambda size: (size[0] * size[1], size[1]))
     tokens = length // mix.degrees.sequence
-    adds_in_fp32("cpu", DTYPES[mix.precision])  # it reads values the first time
     module: Any = build_model(alone, spec, torch.device("meta"), None).train()  # type: ignore[arg-type]
     teacher = _teacher(run, spec.model, mix.precision)
     with without_memory():

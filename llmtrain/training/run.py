@@ -20,12 +20,13 @@ from llmtrain.base.rank import messages, watch
 from llmtrain.base.rank.heartbeat import count_collectives, heart
 from llmtrain.checkpoint.rundir import CheckpointFolder, RunDirectory, open_checkpoints
 from llmtrain.config.deepspeed.join import FP32_BY_AUTO
+from llmtrain.config.planned import refuse_without_room, stored
 from llmtrain.config.plugins import hashes, place_of
 from llmtrain.config.strict_yaml import dump
 from llmtrain.data.stream.loader import check_validation
 from llmtrain.engine.deepspeed.process_group import join_process_group
 from llmtrain.engine.dist.control import AgreedError, StopAsked, StopRequests, from_all, together
-from llmtrain.engine.dist.device import device_name, use_deterministic_kernels
+from llmtrain.engine.dist.device import device_name, max_memory_gib, memory_of, use_deterministic_kernels
 from llmtrain.engine.dist.rendezvous import describe, introduce, leave_all
 from llmtrain.engine.process_memory import collected_by_hand
 from llmtrain.models.transformers_private import VARLEN
@@ -65,6 +66,9 @@ def train(checked: Checked) -> int:
         },
     )
     introduce(ranks)
+    if run.train.memory_margin is not None:
+        with together(ranks):
+            refuse_without_room(resolved, memory_of(ranks.device), on_gpu=ranks.device.type == "cuda")
     heart.phase("model")
     folder = RunDirectory(resolved.run_dir, run.checkpoint.dir)
     with contextlib.ExitStack() as stack:
@@ -81,6 +85,10 @@ def train(checked: Checked) -> int:
                         check_validation(data)  # now, not after days of training
             _train(Setup(checked, ranks), folder, checkpoints, requests)
         except Exception as error:
+            from llmtrain.training.out_of_memory import explain
+
+            if words := explain(error, resolved, ranks.device):
+                log.warn(words)
             watch.failed(error)  # before anything is closed: what is left of the job may hold that up
             raise
     return 0
@@ -290,6 +298,11 @@ def _conclude(launch: Launch, position: Position, reason: str | None, *, began: 
         tracker.event("stop", step=position.step, complete=complete, reason=failure or reason)
         if complete:
             heart.phase("export")
+            device = setup.ranks.device
+            if planned := stored(setup.resolved, on_gpu=device.type == "cuda"):
+                measured, whose = units.size(max_memory_gib(device) * units.GIB), "tensors"
+                whose = whose if device.type == "cuda" else "the process with its code"
+                log.info(f"memory: planned {units.size(planned.of_rank_0)} of tensors, measured {measured} of {whose}")
             data = setup.course.done(position.step).data
             last_words = finish(setup.run, folder, data, tracker, validation_loss, setup.ranks.device)
         else:

@@ -19,7 +19,6 @@ from llmtrain.engine.dist.control import Agree, Agreement
 from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.engine.losses.function import NEXT_TOKEN, LooksAhead, LossFunction
 from llmtrain.engine.losses.with_metrics import quotients
-from llmtrain.models.transformers_private import with_values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,8 +111,7 @@ class Session:
         """Raises TrainingStopped, on all ranks: fp16 has no smaller loss scale left."""
         if isinstance(self.objective, LooksAhead):
             self.objective.look(batch.micro_batches, self.engine.evaluate)
-        with with_values():
-            counted = sum(map(self.objective.weight, batch.micro_batches))
+        counted = sum(map(self.objective.weight, batch.micro_batches))
         agreement = self._agree.start(
             weight=counted if self._leads else 0,
             stop=request.stop,

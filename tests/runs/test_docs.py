@@ -24,7 +24,7 @@ from tests.helpers.warm import WarmCommands
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", *(f"docs/{name}.md" for name in (
-    "README", "quickstart", "recipes", "training", "stages", "checkpoints", "conversions", "tracking",
+    "README", "quickstart", "plan", "recipes", "training", "stages", "checkpoints", "conversions", "tracking",
     "developers/proofs", "developers/architecture", "developers/deepspeed", "developers/style"))]  # fmt: skip
 TEXT = {page: (ROOT / page).read_text() for page in PAGES}
 

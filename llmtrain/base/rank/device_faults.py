@@ -34,7 +34,8 @@ OUT_OF_MEMORY = DeviceFault(
     name="out_of_memory",
     pattern=r"out of memory|^MemoryError|CU\w+_STATUS_ALLOC_FAILED|Failed to CUDA (host )?[cm]alloc",
     means="memory ran out",
-    remedy="Lower train.micro_batch, or choose a higher ZeRO stage or offload.",
+    remedy="`llmtrain plan RUN.yaml --memory SIZE` rehearses what takes less: a smaller train.micro_batch, recomputed "
+    "layers, a higher ZeRO stage, offload.",
 )
 FAULTS = (
     DeviceFault(

@@ -550,8 +550,8 @@ def _dead(facts: JobFacts) -> Cause | None:
             ranks=chosen,
             says=f"{who(chosen)} <was|were> killed in {first.phase}, and the kernel of {first.host} has ended {oom} "
             f"process{'es' if oom > 1 else ''} for lack of memory since the job began.",
-            remedy="Give the host more memory, run fewer ranks on it, or lower train.micro_batch; `dmesg` on the host "
-            "names the process.",
+            remedy="Give the host more memory, run fewer ranks on it, or lower train.micro_batch: `llmtrain plan` says "
+            "what each change gives. `dmesg` on the host names the process.",
         )
     if first.signal in ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL"):
         at = f" at {place(first.stack[0])}" if first.stack else ""

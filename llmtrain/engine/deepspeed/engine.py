@@ -327,6 +327,9 @@ class ZeroEngine:
     def state(self) -> list[StateTensor]:
         return self._state.tensors()
 
+    def held(self) -> Iterator[tuple[str, bool, Tensor]]:
+        return self._state.held()
+
     def copies(self) -> Iterator[ForwardCopy]:
         return self._state.copies()
 

@@ -16,18 +16,21 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from llmtrain.engine import progress
 from llmtrain.engine.dist.ranks import Ranks
+from llmtrain.models.parallel.deepspeed_private import TravellingTokens
 from llmtrain.models.transformers_private import with_values
 
 
 @contextlib.contextmanager
-def rehearsed_ranks(rank: int, world_size: int, slots: int) -> Iterator[Ranks]:
-    """Yield the ranks of a job of which this process alone exists. `slots`: ranks of a host."""
+def rehearsed_ranks(rank: int, world_size: int, slots: int, imbalance: float = 1.0) -> Iterator[Ranks]:
+    """Yield the ranks of a job of which this process alone exists. `slots`: ranks of a host. `imbalance`: tokens that
+    this rank's experts get, over the mean of the ranks that share experts."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank % slots), DS_ACCELERATOR="cpu")
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="fake", auto_mpi_discovery=False, verbose=False)
+    TravellingTokens.imbalance = imbalance
     progress.begin(torch.device("cpu"), lambda *_, **__: None)
     # What ZeRO 3 compares over the ranks are numbers of one rank here.
     auto_ep._gate_activation_matches = with_values()(auto_ep._gate_activation_matches)
@@ -52,7 +55,8 @@ def _apply(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool 
         return _torchs_apply(module, change, recurse)
     with torch.no_grad():
         for tensor in tensors:
-            changed = change(tensor)
+            with contextlib.nullcontext() if isinstance(tensor, FakeTensor) else with_values():
+                changed = change(tensor)
             if changed is not tensor:
                 tensor.data = changed
     return module

@@ -7,6 +7,7 @@ import resource
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from llmtrain.base import units
@@ -152,6 +153,13 @@ def _check_fp8(recipe: str, precision: str, json_path: str) -> None:
             f"model.fp8 is {recipe}, whose products come out in bf16, and the run is in {precision}: set bf16.enabled "
             f"to true in {json_path}, or model.fp8 to null."
         )
+
+
+def memory_of(device: torch.device) -> int:
+    """Bytes of a rank's device: a GPU's, or the rank's share of the host's."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return int(psutil.virtual_memory().total) // ranks_of_this_host()
 
 
 def max_memory_gib(device: torch.device) -> float:

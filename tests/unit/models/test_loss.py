@@ -216,9 +216,9 @@ def test_a_product_is_added_in_fp32_where_torch_can(monkeypatch):
         assert dtype == torch.float32 and out.data_ptr() == total.data_ptr()
         return out.add_(left.float() @ right.float())
 
-    loss.adds_in_fp32.cache_clear()
+    loss.TRIED.clear()
     assert not loss.adds_in_fp32("cpu", torch.bfloat16)
-    loss.adds_in_fp32.cache_clear()
+    loss.TRIED.clear()
     library = torch.library.Library("aten", "IMPL")
     library.impl("addmm.dtype_out", addmm, "CPU")
     try:
@@ -228,16 +228,16 @@ def test_a_product_is_added_in_fp32_where_torch_can(monkeypatch):
         assert worst(got, definition(tensors, HeadForm())) < 6e-3
     finally:
         library._destroy()
-        loss.adds_in_fp32.cache_clear()
+        loss.TRIED.clear()
 
 
 def test_a_gpu_that_rounds_each_chunk_is_named_once(monkeypatch, capsys):
     monkeypatch.setattr(loss, "_tried_in_fp32", lambda kind, dtype: False)
-    loss.adds_in_fp32.cache_clear()
+    loss.TRIED.clear()
     assert not loss.adds_in_fp32("cpu", torch.bfloat16) and not capsys.readouterr().err
     assert not any(loss.adds_in_fp32("cuda", torch.bfloat16) for _ in range(2))
     assert capsys.readouterr().err.count("rounded once more in each chunk of the loss") == 1
-    loss.adds_in_fp32.cache_clear()
+    loss.TRIED.clear()
 
 
 def test_a_label_beyond_the_vocabulary_is_no_loss():

@@ -7,12 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from llmtrain import cli
+from llmtrain.base.errors import ConfigError
 from llmtrain.base.units import GIB
+from llmtrain.commands.config import summary
+from llmtrain.config.load import parse
+from llmtrain.config.planned import refuse_without_room, stored
+from llmtrain.config.resolve import resolve
+from llmtrain.config.run import ResolvedRun
 from llmtrain.config.topology import Degrees
+from llmtrain.engine.dist.ranks import Ranks
+from llmtrain.models.spec import ModelFacts, ModelSpec
 from llmtrain.plan.device import DEVICES, MIB, parse_size
 from llmtrain.plan.rehearsal import kinds
+from llmtrain.training.memory import decide_recomputation
+from llmtrain.training.out_of_memory import explain
 
 RUN = """\
 deepspeed: ds.json
@@ -114,3 +125,57 @@ def test_wrong_words(folder: Path, capsys: pytest.CaptureFixture[str], line: str
 def test_sizes() -> None:
     assert parse_size("--memory", "80GiB") == 80 * GIB and parse_size("--memory", "1.5TB") == 1_500_000_000_000
     assert parse_size("--memory", "40960mib") == DEVICES["a100-40"] * MIB
+
+
+def test_the_answer_is_kept(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`config check` prints it, train.memory_margin asks it; other values of the run have no plan."""
+    monkeypatch.setenv("LLMTRAIN_CACHE", str(folder / "cache"))
+    found = plan(capsys, "--slots 2 --device cpu")
+
+    def resolved(*more: str) -> ResolvedRun:
+        return resolve(parse(["run.yaml", *more], check_paths=False).run, 2)
+
+    kept = stored(resolved(), on_gpu=False)
+    assert kept is not None and kept.peak == found["peak"] and kept.of_rank_0 == found["peak"]
+    assert stored(resolved(), on_gpu=True) is None and stored(resolved("--train.micro_batch=2"), on_gpu=False) is None
+    assert f"memory:  {kept.text()} on the CPU" in summary(resolved(), facts_of(resolved()))
+    strict = resolved("--train.memory_margin=0.5")
+    refuse_without_room(strict, 2 * kept.peak, on_gpu=False)
+    with pytest.raises(ConfigError, match=r"train.memory_margin = 0.5: the device has .* rehearses changes"):
+        refuse_without_room(strict, 2 * kept.peak - 1, on_gpu=False)
+    with pytest.raises(ConfigError, match="has no plan of the run"):
+        refuse_without_room(strict, 1 << 40, on_gpu=True)
+
+
+def facts_of(resolved: ResolvedRun) -> ModelFacts:
+    return ModelSpec.of(resolved.run.model).facts
+
+
+def test_recomputed_layers_for_a_memory(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """model.recompute.layers auto: as few as the device asks for; a start takes the plan's number."""
+    monkeypatch.setenv("LLMTRAIN_CACHE", str(folder / "cache"))
+    auto = "--slots 2 --device cpu --model.recompute.layers auto"
+    all_kept = plan(capsys, auto)["peak"]
+    tight = plan(capsys, f"{auto} --memory {all_kept}")
+    assert tight["peak"] < 0.9 * all_kept and tight["fits"]
+    run = resolve(parse(["run.yaml", "--model.recompute.layers=auto"], check_paths=False).run, 2)
+    kept = stored(run, on_gpu=False)
+    assert kept is not None and kept.recompute is not None and 1 <= kept.recompute["layers"] <= 4
+    ranks = Ranks(rank=0, world_size=1, device=torch.device("cpu"), control=None, rehearsed=True)
+    chosen, [note] = decide_recomputation(run, ModelSpec.of(run.run.model), ranks)
+    assert chosen.run.model.recompute.layers == kept.recompute["layers"] and kept.text() in note
+
+
+def test_memory_that_runs_out_is_explained(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another error is not; without a plan the command is named, with one its parts and changes."""
+    monkeypatch.setenv("LLMTRAIN_CACHE", str(folder / "cache"))
+    run, cpu = resolve(parse(["run.yaml"], check_paths=False).run, 2), torch.device("cpu")
+    assert explain(ValueError("shapes differ"), run, cpu) == ""
+    assert "`llmtrain plan RUN.yaml --memory SIZE` rehearses" in explain(MemoryError(), run, cpu)
+    plan(capsys, "--slots 2 --device cpu --memory 3MB", code=1)
+    said = explain(MemoryError(), run, cpu)
+    assert "The plan was" in said and "model.recompute.layers: all takes it to" in said, said

@@ -1,0 +1,83 @@
+"""The last answer of `llmtrain plan` for a run, in the user's cache under a hash of all that decides its memory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from llmtrain.base import untrusted
+from llmtrain.base.errors import ConfigError
+from llmtrain.base.files import cache_folder, replace_file
+from llmtrain.base.units import size
+from llmtrain.config.run import ResolvedRun
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """Bytes of tensors, and of other memory of a GPU."""
+
+    peak: int
+    """Largest peak of a rank."""
+    of_rank_0: int
+    more_at_least: int
+    more_at_most: int
+    parts: dict[str, int]
+    """The largest parts of the peak."""
+    changes: dict[str, int]
+    """Change of the run -> peak of the fullest rank."""
+    recompute: dict[str, Any] | None = None
+    """Section model.recompute that the plan has chosen for auto; None: it has not, or for no device's memory."""
+    date: str = ""
+
+    def text(self) -> str:
+        more = f" and {size(self.more_at_least)} to {size(self.more_at_most)} that no tensor holds"
+        return (
+            f"{size(self.peak)} of tensors on the fullest rank{more if self.more_at_most else ''} (plan of {self.date})"
+        )
+
+    @property
+    def remedy(self) -> str:
+        gives = [f"{change} takes it to {size(peak)}" for change, peak in self.changes.items()]
+        return "; ".join(gives) or "`llmtrain plan RUN.yaml --memory SIZE` rehearses changes, with the peak of each"
+
+
+def store(resolved: ResolvedRun, planned: Planned, *, on_gpu: bool) -> None:
+    """Raises OSError."""
+    path = _path(resolved, on_gpu)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, json.dumps(asdict(planned) | {"date": time.strftime("%Y-%m-%d")}).encode())
+
+
+def stored(resolved: ResolvedRun, *, on_gpu: bool) -> Planned | None:
+    try:
+        return Planned(**untrusted.loads(_path(resolved, on_gpu).read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def refuse_without_room(resolved: ResolvedRun, memory: int, *, on_gpu: bool) -> None:
+    """Compare the plan with `memory` bytes of a rank's device. Raises ConfigError: train.memory_margin is not left, or
+    there is no plan."""
+    margin, planned = resolved.run.train.memory_margin, stored(resolved, on_gpu=on_gpu)
+    if margin is None:
+        return
+    key = f"train.memory_margin = {margin:g}"
+    if planned is None:
+        raise ConfigError(f"{key}: this host's cache has no plan of the run; make one with `llmtrain plan`")
+    if memory - planned.peak - planned.more_at_least < margin * memory:
+        raise ConfigError(f"{key}: the device has {size(memory)}, the plan is {planned.text()}. {planned.remedy}")
+
+
+def _path(resolved: ResolvedRun, on_gpu: bool) -> Path:
+    run = asdict(resolved.run)
+    decides = {name: run[name] for name in ("model", "adapter", "objective", "optim", "ema")}
+    decides |= {"json": resolved.deepspeed, "degrees": asdict(resolved.degrees), "gpu": on_gpu}
+    decides["eval"] = resolved.run.train.eval
+    batches = [each.batch for each in resolved.stages]
+    decides["batches"] = [(each.micro_batch, each.accumulation, each.sequence_length) for each in batches]
+    key = hashlib.sha256(json.dumps(decides, sort_keys=True, default=str).encode()).hexdigest()[:32]
+    return cache_folder() / "plans" / f"{key}.json"

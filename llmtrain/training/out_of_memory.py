@@ -1,0 +1,40 @@
+"""A paragraph on a rank whose memory has run out: what was alive, what was planned, and changes with their effect."""
+
+from __future__ import annotations
+
+import resource
+
+import torch
+
+from llmtrain.base.rank.device_faults import OUT_OF_MEMORY, device_fault
+from llmtrain.base.rank.heartbeat import heart
+from llmtrain.base.units import size
+from llmtrain.config.planned import stored
+from llmtrain.config.run import ResolvedRun
+from llmtrain.engine.dist.device import memory_of
+
+
+def explain(error: Exception, resolved: ResolvedRun, device: torch.device) -> str:
+    """Empty for an error of another kind."""
+    if device_fault(f"{type(error).__name__}: {error}") is not OUT_OF_MEMORY:
+        return ""
+    on_gpu, total = device.type == "cuda", size(memory_of(device))
+    planned = stored(resolved, on_gpu=on_gpu)
+    if on_gpu:
+        free, _ = torch.cuda.mem_get_info(device)
+        held, kept = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+        alive = f"{size(held)} of tensors and {size(kept - held)} of unused blocks; {size(free)} of {total} are free"
+        others = memory_of(device) - free - kept
+        alive += f", and {size(others)} belong to CUDA, NCCL and other processes"
+        most = torch.cuda.max_memory_allocated(device)
+    else:
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        alive = f"{size(most)} of the process, of {total} for each rank of the host"
+    lines = [f"memory ran out in the phase {heart.in_phase()!r}, with {alive}."]
+    if planned is None:
+        return f"{lines[0]} `llmtrain plan RUN.yaml --memory SIZE` rehearses the run, and changes that take less."
+    largest = ", ".join(f"{label} {size(held)}" for label, held in list(planned.parts.items())[:4])
+    lines.append(f"The plan was {planned.text()}: {largest}.")
+    if on_gpu and most > planned.of_rank_0:
+        lines.append(f"The tensors were {size(most - planned.of_rank_0)} above it.")
+    return " ".join([*lines, f"{planned.remedy}."])
