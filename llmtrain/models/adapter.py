@@ -29,6 +29,7 @@ from llmtrain.models.quantized import PackedLinear, need_bitsandbytes
 from llmtrain.models.score import SCORE, WEIGHT, gives_scores
 from llmtrain.models.skeleton import decoder_layers, materialise
 from llmtrain.models.source import ParameterSource
+from llmtrain.models.transformers_private import with_values
 from llmtrain.storage.pieces import pick
 from llmtrain.storage.region import Region
 from llmtrain.storage.tensorfile import numel
@@ -199,6 +200,7 @@ def _taken_for_experts(hf: PreTrainedModel, short: Iterable[str]) -> set[str]:
     return taken
 
 
+@with_values()
 def adapted(skeleton: PreTrainedModel, adapter: AdapterConfig) -> PreTrainedModel:
     """A copy with the adapter's layers, on the meta device. Raises ConfigError."""
     if adapter.quantize is not None:

@@ -14,7 +14,9 @@ from operator import itemgetter
 from typing import Any
 
 import numpy as np
+import torch
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from torch import Tensor
 
 from llmtrain.base.rank.heartbeat import heart
 from llmtrain.config.run import ResolvedRun
@@ -22,6 +24,8 @@ from llmtrain.config.stages import Stages
 from llmtrain.config.topology import Degrees
 from llmtrain.engine.deepspeed.rehearsed import rehearsed_ranks
 from llmtrain.engine.dist.ranks import Ranks
+from llmtrain.engine.losses.function import LooksAhead
+from llmtrain.engine.process_memory import collected_by_hand
 from llmtrain.models.loss import TRIED
 from llmtrain.models.run.check import check_model
 from llmtrain.models.skeleton import DTYPES
@@ -29,6 +33,7 @@ from llmtrain.models.transformers_private import without_memory
 from llmtrain.parity.tokens import Answers, Tokens
 from llmtrain.plan.device import on_gpu as choices_on_gpu
 from llmtrain.plan.ledger import Ledger
+from llmtrain.storage.region import Region
 from llmtrain.training.ema import Ema
 from llmtrain.training.examine import Checked
 from llmtrain.training.setup import Setup
@@ -176,8 +181,9 @@ def walk(checked: Checked, ranks: Ranks, fill: Callable[[Setup], None] = lambda 
     ledger = Ledger(checked.resolved.mix)
     with ledger:
         setup = Setup(checked, ranks)
+        setup.refer_to(_WithoutValues(setup))
     fill(setup)
-    with ledger:
+    with ledger, collected_by_hand():
         watching = list(ledger.watch(setup.engine.module))
         ledger.mark(setup.engine.held())
         session = setup.session()
@@ -193,12 +199,36 @@ def walk(checked: Checked, ranks: Ranks, fill: Callable[[Setup], None] = lambda 
         if setup.run.train.eval:
             heart.phase("evaluate")
             with contextlib.nullcontext() if ema is None else ema.in_place():
-                setup.engine.evaluate(batch.micro_batches[:_EVALUATED], setup.objective)
+                micros = batch.micro_batches[:_EVALUATED]
+                if isinstance(setup.objective, LooksAhead):
+                    setup.objective.look(micros, setup.engine.evaluate)
+                setup.engine.evaluate(micros, setup.objective)
     for handle in watching:
         handle.remove()
     saved = sum(piece.own_region.numel * piece.dtype.itemsize for piece in setup.engine.state())
     setup.engine.close()
     return ledger, saved
+
+
+class _WithoutValues:
+    """A source of the weights that an online reference computes with."""
+
+    origin = "plan"
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+
+    def order(self) -> list[str]:
+        return list(self._setup.engine.shapes())
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._setup.engine.shapes()[name]
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        return torch.zeros(stop - start)
+
+    def read_region(self, name: str, region: Region) -> Tensor:
+        return torch.zeros(region.numel)
 
 
 def kinds(degrees: Degrees) -> dict[int, int]:

@@ -97,7 +97,7 @@ class Setup:
             return
         self._base = base_of(self.engine, self.spec, source)
         self.objective = self._with_reference(self.objective)
-        if self.spec.saved:
+        if self.spec.saved and not self.ranks.rehearsed:
             self.references = [weights_hash(source_checksums(source, self.spec.saved, self.ranks))]
 
     def _with_reference(self, objective: LossFunction) -> LossFunction:

@@ -106,7 +106,8 @@ class State(ABC):
         for buffer in module.buffers():
             yield "buffers", False, buffer
         for parameter in module.parameters():
-            yield "weights", False, parameter
+            if not hasattr(parameter, "ds_tensor"):
+                yield "weights", False, parameter
         for home in self.homes():
             if home.flat is not home.held.parameter:
                 yield "masters", on_host, home.flat

@@ -1,0 +1,104 @@
+"""Planned against resident memory of CPU ranks: what a rehearsed rank holds at its peak, and what a real one takes.
+
+    python tools/bench/plan.py
+
+A real rank trains the same two steps with values. Its resident memory is the highest in the steps less that before the
+setup, after a small run in the same process: modules are imported then, and DeepSpeed's ops loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT)]
+
+RANKS = 2
+SHAPE = {"hidden_size": 640, "intermediate_size": 1728, "num_hidden_layers": 8, "num_attention_heads": 10,
+         "num_key_value_heads": 10, "vocab_size": 16384}  # fmt: skip
+CELLS = (
+    ("none", 0, "plain", "llama"),
+    ("none", 1, "recompute", "qwen3"),
+    ("none", 2, "plain", "llama"),
+    ("none", 3, "plain", "qwen3"),
+    ("pipeline", 1, "plain", "llama"),
+    ("tensor", 1, "plain", "llama"),
+)
+"""Cells of tests/ranks/test_plan.py."""
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", type=int, nargs="*", help="numbers of cells, the first is 0 (default: all)")
+    return parser.parse_args(argv)
+
+
+def status_of(key: str) -> int:
+    """A line of /proc/self/status, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key + ":"))
+
+
+def resident(cell: Any, small: Any, large: Any) -> int:
+    """Bytes that a real rank takes for the large case, at most, after the small one."""
+    from llmtrain.plan.rehearsal import walk
+    from tests.helpers.training import joined
+    from tests.ranks.test_plan import counted, run_of
+
+    libc = ctypes.CDLL(None)
+    counted(cell, small, 1)
+
+    def begin() -> int:
+        gc.collect()
+        libc.malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")  # the highest value begins again
+        return status_of("VmRSS")
+
+    def fill(setup: Any) -> None:
+        setup.write(setup.spec.initial_weights(0, setup.ranks.device))
+        begin()
+
+    began = begin()
+    walk(run_of(cell, large), joined(), fill)
+    return status_of("VmHWM") - began
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print both sides of each cell."""
+    wanted = arguments(argv).only
+    from llmtrain.plan.rehearsal import kinds, rehearse
+    from tests.helpers.ranks import RankPool
+    from tests.helpers.training import prepared_data
+    from tests.ranks.test_plan import Cell, case_of, run_of
+
+    print(f"{'cell':28} {'rank':>4} {'planned MB':>11} {'resident MB':>12}")
+    with tempfile.TemporaryDirectory() as folder:
+        data = prepared_data(Path(folder))
+        for number, each in enumerate(CELLS):
+            if wanted and number not in wanted:
+                continue
+            cell = Cell(*each)
+            small = case_of(cell, data, Path(folder))
+            large = replace(small, model={**small.model, **SHAPE, "head_dim": 64})
+            pool = RankPool(RANKS)
+            real = pool.run(resident, cell, small, large)
+            pool.close()
+            run = run_of(cell, large)
+            for planned in rehearse(run, list(kinds(run.resolved.degrees)), RANKS):
+                took = real[planned.rank]
+                print(f"{cell!s:28} {planned.rank:4} {planned.peak / 1e6:11.1f} {took / 1e6:12.1f} "
+                      f"{planned.peak / took - 1:+.1%}", flush=True)  # fmt: skip
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
