@@ -560,6 +560,7 @@ def _layer_paths(hf: nn.Module) -> list[str]:
     return [path for path, module in hf.named_modules() if module in layers]
 
 
+@with_values()
 def mlps_of(layer: nn.Module, call: Call) -> list[str]:
     """Paths of the MLPs within a layer of a small copy; `call`: its run.
 

@@ -11,7 +11,7 @@ import pytest
 from llmtrain.config.run import DataConfig, RunConfig
 from llmtrain.data.manifest import SPLITS
 from llmtrain.data.shards import PreparedSet
-from llmtrain.data.stream import columns, windows
+from llmtrain.data.stream import columns, rows, windows
 from llmtrain.data.stream.columns import numbers, write_reference
 from llmtrain.objectives.objective import Objective
 from llmtrain.parity.untrained import compare_folder, differences
@@ -55,13 +55,13 @@ def late_reference(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def own_partner(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(windows, "partners", lambda prompts: np.arange(len(prompts)))
+    monkeypatch.setattr(rows, "partners", lambda prompts: np.arange(len(prompts)))
 
 
 def late_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = windows.Conversations._row
+    right = rows.Conversations._row
     monkeypatch.setattr(
-        windows.Conversations, "_row", lambda self, row: (right(self, row)[0], np.roll(right(self, row)[1], 1))
+        rows.Conversations, "_row", lambda self, row: (right(self, row)[0], np.roll(right(self, row)[1], 1))
     )
 
 
@@ -71,8 +71,8 @@ def late_labels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = windows.Conversations._rows
-    monkeypatch.setattr(windows.Conversations, "_rows", lambda self, index: right(self, index).reshape(-1, 2)[:, ::-1]
+    right = rows.Conversations._rows
+    monkeypatch.setattr(rows.Conversations, "_rows", lambda self, index: right(self, index).reshape(-1, 2)[:, ::-1]
                         .reshape(-1))  # fmt: skip
 
 
