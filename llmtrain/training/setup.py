@@ -201,8 +201,9 @@ def start_engine(resolved: ResolvedRun, spec: ModelSpec, ranks: Ranks, mesh: Mes
 
     Raises: UserError, on all ranks.
     """
-    with together(ranks):
-        check_device(resolved.precision, spec.model.attention, resolved.run.model.fp8, resolved.run.deepspeed)
+    if not ranks.rehearsed:  # for another machine's device
+        with together(ranks):
+            check_device(resolved.precision, spec.model.attention, resolved.run.model.fp8, resolved.run.deepspeed)
     with together(ranks):
         compiles = _compiles_layers(spec, resolved.mix, ranks, one_shape=resolved.run.train.balance == "equal")
         chosen, notes = resolved, list[str]()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.module_inject import auto_ep
 from deepspeed.runtime.zero import partitioned_param_coordinator
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ def rehearsed_ranks(rank: int, world_size: int, slots: int, imbalance: float = 1
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="fake", auto_mpi_discovery=False, verbose=False)
+    get_accelerator().is_fp16_supported = lambda: True  # the target's device may have it
     TravellingTokens.imbalance = imbalance
     progress.begin(torch.device("cpu"), lambda *_, **__: None)
     # What ZeRO 3 compares over the ranks are numbers of one rank here.

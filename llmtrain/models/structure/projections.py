@@ -534,6 +534,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+@with_values()
 def dense_mlps(hf: PreTrainedModel) -> list[nn.Module]:
     """Every dense MLP of the decoder, which may be on the meta device. Raises ModelError: there are none."""
     small = probe_copy(hf)
@@ -560,7 +561,6 @@ def _layer_paths(hf: nn.Module) -> list[str]:
     return [path for path, module in hf.named_modules() if module in layers]
 
 
-@with_values()
 def mlps_of(layer: nn.Module, call: Call) -> list[str]:
     """Paths of the MLPs within a layer of a small copy; `call`: its run.
 
