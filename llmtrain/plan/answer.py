@@ -112,7 +112,9 @@ class Plan:
             for each in self.others:
                 lines.append(f"  {each.what:<{wide}}  {size(each.low)} to {size(each.high)}  ({each.source})")
         lines += ["", *self._verdict(), *self._on_host(), f"disk: {size(self.checkpoint)} for each checkpoint"]
-        lines.append(f"rehearsed in {self.seconds:.0f} CPU-s: two steps and an evaluation, by the run's own code")
+        lines.append(
+            f"rehearsed in {self.seconds:.0f} CPU-s: two steps of the run's own code, and its evaluation if any"
+        )
         return "\n".join(lines)
 
     def parts(self) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Two optimizer steps and an evaluation of a run, by its own code, on ranks that have no memory and no other ranks."""
+"""Two optimizer steps and an evaluation of a run, by its own code, on tensors without memory: a process for a rank."""
 
 from __future__ import annotations
 
@@ -193,6 +193,7 @@ def walk(checked: Checked, ranks: Ranks, fill: Callable[[Setup], None] = lambda 
                 ledger.begin_step()
                 heart.phase("data")
                 batch = next(loader)
+                # More micro-batches hold no more: each stage has at most one in flight for each stage after it.
                 batch = replace(batch, micro_batches=batch.micro_batches[: 2 * setup.resolved.degrees.pipeline])
                 session.step(batch)
                 ledger.mark(setup.engine.held())

@@ -61,7 +61,7 @@ class Done(Step):
     step_s: float
     """Seconds that the step took on this rank."""
     comm_s: float
-    """Seconds of these inside collectives that the watch counts (cluster/watch/collectives.py)."""
+    """Seconds of these inside collectives that the watch counts (base/rank/heartbeat.py)."""
 
     @property
     def last(self) -> bool:

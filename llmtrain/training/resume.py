@@ -111,7 +111,8 @@ def resume_or_start(setup: Setup, folder: RunDirectory, checkpoints: CheckpointF
         found = agreed_candidates(run, folder, checkpoints, ranks)
     if not (found[0] or found[2]):
         source = source or spec.initial_weights(run.train.seed, ranks.device)
-        frozen = frozen_source(source, spec.frozen, setup.start_from(source))
+        checksums = setup.start_from(source)  # a new run: its weights
+        frozen = frozen_source(source, spec.frozen, checksums)
         return Start(trainer=trainer, position=Position(), frozen=frozen, saved_step=None, folder=None, kept={},
                      lines=_frozen_lines(frozen))  # fmt: skip
     from llmtrain.checkpoint.load import resume

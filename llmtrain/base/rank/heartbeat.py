@@ -22,8 +22,8 @@ PHASES = (
     *("start", "rendezvous", "connect", "model", "resume", "data", "forward", "backward", "step", "compile"),
     *("compare", "save", "evaluate", "export", "end"),
 )
-"""Phases of a rank. `data` to `step` are a training step, in this order for each micro-batch. `connect`: the ranks have
-met, and their process groups connect. `compile`: torch.compile is at work."""
+"""Phases of a rank. A training step is `data`, then `forward` and `backward` for each micro-batch, then `step`.
+`connect`: the ranks have met, and their process groups connect. `compile`: torch.compile is at work."""
 
 _MAGIC = int.from_bytes(b"llmbeat1", "little")
 _WORDS = (
@@ -54,7 +54,7 @@ class Beat:
     beats: int
     """Counts everything that the rank does."""
     step: int
-    """Asked to stop; the rank stops at the next step boundary."""
+    """Optimizer steps done."""
     phase: str
     left: int | None
     """The exit code with which the rank is about to end by itself; None while it works."""
@@ -75,7 +75,7 @@ class Beat:
     on_device: bool
     """The rank computes on a device: a busy processor may only poll it."""
     given: int
-    """Marks put into the device's queue: one for each micro-batch."""
+    """Marks put into the device's queue: after each micro-batch and each update."""
     done: int
     """Marks that the device has reached."""
     plugin: str

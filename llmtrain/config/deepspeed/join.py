@@ -38,8 +38,8 @@ DEGREE_KEYS = {
 def join_values(run: RunConfig, tree: dict[str, Any], problems: Problems) -> RunConfig:
     """Fill in every shared field from YAML, JSON or default, except the three batch sizes.
 
-    Batch sizes that neither file has stay None: `batch.solve` finds them. `problems.places` gets the JSON's keys, and
-    the keys of the YAML whose values are from the JSON.
+    Batch sizes that neither file has stay None: `solve` in config/resolve.py finds them. `problems.places` gets the
+    JSON's keys, and the keys of the YAML whose values are from the JSON.
     """
     path, values = run.deepspeed, dict[str, dict[str, Any]](optim={}, train={})
     for yaml_key, json_key in SHARED.items():

@@ -21,7 +21,6 @@ from llmtrain.base import log, units
 from llmtrain.base.errors import DataError
 from llmtrain.base.rank.heartbeat import heart
 from llmtrain.config.stages import Batch, DataConfig, Stage, Stages
-from llmtrain.data.manifest import check_vocabulary
 from llmtrain.data.stream.order import rows_of
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.data.stream.windows import IGNORED, Window
@@ -38,7 +37,6 @@ __all__ = [
     "TrainLoader",
     "UnpairedBatch",
     "batches_of",
-    "check_vocabulary",
     "validation_batches",
 ]
 

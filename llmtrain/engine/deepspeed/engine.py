@@ -20,7 +20,7 @@ from llmtrain.base.rank.heartbeat import heart
 from llmtrain.data.stream.loader import MicroBatch
 from llmtrain.engine import progress
 from llmtrain.engine.api import ForwardCopy, StateTensor, Update
-from llmtrain.engine.deepspeed.state import HalfState, PlainState, State
+from llmtrain.engine.deepspeed.state import HalfState, PlainState, State, Zero3State, Zero12State
 from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.engine.losses.function import NEXT_TOKEN, LossFunction, NextTokenLoss
 from llmtrain.models import transformers_private
@@ -78,14 +78,8 @@ _SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 def state_of(engine: DeepSpeedEngine) -> State:
     stage = engine.zero_optimization_stage()
-    if stage == 3:
-        from llmtrain.engine.deepspeed.state import Zero3State
-
-        return Zero3State(engine)
     if stage > 0:
-        from llmtrain.engine.deepspeed.state import Zero12State
-
-        return Zero12State(engine)
+        return Zero3State(engine) if stage == 3 else Zero12State(engine)
     return HalfState(engine) if engine.bfloat16_enabled() or engine.fp16_enabled() else PlainState(engine)
 
 
@@ -222,7 +216,7 @@ class ZeroEngine:
             theirs(overflow)
 
     def _optimizer_step(self) -> None:
-        self.deepspeed.step()
+        self.deepspeed.step()  # of ZeRO 1 and 2: OneNormZero (zero_step.py)
 
     def routing(self) -> RoutingFigures | None:
         routing = self.module.routing
@@ -308,6 +302,7 @@ class ZeroEngine:
         return inputs[:, : inputs.shape[1] // self.mesh.degrees.sequence * self.mesh.degrees.sequence]
 
     def _sums(self, micro: MicroBatch, objective: LossFunction) -> Tensor:
+        """The forward pass: models/language.py, whose head (models/head.py) calls the objective's loss."""
         there = self._on_device(micro)
         sums: Tensor = self.deepspeed(there.inputs, functools.partial(objective.sums, micro=there), there.positions)
         return sums

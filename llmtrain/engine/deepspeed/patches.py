@@ -69,7 +69,7 @@ PRIVATE = (
     Private(
         "deepspeed.utils.groups",
         ("mpu", "_ZERO_PARAM_INTRA_PARALLEL_GROUP", "_get_expert_parallel_group"),
-        "mpu and group of an earlier engine of the process are forgotten; the group over which shared experts' norm is",
+        "an earlier engine's mpu and group are forgotten; the group that sums the norms of shared experts",
     ),
     Private(
         "deepspeed.runtime.engine",

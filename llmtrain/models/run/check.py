@@ -314,7 +314,7 @@ def _quietly() -> Iterator[None]:
 
 @_quietly()
 def check_model(resolved: ResolvedRun) -> tuple[ModelSpec, tuple[str, ...]]:
-    """Build the run's model on the meta device and run tokens through it. Returns it, and notes for the user.
+    """Build the run's ModelSpec on the meta device and run tokens through it. Returns it, and notes for the user.
 
     Raises:
         ConfigError: a field of `model.config`, or a value of the run that does not fit the model.

@@ -15,8 +15,9 @@ import torch
 
 from llmtrain.base.errors import DataError
 from llmtrain.config.run import DataConfig
+from llmtrain.data.manifest import check_vocabulary
 from llmtrain.data.shards import PreparedSet
-from llmtrain.data.stream.loader import MicroBatch, TrainLoader, check_vocabulary, validation_batches
+from llmtrain.data.stream.loader import MicroBatch, TrainLoader, validation_batches
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.training.finish import ngram_baselines
 from tests.helpers.prepared import random_shards, write_prepared
