@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmtrain.base import units
-from llmtrain.base.errors import ConfigError
+from llmtrain.base.errors import UserError
 from llmtrain.base.files import replace_file
 from llmtrain.cluster.hosts.hostfile import read_hostfile
 from llmtrain.commands import completion
@@ -99,6 +99,8 @@ def _ranks(args: argparse.Namespace) -> tuple[int, int, str]:
     for flag in ("hosts", "slots"):
         if (number := getattr(args, flag)) is not None and number < 1:
             raise stop(f"--{flag}", number, "must be at least 1", f"write --{flag} 1", COMMAND_LINE)
+    if not 1 <= args.imbalance < math.inf:
+        raise stop("--imbalance", args.imbalance, "must be at least 1", "write --imbalance 2", COMMAND_LINE)
     assumed = "" if args.hosts or args.slots else " (--hosts and --slots, or --hostfile, ask about more)"
     return args.hosts or 1, args.slots or 1, assumed
 
@@ -108,7 +110,7 @@ def make_plan(words: list[str], machines: Machines, imbalance: float, title: str
     parsed, resolved = _resolved(words, machines.ranks)  # a mistake needs no torch
     os.environ["DS_ACCELERATOR"] = "cpu"
     from llmtrain.plan.answer import Change, Kind, Plan, name_of
-    from llmtrain.plan.rehearsal import Rehearsed, ahead, kinds, prepared, rehearse
+    from llmtrain.plan.rehearsal import Rehearsed, kinds, prepared, rehearse
     from llmtrain.training.memory import MARGIN, Activations, fewest_layers, keeps, recomputing
 
     def rehearsed(run: ResolvedRun, ranks: list[int]) -> dict[int, Rehearsed]:
@@ -117,7 +119,8 @@ def make_plan(words: list[str], machines: Machines, imbalance: float, title: str
         return {each.rank: each for each in found}
 
     def peak(run: ResolvedRun, rank: int) -> int:
-        return rehearsed(run, [rank])[rank].peak + (ahead(run) if machines.on_gpu else 0)
+        found = rehearsed(run, [rank])[rank]
+        return found.peak + found.ahead
 
     asked, again = resolved, resolved.run.model.recompute
     if again.layers == "auto":
@@ -142,7 +145,6 @@ def make_plan(words: list[str], machines: Machines, imbalance: float, title: str
                 name=name_of(degrees.place(rank).pipeline, stages, degrees.pipeline),
                 ranks=stages * alike,
                 rehearsed=found[rank],
-                ahead=ahead(resolved) if machines.on_gpu else 0,
             )
             for rank, stages in chosen.items()
         ],
@@ -153,7 +155,7 @@ def make_plan(words: list[str], machines: Machines, imbalance: float, title: str
         fullest = plan.fullest.rehearsed.rank
         with tempfile.TemporaryDirectory() as folder:
             for said, more in changes(parsed, resolved, Path(folder)):
-                with contextlib.suppress(ConfigError):  # the change goes with another value of the run
+                with contextlib.suppress(UserError):  # the change goes with another value of the run
                     _, other = _resolved([*words, *more], machines.ranks)
                     if other.run.model.recompute.layers == "auto":
                         other = recomputing(other, again)

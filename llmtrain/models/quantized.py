@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from llmtrain.base.errors import ConfigError
 from llmtrain.models.parameters import Packed, Shard, local_parameter, set_packed, set_shard
+from llmtrain.models.transformers_private import is_without_memory
 
 _BLOCK = 64
 _AT_A_TIME = 1 << 14
@@ -101,7 +102,11 @@ class PackedLinear(nn.Module):
         """[outputs, inputs]."""
         from bitsandbytes.functional import dequantize_4bit
 
-        blocks: Tensor = dequantize_4bit(self.weight.data, self._state)
+        blocks: Tensor
+        if is_without_memory(self._scales):  # nothing was packed
+            blocks = torch.empty(len(self._scales), _BLOCK, dtype=self._dtype, device=self.weight.device)
+        else:
+            blocks = dequantize_4bit(self.weight.data, self._state)
         return blocks.view(-1)[: self._shape.numel()].view(self._shape)
 
     def forward(self, x: Tensor) -> Tensor:

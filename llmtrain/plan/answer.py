@@ -27,12 +27,10 @@ class Kind:
     name: str
     ranks: int
     rehearsed: Rehearsed
-    ahead: int
-    """Bytes of parameters that ZeRO 3 gathers ahead on a GPU."""
 
     @property
     def peak(self) -> int:
-        return self.rehearsed.peak + self.ahead
+        return self.rehearsed.peak + self.rehearsed.ahead
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,11 +74,10 @@ class Plan:
 
     @property
     def fits(self) -> bool | None:
-        """None: nothing is known of the device, or the range of a GPU's other memory decides."""
-        if self.machines.host_memory is not None and self.of_a_host > self.machines.host_memory:
-            return False
-        if self.machines.memory is None:
-            return None
+        """None: nothing is known of the machines, or the range of a GPU's other memory decides."""
+        host = None if self.machines.host_memory is None else self.of_a_host <= self.machines.host_memory
+        if host is False or self.machines.memory is None:
+            return host
         least, most = self.room(self.machines.memory)
         return True if least >= 0 else False if most < 0 else None
 
@@ -122,7 +119,7 @@ class Plan:
         parts = {label: held for label, held in parts.items() if not label.endswith(HOST)}
         rest = sum(held for held in parts.values() if held < few)
         parts = {label: held for label, held in parts.items() if held >= few}
-        more = {"gathered ahead (CUDA)": self.fullest.ahead, "other": rest}
+        more = {"gathered ahead (CUDA)": self.fullest.rehearsed.ahead, "other": rest}
         return parts | {label: held for label, held in more.items() if held >= few}
 
     def _on_host(self) -> list[str]:

@@ -92,10 +92,10 @@ def parse_size(key: str, text: str) -> int:
 def on_gpu(run: RunConfig) -> RunConfig:
     """The run with the choices that it makes on a GPU, in terms of kernels that a CPU has.
 
-    Flash attention and varlen keep what torch's own kernel keeps without a mask. Compiled layers and fp8 keep less than
-    eager ones in the run's precision, which are counted.
+    Flash attention and varlen keep what torch's own kernel keeps without a mask. fp8 keeps less than the run's
+    precision, which is counted.
     """
-    model, data = replace(run.model, compile_layers=False, fp8=None), run.data
+    model, data = replace(run.model, fp8=None), run.data
     if model.attention.startswith("flash") or (data.isolate_documents and model.attention in ("auto", "varlen")):
         model, data = replace(model, attention="sdpa"), replace(data, isolate_documents=False)
     return replace(run, model=model, data=data)

@@ -18,6 +18,7 @@ import torch
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from torch import Tensor
 
+from llmtrain.base.errors import UserError
 from llmtrain.base.rank.heartbeat import heart
 from llmtrain.config.run import ResolvedRun
 from llmtrain.config.stages import Stages
@@ -58,6 +59,8 @@ class Rehearsed:
     """The part of the run in which the peak comes."""
     parts: dict[str, int]
     """Bytes of the peak by their content."""
+    ahead: int
+    """Bytes of parameters that ZeRO 3 gathers ahead on a GPU."""
     kept: int
     """Alive between two steps."""
     highest: dict[str, int]
@@ -84,6 +87,7 @@ def prepared(resolved: ResolvedRun, *, on_gpu: bool) -> Checked:
     largest = max(resolved.stages, key=lambda stage: (stage.batch.micro_batch * stage.batch.sequence_length,
                                                       stage.batch.sequence_length))  # fmt: skip
     run = choices_on_gpu(resolved.run) if on_gpu else resolved.run
+    run = replace(run, model=replace(run.model, compile_layers=False))  # eager layers keep more
     data = replace(largest.data, isolate_documents=run.data.isolate_documents)
     run = replace(run, data=data)
     resolved = replace(resolved, run=run, stages=Stages((replace(largest, first_step=0, schedule_from=0, data=data),)))
@@ -95,13 +99,14 @@ def prepared(resolved: ResolvedRun, *, on_gpu: bool) -> Checked:
     return Checked(resolved=resolved, spec=spec, data=rows)
 
 
-def ahead(resolved: ResolvedRun) -> int:
+def _ahead(checked: Checked) -> int:
     """Bytes of parameters that ZeRO 3 gathers ahead of their use where a device has a queue."""
+    resolved = checked.resolved
     if resolved.zero_stage != 3:
         return 0
     usual = int(DeepSpeedZeroConfig.model_fields["prefetch_bucket_size"].default)
     elements = (resolved.deepspeed.get("zero_optimization") or {}).get("stage3_prefetch_bucket_size", usual)
-    return int(elements) * (4 if resolved.precision == "fp32" else 2)
+    return min(int(elements), checked.spec.facts.parameters) * (4 if resolved.precision == "fp32" else 2)
 
 
 def rehearse(
@@ -110,7 +115,7 @@ def rehearse(
     """Rehearse these ranks in processes of their own. `slots`: ranks of a host. `imbalance`: see `rehearsed_ranks`.
     Yields each when it is done.
 
-    Raises what the rank raises, as text in a RuntimeError.
+    Raises UserError of a rank; what else the rank raises, as text in a RuntimeError.
     """
     fork, waiting = multiprocessing.get_context("fork"), list(ranks)
     running: dict[Connection, Any] = {}
@@ -131,6 +136,8 @@ def rehearse(
                 except EOFError:
                     child.join()
                     found = f"its process ended with exit code {child.exitcode}"
+                if isinstance(found, UserError):
+                    raise found
                 if isinstance(found, str):
                     raise RuntimeError(found)
                 yield found
@@ -149,7 +156,7 @@ def _in_child(pipe: Connection, checked: Checked, rank: int, slots: int, imbalan
         try:
             ledger, saved = walk(checked, ranks)
         except Exception as error:
-            pipe.send(traceback.format_exc())
+            pipe.send(UserError(str(error)) if isinstance(error, UserError) else traceback.format_exc())
             raise SystemExit(1) from error
     pipe.send(
         Rehearsed(
@@ -157,6 +164,7 @@ def _in_child(pipe: Connection, checked: Checked, rank: int, slots: int, imbalan
             peak=ledger.most,
             at=ledger.at,
             parts={label: size for label, size in ledger.then.items() if size},
+            ahead=_ahead(checked) if on_gpu else 0,
             kept=ledger.kept,
             highest=dict(+ledger.highest),
             host=ledger.host,

@@ -37,6 +37,7 @@ from llmtrain.engine.losses.with_metrics import with_metrics
 from llmtrain.engine.weights import fill_parameters, prove_masters, prove_weights
 from llmtrain.models import compiler
 from llmtrain.models.experts import has_experts
+from llmtrain.models.language import LanguageModel
 from llmtrain.models.parallel.mesh import Mesh, mesh_of
 from llmtrain.models.run.build_for_rank import build_model
 from llmtrain.models.run.check import why_not_varlen
@@ -243,19 +244,25 @@ def teacher_of(run: RunConfig, student: ModelConfig, precision: str, ranks: Rank
     objective = run.objective
     if objective.teacher is None or mesh.place.pipeline != mesh.degrees.pipeline - 1:
         return None
-    from llmtrain.models.teacher import load_teacher, teacher_model
+    from llmtrain.models.teacher import empty_teacher, load_teacher, teacher_model
 
     teacher = teacher_model(objective, student)
-    if mesh.sequence is None:
-        return load_teacher(teacher, precision, ranks.device)
-    from llmtrain.models.parallel.sequence import SequenceLanguageModel
+    language: Callable[..., LanguageModel] = LanguageModel
+    if mesh.sequence is not None:
+        from llmtrain.models.parallel.sequence import SequenceLanguageModel
 
-    return load_teacher(teacher, precision, ranks.device, partial(SequenceLanguageModel, group=mesh.sequence))
+        language = partial(SequenceLanguageModel, group=mesh.sequence)
+    if ranks.rehearsed:
+        return empty_teacher(ModelSpec.of(teacher), precision, ranks.device, language)
+    return load_teacher(teacher, precision, ranks.device, language)
 
 
 def teacher_hash(run: RunConfig, ranks: Ranks) -> str | None:
-    """Return the hash of the teacher's weights. All ranks call it: each reads a part. Raises AgreedError."""
-    if run.objective.teacher is None:
+    """Return the hash of the teacher's weights. All ranks call it: each reads a part. Raises AgreedError.
+
+    None without a teacher, and for rehearsed ranks, which read no weights.
+    """
+    if run.objective.teacher is None or ranks.rehearsed:
         return None
     from llmtrain.models.teacher import teacher_checksums, teacher_model
 

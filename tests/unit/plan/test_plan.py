@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from llmtrain import cli
 from llmtrain.base.errors import ConfigError
@@ -18,6 +19,7 @@ from llmtrain.config.planned import refuse_without_room, stored
 from llmtrain.config.resolve import resolve
 from llmtrain.config.run import ResolvedRun
 from llmtrain.config.topology import Degrees
+from llmtrain.engine.dist.control import AgreedError
 from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.models.spec import ModelFacts, ModelSpec
 from llmtrain.plan.device import DEVICES, MIB, parse_size
@@ -67,6 +69,7 @@ def test_the_static_part_is_that_of_arithmetic(folder: Path, capsys: pytest.Capt
     assert parts["weights"] == pytest.approx(2 * parameters / (4 if stage == 3 else 1), rel=0.01)
     assert parts["masters"] == pytest.approx(4 * parameters / shares, rel=0.01)
     assert parts["moments"] == pytest.approx(8 * parameters / shares, rel=0.01)
+    assert kind["rehearsed"]["ahead"] == (2 * parameters if stage == 3 else 0)  # of a model less than its bucket
     assert kind["ranks"] == 4 and kind["rehearsed"]["peak"] >= kind["rehearsed"]["kept"] > 0
 
 
@@ -109,6 +112,7 @@ def test_kinds_of_ranks() -> None:
         ("--device h1000", ['--device = "h1000"', "is not in the table", "h100-80"]),
         ("--memory lots", ['--memory = "lots"', "is not a size", "80GiB"]),
         ("--slots 0", ["--slots = 0", "at least 1"]),
+        ("--imbalance nan", ["--imbalance = ", "at least 1"]),
         ("--hostfile hosts", ["unequal slots", "give --hosts and --slots"]),
         ("--slots 3 --deepspeed tensor.json", ["autotp_size", "multiple of 2"]),
         ("--model.config.num_attention_heads 5", ["num_attention_heads"]),
@@ -179,3 +183,44 @@ def test_memory_that_runs_out_is_explained(
     plan(capsys, "--slots 2 --device cpu --memory 3MB", code=1)
     said = explain(MemoryError(), run, cpu)
     assert "The plan was" in said and "model.recompute.layers: all takes it to" in said, said
+
+
+@pytest.mark.parametrize("key", ["mlp_tile_tokens 16", "compile_layers true"])
+def test_layers_that_are_sliced_or_compiled(folder: Path, capsys: pytest.CaptureFixture[str], key: str) -> None:
+    assert plan(capsys, f"--device cpu --model.{key}")["peak"] <= plan(capsys, "--device cpu")["peak"]
+
+
+def test_room_on_the_host_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No device is named: the host's memory decides the exit code."""
+    assert plan(capsys, "--host-memory 1TiB")["fits"] is True
+
+
+def test_models_without_weights(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A teacher, and maps in 4 bits, from a folder that holds a config.json alone."""
+    Path("other").mkdir()
+    config = {**parse(["run.yaml"], check_paths=False).run.model.config, "torch_dtype": "bfloat16"}
+    Path("other/config.json").write_text(json.dumps(config))
+    taught = plan(capsys, "--objective.name distill --objective.teacher other")
+    assert taught["peak"] > plan(capsys)["peak"]
+    Path("run.yaml").write_text(yaml.safe_dump(yaml.safe_load(RUN) | {"model": {"pretrained": "other"}}))
+    packed = plan(capsys, "--adapter.r 4 --adapter.quantize nf4")
+    assert packed["peak"] < plan(capsys, "--adapter.r 4")["peak"]
+
+
+def test_an_error_on_a_rehearsed_rank(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user's mistake is told as one; a bug keeps its traceback."""
+
+    def raises(error: Exception) -> Any:
+        def fail(*_: Any) -> None:
+            raise error
+
+        return fail
+
+    monkeypatch.setattr("llmtrain.plan.rehearsal.walk", raises(AgreedError("model.x = 1: too much", 2)))
+    assert cli.main(["plan", "run.yaml"]) == 2
+    assert capsys.readouterr().err == "error: model.x = 1: too much\n"
+    monkeypatch.setattr("llmtrain.plan.rehearsal.walk", raises(KeyError("x")))
+    with pytest.raises(RuntimeError, match="KeyError: 'x'"):
+        cli.main(["plan", "run.yaml"])
