@@ -25,6 +25,7 @@ from llmtrain.config.planned import Planned, store
 from llmtrain.config.problems import stop
 from llmtrain.config.resolve import resolve
 from llmtrain.config.run import RecomputeConfig, ResolvedRun
+from llmtrain.engine.dist.local_ranks import ending_on_sigterm
 from llmtrain.plan.device import Machines, memory_of, parse_size
 
 if TYPE_CHECKING:
@@ -53,12 +54,17 @@ def main(argv: list[str]) -> int:
         host_memory=None if args.host_memory is None else parse_size("--host-memory", args.host_memory),
     )
     where = f"{units.counted(hosts, 'host')} of {units.counted(slots, 'rank')}{source}"
-    plan = make_plan(words, machines, args.imbalance, f"{', '.join(configs_in(words))} on {where}")
+    with ending_on_sigterm():
+        plan = make_plan(words, machines, args.imbalance, f"{', '.join(configs_in(words))} on {where}")
+    print(json.dumps(plan.as_json(), indent=1) if args.json else plan.text())
     if args.png:
         drawn = io.BytesIO()
         plan.figure().savefig(drawn, format="png", dpi=150)
-        replace_file(Path(args.png), drawn.getvalue())
-    print(json.dumps(plan.as_json(), indent=1) if args.json else plan.text())
+        try:
+            replace_file(Path(args.png), drawn.getvalue())
+        except OSError as error:
+            raise stop("--png", args.png, f"cannot be written: {error.strerror}", "name a file in a folder that exists",
+                       COMMAND_LINE) from error  # fmt: skip
     asked = machines.memory is not None or machines.host_memory is not None
     return 0 if plan.fits or not asked else 1
 

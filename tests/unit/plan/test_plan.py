@@ -80,6 +80,9 @@ def test_the_text_and_the_picture(folder: Path, capsys: pytest.CaptureFixture[st
     assert said.startswith("run.yaml on 1 host of 2 ranks: ") and "fits h100-80, 79.65 GiB: " in said
     assert "weights" in said and "moments" in said and "disk: " in said
     assert Path("plan.png").read_bytes().startswith(b"\x89PNG")
+    assert cli.main(["plan", "run.yaml", "--png", "none/plan.png"]) == 2
+    output, error = capsys.readouterr()
+    assert "peak" in output and '--png = "none/plan.png"' in error and "No such file" in error
 
 
 def test_what_does_not_fit_is_told_with_changes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
