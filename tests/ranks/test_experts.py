@@ -340,8 +340,8 @@ def launches_of_a_step(case: Case) -> tuple[Counter[str], list[str]]:
     counted, before = Launches(), list[str]()
     announce = TravellingTokens._announce
 
-    def announced(block: Any, counts: torch.Tensor) -> Any:
-        came, numbers = announce(block, counts)
+    def announced(block: Any, counts: torch.Tensor, choices: int) -> Any:
+        came, numbers = announce(block, counts, choices)
 
         def waited() -> list[list[int]]:
             before.append(counted.last)
