@@ -95,6 +95,8 @@ def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def _ranks(args: argparse.Namespace) -> tuple[int, int, str]:
     """Return (hosts, ranks of a host, a note on their source). Raises ConfigError."""
+    if args.hostfile is not None and (args.hosts or args.slots):
+        raise stop("--hostfile", args.hostfile, "says both --hosts and --slots", "remove these", COMMAND_LINE)
     if args.hostfile is not None:
         hosts = read_hostfile(args.hostfile)
         slots = {host.slots for host in hosts}

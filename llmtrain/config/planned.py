@@ -54,9 +54,11 @@ def store(resolved: ResolvedRun, planned: Planned, *, on_gpu: bool) -> None:
 
 def stored(resolved: ResolvedRun, *, on_gpu: bool) -> Planned | None:
     try:
-        return Planned(**untrusted.loads(_path(resolved, on_gpu).read_bytes()))
+        planned = Planned(**untrusted.loads(_path(resolved, on_gpu).read_bytes()))
+        planned.text()  # of numbers
     except (OSError, ValueError, TypeError):
         return None
+    return planned
 
 
 def refuse_without_room(resolved: ResolvedRun, memory: int, *, on_gpu: bool) -> None:

@@ -116,6 +116,7 @@ def test_kinds_of_ranks() -> None:
         ("--memory lots", ['--memory = "lots"', "is not a size", "80GiB"]),
         ("--slots 0", ["--slots = 0", "at least 1"]),
         ("--imbalance nan", ["--imbalance = ", "at least 1"]),
+        ("--hostfile hosts --slots 2", ["says both", "remove these"]),
         ("--hostfile hosts", ["unequal slots", "give --hosts and --slots"]),
         ("--slots 3 --deepspeed tensor.json", ["autotp_size", "multiple of 2"]),
         ("--model.config.num_attention_heads 5", ["num_attention_heads"]),
@@ -152,6 +153,10 @@ def test_the_answer_is_kept(folder: Path, capsys: pytest.CaptureFixture[str], mo
         refuse_without_room(strict, 2 * kept.peak - 1, on_gpu=False)
     with pytest.raises(ConfigError, match="has no plan of the run"):
         refuse_without_room(strict, 1 << 40, on_gpu=True)
+    [file] = (folder / "cache/plans").iterdir()
+    for damaged in ("", "[]", json.dumps(json.loads(file.read_text()) | {"peak": "much"})):
+        file.write_text(damaged)
+        assert stored(resolved(), on_gpu=False) is None
 
 
 def facts_of(resolved: ResolvedRun) -> ModelFacts:
