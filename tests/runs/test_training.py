@@ -154,7 +154,8 @@ def test_a_hang_up_of_deepspeeds_process_saves_and_a_preempt_file_ends_the_resta
         time.sleep(0.05)
     file.touch()
     code, output = finish(process, 120)
-    assert code == 75 and f"stopped (launcher process {between.pid} is gone)" in output, output
+    # Either rank may be the first that sees it.
+    assert code == 75 and f"launcher process {between.pid} is gone) at step" in output, output
     assert "someone or something outside" not in output and f"preempt file {file} is on" in output, output
     (restart,) = (row for row in rows(run, "events.jsonl") if row["kind"] == "restart")
     assert complete_checkpoints(run / "checkpoints")[-1].name == f"step-{restart['step']:08d}" and restart["step"] >= 2
