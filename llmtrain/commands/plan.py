@@ -19,6 +19,7 @@ from llmtrain.base.errors import UserError
 from llmtrain.base.files import replace_file
 from llmtrain.cluster.hosts.hostfile import read_hostfile
 from llmtrain.commands import completion
+from llmtrain.config.deepspeed.read import read_json
 from llmtrain.config.load import COMMAND_LINE, Parsed, command_words, configs_in, parse, run_words
 from llmtrain.config.pinned import fetched
 from llmtrain.config.planned import Planned, store
@@ -95,6 +96,8 @@ def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def _ranks(args: argparse.Namespace) -> tuple[int, int, str]:
     """Return (hosts, ranks of a host, a note on their source). Raises ConfigError."""
+    if not 1 <= args.imbalance < math.inf:
+        raise stop("--imbalance", args.imbalance, "must be at least 1", "write --imbalance 2", COMMAND_LINE)
     if args.hostfile is not None and (args.hosts or args.slots):
         raise stop("--hostfile", args.hostfile, "says both --hosts and --slots", "remove these", COMMAND_LINE)
     if args.hostfile is not None:
@@ -107,8 +110,6 @@ def _ranks(args: argparse.Namespace) -> tuple[int, int, str]:
     for flag in ("hosts", "slots"):
         if (number := getattr(args, flag)) is not None and number < 1:
             raise stop(f"--{flag}", number, "must be at least 1", f"write --{flag} 1", COMMAND_LINE)
-    if not 1 <= args.imbalance < math.inf:
-        raise stop("--imbalance", args.imbalance, "must be at least 1", "write --imbalance 2", COMMAND_LINE)
     assumed = "" if args.hosts or args.slots else " (--hosts and --slots, or --hostfile, ask about more)"
     return args.hosts or 1, args.slots or 1, assumed
 
@@ -131,10 +132,13 @@ def make_plan(words: list[str], machines: Machines, imbalance: float, title: str
         return found.peak + found.ahead
 
     asked, again = resolved, resolved.run.model.recompute
+    tried: dict[RecomputeConfig, dict[int, Rehearsed]] = {}
     if again.layers == "auto":
 
         def count(layers: Any, kept: Any) -> Activations:
-            held = peak(recomputing(asked, RecomputeConfig(layers=layers, keep=kept)), 0)
+            this = RecomputeConfig(layers=layers, keep=kept)
+            tried[this] = rehearsed(recomputing(asked, this), [0])  # without a pipeline, which refuses auto
+            held = tried[this][0].peak + tried[this][0].ahead
             return Activations(kept=held, most=held)
 
         spec = prepared(recomputing(asked, RecomputeConfig()), on_gpu=machines.on_gpu).spec
@@ -144,7 +148,7 @@ def make_plan(words: list[str], machines: Machines, imbalance: float, title: str
         title += f", recomputing {note.partition(':')[0].partition(',')[0]}"
     degrees, chosen = resolved.degrees, kinds(resolved.degrees)
     alike = degrees.world_size // degrees.pipeline
-    found = rehearsed(resolved, list(chosen))
+    found = tried.get(again) or rehearsed(resolved, list(chosen))
     plan = Plan(
         title=f"{title}: {_summary(resolved)}",
         machines=machines,
@@ -168,7 +172,8 @@ def make_plan(words: list[str], machines: Machines, imbalance: float, title: str
                     if other.run.model.recompute.layers == "auto":
                         other = recomputing(other, again)
                     plan.changes.append(Change(words=said, peak=peak(other, fullest)))
-    keep(plan, asked, again if asked is not resolved and machines.memory is not None else None)
+    if imbalance == 1:  # a run is compared with balanced experts
+        keep(plan, asked, again if asked is not resolved and machines.memory is not None else None)
     return plan
 
 
@@ -181,6 +186,7 @@ def keep(plan: Plan, resolved: ResolvedRun, again: RecomputeConfig | None) -> No
         more_at_most=sum(each.high for each in plan.others),
         parts=plan.parts(),
         changes={change.words: change.peak for change in plan.changes},
+        memory=plan.machines.memory,
         recompute=None if again is None else asdict(again),
     )
     with contextlib.suppress(OSError):  # the answer is printed
@@ -216,7 +222,7 @@ def changes(parsed: Parsed, resolved: ResolvedRun, folder: Path) -> Iterator[tup
 
 def _other_json(resolved: ResolvedRun, zero: dict[str, Any], folder: Path) -> str:
     """Write the run's JSON with other values of zero_optimization; returns its path."""
-    tree = json.loads(Path(resolved.run.deepspeed).read_text())
+    tree = read_json(resolved.run.deepspeed)
     tree["zero_optimization"] = {**(tree.get("zero_optimization") or {}), **zero}
     path = folder / f"{'-'.join(zero)}.json"
     path.write_text(json.dumps(tree))

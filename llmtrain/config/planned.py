@@ -14,11 +14,12 @@ from llmtrain.base.errors import ConfigError
 from llmtrain.base.files import cache_folder, replace_file
 from llmtrain.base.units import size
 from llmtrain.config.run import ResolvedRun
+from llmtrain.tracking.environment import versions
 
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """Bytes of tensors, and of other memory of a GPU."""
+    """A plan's answer in bytes."""
 
     peak: int
     """Largest peak of a rank."""
@@ -29,6 +30,8 @@ class Planned:
     """The largest parts of the peak."""
     changes: dict[str, int]
     """Change of the run -> peak of the fullest rank."""
+    memory: int | None = None
+    """The device's, if the plan was asked for one."""
     recompute: dict[str, Any] | None = None
     """Section model.recompute that the plan has chosen for auto; None: it has not, or for no device's memory."""
     date: str = ""
@@ -78,8 +81,18 @@ def _path(resolved: ResolvedRun, on_gpu: bool) -> Path:
     run = asdict(resolved.run)
     decides = {name: run[name] for name in ("model", "adapter", "objective", "optim", "ema")}
     decides |= {"json": resolved.deepspeed, "degrees": asdict(resolved.degrees), "gpu": on_gpu}
-    decides["eval"] = resolved.run.train.eval
-    batches = [each.batch for each in resolved.stages]
-    decides["batches"] = [(each.micro_batch, each.accumulation, each.sequence_length) for each in batches]
+    decides |= {"pipeline": resolved.pipeline_partition, "experts": resolved.expert_parallel}
+    decides |= {"eval": resolved.run.train.eval, "versions": versions(), "model files": _model_files(resolved)}
+    batches = [(each.batch, each.data.isolate_documents) for each in resolved.stages]
+    decides["batches"] = [(b.micro_batch, b.accumulation, b.sequence_length, apart) for b, apart in batches]
     key = hashlib.sha256(json.dumps(decides, sort_keys=True, default=str).encode()).hexdigest()[:32]
     return cache_folder() / "plans" / f"{key}.json"
+
+
+def _model_files(resolved: ResolvedRun) -> list[str]:
+    """Contents of the files that name the sizes of the run's models: a folder may get another model."""
+    objective = resolved.run.objective
+    given = [resolved.run.model.pretrained, resolved.run.model.config, objective.teacher]
+    paths = [Path(each) for each in given if isinstance(each, str)]
+    files = [path / "config.json" if path.is_dir() else path for path in paths]
+    return [file.read_text(errors="replace") for file in files if file.is_file()]

@@ -35,7 +35,7 @@ class ModelFacts:
     """Weights that are multiplied with a token's activations: all matrices but the embedding, with a tied head counted
     once, and only the experts that a token uses."""
     frozen_matmul_parameters: int
-    """Those that do not train."""
+    """Multiplied weights of frozen parameters."""
     forward_matmul_parameters: int
     """Frozen ones without a gradient through them: in layers below everything that trains."""
     trained: int

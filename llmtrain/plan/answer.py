@@ -1,4 +1,4 @@
-"""The answer of `llmtrain plan`: the peak of each kind of rank, what it is made of, and whether it fits."""
+"""The answer of `llmtrain plan`: the peak of each kind of rank, its parts, and a verdict for a device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _BAR = 24
 """Characters of the longest bar."""
-_PHASES = {"model": "when the engine is built", "data": "between steps", "forward": "in the forward pass",
+_PHASES = {"setup": "when the engine is built", "data": "between steps", "forward": "in the forward pass",
            "backward": "in the backward pass", "step": "in the optimizer's update",
            "evaluate": "in an evaluation"}  # fmt: skip
 
@@ -104,7 +104,7 @@ class Plan:
             bar = "#" * round(_BAR * held / longest)
             lines.append(f"  {label:<{widest}}  {size(held):>10}  {bar}".rstrip())
         if self.others:
-            lines += ["", "a GPU holds more than tensors (ranges until `gpu-check` has measured them):"]
+            lines += ["", "a GPU holds more than tensors (estimates, not measured on a GPU):"]
             wide = max(len(each.what) for each in self.others)
             for each in self.others:
                 lines.append(f"  {each.what:<{wide}}  {size(each.low)} to {size(each.high)}  ({each.source})")

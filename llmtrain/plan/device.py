@@ -35,6 +35,7 @@ class Held:
     source: str
 
 
+# Estimates from the sources named; none has been measured.
 CONTEXT = Held("CUDA context and kernels", 300 * MIB, 700 * MIB, "nvidia-smi less torch's reserved bytes")
 WORKSPACES = Held("workspaces of cuBLAS", 9 * MIB, 65 * MIB, "CUBLAS_WORKSPACE_CONFIG: 8.1 MiB, on Hopper 32")
 NCCL = Held("buffers of NCCL", 100 * MIB, 1000 * MIB, "4 MiB (NCCL_BUFFSIZE) a channel, peer and direction")

@@ -1,4 +1,4 @@
-"""Counts the storages alive at each operator, by what they hold."""
+"""Counts the storages alive at each operator, by their content."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class Ledger(OperatorMode):
             self._mark(tensor, label + HOST * on_host)
 
     def watch(self, module: nn.Module) -> Iterator[Any]:
-        """Yield handles of hooks that name the activations of a model's modules, and gradients of its parameters."""
+        """Name activations by a model's modules, and gradients by their parameters. Yields the handles of the hooks."""
         kinds = {each: _kind(name) for name, each in module.named_modules()}
 
         def begin(each: nn.Module, _: Any) -> None:
@@ -229,7 +229,7 @@ def _kind(name: str) -> str:
 
 
 def have_values(args: Sequence[Any]) -> bool:
-    """True for tensors of which each has elements: those of a batch, and what is made of them."""
+    """True if all tensors have elements: a batch, and the results that operators make from a batch alone."""
     each = [item for arg in args for item in (arg if isinstance(arg, (list, tuple)) else (arg,))]
     tensors = [item for item in each if isinstance(item, Tensor)]
     return bool(tensors) and not any(map(is_without_memory, tensors))

@@ -82,8 +82,16 @@ class _FullRows(Tokens):
         return draw.integers(0, self.vocab_size - 1, self.sequence_length + 1), self.sequence_length
 
 
+class _FullAnswers(Answers):
+    """Two answers fill a window, and all of their tokens count but the first."""
+
+    def rows(self, index: int, *, mismatched: bool = False) -> list[tuple[np.ndarray, int, float, bool]]:
+        draw, length = np.random.default_rng((index, mismatched)), self.sequence_length // 2
+        return [(draw.integers(0, self.separator_id, length), 1, -8.0 * length, wanted) for wanted in (True, False)]
+
+
 def prepared(resolved: ResolvedRun, *, on_gpu: bool) -> Checked:
-    """The run's largest stage over full rows. Raises UserError: its model cannot be built, or not so."""
+    """The run's largest stage over full rows. Raises UserError: the model cannot be built, or not in this form."""
     largest = max(resolved.stages, key=lambda stage: (stage.batch.micro_batch * stage.batch.sequence_length,
                                                       stage.batch.sequence_length))  # fmt: skip
     run = choices_on_gpu(resolved.run) if on_gpu else resolved.run
@@ -93,9 +101,8 @@ def prepared(resolved: ResolvedRun, *, on_gpu: bool) -> Checked:
     resolved = replace(resolved, run=run, stages=Stages((replace(largest, first_step=0, schedule_from=0, data=data),)))
     spec, _ = check_model(resolved)
     vocabulary = spec.facts.vocab_size
-    rows = (
-        _FullRows(data, vocabulary, run.objective.top_k) if run.objective.data == "texts" else Answers(run, vocabulary)
-    )
+    texts = run.objective.data == "texts"
+    rows = _FullRows(data, vocabulary, run.objective.top_k) if texts else _FullAnswers(run, vocabulary)
     return Checked(resolved=resolved, spec=spec, data=rows)
 
 

@@ -23,6 +23,7 @@ from llmtrain.config.planned import stored
 from llmtrain.config.run import ModelConfig, RecomputeConfig, ResolvedRun, RunConfig
 from llmtrain.config.topology import Degrees, ranks_of_this_host
 from llmtrain.engine.dist.control import from_all, from_rank_0
+from llmtrain.engine.dist.device import memory_of
 from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.models.distillation import TeacherSays, Terms, TopWords
 from llmtrain.models.head import Head, Loss
@@ -60,10 +61,12 @@ Count = Callable[[int | Literal["all"] | None, Keep], Activations]
 
 
 def decide_recomputation(resolved: ResolvedRun, spec: ModelSpec, ranks: Ranks) -> tuple[ResolvedRun, list[str]]:
-    """Replace auto by a number, the same on all ranks, before the model exists: that of a stored plan, else by a count.
-    Returns a note with the bytes."""
+    """Replace auto by a number, the same on all ranks, before the model exists: that of a plan for no
+    larger device, else by a count. Returns a note with the bytes."""
     planned = from_rank_0(ranks, lambda: stored(resolved, on_gpu=ranks.device.type == "cuda"))
-    if planned is not None and planned.recompute is not None:
+    least = min(from_all(ranks, memory_of(ranks.device)))
+    # A driver takes up to 2 % of the memory that a device's name promises.
+    if planned is not None and planned.recompute is not None and least >= 0.98 * (planned.memory or math.inf):
         chosen = RecomputeConfig(**planned.recompute)
         return recomputing(resolved, chosen), [
             f"model.recompute.layers auto: {chosen.layers or 'none'}: {planned.text()}"

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import operator
+import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -67,8 +68,10 @@ def train(checked: Checked) -> int:
     )
     introduce(ranks)
     if run.train.memory_margin is not None:
+        least = min(from_all(ranks, memory_of(ranks.device)))
         with together(ranks):
-            refuse_without_room(resolved, memory_of(ranks.device), on_gpu=ranks.device.type == "cuda")
+            if ranks.rank == 0:  # the plan is in the cache of one host
+                refuse_without_room(resolved, least, on_gpu=ranks.device.type == "cuda")
     heart.phase("model")
     folder = RunDirectory(resolved.run_dir, run.checkpoint.dir)
     with contextlib.ExitStack() as stack:
@@ -85,10 +88,11 @@ def train(checked: Checked) -> int:
                         check_validation(data)  # now, not after days of training
             _train(Setup(checked, ranks), folder, checkpoints, requests)
         except Exception as error:
-            from llmtrain.training.out_of_memory import explain
+            with contextlib.suppress(RuntimeError, MemoryError):  # the device, or the host, may answer nothing more
+                from llmtrain.training.out_of_memory import explain
 
-            if words := explain(error, resolved, ranks.device):
-                log.warn(words)
+                if words := explain(error, resolved, ranks.device):
+                    print(f"rank {ranks.rank}: {words}", file=sys.stderr, flush=True)  # whichever rank it is
             watch.failed(error)  # before anything is closed: what is left of the job may hold that up
             raise
     return 0

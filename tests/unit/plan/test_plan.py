@@ -15,15 +15,16 @@ from llmtrain.base.errors import ConfigError
 from llmtrain.base.units import GIB
 from llmtrain.commands.config import summary
 from llmtrain.config.load import parse
-from llmtrain.config.planned import refuse_without_room, stored
+from llmtrain.config.planned import Planned, refuse_without_room, store, stored
 from llmtrain.config.resolve import resolve
 from llmtrain.config.run import ResolvedRun
 from llmtrain.config.topology import Degrees
 from llmtrain.engine.dist.control import AgreedError
 from llmtrain.engine.dist.ranks import Ranks
+from llmtrain.models.loss import IGNORE
 from llmtrain.models.spec import ModelFacts, ModelSpec
 from llmtrain.plan.device import DEVICES, MIB, parse_size
-from llmtrain.plan.rehearsal import kinds
+from llmtrain.plan.rehearsal import kinds, prepared
 from llmtrain.training.memory import decide_recomputation
 from llmtrain.training.out_of_memory import explain
 
@@ -86,7 +87,8 @@ def test_the_text_and_the_picture(folder: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_what_does_not_fit_is_told_with_changes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each change is rehearsed: recomputed layers, ZeRO 2, half a micro-batch and offload."""
+    """Each change is rehearsed: recomputed layers, ZeRO 2, half a micro-batch and offload. The JSON has a comment."""
+    Path("ds.json").write_text("// ours\n" + Path("ds.json").read_text())
     found = plan(capsys, "--slots 2 --memory 3MB", code=1)
     assert found["fits"] is False
     changes = {change["words"]: change["peak"] for change in found["changes"]}
@@ -116,6 +118,7 @@ def test_kinds_of_ranks() -> None:
         ("--memory lots", ['--memory = "lots"', "is not a size", "80GiB"]),
         ("--slots 0", ["--slots = 0", "at least 1"]),
         ("--imbalance nan", ["--imbalance = ", "at least 1"]),
+        ("--hostfile hosts --imbalance nan", ["--imbalance = NaN", "at least 1"]),
         ("--hostfile hosts --slots 2", ["says both", "remove these"]),
         ("--hostfile hosts", ["unequal slots", "give --hosts and --slots"]),
         ("--slots 3 --deepspeed tensor.json", ["autotp_size", "multiple of 2"]),
@@ -153,6 +156,8 @@ def test_the_answer_is_kept(folder: Path, capsys: pytest.CaptureFixture[str], mo
         refuse_without_room(strict, 2 * kept.peak - 1, on_gpu=False)
     with pytest.raises(ConfigError, match="has no plan of the run"):
         refuse_without_room(strict, 1 << 40, on_gpu=True)
+    plan(capsys, "--slots 2 --device cpu --imbalance 2")  # is not what a run is compared with
+    assert stored(resolved(), on_gpu=False) == kept
     [file] = (folder / "cache/plans").iterdir()
     for damaged in ("", "[]", json.dumps(json.loads(file.read_text()) | {"peak": "much"})):
         file.write_text(damaged)
@@ -178,6 +183,9 @@ def test_recomputed_layers_for_a_memory(
     ranks = Ranks(rank=0, world_size=1, device=torch.device("cpu"), control=None, rehearsed=True)
     chosen, [note] = decide_recomputation(run, ModelSpec.of(run.run.model), ranks)
     assert chosen.run.model.recompute.layers == kept.recompute["layers"] and kept.text() in note
+    monkeypatch.setattr("llmtrain.training.memory.memory_of", lambda _: all_kept // 2)  # a smaller device counts again
+    _, [note] = decide_recomputation(run, ModelSpec.of(run.run.model), ranks)
+    assert "Counted:" in note and kept.text() not in note
 
 
 def test_memory_that_runs_out_is_explained(
@@ -232,3 +240,23 @@ def test_an_error_on_a_rehearsed_rank(
     monkeypatch.setattr("llmtrain.plan.rehearsal.walk", raises(KeyError("x")))
     with pytest.raises(RuntimeError, match="KeyError: 'x'"):
         cli.main(["plan", "run.yaml"])
+
+
+def test_a_folder_with_another_model_has_no_plan(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLMTRAIN_CACHE", str(folder / "cache"))
+    Path("base").mkdir()
+    run = resolve(parse(["run.yaml", "--model.config=null", "--model.pretrained=base"], check_paths=False).run, 1)
+    planned = Planned(peak=1, of_rank_0=1, more_at_least=0, more_at_most=0, parts={}, changes={})
+    Path("base/config.json").write_text("{}")
+    store(run, planned, on_gpu=True)
+    assert stored(run, on_gpu=True) is not None
+    Path("base/config.json").write_text('{"hidden_size": 8192}')
+    assert stored(run, on_gpu=True) is None
+
+
+@pytest.mark.parametrize(("objective", "uncounted"), [("next_token", 0), ("simpo", 2), ("kto", 2)])
+def test_rows_are_full(folder: Path, objective: str, uncounted: int) -> None:
+    """All tokens of a window count, but the first of each answer."""
+    words = ["run.yaml", f"--objective.name={objective}", *(["--objective.reference=column"] * (objective == "kto"))]
+    rows = prepared(resolve(parse(words, check_paths=False).run, 1), on_gpu=True).data
+    assert (rows.sequence(0)[1] == IGNORE).sum() == uncounted
