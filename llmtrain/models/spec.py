@@ -18,7 +18,7 @@ from llmtrain.models.experts import idle_parameters
 from llmtrain.models.layout import FolderLayout
 from llmtrain.models.parameters import frozen_names, local_parameter, named_tensors, tensor_shapes
 from llmtrain.models.score import gives_scores, with_score
-from llmtrain.models.skeleton import decoder_layers, layer_configs, load_config, skeleton
+from llmtrain.models.skeleton import decoder_layers, language_model, layer_configs, load_config, skeleton
 from llmtrain.models.source import ParameterSource, RandomSource, SafetensorsSource
 from llmtrain.models.transformers_private import with_values
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from llmtrain.models.source import ScoredSource
+    from llmtrain.models.structure.decoder_parts import Anatomy
+    from llmtrain.models.structure.projections import Projections
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,6 +215,25 @@ class ModelSpec:
 
         saved = {name: self.shapes[name] for name in self.saved}
         return read_peft(self.adapter, self.adapter_shapes | saved, aliases(self.skeleton))
+
+    @cached_property
+    def anatomy(self) -> Anatomy:
+        """The parts of the decoder. Raises ModelError."""
+        from llmtrain.models.structure.decoder_parts import anatomy_of
+
+        return anatomy_of(self._with_logits)
+
+    @cached_property
+    def projections(self) -> Projections:
+        """The parts that tensor-parallel ranks share. Raises ModelError: there are none; TooSlow."""
+        from llmtrain.models.structure.projections import projections
+
+        return projections(self._with_logits, self.anatomy)
+
+    @property
+    def _with_logits(self) -> PreTrainedModel:
+        """The logits prove the parts of the decoder."""
+        return language_model(self.skeleton) if self.scores else self.skeleton
 
     @property
     def adapter_shapes(self) -> dict[str, tuple[int, ...]]:

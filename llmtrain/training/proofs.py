@@ -8,6 +8,7 @@ with its own data, engine and loss function.
 from __future__ import annotations
 
 import copy
+import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ from llmtrain.models import compiler
 from llmtrain.models.adapter import without_adapter
 from llmtrain.models.distillation import TeacherSays
 from llmtrain.models.head import Head
+from llmtrain.models.run.build_for_rank import divided
+from llmtrain.models.spec import ModelSpec
 from llmtrain.objectives.by_token import Distill
 from llmtrain.objectives.objective import Objective
 from llmtrain.objectives.preferences import OverAnswers
@@ -217,6 +220,23 @@ def prove_alike(objective: Objective, ranks: Ranks) -> None:
                     "that are not torch's. Correct the plugin.",
                     ModelError.exit_code,
                 )
+
+
+def prove_sharding(spec: ModelSpec, degree: int, ranks: Ranks) -> None:
+    """Prove that all ranks have found the same parts of the model to share. All ranks call it together. Raises:
+    AgreedError."""
+    with together(ranks), divided(spec, "tensor_parallel.autotp_size", degree):
+        mine = spec.projections
+    words = f"{len(mine.maps)} linear maps{'; ' * bool(mine.whole)}{mine.whole}"
+    said = from_all(ranks, (hashlib.sha256(repr(mine).encode()).hexdigest(), words))
+    other = next((rank for rank, each in enumerate(said) if each != said[0]), None)
+    if other is not None:
+        raise AgreedError(
+            f"tensor_parallel.autotp_size {degree}: the ranks have found different parts of the model to share. "
+            f"Rank 0: {said[0][1]}. Rank {other}: {said[other][1]}. Start the command again; if this comes again, "
+            "install the same versions of torch and transformers on all hosts.",
+            ModelError.exit_code,
+        )
 
 
 def prove_start(

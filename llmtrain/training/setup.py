@@ -205,6 +205,10 @@ def start_engine(resolved: ResolvedRun, spec: ModelSpec, ranks: Ranks, mesh: Mes
     if not ranks.rehearsed:  # for another machine's device
         with together(ranks):
             check_device(resolved.precision, spec.model.attention, resolved.run.model.fp8, resolved.run.deepspeed)
+    if resolved.degrees.tensor > 1:
+        from llmtrain.training.proofs import prove_sharding
+
+        prove_sharding(spec, resolved.degrees.tensor, ranks)
     with together(ranks):
         compiles = _compiles_layers(spec, resolved.mix, ranks, one_shape=resolved.run.train.balance == "equal")
         chosen, notes = resolved, list[str]()

@@ -15,10 +15,12 @@ import torch
 import torch.distributed as dist
 
 from llmtrain.config.topology import Degrees
+from llmtrain.engine.dist.control import AgreedError
 from llmtrain.models import compiler, loss
 from llmtrain.models.loss import HeadForm, chunked_nll_sums
 from llmtrain.models.parallel.mesh import mesh_of
 from llmtrain.models.parallel.tensor import Span, VocabularyShard
+from llmtrain.training.setup import Setup
 from llmtrain.training.step import seed_step
 from tests.helpers.families import FAMILIES, HYBRID, LOW_RANK, VARIANTS, tied
 from tests.helpers.training import (
@@ -27,9 +29,11 @@ from tests.helpers.training import (
     Trace,
     assert_agrees,
     batches,
+    checked,
     joined,
     make_engine,
     plain_pytorch,
+    resolved_run,
     run_case,
     train_steps,
 )
@@ -56,6 +60,26 @@ def test_micro_batches_of_unequal_length_and_clipping(pools, small_data):
     """Grouped-query attention, three micro-batches of unequal length, clipping that bites at every step."""
     case = case_of(small_data, stage=0, accumulation=3, clip=0.05)
     check(pools(2).run(run_case, case)[0], reference(small_data, "llama", False, 0.05))
+
+
+def refused(case: Case) -> str:
+    """The error of a start in which rank 1 has found no attention that ranks can share."""
+    ranks, run = joined(), checked(resolved_run(case, 2))
+    found = run.spec.projections
+    if ranks.rank == 1:
+        maps = tuple(each for each in found.maps if "mlp" in each.path)
+        run.spec.__dict__["projections"] = replace(found, maps=maps, whole="the attention is complete")
+    try:
+        Setup(run, ranks)
+    except AgreedError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_would_share_different_parts(pools, small_data):
+    for said in pools(2).run(refused, case_of(small_data, stage=3)):
+        assert "autotp_size 2: the ranks have found different parts" in said
+        assert "Rank 0: 28 linear maps. Rank 1: 12 linear maps; the attention is complete. Start" in said
 
 
 TELLING = {

@@ -31,10 +31,9 @@ from llmtrain.models.parallel.mesh import Mesh
 from llmtrain.models.parallel.tensor import shard_model, share_adapter
 from llmtrain.models.parameters import LocalParameter, local_parameter, named_tensors
 from llmtrain.models.score import SCORE, at_the_last_place
-from llmtrain.models.skeleton import DTYPES, language_model, materialise
+from llmtrain.models.skeleton import DTYPES, materialise
 from llmtrain.models.spec import ModelSpec
-from llmtrain.models.structure.decoder_parts import AbsentAfter, AbsentBefore, AbsentLayer, Anatomy, anatomy_of
-from llmtrain.models.structure.projections import projections
+from llmtrain.models.structure.decoder_parts import AbsentAfter, AbsentBefore, AbsentLayer, Anatomy
 
 # Layers of each pipeline stage, and the time that stages wait. Standard library only.
 
@@ -332,9 +331,7 @@ def build_pipeline(resolved: ResolvedRun, spec: ModelSpec, device: torch.device,
     """
     model, degrees = resolved.run.model, resolved.degrees
     hf = spec.own_skeleton()
-    like = language_model(hf) if spec.scores else hf  # its logits prove the parts of the decoder
-    words = anatomy_of(like)
-    plan = projections(like, words) if degrees.tensor > 1 else None
+    words, plan = spec.anatomy, spec.projections if degrees.tensor > 1 else None
     anatomy = replace(words, head=SCORE, tied=False) if spec.scores else words
 
     def build(hf: PreTrainedModel, part: Part, shard: Callable[[PreTrainedModel], None] | None = None) -> Stage:

@@ -28,10 +28,10 @@ from llmtrain.models.adapter import put_around
 from llmtrain.models.parallel.deepspeed_private import overrides
 from llmtrain.models.parallel.mesh import Mesh
 from llmtrain.models.parameters import Shard, frozen_tensors, set_shard, tensor_shapes
-from llmtrain.models.skeleton import DTYPES, language_model
+from llmtrain.models.skeleton import DTYPES
 from llmtrain.models.spec import ModelSpec
-from llmtrain.models.structure.decoder_parts import Anatomy, anatomy_of
-from llmtrain.models.structure.projections import Projections, projections
+from llmtrain.models.structure.decoder_parts import Anatomy
+from llmtrain.models.structure.projections import Projections
 from llmtrain.models.structure.sharding_proof import divide_heads
 from llmtrain.storage.region import Region, shard, whole
 
@@ -215,10 +215,8 @@ def sharded_model(
     attention is not sharded, else "". `exact`: DeepSpeed's dict. Raises ModelError: this number of ranks cannot share
     it."""
     hf = spec.own_skeleton()
-    like = language_model(hf) if spec.scores else hf  # its logits prove the parts of the decoder
-    anatomy = anatomy_of(like)
     settle = _partition(exact, mesh) if mix.zero_stage == 3 else _leave
-    plan = projections(like, anatomy)
+    anatomy, plan = spec.anatomy, spec.projections
     shard_model(hf, anatomy, plan, mesh.tensor, device, DTYPES[mix.precision], settle=settle)
     for buffer in hf.buffers():
         buffer.data = buffer.to(device)

@@ -37,7 +37,7 @@ def build_model(
         from llmtrain.models.parallel.pipeline import build_pipeline
 
         check_stages(spec.config)
-        with _divided(spec, "pipeline.stages", mix.degrees.pipeline):
+        with divided(spec, "pipeline.stages", mix.degrees.pipeline):
             language = build_pipeline(resolved, spec, device, mesh)
     else:
         hf, note = _own_part(spec, mix, resolved.deepspeed, device, mesh)
@@ -110,7 +110,7 @@ def _check_trained(language: LanguageModel | PipelineLanguageModel, run: RunConf
 
 
 @contextlib.contextmanager
-def _divided(spec: ModelSpec, key: str, degree: int) -> Iterator[None]:
+def divided(spec: ModelSpec, key: str, degree: int) -> Iterator[None]:
     """Name the key that divides the model in errors about the family, with a remedy."""
     try:
         yield
@@ -132,7 +132,7 @@ def _own_part(
     if mix.degrees.tensor > 1:
         from llmtrain.models.parallel.tensor import sharded_model
 
-        with _divided(spec, "tensor_parallel.autotp_size", mix.degrees.tensor):
+        with divided(spec, "tensor_parallel.autotp_size", mix.degrees.tensor):
             return sharded_model(spec, mix, exact, device, mesh)
     if mix.zero_stage < 3 and (mix.degrees.expert > 1 or spec.adapter.quantize is not None):
         return spec.own_skeleton(), ""  # on the meta device: a shared or packed parameter is never complete here

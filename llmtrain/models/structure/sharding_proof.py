@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llmtrain.base.errors import ModelError
+from llmtrain.base.errors import ModelError, UserError
 from llmtrain.models.structure.small_copy import Call
 
 _SECONDS = 60.0
@@ -43,6 +43,12 @@ class InnerNorm:
     """"each_head": all heads use the same weights, so each rank has a part of their gradient. "across_heads": it
     normalises over the heads of all ranks (its weights are as long as the last dimension). "own_heads": the first
     dimension of its weights counts heads. "one_head": in a list of modules, each acts on the head of its number."""
+
+
+class TooSlow(UserError):
+    """A fault of the host, which says nothing about the model."""
+
+    passing = True
 
 
 class _Meeting:
@@ -89,7 +95,7 @@ def rehearse(
     layer: nn.Module, call: Call, maps: list[Map], norms: list[InnerNorm], attention: str, *, heads: int, kv_heads: int
 ) -> tuple[str, ...]:
     """The fewest attributes of the attention module that must be divided by the number of ranks. `attention`: its path;
-    empty if it is not sharded. Raises ModelError: no division gives the layer's output."""
+    empty if it is not sharded. Raises ModelError: no division gives the layer's output; TooSlow."""
     degree = next((d for d in range(2, kv_heads + 1) if kv_heads % d == 0), 1) if attention else 2
     module = layer.get_submodule(attention)
     size = getattr(module, "head_dim", None) or 0
@@ -183,7 +189,15 @@ def _play(ranks: list[nn.Module], call: Call) -> tuple[list[Tensor], Exception |
         thread.start()
     for thread in threads:
         thread.join()
-    return outputs, errors[0] if errors else (None if all(o is not None for o in outputs) else RuntimeError("stopped"))
+    missing = [output is None for output in outputs]
+    if all(missing) and not errors:  # the last one still computed when the others had waited for so long
+        raise TooSlow(
+            f"model: the proof that ranks can share {call.path} has waited {_SECONDS:.0f} s for one of its threads, as "
+            "this host is overloaded. Start the command again when fewer processes run."
+        )
+    if any(missing) and not errors:
+        return outputs, RuntimeError("some ranks meet the others more often")
+    return outputs, errors[0] if errors else None
 
 
 def _result(output: Any) -> Tensor:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from llmtrain.base.errors import ModelError
+from llmtrain.base.errors import ModelError, UserError
+from llmtrain.models.structure import sharding_proof
 from llmtrain.models.structure.decoder_parts import anatomy_of
 from llmtrain.models.structure.projections import Projections, projections
-from llmtrain.models.structure.sharding_proof import Map, rehearse
+from llmtrain.models.structure.sharding_proof import Map, TooSlow, rehearse
 from llmtrain.models.structure.small_copy import Watch, attention_seen, probe_copy, run_copy
 from tests.helpers.families import FAMILIES, FROZEN, HYBRID, VARIANTS
 from tests.helpers.renamed import renamed
@@ -165,6 +168,28 @@ def test_maps_that_ranks_cannot_share(fields: dict[str, Any], reason: str) -> No
     anatomy = anatomy_of(hf)
     with pytest.raises(ModelError, match=reason):
         projections(hf, anatomy)
+
+
+@pytest.mark.parametrize(("rank", "error"), [(1, TooSlow), (None, ModelError)])
+def test_a_host_without_time_says_nothing_about_the_model(
+    monkeypatch: pytest.MonkeyPatch, rank: int | None, error: type[UserError]
+) -> None:
+    """A rank that comes late is the host's fault; a rank that meets the others less often is the model's."""
+    hf = meta(FAMILIES["llama"])
+    anatomy, given = anatomy_of(hf), sharding_proof._ShardedMap.forward
+
+    def forward(self: Any, hidden: Tensor) -> Tensor:
+        if self._rank == rank:
+            time.sleep(0.5)
+        if rank is None and self._rank == 1 and not self._column:
+            return hidden.new_zeros(*hidden.shape[:-1], len(self.weight))
+        return given(self, hidden)
+
+    monkeypatch.setattr(sharding_proof, "_SECONDS", 0.2)
+    monkeypatch.setattr(sharding_proof._ShardedMap, "forward", forward)
+    with pytest.raises(error) as raised:
+        projections(hf, anatomy)
+    assert isinstance(raised.value, ModelError) == (error is ModelError)
 
 
 def test_the_rehearsal_notices_a_wrong_cut() -> None:
