@@ -179,6 +179,9 @@ def make_plan(words: list[str], machines: Machines, imbalance: float, title: str
 
 def keep(plan: Plan, resolved: ResolvedRun, again: RecomputeConfig | None) -> None:
     """Store the answer for `config check` and the run."""
+    from llmtrain.plan.work import sent
+
+    messages = [sent(kind.rehearsed.step, plan.machines.slots) for kind in plan.kinds]
     answer = Planned(
         peak=plan.fullest.peak,
         of_rank_0=plan.kinds[0].peak,
@@ -186,6 +189,8 @@ def keep(plan: Plan, resolved: ResolvedRun, again: RecomputeConfig | None) -> No
         more_at_most=sum(each.high for each in plan.others),
         parts=plan.parts(),
         changes={change.words: change.peak for change in plan.changes},
+        sent=max(each for each, _ in messages),
+        sent_to_other_hosts=max(each for _, each in messages),
         memory=plan.machines.memory,
         recompute=None if again is None else asdict(again),
     )

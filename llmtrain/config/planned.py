@@ -30,6 +30,10 @@ class Planned:
     """The largest parts of the peak."""
     changes: dict[str, int]
     """Change of the run -> peak of the fullest rank."""
+    sent: float = 0.0
+    """Bytes that a rank sends in a step: of the ranks that send most."""
+    sent_to_other_hosts: float = 0.0
+    """Those of them that leave its host."""
     memory: int | None = None
     """The device's, if the plan was asked for one."""
     recompute: dict[str, Any] | None = None

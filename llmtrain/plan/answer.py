@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from llmtrain.base.units import counted, size
 from llmtrain.plan.device import DEVICES, MIB, Held, Machines, held_by_a_gpu
 from llmtrain.plan.ledger import HOST
 from llmtrain.plan.rehearsal import Rehearsed
+from llmtrain.plan.work import Operator, sent
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -87,7 +89,13 @@ class Plan:
         return self.machines.memory is not None and self.room(self.machines.memory)[0] < 0
 
     def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "fits": self.fits, "peak": self.fullest.peak,
+        short = [replace(kind, rehearsed=replace(kind.rehearsed, step=Counter())) for kind in self.kinds]
+        found = asdict(replace(self, kinds=short))
+        for kind, shown in zip(self.kinds, found["kinds"], strict=True):
+            flops = sum(each.flops * count for each, count in kind.rehearsed.step.items() if isinstance(each, Operator))
+            everywhere, elsewhere = sent(kind.rehearsed.step, self.machines.slots)
+            shown["rehearsed"]["step"] = {"flops": flops, "sent": everywhere, "sent_to_other_hosts": elsewhere}
+        return {**found, "fits": self.fits, "peak": self.fullest.peak,
                 "other": [asdict(each) for each in self.others]}  # fmt: skip
 
     def text(self) -> str:

@@ -25,6 +25,7 @@ from llmtrain.models.transformers_private import (
     storage_of,
     with_values,
 )
+from llmtrain.plan.work import Work
 
 HOST = " (host)"
 """End of the label of a tensor in host memory."""
@@ -64,8 +65,9 @@ class Ledger(OperatorMode):
     number of bytes.
     """
 
-    def __init__(self, mix: Mix) -> None:
+    def __init__(self, mix: Mix, work: Work) -> None:
         super().__init__()
+        self.work = work
         self.bytes: Counter[str] = Counter()
         """Bytes alive by label."""
         self.highest: Counter[str] = Counter()
@@ -98,6 +100,8 @@ class Ledger(OperatorMode):
             made = function(first.bfloat16(), second.bfloat16(), *rest, **kwargs).to(first.dtype)
         else:
             made = function(*args, **kwargs)
+        if self._in_steps:
+            self.work.add(function, args, kwargs, made, bool(self._running))
         seen = kwargs.get("out", made)  # without memory, a result may be another tensor than `out`
         for tensor in seen if isinstance(seen, (tuple, list)) else (seen,):
             if isinstance(tensor, Tensor) and tensor.device.type != "meta":
@@ -112,6 +116,7 @@ class Ledger(OperatorMode):
         return heart.in_phase() if self._in_steps else "setup"
 
     def begin_step(self) -> None:
+        self.work.begin_step()
         self.kept, self.curve, self._in_steps = self._now, [], True
         self.highest = Counter(self.bytes)
 

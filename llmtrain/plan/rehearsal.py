@@ -34,12 +34,12 @@ from llmtrain.models.transformers_private import without_memory
 from llmtrain.parity.tokens import Answers, Tokens
 from llmtrain.plan.device import on_gpu as choices_on_gpu
 from llmtrain.plan.ledger import Ledger
+from llmtrain.plan.work import Counts, Work
 from llmtrain.storage.region import Region
 from llmtrain.training.ema import Ema
 from llmtrain.training.examine import Checked
 from llmtrain.training.setup import Setup
 
-_STEPS = 2
 _EVALUATED = 2
 """Micro-batches of an evaluation."""
 _MOST_STAGES = 8
@@ -71,6 +71,8 @@ class Rehearsed:
     """Masters and moments that this rank writes to a checkpoint."""
     curve: list[tuple[str, int]]
     """(part of the step, bytes alive) in the last step, at most some hundred points."""
+    step: Counts
+    """Work of a step of the run."""
     cpu_s: float
 
 
@@ -161,7 +163,7 @@ def _in_child(pipe: Connection, checked: Checked, rank: int, slots: int, imbalan
     world_size = checked.resolved.degrees.world_size
     with rehearsed_ranks(rank, world_size, slots, imbalance) as ranks, without_memory():
         try:
-            ledger, saved = walk(checked, ranks)
+            ledger, step, saved = walk(checked, ranks)
         except Exception as error:
             pipe.send(UserError(str(error)) if isinstance(error, UserError) else traceback.format_exc())
             raise SystemExit(1) from error
@@ -177,6 +179,7 @@ def _in_child(pipe: Connection, checked: Checked, rank: int, slots: int, imbalan
             host=ledger.host,
             saved=saved,
             curve=_thin(ledger.curve),
+            step=step,
             cpu_s=time.process_time() - began_s,
         )
     )
@@ -188,30 +191,36 @@ def _thin(curve: list[tuple[str, int]]) -> list[tuple[str, int]]:
     return [max(curve[first : first + wide], key=itemgetter(1)) for first in range(0, len(curve), wide)]
 
 
-def walk(checked: Checked, ranks: Ranks, fill: Callable[[Setup], None] = lambda _: None) -> tuple[Ledger, int]:
-    """Set a run up, train two steps and evaluate. Returns (the count, bytes of this rank's part of a checkpoint).
+def walk(checked: Checked, ranks: Ranks, fill: Callable[[Setup], None] = lambda _: None) -> tuple[Ledger, Counts, int]:
+    """Set a run up, train two steps and evaluate. Returns (the count, a step's work, bytes of this rank's part of a
+    checkpoint).
 
     `fill`: gives the parameters their values, where there is memory for them.
     """
-    ledger = Ledger(checked.resolved.mix)
+    ledger, pipeline = Ledger(checked.resolved.mix, Work(ranks.control)), checked.resolved.degrees.pipeline
     with ledger:
         setup = Setup(checked, ranks)
         setup.refer_to(_WithoutValues(setup))
     fill(setup)
+    walked = 0
     with ledger, collected_by_hand():
         watching = list(ledger.watch(setup.engine.module))
         ledger.mark(setup.engine.held())
         session = setup.session()
         ema = None if setup.run.ema.decay is None else Ema(setup)
         with contextlib.closing(setup.loader()) as loader:
-            for _ in range(_STEPS):
+            # More micro-batches hold no more: each stage has at most one in flight for each stage after it. Two steps
+            # of different lengths tell what a micro-batch of a pipeline costs.
+            for most in (pipeline if pipeline > 1 else 2, 2 * pipeline):
                 ledger.begin_step()
                 heart.phase("data")
                 batch = next(loader)
-                # More micro-batches hold no more: each stage has at most one in flight for each stage after it.
-                batch = replace(batch, micro_batches=batch.micro_batches[: 2 * setup.resolved.degrees.pipeline])
+                micro_batches, before = len(batch.micro_batches), walked
+                batch = replace(batch, micro_batches=batch.micro_batches[:most])
+                walked = len(batch.micro_batches)
                 session.step(batch)
                 ledger.mark(setup.engine.held())
+        step = ledger.work.of_step(micro_batches, walked, before)
         if setup.run.train.eval:
             heart.phase("evaluate")
             with contextlib.nullcontext() if ema is None else ema.in_place():
@@ -223,7 +232,7 @@ def walk(checked: Checked, ranks: Ranks, fill: Callable[[Setup], None] = lambda 
         handle.remove()
     saved = sum(piece.own_region.numel * piece.dtype.itemsize for piece in setup.engine.state())
     setup.engine.close()
-    return ledger, saved
+    return ledger, step, saved
 
 
 class _WithoutValues:

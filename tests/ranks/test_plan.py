@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import statistics
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations, product
@@ -15,11 +16,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero import partitioned_param_coordinator
 from torch import Tensor
 
 from llmtrain.config.run import EmaConfig
 from llmtrain.plan.ledger import HOST
 from llmtrain.plan.rehearsal import Rehearsed, kinds, rehearse, walk
+from llmtrain.plan.work import Counts, Message
 from llmtrain.training.examine import Checked
 from llmtrain.training.setup import Setup
 from tests.helpers import training
@@ -28,6 +31,7 @@ from tests.helpers.marks import slow
 from tests.helpers.preference import prepared_preferences
 from tests.helpers.training import LLAMA, Case, checked, joined, resolved_run
 
+Work = tuple[dict[Message, int], int, int]
 RANKS = 2
 MODEL = {
     **LLAMA,
@@ -139,8 +143,9 @@ def run_of(cell: Cell, case: Case) -> Checked:
     return replace(run, resolved=resolved)
 
 
-def counted(cell: Cell, case: Case, among: int) -> tuple[int, int, int]:
-    """(bytes at the peak, between steps, of the experts' activations at most) of this rank. `among`: see `_routed`."""
+def counted(cell: Cell, case: Case, among: int) -> tuple[int, int, int, Work]:
+    """(bytes at the peak, between steps, of the experts' activations at most, a step's work) of this rank. `among`: see
+    `_routed`."""
     reduce = dist.all_reduce
 
     def reduce_and_let_go(*args: Any, **more: Any) -> Any:
@@ -148,9 +153,24 @@ def counted(cell: Cell, case: Case, among: int) -> tuple[int, int, int]:
         time.sleep(0.002)  # gloo's thread holds what it has reduced for a moment longer
         return work
 
-    with mock.patch.object(dist, "all_reduce", reduce_and_let_go):
-        ledger, _ = walk(run_of(cell, case), joined(), functools.partial(_filled, among=among))
-    return ledger.most, ledger.kept, ledger.highest[EXPERTS]
+    with (
+        mock.patch.object(dist, "all_reduce", reduce_and_let_go),
+        # ZeRO 3 sends parameters' numbers to compare them; a rehearsed rank has none to compare with.
+        mock.patch.object(partitioned_param_coordinator, "assert_ints_same_as_other_ranks"),
+    ):
+        ledger, step, _ = walk(run_of(cell, case), joined(), functools.partial(_filled, among=among))
+    return ledger.most, ledger.kept, ledger.highest[EXPERTS], work_of(step)
+
+
+def work_of(step: Counts) -> Work:
+    """A step's messages, and FLOPs and bytes of its operators."""
+    messages, products, moved = Counter[Message](), 0, 0
+    for each, count in step.items():
+        if isinstance(each, Message):
+            messages[each] += count
+        elif each.phase != "step":  # DeepSpeed's optimizers on the host are no operators
+            products, moved = products + each.flops * count, moved + each.bytes * count
+    return dict(messages), products, moved
 
 
 def _filled(setup: Setup, *, among: int) -> None:
@@ -176,11 +196,13 @@ def _routed(router: Any, among: int, x: Tensor, bias: Tensor | None = None) -> t
 def errors(
     pools: Any, cell: Cell, data: str, folder: Path, imbalance: int = 1
 ) -> Iterator[tuple[float, float, Rehearsed]]:
-    """(error of the peak, of the bytes between steps, the plan) for each kind of rank."""
+    """(error of the peak, of the bytes between steps, the plan) for each kind of rank, whose work is equal."""
     case = case_of(cell, data, folder)
     real, run = pools(RANKS).run(counted, cell, case, imbalance), run_of(cell, case)
     for planned in rehearse(run, list(kinds(run.resolved.degrees)), RANKS, imbalance=imbalance):
-        peak, kept, _ = real[planned.rank]
+        peak, kept, _, work = real[planned.rank]
+        *planned_work, moved = work_of(planned.step)
+        assert planned_work == [*work[:2]] and abs(moved / work[2] - 1) < 0.02, cell
         yield planned.peak / peak - 1, planned.kept / kept - 1, planned
 
 

@@ -71,6 +71,9 @@ def test_the_static_part_is_that_of_arithmetic(folder: Path, capsys: pytest.Capt
     assert parts["masters"] == pytest.approx(4 * parameters / shares, rel=0.01)
     assert parts["moments"] == pytest.approx(8 * parameters / shares, rel=0.01)
     assert kind["rehearsed"]["ahead"] == (2 * parameters if stage == 3 else 0)  # of a model less than its bucket
+    # Twice for an all-reduce of gradients; once for their scatter at ZeRO 3, and for weights, gathered and kept.
+    passes = {0: 2, 1: 2 + 1, 2: 2 + 1, 3: 1 + 1}[stage]
+    assert kind["rehearsed"]["step"]["sent"] == pytest.approx(passes * 2 * parameters * 3 / 4, rel=0.02)
     assert kind["ranks"] == 4 and kind["rehearsed"]["peak"] >= kind["rehearsed"]["kept"] > 0
 
 

@@ -1,0 +1,158 @@
+"""Counts a step's work: FLOPs and bytes of operators, and messages between ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+from llmtrain.base.rank.heartbeat import heart
+from llmtrain.models.transformers_private import GROUPED, in_backward
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One operator on a rank."""
+
+    phase: str
+    """forward, backward, recompute (a forward pass within the backward pass), reduce (between backward pass and
+    update), step (the update), data."""
+    name: str
+    flops: int
+    bytes: int
+    """Of its arguments and results."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """One collective, or one message to or from a stage of a pipeline."""
+
+    phase: str
+    kind: str
+    """As in torch.ops.c10d: allreduce, allgather, reduce_scatter, alltoall, broadcast, reduce, send, recv, ..."""
+    group: tuple[int, ...]
+    """Ranks that take part."""
+    bytes: int
+    """Of the larger side on this rank: the sum's operand, all gathered or scattered parts."""
+
+    @property
+    def sent(self) -> float:
+        """Bytes that a rank of a ring sends, mean over the ranks."""
+        if self.kind in ("send", "recv"):
+            return float(self.bytes) if self.kind == "send" else 0.0
+        return {"allreduce": 2, "barrier": 0}.get(self.kind, 1) * (1 - 1 / len(self.group)) * self.bytes
+
+
+Counts = Counter[Operator | Message]
+
+
+def sent(step: Counts, slots: int) -> tuple[float, float]:
+    """Bytes that a rank sends in a step, and those of them that leave its host: a ring leaves each host once."""
+    everywhere = elsewhere = 0.0
+    for each, count in step.items():
+        if isinstance(each, Message):
+            hosts = len({rank // slots for rank in each.group})
+            everywhere += each.sent * count
+            elsewhere += each.sent * count * (hosts / len(each.group) if hosts > 1 else 0)
+    return everywhere, elsewhere
+
+
+class Work:
+    """The counts of a step by its micro-batches. Of a pipeline, whose micro-batches overlap, by steps of different
+    lengths."""
+
+    def __init__(self, control: Any) -> None:
+        """`control`: the group of agreements between ranks, which are no part of the training's messages."""
+        self._agreements = None if control is None else control.group_name
+        self._pieces: list[Counts] = [Counter()]
+        self._before: list[Counts] = []
+        self._in_forward = False
+
+    def begin_step(self) -> None:
+        self._before, self._pieces, self._in_forward = self._pieces, [Counter()], False
+
+    def add(self, function: Any, args: Any, kwargs: Any, made: Any, recomputed: bool) -> None:
+        """Count an operator. `recomputed`: a module's forward pass runs."""
+        phase = heart.in_phase()
+        if (phase == "forward") != self._in_forward:
+            self._in_forward = not self._in_forward
+            if self._in_forward:
+                self._pieces.append(Counter())
+        if in_backward():
+            phase = "recompute" if recomputed else "backward"
+        elif phase == "backward":
+            phase = "reduce"
+        if function.namespace == "c10d":
+            message = self._message(phase, function, args)
+            if message is not None:
+                self._pieces[-1][message] += 1
+        elif function.namespace != "prim" and not function.is_view:
+            flops, moved = _flops(function, args, kwargs, made), sum(_bytes((args, tuple(kwargs.values()), made)))
+            self._pieces[-1][Operator(phase, function.overloadpacket.__name__, flops, moved)] += 1
+
+    def of_step(self, micro_batches: int, walked: int, walked_before: int) -> Counts:
+        """The last step's counts, if it had `micro_batches` instead of the `walked` ones. `walked_before`: those of the
+        step before it."""
+        data, *pieces = self._pieces
+        total = Counter({each: count * micro_batches // walked for each, count in data.items()})
+        for piece in pieces:
+            total.update(piece)
+        if micro_batches == walked:
+            return total
+        one = pieces[0]
+        if walked != walked_before:
+            for piece in self._before[1:]:
+                total.subtract(piece)
+            one = Counter({each: count // (walked - walked_before) for each, count in (+total).items()})
+            total = sum(pieces, Counter[Operator | Message]())
+        for each, count in one.items():
+            total[each] += count * (micro_batches - walked)
+        return total
+
+    def _message(self, phase: str, function: Any, args: Any) -> Message | None:
+        group = dist.ProcessGroup.unbox(next(arg for arg in args if isinstance(arg, torch.ScriptObject)))
+        if group.group_name == self._agreements:
+            return None
+        kind = function.overloadpacket.__name__.strip("_")
+        kind = next((known for known in _KINDS if kind.startswith(known)), kind)
+        # The larger side: a gathered result, a scattered operand.
+        sides = [sum(_bytes(arg)) for arg in args if isinstance(arg, (Tensor, list))]
+        return Message(phase, kind, tuple(dist.get_process_group_ranks(group)), max(sides, default=0))
+
+
+_KINDS = ("allreduce", "allgather", "reduce_scatter", "alltoall", "broadcast", "reduce", "gather", "scatter")
+
+
+def _bytes(given: Any) -> Iterator[int]:
+    """Bytes of all tensors in lists; of an expanded tensor those of its storage."""
+    if isinstance(given, Tensor):
+        yield min(given.nbytes, given.untyped_storage().nbytes())
+    elif isinstance(given, Iterable) and not isinstance(given, str):
+        for each in given:
+            yield from _bytes(each)
+
+
+def _flops(function: Any, args: Any, kwargs: Any, made: Any) -> int:
+    """FLOPs of a product; 0 for other operators. Causal attention computes half of its square."""
+    name = function.overloadpacket.__name__
+    if "attention" in name:
+        given = dict(zip((each.name for each in function._schema.arguments), args, strict=False)) | kwargs
+        query, key = given["query"], given["key"]
+        square = query.numel() * key.shape[-2] // (2 if given.get("is_causal") else 1)
+        return int(2 * square * (5 if name.endswith("backward") else 2))  # products of the gradient, of the values
+    tensors = [arg for arg in args if isinstance(arg, Tensor)]
+    if name in _PRODUCTS or function is GROUPED:
+        first, second = tensors[-3:-1] if function is GROUPED and len(tensors) > 2 else tensors[-2:]
+        matrices = first.shape[0] if first.dim() > second.dim() else 1  # each takes rows of its own
+        return int(2 * first.numel() // matrices * second.shape[-1])
+    count = flop_registry.get(function.overloadpacket)  # convolutions, fp8
+    return 0 if count is None else int(count(*args, out_val=made))
+
+
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
