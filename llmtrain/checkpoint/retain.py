@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -10,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmtrain.base import log
+from llmtrain.base import log, untrusted
 from llmtrain.base.errors import CheckpointError
-from llmtrain.base.files import lock_folder
+from llmtrain.base.files import lock_folder, replace_file
 from llmtrain.checkpoint.durable import remove_tree
 from llmtrain.checkpoint.format import Manifest, complete_checkpoints, problems, read_trainer, stale_folders, step_of
 
@@ -89,7 +90,8 @@ def best_of(checkpoints: Path, best: Best | None, good: Callable[[Path], bool] =
 def outdated(
     checkpoints: Path, keep: int, good: Callable[[Path], bool] = looks_good, *, best: Best | None = None
 ) -> list[Path]:
-    """The complete checkpoints older than the `keep` (at least 1) newest good ones, newest first; not the `best`."""
+    """The complete checkpoints older than the `keep` (at least 1) newest good ones, newest first; neither the `best`
+    nor pinned ones."""
     kept = 0
     found = complete_checkpoints(checkpoints)
     for index, folder in enumerate(found):
@@ -97,9 +99,42 @@ def outdated(
             kept += 1
         if kept >= max(1, keep):
             older = found[index + 1 :]
-            stays = best_of(checkpoints, best, good) if older else {}
+            stays = [*best_of(checkpoints, best, good), *pinned(checkpoints, good)] if older else []
             return [each for each in older if each not in stays]
     return []
+
+
+_PINS = "spikes.json"
+
+
+def pins_of(checkpoints: Path) -> list[int]:
+    """Steps of the spikes that wait for a replay."""
+    try:
+        found = untrusted.loads((checkpoints / _PINS).read_bytes())
+    except (OSError, ValueError):
+        return []
+    return [step for step in found if type(step) is int] if isinstance(found, list) else []
+
+
+def pinned(checkpoints: Path, good: Callable[[Path], bool] = looks_good) -> list[Path]:
+    """The newest good checkpoint before each spike that waits for a replay."""
+    found = [folder for folder in complete_checkpoints(checkpoints) if good(folder)] if pins_of(checkpoints) else []
+    before = [[folder for folder in found if (step_of(folder) or 0) < spike] for spike in pins_of(checkpoints)]
+    return [folders[0] for folders in before if folders]
+
+
+def pin(checkpoints: Path, spike: int, most: int) -> bool:
+    """Keep the newest checkpoint before a spike, and those of the `most` - 1 spikes before. False: there is none."""
+    write_pins(checkpoints, [*(step for step in pins_of(checkpoints) if step != spike), spike][-most:] if most else [])
+    return most > 0 and any((step_of(folder) or 0) < spike for folder in complete_checkpoints(checkpoints))
+
+
+def write_pins(checkpoints: Path, spikes: list[int]) -> None:
+    try:
+        replace_file(checkpoints / _PINS, json.dumps(spikes).encode())
+    except OSError as error:
+        log.warn(f"{checkpoints / _PINS} cannot be written ({error.strerror}): retention may delete a checkpoint "
+                 "that a replay needs")  # fmt: skip
 
 
 def remove(folders: list[Path], complain: Callable[[str], None] = log.warn) -> list[Path]:

@@ -37,6 +37,7 @@ from llmtrain.tracking.tracker import Status, Tracker
 from llmtrain.training.examine import Checked
 from llmtrain.training.guards import AdapterCheck, DataCheck, Limits, SkippedSteps
 from llmtrain.training.parts import Done, Launch, Part
+from llmtrain.training.record import Record
 from llmtrain.training.replica_check import ReplicaCheck
 from llmtrain.training.reporting import Evaluation, Logging, throughput_of
 from llmtrain.training.resume import Start, resume_or_start
@@ -153,6 +154,7 @@ def _parts(launch: Launch) -> Iterator[Part]:
     AgreedError."""
     setup, run = launch.setup, launch.setup.run
     yield Limits(launch)
+    yield Record(launch)
     yield SkippedSteps(launch)
     if run.adapter.r is not None:
         yield AdapterCheck(launch)

@@ -15,6 +15,7 @@ from llmtrain.checkpoint.save import Outcome, Saver
 from llmtrain.engine.api import StateTensor
 from llmtrain.engine.dist.control import at_length, from_all
 from llmtrain.training.parts import Done, Launch, Part
+from llmtrain.training.record import Record
 from llmtrain.training.reporting import Evaluation
 from llmtrain.training.step import Position, Request, is_due
 
@@ -32,6 +33,7 @@ class Saving(Part):
         self._setup, self._settings, self._ranks = setup, setup.run.checkpoint, setup.ranks
         self._folder, self._tracker, self._speed, self._requests = folder, launch.tracker, launch.speed, launch.requests
         self._start, self._parts, self._evaluation = start, parts, launch.part(Evaluation)
+        self._record = launch.part(Record)
         self._best = Best.chosen(self._settings.keep_best)
 
         def more() -> list[StateTensor]:
@@ -102,6 +104,7 @@ class Saving(Part):
     def save(self, position: Position) -> None:
         """Begin a checkpoint. A failed save is reported and training continues."""
         step = position.step
+        self._record.read()  # a spike pins the checkpoint that this save would outdate
         self._began_s = began_s = time.monotonic()
         if self._saver.busy:
             if self._settings.when_busy == "skip" and not self._evaluation.is_best(step):

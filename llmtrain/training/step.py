@@ -124,7 +124,10 @@ class Session:
         lr_factor = self._rate(self.step_number)
         if not counted and not agreement().weight:  # nowhere: momentum alone would move the weights
             before_update()
-            nothing, update = torch.zeros(len(self.objective.figures)), Update(skipped=True, grad_norm=torch.nan)
+            nothing, update = (
+                torch.zeros(len(self.objective.figures), device=self.engine.device),
+                Update(skipped=True, grad_norm=torch.nan),
+            )
             sums = [nothing] * len(batch.micro_batches)
         else:
             with self.measured(batch.micro_batches):

@@ -18,7 +18,7 @@ import pytest
 from llmtrain.checkpoint import retain, save
 from llmtrain.checkpoint.format import MANIFEST, TRAINER, complete_checkpoints, read_trainer
 from llmtrain.checkpoint.listing import best_checkpoints, layout_words
-from llmtrain.checkpoint.retain import Best, keep_newest, outdated
+from llmtrain.checkpoint.retain import Best, keep_newest, outdated, pin, pinned, pins_of
 from llmtrain.checkpoint.save import will_lack
 from tests.helpers.checkpoints import SHAPES, at, flip, resign, tensors, write_checkpoint
 from tests.helpers.prepared import write_prepared
@@ -214,6 +214,19 @@ def test_retention_keeps_the_newest_good_one(run: Path) -> None:
     write_checkpoint(run, 400, seed=4)
     assert keep_newest(run / "checkpoints", 1) == [at(run, 300), at(run, 200), at(run, 100)]
     assert complete_checkpoints(run / "checkpoints") == [at(run, 400)]
+
+
+def test_the_checkpoint_before_a_spike_stays(run: Path) -> None:
+    folder = run / "checkpoints"
+    assert pin(folder, 150, 2) and pinned(folder) == [at(run, 100)]
+    assert outdated(folder, 1) == [at(run, 200)]
+    assert pin(folder, 250, 2) and outdated(folder, 1) == []
+    assert pin(folder, 260, 2)  # the first of three is no longer waited for
+    assert pins_of(folder) == [250, 260] and outdated(folder, 1) == [at(run, 100)]
+    assert not pin(folder, 270, 0) and outdated(folder, 1) == [at(run, 200), at(run, 100)]
+    assert not pin(folder, 100, 2)  # none is older
+    (folder / "spikes.json").write_text("[1, {]")
+    assert pins_of(folder) == []
 
 
 def test_the_best_stay_and_are_named(tmp_path: Path, say: Say) -> None:

@@ -1,0 +1,116 @@
+"""The part of a run that records each step in steps.bin, and reports spikes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from llmtrain.base import log
+from llmtrain.base.errors import TrainingStopped
+from llmtrain.checkpoint.retain import pin
+from llmtrain.engine.dist.control import from_rank_0
+from llmtrain.tracking.steps import STEPS, StepFile, StepRow
+from llmtrain.training.parts import Done, Launch, Part
+from llmtrain.training.spikes import Detector, Spike
+from llmtrain.training.step import Position, is_due
+
+_MOST = 256
+"""Steps whose figures stay on the device at most: they are read at log points, or then."""
+_RESTART = 3
+"""First steps of a launch in which a jump of the loss is the resume's."""
+BEFORE, AFTER = 7, 3
+"""Steps around the first step of a spike that the replay of its event trains."""
+
+
+class Record(Part):
+    """Keeps loss and norm of each step on the device. At log points, where the host waits for the device anyway, and
+    before saves, the steps go to steps.bin and to the detector of spikes."""
+
+    def __init__(self, launch: Launch) -> None:
+        setup = launch.setup
+        self._setup, self._ranks, self._tracker, self._folder = setup, setup.ranks, launch.tracker, launch.folder
+        self._checkpoints, self._most_pinned = launch.checkpoints, setup.run.fault.pinned
+        self._every, self._degrees = setup.run.train.log_every, setup.resolved.degrees
+        self._sums: list[Tensor] = []
+        """On the device: the sums of each micro-batch of the steps below."""
+        self._norms: list[Tensor | float] = []
+        self._steps: list[StepRow] = []
+        """Steps since the last reading, without their figures."""
+        self.detector = Detector()
+        self._started = launch.start.position.step
+        self._stage = setup.course.at(self._started).stage
+        self._file: StepFile | None = None
+
+    def begin(self, position: Position) -> None:
+        if self._ranks.rank == 0:
+            self._file = StepFile(self._folder.path / STEPS, start_step=position.step)
+        for row in from_rank_0(self._ranks, lambda: [] if self._file is None else self._file.tail):
+            self._detect(row)
+
+    def after_step(self, done: Done) -> None:
+        if done.batch.stage != self._stage:
+            self._stage = done.batch.stage
+            self.read()
+            self.detector.restart()
+        self._sums += done.sums
+        self._norms.append(math.nan if done.update.grad_norm is None else done.update.grad_norm)
+        self._steps.append(
+            StepRow(step=done.position.step, weight=done.agreed.weight, loss=math.nan, norm=math.nan,
+                    lr_factor=done.lr_factor, skipped=done.update.skipped, left_out=False, shares=())
+        )  # fmt: skip
+        if done.last or len(self._steps) == _MOST or is_due(self._every, done.steps):
+            self.read()
+
+    def read(self) -> None:
+        """Write the steps of the ring. Waits for the device. All ranks call it together."""
+        if not self._steps:
+            return
+        count, place = len(self._steps), self._degrees.place(self._ranks.rank)
+        sums = torch.stack(self._sums).unflatten(0, (count, -1)).sum(1)[:, 0].cpu()
+        norms = [float(norm) for norm in self._norms]
+        shares = torch.zeros(count, self._degrees.data, dtype=torch.float64)
+        if place.tensor == 0:  # the ranks of a tensor-parallel group have the same loss
+            shares[:, place.data] = sums
+        dist.all_reduce(shares, group=self._ranks.control)
+        rows = []
+        for step, of_groups, norm in zip(self._steps, shares.tolist(), norms, strict=True):
+            loss = math.fsum(of_groups) / (step.weight or math.nan)
+            rows.append(replace(step, loss=loss, norm=norm, shares=tuple(of_groups)))
+        self._steps, self._sums, self._norms = [], [], []
+        if self._file is not None:
+            self._file.append(rows)
+        for row in rows:
+            if spike := self._detect(row):
+                self._report(spike)
+
+    def _detect(self, row: StepRow) -> Spike | None:
+        if not row.weight:
+            return None
+        # fp16 finds its loss scale by overflowing: with a finite loss that is no fault.
+        scaling = self._setup.resolved.precision == "fp16" and math.isfinite(row.loss) and not math.isfinite(row.norm)
+        return self.detector.take(row.step, row.loss, math.nan if scaling else row.norm)
+
+    def _report(self, spike: Spike) -> None:
+        first, last = max(1, spike.step - BEFORE), spike.step + AFTER
+        text = (f"step {spike.step}: the {spike.figure} {spike.value:.4g} is {spike.deviations:.1f} deviations above "
+                f"{spike.median:.4g}, the median of the 20 steps before")  # fmt: skip
+        if self._started < spike.step <= self._started + _RESTART and self._started:
+            self._tracker.event("jump", **asdict(spike), text=text, resumed=self._started)
+            log.info(f"{text}. The launch has resumed at step {self._started}: this is no spike of its data")
+            return
+        command = f"llmtrain replay {self._folder.path} --steps {first}:{last}"
+        kept = self._checkpoints.leads and pin(self._checkpoints.path, spike.step, self._most_pinned)
+        how = "The newest checkpoint before it is kept" if kept else "No checkpoint is older"
+        self._tracker.event("spike", **asdict(spike), text=text, kept=bool(kept), replay=command)
+        log.warn(f"{text}. {how}. To name its rows: {command}")
+
+    def close(self, error: BaseException | None) -> None:
+        """An end that all ranks have agreed on records the last steps."""
+        if isinstance(error, TrainingStopped):
+            self.read()
+        if self._file is not None:
+            self._file.close()
