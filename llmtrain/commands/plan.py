@@ -1,4 +1,4 @@
-"""`llmtrain plan RUN.yaml`: the memory of a run on each kind of rank, rehearsed on this machine."""
+"""`llmtrain plan RUN.yaml`: memory and time of a run on each kind of rank, rehearsed on this machine."""
 
 from __future__ import annotations
 
@@ -53,6 +53,9 @@ def main(argv: list[str]) -> int:
         on_gpu=args.device != "cpu",
         memory=memory_of(args.device, args.memory),
         host_memory=None if args.host_memory is None else parse_size("--host-memory", args.host_memory),
+        link=args.link,
+        price=args.price,
+        disk=None if args.disk is None else parse_size("--disk", args.disk),
     )
     where = f"{units.counted(hosts, 'host')} of {units.counted(slots, 'rank')}{source}"
     with ending_on_sigterm():
@@ -85,6 +88,10 @@ def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--device", metavar="NAME", help="cpu, or a GPU such as h100-80; default: any GPU")
     parser.add_argument("--memory", metavar="SIZE", help="memory of a device, such as 80GiB")
     parser.add_argument("--host-memory", metavar="SIZE", help="memory of a host, such as 1TiB")
+    parser.add_argument("--link", metavar="NAME",
+                        help="network between hosts: ib400, eth100, 40Gbit, or a file of doctor's --json")  # fmt: skip
+    parser.add_argument("--price", type=float, metavar="X", help="price of a device for an hour: what the run costs")
+    parser.add_argument("--disk", metavar="SIZE", help="bytes that are written in a second, for saves that wait")
     parser.add_argument("--imbalance", type=float, default=1.0, metavar="X",
                         help="tokens of the fullest rank's experts over the mean (default 1)")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -98,6 +105,8 @@ def _ranks(args: argparse.Namespace) -> tuple[int, int, str]:
     """Return (hosts, ranks of a host, a note on their source). Raises ConfigError."""
     if not 1 <= args.imbalance < math.inf:
         raise stop("--imbalance", args.imbalance, "must be at least 1", "write --imbalance 2", COMMAND_LINE)
+    if args.price is not None and not 0 <= args.price < math.inf:
+        raise stop("--price", args.price, "must be a number from 0", "write --price 2.5", COMMAND_LINE)
     if args.hostfile is not None and (args.hosts or args.slots):
         raise stop("--hostfile", args.hostfile, "says both --hosts and --slots", "remove these", COMMAND_LINE)
     if args.hostfile is not None:
@@ -120,7 +129,10 @@ def make_plan(words: list[str], machines: Machines, imbalance: float, title: str
     os.environ["DS_ACCELERATOR"] = "cpu"
     from llmtrain.plan.answer import Change, Kind, Plan, name_of
     from llmtrain.plan.rehearsal import Rehearsed, kinds, prepared, rehearse
+    from llmtrain.plan.speed import speeds_for, step_time
     from llmtrain.training.memory import MARGIN, Activations, fewest_layers, keeps, recomputing
+
+    speeds = speeds_for(resolved, machines)
 
     def rehearsed(run: ResolvedRun, ranks: list[int]) -> dict[int, Rehearsed]:
         on_gpu = machines.on_gpu
@@ -162,6 +174,7 @@ def make_plan(words: list[str], machines: Machines, imbalance: float, title: str
         ],
         checkpoint=sum(found[rank].saved * stages for rank, stages in chosen.items()) * alike,
         seconds=sum(each.cpu_s for each in found.values()),
+        time=None if speeds is None else step_time(resolved, machines, speeds, found),
     )
     if plan.lacks_room:
         fullest = plan.fullest.rehearsed.rank
@@ -191,6 +204,7 @@ def keep(plan: Plan, resolved: ResolvedRun, again: RecomputeConfig | None) -> No
         changes={change.words: change.peak for change in plan.changes},
         sent=max(each for each, _ in messages),
         sent_to_other_hosts=max(each for _, each in messages),
+        step_s={} if plan.time is None else plan.time.parts,
         memory=plan.machines.memory,
         recompute=None if again is None else asdict(again),
     )

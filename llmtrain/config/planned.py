@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ class Planned:
     """Bytes that a rank sends in a step: of the ranks that send most."""
     sent_to_other_hosts: float = 0.0
     """Those of them that leave its host."""
+    step_s: dict[str, float] = field(default_factory=dict)
+    """Part of a step -> seconds; empty: the plan was for no known device."""
     memory: int | None = None
     """The device's, if the plan was asked for one."""
     recompute: dict[str, Any] | None = None

@@ -10,6 +10,7 @@ from llmtrain.base.units import counted, size
 from llmtrain.plan.device import DEVICES, MIB, Held, Machines, held_by_a_gpu
 from llmtrain.plan.ledger import HOST
 from llmtrain.plan.rehearsal import Rehearsed
+from llmtrain.plan.speed import StepTime
 from llmtrain.plan.work import Operator, sent
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ class Plan:
     """Bytes of a checkpoint's tensors."""
     seconds: float
     """CPU-seconds of the rehearsal."""
+    time: StepTime | None = None
+    """None: no device is named whose speeds are known."""
     changes: list[Change] = field(default_factory=list)
 
     @property
@@ -95,7 +98,7 @@ class Plan:
             flops = sum(each.flops * count for each, count in kind.rehearsed.step.items() if isinstance(each, Operator))
             everywhere, elsewhere = sent(kind.rehearsed.step, self.machines.slots)
             shown["rehearsed"]["step"] = {"flops": flops, "sent": everywhere, "sent_to_other_hosts": elsewhere}
-        return {**found, "fits": self.fits, "peak": self.fullest.peak,
+        return {**found, "time": self.time and self.time.as_json(), "fits": self.fits, "peak": self.fullest.peak,
                 "other": [asdict(each) for each in self.others]}  # fmt: skip
 
     def text(self) -> str:
@@ -117,6 +120,7 @@ class Plan:
             for each in self.others:
                 lines.append(f"  {each.what:<{wide}}  {size(each.low)} to {size(each.high)}  ({each.source})")
         lines += ["", *self._verdict(), *self._on_host(), f"disk: {size(self.checkpoint)} for each checkpoint"]
+        lines += ["", *self.time.text(), ""] if self.time else []
         lines.append(
             f"rehearsed in {self.seconds:.0f} CPU-s: two steps of the run's own code, and its evaluation if any"
         )

@@ -62,6 +62,12 @@ class Machines:
     """Bytes of a device; None: the user has named none."""
     host_memory: int | None
     """Bytes of a host; None: the user has named none."""
+    link: str | None = None
+    """The user's word for the network between hosts."""
+    price: float | None = None
+    """A device's hour costs this."""
+    disk: int | None = None
+    """Bytes a second that a checkpoint is written with."""
 
     @property
     def ranks(self) -> int:

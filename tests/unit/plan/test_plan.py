@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from llmtrain.models.loss import IGNORE
 from llmtrain.models.spec import ModelFacts, ModelSpec
 from llmtrain.plan.device import DEVICES, MIB, parse_size
 from llmtrain.plan.rehearsal import kinds, prepared
+from llmtrain.plan.speed import Speeds, message_s
+from llmtrain.plan.work import Message
 from llmtrain.training.memory import decide_recomputation
 from llmtrain.training.out_of_memory import explain
 
@@ -83,6 +86,8 @@ def test_the_text_and_the_picture(folder: Path, capsys: pytest.CaptureFixture[st
     said = capsys.readouterr().out
     assert said.startswith("run.yaml on 1 host of 2 ranks: ") and "fits h100-80, 79.65 GiB: " in said
     assert "weights" in said and "moments" in said and "disk: " in said
+    assert "a step: " in said and "tokens/s of all ranks, MFU " in said and "the run: 10 steps, " in said
+    assert "  assumed: products get 64% of 989 TFLOP/s" in said
     assert Path("plan.png").read_bytes().startswith(b"\x89PNG")
     assert cli.main(["plan", "run.yaml", "--png", "none/plan.png"]) == 2
     output, error = capsys.readouterr()
@@ -108,6 +113,26 @@ def test_each_stage_of_a_pipeline(folder: Path, capsys: pytest.CaptureFixture[st
     assert [(kind["name"], kind["ranks"]) for kind in found["kinds"]] == [("stage 1 of 2", 1), ("stage 2 of 2", 1)]
 
 
+def test_a_slower_network_and_a_price(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Doctor's rates are those of a host; ZeRO 1 sends 6 bytes of each parameter on a ring of all ranks."""
+    pairs = [{"error": None, "up": 1e6, "trip_s": 0.01}, {"error": "no route", "up": 0.0, "trip_s": 0.0}]
+    Path("doctor.json").write_text(json.dumps({"fabric": {"pairs": pairs}}))
+    found = plan(capsys, "--hosts 2 --device h100-80 --link doctor.json --price 2")
+    sent, took = found["kinds"][0]["rehearsed"]["step"]["sent_to_other_hosts"], found["time"]["parts"]["messages"]
+    assert took == pytest.approx(8 * sent / 1e6, rel=0.15) and took > 0.9 * found["time"]["seconds"]
+    assert found["time"]["cost"] == pytest.approx(10 * found["time"]["seconds"] / 3600 * 2 * 2)
+    assert found["time"]["tokens_per_s"] == pytest.approx(4 * 64 * 2 / found["time"]["seconds"])
+
+
+def test_seconds_of_a_message() -> None:
+    """A ring of ranks on two hosts leaves each host once; an all-to-all leaves it for each of its ranks."""
+    fast = Speeds(products=1, attention=1, memory=1, inside=1e12, to_host=1, across=1e9, trip_s=0)
+    ring, among = Message("step", "allreduce", (0, 1, 2, 3), 10**9), Message("step", "alltoall", (0, 1, 2, 3), 10**9)
+    assert message_s(ring, 2, fast) == pytest.approx(1.5) and message_s(among, 2, fast) == pytest.approx(1.0)
+    assert message_s(replace(ring, group=(0, 2)), 2, fast) == pytest.approx(2.0)  # ranks 1 and 3 do it at the same time
+    assert message_s(ring, 4, fast) == pytest.approx(0.0015) and message_s(replace(ring, kind="recv"), 2, fast) == 0
+
+
 def test_kinds_of_ranks() -> None:
     assert kinds(Degrees(data=8, tensor=2)) == {0: 1}
     assert kinds(Degrees(data=2, pipeline=3)) == {0: 1, 2: 1, 4: 1}
@@ -120,6 +145,10 @@ def test_kinds_of_ranks() -> None:
         ("--device h1000", ['--device = "h1000"', "is not in the table", "h100-80"]),
         ("--memory lots", ['--memory = "lots"', "is not a size", "80GiB"]),
         ("--slots 0", ["--slots = 0", "at least 1"]),
+        ("--link token-ring", ['--link = "token-ring"', "is no link", "eth100"]),
+        ("--link run.yaml.json", ["has no rates between hosts", "llmtrain doctor --json"]),
+        ("--price nan", ["--price = NaN", "from 0"]),
+        ("--disk fast", ['--disk = "fast"', "is not a size"]),
         ("--imbalance nan", ["--imbalance = ", "at least 1"]),
         ("--hostfile hosts --imbalance nan", ["--imbalance = NaN", "at least 1"]),
         ("--hostfile hosts --slots 2", ["says both", "remove these"]),

@@ -1,0 +1,316 @@
+"""A step's time: the work of a rehearsed rank over the speeds of a device and its links."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from llmtrain.base import untrusted
+from llmtrain.base.choice import either
+from llmtrain.base.units import count
+from llmtrain.config.load import COMMAND_LINE
+from llmtrain.config.problems import stop
+from llmtrain.config.run import ResolvedRun
+from llmtrain.plan.device import Machines
+from llmtrain.plan.rehearsal import Rehearsed, kinds
+from llmtrain.plan.work import Message, Operator
+from llmtrain.tracking.metrics import peak_flops
+
+_GB = 1e9
+_GPUS = {
+    "rtx4090-24": ("RTX 4090", 1008, 32, 32),
+    "a100-40": ("A100", 1555, 300, 32),
+    "l40s-48": ("L40S", 864, 32, 32),
+    "h100-80": ("H100", 3350, 450, 64),
+    "a100-80": ("A100", 2039, 300, 32),
+    "h200-141": ("H200", 4800, 450, 64),
+    "b200-180": ("B200", 8000, 900, 64),
+}
+"""Name in the table of peaks, and GB/s in one direction: memory, to another GPU of the host (NVLink, else PCIe), to the
+host's memory. From the vendors' data sheets."""
+_LINKS = {"ib400": (400, True), "ib200": (200, True), "eth100": (100, False), "eth25": (25, False),
+          "eth10": (10, False), "eth1": (1, False)}  # fmt: skip
+"""Gbit/s in one direction, and whether each rank has a card of its own."""
+_HOST_MEMORY = 200 * _GB
+"""Bytes a second of a host's memory, for all of its ranks: a guess."""
+_PRODUCTS, _ATTENTION, _PASSES, _CARRIED = 0.64, 0.33, 0.85, 0.8
+"""Shares of a peak that kernels get: tools/bench/estimate.py has the sources."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speeds:
+    products: float
+    """FLOP/s of matrix products."""
+    attention: float
+    memory: float
+    """Bytes a second that operators read and write."""
+    inside: float
+    """Bytes a second from a rank to another of its host."""
+    to_host: float
+    """Bytes a second between a device and its host's memory."""
+    across: float = math.inf
+    """Bytes a second from a host to others."""
+    overhead_s: float = 0.0
+    """Seconds that any operator takes at least."""
+    trip_s: float = 10e-6
+    """Seconds for a message without content."""
+    peak: float = math.inf
+    """FLOP/s of which MFU is a share; infinite: not known."""
+    overlaps: bool = True
+    """Messages travel while the device computes."""
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    parts: dict[str, float]
+    """Seconds of each part of a step."""
+    hidden: float
+    """Seconds of messages that travel while a rank computes."""
+    tokens: int
+    """All ranks' together."""
+    ranks: int
+    mfu: float | None
+    steps: int | None
+    """Optimizer steps of the run."""
+    price: float | None
+    """A device's hour costs this."""
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+    def as_json(self) -> dict[str, Any]:
+        days = None if self.steps is None else self.steps * self.seconds / 86400
+        cost = None if days is None or self.price is None else days * 24 * self.ranks * self.price
+        return {"seconds": self.seconds, "parts": self.parts, "hidden_messages": self.hidden, "mfu": self.mfu,
+                "tokens_per_s": self.tokens_per_s, "days": days, "cost": cost, "assumed": self.notes}  # fmt: skip
+
+    def text(self) -> list[str]:
+        told = self.as_json()
+        mfu = "" if self.mfu is None else f", MFU {self.mfu:.0%}"
+        lines = [f"a step: {self.seconds:.3g} s, {count(self.tokens_per_s)} tokens/s of all ranks{mfu} (an estimate)"]
+        widest = max(map(len, self.parts))
+        for part, took in self.parts.items():
+            bar = "#" * round(24 * took / max(self.parts.values()))
+            lines.append(f"  {part:<{widest}}  {took:>8.3g} s  {bar}".rstrip())
+        if self.hidden:
+            lines.append(f"  {self.hidden:.3g} s of messages travel while the ranks compute")
+        if self.steps is not None:
+            cost = "" if told["cost"] is None else f", {told['cost']:,.0f} at {self.price:g} for a device's hour"
+            lines.append(f"the run: {self.steps:,} steps, {told['days']:.3g} days{cost}")
+        return [*lines, *(f"  assumed: {note}" for note in self.notes)]
+
+
+def _of_a_gpu(device: str, link: tuple[float, float, list[str]]) -> Speeds | None:
+    across, trip_s, linked = link
+    if device not in _GPUS:
+        return None
+    chip, memory, inside, to_host = _GPUS[device]
+    peak = peak_flops(chip, "bf16")
+    assert peak is not None
+    return Speeds(
+        products=_PRODUCTS * peak,
+        attention=_ATTENTION * peak,
+        memory=_PASSES * memory * _GB,
+        inside=_CARRIED * inside * _GB,
+        to_host=_CARRIED * to_host * _GB,
+        across=across,
+        trip_s=trip_s,
+        peak=peak,
+        notes=(
+            f"products get {_PRODUCTS:.0%} of {peak / 1e12:g} TFLOP/s, attention {_ATTENTION:.0%} (published; no GPU "
+            "was measured)",
+            f"other operators get {_PASSES:.0%} of {memory} GB/s, none is fused (a guess)",
+            f"messages inside a host get {_CARRIED:.0%} of {inside} GB/s (a guess)",
+            *linked,
+        ),
+    )
+
+
+def _link(machines: Machines) -> tuple[float, float, list[str]]:
+    """(bytes a second from a host, seconds of a trip, notes)."""
+    link, hosts, slots = machines.link, machines.hosts, machines.slots
+    gigabits = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([mg])bit", (link or "").lower())
+    if gigabits is not None:
+        rate = float(gigabits[1]) * {"m": 1e6, "g": 1e9}[gigabits[2]] / 8
+        return rate, 10e-6, [f"a host sends {link}/s"] * (hosts > 1)
+    if link is not None and link.endswith(".json"):
+        try:
+            pairs = untrusted.loads(Path(link).read_bytes())["fabric"]["pairs"]
+            good = [pair for pair in pairs if pair["error"] is None]
+            rate, trip_s = (median(pair[key] for pair in good) for key in ("up", "trip_s"))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise stop("--link", link, "has no rates between hosts", "write `llmtrain doctor --json > fabric.json`",
+                       COMMAND_LINE) from error  # fmt: skip
+        return rate / 8, trip_s / 2, [f"a host sends {rate / 1e9:.3g} Gbit/s, the median of doctor's pairs"]
+    if link is not None and link not in _LINKS:
+        raise stop("--link", link, "is no link", f"write {either([*_LINKS])}, 40Gbit, or a file of `llmtrain doctor "
+                   "--json`", COMMAND_LINE)  # fmt: skip
+    each, own = _LINKS[link or "ib400"]
+    said = f"{_CARRIED:.0%} of {each} Gbit/s for each {'rank' if own else 'host'}"
+    guess = "" if link else "; --link says another network"
+    return (
+        _CARRIED * each * _GB / 8 * (slots if own else 1),
+        10e-6,
+        [f"hosts send {said} (a guess{guess})"] * (hosts > 1),
+    )
+
+
+def speeds_for(resolved: ResolvedRun, machines: Machines) -> Speeds | None:
+    """None: the table has no such device. Raises ConfigError: no such link."""
+    link = _link(machines)
+    if not machines.on_gpu:
+        return _measured_cpu(resolved.mix.precision, machines.slots, link)
+    return _of_a_gpu(machines.device, link)
+
+
+def step_time(resolved: ResolvedRun, machines: Machines, speeds: Speeds, found: Mapping[int, Rehearsed]) -> StepTime:
+    """Estimate a step of the slowest rank. `found`: one rank of each kind."""
+    slots = machines.slots
+    degrees, mix, batch = resolved.degrees, resolved.mix, resolved.batch
+    zero = resolved.deepspeed.get("zero_optimization") or {}
+    shared = degrees.data * degrees.sequence
+
+    def operator_s(each: Operator) -> float:
+        if mix.offload_optimizer and each.phase == "step":
+            return each.bytes / (_HOST_MEMORY / slots)
+        rate = speeds.attention if "attention" in each.name else speeds.products
+        return max(each.flops / rate, each.bytes / speeds.memory) + speeds.overhead_s
+
+    def hides(each: Message) -> bool:
+        """It travels while the rank computes: ZeRO's, during passes, of groups that share nothing else."""
+        if not speeds.overlaps or degrees.pipeline > 1 or len(each.group) < shared:
+            return False
+        if each.phase not in ("forward", "backward", "recompute") or each.kind == "alltoall":
+            return False
+        return mix.zero_stage == 3 or bool(mix.zero_stage and zero.get("overlap_comm"))
+
+    saves_s, saving = 0.0, resolved.run.checkpoint
+    if machines.disk is not None and saving.mode == "sync" and saving.every_steps is not None:
+        written = sum(found[rank].saved * number for rank, number in kinds(degrees).items())
+        saves_s = written * degrees.world_size / degrees.pipeline / machines.disk / saving.every_steps
+    longest: dict[str, float] = {}
+    hidden_s = useful = 0.0
+    for rank, number in kinds(degrees).items():
+        step = found[rank].step
+        computing, hidden = dict[str, float](), dict[str, float]()
+        parts = dict.fromkeys(("computing", "recomputing", "messages", "update", "offload"), 0.0)
+        for each, times in step.items():
+            if isinstance(each, Message):
+                took = times * message_s(each, slots, speeds)
+                if hides(each):
+                    hidden[each.phase] = hidden.get(each.phase, 0.0) + took
+                else:
+                    parts["messages"] += took
+                continue
+            took = times * operator_s(each)
+            part = {"recompute": "recomputing", "step": "update"}.get(each.phase, "computing")
+            parts[part] += took
+            computing[each.phase] = computing.get(each.phase, 0.0) + took
+            useful += (each.flops * times * number) if each.phase != "recompute" else 0
+        for phase, took in hidden.items():
+            parts["messages"] += max(0.0, took - computing.get(phase, 0.0))
+        part_s = (
+            found[rank].saved / (6 if mix.bf16 else 3) / speeds.to_host
+        )  # of weights or gradients: 2 of 12 bytes, 4 in fp32
+        parts["offload"] = 2 * part_s * mix.offload_optimizer + 2 * part_s * batch.accumulation * mix.offload_param
+        passes = parts["computing"] + parts["recomputing"] + sum(
+            times * message_s(each, slots, speeds)
+            for each, times in step.items()
+            if isinstance(each, Message) and each.phase != "reduce" and each.phase != "step"
+        )  # fmt: skip
+        parts["bubble"] = passes / batch.accumulation * (degrees.pipeline - 1)
+        parts["saves"] = saves_s
+        if sum(parts.values()) > sum(longest.values()):
+            longest, hidden_s = parts, sum(hidden.values())
+    seconds = sum(longest.values())
+    mfu = useful / degrees.pipeline / (seconds * speeds.peak)
+    return StepTime(
+        parts={part: took for part, took in longest.items() if took},
+        hidden=hidden_s,
+        tokens=batch.tokens,
+        ranks=degrees.world_size,
+        mfu=mfu or None,
+        steps=resolved.max_steps,
+        price=machines.price,
+        notes=speeds.notes,
+    )
+
+
+def message_s(each: Message, slots: int, speeds: Speeds) -> float:
+    """Seconds of a message in rings: one of each host's ranks at most sends to another host, once around."""
+    ranks = len(each.group)
+    hosts = len({rank // slots for rank in each.group})
+    if ranks == 1 or each.kind in ("recv", "barrier"):
+        return 0.0
+    trips_s = speeds.trip_s * math.ceil(math.log2(ranks)) * (2 if each.kind == "allreduce" else 1)
+    if hosts == 1:
+        return each.sent / speeds.inside + trips_s
+    here = ranks / hosts  # a host's other ranks are in other groups, which send at the same time
+    leaving = here * each.bytes * (1 - here / ranks) if each.kind == "alltoall" else each.sent
+    return max(each.sent / speeds.inside, leaving / (speeds.across * here / slots)) + trips_s
+
+
+def _measured_cpu(precision: str, ranks: int, link: tuple[float, float, list[str]]) -> Speeds:
+    """Measure this machine in a second, with as many processes as a host has ranks."""
+    across, trip_s, linked = link
+    fork = multiprocessing.get_context("fork")
+    with fork.Pool(ranks) as pool:
+        found = pool.map(_measured, [precision] * ranks, chunksize=1)
+    products, memory, overhead_s = (median(column) for column in zip(*found, strict=True))
+    notes = f"{products / 1e9:.3g} GFLOP/s, {memory / 1e9:.3g} GB/s and {overhead_s * 1e6:.3g} us for an operator"
+    return Speeds(
+        products=products,
+        attention=products,
+        memory=memory,
+        inside=memory / 2,
+        to_host=math.inf,
+        across=across,
+        trip_s=max(trip_s, 100e-6),
+        overhead_s=overhead_s,
+        overlaps=False,
+        notes=(f"{notes}, measured here with {ranks} at once", *linked),
+    )
+
+
+def _measured(precision: str) -> tuple[float, float, float]:
+    """FLOP/s of products, bytes a second of passes, seconds of a small operator."""
+    import torch
+
+    torch.set_num_threads(1)
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    matrix, long = torch.ones(384, 384, dtype=dtype), torch.ones(1 << 22, dtype=dtype)
+    small = torch.ones(16, requires_grad=True)
+
+    def chain() -> None:
+        value = small
+        for _ in range(50):
+            value = value * 1.0
+        value.sum().backward()
+
+    def once(work: Any) -> float:
+        took = []
+        for _ in range(5):
+            began_s = time.perf_counter()
+            work()
+            took.append(time.perf_counter() - began_s)
+        return median(took)
+
+    return (
+        2 * 384**3 / once(lambda: matrix @ matrix),
+        2 * long.nbytes / once(lambda: long * 2),
+        once(chain) / 100,
+    )
