@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from llmtrain.config import plugins
 from llmtrain.config.plugins import CHANGED, FLAG
 from llmtrain.config.problems import show
 from llmtrain.config.reader import saved_stages, without_removed
-from llmtrain.config.run import RunConfig
+from llmtrain.config.run import FaultConfig, RunConfig
 from llmtrain.engine.api import Engine, StateTensor
 from llmtrain.engine.dist.control import from_all, together
 from llmtrain.engine.dist.ranks import Ranks
@@ -129,6 +129,8 @@ def _taken_all(folder: Path, reader: CheckpointReader, saved: dict[str, Any], no
     former = {key: saved[key] for key in compared}
     if "run" in former:
         former["run"] = without_removed(former["run"])
+        if isinstance(limits := former["run"].get("fault"), dict):  # a checkpoint may be older than a limit
+            former["run"]["fault"] = {**asdict(FaultConfig()), **limits}
     changed = differences(former, {key: now[key] for key in compared})
     return [
         f"resumed from {folder} at step {reader.manifest.step}",
