@@ -41,6 +41,7 @@ from llmtrain.checkpoint.snapshot import (
     boot_id,
     memory_available,
     write_piece,
+    written,
 )
 from llmtrain.config.run import CheckpointConfig
 from llmtrain.config.topology import Mix
@@ -357,10 +358,7 @@ class Saver:
         return None
 
     def _pieces(self) -> list[StateTensor]:
-        """Pieces that this rank writes, in the order of its file: largest elements first, so that each is aligned."""
-        held = [piece for piece in (*self._engine.state(), *self._more()) if piece.own.stop > piece.own.start]
-        found = [piece for piece in held if piece.kind != PARAM or piece.name not in self._frozen.parts]
-        return sorted(found, key=lambda piece: -piece.dtype.itemsize)
+        return written((*self._engine.state(), *self._more()), self._frozen.parts)
 
     def check_shares(self) -> None:
         """Prove that the ranks' parts of each parameter add up to it, which finds a form with wrong shards."""

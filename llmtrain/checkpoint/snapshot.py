@@ -8,7 +8,7 @@ import mmap
 import os
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from llmtrain.base.child import Child, of_module
 from llmtrain.checkpoint.durable import DurableFile
 from llmtrain.checkpoint.format import Piece, keys
 from llmtrain.engine.api import StateTensor
+from llmtrain.optim.optimizers import PARAM
 from llmtrain.storage.checksum import checksum_part
 from llmtrain.storage.pieces import byte_view
 from llmtrain.storage.tensorfile import ITEM_BYTES, header_bytes
@@ -73,6 +74,14 @@ class RankFile:
 
     def holds(self, pieces: Sequence[StateTensor]) -> bool:
         return _entries(pieces) == self.pieces
+
+
+def written(pieces: Iterable[StateTensor], elsewhere: Container[str]) -> list[StateTensor]:
+    """Pieces that this rank writes, in the order of its file: largest elements first, so that each is aligned.
+    `elsewhere`: names of parameters that the checkpoint does not hold."""
+    held = [piece for piece in pieces if piece.own.stop > piece.own.start]
+    found = [piece for piece in held if piece.kind != PARAM or piece.name not in elsewhere]
+    return sorted(found, key=lambda piece: -piece.dtype.itemsize)
 
 
 def _entries(pieces: Sequence[StateTensor]) -> list[Piece]:

@@ -20,7 +20,7 @@ _BAR = 24
 """Characters of the longest bar."""
 _PHASES = {"setup": "when the engine is built", "data": "between steps", "forward": "in the forward pass",
            "backward": "in the backward pass", "step": "in the optimizer's update",
-           "evaluate": "in an evaluation"}  # fmt: skip
+           "save": "in a save", "evaluate": "in an evaluation"}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +73,8 @@ class Plan:
     @property
     def of_a_host(self) -> int:
         """Bytes of tensors in a host's memory: of its fullest ranks."""
-        return self.machines.slots * max(
-            kind.rehearsed.host + (0 if self.machines.on_gpu else kind.peak) for kind in self.kinds
-        )
+        on_gpu = self.machines.on_gpu
+        return self.machines.slots * max(kind.rehearsed.host if on_gpu else kind.peak for kind in self.kinds)
 
     @property
     def fits(self) -> bool | None:
@@ -122,17 +121,20 @@ class Plan:
         lines += ["", *self._verdict(), *self._on_host(), f"disk: {size(self.checkpoint)} for each checkpoint"]
         lines += ["", *self.time.text(), ""] if self.time else []
         lines.append(
-            f"rehearsed in {self.seconds:.0f} CPU-s: two steps of the run's own code, and its evaluation if any"
+            f"rehearsed in {self.seconds:.0f} CPU-s: two steps, a save and any evaluation by the run's own code"
         )
         return "\n".join(lines)
 
     def parts(self) -> dict[str, int]:
         parts, few = self.fullest.rehearsed.parts, self.fullest.peak // 200
-        parts = {label: held for label, held in parts.items() if not label.endswith(HOST)}
+        parts = {label: held for label, held in parts.items() if self._on_device(label)}
         rest = sum(held for held in parts.values() if held < few)
         parts = {label: held for label, held in parts.items() if held >= few}
         more = {"gathered ahead (CUDA)": self.fullest.rehearsed.ahead, "other": rest}
         return parts | {label: held for label, held in more.items() if held >= few}
+
+    def _on_device(self, label: str) -> bool:
+        return not (self.machines.on_gpu and label.endswith(HOST))
 
     def _on_host(self) -> list[str]:
         if not self.of_a_host:
@@ -168,7 +170,7 @@ class Plan:
 
         figure = Figure(figsize=(9, 3 + 0.35 * len(self.kinds)), layout="constrained")
         bars, step = figure.subplots(2, 1, height_ratios=[1 + len(self.kinds), 4])
-        every = [label for kind in self.kinds for label in kind.rehearsed.parts if not label.endswith(HOST)]
+        every = [label for kind in self.kinds for label in kind.rehearsed.parts if self._on_device(label)]
         labels = list(dict.fromkeys(every))
         for place, kind in enumerate(self.kinds):
             left = 0.0

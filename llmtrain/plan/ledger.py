@@ -65,7 +65,8 @@ class Ledger(OperatorMode):
     number of bytes.
     """
 
-    def __init__(self, mix: Mix, work: Work) -> None:
+    def __init__(self, mix: Mix, work: Work, *, one_memory: bool) -> None:
+        """`one_memory`: the device is the host, whose tensors count in the peak as well."""
         super().__init__()
         self.work = work
         self.bytes: Counter[str] = Counter()
@@ -75,12 +76,12 @@ class Ledger(OperatorMode):
         self.most, self.at, self.then = 0, "setup", dict[str, int]()
         """The peak of the device in bytes, the part of the step in which it came, and all bytes by label."""
         self.host = 0
-        """The peak of offloaded bytes in host memory."""
+        """The peak of the bytes in host memory."""
         self.curve: list[tuple[str, int]] = []
         """(part of the step, bytes alive) in the last step, whenever the bytes have changed."""
         self.kept = 0
         """Bytes alive at the beginning of the last step."""
-        self._mix = mix
+        self._mix, self._one_memory = mix, one_memory
         self._in_steps = False
         self._now, self._on_host = 0, 0
         self._held: dict[int, tuple[weakref.ref[Any], str, int]] = {}
@@ -182,7 +183,8 @@ class Ledger(OperatorMode):
         if label.endswith(HOST):
             self._on_host += size
             self.host = max(self.host, self._on_host)
-            return
+            if not self._one_memory:
+                return
         self._now += size
         self.curve.append((self.phase, self._now))
         if size > 0 and self._now >= self.most:

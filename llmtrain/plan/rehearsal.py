@@ -1,4 +1,4 @@
-"""Two optimizer steps and an evaluation of a run, by its own code, on tensors without memory: a process for a rank."""
+"""Two steps, a save and an evaluation of a run, by its own code on tensors without memory: a process for a rank."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from multiprocessing.connection import Connection, wait
 from operator import itemgetter
 from typing import Any
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from llmtrain.base.errors import UserError
 from llmtrain.base.rank.heartbeat import heart
+from llmtrain.checkpoint.snapshot import RankFile, written
 from llmtrain.config.run import ResolvedRun
 from llmtrain.config.stages import Stages
 from llmtrain.config.topology import Degrees
@@ -28,6 +30,7 @@ from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.engine.losses.function import LooksAhead
 from llmtrain.engine.process_memory import collected_by_hand
 from llmtrain.models.loss import TRIED
+from llmtrain.models.run.build_for_rank import divided
 from llmtrain.models.run.check import check_model
 from llmtrain.models.skeleton import DTYPES
 from llmtrain.models.transformers_private import without_memory
@@ -42,6 +45,7 @@ from llmtrain.training.setup import Setup
 
 _EVALUATED = 2
 """Micro-batches of an evaluation."""
+COPIES = "copy for a save"
 _MOST_STAGES = 8
 _POINTS = 400
 _AT_ONCE = 2
@@ -54,7 +58,7 @@ class Rehearsed:
 
     rank: int
     peak: int
-    """Largest number alive on the device."""
+    """Largest number alive on the device, which is the host for a run on CPUs."""
     at: str
     """The part of the run in which the peak comes."""
     parts: dict[str, int]
@@ -68,7 +72,7 @@ class Rehearsed:
     host: int
     """Peak of the tensors in host memory, whose labels in `parts` end with HOST."""
     saved: int
-    """Masters and moments that this rank writes to a checkpoint."""
+    """Bytes of this rank's file of a checkpoint."""
     curve: list[tuple[str, int]]
     """(part of the step, bytes alive) in the last step, at most some hundred points."""
     step: Counts
@@ -126,7 +130,10 @@ def rehearse(
 
     Raises UserError of a rank; what else the rank raises, as text in a RuntimeError.
     """
-    fork, waiting = multiprocessing.get_context("fork"), list(ranks)
+    fork, waiting, degrees = multiprocessing.get_context("fork"), list(ranks), checked.resolved.degrees
+    if degrees.tensor > 1:  # once, and outside of the ranks' processes: the proof has threads
+        with divided(checked.spec, "tensor_parallel.autotp_size", degrees.tensor):
+            _ = checked.spec.projections
     running: dict[Connection, Any] = {}
     try:
         while waiting or running:
@@ -163,7 +170,7 @@ def _in_child(pipe: Connection, checked: Checked, rank: int, slots: int, imbalan
     world_size = checked.resolved.degrees.world_size
     with rehearsed_ranks(rank, world_size, slots, imbalance) as ranks, without_memory():
         try:
-            ledger, step, saved = walk(checked, ranks)
+            ledger, step, saved = walk(checked, ranks, on_gpu=on_gpu)
         except Exception as error:
             pipe.send(UserError(str(error)) if isinstance(error, UserError) else traceback.format_exc())
             raise SystemExit(1) from error
@@ -191,13 +198,16 @@ def _thin(curve: list[tuple[str, int]]) -> list[tuple[str, int]]:
     return [max(curve[first : first + wide], key=itemgetter(1)) for first in range(0, len(curve), wide)]
 
 
-def walk(checked: Checked, ranks: Ranks, fill: Callable[[Setup], None] = lambda _: None) -> tuple[Ledger, Counts, int]:
-    """Set a run up, train two steps and evaluate. Returns (the count, a step's work, bytes of this rank's part of a
-    checkpoint).
+def walk(
+    checked: Checked, ranks: Ranks, fill: Callable[[Setup], None] = lambda _: None, *, on_gpu: bool = False
+) -> tuple[Ledger, Counts, int]:
+    """Set a run up, train two steps, save and evaluate. Returns (the count, a step's work, bytes of this rank's file
+    of a checkpoint).
 
     `fill`: gives the parameters their values, where there is memory for them.
     """
-    ledger, pipeline = Ledger(checked.resolved.mix, Work(ranks.control)), checked.resolved.degrees.pipeline
+    work, pipeline = Work(ranks.control), checked.resolved.degrees.pipeline
+    ledger = Ledger(checked.resolved.mix, work, one_memory=not on_gpu)
     with ledger:
         setup = Setup(checked, ranks)
         setup.refer_to(_WithoutValues(setup))
@@ -208,6 +218,12 @@ def walk(checked: Checked, ranks: Ranks, fill: Callable[[Setup], None] = lambda 
         ledger.mark(setup.engine.held())
         session = setup.session()
         ema = None if setup.run.ema.decay is None else Ema(setup)
+        # A source on a disk keeps the frozen parameters; the first save and all later ones take the same memory.
+        elsewhere = setup.spec.frozen if setup.spec.model.folder is not None else ()
+        pieces = written((*setup.engine.state(), *(ema.state() if ema else ())), elsewhere)
+        copied = pieces if setup.run.checkpoint.mode == "async" else []
+        copies = [torch.empty(piece.own_region.numel, dtype=piece.dtype) for piece in copied]
+        ledger.mark((COPIES, True, copy) for copy in copies)
         with contextlib.closing(setup.loader()) as loader:
             # More micro-batches hold no more: each stage has at most one in flight for each stage after it. Two steps
             # of different lengths tell what a micro-batch of a pipeline costs.
@@ -221,6 +237,11 @@ def walk(checked: Checked, ranks: Ranks, fill: Callable[[Setup], None] = lambda 
                 session.step(batch)
                 ledger.mark(setup.engine.held())
         step = ledger.work.of_step(micro_batches, walked, before)
+        heart.phase("save")
+        for piece, copy in zip_longest(pieces, copies):
+            with piece.open() as values:
+                if copy is not None:
+                    copy.copy_(values[piece.own])
         if setup.run.train.eval:
             heart.phase("evaluate")
             with contextlib.nullcontext() if ema is None else ema.in_place():
@@ -230,9 +251,8 @@ def walk(checked: Checked, ranks: Ranks, fill: Callable[[Setup], None] = lambda 
                 setup.engine.evaluate(micros, setup.objective)
     for handle in watching:
         handle.remove()
-    saved = sum(piece.own_region.numel * piece.dtype.itemsize for piece in setup.engine.state())
     setup.engine.close()
-    return ledger, step, saved
+    return ledger, step, RankFile(pieces).bytes
 
 
 class _WithoutValues:

@@ -261,7 +261,7 @@ def test_an_error_on_a_rehearsed_rank(
     """A user's mistake is told as one; a bug keeps its traceback."""
 
     def raises(error: Exception) -> Any:
-        def fail(*_: Any) -> None:
+        def fail(*_: Any, **__: Any) -> None:
             raise error
 
         return fail
