@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -96,7 +97,8 @@ class Child:
         self.close()
 
     def close(self) -> None:
-        self._process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # with the processes that it has started
         self._process.wait()
         with contextlib.suppress(BrokenPipeError):
             self._in.close()

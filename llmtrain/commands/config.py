@@ -21,7 +21,7 @@ from llmtrain.config.planned import stored
 from llmtrain.config.problems import closest, show, stop
 from llmtrain.config.resolve import resolve
 from llmtrain.config.rules import value_of
-from llmtrain.config.run import ResolvedRun
+from llmtrain.config.run import ResolvedRun, autos
 from llmtrain.config.schema import SHARED, entries, json_schema
 from llmtrain.config.topology import Degrees
 from llmtrain.data.stream.epoch import sequences_of_epoch
@@ -98,6 +98,11 @@ def main(argv: list[str]) -> int:
     if others:
         note = f"the figures are for 1 rank; {_give(others)} gives those for more"
         resolved = replace(resolved, notes=(*resolved.notes, note))
+    if keys := autos(resolved.run):
+        planned = stored(resolved, on_gpu=True) or stored(resolved, on_gpu=False)
+        last = f"; the last plan has {show(planned.chosen)}" if planned is not None and planned.memory else ""
+        note = f"{' and '.join(keys)} auto: the start decides by the free memory, or `llmtrain plan` before it{last}"
+        resolved = replace(resolved, notes=(*resolved.notes, note))
     if action == "show":
         print(f"# {files}, resolved for {units.counted(world_size, 'rank')}")
         print("".join(f"# {note}\n" for note in parsed.notes) + _with_origins(resolved))
@@ -162,7 +167,10 @@ def _read_data(checked: Checked) -> str:
 def summary(resolved: ResolvedRun, facts: ModelFacts | None = None) -> str:
     """Return a few lines about batch, length, layout and precision, the model's size if known, and the notes."""
     train, batch, mix = resolved.run.train, resolved.batch, resolved.mix
-    lines = [f"batch:   {batch.equation()} ({units.count(batch.tokens)} tokens a step)"]
+    equation = (
+        f"global_batch {batch.global_batch}, micro_batch auto" if train.micro_batch == "auto" else batch.equation()
+    )
+    lines = [f"batch:   {equation} ({units.count(batch.tokens)} tokens a step)"]
     for number, stage in enumerate(resolved.stages.stages[1:], 1):
         lines.append(
             f"stage {number}: from step {stage.first_step}: {', '.join(stage.data.folders)}, sequences of "

@@ -22,10 +22,10 @@ from llmtrain.commands import completion
 from llmtrain.config.deepspeed.read import read_json
 from llmtrain.config.load import COMMAND_LINE, Parsed, command_words, configs_in, parse, run_words
 from llmtrain.config.pinned import fetched
-from llmtrain.config.planned import Planned, store
+from llmtrain.config.planned import Planned, store, with_chosen
 from llmtrain.config.problems import stop
 from llmtrain.config.resolve import resolve
-from llmtrain.config.run import RecomputeConfig, ResolvedRun
+from llmtrain.config.run import ResolvedRun, autos
 from llmtrain.engine.dist.local_ranks import ending_on_sigterm
 from llmtrain.plan.device import Machines, memory_of, parse_size
 
@@ -60,7 +60,7 @@ def main(argv: list[str]) -> int:
     where = f"{units.counted(hosts, 'host')} of {units.counted(slots, 'rank')}{source}"
     with ending_on_sigterm():
         plan = make_plan(words, machines, args.imbalance, f"{', '.join(configs_in(words))} on {where}")
-    print(json.dumps(plan.as_json(), indent=1) if args.json else plan.text())
+    print(json.dumps(plan.as_json()) if args.json else plan.text())
     if args.png:
         drawn = io.BytesIO()
         plan.figure().savefig(drawn, format="png", dpi=150)
@@ -126,11 +126,13 @@ def _ranks(args: argparse.Namespace) -> tuple[int, int, str]:
 def make_plan(words: list[str], machines: Machines, imbalance: float, title: str) -> Plan:
     """Rehearse the run, and the changes that would make it fit. Raises UserError."""
     parsed, resolved = _resolved(words, machines.ranks)  # a mistake needs no torch
+    if "train.micro_batch" in autos(resolved.run) and machines.memory is None:
+        raise stop("train.micro_batch", "auto", "is decided by the memory of a device", "add --memory 80GiB")
     os.environ["DS_ACCELERATOR"] = "cpu"
     from llmtrain.plan.answer import Change, Kind, Plan, name_of
+    from llmtrain.plan.decide import decide
     from llmtrain.plan.rehearsal import Rehearsed, kinds, prepared, rehearse
     from llmtrain.plan.speed import speeds_for, step_time
-    from llmtrain.training.memory import MARGIN, Activations, fewest_layers, keeps, recomputing
 
     speeds = speeds_for(resolved, machines)
 
@@ -143,24 +145,10 @@ def make_plan(words: list[str], machines: Machines, imbalance: float, title: str
         found = rehearsed(run, [rank])[rank]
         return found.peak + found.ahead
 
-    asked, again = resolved, resolved.run.model.recompute
-    tried: dict[RecomputeConfig, dict[int, Rehearsed]] = {}
-    if again.layers == "auto":
-
-        def count(layers: Any, kept: Any) -> Activations:
-            this = RecomputeConfig(layers=layers, keep=kept)
-            tried[this] = rehearsed(recomputing(asked, this), [0])  # without a pipeline, which refuses auto
-            held = tried[this][0].peak + tried[this][0].ahead
-            return Activations(kept=held, most=held)
-
-        spec = prepared(recomputing(asked, RecomputeConfig()), on_gpu=machines.on_gpu).spec
-        room = math.inf if machines.memory is None else (1 - MARGIN) * machines.memory
-        again, note = fewest_layers(count, spec.facts.layers, room, keeps(asked))
-        resolved = recomputing(asked, again)
-        title += f", recomputing {note.partition(':')[0].partition(',')[0]}"
-    degrees, chosen = resolved.degrees, kinds(resolved.degrees)
+    asked, degrees, chosen = resolved, resolved.degrees, kinds(resolved.degrees)
+    resolved, found = decide(asked, machines.memory, lambda run: rehearsed(run, list(chosen)))
     alike = degrees.world_size // degrees.pipeline
-    found = tried.get(again) or rehearsed(resolved, list(chosen))
+    micro_batch, again = resolved.batch.micro_batch, resolved.run.model.recompute
     plan = Plan(
         title=f"{title}: {_summary(resolved)}",
         machines=machines,
@@ -175,6 +163,7 @@ def make_plan(words: list[str], machines: Machines, imbalance: float, title: str
         checkpoint=sum(found[rank].saved * stages for rank, stages in chosen.items()) * alike,
         seconds=sum(each.cpu_s for each in found.values()),
         time=None if speeds is None else step_time(resolved, machines, speeds, found),
+        chosen={"micro_batch": micro_batch, "recompute": asdict(again)} if autos(asked.run) else None,
     )
     if plan.lacks_room:
         fullest = plan.fullest.rehearsed.rank
@@ -182,15 +171,15 @@ def make_plan(words: list[str], machines: Machines, imbalance: float, title: str
             for said, more in changes(parsed, resolved, Path(folder)):
                 with contextlib.suppress(UserError):  # the change goes with another value of the run
                     _, other = _resolved([*words, *more], machines.ranks)
-                    if other.run.model.recompute.layers == "auto":
-                        other = recomputing(other, again)
+                    other = with_chosen(other, micro_batch, again)
                     plan.changes.append(Change(words=said, peak=peak(other, fullest)))
     if imbalance == 1:  # a run is compared with balanced experts
-        keep(plan, asked, again if asked is not resolved and machines.memory is not None else None)
+        for each in (asked, resolved) if autos(asked.run) else (asked,):
+            keep(plan, each)
     return plan
 
 
-def keep(plan: Plan, resolved: ResolvedRun, again: RecomputeConfig | None) -> None:
+def keep(plan: Plan, resolved: ResolvedRun) -> None:
     """Store the answer for `config check` and the run."""
     from llmtrain.plan.work import sent
 
@@ -206,7 +195,7 @@ def keep(plan: Plan, resolved: ResolvedRun, again: RecomputeConfig | None) -> No
         sent_to_other_hosts=max(each for _, each in messages),
         step_s={} if plan.time is None else plan.time.parts,
         memory=plan.machines.memory,
-        recompute=None if again is None else asdict(again),
+        chosen=plan.chosen,
     )
     with contextlib.suppress(OSError):  # the answer is printed
         store(resolved, answer, on_gpu=plan.machines.on_gpu)
@@ -252,5 +241,8 @@ def _summary(resolved: ResolvedRun) -> str:
     mix, batch = resolved.mix, resolved.batch
     ways = [mix.precision, f"ZeRO {mix.zero_stage}", resolved.optim.name]
     ways += [f"{name} {degree}" for name, degree in asdict(mix.degrees).items() if degree > 1 and name != "data"]
+    if mix.recomputes:
+        layers, kept = resolved.run.model.recompute.layers, " but their attention" if mix.keep_attention else ""
+        ways.append(f"{units.counted(layers, 'layer') if isinstance(layers, int) else 'all layers'} recomputed{kept}")
     ways.append(f"micro-batch of {batch.micro_batch} x {batch.sequence_length} tokens")
     return ", ".join(ways)

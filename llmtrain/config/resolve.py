@@ -81,6 +81,15 @@ def resolve(
     )
 
 
+def with_micro_batch(resolved: ResolvedRun, count: int) -> ResolvedRun:
+    """Return the run with a number for train.micro_batch auto. Raises ConfigError: the number does not go with it."""
+    train = resolved.run.train
+    given = replace(train, micro_batch=count, max_steps=resolved.max_steps, max_tokens=None, epochs=None)
+    made = resolve(replace(resolved.run, train=given), resolved.degrees.world_size, places=dict(resolved.places))
+    train = replace(made.run.train, max_steps=train.max_steps, max_tokens=train.max_tokens, epochs=train.epochs)
+    return replace(made, run=replace(made.run, train=train), notes=resolved.notes)
+
+
 def with_stages(
     run: RunConfig, degrees: Degrees, world: str, epoch: Callable[[DataConfig], int] | None, problems: Problems
 ) -> tuple[RunConfig, Stages, int | None]:
@@ -93,16 +102,21 @@ def with_stages(
     max_steps = stages.length(train.max_steps, train.max_tokens, train.epochs, count)
     stages = stages.filled(max_steps)
     own = [
-        replace(given, train=StageBatch(**_numbers(stage.batch)), schedule=given.schedule and stage.schedule)
+        replace(given, schedule=given.schedule and stage.schedule)
         for given, stage in zip(run.data.stages, stages.stages[1:], strict=True)
     ]
-    train, data = replace(train, **_numbers(stages[0].batch)), replace(run.data, stages=own)
+    if train.micro_batch != "auto":
+        batches = [StageBatch(**_numbers(stage.batch)) for stage in stages]
+        train = replace(train, **_numbers(batches[0]))
+        own = [replace(given, train=batch) for given, batch in zip(own, batches[1:], strict=True)]
+    data = replace(run.data, stages=own)
     return _with_modes(replace(run, schedule=stages[0].schedule, train=train, data=data)), stages, max_steps
 
 
 def _stages(run: RunConfig, degrees: Degrees, world: str, problems: Problems) -> Stages:
-    """The previous stage completes a batch with fewer than two numbers."""
+    """The previous stage completes a batch with fewer than two numbers. Until auto is decided, a micro-batch is 1."""
     given, data = _numbers(run.train), data_of(run.data)
+    given["micro_batch"] = 1 if given["micro_batch"] == "auto" else given["micro_batch"]
     batches: list[Batch] = []
     for number, (each, stage) in enumerate(zip(data, [None, *run.data.stages], strict=True)):
         where = "; ".join(f"train.{name}: {problems.places.get(f'train.{name}', 'the YAML')}"

@@ -330,10 +330,6 @@ RULES: tuple[Rule, ...] = (
                       "kept by itself",
          "set model.attention to sdpa, or remove it",
          {"model.attention": "eager", "model.recompute.layers": "all", "model.recompute.keep": "attention"}),
-    Rule(("model.recompute.layers",),
-         lambda r: r.model.recompute.layers == "auto" and r.adapter.quantize is not None,
-         lambda r, _: f"the bytes of adapter.quantize {r.adapter.quantize} cannot be counted without its kernels",
-         "write all or a number of layers", {"model.recompute.layers": "auto", **_NF4}),
     Rule(("model.train_only",), lambda r: r.model.freeze and r.model.train_only,
          "says the opposite of model.freeze, which is given, too", "keep one of them",
          {"model.freeze": ["model.*"], "model.train_only": ["lm_head.*"]}),
@@ -527,6 +523,38 @@ OF_STAGES: tuple[Rule, ...] = (
 """Rules of each stage's data in a form."""
 
 OF_FORMS: tuple[Rule, ...] = (
+    *(Rule((key, form), lambda c, key=key, axis=axis: value_of(key, c.run) == "auto"  # type: ignore[misc]
+                                                      and getattr(c.degrees, axis) > 1,
+           reason, f"write a number for {key}", {key: "auto", form: 2})
+      for key in ("train.micro_batch", "model.recompute.layers")
+      for form, axis, reason in (
+          (_PIPELINE, "pipeline",
+           "auto asks for the memory of one rank: a pipeline's stages hold unequally many micro-batches, and stand "
+           "idle where a step has few"),
+          ("expert_parallel.autoep_size", "expert",
+           "auto asks for the memory of a rehearsed step, and a rank's experts get as many tokens as the router sends"
+           ))),
+    Rule(("train.micro_batch",), lambda c: c.run.train.micro_batch == "auto" and c.run.train.global_batch is None,
+         "the memory of a device would decide the number of sequences that a step trains", "write train.global_batch",
+         {"train.micro_batch": "auto", "train.global_batch": None}),
+    Rule(("train.accumulation", "train.micro_batch"),
+         lambda c: c.run.train.micro_batch == "auto" and c.run.train.accumulation is not None,
+         "with auto, the accumulation follows from train.global_batch and the micro-batch that fits",
+         "remove train.accumulation, or write a number for train.micro_batch",
+         {"train.micro_batch": "auto", "train.accumulation": 2}),
+    Rule(("data.stages[0].train.accumulation", "train.micro_batch"),
+         lambda c: [(f"data.stages[{number}].train.accumulation", "train.micro_batch")
+                    for number, stage in enumerate(c.run.data.stages)
+                    if c.run.train.micro_batch == "auto" and stage.train.accumulation is not None
+                    and stage.train.global_batch is stage.train.micro_batch is None],
+         "the memory of a device would decide the number of sequences that a step trains",
+         "write global_batch instead of the stage's accumulation",
+         {"train.micro_batch": "auto", "data.stages": [{"from_step": 5, "train": {"accumulation": 2}}]}, each=True),
+    Rule(("train.micro_batch", "train.balance"),
+         lambda c: c.run.train.micro_batch == "auto" and c.run.train.balance == MEASURED,
+         f"a fast rank takes up to {MOST} times as many sequences as a rehearsed one",
+         "write a number for train.micro_batch, or train.balance equal",
+         {"train.micro_batch": "auto", "train.balance": MEASURED}),
     Rule((_SEQUENCE,), lambda c: c.degrees.sequence > 1 and (c.local_heads or 0) % c.degrees.sequence,
          lambda c, _: f"within attention the ranks share the heads, equally many each; "
                       f"{c.local_heads * c.degrees.tensor} heads"

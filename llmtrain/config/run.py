@@ -44,11 +44,11 @@ class RecomputeConfig:
 
     layers: int | Literal["all", "auto"] | None = bounded(None, AT_LEAST_1, "write a number, all, auto or null")
     """Number of decoder layers, from the first on, in each stage of a pipeline. auto = the fewest with which the step
-    fits into the device's memory, by a count of bytes at the start; null = none, or all with activation_checkpointing
-    in the JSON."""
+    fits into the device's memory, by the rehearsal of `llmtrain plan`; null = none, or all with
+    activation_checkpointing in the JSON."""
     keep: Literal["attention"] | None = None
     """attention: keep the output of attention and recompute the rest of the layer (model.attention sdpa or varlen).
-    With layers: auto, null lets the count decide."""
+    With layers: auto, null lets the rehearsal decide."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,8 +163,9 @@ class TrainConfig:
     Attention's backward pass becomes slower. Kernels of the CPU always add in a fixed order."""
     global_batch: int | None = bounded(None, AT_LEAST_1, "count sequences over all ranks")
     """Sequences per optimizer step over all ranks. Or from the JSON (train_batch_size)."""
-    micro_batch: int | None = bounded(None, AT_LEAST_1, "count sequences of one forward pass of one rank")
-    """Sequences per forward pass of one rank. Or from the JSON (train_micro_batch_size_per_gpu)."""
+    micro_batch: int | Literal["auto"] | None = bounded(None, AT_LEAST_1, "write auto, or a number of sequences")
+    """Sequences per forward pass of one rank. auto = the most that fit into the device's memory and make up
+    global_batch, by the rehearsal of `llmtrain plan`. Or from the JSON (train_micro_batch_size_per_gpu)."""
     accumulation: int | None = bounded(None, AT_LEAST_1, "1 means no accumulation")
     """Micro-batches per optimizer step. Or from the JSON (gradient_accumulation_steps)."""
     balance: Literal["equal", "measured"] = "equal"
@@ -332,6 +333,12 @@ class RunConfig:
     """Trackers in addition to W&B and the local files, in the form of `parts`: tensorboard, mlflow, or of plugins."""
     metrics: dict[str, Any] = field(default_factory=dict)
     """Figures of plugins in addition to the loss, in the form of `parts`."""
+
+
+def autos(run: RunConfig) -> list[str]:
+    """Keys whose values the memory of a device decides."""
+    asked = {"train.micro_batch": run.train.micro_batch, "model.recompute.layers": run.model.recompute.layers}
+    return [key for key, value in asked.items() if value == "auto"]
 
 
 def stage_views(run: RunConfig) -> Iterator[tuple[RunConfig, Callable[[str], str]]]:

@@ -335,7 +335,9 @@ def _kind(kind: Any, limits: dict[str, Any]) -> dict[str, Any]:
     either = [_kind(arg, limits if arg is not type(None) else {}) for arg in args]
     enums = [each["enum"] for each in either if "enum" in each]
     if enums:
-        return {"enum": [*enums[0], None]}
+        named = {"enum": [*enums[0], None]}
+        others = [each for each in either if each.get("type", "null") != "null"]
+        return {"anyOf": [named, *others]} if others else named
     merged = {key: value for each in either for key, value in each.items()}
     types = [each["type"] for each in either]
     return {**merged, "type": types}

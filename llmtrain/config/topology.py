@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -99,8 +98,6 @@ class Mix:
     keep_attention: bool = False
     recomputes: bool = False
     """Some decoder layers are recomputed (model.recompute.layers, or the JSON's `activation_checkpointing`)."""
-    recompute_auto: bool = False
-    """Their number is to be found at the start."""
     optimizer: str = "adamw"
     """`optim.name`."""
     own_settings: bool = False
@@ -139,13 +136,6 @@ _ZERO, _OFFLOAD = "zero_optimization.stage", "zero_optimization.offload_optimize
 _TENSOR, _EXPERT = "tensor_parallel.autotp_size", "expert_parallel.autoep_size"
 _COPIES, _MOMENTS = "zero_optimization.zero_hpz_partition_size", "bf16.bf16_optimizer_states"
 _ON_HOST = "activation_checkpointing.cpu_checkpointing"
-_NOT_COUNTED: dict[str, Callable[[Mix], bool]] = {
-    "pipeline.stages": lambda m: m.degrees.pipeline > 1,
-    _TENSOR: lambda m: m.degrees.tensor > 1,
-    _EXPERT: lambda m: m.degrees.expert > 1,
-    _ON_HOST: lambda m: m.layer_inputs_on_host,
-}
-"""Key -> whether a run does what training/memory.py does not count."""
 
 # fmt: off
 RULES: tuple[Rule, ...] = (
@@ -181,12 +171,6 @@ RULES: tuple[Rule, ...] = (
          "it says what a recomputed layer keeps, and no layer is recomputed",
          "set model.recompute.layers to all or a number, or remove model.recompute.keep",
          {"model.recompute.keep": "attention"}),
-    *(Rule(("model.recompute.layers", key),
-           lambda m, asked=asked: m.recompute_auto and asked(m),  # type: ignore[misc]
-           "auto counts the bytes of layers that one rank computes alone and keeps on its device",
-           "set model.recompute.layers to all or a number",
-           {"model.recompute.layers": "auto", key: True if key == _ON_HOST else 2})
-      for key, asked in _NOT_COUNTED.items()),
     # Tried on 4 ranks, tensor 2: groups of 2 gave a second forward pass another loss (6.2316, then 6.2069), groups
     # of 4 an error in its all-gather; without tensor parallelism losses are plain PyTorch's within 1e-6.
     Rule((_COPIES, _TENSOR), lambda m: m.hpz and m.zero_stage == 3 and m.degrees.tensor > 1,

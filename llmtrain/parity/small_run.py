@@ -89,7 +89,7 @@ def small_run(
     fields of its config.json. `shrunk_by`: its parameters over the user's."""
     run, degrees = wanted.run, wanted.degrees
     data_parallel = max(1, ranks // degrees.world_size)
-    micro = run.train.micro_batch or _MICRO_BATCH
+    micro = run.train.micro_batch if isinstance(run.train.micro_batch, int) else _MICRO_BATCH
     accumulation = run.train.accumulation or 1
     if run.train.accumulation is None and run.train.micro_batch is not None and run.train.global_batch is not None:
         accumulation = max(1, run.train.global_batch // (micro * data_parallel))

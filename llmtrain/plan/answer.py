@@ -56,6 +56,8 @@ class Plan:
     time: StepTime | None = None
     """None: no device is named whose speeds are known."""
     changes: list[Change] = field(default_factory=list)
+    chosen: dict[str, Any] | None = None
+    """Values for auto in the run."""
 
     @property
     def fullest(self) -> Kind:

@@ -29,7 +29,7 @@ from llmtrain.tracking.metrics import metrics
 
 if TYPE_CHECKING:
     from llmtrain.data.stream.choices import ChoiceSet
-    from llmtrain.models.spec import ModelFacts, ModelSpec
+    from llmtrain.models.spec import ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,30 +267,12 @@ def _epochs(resolved: ResolvedRun, data: list[TrainData]) -> list[str]:
     ]
 
 
-def bytes_of_a_rank(resolved: ResolvedRun, facts: ModelFacts) -> dict[str, float]:
-    """Estimate the bytes of "weights", "gradients" and "optimizer" (masters and moments) on one rank."""
-    mix, degrees = resolved.mix, resolved.degrees
-    own = degrees.pipeline * degrees.tensor
-    shards = degrees.world_size // own
-    shared = {"optimizer": 1, "gradients": 2, "weights": 3}
-    parts = _state_parts(resolved, facts)
-    return {kind: held / own / (shards if mix.zero_stage >= shared[kind] else 1) for kind, held in parts.items()}
-
-
-def _state_parts(resolved: ResolvedRun, facts: ModelFacts) -> dict[str, float]:
-    mix = resolved.mix
-    wide = 2 if mix.precision != "fp32" else 4
-    moments = resolved.optim.moments * (2 if mix.bf16_moments else 4) + (0 if resolved.run.ema.decay is None else 4)
-    optimizer = facts.trained * (moments + (0 if mix.precision == "fp32" else 4))
-    gradients = facts.trained * (4 if mix.fp32_accumulation else wide)
-    return {"weights": facts.parameters * wide, "gradients": gradients, "optimizer": optimizer}
-
-
 def _too_large(resolved: ResolvedRun, spec: ModelSpec) -> list[str]:
-    of_a_rank = sum(bytes_of_a_rank(resolved, spec.facts).values())
+    # Weights, and gradients, masters and moments of what trains, if all ranks share them.
+    of_a_rank = (2 * spec.facts.parameters + 14 * spec.facts.trained) / resolved.degrees.world_size
     if of_a_rank < _NO_DEVICE_BYTES:
         return []
     return [
         f"{units.count(spec.facts.parameters)} parameters: {units.size(of_a_rank)} of weights, gradients and optimizer "
-        "state on each rank, which no device holds; correct the model's sizes, or use ZeRO 3 on more ranks"
+        "state on each rank at least, which no device holds; correct the model's sizes, or use more ranks"
     ]

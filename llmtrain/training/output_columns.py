@@ -46,6 +46,7 @@ from llmtrain.models.spec import ModelSpec
 from llmtrain.models.teacher import check_teacher, teacher_model
 from llmtrain.objectives.by_token import Distill, NextToken
 from llmtrain.training.examine import Checked, examine
+from llmtrain.training.memory import decided
 from llmtrain.training.setup import Setup, teacher_hash
 
 _AT_ONCE = 64
@@ -126,7 +127,7 @@ def write_teacher(checked: Checked, ranks: Ranks, asked: RunConfig) -> None:
 
     `checked`: a run of the teacher. `asked`: the run of the student.
     """
-    setup = Setup(checked, ranks)
+    setup = Setup(decided(checked, ranks), ranks)
     resolved, engine, vocabulary = setup.resolved, setup.engine, setup.spec.facts.vocab_size
     setup.write(setup.spec.initial_weights(0, ranks.device))
     weights, objective = teacher_hash(asked, ranks), asked.objective
@@ -213,7 +214,7 @@ def _take(
 
 def write_columns(checked: Checked, ranks: Ranks) -> None:
     """Write the reference's column of each data folder. All ranks call it together. Raises UserError on all of them."""
-    setup = Setup(checked, ranks)
+    setup = Setup(decided(checked, ranks), ranks)
     run, resolved, engine = setup.run, setup.resolved, setup.engine
     setup.start_from(setup.spec.initial_weights(run.train.seed, ranks.device))
     assert setup.began_with is not None

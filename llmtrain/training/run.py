@@ -23,6 +23,7 @@ from llmtrain.checkpoint.rundir import CheckpointFolder, RunDirectory, open_chec
 from llmtrain.config.deepspeed.join import FP32_BY_AUTO
 from llmtrain.config.planned import refuse_without_room, stored
 from llmtrain.config.plugins import hashes, place_of
+from llmtrain.config.run import autos
 from llmtrain.config.strict_yaml import dump
 from llmtrain.data.stream.loader import check_validation
 from llmtrain.engine.deepspeed.process_group import join_process_group
@@ -68,6 +69,11 @@ def train(checked: Checked) -> int:
         },
     )
     introduce(ranks)
+    if autos(run):
+        from llmtrain.training.memory import decided
+
+        checked = decided(checked, ranks)
+        resolved, run = checked.resolved, checked.resolved.run
     if run.train.memory_margin is not None:
         least = min(from_all(ranks, memory_of(ranks.device)))
         with together(ranks):

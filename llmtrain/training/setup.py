@@ -211,14 +211,8 @@ def start_engine(resolved: ResolvedRun, spec: ModelSpec, ranks: Ranks, mesh: Mes
         prove_sharding(spec, resolved.degrees.tensor, ranks)
     with together(ranks):
         compiles = _compiles_layers(spec, resolved.mix, ranks, one_shape=resolved.run.train.balance == "equal")
-        chosen, notes = resolved, list[str]()
-        if resolved.run.model.recompute.layers == "auto":
-            from llmtrain.training.memory import decide_recomputation
-
-            chosen, notes = decide_recomputation(resolved, spec, ranks)
-        run = replace(chosen.run, model=replace(chosen.run.model, compile_layers=compiles))
-        model = build_model(replace(chosen, run=run), spec, ranks.device, mesh)
-        model.notes += notes
+        run = replace(resolved.run, model=replace(resolved.run.model, compile_layers=compiles))
+        model = build_model(replace(resolved, run=run), spec, ranks.device, mesh)
     if compiles:
         model.notes.append("decoder layers go through torch.compile, which takes a while in the first steps")
     if spec.model.attention == VARLEN and ranks.device.type == "cuda":

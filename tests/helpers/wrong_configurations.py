@@ -91,7 +91,7 @@ CASES = [
     # types
     Wrong("text for a number", ('optim.lr = "fast"', "must be a number"), {"optim": {"lr": "fast"}}),
     Wrong("fraction for an int", ("train.max_steps = 1.5", "write a whole number"), {"train": {"max_steps": 1.5}}),
-    Wrong("bool for an int", ("train.micro_batch = true", "write a whole number"), {"train": {"micro_batch": True}}),
+    Wrong("bool for an int", ("train.log_every = true", "write a whole number"), {"train": {"log_every": True}}),
     Wrong("number for a bool", ("train.export = 1", "write true or false"), {"train": {"export": 1}}),
     Wrong("number for text", ("tracking.name = 7", 'quotes: "7"'), {"tracking": {"name": 7}}),
     Wrong("word not in the list", ('"ofline"', "did you mean offline?"), {"tracking": {"wandb": "ofline"}}),

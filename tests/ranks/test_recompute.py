@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from llmtrain.models.skeleton import decoder_layers
-from llmtrain.training import memory
 from tests.helpers.families import FAMILIES
 from tests.helpers.training import Case, make_engine, run_case, train_steps
 
@@ -36,25 +33,6 @@ def test_nothing_else_changes(pools, small_data, world_size: int, form: dict[str
     got = pools(world_size).run(run_case, replace(case, recompute=recompute))[0]
     assert (got.losses, got.norms) == (want.losses, want.norms)
     assert all(torch.equal(got.parameters[name], value) for name, value in want.parameters.items())
-
-
-def by_itself(case: Case, free: list[int]) -> tuple[int, list[str], list[float]]:
-    """(recomputed layers, notes, losses) with so many bytes free on each rank."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory, "free_bytes", lambda device: free[int(os.environ["RANK"])])
-        engine, ranks = make_engine(case)
-    again = sum("forward" in vars(layer) for layer in decoder_layers(engine.module.hf))
-    losses = train_steps(case, engine, ranks, 0, 2).losses
-    engine.close()
-    return again, engine.module.notes, losses
-
-
-def test_ranks_recompute_what_the_smallest_device_needs(pools, small_data):
-    case = Case(data=small_data, stage=3, recompute={"layers": "auto"})
-    want = pools(2).run(run_case, replace(case, recompute={}))[0].losses[:2]
-    for got, notes, losses in pools(2).run(by_itself, case, [2**35, 2**20]):
-        assert got == 4 and any("not enough" in note for note in notes), notes
-        assert losses == want
 
 
 def routed(case: Case) -> list[list[int]]:

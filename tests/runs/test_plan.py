@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import json
 import os
+import signal
+import sys
+import time
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
+import yaml
 
 from llmtrain import cli
+from llmtrain.training import memory
 from tests.helpers import forked
 from tests.helpers.launching import TINY, write_run
 
@@ -38,3 +47,92 @@ def test_a_run_is_held_against_its_plan(
     refused = launch("0.99999999", 2)
     assert "train.memory_margin = 1: the device has" in refused and "the plan is" in refused, refused
     assert "memory: planned" in launch("0.01", 0)
+
+
+AUTO = ("--train.micro_batch", "auto", "--train.global_batch", "16")
+
+
+def with_free(folder: str, free: int, rank: int) -> None:
+    """So many bytes on rank 1, and twice as many on rank 0."""
+    own_cache(folder, rank)
+    memory.free_bytes = lambda _: free if rank else 2 * free  # type: ignore[assignment]
+
+
+def without_answer(folder: str, rank: int) -> None:
+    with_free(folder, 1 << 30, rank)
+    memory.of_module = lambda *_: [sys.executable, "-c", "raise SystemExit(3)"]  # type: ignore[assignment]
+
+
+def without_time(folder: str, rank: int) -> None:
+    with_free(folder, 1 << 30, rank)
+    memory.LIMIT_S = 0.5
+
+
+@pytest.fixture
+def recipe(small_data: str, tmp_path: Path) -> Path:
+    tree = {"zero_optimization": {"stage": 1, "reduce_bucket_size": 40_000}}
+    train = {"max_steps": 2, "eval_sequences": 4, "export": False}
+    return write_run(tmp_path, small_data, tree, train, model={"config": TINY})
+
+
+def test_a_start_decides_the_micro_batch(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the smallest rank's memory allows; the next start finds the stored answer. Steps of another micro-batch
+    continue the run."""
+    monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path / "cache-plan"))
+    words = ["plan", str(recipe), "--slots", "2", "--device", "cpu", "--json", *AUTO[2:], "--train.micro_batch", "4"]
+    assert cli.main(words) == 0
+    peak = json.loads(capsys.readouterr().out)["peak"]
+    before = functools.partial(with_free, str(tmp_path), int(peak / 0.9) + 1)
+
+    def launch(steps: int, *words: str) -> tuple[str, float]:
+        began_s = time.monotonic()
+        ranks = forked.Launch(recipe, *words, "--train.max_steps", str(steps), world_size=2, before=before)
+        assert ranks.wait(240) == [0] * 2, ranks.output()
+        return ranks.output(), time.monotonic() - began_s
+
+    first, first_s = launch(2, *AUTO)
+    assert "train.micro_batch auto: rehearsing the run for" in first
+    assert "train.micro_batch auto: 4, for" in first and "micro-batch 4 x accumulation 2 x 2 data-parallel" in first
+    config = next(tmp_path.glob("**/config.yaml"))
+    train = yaml.safe_load(config.read_text())["train"]
+    assert (train["global_batch"], train["micro_batch"], train["accumulation"]) == (16, 4, 2)
+    again, again_s = launch(4, *AUTO)
+    print(f"first start and 2 steps {first_s:.1f} s, second {again_s:.1f} s")
+    assert "rehearsing" not in again and "train.micro_batch auto: 4, for" in again and "(plan of " in again
+    assert "memory: planned" in again
+    assert "micro-batch 2 x accumulation 4" in launch(6, "--train.micro_batch", "2", *AUTO[2:])[0]
+
+
+@pytest.mark.parametrize(
+    ("before", "why"), [(without_answer, "ended with exit code 3"), (without_time, "no plan after")]
+)
+def test_a_start_without_an_answer_takes_least_memory(recipe: Path, tmp_path: Path, before: Any, why: str) -> None:
+    words = (*AUTO, "--model.recompute.layers", "auto")
+    ranks = forked.Launch(recipe, *words, world_size=2, before=functools.partial(before, str(tmp_path)))
+    assert ranks.wait(240) == [0] * 2, ranks.output()
+    said = ranks.output()
+    assert "train.micro_batch auto: 1, model.recompute.layers auto: all, the choice that takes least memory" in said
+    assert why in said and "`llmtrain plan RUN.yaml --hosts 1 --slots 2 --memory 1073741824 --device cpu`" in said
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_a_signal_leaves_no_rehearsal(recipe: Path, tmp_path: Path, number: signal.Signals) -> None:
+    before = functools.partial(with_free, str(tmp_path), 1 << 30)
+    ranks = forked.Launch(recipe, *AUTO, world_size=2, before=before)
+    plans: list[psutil.Process] = []
+    until_s = time.monotonic() + 120
+    while not plans and time.monotonic() < until_s:
+        time.sleep(0.2)
+        with contextlib.suppress(psutil.NoSuchProcess):  # of another kind, and gone
+            children = psutil.Process(ranks.ranks[0].pid).children(recursive=True)
+            plans = [each for each in children if "plan" in each.cmdline()]
+    assert plans, ranks.output()
+    time.sleep(1.0)
+    plans += plans[0].children(recursive=True)
+    for rank in ranks.ranks:
+        os.kill(rank.pid, number)
+    assert None not in ranks.wait(60), ranks.output()
+    _, alive = psutil.wait_procs(plans, timeout=5)
+    assert not alive

@@ -162,7 +162,7 @@ def ours(tokens: int) -> tuple[Training, ...]:
     train = yaml.safe_load((ROOT / "launch/recipes/sft_8b.yaml").read_text())["train"]
     rows, batch = train["micro_batch"], train["global_batch"] // 8
     return (
-        Training(name=f"sft_8b.yaml: ZeRO 3, {rows} row, 4 of 32 layers again", rows=rows, tokens=tokens, recomputed=4,
+        Training(name=f"sft_8b.yaml: ZeRO 3, {rows} row, 2 of 32 layers again", rows=rows, tokens=tokens, recomputed=2,
                  accumulation=batch // rows),
         Training(name="the same with 4 rows, all layers again", rows=4, tokens=tokens, recomputed=32,
                  accumulation=batch // 4),

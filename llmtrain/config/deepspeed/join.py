@@ -322,7 +322,6 @@ def _mix(run: RunConfig, tree: dict[str, Any], degrees: Degrees) -> Mix:
         layer_inputs_on_host=bool(lookup(tree, "activation_checkpointing.cpu_checkpointing")),
         keep_attention=model.recompute.keep is not None,
         recomputes=model.recompute.layers is not None,
-        recompute_auto=model.recompute.layers == "auto",
         optimizer=optim.name,
         own_settings=optim.has_own_settings,
         clip_norm=optim.clip_norm,

@@ -36,15 +36,6 @@ CASES = [
     (Mix(optimizer="muon", degrees=Degrees(tensor=2)), "tensor_parallel.autotp_size", {"optimizer": "adamw"}),
     (Mix(degrees=Degrees(sequence=2, pipeline=2)), "sequence_parallel_size", {"degrees": Degrees(sequence=2)}),
     (Mix(keep_attention=True), "model.recompute.keep", {"recomputes": True}),
-    *(
-        (Mix(recomputes=True, recompute_auto=True, **form), "model.recompute.layers", {"recompute_auto": False})
-        for form in (
-            {"degrees": Degrees(pipeline=2)},
-            {"degrees": Degrees(tensor=2)},
-            {"degrees": Degrees(expert=2)},
-            {"layer_inputs_on_host": True},
-        )
-    ),
     (Mix(mlp_tiles=True, compile_layers=True), "model.mlp_tile_tokens", {"compile_layers": False}),
     (
         Mix(layer_inputs_on_host=True, compile_layers=True),

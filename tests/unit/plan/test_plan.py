@@ -16,19 +16,18 @@ from llmtrain.base.errors import ConfigError
 from llmtrain.base.units import GIB
 from llmtrain.commands.config import summary
 from llmtrain.config.load import parse
-from llmtrain.config.planned import Planned, refuse_without_room, store, stored
+from llmtrain.config.planned import Planned, refuse_without_room, store, stored, with_chosen
 from llmtrain.config.resolve import resolve
-from llmtrain.config.run import ResolvedRun
+from llmtrain.config.run import RecomputeConfig, ResolvedRun
+from llmtrain.config.stages import Batch
 from llmtrain.config.topology import Degrees
 from llmtrain.engine.dist.control import AgreedError
-from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.models.loss import IGNORE
 from llmtrain.models.spec import ModelFacts, ModelSpec
 from llmtrain.plan.device import DEVICES, MIB, parse_size
 from llmtrain.plan.rehearsal import kinds, prepared
 from llmtrain.plan.speed import Speeds, message_s
 from llmtrain.plan.work import Message
-from llmtrain.training.memory import decide_recomputation
 from llmtrain.training.out_of_memory import explain
 
 RUN = """\
@@ -200,24 +199,31 @@ def facts_of(resolved: ResolvedRun) -> ModelFacts:
     return ModelSpec.of(resolved.run.model).facts
 
 
-def test_recomputed_layers_for_a_memory(
+def test_layers_and_micro_batch_for_a_memory(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """model.recompute.layers auto: as few as the device asks for; a start takes the plan's number."""
+    """auto: a tenth of the memory is left. The choice is stored for the run as it is written, and with its numbers."""
     monkeypatch.setenv("LLMTRAIN_CACHE", str(folder / "cache"))
-    auto = "--slots 2 --device cpu --model.recompute.layers auto"
-    all_kept = plan(capsys, auto)["peak"]
-    tight = plan(capsys, f"{auto} --memory {all_kept}")
+    layers = ["--model.recompute.layers=auto"]
+    all_kept = plan(capsys, f"--slots 2 --device cpu {layers[0]}")["peak"]
+    tight = plan(capsys, f"--slots 2 --device cpu {layers[0]} --memory {all_kept}")
     assert tight["peak"] < 0.9 * all_kept and tight["fits"]
-    run = resolve(parse(["run.yaml", "--model.recompute.layers=auto"], check_paths=False).run, 2)
-    kept = stored(run, on_gpu=False)
-    assert kept is not None and kept.recompute is not None and 1 <= kept.recompute["layers"] <= 4
-    ranks = Ranks(rank=0, world_size=1, device=torch.device("cpu"), control=None, rehearsed=True)
-    chosen, [note] = decide_recomputation(run, ModelSpec.of(run.run.model), ranks)
-    assert chosen.run.model.recompute.layers == kept.recompute["layers"] and kept.text() in note
-    monkeypatch.setattr("llmtrain.training.memory.memory_of", lambda _: all_kept // 2)  # a smaller device counts again
-    _, [note] = decide_recomputation(run, ModelSpec.of(run.run.model), ranks)
-    assert "Counted:" in note and kept.text() not in note
+    assert 1 <= tight["chosen"]["recompute"]["layers"] <= 4 and tight["chosen"]["micro_batch"] == 4
+
+    rows = ["--train.micro_batch=auto", "--train.global_batch=32"]
+    whole = plan(capsys, f"--slots 2 --device cpu --memory 1GiB {' '.join(rows)}")
+    assert whole["chosen"]["micro_batch"] == 16
+    half = plan(capsys, f"--slots 2 --device cpu --memory {whole['peak']} {' '.join(rows)}")
+    assert half["chosen"]["micro_batch"] == 8 and half["peak"] < 0.9 * whole["peak"]
+    asked = resolve(parse(["run.yaml", *rows], check_paths=False).run, 2)
+    kept = stored(asked, on_gpu=False)
+    assert kept is not None and kept.chosen == half["chosen"] and kept.peak == half["peak"]
+    decided = with_chosen(asked, 8, RecomputeConfig())
+    assert stored(decided, on_gpu=False) == kept
+    assert decided.batch == Batch(global_batch=32, micro_batch=8, accumulation=2, data_parallel=2, sequence_length=64)
+    assert decided.run.train.accumulation == 2 and decided.deepspeed["train_micro_batch_size_per_gpu"] == 8
+    assert cli.main(["plan", "run.yaml", *rows]) == 2
+    assert "is decided by the memory of a device" in capsys.readouterr().err
 
 
 def test_memory_that_runs_out_is_explained(

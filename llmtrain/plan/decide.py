@@ -1,0 +1,88 @@
+"""Values that memory decides, `auto` in the run: each candidate is rehearsed."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from bisect import bisect_right
+from collections.abc import Callable
+from typing import Literal
+
+from llmtrain.base.errors import ConfigError
+from llmtrain.config.planned import with_chosen
+from llmtrain.config.run import RecomputeConfig, ResolvedRun
+from llmtrain.models.spec import ModelSpec
+from llmtrain.plan.rehearsal import Rehearsed
+
+MARGIN = 0.1
+"""Share of the memory that stays free: fragments, the communication library's buffers, kernels' working memory."""
+
+Found = dict[int, Rehearsed]
+Keep = Literal["attention"] | None
+Peak = Callable[[RecomputeConfig], float]
+
+
+def decide(
+    asked: ResolvedRun, memory: int | None, rehearsed: Callable[[ResolvedRun], Found]
+) -> tuple[ResolvedRun, Found]:
+    """Choose the largest micro-batch and the fewest recomputed layers with which the run takes at most 90 % of `memory`
+    bytes of a device. Returns the run with them, and its rehearsal.
+
+    A smaller micro-batch comes before recomputation, which takes about a third of a step: layers are recomputed where
+    one sequence does not fit.
+    """
+    room = math.inf if memory is None else (1 - MARGIN) * memory
+    tried: dict[tuple[int, RecomputeConfig], Found] = {}
+
+    def peak(count: int, again: RecomputeConfig) -> float:
+        if (count, again) not in tried:
+            tried[count, again] = rehearsed(with_chosen(asked, count, again))
+        return max(each.peak + each.ahead for each in tried[count, again].values())
+
+    counts, again = micro_batches(asked), asked.run.model.recompute
+    if again.layers == "auto":
+        layers = ModelSpec.of(asked.run.model).facts.layers
+        again = fewest_layers(lambda given: peak(counts[0], given), layers, room, keeps(asked))
+        counts = counts if again.layers is None else counts[:1]
+    fitting = bisect_right(counts, room, key=lambda count: peak(count, again))
+    count = counts[max(0, fitting - 1)]
+    peak(count, again)
+    return with_chosen(asked, count, again), tried[count, again]
+
+
+def micro_batches(asked: ResolvedRun) -> list[int]:
+    """Micro-batches with which the batch of each stage is whole, and which no rule refuses; the first is 1."""
+    if asked.run.train.micro_batch != "auto":
+        return [asked.batch.micro_batch]
+    sequences, found = asked.batch.accumulation, []
+    for count in range(1, sequences + 1):
+        if sequences % count == 0:
+            with contextlib.suppress(ConfigError):
+                with_chosen(asked, count, RecomputeConfig())
+                found.append(count)
+    return found
+
+
+def keeps(resolved: ResolvedRun) -> tuple[Keep, ...]:
+    """Choices for the results that recomputed layers keep, in order of preference. Attention's take one of 24 tensors
+    in a layer of Llama 3 8B, and spare the only kernel that grows with the square of the length."""
+    model = resolved.run.model
+    if model.recompute.keep is not None:
+        return (model.recompute.keep,)
+    return ("attention", None) if model.attention in ("auto", "sdpa", "varlen") else (None,)
+
+
+def fewest_layers(peak: Peak, layers: int, room: float, kept: tuple[Keep, ...]) -> RecomputeConfig:
+    """Return the fewest of `layers` whose recomputation lets the peak fit into `room` bytes. `kept`: choices for kept
+    results; if none fits, the last one is used with all layers.
+
+    Each layer frees as much, or less where the peak has moved: the line between none and all is an upper bound.
+    """
+    plain = peak(RecomputeConfig())
+    if plain <= room:
+        return RecomputeConfig()
+    for keep in kept:
+        every = peak(RecomputeConfig(layers="all", keep=keep))
+        if every <= room:
+            return RecomputeConfig(layers=math.ceil(layers * (plain - room) / (plain - every)), keep=keep)
+    return RecomputeConfig(layers="all", keep=kept[-1])

@@ -1,0 +1,119 @@
+"""Values for auto: the fewest layers and the largest micro-batch that fit, from peaks that are given here."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmtrain import cli
+from llmtrain.config.load import parse
+from llmtrain.config.resolve import resolve
+from llmtrain.config.run import RecomputeConfig, ResolvedRun
+from llmtrain.plan.decide import decide, fewest_layers, micro_batches
+from llmtrain.plan.rehearsal import Rehearsed
+from tests.unit.plan.test_plan import RUN
+
+LAYERS = 4
+AUTO = ["--train.micro_batch=auto", "--train.global_batch=48"]
+
+
+def peak(rows: int, again: RecomputeConfig) -> int:
+    """100 bytes that stay, and for each row 10 of a layer, of which a recomputed one keeps 3, or 4 with attention."""
+    layers = {None: 0, "all": LAYERS}.get(again.layers, again.layers)
+    assert isinstance(layers, int)
+    return 100 + rows * ((LAYERS - layers) * 10 + layers * (4 if again.keep else 3))
+
+
+def asked(folder: Path, *words: str, ranks: int = 2, **json_keys: Any) -> ResolvedRun:
+    (folder / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 1}} | json_keys))
+    (folder / "run.yaml").write_text(RUN.replace("micro_batch: 4, ", "").replace("ds.json", f"{folder}/ds.json"))
+    return resolve(parse([str(folder / "run.yaml"), *words], check_paths=False).run, ranks)
+
+
+def decided(run: ResolvedRun, room: int) -> tuple[int, RecomputeConfig, list[int]]:
+    """(micro-batch, recomputation, micro-batches of the rehearsals) with so many bytes for a step."""
+    tried: list[int] = []
+
+    def rehearsed(this: ResolvedRun) -> dict[int, Rehearsed]:
+        tried.append(this.batch.micro_batch)
+        most = peak(this.batch.micro_batch, this.run.model.recompute)
+        return {0: Rehearsed(rank=0, peak=most - 1, ahead=1, at="", parts={}, kept=0, highest={}, host=0, saved=0,
+                             curve=[], step=Counter(), cpu_s=0.0)}  # fmt: skip
+
+    chosen, found = decide(run, int(room / 0.9) + 1, rehearsed)
+    again = chosen.run.model.recompute
+    assert found[0].peak + found[0].ahead == peak(chosen.batch.micro_batch, again)
+    assert chosen.batch.global_batch == run.batch.global_batch
+    return chosen.batch.micro_batch, again, tried
+
+
+@pytest.mark.parametrize(("room", "wanted"), [(140, None), (139, 1), (122, 3), (121, 4), (116, 4)])
+def test_as_few_layers_as_fit(room: int, wanted: int | None) -> None:
+    found = fewest_layers(lambda again: peak(1, again), LAYERS, room, ("attention",))
+    assert found == RecomputeConfig(layers=wanted, keep="attention" if wanted else None)
+
+
+def test_attention_is_kept_where_there_is_room() -> None:
+    either = ("attention", None)
+    assert fewest_layers(lambda again: peak(1, again), LAYERS, 116, either).keep == "attention"
+    assert fewest_layers(lambda again: peak(1, again), LAYERS, 115, either) == RecomputeConfig(layers=4)
+    assert fewest_layers(lambda again: peak(1, again), LAYERS, 111, either) == RecomputeConfig(layers="all")
+
+
+@pytest.mark.parametrize(
+    ("room", "rows"), [(99, 1), (140, 1), (179, 1), (180, 2), (420, 8), (500, 8), (1059, 12), (1060, 24)]
+)
+def test_the_largest_micro_batch_that_fits(tmp_path: Path, room: int, rows: int) -> None:
+    found, again, tried = decided(asked(tmp_path, *AUTO), room)
+    assert (found, again) == (rows, RecomputeConfig()) and len(tried) <= 4
+
+
+def test_layers_are_recomputed_where_one_row_does_not_fit(tmp_path: Path) -> None:
+    run = asked(tmp_path, *AUTO, "--model.recompute.layers=auto")
+    assert decided(run, 181)[:2] == (2, RecomputeConfig())
+    assert decided(run, 139) == (1, RecomputeConfig(layers=1, keep="attention"), [1, 1, 1])
+    fixed = asked(tmp_path, "--train.micro_batch=2", "--model.recompute.layers=auto")
+    assert decided(fixed, 179)[:2] == (2, RecomputeConfig(layers=1, keep="attention"))
+
+
+def test_micro_batches_that_make_up_each_stage(tmp_path: Path) -> None:
+    """An own number of a stage counts for the stage alone; others inherit what is chosen."""
+    assert micro_batches(asked(tmp_path, *AUTO)) == [1, 2, 3, 4, 6, 8, 12, 24]
+    assert micro_batches(asked(tmp_path, *AUTO, ranks=6)) == [1, 2, 4, 8]
+    stages = "--data.stages=[{from_step: 5, train: {global_batch: 32}}, {from_step: 7, train: {micro_batch: 16}}]"
+    run = asked(tmp_path, *AUTO, stages)
+    assert micro_batches(run) == [1, 2, 4, 8]
+    chosen, _, _ = decided(run, 300)
+    assert chosen == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([AUTO[0]], "would decide the number of sequences that a step trains"),
+        ([*AUTO, "--train.accumulation=4"], "the accumulation follows from train.global_batch"),
+        ([*AUTO, "--train.balance=measured"], "takes up to 2 times as many sequences"),
+        ([*AUTO, "--data.stages=[{from_step: 5, train: {accumulation: 2}}]"], "write global_batch instead"),
+        ([*AUTO, "--train.global_batch=7"], "must be a multiple of 2"),
+        ([*AUTO, "--deepspeed=pipeline.json"], "stand idle where a step has few"),
+        ([*AUTO, "--deepspeed=rows.json"], "a value that both files have must be the same"),
+    ],
+)  # fmt: skip
+def test_what_auto_does_not_go_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked(tmp_path)
+    Path("pipeline.json").write_text(json.dumps({"pipeline": {"stages": 2}}))
+    Path("rows.json").write_text(json.dumps({"train_micro_batch_size_per_gpu": 4}))
+    assert cli.main(["plan", "run.yaml", "--slots", "2", "--memory", "1GiB", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_json_leaves_the_micro_batch_to_the_yaml(tmp_path: Path) -> None:
+    run = asked(tmp_path, AUTO[0], train_batch_size=16, train_micro_batch_size_per_gpu="auto")
+    assert micro_batches(run) == [1, 2, 4, 8]
