@@ -23,8 +23,9 @@ from llmtrain.cluster.doctor.preflight import (
 from llmtrain.cluster.hosts.hostfile import read_hostfile, select
 from llmtrain.commands import completion
 from llmtrain.config.load import command_words, configs_in, load, run_words
+from llmtrain.config.planned import stored
 from llmtrain.data.stream.epoch import sequences_of_epoch
-from llmtrain.training.host_needs import needs, sent_bytes
+from llmtrain.training.host_needs import needs
 
 _ALL_REDUCE = "llmtrain.engine.dist.all_reduce"
 """Program with torch that tries the collectives on each host."""
@@ -42,7 +43,9 @@ def main(argv: list[str]) -> int:
         words = run_words(words)
         resolved = load(words, sum(host.slots for host in hosts), "the hostfile", epoch=sequences_of_epoch)
         run = needs(configs_in(words), resolved.run, resolved.mix, resolved.run_dir)
-        run = replace(run, sent_bytes=sent_bytes(resolved), patience_s=resolved.run.fault.stall_timeout_s)
+        planned = stored(resolved, on_gpu=True) or stored(resolved, on_gpu=False)
+        sent = 0.0 if planned is None else planned.sent_to_other_hosts * max(host.slots for host in hosts)
+        run = replace(run, sent_bytes=sent or None, patience_s=resolved.run.fault.stall_timeout_s)
     report = preflight(hosts, run, port=args.master_port, ssh_port=args.ssh_port)
     if args.build_ops:
         report = with_ops(report, run, args.master_port, args.ssh_port)

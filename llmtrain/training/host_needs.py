@@ -1,4 +1,4 @@
-"""Requirements of a run on its hosts: files, folders, ops, and bytes sent in a step. No torch."""
+"""Requirements of a run on its hosts: files, folders and ops. No torch."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from llmtrain.base import untrusted
 from llmtrain.base.errors import DataError, ModelError
 from llmtrain.cluster.doctor.checks import Folder
 from llmtrain.cluster.doctor.preflight import Needs
 from llmtrain.config.on_disk import has_checkpoints, reads_weights
-from llmtrain.config.run import ResolvedRun, RunConfig
+from llmtrain.config.run import RunConfig
 from llmtrain.config.stages import data_of
 from llmtrain.config.topology import Mix
 from llmtrain.data.manifest import SPLITS, read_manifest
@@ -91,66 +90,3 @@ def _weights(folder: Path) -> list[str]:
         names = os.listdir(folder)
         return [name for name in (INDEX,) if name in names] + list(weights(ModelError)(names, folder))
     return []
-
-
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-
-
-_WIDE = {"fp32": 4, "bf16": 2, "fp16": 2}
-"""Bytes of an element."""
-
-
-def sent_bytes(resolved: ResolvedRun) -> float | None:
-    """Estimate the bytes that a rank sends on a ring per optimizer step of a data-parallel run (mean over ranks); None:
-    unknown without the model.
-
-    A gather, scatter or reduce to one rank sends (P - 1) / P of its bytes, an all-reduce twice as many. Gradients are
-    reduced once a step at ZeRO 0 and 1, per micro-batch at ZeRO 2 and 3; parameters are gathered once a step at ZeRO 1
-    and 2, per micro-batch at ZeRO 3, and again in the backward pass except for the model's last ones.
-    """
-    run, degrees, stage = resolved.run, resolved.degrees, resolved.zero_stage
-    parameters, micro_batches = _parameters(run), resolved.batch.accumulation
-    if parameters is None or degrees.data != degrees.world_size or degrees.expert > 1:
-        return None
-    tree = resolved.deepspeed
-    zero = tree.get("zero_optimization") or {}
-    # ZeRO 1 and 2 reduce a gradient to the rank that owns it if both keys say so.
-    to_owner = zero.get("reduce_scatter", True) and (
-        stage == 3 or not zero.get("use_multi_rank_bucket_allreduce", True)
-    )
-    sums = (1 if stage > 0 and to_owner else 2) * (micro_batches if stage >= 2 else 1)
-    # A parameter stays gathered if so few elements pass between its uses, those behind it forward and backward.
-    again = max(0.0, 1 - zero.get("stage3_max_reuse_distance", _REUSE) / 2 / parameters)
-    gathers = {0: 0.0, 1: 1.0, 2: 1.0, 3: micro_batches * (1 + again)}[stage]
-    gradient, parameter = _WIDE[tree.get("communication_data_type", resolved.precision)], _WIDE[resolved.precision]
-    return (sums * gradient + gathers * parameter) * (degrees.data - 1) / degrees.data * parameters
-
-
-_REUSE = 1_000_000_000
-"""DeepSpeed's default of stage3_max_reuse_distance, in elements."""
-
-
-def _parameters(run: RunConfig) -> float | None:
-    """Estimate the trained parameters from usual fields in config.json; None if one is missing, or a part is frozen."""
-    given = run.model.config or run.model.pretrained
-    if run.adapter.r is not None or run.model.freeze or run.model.train_only:
-        return None
-    try:
-        if not isinstance(given, dict):
-            path = Path(str(given))
-            file = path if path.is_file() else path / "config.json"
-            given = untrusted.loads(file.read_bytes(), infinite=True)
-        width, heads = given["hidden_size"], given["num_attention_heads"]
-        size = given.get("head_dim") or width // heads
-        attention = 2 * width * size * (heads + (given.get("num_key_value_heads") or heads))
-        experts = next((given[key] for key in _EXPERTS if given.get(key)), 1)
-        inner = (
-            given.get("moe_intermediate_size", given["intermediate_size"])
-            if experts > 1
-            else given["intermediate_size"]
-        )
-        head = 1 if given.get("tie_word_embeddings") else 2
-        layers = given["num_hidden_layers"] * (attention + 3 * width * inner * experts)
-        return float(layers + head * given["vocab_size"] * width)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError):
-        return None

@@ -246,6 +246,7 @@ def too_slow(pairs: Sequence[Pair], sent_bytes: float | None, patience_s: float)
             return []
         seconds = 4e9 * 8 / slowest.rate
         what += f"the gradients of 1 B parameters in bf16 (4 GB a step) would take {units.duration(seconds)}"
+        fix = f"`llmtrain plan RUN.yaml --hostfile HOSTS`, after which doctor knows the run's own bytes; {fix}"
         return [Finding(host=slowest.first, check="fabric", level="yellow", what=what, fix=fix)]
     seconds = sent_bytes * 8 / slowest.rate
     if seconds < LONG_STEP_S:

@@ -49,7 +49,7 @@ class Needs:
     own_folders: bool
     """Each host may have its own there."""
     sent_bytes: float | None = None
-    """Approximate bytes that each host sends to others in an optimizer step; None: unknown."""
+    """Bytes that each host sends to others in an optimizer step, of the last plan; None: there is none."""
     patience_s: float = 300.0
     """Seconds without progress on any rank after which the run is ended."""
     ops: tuple[str, ...]

@@ -16,8 +16,9 @@ import pytest
 
 from llmtrain import cli
 from llmtrain.cluster.doctor.fabric import Pair, too_slow
+from llmtrain.cluster.doctor.preflight import Needs
 from llmtrain.config.load import load
-from llmtrain.training.host_needs import sent_bytes
+from llmtrain.config.planned import Planned, store
 from tests.helpers.launching import REPO, free_port, write_recipe
 
 NO_SSHD = """#!/bin/sh
@@ -109,26 +110,32 @@ def test_a_shard_that_is_gone_is_named_here_too(doctor: Any, tmp_path: Path, sma
     assert code == 1 and said == {f"data.path: {data} lacks validation-00000.bin"}
 
 
-def test_a_link_is_judged_by_what_the_run_sends(tmp_path: Path, small_data: str) -> None:
-    """llama of 1.10 B parameters, bf16 with fp32 sums, 2 ranks: ZeRO 1 sends 1/2 x (2 x 4 + 2) bytes of each a step,
-    ZeRO 3 with 2 micro-batches 1/2 x 2 x (4 + 1.55 x 2)."""
-    shape = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 32}
-    shape |= {"num_key_value_heads": 4, "vocab_size": 32000, "model_type": "llama"}
-    (tmp_path / "config.json").write_text(json.dumps(shape))
-    text = write_recipe(tmp_path, small_data).read_text()
-    recipe = tmp_path / "large.yaml"
-    recipe.write_text(re.sub(r"  config:\n(    .*\n)+", f"  config: {tmp_path}/config.json\n", text))
-    said = {}
-    for stage in (1, 3):
-        json_file = REPO / f"ds_configs/zero{stage}.json"
-        words = ["--config", str(recipe), "--deepspeed", str(json_file), "--train.accumulation", "2"]
-        said[stage] = sent_bytes(load(words, 2, "the test"))
-    assert said[1] == pytest.approx(5.5e9, rel=0.01) and said[3] == pytest.approx(7.8e9, rel=0.01)
+def test_a_link_is_judged_by_what_the_run_sends(
+    tmp_path: Path, small_data: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the stored plan: a ring leaves each host of 2 ranks once."""
+    monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path / "cache"))
+    hosts, asked = tmp_path / "hosts", list[Needs]()
+    hosts.write_text("a slots=2\nb slots=2\n")
+    recipe = str(write_recipe(tmp_path, small_data))
+
+    def preflight(_: Any, run: Needs, **__: Any) -> None:
+        asked.append(run)
+        raise SystemExit
+
+    monkeypatch.setattr("llmtrain.commands.doctor.preflight", preflight)
+    for _ in range(2):
+        with pytest.raises(SystemExit):
+            cli.main(["doctor", "--hostfile", str(hosts), recipe])
+        planned = Planned(peak=1, of_rank_0=1, more_at_least=0, more_at_most=0, parts={}, changes={},
+                          sent=5.5e9, sent_to_other_hosts=2.75e9)  # fmt: skip
+        store(load(["--config", recipe], 4, "the test"), planned, on_gpu=True)
+    assert [run.sent_bytes for run in asked] == [None, 5.5e9]
     slow, fast = (Pair(first="a", second="b", up=rate, down=rate) for rate in (20e6, 100e9))
-    (red,) = too_slow([fast, slow], said[1], 300.0)
+    (red,) = too_slow([fast, slow], 5.5e9, 300.0)
     assert red.level == "red" and "20 Mbit/s between a and b" in red.what and "36m40s" in red.what, red.what
     (yellow,) = too_slow([fast, slow], 1e8, 300.0)
     assert yellow.level == "yellow" and "40.0s" in yellow.what, yellow.what
-    assert not too_slow([fast], said[1], 300.0) and not too_slow([slow], 1e6, 300.0)
+    assert not too_slow([fast], 5.5e9, 300.0) and not too_slow([slow], 1e6, 300.0)
     (alone,) = too_slow([slow], None, 0.0)
     assert alone.level == "yellow" and "1 B parameters in bf16 (4 GB a step) would take 26m40s" in alone.what
