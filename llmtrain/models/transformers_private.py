@@ -254,7 +254,7 @@ def without_memory() -> contextlib.AbstractContextManager[Any]:
 
 def is_without_memory(tensor: Tensor) -> bool:
     """torch._subclasses.fake_tensor.FakeTensor, or on the meta device: a shape and no elements."""
-    return tensor.is_meta or type(tensor).__name__ == "FakeTensor"
+    return type(tensor).__name__ == "FakeTensor" or tensor.is_meta
 
 
 def in_backward() -> bool:

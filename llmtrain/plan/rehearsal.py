@@ -225,9 +225,9 @@ def walk(
         copies = [torch.empty(piece.own_region.numel, dtype=piece.dtype) for piece in copied]
         ledger.mark((COPIES, True, copy) for copy in copies)
         with contextlib.closing(setup.loader()) as loader:
-            # More micro-batches hold no more: each stage has at most one in flight for each stage after it. Two steps
-            # of different lengths tell what a micro-batch of a pipeline costs.
-            for most in (pipeline if pipeline > 1 else 2, 2 * pipeline):
+            # More micro-batches hold no more: each stage has at most one in flight for each stage after it. The first
+            # step makes what the last one finds; of a pipeline, both lengths tell what a micro-batch costs.
+            for most in (pipeline, 2 * pipeline):
                 ledger.begin_step()
                 heart.phase("data")
                 batch = next(loader)
@@ -236,7 +236,7 @@ def walk(
                 walked = len(batch.micro_batches)
                 session.step(batch)
                 ledger.mark(setup.engine.held())
-        step = ledger.work.of_step(micro_batches, walked, before)
+        step = ledger.work.of_step(micro_batches, walked, before if pipeline > 1 else walked)
         heart.phase("save")
         for piece, copy in zip_longest(pieces, copies):
             with piece.open() as values:

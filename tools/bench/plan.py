@@ -1,6 +1,7 @@
 """Planned against resident memory of CPU ranks: what a rehearsed rank holds at its peak, and what a real one takes.
 
     python tools/bench/plan.py
+    python tools/bench/plan.py --others    # bytes alive at the peak, and three other estimates of them
 
 A real rank trains the same two steps with values. Its resident memory is the highest in the steps less that before the
 setup, after a small run in the same process: modules are imported then, and DeepSpeed's ops loaded.
@@ -11,6 +12,8 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
+import math
+import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -21,7 +24,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
-RANKS = 2
+RANKS, RUNS = 2, 30
 M_MMAP_THRESHOLD, M_MMAP_MAX = -3, -4
 """malloc.h."""
 SHAPE = {"hidden_size": 640, "intermediate_size": 1728, "num_hidden_layers": 8, "num_attention_heads": 10,
@@ -41,6 +44,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", type=int, nargs="*", help="numbers of cells, the first is 0 (default: all)")
+    parser.add_argument("--others", action="store_true", help="compare with DeepSpeed, accelerate and LLaMA-Factory")
     return parser.parse_args(argv)
 
 
@@ -77,9 +81,66 @@ def resident(cell: Any, small: Any, large: Any) -> int:
     return status_of("VmHWM") - began
 
 
+def others(cell: Any, run: Any) -> dict[str, float]:
+    """Estimates of bytes on a device by what other projects offer; a project that has none for a cell is left out."""
+    from accelerate.commands.estimate import estimate_training_usage
+    from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
+    from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
+
+    parameters, offload = run.spec.facts.parameters, cell.work == "offload"
+    found: dict[str, float] = {}
+    if cell.stage in (1, 2):
+        _, found["DeepSpeed"] = estimate_zero2_model_states_mem_needs(parameters, RANKS, 1, offload)
+    if cell.stage == 3:
+        largest = max(math.prod(shape) for shape in run.spec.shapes.values())
+        needs = estimate_zero3_model_states_mem_needs(parameters, largest, RANKS, 1, offload, offload)
+        found["DeepSpeed"] = needs[1]
+    found["accelerate"] = max(estimate_training_usage(4 * parameters, "bfloat16").values())
+    # "Hardware Requirement" in LLaMA-Factory's README: GB for billions of parameters, of all devices together.
+    found["LLaMA-Factory"] = (2 if cell.form in ("lora", "online") else 18) * parameters / RANKS
+    return found
+
+
+def compare_others() -> None:
+    """Print a row for each run, and the median and largest error of each estimate."""
+    from llmtrain.plan.rehearsal import kinds, rehearse
+    from tests.helpers.ranks import RankPool
+    from tests.helpers.training import prepared_data
+    from tests.ranks.test_plan import case_of, counted, cover, run_of
+
+    errors: dict[str, list[float]] = {}
+    print("run                                counted MB  error of each estimate")
+    with tempfile.TemporaryDirectory() as folder:
+        data = prepared_data(Path(folder))
+        for cell in [cell for cell in cover() if cell.form != "online"][:RUNS]:
+            small = case_of(cell, data, Path(folder))
+            shape = {**SHAPE, "head_dim": 64, **({"intermediate_size": 224} if cell.family == "mixtral" else {})}
+            case = small if small.pretrained else replace(small, model={**small.model, **shape})
+            run = run_of(cell, case)
+            pool = RankPool(RANKS)
+            real = pool.run(counted, cell, case, 1)
+            pool.close()
+            planned = {each.rank: each.peak for each in rehearse(run, list(kinds(run.resolved.degrees)), RANKS)}
+            rank = max(planned, key=planned.__getitem__)
+            peak = real[rank][0]
+            said = {name: found / peak - 1 for name, found in ({"plan": planned[rank]} | others(cell, run)).items()}
+            for name, error in said.items():
+                errors.setdefault(name, []).append(error)
+            listed = "  ".join(f"{name} {error:+.1%}" for name, error in said.items())
+            print(f"{cell!s:34} {peak / 1e6:10.1f}  {listed}", flush=True)
+    for name, found in errors.items():
+        sizes = sorted(map(abs, found))
+        print(f"{name}: {len(found)} runs, median {statistics.median(sizes):.2%}, largest {sizes[-1]:.1%}, "
+              f"below the peak in {sum(error < -0.005 for error in found)}")  # fmt: skip
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Print both sides of each cell."""
-    wanted = arguments(argv).only
+    args = arguments(argv)
+    if args.others:
+        compare_others()
+        return 0
+    wanted = args.only
     from llmtrain.plan.rehearsal import kinds, rehearse
     from tests.helpers.ranks import RankPool
     from tests.helpers.training import prepared_data
