@@ -58,6 +58,9 @@ def main(argv: list[str]) -> int:
         disk=None if args.disk is None else parse_size("--disk", args.disk),
     )
     where = f"{units.counted(hosts, 'host')} of {units.counted(slots, 'rank')}{source}"
+    if args.fit:
+        with ending_on_sigterm():
+            return _fit(words, machines, args)
     with ending_on_sigterm():
         plan = make_plan(words, machines, args.imbalance, f"{', '.join(configs_in(words))} on {where}")
     print(json.dumps(plan.as_json()) if args.json else plan.text())
@@ -94,6 +97,9 @@ def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--disk", metavar="SIZE", help="bytes that are written in a second, for saves that wait")
     parser.add_argument("--imbalance", type=float, default=1.0, metavar="X",
                         help="tokens of the fullest rank's experts over the mean (default 1)")  # fmt: skip
+    parser.add_argument("--fit", action="store_true",
+                        help="rehearse other mixes: the five fastest that fit, with the same global batch")  # fmt: skip
+    parser.add_argument("--out", metavar="FILE", help="with --fit: write the DeepSpeed JSON of the fastest")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--png", metavar="FILE", help="draw the ranks' memory, and its course over a step")
     completion.offer_run(parser)
@@ -121,6 +127,47 @@ def _ranks(args: argparse.Namespace) -> tuple[int, int, str]:
             raise stop(f"--{flag}", number, "must be at least 1", f"write --{flag} 1", COMMAND_LINE)
     assumed = "" if args.hosts or args.slots else " (--hosts and --slots, or --hostfile, ask about more)"
     return args.hosts or 1, args.slots or 1, assumed
+
+
+def _fit(words: list[str], machines: Machines, args: argparse.Namespace) -> int:
+    """Print the fastest mixes that fit, and the YAML of the first, whose JSON --out gets. Raises UserError."""
+    if machines.memory is None:
+        raise stop("--fit", True, "asks for a device's speeds and memory", "write --device h100-80", COMMAND_LINE)
+    run = _resolved(words, machines.ranks)[1]
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    from llmtrain.plan.fit import Fitter, Form
+    from llmtrain.plan.speed import speeds_for
+
+    speeds = speeds_for(run, machines)
+    if speeds is None:
+        raise stop("--device", args.device, "has no speeds in the table of devices", "write --device h100-80",
+                   COMMAND_LINE)  # fmt: skip
+    tree = read_json(run.run.deepspeed)
+    with tempfile.TemporaryDirectory() as folder:
+
+        def resolved(form: Form, values: dict[str, Any]) -> ResolvedRun:
+            path = Path(folder) / f"{form}.json"
+            path.write_text(json.dumps(form.json(tree)))
+            more = {"deepspeed": str(path), "train.global_batch": run.batch.global_batch, **values}
+            asked = [f"--{key}={'null' if value is None else value}" for key, value in more.items()]
+            return _resolved([*words, *asked], machines.ranks)[1]
+
+        found = Fitter(run, machines, speeds, resolved).fit()
+    first = found.best[0]
+    if args.out:
+        try:
+            replace_file(Path(args.out), (json.dumps(first.choice.form.json(tree), indent=2) + "\n").encode())
+        except OSError as error:
+            raise stop("--out", args.out, f"cannot be written: {error.strerror}", "name a file in a folder that exists",
+                       COMMAND_LINE) from error  # fmt: skip
+    values = {"deepspeed": args.out or "FILE of --out", "train.global_batch": run.batch.global_batch}
+    lines = [f"  {key}: {json.dumps(value)}" for key, value in (values | first.choice.values).items()]
+    print(
+        json.dumps(found.as_json(), indent=1)
+        if args.json
+        else "\n".join([*found.text(), "", "in the YAML of the first:", *lines])
+    )
+    return 0
 
 
 def make_plan(words: list[str], machines: Machines, imbalance: float, title: str) -> Plan:

@@ -381,6 +381,42 @@ def _samples(run: Run) -> tuple[str, str]:
     return f"Samples of {run.name}", _table(("Step", "Prompt", "Continuation"), rows[:_EVENTS_SHOWN])
 
 
+def why_slow(run: Run, curves: Curves) -> str:
+    """One paragraph: a step's measured parts against those of `llmtrain plan`, the largest difference first."""
+    if not (speed := curves["tokens_per_s"]) or not (tokens := curves["tokens"]) or len(tokens.steps) < 2:
+        return ""
+    of_step = (tokens.values[-1] - tokens.values[0]) / (tokens.steps[-1] - tokens.steps[0])
+    step_s, waits, shares = of_step / statistics.median(speed.values), curves["data_wait_share"], curves["comm_share"]
+    measured = {"waiting for data": step_s * statistics.fmean(waits.values) if waits else 0.0}
+    if shares:
+        measured["messages between ranks"] = step_s * statistics.fmean(shares.values)
+    measured["computing"] = step_s - sum(measured.values())
+    found = [event.get("step_s") for event in run.of_kind("planned")]
+    parts = found[-1] if found and isinstance(found[-1], dict) else {}
+    parts = {
+        part: number for part, value in parts.items() if part != "saves" and (number := _finite(value)) is not None
+    }
+    if not parts:
+        longest = max(measured, key=lambda part: measured[part])
+        text = f"A step takes {step_s:.3g} s, of which {measured[longest]:.3g} s are {longest}."
+        return f"{text} `llmtrain plan RUN.yaml --device NAME` before a start says what they should be."
+    sent = parts.pop("messages", 0.0) + parts.pop("bubble", 0.0)
+    planned = {"waiting for data": 0.0, "messages between ranks": sent, "computing": sum(parts.values())}
+    if not shares:  # a device computes and sends from one queue
+        planned["computing"] += planned.pop("messages between ranks")
+    more = sorted(planned, key=lambda part: planned[part] - measured[part])
+    told = [f"{part} {measured[part]:.3g} s (planned {planned[part]:.3g})" for part in more]
+    text = f"A step takes {step_s:.3g} s; planned were {sum(planned.values()):.3g} s. Parts, the most delayed first: "
+    return f"{text}{', '.join(told)}. {_REMEDIES[more[0]]}"
+
+
+_REMEDIES = {
+    "waiting for data": "Is the data's disk or store slow? `llmtrain doctor` looks at each host's.",
+    "messages between ranks": "They include waiting for slower ranks: `llmtrain doctor` measures hosts and network.",
+    "computing": "`--profile.steps 20:23` names the operators. A device that others use, or a hot one, is slow.",
+}
+
+
 def _side_by_side(runs: list[Run], columns: list[dict[str, str]], *, mark: bool) -> str:
     keys = dict.fromkeys(key for column in columns for key in column)
     rows = [(key, *(column.get(key, "") for column in columns)) for key in keys]
@@ -391,6 +427,8 @@ def page_of(runs: list[Run], charts: list[dict[str, Any]]) -> str:
     facts = [dict(facts_of(run, curves_of(run))) for run in runs]
     settings = _side_by_side(runs, [run.shown_settings() for run in runs], mark=True)
     tables = [("Figures", _side_by_side(runs, facts, mark=False)), ("Settings", settings)]
+    slow = {run.name: why_slow(run, curves_of(run)) for run in runs}
+    tables += [(f"Why is {name} slow?", f"<p>{html.escape(text)}</p>") for name, text in slow.items() if text]
     tables += [_samples(run) for run in runs if run.of_kind("samples")]
     tables += [_events(run) for run in runs if run.events]
     names = ", ".join(run.name for run in runs)

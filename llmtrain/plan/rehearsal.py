@@ -106,6 +106,9 @@ def prepared(resolved: ResolvedRun, *, on_gpu: bool) -> Checked:
     run = replace(run, data=data)
     resolved = replace(resolved, run=run, stages=Stages((replace(largest, first_step=0, schedule_from=0, data=data),)))
     spec, _ = check_model(resolved)
+    if resolved.degrees.tensor > 1:  # once, and outside of the ranks' processes: the proof has threads
+        with divided(spec, "tensor_parallel.autotp_size", resolved.degrees.tensor):
+            _ = spec.projections
     vocabulary = spec.facts.vocab_size
     texts = run.objective.data == "texts"
     rows = _FullRows(data, vocabulary, run.objective.top_k) if texts else _FullAnswers(run, vocabulary)
@@ -125,46 +128,53 @@ def _ahead(checked: Checked) -> int:
 def rehearse(
     checked: Checked, ranks: Sequence[int], slots: int, *, imbalance: float = 1.0, on_gpu: bool = False
 ) -> Iterator[Rehearsed]:
-    """Rehearse these ranks in processes of their own. `slots`: ranks of a host. `imbalance`: see `rehearsed_ranks`.
-    Yields each when it is done.
+    """Rehearse these ranks. Yields each when it is done. Raises UserError of a rank; see `rehearse_each`."""
+    for _, found in rehearse_each([(checked, rank) for rank in ranks], slots, imbalance=imbalance, on_gpu=on_gpu):
+        if isinstance(found, UserError):
+            raise found
+        yield found
 
-    Raises UserError of a rank; what else the rank raises, as text in a RuntimeError.
+
+def rehearse_each(
+    jobs: Sequence[tuple[Checked, int]], slots: int, *, imbalance: float = 1.0, on_gpu: bool = False
+) -> Iterator[tuple[int, Rehearsed | UserError]]:
+    """Rehearse ranks of runs in processes of their own. `slots`: ranks of a host. `imbalance`: see `rehearsed_ranks`.
+    Yields the place in `jobs` with the answer when it is done.
+
+    Raises RuntimeError: what a rank raises, as text, if it is no UserError.
     """
-    fork, waiting, degrees = multiprocessing.get_context("fork"), list(ranks), checked.resolved.degrees
-    if degrees.tensor > 1:  # once, and outside of the ranks' processes: the proof has threads
-        with divided(checked.spec, "tensor_parallel.autotp_size", degrees.tensor):
-            _ = checked.spec.projections
-    running: dict[Connection, Any] = {}
+    fork, waiting = multiprocessing.get_context("fork"), list(enumerate(jobs))
+    running: dict[Connection, tuple[int, Any]] = {}
     try:
         while waiting or running:
             while waiting and len(running) < _AT_ONCE:
+                number, (checked, rank) = waiting.pop(0)
                 ours, theirs = fork.Pipe(duplex=False)
-                args = (theirs, checked, waiting.pop(0), slots, imbalance, on_gpu)
+                args = (theirs, checked, rank, slots, imbalance, on_gpu)
                 child = fork.Process(target=_in_child, args=args, daemon=True)
                 child.start()
                 theirs.close()
-                running[ours] = child
+                running[ours] = number, child
             for pipe in wait(list(running)):
                 assert isinstance(pipe, Connection)
-                child = running.pop(pipe)
+                number, child = running.pop(pipe)
                 try:
                     found = pipe.recv()
                 except EOFError:
                     child.join()
                     found = f"its process ended with exit code {child.exitcode}"
-                if isinstance(found, UserError):
-                    raise found
                 if isinstance(found, str):
                     raise RuntimeError(found)
-                yield found
+                yield number, found
     finally:
-        for child in running.values():
+        for _, child in running.values():
             child.kill()
 
 
 def _in_child(pipe: Connection, checked: Checked, rank: int, slots: int, imbalance: float, on_gpu: bool) -> None:
     began_s = time.process_time()
     warnings.simplefilter("ignore")  # about tensors without memory
+    torch.set_num_threads(1)  # nothing is computed, and a forked process must not wait for its parent's threads
     if on_gpu:
         TRIED["cpu", DTYPES[checked.resolved.precision]] = True
     world_size = checked.resolved.degrees.world_size

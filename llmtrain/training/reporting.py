@@ -16,6 +16,7 @@ from llmtrain.base import log
 from llmtrain.base.rank.heartbeat import heart
 from llmtrain.checkpoint.format import step_of
 from llmtrain.checkpoint.retain import Best, best_of
+from llmtrain.config.planned import stored
 from llmtrain.data.stream.loader import MicroBatch, validation_batches
 from llmtrain.data.stream.train_data import TrainData, counted_bytes
 from llmtrain.data.tokenizer_folder import byte_lengths
@@ -292,6 +293,9 @@ class Logging(Part):
         background = setup.run.sites.name is not None and setup.run.sites.travel_steps > 0
         ranks = setup.ranks
         self._counts_comm = ranks.world_size > 1 and ranks.device.type == "cpu" and not background
+        planned = stored(setup.resolved, on_gpu=ranks.device.type == "cuda")
+        if planned is not None and planned.step_s:
+            launch.tracker.event("planned", step_s=planned.step_s)
 
     def after_step(self, done: Done) -> None:
         comm = (done.step_s, done.comm_s) if self._counts_comm else None

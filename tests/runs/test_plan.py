@@ -47,6 +47,9 @@ def test_a_run_is_held_against_its_plan(
     refused = launch("0.99999999", 2)
     assert "train.memory_margin = 1: the device has" in refused and "the plan is" in refused, refused
     assert "memory: planned" in launch("0.01", 0)
+    events = map(json.loads, (tmp_path / "run/events.jsonl").read_text().splitlines())
+    [planned] = [event["step_s"] for event in events if event["kind"] == "planned"]
+    assert planned["computing"] > 0 and planned["messages"] > 0
 
 
 AUTO = ("--train.micro_batch", "auto", "--train.global_batch", "16")

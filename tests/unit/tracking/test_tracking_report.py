@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from llmtrain.base.errors import UserError
-from llmtrain.commands.report import charts_of, curves_of, facts_of, load, main
+from llmtrain.commands.report import charts_of, curves_of, facts_of, load, main, why_slow
 from llmtrain.tracking.charts import site_facts, smooth
 from llmtrain.tracking.local import JsonLines
 from tests.helpers.pages import Page
@@ -59,6 +59,24 @@ def test_sets_and_samples_are_in_the_page(tmp_path: Path) -> None:
     samples = text.partition("Samples of run")[2].partition("Events of run")[0]
     assert samples.index("def <f>(\nafter 40") < samples.index("def <f>(\nafter 20")
     assert "after 40" not in text.partition("Events of run")[2]
+
+
+def test_a_step_is_held_against_its_plan(tmp_path: Path) -> None:
+    """Messages take half of a step, and a tenth of it was planned for them."""
+    run_dir = tmp_path / "run"
+    metrics, events = JsonLines(run_dir / "metrics.jsonl"), JsonLines(run_dir / "events.jsonl")
+    for step in range(1, 4):
+        metrics.write({"step": step, "tokens": 100 * step, "tokens_per_s": 1000.0, "comm_share": 0.5,
+                       "data_wait_share": 0.1})  # fmt: skip
+    metrics.close()
+    run = load(run_dir)
+    assert why_slow(run, curves_of(run)).startswith("A step takes 0.1 s, of which 0.05 s are messages between ranks.")
+    events.write({"kind": "planned", "step_s": {"computing": 0.035, "messages": 0.01, "saves": 9.0, "update": "?"}})
+    events.close()
+    assert main([str(run_dir)]) == 0
+    said = Page(run_dir / "report/index.html").text.partition("Why is run slow?")[2]
+    assert "planned were 0.045 s. Parts, the most delayed first: messages between ranks 0.05 s (planned 0.01), " in said
+    assert "`llmtrain doctor` measures" in said
 
 
 def make_run(run_dir: Path, steps: int = 40, loss: float = 2) -> Path:

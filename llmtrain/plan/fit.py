@@ -1,0 +1,329 @@
+"""`llmtrain plan --fit`: the fastest ways to train a run on given machines, among those that fit.
+
+Forms (ZeRO stage, degrees, offload) whose states alone do not fit are left out by arithmetic. The others are rehearsed
+with few layers and rows: bytes are linear in layers and rows, seconds in layers and in the inverse of rows. The best by
+that estimate are rehearsed as they are, and these alone are proposed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from llmtrain.base import untrusted
+from llmtrain.base.errors import UserError
+from llmtrain.base.units import count, size
+from llmtrain.config.run import ResolvedRun
+from llmtrain.models.skeleton import load_config
+from llmtrain.plan.device import Machines, held_by_a_gpu
+from llmtrain.plan.rehearsal import Rehearsed, kinds, prepared, rehearse_each
+from llmtrain.plan.speed import Speeds, StepTime, step_time
+
+BEST = 5
+_EXPLORED = 5
+"""Forms of which more than two rehearsals are made."""
+_TRIED = 10
+"""Most complete rehearsals."""
+_LONG = 32_768
+"""Tokens of a row from which on sequence parallelism is tried."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """A way to share the work."""
+
+    stage: int
+    tensor: int = 1
+    pipeline: int = 1
+    sequence: int = 1
+    expert: int = 1
+    offload: tuple[str, ...] = ()
+
+    def json(self, tree: Mapping[str, Any]) -> dict[str, Any]:
+        """The run's JSON with this form, whose batch and recomputation the YAML has."""
+        zero = {key: value for key, value in (tree.get("zero_optimization") or {}).items() if "offload" not in key}
+        zero |= {"stage": self.stage, **{f"offload_{name}": {"device": "cpu"} for name in self.offload}}
+        theirs = (
+            "tensor_parallel",
+            "pipeline",
+            "sequence_parallel_size",
+            "expert_parallel",
+            "activation_checkpointing",
+        )
+        made = {key: copy.deepcopy(value) for key, value in tree.items() if key not in theirs}
+        made |= dict.fromkeys(
+            ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto"
+        )
+        made["zero_optimization"] = zero
+        if self.tensor > 1:
+            made["tensor_parallel"] = {"autotp_size": self.tensor}
+        if self.pipeline > 1:
+            made["pipeline"] = {"stages": self.pipeline, "partition": "parameters"}
+        if self.sequence > 1:
+            made["sequence_parallel_size"] = self.sequence
+        if self.expert > 1:
+            made["expert_parallel"] = {"enabled": True, "autoep_size": self.expert}
+        return made
+
+    def __str__(self) -> str:
+        shares = {"tensor": self.tensor, "pipeline": self.pipeline, "sequence": self.sequence, "expert": self.expert}
+        words = [f"ZeRO {self.stage}", *(f"{name} {degree}" for name, degree in shares.items() if degree > 1)]
+        return ", ".join([*words, *(f"{name} on the host" for name in self.offload)])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    form: Form
+    micro_batch: int
+    recomputed: int | str | None
+    """Value of model.recompute.layers."""
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Keys of the run's YAML."""
+        return {"train.micro_batch": self.micro_batch, "train.accumulation": None,
+                "model.recompute.layers": self.recomputed}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fitted:
+    """A choice that was rehearsed and fits."""
+
+    choice: Choice
+    accumulation: int
+    peak: int
+    left: int
+    """Bytes of the device that stay free, at least."""
+    time: StepTime
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    best: list[Fitted]
+    counted: int
+    """Choices that were counted, estimated or rehearsed."""
+    rehearsed: int
+    """Choices that were rehearsed as they are."""
+
+    def as_json(self) -> dict[str, Any]:
+        best = [{**asdict(each), "mix": str(each.choice.form), "time": each.time.as_json()} for each in self.best]
+        return {"best": best, "counted": self.counted, "rehearsed": self.rehearsed}
+
+    def text(self) -> list[str]:
+        rows = [("", "mix", "micro-batch", "recomputed", "peak", "left", "step", "tokens/s")]
+        for number, each in enumerate(self.best, 1):
+            rows.append((str(number), str(each.choice.form), f"{each.choice.micro_batch} x {each.accumulation}",
+                         str(each.choice.recomputed or "none"), size(each.peak), size(each.left),
+                         f"{each.time.seconds:.3g} s", count(each.time.tokens_per_s)))  # fmt: skip
+        wide = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        table = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, wide, strict=True)).rstrip() for row in rows]
+        told = f"{self.counted} choices counted, {self.rehearsed} rehearsed completely; each of these fits"
+        return [*table, "", told, *(f"  assumed: {note}" for note in self.best[0].time.notes)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Point:
+    peak: float
+    seconds: float
+    floor: float
+    """Seconds without recomputation."""
+
+    def between(self, other: _Point, share: float) -> _Point:
+        """The point at 0: this one, at 1: `other`, on a straight line through both."""
+        mine, theirs = asdict(self), asdict(other)
+        return _Point(**{name: mine[name] + share * (theirs[name] - mine[name]) for name in mine})
+
+
+class Fitter:
+    def __init__(
+        self,
+        run: ResolvedRun,
+        machines: Machines,
+        speeds: Speeds,
+        resolve: Callable[[Form, dict[str, Any]], ResolvedRun],
+    ) -> None:
+        """`resolve`: makes the run with a form and other values. Raises UserError: they are not legal together."""
+        assert machines.memory is not None
+        self._memory, self._batch = machines.memory, run.batch
+        self._machines, self._speeds, self._resolve = machines, speeds, resolve
+        self._precision = 4 if run.precision == "fp32" else 2
+        self._facts = prepared(run, on_gpu=machines.on_gpu).spec.facts
+        self._config = load_config(run.run.model)
+        self._points: dict[tuple[Form, int, Any, int], _Point] = {}
+
+    def fit(self) -> Fit:
+        """Raises UserError: nothing fits."""
+        legal = list(self._legal())
+        self._estimate([(form, 1, "all") for form in legal])
+        known = {form: self._point(form, 1, "all") for form in legal if self._knows(form, 1)}
+        forms = sorted(
+            (form for form in known if self._left(known[form].peak) >= 0), key=lambda form: known[form].floor
+        )
+        del forms[_EXPLORED:]
+        self._estimate(
+            [(form, rows, layers) for form in forms for rows in self._rows(form)[:2] for layers in (None, "all")]
+        )
+        half = self._facts.layers // 2
+        estimated = [Choice(form=form, micro_batch=rows, recomputed=layers)
+                     for form in forms for rows in self._rows(form) for layers in (None, half, "all")]  # fmt: skip
+        points = {each: self._point(each.form, each.micro_batch, each.recomputed) for each in estimated}
+        likely = sorted(
+            (each for each in estimated if self._left(points[each].peak) >= 0), key=lambda each: points[each].seconds
+        )
+        best: list[Fitted] = []
+        tried = likely[:_TRIED]
+        for number, choice in enumerate(tried, 1):
+            best += self._as_it_is(choice)
+            if len(best) == BEST:
+                del tried[number:]
+        if not best:
+            raise UserError(f"--memory {size(self._memory)}: no form of the run fits, of {len(legal)} legal ones. Give "
+                            "more --slots or --hosts, or a larger device")  # fmt: skip
+        best.sort(key=lambda each: each.time.seconds)
+        return Fit(best=best, counted=len(legal) + len(estimated), rehearsed=len(tried))
+
+    def _legal(self) -> Iterator[Form]:
+        """Forms that the configuration takes and whose states fit."""
+        machines, long = self._machines, self._batch.sequence_length >= _LONG
+        experts = next((each for key in _EXPERTS if (each := getattr(self._config, key, None))), 1)
+        powers = [1 << power for power in range(10)]
+        within = [each for each in powers if machines.slots % each == 0]
+        for stage, tensor, pipeline, sequence, expert, offload in product(
+            range(4),
+            within,
+            [each for each in powers if machines.hosts % each == 0],
+            within if long else [1],
+            [each for each in within if experts % each == 0],
+            [(), ("optimizer",), ("optimizer", "param")],
+        ):
+            form = Form(
+                stage=stage, tensor=tensor, pipeline=pipeline, sequence=sequence, expert=expert, offload=offload
+            )
+            ranks = machines.ranks // (tensor * pipeline)
+            if (tensor > 1 and offload) or ranks < 1:
+                continue
+            whole, shared = self._facts.parameters / (tensor * pipeline), self._facts.trained / (tensor * pipeline)
+            states = whole * self._precision / (ranks if stage == 3 else 1) * ("param" not in offload)
+            states += shared * self._precision / (ranks if stage >= 2 else 1) * ("optimizer" not in offload)
+            states += shared * 12 / (ranks if stage else 1) * ("optimizer" not in offload)
+            if expert == 1 and self._left(states) < 0:
+                continue
+            with contextlib.suppress(UserError):
+                self._resolve(form, Choice(form=form, micro_batch=1, recomputed="all").values)
+                yield form
+
+    def _rows(self, form: Form) -> list[int]:
+        """Micro-batches that divide a rank's part of the global batch: 1, 2, 4, ..."""
+        ranks = self._machines.ranks // (form.tensor * form.pipeline * form.sequence)
+        return [1 << power for power in range(8) if self._batch.global_batch % (ranks << power) == 0]
+
+    def _left(self, peak: float) -> int:
+        others = held_by_a_gpu(int(peak), self._machines.ranks) if self._machines.on_gpu else []
+        return int(self._memory - peak - sum(each.high for each in others))
+
+    def _depths(self, form: Form) -> tuple[int, int]:
+        """Numbers of layers of the shallow models: complete periods of unlike layers, and as many for each stage."""
+        types = getattr(self._config.get_text_config(), "layer_types", None) or [None]
+        period = next(each for each in range(1, len(types) + 1) if types == (types[:each] * len(types))[: len(types)])
+        depth = max(2, period * form.pipeline)
+        return min(depth, self._facts.layers), min(2 * depth, self._facts.layers)
+
+    def _estimate(self, wanted: Sequence[tuple[Form, int, Any]]) -> None:
+        """Rehearse shallow models; what a model or an engine refuses is left out."""
+        jobs: list[tuple[Any, int]] = []
+        owners: list[tuple[tuple[Form, int, Any, int], ResolvedRun]] = []
+        for form, rows, layers in wanted:
+            for depth in self._depths(form):
+                key = (form, rows, layers, depth)
+                if key in self._points:
+                    continue
+                with contextlib.suppress(UserError):
+                    values = Choice(form=form, micro_batch=rows, recomputed=layers).values
+                    run = self._shallow(self._resolve(form, values), depth)
+                    checked = prepared(run, on_gpu=self._machines.on_gpu)
+                    for rank in kinds(run.degrees):
+                        jobs.append((checked, rank))
+                        owners.append((key, run))
+        found: dict[Any, dict[int, Rehearsed]] = {}
+        for number, rehearsed in self._rehearse(jobs):
+            if isinstance(rehearsed, Rehearsed):
+                found.setdefault(owners[number][0], {})[rehearsed.rank] = rehearsed
+        for key, run in dict(owners).items():
+            if len(found.get(key, ())) == len(kinds(run.degrees)):
+                self._points[key] = self._of(run, found[key])
+
+    def _rehearse(self, jobs: Sequence[tuple[Any, int]]) -> Iterator[tuple[int, Rehearsed | UserError]]:
+        return rehearse_each(jobs, self._machines.slots, on_gpu=self._machines.on_gpu)
+
+    def _of(self, run: ResolvedRun, found: Mapping[int, Rehearsed]) -> _Point:
+        time = step_time(run, self._machines, self._speeds, found)
+        peak = max(each.peak + each.ahead for each in found.values())
+        return _Point(peak=peak, seconds=time.seconds, floor=time.seconds - time.parts.get("recomputing", 0.0))
+
+    def _shallow(self, run: ResolvedRun, layers: int) -> ResolvedRun:
+        config, model = self._config, run.run.model
+        key = (getattr(config, "attribute_map", None) or {}).get("num_hidden_layers", "num_hidden_layers")
+        given = model.config
+        if not isinstance(given, dict):
+            path = model.folder or Path(str(model.pretrained or given))
+            given = untrusted.loads((path / "config.json" if path.is_dir() else path).read_bytes(), infinite=True)
+        fields = {**given, key: layers}
+        if isinstance(fields.get("layer_types"), list):
+            fields["layer_types"] = fields["layer_types"][:layers]
+        again = model.recompute if model.recompute.layers in (None, "all") else replace(model.recompute, layers="all")
+        model = replace(model, config=fields, pretrained=None, recompute=again)
+        return replace(run, run=replace(run.run, model=model))
+
+    def _knows(self, form: Form, rows: int) -> bool:
+        return all((form, rows, "all", depth) in self._points for depth in self._depths(form))
+
+    def _point(self, form: Form, rows: int, layers: int | str | None) -> _Point:
+        """Estimate the complete model."""
+        if isinstance(layers, int):
+            share = layers * form.pipeline / self._facts.layers
+            return self._point(form, rows, None).between(self._point(form, rows, "all"), share)
+        nothing = _Point(peak=math.inf, seconds=math.inf, floor=math.inf)
+        shallow, deep = self._depths(form)
+        few, many = (
+            [self._points.get((form, each, layers, depth), nothing) for depth in (shallow, deep)]
+            for each in (1, min(2, rows))
+        )
+        if nothing in (*few, *many):
+            return nothing
+        share = (self._facts.layers - shallow) / max(1, deep - shallow)
+        one, two = few[0].between(few[1], share), many[0].between(many[1], share)
+        # Seconds of a step are linear in its number of micro-batches.
+        slower = one.between(two, 2 * (1 - 1 / rows))
+        return replace(slower, peak=one.between(two, rows - 1).peak)
+
+    def _as_it_is(self, choice: Choice) -> Iterator[Fitted]:
+        """Rehearse the complete model. Yields nothing if it does not fit, or is refused."""
+        with contextlib.suppress(UserError):
+            run = self._resolve(choice.form, choice.values)
+            checked, found = prepared(run, on_gpu=self._machines.on_gpu), dict[int, Rehearsed]()
+            for _, rehearsed in self._rehearse([(checked, rank) for rank in kinds(run.degrees)]):
+                if isinstance(rehearsed, UserError):
+                    return
+                found[rehearsed.rank] = rehearsed
+            peak = max(each.peak + each.ahead for each in found.values())
+            on_host = self._machines.slots * max(each.host for each in found.values())
+            on_host += 0 if self._machines.on_gpu else self._machines.slots * peak
+            room = self._machines.host_memory
+            if self._left(peak) < 0 or (room is not None and on_host > room):
+                return
+            yield Fitted(
+                choice=choice,
+                accumulation=run.batch.accumulation,
+                peak=peak,
+                left=self._left(peak),
+                time=step_time(run, self._machines, self._speeds, found),
+            )
+
+
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")

@@ -1,0 +1,131 @@
+"""`llmtrain plan --fit`: its first is the best of all, and nothing it proposes lacks room."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from llmtrain import cli
+from llmtrain.commands import plan as command
+from llmtrain.config.run import ResolvedRun
+from llmtrain.plan import fit
+from llmtrain.plan.device import MIB, Machines
+from llmtrain.plan.fit import Choice, Fitter, Form
+from llmtrain.plan.rehearsal import Rehearsed
+from llmtrain.plan.speed import Speeds
+from llmtrain.plan.work import Message, Operator
+from llmtrain.training.examine import Checked
+from tests.unit.plan.test_plan import RUN
+
+SPEEDS = Speeds(products=1e12, attention=1e12, memory=1e12, inside=1e9, to_host=1e8)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text(RUN)
+    Path("ds.json").write_text(json.dumps({"zero_optimization": {"stage": 1, "reduce_bucket_size": 40_000}}))
+    return tmp_path
+
+
+def facts(run: ResolvedRun, **_: Any) -> Any:
+    """Facts of the model, which is not built."""
+    config: Any = run.run.model.config
+    found = SimpleNamespace(layers=config["num_hidden_layers"], parameters=1000, trained=1000)
+    return SimpleNamespace(resolved=run, spec=SimpleNamespace(facts=found))
+
+
+@pytest.fixture
+def formula(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fit, "prepared", facts)
+    monkeypatch.setattr(fit, "rehearse_each", by_formula)
+
+
+def by_formula(jobs: Sequence[tuple[Checked, int]], *_: Any, **__: Any) -> Iterator[tuple[int, Rehearsed]]:
+    """Rehearse nothing: states in their shares, activations of rows and layers, and their recomputation."""
+    for number, (checked, rank) in enumerate(jobs):
+        run, layers = checked.resolved, checked.spec.facts.layers
+        degrees, batch, again = run.degrees, run.batch, run.run.model.recompute.layers
+        again = layers if again == "all" else again or 0
+        stage, shares = run.zero_stage, degrees.data
+        states = layers * MIB / degrees.tensor * (1 / (shares if stage == 3 else 1) + 6 / (shares if stage else 1))
+        states -= layers * MIB * 6 / shares * run.mix.offload_optimizer
+        kept = batch.micro_batch * MIB * ((layers - again) + 0.1 * again) / degrees.tensor
+        passes = batch.accumulation * (1 + batch.micro_batch) * 10**9 // degrees.tensor
+        work: Counter[Operator | Message] = Counter(
+            {
+                Operator("forward", "mm", passes, 0): layers,
+                Operator("recompute", "mm", passes // 3, 0): again,
+                Message("forward", "allreduce", tuple(range(degrees.tensor)), 10**6): layers * batch.accumulation,
+                Message("step", "allgather", tuple(range(shares)), 10**6): layers * max(1, stage),
+            }
+        )
+        yield (
+            number,
+            Rehearsed(rank=rank, peak=int(states + kept), at="step", parts={}, ahead=0, kept=0, highest={}, host=0,
+                      saved=layers * MIB // shares, curve=[], step=work, cpu_s=0.0),
+        )  # fmt: skip
+
+
+def resolved(form: Form, values: dict[str, Any]) -> Any:
+    """The run of these tests with other values."""
+    path = Path(f"{form}.json")
+    path.write_text(json.dumps(form.json(json.loads(Path("ds.json").read_text()))))
+    more = {"deepspeed": str(path), "train.global_batch": 32, **values}
+    words = [f"--{key}={'null' if value is None else value}" for key, value in more.items()]
+    return command._resolved(["run.yaml", *words], 4)[1]
+
+
+@pytest.mark.usefixtures("formula")
+@pytest.mark.parametrize("memory", range(3, 43, 2))
+def test_the_first_is_the_best_of_all(memory: int) -> None:
+    machines = Machines(hosts=1, slots=4, device="x", on_gpu=False, memory=memory * MIB, host_memory=None)
+    fitter = Fitter(resolved(Form(stage=1), {}), machines, SPEEDS, resolved)
+    found = fitter.fit()
+    assert all(each.peak <= memory * MIB and each.left >= 0 for each in found.best)
+    times = [each.time.seconds for each in found.best]
+    assert times == sorted(times) and found.rehearsed <= 10
+    every = [
+        each.time.seconds
+        for form in fitter._legal()
+        for rows, layers in product(fitter._rows(form), (None, 2, "all"))
+        for each in fitter._as_it_is(Choice(form=form, micro_batch=rows, recomputed=layers))
+    ]
+    assert times[0] <= 1.1 * min(every) and len(every) > 5
+
+
+@pytest.mark.usefixtures("formula")
+def test_a_run_that_fits_nowhere(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "run.yaml", "--slots", "2", "--device", "cpu", "--memory", "1MB", "--fit"]) == 2
+    assert "no form of the run fits" in capsys.readouterr().err
+    assert cli.main(["plan", "run.yaml", "--slots", "2", "--device", "cpu", "--fit"]) == 2
+    assert "--fit = true" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("formula")
+def test_the_json_can_be_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    """With the printed lines in the YAML it is the first proposal; the global batch stays."""
+    words = ["--slots", "4", "--device", "cpu", "--memory", "6MiB", "--fit", "--out", "mine.json"]
+    assert cli.main(["plan", "run.yaml", *words]) == 0
+    said = capsys.readouterr().out
+    assert "  mix " in said.splitlines()[0] and "choices counted" in said
+    lines = said.partition("in the YAML of the first:")[2]
+    words = [f"--{key}={'null' if value is None else value}" for key, value in yaml.safe_load(lines).items()]
+    run = command._resolved(["run.yaml", *words], 4)[1]
+    assert run.run.deepspeed == "mine.json" and run.batch.global_batch == 16
+
+
+@pytest.mark.slow
+def test_proposals_are_rehearsed(capsys: pytest.CaptureFixture[str]) -> None:
+    """The search itself, on tensors without memory."""
+    assert cli.main(["plan", "run.yaml", "--slots", "2", "--device", "cpu", "--memory", "4MiB", "--fit", "--json"]) == 0
+    best = json.loads(capsys.readouterr().out)["best"]
+    assert 1 <= len(best) <= 5 and all(each["peak"] <= 4 * MIB for each in best)
