@@ -26,9 +26,9 @@ from llmtrain.plan.rehearsal import Rehearsed, kinds, prepared, rehearse_each
 from llmtrain.plan.speed import Speeds, StepTime, step_time
 
 BEST = 5
-_EXPLORED = 5
+_EXPLORED = 3
 """Forms of which more than two rehearsals are made."""
-_TRIED = 10
+_TRIED = 8
 """Most complete rehearsals."""
 _LONG = 32_768
 """Tokens of a row from which on sequence parallelism is tried."""
@@ -159,16 +159,16 @@ class Fitter:
 
     def fit(self) -> Fit:
         """Raises UserError: nothing fits."""
-        legal = list(self._legal())
-        self._estimate([(form, 1, "all") for form in legal])
-        known = {form: self._point(form, 1, "all") for form in legal if self._knows(form, 1)}
-        forms = sorted(
-            (form for form in known if self._left(known[form].peak) >= 0), key=lambda form: known[form].floor
-        )
+        legal, forms = list(self._legal()), list[Form]()
+        for some in ([each for each in legal if not each.offload], [each for each in legal if each.offload]):
+            if len(forms) < 2:  # offload is slow: for what fits in no other form
+                self._estimate([(form, 1, "all") for form in some])
+                known = {form: self._point(form, 1, "all") for form in some}
+                fitting = [form for form in some if self._left(known[form].peak) >= 0]
+                forms += sorted(fitting, key=lambda form: known[form].floor)
         del forms[_EXPLORED:]
-        self._estimate(
-            [(form, rows, layers) for form in forms for rows in self._rows(form)[:2] for layers in (None, "all")]
-        )
+        wanted = product(forms, (1, 2), (None, "all"))
+        self._estimate([(form, rows, layers) for form, rows, layers in wanted if rows in self._rows(form)])
         half = self._facts.layers // 2
         estimated = [Choice(form=form, micro_batch=rows, recomputed=layers)
                      for form in forms for rows in self._rows(form) for layers in (None, half, "all")]  # fmt: skip
@@ -224,6 +224,8 @@ class Fitter:
         return [1 << power for power in range(8) if self._batch.global_batch % (ranks << power) == 0]
 
     def _left(self, peak: float) -> int:
+        if peak == math.inf:  # refused
+            return -1
         others = held_by_a_gpu(int(peak), self._machines.ranks) if self._machines.on_gpu else []
         return int(self._memory - peak - sum(each.high for each in others))
 
@@ -280,14 +282,13 @@ class Fitter:
         model = replace(model, config=fields, pretrained=None, recompute=again)
         return replace(run, run=replace(run.run, model=model))
 
-    def _knows(self, form: Form, rows: int) -> bool:
-        return all((form, rows, "all", depth) in self._points for depth in self._depths(form))
-
     def _point(self, form: Form, rows: int, layers: int | str | None) -> _Point:
         """Estimate the complete model."""
         if isinstance(layers, int):
             share = layers * form.pipeline / self._facts.layers
-            return self._point(form, rows, None).between(self._point(form, rows, "all"), share)
+            none, everything = self._point(form, rows, None), self._point(form, rows, "all")
+            refused = math.inf in (none.peak, everything.peak)
+            return max(none, everything, key=lambda each: each.peak) if refused else none.between(everything, share)
         nothing = _Point(peak=math.inf, seconds=math.inf, floor=math.inf)
         shallow, deep = self._depths(form)
         few, many = (
