@@ -17,7 +17,7 @@ from llmtrain.config import strict_yaml
 from llmtrain.config.load import COMMAND_LINE, configs_in, parse, plugins_of, run_words
 from llmtrain.config.on_disk import refuse_if_preempted
 from llmtrain.config.pinned import with_base
-from llmtrain.config.planned import stored
+from llmtrain.config.planned import in_words, stored
 from llmtrain.config.problems import closest, show, stop
 from llmtrain.config.resolve import resolve
 from llmtrain.config.rules import value_of
@@ -98,11 +98,8 @@ def main(argv: list[str]) -> int:
     if others:
         note = f"the figures are for 1 rank; {_give(others)} gives those for more"
         resolved = replace(resolved, notes=(*resolved.notes, note))
-    if keys := autos(resolved.run):
-        planned = stored(resolved, on_gpu=True) or stored(resolved, on_gpu=False)
-        last = f"; the last plan has {show(planned.chosen)}" if planned is not None and planned.memory else ""
-        note = f"{' and '.join(keys)} auto: the start decides by the free memory, or `llmtrain plan` before it{last}"
-        resolved = replace(resolved, notes=(*resolved.notes, note))
+    if autos(resolved.run):
+        resolved = replace(resolved, notes=(*resolved.notes, note_of_autos(resolved)))
     if action == "show":
         print(f"# {files}, resolved for {units.counted(world_size, 'rank')}")
         print("".join(f"# {note}\n" for note in parsed.notes) + _with_origins(resolved))
@@ -118,6 +115,13 @@ def main(argv: list[str]) -> int:
             print(_read_data(checked))
         print(f"ok: {files} with {resolved.run.deepspeed}")
     return 0
+
+
+def note_of_autos(resolved: ResolvedRun) -> str:
+    planned = stored(resolved, on_gpu=True) or stored(resolved, on_gpu=False)
+    last = f"; the last plan took {in_words(planned.chosen)}" if planned is not None and planned.chosen else ""
+    keys = " and ".join(autos(resolved.run))
+    return f"{keys} auto: the start decides by the free memory, or `llmtrain plan` before it{last}"
 
 
 def _with_origins(resolved: ResolvedRun) -> str:
@@ -166,7 +170,7 @@ def _read_data(checked: Checked) -> str:
 
 def summary(resolved: ResolvedRun, facts: ModelFacts | None = None) -> str:
     """Return a few lines about batch, length, layout and precision, the model's size if known, and the notes."""
-    train, batch, mix = resolved.run.train, resolved.batch, resolved.mix
+    train, batch = resolved.run.train, resolved.batch
     equation = (
         f"global_batch {batch.global_batch}, micro_batch auto" if train.micro_batch == "auto" else batch.equation()
     )
@@ -182,6 +186,24 @@ def summary(resolved: ResolvedRun, facts: ModelFacts | None = None) -> str:
         lines.append(f"length:  {resolved.max_steps} optimizer steps, {tokens} tokens")
     else:
         lines.append(f"length:  {train.max_minutes:g} minutes")
+    lines += [
+        f"compute: {', '.join(ways_of(resolved))}",
+        f"optim:   {_optimizer(resolved)}",
+        f"ranks:   {_ranks(resolved.degrees)}",
+    ]
+    if facts is not None:
+        lines.append(f"model:   {units.count(facts.parameters)} parameters")
+        plans = {"": stored(resolved, on_gpu=True), " on the CPU": stored(resolved, on_gpu=False)}
+        lines += [f"memory:  {plan.text()}{where}" for where, plan in plans.items() if plan is not None]
+        if not any(plans.values()):
+            lines.append("memory:  `llmtrain plan RUN.yaml --hosts N --slots N` rehearses it")
+    lines.append(f"run dir: {train.run_dir}")
+    return "\n".join([*lines, *(f"note:    {note}" for note in resolved.notes)])
+
+
+def ways_of(resolved: ResolvedRun) -> list[str]:
+    """Return words for precision, ZeRO, optimizer, offload and recomputation."""
+    mix = resolved.mix
     offload = [name for name, on in (("optimizer", mix.offload_optimizer), ("parameters", mix.offload_param)) if on]
     ways = [mix.precision, f"ZeRO {mix.zero_stage}", resolved.optim.name]
     ways += ["moments in bf16"] if mix.bf16_moments else []
@@ -191,15 +213,7 @@ def summary(resolved: ResolvedRun, facts: ModelFacts | None = None) -> str:
     of = " of as many layers as memory asks for" if layers == "auto" else of
     of += " a stage" if of and mix.degrees.pipeline > 1 else ""
     ways += [f"activation checkpointing{of}{kept}"] if mix.recomputes else []
-    lines += [f"compute: {', '.join(ways)}", f"optim:   {_optimizer(resolved)}", f"ranks:   {_ranks(resolved.degrees)}"]
-    if facts is not None:
-        lines.append(f"model:   {units.count(facts.parameters)} parameters")
-        plans = {"": stored(resolved, on_gpu=True), " on the CPU": stored(resolved, on_gpu=False)}
-        lines += [f"memory:  {plan.text()}{where}" for where, plan in plans.items() if plan is not None]
-        if not any(plans.values()):
-            lines.append("memory:  `llmtrain plan RUN.yaml --hosts N --slots N` rehearses it")
-    lines.append(f"run dir: {train.run_dir}")
-    return "\n".join([*lines, *(f"note:    {note}" for note in resolved.notes)])
+    return ways
 
 
 def _optimizer(resolved: ResolvedRun) -> str:

@@ -19,6 +19,7 @@ from llmtrain.base.errors import UserError
 from llmtrain.base.files import replace_file
 from llmtrain.cluster.hosts.hostfile import read_hostfile
 from llmtrain.commands import completion
+from llmtrain.commands.config import ways_of
 from llmtrain.config.deepspeed.read import read_json
 from llmtrain.config.load import COMMAND_LINE, Parsed, command_words, configs_in, parse, run_words
 from llmtrain.config.pinned import fetched
@@ -286,10 +287,7 @@ def _other_json(resolved: ResolvedRun, zero: dict[str, Any], folder: Path) -> st
 
 def _summary(resolved: ResolvedRun) -> str:
     mix, batch = resolved.mix, resolved.batch
-    ways = [mix.precision, f"ZeRO {mix.zero_stage}", resolved.optim.name]
+    ways = ways_of(resolved)
     ways += [f"{name} {degree}" for name, degree in asdict(mix.degrees).items() if degree > 1 and name != "data"]
-    if mix.recomputes:
-        layers, kept = resolved.run.model.recompute.layers, " but their attention" if mix.keep_attention else ""
-        ways.append(f"{units.counted(layers, 'layer') if isinstance(layers, int) else 'all layers'} recomputed{kept}")
     ways.append(f"micro-batch of {batch.micro_batch} x {batch.sequence_length} tokens")
     return ", ".join(ways)

@@ -55,6 +55,12 @@ class Planned:
         return "; ".join(gives) or "`llmtrain plan RUN.yaml --memory SIZE` rehearses changes, with the peak of each"
 
 
+def in_words(chosen: dict[str, Any]) -> str:
+    layers, keep = chosen["recompute"]["layers"], chosen["recompute"]["keep"]
+    kept = " but their attention" if keep else ""
+    return f"micro-batch {chosen['micro_batch']}, {layers or 'no'} layers recomputed{kept}"
+
+
 def with_chosen(resolved: ResolvedRun, micro_batch: int, recompute: RecomputeConfig) -> ResolvedRun:
     """The run with these values where it has auto. Raises ConfigError: the micro-batch does not go with the run."""
     if resolved.run.train.micro_batch == "auto":

@@ -40,11 +40,6 @@ class Teacher:
     def tensors(self) -> dict[str, Tensor]:
         return dict(named_tensors(self._language.hf))
 
-    def to_empty(self, device: str) -> list[Tensor]:
-        """Returns its tensors, without values."""
-        self._language.to_empty(device=device)
-        return [*self._language.parameters(), *self._language.buffers()]
-
     @torch.no_grad()
     def logits(self, inputs: Tensor, positions: Tensor | None) -> TeacherLogits:
         """Compute the logits of this rank's columns [B, t] of the tokens [B, T], counted as B x t."""

@@ -25,13 +25,14 @@ Peak = Callable[[RecomputeConfig], float]
 def decide(
     asked: ResolvedRun, memory: int | None, rehearsed: Callable[[ResolvedRun], Found]
 ) -> tuple[ResolvedRun, Found]:
-    """Choose the largest micro-batch and the fewest recomputed layers with which the run takes at most 90 % of `memory`
-    bytes of a device. Returns the run with them, and its rehearsal.
+    """Choose the largest micro-batch and the fewest recomputed layers with which the run leaves MARGIN of `memory`
+    bytes of a device, and train.memory_margin beside it. Returns the run with them, and its rehearsal.
 
     A smaller micro-batch comes before recomputation, which takes about a third of a step: layers are recomputed where
     one sequence does not fit.
     """
-    room = math.inf if memory is None else (1 - MARGIN) * memory
+    margin = MARGIN + (asked.run.train.memory_margin or 0.0)
+    room = math.inf if memory is None else (1 - margin) * memory
     tried: dict[tuple[int, RecomputeConfig], Found] = {}
 
     def peak(count: int, again: RecomputeConfig) -> float:

@@ -17,7 +17,7 @@ from llmtrain.base import log
 from llmtrain.base.child import Child, of_module
 from llmtrain.base.units import size
 from llmtrain.config import plugins
-from llmtrain.config.planned import stored, with_chosen
+from llmtrain.config.planned import in_words, stored, with_chosen
 from llmtrain.config.run import RecomputeConfig, ResolvedRun, autos
 from llmtrain.config.strict_yaml import dump
 from llmtrain.config.topology import ranks_of_this_host
@@ -48,12 +48,7 @@ def decided(checked: Checked, ranks: Ranks) -> Checked:
     else:
         chosen, why = _rehearsed(resolved, free, ranks)
     run = with_chosen(resolved, chosen["micro_batch"], RecomputeConfig(**chosen["recompute"]))
-    layers, keep = chosen["recompute"]["layers"], chosen["recompute"]["keep"]
-    words = {
-        "train.micro_batch": chosen["micro_batch"],
-        "model.recompute.layers": f"{layers or 'none'}{' without attention' if keep else ''}",
-    }
-    note = f"{', '.join(f'{key} auto: {words[key]}' for key in autos(resolved.run))}, {why}"
+    note = f"{' and '.join(autos(resolved.run))} auto: {in_words(chosen)}, {why}"
     return replace(checked, resolved=replace(run, notes=(*resolved.notes, note)))
 
 
@@ -74,7 +69,7 @@ def _rehearsed(resolved: ResolvedRun, free: int, ranks: Ranks) -> tuple[dict[str
     with contextlib.ExitStack() as stack:
         child = None
         if ranks.rank == 0:
-            log.info(f"{', '.join(autos(run))} auto: rehearsing the run for {size(free)} of free memory")
+            log.info(f"{' and '.join(autos(run))} auto: rehearsing the run for {size(free)} of free memory")
             stack.enter_context(ending_on_sigterm())
             file = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "run.yaml"
             file.write_text(dump(run))

@@ -97,13 +97,18 @@ def test_a_start_decides_the_micro_batch(
 
     first, first_s = launch(2, *AUTO)
     assert "train.micro_batch auto: rehearsing the run for" in first
-    assert "train.micro_batch auto: 4, for" in first and "micro-batch 4 x accumulation 2 x 2 data-parallel" in first
+    assert (
+        "train.micro_batch auto: micro-batch 4, no layers recomputed, for" in first
+        and "micro-batch 4 x accumulation 2 x 2 data-parallel" in first
+    )
     config = next(tmp_path.glob("**/config.yaml"))
     train = yaml.safe_load(config.read_text())["train"]
     assert (train["global_batch"], train["micro_batch"], train["accumulation"]) == (16, 4, 2)
     again, again_s = launch(4, *AUTO)
     print(f"first start and 2 steps {first_s:.1f} s, second {again_s:.1f} s")
-    assert "rehearsing" not in again and "train.micro_batch auto: 4, for" in again and "(plan of " in again
+    assert (
+        "rehearsing" not in again and "auto: micro-batch 4, no layers recomputed, for" in again and "(plan of " in again
+    )
     assert "memory: planned" in again
     assert "micro-batch 2 x accumulation 4" in launch(6, "--train.micro_batch", "2", *AUTO[2:])[0]
 
@@ -116,7 +121,7 @@ def test_a_start_without_an_answer_takes_least_memory(recipe: Path, tmp_path: Pa
     ranks = forked.Launch(recipe, *words, world_size=2, before=functools.partial(before, str(tmp_path)))
     assert ranks.wait(240) == [0] * 2, ranks.output()
     said = ranks.output()
-    assert "train.micro_batch auto: 1, model.recompute.layers auto: all, the choice that takes least memory" in said
+    assert "train.micro_batch and model.recompute.layers auto: micro-batch 1, all layers recomputed, the choice" in said
     assert why in said and "`llmtrain plan RUN.yaml --hosts 1 --slots 2 --memory 1073741824 --device cpu`" in said
 
 

@@ -14,7 +14,7 @@ import yaml
 from llmtrain import cli
 from llmtrain.base.errors import ConfigError
 from llmtrain.base.units import GIB
-from llmtrain.commands.config import summary
+from llmtrain.commands.config import note_of_autos, summary
 from llmtrain.config.load import parse
 from llmtrain.config.planned import Planned, refuse_without_room, store, stored, with_chosen
 from llmtrain.config.resolve import resolve
@@ -222,6 +222,8 @@ def test_layers_and_micro_batch_for_a_memory(
     assert stored(decided, on_gpu=False) == kept
     assert decided.batch == Batch(global_batch=32, micro_batch=8, accumulation=2, data_parallel=2, sequence_length=64)
     assert decided.run.train.accumulation == 2 and decided.deepspeed["train_micro_batch_size_per_gpu"] == 8
+    said = note_of_autos(asked)
+    assert "train.micro_batch auto: the start decides" in said and "took micro-batch 8, no layers recomputed" in said
     assert cli.main(["plan", "run.yaml", *rows]) == 2
     assert "is decided by the memory of a device" in capsys.readouterr().err
 
