@@ -31,6 +31,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("llmtrain.commands.generate", "print a continuation of a prompt"),
     "chat": ("llmtrain.commands.chat", "talk with a trained model in the terminal"),
     "plan": ("llmtrain.commands.plan", "rehearse a run here: its memory on each kind of rank, and whether it fits"),
+    "replay": ("llmtrain.commands.replay", "train steps of a run again, compare them with its record, name the rows"),
     "report": ("llmtrain.commands.report", "draw a run's loss, throughput and memory"),
     "checkpoint": ("llmtrain.commands.checkpoint", "list, verify, compare, convert and delete checkpoints"),
 }

@@ -209,6 +209,21 @@ def sequences(span: Span, step: int, rank: int | None) -> Iterator[int]:
             yield first + row
 
 
+def documents_of(span: Span, index: int) -> list[str]:
+    """Return lines on the documents of a sequence. Raises DataError."""
+    data = span.data()
+    member, window = data.place_of(index)
+    origins = data.windows_of(member).origins(window, data.origins_of(member))
+    return [shown_origin(data, member, origin) for origin in origins]
+
+
+def shown_origin(data: TrainData, member: int, origin: Origin) -> str:
+    length = min(origin.end - origin.begin, _QUOTED_TOKENS)
+    ids = data.streams("train")[member].read(origin.begin, length)
+    text = untrusted.shown(Encoder(data.tokenizer_dir).decode(ids.tolist()))
+    return f'{origin.file}:{origin.record}, {units.counted(origin.end - origin.begin, "token")}: "{text}"'
+
+
 class Where:
     """One prepared folder in the order of a run."""
 
@@ -254,7 +269,7 @@ class Where:
         for index, window in mine:
             yield f"sequence {index}"
             for origin in windows.origins(window, known):
-                yield f"  {self._shown(data, member, origin)}"
+                yield f"  {shown_origin(data, member, origin)}"
 
     def of_source(self, file: str, record: int) -> Iterator[str]:
         """Yield lines on the steps that have read a record's documents. Raises DataError: there are none."""
@@ -273,7 +288,7 @@ class Where:
                 "relative to the --source that they were prepared from, lines count from 1, rows from 0"
             )
         for origin in origins:
-            yield self._shown(data, member, origin)
+            yield shown_origin(data, member, origin)
             steps = sorted(set(self._steps(origin)))
             yield f"  read in step {', '.join(map(str, steps))}" if steps else "  not read so far"
 
@@ -288,12 +303,6 @@ class Where:
                 for index in data.sequences_with(member, window, end):
                     if index >= span.next:
                         yield span.after + (index - span.next) // span.batch + 1
-
-    def _shown(self, data: TrainData, member: int, origin: Origin) -> str:
-        length = min(origin.end - origin.begin, _QUOTED_TOKENS)
-        ids = data.streams("train")[member].read(origin.begin, length)
-        text = untrusted.shown(Encoder(data.tokenizer_dir).decode(ids.tolist()))
-        return f'{origin.file}:{origin.record}, {units.counted(origin.end - origin.begin, "token")}: "{text}"'
 
 
 def last_step(run: Path) -> int:

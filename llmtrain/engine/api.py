@@ -69,9 +69,11 @@ class Update:
     """Result of an optimizer step. Reading a tensor here waits for the device: do it at log points only."""
 
     skipped: bool
-    """The parameters did not change: the gradient or the loss was not finite, or no token counted."""
+    """The parameters did not change: the gradient or the loss was not finite, no token counted, or `left_out`."""
     grad_norm: Tensor | float | None
     """Global gradient norm before clipping."""
+    left_out: bool = False
+    """The caller has left the update out."""
 
 
 class Engine(Protocol):
@@ -106,11 +108,34 @@ class Engine(Protocol):
         """
         ...
 
-    def update(self, lr_factor: float) -> Update:
+    def update(self, lr_factor: float, leave_out: Callable[[float], bool] | None = None) -> Update:
         """Step the optimizer with peak learning rates x `lr_factor`.
+
+        Args:
+            leave_out: gets a finite gradient norm, and returns True, the same on all ranks, to drop the gradient. The
+                host waits for the device.
 
         Raises:
             TrainingStopped: on all ranks: fp16 has no smaller loss scale left.
+        """
+        ...
+
+    def gradient_norm(
+        self,
+        micros: Sequence[MicroBatch],
+        weight: int,
+        objective: LossFunction = NEXT_TOKEN,
+        *,
+        keep: bool = False,
+    ) -> tuple[float, float]:
+        """Return the norm of a loss's gradient and its product with the kept gradient, and drop the gradient.
+
+        Args:
+            micros, objective: as in `forward_backward`; a rank with no share gives rows without a counted label.
+            weight: divisor of the loss.
+            keep: keep a copy, 4 bytes a parameter over all ranks, for later calls.
+
+        (inf, nan): it is not finite.
         """
         ...
 

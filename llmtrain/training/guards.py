@@ -82,6 +82,10 @@ class SkippedSteps(Part):
             self._tracker.event("skip", step=step, what="no counted token", samples=every, loss_scaling=False)
             log.warn(f"step {step} skipped: no token of the samples {units.some(every)} is counted")
             return
+        if done.update.left_out:
+            self._tracker.event("skip", step=step, what="outlier", samples=every, loss_scaling=False)
+            log.warn(f"step {step} skipped: an outlier (optim.skip_outliers); its update is left out")
+            return
         bad = [
             index
             for micro, sums in zip(done.batch.micro_batches, done.sums, strict=True)

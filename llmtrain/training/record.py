@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 
 import torch
@@ -41,6 +42,10 @@ class Record(Part):
         self._steps: list[StepRow] = []
         """Steps since the last reading, without their figures."""
         self.detector = Detector()
+        self._limit = setup.run.optim.skip_outliers
+        if self._limit is not None:
+            launch.session.leave_out = self._leave_out
+            self._every = 1  # a verdict needs all steps before
         self._started = launch.start.position.step
         self._stage = setup.course.at(self._started).stage
         self._file: StepFile | None = None
@@ -60,10 +65,20 @@ class Record(Part):
         self._norms.append(math.nan if done.update.grad_norm is None else done.update.grad_norm)
         self._steps.append(
             StepRow(step=done.position.step, weight=done.agreed.weight, loss=math.nan, norm=math.nan,
-                    lr_factor=done.lr_factor, skipped=done.update.skipped, left_out=False, shares=())
+                    lr_factor=done.lr_factor, skipped=done.update.skipped, left_out=done.update.left_out, shares=())
         )  # fmt: skip
         if done.last or len(self._steps) == _MOST or is_due(self._every, done.steps):
             self.read()
+
+    def _leave_out(self, sums: Sequence[Tensor], weight: int) -> Callable[[float], bool]:
+        """Return the verdict on a step, the same on all ranks, for its gradient norm."""
+        assert self._limit is not None
+        loss, limit = torch.stack(list(sums)).sum(0)[0].double().cpu(), self._limit
+        if self._degrees.place(self._ranks.rank).tensor > 0:
+            loss.zero_()
+        dist.all_reduce(loss, group=self._ranks.control)
+        mean = float(loss) / weight
+        return lambda norm: self.detector.outlier(mean, norm, limit) is not None
 
     def read(self) -> None:
         """Write the steps of the ring. Waits for the device. All ranks call it together."""

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import operator
+import os
 import sys
 import time
 import warnings
@@ -195,6 +196,10 @@ def _parts(launch: Launch) -> Iterator[Part]:
         from llmtrain.training.profile import Profile
 
         yield Profile(launch)
+    if "LLMTRAIN_REPLAY" in os.environ:  # of `llmtrain replay`
+        from llmtrain.training.replay import Replay
+
+        yield Replay(launch)
 
 
 def train_steps(launch: Launch) -> tuple[Position, bool]:

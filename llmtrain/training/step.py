@@ -101,6 +101,8 @@ class Session:
         self._seeded_as = ranks.rank // degrees.tensor
         self.measured: Callable[[Sequence[MicroBatch]], AbstractContextManager[None]] = lambda _: nullcontext()
         """A context around the forward and backward passes of these micro-batches."""
+        self.leave_out: Callable[[Sequence[Tensor], int], Callable[[float], bool] | None] = lambda sums, weight: None
+        """Maps the sums of this rank's micro-batches and the weight of the batch to the engine's `leave_out`."""
 
     def step(
         self,
@@ -120,7 +122,7 @@ class Session:
             save_status=(request.save_ended, request.save_failed),
             pace=request.pace,
         )
-        seed_step(self._seed, self.step_number, self._seeded_as)
+        self.seed()
         lr_factor = self._rate(self.step_number)
         if not counted and not agreement().weight:  # nowhere: momentum alone would move the weights
             before_update()
@@ -133,9 +135,13 @@ class Session:
             with self.measured(batch.micro_batches):
                 sums = self.engine.forward_backward(batch.micro_batches, lambda: agreement().weight, self.objective)
             before_update()
-            update = self.engine.update(lr_factor)
+            update = self.engine.update(lr_factor, self.leave_out(sums, agreement().weight))
         self.step_number += 1
         return Step(batch=batch, agreed=agreement(), sums=sums, lr_factor=lr_factor, update=update)
+
+    def seed(self) -> None:
+        """Begin the random numbers of the step."""
+        seed_step(self._seed, self.step_number, self._seeded_as)
 
     def figures(self, step: Step) -> dict[str, float]:
         """Return the objective's figures over the global batch. Waits for the device."""

@@ -1,14 +1,19 @@
-"""A run with a document of garbage: its steps are recorded, its spike is reported, and a checkpoint before it stays."""
+"""A run with a document of garbage: its steps are recorded, its spike is reported, a checkpoint before it stays, and a
+replay names the document."""
 
 from __future__ import annotations
 
+import hashlib
+import html
 import json
 import random
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from llmtrain import cli
 from llmtrain.commands.prepare import main as prepare
 from llmtrain.tracking.local import read_rows
 from llmtrain.tracking.steps import StepRow, read_steps
@@ -87,3 +92,90 @@ def test_the_newest_checkpoint_before_the_spike_is_kept(spiked: Path) -> None:
     kept = f"step-{(spike - 1) // 20 * 20:08d}"
     found = sorted(path.name for path in (spiked / "run/checkpoints").glob("step-*"))
     assert found == [kept, "step-00000190"]
+
+
+def content(folder: Path) -> dict[str, str]:
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+@pytest.fixture(scope="module")
+def replayed(spiked: Path) -> tuple[dict[str, Any], bool]:
+    """(answer of the command that the event names, True if the run's folder is as before)."""
+    before = content(spiked / "run")
+    assert cli.main(shlex.split(event(spiked / "run")["replay"])[1:]) == 0
+    (folder,) = spiked.glob("run-replay-*")
+    return json.loads((folder / "answer.json").read_text()), content(spiked / "run") == before
+
+
+def test_a_replay_is_equal_to_the_bit_and_only_reads_the_run(replayed: tuple[dict[str, Any], bool]) -> None:
+    answer, same = replayed
+    assert same and answer["exact"] and answer["equal"]
+    assert [each["equal"] for each in answer["steps"]] == [True] * 11 and all(
+        each["apart"] == 0 for each in answer["steps"]
+    )
+
+
+def test_the_worst_row_is_named_with_its_document(spiked: Path, replayed: tuple[dict[str, Any], bool]) -> None:
+    worst, second = replayed[0]["rows"][:2]
+    assert worst["step"] == event(spiked / "run")["step"]
+    assert any(line.startswith(f"a.jsonl:{GARBAGE}, ") for line in worst["documents"])
+    assert worst["norm"] > 4 * second["norm"] and worst["share"] > 0.8 and worst["loss"] > second["loss"]
+
+
+def test_the_page_shows_the_row_and_no_markup_of_the_data(spiked: Path, replayed: tuple[dict[str, Any], bool]) -> None:
+    (folder,) = spiked.glob("run-replay-*")
+    page = (folder / "replay.html").read_text()
+    assert f"a.jsonl:{GARBAGE}" in page and page.count("<svg") == 2
+    garbage = next(line for line in replayed[0]["rows"][0]["documents"] if f":{GARBAGE}, " in line)
+    assert ">" in garbage and garbage not in page and html.escape(garbage) in page
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--steps", "9"), "--steps 9: write FIRST:LAST"),
+        (("--steps", "12:9"), "--steps 12:9: write FIRST:LAST"),
+        (("--steps", "180:250"), "--steps 180:250: the run has recorded steps up to 190"),
+        (("--steps", "5:9", "--rows", "0"), "--rows 0: must be at least 1"),
+        (("--steps", "5:9", "--out", "{here}"), "exists, and no replay has made it"),
+    ],
+)
+def test_a_wrong_request_is_refused_and_nothing_is_written(
+    words: tuple[str, ...], message: str, spiked: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given, before = [word.format(here=spiked) for word in words], sorted(spiked.iterdir())
+    assert cli.main(["replay", str(spiked / "run"), *given]) == 2
+    assert message in capsys.readouterr().err and sorted(spiked.iterdir()) == before
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["replay", str(tmp_path), "--steps", "1:2"]) == 2
+    assert "give the folder of a run" in capsys.readouterr().err
+
+
+def test_done_lets_go_of_the_checkpoint(spiked: Path, replayed: object, capsys: pytest.CaptureFixture[str]) -> None:
+    step = event(spiked / "run")["step"]
+    assert cli.main(["replay", str(spiked / "run"), "--done"]) == 0
+    assert f"steps of the spikes: {step}" in capsys.readouterr().out
+    assert json.loads((spiked / "run/checkpoints/spikes.json").read_text()) == []
+
+
+def test_an_outlier_is_left_out_on_all_ranks(spiked: Path) -> None:
+    """One step has no update, and the steps before it have the figures of the run without the setting."""
+    run = spiked / "skipping"
+    words = [
+        f"--train.run_dir={run}",
+        "--train.max_steps=180",
+        "--optim.skip_outliers=8",
+        "--checkpoint.every_steps=200",
+    ]
+    log = forked.train(spiked / "recipe.yaml", *words)
+    left = [row.step for row in steps_of(run) if row.left_out]
+    spike = event(spiked / "run")["step"]
+    assert left == [spike] and f"step {spike} skipped: an outlier (optim.skip_outliers)" in log
+    assert steps_of(run)[: spike - 1] == steps_of(spiked / "run")[: spike - 1]
+    last = read_rows(run / "metrics.jsonl")[0][-1]
+    assert last["step"] == 180 and last["skipped_steps"] == 1
+    (skip,) = [row for row in read_rows(run / "events.jsonl")[0] if row["kind"] == "skip"]
+    assert skip["what"] == "outlier" and skip["step"] == spike and len(skip["samples"]) == 8

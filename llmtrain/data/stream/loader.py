@@ -415,6 +415,11 @@ class TrainLoader:
         return StepBatch(micro_batches=micro_batches, first_index=reading.index, sequences=batch.global_batch,
                          stage=reading.stage)  # fmt: skip
 
+    def row(self, step: int, index: int | None) -> MicroBatch:
+        """Return sequence `index` of a step alone; None: a sequence without a counted token."""
+        reading = self._course.at(step)
+        return _micro_batch(reading.data.window_at, [] if index is None else [index], 1, self._pin_memory)
+
     def _read_ahead(self, step: int) -> None:
         item: StepBatch | BaseException
         while not self._closed.is_set():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -131,20 +131,21 @@ def _layout_keys(exact: dict[str, Any]) -> tuple[str, ...]:
 
 def _guard_step(optimizer: torch.optim.Optimizer, clip_norm: float, mesh: Mesh) -> None:
     """Make step() clip, publish the norm, and skip if the norm is not finite, like DeepSpeed's ZeRO optimizers."""
-    plain_step: Callable[..., Any] = optimizer.step
+    settings: Any = optimizer
+    settings.plain_step, settings.clip_grad = optimizer.step, clip_norm  # as attributes: the engine replaces them
 
     def step(closure: None = None) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         norm = _total_norm(parameters, mesh)
-        optimizer._global_grad_norm = norm  # type: ignore[attr-defined]
-        optimizer.overflow = not bool(torch.isfinite(norm))  # type: ignore[attr-defined]
-        if optimizer.overflow:  # type: ignore[attr-defined]
+        settings._global_grad_norm = norm
+        settings.overflow = not bool(torch.isfinite(norm))
+        if settings.overflow:
             return
-        if clip_norm > 0:
-            torch.nn.utils.clip_grads_with_norm_(parameters, clip_norm, norm)
-        plain_step()
+        if settings.clip_grad > 0:
+            torch.nn.utils.clip_grads_with_norm_(parameters, settings.clip_grad, norm)
+        settings.plain_step()
 
-    optimizer.step = step  # type: ignore[method-assign, assignment]
+    settings.step = step
 
 
 def _mark_gradients(model: nn.Module) -> None:

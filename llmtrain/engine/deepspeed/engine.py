@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -110,6 +111,20 @@ class _OfLogits(NextTokenLoss):
         return F.cross_entropy(logits, labels, reduction="sum").unsqueeze(0)
 
 
+@contextlib.contextmanager
+def _stepping_only_if(base: Any, steps: Callable[[Any], bool]) -> Iterator[None]:
+    name = "plain_step" if hasattr(base, "plain_step") else "step"  # behind the guard of ZeRO 0 in fp32 (build.py)
+    theirs, own = getattr(base, name), name in vars(base)
+    setattr(base, name, lambda *given, **named: theirs(*given, **named) if steps(base) else None)
+    try:
+        yield
+    finally:
+        if own:
+            setattr(base, name, theirs)
+        else:
+            delattr(base, name)
+
+
 class ZeroEngine:
     """Runs micro-batches through DeepSpeed's engine, with the loss divided by the global batch's weight."""
 
@@ -132,6 +147,10 @@ class ZeroEngine:
         self.partitions_parameters = self._state.partitions_parameters
         self._must_look = self.partitions_parameters
         """True until a check has shown that ZeRO 3 takes every gradient."""
+        self._rows_alone = False
+        """The balancing loss of the experts is left out: it belongs to a batch, not to its rows."""
+        self._kept: dict[tuple[int, int], Tensor] = {}
+        """The gradient that `gradient_norm` has kept: this rank's pieces, by tensor and place."""
 
     def forward_backward(
         self, micros: Sequence[MicroBatch], weight: Callable[[], int], objective: LossFunction = NEXT_TOKEN
@@ -163,14 +182,16 @@ class ZeroEngine:
         with self._attention([micro]):
             sums = self._sums(micro, objective)
             part = sums[0] / weight()
-            if self.module.balance is not None:  # its parts add up over the ranks, and each micro-batch has its own
+            if (
+                self.module.balance is not None and not self._rows_alone
+            ):  # its parts add up over the ranks, and each micro-batch has its own
                 part = part + self.module.balance / engine.gradient_accumulation_steps()
             heart.phase("backward")
             engine.backward(part * equal_shares)
         progress.mark()
         return sums.detach()
 
-    def update(self, lr_factor: float) -> Update:
+    def update(self, lr_factor: float, leave_out: Callable[[float], bool] | None = None) -> Update:
         for group in self._state.base.param_groups:
             group["lr"] = group["peak_lr"] * lr_factor
         heart.phase("step")
@@ -183,8 +204,18 @@ class ZeroEngine:
                     "less."
                 )
             self._must_look = False
+        optimizer, left_out = self.deepspeed.optimizer, list[bool]()
+
+        def steps(_: Any) -> bool:
+            if not left_out and leave_out is not None:
+                left_out.append(leave_out(float(optimizer._global_grad_norm)))
+            return not any(left_out)
+
         try:
-            with self._scale_of_the_gradients():
+            with (
+                self._scale_of_the_gradients(),
+                contextlib.nullcontext() if leave_out is None else self._only_if(steps),
+            ):
                 self._optimizer_step()
         except Exception as error:  # DeepSpeed raises no class of its own here (fp16/loss_scaler.py)
             if "loss scale already at minimum" not in str(error):
@@ -194,8 +225,58 @@ class ZeroEngine:
                 "or train in bf16."
             ) from error
         progress.mark()
-        optimizer = self.deepspeed.optimizer
-        return Update(skipped=bool(optimizer.overflow), grad_norm=optimizer._global_grad_norm)
+        skipped = bool(optimizer.overflow) or any(left_out)
+        return Update(skipped=skipped, grad_norm=optimizer._global_grad_norm, left_out=any(left_out))
+
+    @contextlib.contextmanager
+    def _only_if(self, steps: Callable[[Any], bool]) -> Iterator[None]:
+        """A context in which the torch optimizer steps only if `steps` returns True for it. DeepSpeed has the norm by
+        then, and frees the gradients afterwards."""
+        with contextlib.ExitStack() as stack:
+            for base in (self._state.base, getattr(self._state.optimizer, "backup_optimizer", None)):
+                if base is not None:
+                    stack.enter_context(_stepping_only_if(base, steps))
+            yield
+
+    def gradient_norm(
+        self,
+        micros: Sequence[MicroBatch],
+        weight: int,
+        objective: LossFunction = NEXT_TOKEN,
+        *,
+        keep: bool = False,
+    ) -> tuple[float, float]:
+        own: dict[int, list[slice]] = {}
+        for home in self._state.homes():
+            whole = home.flat.detach().reshape(-1).narrow(0, home.offset, home.numel)
+            part = home.tensor("gradient", whole).own
+            own.setdefault(id(home.flat), []).append(slice(home.offset + part.start, home.offset + part.stop))
+        kept = self._kept = {} if keep else self._kept
+        found = torch.zeros(3, dtype=torch.float64)
+        """Square of the gradient, its product with the kept one, and whether it is finite."""
+
+        def look(base: Any) -> bool:
+            found[2] = 1
+            for flat in (flat for group in base.param_groups for flat in group["params"] if flat.grad is not None):
+                for place in own.get(id(flat), ()):
+                    piece = flat.grad.detach().reshape(-1)[place].float()
+                    if keep:
+                        kept[id(flat), place.start] = piece.clone()
+                    found[0] += piece.double().square().sum().cpu()
+                    found[1] += (piece.double() * kept.get((id(flat), place.start), piece)).sum().cpu()
+            return False
+
+        optimizer, scale = self.deepspeed.optimizer, self.loss_scale()
+        self._rows_alone = not keep
+        self.forward_backward(micros, lambda: weight, objective)
+        self._rows_alone = False
+        clip, optimizer.clip_grad = optimizer.clip_grad, 0.0
+        with self._only_if(look):
+            self._optimizer_step()
+        optimizer.clip_grad = clip
+        self.set_loss_scale(scale)
+        dist.all_reduce(found, group=self._ranks.control)
+        return (math.sqrt(found[0]), float(found[1])) if found[2] else (math.inf, math.nan)
 
     @contextlib.contextmanager
     def _scale_of_the_gradients(self) -> Iterator[None]:

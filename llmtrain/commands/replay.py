@@ -1,0 +1,391 @@
+"""`llmtrain replay RUN --steps FIRST:LAST`: train steps of a run again, compare them with its record, name the rows."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmtrain.base import log, units, untrusted
+from llmtrain.base.errors import CheckpointError, ConfigError, DataError, TrainingStopped, UserError
+from llmtrain.checkpoint.format import complete_checkpoints, step_of
+from llmtrain.checkpoint.listing import lines_of
+from llmtrain.checkpoint.retain import looks_good, pins_of, write_pins
+from llmtrain.config import strict_yaml
+from llmtrain.tracking.local import read_rows
+from llmtrain.tracking.steps import STEPS, StepRow, read_steps
+
+MARK = ".replay"
+"""File in the folder of a replay: the next one may delete that folder."""
+_FOUND = "replay.jsonl"
+_ROWS = 32
+_STOPPED = 75
+"""Exit code of a launch that was asked to stop."""
+_QUIET = {
+    "train.log_every": 1, "train.eval": "off", "train.eval_every": "null", "train.export": False,
+    "train.max_minutes": "null", "train.stop_early.metric": "null", "train.sample_prompts": "[]",
+    "checkpoint.every_steps": "null", "checkpoint.every_minutes": "null", "checkpoint.keep": 1000,
+    "checkpoint.keep_best.metric": "null", "checkpoint.mirror": "null", "checkpoint.dir": "null",
+    "fault.preempt_file": "null", "fault.pinned": 0, "profile.steps": "null", "tracking.wandb": "disabled",
+    "trackers": "{}", "eval.sets": "{}", "eval.choices": "{}",
+}  # fmt: skip
+"""Settings that change no number of a step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """The command line, checked against the run."""
+
+    run: Path
+    out: Path
+    first: int
+    last: int
+    rows: int
+    record: dict[int, StepRow]
+    """The run's own rows of these steps."""
+    begins: Path | None
+    """The checkpoint before the first step; None: the run's beginning."""
+    within: list[Path]
+    """The run's checkpoints of these steps."""
+    environment: dict[str, Any]
+
+    @property
+    def again(self) -> Path:
+        """The run folder of the replay."""
+        return self.out / "run"
+
+    @property
+    def ranks(self) -> int:
+        return max(1, len(self.environment.get("ranks") or []))
+
+
+def main(argv: list[str]) -> int:
+    """Returns 0 if the steps are those of the record, else 1. Raises UserError."""
+    args = _arguments(argv)
+    if args.done:
+        return _done(args.run)
+    asked = _asked(args)
+    _prepare(asked)
+    _train(asked, args)
+    answer = answer_of(asked)
+    (asked.out / "answer.json").write_text(json.dumps(answer, indent=2) + "\n", encoding="utf-8")
+    from llmtrain.commands.replay_page import page_of
+
+    (asked.out / "replay.html").write_text(page_of(answer), encoding="utf-8")
+    if args.json:
+        print(json.dumps(answer))
+    else:
+        for line in lines_for(answer):
+            print(untrusted.shown(line))
+        print(f"page {asked.out / 'replay.html'}")
+    return 0 if answer["equal"] else 1
+
+
+def _arguments(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="llmtrain replay",
+        description="Train steps of a run again from the nearest checkpoint, under the run's own form, in a folder of "
+        "its own. Compare them with the run's record, and name the rows with the largest losses and gradients. The run "
+        "itself is only read. Exit code 0: the steps are those of the record, 1: they are not.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
+    asked = parser.add_mutually_exclusive_group(required=True)
+    asked.add_argument("--steps", metavar="FIRST:LAST", help="optimizer steps, both included")
+    asked.add_argument("--done", action="store_true", help="let go of the checkpoints that spikes have kept")
+    parser.add_argument("--launch", metavar="HOSTS", help="a hostfile for `llmtrain launch` (default: this machine)")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="(default: RUN-replay-FIRST-LAST next to the run)")
+    parser.add_argument("--rows", type=int, default=_ROWS, metavar="N", help="rows with a gradient norm (default 32)")
+    parser.add_argument("--plugin", action="append", default=[], metavar="FILE", help="as in the run")
+    parser.add_argument("--json", action="store_true", help="print the answer as JSON")
+    return parser.parse_args(argv)
+
+
+def _done(run: Path) -> int:
+    folder = _checkpoints(run)
+    pins = pins_of(folder)
+    write_pins(folder, [])
+    steps = ", ".join(map(str, pins)) or "none was waiting"
+    print(f"checkpoints before spikes are no longer kept (steps of the spikes: {steps})")
+    return 0
+
+
+def _checkpoints(run: Path) -> Path:
+    """Raises ConfigError: it is no run's folder."""
+    if not (run / "config.yaml").is_file() or not (run / "deepspeed.json").is_file():
+        raise ConfigError(f"{run}: has no config.yaml and deepspeed.json of a run; give the folder of a run, such as "
+                          "runs/NAME")  # fmt: skip
+    return run / "checkpoints"
+
+
+def _asked(args: argparse.Namespace) -> Asked:
+    """Raises UserError; nothing is written."""
+    found = re.fullmatch(r"(\d{1,12}):(\d{1,12})", args.steps)
+    if not found or not 1 <= int(found[1]) <= int(found[2]):
+        raise ConfigError(f"--steps {args.steps}: write FIRST:LAST, steps from 1 on, such as --steps 805:815")
+    if args.rows < 1:
+        raise ConfigError(f"--rows {args.rows}: must be at least 1; 32 is the default")
+    first, last = int(found[1]), int(found[2])
+    folder = _checkpoints(args.run)
+    try:
+        record = {row.step: row for row in read_steps(args.run / STEPS)}
+    except OSError as error:
+        raise DataError(
+            f"{args.run / STEPS}: cannot be read ({error.strerror}); a run of an older llmtrain has none, and "
+            "its steps cannot be compared"
+        ) from None
+    if last not in record:
+        raise ConfigError(
+            f"--steps {args.steps}: the run has recorded steps up to {max(record, default=0)}; give steps that it has "
+            "done"
+        )
+    settings = strict_yaml.parse((args.run / "config.yaml").read_text(), "config.yaml").tree
+    if isinstance(settings, dict) and (settings.get("sites") or {}).get("name"):
+        raise ConfigError(f"{args.run}: sites.name is set, and the steps of a site depend on messages of other sites, "
+                          "which are not kept; replay a run without sites")  # fmt: skip
+    complete = [each for each in complete_checkpoints(folder) if looks_good(each)]
+    before = [each for each in complete if (step_of(each) or 0) < first]
+    given = str(settings.get("resume", "auto")) if isinstance(settings, dict) else "auto"
+    if not before and complete and given == "auto" and min(record) > 1:
+        raise CheckpointError(
+            f"--steps {args.steps}: no checkpoint before step {first} is left; the first step that can be replayed is "
+            f"{(step_of(complete[-1]) or 0) + 1}"
+        )
+    try:
+        environment = untrusted.loads((args.run / "environment.json").read_bytes())
+    except (OSError, ValueError):
+        environment = {}
+    out = args.out or args.run.resolve().with_name(f"{args.run.resolve().name}-replay-{first}-{last}")
+    return Asked(
+        run=args.run, out=out, first=first, last=last, rows=args.rows, record=record,
+        begins=before[0] if before else None,
+        within=[each for each in complete if first <= (step_of(each) or 0) <= last],
+        environment=environment,
+    )  # fmt: skip
+
+
+def _prepare(asked: Asked) -> None:
+    """Make the folder of the replay; the one of an earlier replay is deleted. Raises ConfigError."""
+    if asked.out.exists():
+        if not (asked.out / MARK).is_file():
+            raise ConfigError(f"--out {asked.out}: exists, and no replay has made it; give another folder")
+        shutil.rmtree(asked.out)
+    try:
+        asked.out.mkdir(parents=True)
+        (asked.out / MARK).touch()
+    except OSError as error:
+        raise ConfigError(f"--out {asked.out}: cannot be made ({error.strerror}); give another folder") from None
+
+
+def _train(asked: Asked, args: argparse.Namespace) -> None:
+    """Train up to the last step in ranks of their own; their output goes to replay.log. Raises UserError."""
+    saves = [step for each in asked.within if (step := step_of(each)) is not None and step < asked.last]
+    task = json.dumps({"first": asked.first, "last": asked.last, "rows": asked.rows, "saves": saves},
+                      separators=(",", ":"))  # fmt: skip
+    settings = {
+        "train.run_dir": asked.again,
+        **({} if asked.begins is None else {"resume": asked.begins.resolve(), "resume_weights_only": False}),
+        **_QUIET,
+    }
+    words = [str(asked.run / "config.yaml")]
+    words += [f"--{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in settings.items()]
+    words += [word for plugin in args.plugin for word in ("--plugin", plugin)]
+    program = [sys.executable, "-m", "llmtrain"]
+    if args.launch is None and asked.ranks == 1:
+        command = [*program, "train", *words]
+    else:
+        hosts = asked.out / "hosts"
+        hosts.write_text(f"localhost slots={asked.ranks}\n")
+        (asked.out / "env").write_text(f"LLMTRAIN_REPLAY='{task}'\n")
+        command = [*program, "launch", "--hostfile", str(args.launch or hosts), "--max-restarts", "0",
+                   "--env-file", str(asked.out / "env"), "--", *words]  # fmt: skip
+    begins = "its beginning" if asked.begins is None else asked.begins.name
+    log.info(f"steps {asked.first}:{asked.last} of {asked.run} are trained again from {begins}, by "
+             f"{units.counted(asked.ranks, 'rank')}; the ranks' output: {asked.out / 'replay.log'}")  # fmt: skip
+    environment = {**os.environ, "LLMTRAIN_REPLAY": task}
+    with open(asked.out / "replay.log", "wb") as output, _ended_with_us() as start:
+        code = start(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+    if code not in (0, _STOPPED) or not (asked.again / _FOUND).is_file():
+        said = (asked.out / "replay.log").read_text(errors="replace")
+        error = re.findall(r"^error: (.*(?:\n {4}.*)*)", said, re.MULTILINE) or said.splitlines()[-1:] or ["no output"]
+        kind: type[UserError] = ConfigError if code == 2 else TrainingStopped
+        raise kind(f"the replay has ended with exit code {code}: {error[-1]}\nall output: {asked.out / 'replay.log'}")
+
+
+@contextlib.contextmanager
+def _ended_with_us() -> Iterator[Any]:
+    """Yield a function that runs a command, which SIGTERM to this process ends as well."""
+    children: list[subprocess.Popen[bytes]] = []
+
+    def run(command: Sequence[str], **options: Any) -> int:
+        children.append(subprocess.Popen(command, **options))
+        return children[-1].wait()
+
+    def stop(number: int, _frame: Any) -> None:
+        for child in children:
+            child.terminate()
+        raise KeyboardInterrupt
+
+    former = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield run
+    finally:
+        signal.signal(signal.SIGTERM, former)
+
+
+def answer_of(asked: Asked) -> dict[str, Any]:
+    """Compare and collect. Raises UserError."""
+    now = {row.step: row for row in read_steps(asked.again / STEPS)}
+    metrics = {row["step"]: row for row in read_rows(asked.again / "metrics.jsonl")[0] if "loss" in row}
+    looked = {row["step"]: row for row in read_rows(asked.again / _FOUND)[0]}
+    exact, why = _exact(asked)
+    bound = 0.0 if exact else _bound(now, looked)
+    steps = []
+    for step in range(asked.first, asked.last + 1):
+        record, again, row = asked.record.get(step), now.get(step), metrics.get(step, {})
+        if again is None:
+            continue
+        apart = math.nan if record is None else max(_apart(record.loss, again.loss), _apart(record.norm, again.norm))
+        same = record is not None and (_bits(record) == _bits(again) if exact else apart <= bound)
+        found: dict[str, Any] = {"step": step, "loss": again.loss, "norm": again.norm, "lr": row.get("lr"),
+                                 "skipped": again.skipped, "record": None if record is None else record.loss,
+                                 "equal": same, "apart": apart}  # fmt: skip
+        found |= {key: value for key, value in row.items() if key.startswith(("moe/", "data/stage"))}
+        steps.append(found)
+    checkpoints = [_compare(asked, each) for each in asked.within]
+    rows = [{"step": step, **row} for step, each in looked.items() for row in each["rows"]]
+    rows.sort(key=lambda row: (-(_number(row.get("norm"), -1.0)), -_number(row["loss"], math.inf)))
+    known = [row for row in rows if row.get("norm") is not None][: asked.rows] or rows[: asked.rows]
+    with contextlib.suppress(DataError):
+        _name_documents(asked.run, known)
+    return {
+        "run": str(asked.run), "folder": str(asked.out), "first": asked.first, "last": asked.last,
+        "from": None if asked.begins is None else str(asked.begins), "exact": exact, "why": why, "bound": bound,
+        "equal": all(each["equal"] for each in steps) and all(each["equal"] for each in checkpoints),
+        "steps": steps, "checkpoints": checkpoints, "modules": modules_of(looked), "rows": known,
+    }  # fmt: skip
+
+
+def _exact(asked: Asked) -> tuple[bool, str]:
+    """Return whether equal bits are expected, and the reason if not."""
+    if _form(asked.run) != _form(asked.again):
+        return False, "the ranks are others than the run's"
+    then, now = ((folder / "deepspeed.json").read_text() for folder in (asked.run, asked.again))
+    if then != now:
+        return False, "the DeepSpeed JSON has changed since"
+    devices = {str(rank.get("device")) for rank in asked.environment.get("ranks") or [] if isinstance(rank, dict)}
+    settings = strict_yaml.parse((asked.run / "config.yaml").read_text(), "config.yaml").tree
+    if devices == {"cpu"} or (isinstance(settings, dict) and settings["train"].get("deterministic")):
+        return True, ""
+    return False, "train.deterministic is off"
+
+
+def _form(folder: Path) -> Any:
+    reads = [row for row in read_rows(folder / "events.jsonl")[0] if row.get("kind") == "reads" and "degrees" in row]
+    return reads[-1]["degrees"] if reads else None
+
+
+def _bound(now: dict[int, StepRow], looked: dict[int, dict[str, Any]]) -> float:
+    """Four times the largest difference between a step's norm and the one that its look has measured before, for each
+    step since the checkpoint."""
+    apart = [_apart(now[step].norm, _number(row["norm"], math.nan)) for step, row in looked.items() if step in now]
+    return 4 * len(now) * max([1e-6, *(each for each in apart if math.isfinite(each))])
+
+
+def _bits(row: StepRow) -> tuple[str, ...]:
+    return tuple(float(value).hex() for value in (row.loss, row.norm, *row.shares))
+
+
+def _apart(one: float, other: float) -> float:
+    if one == other or (math.isnan(one) and math.isnan(other)):
+        return 0.0
+    return abs(one - other) / max(abs(one), abs(other), 1e-30)
+
+
+def _number(value: Any, instead: float) -> float:
+    """JSON has no NaN; tracking/local.py writes names."""
+    number = float(value) if isinstance(value, int | float | str) else instead
+    return instead if math.isnan(number) else number
+
+
+def _compare(asked: Asked, theirs: Path) -> dict[str, Any]:
+    from llmtrain.checkpoint.arithmetic import diff
+
+    ours = next((each for each in complete_checkpoints(asked.again / "checkpoints") if each.name == theirs.name), None)
+    if ours is None:
+        return {"step": step_of(theirs), "equal": False, "lines": ["the replay has not saved it"]}
+    lines, _ = diff(theirs, ours)
+    tensors = [line for line in lines if line.startswith("tensor ")]
+    return {"step": step_of(theirs), "equal": not tensors, "lines": tensors[:5]}
+
+
+def modules_of(looked: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
+    """The modules whose largest output or gradient at a step is more than twice that of all other steps, the largest
+    factor first; and the first that was not finite."""
+    found = []
+    for kind, what in enumerate(("output", "gradient of the output")):
+        names = dict.fromkeys(name for row in looked.values() for name in row["largest"])
+        for step, row in looked.items():
+            for order, name in enumerate(names):
+                value = float(row["largest"].get(name, (0.0, 0.0))[kind])
+                others = [
+                    float(other["largest"].get(name, (0.0, 0.0))[kind]) for at, other in looked.items() if at != step
+                ]
+                usual = max((each for each in others if math.isfinite(each)), default=math.nan)
+                if not math.isfinite(value) or value > 2 * usual:
+                    factor = value / usual if usual else math.inf
+                    found.append({"step": step, "module": name, "what": what, "value": value, "others": usual,
+                                  "factor": factor, "order": order})  # fmt: skip
+    bad = [each for each in found if not math.isfinite(each["value"])]
+    bad.sort(key=lambda each: (each["step"], each["what"] != "output", each["order"]))
+    return bad[:1] + sorted((each for each in found if each not in bad), key=lambda each: -each["factor"])[:10]
+
+
+def _name_documents(run: Path, rows: list[dict[str, Any]]) -> None:
+    """Add `documents` to rows: file, record and first tokens. Raises DataError: the data is gone, changed, or keeps no
+    origins."""
+    from llmtrain.commands.data import documents_of, spans
+
+    known = spans(run)
+    for row in rows:
+        span = next(each for each in known if each.after < row["step"] <= (each.until or row["step"]))
+        row["documents"] = documents_of(span, row["sequence"])
+
+
+def lines_for(answer: dict[str, Any]) -> Iterator[str]:
+    steps, rows = answer["steps"], answer["rows"]
+    worst = max((each["apart"] for each in steps if not math.isnan(each["apart"])), default=0.0)
+    how = "to the bit" if answer["exact"] else f"within {answer['bound']:.1e} ({answer['why']})"
+    if answer["equal"]:
+        yield f"the steps are equal to the run's record {how}"
+    else:
+        first = next((each["step"] for each in steps if not each["equal"]), None)
+        yield (f"the steps are not equal to the run's record {how}: first at step {first}, largest relative difference "
+               f"{worst:.1e}")  # fmt: skip
+    for each in answer["checkpoints"]:
+        yield f"checkpoint of step {each['step']}: " + ("equal" if each["equal"] else "; ".join(each["lines"]))
+    yield from lines_of([
+        ("STEP", "LOSS", "NORM", "RATE", "STAGE", "RECORD"),
+        *((str(each["step"]), f"{each['loss']:.4f}", f"{each['norm']:.4g}", f"{each['lr'] or 0:.3g}",
+           str(each.get("data/stage", 0)), "equal" if each["equal"] else f"differs by {each['apart']:.1e}")
+          for each in steps),
+    ])  # fmt: skip
+    for each in answer["modules"]:
+        yield (f"step {each['step']}: {each['what']} of {each['module']} is {each['value']:.3g}, at most "
+               f"{each['others']:.3g} in the other steps")  # fmt: skip
+    yield "rows by the norm of their gradient, and its share of the step's:" if rows else "no row"
+    for row in rows[:10]:
+        norm = "" if row.get("norm") is None else f", norm {row['norm']:.3g}, share {float(row['share']):.1%}"
+        yield f"step {row['step']} sequence {row['sequence']}: loss {float(row['loss']):.4f}{norm}"
+        yield from (f"  {text}" for text in row.get("documents", [])[:4])

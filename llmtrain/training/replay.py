@@ -1,0 +1,205 @@
+"""The part of a replay (`llmtrain replay`) that looks at steps before they are trained.
+
+It computes the step's gradient once more and drops it, with the largest values of each module, then the loss of each
+sequence without dropout, and the gradients of the sequences with the largest losses. The step itself runs as in the
+run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from llmtrain.base import untrusted
+from llmtrain.base.rank.heartbeat import heart
+from llmtrain.data.stream.loader import MicroBatch
+from llmtrain.engine.dist.control import from_all
+from llmtrain.engine.losses.function import LooksAhead, LossFunction
+from llmtrain.models import compiler
+from llmtrain.models.head import Head
+from llmtrain.models.parallel.pipeline import PipelineLanguageModel
+from llmtrain.optim.optimizers import norm_of
+from llmtrain.tracking.local import to_json
+from llmtrain.training.parts import Done, Launch, Part
+from llmtrain.training.step import Request
+
+ASKED = "LLMTRAIN_REPLAY"
+"""Environment variable of the ranks: JSON of the fields of `Replay`'s task."""
+FOUND = "replay.jsonl"
+"""A line for each step of the replay, in its folder."""
+
+
+class Collected:
+    """A loss function that keeps the sums of each micro-batch."""
+
+    def __init__(self, inner: LossFunction) -> None:
+        self.figures, self._inner = inner.figures, inner
+        self.losses: list[Tensor] = []
+
+    def weight(self, micro: MicroBatch) -> int:
+        return self._inner.weight(micro)
+
+    def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
+        found = self._inner.sums(head, hidden, micro)
+        self.losses.append(found[0].detach())
+        return found
+
+
+class Replay(Part):
+    """All ranks look together."""
+
+    def __init__(self, launch: Launch) -> None:
+        task = untrusted.loads(os.environ[ASKED].encode())
+        self._first, self._last, self._most = task["first"], task["last"], task["rows"]
+        self._saves = set(task["saves"])
+        self._launch, self._setup, self._ranks = launch, launch.setup, launch.setup.ranks
+        self._place = self._setup.mesh.place
+        self._step = launch.start.position.step
+        self._largest: list[float] = []
+        """Losses of the sequences with a gradient norm, largest first."""
+        run, zero = self._setup.run, self._setup.resolved.mix.zero_stage > 0
+        self._has_gradients = norm_of(run.optim.name, zero=zero) == "gradient"
+        """False: DeepSpeed would change Muon's momentum on the way to the norm."""
+
+    def request(self) -> Request:
+        step = self._step + 1
+        if self._first <= step <= self._last:
+            with heart.during("evaluate"):
+                found = self._look()
+            if self._ranks.rank == 0:
+                with open(self._launch.folder.path / FOUND, "a", encoding="utf-8") as file:
+                    file.write(json.dumps(to_json({"step": step, **found})) + "\n")
+        if step == self._last:
+            self._launch.requests.stop_reason = "the replay is done"
+        return Request(stop=step == self._last, save=step in self._saves)
+
+    def after_step(self, done: Done) -> None:
+        self._step = done.position.step
+
+    def _look(self) -> dict[str, Any]:
+        session, engine, loader = self._launch.session, self._setup.engine, self._launch.loader
+        objective, batch = session.objective, loader.build(self._step)
+        counted = sum(map(objective.weight, batch.micro_batches)) if self._place.leads else 0
+        weight = int(self._sum(torch.tensor([counted], dtype=torch.float64))[0])
+        if not weight:
+            return {"rows": [], "largest": {}, "norm": math.nan}
+        scale = engine.loss_scale()
+        norm, largest = math.nan, Largest(engine.module)
+        if self._has_gradients:
+            if isinstance(objective, LooksAhead):
+                objective.look(batch.micro_batches, engine.evaluate)
+            session.seed()
+            with compiler.uncompiled(), largest:
+                norm, _ = engine.gradient_norm(batch.micro_batches, weight, objective, keep=True)
+        rows = range(batch.first_index, batch.first_index + batch.sequences)
+        mine = [index for micro in batch.micro_batches for index in micro.sample_indices]
+        losses = self._losses(rows, mine, objective)
+        found = []
+        for index, (loss, row_weight) in zip(rows, losses, strict=True):
+            row: dict[str, Any] = {
+                "sequence": index,
+                "loss": loss / (row_weight or math.nan),
+                "weight": int(row_weight),
+            }
+            found.append(row)
+        found.sort(key=lambda row: -row["loss"] if row["loss"] == row["loss"] else -math.inf)
+        for row in found[: self._most] if self._has_gradients else []:
+            if len(self._largest) >= self._most and row["loss"] <= self._largest[self._most - 1]:
+                break
+            micro = loader.row(self._step, row["sequence"] if row["sequence"] in mine else None)
+            if isinstance(objective, LooksAhead):
+                objective.look([micro], engine.evaluate)
+            session.seed()
+            row["norm"], product = engine.gradient_norm([micro], weight, objective)
+            row["share"] = product / (norm * norm or math.nan)
+            self._largest = sorted([*self._largest, row["loss"]], reverse=True)
+        engine.set_loss_scale(scale)
+        engine.routing()  # what was looked at is not of the step
+        merged: dict[str, list[float]] = {}
+        for share in from_all(self._ranks, largest.found()):
+            for name, values in share.items():
+                before = merged.setdefault(name, values)
+                merged[name] = [_larger(*each) for each in zip(before, values, strict=True)]
+        return {"norm": norm, "rows": found, "largest": merged}
+
+    def _losses(self, rows: range, mine: list[int], objective: LossFunction) -> list[list[float]]:
+        """Return (sum of the loss, weight) of each sequence, from a forward pass of one at a time."""
+        loader, collected = self._launch.loader, Collected(objective)
+        most = max(from_all(self._ranks, len(mine)))
+        micros = [loader.row(self._step, index) for index in mine]
+        micros += [loader.row(self._step, None) for _ in range(most - len(mine))]
+        if isinstance(objective, LooksAhead):
+            objective.look(micros, self._setup.engine.evaluate)
+        self._setup.engine.evaluate(micros, collected)
+        table = torch.zeros(len(rows), 2, dtype=torch.float64)
+        for place, index in enumerate(mine):
+            if collected.losses and self._place.tensor == 0:
+                table[index - rows.start, 0] = float(collected.losses[place])
+            if self._place.leads:
+                table[index - rows.start, 1] = objective.weight(micros[place])
+        found: list[list[float]] = self._sum(table).tolist()
+        return found
+
+    def _sum(self, values: Tensor) -> Tensor:
+        dist.all_reduce(values, group=self._ranks.control)
+        return values
+
+
+def _larger(one: float, other: float) -> float:
+    return math.nan if math.isnan(one) or math.isnan(other) else max(one, other)
+
+
+class Largest:
+    """A context that measures the largest absolute output, and gradient of the output, of each module with parameters,
+    in the order of the forward pass."""
+
+    def __init__(self, model: nn.Module) -> None:
+        pipeline = model.stage if isinstance(model, PipelineLanguageModel) else model
+        root: nn.Module = getattr(pipeline, "hf", pipeline)
+        named = [(name, m) for name, m in root.named_modules() if any(True for _ in m.parameters(recurse=False))]
+        # The head gives the loss; shared experts give rows that no token has, with whatever was in that memory.
+        left = [(name, module) for name, module in named if not isinstance(module, Head)]
+        self._modules = [(name, module) for name, module in left if not name.endswith("experts")]
+        self._found: dict[str, list[Tensor]] = {}
+
+    def __enter__(self) -> Largest:
+        self._hooks = [module.register_forward_hook(self._hook(name)) for name, module in self._modules]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _hook(self, name: str) -> Any:
+        def take(_module: nn.Module, _given: Any, output: Any) -> None:
+            for tensor in (each for each in _tensors(output) if each.is_floating_point() and each.numel()):
+                self._take(name, 0, tensor.detach())
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda gradient: self._take(name, 1, gradient.detach()))
+
+        return take
+
+    def _take(self, name: str, kind: int, tensor: Tensor) -> None:
+        largest = tensor.abs().amax().float()
+        zero = torch.zeros_like(largest)
+        values = self._found.setdefault(name, [zero, zero])
+        values[kind] = torch.maximum(values[kind], largest)  # NaN stays
+
+    def found(self) -> dict[str, list[float]]:
+        """{module: [largest output, largest gradient]}."""
+        return {name: [float(value) for value in values] for name, values in self._found.items()}
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, tuple | list):
+        for each in output:
+            yield from _tensors(each)
