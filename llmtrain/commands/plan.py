@@ -237,7 +237,7 @@ def keep(plan: Plan, resolved: ResolvedRun) -> None:
         of_rank_0=plan.kinds[0].peak,
         more_at_least=sum(each.low for each in plan.others),
         more_at_most=sum(each.high for each in plan.others),
-        parts=plan.parts(),
+        phases=plan.fullest.rehearsed.phases,
         changes={change.words: change.peak for change in plan.changes},
         sent=max(each for each, _ in messages),
         sent_to_other_hosts=max(each for _, each in messages),

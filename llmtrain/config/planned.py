@@ -27,8 +27,8 @@ class Planned:
     of_rank_0: int
     more_at_least: int
     more_at_most: int
-    parts: dict[str, int]
-    """The largest parts of the peak."""
+    phases: dict[str, dict[str, int]]
+    """Part of the run, a phase of the heartbeat or "setup" -> the fullest rank's bytes at its peak by their content."""
     changes: dict[str, int]
     """Change of the run -> peak of the fullest rank."""
     sent: float = 0.0
@@ -82,8 +82,8 @@ def store(resolved: ResolvedRun, planned: Planned, *, on_gpu: bool) -> None:
 def stored(resolved: ResolvedRun, *, on_gpu: bool) -> Planned | None:
     try:
         planned = Planned(**untrusted.loads(_path(resolved, on_gpu).read_bytes()))
-        planned.text()  # of numbers
-    except (OSError, ValueError, TypeError):
+        planned.text(), [sum(held.values()) for held in planned.phases.values()]  # of numbers
+    except (OSError, ValueError, TypeError, AttributeError):
         return None
     return planned
 

@@ -73,8 +73,8 @@ class Ledger(OperatorMode):
         """Bytes alive by label."""
         self.highest: Counter[str] = Counter()
         """The most bytes of each label in the last step and after it."""
-        self.most, self.at, self.then = 0, "setup", dict[str, int]()
-        """The peak of the device in bytes, the part of the step in which it came, and all bytes by label."""
+        self.peaks = {"setup": (0, dict[str, int]())}
+        """The peak of the device in each part of the run: bytes, and all of them by label."""
         self.host = 0
         """The peak of the bytes in host memory."""
         self.curve: list[tuple[str, int]] = []
@@ -115,6 +115,15 @@ class Ledger(OperatorMode):
         if in_backward():
             return "backward"
         return heart.in_phase() if self._in_steps else "setup"
+
+    @property
+    def at(self) -> str:
+        """The part of the run with the highest peak."""
+        return max(self.peaks, key=lambda phase: self.peaks[phase][0])
+
+    @property
+    def most(self) -> int:
+        return self.peaks[self.at][0]
 
     def begin_step(self) -> None:
         self.work.begin_step()
@@ -186,9 +195,10 @@ class Ledger(OperatorMode):
             if not self._one_memory:
                 return
         self._now += size
-        self.curve.append((self.phase, self._now))
-        if size > 0 and self._now >= self.most:
-            self.most, self.at, self.then = self._now, self.phase, dict(self.bytes)
+        phase = self.phase
+        self.curve.append((phase, self._now))
+        if size > 0 and self._now >= self.peaks.get(phase, (0,))[0]:
+            self.peaks[phase] = self._now, dict(self.bytes)
 
     def _label(self) -> str:
         """Name what a new tensor holds by the function that makes it, the innermost that is known."""

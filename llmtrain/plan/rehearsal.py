@@ -7,6 +7,7 @@ import multiprocessing
 import time
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -61,8 +62,8 @@ class Rehearsed:
     """Largest number alive on the device, which is the host for a run on CPUs."""
     at: str
     """The part of the run in which the peak comes."""
-    parts: dict[str, int]
-    """Bytes of the peak by their content."""
+    phases: dict[str, dict[str, int]]
+    """Part of the run -> bytes of its peak by their content."""
     ahead: int
     """Bytes of parameters that ZeRO 3 gathers ahead on a GPU."""
     kept: int
@@ -78,6 +79,11 @@ class Rehearsed:
     step: Counts
     """Work of a step of the run."""
     cpu_s: float
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes of the peak by their content."""
+        return self.phases[self.at]
 
 
 class _FullRows(Tokens):
@@ -189,7 +195,7 @@ def _in_child(pipe: Connection, checked: Checked, rank: int, slots: int, imbalan
             rank=rank,
             peak=ledger.most,
             at=ledger.at,
-            parts={label: size for label, size in ledger.then.items() if size},
+            phases={phase: dict(+Counter(held)) for phase, (_, held) in ledger.peaks.items()},
             ahead=_ahead(checked) if on_gpu else 0,
             kept=ledger.kept,
             highest=dict(+ledger.highest),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import resource
+from collections import Counter
 
 import torch
 
 from llmtrain.base.rank.device_faults import OUT_OF_MEMORY, device_fault
 from llmtrain.base.rank.heartbeat import heart
 from llmtrain.base.units import size
-from llmtrain.config.planned import stored
+from llmtrain.config.planned import Planned, stored
 from llmtrain.config.run import ResolvedRun
 from llmtrain.engine.dist.device import memory_of
 
@@ -33,8 +34,17 @@ def explain(error: Exception, resolved: ResolvedRun, device: torch.device) -> st
     lines = [f"memory ran out in the phase {heart.in_phase()!r}, with {alive}."]
     if planned is None:
         return f"{lines[0]} `llmtrain plan RUN.yaml --memory SIZE` rehearses the run, and changes that take less."
-    largest = ", ".join(f"{label} {size(held)}" for label, held in list(planned.parts.items())[:4])
-    lines.append(f"The plan was {planned.text()}: {largest}.")
     if on_gpu and most > planned.of_rank_0:
-        lines.append(f"The tensors were {size(most - planned.of_rank_0)} above it.")
-    return " ".join([*lines, f"{planned.remedy}."])
+        lines.append(f"The tensors were {size(most - planned.of_rank_0)} above the plan.")
+    return " ".join([*lines, told(planned, heart.in_phase())])
+
+
+def told(planned: Planned, phase: str) -> str:
+    """The plan's words about this phase."""
+    stays, here = Counter(planned.phases.get("data")), Counter(planned.phases.get(phase))
+    contents = [
+        f"{size(held.total())} {what} ({', '.join(f'{label} {size(part)}' for label, part in held.most_common(4))})"
+        for what, held in (("stay between steps", stays), ("come in this phase", here - stays))
+        if held
+    ]
+    return f"The plan was {planned.text()}: {', '.join(contents)}. {planned.remedy}."

@@ -114,7 +114,12 @@ def _train(setup: Setup, folder: RunDirectory, checkpoints: CheckpointFolder, re
     setup.prove()
     environment = _write_files(setup, folder)
     experts = getattr(setup.engine.module, "routing", None) is not None
-    describe(setup.run.tracking, setup.resolved.mix, start.trainer.wandb_id, experts)
+    words: dict[str, str] = {}
+    if planned := stored(setup.resolved, on_gpu=ranks.device.type == "cuda"):
+        from llmtrain.training.out_of_memory import told
+
+        words = {phase: told(planned, phase) for phase in planned.phases}
+    describe(setup.run.tracking, setup.resolved.mix, start.trainer.wandb_id, experts, words)
     tracker, session = _tracker(setup, start, folder, environment), setup.session(start.position.step)
     parts: list[Part] = []
     status: Status = "failed"

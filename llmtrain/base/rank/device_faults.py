@@ -32,7 +32,8 @@ class DeviceFault:
 _LOOK = "Look at `nvidia-smi -q` and at `dmesg | grep -i xid` on the host; a reset or a reboot may be needed."
 OUT_OF_MEMORY = DeviceFault(
     name="out_of_memory",
-    pattern=r"out of memory|^MemoryError|CU\w+_STATUS_ALLOC_FAILED|Failed to CUDA (host )?[cm]alloc",
+    pattern=r"out of memory|^\w*MemoryError|DefaultCPUAllocator|Cannot allocate memory|CU\w+_STATUS_ALLOC_FAILED|"
+    r"Failed to CUDA (host )?[cm]alloc",
     means="memory ran out",
     remedy="`llmtrain plan RUN.yaml --memory SIZE` rehearses what takes less: a smaller train.micro_batch, recomputed "
     "layers, a higher ZeRO stage, offload.",

@@ -486,6 +486,7 @@ class Agent:
             stalled_s=verdict.stalled_s,
             experts=bool(self.about.get("experts")),
             zero_stage=int(self.about.get("zero_stage") or 0),
+            planned=dict(self.about.get("planned") or {}),
         )
 
     def _unheard(self) -> list[RankFacts]:

@@ -549,9 +549,11 @@ def _dead(facts: JobFacts) -> Cause | None:
             name="out_of_memory",
             ranks=chosen,
             says=f"{who(chosen)} <was|were> killed in {first.phase}, and the kernel of {first.host} has ended {oom} "
-            f"process{'es' if oom > 1 else ''} for lack of memory since the job began.",
-            remedy="Give the host more memory, run fewer ranks on it, or lower train.micro_batch: `llmtrain plan` says "
-            "what each change gives. `dmesg` on the host names the process.",
+            f"process{'es' if oom > 1 else ''} for lack of memory since the job began. {who([first])} held "
+            f"{units.size(first.resident)} when the watch looked last.",
+            remedy=facts.planned.get(first.phase)
+            or "Give the host more memory, run fewer ranks on it, or lower "
+            "train.micro_batch: `llmtrain plan` says what each change gives. `dmesg` on the host names the process.",
         )
     if first.signal in ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL"):
         at = f" at {place(first.stack[0])}" if first.stack else ""

@@ -64,6 +64,8 @@ class RankFacts:
     """The line of its standard error with a fault below Python, for a rank that a signal ended."""
     recorded: tuple[Recorded, ...] = ()
     """NCCL's flight recorder, read at a stall."""
+    resident: int = 0
+    """Bytes of memory that it held when it was last seen alive."""
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> RankFacts:
@@ -109,6 +111,8 @@ class JobFacts:
     experts: bool = False
     """The model is a mixture of experts."""
     zero_stage: int = 0
+    planned: dict[str, str] = field(default_factory=dict)
+    """Phase -> the plan's words about its memory; empty without a plan."""
 
     @property
     def step(self) -> int:

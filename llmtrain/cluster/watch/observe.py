@@ -68,6 +68,8 @@ class _Seen:
     """Its own processor time grows: it computes, or polls its device."""
     works: bool = False
     """No waiting rank does this: files move, memory fills, or a process below it computes."""
+    resident: int = 0
+    """Bytes of memory that it held when it was last seen alive."""
 
 
 class HostRanks:
@@ -212,6 +214,7 @@ class HostRanks:
         elif found is not None and found.state == "D" and idle_s > _D_STATE_S:
             state = "disk"
         if found is not None and not ended:
+            seen.resident = found.resident
             self._sample(seen, found, idle_s, now)
         return RankFacts(
             rank=beat.rank,
@@ -235,6 +238,7 @@ class HostRanks:
             given=beat.given,
             done=beat.done,
             plugin=beat.plugin,
+            resident=seen.resident,
         )
 
     def _sample(self, seen: _Seen, found: Stat, idle_s: float, now: float) -> None:

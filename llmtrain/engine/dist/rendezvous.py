@@ -442,7 +442,7 @@ def introduce(ranks: Ranks) -> None:
     watch.met([{**asdict(seat), "agent": agent} for seat, agent in zip(ranks.seats, agents, strict=True)])
 
 
-def describe(tracking: TrackingConfig, mix: Mix, run_id: str, experts: bool) -> None:
+def describe(tracking: TrackingConfig, mix: Mix, run_id: str, experts: bool, planned: dict[str, str]) -> None:
     """Give the agent the facts about the run for fault reports. `run_id`: of W&B."""
     watch.describe(
         run_id=run_id,
@@ -450,4 +450,5 @@ def describe(tracking: TrackingConfig, mix: Mix, run_id: str, experts: bool) -> 
         experts=experts,
         zero_stage=mix.zero_stage,
         alike=mix.degrees.pipeline == 1,
+        planned=planned,
     )

@@ -127,7 +127,7 @@ def test_a_link_is_judged_by_what_the_run_sends(
     for _ in range(2):
         with pytest.raises(SystemExit):
             cli.main(["doctor", "--hostfile", str(hosts), recipe])
-        planned = Planned(peak=1, of_rank_0=1, more_at_least=0, more_at_most=0, parts={}, changes={},
+        planned = Planned(peak=1, of_rank_0=1, more_at_least=0, more_at_most=0, phases={}, changes={},
                           sent=5.5e9, sent_to_other_hosts=2.75e9)  # fmt: skip
         store(load(["--config", recipe], 4, "the test"), planned, on_gpu=True)
     assert [run.sent_bytes for run in asked] == [None, 5.5e9]

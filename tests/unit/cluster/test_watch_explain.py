@@ -82,8 +82,9 @@ CASES: dict[str, tuple[JobFacts, int | None, str]] = {
                 "node-1 reaches no other host of the job any more"),
     "killed": (died(3, {0: {**CUT_OFF, "error_at": "llmtrain/engine/step.py:97 (forward_backward)"}, 2: KILLED}), 2,
                "rank 2 on node-3 was ended by SIGKILL in backward"),
-    "out_of_memory": (died(2, {1: KILLED}, hosts=(HostFacts(name="node-2", oom_kills=1),)), 1,
-                      "the kernel of node-2 has ended 1 process for lack of memory"),
+    "out_of_memory": (died(2, {1: {**KILLED, "resident": 3 << 30}}, hosts=(HostFacts(name="node-2", oom_kills=1),)), 1,
+                      "the kernel of node-2 has ended 1 process for lack of memory since the job began. rank 1 on "
+                      "node-2 held 3 GiB when"),
     "killed_while_stopping": (died(2, {1: {**KILLED, "stopping": True}}), 1,
                               "asked to stop and killed before its checkpoint was written"),
     "crashed": (died(2, {1: {"state": "dead", "signal": "SIGSEGV", "stack": IN_DATA}}), 1,

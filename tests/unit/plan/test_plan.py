@@ -13,6 +13,7 @@ import yaml
 
 from llmtrain import cli
 from llmtrain.base.errors import ConfigError
+from llmtrain.base.rank.heartbeat import heart
 from llmtrain.base.units import GIB
 from llmtrain.commands.config import note_of_autos, summary
 from llmtrain.config.load import parse
@@ -241,6 +242,36 @@ def test_memory_that_runs_out_is_explained(
     assert "The plan was" in said and "model.recompute.layers: all takes it to" in said, said
 
 
+CUDA = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+ON_CPU = RuntimeError("[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory")
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+ENDS = {
+    "a long sequence": ("forward", ON_CPU, "--data.sequence_length=64", {}, "come in this phase (activations of"),
+    "a large micro-batch": ("backward", CUDA, "--train.micro_batch=64", {}, "come in this phase (activations of"),
+    "a large vocabulary": ("forward", CUDA, "--model.config.vocab_size=65536", {}, "this phase (logits and loss"),
+    "a later stage": ("forward", ON_CPU, '--data.stages=[{"from_step":5,"sequence_length":32}]', {}, "(activations of"),
+    "a mean of the parameters": ("step", MemoryError(), "--ema.decay=0.9", {}, ", ema 832 KiB"),
+    "an evaluation": ("evaluate", ON_CPU, "--model.config.vocab_size=16384", {}, "come in this phase (logits and loss"),
+    "offload": ("step", MemoryError(), "", OFFLOAD, ", moments (host) 1.629 MiB"),
+    "a save's copy": ("save", OSError(12, "Cannot allocate memory"), "", {}, "steps (copy for a save (host) 2.444 MiB"),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_the_contents_of_the_memory_that_ran_out_are_named(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """The largest that stay between steps, and the largest that the phase adds."""
+    phase, error, more, zero, content = ENDS[end]
+    monkeypatch.setenv("LLMTRAIN_CACHE", str(folder / "cache"))
+    write_json(stage=1, **zero)
+    plan(capsys, f"--device cpu {more}")
+    run = resolve(parse(["run.yaml", *more.split()], check_paths=False).run, 1)
+    monkeypatch.setattr(heart, "in_phase", lambda: phase)
+    said = explain(error, run, torch.device("cpu"))
+    assert f"memory ran out in the phase '{phase}'" in said and content in said, said
+
+
 @pytest.mark.parametrize("key", ["mlp_tile_tokens 16", "compile_layers true"])
 def test_layers_that_are_sliced_or_compiled(folder: Path, capsys: pytest.CaptureFixture[str], key: str) -> None:
     assert plan(capsys, f"--device cpu --model.{key}")["peak"] <= plan(capsys, "--device cpu")["peak"]
@@ -286,7 +317,7 @@ def test_a_folder_with_another_model_has_no_plan(folder: Path, monkeypatch: pyte
     monkeypatch.setenv("LLMTRAIN_CACHE", str(folder / "cache"))
     Path("base").mkdir()
     run = resolve(parse(["run.yaml", "--model.config=null", "--model.pretrained=base"], check_paths=False).run, 1)
-    planned = Planned(peak=1, of_rank_0=1, more_at_least=0, more_at_most=0, parts={}, changes={})
+    planned = Planned(peak=1, of_rank_0=1, more_at_least=0, more_at_most=0, phases={}, changes={})
     Path("base/config.json").write_text("{}")
     store(run, planned, on_gpu=True)
     assert stored(run, on_gpu=True) is not None
