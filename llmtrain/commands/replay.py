@@ -19,6 +19,7 @@ from typing import Any
 
 from llmtrain.base import log, units, untrusted
 from llmtrain.base.errors import CheckpointError, ConfigError, DataError, TrainingStopped, UserError
+from llmtrain.base.files import refuse_if_in_use
 from llmtrain.checkpoint.format import complete_checkpoints, step_of
 from llmtrain.checkpoint.listing import lines_of
 from llmtrain.checkpoint.retain import looks_good, pins_of, write_pins
@@ -178,6 +179,7 @@ def _asked(args: argparse.Namespace) -> Asked:
 def _prepare(asked: Asked) -> None:
     """Make the folder of the replay; the one of an earlier replay is deleted. Raises ConfigError."""
     if asked.out.exists():
+        refuse_if_in_use(str(asked.again))
         if not (asked.out / MARK).is_file():
             raise ConfigError(f"--out {asked.out}: exists, and no replay has made it; give another folder")
         shutil.rmtree(asked.out)
@@ -263,7 +265,7 @@ def answer_of(asked: Asked) -> dict[str, Any]:
                                  "equal": same, "apart": apart}  # fmt: skip
         found |= {key: value for key, value in row.items() if key.startswith(("moe/", "data/stage"))}
         steps.append(found)
-    checkpoints = [_compare(asked, each) for each in asked.within]
+    checkpoints = [_compare(asked, each, exact=exact) for each in asked.within]
     rows = [{"step": step, **row} for step, each in looked.items() for row in each["rows"]]
     rows.sort(key=lambda row: (-(_number(row.get("norm"), -1.0)), -_number(row["loss"], math.inf)))
     known = [row for row in rows if row.get("norm") is not None][: asked.rows] or rows[: asked.rows]
@@ -284,6 +286,8 @@ def _exact(asked: Asked) -> tuple[bool, str]:
     then, now = ((folder / "deepspeed.json").read_text() for folder in (asked.run, asked.again))
     if then != now:
         return False, "the DeepSpeed JSON has changed since"
+    if "offload_optimizer" in untrusted.loads(now.encode()).get("zero_optimization", {}):
+        return False, "DeepSpeed's optimizer on the host rounds by the number of steps since its start"
     devices = {str(rank.get("device")) for rank in asked.environment.get("ranks") or [] if isinstance(rank, dict)}
     settings = strict_yaml.parse((asked.run / "config.yaml").read_text(), "config.yaml").tree
     if devices == {"cpu"} or (isinstance(settings, dict) and settings["train"].get("deterministic")):
@@ -319,7 +323,8 @@ def _number(value: Any, instead: float) -> float:
     return instead if math.isnan(number) else number
 
 
-def _compare(asked: Asked, theirs: Path) -> dict[str, Any]:
+def _compare(asked: Asked, theirs: Path, *, exact: bool) -> dict[str, Any]:
+    """Compare the tensors of a checkpoint. Without `exact`, differences are shown and are no fault."""
     from llmtrain.checkpoint.arithmetic import diff
 
     ours = next((each for each in complete_checkpoints(asked.again / "checkpoints") if each.name == theirs.name), None)
@@ -327,7 +332,7 @@ def _compare(asked: Asked, theirs: Path) -> dict[str, Any]:
         return {"step": step_of(theirs), "equal": False, "lines": ["the replay has not saved it"]}
     lines, _ = diff(theirs, ours)
     tensors = [line for line in lines if line.startswith("tensor ")]
-    return {"step": step_of(theirs), "equal": not tensors, "lines": tensors[:5]}
+    return {"step": step_of(theirs), "equal": not tensors or not exact, "lines": tensors[:5]}
 
 
 def modules_of(looked: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
@@ -374,7 +379,7 @@ def lines_for(answer: dict[str, Any]) -> Iterator[str]:
         yield (f"the steps are not equal to the run's record {how}: first at step {first}, largest relative difference "
                f"{worst:.1e}")  # fmt: skip
     for each in answer["checkpoints"]:
-        yield f"checkpoint of step {each['step']}: " + ("equal" if each["equal"] else "; ".join(each["lines"]))
+        yield f"checkpoint of step {each['step']}: " + ("; ".join(each["lines"]) or "equal")
     yield from lines_of([
         ("STEP", "LOSS", "NORM", "RATE", "STAGE", "RECORD"),
         *((str(each["step"]), f"{each['loss']:.4f}", f"{each['norm']:.4g}", f"{each['lr'] or 0:.3g}",
@@ -384,7 +389,8 @@ def lines_for(answer: dict[str, Any]) -> Iterator[str]:
     for each in answer["modules"]:
         yield (f"step {each['step']}: {each['what']} of {each['module']} is {each['value']:.3g}, at most "
                f"{each['others']:.3g} in the other steps")  # fmt: skip
-    yield "rows by the norm of their gradient, and its share of the step's:" if rows else "no row"
+    has_norms = any(row.get("norm") is not None for row in rows)
+    yield "rows by the norm of their gradient, and its share of the step's:" if has_norms else "rows by their loss:"
     for row in rows[:10]:
         norm = "" if row.get("norm") is None else f", norm {row['norm']:.3g}, share {float(row['share']):.1%}"
         yield f"step {row['step']} sequence {row['sequence']}: loss {float(row['loss']):.4f}{norm}"

@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from llmtrain.commands.replay import lines_for, modules_of
+from llmtrain.commands.replay_page import page_of
+
+
+def looked(values: dict[int, tuple[float, float]]) -> dict[int, dict[str, Any]]:
+    return {step: {"largest": {"model.embed": [1.0, 1.0], "model.layer": list(pair)}} for step, pair in values.items()}
+
+
+def test_a_module_out_of_the_range_of_the_other_steps_is_named() -> None:
+    found = modules_of(looked({1: (1.0, 0.1), 2: (1.5, 0.1), 3: (1.2, 0.5)}))
+    assert [(each["step"], each["module"], each["what"]) for each in found] == [
+        (3, "model.layer", "gradient of the output")
+    ]
+    assert found[0]["factor"] == 5
+
+
+def test_the_first_that_is_not_finite_comes_first() -> None:
+    found = modules_of(looked({1: (1.0, 0.1), 2: (9.0, 0.1), 3: (math.nan, math.inf)}))
+    assert (found[0]["step"], found[0]["what"]) == (3, "output")
+    assert [each["step"] for each in found[1:]] == [2]
+
+
+def test_an_answer_without_equal_steps_says_where_they_part() -> None:
+    step = {"loss": 2.5, "norm": 0.5, "lr": 1e-3, "skipped": False, "record": 2.5}
+    steps = [{**step, "step": 4, "equal": True, "apart": 0.0}, {**step, "step": 5, "equal": False, "apart": 1e-3}]
+    row = {"step": 5, "sequence": 40, "loss": 9.0, "norm": 3.0, "share": 0.9, "documents": ['a:1, 9 tokens: "<b>&"']}
+    answer: dict[str, Any] = {
+        "run": "runs/mine", "first": 4, "last": 5, "exact": True, "why": "", "bound": 0.0, "equal": False,
+        "steps": steps, "checkpoints": [], "modules": [], "rows": [row],
+    }  # fmt: skip
+    lines = list(lines_for(answer))
+    assert lines[0] == ("the steps are not equal to the run's record to the bit: first at step 5, largest relative "
+                        "difference 1.0e-03")  # fmt: skip
+    assert "step 5 sequence 40: loss 9.0000, norm 3, share 90.0%" in lines
+    page = page_of(answer)
+    assert "&lt;b&gt;&amp;" in page and "<b>" not in page
