@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import json
 import os
 import queue
@@ -10,9 +12,14 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+
+def ending_with_parent() -> Callable[[], Any]:
+    """Return a function for a new process, which the kernel then kills when the thread that has started it ends."""
+    return functools.partial(ctypes.CDLL(None).prctl, 1, signal.SIGKILL)  # PR_SET_PDEATHSIG of sys/prctl.h
 
 
 def child_environment(**more: str) -> dict[str, str]:
@@ -47,16 +54,16 @@ class Lines:
 class Child:
     """Runs a program that reads and writes JSON lines (`Parent` is its side); only `end` and `close` wait for it."""
 
-    def __init__(self, words: Sequence[str], *, pass_fds: Sequence[int] = ()) -> None:
-        """`pass_fds`: open files for the program, under the same numbers."""
+    def __init__(self, words: Sequence[str], **more: Any) -> None:
+        """`more`: arguments of Popen, such as `pass_fds`: open files for the program, under the same numbers."""
         self._process = subprocess.Popen(
             words,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            pass_fds=pass_fds,
             # One core each: the threads of libraries would fight over the cores that the parent fills.
             env=child_environment(TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1"),
             start_new_session=True,  # Ctrl-C in the terminal reaches the parent alone, which then ends the child
+            **more,
         )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._in, self._out, self._lines = self._process.stdin, self._process.stdout, Lines()

@@ -6,10 +6,8 @@ process ends with its rank, also after a kill.
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
-import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -18,13 +16,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from llmtrain.base.child import Parent
+from llmtrain.base.child import Parent, ending_with_parent
 from llmtrain.checkpoint.durable import DurableFile, remove_tree, sync, write_durably
 from llmtrain.checkpoint.format import MANIFEST, TRAINER, FileEntry, FrozenSource, Manifest, Piece
 from llmtrain.checkpoint.retain import Best, keep_newest
 from llmtrain.storage.checksum import checksum_part_array
 
-_PR_SET_PDEATHSIG = 1
 _BLOCK = 16 << 20  # bytes hashed, summed and written at a time
 
 
@@ -145,7 +142,7 @@ def perform(message: dict[str, Any], table: dict[str, Any], image: memoryview | 
 
 def main(memory: int, size: int, parent: int) -> int:
     """`memory`: a file descriptor. The first message is the table."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    ending_with_parent()()
     if os.getppid() != parent:
         return 1  # the rank died before the kernel knew of the signal
     image = memoryview(mmap.mmap(memory, size))

@@ -20,6 +20,7 @@ import torch
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from torch import Tensor
 
+from llmtrain.base.child import ending_with_parent
 from llmtrain.base.errors import UserError
 from llmtrain.base.rank.heartbeat import heart
 from llmtrain.checkpoint.snapshot import RankFile, written
@@ -178,6 +179,7 @@ def rehearse_each(
 
 
 def _in_child(pipe: Connection, checked: Checked, rank: int, slots: int, imbalance: float, on_gpu: bool) -> None:
+    ending_with_parent()()
     began_s = time.process_time()
     warnings.simplefilter("ignore")  # about tensors without memory
     torch.set_num_threads(1)  # nothing is computed, and a forked process must not wait for its parent's threads

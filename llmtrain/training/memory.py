@@ -14,7 +14,7 @@ import psutil
 import torch
 
 from llmtrain.base import log
-from llmtrain.base.child import Child, of_module
+from llmtrain.base.child import Child, ending_with_parent, of_module
 from llmtrain.base.units import size
 from llmtrain.config import plugins
 from llmtrain.config.planned import in_words, stored, with_chosen
@@ -73,7 +73,7 @@ def _rehearsed(resolved: ResolvedRun, free: int, ranks: Ranks) -> tuple[dict[str
             stack.enter_context(ending_on_sigterm())
             file = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "run.yaml"
             file.write_text(dump(run))
-            child = Child(of_module("llmtrain", "plan", str(file), *words, "--json"))
+            child = Child(of_module("llmtrain", "plan", str(file), *words, "--json"), preexec_fn=ending_with_parent())
             stack.callback(child.close)
         answer = at_length(ranks, lambda: None if child is None else _answer(child))
     found = from_rank_0(ranks, lambda: answer)

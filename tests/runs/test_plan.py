@@ -125,7 +125,7 @@ def test_a_start_without_an_answer_takes_least_memory(recipe: Path, tmp_path: Pa
     assert why in said and "`llmtrain plan RUN.yaml --hosts 1 --slots 2 --memory 1073741824 --device cpu`" in said
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
 def test_a_signal_leaves_no_rehearsal(recipe: Path, tmp_path: Path, number: signal.Signals) -> None:
     before = functools.partial(with_free, str(tmp_path), 1 << 30)
     ranks = forked.Launch(recipe, *AUTO, world_size=2, before=before)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import functools
 import json
 import math
 import os
@@ -14,10 +12,10 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
+from llmtrain.base.child import ending_with_parent
 from llmtrain.base.errors import UserError
 
 
@@ -46,7 +44,7 @@ class Ranks:
         self._folder = folder
         self._world_size = world_size
         self._processes: list[subprocess.Popen[bytes]] = []
-        end_with_parent = _end_with_parent()
+        end_with_parent = ending_with_parent()
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = str(probe.getsockname()[1])
@@ -137,16 +135,6 @@ def failure_reported(folder: Path) -> Iterator[None]:
             report["user"] = str(error)
         (folder / f"error-{rank}.json").write_text(json.dumps(report))
         os._exit(1)  # the others wait in a collective: no destructor may wait for them
-
-
-def _end_with_parent() -> Callable[[], Any] | None:
-    """Return a function for a new process that lets the kernel kill the process when the command dies (Linux)."""
-    try:
-        control = ctypes.CDLL(None).prctl
-    except (OSError, AttributeError):
-        return None
-    set_parent_death_signal = 1  # sys/prctl.h: PR_SET_PDEATHSIG
-    return functools.partial(control, set_parent_death_signal, signal.SIGKILL)
 
 
 @contextlib.contextmanager
