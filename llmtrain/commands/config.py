@@ -14,10 +14,11 @@ from llmtrain.base.choice import either
 from llmtrain.base.errors import ConfigError
 from llmtrain.commands import completion
 from llmtrain.config import strict_yaml
+from llmtrain.config.chosen import in_words
 from llmtrain.config.load import COMMAND_LINE, configs_in, parse, plugins_of, run_words
 from llmtrain.config.on_disk import refuse_if_preempted
 from llmtrain.config.pinned import with_base
-from llmtrain.config.planned import in_words, stored
+from llmtrain.config.planned import stored
 from llmtrain.config.problems import closest, show, stop
 from llmtrain.config.resolve import resolve
 from llmtrain.config.rules import value_of

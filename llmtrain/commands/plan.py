@@ -20,10 +20,11 @@ from llmtrain.base.files import replace_file
 from llmtrain.cluster.hosts.hostfile import read_hostfile
 from llmtrain.commands import completion
 from llmtrain.commands.config import ways_of
+from llmtrain.config.chosen import with_chosen
 from llmtrain.config.deepspeed.read import read_json
 from llmtrain.config.load import COMMAND_LINE, Parsed, command_words, configs_in, parse, run_words
 from llmtrain.config.pinned import fetched
-from llmtrain.config.planned import Planned, store, with_chosen
+from llmtrain.config.planned import Planned, store
 from llmtrain.config.problems import stop
 from llmtrain.config.resolve import resolve
 from llmtrain.config.run import ResolvedRun, autos

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,7 @@ from llmtrain.base import untrusted
 from llmtrain.base.errors import ConfigError
 from llmtrain.base.files import cache_folder, replace_file
 from llmtrain.base.units import size
-from llmtrain.config.resolve import with_micro_batch
-from llmtrain.config.run import RecomputeConfig, ResolvedRun
+from llmtrain.config.run import ResolvedRun
 from llmtrain.tracking.environment import versions
 
 
@@ -53,23 +52,6 @@ class Planned:
     def remedy(self) -> str:
         gives = [f"{change} takes it to {size(peak)}" for change, peak in self.changes.items()]
         return "; ".join(gives) or "`llmtrain plan RUN.yaml --memory SIZE` rehearses changes, with the peak of each"
-
-
-def in_words(chosen: dict[str, Any]) -> str:
-    layers, keep = chosen["recompute"]["layers"], chosen["recompute"]["keep"]
-    kept = " but their attention" if keep else ""
-    return f"micro-batch {chosen['micro_batch']}, {layers or 'no'} layers recomputed{kept}"
-
-
-def with_chosen(resolved: ResolvedRun, micro_batch: int, recompute: RecomputeConfig) -> ResolvedRun:
-    """The run with these values where it has auto. Raises ConfigError: the micro-batch does not go with the run."""
-    if resolved.run.train.micro_batch == "auto":
-        resolved = with_micro_batch(resolved, micro_batch)
-    if resolved.run.model.recompute.layers != "auto":
-        return resolved
-    mix = replace(resolved.mix, recomputes=recompute.layers is not None, keep_attention=recompute.keep is not None)
-    run = replace(resolved.run, model=replace(resolved.run.model, recompute=recompute))
-    return replace(resolved, run=run, mix=mix)
 
 
 def store(resolved: ResolvedRun, planned: Planned, *, on_gpu: bool) -> None:

@@ -81,15 +81,6 @@ def resolve(
     )
 
 
-def with_micro_batch(resolved: ResolvedRun, count: int) -> ResolvedRun:
-    """Return the run with a number for train.micro_batch auto. Raises ConfigError: the number does not go with it."""
-    train = resolved.run.train
-    given = replace(train, micro_batch=count, max_steps=resolved.max_steps, max_tokens=None, epochs=None)
-    made = resolve(replace(resolved.run, train=given), resolved.degrees.world_size, places=dict(resolved.places))
-    train = replace(made.run.train, max_steps=train.max_steps, max_tokens=train.max_tokens, epochs=train.epochs)
-    return replace(made, run=replace(made.run, train=train), notes=resolved.notes)
-
-
 def with_stages(
     run: RunConfig, degrees: Degrees, world: str, epoch: Callable[[DataConfig], int] | None, problems: Problems
 ) -> tuple[RunConfig, Stages, int | None]:

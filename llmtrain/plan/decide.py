@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from llmtrain.base.errors import ConfigError
-from llmtrain.config.planned import with_chosen
+from llmtrain.config.chosen import with_chosen
 from llmtrain.config.run import RecomputeConfig, ResolvedRun
 from llmtrain.models.spec import ModelSpec
 from llmtrain.plan.rehearsal import Rehearsed

@@ -17,7 +17,8 @@ from llmtrain.base import log
 from llmtrain.base.child import Child, ending_with_parent, of_module
 from llmtrain.base.units import size
 from llmtrain.config import plugins
-from llmtrain.config.planned import in_words, stored, with_chosen
+from llmtrain.config.chosen import in_words, with_chosen
+from llmtrain.config.planned import stored
 from llmtrain.config.run import RecomputeConfig, ResolvedRun, autos
 from llmtrain.config.strict_yaml import dump
 from llmtrain.config.topology import ranks_of_this_host

@@ -16,8 +16,9 @@ from llmtrain.base.errors import ConfigError
 from llmtrain.base.rank.heartbeat import heart
 from llmtrain.base.units import GIB
 from llmtrain.commands.config import note_of_autos, summary
+from llmtrain.config.chosen import with_chosen
 from llmtrain.config.load import parse
-from llmtrain.config.planned import Planned, refuse_without_room, store, stored, with_chosen
+from llmtrain.config.planned import Planned, refuse_without_room, store, stored
 from llmtrain.config.resolve import resolve
 from llmtrain.config.run import RecomputeConfig, ResolvedRun
 from llmtrain.config.stages import Batch

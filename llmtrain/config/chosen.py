@@ -1,0 +1,35 @@
+"""A run with the values that memory has decided."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from llmtrain.config.resolve import resolve
+from llmtrain.config.run import RecomputeConfig, ResolvedRun
+
+
+def in_words(chosen: dict[str, Any]) -> str:
+    layers, keep = chosen["recompute"]["layers"], chosen["recompute"]["keep"]
+    kept = " but their attention" if keep else ""
+    return f"micro-batch {chosen['micro_batch']}, {layers or 'no'} layers recomputed{kept}"
+
+
+def with_chosen(resolved: ResolvedRun, micro_batch: int, recompute: RecomputeConfig) -> ResolvedRun:
+    """The run with these values where it has auto. Raises ConfigError: the micro-batch does not go with the run."""
+    if resolved.run.train.micro_batch == "auto":
+        resolved = _with_micro_batch(resolved, micro_batch)
+    if resolved.run.model.recompute.layers != "auto":
+        return resolved
+    mix = replace(resolved.mix, recomputes=recompute.layers is not None, keep_attention=recompute.keep is not None)
+    run = replace(resolved.run, model=replace(resolved.run.model, recompute=recompute))
+    return replace(resolved, run=run, mix=mix)
+
+
+def _with_micro_batch(resolved: ResolvedRun, count: int) -> ResolvedRun:
+    """Return the run with a number for train.micro_batch auto. Raises ConfigError: the number does not go with it."""
+    train = resolved.run.train
+    given = replace(train, micro_batch=count, max_steps=resolved.max_steps, max_tokens=None, epochs=None)
+    made = resolve(replace(resolved.run, train=given), resolved.degrees.world_size, places=dict(resolved.places))
+    train = replace(made.run.train, max_steps=train.max_steps, max_tokens=train.max_tokens, epochs=train.epochs)
+    return replace(made, run=replace(made.run, train=train), notes=resolved.notes)
