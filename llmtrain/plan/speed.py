@@ -7,13 +7,14 @@ import multiprocessing
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from llmtrain.base import untrusted
 from llmtrain.base.choice import either
+from llmtrain.base.threads import usable_cores
 from llmtrain.base.units import count
 from llmtrain.config.load import COMMAND_LINE
 from llmtrain.config.problems import stop
@@ -40,6 +41,8 @@ _LINKS = {"ib400": (400, True), "ib200": (200, True), "eth100": (100, False), "e
 """Gbit/s in one direction, and whether each rank has a card of its own."""
 _HOST_MEMORY = 200 * _GB
 """Bytes a second of a host's memory, for all of its ranks: a guess."""
+_PAYLOAD = 0.95
+"""Share of an Ethernet link's bits that are no headers."""
 _PRODUCTS, _ATTENTION, _PASSES, _CARRIED = 0.64, 0.33, 0.85, 0.8
 """Shares of a peak that kernels get: tools/bench/estimate.py has the sources."""
 
@@ -114,39 +117,13 @@ class StepTime:
         return [*lines, *(f"  assumed: {note}" for note in self.notes)]
 
 
-def _of_a_gpu(device: str, link: tuple[float, float, list[str]]) -> Speeds | None:
-    across, trip_s, linked = link
-    if device not in _GPUS:
-        return None
-    chip, memory, inside, to_host = _GPUS[device]
-    peak = peak_flops(chip, "bf16")
-    assert peak is not None
-    return Speeds(
-        products=_PRODUCTS * peak,
-        attention=_ATTENTION * peak,
-        memory=_PASSES * memory * _GB,
-        inside=_CARRIED * inside * _GB,
-        to_host=_CARRIED * to_host * _GB,
-        across=across,
-        trip_s=trip_s,
-        peak=peak,
-        notes=(
-            f"products get {_PRODUCTS:.0%} of {peak / 1e12:g} TFLOP/s, attention {_ATTENTION:.0%} (published; no GPU "
-            "was measured)",
-            f"other operators get {_PASSES:.0%} of {memory} GB/s, none is fused (a guess)",
-            f"messages inside a host get {_CARRIED:.0%} of {inside} GB/s (a guess)",
-            *linked,
-        ),
-    )
-
-
 def _link(machines: Machines) -> tuple[float, float, list[str]]:
     """(bytes a second from a host, seconds of a trip, notes)."""
     link, hosts, slots = machines.link, machines.hosts, machines.slots
     gigabits = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([mg])bit", (link or "").lower())
     if gigabits is not None:
         rate = float(gigabits[1]) * {"m": 1e6, "g": 1e9}[gigabits[2]] / 8
-        return rate, 10e-6, [f"a host sends {link}/s"] * (hosts > 1)
+        return _PAYLOAD * rate, 10e-6, [f"a host sends {_PAYLOAD:.0%} of {link}/s"] * (hosts > 1)
     if link is not None and link.endswith(".json"):
         try:
             pairs = untrusted.loads(Path(link).read_bytes())["fabric"]["pairs"]
@@ -171,10 +148,33 @@ def _link(machines: Machines) -> tuple[float, float, list[str]]:
 
 def speeds_for(resolved: ResolvedRun, machines: Machines) -> Speeds | None:
     """None: the table has no such device. Raises ConfigError: no such link."""
-    link = _link(machines)
+    across, trip_s, linked = _link(machines)
     if not machines.on_gpu:
-        return _measured_cpu(resolved.mix.precision, machines.slots, link)
-    return _of_a_gpu(machines.device, link)
+        measured = _measured_cpu(resolved.mix.precision, machines.slots)
+        notes = (*measured.notes, *linked)
+        return replace(measured, across=across, trip_s=max(trip_s, measured.trip_s), notes=notes)
+    if machines.device not in _GPUS:
+        return None
+    chip, memory, inside, to_host = _GPUS[machines.device]
+    peak = peak_flops(chip, "bf16")
+    assert peak is not None
+    return Speeds(
+        products=_PRODUCTS * peak,
+        attention=_ATTENTION * peak,
+        memory=_PASSES * memory * _GB,
+        inside=_CARRIED * inside * _GB,
+        to_host=_CARRIED * to_host * _GB,
+        across=across,
+        trip_s=trip_s,
+        peak=peak,
+        notes=(
+            f"products get {_PRODUCTS:.0%} of {peak / 1e12:g} TFLOP/s, attention {_ATTENTION:.0%} (published; no GPU "
+            "was measured)",
+            f"other operators get {_PASSES:.0%} of {memory} GB/s, none is fused (a guess)",
+            f"messages inside a host get {_CARRIED:.0%} of {inside} GB/s (a guess)",
+            *linked,
+        ),
+    )
 
 
 def step_time(resolved: ResolvedRun, machines: Machines, speeds: Speeds, found: Mapping[int, Rehearsed]) -> StepTime:
@@ -190,9 +190,13 @@ def step_time(resolved: ResolvedRun, machines: Machines, speeds: Speeds, found: 
         rate = speeds.attention if "attention" in each.name else speeds.products
         return max(each.flops / rate, each.bytes / speeds.memory) + speeds.overhead_s
 
+    def of_a_layer(each: Message) -> bool:
+        """Ranks that share a layer's matrices wait for it."""
+        return degrees.tensor > 1 and each.group[0] // degrees.tensor == each.group[-1] // degrees.tensor
+
     def hides(each: Message) -> bool:
-        """It travels while the rank computes: ZeRO's, during passes, of groups that share nothing else."""
-        if not speeds.overlaps or degrees.pipeline > 1 or len(each.group) < shared:
+        """It is ZeRO's, and travels while the rank computes."""
+        if not speeds.overlaps or degrees.pipeline > 1 or len(each.group) < shared or of_a_layer(each):
             return False
         if each.phase not in ("forward", "backward", "recompute") or each.kind == "alltoall":
             return False
@@ -223,15 +227,13 @@ def step_time(resolved: ResolvedRun, machines: Machines, speeds: Speeds, found: 
             useful += (each.flops * times * number) if each.phase != "recompute" else 0
         for phase, took in hidden.items():
             parts["messages"] += max(0.0, took - computing.get(phase, 0.0))
-        part_s = (
-            found[rank].saved / (6 if mix.bf16 else 3) / speeds.to_host
-        )  # of weights or gradients: 2 of 12 bytes, 4 in fp32
+        # Weights or gradients, once: 2 bytes a parameter for 12 of masters and moments; 4 in fp32.
+        part_s = found[rank].saved / (3 if mix.precision == "fp32" else 6) / speeds.to_host
         parts["offload"] = 2 * part_s * mix.offload_optimizer + 2 * part_s * batch.accumulation * mix.offload_param
-        passes = parts["computing"] + parts["recomputing"] + sum(
-            times * message_s(each, slots, speeds)
-            for each, times in step.items()
-            if isinstance(each, Message) and each.phase != "reduce" and each.phase != "step"
-        )  # fmt: skip
+        passes = parts["computing"] + parts["recomputing"]
+        for each, times in step.items():
+            if isinstance(each, Message) and (each.kind == "send" or of_a_layer(each)):
+                passes += times * message_s(each, slots, speeds)
         parts["bubble"] = passes / batch.accumulation * (degrees.pipeline - 1)
         parts["saves"] = saves_s
         if sum(parts.values()) > sum(longest.values()):
@@ -257,37 +259,37 @@ def message_s(each: Message, slots: int, speeds: Speeds) -> float:
     if ranks == 1 or each.kind in ("recv", "barrier"):
         return 0.0
     trips_s = speeds.trip_s * math.ceil(math.log2(ranks)) * (2 if each.kind == "allreduce" else 1)
+    # gloo, which sends while nothing is computed, makes a reduce-scatter of an all-reduce (measured).
+    sent = each.sent * (2 if each.kind == "reduce_scatter" and not speeds.overlaps else 1)
     if hosts == 1:
-        return each.sent / speeds.inside + trips_s
+        return sent / speeds.inside + trips_s
     here = ranks / hosts  # a host's other ranks are in other groups, which send at the same time
-    leaving = here * each.bytes * (1 - here / ranks) if each.kind == "alltoall" else each.sent
-    return max(each.sent / speeds.inside, leaving / (speeds.across * here / slots)) + trips_s
+    leaving = here * each.bytes * (1 - here / ranks) if each.kind == "alltoall" else sent
+    return max(sent / speeds.inside, leaving / (speeds.across * here / slots)) + trips_s
 
 
-def _measured_cpu(precision: str, ranks: int, link: tuple[float, float, list[str]]) -> Speeds:
-    """Measure this machine in a second, with as many processes as a host has ranks."""
-    across, trip_s, linked = link
-    fork = multiprocessing.get_context("fork")
-    with fork.Pool(ranks) as pool:
-        found = pool.map(_measured, [precision] * ranks, chunksize=1)
-    products, memory, overhead_s = (median(column) for column in zip(*found, strict=True))
-    notes = f"{products / 1e9:.3g} GFLOP/s, {memory / 1e9:.3g} GB/s and {overhead_s * 1e6:.3g} us for an operator"
+def _measured_cpu(precision: str, ranks: int) -> Speeds:
+    """Measure this machine in a second, with as many processes as a host has ranks; at most one for each core."""
+    at_once = min(ranks, usable_cores())
+    with multiprocessing.get_context("fork").Pool(at_once) as pool:
+        found = pool.map(_measured, [precision] * at_once, chunksize=1)
+    products, memory, operators = (median(column) * at_once / ranks for column in zip(*found, strict=True))
+    said = f"{products / 1e9:.3g} GFLOP/s, {memory / 1e9:.3g} GB/s and {1e6 / operators:.3g} us for an operator"
     return Speeds(
         products=products,
         attention=products,
         memory=memory,
         inside=memory / 2,
         to_host=math.inf,
-        across=across,
-        trip_s=max(trip_s, 100e-6),
-        overhead_s=overhead_s,
+        trip_s=100e-6,
+        overhead_s=1 / operators,
         overlaps=False,
-        notes=(f"{notes}, measured here with {ranks} at once", *linked),
+        notes=(f"{said}, measured here with {at_once} at once",),
     )
 
 
 def _measured(precision: str) -> tuple[float, float, float]:
-    """FLOP/s of products, bytes a second of passes, seconds of a small operator."""
+    """FLOP/s of products, bytes a second of passes, small operators a second."""
     import torch
 
     torch.set_num_threads(1)
@@ -309,8 +311,5 @@ def _measured(precision: str) -> tuple[float, float, float]:
             took.append(time.perf_counter() - began_s)
         return median(took)
 
-    return (
-        2 * 384**3 / once(lambda: matrix @ matrix),
-        2 * long.nbytes / once(lambda: long * 2),
-        once(chain) / 100,
-    )
+    products_s, passes_s, chain_s = once(lambda: matrix @ matrix), once(lambda: long * 2), once(chain)
+    return 2 * 384**3 / products_s, 2 * long.nbytes / passes_s, 100 / chain_s
