@@ -177,16 +177,16 @@ class Fitter:
             (each for each in estimated if self._left(points[each].peak) >= 0), key=lambda each: points[each].seconds
         )
         best: list[Fitted] = []
-        tried = likely[:_TRIED]
-        for number, choice in enumerate(tried, 1):
-            best += self._as_it_is(choice)
-            if len(best) == BEST:
-                del tried[number:]
+        tried = 0
+        while len(best) < BEST and tried < min(_TRIED, len(likely)):
+            chosen = likely[tried : tried + BEST - len(best)]
+            tried += len(chosen)
+            best += self._complete(chosen)
         if not best:
             raise UserError(f"--memory {size(self._memory)}: no form of the run fits, of {len(legal)} legal ones. Give "
                             "more --slots or --hosts, or a larger device")  # fmt: skip
         best.sort(key=lambda each: each.time.seconds)
-        return Fit(best=best, counted=len(legal) + len(estimated), rehearsed=len(tried))
+        return Fit(best=best, counted=len(legal) + len(estimated), rehearsed=tried)
 
     def _legal(self) -> Iterator[Form]:
         """Forms that the configuration takes and whose states fit."""
@@ -303,28 +303,32 @@ class Fitter:
         slower = one.between(two, 2 * (1 - 1 / rows))
         return replace(slower, peak=one.between(two, rows - 1).peak)
 
-    def _as_it_is(self, choice: Choice) -> Iterator[Fitted]:
-        """Rehearse the complete model. Yields nothing if it does not fit, or is refused."""
-        with contextlib.suppress(UserError):
-            run = self._resolve(choice.form, choice.values)
-            checked, found = prepared(run, on_gpu=self._machines.on_gpu), dict[int, Rehearsed]()
-            for _, rehearsed in self._rehearse([(checked, rank) for rank in kinds(run.degrees)]):
-                if isinstance(rehearsed, UserError):
-                    return
-                found[rehearsed.rank] = rehearsed
-            peak = max(each.peak + each.ahead for each in found.values())
-            on_host = self._machines.slots * max(each.host for each in found.values())
-            on_host += 0 if self._machines.on_gpu else self._machines.slots * peak
-            room = self._machines.host_memory
-            if self._left(peak) < 0 or (room is not None and on_host > room):
-                return
-            yield Fitted(
-                choice=choice,
-                accumulation=run.batch.accumulation,
-                peak=peak,
-                left=self._left(peak),
-                time=step_time(run, self._machines, self._speeds, found),
-            )
+    def _complete(self, choices: Sequence[Choice]) -> Iterator[Fitted]:
+        """Rehearse the complete model in each way. Yields what fits."""
+        machines, jobs, owners = self._machines, list[tuple[Any, int]](), list[int]()
+        runs = dict[int, ResolvedRun]()
+        for place, choice in enumerate(choices):
+            with contextlib.suppress(UserError):
+                run = self._resolve(choice.form, choice.values)
+                checked = prepared(run, on_gpu=machines.on_gpu)
+                runs[place] = run
+                jobs += [(checked, rank) for rank in kinds(run.degrees)]
+                owners += [place] * len(kinds(run.degrees))
+        found: dict[int, dict[int, Rehearsed]] = {}
+        for number, rehearsed in self._rehearse(jobs):
+            if isinstance(rehearsed, Rehearsed):
+                found.setdefault(owners[number], {})[rehearsed.rank] = rehearsed
+        for place, run in runs.items():
+            ranks = found.get(place, {})
+            if len(ranks) < len(kinds(run.degrees)):  # one was refused
+                continue
+            peak = max(each.peak + each.ahead for each in ranks.values())
+            on_host = machines.slots * max(each.host + peak * (not machines.on_gpu) for each in ranks.values())
+            if self._left(peak) < 0 or (machines.host_memory is not None and on_host > machines.host_memory):
+                continue
+            time = step_time(run, machines, self._speeds, ranks)
+            yield Fitted(choice=choices[place], accumulation=run.batch.accumulation, peak=peak,
+                         left=self._left(peak), time=time)  # fmt: skip
 
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
