@@ -55,6 +55,7 @@ SMALLER = {
     "watch.py": ["--hidden", "32", "--layers", "1", "--blocks", "6"],
     "watch.py --hosts": ["--hosts", "16"],
     "sites.py": ["--hidden", "64", "--start-steps", "4", "--steps", "30", "--ddp-steps", "3", "--seeds", "0"],
+    "plan_time.py": ["--steps", "3", "--rate-mbit", "400"],
     "prepare_hosts.py": ["--mb", "1", "--vocabulary", "1024", "--rounds", "1"],
     "sites_many.py": ["--sites", "3", "--rounds", "1", "--parameters", "1000", "--every-s", "1"],
 }
@@ -139,7 +140,7 @@ def smaller() -> list[str]:
 @pytest.mark.parametrize("command", smaller())
 def test_every_command_on_the_pages_runs(command: str) -> None:
     name, *words = command.split()
-    if name in ("sites.py", "prepare_hosts.py") and (reason := why_not()):
+    if name in ("sites.py", "plan_time.py", "prepare_hosts.py") and (reason := why_not()):
         pytest.skip(reason)
     done = subprocess.run(
         [sys.executable, str(BENCH / name), *words], cwd=REPO, env=environment(), capture_output=True, text=True
