@@ -3,14 +3,19 @@ replay names the document."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import html
 import json
 import random
 import shlex
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from llmtrain import cli
@@ -101,9 +106,22 @@ def content(folder: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def replayed(spiked: Path) -> tuple[dict[str, Any], bool]:
-    """(answer of the command that the event names, True if the run's folder is as before)."""
-    before = content(spiked / "run")
-    assert cli.main(shlex.split(event(spiked / "run")["replay"])[1:]) == 0
+    """(answer of the command that the event names, True if the run's folder is as before). A first replay is killed
+    while it looks at steps."""
+    before, words = content(spiked / "run"), shlex.split(event(spiked / "run")["replay"])[1:]
+    silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    killed = subprocess.Popen([sys.executable, "-m", "llmtrain", *words], start_new_session=True, **silent)
+    until_s = time.monotonic() + 120
+    while not list(spiked.glob("run-replay-*/run/replay.jsonl")) and time.monotonic() < until_s:
+        time.sleep(0.1)
+    family = [psutil.Process(killed.pid), *psutil.Process(killed.pid).children(recursive=True)]
+    for process in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    killed.wait()
+    psutil.wait_procs(family, timeout=20)
+    assert content(spiked / "run") == before and not list(spiked.glob("run-replay-*/answer.json"))
+    assert cli.main(words) == 0
     (folder,) = spiked.glob("run-replay-*")
     return json.loads((folder / "answer.json").read_text()), content(spiked / "run") == before
 

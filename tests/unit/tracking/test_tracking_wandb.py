@@ -441,6 +441,17 @@ def test_samples_of_a_killed_launch_are_sent_again(tmp_path, monkeypatch):
     assert (row["step"], row["loss"], row["samples"]) == (2, 2.0, [["a", "b"]])
 
 
+def test_a_spike_is_an_alert_with_its_command(tmp_path, monkeypatch):
+    run, alerts = FakeRun(), []
+    run.alert = lambda **given: alerts.append(given)
+    fake_wandb(monkeypatch, run=run)
+    tracker = tracker_of(tmp_path)
+    tracker.call("event", "spike", {"step": 812, "text": "the loss jumps", "replay": "llmtrain replay RUN"})
+    tracker.call("event", "jump", {"step": 813})
+    end(tracker)
+    assert alerts == [{"title": "Spike at step 812", "text": "the loss jumps\nllmtrain replay RUN"}]
+
+
 @pytest.fixture
 def no_credentials(tmp_path, monkeypatch):
     for name in list(os.environ):
