@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmtrain.base import units
+from llmtrain.base import log, units
 from llmtrain.base.errors import UserError
 from llmtrain.base.files import replace_file
 from llmtrain.cluster.hosts.hostfile import read_hostfile
@@ -218,10 +218,13 @@ def make_plan(words: list[str], machines: Machines, imbalance: float, title: str
         fullest = plan.fullest.rehearsed.rank
         with tempfile.TemporaryDirectory() as folder:
             for said, more in changes(parsed, resolved, Path(folder)):
-                with contextlib.suppress(UserError):  # the change goes with another value of the run
-                    _, other = _resolved([*words, *more], machines.ranks)
-                    other = with_chosen(other, micro_batch, again)
-                    plan.changes.append(Change(words=said, peak=peak(other, fullest)))
+                try:
+                    with contextlib.suppress(UserError):  # the change goes with another value of the run
+                        _, other = _resolved([*words, *more], machines.ranks)
+                        other = with_chosen(other, micro_batch, again)
+                        plan.changes.append(Change(words=said, peak=peak(other, fullest)))
+                except RuntimeError as error:  # a bug there takes nothing from the answer
+                    log.warn(f"{said} could not be rehearsed: {str(error).splitlines()[-1]}")
     if imbalance == 1:  # a run is compared with balanced experts
         for each in (asked, resolved) if autos(asked.run) else (asked,):
             keep(plan, each)

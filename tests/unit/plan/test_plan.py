@@ -27,7 +27,7 @@ from llmtrain.engine.dist.control import AgreedError
 from llmtrain.models.loss import IGNORE
 from llmtrain.models.spec import ModelFacts, ModelSpec
 from llmtrain.plan.device import DEVICES, MIB, parse_size
-from llmtrain.plan.rehearsal import kinds, prepared
+from llmtrain.plan.rehearsal import kinds, prepared, walk
 from llmtrain.plan.speed import Speeds, message_s
 from llmtrain.plan.work import Message
 from llmtrain.training.out_of_memory import explain
@@ -312,6 +312,21 @@ def test_an_error_on_a_rehearsed_rank(
     monkeypatch.setattr("llmtrain.plan.rehearsal.walk", raises(KeyError("x")))
     with pytest.raises(RuntimeError, match="KeyError: 'x'"):
         cli.main(["plan", "run.yaml"])
+
+
+def test_a_bug_in_a_change_leaves_the_answer(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def walk_some(checked: Any, *args: Any, **more: Any) -> Any:
+        if checked.resolved.run.model.recompute.layers == "all":
+            raise KeyError("x")
+        return walk(checked, *args, **more)
+
+    monkeypatch.setattr("llmtrain.plan.rehearsal.walk", walk_some)
+    assert cli.main(["plan", "run.yaml", "--device", "cpu", "--memory", "3MB"]) == 1
+    said = capsys.readouterr()
+    assert "model.recompute.layers: all could not be rehearsed: KeyError: 'x'" in said.err
+    assert "train.micro_batch: 2: peak" in said.out and "layers: all" not in said.out
 
 
 def test_a_folder_with_another_model_has_no_plan(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
