@@ -30,9 +30,9 @@ def own_cache(folder: str, rank: int) -> None:
 def test_a_run_is_held_against_its_plan(
     small_data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    json = {"zero_optimization": {"stage": 1, "reduce_bucket_size": 40_000}}
+    tree = {"zero_optimization": {"stage": 1, "reduce_bucket_size": 40_000}}
     train = {"max_steps": 2, "micro_batch": 2, "eval_sequences": 4, "export": False}
-    recipe = write_run(tmp_path, small_data, json, train, model={"config": TINY})
+    recipe = write_run(tmp_path, small_data, tree, train, model={"config": TINY})
     before = functools.partial(own_cache, str(tmp_path))
 
     def launch(margin: str, code: int) -> str:
