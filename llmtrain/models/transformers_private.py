@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -255,6 +255,11 @@ def without_memory() -> contextlib.AbstractContextManager[Any]:
 def is_without_memory(tensor: Tensor) -> bool:
     """torch._subclasses.fake_tensor.FakeTensor, or on the meta device: a shape and no elements."""
     return type(tensor).__name__ == "FakeTensor" or tensor.is_meta
+
+
+def arguments_by_name(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by the names in torch._ops.OpOverload._schema."""
+    return dict(zip((each.name for each in operator._schema.arguments), args, strict=False)) | kwargs
 
 
 def in_backward() -> bool:

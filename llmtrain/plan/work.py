@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from llmtrain.base.rank.heartbeat import heart
-from llmtrain.models.transformers_private import GROUPED, in_backward
+from llmtrain.models.transformers_private import GROUPED, arguments_by_name, in_backward
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def _flops(function: Any, args: Any, kwargs: Any, made: Any) -> int:
     """FLOPs of a product; 0 for other operators. Causal attention computes half of its square."""
     name = function.overloadpacket.__name__
     if "attention" in name:
-        given = dict(zip((each.name for each in function._schema.arguments), args, strict=False)) | kwargs
+        given = arguments_by_name(function, args, kwargs)
         query, key = given["query"], given["key"]
         square = query.numel() * key.shape[-2] // (2 if given.get("is_causal") else 1)
         return int(2 * square * (5 if name.endswith("backward") else 2))  # products of the gradient, of the values
