@@ -31,9 +31,9 @@ class Planned:
     changes: dict[str, int]
     """Change of the run -> peak of the fullest rank."""
     sent: float = 0.0
-    """Bytes that a rank sends in a step: of the ranks that send most."""
+    """Bytes that a rank sends in a step, at most."""
     sent_to_other_hosts: float = 0.0
-    """Those of them that leave its host."""
+    """Sent bytes that leave the host, at most."""
     step_s: dict[str, float] = field(default_factory=dict)
     """Part of a step -> seconds; empty: the plan was for no known device."""
     memory: int | None = None

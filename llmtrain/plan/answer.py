@@ -1,4 +1,4 @@
-"""The answer of `llmtrain plan`: the peak of each kind of rank, its parts, and a verdict for a device."""
+"""The answer of `llmtrain plan`: peaks by kind of rank, their parts, and a verdict for a device."""
 
 from __future__ import annotations
 

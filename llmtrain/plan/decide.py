@@ -52,7 +52,7 @@ def decide(
 
 
 def micro_batches(asked: ResolvedRun) -> list[int]:
-    """Micro-batches with which the batch of each stage is whole, and which no rule refuses; the first is 1."""
+    """Micro-batches that divide each stage's batch and that no rule refuses; the first is 1."""
     if asked.run.train.micro_batch != "auto":
         return [asked.batch.micro_batch]
     sequences, found = asked.batch.accumulation, []

@@ -230,7 +230,7 @@ class Fitter:
         return int(self._memory - peak - sum(each.high for each in others))
 
     def _depths(self, form: Form) -> tuple[int, int]:
-        """Numbers of layers of the shallow models: complete periods of unlike layers, and as many for each stage."""
+        """Depths for two shallow models: complete periods of unlike layers, as many for each stage."""
         types = getattr(self._config.get_text_config(), "layer_types", None) or [None]
         period = next(each for each in range(1, len(types) + 1) if types == (types[:each] * len(types))[: len(types)])
         depth = max(2, period * form.pipeline)

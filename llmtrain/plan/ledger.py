@@ -74,7 +74,7 @@ class Ledger(OperatorMode):
         self.highest: Counter[str] = Counter()
         """The most bytes of each label in the last step and after it."""
         self.peaks = {"setup": (0, dict[str, int]())}
-        """The peak of the device in each part of the run: bytes, and all of them by label."""
+        """Part of the run -> (the device's peak in bytes, the bytes by label)."""
         self.host = 0
         """The peak of the bytes in host memory."""
         self.curve: list[tuple[str, int]] = []

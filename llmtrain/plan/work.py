@@ -26,7 +26,7 @@ class Operator:
     name: str
     flops: int
     bytes: int
-    """Of its arguments and results."""
+    """Arguments and results."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Message:
     kind: str
     """As in torch.ops.c10d: allreduce, allgather, reduce_scatter, alltoall, broadcast, reduce, send, recv, ..."""
     group: tuple[int, ...]
-    """Ranks that take part."""
+    """Ranks."""
     bytes: int
-    """Of the larger side on this rank: the sum's operand, all gathered or scattered parts."""
+    """The larger side on this rank: the sum's operand, all gathered or scattered parts."""
 
     @property
     def sent(self) -> float:
@@ -53,7 +53,7 @@ Counts = Counter[Operator | Message]
 
 
 def sent(step: Counts, slots: int) -> tuple[float, float]:
-    """Bytes that a rank sends in a step, and those of them that leave its host: a ring leaves each host once."""
+    """Bytes that a rank sends in a step, and how many leave its host: a ring leaves each host once."""
     everywhere = elsewhere = 0.0
     for each, count in step.items():
         if isinstance(each, Message):
@@ -130,7 +130,7 @@ _KINDS = ("allreduce", "allgather", "reduce_scatter", "alltoall", "broadcast", "
 
 
 def _bytes(given: Any) -> Iterator[int]:
-    """Bytes of all tensors in lists; of an expanded tensor those of its storage."""
+    """Bytes of all tensors in lists; an expanded tensor counts as its storage."""
     if isinstance(given, Tensor):
         yield min(given.nbytes, given.untyped_storage().nbytes())
     elif isinstance(given, Iterable) and not isinstance(given, str):

@@ -1,4 +1,4 @@
-"""steps.bin: loss, gradient norm and rate of each step of a run, and each data-parallel group's share of the loss.
+"""steps.bin: loss, gradient norm and rate of each step, and the loss by data-parallel group.
 
 A row has a head of 48 bytes and 4 bytes for each group, little-endian. Rows are appended in the order of their steps; a
 kill leaves at most one torn row, the last, which is cut off when the file is opened again.

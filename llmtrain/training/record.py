@@ -37,7 +37,7 @@ class Record(Part):
         self._checkpoints, self._most_pinned = launch.checkpoints, setup.run.fault.pinned
         self._every, self._degrees = setup.run.train.log_every, setup.resolved.degrees
         self._sums: list[Tensor] = []
-        """On the device: the sums of each micro-batch of the steps below."""
+        """On the device: the sums of each micro-batch since the last reading."""
         self._norms: list[Tensor | float] = []
         self._steps: list[StepRow] = []
         """Steps since the last reading, without their figures."""

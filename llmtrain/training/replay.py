@@ -31,7 +31,7 @@ from llmtrain.training.parts import Done, Launch, Part
 from llmtrain.training.step import Request
 
 ASKED = "LLMTRAIN_REPLAY"
-"""Environment variable of the ranks: JSON of the fields of `Replay`'s task."""
+"""Environment variable of the ranks: the task as JSON."""
 FOUND = "replay.jsonl"
 """A line for each step of the replay, in its folder."""
 
@@ -130,7 +130,7 @@ class Replay(Part):
         return {"norm": norm, "rows": found, "largest": merged}
 
     def _losses(self, rows: range, mine: list[int], objective: LossFunction) -> list[list[float]]:
-        """Return (sum of the loss, weight) of each sequence, from a forward pass of one at a time."""
+        """Return (sum of the loss, weight) of each sequence, each in a forward pass of its own."""
         loader, collected = self._launch.loader, Collected(objective)
         most = max(from_all(self._ranks, len(mine)))
         micros = [loader.row(self._step, index) for index in mine]
@@ -157,8 +157,7 @@ def _larger(one: float, other: float) -> float:
 
 
 class Largest:
-    """A context that measures the largest absolute output, and gradient of the output, of each module with parameters,
-    in the order of the forward pass."""
+    """Measures the largest absolute output and its gradient, for each module with parameters in the forward order."""
 
     def __init__(self, model: nn.Module) -> None:
         pipeline = model.stage if isinstance(model, PipelineLanguageModel) else model
