@@ -79,7 +79,7 @@ class Work:
 
     def add(self, function: Any, args: Any, kwargs: Any, made: Any, recomputed: bool) -> None:
         """Count an operator. `recomputed`: a module's forward pass runs."""
-        phase = heart.in_phase()
+        phase, name = heart.in_phase(), function.overloadpacket.__name__
         if (phase == "forward") != self._in_forward:
             self._in_forward = not self._in_forward
             if self._in_forward:
@@ -92,9 +92,9 @@ class Work:
             message = self._message(phase, function, args)
             if message is not None:
                 self._pieces[-1][message] += 1
-        elif function.namespace != "prim" and not function.is_view:
+        elif function.namespace != "prim" and not function.is_view and name != "_unsafe_view":  # moves nothing
             flops, moved = _flops(function, args, kwargs, made), sum(_bytes((args, tuple(kwargs.values()), made)))
-            self._pieces[-1][Operator(phase, function.overloadpacket.__name__, flops, moved)] += 1
+            self._pieces[-1][Operator(phase, name, flops, moved)] += 1
 
     def of_step(self, micro_batches: int, walked: int, walked_before: int) -> Counts:
         """The last step's counts, if it had `micro_batches` instead of the `walked` ones. `walked_before`: those of the

@@ -71,8 +71,8 @@ def by_formula(jobs: Sequence[tuple[Checked, int]], *_: Any, **__: Any) -> Itera
         )
         yield (
             number,
-            Rehearsed(rank=rank, peak=int(states + kept), at="step", parts={}, ahead=0, kept=0, highest={}, host=0,
-                      saved=layers * MIB // shares, curve=[], step=work, cpu_s=0.0),
+            Rehearsed(rank=rank, peak=int(states + kept), at="step", phases={"step": {}}, ahead=0, kept=0, highest={},
+                      host=0, saved=layers * MIB // shares, curve=[], step=work, cpu_s=0.0),
         )  # fmt: skip
 
 

@@ -69,7 +69,7 @@ def test_the_static_part_is_that_of_arithmetic(folder: Path, capsys: pytest.Capt
     write_json(stage=stage, stage3_param_persistence_threshold=0)
     [kind] = plan(capsys, "--slots 4")["kinds"]
     parameters = 2 * 512 * 64 + 4 * (64 * (64 + 2 * 32 + 64) + 3 * 64 * 128 + 2 * 64) + 64
-    parts = kind["rehearsed"]["parts"]
+    parts = kind["rehearsed"]["phases"][kind["rehearsed"]["at"]]
     shares = 4 if stage else 1
     assert parts["weights"] == pytest.approx(2 * parameters / (4 if stage == 3 else 1), rel=0.01)
     assert parts["masters"] == pytest.approx(4 * parameters / shares, rel=0.01)
