@@ -55,6 +55,7 @@ SMALLER = {
     "watch.py": ["--hidden", "32", "--layers", "1", "--blocks", "6"],
     "watch.py --hosts": ["--hosts", "16"],
     "sites.py": ["--hidden", "64", "--start-steps", "4", "--steps", "30", "--ddp-steps", "3", "--seeds", "0"],
+    "plan.py": ["--only", "0"],
     "plan_time.py": ["--steps", "3", "--rate-mbit", "400"],
     "prepare_hosts.py": ["--mb", "1", "--vocabulary", "1024", "--rounds", "1"],
     "sites_many.py": ["--sites", "3", "--rounds", "1", "--parameters", "1000", "--every-s", "1"],

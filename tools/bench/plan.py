@@ -101,8 +101,8 @@ def others(cell: Any, run: Any) -> dict[str, float]:
     return found
 
 
-def compare_others() -> None:
-    """Print a row for each run, and the median and largest error of each estimate."""
+def compare_others(wanted: Sequence[int] | None) -> None:
+    """Print a row for each run, or each wanted one, and the median and largest error of each estimate."""
     from llmtrain.plan.rehearsal import kinds, rehearse
     from tests.helpers.ranks import RankPool
     from tests.helpers.training import prepared_data
@@ -112,7 +112,9 @@ def compare_others() -> None:
     print("run                                counted MB  error of each estimate")
     with tempfile.TemporaryDirectory() as folder:
         data = prepared_data(Path(folder))
-        for cell in [cell for cell in cover() if cell.form != "online"][:RUNS]:
+        for number, cell in enumerate([cell for cell in cover() if cell.form != "online"][:RUNS]):
+            if wanted and number not in wanted:
+                continue
             small = case_of(cell, data, Path(folder))
             shape = {**SHAPE, "head_dim": 64, **({"intermediate_size": 224} if cell.family == "mixtral" else {})}
             case = small if small.pretrained else replace(small, model={**small.model, **shape})
@@ -138,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print both sides of each cell."""
     args = arguments(argv)
     if args.others:
-        compare_others()
+        compare_others(args.only)
         return 0
     wanted = args.only
     from llmtrain.plan.rehearsal import kinds, rehearse
