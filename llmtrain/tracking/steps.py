@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import struct
 from array import array
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +19,6 @@ from llmtrain.tracking.local import HeldFile
 STEPS = "steps.bin"
 _HEAD = struct.Struct("<QQIIddd")
 _SKIPPED, _LEFT_OUT = 1, 2
-_TAIL = 240
-"""Rows of the steps before a launch: the detector's history."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +68,6 @@ class StepFile:
     def __init__(self, path: Path, *, start_step: int) -> None:
         """Cut off the rows of later steps than `start_step`: the launch trains them again."""
         self.path = path
-        tail: deque[StepRow] = deque(maxlen=_TAIL)
         self._file: HeldFile | None = None
         try:
             self._file = HeldFile(path)
@@ -79,12 +75,10 @@ class StepFile:
             for row in read_steps(path):
                 if row.step > start_step:
                     break
-                tail.append(row)
                 size += _HEAD.size + 4 * len(row.shares)
             os.ftruncate(self._file.fd, size)
         except OSError as error:
             self._warn(error)
-        self.tail = list(tail)
 
     def _warn(self, error: OSError) -> None:
         log.warn_once(f"{self.path} cannot be written ({error.strerror}): training continues, and a replay has nothing "

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +15,6 @@ from torch import Tensor
 from llmtrain.base import log
 from llmtrain.base.errors import TrainingStopped
 from llmtrain.checkpoint.retain import pin
-from llmtrain.engine.dist.control import from_rank_0
 from llmtrain.tracking.steps import STEPS, StepFile, StepRow
 from llmtrain.training.parts import Done, Launch, Part
 from llmtrain.training.spikes import Detector, Spike
@@ -31,18 +32,20 @@ class Record(Part):
     """Keeps loss and norm of each step on the device. At log points, where the host waits for the device anyway, and
     before saves, the steps go to steps.bin and to the detector of spikes."""
 
+    key = "spikes"
+
     def __init__(self, launch: Launch) -> None:
         setup = launch.setup
         self._setup, self._ranks, self._tracker, self._folder = setup, setup.ranks, launch.tracker, launch.folder
         self._checkpoints, self._most_pinned = launch.checkpoints, setup.run.fault.pinned
         self._every, self._degrees = setup.run.train.log_every, setup.resolved.degrees
         self._sums: list[Tensor] = []
-        """On the device: the sums of each micro-batch since the last reading."""
+        """Sums of each micro-batch since the last reading, on the device."""
         self._norms: list[Tensor | float] = []
         self._steps: list[StepRow] = []
         """Steps since the last reading, without their figures."""
         self.detector = Detector()
-        self._limit = setup.run.optim.skip_outliers
+        self._limit, self._session = setup.run.optim.skip_outliers, launch.session
         if self._limit is not None:
             launch.session.leave_out = self._leave_out
             self._every = 1  # a verdict needs all steps before
@@ -53,8 +56,13 @@ class Record(Part):
     def begin(self, position: Position) -> None:
         if self._ranks.rank == 0:
             self._file = StepFile(self._folder.path / STEPS, start_step=position.step)
-        for row in from_rank_0(self._ranks, lambda: [] if self._file is None else self._file.tail):
-            self._detect(row)
+
+    def to_json(self) -> list[Any]:
+        return self.detector.to_json()
+
+    def restore(self, kept: Any, folder: Path) -> None:
+        """With optim.skip_outliers the usual values decide updates: a resume goes on with them, in any folder."""
+        self.detector.restore(kept)
 
     def after_step(self, done: Done) -> None:
         if done.batch.stage != self._stage:
@@ -70,9 +78,11 @@ class Record(Part):
         if done.last or len(self._steps) == _MOST or is_due(self._every, done.steps):
             self.read()
 
-    def _leave_out(self, sums: Sequence[Tensor], weight: int) -> Callable[[float], bool]:
-        """Return the verdict on a step, the same on all ranks, for its gradient norm."""
+    def _leave_out(self, sums: Sequence[Tensor], weight: int) -> Callable[[float], bool] | None:
+        """Return the verdict on a step, the same on all ranks, for its gradient norm; None: it begins a stage."""
         assert self._limit is not None
+        if self._setup.course.at(self._session.step_number).stage != self._stage:
+            return None
         loss, limit = torch.stack(list(sums)).sum(0)[0].double().cpu(), self._limit
         if self._degrees.place(self._ranks.rank).tensor > 0:
             loss.zero_()

@@ -12,6 +12,7 @@ import math
 import statistics
 from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
 _NEAR, _FAR = 20, 200
 _LEAST = 20
@@ -63,6 +64,16 @@ class Level:
         """Factor on limits: 2 after 20 steps, 1.1 after 200."""
         return 1 + _LEAST / max(1, len(self._distances))
 
+    def to_json(self) -> list[Any]:
+        return [list(self._values), list(self._distances), self._taken, self._usual]
+
+    def restore(self, kept: Any) -> None:
+        """Raises TypeError, ValueError."""
+        values, distances, taken, usual = kept
+        self._values.extend(map(float, values))
+        self._distances.extend(map(float, distances))
+        self._taken, self._usual = int(taken), float(usual)
+
     def take(self, value: float) -> None:
         if self._values:
             self._distances.append(abs(value - statistics.median(self._values)))
@@ -82,6 +93,19 @@ class Detector:
     def restart(self) -> None:
         """Forget the usual values: other data, or another schedule, begins."""
         self._loss, self._norm = Level(0.02, relative=True), Level(math.log(1.28), relative=False)
+
+    def to_json(self) -> list[Any]:
+        return [self._loss.to_json(), self._norm.to_json(), self._since_outlier, self._in_a_row]
+
+    def restore(self, kept: Any) -> None:
+        """Go on with the usual values of a checkpoint; those that are no such list are ignored."""
+        try:
+            loss, norm, since, in_a_row = kept
+            self._loss.restore(loss)
+            self._norm.restore(norm)
+            self._since_outlier, self._in_a_row = int(since), int(in_a_row)
+        except (TypeError, ValueError):
+            self.restart()
 
     def outlier(self, loss: float, norm: float, limit: float | None = None) -> tuple[str, float, float, float] | None:
         """Return (figure, value, median, deviations) if a figure is more than `limit` deviations above its median.

@@ -186,7 +186,7 @@ def test_an_outlier_is_left_out_on_all_ranks(spiked: Path) -> None:
         f"--train.run_dir={run}",
         "--train.max_steps=180",
         "--optim.skip_outliers=8",
-        "--checkpoint.every_steps=200",
+        "--checkpoint.keep=9",
     ]
     log = forked.train(spiked / "recipe.yaml", *words)
     left = [row.step for row in steps_of(run) if row.left_out]
@@ -197,3 +197,33 @@ def test_an_outlier_is_left_out_on_all_ranks(spiked: Path) -> None:
     assert last["step"] == 180 and last["skipped_steps"] == 1
     (skip,) = [row for row in read_rows(run / "events.jsonl")[0] if row["kind"] == "skip"]
     assert skip["what"] == "outlier" and skip["step"] == spike and len(skip["samples"]) == 8
+
+    # A resume in another folder has too few steps of its own for a verdict.
+    begins = (spike - 1) // 20 * 20
+    assert spike - begins < 20
+    words[0] = f"--train.run_dir={spiked / 'resumed'}"
+    forked.train(spiked / "recipe.yaml", *words, f"--resume={run / 'checkpoints' / f'step-{begins:08d}'}")
+    assert steps_of(spiked / "resumed") == steps_of(run)[begins:]
+    assert cli.main(["replay", str(run), "--steps", f"{spike - 1}:{spike + 2}", "--rows", "1"]) == 0
+    (again,) = spiked.glob("skipping-replay-*")
+    assert [row.step for row in steps_of(again / "run") if row.left_out] == [spike]
+
+
+def test_the_first_step_of_a_stage_is_no_outlier(spiked: Path) -> None:
+    """Its loss is compared with that of other data."""
+    draw, other, run = random.Random(2), spiked / "other", spiked / "staged"
+    (spiked / "b.jsonl").write_text(
+        "".join(json.dumps({"text": "".join(draw.choice("~^|@#{}$%&*<>=+;`") for _ in range(400))}) + "\n"
+                for _ in range(400))
+    )  # fmt: skip
+    given = ["--source", str(spiked / "b.jsonl"), "--tokenizer", str(spiked / "set/tokenizer"), "--out", str(other)]
+    assert prepare(given) == 0
+    words = [
+        f"--train.run_dir={run}",
+        "--train.max_steps=124",
+        "--optim.skip_outliers=8",
+        "--checkpoint.every_steps=124",
+    ]
+    forked.train(spiked / "recipe.yaml", *words, f"--data.stages=[{{from_step: 120, path: {other}}}]")
+    steps = steps_of(run)
+    assert steps[120].loss > 1.5 * steps[119].loss and not any(row.left_out for row in steps)

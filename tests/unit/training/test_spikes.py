@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 
@@ -78,6 +79,27 @@ def test_after_a_border_the_usual_values_begin_again() -> None:
         detector.take(step, loss, norm)
     detector.restart()
     assert detector.take(401, 9.0, 5.0) is None
+
+
+@pytest.mark.parametrize("stop", [1, 19, 207, 655])
+def test_a_restored_detector_decides_as_the_one_that_went_on(stop: int) -> None:
+    """To the last digit, whatever the step: verdicts of optim.skip_outliers decide updates."""
+    points = curve(700)
+    points[650] = (points[650][0] * 1.25, points[650][1])
+    gone_on, begun = Detector(), Detector()
+    for step, point in enumerate(points[:stop], 1):
+        gone_on.take(step, *point)
+    begun.restore(json.loads(json.dumps(gone_on.to_json())))
+    for step, point in enumerate(points[stop:], stop + 1):
+        for limit in (0.5, 6.0):
+            assert begun.outlier(*point, limit) == gone_on.outlier(*point, limit)
+        assert begun.take(step, *point) == gone_on.take(step, *point)
+
+
+def test_a_foreign_entry_of_a_checkpoint_is_ignored() -> None:
+    detector = Detector()
+    detector.restore([[["a"], [], 0, 0.0], [], 1, 2])
+    assert detector.to_json() == Detector().to_json()
 
 
 def test_the_limit_of_skipped_outliers_counts_deviations() -> None:
