@@ -60,6 +60,11 @@ def main(argv: list[str]) -> int:
         disk=None if args.disk is None else parse_size("--disk", args.disk),
     )
     where = f"{units.counted(hosts, 'host')} of {units.counted(slots, 'rank')}{source}"
+    for flag, given, with_fit in (("--out", args.out, True), ("--png", args.png, False),
+                                  ("--imbalance", args.imbalance if args.imbalance != 1 else None, False)):  # fmt: skip
+        if given is not None and bool(args.fit) is not with_fit:
+            raise stop(flag, given, f"says nothing {'with' if args.fit else 'without'} --fit",
+                       f"remove {flag}, or {'--fit' if args.fit else 'add --fit'}", COMMAND_LINE)  # fmt: skip
     if args.fit:
         with ending_on_sigterm():
             return _fit(words, machines, args)
@@ -241,7 +246,10 @@ def keep(plan: Plan, resolved: ResolvedRun) -> None:
         of_rank_0=plan.kinds[0].peak,
         more_at_least=sum(each.low for each in plan.others),
         more_at_most=sum(each.high for each in plan.others),
-        phases=plan.fullest.rehearsed.phases,
+        phases={
+            phase: {label: held for label, held in parts.items() if plan.on_device(label)}
+            for phase, parts in plan.fullest.rehearsed.phases.items()
+        },
         changes={change.words: change.peak for change in plan.changes},
         sent=max(each for each, _ in messages),
         sent_to_other_hosts=max(each for _, each in messages),

@@ -129,13 +129,13 @@ class Plan:
 
     def parts(self) -> dict[str, int]:
         parts, few = self.fullest.rehearsed.parts, self.fullest.peak // 200
-        parts = {label: held for label, held in parts.items() if self._on_device(label)}
+        parts = {label: held for label, held in parts.items() if self.on_device(label)}
         rest = sum(held for held in parts.values() if held < few)
         parts = {label: held for label, held in parts.items() if held >= few}
         more = {"gathered ahead (CUDA)": self.fullest.rehearsed.ahead, "other": rest}
         return parts | {label: held for label, held in more.items() if held >= few}
 
-    def _on_device(self, label: str) -> bool:
+    def on_device(self, label: str) -> bool:
         return not (self.machines.on_gpu and label.endswith(HOST))
 
     def _on_host(self) -> list[str]:
@@ -172,7 +172,7 @@ class Plan:
 
         figure = Figure(figsize=(9, 3 + 0.35 * len(self.kinds)), layout="constrained")
         bars, step = figure.subplots(2, 1, height_ratios=[1 + len(self.kinds), 4])
-        every = [label for kind in self.kinds for label in kind.rehearsed.parts if self._on_device(label)]
+        every = [label for kind in self.kinds for label in kind.rehearsed.parts if self.on_device(label)]
         labels = list(dict.fromkeys(every))
         for place, kind in enumerate(self.kinds):
             left = 0.0

@@ -231,7 +231,7 @@ def walk(
         setup.refer_to(_WithoutValues(setup))
     fill(setup)
     walked = 0
-    with ledger, collected_by_hand():
+    with ledger:
         watching = list(ledger.watch(setup.engine.module))
         ledger.mark(setup.engine.held())
         session = setup.session()
@@ -240,7 +240,9 @@ def walk(
         elsewhere = setup.spec.frozen if setup.spec.model.folder is not None else ()
         pieces = written((*setup.engine.state(), *(ema.state() if ema else ())), elsewhere)
         copied = pieces if setup.run.checkpoint.mode == "async" else []
-        copies = [torch.empty(piece.own_region.numel, dtype=piece.dtype) for piece in copied]
+    # Outside of the ledger, which would take them for tensors of the device until they are marked.
+    copies = [torch.empty(piece.own_region.numel, dtype=piece.dtype) for piece in copied]
+    with ledger, collected_by_hand():
         ledger.mark((COPIES, True, copy) for copy in copies)
         with contextlib.closing(setup.loader()) as loader:
             # More micro-batches hold no more: each stage has at most one in flight for each stage after it. The first

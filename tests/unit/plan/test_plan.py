@@ -81,6 +81,19 @@ def test_the_static_part_is_that_of_arithmetic(folder: Path, capsys: pytest.Capt
     assert kind["ranks"] == 4 and kind["rehearsed"]["peak"] >= kind["rehearsed"]["kept"] > 0
 
 
+def test_the_copy_for_a_save_is_in_the_hosts_memory(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A device holds the same with it and without: when the engine is built, in a step, and in the stored words."""
+    write_json(stage=1)
+    found = {mode: plan(capsys, f"--device h100-80 --checkpoint.mode {mode}") for mode in ("sync", "async")}
+    kinds = {mode: each["kinds"][0]["rehearsed"] for mode, each in found.items()}
+    copied = kinds["async"]["phases"]["forward"]["copy for a save (host)"]
+    assert 0 < copied == kinds["async"]["host"] <= kinds["async"]["saved"] and kinds["sync"]["host"] == 0
+    for phase in ("setup", "forward", "step"):
+        assert sum(kinds["async"]["phases"][phase].values()) - copied * (phase != "setup") == sum(
+            kinds["sync"]["phases"][phase].values()
+        )
+
+
 def test_the_text_and_the_picture(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A run without data on this machine; a device that has far too much room."""
     assert cli.main(["plan", "run.yaml", "--slots", "2", "--device", "h100-80", "--png", "plan.png"]) == 0
@@ -149,6 +162,8 @@ def test_kinds_of_ranks() -> None:
         ("--link token-ring", ['--link = "token-ring"', "is no link", "eth100"]),
         ("--link run.yaml.json", ["has no rates between hosts", "llmtrain doctor --json"]),
         ("--price nan", ["--price = NaN", "from 0"]),
+        ("--out mine.json", ['--out = "mine.json"', "says nothing without --fit"]),
+        ("--fit --device h100-80 --imbalance 2", ["--imbalance = 2", "says nothing with --fit"]),
         ("--disk fast", ['--disk = "fast"', "is not a size"]),
         ("--imbalance nan", ["--imbalance = ", "at least 1"]),
         ("--hostfile hosts --imbalance nan", ["--imbalance = NaN", "at least 1"]),
