@@ -104,7 +104,7 @@ class Child:
         self.close()
 
     def close(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
+        if self.code is None:  # afterwards its number may be another one's
             os.killpg(self._process.pid, signal.SIGKILL)  # with the processes that it has started
         self._process.wait()
         with contextlib.suppress(BrokenPipeError):
