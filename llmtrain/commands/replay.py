@@ -9,10 +9,9 @@ import math
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from llmtrain.checkpoint.format import complete_checkpoints, step_of
 from llmtrain.checkpoint.listing import lines_of
 from llmtrain.checkpoint.retain import looks_good, pins_of, write_pins
 from llmtrain.config import strict_yaml
+from llmtrain.engine.dist.local_ranks import ending_on_sigterm
 from llmtrain.tracking.local import read_rows
 from llmtrain.tracking.steps import STEPS, StepRow, read_steps
 
@@ -216,34 +216,18 @@ def _train(asked: Asked, args: argparse.Namespace) -> None:
     log.info(f"steps {asked.first}:{asked.last} of {asked.run} are trained again from {begins}, by "
              f"{units.counted(asked.ranks, 'rank')}; the ranks' output: {asked.out / 'replay.log'}")  # fmt: skip
     environment = {**os.environ, "LLMTRAIN_REPLAY": task}
-    with open(asked.out / "replay.log", "wb") as output, _ended_with_us() as start:
-        code = start(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+    with open(asked.out / "replay.log", "wb") as output, ending_on_sigterm():
+        child = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+        try:
+            code = child.wait()
+        finally:
+            child.terminate()  # if we are interrupted: the launch ends its ranks
+            child.wait()
     if code not in (0, _STOPPED) or not (asked.again / _FOUND).is_file():
         said = (asked.out / "replay.log").read_text(errors="replace")
         error = re.findall(r"^error: (.*(?:\n {4}.*)*)", said, re.MULTILINE) or said.splitlines()[-1:] or ["no output"]
         kind: type[UserError] = ConfigError if code == 2 else TrainingStopped
         raise kind(f"the replay has ended with exit code {code}: {error[-1]}\nall output: {asked.out / 'replay.log'}")
-
-
-@contextlib.contextmanager
-def _ended_with_us() -> Iterator[Any]:
-    """Yield a function that runs a command, which SIGTERM to this process ends as well."""
-    children: list[subprocess.Popen[bytes]] = []
-
-    def run(command: Sequence[str], **options: Any) -> int:
-        children.append(subprocess.Popen(command, **options))
-        return children[-1].wait()
-
-    def stop(number: int, _frame: Any) -> None:
-        for child in children:
-            child.terminate()
-        raise KeyboardInterrupt
-
-    former = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield run
-    finally:
-        signal.signal(signal.SIGTERM, former)
 
 
 def answer_of(asked: Asked) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from llmtrain.base import untrusted
-from llmtrain.commands.report import _CSS
+from llmtrain.commands.report import CSS
 from llmtrain.tracking.charts import svg
 
 
@@ -37,7 +37,7 @@ def page_of(answer: dict[str, Any]) -> str:
         f"{_table(('Step', 'Module', 'What', 'Largest', 'In other steps'), modules)}"
         f"<h2>Steps</h2>{_table(('Step', 'Loss', 'Norm', 'Record'), compared)}"
     )
-    head = f"<title>{_text(title)}</title><style>{_CSS}td {{ white-space: pre-wrap; }}</style>"
+    head = f"<title>{_text(title)}</title><style>{CSS}td {{ white-space: pre-wrap; }}</style>"
     page = f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">{head}</head>'
     return f"{page}<body><main>{body}</main></body></html>\n"
 
