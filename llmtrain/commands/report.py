@@ -435,7 +435,7 @@ def page_of(runs: list[Run], charts: list[dict[str, Any]]) -> str:
     return _page(names, "; ".join(dict.fromkeys(_period(run) for run in runs)), tables, charts)
 
 
-_CSS = """
+CSS = """
 :root { color-scheme: light dark; --ink: #1a202c; --soft: #4a5568; --page: #f5f7fa; --card: #fff; --edge: #e2e8f0;
   --c0: #2563a8; --c1: #d9622b; --c2: #2f855a; --c3: #8b3fa8; --c4: #b7791f; --c5: #c53030; --c6: #0f8a8a; }
 @media (prefers-color-scheme: dark) {
@@ -479,7 +479,7 @@ def _page(title: str, subtitle: str, tables: Sequence[tuple[str, str]], charts: 
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{html.escape(title)} · llmtrain report</title><style>{_CSS}</style></head><body><main>"
+        f"<title>{html.escape(title)} · llmtrain report</title><style>{CSS}</style></head><body><main>"
         f'<h1>{html.escape(title)}</h1><p class="sub">{html.escape(subtitle)}</p>{first}<h2>Curves</h2>{figures}'
         f"{''.join(others)}</main></body></html>\n"
     )

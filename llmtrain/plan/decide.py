@@ -25,8 +25,8 @@ Peak = Callable[[RecomputeConfig], float]
 def decide(
     asked: ResolvedRun, memory: int | None, rehearsed: Callable[[ResolvedRun], Found]
 ) -> tuple[ResolvedRun, Found]:
-    """Choose the largest micro-batch and the fewest recomputed layers with which the run leaves MARGIN of `memory`
-    bytes of a device, and train.memory_margin beside it. Returns the run with them, and its rehearsal.
+    """Choose the largest micro-batch and the fewest recomputed layers that leave MARGIN + train.memory_margin of a
+    device's `memory`, in bytes. Returns (the run with these values, its rehearsal).
 
     A smaller micro-batch comes before recomputation, which takes about a third of a step: layers are recomputed where
     one sequence does not fit.

@@ -268,11 +268,15 @@ def _epochs(resolved: ResolvedRun, data: list[TrainData]) -> list[str]:
 
 
 def _too_large(resolved: ResolvedRun, spec: ModelSpec) -> list[str]:
-    # Weights, and gradients, masters and moments of what trains, if all ranks share them.
-    of_a_rank = (2 * spec.facts.parameters + 14 * spec.facts.trained) / resolved.degrees.world_size
+    # At least: 2 bytes of a weight; 14 of a gradient, master and moments of what trains, shared from ZeRO 1 on.
+    degrees, stage = resolved.degrees, resolved.zero_stage
+    own = degrees.pipeline * degrees.tensor * degrees.expert
+    shards = degrees.world_size // (degrees.pipeline * degrees.tensor)
+    of_a_rank = 2 * spec.facts.parameters / (shards if stage == 3 else own)
+    of_a_rank += 14 * spec.facts.trained / (shards if stage else own)
     if of_a_rank < _NO_DEVICE_BYTES:
         return []
     return [
         f"{units.count(spec.facts.parameters)} parameters: {units.size(of_a_rank)} of weights, gradients and optimizer "
-        "state on each rank at least, which no device holds; correct the model's sizes, or use more ranks"
+        "state on each rank at least, which no device holds; correct the model's sizes, or use ZeRO 3 on more ranks"
     ]

@@ -130,7 +130,7 @@ class Replay(Part):
         return {"norm": norm, "rows": found, "largest": merged}
 
     def _losses(self, rows: range, mine: list[int], objective: LossFunction) -> list[list[float]]:
-        """Return (sum of the loss, weight) of each sequence, each in a forward pass of its own."""
+        """Return (sum of the loss, weight) for each sequence. A forward pass has one sequence."""
         loader, collected = self._launch.loader, Collected(objective)
         most = max(from_all(self._ranks, len(mine)))
         micros = [loader.row(self._step, index) for index in mine]

@@ -182,9 +182,8 @@ class ZeroEngine:
         with self._attention([micro]):
             sums = self._sums(micro, objective)
             part = sums[0] / weight()
-            if (
-                self.module.balance is not None and not self._rows_alone
-            ):  # its parts add up over the ranks, and each micro-batch has its own
+            # The parts of the balancing loss add up over the ranks, and each micro-batch has its own.
+            if self.module.balance is not None and not self._rows_alone:
                 part = part + self.module.balance / engine.gradient_accumulation_steps()
             heart.phase("backward")
             engine.backward(part * equal_shares)
@@ -252,8 +251,8 @@ class ZeroEngine:
             part = home.tensor("gradient", whole).own
             own.setdefault(id(home.flat), []).append(slice(home.offset + part.start, home.offset + part.stop))
         kept = self._kept = {} if keep else self._kept
+        # Square of the gradient, its product with the kept one, and whether it is finite.
         found = torch.zeros(3, dtype=torch.float64)
-        """Square of the gradient, its product with the kept one, and whether it is finite."""
 
         def look(base: Any) -> bool:
             found[2] = 1
