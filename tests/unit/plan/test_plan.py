@@ -144,7 +144,10 @@ def test_seconds_of_a_message() -> None:
     ring, among = Message("step", "allreduce", (0, 1, 2, 3), 10**9), Message("step", "alltoall", (0, 1, 2, 3), 10**9)
     assert message_s(ring, 2, fast) == pytest.approx(1.5) and message_s(among, 2, fast) == pytest.approx(1.0)
     assert message_s(replace(ring, group=(0, 2)), 2, fast) == pytest.approx(2.0)  # ranks 1 and 3 do it at the same time
-    assert message_s(ring, 4, fast) == pytest.approx(0.0015) and message_s(replace(ring, kind="recv"), 2, fast) == 0
+    assert message_s(ring, 4, fast) == pytest.approx(0.0015) and message_s(replace(ring, kind="barrier"), 2, fast) == 0
+    across = replace(ring, group=(0, 2))
+    assert {message_s(replace(across, kind=kind), 2, fast) for kind in ("send", "recv")} == {2.0}
+    assert message_s(replace(across, kind="allgather"), 2, replace(fast, overlaps=False)) == pytest.approx(1.5)
 
 
 def test_kinds_of_ranks() -> None:
