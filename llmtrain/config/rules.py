@@ -497,6 +497,7 @@ _MASK_BYTES = 4 * GIB
 """Bytes of an attention mask: it is made in every forward pass; some kernels copy it in the precision of the scores."""
 _ZERO, _PIPELINE = "zero_optimization.stage", "pipeline.stages"
 _TENSOR, _SEQUENCE = "tensor_parallel.autotp_size", "sequence_parallel_size"
+_EXPERT = "expert_parallel.autoep_size"
 
 
 def _up(number: int | None, step: int) -> int:
@@ -531,7 +532,7 @@ OF_FORMS: tuple[Rule, ...] = (
           (_PIPELINE, "pipeline",
            "auto asks for the memory of one rank: a pipeline's stages hold unequally many micro-batches, and stand "
            "idle where a step has few"),
-          ("expert_parallel.autoep_size", "expert",
+          (_EXPERT, "expert",
            "auto asks for the memory of a rehearsed step, and a rank's experts get as many tokens as the router sends"
            ))),
     Rule(("train.micro_batch",), lambda c: c.run.train.micro_batch == "auto" and c.run.train.global_batch is None,
@@ -586,6 +587,13 @@ OF_FORMS: tuple[Rule, ...] = (
            "remove zero_hpz_partition_size",
            {key: value, _ZERO: 3, "zero_optimization.zero_hpz_partition_size": 2})
       for key, value in (("adapter.r", 8), ("model.train_only", ["lm_head.*"]), ("model.freeze", ["lm_head.*"]))),
+    *(Rule(("fault.recheck_every", key),
+           lambda c, wrong=wrong: c.run.fault.recheck_every and wrong(c),  # type: ignore[misc]
+           "no rank computes a gradient alone: it lacks parameters or layers, or gets other ranks' tokens",
+           "set fault.recheck_every to 0, or use ZeRO 0 to 2", {"fault.recheck_every": 500, key: degree})
+      for key, degree, wrong in ((_ZERO, 3, lambda c: c.mix.zero_stage == 3),
+                                 (_PIPELINE, 2, lambda c: c.degrees.pipeline > 1),
+                                 (_EXPERT, 2, lambda c: c.degrees.expert > 1))),
 )
 """Rules of a run in a form."""
 
@@ -674,10 +682,10 @@ OF_STEPS: tuple[Rule, ...] = (
     Rule((_PIPELINE,), lambda c: c.run.train.balance == MEASURED and c.degrees.pipeline > 1,
          "train.balance measured: the stages of a pipeline send each other micro-batches of one size",
          "set train.balance to equal, or use ZeRO instead of the pipeline", {**_BALANCED, _PIPELINE: 2}),
-    Rule(("expert_parallel.autoep_size",), lambda c: c.run.train.balance == MEASURED and c.degrees.expert > 1,
+    Rule((_EXPERT,), lambda c: c.run.train.balance == MEASURED and c.degrees.expert > 1,
          "train.balance measured: ranks compute each other's tokens in every layer, so other sequences would not "
          "change what a rank computes",
-         "set train.balance to equal, or remove expert_parallel", {**_BALANCED, "expert_parallel.autoep_size": 2}),
+         "set train.balance to equal, or remove expert_parallel", {**_BALANCED, _EXPERT: 2}),
     Rule(("model.compile_layers",), lambda c: c.run.train.balance == MEASURED and c.run.model.compile_layers,
          "train.balance measured: layers are compiled for one shape of a micro-batch, and torch gives up after some "
          "others",

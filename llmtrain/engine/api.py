@@ -139,6 +139,11 @@ class Engine(Protocol):
         """
         ...
 
+    def own_gradient(self, micro: MicroBatch, weight: int, objective: LossFunction) -> Sequence[Tensor | None]:
+        """Return the gradient of each trained parameter on this data-parallel rank alone, times fp16's loss scale; it
+        is kept nowhere. ZeRO 0 to 2, without a pipeline. `weight`: divisor of the loss."""
+        ...
+
     def evaluate(
         self, micros: Iterable[MicroBatch], objective: LossFunction = NEXT_TOKEN
     ) -> tuple[dict[str, float], int]:

@@ -102,14 +102,16 @@ class Replicas:
         self._rows: dict[int, int] = {}
         """Row in the message for each key that two ranks or more hold."""
 
-    def differences(self, facts: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> list[Difference]:
+    def differences(
+        self, facts: Mapping[str, Any], own: Mapping[str, Any] | None = None, *, parameters: bool = True
+    ) -> list[Difference]:
         """Return all differences, the same list on all ranks: facts first, then parameters. Costs one pass over the
         parameters, one wait for the device, one all-reduce on the host. `own`: facts compared among the ranks that give
         the same name."""
         held = [(_key(name), name, json.dumps(value)) for name, value in (*facts.items(), *(own or {}).items())]
         hashes = [_number(shown) for _, _, shown in held]
-        copies = list(self._engine.copies())
-        packed = [each for each in self._engine.module.local_parameters() if each.packed is not None]
+        copies = list(self._engine.copies()) if parameters else []
+        packed = [each for each in self._engine.module.local_parameters() if parameters and each.packed is not None]
         if copies or packed:
             with torch.no_grad():
                 device = self._ranks.device  # offloaded values are on the host
@@ -258,7 +260,7 @@ class ReplicaCheck(Part):
             text = f"after step {step}: {masters.message(self._engine, self._ranks)}"
             if self._agreed_step is not None:
                 text += f" At step {self._agreed_step} they were the same: memory of that host is another cause."
-            self._tell(step, "masters differ", masters.ranks, masters.names, text)
+            self.tell(step, "masters differ", masters.ranks, masters.names, text)
             raise MastersDiffer(text)
         self._agreed_step = step
 
@@ -288,10 +290,10 @@ class ReplicaCheck(Part):
             "are made of ranks that agreed: the same command continues from the newest, on other hosts if one is "
             "suspect."
         )
-        self._tell(step, "ranks differ", ranks, [each.name for each in found], text)
+        self.tell(step, "ranks differ", ranks, [each.name for each in found], text)
         raise ReplicasDiffer(text)
 
-    def _tell(self, step: int, what: str, ranks: Sequence[int], names: Sequence[str], text: str) -> None:
+    def tell(self, step: int, what: str, ranks: Sequence[int], names: Sequence[str], text: str) -> None:
         self._tracker.event(
             "fault",
             step=step,

@@ -196,6 +196,10 @@ def _parts(launch: Launch) -> Iterator[Part]:
         yield Fetching(launch)
     yield DataCheck(launch)
     yield ReplicaCheck(launch)
+    if run.fault.recheck_every > 0 and setup.resolved.degrees.data > 1:
+        from llmtrain.training.recheck import Recheck
+
+        yield Recheck(launch)
     yield Saving(launch)
     if run.profile.steps is not None:
         from llmtrain.training.profile import Profile

@@ -51,6 +51,45 @@ def test_a_lost_bit_on_one_rank_stops_the_run_and_is_named(small_data, tmp_path)
     assert saved == [5]  # none of ranks that differ
 
 
+def compute_wrong_later(rank: int) -> None:
+    """Rank 1 computes wrong from its 5th step on."""
+    os.environ[messages.SUPERVISED] = "1"
+    from llmtrain.training.step import Session
+    from tests.helpers.wrong_machine import Wrong, compute_wrong
+
+    plain, steps = Session.step, [0]
+
+    def step(self: Session, *args: Any, **kwargs: Any) -> Any:
+        steps[0] += 1
+        if rank == 1 and steps[0] == 5:
+            wrong = Wrong(module="hf.model.layers.1.mlp.up_proj", bit=20, element=77)
+            compute_wrong(self.engine.module, wrong)
+        return plain(self, *args, **kwargs)
+
+    Session.step = step  # type: ignore[method-assign]
+
+
+def test_a_rank_that_computes_wrong_ends_the_run_and_launch_leaves_its_host_out(small_data, tmp_path):
+    """Until then, checks have changed no digit."""
+    words = ("--train.global_batch", "12", "--train.max_steps", "9", "--checkpoint.every_steps", "3")
+    for name, recheck, before in (("plain", "0", None), ("wrong", "3", compute_wrong_later)):
+        (tmp_path / name).mkdir()
+        recipe = write_recipe(tmp_path / name, small_data)
+        launch = forked.Launch(recipe, *words, "--fault.recheck_every", recheck, world_size=3, before=before)
+        assert launch.wait(240) == [3 if before else 0] * 3, launch.output()
+    losses = [
+        [row["loss"] for row in rows(tmp_path / name / "run") if "loss" in row][:4] for name in ("plain", "wrong")
+    ]
+    assert losses[0] == losses[1] and len(losses[0]) == 4
+    told = [told for line in launch.output().splitlines() if (told := messages.parse(line))]
+    (fault,), (end,) = ([each for each in told if each["kind"] == kind] for kind in ("fault", "end"))
+    assert fault["ranks"] == [1] and fault["unfit"] and fault["step"] == 6 and end["status"] == "failed"
+    assert "Checkpoints after step 3 may hold the damage" in fault["text"]
+    events = rows(tmp_path / "wrong" / "run", "events.jsonl")
+    assert [(each["what"], each["ranks"]) for each in events if each["kind"] == "fault"] == [("computes wrong", [1])]
+    assert [each["step"] for each in events if each["kind"] == "save"] == [3]  # no state after the difference
+
+
 def by_the_first_order(rank: int) -> None:
     """Masters are looked for where the parameters lay before DeepSpeed has laid them out round robin."""
     from llmtrain.engine.deepspeed.state import Zero12State

@@ -277,6 +277,16 @@ class ZeroEngine:
         dist.all_reduce(found, group=self._ranks.control)
         return (math.sqrt(found[0]), float(found[1])) if found[2] else (math.inf, math.nan)
 
+    def own_gradient(self, micro: MicroBatch, weight: int, objective: LossFunction) -> Sequence[Tensor | None]:
+        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        routing, self.module.routing = self.module.routing, None  # its counts are of steps
+        with self._attention([micro]):
+            # Of the module: DeepSpeed's forward pass would make the backward pass its own.
+            loss = self._sums(micro, objective, self.module)[0] / weight * self.loss_scale().get("cur_scale", 1.0)
+            gradient: Sequence[Tensor | None] = torch.autograd.grad(loss, trained, allow_unused=True)
+        self.module.routing = routing
+        return gradient
+
     @contextlib.contextmanager
     def _scale_of_the_gradients(self) -> Iterator[None]:
         """A context after which a dynamic loss scale grows (fp16). DeepSpeed 0.19.8 raises the scale before dividing
@@ -381,10 +391,12 @@ class ZeroEngine:
     def _shareable(self, inputs: Tensor) -> Tensor:
         return inputs[:, : inputs.shape[1] // self.mesh.degrees.sequence * self.mesh.degrees.sequence]
 
-    def _sums(self, micro: MicroBatch, objective: LossFunction) -> Tensor:
+    def _sums(self, micro: MicroBatch, objective: LossFunction, forward: Callable[..., Any] | None = None) -> Tensor:
         """The forward pass: models/language.py, whose head (models/head.py) calls the objective's loss."""
         there = self._on_device(micro)
-        sums: Tensor = self.deepspeed(there.inputs, functools.partial(objective.sums, micro=there), there.positions)
+        sums: Tensor = (forward or self.deepspeed)(
+            there.inputs, functools.partial(objective.sums, micro=there), there.positions
+        )
         return sums
 
     def _on_device(self, micro: MicroBatch) -> MicroBatch:

@@ -1,0 +1,181 @@
+"""Finds machines that compute wrong: the gradients of some sequences are computed on all data-parallel ranks.
+
+A defective core gives wrong gradients, and their reduction spreads the damage to all replicas equally: a comparison of
+replicas (replica_check.py) sees nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import subprocess
+from collections import Counter
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from llmtrain.base import log
+from llmtrain.base.errors import TrainingStopped
+from llmtrain.base.rank import messages
+from llmtrain.base.rank.heartbeat import heart
+from llmtrain.data.stream.loader import MicroBatch
+from llmtrain.engine.dist.control import from_all, together
+from llmtrain.engine.dist.device import device_id
+from llmtrain.engine.losses.function import LooksAhead
+from llmtrain.models import compiler
+from llmtrain.training.parts import Done, Launch, Part
+from llmtrain.training.replica_check import Difference, ReplicaCheck, Replicas, ReplicasDiffer, tensor_hash
+from llmtrain.training.step import Position, is_due, seed_step
+
+_ROWS, _AGAIN = 10, 40
+"""Sequences of a check, and after a difference. A module that is wrong in each tenth call is wrong in a check; at
+random in one of ten, it is wrong in one of 40 with 98.5 %."""
+_BUCKETS, _MARGIN = 17, 8.0
+"""Sums of a gradient whose kernels do not repeat their bits (a prime: no sum of a row, which may be zero). The bound in
+differences of a rank from itself: lengths of 17 random sums differ by a factor of 5 in one of 10^7 pairs."""
+
+
+class Recheck(Part):
+    """Compares the ranks' arithmetic at the start of a launch and every `fault.recheck_every` steps."""
+
+    def __init__(self, launch: Launch) -> None:
+        self._launch, self._every = launch, launch.setup.run.fault.recheck_every
+        self._engine, self._ranks = launch.setup.engine, launch.setup.ranks
+        degrees = launch.setup.resolved.degrees
+        self._data, self._place = degrees.data, degrees.place(self._ranks.rank)
+        self._replica = self._ranks.world_size // self._data
+        """Ranks that share a sequence or a matrix."""
+        device = self._ranks.seats[self._ranks.rank].device  # another device rounds differently
+        self._like = f"at place {self._ranks.rank % self._replica} on {device}"
+        """Equal on ranks with equal work."""
+        self._turn, self._parts = 0, list[Tensor]()
+        self._bound: float | None = None
+        """Relative; None: gradients are equal bit for bit."""
+        self._agreed_step: int | None = None
+
+    def begin(self, position: Position) -> None:
+        with heart.during("compare"):
+            self._measure(self._micros(position.step))
+            self._check(position.step)
+
+    def after_step(self, done: Done) -> None:
+        if is_due(self._every, done.steps):
+            with heart.during("compare"):
+                self._check(done.position.step)
+
+    def _check(self, step: int) -> None:
+        """Raises ReplicasDiffer, or TrainingStopped where no majority shows the wrong ranks, on all ranks."""
+        micros = self._micros(step)
+        if not (found := self._differences(micros)):
+            self._agreed_step = step
+            return
+        self._measure(micros)  # kernels for this shape of a sequence may not repeat their bits
+        odd, computed = Counter({rank for each in found for rank in each.odd}), 0
+        while max(odd.values()) < 2 and computed < _AGAIN:
+            found = self._differences(micros)  # the same sequences first, then those of other ranks
+            odd.update({rank for each in found for rank in each.odd})
+            computed += max(1, len(micros))
+            micros = self._micros(step)
+        if named := sorted(rank for rank, times in odd.items() if times > 1):
+            self._end(step, named, found)
+        text = f"step {step}: {self._seats(sorted(odd))} had another gradient, but not in {computed} more sequences."
+        log.warn(text)
+        self._launch.part(ReplicaCheck).tell(step, "a gradient differed once", sorted(odd), [], text)
+
+    def _micros(self, step: int) -> list[MicroBatch]:
+        """Return some sequences of a rank's next step, each alone, on all ranks. The data-parallel ranks take turns."""
+        loader, source = self._launch.loader, self._turn % self._data * self._replica
+        self._turn += 1
+        box: list[list[MicroBatch]] = [[]]
+        with together(self._ranks):
+            if self._ranks.rank == source:
+                mine = [index for micro in loader.build(step).micro_batches for index in micro.sample_indices]
+                box = [[loader.row(step, index) for index in mine[:_ROWS]]]
+        dist.broadcast_object_list(box, group=self._ranks.control, group_src=source)
+        return box[0]
+
+    def _measure(self, micros: list[MicroBatch]) -> None:
+        """Compute sequences twice. Where ranks of two replicas differ from themselves, the bound is the second one's
+        largest difference: a single wrong machine does not decide it."""
+        second, bound, self._bound = -1 - self._replica, self._bound, None
+        once, again = self._gradients(micros), self._gradients(micros)
+        if sorted(from_all(self._ranks, not torch.equal(once, again)))[second]:
+            self._bound = math.inf
+            once, again = self._gradients(micros), self._gradients(micros)
+            apart = float(((once - again).norm(dim=1) / once.norm(dim=1)).nan_to_num(0.0).max())
+            self._bound = max(bound or 0.0, _MARGIN * sorted(from_all(self._ranks, apart))[second])
+
+    def _differences(self, micros: list[MicroBatch]) -> list[Difference]:
+        values = self._gradients(micros)
+        if self._bound is not None:  # 0 near the median rank, else a number of its own
+            alike = [each for like, each in from_all(self._ranks, (self._like, values)) if like == self._like]
+            middle = torch.stack(alike).median(dim=0).values
+            values = ((values - middle).norm(dim=1) > self._bound * middle.norm(dim=1)) * (self._ranks.rank + 1)
+        own = {f"gradient {row} {self._like}": value for row, value in enumerate(values.tolist())}
+        return Replicas(self._engine, self._ranks).differences({"sequences": len(micros)}, own, parameters=False)
+
+    def _gradients(self, micros: list[MicroBatch]) -> Tensor:
+        """Return a hash of each sequence's gradient, int64 [sequences]; with a bound fp64 [sequences, _BUCKETS]. The
+        random numbers of the run stay."""
+        objective, device = self._launch.session.objective, self._ranks.device
+        trained = [parameter for parameter in self._engine.module.parameters() if parameter.requires_grad]
+        hooks = [each.register_hook(functools.partial(self._take, number)) for number, each in enumerate(trained)]
+        found = [torch.zeros(0 if self._bound is None else (0, _BUCKETS), dtype=torch.int64)]
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), compiler.uncompiled():
+            if isinstance(objective, LooksAhead):
+                objective.look(micros, self._engine.evaluate)
+            for micro in micros:
+                seed_step(0, micro.sample_indices[0], self._place.sequence)
+                # A divisor of a step's size: fp16 would overflow.
+                weight = max(1, objective.weight(micro)) * self._data * len(micros)
+                self._parts = []
+                self._engine.own_gradient(micro, weight, objective)
+                found.append(torch.stack(self._parts).sum(0).unsqueeze(0).cpu())
+        for hook in hooks:
+            hook.remove()
+        return torch.cat(found)
+
+    def _take(self, number: int, gradient: Tensor) -> Tensor:
+        """Reduce a parameter's gradient as soon as it is computed: a complete one would take memory."""
+        if self._bound is None:
+            self._parts.append(tensor_hash(gradient) * (2 * number + 1))
+        else:
+            flat = F.pad(gradient.reshape(-1), (0, -gradient.numel() % _BUCKETS))
+            sums = flat.view(-1, _BUCKETS).sum(dim=0, dtype=torch.float64)
+            self._parts.append(sums.nan_to_num(0.0, 0.0, 0.0))
+        return gradient.new_zeros(()).expand_as(gradient)
+
+    def _end(self, step: int, named: list[int], found: list[Difference]) -> None:
+        sure = all(2 * len(each.groups[0]) > sum(map(len, each.groups)) for each in found)
+        than = "other gradients than the other ranks" if sure else "different gradients, and no majority decides"
+        before = "Earlier checkpoints" if self._agreed_step is None else f"Checkpoints after step {self._agreed_step}"
+        text = (
+            f"after step {step}: twice, {self._seats(named)} computed {than}, from equal sequences and parameters. Its "
+            f"device, memory or processor is at fault. Nothing is saved. {before} may hold the damage: leave out the "
+            "host, and to be sure continue from an older one (resume: its path)."
+        )
+        self._launch.part(ReplicaCheck).tell(step, "computes wrong", named, [], text)
+        if sure and self._ranks.rank == 0:  # `llmtrain launch` leaves the host out
+            cause, host = "computes wrong", self._ranks.seats[named[0]].host
+            messages.emit("fault", what="recheck", cause=cause, host=host, ranks=named, step=step,
+                          signature=f"{cause}: ranks {named}", text=text, unfit=True)  # fmt: skip
+        raise (ReplicasDiffer if sure else TrainingStopped)(text)
+
+    def _seats(self, ranks: list[int]) -> str:
+        """All ranks call it."""
+        seats, serials = self._ranks.seats, from_all(self._ranks, _serial(self._ranks.device))
+        return ", ".join(
+            f"rank {n} on {seats[n].host} ({seats[n].device} {seats[n].local_rank}{serials[n]})" for n in ranks
+        )
+
+
+def _serial(device: torch.device) -> str:
+    """Words with a GPU's serial number by nvidia-smi, else its UUID; empty for a processor."""
+    number = uuid = device_id(device)
+    asked = ("nvidia-smi", "-i", f"GPU-{uuid}", "--query-gpu=serial", "--format=csv,noheader")
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        number = uuid and subprocess.run(asked, capture_output=True, text=True, timeout=10).stdout.strip()
+    return f", serial {number or uuid}" if uuid else ""
