@@ -39,6 +39,7 @@ from llmtrain.config.plugins import CHANGED, FLAG
 from llmtrain.config.problems import show
 from llmtrain.config.reader import saved_stages, without_removed
 from llmtrain.config.run import FaultConfig, RunConfig
+from llmtrain.data.stream.loader import RECORD
 from llmtrain.engine.api import Engine, StateTensor
 from llmtrain.engine.dist.control import from_all, together
 from llmtrain.engine.dist.ranks import Ranks
@@ -91,7 +92,9 @@ def resume(
             new_data, new_model = (key == "new" and not own for key in (run.resume_data, run.resume_model))
             here = now if weights_only else as_of(trainer.get("step") or 0, now)
             meaning = refuse_other_model(trainer, here, candidate, weights_only=weights_only, meant=new_model)
-            notes = [] if weights_only else refuse_other_run(trainer, here, candidate, other_data=new_data)
+            notes = [] if weights_only else refuse_other_run(trainer, here, candidate, own=own,
+                                                                     other_data=new_data)  # fmt: skip
+
             with contextlib.closing(reader):
                 load_checkpoint(engine, reader, trainer, ranks, weights_only=weights_only)
         except DamagedCheckpoint as error:
@@ -131,6 +134,8 @@ def _taken_all(folder: Path, reader: CheckpointReader, saved: dict[str, Any], no
         former["run"] = without_removed(former["run"])
         if isinstance(limits := former["run"].get("fault"), dict):  # a checkpoint may be older than a limit
             former["run"]["fault"] = {**asdict(FaultConfig()), **limits}
+        for stage in (former["run"].get("data") or {}).get("stages") or ():
+            stage.setdefault("exclude")
     changed = differences(former, {key: now[key] for key in compared})
     return [
         f"resumed from {folder} at step {reader.manifest.step}",
@@ -409,12 +414,38 @@ def refuse_other_model(saved: dict[str, Any], now: dict[str, Any], folder: Path,
     return []
 
 
+def _left_out(state: dict[str, Any], step: int) -> tuple[list[list[int]], list[int]]:
+    """Return the sequences, by stage, and the steps up to `step` that count no token."""
+    data = (state.get("run") or {}).get("data") or {}
+    excluded = [sorted(each.get("exclude") or ()) for each in (data, *(data.get("stages") or ()))]
+    return excluded, sorted(each for each in data.get("skip_steps") or () if each <= step)
+
+
 def refuse_other_run(
-    saved: dict[str, Any], now: dict[str, Any], folder: Path, *, other_data: bool = False
+    saved: dict[str, Any], now: dict[str, Any], folder: Path, *, own: bool = False, other_data: bool = False
 ) -> list[str]:
-    """Refuse a checkpoint of another optimizer, vocabulary or data; `now` is `as_of` its step. `other_data` accepts
-    other data of the same tokenizer. Returns a note if the checkpoint names no data. Raises CheckpointError."""
+    """Refuse a checkpoint of another optimizer, vocabulary or data; `now` is `as_of` its step. A run of its own, not
+    `own`, may exclude others of the data's sequences. `other_data` accepts other data of the same tokenizer. Returns a
+    note if the checkpoint names no data. Raises CheckpointError."""
     step = saved.get("step") or 0
+    there, here = ({"orders": {}, **state} for state in (saved, now))
+    orders = [state["orders"].get(found := state.get("data_fingerprint"), found) for state in (there, here)]
+    if orders[0] == orders[1]:
+        (was, had_skipped), (excluded, skipped) = _left_out(saved, step), _left_out(now, step)
+        if own and (was, had_skipped) != (excluded, skipped):
+            key, then, wanted = ("data.exclude", was, excluded) if was != excluded else (
+                "data.skip_steps", had_skipped, skipped)  # fmt: skip
+            raise CheckpointError(
+                f"{folder}: {key} is {then} there (by stage) and {wanted} in this run, and the run's steps so far have "
+                f"left out those. Give the value back, or continue in another train.run_dir: --resume {folder}, or "
+                "llmtrain replay RUN --without SEQUENCE."
+            )
+        # The data continues in the same order under the fingerprint of this run's exclusions.
+        saved["data_fingerprint"] = now.get("data_fingerprint")
+        named = {order: name for name, order in here["orders"].items()}
+        for entry in saved.get(RECORD) or ():
+            order = entry.get("order") or entry["fingerprint"]
+            entry["fingerprint"] = named.get(order, order)
     if isinstance(held := saved.get("reference"), list):  # until 26 November 2026 one for each set of a mixture
         saved["reference"] = sorted(set(held))
     remedies = {

@@ -159,6 +159,10 @@ class Span:
     def folders(self) -> list[str]:
         return list(DataConfig(**self.event["data"]).folders)
 
+    def leaves_out(self, data: TrainData, step: int, index: int) -> bool:
+        """Return True if a step has read a sequence and counted no token of it."""
+        return step in (self.event["data"].get("skip_steps") or ()) or data.place_of(index) in data.excluded
+
     def data(self) -> TrainData:
         """Open the data. Raises DataError: it is missing, or another one."""
         data = TrainData(DataConfig(**self.event["data"]))
@@ -267,7 +271,7 @@ class Where:
             f"step {step}: {units.counted(len(indices), 'sequence')}{whose}, {len(mine)} of them from {self._folder}"
         )
         for index, window in mine:
-            yield f"sequence {index}"
+            yield f"sequence {index}" + (", left out" if span.leaves_out(data, step, index) else "")
             for origin in windows.origins(window, known):
                 yield f"  {shown_origin(data, member, origin)}"
 
@@ -290,9 +294,13 @@ class Where:
         for origin in origins:
             yield shown_origin(data, member, origin)
             steps = sorted(set(self._steps(origin)))
-            yield f"  read in step {', '.join(map(str, steps))}" if steps else "  not read so far"
+            read, left_out = ([str(step) for step, out in steps if out is which] for which in (False, True))
+            yield f"  read in step {', '.join(read)}" if read else "  not read so far"
+            if left_out:
+                yield f"  left out of step {', '.join(left_out)} (data.exclude, data.skip_steps)"
 
-    def _steps(self, origin: Origin) -> Iterator[int]:
+    def _steps(self, origin: Origin) -> Iterator[tuple[int, bool]]:
+        """Yield steps with the document, and whether they leave it out."""
         last = last_step(self._run)
         for span in self._spans:
             if (found := self._data(span)) is None:
@@ -302,7 +310,8 @@ class Where:
             for window in data.windows_of(member).windows_with(origin):
                 for index in data.sequences_with(member, window, end):
                     if index >= span.next:
-                        yield span.after + (index - span.next) // span.batch + 1
+                        step = span.after + (index - span.next) // span.batch + 1
+                        yield step, span.leaves_out(data, step, index)
 
 
 def last_step(run: Path) -> int:

@@ -21,7 +21,7 @@ from llmtrain.config.reader import WRONG, members, read, without_removed
 from llmtrain.config.resolve import resolve
 from llmtrain.config.run import DataConfig, ResolvedRun, RunConfig
 from llmtrain.config.schema import ENTRIES, choices, run_parser, schema, sections, subsections
-from llmtrain.config.stages import StageConfig
+from llmtrain.config.stages import STAGED, StageConfig
 
 _LAUNCHER_FLAGS = ("--local_rank", "--local-rank")
 _NO_FIELDS = ("config", "plugin", "plugin-changed")
@@ -106,7 +106,7 @@ def _from_step_0(run: RunConfig, problems: Problems) -> RunConfig:
     if first.rope is not None:
         rule = "from step 0 on the model's own fields count"
         problems.add(f"{at}.rope", first.rope, rule, "write them in model.config")
-    own = {"data": ("path", "mixture", "sequence_length"), "train": ("global_batch", "micro_batch", "accumulation")}
+    own = {"data": STAGED, "train": ("global_batch", "micro_batch", "accumulation")}
     for section, names in own.items():
         given = {name: getattr(first.train if section == "train" else first, name) for name in names}
         for name, value in given.items():

@@ -322,7 +322,7 @@ def _check(item: Field[Any], value: Any, key: str, problems: Problems) -> None:
     elif isinstance(value, str):
         _check_text(value, key, problems)
     elif bound is not None and value is not None and not bound.holds(value):
-        must = "both must be" if isinstance(value, tuple) else "must be"
+        must = ("both must be" if len(value) == 2 else "each must be") if isinstance(value, tuple) else "must be"
         problems.add(key, value, f"{must} {bound.words}", remedy)
     elif type(value) is int and value > _MOST_COUNTED and not key.endswith(".seed"):
         problems.add(key, value, f"must be at most {_MOST_COUNTED:.0e}", "correct the number")

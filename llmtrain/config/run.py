@@ -25,7 +25,7 @@ from llmtrain.base.choice import (
     bounded,
     mapped,
 )
-from llmtrain.config.stages import Batch, Stages, data_of
+from llmtrain.config.stages import STAGED, Batch, Stages, data_of
 from llmtrain.config.stages import DataConfig as DataConfig
 from llmtrain.config.topology import Degrees, Mix
 from llmtrain.objectives.by_token import NextToken
@@ -351,7 +351,7 @@ def stage_views(run: RunConfig) -> Iterator[tuple[RunConfig, Callable[[str], str
         yield replace(run, data=data), partial(_written, given)
         if number < len(run.data.stages):
             own = run.data.stages[number]
-            changed = [name for name in ("path", "mixture", "sequence_length") if getattr(own, name) is not None]
+            changed = [name for name in STAGED if getattr(own, name) is not None]
             given = given | dict.fromkeys(changed, number)
 
 

@@ -207,7 +207,7 @@ def type_name(kind: Any) -> str:
     if origin is Literal:
         return f"one of {', '.join(map(str, args))}"
     if origin is tuple:
-        return f"a list of {len(args)} numbers"
+        return "a list of numbers" if args[-1] is ... else f"a list of {len(args)} numbers"
     if origin is list:
         return "a list of maps" if is_dataclass(args[0]) else "a list of text"
     if origin is dict:
@@ -324,9 +324,9 @@ def _kind(kind: Any, limits: dict[str, Any]) -> dict[str, Any]:
         return _section(kind.SECTION) if issubclass(kind, Choice) else _object(kind)
     if origin is Literal:
         return {"enum": list(args)}
-    if origin is tuple:
+    if origin is tuple and args[-1] is not ...:
         return {"type": "array", "items": _kind(args[0], limits), "minItems": len(args), "maxItems": len(args)}
-    if origin is list:
+    if origin in (list, tuple):
         return {"type": "array", "items": _kind(args[0], limits)}
     if origin is dict:
         return {"type": "object", **limits}

@@ -17,6 +17,10 @@ from typing import Any
 from llmtrain.base.choice import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, SEED, Bound, HostPath, bounded, mapped
 from llmtrain.optim.schedules import Schedule
 
+_SEQUENCES = Bound(at_least=0, at_most=10**15)
+STAGED = ("path", "mixture", "sequence_length", "exclude")
+"""Fields of the section `data` that a stage changes."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StageBatch:
@@ -47,6 +51,8 @@ class StageConfig:
     """Schedule from the stage's first step on."""
     rope: dict[str, Any] | None = None
     """Changed fields of the model's rope_parameters, such as {rope_theta: 1.0e+6}."""
+    exclude: tuple[int, ...] | None = bounded(None, _SEQUENCES, "llmtrain replay prints sequences")
+    """As data.exclude, for the stage's own data: its sequences have other numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +78,11 @@ class DataConfig:
     deleted to make room."""
     isolate_documents: bool = False
     """Attention stays within a document, and positions start at 0 in each; false: a sequence is one text."""
+    exclude: tuple[int, ...] | None = bounded(None, _SEQUENCES, "llmtrain replay prints sequences")
+    """Sequences, as `llmtrain replay` prints them, that keep their places in the order and count no token, in no epoch.
+    `llmtrain replay RUN --without` writes them. null = none."""
+    skip_steps: tuple[int, ...] | None = bounded(None, AT_LEAST_1, "steps are numbered from 1")
+    """Optimizer steps that count no token and make no update; their sequences count in later epochs. null = none."""
     stages: list[StageConfig] = field(default_factory=list)
     """Changes during the run: a list of {from_step: N, path or mixture, sequence_length, train: {global_batch,
     micro_batch, accumulation}, schedule: {...}, rope: {...}} with from_step and the changed values. Without path and
@@ -226,7 +237,7 @@ def _identity(data: DataConfig) -> tuple[object, ...]:
     weights = [Fraction(str(weight)) if math.isfinite(weight) else Fraction(0) for weight in data.folders.values()]
     total = sum(weights, Fraction(0)) or 1
     shares = [(os.path.normpath(folder), weight / total) for folder, weight in zip(data.folders, weights, strict=True)]
-    return tuple(shares), replace(data, path=None, mixture=None, stages=[])
+    return tuple(shares), replace(data, path=None, mixture=None, stages=[], exclude=None)
 
 
 def data_of(config: DataConfig) -> list[DataConfig]:
@@ -238,7 +249,11 @@ def data_of(config: DataConfig) -> list[DataConfig]:
         if stage.sequence_length is not None:
             data = replace(data, sequence_length=stage.sequence_length)
         found.append(data)
-    return found
+    # Stages with the same data share its order, so each of them leaves out the same sequences.
+    names, every = [repr(_identity(data)) for data in found], dict[str, tuple[int, ...]]()
+    for name, some in zip(names, [config.exclude, *(stage.exclude for stage in config.stages)], strict=True):
+        every[name] = every.get(name, ()) + tuple(some or ())
+    return [replace(data, exclude=every[name] or None) for name, data in zip(names, found, strict=True)]
 
 
 def stages_of(config: DataConfig, schedule: Schedule, batches: Sequence[Batch]) -> Stages:

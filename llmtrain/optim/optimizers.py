@@ -65,9 +65,9 @@ class Optimizer(Choice, section="optim"):
     clip_norm: float = joined(1.0, "gradient_clipping", NOT_NEGATIVE, "1.0 is the default, 0 turns it off")
     """Largest global gradient norm; 0 = no clipping. The default of muon is 0. Or from the JSON (gradient_clipping)."""
     skip_outliers: float | None = bounded(None, Bound(above=0), "6 is common, null leaves out none")
-    """Leave out a step's update if its loss, or its gradient norm's logarithm, is so many deviations above the median
-    of the 20 steps before. Each step then takes another all-reduce on the host, and waits for the device. null =
-    none."""
+    """Leave out a step's update if its loss, or its gradient norm's logarithm, is more than this number of deviations
+    above the median of the 20 steps before. Each step then takes another all-reduce on the host, and waits for the
+    device. null = none."""
 
     @property
     def has_own_settings(self) -> bool:

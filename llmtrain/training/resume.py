@@ -44,6 +44,7 @@ class TrainerState:
                 [stage.first_step, data.fingerprint, stage.rope, stage.batch.sequence_length]
                 for stage, data in zip(setup.course.stages, setup.course.data, strict=True)
             ],
+            "orders": {data.fingerprint: data.order for data in setup.course.data if data.fingerprint != data.order},
             "reference": setup.references,
             "teacher": setup.teacher,
             "teacher_config": setup.teacher_config,

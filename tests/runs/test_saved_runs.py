@@ -105,6 +105,8 @@ def test_a_saved_run_goes_on(run: str, here: Path) -> None:
         assert now["fault"].pop("pinned") == 2
         assert now["fault"].pop("recheck_every") == 0
         assert now["optim"].pop("skip_outliers") is None
+        assert (now["data"].pop("exclude"), now["data"].pop("skip_steps")) == (None, None)
+        assert all(stage.pop("exclude") is None for stage in now["data"]["stages"])
         assert now == without_removed(then)
     assert json.loads((folder / "deepspeed.json").read_text()) == json.loads((saved / "deepspeed.json").read_text())
     got, want = figures(folder), figures(saved)

@@ -120,7 +120,7 @@ class Course:
 
     def describe(self, stage: int) -> dict[str, Any]:
         batch, number = self.stages[stage].batch, self.first_number + stage
-        first = max(self._since, self.stages[stage].first_step)
+        first, exclude = max(self._since, self.stages[stage].first_step), self.stages[stage].data.exclude
         return {
             "stage": number,
             "from_step": next((entry["from_step"] for entry in self._before if entry["stage"] == number), first),
@@ -129,6 +129,7 @@ class Course:
             "sequence_length": batch.sequence_length,
             "global_batch": batch.global_batch,
             **({"rope": self.stages[stage].rope} if self.stages[stage].rope else {}),
+            **({"exclude": list(exclude), "order": self.data[stage].order} if exclude else {}),
         }
 
     def record(self, step: int, index: int) -> list[dict[str, Any]]:
@@ -227,10 +228,12 @@ class StepBatch:
     """Sequences of the step, over all ranks."""
     stage: int = 0
     """Stage of the run that the step belongs to."""
+    excluded: int = 0
+    """Sequences that count no token (data.exclude, data.skip_steps), over all ranks."""
 
     @property
     def tokens(self) -> int:
-        return self.sequences * self.micro_batches[0].inputs.shape[1]
+        return (self.sequences - self.excluded) * self.micro_batches[0].inputs.shape[1]
 
 
 def _micro_batch(read: Callable[[int], Window], indices: list[int], rows: int, pin_memory: bool) -> MicroBatch:
@@ -409,16 +412,27 @@ class TrainLoader:
         shares = self._sequences or (batch.micro_batch * batch.accumulation,) * batch.data_parallel
         rows = [rows_of(shares, batch.accumulation, m, self._rank) for m in range(batch.accumulation)]
         reading.data.fetch([reading.index + row for each in rows for row in each])
+        read, excluded = self._reader(step, reading)
         for each in rows:
             indices = [reading.index + row for row in each]
-            micro_batches.append(_micro_batch(reading.data.window_at, indices, len(indices), self._pin_memory))
+            micro_batches.append(_micro_batch(read, indices, len(indices), self._pin_memory))
         return StepBatch(micro_batches=micro_batches, first_index=reading.index, sequences=batch.global_batch,
-                         stage=reading.stage)  # fmt: skip
+                         stage=reading.stage, excluded=excluded)  # fmt: skip
+
+    def _reader(self, step: int, reading: Reading) -> tuple[Callable[[int], Window], int]:
+        """The reader of a step's sequences, and how many of these count no token."""
+        config = self._course.stages[reading.stage].data
+        if not (config.exclude or config.skip_steps):
+            return reading.data.window_at, 0
+        from llmtrain.data.stream.excluded import reader_without
+
+        sequences = range(reading.index, reading.index + reading.batch.global_batch)
+        return reader_without(reading.data, sequences, whole=step + 1 in (config.skip_steps or ()))
 
     def row(self, step: int, index: int | None) -> MicroBatch:
         """Return sequence `index` of a step alone; None: a sequence without a counted token."""
         reading = self._course.at(step)
-        return _micro_batch(reading.data.window_at, [] if index is None else [index], 1, self._pin_memory)
+        return _micro_batch(self._reader(step, reading)[0], [] if index is None else [index], 1, self._pin_memory)
 
     def _read_ahead(self, step: int) -> None:
         item: StepBatch | BaseException

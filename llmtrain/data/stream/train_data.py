@@ -88,9 +88,13 @@ class TrainData:
         sets = [
             [manifest.data_fingerprint, str(share)] for manifest, share in zip(self.manifests, self.shares, strict=True)
         ]
-        parts = [sets, self.sequence_length, config.seed]
+        parts: list[Any] = [sets, self.sequence_length, config.seed]
+        self.order = xxhash.xxh3_128_hexdigest(json.dumps(parts).encode())
+        self.excluded = frozenset(map(self.place_of, config.exclude or ()))
+        """(set, window) of data.exclude: in each epoch a sequence is this window."""
+        parts += [sorted(self.excluded)] if self.excluded else []
         self.fingerprint = xxhash.xxh3_128_hexdigest(json.dumps(parts).encode())
-        """Hash of the data, the sequence length, the seed and the mixture: all that decides the training sequences."""
+        """Hash of data, length, seed, mixture and exclusions, which decide the sequences; `order`: without the last."""
 
     def sums(self, *, origins: bool = False) -> list[FileSum]:
         return [file for member in self._members for file in member.prepared.sums(origins=origins)]
@@ -301,7 +305,7 @@ class EvalSet(TrainData):
 
     def __init__(self, folder: str, config: DataConfig) -> None:
         """`config`: of the run's data. Raises DataError."""
-        super().__init__(replace(config, path=folder, mixture=None, seed=0), trains=False)
+        super().__init__(replace(config, path=folder, mixture=None, seed=0, exclude=None), trains=False)
         self.whole = self.validation_sequences == 0
         """True without a validation split."""
         if self.whole:
