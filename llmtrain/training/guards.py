@@ -1,4 +1,4 @@
-"""Parts that end a run: a request from outside, steps that are skipped, an adapter without gradients, changed data."""
+"""Parts that end a run: a request from outside, steps that are skipped, changed data."""
 
 from __future__ import annotations
 
@@ -16,31 +16,10 @@ from llmtrain.base.errors import DataError, TrainingStopped
 from llmtrain.base.rank.heartbeat import heart
 from llmtrain.base.threads import in_thread
 from llmtrain.config.plugins import is_of_plugin
-from llmtrain.engine.api import Engine
 from llmtrain.engine.dist.control import from_all
-from llmtrain.engine.dist.ranks import Ranks
-from llmtrain.models.parameters import B
-from llmtrain.optim.optimizers import PARAM
 from llmtrain.training.parts import Done, Launch, Part
 from llmtrain.training.saving import Saving
 from llmtrain.training.step import Position, Request, is_due
-
-
-def unmoved(engine: Engine, ranks: Ranks, ending: str) -> tuple[list[str], int]:
-    """Return (parameters that no gradient has reached yet, number of parameters) among the names with this ending.
-
-    A moment is zero until its parameter has a gradient. All ranks call it together, after a step.
-    """
-    reached = set()
-    for piece in engine.state():
-        if piece.kind != PARAM and piece.name.endswith(ending) and piece.name not in reached:
-            with piece.open() as values:
-                if bool(values.any()):
-                    reached.add(piece.name)
-    everywhere = {name for share in from_all(ranks, sorted(reached)) for name in share}
-    every = [name for name in engine.shapes() if name.endswith(ending)]
-    return sorted(set(every) - everywhere), len(every)
-
 
 _AT_ONCE = 4 << 30
 """Bytes of data that a resume compares with checksums before its first step; more are compared during the steps."""
@@ -110,32 +89,6 @@ class SkippedSteps(Part):
                 f"{self._setup.run.fault.max_skipped}. Last samples: {units.some(named)}. Look at them, lower "
                 f"optim.lr, or resume from an earlier checkpoint in {self._checkpoints}."
             )
-
-
-class AdapterCheck(Part):
-    """Checks after the first update that every B has got a gradient (A gets none yet, as B is zero)."""
-
-    def __init__(self, launch: Launch) -> None:
-        self._setup = launch.setup
-
-    def after_step(self, done: Done) -> None:
-        """Raises TrainingStopped, on all ranks."""
-        if done.position.optimizer_step != 1 or done.update.skipped:
-            return
-        still, count = unmoved(self._setup.engine, self._setup.ranks, B)
-        if len(still) == count:
-            raise TrainingStopped(
-                f"no gradient has reached any of the {count} lora_B in the first step: the adapter does not train. "
-                "Compare the run with its definition: llmtrain parity, and report what it says."
-            )
-        if still:
-            log.warn(
-                f"no gradient has reached {len(still)} of {count} lora_B in the first step, first {still[0]}. The loss "
-                "does not depend on those maps (experts that no token met do so later); else leave them out of "
-                "adapter.targets."
-            )
-        else:
-            log.info(f"adapter: a gradient has reached every lora_B ({count}) in the first step")
 
 
 class DataChanged(TrainingStopped):

@@ -37,7 +37,7 @@ from llmtrain.optim.optimizers import norm_of
 from llmtrain.tracking.environment import describe_environment, unverified, versions, write_environment
 from llmtrain.tracking.tracker import Status, Tracker
 from llmtrain.training.examine import Checked
-from llmtrain.training.guards import AdapterCheck, DataCheck, Limits, SkippedSteps
+from llmtrain.training.guards import DataCheck, Limits, SkippedSteps
 from llmtrain.training.parts import Done, Launch, Part
 from llmtrain.training.record import Record
 from llmtrain.training.replica_check import ReplicaCheck
@@ -169,6 +169,8 @@ def _parts(launch: Launch) -> Iterator[Part]:
     yield Record(launch)
     yield SkippedSteps(launch)
     if run.adapter.r is not None:
+        from llmtrain.training.adapter_check import AdapterCheck
+
         yield AdapterCheck(launch)
     if run.sites.name is not None:
         from llmtrain.training.sites import Sites

@@ -26,7 +26,7 @@ from llmtrain.models.adapter import lora_config, other_maps, plain_name, scale, 
 from llmtrain.models.parameters import PREFIX, B, local_parameter
 from llmtrain.models.spec import ModelSpec
 from llmtrain.optim.optimizers import PARAM
-from llmtrain.training.guards import unmoved
+from llmtrain.training.adapter_check import unmoved
 from tests.helpers.adapters import plain_adapted
 from tests.helpers.checkpoints import trainer_state
 from tests.helpers.families import FAMILIES, FROZEN, LOW_RANK
