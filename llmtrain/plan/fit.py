@@ -238,30 +238,28 @@ class Fitter:
 
     def _estimate(self, wanted: Sequence[tuple[Form, int, Any]]) -> None:
         """Rehearse shallow models; what a model or an engine refuses is left out."""
-        jobs: list[tuple[Any, int]] = []
-        owners: list[tuple[tuple[Form, int, Any, int], ResolvedRun]] = []
+        runs: dict[tuple[Form, int, Any, int], ResolvedRun] = {}
         for form, rows, layers in wanted:
             for depth in self._depths(form):
-                key = (form, rows, layers, depth)
-                if key in self._points:
-                    continue
                 with contextlib.suppress(UserError):
                     values = Choice(form=form, micro_batch=rows, recomputed=layers).values
-                    run = self._shallow(self._resolve(form, values), depth)
-                    checked = prepared(run, on_gpu=self._machines.on_gpu)
-                    for rank in kinds(run.degrees):
-                        jobs.append((checked, rank))
-                        owners.append((key, run))
-        found: dict[Any, dict[int, Rehearsed]] = {}
-        for number, rehearsed in self._rehearse(jobs):
-            if isinstance(rehearsed, Rehearsed):
-                found.setdefault(owners[number][0], {})[rehearsed.rank] = rehearsed
-        for key, run in dict(owners).items():
-            if len(found.get(key, ())) == len(kinds(run.degrees)):
-                self._points[key] = self._of(run, found[key])
+                    runs[form, rows, layers, depth] = self._shallow(self._resolve(form, values), depth)
+        new = {key: run for key, run in runs.items() if key not in self._points}
+        self._points |= {key: self._of(new[key], found) for key, found in self._rehearse(new)}
 
-    def _rehearse(self, jobs: Sequence[tuple[Any, int]]) -> Iterator[tuple[int, Rehearsed | UserError]]:
-        return rehearse_each(jobs, self._machines.slots, on_gpu=self._machines.on_gpu)
+    def _rehearse(self, runs: Mapping[Any, ResolvedRun]) -> Iterator[tuple[Any, dict[int, Rehearsed]]]:
+        """Yield each run's key and one rank of each kind; a run that is refused on one of them is left out."""
+        on_gpu, jobs, owners = self._machines.on_gpu, list[tuple[Any, int]](), list[Any]()
+        for key, run in runs.items():
+            with contextlib.suppress(UserError):
+                checked = prepared(run, on_gpu=on_gpu)
+                jobs += [(checked, rank) for rank in kinds(run.degrees)]
+                owners += [key] * len(kinds(run.degrees))
+        found: dict[Any, dict[int, Rehearsed]] = {key: {} for key in owners}
+        for number, rehearsed in rehearse_each(jobs, self._machines.slots, on_gpu=on_gpu):
+            if isinstance(rehearsed, Rehearsed):
+                found[owners[number]][rehearsed.rank] = rehearsed
+        yield from ((key, ranks) for key, ranks in found.items() if len(ranks) == len(kinds(runs[key].degrees)))
 
     def _of(self, run: ResolvedRun, found: Mapping[int, Rehearsed]) -> _Point:
         time = step_time(run, self._machines, self._speeds, found)
@@ -305,29 +303,17 @@ class Fitter:
 
     def _complete(self, choices: Sequence[Choice]) -> Iterator[Fitted]:
         """Rehearse the complete model in each way. Yields what fits."""
-        machines, jobs, owners = self._machines, list[tuple[Any, int]](), list[int]()
-        runs = dict[int, ResolvedRun]()
-        for place, choice in enumerate(choices):
+        machines, runs = self._machines, dict[Choice, ResolvedRun]()
+        for choice in choices:
             with contextlib.suppress(UserError):
-                run = self._resolve(choice.form, choice.values)
-                checked = prepared(run, on_gpu=machines.on_gpu)
-                runs[place] = run
-                jobs += [(checked, rank) for rank in kinds(run.degrees)]
-                owners += [place] * len(kinds(run.degrees))
-        found: dict[int, dict[int, Rehearsed]] = {}
-        for number, rehearsed in self._rehearse(jobs):
-            if isinstance(rehearsed, Rehearsed):
-                found.setdefault(owners[number], {})[rehearsed.rank] = rehearsed
-        for place, run in runs.items():
-            ranks = found.get(place, {})
-            if len(ranks) < len(kinds(run.degrees)):  # one was refused
-                continue
+                runs[choice] = self._resolve(choice.form, choice.values)
+        for choice, ranks in self._rehearse(runs):
             peak = max(each.peak + each.ahead for each in ranks.values())
             on_host = machines.slots * max(each.host + peak * (not machines.on_gpu) for each in ranks.values())
             if self._left(peak) < 0 or (machines.host_memory is not None and on_host > machines.host_memory):
                 continue
-            time = step_time(run, machines, self._speeds, ranks)
-            yield Fitted(choice=choices[place], accumulation=run.batch.accumulation, peak=peak,
+            time = step_time(runs[choice], machines, self._speeds, ranks)
+            yield Fitted(choice=choice, accumulation=runs[choice].batch.accumulation, peak=peak,
                          left=self._left(peak), time=time)  # fmt: skip
 
 
