@@ -23,9 +23,10 @@ from llmtrain.commands.config import ways_of
 from llmtrain.config.chosen import with_chosen
 from llmtrain.config.deepspeed.read import read_json
 from llmtrain.config.load import COMMAND_LINE, Parsed, command_words, configs_in, parse, run_words
+from llmtrain.config.on_disk import check_teacher_folder, model_config
 from llmtrain.config.pinned import fetched
 from llmtrain.config.planned import Planned, store
-from llmtrain.config.problems import stop
+from llmtrain.config.problems import Problems, stop
 from llmtrain.config.resolve import resolve
 from llmtrain.config.run import ResolvedRun, autos
 from llmtrain.engine.dist.local_ranks import ending_on_sigterm
@@ -264,6 +265,10 @@ def keep(plan: Plan, resolved: ResolvedRun) -> None:
 def _resolved(words: list[str], world_size: int) -> tuple[Parsed, ResolvedRun]:
     parsed = parse(words, check_paths=False)
     run = fetched(parsed.run, parsed.places)[0]
+    problems = Problems(parsed.places)
+    check_teacher_folder(run, problems)
+    model_config(run, problems)
+    problems.raise_if_any()
     return parsed, resolve(run, world_size, "--hosts and --slots", places=parsed.places, epoch=lambda _: _EPOCH)
 
 

@@ -38,7 +38,7 @@ def check_on_disk(run: RunConfig, problems: Problems) -> None:
             key = f"eval.{field}.{name}"
             if (manifest := _read_manifest(key, path, problems)) is not None:
                 _check_measured(field, key, path, manifest, run, tokenizer, problems)
-    _check_teacher_folder(run, problems)
+    check_teacher_folder(run, problems)
     model = model_config(run, problems)
     if run.resume not in ("auto", "none") and not has_checkpoints(run):
         _check_resume(run.resume, problems)
@@ -342,7 +342,7 @@ def _json_object(
     return tree
 
 
-def _check_teacher_folder(run: RunConfig, problems: Problems) -> None:
+def check_teacher_folder(run: RunConfig, problems: Problems) -> None:
     """Refuse a folder without the files. A repository of the Hub is examined when it has been fetched."""
     key, folder, revision = "objective.teacher", run.objective.teacher, run.objective.teacher_revision
     if folder is None or is_remote(folder):

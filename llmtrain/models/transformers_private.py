@@ -252,6 +252,14 @@ def without_memory() -> contextlib.AbstractContextManager[Any]:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def needs_values(error: BaseException) -> bool:
+    """torch._subclasses.fake_tensor.DynamicOutputShapeException and DataDependentOutputException: tensors without
+    elements have no answer."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+    return isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
+
+
 def is_without_memory(tensor: Tensor) -> bool:
     """torch._subclasses.fake_tensor.FakeTensor, or on the meta device: a shape and no elements."""
     return type(tensor).__name__ == "FakeTensor" or tensor.is_meta

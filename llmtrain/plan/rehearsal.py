@@ -21,7 +21,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from torch import Tensor
 
 from llmtrain.base.child import ending_with_parent
-from llmtrain.base.errors import UserError
+from llmtrain.base.errors import ModelError, UserError
 from llmtrain.base.rank.heartbeat import heart
 from llmtrain.checkpoint.snapshot import RankFile, written
 from llmtrain.config.run import ResolvedRun
@@ -35,7 +35,7 @@ from llmtrain.models.loss import TRIED
 from llmtrain.models.run.build_for_rank import divided
 from llmtrain.models.run.check import check_model
 from llmtrain.models.skeleton import DTYPES
-from llmtrain.models.transformers_private import without_memory
+from llmtrain.models.transformers_private import needs_values, without_memory
 from llmtrain.parity.tokens import Answers, Tokens
 from llmtrain.plan.device import on_gpu as choices_on_gpu
 from llmtrain.plan.ledger import Ledger
@@ -190,8 +190,12 @@ def _in_child(pipe: Connection, checked: Checked, rank: int, slots: int, imbalan
         try:
             ledger, step, saved = walk(checked, ranks, on_gpu=on_gpu)
         except Exception as error:
+            if needs_values(error):
+                error = ModelError(f"the model cannot be planned: {error} decides shapes by values, such as a loop "
+                                   "over experts whose widths are no multiples of 16 bytes. Measure it in a short "
+                                   "run")  # fmt: skip
             pipe.send(UserError(str(error)) if isinstance(error, UserError) else traceback.format_exc())
-            raise SystemExit(1) from error
+            raise SystemExit(1) from None
     pipe.send(
         Rehearsed(
             rank=rank,

@@ -174,6 +174,13 @@ def test_kinds_of_ranks() -> None:
         ("--hostfile hosts", ["unequal slots", "give --hosts and --slots"]),
         ("--slots 3 --deepspeed tensor.json", ["autotp_size", "multiple of 2"]),
         ("--model.config.num_attention_heads 5", ["num_attention_heads"]),
+        ("--objective.name distill --objective.teacher none", ['objective.teacher = "none"', "no such folder"]),
+        ("--model.config null --model.pretrained none", ['model.pretrained = "none"', "no such file or folder"]),
+        (
+            "--model.config.model_type qwen3_moe --model.config.moe_intermediate_size 20 --model.config.head_dim 16 "
+            "--model.config.num_experts 4 --model.config.num_experts_per_tok 2",
+            ["cannot be planned: aten.nonzero", "multiples of 16 bytes"],
+        ),
     ],
 )
 def test_wrong_words(folder: Path, capsys: pytest.CaptureFixture[str], line: str, said: list[str]) -> None:
