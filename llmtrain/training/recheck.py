@@ -134,6 +134,7 @@ class Recheck(Part):
                 self._parts = []
                 self._engine.own_gradient(micro, weight, objective)
                 found.append(torch.stack(self._parts).sum(0).unsqueeze(0).cpu())
+                heart.beat()
         for hook in hooks:
             hook.remove()
         return torch.cat(found)

@@ -28,6 +28,35 @@ class Where(Part, entry="where"):
         Path("/tmp/where").write_text(str(launch.setup.ranks.rank))
 """
 
+WRONG = """
+from dataclasses import dataclass
+from socket import gethostname
+from llmtrain import Part
+
+@dataclass(kw_only=True)
+class Wrong(Part, entry="wrong"):
+    def open(self, launch):
+        self._map = launch.setup.engine.module.get_submodule("hf.model.layers.1.mlp.up_proj")
+
+    def after_step(self, done):
+        if done.position.step == 7 and gethostname() == "node-2":
+            self._map.register_forward_hook(lambda module, given, output: output * 1.001)
+"""
+
+
+def test_a_host_that_computes_wrong_is_left_out(lab3: Lab, small_data: str, tmp_path: Path) -> None:
+    (lab3.hosts[0].tmp / "mine.py").write_text(WRONG)
+    words = ("--plugin", "/tmp/mine.py", "--parts.wrong", "--fault.recheck_every", "5")
+    with Launched(lab3, write_recipe(tmp_path, small_data), "--min-hosts", "2", words=words) as run:
+        run.wait_for(r"rank 1 on node-2 \(cpu 0\) computed other gradients than the other ranks")
+        run.wait_for(r"^launch: restarting from step 5 on 2 hosts, 2 ranks, without node-2$")
+        run.wait_for_step(12)
+        run.interrupt()
+        assert run.finish() == 130
+        (restart,) = run.rows("events.jsonl", "restart")
+        assert restart["dropped"] == ["node-2"] and restart["after"] == "computes wrong: ranks [1]"
+        run.assert_nothing_left()
+
 
 @pytest.mark.slow
 def test_what_is_lost_is_explained_and_the_run_goes_on(lab3: Lab, small_data: str, tmp_path: Path) -> None:

@@ -3,83 +3,16 @@
 from __future__ import annotations
 
 import random
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from tests.helpers.families import FAMILIES
-from tests.helpers.training import LLAMA, Case, make_setup, view_of
-from tests.helpers.wrong_machine import Wrong, compute_wrong, modules_of
+from tests.helpers.training import LLAMA, Case, view_of
+from tests.helpers.wrong_machine import GUILTY, Machine, Wrong, compute_wrong, found
 
-GUILTY = 1
 DROPOUT = {**LLAMA, "attention_dropout": 0.1}
-
-
-class Machine:
-    """A run with checks, and the model that one of its ranks computes wrong."""
-
-    def __init__(self, case: Case) -> None:
-        from llmtrain.tracking.tracker import Tracker
-        from llmtrain.training.replica_check import ReplicaCheck
-
-        self.setup = setup = make_setup(case, proves=False)
-        self.rank = setup.ranks.rank
-        tracker = Tracker(".", tracking=setup.run.tracking, run_id="", config={}, total_steps=None, enabled=False)
-        self.events: list[str] = []
-        tracker.event = lambda kind, **fields: self.events.append(fields["what"])  # type: ignore[method-assign]
-        self.loader = setup.loader(0, step=0)
-        launch: Any = SimpleNamespace(setup=setup, tracker=tracker, loader=self.loader, session=setup.session(0))
-        replicas = ReplicaCheck(launch)
-        launch.part = lambda kind: replicas
-        launch.session.seed()
-        self.launch = launch
-
-    def part(self) -> Any:
-        from llmtrain.training.recheck import Recheck
-        from llmtrain.training.step import Position
-
-        part = Recheck(self.launch)
-        part._every = 1
-        part.begin(Position())
-        return part
-
-    def check(self, part: Any, step: int) -> tuple[int, str, bool]:
-        """(exit code, message, True if another start may succeed) of a check after `step`."""
-        from llmtrain.base.errors import UserError
-        from llmtrain.training.step import Position
-
-        done = SimpleNamespace(position=Position(step=step), steps=range(step, step + 1))
-        try:
-            part.after_step(done)
-        except UserError as error:
-            return error.exit_code, str(error), error.passing
-        return 0, "", False
-
-    def close(self) -> None:
-        self.loader.close()
-        self.setup.engine.close()
-
-
-def found(case: Case, seeds: list[int], guilty: int = GUILTY) -> list[tuple[int, str, bool]]:
-    """For each seeded fault the check, of three, that has ended the run, its message, and if a start may succeed."""
-    machine = Machine(case)
-    modules, answers = modules_of(machine.setup.engine.module), []
-    for seed in seeds:
-        part = machine.part()
-        wrong = Wrong.seeded(seed, modules)
-        repair = compute_wrong(machine.setup.engine.module, wrong) if machine.rank == guilty else lambda: None
-        answer = (0, str(wrong), False)
-        for check in (1, 2, 3):
-            code, text, passing = machine.check(part, 10 * seed + check)
-            if code:
-                answer = (check, text, passing)
-                break
-        answers.append(answer)
-        repair()
-    machine.close()
-    return answers
 
 
 @pytest.mark.parametrize("seeds", [range(6), pytest.param(range(6, 40), marks=pytest.mark.slow)], ids=["6", "34"])
