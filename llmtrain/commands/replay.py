@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -17,14 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.base import log, units, untrusted
-from llmtrain.base.errors import CheckpointError, ConfigError, DataError, TrainingStopped, UserError
+from llmtrain.base.errors import CheckpointError, ConfigError, DataError, TrainingStopped
 from llmtrain.base.files import refuse_if_in_use
 from llmtrain.checkpoint.format import complete_checkpoints, step_of
 from llmtrain.checkpoint.listing import lines_of
 from llmtrain.checkpoint.retain import looks_good, pins_of, write_pins
 from llmtrain.config import strict_yaml
+from llmtrain.config.reader import read_saved
+from llmtrain.config.stages import DataConfig, data_of, identity
 from llmtrain.engine.dist.local_ranks import ending_on_sigterm
-from llmtrain.tracking.local import read_rows
+from llmtrain.tracking.local import read_rows, to_json
 from llmtrain.tracking.steps import STEPS, StepRow, read_steps
 
 MARK = ".replay"
@@ -42,6 +45,9 @@ _QUIET = {
     "trackers": "{}", "eval.sets": "{}", "eval.choices": "{}",
 }  # fmt: skip
 """Settings that change no number of a step."""
+_WHOLE = {"resume_weights_only": False, "resume_data": "same", "resume_model": "same"}
+_APART = {"checkpoint.dir": "null", "checkpoint.mirror": "null", "train.export_to": "null"}
+"""Settings that name places of the run, which a new one would share."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +66,8 @@ class Asked:
     within: list[Path]
     """The run's checkpoints of these steps."""
     environment: dict[str, Any]
+    changed: dict[str, Any] | None
+    """Settings of the new run that `--write` makes, in addition to those of the run; None: a replay."""
 
     @property
     def again(self) -> Path:
@@ -79,6 +87,8 @@ def main(argv: list[str]) -> int:
     asked = _asked(args)
     _prepare(asked)
     _train(asked, args)
+    if asked.changed is not None:
+        return _finish(asked, args)
     answer = answer_of(asked)
     (asked.out / "answer.json").write_text(json.dumps(answer, indent=2) + "\n", encoding="utf-8")
     from llmtrain.commands.replay_page import page_of
@@ -107,6 +117,10 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     asked.add_argument("--done", action="store_true", help="let go of the checkpoints that spikes have kept")
     parser.add_argument("--launch", metavar="HOSTS", help="a hostfile for `llmtrain launch` (default: this machine)")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="(default: RUN-replay-FIRST-LAST next to the run)")
+    add = parser.add_argument
+    add("--without", metavar="SEQUENCE,...", help="with --write: sequences of these steps that the new run leaves out")
+    add("--skip", metavar="STEP,...", help="with --write: steps of these that the new run leaves out")
+    add("--write", action="store_true", help="train the steps without them, and make --out a run that continues there")
     parser.add_argument("--rows", type=int, default=_ROWS, metavar="N", help="rows with a gradient norm (default 32)")
     parser.add_argument("--plugin", action="append", default=[], metavar="FILE", help="as in the run")
     parser.add_argument("--json", action="store_true", help="print the answer as JSON")
@@ -168,12 +182,93 @@ def _asked(args: argparse.Namespace) -> Asked:
     except (OSError, ValueError):
         environment = {}
     out = args.out or args.run.resolve().with_name(f"{args.run.resolve().name}-replay-{first}-{last}")
+    changed = _changed(args, settings, first, last) if args.write or args.without or args.skip else None
+    if changed is not None:
+        out = out.with_name(f"{out.name}-replay")
     return Asked(
-        run=args.run, out=out, first=first, last=last, rows=args.rows, record=record,
+        run=args.run, out=out, first=first, last=last, rows=args.rows, record=record, changed=changed,
         begins=before[0] if before else None,
         within=[each for each in complete if first <= (step_of(each) or 0) <= last],
         environment=environment,
     )  # fmt: skip
+
+
+def _changed(args: argparse.Namespace, settings: dict[str, Any], first: int, last: int) -> dict[str, Any]:
+    """Return the settings that leave out --without and --skip. Raises UserError."""
+    rows, steps = _numbers("--without", args.without), _numbers("--skip", args.skip)
+    if not (args.write and args.out and (rows or steps)):
+        raise ConfigError("--without, --skip: go with --write and --out NEWRUN, the folder of the new run; write "
+                          f"--steps {first}:{last} --without SEQUENCE --write --out NEWRUN")  # fmt: skip
+    if args.out.exists():
+        raise ConfigError(f"--out {args.out}: exists, and a new run needs a folder of its own; give another name")
+    if wrong := [step for step in steps if not first <= step <= last]:
+        raise ConfigError(f"--skip {wrong[0]}: is none of the steps {first}:{last}; give some of them")
+    data = settings["data"]
+    # A new run from the beginning has checkpoints when it continues.
+    changed: dict[str, Any] = {"resume": "auto"} if settings.get("resume") == "none" else {}
+    if steps:
+        changed["data.skip_steps"] = sorted({*(data.get("skip_steps") or ()), *steps})
+    for row in rows:
+        place = _place(args.run, data, row, first, last)
+        of = data if place == 0 else data["stages"][place - 1]
+        of["exclude"] = [*(of.get("exclude") or ()), row]
+        changed["data.stages" if place else "data.exclude"] = data["stages"] if place else of["exclude"]
+    return changed
+
+
+def _numbers(option: str, text: str | None) -> list[int]:
+    if text is not None and not re.fullmatch(r"\d{1,15}(,\d{1,15})*", text):
+        raise ConfigError(f"{option} {text}: write numbers with commas between them, such as {option} 1352,1360")
+    return sorted(set(map(int, text.split(",")))) if text else []
+
+
+def _place(run: Path, data: dict[str, Any], row: int, first: int, last: int) -> int:
+    """Return the number of the stage whose data has a sequence of these steps. Raises UserError: none has."""
+    from llmtrain.commands.data import spans
+
+    for span in spans(run):
+        step = span.after + 1 + (row - span.next) // span.batch
+        if not first <= step <= last or not span.after < step <= (span.until or last):
+            continue
+        opened, own = span.data(), identity(read_saved(DataConfig, span.event["data"]))
+        if opened.place_of(row) in opened.excluded:
+            raise ConfigError(f"--without {row}: the run leaves it out already; remove it")
+        return [identity(each) for each in data_of(read_saved(DataConfig, data))].index(own)
+    raise ConfigError(f"--without {row}: is no sequence of the steps {first}:{last}; `llmtrain replay {run} --steps "
+                      f"{first}:{last}` names them")  # fmt: skip
+
+
+def _finish(asked: Asked, args: argparse.Namespace) -> int:
+    """Give the new run its name, at last. Raises TrainingStopped: it has not done the steps."""
+    newest = next((step_of(each) for each in complete_checkpoints(asked.again / "checkpoints")), None)
+    if newest != asked.last:
+        raise TrainingStopped(f"the new run has ended at step {newest}, not {asked.last}, by its own settings; all "
+                              f"output: {asked.out / 'replay.log'}")  # fmt: skip
+    config = asked.again / "config.yaml"
+    tree: Any = strict_yaml.parse(config.read_text(encoding="utf-8"), "config.yaml").tree
+    tree["train"]["run_dir"] = str(args.out)
+    config.write_text(strict_yaml.dump(tree), encoding="utf-8")
+    (asked.out / "replay.log").rename(asked.again / "replay.log")
+    asked.again.rename(args.out)
+    shutil.rmtree(asked.out)
+    steps = list(read_steps(args.out / STEPS, asked.first))
+    command = ["llmtrain", *(["train"] if asked.ranks == 1 and args.launch is None else
+               ["launch", "--hostfile", str(args.launch or "HOSTS"), "--"]), str(args.out / "config.yaml")]  # fmt: skip
+    command += [word for plugin in args.plugin for word in ("--plugin", plugin)]
+    answer = {"run": str(asked.run), "folder": str(args.out), "step": asked.last, "changed": asked.changed,
+              "steps": [{"step": each.step, "loss": each.loss, "norm": each.norm} for each in steps],
+              "command": shlex.join(command)}  # fmt: skip
+    if args.json:
+        print(json.dumps(to_json(answer)))
+        return 0
+    was = {step: f"{row.loss:.4f}" for step, row in asked.record.items()}
+    for line in lines_of([
+        ("STEP", "LOSS", "NORM", "LOSS SO FAR"),
+        *((str(each.step), f"{each.loss:.4f}", f"{each.norm:.4g}", was.get(each.step, "")) for each in steps),
+    ]):  # fmt: skip
+        print(line)
+    print(f"{args.out} is a run at step {asked.last}, which continues with: {answer['command']}")
+    return 0
 
 
 def _prepare(asked: Asked) -> None:
@@ -193,15 +288,16 @@ def _prepare(asked: Asked) -> None:
 def _train(asked: Asked, args: argparse.Namespace) -> None:
     """Train up to the last step in ranks of their own; their output goes to replay.log. Raises UserError."""
     saves = [step for each in asked.within if (step := step_of(each)) is not None and step < asked.last]
-    task = json.dumps({"first": asked.first, "last": asked.last, "rows": asked.rows, "saves": saves},
-                      separators=(",", ":"))  # fmt: skip
+    looks = {"rows": asked.rows, "saves": saves} if asked.changed is None else {"rows": 0, "saves": []}
+    task = json.dumps({"first": asked.first, "last": asked.last, **looks}, separators=(",", ":"))
     settings = {
         "train.run_dir": asked.again,
-        **({} if asked.begins is None else {"resume": asked.begins.resolve(), "resume_weights_only": False}),
-        **_QUIET,
+        **(_QUIET if asked.changed is None else {**_APART, **asked.changed}),
+        **({} if asked.begins is None else {"resume": asked.begins.resolve(), **_WHOLE}),
     }
     words = [str(asked.run / "config.yaml")]
-    words += [f"--{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in settings.items()]
+    for key, value in settings.items():
+        words.append(f"--{key}={json.dumps(value) if isinstance(value, bool | list) else value}")
     words += [word for plugin in args.plugin for word in ("--plugin", plugin)]
     program = [sys.executable, "-m", "llmtrain"]
     if args.launch is None and asked.ranks == 1:
@@ -223,11 +319,16 @@ def _train(asked: Asked, args: argparse.Namespace) -> None:
         finally:
             child.terminate()  # if we are interrupted: the launch ends its ranks
             child.wait()
-    if code not in (0, _STOPPED) or not (asked.again / _FOUND).is_file():
+    made = asked.again / (_FOUND if asked.changed is None else STEPS)
+    if code not in (0, _STOPPED) or not made.is_file():
         said = (asked.out / "replay.log").read_text(errors="replace")
         error = re.findall(r"^error: (.*(?:\n {4}.*)*)", said, re.MULTILINE) or said.splitlines()[-1:] or ["no output"]
-        kind: type[UserError] = ConfigError if code == 2 else TrainingStopped
-        raise kind(f"the replay has ended with exit code {code}: {error[-1]}\nall output: {asked.out / 'replay.log'}")
+        if code == ConfigError.exit_code:  # a refusal, before the first step
+            shutil.rmtree(asked.out)
+            raise ConfigError(error[-1])
+        raise TrainingStopped(
+            f"the replay has ended with exit code {code}: {error[-1]}\nall output: {asked.out / 'replay.log'}"
+        )
 
 
 def answer_of(asked: Asked) -> dict[str, Any]:

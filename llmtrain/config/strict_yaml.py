@@ -163,6 +163,7 @@ _Dumper.add_representer(str, _text)
 _Dumper.add_representer(tuple, lambda dumper, value: dumper.represent_list(list(value)))
 
 
-def dump(run: RunConfig) -> str:
-    """The run as YAML, every field written, in the order of the schema."""
-    return yaml.dump(asdict(run), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=math.inf)
+def dump(run: RunConfig | dict[str, Any]) -> str:
+    """The run as YAML, every field written, in the order of the schema, or from its tree."""
+    tree = run if isinstance(run, dict) else asdict(run)
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=math.inf)

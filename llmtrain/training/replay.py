@@ -57,7 +57,9 @@ class Replay(Part):
 
     def __init__(self, launch: Launch) -> None:
         task = untrusted.loads(os.environ[ASKED].encode())
-        self._first, self._last, self._most = task["first"], task["last"], task["rows"]
+        self._first, self._last = task["first"], task["last"]
+        self._most = task["rows"]
+        """Rows with a gradient norm at each step; 0: the steps are trained without a look."""
         self._saves = set(task["saves"])
         self._launch, self._setup, self._ranks = launch, launch.setup, launch.setup.ranks
         self._place = self._setup.mesh.place
@@ -70,7 +72,7 @@ class Replay(Part):
 
     def request(self) -> Request:
         step = self._step + 1
-        if self._first <= step <= self._last:
+        if self._most and self._first <= step <= self._last:
             with heart.during("evaluate"):
                 found = self._look()
             if self._ranks.rank == 0:
@@ -103,12 +105,9 @@ class Replay(Part):
         losses = self._losses(rows, mine, objective)
         found = []
         for index, (loss, row_weight) in zip(rows, losses, strict=True):
-            row: dict[str, Any] = {
-                "sequence": index,
-                "loss": loss / (row_weight or math.nan),
-                "weight": int(row_weight),
-            }
-            found.append(row)
+            if row_weight:
+                row: dict[str, Any] = {"sequence": index, "loss": loss / row_weight, "weight": int(row_weight)}
+                found.append(row)
         found.sort(key=lambda row: -row["loss"] if row["loss"] == row["loss"] else -math.inf)
         for row in found[: self._most] if self._has_gradients else []:
             if len(self._largest) >= self._most and row["loss"] <= self._largest[self._most - 1]:
