@@ -19,7 +19,7 @@ $(VENV)/.run $(VENV)/.dev: export DS_IGNORE_CUDA_DETECTION := 1
 $(VENV)/.run: $(CONSTRAINTS) pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q 'torch>=2.11,<2.16' -c $(CONSTRAINTS) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
-	$(BIN)/python -m pip install -q setuptools
+	$(BIN)/python -m pip install -q 'setuptools>=77'
 	$(BIN)/python -m pip install -q --no-build-isolation -e '.[adapters]' -c $(CONSTRAINTS)
 	touch $@
 

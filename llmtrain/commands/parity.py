@@ -31,14 +31,16 @@ def main(argv: list[str], worker: str = WORKER) -> int:
         os.environ["DS_ACCELERATOR"] = "cpu"
     from llmtrain.parity.worlds import compare_worlds  # --help needs no torch
 
-    return compare_worlds(", ".join(configs_in(words)), user, ranks, args.steps, cpu=cpu, worker=worker)
+    title = ", ".join(configs_in(words))
+    return compare_worlds(title, user, ranks, args.steps, cpu=cpu, worker=worker, against=args.against)
 
 
 def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return the command's own arguments, and the words of the run."""
     parser = argparse.ArgumentParser(
         prog="llmtrain parity",
-        usage="llmtrain parity RUN.yaml [--SECTION.FIELD VALUE ...] [--ranks N,N] [--steps N] [--device auto|cpu|cuda]",
+        usage="llmtrain parity RUN.yaml [--SECTION.FIELD VALUE ...] [--ranks N,N] [--steps N] [--device auto|cpu|cuda] "
+        "[--against VENV]",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="Other --SECTION.FIELD VALUE pairs override the YAML, as in `llmtrain config check`.",
@@ -57,6 +59,7 @@ def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         default="auto",
         help="auto: cuda with a GPU for each rank, else cpu",
     )
+    parser.add_argument("--against", metavar="VENV", help="another environment to compare with, instead of PyTorch")
     completion.offer_run(parser)
     args, words = command_words(parser, argv)
     words = run_words(words)

@@ -34,13 +34,6 @@ class Trace:
     def until(self, step: int) -> Trace:
         return replace(self, losses=self.losses[:step], norms=self.norms[:step], parameters=self.parameters[: step + 1])
 
-    def save(self, path: str) -> None:
-        torch.save(vars(self), path)
-
-    @classmethod
-    def load(cls, path: str) -> Trace:
-        return cls(**torch.load(path, weights_only=True))
-
 
 AVERAGE = "ema of {}"
 """Name of a parameter's average."""
@@ -59,11 +52,6 @@ KINDS = ("loss", "gradient norm", "gradient", "movement", "parameter")
 _SETTLED = 5
 """Interval in steps at which parameters below fp32 are compared. In earlier steps AdamW moves each element by about the
 learning rate times the sign of its gradient, and rounding decides the sign of a gradient that is only rounding."""
-
-
-def loss_tolerance(split: bool) -> float:
-    """Return the fp32 tolerance in nats. `split`: tensor or sequence parallel, with other partial sums."""
-    return 2e-5 if split else 1e-5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +92,8 @@ class Verdict:
 def compare(got: Trace, want: list[Trace], *, fp32: bool, split: bool) -> Verdict:
     """Compare `got` with several orders of summation of the plain training; the first one is the reference. The
     tolerance is SPREADS times their spread, in fp32 at least a fixed amount (reasons in docs/developers/parity.md)."""
-    curves = [_curve(got, want, "loss", loss_tolerance(split) if fp32 else 0.0)]
+    loss = 2e-5 if split else 1e-5  # tensor and sequence parallelism have other partial sums
+    curves = [_curve(got, want, "loss", loss if fp32 else 0.0)]
     curves.append(_curve(got, want, "gradient norm", NORM if fp32 else 0.0))
     last = len(want[0].parameters) - 1
     for step in range(last + 1):
@@ -324,7 +313,7 @@ def _wrong_forward(got: Trace, want: Trace) -> str:
 def _wrong_gradients(got: Trace, want: Trace, wrong: list[str]) -> str:
     if dead := [name for name in wrong if want.gradients[name].any() and not got.gradients[name].any()]:
         return f"no gradient reaches {_common(dead)}: it is cut off from the loss, or its gradient is not reduced"
-    shares = {name: _share(got.gradients[name], want.gradients[name]) for name in want.gradients}
+    shares = {name: share(got.gradients[name], want.gradients[name]) for name in want.gradients}
     factor = sorted(shares.values())[len(shares) // 2]  # clipping by a wrong norm gives all of them one factor
     odd = [name for name in wrong if _rest(got.gradients[name], want.gradients[name], factor) > _ONE_FACTOR]
     norm = got.norms[0] / want.norms[0] if want.norms and want.norms[0] else 1.0
@@ -376,7 +365,7 @@ def _wrong_update(wrong: list[str], want: Trace) -> str:
     return f"loss and gradients are right, the update of some parameters is not: {_common(wrong)}"
 
 
-def _share(mine: Tensor, expected: Tensor) -> float:
+def share(mine: Tensor, expected: Tensor) -> float:
     """Return the factor of `expected` in `mine`, by least squares."""
     square = float(expected.square().sum())
     return float((mine * expected).sum()) / square if square else 1.0

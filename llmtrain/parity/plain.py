@@ -140,8 +140,7 @@ def train_plainly(resolved: ResolvedRun, steps: int, order: Order, device: torch
             rows = list(range(step * resolved.batch.global_batch, (step + 1) * resolved.batch.global_batch))
             loss = _of_answers(model, run.objective, tokens, rows, order, base)
         else:
-            loss = _forward_backward(model, tokens, resolved.batch, step, order, device, teacher, objective,
-                                     fp8=run.model.fp8 is not None)  # fmt: skip
+            loss = _forward_backward(model, tokens, resolved, step, order, device, teacher)
         norm = optimizer.step(rate_of_step(run.schedule, step + 1, resolved.max_steps or steps))
         trace.losses.append(loss)
         if not optim.norm_of_update:
@@ -211,24 +210,22 @@ def _copy(masters: dict[str, Tensor], model: nn.Module, nudge: int) -> None:
 def _forward_backward(
     model: Any,
     tokens: Tokens,
-    batch: Batch,
+    plan: ResolvedRun,
     step: int,
     order: Order,
     device: torch.device,
     teacher: PlainTeacher | None,
-    objective: Objective,
-    *,
-    fp8: bool,
 ) -> float:
-    """Compute gradients of the mean over all counted tokens in the global batch; return the mean (nats). `fp8`: the
-    rows that go through the model at once decide the scales."""
-    count = batch.global_batch
+    """Compute gradients of the mean over all counted tokens in the global batch; return the mean (nats)."""
+    run, objective, count = plan.run, plan.run.objective, plan.batch.global_batch
     rows = list(range(step * count, (step + 1) * count))
     if order.reverse:
         rows.reverse()
     parts = [part.to(device) for part in _rows(tokens, rows)]
     counted, total = int((parts[1] >= 0).sum()), 0.0
-    pieces = 1 if isinstance(objective, ByToken) and not fp8 else order.pieces  # its terms see the full batch at once
+    pieces = order.pieces
+    if isinstance(objective, ByToken) and run.model.fp8 is None:  # in fp8 the rows of a pass decide the scales
+        pieces = 1  # its terms see the full batch at once
     for some in zip(*(part.chunk(pieces) for part in parts), strict=True):
         passes = [_losses(model, teacher, *document) for document in _documents(some, tokens)]
         losses = torch.cat([losses for losses, _, _ in passes])

@@ -22,11 +22,6 @@ from llmtrain.models.spec import ModelSpec
 from llmtrain.models.structure.small_copy import shrunk_config, without_dropout
 from llmtrain.optim.optimizers import Optimizer
 
-# Initial weights at which a fault shows.
-
-
-_LOUDER = 6.0
-
 
 def noise(seed: int, name: str, count: int) -> Tensor:
     """Return normal random numbers, on the host."""
@@ -55,7 +50,7 @@ class LoudSource(RandomSource):
             if name in self.frozen and bool((values != values[:1]).any()):
                 pass  # computed by the constructor: the model needs it as it is
             elif name not in self.frozen and len(shape) >= 2:
-                values = values * _LOUDER
+                values = values * 6
             else:
                 values = values + 0.1 * noise(self._seed, name, count).to(values.device)
             self._noisy[name] = values

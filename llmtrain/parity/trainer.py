@@ -21,6 +21,7 @@ from llmtrain.engine.api import Engine
 from llmtrain.engine.deepspeed.process_group import join_process_group
 from llmtrain.engine.dist.local_ranks import failure_reported
 from llmtrain.engine.dist.ranks import Ranks
+from llmtrain.models.adapter import AdaptedSource
 from llmtrain.models.source import ParameterSource
 from llmtrain.models.spec import ModelSpec
 from llmtrain.optim.optimizers import PARAM
@@ -44,6 +45,36 @@ def train_small(resolved: ResolvedRun, steps: int, ranks: Ranks) -> Trace:
     trace = train_steps(setup, 0, steps, ema_of(setup))
     setup.engine.close()
     return trace
+
+
+def train_watched(resolved: ResolvedRun, steps: int, ranks: Ranks, start: Path) -> None:
+    """Train from the first values in the file `start`, and keep all values of each step on each rank (versions.py).
+
+    Raises: UserError, on all ranks.
+    """
+    from llmtrain.parity.versions import FIRST, summary, values_of, watched
+
+    setup, source = set_up(resolved, ranks)
+    if ranks.rank == 0:
+        torch.save({name: summary(value) for name, value in values_of(source).items()}, start.parent / FIRST)
+    source = AdaptedSource(source, {}, 0, torch.load(start, weights_only=True))
+    setup.refer_to(source)
+    setup.write(source)
+    ema = ema_of(setup)
+    for step in range(steps):
+        with watched(setup.engine.module) as kept:
+            trace = train_steps(setup, step, step + 1, ema)
+        moments = whole_tensors(setup.engine, ranks, "exp_avg")
+        if ranks.rank == 0:
+            before, after = trace.parameters
+            kept["loss", "", 0] = "the objective", summary(torch.tensor(trace.losses))
+            for name, moment in moments.items():
+                kept["first moment", name, 0] = "reduction, clipping or betas", summary(moment)
+            kept["gradient norm", "", 0] = "the engine", summary(torch.tensor(trace.norms))
+            for name, value in after.items():
+                kept["update", name, 0] = "the optimizer", summary(value - before[name])
+        torch.save(kept, f"{start}.{step + 1}.{ranks.rank}")
+    setup.engine.close()
 
 
 def set_up(resolved: ResolvedRun, ranks: Ranks) -> tuple[Setup, ParameterSource]:
@@ -122,13 +153,14 @@ def main(argv: list[str]) -> int:
         # The command wrote it into a folder of its own; it may contain objects of plugins' classes.
         given, plan = pickle.loads((folder / PLAN).read_bytes())
         use(given)
-        plans, steps = pickle.loads(plan)
+        plans, steps, watched = pickle.loads(plan)
         ranks = join_process_group(120.0)
-        for name, resolved in plans.items():
+        for name, seed in ((name, seed) for name in plans for seed in range(watched)):
+            train_watched(plans[name], steps, ranks, folder / f"{name}-{seed}")
+        for name, resolved in () if watched else plans.items():
             trace = train_small(resolved, steps, ranks)
             if ranks.rank == 0:
-                trace.save(str(folder / f"{name}.part"))
-                (folder / f"{name}.part").rename(folder / f"{name}.trace")
+                torch.save(vars(trace), folder / f"{name}.trace")
         dist.barrier(group=ranks.control)
         dist.destroy_process_group()
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import pickle
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
@@ -29,8 +30,8 @@ from llmtrain.parity.plain_objectives import PLAIN, with_small_teacher
 from llmtrain.parity.small import attention_here, own_settings_here, patterns_here, small_model, targets_here
 from llmtrain.parity.small_run import PLAN, Wanted, degrees_text, resolve_in, small_run
 from llmtrain.parity.untrained import compare_course, compare_folder
+from llmtrain.parity.versions import TIMEOUT_S, package_lines, packages_of, same_in_both
 
-_TIMEOUT_S = 900.0
 SAME, PARTS, NO_ANSWER = 0, 1, 3
 """Exit codes."""
 
@@ -42,13 +43,16 @@ _LAST_LINES = {
 }
 
 
-def compare_worlds(title: str, user: Wanted, worlds: list[int], steps: int, *, cpu: bool, worker: str) -> int:
+def compare_worlds(
+    title: str, user: Wanted, worlds: list[int], steps: int, *, cpu: bool, worker: str, against: str | None = None
+) -> int:
     """Compare on each number of ranks, and print the results. Returns SAME, PARTS or NO_ANSWER; raises UserError.
-    `title`: the user's YAML. `worker`: the module that each rank runs."""
+    `title`: the user's YAML. `worker`: the module that each rank runs. `against`: an environment to compare with,
+    instead of plain PyTorch."""
     codes = []
     with ending_on_sigterm():
         try:
-            for code in _worlds(title, user, worlds, steps, cpu, worker):
+            for code in _worlds(title, user, worlds, steps, cpu, worker, against):
                 codes.append(code)
         except UserError:
             raise
@@ -60,16 +64,24 @@ def compare_worlds(title: str, user: Wanted, worlds: list[int], steps: int, *, c
     return code
 
 
-def _worlds(title: str, user: Wanted, worlds: list[int], steps: int, cpu: bool, worker: str) -> Iterator[int]:
-    _refuse_other_scales(user)
+def _worlds(
+    title: str, user: Wanted, worlds: list[int], steps: int, cpu: bool, worker: str, against: str | None
+) -> Iterator[int]:
+    both = [packages_of(python) for python in (sys.executable, against) if against and python]
+    if not both:
+        _refuse_other_scales(user)
     fields, shrunk_by = small_model(user.run.model, user.degrees, scores=user.run.objective.scores)
     attention = attention_here(fields, user.run.model.attention, cpu=cpu)
     model = replace(user.run.model, attention=attention, **patterns_here(fields, user.run.model))
+    if both:  # a compiled layer calls no hooks of its parts
+        model = replace(model, compile_layers=False)
     adapter = targets_here(fields, user.run.adapter)
     optim = own_settings_here(fields, model, adapter, user.run.optim)
     user = replace(user, run=replace(user.run, model=model, adapter=adapter, optim=optim))
     print(f"{title} with {user.run.deepspeed}: {_words(fields)}, {steps} steps", flush=True)
-    if (of_folder := compare_folder(user.run, user.precision)) is not None:
+    if both:
+        print("\n".join(package_lines(*(packages for _, packages in both))), flush=True)
+    elif (of_folder := compare_folder(user.run, user.precision)) is not None:
         print("\n".join(of_folder[0]), flush=True)
         yield SAME if of_folder[1] else PARTS
     with tempfile.TemporaryDirectory(prefix="llmtrain-parity-") as made:
@@ -88,11 +100,22 @@ def _worlds(title: str, user: Wanted, worlds: list[int], steps: int, cpu: bool, 
                 precision: resolve_in(folder, user, run, shrunk_by, ranks, precision) for precision in precisions
             }
             check_model(plans[precisions[0]])  # a model that training refuses is not compared
-        lines, same = compare_course(user, worlds)
-        print("\n".join(lines), flush=True)
-        yield SAME if same else PARTS
+        if not both:
+            lines, same = compare_course(user, worlds)
+            print("\n".join(lines), flush=True)
+            yield SAME if same else PARTS
         for folder, plans in every.items():
-            yield _check(folder, user, plans, steps, cpu, worker)
+            degrees = plans[precisions[0]].degrees
+            print(f"{degrees.world_size} ranks on {'cpu' if cpu else 'cuda'} ({degrees_text(degrees)})", flush=True)
+            try:
+                if both:
+                    same = same_in_both(folder, user, plans, steps, cpu, worker, [each for each, _ in both])
+                    yield SAME if same else PARTS
+                else:
+                    yield _check(folder, user, plans, steps, cpu, worker)
+            except RankError as error:
+                print(f"  NO ANSWER  {untrusted.shown(error, lines=True)}", flush=True)
+                yield NO_ANSWER
 
 
 def _refuse_other_scales(user: Wanted) -> None:
@@ -108,25 +131,20 @@ def _refuse_other_scales(user: Wanted) -> None:
 
 
 def _check(folder: Path, user: Wanted, plans: dict[str, ResolvedRun], steps: int, cpu: bool, worker: str) -> int:
-    """Start the ranks, compute the references in the meantime, compare. Returns SAME, PARTS or NO_ANSWER."""
-    one = next(iter(plans.values()))
+    """Start the ranks, compute the references in the meantime, compare. Returns SAME, PARTS or NO_ANSWER; raises
+    RankError."""
     device = torch.device("cpu" if cpu else "cuda")
-    print(f"{one.degrees.world_size} ranks on {device.type} ({degrees_text(one.degrees)})", flush=True)
-    (folder / PLAN).write_bytes(pickle.dumps((plugins.words(), pickle.dumps((plans, steps)))))
-    try:
-        with Ranks(folder, one.degrees.world_size, cpu=cpu, module=worker, timeout_s=_TIMEOUT_S) as ranks:
-            torch.set_num_threads(1)  # small matrices, and the ranks need the cores
-            references = {
-                name: [
-                    train_plainly(resolved, steps, order, device)
-                    for order in orders(resolved.run.model, resolved.batch)
-                ]
-                for name, resolved in plans.items()
-            }
-            ranks.wait()
-    except RankError as error:
-        print(f"  NO ANSWER  {untrusted.shown(error, lines=True)}", flush=True)
-        return NO_ANSWER
+    (folder / PLAN).write_bytes(pickle.dumps((plugins.words(), pickle.dumps((plans, steps, 0)))))
+    world_size = next(iter(plans.values())).degrees.world_size
+    with Ranks(folder, world_size, cpu=cpu, module=worker, timeout_s=TIMEOUT_S) as ranks:
+        torch.set_num_threads(1)  # small matrices, and the ranks need the cores
+        references = {
+            name: [
+                train_plainly(resolved, steps, order, device) for order in orders(resolved.run.model, resolved.batch)
+            ]
+            for name, resolved in plans.items()
+        }
+        ranks.wait()
 
     def more(name: str, until: int) -> list[Trace]:
         every = nudged(orders(plans[name].run.model, plans[name].batch), COUNT)
@@ -136,7 +154,7 @@ def _check(folder: Path, user: Wanted, plans: dict[str, ResolvedRun], steps: int
     for name, sharp, until in comparisons(list(plans), steps, fp8=user.run.model.fp8 is not None):
         resolved = plans[name]
         split = resolved.degrees.tensor > 1 or resolved.degrees.sequence > 1
-        got = Trace.load(str(folder / f"{name}.trace")).until(until)
+        got = Trace(**torch.load(folder / f"{name}.trace", weights_only=True)).until(until)
         want = [trace.until(until) for trace in references[name]]
         again = functools.partial(more, name)
         codes.append(_tell(user, name, got, want, again, sharp=sharp, split=split, clip_norm=resolved.optim.clip_norm))

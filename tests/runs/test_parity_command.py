@@ -186,6 +186,7 @@ def test_the_commands_on_the_page(tmp_path: Path, command: str, warm: WarmComman
         (tmp_path / shipped).symlink_to(REPO / shipped)
     (tmp_path / "data").mkdir()
     (tmp_path / "data/stdlib").symlink_to(small_data)
+    (tmp_path / ".venv-oldest").symlink_to(sys.prefix)
     before = unused_shared_memory()
     code, output = finish(start(tmp_path, *words, warm=warm, cwd=tmp_path), 400)
     assert code == 0, output

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from llmtrain.base.child import ending_with_parent
@@ -35,10 +35,12 @@ class Ranks:
         module: str,
         shows: bool = False,
         timeout_s: float | None = None,
+        python: str = sys.executable,
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         """`shows`: rank 0 prints to the command's output; other output is kept for `wait`'s messages.
 
-        `timeout_s`: limit for all ranks to end; None: no limit.
+        `timeout_s`: limit for all ranks to end; None: no limit. `variables`: added to this process's environment.
         """
         self._timeout_s = math.inf if timeout_s is None else timeout_s
         self._folder = folder
@@ -48,7 +50,8 @@ class Ranks:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = str(probe.getsockname()[1])
-        environment = {**os.environ, "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        environment = {**os.environ, "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+                       **(variables or {})}  # fmt: skip
         environment.pop("LOCAL_SIZE", None)
         if cpu:
             environment.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
@@ -60,7 +63,7 @@ class Ranks:
                 with self._log(rank).open("wb") as log:
                     self._processes.append(
                         subprocess.Popen(
-                            [sys.executable, "-m", module, str(folder)],
+                            [python, "-m", module, str(folder)],
                             env=environment,
                             stdin=subprocess.DEVNULL,
                             stdout=None if shows and not rank else log,
