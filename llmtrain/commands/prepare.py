@@ -114,6 +114,8 @@ def _options() -> argparse.ArgumentParser:
         metavar="SOURCE",
         help="take validation from these instead (as --source; a file or document in both is for validation alone)",
     )
+    left_out = "a file of lines FILE:RECORD, as `data where` and `replay` print them: these documents are left out"
+    add("--exclude", default=argparse.SUPPRESS, metavar="LIST", help=left_out)
     add("--max-document-bytes", type=int, default=16 << 20, metavar="N", help="a longer document is rejected")
     shard = "input bytes per shard (default: a 64th, 1 to 256 MiB)"
     add("--shard-bytes", type=int, default=argparse.SUPPRESS, metavar="N", help=shard)

@@ -12,7 +12,7 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
@@ -36,6 +36,7 @@ from llmtrain.data.chat.encoder import CONVERSATIONS, ChatOptions, write_sample
 from llmtrain.data.chat.encoder import NAME as SAMPLE
 from llmtrain.data.manifest import SPLITS, Manifest, Shard, origins_path
 from llmtrain.data.prepare import out_folder, plugin_source, pools, sources, token_corpora
+from llmtrain.data.prepare.excluded import listed, marked, refuse_unmatched
 from llmtrain.data.prepare.out_folder import HELD_OUT, PLAN, REJECTED, UNFINISHED, OutFolder
 from llmtrain.data.prepare.records import Document, Rejection, lines_in, read_piece
 from llmtrain.data.prepare.settings import CHAT_FORMATS, PrepareSettings, cut_above
@@ -87,17 +88,24 @@ def prepare(settings: PrepareSettings) -> Manifest:
     stat = stat_fingerprint(files) + (stat_fingerprint(validation) if validation else "")
     moment = datetime.now().isoformat(timespec="seconds")  # templates that write the date write this one
     plan: dict[str, Any] = {"settings": settings.identity(), "stat": stat, "moment": moment}
+    wanted = listed(settings.exclude, [*files, *validation]) if settings.exclude else {}
+    if wanted:
+        plan["settings"]["exclude"] = [f"{file}:{record}" for file, record in sorted(wanted)]
     with out.held():
         if (out.here / manifests.NAME).exists():
             return already_complete(out, plan)
         plan = start_or_continue(out, plan)
         work = _plan(settings, files, validation)
+        if wanted:
+            names = {file for file, _ in wanted}
+            before = _lines_before(work, {}, {unit.index for unit in work if unit.pieces[0].origin in names})
+            work = marked(work, wanted, before)
         _make_tokenizer(settings, [unit for unit in work if not unit.validation], out)
         if settings.ids_field is not None:
             _examine_ids(settings, settings.ids_field, files, work, tokenize.Encoder(out.here / "tokenizer"))
         records = _run(settings, work, out, plan["moment"])
         try:
-            manifest = _manifest(settings, [files, validation], work, plan, records, out)
+            manifest = _manifest(settings, [files, validation], work, plan, records, out, wanted)
         finally:  # it shows the reason for an empty split
             _write_rejected(out, _rejected(work, _by_unit(work, records)))
         if settings.format in CHAT_FORMATS:
@@ -375,8 +383,10 @@ def _manifest(
     plan: dict[str, Any],
     records: list[dict[str, Any]],
     out: OutFolder,
+    wanted: Mapping[tuple[str, int], str],
 ) -> Manifest:
-    """Raises DataError for an empty split, and clears the folder for other settings."""
+    """Raises DataError for an empty split or a line of --exclude without a document (`wanted`), and clears the folder
+    for other settings."""
     encoder = tokenize.Encoder(out.here / "tokenizer")
     # For each unit the file that continues in it, and the number of its earlier lines.
     lines_before = _lines_before(work, _by_unit(work, records), {unit.index for unit in work})
@@ -394,6 +404,7 @@ def _manifest(
     tokens: dict[str, int] = {split: sum(shard.tokens for shard in shards[split]) for split in SPLITS}
     documents: dict[str, int] = {split: sum(shard.documents for shard in shards[split]) for split in SPLITS}
     try:
+        refuse_unmatched(wanted, records)
         lowest = min((record.get("lowest_draw", 1.0) for record in records), default=1.0)
         _check_splits(settings, tokens, documents, lowest, sum(len(record["rejected"]) for record in records))
         learns = settings.chat is not None and not settings.chat.prompts and not settings.chat.choices

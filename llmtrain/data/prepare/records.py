@@ -15,6 +15,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from dataclasses import field as of_dataclass
 from typing import Any, BinaryIO, TextIO
 
 from llmtrain.base.units import size
@@ -57,6 +58,8 @@ class Lines:
     """Number of lines that begin in a piece and have been read."""
 
     count: int = 0
+    excluded: list[tuple[str, int]] = of_dataclass(default_factory=list)
+    """(file, record) of each document that was left out."""
 
 
 def read_piece(
@@ -66,9 +69,10 @@ def read_piece(
 
     `lines` counts lines of jsonl. Raises: DataError, when the file cannot be opened at all (gone, no permission).
     """
+    lines = lines or Lines()
     readers: dict[str, Callable[[Piece, str | None, int], Iterator[Document | Rejection]]] = {
         "text": _read_text,
-        "jsonl": functools.partial(_read_jsonl, lines or Lines()),
+        "jsonl": functools.partial(_read_jsonl, lines),
         "array": _read_array,
         "csv": _read_csv,
         "parquet": _read_parquet,
@@ -77,7 +81,11 @@ def read_piece(
     }
     reader = readers[piece.kind]
     try:
-        yield from reader(piece, field, max_bytes)
+        for item in reader(piece, field, max_bytes):
+            if piece.excluded and isinstance(item, Document) and item.number + piece.before in piece.excluded:
+                lines.excluded.append((piece.origin, item.number + piece.before))
+            else:
+                yield item
     except OSError as error:
         raise inputs.cannot_be_read(piece.path, error) from error
 

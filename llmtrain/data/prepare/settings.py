@@ -42,6 +42,8 @@ class PrepareSettings:
     """Sources of the validation split; with them no document of `sources` is held out."""
     validation_fraction: float | None = None
     """Held-out share of `sources`; default: 0.05, or 0 with `validation_sources`."""
+    exclude: str | None = None
+    """File that lists documents to leave out (prepare/excluded.py)."""
     max_document_bytes: int = 16 << 20
     shard_bytes: int | None = None
     max_rejected: int = 0

@@ -177,6 +177,10 @@ class Piece:
     """Name of the file in `data where`."""
     version: str = ""
     """Size and version in the store when the file was listed; empty: it is no URL."""
+    excluded: tuple[int, ...] = ()
+    """Records of the file that are left out."""
+    before: int = 0
+    """With `excluded`: lines of jsonl in the file before the piece."""
 
     @property
     def compressed(self) -> bool:

@@ -197,6 +197,8 @@ class _Written:
     content: int = 0
     """Sum of the documents' hashes, which does not depend on the cut into units."""
     cut: int = 0
+    excluded: list[tuple[str, int]] = field(default_factory=list)
+    """(file, record) of each document in --exclude."""
     left_out: int = 0
     """Documents for training that are also in --validation-source."""
     hashes: bytearray = field(default_factory=bytearray)
@@ -245,6 +247,7 @@ def process_unit(
             "content": f"{written.content:032x}",
             "cut": written.cut,
             "left_out": written.left_out,
+            "excluded": written.excluded,
             "lowest_draw": written.lowest_draw,
         }
         if settings.chat is not None and not isinstance(encoder, Encoder):
@@ -321,7 +324,7 @@ def _write_documents(
             _write_tokens(unit, place, settings, encoder, writers, held_out, written)
             progress(piece.bytes)
             continue
-        written.lines = Lines()
+        written.lines = Lines(excluded=written.excluded)
         for item in read_piece(piece, None if whole else settings.field, settings.max_document_bytes, written.lines):
             if len(written.rejected) > settings.reject_limit:
                 return written
@@ -399,7 +402,8 @@ def _write_tokens(
     separated = bool(full.all() and (ids[ends - 1] == encoder.separator_id).all())
     starts = np.concatenate([[0], ends[:-1]])
     plain = file.begin is not None and ids.dtype.itemsize == np.dtype(settings.dtype).itemsize
-    as_it_is = separated and plain and len(unit.pieces) == 1 and not unit.validation and settings.chat is None
+    alone = len(unit.pieces) == 1 and not unit.validation and not piece.excluded
+    as_it_is = separated and plain and alone and settings.chat is None
     if as_it_is and settings.held_out is not None:
         documents = zip(starts.tolist(), ends.tolist(), strict=True)
         hashes = (xxhash.xxh3_128_intdigest(ids[start : end - 1].tobytes()) for start, end in documents)
@@ -414,6 +418,9 @@ def _write_tokens(
     chosen: dict[str, list[Row]] = {split: [] for split in SPLITS}
     origins: dict[str, list[tuple[int, int]]] = {split: [] for split in SPLITS}
     for first, start, end in zip(borders[:-1].tolist(), starts.tolist(), ends.tolist(), strict=True):
+        if first in piece.excluded:
+            written.excluded.append((piece.origin, first))
+            continue
         row = encoder.row(ids[start:end])
         data = row.ids.tobytes()
         written.content = (written.content + xxhash.xxh3_128_intdigest(data)) % (1 << 128)

@@ -82,6 +82,62 @@ def test_each_document_is_of_the_record_that_it_names(
     assert seen == set(corpus[1])
 
 
+def test_documents_of_a_list_do_not_enter_the_corpus(
+    prepared: Path, corpus: tuple[Path, dict[tuple[str, int], str]], tmp_path: Path
+) -> None:
+    """In each kind of file, also after its first unit; the others keep their sides and places."""
+    gone = {("a.jsonl", 1), ("a.jsonl", 622), ("b.jsonl.gz", 8), ("c.jsonl", 499), ("d.parquet", 0), ("d.parquet", 131)}
+    lines = [f'  {file}:{record}, 24 tokens: "and, some: words"' if record == 622 else f"{file}:{record}"
+             for file, record in sorted(gone)]  # fmt: skip
+    (tmp_path / "LIST").write_text("\n\n".join(lines))
+    words = ["--source", str(corpus[0]), "--tokenizer", str(prepared / "tokenizer"), "--shard-bytes", "3000"]
+    words += ["--max-rejected", "100", "--validation-fraction", "0.1", "--out", str(tmp_path / "set")]
+    assert main([*words, "--exclude", str(tmp_path / "LIST")]) == 0
+    before, after = PreparedSet(prepared), PreparedSet(tmp_path / "set")
+    for split in SPLITS:
+        every, others = (
+            [(each.file, each.record) for each in data.origins(split).within(0, data.split(split).tokens)]
+            for data in (before, after)
+        )
+        assert others == [each for each in every if each not in gone]
+    assert gone <= corpus[1].keys() and sum(after.manifest.documents.values()) == len(corpus[1]) - len(gone)
+    assert after.manifest.settings["exclude"] == [f"{file}:{record}" for file, record in sorted(gone)]
+    assert after.manifest.data_fingerprint != before.manifest.data_fingerprint
+    assert after.manifest.source_fingerprint != before.manifest.source_fingerprint
+    assert main([*words, "--exclude", str(tmp_path / "LIST")]) == 0 and main(words) == 2  # complete; other settings
+
+
+def test_the_tokenizer_does_not_learn_from_an_excluded_document(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"{word * 400} {n}"}) + "\n"
+                                              for n, word in enumerate(["abc", "xyz", "abc"])))  # fmt: skip
+    (tmp_path / "LIST").write_text("a.jsonl:2")
+    words = ["--source", str(tmp_path / "a.jsonl"), "--vocab-size", "270", "--validation-fraction", "0"]
+    assert main([*words, "--out", str(tmp_path / "set"), "--exclude", str(tmp_path / "LIST")]) == 0
+    learned = (tmp_path / "set/tokenizer/tokenizer.json").read_text()
+    assert '"abc"' in learned and '"xyz"' not in learned
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("a.jsonl:900", "line 3: a.jsonl:900 is no document of --source; lines count from 1"),
+        ("a.jsonl:7", "line 3: a.jsonl:7 is no document"),  # a blank line
+        ("z.jsonl:1", "line 3: 'z.jsonl:1' is no FILE:RECORD of a source; write lines such as a.jsonl:1"),
+        ("a.jsonl", "line 3: 'a.jsonl' is no FILE:RECORD"),
+    ],
+)
+def test_a_line_that_matches_nothing_is_refused(
+    line: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_jsonl(tmp_path, "a.jsonl", 40)
+    (tmp_path / "LIST").write_text(f"a.jsonl:1\n\n{line}\n")
+    words = ["--source", str(tmp_path / "a.jsonl"), "--vocab-size", "270", "--out", str(tmp_path / "set")]
+    assert main([*words, "--exclude", str(tmp_path / "LIST"), "--shard-bytes", "400"]) == 2
+    assert message in capsys.readouterr().err and not (tmp_path / "set").exists()
+    assert main([*words, "--exclude", str(tmp_path / "none")]) == 2
+    assert "none: cannot be read" in capsys.readouterr().err
+
+
 def test_two_files_of_one_name_are_told_apart_by_their_paths(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()

@@ -121,6 +121,21 @@ def test_the_documents_of_each_layout_are_there_once_and_in_place_where_that_can
     assert data.manifest.dtype == (in_place or "uint16")
 
 
+@pytest.mark.parametrize("layout", ["megatron", "numpy", "parquet"])
+def test_a_document_of_ids_is_left_out(
+    layout: str, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "_MIN_UNIT_BYTES", 1000)
+    (tmp_path / "corpus").mkdir()
+    given = documents_of(texts)
+    LAYOUTS[layout][0](tmp_path / "corpus", given)
+    (name,) = [path.name for path in (tmp_path / "corpus").iterdir() if path.suffix in (".bin", ".npy", ".parquet")]
+    record = 40 if layout == "parquet" else sum(map(len, given[:40]))
+    (tmp_path / "LIST").write_text(f"{name}:{record}")
+    assert prepare(tmp_path / "corpus", tmp_path / "set", texts, "--exclude", str(tmp_path / "LIST")) == 0
+    assert bytes_of(documents_of(tmp_path / "set")) == bytes_of([*given[:40], *given[41:]])
+
+
 def test_a_file_in_place_that_changed_afterwards_is_named(texts: Path, tmp_path: Path) -> None:
     (tmp_path / "corpus").mkdir()
     megatron(tmp_path / "corpus", documents_of(texts))

@@ -1,0 +1,49 @@
+"""Documents that `llmtrain prepare --exclude LIST` leaves out: lines FILE:RECORD, as `data where` prints them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from llmtrain.base.errors import DataError
+from llmtrain.data.prepare.sources import SourceFile, Unit
+
+_LINE = re.compile(r"\s*(.+?):(\d{1,15})(?:, \d+ tokens?: .*)?\s*")
+
+
+def listed(path: str, files: Iterable[SourceFile]) -> dict[tuple[str, int], str]:
+    """Return {(file, record): its place in LIST}. Raises DataError: a line is no such pair, or names no file."""
+    found, names = dict[tuple[str, int], str](), {file.origin or file.label for file in files}
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise DataError(f"--exclude {path}: cannot be read ({error}); name a text file of lines FILE:RECORD") from None
+    for number, line in enumerate(lines, 1):
+        pair, place = _LINE.fullmatch(line), f"--exclude {path}, line {number}"
+        if pair and pair[1] in names:
+            found[pair[1], int(pair[2])] = place
+        elif line.strip():
+            raise DataError(f"{place}: {line.strip()[:80]!r} is no FILE:RECORD of a source; write lines such as "
+                            f"{min(names)}:1, as llmtrain data where prints them")  # fmt: skip
+    return found
+
+
+def marked(work: list[Unit], wanted: Iterable[tuple[str, int]], before: Mapping[int, int]) -> list[Unit]:
+    """Return units whose pieces know their excluded records. `before`: unit -> earlier lines of its first file."""
+    each: dict[str, tuple[int, ...]] = {}
+    for file, record in wanted:
+        each[file] = (*each.get(file, ()), record)
+    return [replace(unit, pieces=tuple(
+        replace(piece, excluded=each.get(piece.origin, ()), before=0 if place else before.get(unit.index, 0))
+        for place, piece in enumerate(unit.pieces))) for unit in work]  # fmt: skip
+
+
+def refuse_unmatched(wanted: Mapping[tuple[str, int], str], records: Iterable[dict[str, Any]]) -> None:
+    """Raise DataError if a line of LIST has left out no document. `records`: of the units."""
+    gone = {(file, number) for record in records for file, number in record.get("excluded", ())}
+    for file, number in wanted.keys() - gone:
+        raise DataError(f"{wanted[file, number]}: {file}:{number} is no document of --source; lines count from 1, rows "
+                        "from 0. Correct the line, or remove it")  # fmt: skip
