@@ -24,12 +24,13 @@ from llmtrain.checkpoint.rundir import CheckpointFolder, RunDirectory, open_chec
 from llmtrain.config.deepspeed.join import FP32_BY_AUTO
 from llmtrain.config.planned import refuse_without_room, stored
 from llmtrain.config.plugins import hashes, place_of
-from llmtrain.config.run import autos
+from llmtrain.config.run import ResolvedRun, autos
 from llmtrain.config.strict_yaml import dump
 from llmtrain.data.stream.loader import check_validation
 from llmtrain.engine.deepspeed.process_group import join_process_group
 from llmtrain.engine.dist.control import AgreedError, StopAsked, StopRequests, from_all, together
 from llmtrain.engine.dist.device import device_name, max_memory_gib, memory_of, use_deterministic_kernels
+from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.engine.dist.rendezvous import describe, introduce, leave_all
 from llmtrain.engine.process_memory import collected_by_hand
 from llmtrain.models.transformers_private import VARLEN
@@ -80,6 +81,7 @@ def train(checked: Checked) -> int:
         with together(ranks):
             if ranks.rank == 0:  # the plan is in the cache of one host
                 refuse_without_room(resolved, least, on_gpu=ranks.device.type == "cuda")
+    _describe(resolved, ranks)
     heart.phase("model")
     folder = RunDirectory(resolved.run_dir, run.checkpoint.dir)
     with contextlib.ExitStack() as stack:
@@ -106,6 +108,16 @@ def train(checked: Checked) -> int:
     return 0
 
 
+def _describe(resolved: ResolvedRun, ranks: Ranks, *, run_id: str = "", experts: bool = False) -> None:
+    """Give the agent the facts about the run, the first time before memory is taken."""
+    words: dict[str, str] = {}
+    if planned := stored(resolved, on_gpu=ranks.device.type == "cuda"):
+        from llmtrain.training.out_of_memory import told
+
+        words = {phase: told(planned, phase) for phase in planned.phases}
+    describe(resolved.run.tracking, resolved.mix, run_id, experts, words)
+
+
 def _train(setup: Setup, folder: RunDirectory, checkpoints: CheckpointFolder, requests: StopRequests) -> None:
     """Do everything that needs all ranks."""
     ranks, began_s = setup.ranks, time.monotonic()
@@ -114,12 +126,7 @@ def _train(setup: Setup, folder: RunDirectory, checkpoints: CheckpointFolder, re
     setup.prove()
     environment = _write_files(setup, folder)
     experts = getattr(setup.engine.module, "routing", None) is not None
-    words: dict[str, str] = {}
-    if planned := stored(setup.resolved, on_gpu=ranks.device.type == "cuda"):
-        from llmtrain.training.out_of_memory import told
-
-        words = {phase: told(planned, phase) for phase in planned.phases}
-    describe(setup.run.tracking, setup.resolved.mix, start.trainer.wandb_id, experts, words)
+    _describe(setup.resolved, ranks, run_id=start.trainer.wandb_id, experts=experts)
     tracker, session = _tracker(setup, start, folder, environment), setup.session(start.position.step)
     parts: list[Part] = []
     status: Status = "failed"

@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -20,6 +21,7 @@ from llmtrain import cli
 from llmtrain.training import memory
 from tests.helpers import forked
 from tests.helpers.launching import TINY, write_run
+from tests.helpers.memory_limit import Limit, memory_limits_work
 
 
 def own_cache(folder: str, rank: int) -> None:
@@ -50,6 +52,28 @@ def test_a_run_is_held_against_its_plan(
     events = map(json.loads, (tmp_path / "run/events.jsonl").read_text().splitlines())
     [planned] = [event["step_s"] for event in events if event["kind"] == "planned"]
     assert planned["computing"] > 0 and planned["messages"] > 0
+
+
+@pytest.mark.skipif(not memory_limits_work(), reason="needs root and control groups for memory")
+def test_the_kernels_killer_is_explained_by_the_plan(
+    small_data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A launch below a limit of memory, of which the states of its ranks take more."""
+    monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path / "cache"))
+    large = {**TINY, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8}
+    train = {"max_steps": 2, "micro_batch": 1}
+    recipe = write_run(tmp_path, small_data, {"zero_optimization": {"stage": 1}}, train, model={"config": large})
+    assert cli.main(["plan", str(recipe), "--slots", "2", "--device", "cpu"]) == 0
+    capsys.readouterr()
+    (tmp_path / "hosts").write_text("localhost slots=2\n")
+    with Limit(f"llmtrain-{os.getpid()}") as limit:
+        limit.set(2_600_000_000)
+        words = ["launch", "--hostfile", str(tmp_path / "hosts"), "--max-restarts", "0", "--", str(recipe)]
+        program = [sys.executable, "-m", "llmtrain", *words]
+        done = subprocess.run(program, capture_output=True, text=True, timeout=300, preexec_fn=limit.enter)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert " for lack of memory since the job began." in done.stderr, done.stderr
+    assert " of tensors on the fullest rank (plan of " in done.stderr and "stay between steps (" in done.stderr
 
 
 AUTO = ("--train.micro_batch", "auto", "--train.global_batch", "16")

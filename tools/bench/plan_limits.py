@@ -22,6 +22,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
+from tests.helpers.memory_limit import Limit  # noqa: E402
+
 RANKS = 2
 SHARES = (1.15, 0.85)
 SHAPE = {"hidden_size": 640, "intermediate_size": 1728, "num_hidden_layers": 8, "num_attention_heads": 10,
@@ -39,33 +41,6 @@ CELLS = (
     ("ema", 2, "plain", "llama"),
 )
 """Cells of tests/ranks/test_plan.py."""
-
-
-class Limit:
-    """A control group for this process, of either version."""
-
-    def __init__(self, name: str) -> None:
-        root = Path("/sys/fs/cgroup")
-        first = (root / "memory").is_dir()
-        self.folder = (root / "memory" if first else root) / name
-        self._limit, self._used = ("limit_in_bytes", "usage_in_bytes") if first else ("max", "current")
-        self._kills = self.folder / ("memory.oom_control" if first else "memory.events")
-
-    def enter(self) -> None:
-        self.folder.mkdir()
-        (self.folder / "cgroup.procs").write_text(str(os.getpid()))
-
-    @property
-    def used(self) -> int:
-        return int((self.folder / f"memory.{self._used}").read_text())
-
-    def set(self, size: int) -> None:
-        (self.folder / f"memory.{self._limit}").write_text(str(size))
-
-    @property
-    def killed(self) -> bool:
-        words = dict(line.split() for line in self._kills.read_text().splitlines())
-        return int(words["oom_kill"]) > 0
 
 
 def under_limit(cell: Any, small: Any, large: Any, name: str, limits: dict[int, int], returns: bool) -> int:

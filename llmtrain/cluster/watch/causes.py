@@ -545,13 +545,14 @@ def _dead(facts: JobFacts) -> Cause | None:
             "time. " + AGAIN,
         )
     if first.signal == "SIGKILL" and oom:
+        held = f" {who([first])} held {units.size(first.resident)} when the watch looked last."
         return Cause(
             name="out_of_memory",
             ranks=chosen,
             says=f"{who(chosen)} <was|were> killed in {first.phase}, and the kernel of {first.host} has ended {oom} "
-            f"process{'es' if oom > 1 else ''} for lack of memory since the job began. {who([first])} held "
-            f"{units.size(first.resident)} when the watch looked last.",
+            f"process{'es' if oom > 1 else ''} for lack of memory since the job began.{held if first.resident else ''}",
             remedy=facts.planned.get(first.phase)
+            or facts.planned.get("setup")
             or "Give the host more memory, run fewer ranks on it, or lower "
             "train.micro_batch: `llmtrain plan` says what each change gives. `dmesg` on the host names the process.",
         )
