@@ -18,7 +18,7 @@ DROPOUT = {**LLAMA, "attention_dropout": 0.1}
 @pytest.mark.parametrize("seeds", [range(6), pytest.param(range(6, 40), marks=pytest.mark.slow)], ids=["6", "34"])
 def test_the_rank_that_computes_wrong_is_named_within_three_checks(pools: Any, small_data: str, seeds: range) -> None:
     """Each module, sign, exponent and mantissa, forwards and backwards; every second fault in one of ten calls."""
-    for answers in pools(3).run(found, Case(data=small_data, stage=1, model=DROPOUT), list(seeds)):
+    for answers in pools(3).run(found, Case(data=small_data, stage=1, model=DROPOUT), list(seeds), False, 24):
         for check, text, passing in answers:
             assert check, text
             assert f"rank {GUILTY} on " in text and "computed other gradients than the other ranks" in text, text

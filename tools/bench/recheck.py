@@ -73,7 +73,7 @@ def main() -> None:
             model = {**LLAMA, "hidden_size": options.hidden, "intermediate_size": 3 * options.hidden,
                      "num_hidden_layers": options.layers, "max_position_embeddings": options.tokens}  # fmt: skip
             case = Case(data=data, stage=1, model=model, length=options.tokens,
-                        accumulation=options.sequences // 4)  # fmt: skip
+                        accumulation=max(1, options.sequences // 4))  # fmt: skip
             step_s, check_s = pool.run(cost, case, options.rounds, options.sequences * RANKS, timeout_s=1e5)[0]
             share = check_s / step_s / 500
             print(f"processor time of a rank: step {step_s * 1e3:.0f} ms, check {check_s * 1e3:.0f} ms: {share:.2%} of "
