@@ -1,0 +1,118 @@
+"""The step of a batch with excluded sequences, against plain PyTorch on the other rows alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from llmtrain.config.stages import Batch, Stage, Stages
+from llmtrain.data.stream.loader import Course, TrainLoader
+from llmtrain.data.stream.train_data import TrainData
+from llmtrain.engine.losses.function import LossFunction
+from llmtrain.engine.losses.named import loss_of
+from llmtrain.models.loss import IGNORE
+from llmtrain.objectives.objective import Objective
+from llmtrain.optim.schedules import Constant
+from tests.helpers.answers import answers_case
+from tests.helpers.families import FAMILIES
+from tests.helpers.preference import prepared_preferences
+from tests.helpers.training import (
+    GLOBAL_BATCH,
+    Case,
+    case_data,
+    case_degrees,
+    make_engine,
+    plain_balance,
+    plain_model,
+)
+
+EXCLUDED = (0, 1, 2, 6, 7, 8, 11)
+"""All rows of rank 0 in two micro-batches of three, and one of rank 1."""
+BALANCED = {**FAMILIES["mixtral"], "output_router_logits": True, "router_aux_loss_coef": 0.5}
+
+
+def stepped(case: Case, name: str) -> tuple[float, float]:
+    """(loss, gradient norm) of the first step."""
+    engine, ranks = make_engine(case)
+    degrees, config = case_degrees(case, ranks.world_size), replace(case_data(case), exclude=EXCLUDED)
+    batch = Batch(global_batch=GLOBAL_BATCH, micro_batch=GLOBAL_BATCH // degrees.data // case.accumulation,
+                  accumulation=case.accumulation, data_parallel=degrees.data,
+                  sequence_length=case.length)  # fmt: skip
+    stage = Stage(first_step=0, data=config, batch=batch, schedule=Constant(), schedule_from=0)
+    course, place = Course(Stages((stage,)), [TrainData(config)]), degrees.place(ranks.rank)
+    objective: LossFunction = loss_of(Objective.of(name))
+    with TrainLoader(course.data[0], global_batch=GLOBAL_BATCH, micro_batch=batch.micro_batch,
+                     accumulation=case.accumulation, rank=place.data, data_parallel=degrees.data,
+                     course=course) as loader:  # fmt: skip
+        micros = loader.build(0)
+    counted = torch.tensor([float(sum(map(objective.weight, micros.micro_batches)) if place.leads else 0)])
+    dist.all_reduce(counted, group=ranks.control)
+    weight = int(counted[0])
+    losses = engine.forward_backward(micros.micro_batches, lambda: weight, objective)
+    loss = engine.means(torch.stack(losses).sum(0), weight)[0]
+    update = engine.update(1.0)
+    engine.close()
+    return float(loss), float(update.grad_norm)
+
+
+def norm_of(model: Any, loss: torch.Tensor) -> float:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    found = torch.autograd.grad(loss, trained, allow_unused=True, materialize_grads=True)
+    return float(torch.cat([each.reshape(-1).double() for each in found]).norm())
+
+
+def plain(case: Case) -> tuple[float, float]:
+    """The mean over the tokens of the other rows; experts balance over the excluded ones as separators."""
+    model, data = plain_model(case), TrainData(case_data(case))
+    kept = [index for index in range(GLOBAL_BATCH) if index not in EXCLUDED]
+    rows = [[torch.from_numpy(each) for each in data.sequence(index)] for index in range(GLOBAL_BATCH)]
+    inputs, labels = (torch.stack(each) for each in zip(*[rows[index] for index in kept], strict=True))
+    logits = model(input_ids=inputs, use_cache=False).logits
+    nll = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum",
+                                            ignore_index=IGNORE)  # fmt: skip
+    loss = nll / int((labels != IGNORE).sum())
+    nothing = torch.full_like(inputs[:1], data.separator_id)
+    seen = torch.cat([nothing if index in EXCLUDED else rows[index][0][None] for index in range(GLOBAL_BATCH)])
+    balanced = plain_balance(model.config, model(input_ids=seen, use_cache=False), case.accumulation)
+    return loss.item(), norm_of(model, loss + balanced)
+
+
+FORMS: list[dict[str, Any]] = [
+    {"stage": 1},
+    {"stage": 2, "offload": "optimizer"},
+    {"stage": 3},
+    {"stage": 1, "pipeline": 2},
+    {"stage": 1, "tensor": 2},
+    {"stage": 1, "sequence": 2},
+    {"stage": 1, "expert": 2, "model": BALANCED},
+    {"stage": 3, "model": BALANCED},
+]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: "-".join(f"{k}{v}" for k, v in form.items() if k != "model"))
+def test_excluded_rows_have_no_part_in_a_step(pools: Any, small_data: str, form: dict[str, Any]) -> None:
+    """In fp32; 1e-5 is rounding."""
+    case = Case(data=small_data, accumulation=2, **form)
+    assert pools(2).run(stepped, case, "next_token")[0] == pytest.approx(plain(case), rel=1e-5)
+
+
+@pytest.mark.parametrize("form", [{"stage": 1}, {"stage": 3, "sequence": 2}, {"stage": 1, "pipeline": 2}],
+                         ids=lambda form: "-".join(f"{key}{value}" for key, value in form.items()))  # fmt: skip
+def test_excluded_pairs_have_no_part_in_a_step(pools: Any, tmp_path_factory: Any, form: dict[str, Any]) -> None:
+    """The mean over the pairs of the other sequences; 1e-4: log-probabilities are sums of many tokens."""
+    from tests.ranks.test_preference import definition
+
+    folder = prepared_preferences(Path(tmp_path_factory.mktemp("pairs")))
+    case = answers_case(folder, accumulation=2, **form)
+    data, model = TrainData(case_data(case)), plain_model(case)
+    windows = [data.window_at(index) for index in range(GLOBAL_BATCH) if index not in EXCLUDED]
+    loss = definition(model, folder, "simpo")(
+        [int(row) for each in windows if each.rows is not None for row in each.rows]
+    )
+    got = pools(2).run(stepped, case, "simpo")[0]
+    assert got == pytest.approx((float(loss), norm_of(model, loss)), rel=1e-4)
