@@ -25,7 +25,7 @@ from llmtrain.checkpoint.listing import lines_of
 from llmtrain.checkpoint.retain import looks_good, pins_of, write_pins
 from llmtrain.config import strict_yaml
 from llmtrain.config.reader import read_saved
-from llmtrain.config.stages import DataConfig, data_of, identity
+from llmtrain.config.stages import DataConfig, data_of
 from llmtrain.engine.dist.local_ranks import ending_on_sigterm
 from llmtrain.tracking.local import read_rows, to_json
 from llmtrain.tracking.steps import STEPS, StepRow, read_steps
@@ -230,10 +230,14 @@ def _place(run: Path, data: dict[str, Any], row: int, first: int, last: int) -> 
         step = span.after + 1 + (row - span.next) // span.batch
         if not first <= step <= last or not span.after < step <= (span.until or last):
             continue
-        opened, own = span.data(), identity(read_saved(DataConfig, span.event["data"]))
+        opened, own = span.data(), read_saved(DataConfig, span.event["data"])
         if opened.place_of(row) in opened.excluded:
             raise ConfigError(f"--without {row}: the run leaves it out already; remove it")
-        return [identity(each) for each in data_of(read_saved(DataConfig, data))].index(own)
+        for place, each in enumerate(data_of(read_saved(DataConfig, data))):
+            if (each.folders, each.sequence_length) == (own.folders, own.sequence_length):
+                return place
+        raise ConfigError(f"--without {row}: step {step} has read {', '.join(own.folders)}, which {run}/config.yaml "
+                          "no longer names; give the data back there")  # fmt: skip
     raise ConfigError(f"--without {row}: is no sequence of the steps {first}:{last}; `llmtrain replay {run} --steps "
                       f"{first}:{last}` names them")  # fmt: skip
 

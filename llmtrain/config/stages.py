@@ -193,8 +193,8 @@ class Stages:
 
     def sharing(self, number: int) -> list[int]:
         """Return the stages with the same data as this one, under any names."""
-        own = identity(self.stages[number].data)
-        return [other for other, stage in enumerate(self.stages) if identity(stage.data) == own]
+        own = _identity(self.stages[number].data)
+        return [other for other, stage in enumerate(self.stages) if _identity(stage.data) == own]
 
     def schedule_end(self, step: int, max_steps: int | None) -> int | None:
         """The step at which the schedule of a step ends: where the next one begins, or the run's end."""
@@ -232,7 +232,7 @@ class Stages:
         raise AssertionError("the last stage counts")
 
 
-def identity(data: DataConfig) -> tuple[object, ...]:
+def _identity(data: DataConfig) -> tuple[object, ...]:
     """Equal for configurations of the same sequences: `a`, `./a` and a mixture of it alone are one data set."""
     weights = [Fraction(str(weight)) if math.isfinite(weight) else Fraction(0) for weight in data.folders.values()]
     total = sum(weights, Fraction(0)) or 1
@@ -250,7 +250,7 @@ def data_of(config: DataConfig) -> list[DataConfig]:
             data = replace(data, sequence_length=stage.sequence_length)
         found.append(data)
     # Stages with the same data share its order, so each of them leaves out the same sequences.
-    names, every = [repr(identity(data)) for data in found], dict[str, tuple[int, ...]]()
+    names, every = [repr(_identity(data)) for data in found], dict[str, tuple[int, ...]]()
     for name, some in zip(names, [config.exclude, *(stage.exclude for stage in config.stages)], strict=True):
         every[name] = every.get(name, ()) + tuple(some or ())
     return [replace(data, exclude=every[name] or None) for name, data in zip(names, found, strict=True)]

@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+import yaml
 
 from llmtrain import cli
 from llmtrain.commands.data import documents_of, spans
@@ -173,3 +174,25 @@ def test_data_that_is_gone_or_changed_is_refused(
     data.rename(folder / "other")
     (folder / "away").rename(data)
     assert sorted(folder.iterdir()) == sorted([*before, folder / "other"])
+
+
+def test_a_sequence_of_a_stage_is_left_out_of_its_own_data(folder: Path) -> None:
+    """The first stage has a sequence of the same number."""
+    given = ["--source", str(folder / "a.jsonl"), "--tokenizer", str(folder / "set/tokenizer")]
+    assert cli.main(["prepare", *given, "--out", str(folder / "later"), "--validation-fraction", "0.3"]) == 0
+    words = [f"--train.run_dir={folder / 'staged'}", "--train.max_steps=30", "--checkpoint.every_steps=10"]
+    forked.train(folder / "recipe.yaml", *words, "--checkpoint.keep=9",
+                 f"--data.stages=[{{from_step: 20, path: {folder / 'later'}}}]")  # fmt: skip
+    out = folder / "staged-2"
+    asked = ["replay", str(folder / "staged"), "--steps", "22:26", "--write", "--out", str(out), "--without"]
+    assert cli.main([*asked, "25"]) == 0
+    data = yaml.safe_load((out / "config.yaml").read_text())["data"]
+    assert data["exclude"] is None and data["stages"][0]["exclude"] == [25]
+    before, after = steps_of(folder / "staged")[20:26], steps_of(out)
+    assert [one.step for one, other in zip(before, after, strict=True) if one.weight != other.weight] == [24]
+    asked[1], asked[6] = str(out), str(folder / "staged-3")
+    assert cli.main([*asked, "25"]) == 2 and cli.main([*asked, "26"]) == 0
+    stages = yaml.safe_load((folder / "staged-3/config.yaml").read_text())["data"]["stages"]
+    assert stages[0]["exclude"] == [25, 26]
+    weights = [[row.weight for row in steps_of(path)] for path in (out, folder / "staged-3")]
+    assert [one == other for one, other in zip(*weights, strict=True)] == [True] * 3 + [False] + [True] * 2
