@@ -30,8 +30,8 @@ _EXPLORED = 3
 """Forms of which more than two rehearsals are made."""
 _TRIED = 8
 """Most complete rehearsals."""
-_LONG = 32_768
-"""Tokens of a row from which on sequence parallelism is tried."""
+_LONG, _TILE = 32_768, 4096
+"""Tokens of a row from which on sequence parallelism, and MLPs in tiles of so many tokens, are tried."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,12 +83,20 @@ class Choice:
     micro_batch: int
     recomputed: int | str | None
     """Value of model.recompute.layers."""
+    tile: int | None = None
+    """Value of model.mlp_tile_tokens; None: as in the run."""
 
     @property
     def values(self) -> dict[str, Any]:
         """Keys of the run's YAML."""
+        tiled = {} if self.tile is None else {"model.mlp_tile_tokens": self.tile}
         return {"train.micro_batch": self.micro_batch, "train.accumulation": None,
-                "model.recompute.layers": self.recomputed}  # fmt: skip
+                "model.recompute.layers": self.recomputed, **tiled}  # fmt: skip
+
+    @property
+    def again(self) -> str:
+        """What is computed again, in words."""
+        return f"{self.recomputed or 'none'}{f', tiles of {self.tile}' if self.tile else ''}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +127,7 @@ class Fit:
         rows = [("", "mix", "micro-batch", "recomputed", "peak", "left", "step", "tokens/s")]
         for number, each in enumerate(self.best, 1):
             rows.append((str(number), str(each.choice.form), f"{each.choice.micro_batch} x {each.accumulation}",
-                         str(each.choice.recomputed or "none"), size(each.peak), size(each.left),
+                         each.choice.again, size(each.peak), size(each.left),
                          f"{each.time.seconds:.3g} s", count(each.time.tokens_per_s)))  # fmt: skip
         wide = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         table = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, wide, strict=True)).rstrip() for row in rows]
@@ -155,24 +163,29 @@ class Fitter:
         self._precision = 4 if run.precision == "fp32" else 2
         self._facts = prepared(run, on_gpu=machines.on_gpu).spec.facts
         self._config = load_config(run.run.model)
-        self._points: dict[tuple[Form, int, Any, int], _Point] = {}
+        self._long = self._batch.sequence_length >= _LONG
+        tiles = [("all", _TILE)] if self._long and run.run.model.mlp_tile_tokens is None else []
+        self._again: list[tuple[str | None, int | None]] = [(None, None), ("all", None), *tiles]
+        """Values of model.recompute.layers and model.mlp_tile_tokens that are rehearsed, the least memory last."""
+        self._points: dict[tuple[Choice, int], _Point] = {}
 
     def fit(self) -> Fit:
         """Raises UserError: nothing fits."""
         legal, forms = list(self._legal()), list[Form]()
         for some in ([each for each in legal if not each.offload], [each for each in legal if each.offload]):
             if len(forms) < 2:  # offload is slow: for what fits in no other form
-                self._estimate([(form, 1, "all") for form in some])
-                known = {form: self._point(form, 1, "all") for form in some}
-                fitting = [form for form in some if self._left(known[form].peak) >= 0]
-                forms += sorted(fitting, key=lambda form: known[form].floor)
+                least = [[self._choice(form, 1, again) for again in self._again[1:]] for form in some]
+                self._estimate([choice for choices in least for choice in choices])
+                known = {each[0].form: [self._point(choice) for choice in each] for each in least}
+                fitting = [form for form in some if any(self._left(point.peak) >= 0 for point in known[form])]
+                forms += sorted(fitting, key=lambda form: known[form][0].floor)
         del forms[_EXPLORED:]
-        wanted = product(forms, (1, 2), (None, "all"))
-        self._estimate([(form, rows, layers) for form, rows, layers in wanted if rows in self._rows(form)])
-        half = self._facts.layers // 2
-        estimated = [Choice(form=form, micro_batch=rows, recomputed=layers)
-                     for form in forms for rows in self._rows(form) for layers in (None, half, "all")]  # fmt: skip
-        points = {each: self._point(each.form, each.micro_batch, each.recomputed) for each in estimated}
+        wanted = product(forms, (1, 2), self._again)
+        self._estimate([self._choice(*each) for each in wanted if each[1] in self._rows(each[0])])
+        half = (self._facts.layers // 2, None)
+        estimated = [self._choice(form, rows, again)
+                     for form in forms for rows in self._rows(form) for again in (*self._again, half)]  # fmt: skip
+        points = {each: self._point(each) for each in estimated}
         likely = sorted(
             (each for each in estimated if self._left(points[each].peak) >= 0), key=lambda each: points[each].seconds
         )
@@ -188,9 +201,13 @@ class Fitter:
         best.sort(key=lambda each: each.time.seconds)
         return Fit(best=best, counted=len(legal) + len(estimated), rehearsed=tried)
 
+    @staticmethod
+    def _choice(form: Form, rows: int, again: tuple[int | str | None, int | None]) -> Choice:
+        return Choice(form=form, micro_batch=rows, recomputed=again[0], tile=again[1])
+
     def _legal(self) -> Iterator[Form]:
         """Forms that the configuration takes and whose states fit."""
-        machines, long = self._machines, self._batch.sequence_length >= _LONG
+        machines = self._machines
         experts = next((each for key in _EXPERTS if (each := getattr(self._config, key, None))), 1)
         powers = [1 << power for power in range(10)]
         within = [each for each in powers if machines.slots % each == 0]
@@ -198,7 +215,7 @@ class Fitter:
             range(4),
             within,
             [each for each in powers if machines.hosts % each == 0],
-            within if long else [1],
+            within if self._long else [1],
             [each for each in within if experts % each == 0],
             [(), ("optimizer",), ("optimizer", "param")],
         ):
@@ -236,16 +253,15 @@ class Fitter:
         depth = max(2, period * form.pipeline)
         return min(depth, self._facts.layers), min(2 * depth, self._facts.layers)
 
-    def _estimate(self, wanted: Sequence[tuple[Form, int, Any]]) -> None:
+    def _estimate(self, wanted: Sequence[Choice]) -> None:
         """Rehearse shallow models; what a model or an engine refuses is left out."""
-        runs: dict[tuple[Form, int, Any, int], ResolvedRun] = {}
-        for form, rows, layers in wanted:
-            for depth in self._depths(form):
-                with contextlib.suppress(UserError):
-                    values = Choice(form=form, micro_batch=rows, recomputed=layers).values
-                    runs[form, rows, layers, depth] = self._shallow(self._resolve(form, values), depth)
-        new = {key: run for key, run in runs.items() if key not in self._points}
-        self._points |= {key: self._of(new[key], found) for key, found in self._rehearse(new)}
+        runs: dict[tuple[Choice, int], ResolvedRun] = {}
+        for choice in wanted:
+            for depth in self._depths(choice.form):
+                if (choice, depth) not in self._points:
+                    with contextlib.suppress(UserError):
+                        runs[choice, depth] = self._shallow(self._resolve(choice.form, choice.values), depth)
+        self._points |= {key: self._of(runs[key], found) for key, found in self._rehearse(runs)}
 
     def _rehearse(self, runs: Mapping[Any, ResolvedRun]) -> Iterator[tuple[Any, dict[int, Rehearsed]]]:
         """Yield each run's key and one rank of each kind; a run that is refused on one of them is left out."""
@@ -280,17 +296,18 @@ class Fitter:
         model = replace(model, config=fields, pretrained=None, recompute=again)
         return replace(run, run=replace(run.run, model=model))
 
-    def _point(self, form: Form, rows: int, layers: int | str | None) -> _Point:
+    def _point(self, choice: Choice) -> _Point:
         """Estimate the complete model."""
-        if isinstance(layers, int):
-            share = layers * form.pipeline / self._facts.layers
-            none, everything = self._point(form, rows, None), self._point(form, rows, "all")
+        form, rows = choice.form, choice.micro_batch
+        if isinstance(choice.recomputed, int):
+            share = choice.recomputed * form.pipeline / self._facts.layers
+            none, everything = (self._point(replace(choice, recomputed=layers)) for layers in (None, "all"))
             refused = math.inf in (none.peak, everything.peak)
             return max(none, everything, key=lambda each: each.peak) if refused else none.between(everything, share)
         nothing = _Point(peak=math.inf, seconds=math.inf, floor=math.inf)
         shallow, deep = self._depths(form)
         few, many = (
-            [self._points.get((form, each, layers, depth), nothing) for depth in (shallow, deep)]
+            [self._points.get((replace(choice, micro_batch=each), depth), nothing) for depth in (shallow, deep)]
             for each in (1, min(2, rows))
         )
         if nothing in (*few, *many):

@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from llmtrain import cli
+from llmtrain.base.errors import UserError
 from llmtrain.commands import plan as command
 from llmtrain.config.run import ResolvedRun
 from llmtrain.plan import fit
@@ -60,6 +61,7 @@ def by_formula(jobs: Sequence[tuple[Checked, int]], *_: Any, **__: Any) -> Itera
         states = layers * MIB / degrees.tensor * (1 / (shares if stage == 3 else 1) + 6 / (shares if stage else 1))
         states -= layers * MIB * 6 / shares * run.mix.offload_optimizer
         kept = batch.micro_batch * MIB * ((layers - again) + 0.1 * again) / degrees.tensor
+        kept *= 0.2 if run.run.model.mlp_tile_tokens else 1
         passes = batch.accumulation * (1 + batch.micro_batch) * 10**9 // degrees.tensor
         work: Counter[Operator | Message] = Counter(
             {
@@ -105,6 +107,21 @@ def test_the_first_is_the_best_of_all(memory: int) -> None:
         )
     ]
     assert times[0] <= 1.1 * min(every) and len(every) > 5
+
+
+@pytest.mark.usefixtures("formula")
+def test_long_rows_are_tried_with_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the MLPs of complete rows do not fit."""
+    machines = Machines(hosts=1, slots=1, device="x", on_gpu=False, memory=4 * MIB + MIB // 5, host_memory=None)
+
+    def alone(form: Form, values: dict[str, Any]) -> ResolvedRun:
+        return resolved(form, values, ranks=1)
+
+    with pytest.raises(UserError, match="no form of the run fits"):
+        Fitter(alone(Form(stage=0), {}), machines, SPEEDS, alone).fit()
+    monkeypatch.setattr(fit, "_LONG", 64)
+    first = Fitter(alone(Form(stage=0), {}), machines, SPEEDS, alone).fit().best[0]
+    assert first.choice.values["model.mlp_tile_tokens"] == 4096 and first.choice.again == "all, tiles of 4096"
 
 
 def test_messages_that_travel_while_a_rank_computes() -> None:
