@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -189,6 +191,9 @@ def _play(ranks: list[nn.Module], call: Call) -> tuple[list[Tensor], Exception |
         thread.start()
     for thread in threads:
         thread.join()
+        # On its way out it may hold a lock of MKL, which a process that is forked now would never get.
+        while os.path.exists(f"/proc/self/task/{thread.native_id}"):
+            time.sleep(0.0005)
     missing = [output is None for output in outputs]
     if all(missing) and not errors:  # the last one still computed when the others had waited for so long
         raise TooSlow(

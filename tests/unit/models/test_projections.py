@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from llmtrain.base.errors import ModelError, UserError
 from llmtrain.models.structure import sharding_proof
 from llmtrain.models.structure.decoder_parts import anatomy_of
 from llmtrain.models.structure.projections import Projections, projections
 from llmtrain.models.structure.sharding_proof import Map, TooSlow, rehearse
-from llmtrain.models.structure.small_copy import Watch, attention_seen, probe_copy, run_copy
+from llmtrain.models.structure.small_copy import Call, Watch, attention_seen, probe_copy, run_copy
 from tests.helpers.families import FAMILIES, FROZEN, HYBRID, VARIANTS
 from tests.helpers.renamed import renamed
 from tests.unit.models.test_decoder_parts import meta
@@ -206,3 +207,12 @@ def test_the_rehearsal_notices_a_wrong_cut() -> None:
         wrong = [Map(path="attn.c_attn", column=True, transposed=True, sections=None, bias=True), right[1]]
         with pytest.raises(ModelError, match="do not give what one gives"):
             rehearse(layer, watch.calls[0], wrong, [], "attn", heads=4, kv_heads=4)
+
+
+def test_no_thread_of_a_proof_outlives_it() -> None:
+    """A thread on its way out holds a lock of MKL, for which a process forked in that moment waits for ever."""
+    before = set(os.listdir("/proc/self/task"))
+    ranks = [nn.Linear(64, 64) for _ in range(8)]
+    for _ in range(50):
+        assert sharding_proof._play(ranks, Call(path="", begin=0, args=(torch.ones(64, 64),)))[1] is None
+        assert set(os.listdir("/proc/self/task")) <= before
