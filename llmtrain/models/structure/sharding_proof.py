@@ -187,13 +187,15 @@ def _play(ranks: list[nn.Module], call: Call) -> tuple[list[Tensor], Exception |
                 barrier.abort()
 
     threads = [threading.Thread(target=play, args=(index,)) for index in range(len(ranks))]
+    before = _tasks()
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-        # On its way out it may hold a lock of MKL, which a process that is forked now would never get.
-        while os.path.exists(f"/proc/self/task/{thread.native_id}"):
-            time.sleep(0.0005)
+    # On their way out, they and OpenMP's own may hold a lock of MKL, which a process that is forked now never gets.
+    until_s = time.monotonic() + 1.0
+    while not _tasks() <= before and time.monotonic() < until_s:
+        time.sleep(0.0005)
     missing = [output is None for output in outputs]
     if all(missing) and not errors:  # the last one still computed when the others had waited for so long
         raise TooSlow(
@@ -203,6 +205,11 @@ def _play(ranks: list[nn.Module], call: Call) -> tuple[list[Tensor], Exception |
     if any(missing) and not errors:
         return outputs, RuntimeError("some ranks meet the others more often")
     return outputs, errors[0] if errors else None
+
+
+def _tasks() -> set[str]:
+    """The kernel's threads of this process."""
+    return set(os.listdir("/proc/self/task"))
 
 
 def _result(output: Any) -> Tensor:
