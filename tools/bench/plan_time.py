@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         subprocess.run([sys.executable, "-m", "llmtrain", *words], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
         with Lab(HOSTS, folder=folder) as lab:
             for host in lab.hosts:
-                host.shape(rate_mbit=options.rate_mbit, burst_ms=1.0)  # pauses are the ranks', which compute
+                host.shape(rate_mbit=options.rate_mbit)
             for form, more in FORMS.items():
                 if options.only and form not in options.only:
                     continue

@@ -169,14 +169,12 @@ class LabHost:
         loss: float = 0.0,
         toward: LabHost | None = None,
         half_duplex: bool = False,
-        **more: float,
     ) -> None:
-        """Rate of each direction (of both together if half_duplex), delay of each direction, share of frames lost;
-        burst_ms: what the cable makes up for after a pause, as a sender may have waited for a core. For
+        """Rate of each direction (of both together if half_duplex), delay of each direction, share of frames lost. For
         the host's cable, or for its way to one other host only. A call replaces the last one; shape() takes it away."""
         how: dict[str, Any] = {}
         if rate_mbit is not None or delay_ms or loss:
-            how = {"rate_mbit": rate_mbit, "delay_ms": delay_ms, "loss": loss, "half_duplex": half_duplex, **more}
+            how = {"rate_mbit": rate_mbit, "delay_ms": delay_ms, "loss": loss, "half_duplex": half_duplex}
         self.order("shape", host=self.name, toward=None if toward is None else toward.name, **how)
 
     def bytes(self) -> tuple[int, int]:

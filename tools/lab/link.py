@@ -23,13 +23,12 @@ class Wire:
 
 @dataclass
 class Pipe:
-    """One direction. rate: bytes/s; delay_s: one way; loss: share of frames; burst_s: what a pause makes up for."""
+    """One direction. rate: bytes/s; delay_s: one way; loss: share of frames."""
 
     wire: Wire
     rate: float = math.inf
     delay_s: float = 0.0
     loss: float = 0.0
-    burst_s: float = BURST_S
 
     def admit(self, now: float, size: int) -> float | None:
         """When a frame of `size` bytes that comes at `now` is through; None if it is lost or the queue is full."""
@@ -37,7 +36,7 @@ class Pipe:
             return None
         if self.rate == math.inf:
             return now + self.delay_s
-        start = max(now - self.burst_s, self.wire.free_at)
+        start = max(now - BURST_S, self.wire.free_at)
         if start - now > max(QUEUE_S, QUEUE_MIN_BYTES / self.rate):
             return None
         self.wire.free_at = start + size / self.rate
@@ -53,12 +52,11 @@ class Link:
         delay_ms: float = 0.0,
         loss: float = 0.0,
         half_duplex: bool = False,
-        burst_ms: float = 1e3 * BURST_S,
     ) -> None:
         rate = math.inf if rate_mbit is None else rate_mbit * 1e6 / 8
         wire = Wire()
-        self.there = Pipe(wire, rate, delay_ms / 1e3, loss, burst_ms / 1e3)
-        self.back = Pipe(wire if half_duplex else Wire(), rate, delay_ms / 1e3, loss, burst_ms / 1e3)
+        self.there = Pipe(wire, rate, delay_ms / 1e3, loss)
+        self.back = Pipe(wire if half_duplex else Wire(), rate, delay_ms / 1e3, loss)
         self.lossy = loss > 0
 
 
