@@ -22,7 +22,7 @@ ELSEWHERE = {
 """What may be named outside, and why."""
 IN_FUNCTIONS_OF_THEIR_OWN = ("models/transformers_private.py", "models/parallel/deepspeed_private.py")
 """One function for each name: Python raises where one is gone, and nothing is asked with a default."""
-PUBLIC = {"_exit", "_current_frames"}  # os._exit and sys._current_frames are documented
+PUBLIC = {"_exit", "_current_frames", "_asdict"}  # documented: os._exit, sys._current_frames, those of named tuples
 
 
 def tree_of(path: Path) -> ast.Module:
