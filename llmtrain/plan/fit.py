@@ -31,7 +31,7 @@ _EXPLORED = 3
 _TRIED = 8
 """Most complete rehearsals."""
 _LONG, _TILE = 32_768, 4096
-"""Tokens of a row from which on sequence parallelism, and MLPs in tiles of so many tokens, are tried."""
+"""Tokens: of a row for which sequence parallelism and MLPs in tiles are tried, and of a tile."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ class Choice:
 
     @property
     def again(self) -> str:
-        """What is computed again, in words."""
+        """Recomputed layers, and tiles, in words."""
         return f"{self.recomputed or 'none'}{f', tiles of {self.tile}' if self.tile else ''}"
 
 

@@ -61,7 +61,7 @@ class Record(Part):
         return self.detector.to_json()
 
     def restore(self, kept: Any, folder: Path) -> None:
-        """With optim.skip_outliers the usual values decide updates: a resume goes on with them, in any folder."""
+        """Continue with the usual values of the checkpoint, which decide updates with optim.skip_outliers."""
         self.detector.restore(kept)
 
     def after_step(self, done: Done) -> None:

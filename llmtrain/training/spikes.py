@@ -98,7 +98,7 @@ class Detector:
         return [self._loss.to_json(), self._norm.to_json(), self._since_outlier, self._in_a_row]
 
     def restore(self, kept: Any) -> None:
-        """Go on with the usual values of a checkpoint; those that are no such list are ignored."""
+        """Continue with the usual values of a checkpoint, or without any."""
         try:
             loss, norm, since, in_a_row = kept
             self._loss.restore(loss)
